@@ -1,5 +1,6 @@
 """The Python and the commands of pages run as they stand there; excerpts and tables are those of the code."""
 
+import contextlib
 import inspect
 import io
 import re
@@ -83,9 +84,19 @@ def ranks(directory) -> Run:
     return run
 
 
+@pytest.fixture(scope="module")
+def printed(ranks, directory) -> str:
+    """What the Python prints that runs in one process; it saves pipelines that commands read."""
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as found:
+        patch.chdir(directory)
+        patch.syspath_prepend(str(directory))
+        docs_worker.run(IN_ONE_PROCESS, local=True)
+    return found.getvalue()
+
+
 @pytest.fixture
-def here(ranks, directory, monkeypatch) -> Path:
-    """In the directory, after the ranks."""
+def here(printed, directory, monkeypatch) -> Path:
+    """In the directory, after the Python of the pages."""
     monkeypatch.chdir(directory)
     monkeypatch.syspath_prepend(str(directory))
     return directory
@@ -105,9 +116,7 @@ def test_ranks_calibrate_their_messages(ranks, directory):
     assert 1e6 < found.device.intra.bandwidth < 1e13
 
 
-def test_pages_in_one_process(here, monkeypatch, capsys):
-    docs_worker.run(IN_ONE_PROCESS, local=True)
-    printed = capsys.readouterr().out
+def test_pages_in_one_process(here, printed, monkeypatch, capsys):
     assert "Rank 1 of 4: Model" in printed  # the program
     assert "'F0.15'" in printed  # a range of the profiler
     assert "[record function] F0.0" in printed
@@ -117,14 +126,14 @@ def test_pages_in_one_process(here, monkeypatch, capsys):
     monkeypatch.setattr("sys.stdin", io.StringIO("continue\n" * 9))  # of --pdb
     for name, sizes in SMALL.items():
         monkeypatch.setattr(samples, name, sizes)  # of calibrate
-    printed = {}
+    told = {}
     for call in (call for page in COMMANDS for call in docs_worker.commands(page)):
         if call[0] == "fxpipe":
             assert not main(docs_worker.fewer(call[1:])), call
-            printed.setdefault(" ".join(call[1:4]), capsys.readouterr().out)
-    assert "span bubble 27.27%" in printed["simulate --schedule 1f1b"]
-    assert "span bubble 11.11%" in printed["simulate --schedule zb-h1"]
-    assert "as in the step" in printed["replay recorded F1.3"]
+            told.setdefault(" ".join(call[1:4]), capsys.readouterr().out)
+    assert "span bubble 27.27%" in told["simulate --schedule 1f1b"]
+    assert "span bubble 11.11%" in told["simulate --schedule zb-h1"]
+    assert "as in the step" in told["replay recorded F1.3"]
     assert {"report.html", "measured0.json"} <= {path.name for path in (here / "build/gpt2").iterdir()}
     assert {"trace.json", "cpu.json"} <= {path.name for path in here.iterdir()}
 
