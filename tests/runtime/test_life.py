@@ -7,6 +7,8 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
+import time
 from datetime import timedelta
 
 import pytest
@@ -109,6 +111,40 @@ def test_only_who_waits_ends(watch):
         watch._count()
         watch._check_awaited()
     assert watch.ends == []
+
+
+class BusyStore(dist.HashStore):
+    """One that answers nobody for a while, as where the process that has it is not run."""
+
+    def __init__(self):
+        super().__init__()
+        self.is_asked, self.answers = threading.Event(), threading.Event()
+        self.answers.set()
+
+    def check(self, keys):
+        self.is_asked.set()
+        self.answers.wait()
+        time.sleep(0.2)  # the thread gets its turn after the main one
+        return super().check(keys)
+
+    def set(self, key, value):
+        self.answers.wait()
+        super().set(key, value)
+
+
+def test_the_thread_ends_before_the_process_though_the_store_is_busy(monkeypatch):
+    monkeypatch.setattr(watches, "_report_uncaught", lambda watch: None)
+    monkeypatch.setattr(watches.atexit, "register", lambda *_: None)
+    monkeypatch.setattr(watches, "BEAT", 0.01)
+    store = BusyStore()
+    watch = Watch(Failures(store, 0, 1), timedelta(seconds=100))
+    store.answers.clear()
+    store.is_asked.clear()
+    assert store.is_asked.wait(10.0)
+    monkeypatch.setattr(watches, "GRACE", 0.5)
+    threading.Timer(0.7, store.answers.set).start()
+    watch._stop()
+    assert not watch._thread.is_alive()
 
 
 # -- errors -----------------------------------------------------------------------------------------------

@@ -276,11 +276,13 @@ class Watch:
             os._exit(1)
 
     def _stop(self) -> None:
-        """End the thread: inside torch when the interpreter ends, it would abort the process."""
+        """End the thread: inside torch when the interpreter ends, it would abort the process.  A store that
+        was busy for longer than ``GRACE`` has answered the thread, too, once it answers this one."""
         self._over.set()
         self._thread.join(GRACE)
         with contextlib.suppress(dist.DistError):
             self.failures.show(self._beat + 1, f"{ENDED}, {self.progress()}")
+        self._thread.join(GRACE)
         if self.has_failed or self.failures.are_known:
             self._keep_store()
             _failed.append(self)
