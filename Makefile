@@ -35,8 +35,8 @@ demo: env
 	$(BIN)/python examples/demo.py $(ARGS)
 
 # A worker runs whole files, in the order of tests/conftest.py: what a file compiles for several of its tests,
-# it compiles once.  Three workers for two cores: two left some of the time to nobody, as ranks wait.
-PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+# it compiles once.  Four workers for two cores: tests of several ranks wait.
+PYTEST := $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder
 
 # What takes longest is listed at the end, so that it stays known where the time of CI goes.
 test: env

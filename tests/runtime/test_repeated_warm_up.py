@@ -41,10 +41,14 @@ def undone_updates(model: torch.nn.Module) -> Iterator[None]:
 
 CASES_AND_SHAPES = [
     ("transformer_layer", Shape(4, "1f1b")),
-    ("transformer_layer", Shape(2, "gpipe")),
+    pytest.param("transformer_layer", Shape(2, "gpipe"), marks=pytest.mark.variation),
     ("transformer_layer", Shape(4, "zb-h2")),
     ("transformer_layer", Shape(2, "zb-v", placement="v", stages_per_rank=2)),
-    ("transformer_layer", Shape(2, "v-half", placement="v", stages_per_rank=2)),
+    pytest.param(
+        "transformer_layer",
+        Shape(2, "v-half", placement="v", stages_per_rank=2),
+        marks=pytest.mark.variation,
+    ),
     ("transformer_layer", Shape(2, "interleaved", stages_per_rank=2)),
     ("transformer_layer", Shape(2, "zb-h1", offload=True)),
     ("transformer_layer", Shape(2, "1f1b", recompute="full")),

@@ -38,6 +38,18 @@ def test_equals_one_process(name, shape):
     check_against_eager(CASES[name], MICROBATCHES, SHAPES[shape])
 
 
+#: Buffers, random numbers, ties, sums and counts, several inputs: what an evaluation could do otherwise.
+EVALUATED = (
+    "batch_norm", "dropout", "encoder_decoder", "experts", "frozen_and_unused", "in_place", "lstm",
+    "reassigned_buffers", "sum_and_count", "tied_head", "unet",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[] if name in EVALUATED else [pytest.mark.variation]) for name in CASES],
+    indirect=True,
+)
 def test_evaluation(name):
     """By turns in a V and on four ranks; and the same forward compiled for itself, cut by its own costs."""
     case, shape = CASES[name], (Shape(2, "zb-v"), Shape(4, "1f1b"))[list(CASES).index(name) % 2]

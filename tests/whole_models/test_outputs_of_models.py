@@ -22,7 +22,16 @@ def compiled(model, example, **options):
     )
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "t5", "vit", "mixtral"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gpt2",
+        "t5",
+        "vit",
+        "mixtral",
+        *(pytest.param(x, marks=pytest.mark.variation) for x in ("llama", "bert")),
+    ],
+)
 def test_logits_and_losses(name):
     case = case_of(name)
     model, batch, names = case.build(), case.data(MICROBATCHES), ["logits", "loss"]
