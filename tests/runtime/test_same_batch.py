@@ -17,9 +17,9 @@ from fxpipe.errors import BatchError, OptionError, RunError
 from fxpipe.plan.step import BatchSpec
 from fxpipe.runtime.job.attempt import agree_on_attempt
 from fxpipe.runtime.job.digest import MOST, digest
-from fxpipe.runtime.job.failure import Failures
+from fxpipe.runtime.job.failure import Failures, Sign
 from fxpipe.runtime.job.process import as_timeout
-from fxpipe.runtime.job.survey import shared_survey
+from fxpipe.runtime.job.survey import others_of, shared_survey
 from fxpipe.runtime.program.batch import batch_spec, microbatches_of
 from fxpipe.training.same_batch import WORDS, Facts, all_alike, any_stops, difference, words
 
@@ -345,6 +345,18 @@ def test_one_rank_looks_at_all_others_for_all():
         store.asked = 0
         assert surveyed(ranks[:5]) == [[*[(True, "waits")] * 5, (False, "waits")]] * 5
         assert store.asked == 2 * 6
+
+
+def test_ranks_that_do_the_same_are_told_of_once():
+    waits, runs = Sign("1", "waits for rank 9", True), Sign("1", "runs F0.1", True)
+    gone = Sign("1", "runs F0.2", False)
+    survey = [waits, runs, waits, gone, *[waits] * 10]
+    killed, rest = others_of(survey, 0)
+    assert killed.startswith("Rank 3 gives no sign of life any more (killed, or out of memory)")
+    assert rest == (
+        " Rank 1 runs F0.1. Rank 2 waits for rank 9; so do ranks 4, 5, 6, 7, 8, 9, 10, 11 and 2 more."
+    )
+    assert others_of([waits, runs, runs], 0)[1] == " Rank 1 runs F0.1; so does rank 2."
 
 
 @pytest.mark.slow

@@ -9,10 +9,13 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import astuple
 
 from fxpipe.runtime.job.failure import BEAT, SILENCE, Failures, Sign
+
+#: Most ranks of a kind that a message tells of beside its own.
+MOST_OTHERS = 8
 
 
 def shared_survey(failures: Failures, reason: str, show: Callable[[], None] | None = None) -> list[Sign]:
@@ -51,3 +54,38 @@ def _received(failures: Failures, key: str, show: Callable[[], None] | None) -> 
             shown = now
         time.sleep(0.05)
     return [Sign(*sign) for sign in json.loads(failures.store.get(key))]
+
+
+def others_of(survey: Sequence[Sign], rank: int) -> tuple[str, str]:
+    """What a survey knows of ranks that are gone, and of the others, as sentences of this rank's message."""
+    gone: list[str] = []
+    rest: dict[str, list[int]] = {}  # what a rank does, or its silence -> the ranks
+    for other, sign in enumerate(survey):
+        last = f"the last was that it {sign.doing}. "
+        if other == rank:
+            continue
+        if sign.has_ended:
+            gone.append(f"Rank {other} {sign.doing}. ")
+        elif sign.runs is False:
+            gone.append(f"Rank {other} gives no sign of life any more (killed, or out of memory); {last}")
+        elif sign.beats:
+            rest.setdefault(sign.doing, []).append(other)
+        elif sign.runs:
+            silent = f"gives no sign of life (stopped, or in a long call); {last}".rstrip(" .")
+            rest.setdefault(silent, []).append(other)
+        else:
+            gone.append(
+                f"Rank {other} gives no sign of life any more (killed, out of memory, or stopped); {last}"
+            )
+    told = [_told(doing, ranks) for doing, ranks in rest.items()]
+    return "".join(gone[:MOST_OTHERS]), "".join(told[:MOST_OTHERS])
+
+
+def _told(doing: str, ranks: Sequence[int]) -> str:
+    """A sentence about ranks that all do the same."""
+    first, *others = ranks
+    if not others:
+        return f" Rank {first} {doing}."
+    named = ", ".join(map(str, others[:MOST_OTHERS]))
+    more = f" and {len(others) - MOST_OTHERS} more" if len(others) > MOST_OTHERS else ""
+    return f" Rank {first} {doing}; so {'does rank' if len(others) == 1 else 'do ranks'} {named}{more}."

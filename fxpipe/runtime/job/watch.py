@@ -22,7 +22,7 @@ import torch.distributed as dist
 from fxpipe.errors import RunError
 from fxpipe.runtime.job.failure import BEAT, ENDED, FIRST, WATCHED, Failures, Sign, record
 from fxpipe.runtime.job.place import place_of_error, place_of_main_thread
-from fxpipe.runtime.job.survey import shared_survey
+from fxpipe.runtime.job.survey import others_of, shared_survey
 from fxpipe.runtime.program.comm import NoAnswer, answered
 
 if TYPE_CHECKING:
@@ -38,8 +38,6 @@ ALONE = 5.0
 GONE = 1.0
 #: Part of the time limit that it waits for one without sign of life whose process cannot be seen from here.
 UNSEEN = 0.1
-#: Most ranks of a kind that a message tells of beside its own.
-MOST_OTHERS = 8
 
 log = logging.getLogger("fxpipe")
 
@@ -172,13 +170,13 @@ class Watch:
             if first is None:
                 # At once: torchrun ends this process as soon as it notices that another one has ended.
                 log.warning("rank %d %s, and got no answer: %s", rank, doing, error)
-                gone, rest = _others(shared_survey(self.failures, "no answer", show), rank)
+                gone, rest = others_of(shared_survey(self.failures, "no answer", show), rank)
                 own = f"{gone}Rank {rank} {doing}, and got no answer: {error}.{rest}"
                 first = self.failures.find() or self.failures.leave(own)
                 if first == own:
                     return RunError(own)
         except dist.DistError:  # the store is gone as well
-            gone, _ = _others(self.failures.remembered(), rank)
+            gone, _ = others_of(self.failures.remembered(), rank)
             return RunError(f"{gone}Rank {rank} {doing}, and got no answer: {error}.")
         return RunError(f"{first} (Rank {rank} {doing}.)")
 
@@ -207,7 +205,7 @@ class Watch:
             signs = self.failures.remembered()
             awaited = {0, *self._awaited(signs.__getitem__)}
             if self._waited * BEAT >= ALONE and not all(signs[rank].runs for rank in awaited):
-                gone, _ = _others(signs, self.failures.rank)
+                gone, _ = others_of(signs, self.failures.rank)
                 self._end(self._elsewhere(f"{gone}The store that the ranks share is gone: {error}"), 0.0)
 
     def _show(self) -> None:
@@ -228,7 +226,9 @@ class Watch:
         seconds = time.monotonic() - self._since
         if self._waited and seconds >= self._said:
             self._said *= 2
-            gone, rest = _others(shared_survey(self.failures, "a long wait", self._show), self.failures.rank)
+            gone, rest = others_of(
+                shared_survey(self.failures, "a long wait", self._show), self.failures.rank
+            )
             log.warning(
                 "%srank %d %s, for %.0f s now.%s", gone, self.failures.rank, self._doing, seconds, rest
             )
@@ -340,25 +340,3 @@ def _described(op: str) -> str:
     """An op with its stage and microbatch, if it has a name as in schedules."""
     match = re.fullmatch(r"[A-Z]+(\d+)\.(\d+)", op)
     return f"{op} (stage {match[1]}, microbatch {match[2]})" if match else op
-
-
-def _others(survey: Sequence[Sign], rank: int) -> tuple[str, str]:
-    """What is known of other ranks that are gone, and of the rest, as sentences of a message."""
-    gone, rest = [], []
-    for other, sign in enumerate(survey):
-        last = f"the last was that it {sign.doing}. "
-        if other == rank:
-            continue
-        if sign.has_ended:
-            gone.append(f"Rank {other} {sign.doing}. ")
-        elif sign.runs is False:
-            gone.append(f"Rank {other} gives no sign of life any more (killed, or out of memory); {last}")
-        elif sign.beats:
-            rest.append(f" Rank {other} {sign.doing}.")
-        elif sign.runs:
-            rest.append(f" Rank {other} gives no sign of life (stopped, or in a long call); {last}".rstrip())
-        else:
-            gone.append(
-                f"Rank {other} gives no sign of life any more (killed, out of memory, or stopped); {last}"
-            )
-    return "".join(gone[:MOST_OTHERS]), "".join(rest[:MOST_OTHERS])
