@@ -17,6 +17,7 @@ from torch.autograd import profiler as autograd_profiler
 from torch.distributed.rendezvous import rendezvous
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules import module as nn_module
+from torch.optim import optimizer as nn_optimizer
 from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils import _python_dispatch as dispatch
 from torch.utils import _pytree as pytree
@@ -39,6 +40,7 @@ __all__ = [
     "fake_store",
     "fake_tensors",
     "gradient_hooks",
+    "has_step_hooks",
     "hooks_of",
     "hooks_of_all_modules",
     "hooks_registered",
@@ -119,6 +121,12 @@ def state_hooks(module: torch.nn.Module) -> list[tuple[str, Any]]:
 def gradient_hooks(tensor: torch.Tensor) -> tuple[int, ...]:
     """The numbers of the hooks that a leaf's gradient has."""
     return (*(tensor._backward_hooks or ()), *(tensor._post_accumulate_grad_hooks or ()))
+
+
+def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether functions of the user's are called before or behind each step of an optimizer."""
+    own = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    return any((*own, nn_optimizer._global_optimizer_pre_hooks, nn_optimizer._global_optimizer_post_hooks))
 
 
 def hooks_registered() -> int:

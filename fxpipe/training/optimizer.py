@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from fxpipe.errors import RunError
 from fxpipe.plan.artifact import Validation
+from fxpipe.runtime.torch_private import has_step_hooks
 from fxpipe.training.ahead import Ahead, set_grad
 from fxpipe.training.clipping import Clipping
 from fxpipe.training.pace import Pace
@@ -181,6 +182,8 @@ class PipelineOptimizer(Optimizer):
         number, now = self._number().cpu(), time.perf_counter()
         seconds, self._begun = torch.tensor(now - self._begun, dtype=torch.float64), now
         goes_ahead = self._pace.goes_ahead() and self._is_likely(number, ranks.world_rank)
+        # A hook reads what the update gives, and runs once.
+        goes_ahead = goes_ahead and not (has_step_hooks(self) or has_step_hooks(self.optimizer))
         numbers = torch.stack([number, seconds])
         words = torch.cat([numbers.view(torch.int64), torch.tensor([goes_ahead])])
         gathered = ranks.begin_gather(words, "optimizer.step")

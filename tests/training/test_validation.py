@@ -7,10 +7,12 @@ import torch
 import validation_worker as worker
 from launch import forked
 from torch.nn import Parameter
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fxpipe.errors import RunError
 from fxpipe.training.ahead import Ahead
 from fxpipe.training.clipping import Clipping
+from fxpipe.training.optimizer import PipelineOptimizer
 from fxpipe.training.pace import BLOCK, BLOCKS, FIRST, PERIOD, Pace
 from fxpipe.training.undo import Undo, check_undoable
 from fxpipe.training.updates import Updates
@@ -191,6 +193,45 @@ def test_settling_early_leaves_the_repetition_to_the_step():
     assert (asked, updates.are_settled) == ([1], True)
     assert not updates.stand()
     assert updates.stand()
+
+
+class TwoRanks:
+    """Rank 0 of two, of which the other one has infinities in the last of its updates."""
+
+    world_rank, numbers = 0, iter(())
+
+    def all_reduce_(self, value, *, largest=False):
+        value += next(self.numbers)
+
+    def begin_gather(self, words, call):
+        other = torch.tensor([next(self.numbers), 1.0], dtype=torch.float64).view(torch.int64)
+        return lambda: torch.stack([words, torch.cat([other, words[2:]])])
+
+
+@pytest.mark.parametrize("where", ["own", "wrapped", "all"])
+def test_hooks_see_updates_that_stand(where):
+    number, seen, updates = FIRST + 2 * BLOCK, {}, Updates()
+    for validation in ("barrier", "post"):
+        ranks, parameter = TwoRanks(), parameter_with_gradient()
+        ranks.numbers = iter([0.0] * (number - 1) + [float("inf")])
+        wrapped = torch.optim.SGD([parameter], lr=0.1)
+        names = {parameter: "w"}
+        optimizer = PipelineOptimizer(
+            wrapped, names, [parameter], ranks, Clipping(None, 2.0, True), None, validation, updates
+        )
+        found = seen[validation] = []
+
+        def hook(*_, parameter=parameter, found=found):
+            found.append(float(parameter[0].detach()))
+
+        register = {"own": optimizer.register_step_post_hook, "wrapped": wrapped.register_step_post_hook}
+        handle = register.get(where, register_optimizer_step_post_hook)(hook)
+        for _ in range(number):
+            optimizer.step()
+        handle.remove()
+        optimizer.settle()
+        assert optimizer.skipped == 1
+    assert seen["post"] == seen["barrier"]
 
 
 @pytest.mark.parametrize(
