@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.table import Table
 
 from fxpipe.cli.arguments import positive_int, whole_number, writing
-from fxpipe.cli.busy import busy_processes
 from fxpipe.compiler.progress import Phases
+from fxpipe.cost.busy import busy_threads
 from fxpipe.cost.calibrate import with_curves
 from fxpipe.cost.describe import described_here
 from fxpipe.cost.device import Device, Interconnect
@@ -56,7 +56,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         type=whole_number,
         default=0,
         metavar="N",
-        help="compute in so many other processes meanwhile, as ranks share memory; not under torchrun, where "
+        help="compute in so many other threads meanwhile, as ranks share memory; not under torchrun, where "
         "all ranks measure at once (0)",
     )
 
@@ -79,7 +79,7 @@ def _calibrate(options: argparse.Namespace) -> None:
     phase = Phases(f"fxpipe calibrate {device.type}", ends=False)
     phase.expect(len(MOVING) + len(arithmetic) * len(COMPUTING) + 2 + (ranks > 1))
     process = Process.join(device) if ranks > 1 else None
-    with busy_processes(options.busy, options.threads):
+    with busy_threads(options.busy):
         found = _measured(device, arithmetic, phase, process)
     phase.finish("measured")
     if options.name is not None:

@@ -102,7 +102,12 @@ class Costing:
         options, cluster, model = self._options, self._cluster, self._model
         if options.costs == "measured":
             measured = measured_seconds(
-                cut.sections, self._device, cluster.first, self._known, options.backend
+                cut.sections,
+                self._device,
+                cluster.first,
+                self._known,
+                options.backend,
+                options.ranks_per_machine or options.ranks,
             )
             seconds: SecondsOfRanks = (measured,) * options.ranks
         else:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,6 +21,14 @@ from fxpipe.runtime.program import accelerator
 RUNS, SECONDS, FEWEST = 10, 1.0, 3
 
 
+@dataclass(frozen=True)
+class Timed:
+    """``before`` is called before each run, and not timed."""
+
+    run: Callable[[], Any]
+    before: Callable[[], Any] = lambda: None
+
+
 def median_seconds(
     run: Callable[[], Any],
     device: torch.device,
@@ -27,16 +36,26 @@ def median_seconds(
     runs: int = RUNS,
     seconds: float = SECONDS,
 ) -> float:
-    """The median seconds of ``run``.
+    """The median seconds of ``run``; otherwise as ``medians_in_turns``."""
+    (median,) = medians_in_turns([Timed(run, before)], device, runs, seconds)
+    return median
 
-    before: is called before each run and not timed.  runs: at most; fewer if they would take more than
-    ``seconds`` together.  One more run comes first and is not counted: it compiles kernels and gets memory.
+
+def medians_in_turns(
+    timed: Sequence[Timed], device: torch.device, runs: int = RUNS, seconds: float = SECONDS
+) -> list[float]:
+    """The median seconds of each of some functions that run in turns, as the ops of a step do.
+
+    runs: at most, of each; fewer if they would take more than ``seconds`` for each of the functions.  One
+    more run comes first and is not counted: it compiles kernels and gets memory.
     """
     times = _times_on_accelerator if accelerator.is_accelerator(device) else _times_on_cpu
-    times(run, device, before, 1)
-    first = times(run, device, before, 1)[0]
-    more = min(runs, max(FEWEST, int(seconds / max(first, 1e-9)))) - 1
-    return statistics.median([first, *times(run, device, before, more)])
+    times(timed, device, 1)
+    first = times(timed, device, 1)
+    fitting = int(len(timed) * seconds / max(sum(first), 1e-9))
+    more = min(runs, max(FEWEST, fitting)) - 1
+    rest = times(timed, device, more)
+    return [statistics.median([own, *rest[k :: len(timed)]]) for k, own in enumerate(first)]
 
 
 def seconds_until_done(run: Callable[[], Any], device: torch.device) -> float:
@@ -48,27 +67,24 @@ def seconds_until_done(run: Callable[[], Any], device: torch.device) -> float:
     return time.perf_counter() - begin
 
 
-def _times_on_cpu(
-    run: Callable[[], Any], device: torch.device, before: Callable[[], Any], count: int
-) -> list[float]:
+def _times_on_cpu(timed: Sequence[Timed], device: torch.device, rounds: int) -> list[float]:
+    """Of each run, in the order of the runs."""
     times, clock = [], time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
-    for _ in range(count):
-        before()
+    for one in rounds * [*timed]:
+        one.before()
         begin = clock()
-        run()
+        one.run()
         times.append(clock() - begin)
     return times
 
 
-def _times_on_accelerator(
-    run: Callable[[], Any], device: torch.device, before: Callable[[], Any], count: int
-) -> list[float]:
+def _times_on_accelerator(timed: Sequence[Timed], device: torch.device, rounds: int) -> list[float]:
     """The host does not wait between the runs, as it does not between the ops of a step."""
     marks = []
-    for _ in range(count):
-        before()
+    for one in rounds * [*timed]:
+        one.before()
         begin = _mark(device)
-        run()
+        one.run()
         marks.append((begin, _mark(device)))
     accelerator.synchronize(device)
     return [begin.elapsed_time(end) / 1e3 for begin, end in marks]  # milliseconds

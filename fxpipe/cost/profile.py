@@ -7,6 +7,8 @@ travel here: its time is that of the link.
 
 from __future__ import annotations
 
+import os
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Set
 from dataclasses import replace
 from functools import partial
@@ -16,7 +18,8 @@ from typing import Any, cast
 import torch
 from torch import fx, nn
 
-from fxpipe.cost.clock import median_seconds, seconds_until_done
+from fxpipe.cost.busy import busy_threads
+from fxpipe.cost.clock import Timed, medians_in_turns, seconds_until_done
 from fxpipe.cost.device import Device
 from fxpipe.cost.nodes import node_cost
 from fxpipe.errors import ScheduleError
@@ -28,6 +31,7 @@ from fxpipe.plan.dtensors import local
 from fxpipe.plan.kept import kept_slots, kept_tensors
 from fxpipe.plan.step import Tier
 from fxpipe.plan.tensors import in_strides, storage_bytes
+from fxpipe.runtime.program.accelerator import is_accelerator
 from fxpipe.runtime.program.batch import batch_leaves
 from fxpipe.runtime.program.checks import expect
 from fxpipe.runtime.program.inductor import inductor
@@ -61,26 +65,50 @@ def known_tensors(model: nn.Module, example: Any, constants: Mapping[str, torch.
 
 
 def measured_seconds(
-    sections: tuple[Section, ...], device: torch.device, described: Device, known: Known, backend: str
+    sections: tuple[Section, ...],
+    device: torch.device,
+    described: Device,
+    known: Known,
+    backend: str,
+    ranks: int,
 ) -> dict[Color, float]:
     """The median seconds of some runs of each section, plus its overhead in a program, and the time of the
     link for what lanes exchange.
 
+    The sections of a stage run in turns, as those of a step do.  ranks: that share this machine, whose other
+    cores compute meanwhile.
     Raises ScheduleError for an op that fails on synthetic inputs.
     """
+    between = {
+        section.color: [n for n in call_nodes(section.graph) if is_between_lanes(n.target)]
+        for section in sections
+    }
+    lanes = max((cast(int, node.args[-1]) for nodes in between.values() for node in nodes), default=1)
+    of_stage = defaultdict[int, list[Section]](list)
+    for section in sections:
+        of_stage[section.stage].append(section)
+    found = dict[Color, float]()
+    with running(AloneLane(0, lanes)), torch.no_grad(), busy_threads(_others(ranks, device)):
+        for own in of_stage.values():
+            # Their inputs are freed before those of the next stage are made.
+            medians = medians_in_turns([_timed(section, device, known, backend) for section in own], device)
+            found |= zip((section.color for section in own), medians, strict=True)
+    return {
+        color: described.stage_overhead
+        + found[color]
+        + sum(node_cost(node, described).seconds for node in nodes)
+        for color, nodes in between.items()
+    }
 
-    def seconds(section: Section) -> float:
-        between = [n for n in call_nodes(section.graph) if is_between_lanes(n.target)]
-        lanes = cast(int, between[0].args[-1]) if between else 1
-        with running(AloneLane(0, lanes)):
-            own = _section_seconds(section, device, known, backend)
-        return described.stage_overhead + own + sum(node_cost(n, described).seconds for n in between)
 
-    return {section.color: seconds(section) for section in sections}
+def _others(ranks: int, device: torch.device) -> int:
+    """Of so many ranks those that compute beside this one on the cores of this machine."""
+    if is_accelerator(device):
+        return 0
+    return max(1, min(ranks, len(os.sched_getaffinity(0)) // torch.get_num_threads())) - 1
 
 
-def _section_seconds(section: Section, device: torch.device, known: Known, backend: str) -> float:
-    # The inputs of a section are freed when this returns, before those of the next one are made.
+def _timed(section: Section, device: torch.device, known: Known, backend: str) -> Timed:
     graph = _without_checks(section.graph)
     function: Callable[..., Any] = fx.GraphModule(nn.Module(), graph).forward
     if is_compiled(section, backend):
@@ -103,9 +131,12 @@ def _section_seconds(section: Section, device: torch.device, known: Known, backe
         for flat in overwritten:
             _fill(flat, own)
 
+    return Timed(partial(_run, section, function, *inputs), fill_again)
+
+
+def _run(section: Section, function: Callable[..., Any], *inputs: Any) -> None:
     try:
-        with torch.no_grad():
-            return median_seconds(partial(function, *inputs), device, before=fill_again)
+        function(*inputs)
     except RuntimeError as error:
         raise ScheduleError(
             f"costs='measured' runs {section.phase} of stage {section.stage} on synthetic inputs, and "

@@ -174,11 +174,12 @@ def test_a_vocabulary_is_not_split_over_ranks_and_lanes(mesh):
 
 
 def test_measured_costs_have_the_time_of_the_link(mesh, monkeypatch):
-    def a_second(run, *_, **__):
-        run()
-        return 1.0
+    def a_second(sections, device):
+        for section in sections:
+            section.run()
+        return [1.0] * len(sections)
 
-    monkeypatch.setattr(fxpipe.cost.profile, "median_seconds", a_second)
+    monkeypatch.setattr(fxpipe.cost.profile, "medians_in_turns", a_second)
     with parallelized(model := Words(), mesh, "sequence"):
         pipe = fxpipe.compile(model, batch(2), ranks=2, microbatches=2, schedule="zb-h1", costs="measured")
     device, between = described_here(torch.device("cpu")), dict[Color, float]()

@@ -13,9 +13,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import fxpipe
 from fxpipe.cli import main
-from fxpipe.cli.busy import busy_processes
 from fxpipe.cli.calibrate import mean_of
 from fxpipe.cost import samples
+from fxpipe.cost.busy import busy_threads
 from fxpipe.cost.device_file import read_device, write_device
 from fxpipe.cost.kinds import COMPUTING, MOVING, kind_of
 from fxpipe.cost.known_devices import CPU, device_named
@@ -172,14 +172,15 @@ def test_the_mean_of_what_ranks_measured():
     assert (found.curves["move"].points, found.launch) == (((1.0, 0.75), (2.0, 2.5)), 2.0)
 
 
-@pytest.mark.slow
-def test_other_processes_are_busy_until_the_end():
-    with busy_processes(1, 1) as processes:
-        assert all(process.is_alive() for process in processes)
-    assert not any(process.is_alive() for process in processes)
+def test_other_threads_are_busy_until_the_end():
+    before = torch.get_rng_state()
+    with busy_threads(2) as threads:
+        assert all(thread.is_alive() for thread in threads)
+    assert not any(thread.is_alive() for thread in threads)
+    assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_busy_processes_are_not_for_ranks(monkeypatch, tmp_path, capsys):
+def test_busy_threads_are_not_for_ranks(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main(["calibrate", str(tmp_path / "cpu.json"), "--busy", "1"]) == 2
     assert "under torchrun the ranks keep each other busy" in capsys.readouterr().err

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fxpipe.cost import clock
-from fxpipe.cost.clock import median_seconds
+from fxpipe.cost.clock import Timed, median_seconds, medians_in_turns
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -47,6 +47,21 @@ def test_fewer_runs_of_what_takes_long(host, last, runs):
 
     assert median_seconds(run, CPU) == pytest.approx(last)
     assert len(calls) == 1 + runs
+
+
+def test_functions_in_turns(host):
+    calls = list[str]()
+
+    def timed(name: str, seconds: float) -> Timed:
+        def run() -> None:
+            calls.append(name)
+            host.seconds += seconds
+
+        return Timed(run)
+
+    found = medians_in_turns([timed("F", 0.25), timed("B", 0.375)], CPU)
+    assert found == [0.25, 0.375]
+    assert calls == ["F", "B"] * (1 + 3)  # of two seconds
 
 
 @dataclass

@@ -1,6 +1,6 @@
 """Measured costs: what sections are run on, and models whose sections are hard to run on synthetic inputs."""
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +11,7 @@ from zoo import Case, Chain, eager, numbers, relative_error
 
 import fxpipe
 from fxpipe.cost import profile
+from fxpipe.cost.clock import Timed
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -92,16 +93,17 @@ def timed(monkeypatch) -> list[SimpleNamespace]:
     """Per section the tensors it is run on, and those that a run has overwritten as they are made again."""
     found: list[SimpleNamespace] = []
 
-    def median_seconds(run: Any, device: torch.device, before: Callable[[], Any]) -> float:
-        inputs = [x for x in run.args if isinstance(x, torch.Tensor)]
-        given = [x.clone() for x in inputs]
-        run()
-        written = [x for x, old in zip(inputs, given, strict=True) if not torch.equal(x, old)]
-        before()
-        found.append(SimpleNamespace(given=given, made_again=written))
-        return 1.0
+    def medians_in_turns(sections: Sequence[Timed], device: torch.device) -> list[float]:
+        for section in sections:
+            inputs = [x for x in section.run.args if isinstance(x, torch.Tensor)]
+            given = [x.clone() for x in inputs]
+            section.run()
+            written = [x for x, old in zip(inputs, given, strict=True) if not torch.equal(x, old)]
+            section.before()
+            found.append(SimpleNamespace(given=given, made_again=written))
+        return [1.0] * len(sections)
 
-    monkeypatch.setattr(profile, "median_seconds", median_seconds)
+    monkeypatch.setattr(profile, "medians_in_turns", medians_in_turns)
     return found
 
 
