@@ -135,6 +135,7 @@ def rank_of_four(plan):
         norms.append(float(optimizer.last_norm))
     state = {name: value.tolist() for name, value in pipe.full_state_dict().items()}
     print(json.dumps([norms, state]))
+    check_small_tensors(pipe.runtime.lanes)
     try:
         edited(pipe).step(data)
     except fxpipe.RunError as error:
@@ -144,6 +145,14 @@ def rank_of_four(plan):
         pipe = fxpipe.compile(Numbered(mesh), (torch.ones(1, 2),), **OPTIONS)
     except fxpipe.CaptureError as error:
         print(f"refused: {error}")
+
+
+def check_small_tensors(own):
+    """Of fewer elements than lanes, of which some lanes add up none."""
+    with running(own):
+        for shape in ((), (1,), (0, 3)):
+            found = lanes.all_reduce(torch.full(shape, 1.0 + own.index), "sum", 2)
+            assert torch.equal(found, torch.full(shape, 3.0)), shape
 
 
 def edited(pipe: fxpipe.Pipeline) -> fxpipe.Pipeline:

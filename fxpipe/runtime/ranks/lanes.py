@@ -78,5 +78,4 @@ class DistributedLanes:
         self.waits(None)
 
     def _tensors(self, found: torch.Tensor, like: torch.Tensor) -> list[torch.Tensor]:
-        parts = found.to(like.device).view(self.number, -1)
-        return [part.view(like.dtype).view(like.shape) for part in parts]
+        return [*found.to(like.device).view(like.dtype).view(self.number, *like.shape)]
