@@ -35,6 +35,7 @@ from fxpipe.plan.dtensors import lane_plan, mesh_of
 from fxpipe.plan.lanes import LanePlan
 from fxpipe.runtime.program.lanes import REDUCTIONS
 from fxpipe.runtime.program.random import keyed
+from fxpipe.runtime.torch_private import members_of
 
 aten, lanes = torch.ops.aten, torch.ops.lanes
 #: What all lanes get alike, whatever each gives.
@@ -51,7 +52,7 @@ def capture_lanes(model: nn.Module, capture: Callable[[], Captured]) -> Captured
     if mesh is None:
         return capture()
     number = mesh.size()
-    plan, group = lane_plan(model, number), mesh.get_group().group_name
+    plan, group = lane_plan(model, number), members_of(mesh.get_group().group_name)
     traces: dict[int, Captured] = {}
     for lane in sorted({0, min(1, number - 1), number - 1}):
         with compat.as_lane(type(mesh), number, lane):
@@ -70,12 +71,12 @@ def lane_as_text(model: nn.Module, capture: Callable[[], Captured], lane: int) -
     lane_plan(model, mesh.size())
     with compat.as_lane(type(mesh), mesh.size(), lane):
         found = capture()
-    _use_lanes(found.graph, mesh.get_group().group_name, mesh.size())
+    _use_lanes(found.graph, members_of(mesh.get_group().group_name), mesh.size())
     constants = {name: value.tolist() for name, value in found.constants.items() if value.numel() <= FEW}
     return f"{graph_text(found.graph)}\n{constants}"
 
 
-def _use_lanes(graph: fx.Graph, group: str, number: int) -> None:
+def _use_lanes(graph: fx.Graph, group: list[int], number: int) -> None:
     """Let collectives be between the lanes that run the program, and end where they begin."""
     for node in call_nodes(graph):
         if getattr(node.target, "namespace", "") != "_c10d_functional":
@@ -92,12 +93,13 @@ def _use_lanes(graph: fx.Graph, group: str, number: int) -> None:
 
 
 def _between_lanes(
-    node: fx.Node, op: str, given: Sequence[Any], group: str, lanes_of_rank: int
+    node: fx.Node, op: str, given: Sequence[Any], group: list[int], lanes_of_rank: int
 ) -> tuple[Any, tuple[Any, ...]]:
-    if given[-1] != group:
+    # Not by name: where there are equal meshes, torch uses the group of any.
+    if (members := members_of(given[-1])) != group:
         raise CaptureError(
-            f"{op} at {node.meta['origin']} is over another group of processes ({given[-1]}) than the mesh "
-            f"of the model's DTensors ({group}). The lanes of a rank are one group."
+            f"{op} at {node.meta['origin']} is over the processes {members}, and the mesh of the model's "
+            f"DTensors is of {group}. The lanes of a rank are one group."
         )
     match op, given:
         case "all_reduce", [how, _] if how in REDUCTIONS:

@@ -47,6 +47,7 @@ __all__ = [
     "is_fake",
     "is_profiling",
     "is_watched",
+    "members_of",
     "module_hooks",
     "no_modes",
     "pytree",
@@ -61,6 +62,12 @@ all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", dist.
 def default_store() -> Any:
     """The key-value store that torchrun's processes share."""
     return dist.distributed_c10d._get_default_store()
+
+
+def members_of(group: str) -> list[int]:
+    """The processes of a group, by its name."""
+    resolve: Any = dist.distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
+    return dist.get_process_group_ranks(resolve(group))
 
 
 def as_one(group: dist.ProcessGroup, device: torch.device, start: Callable[[], object]) -> dist.Work:

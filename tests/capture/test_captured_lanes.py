@@ -7,7 +7,9 @@ import contextlib
 import pytest
 import torch
 from tensor_parallel import Words, batch, parallelized
+from torch import distributed as dist
 from torch import nn
+from torch.distributed._functional_collectives import all_reduce
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
@@ -24,6 +26,7 @@ from fxpipe.cost.nodes import node_cost
 from fxpipe.errors import CaptureError, OptionError, RunError
 from fxpipe.ir.ops import is_between_lanes
 from fxpipe.ir.storage import call_nodes
+from fxpipe.runtime.torch_private import fake_store
 from fxpipe.schedule.ops import Color, Phase
 
 
@@ -67,6 +70,25 @@ def test_b_has_the_sum_of_the_input_gradient_and_w_no_communication(mesh):
     found = [n for n in call_nodes(pipe.graph) if n.target is torch.ops.lanes.all_reduce.default]
     assert [n.meta["color"].phase for n in found] == [Phase.F] * 2 + [Phase.B] * 4
     assert pipe.check().holds
+
+
+def test_equal_groups_have_one_meaning_and_others_are_refused():
+    """With several meshes of the same processes torch uses the groups of any of them."""
+    dist.init_process_group("fake", rank=0, world_size=4, store=fake_store())
+    try:
+        mesh, equal, other = (
+            init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "pp", "tp"))["tp"]
+            for sizes in ((1, 2, 2), (2, 1, 2), (1, 1, 4))
+        )
+
+        def summed_over(group):
+            between = lambda x: x + all_reduce(x.detach(), "sum", group)  # noqa: E731
+            return parallelize_module(Net(between), mesh, PLAN)
+
+        compiled(summed_over(equal.get_group()), ranks=1)
+        refused(summed_over(other.get_group()), r"processes \[0, 1, 2, 3\], and the mesh .* of \[0, 1\]")
+    finally:
+        dist.destroy_process_group()
 
 
 def test_communication_is_not_recomputed(mesh):
