@@ -68,6 +68,12 @@ class VocabularyError(FxpipeError):
     """The vocabulary layers cannot be found, or cannot be split over the ranks."""
 
 
+def at_least_one(name: str, value: object) -> None:
+    """Raise OptionError, naming the option, for anything but a whole number above 0."""
+    if type(value) is not int or value < 1:
+        raise OptionError(f"{name} is {value!r} and must be a whole number, at least 1.")
+
+
 def suggested(given: object, known: Iterable[str]) -> str:
     """`` Did you mean 'zb-h1'?`` for ``ZB_H1``; empty where no known name is like the given one."""
     plain = {_plain(name): name for name in known}

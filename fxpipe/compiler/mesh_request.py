@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fxpipe.errors import OptionError
+from fxpipe.errors import OptionError, at_least_one
 from fxpipe.plan.meshes import Mesh, TriedMesh
 from fxpipe.plan.step import Shard
 from fxpipe.runtime.program.batch import batch_leaves
@@ -74,8 +74,8 @@ def request_of(
     if ranks is not None and shard != AUTO and devices is None and batch is None:
         return None
     for name, value in {"devices": devices, "batch": batch, "ranks": ranks, "replicas": replicas}.items():
-        if value is not None and (type(value) is not int or value < 1):
-            raise OptionError(f"{name} is {value!r} and must be a whole number, at least 1.")
+        if value is not None:
+            at_least_one(name, value)
     number = devices if devices is not None else world
     if number is None and ranks is not None:
         number = ranks * (replicas or 1)

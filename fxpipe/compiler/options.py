@@ -11,7 +11,7 @@ import torch
 
 from fxpipe.compiler.passes import PASS_NAMES
 from fxpipe.cost.known_devices import device_names, is_device_name
-from fxpipe.errors import OptionError, suggested
+from fxpipe.errors import OptionError, at_least_one, suggested
 from fxpipe.ir.sections import BACKENDS
 from fxpipe.passes.recompute import LEVELS, Level
 from fxpipe.plan.lanes import LanePlan
@@ -126,8 +126,8 @@ def check(options: Options) -> None:
     ):
         value = getattr(options.offload if name == "ranks_per_link" else options, name)
         chosen = name in ("stages_per_rank", "ranks_per_machine") and value is None
-        if not chosen and (type(value) is not int or value < 1):
-            raise OptionError(f"{name} is {value!r} and must be a whole number, at least 1.")
+        if not chosen:
+            at_least_one(name, value)
     if options.shard not in (None, *SHARDS):
         raise OptionError(
             f"shard is {options.shard!r} and must be None or {' or '.join(map(repr, SHARDS))}: what replicas "

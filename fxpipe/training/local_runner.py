@@ -11,7 +11,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
-from fxpipe.errors import OptionError, RunError, printable
+from fxpipe.errors import RunError, at_least_one, printable
 from fxpipe.plan.artifact import Artifact, Plan
 from fxpipe.plan.lanes import LanePlan
 from fxpipe.plan.rows import joined
@@ -115,8 +115,7 @@ class LocalRunner:
                 "them. Call pipe.step(batch) on all ranks, or start the script as one process."
             )
         spec = self.plan.step
-        if type(threads) is not int or threads < 1:
-            raise OptionError(f"threads is {threads!r} and must be a whole number, at least 1.")
+        at_least_one("threads", threads)
         wanted = requested(outputs, None, spec.outputs, spec.ranks)
         check_ops(record, [op for program in self._local_programs for op in program.ops])
         self.updates.settle()

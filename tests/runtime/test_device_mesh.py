@@ -49,11 +49,20 @@ def test_every_part_of_a_mesh_with_lanes_that_has_the_ranks(process):
         ((6, 2), ("dp", "pp"), 3, "needs .*rank. · 3 . lane"),
         ((2, 3, 2), DIMENSIONS, 1, "a model with DTensors, and this model has none"),
         ((2, 2), ("pp", "dp"), 1, "the ranks last, as"),
+        ((2,), ("tp",), 2, r"the processes \[0, 1\] with the dimensions tp, and a pipeline needs"),
     ],
 )
 def test_other_meshes_are_refused(process, sizes, names, lanes, message):
     with pytest.raises(OptionError, match=message):
         ranks_and_replicas(mesh(*sizes, names=names), None, lanes)
+
+
+@pytest.mark.parametrize("given", [0, -1, "2", 2.0, True])
+def test_numbers_that_are_none(given):
+    """Found before processes agree on them."""
+    for ranks, replicas in ((given, None), (2, given)):
+        with pytest.raises(OptionError, match=f"is {given!r} and must be a whole number, at least 1"):
+            ranks_and_replicas(ranks, replicas)
 
 
 @pytest.mark.parametrize("process", [0], indirect=True)

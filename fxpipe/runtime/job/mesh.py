@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from fxpipe.errors import OptionError
+from fxpipe.errors import OptionError, at_least_one
 
 #: The name of the dimension of a pipeline's ranks in torch's own examples.
 PIPELINE = "pp"
@@ -22,9 +22,14 @@ def ranks_and_replicas(
     it the mesh has the processes of one lane, as ``mesh["pp"]`` and ``mesh["dp", "pp"]`` give them.
     Raises OptionError for a mesh of other processes, naming those that are needed.
     """
+    for name, number in (("ranks", given), ("replicas", replicas)):
+        if number is not None and not isinstance(number, DeviceMesh):
+            at_least_one(name, number)
     if not isinstance(given, DeviceMesh):
         return given, replicas
     found, names = _of_one_lane(given, lanes)
+    if not found.dim():  # the lanes of one rank alone
+        raise OptionError(_refused(given, lanes))
     ranks, first = found.shape[-1], int(found.reshape(-1)[0])
     wanted = first + lanes * torch.arange(found.numel()).view(found.shape)
     several = found.dim() == 2
