@@ -42,7 +42,7 @@ def compiled(ranks: int, replicas: int, shard: str | None) -> fxpipe.Pipeline:
     with captured_once(microbatches):
         return fxpipe.compile(
             CASE.made(), example, ranks=ranks, replicas=replicas, shard=shard, schedule="1f1b",
-            microbatches=microbatches,
+            microbatches=microbatches, vocab_parallel=shard == "parameters",
         )  # fmt: skip
 
 
@@ -111,6 +111,7 @@ def run(directory: Path) -> None:
     for shard, earlier in zip(SHARDS, (*SHARDS[1:], SHARDS[0]), strict=True):
         for of in (shard, earlier):
             pipe = fxpipe.load(directory / f"pipe {shard}")
+            assert shard != "parameters" or abs(bytes_held(pipe) / whole_bytes(pipe) - 1 / REPLICAS) < 0.01
             train(pipe, directory / f"{shard} of {of}", directory / f"{of}" / "half", of == "gradients")
     for name, (ranks, level, of) in RESUMED.items():
         pipe = compiled(ranks, PROCESSES // ranks, level)
@@ -125,6 +126,17 @@ def run(directory: Path) -> None:
             assert message in str(error)  # noqa: PT017 - no pytest here
         else:
             raise AssertionError("the states of two replicas are given to one")
+
+
+def bytes_held(pipe: fxpipe.Pipeline) -> int:
+    """The memory of the parameters of this process."""
+    storages = [parameter.untyped_storage() for parameter in pipe.parameters.values()]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def whole_bytes(pipe: fxpipe.Pipeline) -> int:
+    """That of a replica without others."""
+    return sum(pipe.plan.layouts[name].nbytes for name in pipe.plan.tensors[pipe.process.rank].parameters)
 
 
 def come_back(directory: Path, name: str) -> None:

@@ -84,6 +84,7 @@ def load(
         first_step=step_number,
     )
     pipe = pipe.with_evaluation(forward[0]) if forward else pipe
+    pipe.let_model_go()
     pipe.share_values()
     return pipe
 

@@ -85,7 +85,7 @@ class Pipeline(Views):
         return replace(self, evaluation=forward)
 
     def let_model_go(self) -> None:
-        """Keep the rows of tables that this rank holds, and not the tables: the model is gone."""
+        """Keep the rows that this process holds, and not the tables: there is no model any more."""
         self.model_state.let_go()
         if self.evaluation is not None:
             self.evaluation.model_state.forget_rows()

@@ -105,9 +105,9 @@ class ModelState:
         self._rows.clear()
 
     def rows_held(self, table: str) -> list[ShardName]:
-        """The rows of a table that this process holds; none in a process that runs all ranks."""
+        """The rows that this process holds of a table, or of rows of one; none in a process of all ranks."""
         held = () if self.process is None else self.stored_by(self.process.rank).parameters
-        return [name for name in held if name.is_part and name.tensor == table]
+        return [name for name in held if name.is_part and name != table and ShardName(table).contains(name)]
 
     def follow_model(self) -> dict[str, nn.Parameter]:
         """Use the tensors that the model holds now; return its parameters, if there is a model.
@@ -367,13 +367,12 @@ class ModelState:
         self.write({name: value})
 
     def _memory(self, name: ShardName) -> torch.Tensor:
-        whole = name if name in self.parameters else ShardName(name.tensor)
-        held: torch.Tensor = self.buffers[name] if name in self.buffers else self.parameters[whole]
+        held: torch.Tensor = self.buffers[name] if name in self.buffers else self._table(name)[0]
         if not held.is_meta:
             return self.held(name)
         self._rows.clear()  # of no memory; those with memory are an optimizer's, and stay
         # A process of all ranks holds the other rows as well.
-        made = name if self.process is not None else whole
+        made = name if self.process is not None else ShardName(name.tensor)
         own = self.layout(made).empty(self.device)
         if name in self.buffers:
             self.buffers[name] = own
