@@ -32,6 +32,7 @@ from fxpipe.errors import DeadlockError, LimitError, PartitionError, ScheduleErr
 from fxpipe.ir.liveness import Liveness, liveness
 from fxpipe.partition.cuts import SLACK
 from fxpipe.passes.recompute import Level
+from fxpipe.plan.artifact import HeldBytes
 from fxpipe.schedule.bound import lower_bound
 from fxpipe.schedule.candidate import SearchResult
 from fxpipe.schedule.costs import Costs, Link
@@ -51,7 +52,7 @@ _T = TypeVar("_T")
 class Placed:
     """A cut on its ranks, with its costs and bytes in one replica.
 
-    ``ranks``: of each stage.  ``weights``: of each rank, of its parameters, gradients and buffers.
+    ``ranks``: of each stage.  ``weights``: of each rank, its parameters, gradients and buffers.
     ``exchanged``: of what the replicas of each stage may exchange.  ``trained``: the parameters that
     each rank updates.
     """
@@ -61,7 +62,7 @@ class Placed:
     shape: str
     ranks: tuple[int, ...]
     costs: Costs
-    weights: tuple[int, ...]
+    weights: tuple[HeldBytes, ...]
     exchanged: Mapping[int, StageTensors]
     trained: tuple[tuple[Trained, ...], ...]
 
@@ -151,7 +152,7 @@ class Costing:
         units = units_of(options.limit_text)
         limits, text = None, MemoryText(units)
         if options.memory_limit is not None:
-            held = held_bytes(placed, options)
+            held = tuple(own.total for own in held_bytes(placed, options))
             limits, text = activation_budget(options.memory_limit, held, units), MemoryText(units, held)
         cut, costs, divided = placed.cut, placed.costs, options.replicas if options.shard else 1
         if options.gradients:
@@ -183,17 +184,16 @@ class Chosen:
 
     placed: Placed
     found: SearchResult
-    held: tuple[int, ...]
+    held: tuple[HeldBytes, ...]
 
     @property
     def memory(self) -> float:
         """Bytes of the rank that needs the most."""
-        return max(a + b for a, b in zip(self.held, self.found.timeline.peak_memory, strict=True))
+        return max(a.total + b for a, b in zip(self.held, self.found.timeline.peak_memory, strict=True))
 
 
-def held_bytes(placed: Placed, options: Options) -> tuple[int, ...]:
-    """Per rank the bytes of its parameters, gradients, buffers, outputs, the optimizer's state, and with
-    post-validation what undoes an update."""
+def held_bytes(placed: Placed, options: Options) -> tuple[HeldBytes, ...]:
+    """Per rank the bytes that it holds throughout a step."""
     weights, divided = placed.weights, options.replicas if options.shard else 1
     if options.replicas > 1:
         asked = options.replicas, options.shard, options.per_use
@@ -201,10 +201,11 @@ def held_bytes(placed: Placed, options: Options) -> tuple[int, ...]:
     results = result_bytes(placed.cut.graph, placed.ranks, options.ranks, options.microbatches)
     elements = (sum(one.elements for one in own) for own in placed.trained)
     states = [int(options.optimizer_bytes * own / divided) for own in elements]
-    kept = [weights, results, states]
-    if options.validation == "post":
-        kept.append(copy_bytes(placed.trained, divided))
-    return tuple(map(sum, zip(*kept, strict=True)))
+    copies = copy_bytes(placed.trained, divided) if options.validation == "post" else [0] * options.ranks
+    return tuple(
+        replace(own, results=result, optimizer=state, copies=copied)
+        for own, result, state, copied in zip(weights, results, states, copies, strict=True)
+    )
 
 
 def choose(options: Options, stages: Sequence[Stages], costing: Costing) -> Chosen:
@@ -305,7 +306,7 @@ def choose_below(options: Options, stages: Sequence[Stages], costing: Costing, b
     for placed, problem in found:
         least = problem.arrays.smallest_joined
         if not problem.is_extended and any(a > b for a, b in zip(least, problem.limits, strict=True)):
-            need = max(map(sum, zip(held_bytes(placed, options), least, strict=True)))
+            need = max(own.total + a for own, a in zip(held_bytes(placed, options), least, strict=True))
             too_heavy.append(LimitError("One microbatch needs more than the memory limit.", need))
         elif problem.bound >= beat:
             bounds.append(problem.bound)

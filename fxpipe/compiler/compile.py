@@ -131,7 +131,7 @@ def compile_model(
         )
         compared = tuple(now if each.mesh == own else each for each in meshes)
         device = cluster.name + measured
-        plan = replace(plan, work=work, tried=found.tried, meshes=compared, device=device)
+        plan = replace(plan, work=work, tried=found.tried, meshes=compared, device=device, held=chosen.held)
         if options.memory_limit is None:
             return plan
         return replace(plan, memory_limit=options.limit_text, limits=found.problem.limits)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import fx, nn
@@ -15,7 +16,7 @@ from fxpipe.errors import CaptureError, LimitError
 from fxpipe.ir.casts import parameter_of
 from fxpipe.ir.graph import Kind, Section
 from fxpipe.ir.storage import graph_outputs
-from fxpipe.plan.artifact import RankTensors, TensorLayout, holders
+from fxpipe.plan.artifact import HeldBytes, RankTensors, TensorLayout, holders
 from fxpipe.plan.dtensors import local
 from fxpipe.plan.kept import kept_tensors, own_of_each_replica
 from fxpipe.plan.rows import ShardName
@@ -111,7 +112,7 @@ def tied_gradients(tensors: tuple[RankTensors, ...]) -> tuple[AllReduceGradient,
 
 def weight_bytes(
     model: nn.Module, held: tuple[RankTensors, ...], grad_dtype: torch.dtype | None
-) -> tuple[int, ...]:
+) -> tuple[HeldBytes, ...]:
     """Per rank the bytes of its parameters, gradients and buffers."""
     tensors = _tensors(model, held)
 
@@ -119,7 +120,13 @@ def weight_bytes(
         parameter = tensors[name]
         return parameter.numel() * gradient_dtype(parameter.dtype, grad_dtype).itemsize
 
-    return tuple(sum(tensors[n].nbytes for n in h.state) + sum(map(of_gradient, h.gradients)) for h in held)
+    def nbytes(names: Iterable[str]) -> int:
+        return sum(tensors[name].nbytes for name in names)
+
+    return tuple(
+        HeldBytes(nbytes(own.parameters), sum(map(of_gradient, own.gradients)), nbytes(own.buffers))
+        for own in held
+    )
 
 
 def trained_parameters(
@@ -147,13 +154,13 @@ def copy_bytes(trained: Sequence[Sequence[Trained]], divided: int = 1) -> tuple[
 
 
 def with_replicas(
-    weights: Sequence[int],
+    weights: Sequence[HeldBytes],
     stages: Mapping[int, StageTensors],
     placement: Sequence[int],
     replicas: int,
     shard: str | None,
     per_use: bool,
-) -> tuple[int, ...]:
+) -> tuple[HeldBytes, ...]:
     """Per rank the bytes of ``weight_bytes`` as they are in a step of replicas, with those of exchanges.
 
     stages: as ``stage_tensors`` gives them.  per_use: whether a replica has its rows alone, and whole
@@ -162,13 +169,22 @@ def with_replicas(
     found = []
     for rank, whole in enumerate(weights):
         own = [stages[stage] for stage, home in enumerate(placement) if home == rank and stage in stages]
-        largest = sorted((stage.gradients + stage.gathered(shard) for stage in own), reverse=True)
-        divided = sum(largest)
+        own.sort(key=lambda stage: stage.gradients + stage.gathered(shard))
+        gathered, gradients = [stage.gathered(shard) for stage in own], [stage.gradients for stage in own]
+        more_parameters = more_gradients = 0
         if per_use:
-            whole += divided // replicas - divided + sum(largest[:2])
+            more_parameters = sum(gathered) // replicas - sum(gathered[:-2])
+            more_gradients = sum(gradients) // replicas - sum(gradients[:-2])
         elif shard == "parameters":  # its rows, beside all that are gathered
-            whole += sum(stage.gathered(shard) for stage in own) // replicas
-        found.append(whole + min(MOST_BYTES, max((stage.gradients for stage in own), default=0)))
+            more_parameters = sum(gathered) // replicas
+        found.append(
+            replace(
+                whole,
+                parameters=whole.parameters + more_parameters,
+                gradients=whole.gradients + more_gradients,
+                exchange=min(MOST_BYTES, max(gradients, default=0)),
+            )
+        )
     return tuple(found)
 
 
@@ -228,7 +244,7 @@ def result_bytes(graph: fx.Graph, placement: Sequence[int], ranks: int, microbat
     return tuple(total)
 
 
-def activation_budget(limit: float, weights: Sequence[int], units: Units) -> tuple[float, ...]:
+def activation_budget(limit: float, weights: Sequence[float], units: Units) -> tuple[float, ...]:
     """Per rank the bytes that the memory limit leaves for activations, given the bytes of its weights (and of
     the outputs that it collects).
 

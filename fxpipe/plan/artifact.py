@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from math import prod
 from typing import Annotated
@@ -143,6 +143,28 @@ class Prediction:
 
 
 @dataclass(frozen=True)
+class HeldBytes:
+    """Bytes that a rank holds throughout a step, one of several replicas included.
+
+    ``results``: outputs of a whole batch, new values of buffers, parameters that are cast once a step.
+    ``exchange``: the memory of a sum over replicas.  ``optimizer``: its state, as ``optimizer_bytes`` has it.
+    ``copies``: what takes back an update that was made ahead of the verdict on it.
+    """
+
+    parameters: Size = 0
+    gradients: Size = 0
+    buffers: Size = 0
+    results: Size = 0
+    exchange: Size = 0
+    optimizer: Size = 0
+    copies: Size = 0
+
+    @property
+    def total(self) -> int:
+        return sum(getattr(self, each.name) for each in fields(self))
+
+
+@dataclass(frozen=True)
 class Plan:
     """All decisions and predictions; plan.json is this and nothing else.
 
@@ -159,7 +181,8 @@ class Plan:
     where the model has DTensors; then ``layouts`` are those of one lane.  ``validation``: the schedule was
     made for steps with it.  ``meshes``: those that were compared to choose ranks and replicas.
     ``own_hooks``: the functions of hooks that the forward registers by itself.  ``memory_limit``: as it was
-    given, empty for none; ``limits``: what it leaves to the activations of each rank.
+    given, empty for none; ``limits``: what it leaves to the activations of each rank, beside what it holds,
+    ``held`` (empty in plans of earlier versions).
     """
 
     format: int
@@ -194,6 +217,7 @@ class Plan:
     own_hooks: tuple[str, ...] = ()
     memory_limit: str = ""
     limits: Annotated[tuple[NonNegative, ...], entries(0, MOST_RANKS)] = ()
+    held: Annotated[tuple[HeldBytes, ...], entries(0, MOST_RANKS)] = ()
 
     @property
     def ranks(self) -> int:

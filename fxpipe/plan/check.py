@@ -200,6 +200,7 @@ def _channels(plan: Plan) -> None:
 def _offload(plan: Plan) -> None:
     if plan.tier is None:
         require("transfers", plan.transfers, not plan.transfers, "empty where tier is null")
+    _as_many("held", plan, plan.ranks if plan.held else 0, "rank")
     _as_many("pools", plan, 0 if plan.tier is None else plan.ranks, "rank, where there is a tier")
 
 

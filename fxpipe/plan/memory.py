@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 
-from fxpipe.plan.artifact import Plan
+from fxpipe.plan.artifact import HeldBytes, Plan
 from fxpipe.plan.tensors import dtype_of
 
 
@@ -14,56 +14,49 @@ from fxpipe.plan.tensors import dtype_of
 class RankMemory:
     """Bytes of one rank.
 
-    ``outputs``: of a whole batch.  ``adamw``: see ``adamw_bytes``; in no limit of ``compile``.
+    ``adamw``: see ``adamw_bytes``; 0 where ``held`` has the optimizer's state.
     ``activations``: the most that is held between ops, as simulated.
     """
 
-    parameters: int
-    gradients: int
-    buffers: int
-    outputs: int
+    held: HeldBytes
     adamw: int
     activations: float
 
     @property
-    def held(self) -> int:
-        """Throughout a step."""
-        return self.parameters + self.gradients + self.buffers + self.outputs
+    def other(self) -> int:
+        """Beside parameters and gradients."""
+        return self.held.total - self.held.parameters - self.held.gradients
 
     @property
     def peak(self) -> float:
-        return self.held + self.activations
+        return self.held.total + self.activations
 
 
 def rank_memory(plan: Plan, activations: Iterable[float]) -> tuple[RankMemory, ...]:
     """The memory of each rank; activations: the peak of each."""
+    return tuple(
+        RankMemory(held, 0 if held.optimizer else adamw_bytes(plan, rank), peak)
+        for rank, (held, peak) in enumerate(zip(held_bytes(plan), activations, strict=True))
+    )
 
-    def size(name: str, dtype: str = "") -> int:
+
+def held_bytes(plan: Plan) -> tuple[HeldBytes, ...]:
+    """Of each rank; where an earlier version made the plan, its tensors alone, as they are in one replica."""
+
+    def size(name: str, *, gradient: bool = False) -> int:
         own = plan.layouts[name]
-        itemsize: int = dtype_of(dtype or own.dtype).itemsize
+        dtype = dtype_of(own.dtype)
+        itemsize: int = (plan.gradient_dtype(dtype) if gradient else dtype).itemsize
         return prod(own.shape) * itemsize
 
-    def gradient(name: str) -> int:
-        return size(name, str(plan.gradient_dtype(dtype_of(plan.layouts[name].dtype))))
-
-    found = []
-    for rank, (own, peak) in enumerate(zip(plan.tensors, activations, strict=True)):
-        outputs = (
-            plan.step.microbatches * prod(output.shape) * dtype_of(output.dtype).itemsize
-            for output in plan.step.outputs
-            if output.rank == rank
+    return plan.held or tuple(
+        HeldBytes(
+            sum(map(size, own.parameters)),
+            sum(size(name, gradient=True) for name in own.gradients),
+            sum(map(size, own.buffers)),
         )
-        found.append(
-            RankMemory(
-                parameters=sum(map(size, own.parameters)),
-                gradients=sum(map(gradient, own.gradients)),
-                buffers=sum(map(size, own.buffers)),
-                outputs=sum(outputs),
-                adamw=adamw_bytes(plan, rank),
-                activations=peak,
-            )
-        )
-    return tuple(found)
+        for own in plan.tensors
+    )
 
 
 def adamw_bytes(plan: Plan, rank: int) -> int:

@@ -1,6 +1,6 @@
 """What a rank's memory holds at each moment of a simulated step, by kind.
 
-    weights, gradients, buffers, constants, optimizer     the whole step
+    weights, gradients, buffers, constants, optimizer, other     the whole step
     saved        activations of a stage, from the start of F to the end of B
     for weight   what W needs of them, and the gradients that B leaves it, to the end of W
     handed over  values for another stage of the same rank, until it takes them
@@ -14,12 +14,10 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 from enum import StrEnum
-from math import prod
 from typing import NamedTuple
 
 from fxpipe.plan.artifact import Plan
-from fxpipe.plan.memory import adamw_bytes
-from fxpipe.plan.tensors import dtype_of
+from fxpipe.plan.memory import adamw_bytes, held_bytes
 from fxpipe.schedule.offload.transfers import offload_bytes
 from fxpipe.schedule.ops import PHASES, Direction, Phase, arrival
 from fxpipe.schedule.simulation.timeline import Span, Timeline
@@ -45,35 +43,32 @@ class Change(NamedTuple):
 
 @dataclass(frozen=True)
 class Standing:
-    """Bytes that a rank holds during the whole step.  ``optimizer``: its state, taken for AdamW's.
-    ``pool``: of the offload store, beside the device."""
+    """Bytes that a rank holds during the whole step.  ``optimizer``: its state, taken for AdamW's if the plan
+    does not say.  ``other``: results, the memory of sums over replicas, copies.  ``pool``: of the offload
+    store, beside the device."""
 
     weights: int
     gradients: int
     buffers: int
     constants: int
     optimizer: int
+    other: int
     pool: int
 
 
 def standing(plan: Plan) -> tuple[Standing, ...]:
-    """Per rank, as one replica without others holds it."""
-
-    def size(name: str, gradient: bool = False) -> int:
-        layout = plan.layouts[name]
-        dtype = dtype_of(layout.dtype)
-        return prod(layout.shape) * (plan.gradient_dtype(dtype) if gradient else dtype).itemsize
-
+    """Per rank."""
     return tuple(
         Standing(
-            sum(map(size, held.parameters)),
-            sum(size(name, True) for name in held.gradients),
-            sum(map(size, held.buffers)),
-            sum(map(size, held.constants)),
-            adamw_bytes(plan, rank),
+            own.parameters,
+            own.gradients,
+            own.buffers,
+            sum(plan.layouts[name].nbytes for name in plan.tensors[rank].constants),
+            own.optimizer or adamw_bytes(plan, rank),
+            own.results + own.exchange + own.copies,
             plan.pools[rank] if plan.pools else 0,
         )
-        for rank, held in enumerate(plan.tensors)
+        for rank, own in enumerate(held_bytes(plan))
     )
 
 

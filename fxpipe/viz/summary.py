@@ -28,11 +28,12 @@ def summary(plan: Plan) -> list[str]:
     fullest = max(range(plan.ranks), key=lambda rank: memory[rank].peak)
     own = memory[fullest]
     lines.append(
-        f"memory: at most {text(own.peak)}, on rank {fullest} (parameters {text(own.parameters)}, gradients "
-        f"{text(own.gradients)}, activations {text(own.activations)})"
+        f"memory: at most {text(own.peak)}, on rank {fullest} (parameters {text(own.held.parameters)}, "
+        f"gradients {text(own.held.gradients)}, activations {text(own.activations)})"
         + (f"; limit {plan.memory_limit}" if plan.memory_limit else "")
     )
-    lines.append(f"AdamW's state takes {text(max(each.adamw for each in memory))} more")
+    if state := max(each.adamw for each in memory):
+        lines.append(f"AdamW's state takes {text(state)} more")
     if step.outputs:
         lines.append(f"outputs: {', '.join(output.name for output in step.outputs[:8])}")
     return [shortened(printable(line)) for line in lines]
@@ -49,12 +50,13 @@ def memory_rows(memory: Sequence[RankMemory], limit: str) -> list[tuple[str, ...
     text = units_of(limit).memory
     rows: list[tuple[str, ...]] = [MEMORY]
     for rank, own in enumerate(memory):
-        sizes = own.parameters, own.gradients, own.buffers + own.outputs, own.activations, own.peak, own.adamw
+        held = own.held
+        sizes = held.parameters, held.gradients, own.other, own.activations, own.peak, own.adamw
         rows.append((str(rank), *map(text, sizes)))
     return rows
 
 
-#: ``other``: buffers and outputs.
+#: ``other``: buffers, outputs, the memory of sums over replicas, and all else in a limit.
 MEMORY = ("rank", "parameters", "gradients", "other", "activations", "peak", "+ AdamW")
 
 

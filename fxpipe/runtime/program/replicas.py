@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from fxpipe.plan.step import Shard
-from fxpipe.plan.tensors import sum_over_ranks
+from fxpipe.plan.tensors import accum_dtype
 from fxpipe.runtime.program.comm import Exchange, in_memory_order
 
 
@@ -145,7 +145,10 @@ def add_shard(
     sizes = [end - begin for begin, end in pairwise(begins)]
     slices = bucket.new_empty(number * sizes[index])
     exchange(slices, bucket, [sizes[index]] * number, sizes)
-    total = sum_over_ranks(*slices.view(number, sizes[index]))
+    first, *others = slices.view(number, sizes[index])
+    total = first.to(accum_dtype(first.dtype))
+    for other in others:
+        total.add_(other)
     into.copy_(total.div_(number) if mean else total)
 
 

@@ -2,7 +2,7 @@
 "use strict";
 
 const RECEIVED = 3; // in names.held: beside the simulated memory
-const STANDING = ["weights", "gradients", "optimizer", "buffers", "constants"];
+const STANDING = ["weights", "gradients", "optimizer", "buffers", "constants", "other"];
 
 // The levels of a rank: {times, parts: [{name, key, bytes: one for each time}]}, from the bottom.
 function memoryOf(model, rank) {
