@@ -10,6 +10,7 @@ from typing import Any
 
 import sleep_worker
 import torch
+import torch.distributed as dist
 from sleep_worker import PR_SET_TIMERSLACK, Sleeper, batch_of, overshoot
 from worker import Worker
 
@@ -44,6 +45,15 @@ def with_sums_at_the_end(program: str) -> str:
     return program.replace("    rt.wait_gradients()", f"    {'; '.join(sums)}\n    rt.wait_gradients()")
 
 
+def forget_groups(pipe: fxpipe.Pipeline) -> None:
+    """End the process groups of a pipeline that is over: each has a thread that wakes 100 times a second."""
+    replicas = pipe.runtime.replicas
+    assert isinstance(replicas, DistributedReplicas)
+    dist.barrier()
+    for group in (replicas.group, replicas.control):
+        dist.destroy_process_group(group)
+
+
 def main() -> None:
     # Wake from sleeps at once, not with the 50 µs of delay that Linux allows itself by default.
     ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, 1)
@@ -76,6 +86,7 @@ def main() -> None:
         )
         hidden = simulated.exposed_exchange
         measured.append({"seconds": taken, "simulated": simulated.seconds, "exposed": hidden})
+        forget_groups(pipe)
     worker.finish(measured)
 
 
