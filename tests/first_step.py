@@ -1,4 +1,4 @@
-"""A first compilation and step, which load modules and fill torch's caches: in a fork they take a fifth of it."""
+"""A first compilation and step, which load modules and fill torch's caches: forked ranks find these full."""
 
 import torch
 from torch import nn
