@@ -15,7 +15,7 @@ INSTALLED := $(VENV)/.installed
 PIP_INSTALL := pip install --quiet --disable-pip-version-check --no-compile
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-fast test-all kernels lint site gpu-check coverage env clean distclean
+.PHONY: help demo test test-fast test-all kernels bytecode lint site gpu-check coverage env clean distclean
 
 help:
 	@echo "make demo       compile a small GPT-2 into 4 rank programs and train it here; see build/demo/"
@@ -54,6 +54,10 @@ test-fast: env
 kernels: env
 	$(BIN)/python -m fxpipe simulate --schedule auto --ranks 3 --microbatches 7 --memory-limit 2.5 \
 	    --forward 1 --backward-input 1.5 --backward-weight 0.7 --effort 0.1 >/dev/null
+
+# Python's code of the package and of the tests, as pytest rewrites these: each worker would make its own.
+bytecode: env
+	$(BIN)/python -m pytest --collect-only --quiet >/dev/null
 
 lint: env
 	$(BIN)/ruff check .

@@ -16,18 +16,20 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-#: What a rank imports to compile, train and end.
+#: What a rank imports to compile, train and end; the last one compiles, trains and writes as ranks do.
 PRELOADED = [
     "fxpipe.compiler.compile",
     "fxpipe.api.checkpointer",
     "torch._dynamo",
     "torch.distributed.elastic.multiprocessing.api",
+    "first_step",
 ]
 
 
@@ -145,14 +147,20 @@ def _serve() -> None:
     started some of its ranks by then.
     """
     multiprocessing.set_forkserver_preload(PRELOADED)
-    try:
-        _fork_once()
-    except (EOFError, ConnectionError):
-        time.sleep(1.0)  # it may not be over
+    with mock.patch.dict(os.environ, PYTHONPATH=_paths()):
         try:
             _fork_once()
-        except (EOFError, ConnectionError) as error:
-            raise RuntimeError(f"{ENDED} twice before it forked; stderr says why") from error
+        except (EOFError, ConnectionError):
+            time.sleep(1.0)  # it may not be over
+            try:
+                _fork_once()
+            except (EOFError, ConnectionError) as error:
+                raise RuntimeError(f"{ENDED} twice before it forked; stderr says why") from error
+
+
+def _paths() -> str:
+    """Where other interpreters find the helpers of the tests."""
+    return os.pathsep.join((str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")))
 
 
 def _fork_once() -> None:
@@ -199,8 +207,7 @@ def torchrun(ranks: int, *arguments: object, logs: Path, limit: float = 240.0, r
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     command += ["--max-restarts", str(restarts), "--redirects", "3", "--log-dir", str(logs)]
     command += map(str, arguments)
-    paths = os.pathsep.join((str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")))  # for helpers
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "200", "PYTHONPATH": paths}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "200", "PYTHONPATH": _paths()}
     process = subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )

@@ -82,7 +82,7 @@ def eager_flops(case: Case) -> int:
     return counter.get_total_flops()
 
 
-@pytest.mark.parametrize("shape", ["2", "4-zb-h1-v"])
+@pytest.mark.parametrize("shape", [pytest.param("2", marks=pytest.mark.variation), "4-zb-h1-v"])
 @pytest.mark.parametrize(
     "name",
     [

@@ -84,7 +84,6 @@ def test_ranks_compare_batches_wherever_these_are(tmp_path):
 
 SETTLED = [
     Shape(4, "1f1b"),
-    Shape(4, "gpipe"),
     Shape(4, "zb-v", 2, "v"),
     Shape(4, "1f1b", vocab_parallel="2-barrier"),
 ]

@@ -226,7 +226,7 @@ def with_lookups(
     return Costs((*(StageCost(0.05, 0, 0.05, saved, saved),) * ranks, *costs.stages), tuple(edges))
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(problems_with_vocabulary())
 def test_vocabulary_stages_are_inserted_into_every_family(problem):
     """Whole, not below the bound, within memory, and proved to end with its exchanges."""

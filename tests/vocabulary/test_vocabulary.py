@@ -71,12 +71,14 @@ EVERY = ((2, "1f1b", "1-barrier"), (3, "zb-h1", "2-barrier"))
 CHUNKED = ((2, "zb-v", "2-barrier"), (2, "v-half", "1-barrier"))
 BOTH = ("gpt2", "t5")
 #: Their layers of the vocabulary are those of another family.
-ALIKE = ("gpt_neox", "llama", "opt")
+ALIKE = ("gpt_neox", "llama", "mixtral", "opt")
 RUNS = [
     pytest.param(
         name,
         *shape,
-        marks=[pytest.mark.variation] if name in ALIKE or (shape == EVERY[0] and name not in BOTH) else [],
+        marks=[pytest.mark.variation]
+        if name in ALIKE or (shape == EVERY[0] and name not in BOTH) or (shape in CHUNKED and name != "t5")
+        else [],
     )
     for name in FAMILIES
     for shape in (EVERY + CHUNKED if name in BOTH else EVERY)

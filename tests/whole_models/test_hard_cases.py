@@ -27,7 +27,14 @@ SHAPES = {
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("double")]
 
 
-@pytest.fixture(scope="module", params=CASES)
+#: The layer, the loss or the arguments of another case in another form, which capture's own tests meet too.
+FORMS = ("batch_norm_eval", "gru", "multihead_attention", "sum_and_integer")
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(x, marks=[pytest.mark.variation] if x in FORMS else []) for x in CASES],
+)
 def name(request) -> str:
     """All tests of one name, then those of the next: each is captured once."""
     return request.param

@@ -28,8 +28,7 @@ def compiled(model, example, **options):
         "gpt2",
         "t5",
         "vit",
-        "mixtral",
-        *(pytest.param(x, marks=pytest.mark.variation) for x in ("llama", "bert")),
+        *(pytest.param(x, marks=pytest.mark.variation) for x in ("mixtral", "llama", "bert")),
     ],
 )
 def test_logits_and_losses(name):

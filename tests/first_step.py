@@ -1,0 +1,23 @@
+"""A first compilation and step, which load modules and fill torch's caches: forked ranks find these full."""
+
+import torch
+from torch import nn
+
+import fxpipe
+import fxpipe.api.load
+
+
+class Net(nn.Sequential):
+    def forward(self, x):
+        return super().forward(x).square().mean()
+
+
+def run() -> None:
+    torch.set_num_threads(1)
+    net, x = Net(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), torch.ones(8, 4)
+    pipe = fxpipe.compile(net, (x[:2],), ranks=2, microbatches=4, schedule="zb-h1")
+    pipe.run_local((x,))
+    torch.optim.AdamW(net.parameters()).step()
+
+
+run()
