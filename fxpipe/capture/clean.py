@@ -20,6 +20,7 @@ from fxpipe.capture.buffers import check_buffers
 from fxpipe.capture.functional import is_mutating, writes_to_a_parameter
 from fxpipe.capture.node_names import SAME_VALUE, node_name, short_paths
 from fxpipe.errors import CaptureError
+from fxpipe.ir.compat import new_node
 from fxpipe.ir.graph import Input, Kind, Origin, Outputs
 from fxpipe.ir.names import identifier
 from fxpipe.ir.storage import drop_dead
@@ -121,7 +122,7 @@ def _copied(graph: fx.Graph, node: fx.Node, new: dict[fx.Node, fx.Node], short: 
     args, kwargs = (fx.map_arg(x, new.__getitem__) for x in (node.args, node.kwargs))
     origin = node.meta.get("origin", Origin())
     name = node_name(node, origin, short)
-    copy = graph.create_node("call_function", node.target, args, kwargs, name=name)  # type: ignore[arg-type]
+    copy: fx.Node = new_node(graph, "call_function", node.target, args, kwargs, name)
     copy.meta.update(origin=origin, val=node.meta.get("val"))
     if "random_position" in node.meta:
         copy.meta["random_position"] = node.meta["random_position"]

@@ -11,7 +11,9 @@ import torch
 from torch import nn
 
 from fxpipe.compiler.cut import Cut, Cuts, Stages
+from fxpipe.compiler.lighter import LighterCuts
 from fxpipe.compiler.options import Candidates, Options
+from fxpipe.compiler.passes import CutOptions
 from fxpipe.compiler.progress import Phases
 from fxpipe.compiler.tensor_ownership import (
     activation_budget,
@@ -134,11 +136,28 @@ class Costing:
                 trained_parameters(model, held, options.grad_dtype),
             )
 
-    def balanced(self, of: Stages, shape: str) -> Stages | None:
-        """The same step in as many stages, cut such that the ranks of a placement are balanced; None where it
-        cannot be."""
-        ranks = self.tried.placements[of.options.stages][shape]
-        asked = replace(of.options, placements=(shape,), balanced=ranks)
+    def balanced(self, of: Stages, chosen: Chosen) -> Stages | None:
+        """The same step, cut such that the ranks are balanced, where those of a V placement are uneven."""
+        problem = chosen.found.problem
+        work = [problem.arrays.work(rank) for rank in range(problem.ranks)]
+        if not problem.is_v or max(work) <= (1 + SLACK) * sum(work) / len(work):
+            return None
+        ranks = self.tried.placements[of.options.stages][problem.shape]
+        return self._cut_again(of, replace(of.options, placements=(problem.shape,), balanced=ranks))
+
+    def lighter(self, of: Stages, chosen: Chosen) -> Stages | None:
+        """The same step in as many stages, cut where fewer values cross."""
+        found = chosen.found
+        assert of.step.cut is not None, "it was cut by its costs"
+        vocabulary = found.problem.vocabulary
+        first = 0 if vocabulary is None else vocabulary.embedding_shards
+        asked = found.problem, found.schedule.order, self._cluster
+        cuts = LighterCuts(of.step.cut, first, *asked).moved()
+        if cuts is None:
+            return None
+        return self._cut_again(of, replace(of.options, placements=(found.problem.shape,), cuts=cuts))
+
+    def _cut_again(self, of: Stages, asked: CutOptions) -> Stages | None:
         try:
             return self._cuts.stages_of(of.whole, asked, self.phase)
         except PartitionError:
@@ -239,27 +258,32 @@ def choose(options: Options, stages: Sequence[Stages], costing: Costing) -> Chos
     of, placed = made[found.problem.setting]
     chosen = Chosen(placed, found, held_bytes(placed, options))
     is_given = isinstance(options.schedule, Schedule)
-    return chosen if is_given else _with_balanced_ranks(options, of, costing, chosen)
+    is_able = of.step.cut is not None and options.costs != "measured"
+    return _with_other_cuts(options, of, costing, chosen) if is_able and not is_given else chosen
 
 
-def _with_balanced_ranks(options: Options, of: Stages, costing: Costing, chosen: Chosen) -> Chosen:
-    """What was chosen; where ranks are uneven, a cut that balances these and not stages, if it is faster."""
-    found, problem = chosen.found, chosen.found.problem
-    work = [problem.arrays.work(rank) for rank in range(problem.ranks)]
-    is_even = max(work) <= (1 + SLACK) * sum(work) / len(work)
-    is_able = problem.is_v and of.options.split_points is None and options.costs != "measured"
-    other = costing.balanced(of, problem.shape) if is_able and not is_even else None
-    if other is None:
-        return chosen
+def _with_other_cuts(options: Options, of: Stages, costing: Costing, chosen: Chosen) -> Chosen:
+    """What was chosen, with other cuts where a step takes no longer with them."""
+    for cut_again in (costing.balanced, costing.lighter):
+        other = cut_again(of, chosen)
+        if other is not None:
+            better = _if_no_slower(options, other, costing, chosen)
+            of, chosen = (of, chosen) if better is None else (other, better)
+    return chosen
+
+
+def _if_no_slower(options: Options, other: Stages, costing: Costing, chosen: Chosen) -> Chosen | None:
+    """The schedule on another cut; None if it takes longer, or as long with more memory."""
+    found = chosen.found
     for placed, problem in _problems(options, other, costing, chosen.placed.cut.recompute)[0]:
         others = _on_other_costs(found, problem, options.effort)
         able = (one for one in others if keeps(one.timeline, problem.limits))
-        best = min((found, *able), key=lambda one: one.key)
+        best = min((*able, found), key=lambda one: one.key)
         if best is not found:
             row, before = row_of(best), row_of(found)
             tried = tuple(row if each == before else each for each in found.tried)
             return Chosen(placed, replace(best, tried=tried), held_bytes(placed, options))
-    return chosen
+    return None
 
 
 def _on_other_costs(found: SearchResult, problem: Problem, effort: float | None) -> Iterator[SearchResult]:

@@ -117,7 +117,7 @@ class Cuts:
 
     def stages_of(self, step: Step, options: CutOptions, phase: Phases) -> Stages:
         """``stages_of``, of a result of ``split``."""
-        key = step, options.stages, options.slowness, options.balanced
+        key = step, options.stages, options.slowness, options.balanced, options.cuts
         if key not in self._stages:
             try:
                 self._stages[key] = stages_of(step, options, phase)

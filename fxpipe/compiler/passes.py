@@ -18,6 +18,7 @@ from fxpipe.errors import PartitionError
 from fxpipe.ir.resized import ResizedTraces
 from fxpipe.ir.text import graph_text
 from fxpipe.ir.verify import verify
+from fxpipe.partition.chain import CutChain
 from fxpipe.partition.coloring import partition
 from fxpipe.passes.accumulate import fuse_accumulation
 from fxpipe.passes.accumulate_together import accumulate_together
@@ -56,9 +57,9 @@ class CutOptions:
     ``stages``: the number of the model's own stages.  ``split_points``: see ``partition``.  ``barriers``: per
     microbatch, of split vocabulary layers; None if they are not split.  ``runnable``: the sections will be
     run for their costs.  ``recompute``: the level of recomputation.  ``held``, ``slowness``: see
-    ``partition``.  ``balanced``: the rank of each stage, where ranks are balanced.  ``placements``: the names
-    of those that the cut is for.  ``grad_dtype``, ``print_after``: see ``fxpipe.compile``.  ``backend``: that
-    runs the sections.
+    ``partition``.  ``balanced``: the rank of each stage, where ranks are balanced.  ``cuts``: where to cut,
+    instead of by costs.  ``placements``: the names of those that the cut is for.  ``grad_dtype``,
+    ``print_after``: see ``fxpipe.compile``.  ``backend``: that runs the sections.
     """
 
     stages: int
@@ -71,6 +72,7 @@ class CutOptions:
     held: Sequence[Set[str]] | None = None
     slowness: tuple[float, ...] = ()
     balanced: tuple[int, ...] = ()
+    cuts: tuple[int, ...] = ()
     placements: tuple[str, ...] = ()
     grad_dtype: torch.dtype | None = None
     backend: str = "eager"
@@ -81,12 +83,14 @@ class CutOptions:
 class Step:
     """The graph that the passes rewrite, its traces at other sizes, and the stages that were added to it.
 
-    ``offloaded``, ``joined``: known for the chosen cut alone: see ``Offloaded`` and ``join_backward``.
+    ``cut``: the forward, if it was cut by its costs.  ``offloaded``, ``joined``: known for the chosen cut
+    alone: see ``Offloaded`` and ``join_backward``.
     """
 
     graph: fx.Graph
     resized: ResizedTraces | None
     vocabulary: Vocabulary | None = None
+    cut: CutChain | None = None
     offloaded: Offloaded = field(default_factory=dict)
     joined: frozenset[int] = frozenset()
 
@@ -158,7 +162,7 @@ def _split_vocabulary(step: Step, options: CutOptions) -> None:
 def _partition(step: Step, options: CutOptions) -> None:
     beside = step.vocabulary or Vocabulary()
     try:
-        partition(
+        step.cut = partition(
             step.graph,
             options.stages,
             options.seconds,
@@ -168,6 +172,7 @@ def _partition(step: Step, options: CutOptions) -> None:
             held=options.held,
             slowness=options.slowness,
             ranks=options.balanced,
+            cuts=options.cuts,
         )
     except PartitionError as error:
         if step.vocabulary is None:

@@ -52,6 +52,7 @@ __all__ = [
     "make_fx",
     "mark_as_parameter",
     "modules_without_code",
+    "new_node",
     "no_function_modes",
     "no_modes",
     "plain_kernels",
@@ -165,36 +166,35 @@ def is_tracing() -> bool:
     return get_proxy_mode() is not None
 
 
-def traced_graph() -> torch.fx.Graph:
-    """The graph of the running make_fx trace."""
+def _tracer() -> Any:
+    """That of the running make_fx trace."""
     mode = get_proxy_mode()
     assert mode is not None, "no make_fx trace is running"
-    return mode.tracer.graph
+    return mode.tracer
+
+
+def traced_graph() -> torch.fx.Graph:
+    """The graph of the running make_fx trace."""
+    graph: torch.fx.Graph = _tracer().graph
+    return graph
 
 
 def traced_constants() -> torch.nn.Module:
     """The module whose attributes are the constants of that graph."""
-    mode = get_proxy_mode()
-    assert mode is not None, "no make_fx trace is running"
-    tracer: Any = mode.tracer
-    root: torch.nn.Module = tracer.root
+    root: torch.nn.Module = _tracer().root
     return root
 
 
 def traced_node(tensor: torch.Tensor) -> torch.fx.Node | None:
     """The node of a tensor in the running trace; None if the trace has not seen the tensor."""
-    mode = get_proxy_mode()
-    assert mode is not None, "no make_fx trace is running"
-    slot = get_proxy_slot(tensor, mode.tracer, None)
+    slot = get_proxy_slot(tensor, _tracer(), None)
     return None if slot is None else slot.proxy.node
 
 
 def proxies() -> MutableMapping[torch.Tensor, Any]:
     """The tensors of the running trace that are alive -> what stands for each, with its node at
     ``.proxy.node``.  It may be changed."""
-    mode = get_proxy_mode()
-    assert mode is not None, "no make_fx trace is running"
-    tracker: MutableMapping[torch.Tensor, Any] = mode.tracer.tensor_tracker
+    tracker: MutableMapping[torch.Tensor, Any] = _tracer().tensor_tracker
     return tracker
 
 
@@ -206,25 +206,24 @@ def untraced() -> contextlib.AbstractContextManager[object]:
 def recorded(func: Any, args: Any, kwargs: Any) -> Any:
     """Run an op and record it in the running trace, in less than half of the time of ``make_fx`` where that
     need not look for more: the op writes to nothing, and takes results of nodes and plain values."""
-    mode = get_proxy_mode()
-    assert mode is not None, "no make_fx trace is running"
-    given = _as_nodes((args, kwargs), mode.tracer.tensor_tracker) if _is_plain(func) else None
+    tracer = _tracer()
+    given = _as_nodes((args, kwargs), tracer.tensor_tracker) if _is_plain(func) else None
     if given is None:
         return func(*args, **kwargs)
     with untraced():
         result = func(*args, **kwargs)
     name = func.overloadpacket.__name__
-    node = mode.tracer.graph.create_node("call_function", func, given[0], given[1], name)
+    node = new_node(tracer.graph, "call_function", func, given[0], given[1], name)
     node.meta["val"] = proxy_tensor.extract_val(result)
-    proxy: Any = torch.fx.Proxy(node, mode.tracer)
+    proxy: Any = torch.fx.Proxy(node, tracer)
     if isinstance(result, torch.Tensor):
-        mode.tracer.tensor_tracker[result] = proxy_tensor._ProxyTensor(proxy, None)
+        tracer.tensor_tracker[result] = proxy_tensor._ProxyTensor(proxy, None)
         return result
     for place, x in enumerate(result):
         part = proxy[place]
         if x is not None:
             part.node.meta["val"] = proxy_tensor.extract_val(x)
-            mode.tracer.tensor_tracker[x] = proxy_tensor._ProxyTensor(part, None)
+            tracer.tensor_tracker[x] = proxy_tensor._ProxyTensor(part, None)
     return result
 
 
@@ -274,10 +273,9 @@ def track(tensor: torch.Tensor, node: torch.fx.Node) -> None:
     """Let a fake tensor be the value of a node of the running trace."""
     if traced_node(tensor) is node:
         return
-    mode = get_proxy_mode()
-    assert mode is not None, "no make_fx trace is running"
-    proxy = torch.fx.Proxy(node, mode.tracer)
-    proxy_tensor.track_tensor_tree(tensor, proxy, constant=None, tracer=mode.tracer)
+    tracer = _tracer()
+    proxy = torch.fx.Proxy(node, tracer)
+    proxy_tensor.track_tensor_tree(tensor, proxy, constant=None, tracer=tracer)
 
 
 def functional_node(tensor: torch.Tensor) -> torch.fx.Node:
@@ -406,22 +404,26 @@ def takes_numbers(op: OpOverload) -> bool:
 def copy_node(
     graph: torch.fx.Graph, node: torch.fx.Node, copies: Callable[[torch.fx.Node], Any]
 ) -> torch.fx.Node:
-    """``graph.node_copy(node, copies)`` in a third of its time, for arguments without symbolic numbers.
-
-    It neither looks for such numbers nor enters the node into the graph's tables several times.  Its name is
-    the same with all versions of torch: before 2.13 a name with a number becomes the smallest that is free.
-    """
+    """``graph.node_copy(node, copies)`` in a third of its time, for arguments without symbolic numbers."""
     args, kwargs = (torch.fx.map_arg(x, copies) for x in (node.args, node.kwargs))
-    name, names = node.name, graph._graph_namespace
+    copy: torch.fx.Node = new_node(graph, node.op, node.target, args, kwargs, node.name, node.type)
+    copy.meta.update(node.meta)
+    return copy
+
+
+def new_node(graph: Any, op: str, target: Any, args: Any, kwargs: Any, name: str, kind: Any = None) -> Any:
+    """``graph.create_node`` without a search for symbolic numbers, and with one entry in each table.  A name
+    is the same with all versions of torch: before 2.13 one with a number becomes the smallest that is free.
+    """
+    names = graph._graph_namespace
     if name in names._used_names:
         base = re.sub(r"_\d+$", "", name)
         later = (f"{base}_{number}" for number in itertools.count(names._base_count.get(base, 0) + 1))
         name = next(name for name in later if name not in names._used_names)
     name = names.create_name(name, None)
-    copy = torch.fx.Node(graph, name, node.op, node.target, args, kwargs, node.type)  # type: ignore[arg-type]
-    copy.meta.update(node.meta)
-    names.associate_name_with_obj(name, copy)
-    graph._insert(copy)
-    graph._find_nodes_lookup_table.insert(copy)
+    node = torch.fx.Node(graph, name, op, target, args, kwargs, kind)
+    names.associate_name_with_obj(name, node)
+    graph._insert(node)
+    graph._find_nodes_lookup_table.insert(node)
     graph._len += 1
-    return copy
+    return node

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 from fxpipe.errors import ArtifactError
 from fxpipe.plan.tensors import Dtype, Shape
-from fxpipe.strict import Fits, Misfit, between, entries, parse_json, structure, unstructure
+from fxpipe.strict import Fits, Misfit, between, entries, parse_json, structure
 
 CAPTURED_FORMAT = 1
 MOST_OPS = 1 << 20
@@ -68,7 +68,7 @@ class CapturedStep:
     split: bool = False
 
     def to_json(self) -> str:
-        return json.dumps(unstructure(self), separators=(",", ":"))
+        return json.dumps(vars(self), default=vars, separators=(",", ":"))
 
     @staticmethod
     def from_json(text: str, where: str) -> CapturedStep:

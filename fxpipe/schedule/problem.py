@@ -163,6 +163,12 @@ class Problem:
         """The objective; of the period a lower bound, if spans are the same in later steps."""
         return done.makespan if self.by_makespan else done.span
 
+    def time_of(self, order: Order) -> float:
+        """The objective of an order that was made with other costs."""
+        done = replace(order, arrays=self.arrays).run()
+        assert done is not None, "costs do not decide whether an order can progress"
+        return self.time(done)
+
     def value(self, done: Run) -> float:
         """The objective, and at most 0.1% more that tells equals apart."""
         return float(score(done.first, done.free, self.by_makespan))

@@ -23,6 +23,7 @@ from fxpipe.cli import main
 from fxpipe.compiler.choose import Costing
 from fxpipe.cost.known_devices import CPU
 from fxpipe.errors import LimitError, OptionError, ScheduleError
+from fxpipe.ir.graph import Kind, Phase
 from fxpipe.runtime.ranks.load_program import load_program
 from fxpipe.schedule.families.registry import FAMILIES
 from fxpipe.schedule.ops import Schedule, parse_order
@@ -130,7 +131,9 @@ def test_auto_is_no_slower_than_what_it_tried(automatic):
         ("zb-h1", 1, "plain"),
         ("zb-h1", 2, "v"),
     ):
-        alone = compiled(schedule=name, stages_per_rank=stages_per_rank, placement=placement)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Costing, "lighter", lambda *_: None)  # auto moves cuts of what it chose alone
+            alone = compiled(schedule=name, stages_per_rank=stages_per_rank, placement=placement)
         assert automatic.simulate().seconds <= alone.simulate().seconds * (1 + 1e-9)
         setting = name, stages_per_rank, placement
         (seconds,) = (a.seconds for a in tried if (a.schedule, a.stages_per_rank, a.placement) == setting)
@@ -263,3 +266,38 @@ def test_a_v_placement_with_a_large_head_gets_a_cut_that_balances_ranks(monkeypa
     assert after.plan.prediction.seconds < 0.98 * before.plan.prediction.seconds
     assert max(work(after)) < 0.98 * max(work(before))
     assert min(row.seconds for row in after.plan.tried if row.seconds) == after.plan.prediction.seconds
+
+
+class _Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(640), nn.Linear(640, 2560), nn.Linear(2560, 640)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.up(self.norm(x)).relu())
+
+
+def test_a_cut_inside_an_mlp_moves_to_its_border_where_the_message_costs_more(monkeypatch):
+    with torch.device("meta"):
+        model, x = nn.Sequential(_Mlp(), _Mlp(), _Mlp()), torch.empty(128, 640)
+
+    def found() -> tuple[float, int, float]:
+        pipe = fxpipe.compile(
+            model,
+            (x,),
+            loss_fn=lambda y, _: y.square().mean(),
+            ranks=2,
+            microbatches=2,
+            schedule="1f1b",
+            costs="L40S",
+        )
+        (section,) = (s for s in pipe.sections if (s.stage, s.phase) == (1, Phase.F))
+        values = [v for v in section.inputs if v.kind is Kind.VALUE]
+        return pipe.plan.prediction.seconds, len(values), pipe.plan.costs.edges[0].bytes
+
+    after = found()
+    monkeypatch.setattr(Costing, "lighter", lambda *_: None)
+    before = found()
+    rows = 8 * 128
+    assert (before[1:], after[1:]) == ((2, rows * (640 + 2560)), (1, rows * 640))
+    assert after[0] < 0.95 * before[0]
