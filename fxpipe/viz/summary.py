@@ -32,7 +32,8 @@ def summary(plan: Plan) -> list[str]:
         f"{text(own.gradients)}, activations {text(own.activations)})"
         + (f"; limit {plan.memory_limit}" if plan.memory_limit else "")
     )
-    lines.append(f"AdamW's state takes {text(max(each.adamw for each in memory))} more")
+    total, rank = max((each.peak + each.adamw, rank) for rank, each in enumerate(memory))
+    lines.append(f"with AdamW's state: at most {text(total)}, on rank {rank}")
     if step.outputs:
         lines.append(f"outputs: {', '.join(output.name for output in step.outputs[:8])}")
     return [shortened(printable(line)) for line in lines]
