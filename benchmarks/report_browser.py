@@ -193,6 +193,9 @@ def use(checks: Checks) -> None:
             words in page.run(f"document.getElementById('{name}').textContent"),
         )
     page.key("1")
+    page.resize(420, 800)
+    time.sleep(0.2)
+    that("a narrow window shows the ranks", page.run("document.getElementById('rows').clientHeight > 100"))
     that("still no errors", not page.errors)
 
 

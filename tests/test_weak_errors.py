@@ -13,7 +13,15 @@ from torch import nn
 from zoo import WIDTH, Chain, NoLoss, numbers
 
 import fxpipe
-from fxpipe.errors import ArtifactError, BatchError, CaptureError, FxpipeError, OptionError, RunError
+from fxpipe.errors import (
+    ArtifactError,
+    BatchError,
+    CaptureError,
+    OptionError,
+    RunError,
+    ScheduleError,
+    SizeError,
+)
 from fxpipe.runtime.job.tracebacks import brief, shorten
 
 
@@ -144,6 +152,7 @@ OPTIONS = {
     "limit": ({"memory_limit": "lots"}, "The memory limit is 'lots'"),
     "limit of a list": ({"memory_limit": [1, 2]}, r"The memory limit is \[1, 2\]"),
     "evaluation of a forward": ({"gradients": False, "evaluation": True}, "leave out evaluation"),
+    "more microbatches than a plan can have": ({"microbatches": 10**9}, "more than 1,000,000 forwards"),
     "print_after": ({"print_after": "unties"}, r"Did you mean 'untie'\?"),
 }
 
@@ -196,7 +205,80 @@ PIPE = {
         r"no parameter 'blocks.0.inner.weigth'. Did you mean 'blocks.0.inner.weight'\?",
     ),
     "threads": (lambda pipe, _: pipe.run_local(numbers(4), threads=0), OptionError, "threads is 0"),
-    "a batch": (lambda pipe, _: pipe.run_local("x"), BatchError, "A batch is a mapping"),
+    "a batch": (lambda pipe, _: pipe.run_local("x"), BatchError, "A batch, or an example, is a mapping"),
+    "a batch without values": (
+        lambda pipe, _: pipe.run_local({name: x.to("meta") for name, x in numbers(4).items()}),
+        BatchError,
+        "'x' is a tensor on the meta device, without values",
+    ),
+    "a sparse batch": (
+        lambda pipe, _: pipe.run_local({name: x.to_sparse() for name, x in numbers(4).items()}),
+        BatchError,
+        "of layout torch.sparse_coo. Give a dense tensor",
+    ),
+    "draw to a picture": (
+        lambda pipe, path: pipe.draw(path / "step.png"),
+        OptionError,
+        "writes several pictures into a directory, and .*step.png is the name of one",
+    ),
+    "report to nothing": (
+        lambda pipe, _: pipe.report(None),
+        OptionError,
+        "pipe.report needs the path of a f",
+    ),
+    "trace to nothing": (
+        lambda pipe, _: pipe.trace(None),
+        OptionError,
+        "pipe.trace needs the path of a file",
+    ),
+    "weights of torch.save": (
+        lambda pipe, path: (torch.save({}, path / "x.pt"), pipe.load_state_dict(path / "x.pt")),
+        ArtifactError,
+        "or no safetensors file.*or the mapping that torch.load reads",
+    ),
+    "checkpoints of a model": (
+        lambda _, path: fxpipe.Checkpointer(nn.Linear(2, 2), path),
+        OptionError,
+        "keeps a pipeline, and got Linear",
+    ),
+    "checkpoints of torch's optimizer": (
+        lambda pipe, path: fxpipe.Checkpointer(
+            pipe, path, optimizer=torch.optim.SGD(nn.Linear(2, 2).parameters())
+        ),
+        OptionError,
+        "what pipe.optimizer.* makes, and not SGD",
+    ),
+    "checkpoints of a list": (
+        lambda pipe, path: fxpipe.Checkpointer(pipe, path, state=[1]),
+        OptionError,
+        "state maps names to objects",
+    ),
+    "checkpoints of a number": (
+        lambda pipe, path: fxpipe.Checkpointer(pipe, path, state={"x": 3}),
+        OptionError,
+        r"state\['x'\] is 3 and must have the methods",
+    ),
+    "a model that is a class": (lambda *_: compiled(Chain), CaptureError, "The model is the class Chain"),
+    "a module that is not there": (
+        lambda *_: compiled(outputs=["blocks.9"]),
+        CaptureError,
+        "no module 'blocks.9': 'blocks' has '0', '1'",
+    ),
+    "an output that is no loss": (
+        lambda *_: compiled(nn.Linear(WIDTH, WIDTH), (ROWS,)),
+        CaptureError,
+        r"returned a tensor of shape \(2, 8\)",
+    ),
+    "a dimension that is a text": (
+        lambda *_: compiled(dimensions={"width": "8"}),
+        SizeError,
+        "'width' is to be '8' long and must be a whole number",
+    ),
+    "a schedule that is no schedule": (
+        lambda _, path: ((path / "s.txt").write_text("rank 0: F0.0"), compiled(schedule=path / "s.txt")),
+        ScheduleError,
+        "schedule file .*s.txt: 'rank' is no op",
+    ),
 }
 
 
@@ -217,14 +299,23 @@ OPTIMIZERS = {
         r"no option 'weight_decy'\. Did you mean 'weight_decay'",
     ),
     "a mapping for groups": ({"groups": {"params": ["*"]}}, "groups is a list of mappings"),
+    "master_weights": ({"master_weights": "yes"}, "master_weights is 'yes' and must be True or False"),
 }
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_optimizer_that_cannot_be_made(one, name):
     options, wanted = OPTIMIZERS[name]
-    with pytest.raises(FxpipeError, match=wanted):
+    with pytest.raises(OptionError, match=wanted):
         one.optimizer(torch.optim.AdamW, **options)
+
+
+def test_an_optimizer_that_there_is_and_a_state_that_is_none(one):
+    with pytest.raises(OptionError, match="give the class SGD and its options"):
+        one.optimizer(torch.optim.SGD(nn.Linear(2, 2).parameters()))
+    for state in (None, {"x": 1}):
+        with pytest.raises(OptionError, match="what its state_dict"):
+            one.optimizer(torch.optim.SGD).load_state_dict(state)
 
 
 def test_loading_a_checkpoint(one, tmp_path):

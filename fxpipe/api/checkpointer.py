@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from fxpipe.errors import ArtifactError, FxpipeError, RunError
+from fxpipe.errors import ArtifactError, FxpipeError, OptionError, RunError
 from fxpipe.plan.files import as_path, checksum, writing
 from fxpipe.runtime.job.process import agreed, agreed_by
 from fxpipe.runtime.job.tracebacks import brief_methods
@@ -41,6 +41,21 @@ from fxpipe.training.optimizer import PipelineOptimizer
 
 if TYPE_CHECKING:
     from fxpipe.api.pipeline import Pipeline
+
+
+def _check_given(pipe: object, optimizer: object, state: object) -> None:
+    """Raise OptionError for what a ``Checkpointer`` cannot keep."""
+    if not hasattr(pipe, "model_state"):
+        raise OptionError(f"fxpipe.Checkpointer keeps a pipeline, and got {pipe!r:.60}.")
+    if not isinstance(optimizer, PipelineOptimizer | None):
+        raise OptionError(f"optimizer is what pipe.optimizer(…) makes, and not {type(optimizer).__name__}.")
+    if not isinstance(state, Mapping | None):
+        raise OptionError(f'state maps names to objects, as {{"loader": loader}} does, and is {state!r:.60}.')
+    for name, kept in (state or {}).items():
+        if not isinstance(kept, Stateful):
+            raise OptionError(
+                f"state[{name!r}] is {kept!r:.60} and must have the methods state_dict and load_state_dict."
+            )
 
 
 @brief_methods
@@ -82,7 +97,8 @@ class Checkpointer:
         run has.
         """
         if keep < 1 or (every is not None and every < 1):
-            raise RunError("keep and every are numbers of checkpoints and steps: at least 1.")
+            raise OptionError("keep and every are numbers of checkpoints and steps: at least 1.")
+        _check_given(pipe, optimizer, state)
         self.pipe, self.optimizer, self.user = pipe, optimizer, dict(state or {})
         self.directory, self.every = as_path(directory, "fxpipe.Checkpointer"), every
         self.keep, self.asynchronous = keep, asynchronous

@@ -181,7 +181,8 @@ def compile(
     ``ranks``.
     """
     if not isinstance(model, nn.Module):
-        raise CaptureError(f"The model is a {type(model).__name__}; fxpipe compiles an nn.Module.")
+        kind = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
+        raise CaptureError(f"The model is {kind}, and must be a module, such as nn.Linear(8, 8).")
     device = _device_of(model)
     check_supported(device)
     mesh = mesh_of(model)

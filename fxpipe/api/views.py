@@ -12,7 +12,7 @@ from fxpipe.api.stage import Stage
 from fxpipe.certificate.check import check_artifact
 from fxpipe.certificate.problems import Certificate
 from fxpipe.cost.plan_costs import costs_of
-from fxpipe.errors import RunError
+from fxpipe.errors import OptionError, RunError
 from fxpipe.ir.graph import Section
 from fxpipe.plan import files
 from fxpipe.plan.artifact import Artifact, Plan, Validation
@@ -185,6 +185,11 @@ class Views:
         from fxpipe.viz.pictures import draw
 
         directory = files.as_path(path, "pipe.draw")
+        if directory.suffix in (".svg", ".png", ".pdf", ".jpg"):
+            raise OptionError(
+                f"pipe.draw writes several pictures into a directory, and {directory} is the name of one. "
+                "Give a directory; `fxpipe draw` writes the schedule of a saved pipeline as one file."
+            )
         shown = self.simulate() if steps == 1 else self.simulate_steps(steps + 1).last(steps)
         with files.writing(directory):
             return draw(self.plan, self.graph, self.sections, shown, directory, expand)
@@ -198,14 +203,14 @@ class Views:
         """
         from fxpipe.viz.report.write import write_report
 
-        return write_report(self._source(), Path(path))
+        return write_report(self._source(), files.as_path(path, "pipe.report", "a file"))
 
     def trace(self, path: str | Path) -> Path:
         """Write the predicted step, and the recorded one if there is one, as a trace for Perfetto; return the
         file."""
         from fxpipe.viz.trace import write_trace
 
-        return write_trace(self._source(), Path(path))
+        return write_trace(self._source(), files.as_path(path, "pipe.trace", "a file"))
 
     def _source(self) -> Source:
         from fxpipe.viz.report.write import live_source

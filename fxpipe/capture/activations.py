@@ -83,6 +83,12 @@ class Activations:
 
     def _call(self, place: _Place) -> _Result:
         calls = self._results[place.path]
+        if not calls and place.item and any(True for _ in self.modules[place.path].children()):
+            within = [name for name, _ in self.modules[place.path].named_children()]
+            raise CaptureError(
+                f"There is no module {place.path + '.' + place.item!r}: {place.path!r} has "
+                f"{listed(map(repr, within))}."
+            )
         if not calls:
             raise CaptureError(
                 f"The module {place.path!r} is not called in the forward, so it gives no output. Name one "

@@ -52,6 +52,8 @@ def named_lengths(example: Any, dimensions: Mapping[str, int]) -> dict[str, int]
         )
     lengths = {n for shape in shapes.values() for n in shape[1:] if n > 1}
     for name, length in dimensions.items():
+        if type(length) is not int:
+            raise SizeError(f"{name!r} is to be {length!r} long and must be a whole number. {found}")
         if length not in lengths:
             raise SizeError(
                 f"{name!r} is to be {length!r} long, and no dimension but the leading one is, or it is one. "

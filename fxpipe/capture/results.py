@@ -108,15 +108,17 @@ def _is_scalar(x: torch.Tensor) -> bool:
 
 
 def _no_loss(who: str, returned: Any) -> CaptureError:
+    is_tensor = isinstance(returned, torch.Tensor)
+    kind = f"a tensor of shape {tuple(returned.shape)}" if is_tensor else type(returned).__name__
     scalars = [name for name, x in named_tensors(returned) if _is_scalar(x) and x is not returned]
     has = f" with the scalars {listed(scalars)}" if scalars else ""
     if who == "loss_fn":
         return CaptureError(
-            f"No loss: loss_fn returned {type(returned).__name__}{has}. Let it return a scalar tensor, or "
+            f"No loss: loss_fn returned {kind}{has}. Let it return a scalar tensor, or "
             "(sum, count), and behind either a mapping of metrics: (loss, {…})."
         )
     return CaptureError(
-        f"No loss: {who} returned {type(returned).__name__}{has}. Let the model return a scalar tensor, a "
+        f"No loss: {who} returned {kind}{has}. Let the model return a scalar tensor, a "
         "tuple with one, or an output with a .loss (Hugging Face models: put labels into the example), or "
         "give loss_fn. For the forward alone without a loss, give gradients=False and name its outputs=[…]."
     )

@@ -48,7 +48,9 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         "--arithmetic",
         nargs="+",
         choices=ARITHMETIC,
-        help="that products are measured in (a CPU: float32; a GPU: tf32 and bfloat16 too)",
+        metavar="DTYPE",
+        help=f"that products are measured in, of {', '.join(ARITHMETIC)} (a CPU: float32; a GPU: tf32 and "
+        "bfloat16 too)",
     )
     add("--threads", type=positive_int, default=1, metavar="N", help="of a rank on a CPU (1, as of torchrun)")
     add(

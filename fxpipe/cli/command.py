@@ -48,6 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise FxpipeError(
                 f"there is no command {chosen!r}.{suggested(chosen, SUBCOMMANDS)} Commands: {known}"
             )
+        if chosen is None and not {"-h", "--help", "--version"} & {*given}:
+            raise FxpipeError(f"fxpipe has no option {given[0]!r}. See fxpipe --help")
         options, unknown = parser([] if chosen is None else [chosen]).parse_known_args(given)
         if unknown:
             raise FxpipeError(

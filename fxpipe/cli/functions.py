@@ -21,6 +21,8 @@ def python_function(
     returns: what it must return, as text.  Raises ``error``, before the function is called.
     """
     module, _, name = where.partition(":")
+    if not (module and name):
+        raise error(f"{shown(where)} is no function: write module:function, such as models:large.")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:

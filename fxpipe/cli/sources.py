@@ -17,7 +17,7 @@ from fxpipe.plan.files import read_plan
 from fxpipe.plan.recorded import read_spans
 from fxpipe.schedule.costs import Costs, StageCost, Update, chain
 from fxpipe.schedule.formats.costs_file import read_costs
-from fxpipe.schedule.ops import Schedule
+from fxpipe.schedule.ops import MOST_FORWARDS, Schedule
 from fxpipe.schedule.placement import PLACEMENTS
 from fxpipe.schedule.stages import Vocabulary
 from fxpipe.schedule.vocabulary_costs import with_output_shards
@@ -113,6 +113,8 @@ def source_of(options: argparse.Namespace) -> CostSource:
     limits = [x for x in (options.memory_limit, *getattr(options, "limits", ())) if x is not None and x.unit]
     if options.costs is None:
         _require(options, "ranks", "microbatches", *TIMES)
+        if options.ranks * options.microbatches > MOST_FORWARDS:
+            raise FxpipeError(f"--ranks times --microbatches is more than {MOST_FORWARDS:,}")
         if limits:
             raise FxpipeError(
                 f"{limits[0].unit} is in bytes, and without --costs memory is in units of one microbatch's "

@@ -20,7 +20,7 @@ from fxpipe.plan.tensors import GRAD_DTYPES
 from fxpipe.runtime.program.offload import default_tier
 from fxpipe.schedule.families.registry import FAMILIES
 from fxpipe.schedule.offload.planner import FULL
-from fxpipe.schedule.ops import VALIDATIONS, Schedule, Validation
+from fxpipe.schedule.ops import MOST_FORWARDS, VALIDATIONS, Schedule, Validation
 from fxpipe.schedule.placement import PLACEMENTS, place
 from fxpipe.schedule.search.fastest import AUTO, stages_and_placements, unknown_schedule
 from fxpipe.units import BYTES, parse_bytes
@@ -128,6 +128,12 @@ def check(options: Options) -> None:
         chosen = name in ("stages_per_rank", "ranks_per_machine") and value is None
         if not chosen:
             at_least_one(name, value)
+    stages = options.ranks * (options.stages_per_rank or 1)
+    if stages * options.microbatches > MOST_FORWARDS:
+        raise OptionError(
+            f"{options.microbatches} microbatches on {stages} stages are more than {MOST_FORWARDS:,} "
+            "forwards a step. Take fewer, larger microbatches, or accumulate the gradients of several steps."
+        )
     if options.shard not in (None, *SHARDS):
         raise OptionError(
             f"shard is {options.shard!r} and must be None or {' or '.join(map(repr, SHARDS))}: what replicas "

@@ -45,10 +45,10 @@ def writing(path: Path) -> Iterator[None]:
         raise ArtifactError(f"{path} cannot be written: {error}") from error
 
 
-def as_path(given: object, what: str) -> Path:
+def as_path(given: object, what: str, kind: str = "a directory") -> Path:
     """A path that a user gives to ``what``.  Raises OptionError for anything else."""
     if not isinstance(given, str | os.PathLike):
-        raise OptionError(f"{what} needs the path of a directory, and got {given!r:.60}.")
+        raise OptionError(f"{what} needs the path of {kind}, and got {given!r:.60}.")
     return Path(given)
 
 
@@ -286,15 +286,19 @@ def _check_shape(path: Path, name: str, shape: list[int], plan: Plan) -> None:
 
 
 @contextlib.contextmanager
-def open_tensors(path: Path) -> Iterator[Any]:
+def open_tensors(path: Path, remedy: str = AGAIN) -> Iterator[Any]:
     """Open a safetensors file to read its tensors one by one.  Raises ArtifactError if it is invalid."""
     try:
         open_regular(path).close()
         with safe_open(path, "pt") as file:
             yield file
     except (Misfit, OSError, SafetensorError) as error:
-        wrong = error if isinstance(error, Misfit) else f"is damaged or cut short: {error}"
-        raise ArtifactError(f"{path} {wrong}. {AGAIN}") from error
+        wrong = (
+            error
+            if isinstance(error, Misfit)
+            else f"is damaged or cut short, or no safetensors file: {error}"
+        )
+        raise ArtifactError(f"{path} {wrong}. {remedy}") from error
 
 
 def _tell_changes(directory: Path, rank: int) -> None:

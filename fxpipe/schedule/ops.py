@@ -148,6 +148,8 @@ class Schedule:
         )
 
 
+#: Of all stages and microbatches of a step: a plan of more is larger than a file of one may be.
+MOST_FORWARDS = 1_000_000
 NUMBER = "[0-9]{1,9}"  #: of a stage or a microbatch, as text
 _OP = re.compile(rf"(F|BW|B|W)({NUMBER})\.({NUMBER})")
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn.utils import get_total_norm
 
-from fxpipe.errors import RunError
+from fxpipe.errors import OptionError
 
 #: Steps that ``skip_nonfinite=True`` leaves out one after the other: a scale of the loss that is halved in
 #: each of them would be 1e-30 of what it was.
@@ -28,13 +28,13 @@ class Clipping:
     skip_nonfinite: bool | int = False
 
     def __post_init__(self) -> None:
-        """Raises RunError for a norm that is no number above 0."""
+        """Raises OptionError for a norm that is no number above 0."""
         for name, norm in (("clip_grad_norm", self.largest), ("norm_type", self.norm_type)):
             absent = norm is None and name == "clip_grad_norm"
             if not absent and not (isinstance(norm, int | float) and norm > 0):
-                raise RunError(f"{name} is {norm!r} and must be a number above 0.")
+                raise OptionError(f"{name} is {norm!r} and must be a number above 0.")
         if not (isinstance(self.skip_nonfinite, int) and self.skip_nonfinite >= 0):
-            raise RunError(
+            raise OptionError(
                 f"skip_nonfinite is {self.skip_nonfinite!r} and must be True, False, or the number of steps "
                 "that may be left out one after the other."
             )

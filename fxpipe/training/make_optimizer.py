@@ -60,7 +60,9 @@ def make_optimizer(
                 cls, options, state.device, {dim for name in trained for dim in state.spans_of(name)}
             )
         if validation not in get_args(Validation):
-            raise RunError(f'validation is {validation!r} and must be "barrier" or "post".')
+            raise OptionError(f'validation is {validation!r} and must be "barrier" or "post".')
+        if not isinstance(master_weights, bool):
+            raise OptionError(f"master_weights is {master_weights!r} and must be True or False.")
         if validation == "post":
             name = getattr(cls, "__name__", str(cls))
             check_undoable(lambda tables: made(cls, tables, options), name, state.device)
@@ -94,7 +96,10 @@ def with_masters(held: Mapping[str, Parameter]) -> dict[str, Parameter]:
 
 
 def made(cls: Callable[..., Optimizer], parameters: Any, options: Mapping[str, Any]) -> Optimizer:
-    """``cls(parameters, **options)``.  Raises RunError where that is no optimizer."""
+    """``cls(parameters, **options)``.  Raises OptionError where that is no optimizer."""
+    if isinstance(cls, Optimizer):
+        kind = type(cls).__name__
+        raise OptionError(f"pipe.optimizer makes the optimizer: give the class {kind} and its options.")
     makes_none = not callable(cls) or (isinstance(cls, type) and not issubclass(cls, Optimizer))
     if not makes_none:
         _check_options(cls, options, parameters)
@@ -104,7 +109,7 @@ def made(cls: Callable[..., Optimizer], parameters: Any, options: Mapping[str, A
         given = ", ".join(f"{name}={value!r:.40}" for name, value in options.items())
         raise OptionError(f"{_name(cls)} cannot be made with {given or 'no options'}: {error}.") from error
     if not isinstance(optimizer, Optimizer):
-        raise RunError(
+        raise OptionError(
             f"pipe.optimizer takes a class of torch optimizers, such as torch.optim.AdamW; {cls!r:.60} makes "
             "none."
         )
@@ -144,22 +149,22 @@ def grouped(
     held: by name, or the name of rows.  groups: each with ``params``, a pattern as in a shell (``*.bias``) or
     several; a parameter belongs to the first group that has its name, and to the last, without options, if
     none has.  model_names: those of all ranks.
-    Warns of a pattern that no name of the model matches, and raises RunError for a group of such patterns.
+    Warns of a pattern that no name of the model matches, and raises OptionError for a group of such patterns.
     """
     patterns = []
     if isinstance(groups, Mapping | str):
-        raise RunError('groups is a list of mappings: [{"params": ["*.bias"], "weight_decay": 0.0}].')
+        raise OptionError('groups is a list of mappings: [{"params": ["*.bias"], "weight_decay": 0.0}].')
     for group in groups:
         given = group.get("params")
         several = [given] if isinstance(given, str) else list(given or ())
         if not several or not all(isinstance(pattern, str) for pattern in several):
-            raise RunError(
+            raise OptionError(
                 'A group is a mapping with "params", names or patterns like "*.bias", and options.'
             )
         unmatched = [p for p in several if not any(fnmatchcase(name, p) for name in model_names)]
         message = f"No parameter that is trained matches {' or '.join(map(repr, unmatched))}."
         if len(unmatched) == len(several):
-            raise RunError(f"{message} Take a name of the model.")
+            raise OptionError(f"{message} Take a name of the model.")
         if unmatched:  # as where one list is for models with and without biases
             warnings.warn(message, stacklevel=5)
         patterns.append(several)

@@ -14,7 +14,7 @@ from torch.nn import Parameter
 from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 
-from fxpipe.errors import RunError
+from fxpipe.errors import OptionError, RunError
 from fxpipe.plan.artifact import Validation
 from fxpipe.runtime.torch_private import has_step_hooks
 from fxpipe.training.ahead import Ahead, set_grad
@@ -340,7 +340,12 @@ class PipelineOptimizer(Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Masters that the state does not hold get the values of the parameters."""
+        """Masters that the state does not hold get the values of the parameters.  Raises OptionError for what
+        is no state of an optimizer."""
+        if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
+            raise OptionError(
+                f"The optimizer's state is what its state_dict() gives; this is {state_dict!r:.60}."
+            )
         self.settle()
         states = dict(state_dict["state"])
         masters = {k: state[MASTER] for k, state in states.items() if MASTER in state}

@@ -20,6 +20,7 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 #: The bytes of a piece.  A file is opened anew for each: the pages that were read are the process's as long
 #: as the file is mapped.
 PIECE = 32 * MEBIBYTE
+REMEDY = "Give a safetensors file, or the mapping that torch.load reads."
 
 
 _Layout = tuple[tuple[int, ...], torch.dtype]
@@ -49,7 +50,7 @@ class Pretrained:
     def _layout(self, name: str) -> _Layout:
         file = self._files[name]
         if file not in self._layouts:
-            with open_tensors(file) as held:
+            with open_tensors(file, REMEDY) as held:
                 self._layouts[file] = {n: _layout_in(held, n) for n in held.keys()}  # noqa: SIM118 - no dict
         if name not in self._layouts[file]:
             raise ArtifactError(f"{file} does not hold {shown(name)}, which the index says it does.")
@@ -58,13 +59,13 @@ class Pretrained:
     def parts(self, name: str, spans: Spans) -> Iterator[torch.Tensor]:
         shape, dtype = self._layout(name)
         if not shape:
-            with open_tensors(self._files[name]) as held:
+            with open_tensors(self._files[name], REMEDY) as held:
                 yield held.get_tensor(name)
             return
         rows, *others = slices_of(shape, spans)
         step = max(1, PIECE // max(1, math.prod(shape[1:]) * dtype.itemsize))
         for first in range(rows.start, rows.stop, step):
-            with open_tensors(self._files[name]) as held:
+            with open_tensors(self._files[name], REMEDY) as held:
                 piece = held.get_slice(name)[slice(first, min(first + step, rows.stop)), *others]
             yield piece
             del piece
@@ -83,7 +84,7 @@ def _files_of(path: Path) -> dict[str, Path]:
     file = path / WEIGHTS if path.is_dir() else path
     if not file.exists():
         raise ArtifactError(f"{path} is no safetensors file, and no directory with {WEIGHTS} or {INDEX}.")
-    with open_tensors(file) as held:
+    with open_tensors(file, REMEDY) as held:
         return dict.fromkeys(held.keys(), file)
 
 

@@ -32,8 +32,9 @@ def summary(plan: Plan) -> list[str]:
         f"gradients {text(own.held.gradients)}, activations {text(own.activations)})"
         + (f"; limit {plan.memory_limit}" if plan.memory_limit else "")
     )
-    if state := max(each.adamw for each in memory):
-        lines.append(f"AdamW's state takes {text(state)} more")
+    if max(each.adamw for each in memory):
+        total, rank = max((each.peak + each.adamw, rank) for rank, each in enumerate(memory))
+        lines.append(f"with AdamW's state: at most {text(total)}, on rank {rank}")
     if step.outputs:
         lines.append(f"outputs: {', '.join(output.name for output in step.outputs[:8])}")
     return [shortened(printable(line)) for line in lines]

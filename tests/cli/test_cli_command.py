@@ -52,6 +52,10 @@ def test_what_was_probably_meant(capsys, typed, meant):
     assert f"Did you mean {meant}?" in refused(capsys, *typed)
 
 
+def test_an_option_without_a_command(capsys):
+    assert refused(capsys, "--nope") == "fxpipe: error: fxpipe has no option '--nope'. See fxpipe --help\n"
+
+
 def test_the_plain_command_lists_all(capsys):
     assert main([]) == 0
     out = capsys.readouterr().out

@@ -179,6 +179,10 @@ def test_what_is_missing_is_named(capsys):
         "fxpipe: error: these arguments are required: --microbatches, --backward-input, --backward-weight\n"
     )
     times = ["--forward", "1", "--backward-input", "1", "--backward-weight", "1"]
+    assert (
+        main(["simulate", "--schedule", "1f1b", "--ranks", "2", "--microbatches", "1000000000", *times]) == 2
+    )
+    assert "--ranks times --microbatches is more than 1,000,000" in capsys.readouterr().err
     assert main(["simulate", "--ranks", "2", "--microbatches", "2", *times]) == 2
     assert capsys.readouterr().err == "fxpipe: error: --schedule NAME or --schedule-file FILE is required\n"
 

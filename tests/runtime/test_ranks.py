@@ -261,7 +261,7 @@ def test_an_error_of_one_rank_is_that_of_all(disagree):
     assert second == "OptionError: seed is '1' and must be a whole number of 64 bits."
     assert first == third == "RunError: Rank 1 could not compile: " + second.partition(": ")[2]
     first, second, third = text(disagree, "a wrong norm")
-    assert second == "RunError: clip_grad_norm is -1 and must be a number above 0."
+    assert second == "OptionError: clip_grad_norm is -1 and must be a number above 0."
     assert first == third == "RunError: Rank 1 could not make its optimizer: " + second.partition(": ")[2]
 
 

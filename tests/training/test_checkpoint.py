@@ -17,7 +17,7 @@ from run_worker import Options, Reader, batch_of, pipeline
 from safetensors.torch import load_file
 
 import fxpipe
-from fxpipe.errors import ArtifactError, RunError
+from fxpipe.errors import ArtifactError, OptionError, RunError
 from fxpipe.training.checkpoint import files
 from fxpipe.training.checkpoint.restore import contents_for, restore
 from fxpipe.training.checkpoint.training_state import Record, tensors_of
@@ -399,7 +399,7 @@ def test_a_directory_that_cannot_be_written(tmp_path):
     pipe = pipeline(Reader(), Options(steps=5, schedule="1f1b"), 1)
     with pytest.raises(ArtifactError, match="file"):
         fxpipe.Checkpointer(pipe, tmp_path / "file" / "checkpoints")
-    with pytest.raises(RunError, match="at least 1"):
+    with pytest.raises(OptionError, match="at least 1"):
         fxpipe.Checkpointer(pipe, tmp_path, every=0)
     for write in (pipe.save, pipe.export, lambda path: fxpipe.Checkpointer(pipe, path)):
         with pytest.raises(ArtifactError, match=r"'.*a\\x00b' is no path"):

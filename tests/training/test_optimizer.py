@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import fxpipe
-from fxpipe.errors import RunError
+from fxpipe.errors import OptionError, RunError
 from fxpipe.training.clipping import Clipping
 from fxpipe.training.make_optimizer import check_separable, grouped
 from fxpipe.training.optimizer import PipelineOptimizer
@@ -77,7 +77,7 @@ def test_the_same_training_as_in_torch(norm_type):
     ids=str,
 )
 def test_norms_that_are_none(wrong):
-    with pytest.raises(RunError, match=r"is .* and must be a number above 0\."):
+    with pytest.raises(OptionError, match=r"is .* and must be a number above 0\."):
         pipeline(Squares()).optimizer(torch.optim.SGD, lr=1.0, **wrong)
 
 
@@ -133,7 +133,7 @@ def test_steps_that_are_not_finite_without_end():
     with pytest.raises(RunError, match=r"of 3 steps in a row .* updates 4 to 6, with norms inf, nan, inf"):
         stepped(float("inf"))
     assert (Clipping(skip_nonfinite=True).most_skipped, Clipping(skip_nonfinite=1).most_skipped) == (100, 1)
-    with pytest.raises(RunError, match="skip_nonfinite is -1 and must be"):
+    with pytest.raises(OptionError, match="skip_nonfinite is -1 and must be"):
         Clipping(skip_nonfinite=-1)
 
 
@@ -180,7 +180,7 @@ def test_groups_are_alike_on_all_ranks():
     ],
 )
 def test_groups_that_are_refused(groups, message):
-    with pytest.raises(RunError, match=message):
+    with pytest.raises(OptionError, match=message):
         grouped({}, groups, ["a.weight"])
 
 
@@ -202,7 +202,7 @@ def test_optimizers_that_need_other_ranks_values():
 @pytest.mark.parametrize("given", [lambda parameters: list(parameters), None, "AdamW", nn.Linear])
 def test_what_is_no_optimizer(given):
     pipe = pipeline(Squares())
-    with pytest.raises(RunError, match="a class of torch optimizers"):
+    with pytest.raises(OptionError, match="a class of torch optimizers"):
         pipe.optimizer(given)
 
 

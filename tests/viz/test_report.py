@@ -14,6 +14,7 @@ import fxpipe
 from fxpipe.cli import main
 from fxpipe.errors import ArtifactError
 from fxpipe.plan.recorded import write_spans
+from fxpipe.units import bytes_text, seconds_text
 from fxpipe.viz.report.data import report_data
 from fxpipe.viz.report.graph_record import (
     FOR_WEIGHT,
@@ -244,6 +245,17 @@ def test_memory_has_weights_gradients_and_changes(pipe, data):
         live += size * (kind != "3")  # 3: messages, beside the simulated memory
         peak = max(peak, live)
     assert peak == pipe.simulate().peak_memory[0]
+
+
+def test_the_head_has_the_numbers_of_repr(pipe, data):
+    head, shown = data["head"], repr(pipe)
+    (peak, rank), (total, fullest) = head["memory"], head["memory_with_adamw"]
+    assert peak == 2 * data["memory"][rank]["weights"] + head["peak_memory"][rank]
+    assert total == peak + 2 * data["memory"][rank]["weights"]  # AdamW has two values
+    assert fullest == rank
+    assert f"memory: at most {bytes_text(peak)}, on rank {rank} (" in shown
+    assert f"with AdamW's state: at most {bytes_text(total)}, on rank {fullest}" in shown
+    assert head["bounds"].startswith(f"{head['schedule']}: time {seconds_text(head['seconds'])}, lower bound")
 
 
 def test_stages(pipe, data):

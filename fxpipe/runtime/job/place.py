@@ -47,7 +47,7 @@ def called_function() -> str:
 
 
 def _innermost(lines: Iterable[tuple[str, int]]) -> str:
-    found = [(file, line) for file, line in lines if not file.startswith("<frozen")]
+    found = [(file, line) for file, line in lines if not file.startswith(("<frozen", "<string>"))]
     own = [(file, line) for file, line in found if not file.startswith(_OTHERS)]
     # ``fxpipe run`` has no code of the user: then what called the runtime.
     callers = [
@@ -57,4 +57,5 @@ def _innermost(lines: Iterable[tuple[str, int]]) -> str:
         return "an unknown place"
     file, line = (own or callers or found)[-1]
     text = linecache.getline(file, line).strip()
-    return f"{Path(file).name}:{line}" + (f" ({text:.60})" if text else "")
+    shown = text if len(text) <= 60 else f"{text[:59]}…"
+    return f"{Path(file).name}:{line}" + (f" ({shown})" if shown else "")

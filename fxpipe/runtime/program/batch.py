@@ -104,8 +104,8 @@ def batch_leaves(example: Any) -> list[tuple[str, Any]]:
     """The leaves of a (micro)batch with readable names: ``input_ids``, ``0``, ``image.pixels``."""
     if not isinstance(example, (Mapping, tuple, list)):
         raise BatchError(
-            "A batch is a mapping of keyword arguments, or a tuple or list of arguments, not "
-            f"{type(example).__name__}."
+            "A batch, or an example, is a mapping of keyword arguments, or a tuple or list of arguments, not "
+            f"{type(example).__name__}. Of one argument it is (x,)."
         )
     paths, _ = pytree.tree_flatten_with_path(example)
     leaves = [(".".join(_key_name(key) for key in path), leaf) for path, leaf in paths]
@@ -133,6 +133,9 @@ def _check(leaf: Leaf, value: Any, microbatches: int) -> None:
     assert leaf.shape is not None
     if not isinstance(value, torch.Tensor):
         raise BatchError(f"{leaf.name!r} is {_described(value)}; a tensor of dtype {leaf.dtype} is expected.")
+    if value.is_meta or value.layout != torch.strided:
+        kind = "on the meta device, without values" if value.is_meta else f"of layout {value.layout}"
+        raise BatchError(f"{leaf.name!r} is a tensor {kind}. Give a dense tensor with values.")
     if str(value.dtype) != leaf.dtype:
         raise BatchError(f"{leaf.name!r} has dtype {value.dtype}; the example has {leaf.dtype}.")
     if not leaf.shape:

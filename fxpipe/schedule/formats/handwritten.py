@@ -44,7 +44,10 @@ def read_schedule(path: Path | str) -> Schedule:
         raise ScheduleError(
             f"schedule file {path} {error}. docs/schedules.md describes the two formats."
         ) from error
-    return parse_schedule(text, path.stem)
+    try:
+        return parse_schedule(text, path.stem)
+    except ScheduleError as error:
+        raise ScheduleError(f"schedule file {path}: {error}") from error
 
 
 def parse_schedule(text: str, name: str) -> Schedule:

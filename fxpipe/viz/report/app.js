@@ -15,6 +15,7 @@ const TABS = [
 class App {
   constructor(model) {
     this.model = model;
+    if (model.head.decimal) BYTES = [1000, ["B", "kB", "MB", "GB", "TB"]];
     this.rank = 0;
     const events = {
       click: (hit) => (hit.layer ? this.select(hit) : this.idle(hit.rank)),
@@ -65,8 +66,8 @@ class App {
   }
 
   head() {
-    const { head } = this.model,
-      fullest = head.peak_memory.indexOf(Math.max(...head.peak_memory));
+    const { head } = this.model;
+    const most = ([bytes, rank]) => `${bytesText(bytes)} (rank ${rank})`;
     fill(document.querySelector("h1"), head.model, el("span", {}, ` ${head.schedule}`));
     const facts = [
       `${head.ranks} ranks`,
@@ -75,8 +76,9 @@ class App {
       head.replicas > 1 ? `${head.replicas} replicas` : "",
       `step ${secondsText(head.seconds)}`,
       this.model.measured ? `measured ${secondsText(this.model.measured.seconds)}` : "",
-      `span bubble ${percent(head.span_bubble)}`,
-      `peak ${bytesText(head.peak_memory[fullest])} of activations (rank ${fullest})`,
+      `span bubble ${bubbleText(head.span_bubble)}`,
+      `memory at most ${most(head.memory)}, with AdamW's state ${most(head.memory_with_adamw)}`,
+      head.memory_limit && `limit ${head.memory_limit}`,
     ];
     byId("facts").textContent = facts.filter(Boolean).join(" · ");
     byId("tabs").replaceChildren(

@@ -67,7 +67,7 @@ function candidatesTab(model, host) {
           c.seconds === null
             ? "left out"
             : secondsText(c.seconds) + (many && c.period !== null ? `, of many ${secondsText(c.period)}` : ""),
-          c.span_bubble === null ? "" : percent(c.span_bubble),
+          c.span_bubble === null ? "" : bubbleText(c.span_bubble),
           c.peak_memory === null ? "" : bytesText(c.peak_memory),
           c.why,
         ].map((x, k) => el("td", { class: k > 1 && k < 5 ? "n" : null }, x)),
@@ -79,14 +79,14 @@ function candidatesTab(model, host) {
     el(
       "p",
       { class: "note" },
-      "A dot is a candidate; the line joins those than which no other is faster with as little memory. x 2: two stages a rank; v: placed down the ranks and back.",
+      "A dot is a candidate; the line joins those than which no other is faster with as little memory. x 2: two stages a rank; v: placed down the ranks and back.",
     ),
     el("h2", {}, "What more memory buys"),
     steps.length
       ? el("ul", {}, steps)
       : el("p", {}, "Nothing among these candidates: the fastest also needs the least memory."),
     el("h2", {}, "The candidates, fastest first"),
-    table(["", "candidate", "step", "span bubble", "peak memory", "why it was left out"], rows, [2, 3, 4]),
+    table(["", "candidate", "step", "span bubble", "activations", "why it was left out"], rows, [2, 3, 4]),
   );
   drawCandidates(plot, points, best, chosen, name, many);
 }
@@ -125,7 +125,7 @@ function drawCandidates(host, points, best, chosen, name, many) {
           {
             stroke: () => color("soft"),
             grid: { stroke: () => color("grid") },
-            label: "peak memory of the fullest rank",
+            label: "activations of the fullest rank",
             splits: (u, a, low, high) => byteTicks(high),
             values: (_, t) => t.map(bytesText),
             space: 90,
@@ -144,7 +144,7 @@ function drawCandidates(host, points, best, chosen, name, many) {
             (u) => {
               if (u.cursor.idx !== null && u.cursor.left >= 0) {
                 const c = sorted[u.cursor.idx];
-                tip.textContent = `${name(c)}: step ${secondsText(c.compared)}, bubble ${percent(c.span_bubble)}, ${bytesText(c.peak_memory)}`;
+                tip.textContent = `${name(c)}: step ${secondsText(c.compared)}, bubble ${bubbleText(c.span_bubble)}, ${bytesText(c.peak_memory)} of activations`;
               }
             },
           ],

@@ -43,10 +43,12 @@ function scaled(count, base, units) {
   return `${digits(count)} ${units[k]}`;
 }
 
-const bytesText = (count) => scaled(count, 1024, ["B", "KiB", "MiB", "GiB", "TiB"]);
+let BYTES = [1024, ["B", "KiB", "MiB", "GiB", "TiB"]]; // or powers of 1000, as the memory limit is written
+const bytesText = (count) => scaled(count, ...BYTES);
 const flopsText = (count) => scaled(count, 1000, ["FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP"]);
 const countText = (count) => scaled(count, 1000, ["", "k", "M", "G", "T"]).trim();
-const percent = (share) => `${digits(100 * share)} %`;
+const percent = (share) => `${digits(100 * share)}%`;
+const bubbleText = (share) => `${(100 * share).toFixed(2)}%`; // as fxpipe/units.py writes it
 
 function secondsText(seconds) {
   for (const [unit, size] of [

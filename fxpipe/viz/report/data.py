@@ -13,13 +13,15 @@ from statistics import median
 from typing import Any
 
 from fxpipe.plan.artifact import Plan
+from fxpipe.plan.memory import rank_memory
 from fxpipe.plan.version import __version__
 from fxpipe.schedule.ops import Direction, OpKind
 from fxpipe.schedule.simulation.simulator import simulate
 from fxpipe.schedule.simulation.steps import simulate_steps
 from fxpipe.schedule.simulation.timeline import Span, Timeline
 from fxpipe.strict import unstructure
-from fxpipe.units import PHYSICAL
+from fxpipe.units import is_decimal, units_of
+from fxpipe.viz.gap import gap_texts
 from fxpipe.viz.memory_kinds import changes, standing
 from fxpipe.viz.report.columns import (
     CAUSES,
@@ -81,6 +83,8 @@ def _makespan(measured: Measured) -> float:
 
 
 def _head(plan: Plan, timeline: Timeline) -> dict[str, Any]:
+    units, limits = units_of(plan.memory_limit), plan.limits if len(plan.limits) == plan.ranks else None
+    memory = rank_memory(plan, timeline.peak_memory)
     return {
         "model": plan.model,
         "schedule": plan.schedule,
@@ -98,14 +102,18 @@ def _head(plan: Plan, timeline: Timeline) -> dict[str, Any]:
         "seconds": timeline.seconds,
         "span_bubble": timeline.span_bubble,
         "makespan_bubble": timeline.makespan_bubble,
-        "lower_bound": timeline.lower_bound,
         "peak_memory": list(timeline.peak_memory),
+        "bounds": f"{plan.schedule}: {'; '.join(gap_texts(timeline, limits, units))}",
+        "memory": max((own.peak, rank) for rank, own in enumerate(memory)),
+        "memory_with_adamw": max((own.peak + own.adamw, rank) for rank, own in enumerate(memory)),
+        "memory_limit": plan.memory_limit,
+        "decimal": is_decimal(plan.memory_limit),
         "busy": list(timeline.busy),
         "idle": list(timeline.idle),
         "exposed_communication": list(timeline.exposed_communication),
         "exposed_exchange": timeline.exposed_exchange,
         "stalled": list(timeline.stalled),
-        "many_steps": many_steps(plan.ordered, plan.costs, PHYSICAL) if plan.costs.update.seconds else "",
+        "many_steps": many_steps(plan.ordered, plan.costs, units) if plan.costs.update.seconds else "",
         "version": __version__,
     }
 

@@ -24,11 +24,13 @@ class Drawing {
       y + TITLE * tops.filter((t) => t <= y + 0.5).length + FRAME * bottoms.filter((b) => b <= y - 0.5).length;
     for (const { id } of leaves) g.node(id).y = down(g.node(id).y - half(id)) + half(id);
     for (const name of g.edges()) {
-      const { points } = g.edge(name),
+      const label = g.edge(name),
+        { points } = label,
         [from, to] = [g.node(name.v), g.node(name.w)];
       points.forEach((point) => {
         point.y = down(point.y);
       });
+      if (label.y) label.y = down(label.y);
       points[0].y = from.y + from.height / 2;
       points.at(-1).y = to.y - to.height / 2;
     }
@@ -63,7 +65,7 @@ class Drawing {
     ];
   }
 
-  draw(g, clusters, edges) {
+  draw(g, clusters) {
     const group = svg("g"),
       { graph } = this;
     for (const item of clusters) {
@@ -91,16 +93,11 @@ class Drawing {
       );
     }
     for (const name of g.edges()) {
-      const { points, edge } = g.edge(name),
+      const { points, edge, kind, x: middle, y: height } = g.edge(name),
         home = g.node(edge.to).item.section.stage,
         size = (op) => this.model.sentBytes.get(`${op} ${home}`) ?? graph.bytes[op],
         bytes = [...edge.sources].reduce((sum, op) => sum + size(op), 0);
-      const stage = (id) => g.node(id).item.section.stage,
-        phase = (id) => g.node(id).item.section.phase;
-      const kind =
-        stage(edge.from) !== stage(edge.to) ? "crosses" : phase(edge.from) !== phase(edge.to) ? "keeps" : "";
-      const middle = points[Math.floor(points.length / 2)],
-        path = svg("path", { class: `edge ${kind}`, d: curve(points) });
+      const path = svg("path", { class: `edge ${kind}`, d: curve(points) });
       path.append(
         svg(
           "title",
@@ -122,8 +119,8 @@ class Drawing {
           transform: `translate(${x} ${y}) rotate(${angle})`,
         }),
       );
-      if (kind && bytes && edges < 90)
-        group.append(this.text(middle.x + 4, middle.y, bytesText(bytes), { class: "bytes" }));
+      if (middle && bytes)
+        group.append(this.text(middle, height, bytesText(bytes), { class: "bytes", "text-anchor": "middle" }));
     }
     for (const id of g.nodes()) {
       const n = g.node(id);

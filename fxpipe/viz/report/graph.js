@@ -246,10 +246,15 @@ class GraphView extends Drawing {
     }
     for (const item of [...clusters, ...leaves]) if (item.parent) g.setParent(item.id, item.parent.id);
     const edges = this.edges(leaves);
-    for (const edge of edges) g.setEdge(edge.from, edge.to, { edge });
+    for (const edge of edges) {
+      const [from, to] = [edge.from, edge.to].map((id) => g.node(id).item.section);
+      const kind = from.stage !== to.stage ? "crosses" : from.phase !== to.phase ? "keeps" : "";
+      const room = kind && edges.length < 90 ? { width: 56, height: 12, labelpos: "r", labeloffset: 2 } : {};
+      g.setEdge(edge.from, edge.to, { edge, kind, ...room });
+    }
     dagre.layout(g);
     this.frame(g, clusters, leaves);
-    this.draw(g, clusters, edges.length);
+    this.draw(g, clusters);
   }
 
   // An op in the inspector.

@@ -171,7 +171,7 @@ class MemoryStrip {
       ),
       ": ",
       parts
-        .filter((part) => part.bytes[i])
+        .filter((part) => part.bytes[i] || part.k === RECEIVED)
         .map((part) => el("span", { class: "key" }, swatch(part.key), `${part.name} ${bytesText(part.bytes[i])}`)),
     );
   }
@@ -189,8 +189,9 @@ const swatch = (key) => {
 
 function byteTicks(high) {
   const raw = high / 3,
-    power = 2 ** Math.floor(Math.log2(raw || 1)),
-    step = raw > power * 1.5 ? power * 2 : power;
+    base = BYTES[0] === 1000 ? 10 : 2,
+    power = base ** Math.floor(Math.log(raw || 1) / Math.log(base)),
+    step = power * (base === 2 ? [1, 2] : [1, 2, 5, 10]).find((m) => raw <= power * m * 1.5);
   return Array.from({ length: Math.floor(high / step) + 1 }, (_, k) => k * step);
 }
 

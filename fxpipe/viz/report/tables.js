@@ -67,7 +67,7 @@ function stagesTab(model, host) {
     el(
       "p",
       { class: "note" },
-      `The busiest rank sets the pace: ranks as busy as the mean would be ${percent(longest / (sum(busy) / busy.length) - 1)} faster. No schedule of this placement takes less than ${secondsText(model.head.lower_bound)}; this one takes ${secondsText(model.head.seconds)}.`,
+      `The busiest rank sets the pace: ranks as busy as the mean would be ${percent(longest / (sum(busy) / busy.length) - 1)} faster. ${model.head.bounds}.`,
     ),
     model.head.many_steps && el("p", {}, `Many steps: ${model.head.many_steps}.`),
   );
@@ -183,7 +183,7 @@ function measuredTab(model, host, events) {
       {},
       "From the first op's start to the last op's end. ",
       el("button", { onclick: () => events.tab("timeline") }, "Both on one time axis"),
-      " An exclamation mark: more than 15 % from the prediction.",
+      " An exclamation mark: more than 15% from the prediction.",
     ),
     table(
       ["op", "modules", "predicted", "measured (median)", "", "from least to largest", "| predicted, ● median"],
