@@ -76,3 +76,6 @@ def _dead(rt: TermRuntime) -> Iterator[Problem]:
         line = held.lines[max(used - 1, 0)].number
         yield Problem(rt.rank, line, f"keeps {term}, which {last} is the last to read, until {until}")
     yield from (Problem(rt.rank, line, text) for text, line in held.wasted.items())
+    for op in held.ops[:-1]:
+        if op in held.idle:
+            yield Problem(rt.rank, held.idle[op], f"runs no section in {op}")

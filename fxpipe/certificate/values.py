@@ -60,12 +60,13 @@ class Held:
     before that has begun.  ``lines``: of the ops.  ``dead``: values that were held though nothing read them
     again, with the numbers of ops that had begun when they were last read, and when they were freed.
     ``wasted``: what else holds memory, as text, with a line.  ``transfers``: how often an offload or a reload
-    begins, or is waited for, behind so many ops.
+    begins, or is waited for, behind so many ops.  ``idle``: the ops in which no section has run.
     """
 
     ops: list[str] = field(default_factory=list)
     lines: list[Line] = field(default_factory=list)
     changes: Counter[int] = field(default_factory=Counter)
+    idle: dict[str, int] = field(default_factory=dict)
     dead: list[tuple[Term | None, int, int]] = field(default_factory=list)
     wasted: dict[str, int] = field(default_factory=dict)
     transfers: Counter[tuple[str, int]] = field(default_factory=Counter)
@@ -73,10 +74,12 @@ class Held:
     def begin(self, op: str, line: Line) -> None:
         self.ops.append(op)
         self.lines.append(line)
+        self.idle[op] = line.number
 
     def runs(self, section: str, microbatch: int | None, line: Line) -> None:
         """A section must run in an op of its microbatch: what it gives is held from there on."""
         op = self.ops[-1] if self.ops else "the first op"
+        self.idle.pop(op, None)
         if microbatch is not None and not op.endswith(f".{microbatch}"):
             self.wasted.setdefault(f"runs {section} of microbatch {microbatch} in {op}", line.number)
 

@@ -271,6 +271,10 @@ OTHERWISE = {
         ("tied_head", 0, r"^( +rt\.op\(f\"F0\.\{m\}\"\)\n)( +.* = stage0_forward\(.*\n)", r"\2\1"),
         r"rank0.py:\d+: runs stage0_forward of microbatch 1 in F0.0",
     ),
+    "a section runs in the op before its own": (
+        ("tied_head", 1, r"^( +rt\.op\(f\"B1\.\{m\}\"\)\n)( +.* = stage1_backward\(.*\n)", r"\2\1"),
+        r"rank1.py:\d+: runs no section in B1.0",
+    ),
     "an offload is waited for late": (
         ("noisy", 0, r"(wait_offload_0\(0\)); (F0\(2\))$", r"\2; \1"),
         r"rank0.py:\d+: calls rt.wait_offload .* more before BW0.0 than the plan",
