@@ -105,8 +105,16 @@ class Calls:
         number = schema.results if schema.results > 2 else results_of(self.terms, term)
         if schema.results == 0 and not schema.written:
             raise Rejected(self.line(), f"calls {schema.name}, which gives nothing")
-        items = [self.terms.item(term, k) for k in range(number)]
-        return tuple(Value(item, 0, memory or Memory(root=item)) for item in items)
+        asked = dict(enumerate(term["output_mask"] or ()))
+        return tuple(
+            # torch gives None for what a mask leaves out
+            None if asked.get(k) == ("bool", False) else self._item(term, k, memory)
+            for k in range(number)
+        )
+
+    def _item(self, term: Term, index: int, memory: Memory | None) -> Value:
+        item = self.terms.item(term, index)
+        return Value(item, 0, memory or Memory(root=item))
 
     def _memory(self, schema: Schema, given: dict[str, Any]) -> Memory | None:
         """That of an argument, which the op views or writes to; None for new memory."""
