@@ -17,6 +17,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import blocking_backend
 import stand_in_device
@@ -29,6 +30,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from zoo import LIMIT, WIDTH, WORDS, Block, Case, Shape, TiedHead, built_and_compiled, eager, tokens, too_far
 
 import fxpipe
+from fxpipe.compiler.lighter import LighterCuts
 from fxpipe.errors import RunError
 from fxpipe.runtime.job.backend import is_gloo_alone
 from fxpipe.runtime.job.process import Process
@@ -104,9 +106,11 @@ def run(shapes: list[Shape], microbatches: list[int], fault: str = "", limit: fl
     dist.init_process_group(f"cpu:{blocking_backend.NAME}")
     Process.join(torch.device("cpu"), timedelta(seconds=limit))
     _undo(fault)
-    for m in microbatches:
-        for shape in shapes:
-            _step(shape, m)
+    # Cuts stay inside blocks, so that messages have several tensors.
+    with mock.patch.object(LighterCuts, "moved", return_value=None):
+        for m in microbatches:
+            for shape in shapes:
+                _step(shape, m)
     dist.barrier(dist.new_group(backend="gloo"))
 
 

@@ -397,7 +397,7 @@ def test_evaluation_on_the_way(data, tmp_path, capsys):
         ("os:environ", "os:environ is "),
         ("shutil:rmtree", "shutil:rmtree cannot be called without arguments: missing a required argument"),
         ("platform:node", "platform:node gives a str"),
-        (":plain", "no function :plain"),
+        (":plain", "':plain' is no function: write module:function"),
     ],
 )
 def test_loaders_that_are_refused(alone, capsys, given, message):

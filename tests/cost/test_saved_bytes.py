@@ -5,6 +5,8 @@ import torch
 from models import MODELS, in_precision, label
 from zoo import CASES, Case, Shape, built_and_compiled, compiled
 
+from fxpipe.compiler.lighter import LighterCuts
+
 pytestmark = pytest.mark.slow
 
 MICROBATCHES = 6
@@ -44,7 +46,8 @@ def test_double_precision_holds_twice_the_bytes():
     assert single[1] == pytest.approx([x / 2 for x in double[1]], rel=0.05)
 
 
-def test_first_rank_of_1f1b_holds_no_more_microbatches_than_ranks():
+def test_first_rank_of_1f1b_holds_no_more_microbatches_than_ranks(monkeypatch):
+    monkeypatch.setattr(LighterCuts, "moved", lambda self: None)  # where depends on the schedule
     few, many = (peaks(MODELS["gpt2"], Shape(4, "1f1b"), m)[1] for m in (4, 12))
     assert few == pytest.approx(many, rel=0.01)
 

@@ -135,8 +135,8 @@ def spied_reads():
             return self.own[place]
 
     @contextlib.contextmanager
-    def spied(path):
-        with opened(path) as file:
+    def spied(path, *known):
+        with opened(path, *known) as file:
             yield types.SimpleNamespace(
                 keys=file.keys, get_slice=lambda name: Slice(name, file.get_slice(name))
             )
