@@ -44,6 +44,8 @@ class Traced:
         """
         self._own = frozenset(own)
         named = _named(parameters, model)
+        self._tied = {name for names in _names_of_each(model) if len(names) > 1 for name in names}
+        self._first = {name: names[0] for names in _names_of_each(model) for name in names}
         self._trained = {name: p.requires_grad for name, p in named.items()}
         self._registered = hooks_registered()
         self._forward, self._backward = _hooks(named, model, self._own)
@@ -72,6 +74,8 @@ class Traced:
                     f"requires_grad of the parameter {name} is now {not before}, and the program, compiled "
                     f"when it was {before}, {does}. Compile the model again."
                 )
+        if self._tied:
+            self._check_tied(model)
         if self._settings is not None and model is not None:
             self._check_settings(self._settings, model, trains)
         registered = hooks_registered()
@@ -93,6 +97,17 @@ class Traced:
                     )  # an eager forward of the model may have registered them
         self._registered, (self._forward, self._backward) = registered, hooks
 
+    def _check_tied(self, model: nn.Module | None) -> None:
+        """Raise RunError where one parameter under several names is another one under some of them now."""
+        for names in _names_of_each(model):
+            for name in self._tied.intersection(names):
+                if self._first[name] not in names:
+                    raise RunError(
+                        f"The parameter {name} was {self._first[name]} too when the model was compiled, "
+                        "and is another one now, which the program does not read. Compile the model again, "
+                        "or undo the change."
+                    )
+
     def _check_settings(self, settings: Settings, model: nn.Module, trains: bool) -> None:
         """Raise RunError where other code would run than when the model was compiled; warn, once for each, of
         other values."""
@@ -107,6 +122,14 @@ class Traced:
 
 def _named(parameters: Mapping[str, torch.Tensor], model: nn.Module | None) -> dict[str, torch.Tensor]:
     return ({} if model is None else dict(model.named_parameters())) | dict(parameters)
+
+
+def _names_of_each(model: nn.Module | None) -> list[list[str]]:
+    """The names of each parameter."""
+    names: dict[int, list[str]] = {}
+    for name, x in () if model is None else model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(x), []).append(name)
+    return [*names.values()]
 
 
 def _hooks(

@@ -366,6 +366,24 @@ def test_what_a_model_and_its_loss_function_read_changes():
         pipe.run_local(BATCH)
 
 
+def test_one_parameter_becomes_two():
+    model = Mixer()
+    model.last.weight = model.linear.weight
+    options = {"ranks": 1, "microbatches": 2, "schedule": "1f1b", "check": False}
+    pipe = fxpipe.compile(model, (torch.ones(2, WIDTH),), **options)
+    shared = model.last.weight
+    model.linear.weight = model.last.weight = nn.Parameter(torch.zeros(WIDTH, WIDTH))
+    pipe.run_local(BATCH)  # still one
+    model.last.weight = shared
+    with pytest.raises(fxpipe.RunError, match=r"last.weight was linear.weight too when"):
+        pipe.run_local(BATCH)
+
+
+def test_a_nested_batch(mixer):
+    with pytest.raises(fxpipe.BatchError, match="is a tensor nested"):
+        mixer[1]().run_local((torch.nested.nested_tensor([*BATCH[0]]),))
+
+
 def stays_as_it_was(model):
     model.drop.p = float("0.0")
 
