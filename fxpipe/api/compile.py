@@ -302,6 +302,8 @@ def compile(
         device=device,
         process=None if process is None else process.for_pipeline(artifact.plan.model),
         of=(lambda: model) if process is None else weakref.ref(model),
+        loss_fn=loss_fn,
+        constants=compiled.constants if compiled else (),
         graph=compiled.graph if compiled else None,
         sections=compiled.sections if compiled else (),
         offload_directory=options.offload_directory,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -46,8 +47,8 @@ class Pipeline(Views):
     ``parameters`` and ``buffers`` are the model's own tensors: training the pipeline trains the model (under
     torchrun, the part that this rank holds).  If the tensors of the model are replaced, the next step uses
     the new ones.  ``of``: gives the model, None if there is none; under torchrun a pipeline does not keep it
-    alive.  ``evaluation``: the forward in eval mode alone on the same tensors, if it was compiled, which has
-    ``is_evaluation``.
+    alive.  ``constants``: the model's own tensors whose values programs hold.  ``evaluation``: the forward in
+    eval mode alone on the same tensors, if it was compiled, which has ``is_evaluation``.
     """
 
     artifact: Artifact
@@ -56,6 +57,8 @@ class Pipeline(Views):
     device: torch.device
     process: Process | None
     of: Callable[[], torch.nn.Module | None] = lambda: None
+    loss_fn: Callable[..., Any] | None = None
+    constants: tuple[weakref.ref[torch.Tensor], ...] = ()
     graph: fx.Graph | None = None
     sections: tuple[Section, ...] = ()
     directory: Path | None = None
@@ -67,7 +70,8 @@ class Pipeline(Views):
     _then: Traced = field(init=False)
 
     def __post_init__(self) -> None:
-        self._then = Traced(self.parameters, self.of(), self.artifact.plan.own_hooks)
+        own_hooks = self.artifact.plan.own_hooks
+        self._then = Traced(self.parameters, self.of(), own_hooks, self.loss_fn, self.constants)
 
     def with_evaluation(self, artifact: Artifact) -> Pipeline:
         """The pipeline with one for the forward alone, which works on the same tensors."""

@@ -54,7 +54,8 @@ def check_constants(module: fx.GraphModule, tensors: Sequence[Registered]) -> No
             raise CaptureError(
                 f"The forward uses a trainable tensor of shape {tuple(held.shape)} that no module of the "
                 f"model registers{place}. Make it an nn.Parameter of a module (nn.ModuleList and "
-                "nn.ParameterList register what they hold), or call requires_grad_(False)."
+                "nn.ParameterList register what they hold), or call requires_grad_(False). If it is the loss "
+                "function's, make that a module of the model, which returns the loss."
             )
 
 

@@ -88,7 +88,7 @@ class Snapshot:
                 found = _Found(thing, name, thing)
             if _has_hidden_state(thing):
                 snapshot.is_whole = False
-            names = CodeNames(set(), set(), set())
+            names = CodeNames(set(), set(), set(), set(), set())
             if isinstance(thing, types.FunctionType) and _is_users(thing):
                 names = names_in(thing.__code__)
                 for name in sorted((names.attributes | names.stored) - used):

@@ -9,6 +9,7 @@ functions, no-grad regions and activation checkpointing mean what they mean in e
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -46,12 +47,14 @@ class Captured:
     ``constants`` are the tensors that the model made from nothing or held outside parameters and buffers.
     ``lanes``: where the model has DTensors.
     ``own_hooks``: the functions of hooks that the forward registered by itself.
+    ``sources``: the model's own tensors that constants are copies of.
     """
 
     graph: fx.Graph
     constants: dict[str, torch.Tensor]
     lanes: LanePlan = NO_LANES
     own_hooks: tuple[str, ...] = ()
+    sources: tuple[weakref.ref[torch.Tensor], ...] = ()
 
     @property
     def checks(self) -> int:
@@ -175,8 +178,10 @@ def _traced(
         with compat.plain_kernels(), compat.modules_without_code(), mode:
             module = functionalize(module, values)
         frozen = {r.name for r in step.registered if not r.tensor.requires_grad}
+        held = (getattr(module, node.target) for node in module.graph.find_nodes(op="get_attr"))
+        sources = tuple(map(weakref.ref, held))
         cleaned = clean(module, [x.input for x in given], step.layout, frozen)
-        captured = Captured(*cleaned, own_hooks=tuple(sorted(after - before)))
+        captured = Captured(*cleaned, own_hooks=tuple(sorted(after - before)), sources=sources)
         _check_written(captured.graph, step.registered, replaced)
         watch.warn_of_changes(step.difference, files)  # last: an error says more than they
     return captured

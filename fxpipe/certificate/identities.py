@@ -198,6 +198,8 @@ def number(argument: Any) -> Any:
         return number(argument["s"]) if argument.op == "aten.scalar_tensor" else None
     if isinstance(argument, int):
         return argument
+    if isinstance(argument, tuple) and argument[:1] == ("bool",):
+        return int(argument[1])
     if isinstance(argument, tuple) and argument[:1] == ("float",) and argument[1] != "nan":
         return float.fromhex(argument[1])
     return None

@@ -8,9 +8,11 @@ level only where it may give the fastest step).
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import fx
 
 from fxpipe.capture.call import check_call
@@ -42,12 +44,13 @@ from fxpipe.plan.meshes import Mesh, TriedMesh
 @dataclass(frozen=True, eq=False)
 class Compiled:
     """The artifact, with the colored graph and the sections that it was made from, and the devices that its
-    costs are of."""
+    costs are of.  ``constants``: the model's own tensors whose values the programs hold."""
 
     artifact: Artifact
     cluster: Cluster
     graph: fx.Graph
     sections: tuple[Section, ...]
+    constants: tuple[weakref.ref[torch.Tensor], ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,7 +142,7 @@ def compile_model(
     with phase("codegen"):
         given = replace(given, options=options)
         cut, artifact = generate(given, captured, cut, live, found.timeline, completed, phase)
-    return Compiled(artifact, cluster, cut.graph, cut.sections)
+    return Compiled(artifact, cluster, cut.graph, cut.sections, captured.sources)
 
 
 def traced(given: Compilation, kept: Collection[str] = ()) -> Captured:

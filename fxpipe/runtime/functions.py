@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dis
+import functools
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -19,25 +20,35 @@ _FLAGS = {"LOAD_GLOBAL": 1, "LOAD_ATTR": int(sys.version_info >= (3, 12)), "LOAD
 class CodeNames(NamedTuple):
     """The names in a function and in those that it defines.
 
-    ``attributes``: what it reads, calls, or imports from a module; ``stored``: the attributes that it sets.
+    ``attributes``: what it reads, calls, or imports from a module; ``stored``: the attributes that it sets;
+    ``texts``: its constants, which may name attributes and keys; ``rebound``: the globals, and the variables
+    of functions around it, that it sets.
     """
 
     globals: set[str]
     attributes: set[str]
     stored: set[str]
+    texts: set[str]
+    rebound: set[str]
 
 
+@functools.lru_cache(4096)
 def names_in(code: types.CodeType) -> CodeNames:
-    found = CodeNames(set(), set(), set())
+    found = CodeNames(set(), set(), set(), set(), set())
     todo = [code]
     while todo:
         code = todo.pop()
         todo += [x for x in code.co_consts if isinstance(x, types.CodeType)]
+        found.texts.update(x for x in code.co_consts if isinstance(x, str))
         for op, name in set(_named(code)) if code.co_names else ():
             kind = (
                 found.globals if op in _GLOBAL else found.stored if op == "STORE_ATTR" else found.attributes
             )
             kind.add(name)
+            if op == "STORE_GLOBAL":
+                found.rebound.add(name)
+        if code.co_freevars:
+            found.rebound.update(x.argval for x in dis.get_instructions(code) if x.opname == "STORE_DEREF")
     return found
 
 
@@ -62,7 +73,8 @@ def function_name(function: Any) -> str:
     """``library.module.outer.<locals>.hook``; of an object that can be called, the name of its class."""
     function = unwrapped(function)
     named = function if hasattr(function, "__qualname__") else type(function)
-    return f"{named.__module__}.{named.__qualname__}"
+    module = getattr(named, "__module__", None) or type(named).__module__  # a method in C has none
+    return f"{module}.{named.__qualname__}"
 
 
 def name_and_line(function: Callable[..., Any]) -> str:

@@ -1,39 +1,50 @@
-"""The Python that a program takes from its model once, when it is compiled: settings, functions, classes.
+"""The Python that a program takes from its model and its loss function once, when they are compiled.
 
-    drop.p                 0.1
-    blocks.0               the class of a module
-    blocks.0.activation    a function in an attribute
-    Block.forward          a method
-    config.window          4, of an object, a dict or a list in an attribute
+    drop.p                  0.1
+    blocks.0                the class of a module
+    blocks.0.activation     a function in an attribute
+    Block.forward           a method
+    config.text.window      4, of an object, a dict or a list in an attribute
+    beta in loss (net.py:7)  0.5, a global that the function names, or a variable of its closure
+    weights                 a tensor that is a constant of the program
 
-What the model's code sets itself outside of constructors is its state, which eager runs change as well:
-counters, flags, lengths of caches.
+What the code sets itself outside of constructors is its state, which eager runs change as well: counters,
+flags, lengths of caches.
 """
 
 from __future__ import annotations
 
-import enum
 import inspect
 import operator
 import types
 import weakref
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 
-from fxpipe.runtime.functions import name_and_line, names_in
+from fxpipe.runtime.functions import name_and_line
+from fxpipe.training.reached import (
+    CONTAINERS,
+    LOSS,
+    OF_MODULES,
+    PLAIN,
+    Reached,
+    function_of,
+    has_attributes,
+    is_plain,
+    joined,
+    own,
+)
 
-_PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, enum.Enum)
-_TENSORS_AND_MODULES = (nn.Module, torch.Tensor)
-#: What each module has: its tensors and hooks are looked at elsewhere.
-_OWN = vars(nn.Module()).keys() - {"training"}
-_CONSTRUCTORS = {"__init__", "__new__", "__setstate__", "__deepcopy__"}
-#: The contents of longer containers are no settings.
-_MOST_ENTRIES = 1000
+#: What can change without another object in its place.
+_BY_VALUE = (set, torch.Tensor, np.ndarray)
+#: Larger arrays are not compared.
+_LARGEST_ARRAY = 1 << 16
 Key = tuple[str, str]
-"""The path of a module, of what is in an attribute, or of a class; and an attribute, "" for its class."""
+"""The path of an owner (``Reached``) or of a class; and an attribute, "" for its class."""
 
 
 class Code(NamedTuple):
@@ -46,154 +57,172 @@ class Code(NamedTuple):
         return self.text
 
 
+class Numbers(NamedTuple):
+    """A tensor that is a constant of the program, and how often it was written; or the bytes of an array."""
+
+    kind: str
+    ref: Any
+    contents: Any
+
+    def __repr__(self) -> str:
+        return f"{self.kind} with other values"
+
+
 class Change(NamedTuple):
     """None: there was nothing before, or is nothing now."""
 
     name: str
     before: Any
     now: Any
+    is_of_code: bool
 
-    @property
-    def is_of_code(self) -> bool:
-        return isinstance(self.before, Code) or isinstance(self.now, Code)
+    def __str__(self) -> str:
+        whose = "" if self.name.startswith(LOSS) else "The model's "
+        if isinstance(self.before, Numbers):
+            return f"{whose}{self.name} has other values than when it was compiled: programs run with those."
+        return (
+            f"{whose}{self.name} was {self.before!r} when it was compiled, and is {self.now!r}: "
+            f"programs run with {self.before!r}."
+        )
 
 
 class Settings:
-    """Those of a model when this is made, and how they change.  It does not keep the model."""
+    """Those of a model and its loss function when this is made, and how they change.
 
-    def __init__(self, model: nn.Module):
-        self._reads, self._sets = _names(_classes(_owners(model)))
-        self._then = _described(model, self._reads)
+    It does not keep the model.  constants: the tensors that programs hold the values of.
+    """
+
+    def __init__(
+        self, model: nn.Module, loss_fn: Any = None, constants: Sequence[weakref.ref[torch.Tensor]] = ()
+    ):
+        self._loss_fn = loss_fn
+        self._constants = {id(tensor): ref for ref in constants if (tensor := ref()) is not None}
+        reached = Reached.of(model, loss_fn)
+        self._reads, self._sets = reached.reads, reached.sets
+        self._then = self._described(reached)
         self._paths = {path for path, _ in self._then}
-        self._places = _places(model, self._reads)
+        self._places = self._places_of(reached)
 
-    def changes(self, model: nn.Module) -> list[Change]:
+    def changes(self, model: nn.Module, *, trains: bool = True) -> list[Change]:
+        """trains: whether the mode of the whole model matters."""
         # In nearly all steps all objects are the same: a microsecond or two a module.
         if all(place.is_same() for place in self._places):
             return []
-        now, owners, then = _described(model, self._reads), _owners(model), self._then
-        found = []
+        reached = Reached.of(model, self._loss_fn)
+        now, then, found = self._described(reached), self._then, []
         for path, name in now.keys() | then.keys():
             before, after = then.get((path, name)), now.get((path, name))
-            if before != after and self._matters(path, name, now):
-                of_class = _of_class(owners.get(path), name)
-                named = ".".join(filter(None, (path, name))) or "class"
-                found.append(Change(named, *(of_class if x is None else x for x in (before, after))))
-        if not any(change.is_of_code for change in found):
-            self._places = _places(model, self._reads)
+            if before != after and self._matters(path, name, now, trains):
+                owner = reached.owners.get(path)
+                of_class = _of_class(owner, name)
+                before, after = (of_class if x is None else x for x in (before, after))
+                is_function = isinstance(owner, types.FunctionType)
+                called = f"{name} in {path}" if is_function and name else joined(path, name) or "class"
+                is_of_code = not is_function and any(isinstance(x, Code) for x in (before, after))
+                if before != after:
+                    found.append(Change(called, before, after, is_of_code))
+        if trains and not any(change.is_of_code for change in found):
+            self._places = self._places_of(reached)
         return sorted(found, key=lambda change: change.name)
 
-    def _matters(self, path: str, name: str, now: Mapping[Key, Any]) -> bool:
+    def _matters(self, path: str, name: str, now: dict[Key, Any], trains: bool) -> bool:
         owner = path, ""
         if (name or path.rpartition(".")[2]) in self._sets:
             return False
-        if name == "training":  # a program has its mode, whatever the mode of the whole model
-            return now.get(("", name)) == self._then.get(("", name))
+        if name == "training" and now.get(("", name)) != self._then.get(("", name)):
+            return trains and not path and name in self._reads  # one message for all modules
         if name and (path not in self._paths or now.get(owner) != self._then.get(owner)):
             return False  # of a new module, of another one, or of its class: a change by itself
         return (path, name) in self._then or not name or name in self._reads
 
+    def _described(self, reached: Reached) -> dict[Key, Any]:
+        found: dict[Key, Any] = {}
+        for path, owner in reached.owners.items():
+            found[path, ""] = None if isinstance(owner, types.FunctionType) else _code(type(owner))
+        named = [(path, x, path in reached.far) for path, x in reached.owners.items()]
+        named += [(f"{cls.__module__}.{cls.__qualname__}", cls, True) for cls in reached.classes]
+        for path, owner, only_read in named:
+            is_function = isinstance(owner, types.FunctionType)
+            for name, x in _own(owner).items():
+                value = self._value(x)
+                is_read = is_function or name in self._reads
+                if value is not None and (is_read or not (only_read or isinstance(value, Code))):
+                    found[path, str(name)] = value
+        return found
 
-def _of_class(owner: Any, name: str) -> Any:
-    """What an attribute is where the object itself has none."""
-    return _value(inspect.getattr_static(type(owner), name, None)) if name else None
+    def _value(self, x: Any) -> Any:
+        """What stands for it in comparisons; None for what is not compared."""
+        if is_plain(x):
+            return x
+        if isinstance(x, set | frozenset):
+            return frozenset(x) if all(map(is_plain, x)) else None
+        if id(x) in self._constants and not x.is_inference():
+            return Numbers("a tensor", self._constants[id(x)], x._version)
+        if isinstance(x, np.ndarray) and x.nbytes <= _LARGEST_ARRAY and not x.dtype.hasobject:
+            return Numbers("an array", None, x.tobytes())
+        function = function_of(x)
+        is_code = callable(function) and not isinstance(x, (nn.Module, torch.Tensor))
+        return _code(function) if is_code else None
+
+    def _places_of(self, reached: Reached) -> list[_Place]:
+        owners = (*reached.owners.values(), *reached.classes)
+        return [_Place(x, self._reads, self._value) for x in owners]
 
 
 class _Place:
-    """The objects in a module, in what is in an attribute, or in a class, to see that they are the same."""
+    """The objects in an owner or in a class, to see that they are the same."""
 
-    def __init__(self, owner: Any, reads: Collection[str]):
-        self._owner = _weak(owner)
-        own, is_class = _own(owner), isinstance(owner, type)
-        self._size = len(own)
-        compared = {k: x for k, x in own.items() if k in reads or (k not in _OWN and not is_class)}
-        self._plain = [name for name, x in compared.items() if isinstance(x, _PLAIN)]
-        self._values = [own[name] for name in self._plain]
+    def __init__(self, owner: Any, reads: Collection[str], value: Any):
+        self._owner, self._type = _weak(owner), type(owner)
+        contents, is_class = _own(owner), isinstance(owner, type)
+        self._size, self._value = len(contents), value
+        of_module = OF_MODULES if isinstance(owner, nn.Module) else ()
+        compared = {k: x for k, x in contents.items() if k in reads or (k not in of_module and not is_class)}
+        self._plain = [name for name, x in compared.items() if isinstance(x, PLAIN)]
+        self._values = [contents[name] for name in self._plain]
+        by_value = {name: value(x) for name, x in compared.items() if isinstance(x, _BY_VALUE)}
+        self._by_value = [(name, x) for name, x in by_value.items() if x is not None]
         others = {name: x for name, x in compared.items() if name not in self._plain and _is_compared(x)}
         self._names, self._others = [*others], [_weak(x) for x in others.values()]
-        self._modules = [*map(id, _modules(own))]  # each is a place, too, so that none has taken its address
+        self._modules = _modules(owner)  # each is a place, too, so that none has taken its address
 
     def is_same(self) -> bool:
         owner = _strong(self._owner)
-        if owner is None:
+        if owner is None or type(owner) is not self._type:
             return False
-        own = _own(owner)
-        if len(own) != self._size or not all(map(operator.is_, map(own.get, self._plain), self._values)):
+        now = _own(owner)
+        if len(now) != self._size or not all(map(operator.is_, map(now.get, self._plain), self._values)):
             return False
-        if self._names and not all(map(operator.is_, map(own.get, self._names), map(_strong, self._others))):
+        if self._names and not all(map(operator.is_, map(now.get, self._names), map(_strong, self._others))):
             return False
-        return not self._modules or [*map(id, _modules(own))] == self._modules
+        if any(self._value(now.get(name)) != x for name, x in self._by_value):
+            return False
+        return not self._modules or _modules(owner) == self._modules
 
 
-def _places(model: nn.Module, reads: Collection[str]) -> list[_Place]:
-    owners = _owners(model)
-    return [_Place(x, reads) for x in (*owners.values(), *_classes(owners))]
+def _own(owner: Any) -> Any:
+    """The contents of an owner that are compared; a parameter of a module stands for itself."""
+    if isinstance(owner, nn.Module):
+        parameters = {name: "a parameter" for name, x in owner._parameters.items() if x is not None}
+        return vars(owner) | parameters
+    return owner.__dict__ if isinstance(owner, type) else own(owner)
 
 
-def _described(model: nn.Module, reads: Collection[str]) -> dict[Key, Any]:
-    owners = _owners(model)
-    classes = _classes(owners)
-    found: dict[Key, Any] = {(path, ""): _code(type(x)) for path, x in owners.items()}
-    named = [*owners.items(), *((f"{cls.__module__}.{cls.__qualname__}", cls) for cls in classes)]
-    for path, owner in named:
-        for name, x in _own(owner).items():
-            value = None if name in _OWN else _value(x)
-            if value is None or ((isinstance(owner, type) or isinstance(value, Code)) and name not in reads):
-                continue
-            found[path, str(name)] = value
-    return found
-
-
-def _owners(model: nn.Module) -> dict[str, Any]:
-    """The modules, and the objects, dicts and lists in their attributes, by their paths."""
-    found: dict[str, Any] = {}
-    for path, module in model.named_modules():
-        found[path] = module
-        for name, x in vars(module).items():
-            if name not in _OWN and _has_settings(x):
-                found[f"{path}.{name}" if path else name] = x
-    return found
-
-
-def _has_settings(x: Any) -> bool:
-    if type(x) in (dict, list):
-        return len(x) <= _MOST_ENTRIES
-    others = (*_TENSORS_AND_MODULES, type, types.ModuleType, enum.Enum)
-    return bool(type(x).__dictoffset__) and not isinstance(x, others) and not callable(x)
-
-
-def _own(owner: Any) -> Mapping[Any, Any]:
-    """The contents of an owner."""
-    if type(owner) is dict:
-        return owner
-    return dict(enumerate(owner)) if type(owner) is list else vars(owner)
-
-
-def _modules(own: Mapping[Any, Any]) -> Collection[nn.Module]:
-    return own["_modules"].values() if "_modules" in own else ()
+def _modules(owner: Any) -> list[int]:
+    return [*map(id, owner._modules.values())] if isinstance(owner, nn.Module) else []
 
 
 def _is_compared(x: Any) -> bool:
-    return (
-        isinstance(x, tuple)
-        or _has_settings(x)
-        or (callable(_function(x)) and not isinstance(x, _TENSORS_AND_MODULES))
-    )
+    """Whether another object in its place may be another setting."""
+    if isinstance(x, (*_BY_VALUE, nn.Module)):
+        return False
+    return isinstance(x, CONTAINERS) or callable(function_of(x)) or has_attributes(x)
 
 
-def _value(x: Any) -> Any:
-    """What stands for it in comparisons; None for what is not compared."""
-    if isinstance(x, _PLAIN) or (isinstance(x, tuple) and all(isinstance(item, _PLAIN) for item in x)):
-        return x
-    function = _function(x)
-    return _code(function) if callable(function) and not isinstance(x, _TENSORS_AND_MODULES) else None
-
-
-def _function(x: Any) -> Any:
-    """That of a property or a method; a bound method is another object each time."""
-    if isinstance(x, property):
-        return x.fget
-    return x.__func__ if isinstance(x, staticmethod | classmethod | types.MethodType) else x
+def _of_class(owner: Any, name: str) -> Any:
+    """What an attribute is where the object itself has none."""
+    x = inspect.getattr_static(type(owner), name, None) if name else None
+    return x if x is None or is_plain(x) else _code(function_of(x)) if callable(function_of(x)) else None
 
 
 def _code(x: Any) -> Code:
@@ -209,32 +238,3 @@ def _weak(x: Any) -> Any:
 
 def _strong(x: Any) -> Any:
     return x() if type(x) is weakref.ref else x
-
-
-def _classes(owners: Mapping[str, Any]) -> list[type]:
-    """Those that have the code of the owners, but for what is written in C and torch's base of modules."""
-    bases = dict.fromkeys(base for x in owners.values() for base in type(x).__mro__)
-    return [cls for cls in bases if cls is not nn.Module and cls.__flags__ & _HEAP_TYPE]
-
-
-#: ``Py_TPFLAGS_HEAPTYPE``: a class that Python code made.
-_HEAP_TYPE = 1 << 9
-
-
-def _names(classes: Iterable[type]) -> tuple[set[str], set[str]]:
-    """The attributes that the forward reads, with the methods that it names, and those that it sets."""
-    methods: dict[str, list[types.CodeType]] = {}
-    for name, x in ((name, x) for cls in classes for name, x in vars(cls).items()):
-        function = _function(x)
-        if isinstance(function, types.FunctionType):
-            methods.setdefault(name, []).append(function.__code__)
-    reads, sets = {"forward"}, set[str]()
-    todo = ["forward", *(name for name in methods if name.startswith("__") and name not in _CONSTRUCTORS)]
-    while todo:
-        for code in methods.pop(todo.pop(), ()):
-            names = names_in(code)
-            texts = {x for x in code.co_consts if isinstance(x, str)}  # for getattr
-            sets |= names.stored
-            reads |= names.attributes | texts
-            todo += (names.attributes | texts) & methods.keys()
-    return reads, sets

@@ -8,7 +8,9 @@ method that is replaced later would not be called, and a rate of dropout would s
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Container, Mapping
+import weakref
+from collections.abc import Collection, Container, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,25 +23,34 @@ from fxpipe.training.settings import Settings
 Hooks = dict[str, tuple[int, ...]]
 """Where hooks are, as text -> their numbers."""
 PARAMETER = "the parameter"
+_REMEDIES = {"training": "call model.train() or model.eval() before each step"}
 
 
 class Traced:
     """Which parameters a model trains, and its hooks, at the time of its compilation."""
 
     def __init__(
-        self, parameters: Mapping[str, torch.Tensor], model: nn.Module | None, own: Collection[str] = ()
+        self,
+        parameters: Mapping[str, torch.Tensor],
+        model: nn.Module | None,
+        own: Collection[str] = (),
+        loss_fn: Any = None,
+        constants: Sequence[weakref.ref[torch.Tensor]] = (),
     ):
         """parameters: of the pipeline; under torchrun some of the model's.
+        loss_fn, constants: as for ``Settings``.
         own: the functions of hooks that the forward registers by itself when it runs first, as libraries do
             that capture outputs: the trace has run them, and a later forward registers them again.
         """
         self._own = frozenset(own)
         named = _named(parameters, model)
+        self._tied = {name for names in _names_of_each(model) if len(names) > 1 for name in names}
+        self._first = {name: names[0] for names in _names_of_each(model) for name in names}
         self._trained = {name: p.requires_grad for name, p in named.items()}
         self._registered = hooks_registered()
         self._forward, self._backward = _hooks(named, model, self._own)
         self._has_model = model is not None
-        self._settings = None if model is None else Settings(model)
+        self._settings = None if model is None else Settings(model, loss_fn, constants)
         self._told: set[str] = set()
 
     def check(
@@ -63,8 +74,10 @@ class Traced:
                     f"requires_grad of the parameter {name} is now {not before}, and the program, compiled "
                     f"when it was {before}, {does}. Compile the model again."
                 )
+        if self._tied:
+            self._check_tied(model)
         if self._settings is not None and model is not None:
-            self._check_settings(self._settings, model)
+            self._check_settings(self._settings, model, trains)
         registered = hooks_registered()
         known = registered == self._registered and not self._forward and not self._backward
         if known or self._has_model != (model is not None):
@@ -84,24 +97,39 @@ class Traced:
                     )  # an eager forward of the model may have registered them
         self._registered, (self._forward, self._backward) = registered, hooks
 
-    def _check_settings(self, settings: Settings, model: nn.Module) -> None:
+    def _check_tied(self, model: nn.Module | None) -> None:
+        """Raise RunError where one parameter under several names is another one under some of them now."""
+        for names in _names_of_each(model):
+            for name in self._tied.intersection(names):
+                if self._first[name] not in names:
+                    raise RunError(
+                        f"The parameter {name} was {self._first[name]} too when the model was compiled, "
+                        "and is another one now, which the program does not read. Compile the model again, "
+                        "or undo the change."
+                    )
+
+    def _check_settings(self, settings: Settings, model: nn.Module, trains: bool) -> None:
         """Raise RunError where other code would run than when the model was compiled; warn, once for each, of
         other values."""
-        for change in settings.changes(model):
-            name, before, now = change
-            text = (
-                f"The model's {name} was {before!r} when it was compiled, and is {now!r}: programs run with "
-                f"{before!r}. Compile the model again, or "
-            )
+        for change in settings.changes(model, trains=trains):
             if change.is_of_code:
-                raise RunError(text + "undo the change.")
-            if name not in self._told:
-                self._told.add(name)
-                warnings.warn(text + "make it a buffer, which each step reads.", stacklevel=2)
+                raise RunError(f"{change} Compile the model again, or undo the change.")
+            if change.name not in self._told:
+                self._told.add(change.name)
+                remedy = _REMEDIES.get(change.name, "make it a buffer of the model, which each step reads")
+                warnings.warn(f"{change} Compile the model again, or {remedy}.", stacklevel=2)
 
 
 def _named(parameters: Mapping[str, torch.Tensor], model: nn.Module | None) -> dict[str, torch.Tensor]:
     return ({} if model is None else dict(model.named_parameters())) | dict(parameters)
+
+
+def _names_of_each(model: nn.Module | None) -> list[list[str]]:
+    """The names of each parameter."""
+    names: dict[int, list[str]] = {}
+    for name, x in () if model is None else model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(x), []).append(name)
+    return [*names.values()]
 
 
 def _hooks(

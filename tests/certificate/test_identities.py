@@ -31,6 +31,7 @@ def same(dtype, one, other):
     ("dtype", "made", "holds"),
     [
         (FLOAT, lambda call, x, y: call(aten.mul.Tensor, x, 1), True),
+        (FLOAT, lambda call, x, y: call(aten.mul.Tensor, x, True), True),
         (COMPLEX, lambda call, x, y: call(aten.mul.Tensor, x, 1), False),  # infinities
         (WHOLE, lambda call, x, y: call(aten.mul.Tensor, x, 1.0), False),  # becomes a float
         (WHOLE, lambda call, x, y: call(aten.add.Tensor, x, 0), True),

@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import dataclasses
 import gc
+import random
 import types
 import warnings
 import weakref
@@ -293,12 +294,103 @@ def test_the_python_of_a_model_changes(mixer):
             pipe.run_local(BATCH)  # no second warning
 
 
+FACTOR = {"of": {"loss": 1.0}}
+
+
+class Slots:
+    __slots__ = ("scale",)
+
+    def __init__(self) -> None:
+        self.scale = 1.0
+
+
+class Reader(nn.Module):
+    """A forward that reads numbers from all kinds of places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.drop = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.0)
+        self.config, self.slots, self.rng = Config(norm=Config()), Slots(), random.Random(1)
+        self.tuples, self.names, self.number = ((1.0, 2.0), [3.0]), {"a"}, np.int64(2)
+        self.table, self.array = torch.ones(WIDTH), np.ones(WIDTH, "float32")
+
+    def forward(self, x):
+        x = self.drop(self.linear(x)) * self.config.norm.scale * self.slots.scale * self.tuples[0][0]
+        x = x * len(self.names) * int(self.number) * self.table * torch.as_tensor(self.array)
+        return x * self.extra if hasattr(self, "extra") else x
+
+
+def loss_of(model):
+    """A loss function that reads a variable, a module and a table; and changes, each with its message."""
+    weight, crit, table = 1.0, nn.HuberLoss(), {"w": torch.ones(WIDTH)}
+
+    def loss(output, microbatch):
+        return crit(output, microbatch[0]) * weight * FACTOR["of"]["loss"] * table["w"].mean()
+
+    def reweigh():
+        nonlocal weight
+        weight = 3.0
+
+    return loss, {
+        r"weight in loss \(test_follows_model.py:\d+\) was 1.0 .* and is 3.0": reweigh,
+        r"crit.delta was 1.0 .* and is 0.5": lambda: setattr(crit, "delta", 0.5),
+        r"table.w has other values": lambda: table.update(w=torch.zeros(WIDTH)),
+        r"FACTOR.of.loss was 1.0 .* and is 2.0": lambda: FACTOR["of"].update(loss=2.0),
+        r"config.norm.scale was 1.0 .* and is 2.0": lambda: setattr(model.config.norm, "scale", 2.0),
+        r"slots.scale was 1.0 .* and is 2.0": lambda: setattr(model.slots, "scale", 2.0),
+        r"tuples.0 was \(1.0, 2.0\)": lambda: setattr(model, "tuples", ((5.0, 2.0), [3.0])),
+        r"names was frozenset": lambda: model.names.add("b"),
+        r"number was .*2.* and is .*3": lambda: setattr(model, "number", np.int64(3)),
+        r"model's table has other values": lambda: model.table.fill_(2.0),
+        r"model's array has other values": lambda: model.array.fill(2.0),
+        r"extra was None": lambda: setattr(model, "extra", nn.Parameter(torch.ones(WIDTH))),
+        r"training was True .* model.train\(\)": model.eval,
+    }
+
+
+def test_what_a_model_and_its_loss_function_read_changes():
+    model = Reader()
+    loss, changes = loss_of(model)
+    options = {"ranks": 1, "microbatches": 2, "schedule": "1f1b", "check": False}
+    pipe = fxpipe.compile(model, (torch.ones(2, WIDTH),), loss_fn=loss, **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        before = pipe.run_local(BATCH).loss
+    for message, change in changes.items():
+        change()
+        with pytest.warns(UserWarning, match=message):
+            assert pipe.run_local(BATCH).loss == before
+    FACTOR["of"]["loss"] = 1.0
+    model.drop.__class__ = nn.Identity
+    with pytest.raises(fxpipe.RunError, match=r"drop was .*Dropout .* is .*Identity"):
+        pipe.run_local(BATCH)
+
+
+def test_one_parameter_becomes_two():
+    model = Mixer()
+    model.last.weight = model.linear.weight
+    options = {"ranks": 1, "microbatches": 2, "schedule": "1f1b", "check": False}
+    pipe = fxpipe.compile(model, (torch.ones(2, WIDTH),), **options)
+    shared = model.last.weight
+    model.linear.weight = model.last.weight = nn.Parameter(torch.zeros(WIDTH, WIDTH))
+    pipe.run_local(BATCH)  # still one
+    model.last.weight = shared
+    with pytest.raises(fxpipe.RunError, match=r"last.weight was linear.weight too when"):
+        pipe.run_local(BATCH)
+
+
+def test_a_nested_batch(mixer):
+    with pytest.raises(fxpipe.BatchError, match="is a tensor nested"):
+        mixer[1]().run_local((torch.nested.nested_tensor([*BATCH[0]]),))
+
+
 def stays_as_it_was(model):
     model.drop.p = float("0.0")
 
 
 def is_what_the_forward_sets(model):
     model.eval()(*BATCH)
+    model.train()
 
 
 def is_no_part_of_the_forward(model):
@@ -324,7 +416,7 @@ def test_changes_that_programs_do_not_mind(mixer):
     for change in HARMLESS:
         change(model)
         loss = pipe.run_local(BATCH).loss
-    assert relative_error(loss, model.train()(*BATCH)) <= 1e-6
+    assert relative_error(loss, model(*BATCH)) <= 1e-6
 
 
 def test_a_pipeline_does_not_keep_what_it_compares():

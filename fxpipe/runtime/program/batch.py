@@ -133,8 +133,9 @@ def _check(leaf: Leaf, value: Any, microbatches: int) -> None:
     assert leaf.shape is not None
     if not isinstance(value, torch.Tensor):
         raise BatchError(f"{leaf.name!r} is {_described(value)}; a tensor of dtype {leaf.dtype} is expected.")
-    if value.is_meta or value.layout != torch.strided:
-        kind = "on the meta device, without values" if value.is_meta else f"of layout {value.layout}"
+    if value.is_meta or value.is_nested or value.layout != torch.strided:
+        layout = "nested" if value.is_nested else f"of layout {value.layout}"
+        kind = "on the meta device, without values" if value.is_meta else layout
         raise BatchError(f"{leaf.name!r} is a tensor {kind}. Give a dense tensor with values.")
     if str(value.dtype) != leaf.dtype:
         raise BatchError(f"{leaf.name!r} has dtype {value.dtype}; the example has {leaf.dtype}.")

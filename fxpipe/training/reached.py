@@ -1,0 +1,212 @@
+"""What the forward of a model and its loss function read: modules, objects, containers, functions, classes.
+
+The search follows attributes and containers, and from functions their variables: of closures, and the
+globals that they name.  In what is further away than an object in an attribute, names that no function has do
+not count.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import sys
+import types
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+
+from fxpipe.runtime.functions import name_and_line, names_in
+
+#: Values that are compared rather than identified.
+PLAIN = (bool, int, float, complex, str, bytes, np.generic, torch.dtype, torch.device, enum.Enum)
+#: What each module has: its tensors and hooks are looked at elsewhere.
+OF_MODULES = vars(nn.Module()).keys() - {"training"}
+LOSS = "loss_fn"
+"""The path of the loss function."""
+CONTAINERS = (dict, list, tuple, deque)
+#: Special methods that a forward does not run, or that set what it keeps.
+_OTHER_METHODS = {
+    f"__{name}__"
+    for name in (
+        "init", "new", "init_subclass", "post_init", "setstate", "getstate", "reduce", "reduce_ex", "copy",
+        "deepcopy", "repr", "str", "eq", "hash", "dir", "setattr", "delattr",
+    )
+}  # fmt: skip
+#: The contents of longer containers are no settings.
+_MOST_ENTRIES = 1000
+#: ``Py_TPFLAGS_HEAPTYPE``: a class that Python code made.
+_HEAP_TYPE = 1 << 9
+#: Packages whose functions and objects have no settings of a model.
+_OTHERS = frozenset({*sys.stdlib_module_names, "torch", "numpy", "fxpipe", ""}) - {"__main__"}
+
+
+class _Found(NamedTuple):
+    path: str
+    thing: Any
+    is_far: bool
+
+
+@dataclass
+class Reached:
+    """``owners``: what has settings, by its path: modules, objects, containers, functions, modules of Python.
+    ``far``: the paths of those in which only names of ``reads`` count: these are the attributes that
+    functions name, and their texts, for getattr.  ``sets``: the attributes, globals and variables that they
+    set.
+    """
+
+    owners: dict[str, Any] = field(default_factory=dict)
+    far: set[str] = field(default_factory=set)
+    classes: dict[type, None] = field(default_factory=dict)
+    reads: set[str] = field(default_factory=lambda: {"forward"})
+    sets: set[str] = field(default_factory=set)
+    _seen: set[int] = field(default_factory=set)
+    _waiting: dict[str, list[_Found]] = field(default_factory=dict)  # by a name that no function reads
+    _todo: list[_Found] = field(default_factory=list)
+
+    @staticmethod
+    def of(model: nn.Module, loss_fn: Any = None) -> Reached:
+        reached = Reached()
+        for path, thing in (("", model), (LOSS, loss_fn)):
+            reached._follow(_Found(path, thing, True))
+            while reached._todo:
+                reached._visit(reached._todo.pop())
+        reached._waiting.clear()
+        return reached
+
+    def _visit(self, found: _Found) -> None:
+        path, thing, is_far = found
+        if id(thing) in self._seen:
+            return
+        self._seen.add(id(thing))
+        if isinstance(thing, types.FunctionType):
+            path, is_far = name_and_line(thing), False
+            self._read_names(thing)
+        else:
+            for cls in type(thing).__mro__:
+                self._visit_class(cls)
+        contents = own(thing)
+        if contents or not isinstance(thing, types.FunctionType):
+            self.owners[path] = thing
+        is_far = is_far and not isinstance(thing, CONTAINERS)
+        if is_far:
+            self.far.add(path)
+        is_module = isinstance(thing, nn.Module)
+        for name, x in contents.items():
+            if not (is_module and name in OF_MODULES):
+                entry = _Found(joined(path, name), x, not is_module)
+                self._wait(str(name), entry) if is_far else self._follow(entry)
+
+    def _follow(self, found: _Found) -> None:
+        path, x, is_far = found
+        if isinstance(x, nn.Module):
+            if is_far:  # else one of the model's that is in an attribute as well
+                modules = x.named_modules()
+                self._todo += (_Found(joined(path, below), module, False) for below, module in modules)
+        elif isinstance(x, types.MethodType):
+            for bound in (x.__self__, x.__func__):
+                self._follow(_Found(path, bound, True))
+        elif isinstance(x, functools.partial):
+            for part in (x.func, x.args, x.keywords):
+                self._follow(_Found(path, part, True))
+        elif isinstance(x, types.FunctionType) or _has_settings(x, is_far):
+            self._todo.append(found)
+
+    def _visit_class(self, cls: type) -> None:
+        """Methods count once a function names them; those with special names are called without."""
+        if cls in self.classes or cls is nn.Module or not cls.__flags__ & _HEAP_TYPE:
+            return
+        self.classes[cls] = None
+        for name, x in vars(cls).items():
+            function = function_of(x)
+            if isinstance(function, types.FunctionType) and name not in _OTHER_METHODS:
+                found = _Found(name, function, True)
+                self._follow(found) if name.startswith("__") else self._wait(name, found)
+
+    def _wait(self, name: str, found: _Found) -> None:
+        if name in self.reads:
+            self._follow(found)
+        else:
+            self._waiting.setdefault(name, []).append(found)
+
+    def _read_names(self, function: types.FunctionType) -> None:
+        names = names_in(function.__code__)
+        self.sets |= names.stored | names.rebound
+        self.reads |= names.attributes | names.texts
+        for name in (names.attributes | names.texts) & self._waiting.keys():
+            for found in self._waiting.pop(name):
+                self._follow(found)
+
+
+def own(owner: Any) -> Mapping[Any, Any]:
+    """The contents of an owner."""
+    match owner:
+        case dict():  # a subclass may have methods of its own
+            return owner if type(owner) is dict else dict(dict.items(owner))
+        case list() | tuple() | deque():
+            return dict(enumerate(owner))
+        case types.FunctionType():
+            return dict(_variables(owner))
+        case _:
+            return {**_slots(owner), **getattr(owner, "__dict__", {})}
+
+
+def has_attributes(x: Any) -> bool:
+    return bool(type(x).__dictoffset__) or any(_slot_names(type(x)))
+
+
+def is_plain(x: Any) -> bool:
+    return isinstance(x, PLAIN) or (isinstance(x, tuple) and all(map(is_plain, x)))
+
+
+def function_of(x: Any) -> Any:
+    """That of a property or a method; a bound method is another object each time."""
+    if isinstance(x, property):
+        return x.fget
+    return x.__func__ if isinstance(x, staticmethod | classmethod | types.MethodType) else x
+
+
+def joined(path: str, name: Any) -> str:
+    return f"{path}.{name}" if path and name != "" else path or str(name)
+
+
+def _variables(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    """Those of its closure, and the globals that it names, in code of users."""
+    if not _is_users(function):
+        return
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
+        if cell != types.CellType():  # it has a value
+            yield name, cell.cell_contents
+    for name in names_in(function.__code__).globals & function.__globals__.keys():
+        yield name, function.__globals__[name]
+
+
+def _has_settings(x: Any, is_far: bool) -> bool:
+    """Objects that are far away have some if their class is a user's."""
+    if isinstance(x, CONTAINERS):
+        return len(x) <= _MOST_ENTRIES and not is_plain(x)
+    if isinstance(x, (nn.Module, torch.Tensor, type, np.ndarray, *PLAIN)):
+        return False
+    if is_far or isinstance(x, types.ModuleType):
+        return _is_users(x if isinstance(x, types.ModuleType) else type(x))
+    return has_attributes(x) and not callable(x)
+
+
+def _is_users(code: Any) -> bool:
+    """Whether a module, class or function belongs neither to torch nor to the standard library."""
+    name = code.__name__ if isinstance(code, types.ModuleType) else getattr(code, "__module__", "")
+    return str(name).partition(".")[0] not in _OTHERS
+
+
+def _slot_names(cls: type) -> Iterator[str]:
+    for base in cls.__mro__:
+        slots = vars(base).get("__slots__", ()) if base.__flags__ & _HEAP_TYPE else ()
+        yield from (x for x in ([slots] if isinstance(slots, str) else slots) if not x.startswith("__"))
+
+
+def _slots(owner: Any) -> dict[str, Any]:
+    return {name: getattr(owner, name) for name in _slot_names(type(owner)) if hasattr(owner, name)}
