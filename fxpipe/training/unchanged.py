@@ -17,7 +17,7 @@ from torch import nn
 
 from fxpipe.errors import RunError
 from fxpipe.runtime.functions import function_name
-from fxpipe.runtime.torch_private import gradient_hooks, hooks_registered, module_hooks
+from fxpipe.runtime.torch_private import gradient_hooks, hooks_of_all_modules, hooks_registered, module_hooks
 from fxpipe.training.settings import Settings
 
 Hooks = dict[str, tuple[int, ...]]
@@ -137,6 +137,9 @@ def _hooks(
 ) -> tuple[Hooks, Hooks]:
     """Those of the forward, and those of gradients; but the forward's own."""
     found: tuple[Hooks, Hooks] = {}, {}
+    for what, hooks in () if model is None else hooks_of_all_modules().items():
+        if hooks:
+            found[what.startswith("backward")][f"all modules ({what})"] = tuple(hooks)
     for name, module in () if model is None else model.named_modules():
         for kind, hooks in zip(found, module_hooks(module), strict=True):
             given = tuple(number for number, function in hooks.items() if function_name(function) not in own)

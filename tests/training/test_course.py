@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
 from zoo import Case, Shape, TiedHead, built_and_compiled, tokens
 
 import fxpipe
@@ -128,6 +129,7 @@ HOOKS = {
     "forward": (lambda m: m.head.register_forward_hook(lambda *_: None), "The hooks of the module head"),
     "before": (lambda m: m.register_forward_pre_hook(lambda *_: None), "The hooks of the model have"),
     "backward": (lambda m: m.head.register_full_backward_hook(lambda *_: None), "the module head have"),
+    "all": (lambda m: register_module_forward_hook(lambda *_: None), r"all modules \(forward hook\) have"),
 }
 
 
@@ -137,11 +139,12 @@ def test_hooks_of_modules_that_change_after_compile(name, recwarn):
     change, message = HOOKS[name]
     model, pipe = built_and_compiled(CASE, MICROBATCHES, Shape(2))
     pipe.run_local(CASE.data(MICROBATCHES))
-    change(model)
+    handle = change(model)
     with pytest.warns(UserWarning, match=message):
         pipe.run_local(CASE.data(MICROBATCHES))
     recwarn.clear()
     pipe.run_local(CASE.data(MICROBATCHES))
+    handle.remove()
     assert not recwarn.list
 
 
