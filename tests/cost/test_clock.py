@@ -49,6 +49,19 @@ def test_fewer_runs_of_what_takes_long(host, last, runs):
     assert len(calls) == 1 + runs
 
 
+@pytest.mark.parametrize(("waits", "seconds"), [(0, 0.25), (1, 1.0)])
+def test_time_of_other_programs_does_not_count_and_that_of_own_waits_does(monkeypatch, waits, seconds):
+    now = SimpleNamespace(wall=0.0, thread=0.0, waits=0)
+    monkeypatch.setattr(clock.time, "perf_counter", lambda: now.wall)
+    monkeypatch.setattr(clock.time, "thread_time", lambda: now.thread)
+    monkeypatch.setattr(clock.resource, "getrusage", lambda who: SimpleNamespace(ru_nvcsw=now.waits))
+
+    def run() -> None:
+        now.wall, now.thread, now.waits = now.wall + 1.0, now.thread + 0.25, now.waits + waits
+
+    assert median_seconds(run, CPU) == seconds
+
+
 def test_functions_in_turns(host):
     calls = list[str]()
 
