@@ -42,7 +42,6 @@ from fxpipe.certificate.check import check_against, check_artifact
 from fxpipe.certificate.identities import RULES
 from fxpipe.certificate.reference import reference_of
 from fxpipe.certificate.terms import Terms
-from fxpipe.errors import FxpipeError, PartitionError, ScheduleError
 from fxpipe.plan.captured import CapturedStep
 from fxpipe.runtime.ranks.local import LocalComm
 
@@ -108,7 +107,7 @@ def pipeline(setting: Setting) -> fxpipe.Pipeline | None:
                 check=False,
                 **setting.options,
             )
-        except (PartitionError, ScheduleError, fxpipe.VocabularyError):
+        except (fxpipe.PartitionError, fxpipe.ScheduleError, fxpipe.VocabularyError):
             return None
 
 
@@ -165,7 +164,7 @@ def run(pipe: fxpipe.Pipeline, batch: Any) -> Run | str:
     with mock.patch.object(LocalComm, "send", noted), mock.patch.object(LocalComm, "_join", joined):
         try:
             done = pipe.run_local(batch, measure_memory=True, outputs=pipe.outputs)
-        except (FxpipeError, AssertionError, RuntimeError) as error:
+        except (fxpipe.FxpipeError, AssertionError, RuntimeError) as error:
             return f"{type(error).__name__}: {str(error).splitlines()[0][:100]}"
     tensors = {
         "loss": done.loss,

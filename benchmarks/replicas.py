@@ -40,7 +40,7 @@ from report import Report, median_and_spread
 from rich.progress import track
 from vs_torch import rotated
 
-from fxpipe.errors import ScheduleError
+from fxpipe import ScheduleError
 from fxpipe.schedule.costs import Exchange
 from fxpipe.schedule.problem import Problem, per_rank
 from fxpipe.schedule.search.auto import search

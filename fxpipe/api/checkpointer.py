@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.stateful import Stateful
 
 from fxpipe.errors import ArtifactError, FxpipeError, OptionError, RunError
 from fxpipe.plan.files import as_path, checksum, writing
@@ -30,7 +31,6 @@ from fxpipe.training.checkpoint.restore import contents_for, restore
 from fxpipe.training.checkpoint.tensor_store import Part
 from fxpipe.training.checkpoint.training_state import (
     Record,
-    Stateful,
     kinds_from,
     kinds_of,
     record_of,

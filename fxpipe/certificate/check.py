@@ -23,7 +23,6 @@ from fxpipe.certificate.terms import Terms
 from fxpipe.certificate.values import Held
 from fxpipe.certificate.world import World
 from fxpipe.errors import RunError
-from fxpipe.ir.garbage import collector_paused
 from fxpipe.plan.artifact import Artifact, Plan
 from fxpipe.plan.captured import CapturedStep
 
@@ -35,20 +34,18 @@ def check(plan: Plan, programs: Sequence[str], captured: CapturedStep) -> Certif
 
     Raises ArtifactError if the captured step names ops that do not exist.
     """
-    with collector_paused():
-        return check_against(reference_of(captured, Terms(RULES)), plan, programs)
+    return check_against(reference_of(captured, Terms(RULES)), plan, programs)
 
 
 def check_against(reference: Reference, plan: Plan, programs: Sequence[str]) -> Certificate:
     """``check``, for a captured step on terms, which may serve for many texts."""
-    with collector_paused():
-        reference.terms.line, reference.causes = Lines(plan.ranks), {}
-        world = World(plan.ranks)
-        ranks = [_rank(rank, plan, reference, world) for rank in range(plan.ranks)]
-        world.run([_main(rank, source) for rank, source in zip(ranks, programs, strict=True)])
-        if all(rank.ended for rank in ranks):
-            world.problems += compared(plan, reference, world, ranks)
-        return _certificate(plan, reference, ranks, world.problems)
+    reference.terms.line, reference.causes = Lines(plan.ranks), {}
+    world = World(plan.ranks)
+    ranks = [_rank(rank, plan, reference, world) for rank in range(plan.ranks)]
+    world.run([_main(rank, source) for rank, source in zip(ranks, programs, strict=True)])
+    if all(rank.ended for rank in ranks):
+        world.problems += compared(plan, reference, world, ranks)
+    return _certificate(plan, reference, ranks, world.problems)
 
 
 def check_artifact(artifact: Artifact, where: str = "captured.json") -> Certificate:

@@ -9,12 +9,12 @@ from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch.distributed.checkpoint.stateful import Stateful
 
 from fxpipe.cli.functions import python_function
 from fxpipe.errors import BatchError
 from fxpipe.plan.step import BatchSpec, Leaf
 from fxpipe.strict import Misfit, open_regular, shown
-from fxpipe.training.checkpoint.training_state import Stateful
 
 
 class Data(Protocol):

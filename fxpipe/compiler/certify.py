@@ -6,11 +6,11 @@ import warnings
 
 from torch import fx
 
-from fxpipe.certificate.captured import captured_step
 from fxpipe.certificate.check import check
 from fxpipe.certificate.problems import Certificate
 from fxpipe.compiler.cut import Cut, copied
 from fxpipe.errors import ArtifactError, VerifyError
+from fxpipe.ir.captured import captured_step
 from fxpipe.plan.artifact import Plan
 from fxpipe.plan.captured import CapturedStep
 from fxpipe.vocabulary.split import split_vocabulary

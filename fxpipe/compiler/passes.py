@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from fxpipe.cost.nodes import NodeSeconds
+from fxpipe.cost.recomputable import recomputable_nodes
 from fxpipe.errors import PartitionError
 from fxpipe.ir.resized import ResizedTraces
 from fxpipe.ir.text import graph_text
@@ -159,6 +160,10 @@ def _split_vocabulary(step: Step, options: CutOptions) -> None:
         step.vocabulary = found[0]
 
 
+def _sink_cheap_values(step: Step, options: CutOptions) -> None:
+    sink_cheap_values(step.graph, recomputable_nodes(step.graph, options.seconds))
+
+
 def _partition(step: Step, options: CutOptions) -> None:
     beside = step.vocabulary or Vocabulary()
     try:
@@ -166,6 +171,7 @@ def _partition(step: Step, options: CutOptions) -> None:
             step.graph,
             options.stages,
             options.seconds,
+            recomputable_nodes(step.graph, options.seconds),
             options.split_points,
             before=beside.embedding_shards,
             behind=beside.output_shards,
@@ -210,7 +216,7 @@ PASSES = Passes(
         _of_graph(untie),
         _of_graph(split_backward),
         _of_graph(cast_once),
-        Pass("sink_cheap_values", lambda step, options: sink_cheap_values(step.graph, options.seconds)),
+        Pass("sink_cheap_values", _sink_cheap_values),
         Pass("merge_equal", lambda step, options: merge_equal(step.graph, resized=step.resized)),
     ),
     level=(

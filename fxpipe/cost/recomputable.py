@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Set
-from dataclasses import dataclass
 
 from torch import fx
 
 from fxpipe.cost.nodes import NodeSeconds
-from fxpipe.ir.graph import Kind
+from fxpipe.ir.graph import Free, Kind
 from fxpipe.ir.ops import is_between_lanes, node_flops
 from fxpipe.ir.storage import call_nodes, graph_outputs, node_bytes
 from fxpipe.runtime.program.random import keyed
@@ -18,15 +17,6 @@ from fxpipe.runtime.program.random import keyed
 MAX_SHARE = 0.002
 
 _PARAMETERS = frozenset({Kind.PARAMETER, Kind.CAST})
-
-
-@dataclass(frozen=True)
-class Free:
-    """The forward ops whose values sections may recompute: ``anywhere``, or only ``in_stage``, in the
-    sections of their own stage."""
-
-    anywhere: set[fx.Node]
-    in_stage: set[fx.Node]
 
 
 def recomputable_nodes(graph: fx.Graph, seconds: NodeSeconds) -> Free:

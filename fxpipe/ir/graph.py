@@ -132,6 +132,15 @@ class Outputs(NamedTuple):
     checks: tuple[fx.Node, ...] = ()
 
 
+@dataclass(frozen=True)
+class Free:
+    """The forward ops whose values sections may recompute: ``anywhere``, or only ``in_stage``, in the
+    sections of their own stage."""
+
+    anywhere: set[fx.Node]
+    in_stage: set[fx.Node]
+
+
 @dataclass(frozen=True, slots=True)
 class Value:
     """One input or output of a section.

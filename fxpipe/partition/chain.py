@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -11,9 +11,7 @@ from typing import NamedTuple, TypeVar
 
 from torch import fx
 
-from fxpipe.cost.nodes import NodeSeconds
-from fxpipe.cost.recomputable import Free
-from fxpipe.ir.graph import read_buffer, sum_over_ranks
+from fxpipe.ir.graph import Free, read_buffer, sum_over_ranks
 from fxpipe.ir.storage import call_nodes, graph_outputs, is_view, node_bytes, storage_root
 
 _Amount = TypeVar("_Amount", int, float)
@@ -58,7 +56,7 @@ def chain_of(
     graph: fx.Graph,
     position: dict[fx.Node, int],
     by_seq: dict[int, int],
-    node_seconds: NodeSeconds,
+    node_seconds: Callable[[fx.Node], float],
     free: Free,
 ) -> Chain:
     """position: of the forward's nodes.  by_seq: the first position of each of autograd's numbers."""

@@ -7,7 +7,7 @@ op that it differentiates (autograd's sequence number), whatever its operands ar
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from functools import cache
 from itertools import accumulate
 from typing import TypeVar
@@ -15,10 +15,8 @@ from typing import TypeVar
 import torch
 from torch import fx
 
-from fxpipe.cost.nodes import NodeSeconds
-from fxpipe.cost.recomputable import recomputable_nodes
 from fxpipe.errors import PartitionError
-from fxpipe.ir.graph import Color, Phase, read_buffer
+from fxpipe.ir.graph import Color, Free, Phase, read_buffer
 from fxpipe.ir.storage import call_nodes, graph_outputs
 from fxpipe.partition.chain import Chain, CutChain, chain_of, crossing, without_color
 from fxpipe.partition.cuts import choose_cuts
@@ -31,7 +29,8 @@ _Amount = TypeVar("_Amount", int, float)
 def partition(
     graph: fx.Graph,
     stages: int,
-    node_seconds: NodeSeconds,
+    node_seconds: Callable[[fx.Node], float],
+    free: Free,
     split_points: Sequence[str] | None = None,
     before: int = 0,
     behind: int = 0,
@@ -44,6 +43,7 @@ def partition(
 
     Return the chain that was cut by its costs; None where it was cut otherwise.
 
+    free: the ops that move to their uses, or are copied there.
     split_points: module paths; each begins a new stage (None: cuts are chosen by cost).
     before, behind: the numbers of stages beside the model's own, whose ops have colors.
     held: per stage the names of its parameters and buffers, of a forward that follows another step's stages.
@@ -58,7 +58,6 @@ def partition(
     by_seq: dict[int, int] = {}
     for node in forward:
         by_seq.setdefault(node.meta["origin"].seq, position[node])
-    free = recomputable_nodes(graph, node_seconds)
     found: CutChain | None = None
     if held is not None:
         bytes = crossing(graph, position, dict(position), free.in_stage | free.anywhere).bytes

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 from torch import fx
 
-from fxpipe.cost.nodes import NodeSeconds
-from fxpipe.cost.recomputable import recomputable_nodes
+from fxpipe.ir.graph import Free
 from fxpipe.ir.storage import call_nodes, drop_dead
 from fxpipe.passes.rewrite import clone_into
 from fxpipe.schedule.ops import Color
 
 
-def sink_cheap_values(graph: fx.Graph, seconds: NodeSeconds) -> None:
-    known = recomputable_nodes(graph, seconds)
+def sink_cheap_values(graph: fx.Graph, free: Free) -> None:
     clones: dict[tuple[Color, fx.Node], fx.Node] = {}
     for user in call_nodes(graph):
         color = user.meta["color"]
@@ -24,8 +22,8 @@ def sink_cheap_values(graph: fx.Graph, seconds: NodeSeconds) -> None:
             if node.op != "call_function" or node.meta["color"] == color:
                 continue
             within = node.meta["color"].stage == color.stage
-            free = known.in_stage if within else known.anywhere
-            if node in free:
-                clone = clone_into(node, color, user, clones, free)
+            known = free.in_stage if within else free.anywhere
+            if node in known:
+                clone = clone_into(node, color, user, clones, known)
                 user.replace_input_with(node, clone)
     drop_dead(graph)

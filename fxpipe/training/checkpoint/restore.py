@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim.lr_scheduler import LRScheduler
 
 from fxpipe.errors import ArtifactError
@@ -37,7 +38,6 @@ from fxpipe.training.checkpoint.training_state import (
     USER,
     Kind,
     Record,
-    Stateful,
     class_of,
 )
 from fxpipe.training.model_state import ModelState

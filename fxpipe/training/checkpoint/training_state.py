@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 
@@ -26,15 +26,6 @@ from fxpipe.training.optimizer import PipelineOptimizer
 
 FORMAT = 1
 MODEL, OPTIMIZER, GROUPS, USER = "model.", "optimizer.", "groups.", "user."  # names of tensors begin so
-
-
-@runtime_checkable
-class Stateful(Protocol):
-    """A scheduler, a loader, a sampler, …"""
-
-    def state_dict(self) -> Any: ...
-
-    def load_state_dict(self, state: Any) -> Any: ...
 
 
 @dataclass(frozen=True)

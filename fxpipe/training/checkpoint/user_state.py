@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.stateful import Stateful
 
 from fxpipe.runtime.job.process import Process
 from fxpipe.training.checkpoint.plain import to_json
-from fxpipe.training.checkpoint.training_state import USER, Stateful, UserState
+from fxpipe.training.checkpoint.training_state import USER, UserState
 
 
 @dataclass(frozen=True)
