@@ -38,11 +38,11 @@ if TYPE_CHECKING:
     from fxpipe.api.compile import compile
     from fxpipe.api.load import load
     from fxpipe.api.pipeline import Pipeline
+    from fxpipe.api.read_checkpoint import Checkpoint, read_checkpoint
     from fxpipe.compiler.options import Offload
     from fxpipe.runtime.program.outputs import StepResult
     from fxpipe.runtime.ranks.local_mesh import local_lanes
     from fxpipe.schedule.ops import Schedule
-    from fxpipe.training.checkpoint.read import Checkpoint, read_checkpoint
 
     __version__: str
 
@@ -75,7 +75,7 @@ __all__ = [
 
 _LAZY = {
     "__version__": "fxpipe.plan.version",
-    "Checkpoint": "fxpipe.training.checkpoint.read",
+    "Checkpoint": "fxpipe.api.read_checkpoint",
     "Checkpointer": "fxpipe.api.checkpointer",
     "Offload": "fxpipe.compiler.options",
     "Pipeline": "fxpipe.api.pipeline",
@@ -84,7 +84,7 @@ _LAZY = {
     "compile": "fxpipe.api.compile",
     "load": "fxpipe.api.load",
     "local_lanes": "fxpipe.runtime.ranks.local_mesh",
-    "read_checkpoint": "fxpipe.training.checkpoint.read",
+    "read_checkpoint": "fxpipe.api.read_checkpoint",
 }
 
 

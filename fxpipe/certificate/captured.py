@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 
-from fxpipe.strict import Misfit
+from fxpipe.certificate.layouts import Unknown
 
 _TORCH = (torch.dtype, torch.layout, torch.memory_format)
 
 
 def decoded(argument: Any, values: list[Any]) -> Any:
-    """An argument of a captured op.  values: of the nodes before it.  Raises Misfit for other data."""
+    """An argument of a captured op.  values: of the nodes before it.  Raises Unknown for other data."""
     if isinstance(argument, list | tuple):
         return [decoded(each, values) for each in argument]
     if not isinstance(argument, dict):
@@ -30,7 +30,7 @@ def decoded(argument: Any, values: list[Any]) -> Any:
             return found
         case {"op": str(text)}:
             return op_named(text)
-    raise Misfit(f"has the argument {argument!r}, which is none")
+    raise Unknown(f"has the argument {argument!r}, which is none")
 
 
 def _torch(text: str) -> Any:
@@ -38,11 +38,11 @@ def _torch(text: str) -> Any:
 
 
 def op_named(text: str) -> Any:
-    """The op of torch with a name such as ``aten.addmm.default``.  Raises Misfit where there is none."""
+    """The op of torch with a name such as ``aten.addmm.default``.  Raises Unknown where there is none."""
     parts = text.split(".")
     found: Any = torch.ops
     for part in parts:
         found = getattr(found, part, None)
     if len(parts) != 3 or not hasattr(found, "_schema"):
-        raise Misfit(f"names the op {text!r}, which this version of torch does not have")
+        raise Unknown(f"names the op {text!r}, which this version of torch does not have")
     return found

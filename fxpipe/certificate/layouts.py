@@ -10,7 +10,8 @@ from fxpipe.certificate.terms import Layout, Term, Terms
 
 
 class Unknown(Exception):
-    """A term has no layout: its operands do not fit each other, or the op does not run on the meta device."""
+    """A term has no layout: its operands do not fit each other, or the op does not run on the meta device, or
+    the captured step names what this torch does not have."""
 
 
 def layout_of(terms: Terms, term: Term) -> Layout:

@@ -16,7 +16,6 @@ from fxpipe.certificate.terms import Layout, Term, Terms, canonical
 from fxpipe.errors import ArtifactError
 from fxpipe.plan.captured import CapturedInput, CapturedOp, CapturedStep
 from fxpipe.plan.tensors import dtype_of
-from fxpipe.strict import Misfit
 
 
 @dataclass(eq=False, repr=False)
@@ -72,7 +71,7 @@ def reference_of(step: CapturedStep, terms: Terms) -> Reference:
                 values.append(None)
             else:
                 values.append(_op(terms, op, values, found))
-        except (Misfit, Unknown, KeyError, TypeError, IndexError, AttributeError) as error:
+        except (Unknown, KeyError, TypeError, IndexError, AttributeError) as error:
             raise ArtifactError(
                 f"The captured step has an op that does not fit, {op.name}: {error}."
             ) from error

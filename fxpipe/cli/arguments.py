@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from fxpipe.errors import FxpipeError
-from fxpipe.units import parse_bytes
+from fxpipe.schedule.units import parse_bytes
 
 
 class Parser(argparse.ArgumentParser):

@@ -21,7 +21,7 @@ from fxpipe.schedule.placement import PLACEMENTS
 from fxpipe.schedule.search.fastest import AUTO
 from fxpipe.schedule.simulation.steps import simulate_steps
 from fxpipe.schedule.simulation.timeline import Timeline
-from fxpipe.units import bubble_text
+from fxpipe.schedule.units import bubble_text
 from fxpipe.viz.frontier_picture import Point, frontier, frontier_svg
 from fxpipe.viz.terminal import terminal
 

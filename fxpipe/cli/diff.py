@@ -12,7 +12,7 @@ from rich.table import Table
 from fxpipe.errors import printable
 from fxpipe.plan.artifact import Plan
 from fxpipe.plan.files import read_plan
-from fxpipe.units import bubble_text, bytes_text, seconds_text
+from fxpipe.schedule.units import bubble_text, bytes_text, seconds_text
 from fxpipe.viz.terminal import terminal
 
 #: Ranks, stages or tensors whose differences are listed one by one.

@@ -16,7 +16,7 @@ from fxpipe.schedule.ops import VALIDATIONS
 from fxpipe.schedule.placement import stages_of
 from fxpipe.schedule.simulation.steps import steady_state
 from fxpipe.schedule.simulation.timeline import Timeline
-from fxpipe.units import Units, bubble_text
+from fxpipe.schedule.units import Units, bubble_text
 from fxpipe.viz.gap import bound_within, gap_texts
 from fxpipe.viz.seam_marks import many_steps
 from fxpipe.viz.terminal import ROWS, terminal, timeline_text

@@ -23,7 +23,7 @@ from fxpipe.cost.throughput import Throughput, throughputs
 from fxpipe.errors import OptionError
 from fxpipe.plan.meshes import TriedMesh
 from fxpipe.plan.step import SHARDS
-from fxpipe.units import number_text
+from fxpipe.schedule.units import number_text
 from fxpipe.viz.explanation import mesh_table, reasons
 from fxpipe.viz.terminal import terminal
 

@@ -24,7 +24,7 @@ from fxpipe.schedule.search.fastest import AUTO
 from fxpipe.schedule.simulation.simulator import simulate
 from fxpipe.schedule.simulation.steps import Steps, simulate_steps
 from fxpipe.schedule.simulation.timeline import Timeline
-from fxpipe.units import Units
+from fxpipe.schedule.units import Units
 from fxpipe.viz.terminal import terminal
 from fxpipe.viz.timeline_picture import timeline_svg
 

@@ -20,8 +20,8 @@ from fxpipe.schedule.formats.costs_file import read_costs
 from fxpipe.schedule.ops import MOST_FORWARDS, Schedule
 from fxpipe.schedule.placement import PLACEMENTS
 from fxpipe.schedule.stages import Vocabulary
+from fxpipe.schedule.units import DECIMAL, PHYSICAL, PLAIN, Units, is_decimal
 from fxpipe.schedule.vocabulary_costs import with_output_shards
-from fxpipe.units import DECIMAL, PHYSICAL, PLAIN, Units, is_decimal
 
 TIMES = ("forward", "backward_input", "backward_weight")
 EPILOG = (

@@ -18,7 +18,7 @@ from fxpipe.schedule.lowering.instructions import (
     StartCollective,
 )
 from fxpipe.schedule.ops import Color, Phase
-from fxpipe.units import bytes_text, seconds_text
+from fxpipe.schedule.units import bytes_text, seconds_text
 
 #: An order of more ops is shortened to its beginning and its end.
 MOST_OPS = 64

@@ -45,7 +45,7 @@ from fxpipe.schedule.problem import Problem, per_rank
 from fxpipe.schedule.search.comparison import row_of
 from fxpipe.schedule.search.fastest import fastest
 from fxpipe.schedule.simulation.simulator import simulate
-from fxpipe.units import units_of
+from fxpipe.schedule.units import units_of
 
 _T = TypeVar("_T")
 

@@ -39,7 +39,7 @@ from fxpipe.schedule.candidate import SearchResult
 from fxpipe.schedule.offload.planner import keeps
 from fxpipe.schedule.search.fastest import AUTO
 from fxpipe.schedule.simulation.simulator import simulate
-from fxpipe.units import bytes_text
+from fxpipe.schedule.units import bytes_text
 
 #: A mesh that can save a smaller part of the step than this is not searched.
 GAIN = 0.01

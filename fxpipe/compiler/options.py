@@ -23,7 +23,7 @@ from fxpipe.schedule.offload.planner import FULL
 from fxpipe.schedule.ops import MOST_FORWARDS, VALIDATIONS, Schedule, Validation
 from fxpipe.schedule.placement import PLACEMENTS, place
 from fxpipe.schedule.search.fastest import AUTO, stages_and_placements, unknown_schedule
-from fxpipe.units import BYTES, parse_bytes
+from fxpipe.schedule.units import BYTES, parse_bytes
 
 BARRIERS: dict[str | bool, int] = {"1-barrier": 1, "2-barrier": 2, True: 1}
 

@@ -24,7 +24,7 @@ from fxpipe.plan.step import OutputSpec
 from fxpipe.plan.tensors import gradient_dtype
 from fxpipe.schedule.lowering.instructions import AllReduceGradient
 from fxpipe.schedule.memory_text import WEIGHTS
-from fxpipe.units import Units
+from fxpipe.schedule.units import Units
 
 
 def check_names(model: nn.Module) -> None:

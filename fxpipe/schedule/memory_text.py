@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fxpipe.units import PLAIN, Units
+from fxpipe.schedule.units import PLAIN, Units
 
 #: What ``beside`` is the memory of.
 WEIGHTS = "parameters, gradients, buffers and outputs"

@@ -16,7 +16,7 @@ from fxpipe.schedule.offload.transfers import offload_bytes
 from fxpipe.schedule.ops import Direction
 from fxpipe.schedule.simulation.simulator import simulate
 from fxpipe.schedule.tried import Tried
-from fxpipe.units import bubble_text, bytes_text, seconds_text, units_of
+from fxpipe.schedule.units import bubble_text, bytes_text, seconds_text, units_of
 from fxpipe.viz.gap import gap_texts
 from fxpipe.viz.seam_marks import NAME, many_steps
 from fxpipe.viz.summary import memory_rows

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from fxpipe.errors import printable
 from fxpipe.schedule.ops import Phase
-from fxpipe.units import PHYSICAL, Units, bubble_text, ticks
+from fxpipe.schedule.units import PHYSICAL, Units, bubble_text, ticks
 from fxpipe.viz.palette import PHASES
 
 WIDTH, HEIGHT = 760, 420  # of the plot, in pixels

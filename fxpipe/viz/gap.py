@@ -8,7 +8,7 @@ from math import inf
 
 from fxpipe.schedule.memory_bound import lower_bound_within
 from fxpipe.schedule.simulation.timeline import Timeline
-from fxpipe.units import Units
+from fxpipe.schedule.units import Units
 
 #: Gains below this share of the time are none.
 LEAST = 5e-4

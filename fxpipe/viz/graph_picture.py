@@ -6,7 +6,7 @@ import graphviz
 from rich.cells import cell_len
 
 from fxpipe.schedule.ops import Phase
-from fxpipe.units import bytes_text, flops_text
+from fxpipe.schedule.units import bytes_text, flops_text
 from fxpipe.viz.boxes import Box, Boxes, Flow, Place
 from fxpipe.viz.labels import dot_html, dot_label, shortened
 from fxpipe.viz.layout import HEIGHT, Frame, Layout, Point, lay_out

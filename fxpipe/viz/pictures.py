@@ -18,7 +18,7 @@ from fxpipe.ir.graph import Section
 from fxpipe.plan.artifact import Plan
 from fxpipe.schedule.simulation.steps import Steps
 from fxpipe.schedule.simulation.timeline import Timeline
-from fxpipe.units import bytes_text, seconds_text
+from fxpipe.schedule.units import bytes_text, seconds_text
 from fxpipe.viz.boxes import collapse
 from fxpipe.viz.graph_picture import graph_picture
 from fxpipe.viz.render import render

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from fxpipe.schedule.costs import Costs
 from fxpipe.schedule.ops import Schedule, Validation
 from fxpipe.schedule.simulation.steps import Interval, Step, steady_state
-from fxpipe.units import Units
+from fxpipe.schedule.units import Units
 from fxpipe.viz.palette import UPDATE, VERDICT, tint
 
 NAME: dict[Validation, str] = {"barrier": "a barrier", "post": "post-validation"}

@@ -13,7 +13,7 @@ from fxpipe.ir.graph import Kind, Origin, Section, Value
 from fxpipe.ir.storage import node_bytes
 from fxpipe.ir.text import shape_text
 from fxpipe.schedule.ops import Color
-from fxpipe.units import bytes_text
+from fxpipe.schedule.units import bytes_text
 from fxpipe.viz.labels import dot_label, shortened
 from fxpipe.viz.palette import MEANING, PHASES, tint
 

@@ -9,7 +9,7 @@ from fxpipe.errors import printable
 from fxpipe.plan.artifact import Plan
 from fxpipe.plan.memory import RankMemory, rank_memory
 from fxpipe.schedule.costs import StageCost
-from fxpipe.units import bubble_text, bytes_text, seconds_text, units_of
+from fxpipe.schedule.units import bubble_text, bytes_text, seconds_text, units_of
 
 
 def summary(plan: Plan) -> list[str]:

@@ -9,7 +9,7 @@ from fxpipe.errors import printable
 from fxpipe.schedule.ops import Direction, Op, Phase
 from fxpipe.schedule.simulation.steps import Step, Steps
 from fxpipe.schedule.simulation.timeline import ExchangeSpan, Span, Timeline, TransferSpan
-from fxpipe.units import PHYSICAL, Units, bubble_text, ticks
+from fxpipe.schedule.units import PHYSICAL, Units, bubble_text, ticks
 from fxpipe.viz import seam_marks
 from fxpipe.viz.palette import EXCHANGED, OFFLOADED, PHASES, tint
 from fxpipe.viz.roles import MEANING, Role, color, role
@@ -53,7 +53,7 @@ def timeline_svg(shown: Timeline | Steps, title: str, units: Units = PHYSICAL) -
     """The source of the picture: of one step, or of some with the updates behind them.
 
     title: the name of the model or the costs; schedule, sizes, bubbles and peaks are added to it.
-    units: the units of times and memory (``fxpipe.units.PLAIN`` for times without a unit).
+    units: the units of times and memory (``fxpipe.schedule.units.PLAIN`` for times without a unit).
     Memory has one scale for all ranks: the largest peak fills its strip.
     """
     steps = shown.steps if isinstance(shown, Steps) else (Step(shown, (), ()),)

@@ -7,7 +7,7 @@ import pytest
 
 from fxpipe.cli import main
 from fxpipe.schedule.families.registry import FAMILIES
-from fxpipe.units import PLAIN
+from fxpipe.schedule.units import PLAIN
 from fxpipe.viz.frontier_picture import Point, frontier, frontier_svg
 
 pytestmark = pytest.mark.slow

@@ -16,7 +16,7 @@ from fxpipe.schedule.ops import Color, Op, OpKind, Phase, Schedule
 from fxpipe.schedule.problem import Problem
 from fxpipe.schedule.search.build import build
 from fxpipe.schedule.simulation.simulator import simulate
-from fxpipe.units import PLAIN
+from fxpipe.schedule.units import PLAIN
 from fxpipe.viz.gap import gap_texts
 
 EVEN = StageCost(1, 1, 1, 1, 1)

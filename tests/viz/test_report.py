@@ -14,7 +14,7 @@ import fxpipe
 from fxpipe.cli import main
 from fxpipe.errors import ArtifactError
 from fxpipe.plan.recorded import write_spans
-from fxpipe.units import bytes_text, seconds_text
+from fxpipe.schedule.units import bytes_text, seconds_text
 from fxpipe.viz.report.data import report_data
 from fxpipe.viz.report.graph_record import (
     FOR_WEIGHT,

@@ -21,7 +21,7 @@ from fxpipe.schedule.ops import Color, Phase, Schedule, parse_order
 from fxpipe.schedule.search.build import build
 from fxpipe.schedule.simulation.simulator import simulate
 from fxpipe.schedule.simulation.steps import simulate_steps
-from fxpipe.units import PLAIN, bytes_text, flops_text, number_text, seconds_text, ticks
+from fxpipe.schedule.units import PLAIN, bytes_text, flops_text, number_text, seconds_text, ticks
 from fxpipe.viz.boxes import Place, collapse
 from fxpipe.viz.graph_picture import graph_picture
 from fxpipe.viz.layout import lay_out

@@ -19,8 +19,8 @@ from fxpipe.schedule.ops import Direction, OpKind
 from fxpipe.schedule.simulation.simulator import simulate
 from fxpipe.schedule.simulation.steps import simulate_steps
 from fxpipe.schedule.simulation.timeline import Span, Timeline
+from fxpipe.schedule.units import is_decimal, units_of
 from fxpipe.strict import unstructure
-from fxpipe.units import is_decimal, units_of
 from fxpipe.viz.gap import gap_texts
 from fxpipe.viz.memory_kinds import changes, standing
 from fxpipe.viz.report.columns import (
