@@ -46,6 +46,7 @@ def certified(plan: Plan, programs: tuple[str, ...], captured: CapturedStep) -> 
         lines = "\n".join(f"  {problem}" for problem in found.problems[:MOST_SHOWN])
         raise VerifyError(
             "The programs are not the captured step. This is an error of fxpipe: please report it, with the "
-            f"model. check=False compiles without this check.\n{lines}"
+            "model (check=False compiles without this check); of a pass of your own, see docs/certificate.md."
+            f"\n{lines}"
         )
     return found

@@ -236,7 +236,7 @@ def test_a_process_of_all_lanes_needs_the_whole_values_and_writes_no_checkpoints
     for use in (lambda: pipe.run_local((torch.randn(4, 4),)), lambda: pipe.save(tmp_path / "saved")):
         with pytest.raises(RunError, match=r"one lane's share of .* before parallelize_module"):
             use()
-    with pytest.raises(RunError, match="of a pipeline of one process"):
+    with pytest.raises(RunError, match="of a pipeline of one rank"):
         fxpipe.Checkpointer(pipe, tmp_path / "checkpoints")
     with pytest.raises(RunError, match=r"2 ranks of 2 lanes.*nproc-per-node 4"):
         pipe.step((torch.randn(4, 4),))

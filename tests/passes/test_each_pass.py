@@ -19,7 +19,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+import fxpipe
 from fxpipe.capture.trace import capture
+from fxpipe.certificate import identities
+from fxpipe.compiler import cut, passes
 from fxpipe.compiler.passes import PASS_NAMES, PASSES, CutOptions, Pass, Step, run_passes
 from fxpipe.cost.known_devices import CPU
 from fxpipe.cost.nodes import NodeSeconds
@@ -201,15 +204,32 @@ def test_a_pass_changes_nothing_unasked(name):
 
 def test_the_example_of_contributing(monkeypatch):
     text = (ROOT / "CONTRIBUTING.md").read_text()
-    (source,) = re.findall(r'^```python\n("""A sum.*?)^```', text, re.MULTILINE | re.DOTALL)
+    source, identity = (
+        re.search(rf"^```python\n({begins}.*?)^```", text, re.MULTILINE | re.DOTALL)[1]
+        for begins in ('"""A sum', "def _difference")
+    )
     (shown,) = re.findall(r"^```\n( F0 .*?)^```", text, re.MULTILINE | re.DOTALL)
+    places = re.findall(r"^ .*\n(?=\+ .*subtract)", text, re.MULTILINE)
+    assert len(places) == 2
+    for place in places:
+        assert place[1:] in Path(passes.__file__).read_text() + Path(__file__).read_text()
     defined: dict[str, Any] = {}
     exec(source, defined)
     example = Pass("subtract", lambda step, options: defined["subtract"](step.graph))
-    first, *rest = PASSES.chosen
-    monkeypatch.setattr(sys.modules[__name__], "PASSES", PASSES._replace(chosen=(first, example, *rest)))
+    longer = PASSES._replace(colored=(*PASSES.colored, example))
+    monkeypatch.setattr(sys.modules[__name__], "PASSES", longer)
     case = Case(lambda: Net(lambda x: x.cos() + -x.sin()))
     assert changed("subtract", case).startswith(shown)
+
+    monkeypatch.setattr(cut, "PASSES", longer)
+    one = {"ranks": 1, "microbatches": 1, "schedule": "1f1b"}
+    with pytest.raises(fxpipe.VerifyError, match="computes sub"):
+        fxpipe.compile(case.model(), (torch.ones(2, WIDTH),), **one)
+    rules = dict(vars(identities))
+    exec(identity, rules)
+    monkeypatch.setitem(identities.RULES, "aten.sub", rules["_difference"])
+    pipe = fxpipe.compile(case.model(), (torch.ones(2, WIDTH),), **one)
+    assert re.search(r"\bsub(_out|_)?\(model_cos, model_sin", pipe.artifact.programs[0])
 
 
 def test_every_pass_has_its_golden():

@@ -110,7 +110,7 @@ def test_memory_stays_within_what_the_family_claims(problem):
     handed = 2 * v * m * max((edge.bytes for edge in costs.edges), default=0.0)
     for rank, (peak, steps) in enumerate(zip(timeline.peak_memory, timeline.memory, strict=True)):
         one_f_one_b = p - rank if v == 1 else p * (v - 1) + 2 * (p - rank) - 1 if plain else p * v
-        claim = {
+        claims = {  # in activations of one stage and microbatch
             "gpipe": m * v,
             "1f1b": one_f_one_b,
             "interleaved": one_f_one_b,
@@ -120,8 +120,9 @@ def test_memory_stays_within_what_the_family_claims(problem):
             "zb-h2": 2 * p - 1,
             "1f1b-v": p * v,
             "dualpipe-v": 2 * p + 1,
-        }[schedule.name]
-        assert peak <= min(claim, m * v) * chunk + handed
+        }
+        assert schedule.name in claims, "each family says here what it holds at most"
+        assert peak <= min(claims[schedule.name], m * v) * chunk + handed
         assert not steps or abs(steps[-1][1]) < 1e-9
 
 
