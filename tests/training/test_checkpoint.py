@@ -356,6 +356,12 @@ def test_a_directory_is_locked(tmp_path, monkeypatch):
     with fxpipe.Checkpointer(pipe, tmp_path) as checkpoints:
         checkpoints.save()
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000000"]
+    with monkeypatch.context() as patched:
+        patched.setattr(files, "put_back", lambda directory: (tmp_path / "none" / "below").touch())
+        with pytest.raises(ArtifactError, match="below") as kept:
+            fxpipe.Checkpointer(pipe, tmp_path)
+    fxpipe.Checkpointer(pipe, tmp_path).close()  # while the error, and so its frames, is kept
+    assert kept
 
 
 class Other(Reader):
