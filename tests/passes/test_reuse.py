@@ -13,7 +13,7 @@ from fxpipe.errors import VerifyError
 from fxpipe.ir.graph import Input, Kind, Origin, Outputs
 from fxpipe.ir.storage import call_nodes
 from fxpipe.ir.verify import verify
-from fxpipe.passes.inplace import use_inplace_ops
+from fxpipe.passes.use_inplace_ops import use_inplace_ops
 from fxpipe.schedule.ops import Color, Phase
 
 aten = torch.ops.aten

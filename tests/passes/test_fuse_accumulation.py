@@ -7,7 +7,7 @@ from torch import fx, nn
 import fxpipe
 from fxpipe.ir.graph import Color, Kind, Origin, Outputs, Phase
 from fxpipe.ir.ops import node_flops
-from fxpipe.passes import accumulate, accumulate_together
+from fxpipe.passes import accumulate_together, fuse_accumulation
 
 aten = torch.ops.aten
 WIDTH, ROWS = 8, 6
@@ -59,7 +59,7 @@ def test_a_product_of_autocast_is_added_without_its_cast():
 )
 def test_a_device_with_the_op_adds_products_in_float32(build, options, monkeypatch):
     """As CUDA has it; no program that runs here."""
-    monkeypatch.setattr(accumulate, "has_kernel", lambda op, device: True)
+    monkeypatch.setattr(fuse_accumulation, "has_kernel", lambda op, device: True)
     found = accumulations(build(), **options)
     for name in ("first.weight", "last.weight"):
         node = found[name]
@@ -183,7 +183,7 @@ def test_the_summands_of_one_accumulator_keep_their_order():
     for node in graph.nodes:
         node.meta.update(val=torch.ones(2), origin=Origin(), color=Color(0, Phase.W))
     graph.output(Outputs(None, None, {}, {"w": (second, first)}, {}))
-    accumulate.fuse_accumulation(graph)
+    fuse_accumulation.fuse_accumulation(graph)
     sums = graph.find_nodes(op="call_function", target=aten.add_.Tensor)
     assert [node.args[1] for node in sums] == [second, first]
 
