@@ -61,7 +61,9 @@ def _form(value: Any, tensors: list[FakeTensor]) -> Any:
     """Equal for arguments that differ in the elements of tensors alone; the tensors are added to a list."""
     if isinstance(value, FakeTensor):
         tensors.append(value)
-        bits = value.is_conj(), value.is_neg(), value.requires_grad, value.layout, value.constant is None
+        if value.layout is not torch.strided:
+            return value.layout  # of an op that is run each time
+        bits = value.is_conj(), value.is_neg(), value.requires_grad, value.constant is None
         return *_layout(value), *bits, value.untyped_storage().nbytes()
     if isinstance(value, (tuple, list)):
         return type(value), *[_form(each, tensors) for each in value]
@@ -78,9 +80,10 @@ def _known(result: Any, tensors: list[FakeTensor]) -> _Tensor | tuple[_Tensor | 
     if isinstance(result, torch.Tensor):
         return _as_made(result, tensors)
     parts = [None if x is None else _as_made(x, tensors) for x in result]
-    is_whole = all(a is None or b is not None for a, b in zip(result, parts, strict=True))
+    if any(a is not None and b is None for a, b in zip(result, parts, strict=True)):
+        return None
     own = [x.untyped_storage()._cdata for x in result if x is not None]
-    return tuple(parts) if is_whole and len({*own}) == len(own) else None
+    return tuple(parts) if len({*own}) == len(own) else None
 
 
 def _as_made(result: torch.Tensor, tensors: list[FakeTensor]) -> _Tensor | None:
