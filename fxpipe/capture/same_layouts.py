@@ -35,11 +35,15 @@ class _Tensor:
         return compat.fake_tensor(self.mode, *self.layout, None if self.base is None else tensors[self.base])
 
 
+_Result = _Tensor | tuple[_Tensor | None, ...] | list[_Tensor | None] | None
+"""As the op gives it; None for an op that is run each time."""
+
+
 class SameLayouts:
-    """The results of ops by the layouts of their arguments; None for one that is not made from a layout."""
+    """The results of ops by the layouts of their arguments."""
 
     def __init__(self) -> None:
-        self._known: dict[Any, _Tensor | tuple[_Tensor | None, ...] | None] = {}
+        self._known: dict[Any, _Result] = {}
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The result of an op that writes to nothing and reads no data; it is not recorded in a trace."""
@@ -49,7 +53,8 @@ class SameLayouts:
         if isinstance(found, _Tensor):
             return found.made(tensors)
         if found is not None:
-            return tuple(None if x is None else x.made(tensors) for x in found)
+            given: Any = type(found)
+            return given(None if x is None else x.made(tensors) for x in found)
         with compat.untraced():
             result = func(*args, **kwargs)
         if key not in self._known:
@@ -74,7 +79,7 @@ def _layout(tensor: torch.Tensor) -> _Layout:
     return _Layout(tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.device)
 
 
-def _known(result: Any, tensors: list[FakeTensor]) -> _Tensor | tuple[_Tensor | None, ...] | None:
+def _known(result: Any, tensors: list[FakeTensor]) -> _Result:
     if any(x.layout is not torch.strided or x.constant is not None for x in tensors):
         return None
     if isinstance(result, torch.Tensor):
@@ -82,8 +87,12 @@ def _known(result: Any, tensors: list[FakeTensor]) -> _Tensor | tuple[_Tensor | 
     parts = [None if x is None else _as_made(x, tensors) for x in result]
     if any(a is not None and b is None for a, b in zip(result, parts, strict=True)):
         return None
-    own = [x.untyped_storage()._cdata for x in result if x is not None]
-    return tuple(parts) if len({*own}) == len(own) else None
+    new = [
+        x.untyped_storage()._cdata
+        for x, part in zip(result, parts, strict=True)
+        if part and part.base is None
+    ]
+    return type(result)(parts) if len({*new}) == len(new) else None
 
 
 def _as_made(result: torch.Tensor, tensors: list[FakeTensor]) -> _Tensor | None:

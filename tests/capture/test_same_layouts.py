@@ -20,6 +20,7 @@ def layout(x):
         (aten.select.int, [(0, 1), (1, 1), (0, 2)]),
         (aten.clone.default, [()]),
         (aten.sort.default, [(0,), (1,)]),
+        (aten.split.Tensor, [(2,), (2, 1)]),
     ],
 )
 def test_results_are_those_of_torch(op, arguments):
@@ -28,7 +29,8 @@ def test_results_are_those_of_torch(op, arguments):
         for given in arguments * 2:
             for x in (torch.ones(3, 4, dtype=torch.int64), torch.ones(3, 4), torch.ones(6, 4)[::2]):
                 pair = run(op, (x, *given), {}), op(x, *given)
-                found, expected = (y if isinstance(y, tuple) else (y,) for y in pair)
+                assert type(pair[0]) is type(pair[1])
+                found, expected = (y if isinstance(y, (tuple, list)) else (y,) for y in pair)
                 assert list(map(layout, found)) == list(map(layout, expected))
                 own = [y.untyped_storage()._cdata == x.untyped_storage()._cdata for y in found]
-                assert own == [op is aten.select.int] * len(found)
+                assert own == [op in (aten.select.int, aten.split.Tensor)] * len(found)
