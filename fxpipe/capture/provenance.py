@@ -24,6 +24,7 @@ from fxpipe.capture.dtypes import check_dtypes
 from fxpipe.capture.frozen import warn_of_seed
 from fxpipe.capture.functional import writes_to_a_constant
 from fxpipe.capture.replay import Call, Replay, key_of
+from fxpipe.capture.same_layouts import SameLayouts
 from fxpipe.capture.traced_nodes import last_node, nodes_after
 from fxpipe.capture.values import Values
 from fxpipe.errors import CaptureError
@@ -69,6 +70,7 @@ class Provenance(compat.TorchDispatchMode):
         self.calls: list[Call] = []  # the ops of this run of the forward
         self.compares = True  # whether it adds to them
         self._replay: Replay | None = None
+        self._layouts = SameLayouts()
         self._model = model
         self._handles: list[Any] = []
         self._default_dtype = torch.get_default_dtype()
@@ -185,7 +187,7 @@ class Provenance(compat.TorchDispatchMode):
             if func is _RANDOM_FROM and args[2] is not None:
                 func = _random_from
             try:
-                result = compat.recorded(func, args, kwargs)
+                result = compat.recorded(func, args, kwargs, self._layouts.run)
             except compat.DATA_DEPENDENT:
                 graph = compat.traced_graph()
                 for node in reversed(nodes_after(self._seen, graph)):

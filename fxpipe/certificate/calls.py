@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fxpipe.certificate.identities import permuted, rows_added
-from fxpipe.certificate.layouts import results_of
+from fxpipe.certificate.layouts import layout_of, results_of
 from fxpipe.certificate.problems import Line, Rejected
 from fxpipe.certificate.schemas import Schema, arguments_of, draws, schema_of
 from fxpipe.certificate.terms import Layout, Term, Terms, canonical
@@ -58,7 +58,7 @@ class Calls:
         self.count += 1
         schema = schema_of(op)
         given = schema.bind(args, kwargs)
-        if schema.name == "aten._foreach_add":
+        if schema.name == "aten._foreach_add" and schema.written:
             return self._each(given)
         if any(isinstance(value, Sum) for value in given.values()):
             return self._to_sum(schema, given)
@@ -145,19 +145,28 @@ class Calls:
         memory = target.memory
         if memory.keeper:
             self.note(f"writes to {target.term}, which is {memory.keeper}")
+        if self._is_expanded(target.term):
+            self.note(f"writes to {target.term}, several of whose elements are one in memory")
         memory.version += 1
         memory.written = str(self.line())
         return memory
+
+    def _is_expanded(self, term: Term) -> bool:
+        while term.op in _OTHER_ORDERS:
+            term = term["self"]
+        return term.op == "aten.expand" and (
+            layout_of(self.terms, term).bytes > layout_of(self.terms, term["self"]).bytes
+        )
 
     # -- gradients ----------------------------------------------------------------------------------------
 
     def _to_sum(self, schema: Schema, given: dict[str, Any]) -> Any:
         """An op on an accumulator: a transposed view, or an addition."""
         own = next(value for value in given.values() if isinstance(value, Sum))
-        targets = [given.get("self"), given.get("out")]
         if schema.name in ("aten.t", "aten.transpose"):
             return Sum(own.name, not own.transposed)
-        if own not in targets or any(isinstance(v, Sum) and v != own for v in given.values()):
+        target = given.get(schema.written[0]) if schema.written else None
+        if own != target or any(isinstance(v, Sum) and v != own for v in given.values()):
             return self.read(own)
         given = {name: value for name, value in given.items() if value != own}
         term = self._summand(schema, own, given)
@@ -192,6 +201,8 @@ class Calls:
 
 
 _ADD = schema_of(torch.ops.aten.add_.Tensor)
+#: Views that never are copies, of the same elements or some of them.
+_OTHER_ORDERS = ("aten.t", "aten.transpose", "aten.permute", "aten.unsqueeze", "aten.slice", "aten.select")
 
 
 def op_term(terms: Terms, schema: Schema, given: dict[str, Any]) -> Term:

@@ -110,7 +110,7 @@ class Loop:
         """The rank's tensors: those of a module by their names within it, others one by one."""
         slots = [slot for slot in self.run.slots if slot.source is Source.OF_RANK]
         split = {slot: _split([_input(node).name for node in slot.nodes]) for slot in slots}
-        modules = Counter(paths for paths, _ in split.values() if all(paths))
+        modules = Counter(paths for paths, name in split.values() if name and all(paths))
         module = modules.most_common(1)[0][0] if modules else ()
         kinds = dict.fromkeys(_input(slot.example).kind for slot in slots if split[slot][0] == module)
         for kind in sorted(kinds, key=list(CONTAINERS).index):

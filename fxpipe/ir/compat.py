@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
+    in_kernel_invocation_manager,
 )
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental import proxy_tensor
@@ -31,43 +32,15 @@ from torch.utils import checkpoint
 
 from fxpipe.runtime.torch_private import TorchDispatchMode, no_modes, pytree
 
+#: What others import from here of torch's own.
 __all__ = [
-    "DATA_DEPENDENT",
     "Argument",
-    "FakeMode",
     "FakeTensor",
     "OpOverload",
     "TorchDispatchMode",
-    "as_lane",
-    "compiling_flag",
-    "copy_node",
-    "current_sequence_number",
-    "functional_node",
-    "gradient_hooks",
-    "has_accumulation_hooks",
-    "has_kernel",
-    "is_placeholder",
-    "is_real",
-    "is_tracing",
-    "make_fx",
-    "mark_as_parameter",
-    "modules_without_code",
-    "new_node",
     "no_function_modes",
     "no_modes",
-    "plain_kernels",
-    "proxies",
     "pytree",
-    "recorded",
-    "sequence_number",
-    "takes_numbers",
-    "traced_constants",
-    "traced_graph",
-    "traced_node",
-    "track",
-    "uncompiled",
-    "untraced",
-    "without_log",
 ]
 
 #: Raised by a fake tensor if the model reads a number that only real data has.
@@ -203,15 +176,35 @@ def untraced() -> contextlib.AbstractContextManager[object]:
     return proxy_tensor.disable_proxy_modes_tracing()
 
 
-def recorded(func: Any, args: Any, kwargs: Any) -> Any:
+def fake_tensor(
+    mode: Any, shape: Any, strides: Any, offset: int, dtype: torch.dtype, device: Any, base: Any
+) -> FakeTensor:
+    """A fake tensor in new memory, or in that of ``base``."""
+    storage = None if base is None else base.untyped_storage()
+    with in_kernel_invocation_manager(mode):
+        x = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+        if storage is not None:
+            x.set_(storage, offset, shape, strides)
+    return FakeTensor(mode, x, device)
+
+
+def recorded(func: Any, args: Any, kwargs: Any, run: Callable[[Any, Any, Any], Any]) -> Any:
     """Run an op and record it in the running trace, in less than half of the time of ``make_fx`` where that
-    need not look for more: the op writes to nothing, and takes results of nodes and plain values."""
+    need not look for more: the op writes to nothing or to its first argument, which it returns, and takes
+    results of nodes and plain values.
+
+    run: runs an op that writes to nothing without recording it.
+    """
     tracer = _tracer()
-    given = _as_nodes((args, kwargs), tracer.tensor_tracker) if _is_plain(func) else None
+    written = _written(func)
+    given = None if written is None else _as_nodes((args, kwargs), tracer.tensor_tracker)
     if given is None:
         return func(*args, **kwargs)
-    with untraced():
-        result = func(*args, **kwargs)
+    if written:
+        with untraced():
+            result = func(*args, **kwargs)
+    else:
+        result = run(func, args, kwargs)
     name = func.overloadpacket.__name__
     node = new_node(tracer.graph, "call_function", func, given[0], given[1], name)
     node.meta["val"] = proxy_tensor.extract_val(result)
@@ -222,7 +215,7 @@ def recorded(func: Any, args: Any, kwargs: Any) -> Any:
     for place, x in enumerate(result):
         part = proxy[place]
         if x is not None:
-            part.node.meta["val"] = proxy_tensor.extract_val(x)
+            part.node.meta["val"] = node.meta["val"][place]
             tracer.tensor_tracker[x] = proxy_tensor._ProxyTensor(part, None)
     return result
 
@@ -251,16 +244,22 @@ _PLAIN_TYPES = frozenset(
 
 
 @cache
-def _is_plain(func: Any) -> bool:
-    """Whether it is an op of ATen that writes to nothing, reads no data, is not made of other ops, and gives
-    tensors alone."""
+def _written(func: Any) -> int | None:
+    """The number of tensors that an op writes to: none, or its first argument, which it returns.  None for an
+    op that is not of ATen, reads data, is made of other ops, or gives something else than tensors."""
     if not isinstance(func, OpOverload) or func.namespace != "aten":
-        return False
+        return None
     asks = func in (torch.ops.aten.lift_fresh.default, torch.ops.aten.is_nonzero.default)
     reads = asks or torch.Tag.data_dependent_output in func.tags
     composite = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
-    gives = {str(x.type) for x in func._schema.returns}
-    return not (func._schema.is_mutable or reads or composite) and gives == {"Tensor"}
+    schema = func._schema
+    if reads or composite or {str(x.type) for x in schema.returns} not in ({"Tensor"}, {"List[Tensor]"}):
+        return None
+    written = [
+        k for k, x in enumerate(schema.arguments) if x.alias_info is not None and x.alias_info.is_write
+    ]
+    in_place = written == [0] and func.overloadpacket.__name__.endswith("_")
+    return len(written) if not written or (in_place and torch.Tag.inplace_view not in func.tags) else None
 
 
 def is_placeholder(tensor: torch.Tensor) -> bool:

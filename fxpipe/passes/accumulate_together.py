@@ -36,9 +36,14 @@ def accumulate_together(graph: fx.Graph) -> None:
         total = node_arg(node, 0).meta["val"]
         layer = layer_of[_parameter(node)]
         alike[node.meta["color"], total.dtype, total.device, layer].append(node)
+    instead: dict[fx.Node, fx.Node] = {}
     for (*_, layer), nodes in alike.items():
         if len(nodes) > 1:
-            _join(graph, nodes, layer)
+            instead |= dict.fromkeys(nodes, _joined(graph, nodes, layer))
+    output = graph.output_node()
+    output.args = fx.map_arg(output.args, lambda node: instead.get(node, node))
+    for node in instead:
+        graph.erase_node(node)
 
 
 def layers(parameters: Iterable[str]) -> dict[str, str]:
@@ -81,12 +86,10 @@ def _is_small_sum(node: fx.Node) -> bool:
     return (a.dtype, a.shape) == (b.dtype, b.shape) and node_bytes(storage_root(part)) <= LARGEST
 
 
-def _join(graph: fx.Graph, sums: list[fx.Node], layer: str) -> None:
-    """Replace the ops by one in the place of the last."""
+def _joined(graph: fx.Graph, sums: list[fx.Node], layer: str) -> fx.Node:
+    """One op for these, in the place of the last."""
     totals, parts = ([node_arg(node, k) for node in sums] for k in (0, 1))
     with graph.inserting_after(sums[-1]):
         joined = graph.call_function(aten._foreach_add_.List, (totals, parts))
     joined.meta.update(color=sums[0].meta["color"], origin=Origin(layer, backward=True), val=None)
-    for node in sums:
-        node.replace_all_uses_with(joined)
-        graph.erase_node(node)
+    return joined

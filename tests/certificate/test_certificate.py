@@ -115,6 +115,14 @@ EDITS = {
         ("tied_head", 1, r"^    (addmm_\(.*\).*\n)", r"    \1    \1"),
         r"rank1.py:\d+: the gradient of .* has .* 2 times, not 1",
     ),
+    "a sum is not added to the gradient": (
+        ("tied_head", 0, r"^    index_add_\(", "    torch.ops.aten.index_add.default("),
+        r"rank0.py:LINE: reads the gradient of .*, which is not complete",
+    ),
+    "sums are not added to their gradients": (
+        ("tied_head", 0, r"^    foreach_add_\(", "    torch.ops.aten._foreach_add.List("),
+        r"rank0.py:\d+: reads the gradient of .*, which is not complete",
+    ),
     "operands are exchanged": (
         ("tied_head", 0, r"= mm\((\w+), ([^()]+)\)", r"= mm(\2, \1)"),
         r"rank0.py:\d+: mm\(.* has no shape",
@@ -246,6 +254,16 @@ def test_an_op_does_not_write_to_another_view_of_its_operand():
     assert any(re.search(f"rank0.py:{line + 1}: writes to .* in the same memory", text) for text in found), (
         found
     )
+
+
+def test_an_op_does_not_write_to_what_is_expanded():
+    pattern = r"^    (\w+) = add_out\((\w+), (\w+), out=\3\)$"
+    by = r"    first = torch.ops.aten.slice.Tensor(\3, -1, 0, 1)\n    \1 = add_out(\2, \2, out="
+    sizes = re.search(r"# f32(\[.*\])", pipeline("tied_head").artifact.programs[0])[1]
+    by += f"torch.ops.aten.expand.default(first, {sizes}))"
+    line, found = problems("tied_head", 0, pattern, by)
+    text = f"rank0.py:{line + 1}: writes to .*, several of whose elements are one in memory"
+    assert any(re.search(text, problem) for problem in found), found
 
 
 #: The same, of edits that change no result.

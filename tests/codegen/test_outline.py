@@ -63,6 +63,20 @@ class Hooked(Block):
         return x + 1.0 * result
 
 
+class Bare(nn.Module):
+    """The layers have parameters, and no modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.ParameterList(torch.randn(WIDTH, 12) / 3 for _ in range(8))
+        self.outer = nn.ParameterList(torch.randn(12, WIDTH) / 3 for _ in range(8))
+
+    def forward(self, x, y):
+        for inner, outer in zip(self.inner, self.outer, strict=True):
+            x = x + F.gelu(F.layer_norm(x, (WIDTH,)) @ inner) @ outer
+        return F.mse_loss(x, y)
+
+
 def interrupted():
     """The forward of all blocks is alike, and the backward of one in the middle like no other."""
     return Layers(*[Hooked() if k == 4 else Block() for k in range(9)])
@@ -120,9 +134,21 @@ def written_out(monkeypatch):
         (interrupted, {"ranks": 1}),
         (Balanced, {}),
         (Named, {}),
+        (Bare, {}),
         (lambda: Layers(*map(Block, (0.1, 0.3, 0.2, 0.5, 0.7, 0.2, 0.4, 0.6))), {}),
     ],
-    ids=["plain", "recompute", "offload", "random", "numbers", "interrupted", "losses", "names", "rates"],
+    ids=[
+        "plain",
+        "recompute",
+        "offload",
+        "random",
+        "numbers",
+        "interrupted",
+        "losses",
+        "names",
+        "bare",
+        "rates",
+    ],
 )
 def test_a_step_is_the_same(monkeypatch, model, options):
     monkeypatch.setattr(fxpipe.ir.liveness, "SMALLEST", 1)

@@ -172,7 +172,7 @@ for _schema, (_run, _layout) in _OPS.items():
     _name = _schema.partition("(")[0]
     _library.define(_schema)
     _library.impl(_name, _run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"lanes::{_name}", _layout, lib=_library)
+    _library.impl(_name, _layout, "Meta")
 
 #: Of the ops that all lanes run together, the functions that programs call.
 FUNCTIONS: dict[Any, Callable[..., torch.Tensor]] = {

@@ -1,0 +1,36 @@
+"""A fake op on the layouts of an earlier one has a result of its layout, in memory of its own arguments."""
+
+import pytest
+import torch
+
+from fxpipe.capture.same_layouts import SameLayouts
+from fxpipe.ir.compat import FakeMode
+
+aten = torch.ops.aten
+
+
+def layout(x):
+    return x.shape, x.stride(), x.storage_offset(), x.dtype, x.device, x.untyped_storage().nbytes()
+
+
+@pytest.mark.parametrize(
+    ("op", "arguments"),
+    [
+        (aten.mul.Tensor, [(1,), (1.0,), (True,)]),
+        (aten.select.int, [(0, 1), (1, 1), (0, 2)]),
+        (aten.clone.default, [()]),
+        (aten.sort.default, [(0,), (1,)]),
+        (aten.split.Tensor, [(2,), (2, 1)]),
+    ],
+)
+def test_results_are_those_of_torch(op, arguments):
+    run = SameLayouts().run
+    with FakeMode():
+        for given in arguments * 2:
+            for x in (torch.ones(3, 4, dtype=torch.int64), torch.ones(3, 4), torch.ones(6, 4)[::2]):
+                pair = run(op, (x, *given), {}), op(x, *given)
+                assert type(pair[0]) is type(pair[1])
+                found, expected = (y if isinstance(y, (tuple, list)) else (y,) for y in pair)
+                assert list(map(layout, found)) == list(map(layout, expected))
+                own = [y.untyped_storage()._cdata == x.untyped_storage()._cdata for y in found]
+                assert own == [op in (aten.select.int, aten.split.Tensor)] * len(found)
