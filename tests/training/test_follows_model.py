@@ -8,6 +8,7 @@ import random
 import types
 import warnings
 import weakref
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from torch import nn
 from zoo import relative_error, too_far
 
 import fxpipe
+from fxpipe.training.reached import Reached
 from fxpipe.training.settings import Settings
 
 WIDTH = 8
@@ -429,3 +431,29 @@ def test_a_pipeline_does_not_keep_what_it_compares():
     (model, settings), _ = build(), gc.collect()
     assert model() is None
     assert settings.changes(Mixer())
+
+
+def test_only_other_objects_are_searched():
+    model = Mixer()
+    settings = Settings(model)
+    with mock.patch.object(Reached, "of", side_effect=AssertionError):
+        assert settings.changes(model) == []
+        model.power, model.config.scale, model.rates[1], model.seen = 3, 2.0, 0.5, 7
+        assert [change.name for change in settings.changes(model)] == ["config.scale", "power", "rates.1"]
+        assert settings.changes(model) == []
+        model.power, model.config.scale = 2, 3.0
+        assert [*map(str, settings.changes(model))] == [
+            "The model's config.scale was 1.0 when it was compiled, and is 3.0: programs run with 1.0."
+        ]
+    model.config = Config(scale=4.0)
+    assert [change.now for change in settings.changes(model) if change.name == "config.scale"] == [4.0]
+    with mock.patch.object(Reached, "of", side_effect=AssertionError):
+        assert settings.changes(model) == []
+    model.activation = lambda x: x
+    settings, address = Settings(model), id(model.activation)
+    model.activation = None
+    others = []
+    while len(others) < 100 and (not others or id(others[-1]) != address):
+        others.append(lambda x: x + 1)
+    model.activation = others[-1]
+    assert [change.name for change in settings.changes(model)] == ["activation"]
