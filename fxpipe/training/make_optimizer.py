@@ -187,8 +187,8 @@ def check_separable(
     """
     name = _name(cls)
     generator = torch.Generator().manual_seed(0)
-    start = torch.randn(8, 8, generator=generator).to(device)
-    grads = [torch.randn(8, 8, generator=generator).to(device) for _ in range(3)]
+    start = torch.randn(8, 8, generator=generator, device="cpu").to(device)
+    grads = [torch.randn(8, 8, generator=generator, device="cpu").to(device) for _ in range(3)]
     options = {**options, "lr": 0.1} if "lr" in options else options  # 0 would hide every difference
 
     def updated(dim: int, parts: int, optimizers: int) -> torch.Tensor:

@@ -121,7 +121,7 @@ def test_what_is_switched_on_around_a_step(ranks):
     model.load_state_dict(before, strict=False)
     torch.set_default_dtype(torch.float64)
     try:
-        with torch.autocast("cpu", dtype=torch.bfloat16), torch.inference_mode():
+        with torch.autocast("cpu", dtype=torch.bfloat16), torch.inference_mode(), torch.device("meta"):
             found = run((batch,))
     finally:
         torch.set_default_dtype(torch.float32)
@@ -151,6 +151,40 @@ class WithMore(Chain):
 def test_a_batch_that_cannot_be_looked_into(leaf):
     with pytest.raises(fxpipe.BatchError, match=r"'1' is a .*, which fxpipe cannot look into"):
         fxpipe.compile(WithMore(), (torch.ones(2, WIDTH), leaf), ranks=2, microbatches=3, schedule="gpipe")
+
+
+class Writing(nn.Module):
+    """Decides by the history of its input, and writes to the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x, y, t):
+        h = self.linear(x)
+        y.mul_(2)
+        t.add_(1)
+        return ((h * 3 if x.requires_grad else h) + y).square().mean() * t.mean()
+
+
+def test_leaves_that_a_forward_asks_or_writes_to():
+    model, x, y, t = Writing(), torch.randn(6, WIDTH), torch.randn(4, WIDTH), torch.ones(4)
+    options = {"ranks": 1, "microbatches": 2, "schedule": "1f1b", "check": False}
+    with pytest.raises(
+        fxpipe.BatchError, match=r"leaf '1', which shares memory with the leaf '0'\. A program"
+    ):
+        fxpipe.compile(model, (x[:2], x[1:3], t[:2]), **options)
+    with pytest.raises(fxpipe.BatchError, match="leaf '2', which has no dimensions"):
+        fxpipe.compile(model, (x[:2], y[:2], t[0]), **options)
+    pipe = fxpipe.compile(model, (x[:2], y[:2], t[:2]), **options)
+    columns = torch.stack([x[:4], y], 2)
+    x, y = columns[..., 0], columns[..., 1]  # they lie in turns
+    loss = pipe.run_local((x, y, t)).loss
+    assert relative_error(loss, model(x, y.clone(), t.clone())) <= 1e-6
+    with pytest.raises(fxpipe.BatchError, match="leaf '1', which shares memory with the leaf '0'"):
+        pipe.run_local((x, x[:], t))
+    with pytest.raises(fxpipe.BatchError, match="requires_grad of '0' is True and was False in the example"):
+        pipe.run_local((x.clone().requires_grad_(), y, t))
 
 
 class Overwritten(nn.Module):
