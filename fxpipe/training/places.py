@@ -70,8 +70,9 @@ class Compared:
             return x
         if isinstance(x, set | frozenset):
             return frozenset(x) if all(map(is_plain, x)) else None
-        if id(x) in self.constants and not x.is_inference():
-            return Numbers("a tensor", self.constants[id(x)], x._version)
+        ref = self.constants.get(id(x))  # another one may have the address of one that is gone
+        if isinstance(x, torch.Tensor) and ref is not None and ref() is x and not x.is_inference():
+            return Numbers("a tensor", ref, x._version)
         if isinstance(x, np.ndarray) and x.nbytes <= _LARGEST_ARRAY and not x.dtype.hasobject:
             return Numbers("an array", None, x.tobytes())
         function = function_of(x)
@@ -98,7 +99,8 @@ class Place:
         self._by_value: list[tuple[Any, Any]] = []
         self._modules = [*map(id, owner._modules.values())] if isinstance(owner, nn.Module) else []
         reads, is_function = self.compared.reads, isinstance(owner, types.FunctionType)
-        if not is_function and not isinstance(owner, type):
+        holds_read = isinstance(owner, CONTAINERS) and _attribute(self.path) in reads
+        if not is_function and not isinstance(owner, type | torch.Tensor):
             self.values[""] = code(type(owner))
         for name, x in _contents(owner).items():
             is_read = is_function or name in reads
@@ -106,7 +108,7 @@ class Place:
                 continue
             self._names.append(name)
             value = self.compared.value(x)
-            if value is not None and (is_read or not isinstance(value, Code)):
+            if value is not None and (is_read or holds_read or not isinstance(value, Code)):
                 self.values[str(name)] = value
             if isinstance(x, _BY_VALUE):
                 if value is not None:
@@ -142,6 +144,11 @@ def code(x: Any) -> Code:
 
 def strong(x: Any) -> Any:
     return x() if type(x) is weakref.ref else x
+
+
+def _attribute(path: str) -> str:
+    """Of an object, or the variable of a function, that leads to a container."""
+    return next((name for name in reversed(path.split(".")) if not name.isdigit()), "")
 
 
 def _contents(owner: Any) -> Mapping[Any, Any]:

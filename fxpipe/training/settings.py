@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from fxpipe.training.places import Code, Compared, Numbers, Place, code, strong
-from fxpipe.training.reached import LOSS, Reached, function_of, is_plain, joined
+from fxpipe.training.reached import CONTAINERS, LOSS, Reached, function_of, is_plain, joined
 
 Key = tuple[str, str]
 """The path of an owner (``Reached``) or of a class; and an attribute, "" for its class."""
@@ -93,7 +93,10 @@ class Settings:
                 before, after = (of_class if x is None else x for x in (before, after))
                 is_function = isinstance(owner, types.FunctionType)
                 called = f"{name} in {path}" if is_function and name else joined(path, name) or "class"
-                is_of_code = not is_function and any(isinstance(x, Code) for x in (before, after))
+                may_be_unread = is_function or (
+                    isinstance(owner, CONTAINERS) and name not in self._compared.reads
+                )
+                is_of_code = not may_be_unread and any(isinstance(x, Code) for x in (before, after))
                 if before != after:
                     found.append(Change(called, before, after, is_of_code))
         if trains and not any(change.is_of_code for change in found):
@@ -108,7 +111,7 @@ class Settings:
             return trains and not path and name in self._compared.reads  # one message for all modules
         if name and (path not in self._paths or now.get(owner) != self._then.get(owner)):
             return False  # of a new module, of another one, or of its class: a change by itself
-        return (path, name) in self._then or not name or name in self._compared.reads
+        return (path, name) in self._then or not name or name.isdigit() or name in self._compared.reads
 
     def _places_of(self, reached: Reached) -> list[Place]:
         owners = [Place(path, x, path in reached.far, self._compared) for path, x in reached.owners.items()]

@@ -8,6 +8,7 @@ import random
 import types
 import warnings
 import weakref
+from contextvars import ContextVar
 from unittest import mock
 
 import numpy as np
@@ -347,11 +348,18 @@ class Reader(nn.Module):
         super().__init__()
         self.linear, self.drop = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.0)
         self.config, self.slots, self.rng = Config(norm=Config()), Slots(), random.Random(1)
+        self.linear.weight.scale = 1.0
         self.tuples, self.names, self.number = ((1.0, 2.0), [3.0]), {"a"}, np.int64(2)
         self.table, self.array = torch.ones(WIDTH), np.ones(WIDTH, "float32")
 
     def forward(self, x):
-        x = self.drop(self.linear(x)) * self.config.norm.scale * self.slots.scale * self.tuples[0][0]
+        x = (
+            self.drop(self.linear(x))
+            * self.linear.weight.scale
+            * self.config.norm.scale
+            * self.slots.scale
+            * self.tuples[0][0]
+        )
         x = x * len(self.names) * int(self.number) * self.table * torch.as_tensor(self.array)
         return x * self.extra if hasattr(self, "extra") else x
 
@@ -359,8 +367,10 @@ class Reader(nn.Module):
 def loss_of(model):
     """A loss function that reads a variable, a module and a table; and changes, each with its message."""
     weight, crit, table = 1.0, nn.HuberLoss(), {"w": torch.ones(WIDTH)}
+    acts, power = [torch.square], ContextVar("power", default=1.0)
 
     def loss(output, microbatch):
+        output = acts[0](output) ** power.get()
         return crit(output, microbatch[0]) * weight * FACTOR["of"]["loss"] * table["w"].mean()
 
     def reweigh():
@@ -371,9 +381,13 @@ def loss_of(model):
         r"weight in loss \(test_follows_model.py:\d+\) was 1.0 .* and is 3.0": reweigh,
         r"crit.delta was 1.0 .* and is 0.5": lambda: setattr(crit, "delta", 0.5),
         r"table.w has other values": lambda: table.update(w=torch.zeros(WIDTH)),
+        r"acts.0 was torch.*square when .* is torch.*abs": lambda: acts.__setitem__(0, torch.abs),
+        r"acts.1 was None .* and is torch.*abs": lambda: acts.append(torch.abs),
+        r"power.value was 1.0 .* and is 2.0": lambda: power.set(2.0),
         r"FACTOR.of.loss was 1.0 .* and is 2.0": lambda: FACTOR["of"].update(loss=2.0),
         r"config.norm.scale was 1.0 .* and is 2.0": lambda: setattr(model.config.norm, "scale", 2.0),
         r"slots.scale was 1.0 .* and is 2.0": lambda: setattr(model.slots, "scale", 2.0),
+        r"linear.weight.scale was 1.0 .* and is 2.0": lambda: setattr(model.linear.weight, "scale", 2.0),
         r"tuples.0 was \(1.0, 2.0\)": lambda: setattr(model, "tuples", ((5.0, 2.0), [3.0])),
         r"names was frozenset": lambda: model.names.add("b"),
         r"number was .*2.* and is .*3": lambda: setattr(model, "number", np.int64(3)),
@@ -479,6 +493,14 @@ def test_only_other_objects_are_searched():
         assert [*map(str, settings.changes(model))] == [
             "The model's config.scale was 1.0 when it was compiled, and is 3.0: programs run with 1.0."
         ]
+    model.table = torch.ones(WIDTH)  # a constant of programs, as it were
+    settings = Settings(model, constants=[weakref.ref(model.table)])
+    address, others = id(model.table), []
+    del model.table
+    while len(others) < 100 and (not others or id(others[-1]) != address):
+        others.append(torch.zeros(WIDTH))
+    model.table = others[-1]
+    assert [change.name for change in settings.changes(model)] == ["table"]
     model.config = Config(scale=4.0)
     assert [change.now for change in settings.changes(model) if change.name == "config.scale"] == [4.0]
     with mock.patch.object(Reached, "of", side_effect=AssertionError):
