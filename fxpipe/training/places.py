@@ -152,11 +152,13 @@ def _attribute(path: str) -> str:
 
 
 def _contents(owner: Any) -> Mapping[Any, Any]:
-    """Those that are compared; a parameter of a module stands for itself."""
+    """Those that are compared; parameters and buffers of a module stand for themselves."""
     if not isinstance(owner, nn.Module):
         return owner.__dict__ if isinstance(owner, type) else own(owner)
     contents = {name: x for name, x in vars(owner).items() if name not in OF_MODULES}
-    return contents | {name: "a parameter" for name, x in owner._parameters.items() if x is not None}
+    for kind, tensors in (("a parameter", owner._parameters), ("a buffer", owner._buffers)):
+        contents |= {name: kind for name, x in tensors.items() if x is not None}
+    return contents
 
 
 def _ids(owner: Any, names: Collection[Any]) -> list[int]:
@@ -164,7 +166,8 @@ def _ids(owner: Any, names: Collection[Any]) -> list[int]:
     if isinstance(owner, nn.Module):
         contents = owner.__dict__
         held = contents["_modules"].values(), contents["_parameters"].values()
-        return [len(contents), *map(id, chain(map(contents.get, names), *held))]
+        absent = [x is None for x in contents["_buffers"].values()]
+        return [len(contents), *absent, *map(id, chain(map(contents.get, names), *held))]
     if isinstance(owner, list | tuple | deque):
         return [*map(id, owner)]
     if isinstance(owner, types.FunctionType) and not owner.__closure__:

@@ -64,7 +64,7 @@ class Settings:
         self._places = self._places_of(reached)
         self._then: Mapping[Key, Any] = _described(self._places)
         self._now = self._then
-        self._paths = {path for path, _ in self._then}
+        self._paths = {place.path for place in self._places}
 
     def changes(self, model: nn.Module, *, trains: bool = True) -> list[Change]:
         """Those since the last call, or since this was made, if a step that trains had them.

@@ -248,6 +248,10 @@ def other(*args):
     return args[-1]
 
 
+class Derived(Mixer):
+    """Has no method of its own."""
+
+
 class Doubled(nn.Linear):
     pass
 
@@ -282,6 +286,7 @@ CODE = {
         other,
     ),
     r"Mixer.forward was .*Mixer.forward .* is .*other": lambda m: (Mixer, "forward", other),
+    r"test_follows_model.Derived.forward was None .* and is .*other": lambda m: (Derived, "forward", other),
     r"Linear.forward was torch.*Linear.forward": lambda m: (nn.Linear, "forward", other),
     r"last was torch.nn.modules.linear.Linear .* and is .*Doubled": lambda m: (
         m,
@@ -295,7 +300,7 @@ CODE = {
 
 @pytest.fixture(scope="module")
 def mixer():
-    model = Mixer()
+    model = Derived()
     options = {"ranks": 1, "microbatches": 2, "schedule": "1f1b", "check": False}
     return model, lambda: fxpipe.compile(model, (torch.ones(2, WIDTH),), **options)
 
@@ -349,6 +354,7 @@ class Reader(nn.Module):
         self.linear, self.drop = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.0)
         self.config, self.slots, self.rng = Config(norm=Config()), Slots(), random.Random(1)
         self.linear.weight.scale = 1.0
+        self.register_buffer("mask", None)
         self.tuples, self.names, self.number = ((1.0, 2.0), [3.0]), {"a"}, np.int64(2)
         self.table, self.array = torch.ones(WIDTH), np.ones(WIDTH, "float32")
 
@@ -361,6 +367,7 @@ class Reader(nn.Module):
             * self.tuples[0][0]
         )
         x = x * len(self.names) * int(self.number) * self.table * torch.as_tensor(self.array)
+        x = x if self.mask is None else x * self.mask
         return x * self.extra if hasattr(self, "extra") else x
 
 
@@ -393,6 +400,7 @@ def loss_of(model):
         r"number was .*2.* and is .*3": lambda: setattr(model, "number", np.int64(3)),
         r"model's table has other values": lambda: model.table.fill_(2.0),
         r"model's array has other values": lambda: model.array.fill(2.0),
+        r"mask was None .* is 'a buffer'": lambda: setattr(model, "mask", torch.ones(WIDTH)),
         r"extra was None": lambda: setattr(model, "extra", nn.Parameter(torch.ones(WIDTH))),
         r"training was True .* model.train\(\)": model.eval,
     }
