@@ -153,6 +153,7 @@ OPTIONS = {
     "limit of a list": ({"memory_limit": [1, 2]}, r"The memory limit is \[1, 2\]"),
     "evaluation of a forward": ({"gradients": False, "evaluation": True}, "leave out evaluation"),
     "more microbatches than a plan can have": ({"microbatches": 10**9}, "more than 1,000,000 forwards"),
+    "a name": ({"microbatch": 4}, r"compile has no option 'microbatch'\. Did you mean 'microbatches'\?"),
     "print_after": ({"print_after": "unties"}, r"Did you mean 'untie'\?"),
 }
 
@@ -273,6 +274,22 @@ PIPE = {
         lambda *_: compiled(dimensions={"width": "8"}),
         SizeError,
         "'width' is to be '8' long and must be a whole number",
+    ),
+    "a method of a model": (
+        lambda pipe, _: pipe.train(),
+        AttributeError,
+        r"no 'train'\. It has no mode: pipe.step\(batch\) trains",
+    ),
+    "a misspelled method": (lambda pipe, _: pipe.stpe({}), AttributeError, r"'stpe'\. Did you mean 'step'\?"),
+    "parameters as of a model": (
+        lambda pipe, _: pipe.parameters(),
+        TypeError,
+        r"a dict.*take \.values\(\)",
+    ),
+    "an option that it does not have": (
+        lambda pipe, path: fxpipe.Checkpointer(pipe, path, evry=3),
+        OptionError,
+        r"Checkpointer has no option 'evry'\. Did you mean 'every'\?",
     ),
     "a schedule that is no schedule": (
         lambda _, path: ((path / "s.txt").write_text("rank 0: F0.0"), compiled(schedule=path / "s.txt")),

@@ -7,11 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import fx
 
+from fxpipe.api.instead import Named
 from fxpipe.api.views import Views
 from fxpipe.errors import OptionError, RunError
 from fxpipe.ir.graph import Section
@@ -37,6 +38,8 @@ from fxpipe.training.shared_values import share_values
 from fxpipe.training.state_dict import copy_to_model, full_state_dict, load_state_dict, state_dict
 from fxpipe.training.unchanged import Traced
 from fxpipe.training.updates import Updates
+
+T = TypeVar("T")
 
 
 @brief_methods
@@ -70,6 +73,7 @@ class Pipeline(Views):
     _then: Traced = field(init=False)
 
     def __post_init__(self) -> None:
+        self.parameters, self.buffers = _named(self.parameters), _named(self.buffers)
         own_hooks = self.artifact.plan.own_hooks
         self._then = Traced(self.parameters, self.of(), own_hooks, self.loss_fn, self.constants)
 
@@ -409,6 +413,11 @@ class Pipeline(Views):
         draw = self._write_views if self.graph is not None else None
         target = files.as_path(path, "pipe.save")
         save(self.artifact, forward, self.model_state, self.step_number, target, draw)
+
+
+def _named(tensors: dict[str, T]) -> Named[str, T]:
+    """The same object for the pipeline of the evaluation."""
+    return tensors if isinstance(tensors, Named) else Named(tensors)
 
 
 def _loss(result: StepResult) -> torch.Tensor:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import fx
 
+from fxpipe.api.instead import missing
 from fxpipe.api.stage import Stage
 from fxpipe.certificate.check import check_artifact
 from fxpipe.certificate.problems import Certificate
@@ -63,6 +64,11 @@ class Views:
 
     def __dir__(self) -> list[str]:
         return [name for name in super().__dir__() if name not in _INTERNAL]
+
+    def __getattr__(self, name: str) -> Any:
+        if hasattr(type(self), name):  # a property that raised AttributeError
+            return object.__getattribute__(self, name)
+        raise missing(name, dir(self))
 
     def __call__(self, *_: Any, **__: Any) -> NoReturn:
         raise RunError(

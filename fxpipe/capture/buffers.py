@@ -37,8 +37,9 @@ def check_buffers(graph: fx.Graph) -> None:
                 raise CaptureError(
                     f"The model's code reads a number from the buffer {name!r}, which the step changes "
                     f"({node.meta['origin']}). It is another one at the next step: compute with the buffer "
-                    "as a tensor (an index needs a dimension for that: x[i.reshape(1)]), if the first batch "
-                    f"alone sets it, run the model on one batch before you compile it; {ONE_OP}."
+                    "as a tensor (an index needs a dimension for that: x[i.reshape(1)]), or do what it "
+                    "decides (a redraw every so many steps) between steps; if the first batch alone sets it, "
+                    f"run the model on one batch before you compile it; {ONE_OP}."
                 )
 
 

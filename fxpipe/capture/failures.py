@@ -70,9 +70,10 @@ def explained(error: Exception, provenance: Provenance, of_loss: str) -> Capture
     line = _user_line(error) or origin.source
     where = "loss_fn" if of_loss else origin.module
     where += f" ({line})" if line else ""
-    if isinstance(error, compat.DATA_DEPENDENT) and "_pack_padded_sequence" in str(error):
+    packs = isinstance(error, compat.DATA_DEPENDENT) and "_pack_padded_sequence" in str(error)
+    if packs or ("data is not allocated" in str(error) and any("nn/modules/rnn" in x for x in _files(error))):
         return CaptureError(
-            f"The model packs sequences by their lengths, in {where}: shapes depend on data. {_PACKED}."
+            f"The model runs on packed sequences, in {where}: shapes depend on data. {_PACKED}"
         )
     if isinstance(error, compat.DATA_DEPENDENT):
         return CaptureError(

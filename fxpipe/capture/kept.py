@@ -50,7 +50,10 @@ class Constants:
         """A sentence about one of another shape, dtype or device; empty if there is none."""
         for name, before, now in self._changed():
             if kind_of(now) != kind_of(before):
-                return f" It changes {name!r} from {kind_of(before)} to {kind_of(now)}."
+                return (
+                    f" It changes {name!r} from {kind_of(before)} to {kind_of(now)}: run the model on "
+                    "so many batches that shapes stay the same, or begin with the last ones."
+                )
         return ""
 
     def _changed(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:

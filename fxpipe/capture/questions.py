@@ -26,18 +26,21 @@ _UNKNOWN: dict[Any, str] = {
 }
 
 
+_HISTORY = (torch.Tensor.requires_grad, torch.Tensor.grad_fn, torch.Tensor.is_leaf)
 _TRUTH = (torch.Tensor.__bool__, torch.Tensor.is_nonzero, torch.is_nonzero)
 
 
 class Questions(TorchFunctionMode):
     """While entered, intercepts reads of tensors, and assignments to ``.data``, that do not pass the
-    dispatcher.  ``assigned``: those of the run.  ``with_gradients``: ids of what has a ``.grad`` before."""
+    dispatcher.  ``assigned``: those of the run.  ``with_gradients``: ids of what has a ``.grad`` before.
+    ``asks_for_history``: whether the code decides by ``requires_grad`` of a tensor that is no parameter."""
 
     def __init__(self, provenance: Provenance, hooks: Hooks):
         super().__init__()
         self._hooks = hooks
         self._provenance, self._answers, self.assigned = provenance, provenance.answers, Assigned()
         self.with_gradients = frozenset[int]()
+        self.asks_for_history = False
         self.hooked = False  # whether there are hooks of the backward
         self.again = False  # whether this is the second run
 
@@ -72,6 +75,8 @@ class Questions(TorchFunctionMode):
                 of = f"a tensor's gradient, registered at {self._provenance.place()}"
                 args = args[0], self._hooks.noted("hook", of, args[1])
         descriptor = getattr(func, "__self__", None)
+        if descriptor in _HISTORY and not isinstance(args[0], torch.nn.Parameter):
+            self.asks_for_history |= self._provenance.is_users(reader.f_code.co_filename)
         if descriptor is torch.Tensor.data and func.__name__ == "__set__":
             return self.assigned.assign(args[0], args[1], self._provenance.place())
         read = _UNKNOWN.get(func if func is torch.Tensor.data_ptr else descriptor)
@@ -120,7 +125,7 @@ class Questions(TorchFunctionMode):
     def _numpy(self, tensor: torch.Tensor) -> Any:
         numbers = self._answers.numbers(tensor)
         with compat.no_modes():
-            return torch.tensor(numbers, dtype=tensor.dtype).reshape(tensor.shape).numpy()
+            return torch.tensor(numbers, dtype=tensor.dtype, device="cpu").reshape(tensor.shape).numpy()
 
 
 def _copied(tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:

@@ -83,6 +83,7 @@ class StepFunction:
         self.snapshot = Snapshot([], [])  # of the model, before the trace
         self.difference = ""  # of a second run from the traced one
         self.of_loss = ""  # while loss_fn runs: its arguments, as text
+        self.asks_for_history = False  # see ``Questions``
         self.layout: dict[str, Any] = {}  # what the flat outputs of the traced graph are
 
     def __call__(self, *values: torch.Tensor) -> list[torch.Tensor]:
@@ -100,6 +101,7 @@ class StepFunction:
         check_made(self.model, self.registered, self.provenance.answers)
         declare_writes(compat.traced_graph())
         check_unwritten(compat.traced_graph(), compat.traced_constants())
+        self.asks_for_history = questions.asks_for_history
         results, found, replaced = first.results, first.gradients, first.buffers
         self.layout = {
             "loss": results.loss is not None,

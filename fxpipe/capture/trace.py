@@ -25,7 +25,7 @@ from fxpipe.capture.clean import clean
 from fxpipe.capture.constants import check_constants
 from fxpipe.capture.failures import explained, in_another_thread
 from fxpipe.capture.frozen import Watch
-from fxpipe.capture.functional import KeepsState, functionalize
+from fxpipe.capture.functional import KeepsState, functionalize, overwritten
 from fxpipe.capture.hooks import hook_functions
 from fxpipe.capture.inputs import inputs
 from fxpipe.capture.kept import unwritten
@@ -34,8 +34,8 @@ from fxpipe.capture.replaced import put_back
 from fxpipe.capture.step_function import StepFunction
 from fxpipe.errors import CaptureError
 from fxpipe.ir import compat
-from fxpipe.ir.graph import Origin
-from fxpipe.ir.storage import graph_outputs
+from fxpipe.ir.graph import Kind, Origin
+from fxpipe.ir.storage import call_nodes, graph_outputs, storage_root
 from fxpipe.plan.lanes import NO_LANES, LanePlan
 
 
@@ -48,6 +48,8 @@ class Captured:
     ``lanes``: where the model has DTensors.
     ``own_hooks``: the functions of hooks that the forward registered by itself.
     ``sources``: the model's own tensors that constants are copies of.
+    ``asks_for_history``: whether the forward asks for ``requires_grad`` of tensors.
+    ``written``: the leaves of the microbatch that it writes to.
     """
 
     graph: fx.Graph
@@ -55,6 +57,8 @@ class Captured:
     lanes: LanePlan = NO_LANES
     own_hooks: tuple[str, ...] = ()
     sources: tuple[weakref.ref[torch.Tensor], ...] = ()
+    asks_for_history: bool = False
+    written: frozenset[str] = frozenset()
 
     @property
     def checks(self) -> int:
@@ -175,13 +179,22 @@ def _traced(
             raise CaptureError(f"{refused} {step.difference}.")
         files = {node.meta.get("origin", Origin()).source.rpartition(":")[0] for node in module.graph.nodes}
         step.hooks.warn(module.graph)
+        memory = {storage_root(x) for node in call_nodes(module.graph) for x in overwritten(node)}
+        leaves = zip(module.graph.find_nodes(op="placeholder"), given, strict=True)
+        written = {x.input.name for node, x in leaves if x.input.kind is Kind.BATCH and node in memory}
         with compat.plain_kernels(), compat.modules_without_code(), mode:
             module = functionalize(module, values)
         frozen = {r.name for r in step.registered if not r.tensor.requires_grad}
         held = (getattr(module, node.target) for node in module.graph.find_nodes(op="get_attr"))
         sources = tuple(map(weakref.ref, held))
         cleaned = clean(module, [x.input for x in given], step.layout, frozen)
-        captured = Captured(*cleaned, own_hooks=tuple(sorted(after - before)), sources=sources)
+        captured = Captured(
+            *cleaned,
+            own_hooks=tuple(sorted(after - before)),
+            sources=sources,
+            asks_for_history=step.asks_for_history,
+            written=frozenset(written),
+        )
         _check_written(captured.graph, step.registered, replaced)
         watch.warn_of_changes(step.difference, files)  # last: an error says more than they
     return captured

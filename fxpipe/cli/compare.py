@@ -21,7 +21,7 @@ from fxpipe.schedule.placement import PLACEMENTS
 from fxpipe.schedule.search.fastest import AUTO
 from fxpipe.schedule.simulation.steps import simulate_steps
 from fxpipe.schedule.simulation.timeline import Timeline
-from fxpipe.schedule.units import bubble_text
+from fxpipe.schedule.units import bubble_text, number_of
 from fxpipe.viz.frontier_picture import Point, frontier, frontier_svg
 from fxpipe.viz.terminal import terminal
 
@@ -73,7 +73,8 @@ def _compare(options: argparse.Namespace) -> None:
     ]
     if not points:
         raise FxpipeError(f"no schedule is possible: {outcomes[AUTO]}")
-    sizes = f"{source.ranks} ranks, {source.microbatches} microbatches; {source.note}"
+    sizes = f"{number_of(source.ranks, 'rank')}, {number_of(source.microbatches, 'microbatch')}"
+    sizes += f"; {source.note}"
     if options.draw is not None:
         bubble = f"{shown} bubble"
         write_picture(options.draw, frontier_svg(points, sizes, bubble, source.units))

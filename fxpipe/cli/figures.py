@@ -16,7 +16,7 @@ from fxpipe.schedule.ops import VALIDATIONS
 from fxpipe.schedule.placement import stages_of
 from fxpipe.schedule.simulation.steps import steady_state
 from fxpipe.schedule.simulation.timeline import Timeline
-from fxpipe.schedule.units import Units, bubble_text
+from fxpipe.schedule.units import Units, bubble_text, number_of
 from fxpipe.viz.gap import bound_within, gap_texts
 from fxpipe.viz.seam_marks import many_steps
 from fxpipe.viz.terminal import ROWS, terminal, timeline_text
@@ -87,7 +87,8 @@ def print_timeline(
     """``moved``: what was offloaded, and the timeline before that.  ``limits``: of each rank, if any."""
     schedule, units = timeline.schedule, source.units
     stages = "" if schedule.stages == schedule.ranks else f", {schedule.stages} stages"
-    what = f"{schedule.name}: {schedule.ranks} ranks{stages}, {schedule.microbatches} microbatches"
+    ranks, microbatches = number_of(schedule.ranks, "rank"), number_of(schedule.microbatches, "microbatch")
+    what = f"{schedule.name}: {ranks}{stages}, {microbatches}"
     console.print(terminal(f"{what}; {source.note}"), soft_wrap=True)
     colored = console.color_system is not None and not console.no_color  # NO_COLOR keeps the system
     console.print(timeline_text(timeline, console.width, colored))

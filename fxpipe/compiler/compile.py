@@ -39,6 +39,7 @@ from fxpipe.ir.resized import ResizedTraces
 from fxpipe.plan.artifact import Artifact, Plan
 from fxpipe.plan.dtensors import mesh_of
 from fxpipe.plan.meshes import Mesh, TriedMesh
+from fxpipe.runtime.program.batch import batch_leaves, check_unshared
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,6 +71,7 @@ def capture_step(given: Compilation, phase: Phases) -> CapturedStep:
     with phase("capture"):
         lengths = None if options.dimensions is None else named_lengths(example, options.dimensions)
         captured = capture_lanes(model, lambda: traced(given))
+        check_unshared(dict(batch_leaves(example)), captured.written, options.microbatches)
         check_lanes(options, captured.lanes)
         warn_of_float16(captured.graph)
         resized = None

@@ -24,13 +24,19 @@ SHARDS: tuple[Shard, ...] = ("optimizer", "gradients", "parameters")
 
 @dataclass(frozen=True)
 class Leaf:
-    """One leaf of the example microbatch.  ``shape`` and ``dtype`` for a tensor, else ``value`` as text."""
+    """One leaf of the example microbatch.  ``shape`` and ``dtype`` for a tensor, else ``value`` as text.
+
+    ``requires_grad``: of the example's tensor, if the forward asks for it.  ``written``: whether the forward
+    writes to its memory.
+    """
 
     name: str
     shape: Shape | None
     stride: tuple[Size, ...]
     dtype: str
     value: str
+    requires_grad: bool | None = None
+    written: bool = False
 
 
 @dataclass(frozen=True)

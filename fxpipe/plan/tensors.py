@@ -63,6 +63,20 @@ def _overlaps(tensor: torch.Tensor) -> bool:
     return any(s != math.prod(sizes[:i]) for i, (s, _) in enumerate(dims))
 
 
+def share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether an element of one tensor is one of the other, too; of other sizes, whether it may be."""
+    begin, size = min(a.data_ptr(), b.data_ptr()), a.element_size()
+    ends = [x.data_ptr() + storage_bytes(x) for x in (a, b)]
+    if a.is_meta or a.device != b.device or max(a.data_ptr(), b.data_ptr()) >= min(ends):
+        return False
+    if b.element_size() != size or (a.data_ptr() - b.data_ptr()) % size:
+        return True
+    memory = torch.zeros((max(ends) - begin) // size, dtype=torch.bool, device="cpu")
+    first, second = (memory.as_strided(x.shape, x.stride(), (x.data_ptr() - begin) // size) for x in (a, b))
+    first.fill_(True)
+    return bool(second.any())
+
+
 def gradient_dtype(parameter: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
     """The dtype in which a parameter's gradient is accumulated: the one that was asked for, if the
     parameter's has fewer bits (a complex parameter's gets its parts in that dtype)."""

@@ -25,6 +25,9 @@ from fxpipe.training.same_batch import SAME_OPTIONS
 from fxpipe.training.undo import check_undoable
 from fxpipe.training.updates import Updates
 
+#: The options that ``Pipeline.optimizer`` takes by itself.
+_OWN = ("groups", "clip_grad_norm", "norm_type", "skip_nonfinite", "master_weights", "validation")
+
 
 def make_optimizer(
     state: ModelState,
@@ -132,9 +135,8 @@ def _check_options(cls: Callable[..., Optimizer], options: Mapping[str, Any], gr
     own = {name for group in mappings for name in group.keys() - {"params"} - known.keys()}
     in_groups = {name for name in own if suggested(name, names)}
     for name in (options.keys() - known.keys()) | in_groups:
-        raise OptionError(
-            f"{_name(cls)} has no option {name!r}.{suggested(name, names)} It has {', '.join(names)}."
-        )
+        meant = suggested(name, (*names, *_OWN))
+        raise OptionError(f"{_name(cls)} has no option {name!r}.{meant} It has {', '.join(names)}.")
 
 
 def _name(cls: Callable[..., Optimizer]) -> str:
@@ -187,8 +189,8 @@ def check_separable(
     """
     name = _name(cls)
     generator = torch.Generator().manual_seed(0)
-    start = torch.randn(8, 8, generator=generator).to(device)
-    grads = [torch.randn(8, 8, generator=generator).to(device) for _ in range(3)]
+    start = torch.randn(8, 8, generator=generator, device="cpu").to(device)
+    grads = [torch.randn(8, 8, generator=generator, device="cpu").to(device) for _ in range(3)]
     options = {**options, "lr": 0.1} if "lr" in options else options  # 0 would hide every difference
 
     def updated(dim: int, parts: int, optimizers: int) -> torch.Tensor:

@@ -180,12 +180,12 @@ class PipelineOptimizer(Optimizer):
     def _begin(self, ranks: Ranks) -> None:
         """Begin to tell all ranks of the gradients of this one; update at once if that is likely to stand."""
         number, now = self._number().cpu(), time.perf_counter()
-        seconds, self._begun = torch.tensor(now - self._begun, dtype=torch.float64), now
+        seconds, self._begun = number.new_tensor(now - self._begun), now
         goes_ahead = self._pace.goes_ahead() and self._is_likely(number, ranks.world_rank)
         # A hook reads what the update gives, and runs once.
         goes_ahead = goes_ahead and not (has_step_hooks(self) or has_step_hooks(self.optimizer))
         numbers = torch.stack([number, seconds])
-        words = torch.cat([numbers.view(torch.int64), torch.tensor([goes_ahead])])
+        words = torch.cat([numbers.view(torch.int64), torch.tensor([goes_ahead], device="cpu")])
         gathered = ranks.begin_gather(words, "optimizer.step")
         updated, parameters = self._updated(), self._parameters()
         self._ahead = ahead = Ahead(gathered, None, [p.grad for p in parameters])

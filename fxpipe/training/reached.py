@@ -13,7 +13,9 @@ import sys
 import types
 from collections import deque
 from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, field
+from itertools import chain, count
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -84,15 +86,15 @@ class Reached:
             return
         self._seen.add(id(thing))
         if isinstance(thing, types.FunctionType):
-            path, is_far = name_and_line(thing), False
+            path, is_far = self._free(name_and_line(thing)), False
             self._read_names(thing)
-        else:
+        elif not isinstance(thing, torch.Tensor):
             for cls in type(thing).__mro__:
                 self._visit_class(cls)
         contents = own(thing)
         if contents or not isinstance(thing, types.FunctionType):
             self.owners[path] = thing
-        is_far = is_far and not isinstance(thing, CONTAINERS)
+        is_far = is_far and not isinstance(thing, (*CONTAINERS, ContextVar))
         if is_far:
             self.far.add(path)
         is_module = isinstance(thing, nn.Module)
@@ -100,6 +102,14 @@ class Reached:
             if not (is_module and name in OF_MODULES):
                 entry = _Found(joined(path, name), x, not is_module)
                 self._wait(str(name), entry) if is_far else self._follow(entry)
+        for name, x in thing._parameters.items() if is_module else ():
+            for attribute in () if x is None else vars(x):
+                self._wait(attribute, _Found(joined(path, name), x, True))
+
+    def _free(self, path: str) -> str:
+        """The path, with a number where another function of the same line has it."""
+        numbers = (f"{path} #{number}" for number in count(2))
+        return next(x for x in chain([path], numbers) if x not in self.owners)
 
     def _follow(self, found: _Found) -> None:
         path, x, is_far = found
@@ -136,8 +146,9 @@ class Reached:
     def _read_names(self, function: types.FunctionType) -> None:
         names = names_in(function.__code__)
         self.sets |= names.stored | names.rebound
-        self.reads |= names.attributes | names.texts
-        for name in (names.attributes | names.texts) & self._waiting.keys():
+        read = names.attributes | names.texts | names.globals | {*function.__code__.co_freevars}
+        self.reads |= read
+        for name in read & self._waiting.keys():
             for found in self._waiting.pop(name):
                 self._follow(found)
 
@@ -151,8 +162,17 @@ def own(owner: Any) -> Mapping[Any, Any]:
             return dict(enumerate(owner))
         case types.FunctionType():
             return dict(_variables(owner))
+        case ContextVar():
+            return _value_of(owner)
         case _:
             return {**_slots(owner), **getattr(owner, "__dict__", {})}
+
+
+def _value_of(variable: ContextVar[Any]) -> dict[str, Any]:
+    try:
+        return {"value": variable.get()}
+    except LookupError:
+        return {}
 
 
 def has_attributes(x: Any) -> bool:
@@ -189,6 +209,8 @@ def _has_settings(x: Any, is_far: bool) -> bool:
     """Objects that are far away have some if their class is a user's."""
     if isinstance(x, CONTAINERS):
         return len(x) <= _MOST_ENTRIES and not is_plain(x)
+    if isinstance(x, ContextVar) or (isinstance(x, nn.Parameter) and vars(x)):
+        return True
     if isinstance(x, (nn.Module, torch.Tensor, type, np.ndarray, *PLAIN)):
         return False
     if is_far or isinstance(x, types.ModuleType):

@@ -44,8 +44,7 @@ class Traced:
         """
         self._own = frozenset(own)
         named = _named(parameters, model)
-        self._tied = {name for names in _names_of_each(model) if len(names) > 1 for name in names}
-        self._first = {name: names[0] for names in _names_of_each(model) for name in names}
+        self._tied = [names for names in _names_of_each(model) if len(names) > 1]
         self._trained = {name: p.requires_grad for name, p in named.items()}
         self._registered = hooks_registered()
         self._forward, self._backward = _hooks(named, model, self._own)
@@ -74,7 +73,7 @@ class Traced:
                     f"requires_grad of the parameter {name} is now {not before}, and the program, compiled "
                     f"when it was {before}, {does}. Compile the model again."
                 )
-        if self._tied:
+        if model is not None:
             self._check_tied(model)
         if self._settings is not None and model is not None:
             self._check_settings(self._settings, model, trains)
@@ -97,13 +96,13 @@ class Traced:
                     )  # an eager forward of the model may have registered them
         self._registered, (self._forward, self._backward) = registered, hooks
 
-    def _check_tied(self, model: nn.Module | None) -> None:
+    def _check_tied(self, model: nn.Module) -> None:
         """Raise RunError where one parameter under several names is another one under some of them now."""
-        for names in _names_of_each(model):
-            for name in self._tied.intersection(names):
-                if self._first[name] not in names:
+        for first, *others in self._tied:
+            for name in others:
+                if _parameter(model, name) is not _parameter(model, first):
                     raise RunError(
-                        f"The parameter {name} was {self._first[name]} too when the model was compiled, "
+                        f"The parameter {name} was {first} too when the model was compiled, "
                         "and is another one now, which the program does not read. Compile the model again, "
                         "or undo the change."
                     )
@@ -122,6 +121,15 @@ class Traced:
 
 def _named(parameters: Mapping[str, torch.Tensor], model: nn.Module | None) -> dict[str, torch.Tensor]:
     return ({} if model is None else dict(model.named_parameters())) | dict(parameters)
+
+
+def _parameter(model: nn.Module, name: str) -> Any:
+    """None if the model has none of this name."""
+    path, _, own = name.rpartition(".")
+    try:
+        return getattr(model.get_submodule(path), own, None)
+    except AttributeError:
+        return None
 
 
 def _names_of_each(model: nn.Module | None) -> list[list[str]]:

@@ -93,8 +93,8 @@ def check_undoable(make: Callable[[list[Parameter]], Optimizer], name: str, devi
     name: of its class.
     """
     generator = torch.Generator().manual_seed(0)
-    start = torch.randn(4, 4, generator=generator)
-    grads = [torch.randn(4, 4, generator=generator) for _ in range(_TRIAL)]
+    start = torch.randn(4, 4, generator=generator, device="cpu")
+    grads = [torch.randn(4, 4, generator=generator, device="cpu") for _ in range(_TRIAL)]
     tables = [Parameter(start.to(device, copy=True)) for _ in range(2)]
     optimizers = [make([table]) for table in tables]
     outside: set[str] = set()

@@ -16,7 +16,7 @@ from fxpipe.schedule.offload.transfers import offload_bytes
 from fxpipe.schedule.ops import Direction
 from fxpipe.schedule.simulation.simulator import simulate
 from fxpipe.schedule.tried import Tried
-from fxpipe.schedule.units import bubble_text, bytes_text, seconds_text, units_of
+from fxpipe.schedule.units import bubble_text, bytes_text, number_of, seconds_text, units_of
 from fxpipe.viz.gap import gap_texts
 from fxpipe.viz.seam_marks import NAME, many_steps
 from fxpipe.viz.summary import memory_rows
@@ -54,7 +54,8 @@ def explain(plan: Plan, console: Console) -> None:
 
 def _reason(plan: Plan) -> str:
     step = seconds_text(plan.prediction.seconds)
-    what = f"{plan.model} on {plan.ranks} ranks, {plan.step.microbatches} microbatches: {plan.schedule}"
+    size = f"{number_of(plan.ranks, 'rank')}, {number_of(plan.step.microbatches, 'microbatch')}"
+    what = f"{plan.model} on {size}: {plan.schedule}"
     if not plan.tried:
         return f"{what}, as it was asked for; a step is simulated to take {step}{_moved(plan)}."
     best, *others = _sorted(plan.tried)

@@ -18,7 +18,7 @@ from fxpipe.ir.graph import Section
 from fxpipe.plan.artifact import Plan
 from fxpipe.schedule.simulation.steps import Steps
 from fxpipe.schedule.simulation.timeline import Timeline
-from fxpipe.schedule.units import bytes_text, seconds_text
+from fxpipe.schedule.units import bytes_text, number_of, seconds_text
 from fxpipe.viz.boxes import collapse
 from fxpipe.viz.graph_picture import graph_picture
 from fxpipe.viz.render import render
@@ -58,8 +58,8 @@ def draw(
 def _title(plan: Plan) -> tuple[str, ...]:
     return (
         f"{plan.model}: one microbatch of a training step",
-        f"schedule {plan.schedule}, {plan.ranks} ranks, {len(plan.stages)} stages, "
-        f"{plan.step.microbatches} microbatches",
+        f"schedule {plan.schedule}, {number_of(plan.ranks, 'rank')}, "
+        f"{number_of(len(plan.stages), 'stage')}, {number_of(plan.step.microbatches, 'microbatch')}",
     )
 
 

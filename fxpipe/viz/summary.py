@@ -9,17 +9,17 @@ from fxpipe.errors import printable
 from fxpipe.plan.artifact import Plan
 from fxpipe.plan.memory import RankMemory, rank_memory
 from fxpipe.schedule.costs import StageCost
-from fxpipe.schedule.units import bubble_text, bytes_text, seconds_text, units_of
+from fxpipe.schedule.units import bubble_text, bytes_text, number_of, seconds_text, units_of
 
 
 def summary(plan: Plan) -> list[str]:
     """At most seven lines: the decisions, the prediction, the memory of the ranks."""
     found, step = plan.prediction, plan.step
     replicas = f", {plan.replicas} replicas" if plan.replicas > 1 else ""
-    stages = f"{len(plan.stages)} stages" if len(plan.stages) != 1 else "one stage"
+    ranks, stages = number_of(plan.ranks, "rank"), number_of(len(plan.stages), "stage")
+    microbatches = number_of(step.microbatches, "microbatch")
     lines = [
-        f"{plan.model} on {plan.ranks} ranks{replicas}: {stages}, {step.microbatches} microbatches, schedule "
-        f"{plan.schedule}",
+        f"{plan.model} on {ranks}{replicas}: {stages}, {microbatches}, schedule {plan.schedule}",
         f"predicted: step {seconds_text(found.seconds)}, span bubble {bubble_text(found.span_bubble)}"
         + (f", costs of {plan.device}" if plan.device else ""),
     ]

@@ -9,7 +9,7 @@ from fxpipe.errors import printable
 from fxpipe.schedule.ops import Direction, Op, Phase
 from fxpipe.schedule.simulation.steps import Step, Steps
 from fxpipe.schedule.simulation.timeline import ExchangeSpan, Span, Timeline, TransferSpan
-from fxpipe.schedule.units import PHYSICAL, Units, bubble_text, ticks
+from fxpipe.schedule.units import PHYSICAL, Units, bubble_text, number_of, ticks
 from fxpipe.viz import seam_marks
 from fxpipe.viz.palette import EXCHANGED, OFFLOADED, PHASES, tint
 from fxpipe.viz.roles import MEANING, Role, color, role
@@ -105,7 +105,8 @@ def _head(svg: ET.Element, timeline: Timeline, steps: Steps | None, title: str, 
         svg,
         12,
         22,
-        f"{title}: {schedule.name}, {schedule.ranks} ranks{stages}, {schedule.microbatches} microbatches",
+        f"{title}: {schedule.name}, {number_of(schedule.ranks, 'rank')}{stages}, "
+        f"{number_of(schedule.microbatches, 'microbatch')}",
         style="font-size:15px;font-weight:bold",
     )
     peak = f"peak memory {units.memory(peaks[fullest])} (rank {fullest})"

@@ -8,6 +8,8 @@ import random
 import types
 import warnings
 import weakref
+from contextvars import ContextVar
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ from torch import nn
 from zoo import relative_error, too_far
 
 import fxpipe
+from fxpipe.training.reached import Reached
 from fxpipe.training.settings import Settings
 
 WIDTH = 8
@@ -119,7 +122,7 @@ def test_what_is_switched_on_around_a_step(ranks):
     model.load_state_dict(before, strict=False)
     torch.set_default_dtype(torch.float64)
     try:
-        with torch.autocast("cpu", dtype=torch.bfloat16), torch.inference_mode():
+        with torch.autocast("cpu", dtype=torch.bfloat16), torch.inference_mode(), torch.device("meta"):
             found = run((batch,))
     finally:
         torch.set_default_dtype(torch.float32)
@@ -149,6 +152,40 @@ class WithMore(Chain):
 def test_a_batch_that_cannot_be_looked_into(leaf):
     with pytest.raises(fxpipe.BatchError, match=r"'1' is a .*, which fxpipe cannot look into"):
         fxpipe.compile(WithMore(), (torch.ones(2, WIDTH), leaf), ranks=2, microbatches=3, schedule="gpipe")
+
+
+class Writing(nn.Module):
+    """Decides by the history of its input, and writes to the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x, y, t):
+        h = self.linear(x)
+        y.mul_(2)
+        t.add_(1)
+        return ((h * 3 if x.requires_grad else h) + y).square().mean() * t.mean()
+
+
+def test_leaves_that_a_forward_asks_or_writes_to():
+    model, x, y, t = Writing(), torch.randn(6, WIDTH), torch.randn(4, WIDTH), torch.ones(4)
+    options = {"ranks": 1, "microbatches": 2, "schedule": "1f1b", "check": False}
+    with pytest.raises(
+        fxpipe.BatchError, match=r"leaf '1', which shares memory with the leaf '0'\. A program"
+    ):
+        fxpipe.compile(model, (x[:2], x[1:3], t[:2]), **options)
+    with pytest.raises(fxpipe.BatchError, match="leaf '2', which has no dimensions"):
+        fxpipe.compile(model, (x[:2], y[:2], t[0]), **options)
+    pipe = fxpipe.compile(model, (x[:2], y[:2], t[:2]), **options)
+    columns = torch.stack([x[:4], y], 2)
+    x, y = columns[..., 0], columns[..., 1]  # they lie in turns
+    loss = pipe.run_local((x, y, t)).loss
+    assert relative_error(loss, model(x, y.clone(), t.clone())) <= 1e-6
+    with pytest.raises(fxpipe.BatchError, match="leaf '1', which shares memory with the leaf '0'"):
+        pipe.run_local((x, x[:], t))
+    with pytest.raises(fxpipe.BatchError, match="requires_grad of '0' is True and was False in the example"):
+        pipe.run_local((x.clone().requires_grad_(), y, t))
 
 
 class Overwritten(nn.Module):
@@ -211,6 +248,10 @@ def other(*args):
     return args[-1]
 
 
+class Derived(Mixer):
+    """Has no method of its own."""
+
+
 class Doubled(nn.Linear):
     pass
 
@@ -245,6 +286,7 @@ CODE = {
         other,
     ),
     r"Mixer.forward was .*Mixer.forward .* is .*other": lambda m: (Mixer, "forward", other),
+    r"test_follows_model.Derived.forward was None .* and is .*other": lambda m: (Derived, "forward", other),
     r"Linear.forward was torch.*Linear.forward": lambda m: (nn.Linear, "forward", other),
     r"last was torch.nn.modules.linear.Linear .* and is .*Doubled": lambda m: (
         m,
@@ -258,7 +300,7 @@ CODE = {
 
 @pytest.fixture(scope="module")
 def mixer():
-    model = Mixer()
+    model = Derived()
     options = {"ranks": 1, "microbatches": 2, "schedule": "1f1b", "check": False}
     return model, lambda: fxpipe.compile(model, (torch.ones(2, WIDTH),), **options)
 
@@ -311,20 +353,31 @@ class Reader(nn.Module):
         super().__init__()
         self.linear, self.drop = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.0)
         self.config, self.slots, self.rng = Config(norm=Config()), Slots(), random.Random(1)
+        self.linear.weight.scale = 1.0
+        self.register_buffer("mask", None)
         self.tuples, self.names, self.number = ((1.0, 2.0), [3.0]), {"a"}, np.int64(2)
         self.table, self.array = torch.ones(WIDTH), np.ones(WIDTH, "float32")
 
     def forward(self, x):
-        x = self.drop(self.linear(x)) * self.config.norm.scale * self.slots.scale * self.tuples[0][0]
+        x = (
+            self.drop(self.linear(x))
+            * self.linear.weight.scale
+            * self.config.norm.scale
+            * self.slots.scale
+            * self.tuples[0][0]
+        )
         x = x * len(self.names) * int(self.number) * self.table * torch.as_tensor(self.array)
+        x = x if self.mask is None else x * self.mask
         return x * self.extra if hasattr(self, "extra") else x
 
 
 def loss_of(model):
     """A loss function that reads a variable, a module and a table; and changes, each with its message."""
     weight, crit, table = 1.0, nn.HuberLoss(), {"w": torch.ones(WIDTH)}
+    acts, power = [torch.square], ContextVar("power", default=1.0)
 
     def loss(output, microbatch):
+        output = acts[0](output) ** power.get()
         return crit(output, microbatch[0]) * weight * FACTOR["of"]["loss"] * table["w"].mean()
 
     def reweigh():
@@ -335,14 +388,19 @@ def loss_of(model):
         r"weight in loss \(test_follows_model.py:\d+\) was 1.0 .* and is 3.0": reweigh,
         r"crit.delta was 1.0 .* and is 0.5": lambda: setattr(crit, "delta", 0.5),
         r"table.w has other values": lambda: table.update(w=torch.zeros(WIDTH)),
+        r"acts.0 was torch.*square when .* is torch.*abs": lambda: acts.__setitem__(0, torch.abs),
+        r"acts.1 was None .* and is torch.*abs": lambda: acts.append(torch.abs),
+        r"power.value was 1.0 .* and is 2.0": lambda: power.set(2.0),
         r"FACTOR.of.loss was 1.0 .* and is 2.0": lambda: FACTOR["of"].update(loss=2.0),
         r"config.norm.scale was 1.0 .* and is 2.0": lambda: setattr(model.config.norm, "scale", 2.0),
         r"slots.scale was 1.0 .* and is 2.0": lambda: setattr(model.slots, "scale", 2.0),
+        r"linear.weight.scale was 1.0 .* and is 2.0": lambda: setattr(model.linear.weight, "scale", 2.0),
         r"tuples.0 was \(1.0, 2.0\)": lambda: setattr(model, "tuples", ((5.0, 2.0), [3.0])),
         r"names was frozenset": lambda: model.names.add("b"),
         r"number was .*2.* and is .*3": lambda: setattr(model, "number", np.int64(3)),
         r"model's table has other values": lambda: model.table.fill_(2.0),
         r"model's array has other values": lambda: model.array.fill(2.0),
+        r"mask was None .* is 'a buffer'": lambda: setattr(model, "mask", torch.ones(WIDTH)),
         r"extra was None": lambda: setattr(model, "extra", nn.Parameter(torch.ones(WIDTH))),
         r"training was True .* model.train\(\)": model.eval,
     }
@@ -429,3 +487,37 @@ def test_a_pipeline_does_not_keep_what_it_compares():
     (model, settings), _ = build(), gc.collect()
     assert model() is None
     assert settings.changes(Mixer())
+
+
+def test_only_other_objects_are_searched():
+    model = Mixer()
+    settings = Settings(model)
+    with mock.patch.object(Reached, "of", side_effect=AssertionError):
+        assert settings.changes(model) == []
+        model.power, model.config.scale, model.rates[1], model.seen = 3, 2.0, 0.5, 7
+        assert [change.name for change in settings.changes(model)] == ["config.scale", "power", "rates.1"]
+        assert settings.changes(model) == []
+        model.power, model.config.scale = 2, 3.0
+        assert [*map(str, settings.changes(model))] == [
+            "The model's config.scale was 1.0 when it was compiled, and is 3.0: programs run with 1.0."
+        ]
+    model.table = torch.ones(WIDTH)  # a constant of programs, as it were
+    settings = Settings(model, constants=[weakref.ref(model.table)])
+    address, others = id(model.table), []
+    del model.table
+    while len(others) < 100 and (not others or id(others[-1]) != address):
+        others.append(torch.zeros(WIDTH))
+    model.table = others[-1]
+    assert [change.name for change in settings.changes(model)] == ["table"]
+    model.config = Config(scale=4.0)
+    assert [change.now for change in settings.changes(model) if change.name == "config.scale"] == [4.0]
+    with mock.patch.object(Reached, "of", side_effect=AssertionError):
+        assert settings.changes(model) == []
+    model.activation = lambda x: x
+    settings, address = Settings(model), id(model.activation)
+    model.activation = None
+    others = []
+    while len(others) < 100 and (not others or id(others[-1]) != address):
+        others.append(lambda x: x + 1)
+    model.activation = others[-1]
+    assert [change.name for change in settings.changes(model)] == ["activation"]

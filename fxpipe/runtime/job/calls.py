@@ -23,7 +23,7 @@ class CallsDifferError(RunError):
 
 def with_call(call: str, words: torch.Tensor) -> torch.Tensor:
     """``words``, at most SPACE on the CPU, behind the text of a call, which is cut where it is too long."""
-    own = torch.zeros(CALL + SPACE, dtype=torch.int64)
+    own = torch.zeros(CALL + SPACE, dtype=torch.int64, device="cpu")
     text = call.encode(errors="backslashreplace")[: CALL * own.element_size()]
     own.view(torch.uint8)[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     own[CALL : CALL + len(words)] = words

@@ -46,7 +46,7 @@ class Collectives(Numbering):
         (size, short), *_ = self._exchange(own)
         if size <= _SHORT:
             return short
-        payload = torch.empty(size, dtype=torch.uint8)
+        payload = torch.empty(size, dtype=torch.uint8, device="cpu")
         if own:
             payload = torch.frombuffer(bytearray(own), dtype=torch.uint8)
         with self.watch.collective():
@@ -57,9 +57,9 @@ class Collectives(Numbering):
         """Give each rank its part; rank 0 has those of all ranks in order, and the others pass None."""
         if parts is None:
             with self.watch.collective():
-                size = torch.empty(1, dtype=torch.int64)
+                size = torch.empty(1, dtype=torch.int64, device="cpu")
                 dist.recv(size, 0, self.control)
-                received = torch.empty(int(size), dtype=torch.uint8)
+                received = torch.empty(int(size), dtype=torch.uint8, device="cpu")
                 if len(received):
                     dist.recv(received, 0, self.control)
             return received.numpy().tobytes()
@@ -69,7 +69,7 @@ class Collectives(Numbering):
                 own = part
                 continue
             with self.watch.collective():
-                dist.send(torch.tensor([len(part)]), rank, self.control)
+                dist.send(torch.tensor([len(part)], device="cpu"), rank, self.control)
                 if part:
                     dist.send(torch.frombuffer(bytearray(part), dtype=torch.uint8), rank, self.control)
         return own
@@ -94,7 +94,7 @@ class Collectives(Numbering):
         longest = max(size for size, _ in found)
         if longest <= _SHORT:
             return [short for _, short in found]
-        own = torch.zeros(longest, dtype=torch.uint8)
+        own = torch.zeros(longest, dtype=torch.uint8, device="cpu")
         own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else own[:0]
         padded = [torch.empty_like(own) for _ in range(self.world_size)]
         with self.watch.collective():
@@ -108,7 +108,7 @@ class Collectives(Numbering):
 
     def _exchange(self, data: bytes) -> list[tuple[int, bytes]]:
         """The number of bytes of every rank, and the bytes where they are short enough to come along."""
-        words = torch.zeros(SPACE, dtype=torch.int64)
+        words = torch.zeros(SPACE, dtype=torch.int64, device="cpu")
         words[0] = len(data)
         if 0 < len(data) <= _SHORT:
             words[1:].view(torch.uint8)[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
@@ -123,7 +123,7 @@ class Collectives(Numbering):
         ranks make, as text.
         """
         own = with_call(f"{call} of {self.of}" if self.of else call, words)
-        found = torch.empty((self.world_size, len(own)), dtype=own.dtype)
+        found = torch.empty((self.world_size, len(own)), dtype=own.dtype, device="cpu")
         work = dist.all_gather([*found], own, self.control, async_op=True)
 
         def compared() -> str | None:

@@ -45,5 +45,5 @@ def _sample(tensor: torch.Tensor) -> torch.Tensor:
 def _factors(length: int, device: torch.device) -> torch.Tensor:
     """Odd random numbers, the same on all ranks."""
     generator = torch.Generator().manual_seed(0)
-    drawn = torch.randint(-(2**63), 2**63 - 1, (length,), generator=generator)
+    drawn = torch.randint(-(2**63), 2**63 - 1, (length,), generator=generator, device="cpu")
     return (drawn | 1).to(device)

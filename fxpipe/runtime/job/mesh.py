@@ -31,7 +31,7 @@ def ranks_and_replicas(
     if not found.dim():  # the lanes of one rank alone
         raise OptionError(_refused(given, lanes))
     ranks, first = found.shape[-1], int(found.reshape(-1)[0])
-    wanted = first + lanes * torch.arange(found.numel()).view(found.shape)
+    wanted = first + lanes * torch.arange(found.numel(), device="cpu").view(found.shape)
     several = found.dim() == 2
     begins_well = (first if several else first % (ranks * lanes)) < lanes
     if found.dim() not in (1, 2) or not begins_well or not found.equal(wanted) or PIPELINE in names[:-1]:
@@ -45,7 +45,8 @@ def _of_one_lane(mesh: DeviceMesh, lanes: int) -> tuple[torch.Tensor, tuple[str,
     """The processes of a mesh, and the names of its dimensions, without that of the lanes."""
     processes, names = mesh.mesh, mesh.mesh_dim_names or ()
     begins = processes[..., :1]
-    if lanes > 1 and processes.equal(begins + torch.arange(lanes)) and not int(begins.reshape(-1)[0]) % lanes:
+    all_lanes = begins + torch.arange(lanes, device="cpu")
+    if lanes > 1 and processes.equal(all_lanes) and not int(begins.reshape(-1)[0]) % lanes:
         return processes[..., 0], names[:-1]
     return processes, names
 

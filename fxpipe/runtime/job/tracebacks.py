@@ -7,6 +7,7 @@ lines of the user's code that matter.
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 import sys
 from collections.abc import Callable
@@ -15,7 +16,8 @@ from pathlib import Path
 from types import FunctionType, TracebackType
 from typing import ParamSpec, TypeVar
 
-from fxpipe.errors import FxpipeError, VerifyError
+from fxpipe.errors import FxpipeError, OptionError, VerifyError, suggested
+from fxpipe.runtime.functions import code_of
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -26,11 +28,20 @@ WHOLE = "FXPIPE_TRACEBACKS"
 
 
 def brief(function: Callable[P, T]) -> Callable[P, T]:
-    """Errors of fxpipe, and Ctrl-C, leave the function with the frames of the user's code alone."""
+    """Errors of fxpipe, and Ctrl-C, leave the function with the frames of the user's code alone.
+
+    So does that for an option that it does not have.
+    """
+    code = code_of(function)
+    takes_any = code.co_flags & inspect.CO_VARKEYWORDS
+    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
 
     @functools.wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> T:
         try:
+            for name in kwargs.keys() - names if kwargs and not takes_any else ():
+                called_as = function.__qualname__.removesuffix(".__init__")
+                raise OptionError(f"{called_as} has no option {name!r}.{suggested(name, names)}")
             return function(*args, **kwargs)
         except (FxpipeError, KeyboardInterrupt) as error:
             if os.environ.get(WHOLE) or isinstance(error, VerifyError):  # a bug of fxpipe
@@ -42,9 +53,9 @@ def brief(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def brief_methods(cls: type[T]) -> type[T]:
-    """The same class, with ``brief`` public methods."""
+    """The same class, with ``brief`` public methods and constructor."""
     for name, method in list(vars(cls).items()):
-        if isinstance(method, FunctionType) and not name.startswith("_"):
+        if isinstance(method, FunctionType) and (name == "__init__" or not name.startswith("_")):
             setattr(cls, name, brief(method))
     return cls
 

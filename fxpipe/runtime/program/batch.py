@@ -13,7 +13,7 @@ import torch
 
 from fxpipe.errors import BatchError
 from fxpipe.plan.step import BatchSpec, Leaf
-from fxpipe.plan.tensors import in_strides, is_dense
+from fxpipe.plan.tensors import in_strides, is_dense, share_memory
 from fxpipe.runtime.torch_private import pytree
 
 #: Types whose values are determined by their ``repr``.
@@ -23,13 +23,18 @@ _PLAIN = (
 )  # fmt: skip
 
 
-def batch_spec(example: Any) -> BatchSpec:
-    """The description of an example microbatch."""
+def batch_spec(example: Any, asks_for_history: bool = False, written: Collection[str] = ()) -> BatchSpec:
+    """The description of an example microbatch.
+
+    asks_for_history: whether the forward decides by ``requires_grad``.  written: the leaves it writes to.
+    """
     leaves = []
     for name, leaf in batch_leaves(example):
         if isinstance(leaf, torch.Tensor):
             dense = leaf if is_dense(leaf) else leaf.contiguous()
-            leaves.append(Leaf(name, tuple(leaf.shape), dense.stride(), str(leaf.dtype), ""))
+            history = leaf.requires_grad if asks_for_history else None
+            shape, stride = tuple(leaf.shape), dense.stride()
+            leaves.append(Leaf(name, shape, stride, str(leaf.dtype), "", history, name in written))
         else:
             leaves.append(Leaf(name, None, (), "", repr(leaf)))
     return BatchSpec(tuple(leaves))
@@ -50,6 +55,7 @@ def microbatches_of(
             f"The batch has {_names(given)}, but the pipeline was compiled for {_names(known)}, of which "
             f"this rank needs {_names(needed)}."
         )
+    check_unshared(given, {leaf.name for leaf in spec.leaves if leaf.written}, microbatches)
     cut: list[dict[str, torch.Tensor]] = [{} for _ in range(microbatches)]
     for leaf in spec.leaves:
         if leaf.name not in given:
@@ -72,6 +78,24 @@ def microbatches_of(
     return cut
 
 
+def check_unshared(given: Mapping[str, Any], written: Collection[str], microbatches: int) -> None:
+    """Raise BatchError where the forward writes to memory that it reads as another leaf, or in another
+    microbatch: a program gives each its own."""
+    tensors = {name: x for name, x in given.items() if isinstance(x, torch.Tensor)}
+    for name in sorted(tensors.keys() & written):
+        own, problem = tensors[name], ""
+        others = [other for other, x in tensors.items() if other != name and share_memory(own, x)]
+        if others:
+            problem = f"shares memory with the leaf {others[0]!r}"
+        elif not own.dim() and microbatches > 1:
+            problem = "has no dimensions, so that all microbatches have the same"
+        if problem:
+            raise BatchError(
+                f"The forward writes in place to the leaf {name!r}, which {problem}. A program would "
+                "write to a copy: take one in the forward (.clone()), or in the batch."
+            )
+
+
 def rows_of_replica(spec: BatchSpec, batch: Any, microbatches: int, replica: int, replicas: int) -> Any:
     """The rows that a replica takes of the batch of all replicas.
 
@@ -83,7 +107,8 @@ def rows_of_replica(spec: BatchSpec, batch: Any, microbatches: int, replica: int
     own = whole[replica * microbatches : (replica + 1) * microbatches]
     kinds = {leaf.name: leaf.shape for leaf in spec.leaves}
     found = [
-        torch.cat([one[name] for one in own]) if kinds[name] else value for name, value in batch_leaves(batch)
+        torch.cat([one[name] for one in own]).requires_grad_(value.requires_grad) if kinds[name] else value
+        for name, value in batch_leaves(batch)
     ]
     return pytree.tree_unflatten(found, pytree.tree_flatten(batch)[1])
 
@@ -139,6 +164,12 @@ def _check(leaf: Leaf, value: Any, microbatches: int) -> None:
         raise BatchError(f"{leaf.name!r} is a tensor {kind}. Give a dense tensor with values.")
     if str(value.dtype) != leaf.dtype:
         raise BatchError(f"{leaf.name!r} has dtype {value.dtype}; the example has {leaf.dtype}.")
+    if leaf.requires_grad not in (None, value.requires_grad):
+        raise BatchError(
+            f"requires_grad of {leaf.name!r} is {value.requires_grad} and was {leaf.requires_grad} in the "
+            f"example, and the forward asks for it: give x.requires_grad_({leaf.requires_grad}), or compile "
+            "again with such an example."
+        )
     if not leaf.shape:
         if value.shape:
             raise BatchError(f"{leaf.name!r} has shape {tuple(value.shape)}; the example has a 0-d tensor.")

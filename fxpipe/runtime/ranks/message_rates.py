@@ -36,10 +36,10 @@ def message_rates(process: Process, device: torch.device) -> MessageRates:
     group = process.control if backend == "gloo" else dist.new_group(backend=backend)
     assert group is not None
     pair = _Pair(device, peer, process.world_rank < peer, group, backend == "gloo")
-    own = torch.zeros(3, dtype=torch.float64)
+    own = torch.zeros(3, dtype=torch.float64, device="cpu")
     if peer < process.world_size:
         small, large = pair.seconds(SMALL, RUNS), pair.seconds(LARGE, LARGE_RUNS)
-        own = torch.tensor([small, max(large - small, 1e-9), pair.posting()], dtype=torch.float64)
+        own = own.new_tensor([small, max(large - small, 1e-9), pair.posting()])
     dist.all_reduce(own, dist.ReduceOp.MAX, process.control)
     latency, further, posting = own.tolist()
     return MessageRates(latency, 4 * (LARGE - SMALL) / further, posting)

@@ -157,7 +157,7 @@ def read(stored: Mapping[str, Stored], wanted: Sequence[tuple[str, Spans]]) -> l
         entry = stored[name]
         own = slices_of(entry.shape, spans)
         begin, end = [s.start for s in own], [s.stop for s in own]
-        target = torch.empty([s.stop - s.start for s in own], dtype=entry.dtype)
+        target = torch.empty([s.stop - s.start for s in own], dtype=entry.dtype, device="cpu")
         found.append(target)
         for chunk in entry.chunks:
             common = chunk.common(begin, end)
