@@ -101,7 +101,6 @@ def _head(plan: Plan, timeline: Timeline) -> dict[str, Any]:
         "lanes": plan.lanes.number,
         "seconds": timeline.seconds,
         "span_bubble": timeline.span_bubble,
-        "makespan_bubble": timeline.makespan_bubble,
         "peak_memory": list(timeline.peak_memory),
         "bounds": f"{plan.schedule}: {'; '.join(gap_texts(timeline, limits, units))}",
         "memory": max((own.peak, rank) for rank, own in enumerate(memory)),
