@@ -200,6 +200,9 @@ def resumable():
 def divided(replica, replicas):
     return [*plain()][replica::replicas]
 
+def failing():
+    return {}['rows']
+
 def nothing():
     return []
 
@@ -388,7 +391,7 @@ def test_evaluation_on_the_way(data, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("loaders:missing", "no function loaders:missing"),
+        ("loaders:plane", "no function loaders:plane. Did you mean 'plain'?"),
         ("nowhere:plain", "no function nowhere:plain"),
         ("loaders:number", "gives a int"),
         ("loaders:nothing", "gives no batches"),
@@ -402,6 +405,15 @@ def test_evaluation_on_the_way(data, tmp_path, capsys):
 )
 def test_loaders_that_are_refused(alone, capsys, given, message):
     assert message in refusal(capsys, "run", alone, "--data", given, "--steps", 1)
+
+
+def test_a_loader_that_fails(alone, capsys):
+    """Its own lines alone, and the error last."""
+    assert main(["run", str(alone), "--data", "loaders:failing", "--steps", "1"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "fxpipe: error: loaders:failing failed:"
+    assert lines[1].endswith("in failing")
+    assert lines[-1] == "KeyError: 'rows'"
 
 
 def test_a_loader_without_a_number_of_steps(alone, capsys):
