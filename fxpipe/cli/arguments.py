@@ -10,13 +10,14 @@ from math import isfinite
 from pathlib import Path
 from typing import NoReturn
 
+from fxpipe.errors import FxpipeError
 from fxpipe.units import parse_bytes
 
 
 class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """Exit with a one-line message, without the usage."""
-        self.exit(2, f"{self.prog}: error: {message}\n")
+        """Without the usage."""
+        raise FxpipeError(f"{message}. See {self.prog} --help")
 
 
 def positive_int(text: str) -> int:

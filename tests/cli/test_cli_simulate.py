@@ -214,10 +214,7 @@ def test_what_is_missing_is_named(capsys):
     ],
 )
 def test_bad_input_gets_one_line(capsys, changes, message):
-    try:
-        code = main(arguments(**changes))
-    except SystemExit as end:
-        code = end.code
+    code = main(arguments(**changes))
     captured = capsys.readouterr()
     assert code == 2
     assert captured.out == ""
