@@ -160,7 +160,9 @@ def _differences(timeline: Timeline, measured: Sequence[Sequence[Span]]) -> list
             "median": median(times),
             "largest": max(times),
         }
-        for (stage, kind), times in sorted(taken.items())
+        for (stage, kind), times in sorted(
+            taken.items(), key=lambda item: (item[0][0], KINDS.index(item[0][1]))
+        )
     ]
 
 
