@@ -93,3 +93,12 @@ def printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
+def shortened(text: str, longest: int = 60) -> str:
+    """The printable text, without its middle if it is too long."""
+    text = printable(text)
+    if len(text) <= longest:
+        return text
+    half = longest // 2
+    return f"{text[:half]}…{text[1 - half :]}"

@@ -8,6 +8,7 @@ from fxpipe.certificate.check import check_artifact
 from fxpipe.certificate.problems import Certificate
 from fxpipe.plan import files
 from fxpipe.plan.artifact import Artifact
+from fxpipe.runtime.program import lanes as lanes  # registers ops that a captured step may have
 
 
 def check_saved(directory: Path) -> Certificate:

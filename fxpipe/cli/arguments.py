@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 import shutil
 import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.util import find_spec
 from math import isfinite
 from pathlib import Path
@@ -18,8 +16,8 @@ from fxpipe.schedule.units import parse_bytes
 
 class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """Exit with a one-line message, without the usage."""
-        self.exit(2, f"{self.prog}: error: {message}\n")
+        """Without the usage."""
+        raise FxpipeError(f"{message}. See {self.prog} --help")
 
 
 def positive_int(text: str) -> int:
@@ -71,9 +69,19 @@ def memory(text: str) -> Memory:
     return Memory(positive(text))
 
 
-def picture(text: str) -> Path:
-    """The file of a picture.  PNG needs a library, which is asked for before any work."""
+def output(text: str) -> Path:
+    """A file to write, asked for before any work."""
     path = Path(text)
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{path} cannot be written: there is no directory {path.parent}")
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{path} cannot be written: it is a directory")
+    return path
+
+
+def picture(text: str) -> Path:
+    """The file of a picture.  PNG needs a library."""
+    path = output(text)
     if path.suffix not in (".svg", ".png"):
         raise argparse.ArgumentTypeError(f"{text} must end with .svg or .png")
     if path.suffix == ".png" and find_spec("resvg_py") is None:
@@ -82,14 +90,17 @@ def picture(text: str) -> Path:
 
 
 def write_picture(path: Path, svg: str) -> None:
-    """Write a picture as SVG or PNG, by the suffix.  Raises FxpipeError if that fails."""
-    if path.suffix == ".svg":
-        write(path, svg)
-        return
-    from resvg_py import svg_to_bytes
+    """Write a picture as SVG or PNG, by the suffix.  Raises ArtifactError if that fails."""
+    from fxpipe.plan.files import writing  # it imports torch, which the help does not need
 
+    if path.suffix == ".svg":
+        data = svg.encode()
+    else:
+        from resvg_py import svg_to_bytes
+
+        data = bytes(svg_to_bytes(svg_string=svg, zoom=2, sans_serif_family=_sans_serif()))
     with writing(path):
-        path.write_bytes(bytes(svg_to_bytes(svg_string=svg, zoom=2, sans_serif_family=_sans_serif())))
+        path.write_bytes(data)
 
 
 def _sans_serif() -> str:
@@ -107,22 +118,6 @@ def share(text: str) -> float:
     if number > 1:
         raise argparse.ArgumentTypeError(f"{text} must be from 0 to 1")
     return number
-
-
-def write(path: Path, text: str) -> None:
-    """Write a file.  Raises FxpipeError if that fails."""
-    with writing(path):
-        path.write_text(text, encoding="utf-8")
-
-
-@contextmanager
-def writing(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise FxpipeError(
-            f"{path} cannot be written: {error.strerror or error}. Name another file."
-        ) from error
 
 
 def _number(text: str, of: type[int] | type[float], what: str) -> float:

@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from fxpipe.cli.arguments import positive_int, whole_number, writing
+from fxpipe.cli.arguments import output, positive_int, whole_number
 from fxpipe.compiler.progress import Phases
 from fxpipe.cost.busy import busy_threads
 from fxpipe.cost.calibrate import with_curves
@@ -25,6 +25,7 @@ from fxpipe.cost.kinds import COMPUTING, MOVING
 from fxpipe.cost.profile import measured_bandwidth
 from fxpipe.errors import OptionError
 from fxpipe.plan.curve import Curve
+from fxpipe.plan.files import writing
 from fxpipe.plan.step import Tier
 from fxpipe.runtime.job.process import Process
 from fxpipe.runtime.program.accelerator import default_device, is_accelerator
@@ -66,7 +67,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
 def _device_file(text: str) -> Path:
     if not text.endswith(SUFFIX):
         raise argparse.ArgumentTypeError(f"{text} must end with {SUFFIX}")
-    return Path(text)
+    return output(text)
 
 
 def _calibrate(options: argparse.Namespace) -> None:

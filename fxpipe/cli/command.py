@@ -58,6 +58,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
         options.command(options)
     except FxpipeError as error:
+        if "TORCHELASTIC_ERROR_FILE" in os.environ:
+            from fxpipe.runtime.job.watch import ends_before_others  # it imports torch
+
+            ends_before_others(error)
         message = "\n".join(map(printable, f"fxpipe: error: {error}".split("\n")))
         print(message, file=sys.stderr)
         return 2

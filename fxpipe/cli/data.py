@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch.distributed.checkpoint.stateful import Stateful
 
-from fxpipe.cli.functions import python_function
+from fxpipe.cli.functions import called
 from fxpipe.errors import BatchError
 from fxpipe.plan.step import BatchSpec, Leaf
 from fxpipe.strict import Misfit, open_regular, shown
@@ -101,7 +101,7 @@ class LoaderData:
         self.once: int | None = None
         arguments = {} if replicas == 1 else {"replica": replica, "replicas": replicas}
         returns = "an iterable of batches." + (" Each replica takes rows of its own." if arguments else "")
-        loader: Any = python_function(where, returns, BatchError, arguments)(**arguments)
+        loader: Any = called(where, returns, BatchError, arguments)
         if not isinstance(loader, Iterable) or isinstance(loader, (str, bytes, Mapping, torch.Tensor)):
             raise BatchError(f"{where} gives a {type(loader).__name__}; it must give an iterable of batches.")
         self._loader: Iterable[Any] = loader

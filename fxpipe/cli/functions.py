@@ -5,20 +5,28 @@ from __future__ import annotations
 import inspect
 import os
 import sys
-from collections.abc import Callable, Mapping
+import traceback
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from typing import Any
 
-from fxpipe.errors import FxpipeError
+from fxpipe.errors import FxpipeError, suggested
+from fxpipe.runtime.job.tracebacks import users_part
 from fxpipe.strict import shown
 
 
-def python_function(
-    where: str, returns: str, error: type[FxpipeError], arguments: Mapping[str, int]
-) -> Callable[..., Any]:
-    """A function that is written in Python, and can be called with these arguments alone.
+def called(
+    where: str,
+    returns: str,
+    error: type[FxpipeError],
+    arguments: Mapping[str, int],
+    within: AbstractContextManager[Any] | None = None,
+) -> Any:
+    """What a function returns that is written in Python, and can be called with these arguments alone.
 
-    returns: what it must return, as text.  Raises ``error``, before the function is called.
+    returns: what it must return, as text.  within: entered for the call.
+    Raises ``error``, also for what the function raises, with its lines.
     """
     module, _, name = where.partition(":")
     if not (module and name):
@@ -26,9 +34,14 @@ def python_function(
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        found = getattr(import_module(module), name)
-    except (ImportError, AttributeError, ValueError, TypeError) as cause:
+        own = import_module(module)
+    except (ImportError, ValueError, TypeError) as cause:
         raise error(f"There is no function {where}: {cause}.") from cause
+    except Exception as cause:  # the module may raise anything
+        raise error(_failed(module, cause)) from cause
+    found = getattr(own, name, None)
+    if found is None:
+        raise error(f"There is no function {where}.{suggested(name, dir(own))}")
     given = f"with the arguments {' and '.join(arguments)}" if arguments else "without arguments"
     wanted = f"It must be a Python function, {given}, that returns {returns}"
     if not callable(found) or inspect.isbuiltin(found):
@@ -37,5 +50,15 @@ def python_function(
         inspect.signature(found).bind(**arguments)
     except (TypeError, ValueError) as cause:
         raise error(f"{where} cannot be called {given}: {cause}. {wanted}") from cause
-    function: Callable[..., Any] = found
-    return function
+    try:
+        with within or nullcontext():
+            return found(**arguments)
+    except FxpipeError:
+        raise
+    except Exception as cause:  # so may the function
+        raise error(_failed(where, cause)) from cause
+
+
+def _failed(what: str, cause: Exception) -> str:
+    lines = traceback.format_tb(users_part(cause.__traceback__))
+    return f"{what} failed:\n{''.join(lines)}{type(cause).__name__}: {cause}"

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.console import Console
@@ -19,6 +19,7 @@ from rich.progress import Progress
 from fxpipe.api.checkpointer import Checkpointer
 from fxpipe.cli.data import Data
 from fxpipe.errors import RunError
+from fxpipe.plan.files import writing
 from fxpipe.plan.recorded import write_spans
 from fxpipe.plan.step import counted
 
@@ -235,7 +236,10 @@ class _Log:
         self._progress = Progress(console=console, disable=not console.is_terminal)
         self._bar = self._progress.add_task("train", total=steps, completed=done)
         self._board = None if settings.tensorboard is None else board_class()(str(settings.tensorboard))
-        self._lines = None if settings.log is None else _opened(settings.log)
+        self._lines = None
+        if settings.log is not None:
+            with writing(settings.log):
+                self._lines = settings.log.open("a", encoding="utf-8")
 
     def __enter__(self) -> _Log:
         self._progress.start()
@@ -261,13 +265,6 @@ class _Log:
 
     def advance(self, done: int) -> None:
         self._progress.update(self._bar, completed=done)
-
-
-def _opened(file: Path) -> TextIO:
-    try:
-        return file.open("a", encoding="utf-8")
-    except OSError as error:
-        raise RunError(f"{file} cannot be written: {error.strerror}. Name another file for --log.") from error
 
 
 def board_class() -> Any:

@@ -12,7 +12,7 @@ from rich.console import Console
 from torch import nn
 
 from fxpipe.cli.arguments import memory, non_negative, positive, positive_int
-from fxpipe.cli.functions import python_function
+from fxpipe.cli.functions import called
 from fxpipe.compiler.compilation import Compilation
 from fxpipe.compiler.mesh import checked, compare_meshes, fastest_mesh, planned_step
 from fxpipe.compiler.mesh_request import MeshRequest, request_of, rows_of
@@ -85,11 +85,12 @@ def add_to(parser: argparse.ArgumentParser) -> None:
 
 
 def _plan(options: argparse.Namespace) -> None:
-    model, example, loss_fn = _model(options.model)
+    device_named(options.device)  # before the model is made
     shard = None if options.shard == "none" else options.shard
     numbers = options.devices, options.ranks, options.replicas, options.microbatches, options.batch
     request = request_of(*numbers, shard, None) or _by_hand(options, shard)
     asked = _options(options, request)
+    model, example, loss_fn = _model(options.model)
     device, phase = torch.device("cpu"), Phases(f"fxpipe plan {type(model).__name__}", ends=False)
     checked(asked, request.meshes(rows_of(example)))
     planned = planned_step(Compilation(model, example, loss_fn, asked, device), phase)
@@ -157,9 +158,7 @@ def _as_json(at: Throughput, tried: Sequence[TriedMesh]) -> dict[str, Any]:
 def _model(where: str) -> tuple[nn.Module, Any, Callable[..., Any] | None]:
     """What the function gives, on the meta device."""
     returns = "(model, example) or (model, example, loss_fn)."
-    function = python_function(where, returns, OptionError, {})
-    with torch.device("meta"):
-        found = function()
+    found = called(where, returns, OptionError, {}, torch.device("meta"))
     if not isinstance(found, tuple) or len(found) not in (2, 3) or not isinstance(found[0], nn.Module):
         raise OptionError(f"{where} gives a {type(found).__name__}; it must give {returns}")
     model, example, *loss_fn = found

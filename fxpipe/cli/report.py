@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from fxpipe.cli.arguments import output
 from fxpipe.viz.report.write import saved_source, write_report
 
 
@@ -16,7 +17,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     )
     parser.set_defaults(command=_report)
     parser.add_argument("directory", type=Path, help="a saved pipeline")
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE.html", help="DIRECTORY/report.html")
+    parser.add_argument("-o", "--output", type=output, metavar="FILE.html", help="DIRECTORY/report.html")
 
 
 def _report(options: argparse.Namespace) -> None:

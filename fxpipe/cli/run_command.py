@@ -10,7 +10,7 @@ from pathlib import Path
 
 from fxpipe.api.load import load
 from fxpipe.api.pipeline import Pipeline
-from fxpipe.cli.arguments import positive, positive_int
+from fxpipe.cli.arguments import output, positive, positive_int
 from fxpipe.cli.data import Data, data_from
 from fxpipe.cli.loop import DECAYS, Settings, board_class, train
 from fxpipe.errors import ArtifactError, RunError, printable
@@ -69,7 +69,12 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="steps from one evaluation to the next (default: once, at the end)",
     )
-    add("--log", type=Path, metavar="FILE.jsonl", help="append the figures of the log, one object a line")
+    add(
+        "--log-file",  # torchrun refuses --log, which could be its --log-dir
+        type=output,
+        metavar="FILE.jsonl",
+        help="append the figures of the log, one object a line",
+    )
     add("--tensorboard", type=Path, metavar="DIR", help="write the figures of the log for TensorBoard")
     add("--save", type=Path, metavar="DIR", help="save the trained pipeline to this directory")
     add(
@@ -116,7 +121,7 @@ def _run(options: argparse.Namespace) -> None:
         record=options.directory if options.record else None,
         save=options.save,
         tensorboard=options.tensorboard,
-        log=options.log,
+        log=options.log_file,
     )
     with pipe.process.reported() if pipe.process is not None else nullcontext():
         data = _data(options.data, pipe)

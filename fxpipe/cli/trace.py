@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from fxpipe.cli.arguments import output
 from fxpipe.viz.report.write import saved_source
 from fxpipe.viz.trace import write_trace
 
@@ -16,7 +17,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     )
     parser.set_defaults(command=_trace)
     parser.add_argument("directory", type=Path, help="a saved pipeline")
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE.json", help="DIRECTORY/trace.json")
+    parser.add_argument("-o", "--output", type=output, metavar="FILE.json", help="DIRECTORY/trace.json")
 
 
 def _trace(options: argparse.Namespace) -> None:

@@ -41,8 +41,11 @@ def writing(path: Path) -> Iterator[None]:
         raise ArtifactError(f"{str(path)!r} is no path: it holds a null byte.")
     try:
         yield
-    except (OSError, SafetensorError) as error:
-        raise ArtifactError(f"{path} cannot be written: {error}") from error
+    except OSError as error:
+        where = "" if error.filename in (None, str(path)) else f" ({error.filename})"
+        raise ArtifactError(f"{path} cannot be written: {error.strerror or error}{where}.") from error
+    except SafetensorError as error:
+        raise ArtifactError(f"{path} cannot be written: {error}.") from error
 
 
 def as_path(given: object, what: str, kind: str = "a directory") -> Path:

@@ -179,8 +179,11 @@ class LocalRunner:
     ) -> torch.Tensor | None:
         """Run a step of a program; return its loss."""
         file = program.step.__code__.co_filename
-        with running(rt.lanes), contextlib.nullcontext() if check is None else Finite(rt, file):
+        finite = None if check is None else Finite(rt, file, batch)
+        with running(rt.lanes), finite or contextlib.nullcontext():
             loss: torch.Tensor | None = program.step(rt, batch)
+        if finite is not None:
+            finite.check_loss(loss)
         if rt.replicas is not None:
             self.state.follow_first_replica(rt)
         return loss

@@ -70,8 +70,10 @@ def make_optimizer(
             name = getattr(cls, "__name__", str(cls))
             check_undoable(lambda tables: made(cls, tables, options), name, state.device)
         updated = with_masters(held) if master_weights else held
+        own_optimizer = made(cls, grouped(updated, groups, {name.tensor for name in trained}), options)
+        _check_step(own_optimizer)
         optimizer = PipelineOptimizer(
-            made(cls, grouped(updated, groups, {name.tensor for name in trained}), options),
+            own_optimizer,
             {parameter: name for name, parameter in updated.items()},
             [held[name] for name in own if is_counted(name, trained[name])],
             process,
@@ -137,6 +139,19 @@ def _check_options(cls: Callable[..., Optimizer], options: Mapping[str, Any], gr
     for name in (options.keys() - known.keys()) | in_groups:
         meant = suggested(name, (*names, *_OWN))
         raise OptionError(f"{_name(cls)} has no option {name!r}.{meant} It has {', '.join(names)}.")
+
+
+def _check_step(optimizer: Optimizer) -> None:
+    """Raise RunError for an optimizer that evaluates the loss again and again within its step."""
+    parameters = inspect.signature(optimizer.step).parameters.values()
+    given = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    if any(p.default is p.empty and p.kind not in given for p in parameters):
+        name = type(optimizer).__name__
+        raise RunError(
+            f"{name} needs a closure, which it calls several times, and pipe.optimizer updates once behind a "
+            f"step. Take one that needs none, such as AdamW. With one rank, {name}(model.parameters(), …) of "
+            "your own works too: zero its gradients and return pipe.step(batch) in the closure."
+        )
 
 
 def _name(cls: Callable[..., Optimizer]) -> str:

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import inf
 
-from fxpipe.schedule.dependencies import SECTIONS_PER_STAGE, index, needs
-from fxpipe.schedule.ops import PHASES, Color
+from fxpipe.schedule.dependencies import needs
 from fxpipe.schedule.simulation.timeline import Span, Timeline
+from fxpipe.viz.waits import runs
 
 
 def aligned(timeline: Timeline, spans: Sequence[Sequence[Span]]) -> tuple[tuple[Span, ...], ...]:
@@ -31,21 +31,15 @@ def aligned(timeline: Timeline, spans: Sequence[Sequence[Span]]) -> tuple[tuple[
 
 def _bounds(timeline: Timeline, spans: Sequence[Sequence[Span]]) -> dict[tuple[int, int], float]:
     """(a, b) -> the least that must be added to the clock of b beside that of a."""
-    placement = timeline.schedule.placement
-    table = needs(timeline.costs, placement)
-    begun = {
-        (index(Color(op.stage, phase)), op.microbatch): start
-        for own in spans
-        for op, start, _ in own
-        for phase in PHASES[op.kind]
-    }
+    table = needs(timeline.costs, timeline.schedule.placement)
+    ran = runs(spans)
     found: dict[tuple[int, int], float] = {}
     for rank, own in enumerate(spans):
         for op, start, _ in own:
             for section, _ in table[op.kind][op.stage]:
-                home = placement[section // SECTIONS_PER_STAGE]
+                home, _, giver = ran[section, op.microbatch]
                 if home != rank:
-                    least = begun[section, op.microbatch] - start
+                    least = giver.start - start
                     found[home, rank] = max(found.get((home, rank), -inf), least)
     return found
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import graphviz
 from rich.cells import cell_len
 
+from fxpipe.errors import shortened
 from fxpipe.schedule.ops import Phase
 from fxpipe.schedule.units import bytes_text, flops_text
 from fxpipe.viz.boxes import Box, Boxes, Flow, Place
-from fxpipe.viz.labels import dot_html, dot_label, shortened
+from fxpipe.viz.labels import dot_html, dot_label
 from fxpipe.viz.layout import HEIGHT, Frame, Layout, Point, lay_out
-from fxpipe.viz.palette import MEANING, OFFLOADED, PHASES, tint
+from fxpipe.viz.palette import OFFLOADED, PHASES, tint
+from fxpipe.viz.roles import MEANING
 
 FONT = {"fontname": "Helvetica", "fontsize": "10"}
 GREY = "#666666"

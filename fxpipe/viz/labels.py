@@ -9,17 +9,6 @@ import graphviz
 
 from fxpipe.errors import printable
 
-LONGEST_LABEL = 60
-
-
-def shortened(text: str) -> str:
-    """The printable text, without its middle if it is too long for a label."""
-    text = printable(text)
-    if len(text) <= LONGEST_LABEL:
-        return text
-    half = LONGEST_LABEL // 2
-    return f"{text[:half]}…{text[1 - half :]}"
-
 
 def dot_label(lines: Iterable[str]) -> str:
     """A label or tooltip for the ``graphviz`` package."""

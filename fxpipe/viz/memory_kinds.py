@@ -18,9 +18,11 @@ from typing import NamedTuple
 
 from fxpipe.plan.artifact import Plan
 from fxpipe.plan.memory import adamw_bytes, held_bytes
+from fxpipe.schedule.dependencies import index
 from fxpipe.schedule.offload.transfers import offload_bytes
-from fxpipe.schedule.ops import PHASES, Direction, Phase, arrival
-from fxpipe.schedule.simulation.timeline import Span, Timeline
+from fxpipe.schedule.ops import PHASES, Color, Direction, Phase, arrival
+from fxpipe.schedule.simulation.timeline import Timeline
+from fxpipe.viz.waits import Runs, runs
 
 
 class Held(StrEnum):
@@ -72,19 +74,14 @@ def standing(plan: Plan) -> tuple[Standing, ...]:
     )
 
 
-_Spans = dict[tuple[int, Phase, int], Span]
-"""By stage, phase and microbatch."""
-
-
 def changes(timeline: Timeline) -> tuple[tuple[Change, ...], ...]:
     """Per rank the changes of its memory, in order of time.
 
     Without RECEIVED they add up to ``timeline.memory``.
     """
-    stages, placement = timeline.costs.stages, timeline.schedule.placement
+    stages = timeline.costs.stages
     found: list[list[Change]] = [[] for _ in timeline.spans]
-    spans = {(span.op.stage, phase, span.op.microbatch): span for own in timeline.spans for span in own
-             for phase in PHASES[span.op.kind]}  # fmt: skip
+    ran = runs(timeline.spans)
     for rank, own in enumerate(timeline.spans):
         for op, start, end in own:
             cost, add = stages[op.stage], found[rank].append
@@ -97,12 +94,12 @@ def changes(timeline: Timeline) -> tuple[tuple[Change, ...], ...]:
                         add(Change(end, Held.FOR_WEIGHT, op.stage, cost.saved_for_weight))
                     case Phase.W:
                         add(Change(end, Held.FOR_WEIGHT, op.stage, -cost.saved_for_weight))
-        _add_transfers(timeline, rank, spans, found[rank])
-    _add_values(timeline, spans, placement, found)
+        _add_transfers(timeline, rank, ran, found[rank])
+    _add_values(timeline, ran, found)
     return tuple(tuple(sorted((c for c in own if c.bytes), key=lambda c: c.time)) for own in found)
 
 
-def _add_transfers(timeline: Timeline, rank: int, spans: _Spans, found: list[Change]) -> None:
+def _add_transfers(timeline: Timeline, rank: int, ran: Runs, found: list[Change]) -> None:
     ends = [span.end for span in timeline.spans[rank]]
     over: defaultdict[int, float] = defaultdict(float)  # by position: when its offloads are waited for
     carried = timeline.transfers[rank] if timeline.transfers else ()
@@ -118,7 +115,7 @@ def _add_transfers(timeline: Timeline, rank: int, spans: _Spans, found: list[Cha
     for (activation, direction), time in times.items():
         stage, microbatch, user = activation
         size = offload_bytes(timeline.costs.stages[stage], user)
-        b = spans[stage, Phase.B, microbatch].end
+        b = ran[index(Color(stage, Phase.B)), microbatch][2].end
         held = Held.SAVED if user is Phase.B or time < b else Held.FOR_WEIGHT
         found.append(Change(time, held, stage, -size if direction is Direction.OUT else size))
         if direction is Direction.OUT and user is Phase.W and time < b <= times[activation, Direction.IN]:
@@ -126,29 +123,18 @@ def _add_transfers(timeline: Timeline, rank: int, spans: _Spans, found: list[Cha
             found.append(Change(b, Held.FOR_WEIGHT, stage, -size))
 
 
-def _add_values(
-    timeline: Timeline,
-    spans: _Spans,
-    placement: tuple[int, ...],
-    found: list[list[Change]],
-) -> None:
+def _add_values(timeline: Timeline, ran: Runs, found: list[list[Change]]) -> None:
     """Values between stages of one rank, and messages from their arrival to the start of their op."""
+    placement = timeline.schedule.placement
     for edge in timeline.costs.edges:
-        source, target = edge.source, arrival(edge.target)
-        rank, sender = placement[target.stage], placement[source.stage]
         for m in range(timeline.schedule.microbatches):
-            given, taken = (
-                spans.get((source.stage, source.phase, m)),
-                spans.get((target.stage, target.phase, m)),
-            )
-            if given is None or taken is None or not edge.bytes:
-                continue
+            sender, _, given = ran[index(edge.source), m]
+            rank, _, taken = ran[index(arrival(edge.target)), m]
             if sender == rank:
-                until = spans[edge.target.stage, edge.target.phase, m].start
-                found[rank].append(Change(given.end, Held.HANDED, source.stage, edge.bytes))
-                found[rank].append(Change(until, Held.HANDED, source.stage, -edge.bytes))
+                held, stage = Held.HANDED, edge.source.stage
+                since, until = given.end, ran[index(edge.target), m][2].start
             else:
-                arrived = given.end + timeline.costs.message_seconds(edge, placement)
-                if arrived < taken.start:
-                    found[rank].append(Change(arrived, Held.RECEIVED, target.stage, edge.bytes))
-                    found[rank].append(Change(taken.start, Held.RECEIVED, target.stage, -edge.bytes))
+                held, stage = Held.RECEIVED, edge.target.stage
+                since, until = given.end + timeline.costs.message_seconds(edge, placement), taken.start
+            if since < until:
+                found[rank] += Change(since, held, stage, edge.bytes), Change(until, held, stage, -edge.bytes)

@@ -14,12 +14,6 @@ EXCHANGED = "#D55E00"  # between replicas
 BEFORE_BARRIER, AFTER_BARRIER = "#F0E442", "#CC79A7"
 UPDATE, VERDICT = "#444444", "#D55E00"
 
-MEANING: dict[Phase, str] = {
-    Phase.F: "forward",
-    Phase.B: "input gradient",
-    Phase.W: "weight gradient",
-}
-
 
 def tint(color: str, share: float) -> str:
     """``#rrggbb`` mixed with white: 0 is the color itself, 1 is white."""

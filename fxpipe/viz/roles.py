@@ -17,7 +17,7 @@ class Role(StrEnum):
     T = "T"
 
 
-MEANING: dict[Role, str] = {
+MEANING: dict[str, str] = {
     Role.F: "forward",
     Role.B: "input gradient",
     Role.W: "weight gradient",
@@ -25,6 +25,7 @@ MEANING: dict[Role, str] = {
     Role.S: "vocabulary, before its barrier",
     Role.T: "vocabulary, after its barrier",
 }
+"""Also by Phase or OpKind: these are the same letters."""
 
 
 def role(op: Op, schedule: Schedule) -> Role:

@@ -5,20 +5,21 @@ from __future__ import annotations
 from pathlib import PurePath
 
 import graphviz
-import networkx as nx
 from torch import fx
 
+from fxpipe.errors import shortened
 from fxpipe.ir.compat import OpOverload
 from fxpipe.ir.graph import Kind, Origin, Section, Value
 from fxpipe.ir.storage import node_bytes
 from fxpipe.ir.text import shape_text
 from fxpipe.schedule.ops import Color
 from fxpipe.schedule.units import bytes_text
-from fxpipe.viz.labels import dot_label, shortened
-from fxpipe.viz.palette import MEANING, PHASES, tint
+from fxpipe.viz.labels import dot_label
+from fxpipe.viz.palette import PHASES, tint
+from fxpipe.viz.roles import MEANING
 
 FONT = {"fontname": "Helvetica", "fontsize": "10"}
-ABREAST = 3  # unconnected components side by side
+ABREAST = "array_t3"  # unconnected components, as the weight gradients of two modules: three in a row
 
 SHAPES: dict[Kind, tuple[str, str]] = {
     Kind.PARAMETER: ("cylinder", "parameter"),
@@ -51,6 +52,7 @@ def section_picture(section: Section, sections: tuple[Section, ...], title: str)
         "box: op; cylinder: parameter, buffer or accumulator; hexagon: from another section (grey: to one)",
     )
     dot.attr(label=dot_label([*lines, ""]), labelloc="t", ranksep="0.3", nodesep="0.2", **FONT)
+    dot.attr(pack="true", packmode=ABREAST)
     placeholders = [n for n in section.graph.nodes if n.op == "placeholder"]
     for node, value in zip(placeholders, section.inputs, strict=True):
         _input(dot, node, value)
@@ -61,20 +63,7 @@ def section_picture(section: Section, sections: tuple[Section, ...], title: str)
     returned = section.graph.output_node().args[0]
     for number, (value, node) in enumerate(zip(section.outputs, returned, strict=True)):  # type: ignore
         _output(dot, f"output {number}", node, value, _readers(section, value, sections))
-    parts = _parts(ops)
-    for upper, lower in zip(parts, parts[ABREAST:], strict=False):
-        dot.edge(upper[-1].name, lower[0].name, style="invis", weight="10")
     return dot
-
-
-def _parts(ops: list[fx.Node]) -> list[list[fx.Node]]:
-    """The connected components of the section (as the weight gradients of two modules), in order."""
-    joined = nx.Graph()
-    joined.add_nodes_from(ops)
-    joined.add_edges_from((source, node) for node in ops for source in node.all_input_nodes)
-    order = {node: i for i, node in enumerate(ops)}
-    parts = [sorted(part & order.keys(), key=order.__getitem__) for part in nx.connected_components(joined)]
-    return sorted(parts, key=lambda part: order[part[0]])
 
 
 def _op(dot: graphviz.Digraph, node: fx.Node, color: str) -> None:

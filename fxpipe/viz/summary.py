@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from fxpipe.errors import printable
+from fxpipe.errors import printable, shortened
 from fxpipe.plan.artifact import Plan
 from fxpipe.plan.memory import RankMemory, rank_memory
 from fxpipe.schedule.costs import StageCost
@@ -37,7 +37,7 @@ def summary(plan: Plan) -> list[str]:
         lines.append(f"with AdamW's state: at most {text(total)}, on rank {rank}")
     if step.outputs:
         lines.append(f"outputs: {', '.join(output.name for output in step.outputs[:8])}")
-    return [shortened(printable(line)) for line in lines]
+    return [shortened(line, 200) for line in lines]
 
 
 def costs_text(cost: StageCost) -> str:
@@ -61,15 +61,12 @@ def memory_rows(memory: Sequence[RankMemory], limit: str) -> list[tuple[str, ...
 MEMORY = ("rank", "parameters", "gradients", "other", "activations", "peak", "+ AdamW")
 
 
-def as_html(lines: Iterable[str], rows: Sequence[Sequence[str]], most: int = 32) -> str:
+def as_html(lines: Iterable[str], rows: Sequence[Sequence[str]]) -> str:
     """Lines, and a table whose first row has the names of its columns."""
+    most = 32
     head = "".join(f"<th>{escape(name)}</th>" for name in rows[0])
     cells = ("".join(f"<td>{escape(printable(cell))}</td>" for cell in row) for row in rows[1 : 1 + most])
     body = "".join(f"<tr>{row}</tr>" for row in cells)
     more = f"<div>… and {len(rows) - 1 - most} more</div>" if len(rows) - 1 > most else ""
     text = "<br>".join(map(escape, lines))
     return f"<div>{text}<table><tr>{head}</tr>{body}</table>{more}</div>"
-
-
-def shortened(line: str, most: int = 200) -> str:
-    return line if len(line) <= most else f"{line[: most - 1]}…"

@@ -20,17 +20,18 @@ from typing import Any
 
 from fxpipe.plan import files
 from fxpipe.schedule.costs import Edge
-from fxpipe.schedule.ops import PHASES, Color, Direction, arrival
+from fxpipe.schedule.dependencies import index
+from fxpipe.schedule.ops import Color, Direction, arrival
 from fxpipe.schedule.simulation.simulator import simulate
 from fxpipe.schedule.simulation.timeline import Span, Timeline
 from fxpipe.viz.memory_kinds import changes, standing
 from fxpipe.viz.report.graph_record import GraphRecord
 from fxpipe.viz.report.write import Source
-from fxpipe.viz.waits import Cause, Wait, measured_waits, waits
+from fxpipe.viz.roles import MEANING
+from fxpipe.viz.waits import Cause, Wait, measured_waits, runs, waits
 
 Event = dict[str, Any]
 PREDICTED, MEASURED = 1, 2  # processes
-MEANING = {"F": "forward", "B": "input gradient", "W": "weight gradient", "BW": "both gradients"}
 _LEAST = 1e-3  # microseconds: a shorter idle span is rounding
 
 
@@ -122,12 +123,7 @@ def _flows(
     graph: GraphRecord | None,
 ) -> Iterator[Event]:
     """From the end of the op that sends to the begin of the one that takes the message."""
-    at = {
-        (Color(span.op.stage, phase), span.op.microbatch): (rank, span)
-        for rank, own in enumerate(spans)
-        for span in own
-        for phase in PHASES[span.op.kind]
-    }
+    ran = runs(spans)
     values: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
     for sent in graph.sent if graph is not None else ():
         values[sent.source, sent.target].append(f"{sent.name} {sent.shape}")
@@ -135,7 +131,8 @@ def _flows(
     for edge in timeline.costs.edges:
         named = values[_text(edge.source), _text(edge.target)]
         for microbatch in range(timeline.schedule.microbatches):
-            (home, source), (rank, target) = at[edge.source, microbatch], at[arrival(edge.target), microbatch]
+            home, _, source = ran[index(edge.source), microbatch]
+            rank, _, target = ran[index(arrival(edge.target)), microbatch]
             if home == rank:
                 continue
             number += 1

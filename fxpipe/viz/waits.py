@@ -77,7 +77,7 @@ def _waits(
 ) -> tuple[tuple[Wait, ...], ...]:
     schedule = timeline.schedule
     table = needs(timeline.costs, schedule.placement)
-    made = _makers(timeline, all_spans)
+    made = runs(all_spans)
     beginning = timeline.begin if with_delays else min(spans[0].start for spans in all_spans if spans)
     found: list[tuple[Wait, ...]] = []
     for rank, spans in enumerate(all_spans):
@@ -88,10 +88,10 @@ def _waits(
         for position, (op, start, end) in enumerate(spans):
             wait = Wait(Cause.RANK, rank, position - 1, free, free)
             for section, delay in table[op.kind][op.stage]:
-                ended, home, at = made[section, op.microbatch]
-                arrived = ended + delay * with_delays
+                home, at, giver = made[section, op.microbatch]
+                arrived = giver.end + delay * with_delays
                 if arrived > wait.over:  # of another rank: its own ops were over before
-                    wait = Wait(Cause.MESSAGE, home, at, ended, arrived)
+                    wait = Wait(Cause.MESSAGE, home, at, giver.end, arrived)
             for over, transfer in due.get(position, ()):
                 if over > wait.over:
                     wait = Wait(Cause.TRANSFER, rank, -1, over, over, transfer)
@@ -114,7 +114,7 @@ def passed(timeline: Timeline) -> tuple[dict[int, Passed], ...]:
     """
     schedule = timeline.schedule
     table = needs(timeline.costs, schedule.placement)
-    made = _makers(timeline, timeline.spans)
+    made = runs(timeline.spans)
     at_start, _ = memory_changes(timeline.costs, schedule.placement)
     own_sections = sections(schedule.stages)
     found: list[dict[int, Passed]] = []
@@ -141,23 +141,24 @@ def passed(timeline: Timeline) -> tuple[dict[int, Passed], ...]:
     return tuple(found)
 
 
-_Makers = dict[tuple[int, int], tuple[float, int, int]]
-"""(section, microbatch) -> end, rank and position of the op that runs it."""
+Runs = dict[tuple[int, int], tuple[int, int, Span]]
+"""(section, microbatch) -> rank, position and span of the op that runs it."""
 
 
-def _makers(timeline: Timeline, all_spans: Sequence[Sequence[Span]]) -> _Makers:
+def runs(all_spans: Sequence[Sequence[Span]]) -> Runs:
+    """Of the spans of each rank."""
     return {
-        (index(Color(op.stage, phase)), op.microbatch): (end, rank, position)
+        (index(Color(span.op.stage, phase)), span.op.microbatch): (rank, position, span)
         for rank, spans in enumerate(all_spans)
-        for position, (op, _, end) in enumerate(spans)
-        for phase in PHASES[op.kind]
+        for position, span in enumerate(spans)
+        for phase in PHASES[span.op.kind]
     }
 
 
-def _ready(op: Op, table: dict[OpKind, tuple[Needs, ...]], made: _Makers) -> float:
+def _ready(op: Op, table: dict[OpKind, tuple[Needs, ...]], made: Runs) -> float:
     """When all values of an op are there."""
     ready = 0.0
     for section, delay in table[op.kind][op.stage]:
-        ended, *_ = made[section, op.microbatch]
-        ready = max(ready, ended + delay)
+        *_, giver = made[section, op.microbatch]
+        ready = max(ready, giver.end + delay)
     return ready

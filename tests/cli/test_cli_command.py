@@ -19,11 +19,7 @@ TIMES += ["--backward-weight", "1"]
 
 def refused(capsys, *arguments):
     """The line on stderr."""
-    try:
-        code = main([*map(str, arguments)])
-    except SystemExit as left:  # from argparse
-        code = left.code
-    assert code == 2
+    assert main([*map(str, arguments)]) == 2
     line = capsys.readouterr().err
     assert line.count("\n") == 1
     return line
@@ -161,3 +157,14 @@ def test_a_log_of_json_lines(tmp_path):
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     assert [line["step"] for line in lines] == [-1, 0, 1]
     assert lines[2].keys() >= {"time", "loss", "lr", "norm", "samples/s", "bubble"}
+
+
+def test_an_error_before_the_ranks_know_each_other(monkeypatch, tmp_path, capsys):
+    """Torchrun's summary, which is printed last, has its message."""
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    message = refused(capsys, "explain", tmp_path / "none")
+    found = json.loads((tmp_path / "error.json").read_text())["message"]["message"]
+    assert message == f"fxpipe: error: {found.removeprefix('ArtifactError: ')}\n"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "option.json"))
+    refused(capsys, "run", tmp_path)
+    assert "required: --data" in (tmp_path / "option.json").read_text()

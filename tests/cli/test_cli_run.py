@@ -200,6 +200,9 @@ def resumable():
 def divided(replica, replicas):
     return [*plain()][replica::replicas]
 
+def failing():
+    return {}['rows']
+
 def nothing():
     return []
 
@@ -388,7 +391,7 @@ def test_evaluation_on_the_way(data, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("loaders:missing", "no function loaders:missing"),
+        ("loaders:plane", "no function loaders:plane. Did you mean 'plain'?"),
         ("nowhere:plain", "no function nowhere:plain"),
         ("loaders:number", "gives a int"),
         ("loaders:nothing", "gives no batches"),
@@ -404,6 +407,15 @@ def test_loaders_that_are_refused(alone, capsys, given, message):
     assert message in refusal(capsys, "run", alone, "--data", given, "--steps", 1)
 
 
+def test_a_loader_that_fails(alone, capsys):
+    """Its own lines alone, and the error last."""
+    assert main(["run", str(alone), "--data", "loaders:failing", "--steps", "1"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "fxpipe: error: loaders:failing failed:"
+    assert lines[1].endswith("in failing")
+    assert lines[-1] == "KeyError: 'rows'"
+
+
 def test_a_loader_without_a_number_of_steps(alone, capsys):
     assert "give --steps" in refusal(capsys, "run", alone, "--data", "loaders:plain")
 
@@ -417,10 +429,7 @@ def test_checkpoints_need_a_directory(alone, capsys):
 
 def refusal(capsys, *arguments: object) -> str:
     """The one line on stderr of a command that ends with exit code 2."""
-    try:
-        code = main([str(a) for a in arguments])
-    except SystemExit as end:  # of the parser
-        code = end.code
+    code = main([str(a) for a in arguments])
     printed, error = capsys.readouterr()
     assert (code, printed) == (2, "")
     assert error.startswith("fxpipe")
@@ -505,7 +514,9 @@ def one_line_each(run) -> list[str]:
     assert run.stdout == ("",) * len(run.stdout)
     lines = [line for line in "".join(run.stderr).splitlines() if line]
     assert lines, run
-    assert all(line.startswith("fxpipe: error: ") for line in lines), run
+    # Only the first rank that fails has no "ends" before its error.
+    assert all(re.match(r"fxpipe: (error|rank \d ends): ", line) for line in lines), run
+    assert sum(line.startswith("fxpipe: error: ") for line in lines) == 1, run
     return lines
 
 

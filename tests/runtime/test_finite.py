@@ -32,7 +32,7 @@ class Masked(nn.Module):
             x = block(x)
         mask = torch.ones(4, 4).triu(1).bool()
         scores = (x @ x.transpose(-1, -2)).masked_fill(mask, -torch.inf)
-        return F.mse_loss(F.softmax(scores, -1) @ x, y)
+        return F.l1_loss(F.softmax(scores, -1) @ x, y)
 
 
 @pytest.fixture(scope="module")
@@ -72,15 +72,36 @@ def test_the_first_one_is_named(compiled):
     assert found.groups() == ("blocks.4.outer", "test_finite.py", str(line))
 
 
-def test_a_parameter_that_is_not_finite(compiled):
+@pytest.mark.parametrize(("bad", "kind"), [(torch.nan, "NaN"), (torch.inf, "infinity")])
+def test_a_parameter_that_is_not_finite(compiled, bad, kind):
+    """Its name comes before the op."""
     model, pipe, batch = compiled
-    layer = model.blocks[5]
+    weight = model.blocks[5].outer.weight
     with torch.no_grad():
-        before = layer.outer.weight.clone()
-        layer.outer.weight.fill_(torch.nan)
-    with pytest.raises(
-        RunError, match=r"the first NaN, .* the module blocks\.5\.outer .* an operand has such"
-    ):
+        before = weight.clone()
+        weight[0, 0] = bad
+    message = (
+        rf"^Not finite before the step: the parameter blocks\.5\.outer\.weight \({kind} in 1 of 16 "
+        r"values\)\. Rank 1, F1\.0: aten\.addmm\..* in the module blocks\.5\.outer .*; an operand "
+        r"is not finite\.$"
+    )
+    with pytest.raises(RunError, match=message):
         pipe.run_local(batch, check="finite")
     with torch.no_grad():
-        layer.outer.weight.copy_(before)
+        weight.copy_(before)
+
+
+def test_a_batch_that_is_not_finite(compiled):
+    """An infinity may be a mask, so its name comes with the first NaN, or with the loss."""
+    _, pipe, batch = compiled
+    x, y = batch["x"].clone(), batch["y"].clone()
+    x[1, 2, 3] = torch.nan
+    found = r"^Not finite before the step: the batch's leaf "
+    with pytest.raises(RunError, match=found + r"x \(NaN in 1 of 32 values\)\. Rank 0, F0\.1: "):
+        pipe.run_local({"x": x, "y": y}, check="finite")
+    y[0, 0, 0] = torch.inf
+    message = (
+        r"^Not finite before the step: the batch's leaf y \(infinity in 1 of 32 values\)\. The loss is inf"
+    )
+    with pytest.raises(RunError, match=message):
+        pipe.run_local(batch | {"y": y}, check="finite")

@@ -1,5 +1,7 @@
 """Lanes with replicas, shards, checkpoints and saved pipelines train as the plain model does in eager."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import lanes_worker as worker
@@ -120,3 +122,10 @@ def test_a_saved_pipeline_runs_all_lanes_in_one_process(directory):
     assert relative_error(found.loss, loss) < LIMIT
     for name, parameter in model.named_parameters():
         assert relative_error(found.grads[name], parameter.grad) < LIMIT, name
+
+
+def test_a_saved_pipeline_is_checked_without_its_model(directory):
+    command = [sys.executable, "-m", "fxpipe", "check", str(directory / "pipe")]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    assert "The programs of all ranks compute the captured step" in run.stdout

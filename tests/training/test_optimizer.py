@@ -197,6 +197,8 @@ def test_optimizers_that_need_other_ranks_values():
         check_separable(torch.optim.Adafactor, {"lr": 0.0}, CPU, {0})
     with pytest.raises(RunError, match="LBFGS updates a parameter by the values of others"):
         check_separable(torch.optim.LBFGS, {}, CPU, ())
+    with pytest.raises(RunError, match="LBFGS needs a closure, which it calls several times"):
+        pipeline(Squares()).optimizer(torch.optim.LBFGS)
 
 
 @pytest.mark.parametrize("given", [lambda parameters: list(parameters), None, "AdamW", nn.Linear])

@@ -311,7 +311,7 @@ def test_by_the_command_line_and_by_the_pipeline(pipe, saved, tmp_path, capsys):
     assert main(["report", str(saved)]) == 0
     assert capsys.readouterr().out == f"{saved / 'report.html'}\n"
     assert main(["report", str(saved), "-o", str(tmp_path / "no" / "report.html")]) == 2
-    assert "cannot be written" in capsys.readouterr().err
+    assert "cannot be written: there is no directory" in capsys.readouterr().err
     assert pipe.report(tmp_path / "own.html") == tmp_path / "own.html"
     loaded = fxpipe.load(saved)
     loaded.report(tmp_path / "loaded.html")

@@ -11,6 +11,8 @@ import traceback
 from collections.abc import Iterable
 from pathlib import Path
 
+from fxpipe.errors import FxpipeError
+
 _HERE, _FXPIPE = (str(folder) for folder in Path(__file__).parents[1:3])
 #: The code of ``fxpipe run``, which calls fxpipe as a user's does.
 _COMMAND = os.path.join(_FXPIPE, "cli", "")
@@ -20,10 +22,12 @@ _OTHERS = tuple({*(sysconfig.get_path(name) for name in ("stdlib", "purelib", "p
 
 
 def place_of_error(error: BaseException) -> str:
-    """The innermost line of the user's code that an exception went through."""
-    return _innermost(
-        (frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)
-    )
+    """`` at`` the innermost line of the user's code that an exception went through; empty for one of fxpipe's
+    that ``fxpipe run`` has raised, whose lines say nothing."""
+    lines = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    if isinstance(error, FxpipeError) and all(file.startswith(_OTHERS) for file, _ in lines):
+        return ""
+    return f" at {_innermost(lines)}"
 
 
 def place_of_main_thread() -> str:

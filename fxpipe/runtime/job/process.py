@@ -190,11 +190,12 @@ class Process(Collectives):
 
     @contextlib.contextmanager
     def reported(self) -> Iterator[None]:
-        """Tell the other ranks of an error that ends the block, for programs that catch it and end."""
+        """Tell the other ranks of an error that ends the block, for programs that catch it, show it and end.
+        Ranks that end after another one do not show it."""
         try:
             yield
         except Exception as error:
-            self.watch.report(error)
+            self.watch.ended(error, lambda: None)
             raise
 
     def check_same(self, value: bytes, what: str) -> None:

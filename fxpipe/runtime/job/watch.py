@@ -38,6 +38,8 @@ ALONE = 5.0
 GONE = 1.0
 #: Part of the time limit that it waits for one without sign of life whose process cannot be seen from here.
 UNSEEN = 0.1
+#: What is left of Ctrl-C for the other ranks.
+INTERRUPTED = "was interrupted"
 
 log = logging.getLogger("fxpipe")
 
@@ -137,10 +139,10 @@ class Watch:
         """Tell the other ranks of an error that ends this process, and torchrun's summary of the first of all
         ranks: torchrun takes that of the rank whose end it sees first, which may be another one."""
         self.has_failed = True
-        first = self.failures.leave(
-            f"Rank {self.failures.rank} failed at {place_of_error(error)}, {self.progress()}: "
-            f"{type(error).__name__}: {error}"
-        )
+        what = f"failed{place_of_error(error)}, {self.progress()}: {type(error).__name__}: {error}"
+        if isinstance(error, KeyboardInterrupt):
+            what = f"{INTERRUPTED}, {self.progress()}"
+        first = self.failures.leave(f"Rank {self.failures.rank} {what}")
         record(error if self.failures.began_here else RunError(first))
 
     def ended(self, error: BaseException, show: Callable[[], None]) -> None:
@@ -267,7 +269,8 @@ class Watch:
         if self._over.wait(grace):
             return
         try:
-            print(f"fxpipe: rank {self.failures.rank} ends: {error}", file=sys.stderr, flush=True)
+            if INTERRUPTED not in str(error):  # the first one says so
+                print(f"fxpipe: rank {self.failures.rank} ends: {error}", file=sys.stderr, flush=True)
             record(error)
             sys.stdout.flush()
             time.sleep(2 * BEAT)  # torchrun ends all ranks with the first: each is to say why before
@@ -334,6 +337,14 @@ def _await_torchrun() -> None:
     if "TORCHELASTIC_RUN_ID" in os.environ:
         signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
         time.sleep(GRACE)
+
+
+def ends_before_others(error: Exception) -> None:
+    """Tell torchrun's summary of an error that ends this process before it has joined the others, and mostly
+    them as well: rank 0 shows it."""
+    record(error)
+    if os.environ.get("RANK", "0") != "0":
+        _await_torchrun()
 
 
 def _described(op: str) -> str:

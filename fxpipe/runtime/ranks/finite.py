@@ -6,7 +6,7 @@ import linecache
 import math
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 
 from fxpipe.errors import OptionError, RunError
+from fxpipe.runtime.program.batch import batch_leaves
 from fxpipe.runtime.program.rank import Runtime
 from fxpipe.runtime.torch_private import TorchDispatchMode, no_modes, pytree
 
@@ -21,7 +22,7 @@ _TORCH = str(Path(str(torch.__file__)).parent)
 _MODULE = re.compile(r"^\s+# (\S+)(?:  \((.*)\))?$")  # a comment of a program, with the line of the model
 _LAYER = re.compile(r'within\(\w+, f?"([^"]*)"\)')
 _FIELD = re.compile(r"\{(\w+)\}")
-
+_MOST_NAMED = 3  # tensors in a message
 
 Check = Literal["finite"] | None
 
@@ -35,14 +36,16 @@ def checked(asked: str | None) -> Check:
 
 class Finite(TorchDispatchMode):
     """While entered on a rank's thread, an op of its program that gives NaN, or that makes infinities of
-    finite operands, raises RunError.  Memory that ops leave as it is (``empty``) does not count.
+    finite operands or of a parameter, raises RunError.  Memory that ops leave as it is (``empty``) does not
+    count.
 
-    file: of the program, as its frames have it.
+    file: of the program, as its frames have it.  batch: what the rank was given.
     """
 
-    def __init__(self, rt: Runtime, file: str):
+    def __init__(self, rt: Runtime, file: str, batch: Any):
         super().__init__()  # type: ignore[no-untyped-call]
-        self._rt, self._file = rt, file
+        self._rt, self._file, self._batch = rt, file, batch
+        self._parameters = {_storage(x) for x in rt.params.values()}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -62,8 +65,39 @@ class Finite(TorchDispatchMode):
             if number == 0 and tensor.isinf().any():
                 operands = _apart(given, tensor)
                 numbers = [x for x in pytree.tree_leaves(arguments) if isinstance(x, float)]
-                if not any(map(math.isinf, numbers)) and not any(x.isinf().any() for x in operands):
+                infinite = {_storage(x) for x in operands if x.isinf().any()}  # those of a mask are meant
+                if infinite & self._parameters or not (infinite or any(map(math.isinf, numbers))):
                     self._fail(func, "infinity", tensor, tensor.isinf(), operands)
+
+    def check_loss(self, loss: torch.Tensor | None) -> None:
+        """Raise RunError for a loss with infinities that no op made: they were given, or are meant."""
+        with no_modes():
+            if loss is None or loss.isfinite():
+                return
+            raise RunError(
+                f"{self._given_causes(())}The loss is {float(loss)}, and no op made that of finite values: "
+                "they were in the parameters, buffers or batch of some rank, or are written in the model."
+            )
+
+    def _given_causes(self, operands: Sequence[torch.Tensor]) -> str:
+        """The tensors that were not finite before the step, as a sentence: those among the operands, or else
+        all that the rank was given."""
+        rt = self._rt
+        kinds = {"parameter": rt.params, "buffer": rt.buffers, "constant": rt.constants}
+        kinds["batch's leaf"] = dict(batch_leaves(self._batch))
+        bad = [
+            (f"the {kind} {name}", tensor)
+            for kind, named in kinds.items()
+            for name, tensor in named.items()
+            if _floats(tensor) and not tensor.isfinite().all()
+        ]
+        read = {_storage(x) for x in operands}
+        bad = [(name, tensor) for name, tensor in bad if _storage(tensor) in read] or bad
+        if not bad:
+            return ""
+        texts = [f"{name} ({_counted(tensor)})" for name, tensor in bad[:_MOST_NAMED]]
+        more = f" and {len(bad) - _MOST_NAMED} others" if len(bad) > _MOST_NAMED else ""
+        return f"Not finite before the step: {', '.join(texts)}{more}. "
 
     def _fail(
         self, func: Any, what: str, made: torch.Tensor, where: torch.Tensor, given: list[torch.Tensor]
@@ -74,14 +108,18 @@ class Finite(TorchDispatchMode):
         place += f" ({line})" if line else ""
         if frames:
             place += f", line {frames[0].f_lineno} of {Path(self._file).name.rstrip('>').split()[-1]}"
-        operands = "it has no operands"
-        if not all(x.isfinite().all() for x in given):
-            operands = "an operand has such values: a parameter, a buffer or the batch"
+        operands, cause = "it has no operands", ""
+        bad = [x for x in given if not x.isfinite().all()]
+        if bad:
+            cause = self._given_causes(bad)
+            operands = "an operand is not finite" + (
+                "" if cause else ", as another rank sent it or as written"
+            )
         elif given:
             ranges = ", ".join(f"{float(x.min()):.3g} to {float(x.max()):.3g}" for x in given if x.numel())
             operands = f"its operands are finite, from {ranges}"
         raise RunError(
-            f"Rank {self._rt.rank}, {self._rt.current_op}: {func} gives the first {what}, in "
+            f"{cause}Rank {self._rt.rank}, {self._rt.current_op}: {func} gives the first {what}, in "
             f"{int(where.sum())} of {made.numel()} values of shape {tuple(made.shape)}, in {place}; "
             f"{operands}."
         )
@@ -92,10 +130,18 @@ def _floats(values: Any) -> list[torch.Tensor]:
     return [x for x in leaves if isinstance(x, torch.Tensor) and x.is_floating_point() and not x.is_meta]
 
 
+def _counted(tensor: torch.Tensor) -> str:
+    kind = "NaN" if tensor.isnan().any() else "infinity"
+    return f"{kind} in {int((~tensor.isfinite()).sum())} of {tensor.numel()} values"
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
 def _apart(given: list[torch.Tensor], made: torch.Tensor) -> list[torch.Tensor]:
     """The operands that the op has not overwritten."""
-    own = made.untyped_storage().data_ptr()
-    return [x for x in given if x.untyped_storage().data_ptr() != own]
+    return [x for x in given if _storage(x) != _storage(made)]
 
 
 def _caller() -> FrameType:

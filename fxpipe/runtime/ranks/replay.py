@@ -57,7 +57,8 @@ def read_recorded(directory: Path, op: str, rank: int | None) -> tuple[RecordedO
         ops = dict.fromkeys(name.rpartition("-rank")[0] for name in names)
         of = f" of rank {rank}" if ranks else ""
         known = f" It has {', '.join(ops)}." if ops else ""
-        raise ArtifactError(f"{directory} has no recording of {op}{of}.{suggested(op, ops)}{known}")
+        how = known or f" Record it: pipe.step(batch, record={{{op!r}: {str(directory)!r}}})."
+        raise ArtifactError(f"{directory} has no recording of {op}{of}.{suggested(op, ops)}{how}")
     path = file_of(directory, op, ranks[0] if rank is None else rank)
     try:
         with open_tensors(path) as file:

@@ -70,14 +70,14 @@ class App {
     const most = ([bytes, rank]) => `${bytesText(bytes)} (rank ${rank})`;
     fill(document.querySelector("h1"), head.model, el("span", {}, ` ${head.schedule}`));
     const facts = [
-      `${head.ranks} ranks`,
+      `${head.ranks} ranks${head.lanes > 1 ? ` of ${head.lanes} lanes` : ""}`,
       head.stages === head.ranks ? "" : `${head.stages} stages`,
       `${head.microbatches} microbatches`,
       head.replicas > 1 ? `${head.replicas} replicas` : "",
       `step ${secondsText(head.seconds)}`,
       this.model.measured ? `measured ${secondsText(this.model.measured.seconds)}` : "",
       `span bubble ${bubbleText(head.span_bubble)}`,
-      `memory at most ${most(head.memory)}, with AdamW's state ${most(head.memory_with_adamw)}`,
+      `memory${head.lanes > 1 ? " of a lane" : ""} at most ${most(head.memory)}, with AdamW's state ${most(head.memory_with_adamw)}`,
       head.memory_limit && `limit ${head.memory_limit}`,
     ];
     byId("facts").textContent = facts.filter(Boolean).join(" · ");

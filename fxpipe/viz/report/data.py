@@ -101,7 +101,6 @@ def _head(plan: Plan, timeline: Timeline) -> dict[str, Any]:
         "lanes": plan.lanes.number,
         "seconds": timeline.seconds,
         "span_bubble": timeline.span_bubble,
-        "makespan_bubble": timeline.makespan_bubble,
         "peak_memory": list(timeline.peak_memory),
         "bounds": f"{plan.schedule}: {'; '.join(gap_texts(timeline, limits, units))}",
         "memory": max((own.peak, rank) for rank, own in enumerate(memory)),
@@ -161,7 +160,9 @@ def _differences(timeline: Timeline, measured: Sequence[Sequence[Span]]) -> list
             "median": median(times),
             "largest": max(times),
         }
-        for (stage, kind), times in sorted(taken.items())
+        for (stage, kind), times in sorted(
+            taken.items(), key=lambda item: (item[0][0], KINDS.index(item[0][1]))
+        )
     ]
 
 

@@ -23,6 +23,7 @@ class GapInspector {
 
   put(title, ...parts) {
     fill(this.host, el("h2", {}, title), parts);
+    this.host.classList.add("answer");
     this.host.scrollTop = 0;
   }
 

@@ -44,6 +44,7 @@ class Inspector extends GapInspector {
         key("Esc", "nothing chosen"),
       ]),
     );
+    this.host.classList.remove("answer");
   }
 
   idlest() {

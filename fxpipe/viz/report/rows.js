@@ -215,7 +215,7 @@ class Rows {
         right = Math.min(at.x(t.end[k]), at.box.left + at.box.width);
       const kind = row.layer.kinds[t.kind[k]],
         long = several ? `${kind}${t.stage[k]}.${t.microbatch[k]}` : `${kind}${t.microbatch[k]}`;
-      const fits = (text) => text.length * size * 0.58 < right - left - 2;
+      const fits = (text) => (text.length * 0.6 + (text[0] === "W" ? 0.4 : 0)) * size < right - left - 2;
       const text = fits(long)
         ? long
         : fits(`${t.microbatch[k]}`) && !several
