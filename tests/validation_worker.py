@@ -22,7 +22,7 @@ from torch import nn
 
 import fxpipe
 from fxpipe.runtime.program.rank import Runtime
-from fxpipe.training import make_optimizer
+from fxpipe.training import ahead, make_optimizer
 from fxpipe.training.ahead import Ahead
 from fxpipe.training.optimizer import PipelineOptimizer
 from fxpipe.training.pace import Pace
@@ -221,17 +221,17 @@ def compiled(
     return fxpipe.compile(model, example, evaluation=True, **given), start
 
 
-FAULTS: dict[str, Callable[[], tuple[type, str, Any]]] = {}
+FAULTS: dict[str, Callable[[], tuple[Any, str, Any]]] = {}
 
 
-def fault(function: Callable[[], tuple[type, str, Any]]) -> Callable[[], tuple[type, str, Any]]:
-    """A class, the name of a method of it, and what takes its place."""
+def fault(function: Callable[[], tuple[Any, str, Any]]) -> Callable[[], tuple[Any, str, Any]]:
+    """A class or a module, the name of a function of it, and what takes its place."""
     FAULTS[function.__name__] = function
     return function
 
 
 @fault
-def copies_are_freed_early() -> tuple[type, str, Any]:
+def copies_are_freed_early() -> tuple[Any, str, Any]:
     """And their memory is used for something else."""
     before = Undo.of
 
@@ -245,18 +245,24 @@ def copies_are_freed_early() -> tuple[type, str, Any]:
 
 
 @fault
-def state_is_not_taken_back() -> tuple[type, str, Any]:
+def state_is_not_taken_back() -> tuple[Any, str, Any]:
     before = Undo.of
     return Undo, "of", staticmethod(lambda own, _: replace(before(own), state=dict(own.state)))
 
 
 @fault
-def options_are_those_of_now() -> tuple[type, str, Any]:
+def gradients_are_those_of_now() -> tuple[Any, str, Any]:
+    """Where ``zero_grad(set_to_none=True)`` came before the verdict, none."""
+    return ahead, "set_grads", lambda parameters, grads: None
+
+
+@fault
+def options_are_those_of_now() -> tuple[Any, str, Any]:
     return Undo, "options_of_then", lambda undo, optimizer: contextlib.nullcontext()
 
 
 @fault
-def keys_are_not_those_of_the_first_time() -> tuple[type, str, Any]:
+def keys_are_not_those_of_the_first_time() -> tuple[Any, str, Any]:
     before = Runtime._take_back
 
     def taken_back(rt: Runtime, *arguments: Any) -> None:
@@ -267,12 +273,12 @@ def keys_are_not_those_of_the_first_time() -> tuple[type, str, Any]:
 
 
 @fault
-def forwards_are_not_run_again() -> tuple[type, str, Any]:
+def forwards_are_not_run_again() -> tuple[Any, str, Any]:
     return Updates, "stand", lambda updates: updates._correct() is None
 
 
 @fault
-def the_verdict_is_that_of_another_step() -> tuple[type, str, Any]:
+def the_verdict_is_that_of_another_step() -> tuple[Any, str, Any]:
     before, last = PipelineOptimizer._settle, []
 
     def settled(optimizer: PipelineOptimizer) -> bool:

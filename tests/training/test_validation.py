@@ -30,7 +30,13 @@ def test_faults_are_caught(tmp_path):
     """In settings in which nothing differs without them."""
     given = worker.PIPELINES["zb-h1"]
     run = forked(
-        4, worker.check, [6, 9, 10], *given, [*worker.FAULTS], dtype=torch.float32, logs=tmp_path / "logs"
+        4,
+        worker.check,
+        [6, 9, 10, 1053],
+        *given,
+        [*worker.FAULTS],
+        dtype=torch.float32,
+        logs=tmp_path / "logs",
     )
     assert min(taken_back(run)) > 0
     assert re.findall(r"caught: (\w+)", run.stdout[0]) == [*worker.FAULTS], run
