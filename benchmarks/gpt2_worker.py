@@ -10,7 +10,6 @@ from functools import partial
 
 import torch
 from torch import nn
-from torch_pipeline import SCHEDULES, TorchPipeline
 from transformers import GPT2Config, GPT2LMHeadModel
 from worker import Worker, resident, start_counting_memory
 
@@ -68,6 +67,8 @@ class Part(nn.Module):
 def torch_contender(worker: Worker) -> tuple[Callable[[], float | None], Callable[[], None]]:
     name, microbatches = worker.case["schedule"], worker.case["microbatches"]
     model, batch = build(_vocabulary(worker)), example(microbatches, _vocabulary(worker))
+    from torch_pipeline import SCHEDULES, TorchPipeline
+
     each = LAYERS // (worker.ranks * SCHEDULES[name].stages_per_rank)
     loss_fn = partial(_loss, model.loss_function, _vocabulary(worker))
     pipeline = TorchPipeline(

@@ -19,17 +19,22 @@ fresh processes, in an order that differs from round to round; shown are the med
 medians of their steps), and the least and greatest.
 
     python benchmarks/vs_torch.py --part a --output benchmarks/results/vs_torch_a.txt
+    python benchmarks/vs_torch.py --part a --against ../older    # in turns with another checkout
     python benchmarks/vs_torch.py --part b --output benchmarks/results/vs_torch_b.txt
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import statistics
+import subprocess
+import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +55,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4, help="timed steps of each run")
     parser.add_argument("--microbatches", type=int, nargs="+", help="a: 4 8, b: 16 32")
     parser.add_argument("--only", choices=("fxpipe", "torch"), help="leave the other one out")
+    parser.add_argument("--against", type=Path, help="a: another checkout of fxpipe")
     parser.add_argument("--output", type=Path, help="keep what is printed in this file")
+    parser.add_argument("--compile", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.compile:
+        contender, microbatches, directory = options.compile
+        compile_contender(ContenderA(**json.loads(contender)), int(microbatches), directory)
+        return
     report = Report(f"fxpipe and torch.distributed.pipelining, part {options.part}")
     (part_a if options.part == "a" else part_b)(options, report)
     report.save(options.output)
@@ -71,13 +82,15 @@ RANKS_A = 2
 
 @dataclass(frozen=True)
 class ContenderA:
-    """``kind``: eager, fxpipe or torch.  ``placement`` and ``stages_per_rank`` are fxpipe's."""
+    """``kind``: eager, fxpipe or torch.  ``placement`` and ``stages_per_rank`` are fxpipe's.  ``root``: of
+    another checkout of it."""
 
     kind: str
     schedule: str = ""
     stages_per_rank: int = 1
     placement: str = "plain"
     vocab_parallel: str = ""
+    root: str = ""
 
     @property
     def name(self) -> str:
@@ -85,7 +98,13 @@ class ContenderA:
             f", {self.stages_per_rank} stages a rank, {self.placement}" if self.stages_per_rank > 1 else ""
         )
         vocabulary = f", vocabulary {self.vocab_parallel}" if self.vocab_parallel else ""
-        return f"{self.kind} {self.schedule}{chunks}{vocabulary}".strip()
+        older = "older " if self.root else ""
+        return f"{older}{self.kind} {self.schedule}{chunks}{vocabulary}".strip()
+
+    @property
+    def environment(self) -> dict[str, str]:
+        paths = [*([self.root] if self.root else []), os.environ.get("PYTHONPATH", "")]
+        return {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
 EAGER = ContenderA("eager")
@@ -107,6 +126,10 @@ CONTENDERS_A = (
 
 def part_a(options: argparse.Namespace, report: Report) -> None:
     contenders = [c for c in CONTENDERS_A if c.kind in ("eager", options.only or c.kind)]
+    if options.against:
+        root = str(options.against.resolve())
+        pairs = [[c, replace(c, root=root)] if c.kind == "fxpipe" else [c] for c in contenders]
+        contenders = [c for pair in pairs for c in pair]
     with tempfile.TemporaryDirectory() as folder:
         for microbatches in options.microbatches or (4, 8):
             cases = {c: _case(c, microbatches, options.steps, Path(folder)) for c in contenders}
@@ -114,7 +137,10 @@ def part_a(options: argparse.Namespace, report: Report) -> None:
             rounds = [c for turn in rotated(contenders, options.rounds) for c in turn]
             for contender in track(rounds, f"m = {microbatches}", transient=True):
                 ranks = 1 if contender is EAGER else RANKS_A
-                runs[contender].append(run("gpt2_worker.py", ranks, cases[contender]))
+                environment = contender.environment
+                runs[contender].append(
+                    run("gpt2_worker.py", ranks, cases[contender], environment=environment)
+                )
             report.line(f"\nm = {microbatches}; {options.rounds} rounds of {options.steps} steps")
             _table_a(report, runs)
 
@@ -132,6 +158,18 @@ def _case(contender: ContenderA, microbatches: int, steps: int, folder: Path) ->
 
 
 def _compiled(contender: ContenderA, microbatches: int, folder: Path) -> Path:
+    """In a process of its own, which has the contender's fxpipe."""
+    directory = folder / f"{contender.name} {microbatches}".replace(" ", "_")
+    arguments = [json.dumps(asdict(contender)), str(microbatches), str(directory)]
+    subprocess.run(
+        [sys.executable, __file__, "--part", "a", "--compile", *arguments],
+        env=os.environ | contender.environment | {"TRANSFORMERS_VERBOSITY": "error"},
+        check=True,
+    )
+    return directory
+
+
+def compile_contender(contender: ContenderA, microbatches: int, directory: str) -> None:
     import gpt2_worker
 
     import fxpipe
@@ -146,9 +184,7 @@ def _compiled(contender: ContenderA, microbatches: int, folder: Path) -> Path:
         placement=contender.placement,
         vocab_parallel=contender.vocab_parallel or False,
     )
-    directory = folder / f"{contender.name} {microbatches}".replace(" ", "_")
     pipe.save(directory)
-    return directory
 
 
 def _table_a(report: Report, runs: dict[ContenderA, list[Any]]) -> None:
@@ -163,6 +199,7 @@ def _table_a(report: Report, runs: dict[ContenderA, list[Any]]) -> None:
             raise SystemExit(f"{contender.name} has the loss {wrong[0]}, eager has {loss}")
         if contender is not EAGER:
             share = statistics.median(shares)
+        if contender is not EAGER and not contender.root:
             best[contender.kind] = max(best.get(contender.kind, (0.0, "")), (share, contender.name))
         peak, before = (_per_rank([r[field] for r in results]) for field in ("peak", "before"))
         rows.append(
