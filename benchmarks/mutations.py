@@ -69,7 +69,11 @@ def drop_line(tree: ast.Module, random: Random) -> str | None:
 
 
 def drop_deletion(tree: ast.Module, random: Random) -> str | None:
-    """A value of any function is not freed."""
+    """A value of any function is not freed.
+
+    An edit that changes nothing between ops: the value is a local variable, which goes when its function
+    ends, at the latest as its op does.  A plan has no memory within an op, which its user leaves room for.
+    """
     return _drop(tree, lambda line: isinstance(line, ast.Delete), random)
 
 

@@ -20,6 +20,7 @@ from fxpipe.errors import (
     PartitionError,
     RunError,
 )
+from fxpipe.plan import files
 
 
 def compiled(model=None, example=None, *, ranks=2, microbatches=2, **options):
@@ -401,12 +402,6 @@ def test_directory_that_is_not_empty(pipe, tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 
-def test_saving_twice_to_one_place(pipe, saved):
-    before = tree(saved)
-    assert "not empty" in error_of(ArtifactError, pipe.save, saved)
-    assert tree(saved) == before
-
-
 def test_directory_that_is_a_file(pipe, tmp_path):
     (tmp_path / "out").write_text("precious")
     message = error_of(ArtifactError, pipe.save, tmp_path / "out")
@@ -419,6 +414,26 @@ def test_directory_below_a_file(pipe, tmp_path):
     message = error_of(ArtifactError, pipe.save, tmp_path / "out" / "pipe")
     assert "cannot be written" in message
     assert tree(tmp_path) == {"out": b"precious"}
+
+
+def test_a_saved_pipeline_is_replaced_and_nothing_else(pipe, saved):
+    """If the new one is not complete, the old one stays."""
+    before = tree(saved.parent)
+    assert "is not empty. Name a new directory, remove it first, or give overwrite=True" in error_of(
+        ArtifactError, pipe.save, saved
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(files, "MOST_PROGRAM_BYTES", 1)
+        assert "would be larger" in error_of(ArtifactError, pipe.save, saved, overwrite=True)
+    assert tree(saved.parent) == before
+    (saved / "rank7.py").write_text("of more ranks")
+    (saved / "rank0.py").write_text("edited")
+    pipe.save(saved, overwrite=True)
+    assert tree(saved.parent) == before
+    (saved / "notes.txt").write_text("precious")
+    message = error_of(ArtifactError, pipe.save, saved, overwrite=True)
+    assert "holds 'notes.txt', which is not of a saved pipeline" in message
+    assert (saved / "notes.txt").read_text() == "precious"
 
 
 def test_empty_directory_is_taken(pipe, tmp_path):

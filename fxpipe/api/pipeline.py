@@ -402,17 +402,19 @@ class Pipeline(Views):
         tensors = state.owned if state.divides_parameters else self.process.of_each(plan.tensors)
         share_values(self.process, tensors, own, plan.lanes.shards)
 
-    def save(self, path: str | Path) -> None:
+    def save(self, path: str | Path, *, overwrite: bool = False) -> None:
         """Write programs, plan, weights with their checksums, and pictures to a new directory.
 
+        overwrite: put it in the place of a pipeline that was saved there, with its weights and what was
+            edited in its programs.  A directory that holds anything else is left as it is.
         Under torchrun every rank calls it; rank 0 writes the files of all.  Raises ArtifactError, on all
-        ranks, if the directory is not empty or cannot be written; then nothing is left in it.
+        ranks, if the directory is not empty or cannot be written; then nothing in it has changed.
         """
         self.check_alike()
         forward = None if self.evaluation is None else self.evaluation.artifact
         draw = self._write_views if self.graph is not None else None
         target = files.as_path(path, "pipe.save")
-        save(self.artifact, forward, self.model_state, self.step_number, target, draw)
+        save(self.artifact, forward, self.model_state, self.step_number, target, draw, overwrite)
 
 
 def _named(tensors: dict[str, T]) -> Named[str, T]:

@@ -76,7 +76,7 @@ def actions(plan: RankPlan) -> list[Done]:
         if not isinstance(together, list):
             found.append(Done(_OF_RT[type(together)], together.bucket))
             continue
-        first, key = together[0], tuple(map(_key, together))
+        first, key = together[0], tuple(map(kind_of, together))
         if key not in known:
             known[key] = _action(plan, together, {action.name for action in known.values()})
         found.append(Done(known[key], _microbatch(first), _arguments(plan, together)))
@@ -125,7 +125,7 @@ def number_at_head(instructions: Sequence[Instruction]) -> int:
     return next((k for k, i in enumerate(instructions) if not isinstance(i, GatherParameters)), 0)
 
 
-def _key(instruction: OfMicrobatch) -> tuple[object, ...]:
+def kind_of(instruction: OfMicrobatch) -> tuple[object, ...]:
     """The same for instructions that differ only in the microbatch, or in where in the pool they offload."""
     match instruction:
         case Compute(op):
@@ -151,6 +151,8 @@ def _microbatch(instruction: OfMicrobatch) -> int:
 
 
 def _arguments(plan: RankPlan, together: Sequence[OfMicrobatch]) -> tuple[int, ...]:
+    if not isinstance(together[0], StartTransfer):
+        return ()
     offloads = (i.transfer for i in together if isinstance(i, StartTransfer))
     return tuple(plan.places[t.activation] for t in offloads if t.direction is Direction.OUT)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 
+from fxpipe.codegen.actions import kind_of
 from fxpipe.codegen.lines import color_text
 from fxpipe.codegen.rank_plan import RankPlan
 from fxpipe.codegen.wrapping import WIDTH
@@ -26,7 +27,11 @@ MOST_OPS = 64
 
 def contents(plan: RankPlan) -> list[str]:
     lines = ["Sections, as predicted for a microbatch:", *_table(_section(plan, s.color) for s in plan.own)]
-    messages = list(dict.fromkeys(row for i in plan.instructions for row in _messages(plan, i)))
+    kinds: dict[object, Instruction] = {}
+    for i in plan.instructions:
+        if isinstance(i, PostRecv | Send | StartCollective):
+            kinds.setdefault(kind_of(i), i)
+    messages = list(dict.fromkeys(row for i in kinds.values() for row in _messages(plan, i)))
     if messages:
         lines += ["", "Messages, of a microbatch:", *_table(messages)]
     ops = [str(i.op) for i in plan.instructions if isinstance(i, Compute)]

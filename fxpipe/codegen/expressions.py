@@ -116,15 +116,19 @@ class Scope:
     """How the values of nodes are called in a function.
 
     ``names``: the aliases of ops, of the whole program.  ``texts``: of values that are not called by the name
-    of their node.  ``numbers``: by node, the expressions for its :func:`.free_numbers`.
+    of their node.  ``numbers``: by node, the expressions for its :func:`.free_numbers`.  ``inner``: nodes
+    that have no variable, as the expression stands where the value is used.
     """
 
     names: Names
     texts: Mapping[fx.Node, str] = field(default_factory=dict)
     numbers: Mapping[fx.Node, tuple[str, ...]] = field(default_factory=dict)
+    inner: set[fx.Node] = field(default_factory=set)
 
     def text(self, node: fx.Node) -> str:
-        """A node's value: a variable, or an item of a container."""
+        """A node's value: a variable, an item of a container, or the expression of one that is ``inner``."""
+        if node in self.inner:
+            return self.expression(node)
         if node in self.texts:
             return self.texts[node]
         given = node.meta.get("input") if node.op == "placeholder" else None

@@ -55,7 +55,7 @@ class Lifetimes:
                 and (function, part.name) in self.local
                 and (function, number, k) in self.last
             )
-            if dead and number + 1 < len(function.lines):
+            if dead and any(map(_takes_memory, function.lines[number + 1 :])):
                 found.append(f"del {', '.join(dead)}")
         return found
 
@@ -69,6 +69,11 @@ class Lifetimes:
         if part.name in self.shared:
             return f"{part.name}[m].pop()"
         return f"{part.name}.pop(m)" if (function, line, place) in self.last else f"{part.name}[m]"
+
+
+def _takes_memory(line: Line) -> bool:
+    """Not a line that hands on what is there; the function's end frees its variables soon enough."""
+    return not str(line[0]).startswith(("rt.send(", "rt.add_"))
 
 
 def lifetimes(orders: Iterable[tuple[Function, ...]]) -> Lifetimes:

@@ -201,10 +201,11 @@ class Loop:
     def _function(self, unpacked: list[tuple[str, list[str]]], returned: list[str]) -> str:
         scope = Scope(self.scope.names, self.texts, self.numbers)
         lines = [Line(text) for name, own in unpacked for text in (unpacking(own, name), f"{name}.clear()")]
-        lines += node_lines(self.run.body, scope, self._place)
-        own = {name for _, names in unpacked for name in names} | {self.texts[n] for n in self.run.body}
         returned_values: list[int | Slot] = [slot.result for slot in self.run.carried]
         returned_values += [value for _, stack, _ in self.gives for value in stack.values]
+        given = {self.run.body[value] for value in returned_values if isinstance(value, int)}
+        lines += node_lines(self.run.body, scope, self._place, given)
+        own = {name for _, names in unpacked for name in names} | {self.texts[n] for n in self.run.body}
         kept = {self._result(value) for value in returned_values}
         same = storages(self.run.body, scope)
         freed = {name: same.get(name, name) for name in own} | dict.fromkeys(self.used - own, "")

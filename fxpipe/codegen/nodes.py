@@ -3,28 +3,37 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from itertools import groupby
 from pathlib import PurePath
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import fx
 
 from fxpipe.codegen.comments import shape_of
 from fxpipe.codegen.expressions import KEYS, Scope
+from fxpipe.codegen.repeats import leaves
 from fxpipe.codegen.statements import Line
+from fxpipe.codegen.wrapping import WIDTH
 from fxpipe.ir.graph import Origin, offload, reload
 from fxpipe.ir.names import comment
 from fxpipe.ir.storage import is_view, written_arguments
 
 
-def node_lines(nodes: Iterable[fx.Node], scope: Scope, place: Callable[[fx.Node], str]) -> Iterator[Line]:
+def node_lines(
+    nodes: Sequence[fx.Node],
+    scope: Scope,
+    place: Callable[[fx.Node], str],
+    kept: AbstractSet[fx.Node] = frozenset(),
+) -> Iterator[Line]:
     """Lines that are freed behind each of the model's lines.
 
     ``place``: the text of a module, for the comment above its ops.  Where another line of the model begins in
-    the same module, its number stands behind the op.
+    the same module, its number stands behind the op.  ``kept``: nodes that must have a variable.
     """
-    written = [n for n in nodes if n.target not in (offload, reload) and not is_item_of_unpacked(n)]
+    _find_inner(nodes, scope, kept)
+    written = [n for n in nodes if n not in scope.inner and _has_line(n)]
     before, heading = None, ""
     for where, own in groupby(written, lambda node: _where(node, place)):
         if before is None or where.module != before.module:
@@ -39,6 +48,27 @@ def node_lines(nodes: Iterable[fx.Node], scope: Scope, place: Callable[[fx.Node]
             text = f"{_targets(node, scope)}{scope.expression(node)}{behind}"
             yield Line(text, reads(node, scope), heading, frees=node is last)
         before = where
+
+
+def _has_line(node: fx.Node) -> bool:
+    return node.target not in (offload, reload) and not is_item_of_unpacked(node)
+
+
+def _find_inner(nodes: Sequence[fx.Node], scope: Scope, kept: AbstractSet[fx.Node]) -> None:
+    """Write a view where it is used, if that is in one place, whose line stays one."""
+    own = set(nodes)
+    for node in nodes:
+        user = next(iter(node.users), node)
+        if node in kept or len(node.users) != 1 or user not in own or not _has_line(user):
+            continue
+        if not is_view(node) or node.target in (operator.getitem, offload, reload):
+            continue
+        if user.target is operator.getitem or node in written_arguments(user.target, user.args, user.kwargs):
+            continue
+        scope.inner.add(node)
+        times = sum(leaf is node for leaf in leaves(user))
+        if times > 1 or len(_targets(user, scope) + scope.expression(user)) > WIDTH - 4:
+            scope.inner.remove(node)
 
 
 class _Where(NamedTuple):
@@ -64,8 +94,13 @@ def _where(node: fx.Node, place: Callable[[fx.Node], str]) -> _Where:
 
 def reads(node: fx.Node, scope: Scope) -> tuple[str, ...]:
     """The variables of tensors that an op reads."""
-    texts = (scope.text(n) for n in node.all_input_nodes if not is_unpacked(n))
-    return tuple(text for text in texts if text.isidentifier() and text not in KEYS)
+    found: list[str] = []
+    for n in node.all_input_nodes:
+        if n in scope.inner:
+            found += reads(n, scope)
+        elif not is_unpacked(n):
+            found.append(scope.text(n))
+    return tuple(text for text in found if text.isidentifier() and text not in KEYS)
 
 
 def defined(node: fx.Node, scope: Scope) -> tuple[str, ...]:
@@ -80,8 +115,10 @@ def storages(nodes: Iterable[fx.Node], scope: Scope) -> dict[str, str]:
     found: dict[str, str] = {}
     for node in nodes:
         written = written_arguments(node.target, node.args, node.kwargs)
-        same = node.args[0] if is_view(node) else next(iter(written), None)
-        if isinstance(same, fx.Node):
+        same: Any = node.args[0] if is_view(node) else next(iter(written), None)
+        while same in scope.inner:
+            same = same.args[0]
+        if isinstance(same, fx.Node) and node not in scope.inner:
             text = scope.text(same)
             found[scope.text(node)] = found.get(text, text)
     return found

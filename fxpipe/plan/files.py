@@ -32,6 +32,11 @@ from fxpipe.strict import MEBIBYTE, Misfit, open_regular, read_text, shown
 MOST_PLAN_BYTES, MOST_PROGRAM_BYTES = 32 * MEBIBYTE, 64 * MEBIBYTE
 STEP, CAPTURED = "step_number", "captured.json"
 AGAIN = "Save the pipeline again."
+#: What ``pipe.save`` and ``fxpipe report`` write to a directory.
+_SAVED = re.compile(
+    r"rank\d+\.(py|safetensors|sha256)|(plan|captured|graph)\.json|(graph|timeline)\.(svg|dot)|report\.html"
+    r"|evaluation|__pycache__"
+)
 
 
 @contextlib.contextmanager
@@ -55,12 +60,25 @@ def as_path(given: object, what: str, kind: str = "a directory") -> Path:
     return Path(given)
 
 
-def check_free(path: Path) -> None:
-    """Raise ArtifactError if there is something at ``path`` that a new directory would replace."""
+def check_free(path: Path, overwrite: bool = False) -> None:
+    """Raise ArtifactError if there is something at ``path`` that a new directory would replace.
+
+    overwrite: a saved pipeline may be replaced, if nothing else is there.
+    """
     if path.exists() and not path.is_dir():
         raise ArtifactError(f"{path} is a file. Name a new directory.")
-    if path.exists() and any(path.iterdir()):
-        raise ArtifactError(f"{path} is not empty. Name a new directory, or remove it first.")
+    found = sorted(each.name for each in path.iterdir()) if path.exists() else []
+    if not found:
+        return
+    is_saved = "plan.json" in found
+    if not overwrite:
+        remedy = ", remove it first, or give overwrite=True" if is_saved else ", or remove it first"
+        raise ArtifactError(f"{path} is not empty. Name a new directory{remedy}.")
+    for name in found if not is_saved else (name for name in found if not _SAVED.fullmatch(name)):
+        raise ArtifactError(
+            f"{path} holds {shown(name)}, which is not of a saved pipeline: overwrite=True would remove it. "
+            "Name another directory, or move the file."
+        )
 
 
 def write_programs(artifact: Artifact, directory: Path) -> None:

@@ -24,6 +24,7 @@ def save(
     step_number: int,
     path: Path,
     draw: Callable[[Path], object] | None,
+    overwrite: bool = False,
 ) -> None:
     """See ``Pipeline.save``.
 
@@ -36,7 +37,7 @@ def save(
         state.follow_model()
         for rank in own_ranks(process, artifact.plan.ranks):
             state.check_values(rank)
-    with new_directory(path, process) as draft:
+    with new_directory(path, process, overwrite) as draft:
         _write(artifact, state, draft, path, step_number)
         if evaluation is not None:
             _write(evaluation, state, files.evaluation_directory(draft), path, None)
@@ -117,9 +118,25 @@ def _send(
             target.copy_(value)
 
 
+def _put_in_place(draft: Path, path: Path) -> None:
+    before = path.with_name(f".{path.name}.before")
+    shutil.rmtree(before, ignore_errors=True)
+    if path.exists():
+        path.rename(before)
+    try:
+        draft.rename(path)
+    except OSError:
+        if before.exists():
+            before.rename(path)
+        raise
+    shutil.rmtree(before, ignore_errors=True)
+
+
 @contextlib.contextmanager
-def new_directory(path: Path, process: Process | None) -> Iterator[Path]:
+def new_directory(path: Path, process: Process | None, overwrite: bool = False) -> Iterator[Path]:
     """A temporary directory, which is renamed to ``path`` at the end, or removed after an error.
+
+    overwrite: in the place of a pipeline that was saved there, which stays until then.
 
     Under torchrun all ranks call this, and end the block alike (``process.agreed``); rank 0 alone makes the
     directory and writes to it.
@@ -129,16 +146,15 @@ def new_directory(path: Path, process: Process | None) -> Iterator[Path]:
     leads = process is None or process.leads
     with agreed(process, "save"), files.writing(path):
         if leads:
-            files.check_free(path)
+            files.check_free(path, overwrite)
             shutil.rmtree(draft, ignore_errors=True)
             draft.mkdir(parents=True)
     try:
         yield draft
         with agreed(process, "save"), files.writing(path):
             if leads:
-                if path.exists():
-                    path.rmdir()
-                draft.rename(path)
+                files.check_free(path, overwrite)
+                _put_in_place(draft, path)
     finally:
         if leads:
             shutil.rmtree(draft, ignore_errors=True)

@@ -14,6 +14,9 @@ def function(name: str, *lines: str) -> Function:
 def test_a_value_that_one_function_uses_is_local_and_deleted():
     f = function("F0", "<h =f()", "send( >h )", "add( )")
     assert lifetimes([(f,)]).written(f) == ["h=f()", "send(h)", "del h", "add()"]
+    f = function("F0", "<h =f()", "rt.send( >h )", "<x =g()", "rt.add_loss( >x )", "rt.send( >x )")
+    expected = ["h=f()", "rt.send(h)", "del h", "x=g()", "rt.add_loss(x)", "rt.send(x)"]
+    assert lifetimes([(f,)]).written(f) == expected  # no memory is taken behind rt.add_loss
 
 
 def test_the_last_reader_takes_a_value():
