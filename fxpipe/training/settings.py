@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from fxpipe.training.places import Code, Compared, Numbers, Place, code, strong
+from fxpipe.training.places import Code, Compared, Numbers, Place, attribute_of, code, strong
 from fxpipe.training.reached import CONTAINERS, LOSS, Reached, function_of, is_plain, joined
 
 Key = tuple[str, str]
@@ -109,9 +109,11 @@ class Settings:
             return False
         if name == "training" and now.get(("", name)) != self._then.get(("", name)):
             return trains and not path and name in self._compared.reads  # one message for all modules
+        if not name and path not in self._paths:
+            return attribute_of(path) in self._compared.reads
         if name and (path not in self._paths or now.get(owner) != self._then.get(owner)):
             return False  # of a new module, of another one, or of its class: a change by itself
-        return (path, name) in self._then or not name or name.isdigit() or name in self._compared.reads
+        return (path, name) in self._then or name.isdigit() or name in self._compared.reads
 
     def _places_of(self, reached: Reached) -> list[Place]:
         owners = [Place(path, x, path in reached.far, self._compared) for path, x in reached.owners.items()]
