@@ -453,6 +453,7 @@ def is_what_the_forward_sets(model):
 
 def is_no_part_of_the_forward(model):
     model.epoch, model.unused, model.handle = 3, other, Config()
+    model.config.square = "float32"  # the name of a method of tensors that the forward calls
 
 
 def is_another_module_of_the_same_kind(model):
