@@ -279,8 +279,9 @@ def disagree(rank: Rank) -> None:
     with torch.no_grad():
         pipe.buffers["mask"].add_(float(odd))
     rank.error("values", pipe.full_state_dict)
-    pipe.share_values()
-    rank.text("names", sorted(pipe.full_state_dict()))
+    with torch.device("meta" if odd else "cpu"):  # of what the user makes, and no words for other ranks
+        pipe.share_values()
+        rank.text("names", sorted(pipe.full_state_dict()))
 
 
 def other_options(rank: Rank) -> None:

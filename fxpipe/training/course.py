@@ -62,7 +62,8 @@ class Course:
     def facts(self, plan: int, stop: bool, asked: str) -> Facts:
         """Those of the step that begins.  plan: its number.  stop: whether the rank was asked to end the run.
         asked: outputs that all ranks must ask for alike, as text."""
-        known = plan, stop, number(asked.encode()), *self._of_optimizer(), self._added()
+        order = ABSENT if self._counts is None else self._counts.order
+        known = plan, stop, number(asked.encode()), *self._of_optimizer(), self._added(), order
         return Facts(*known, *self._known_digests())
 
     def check(self, process: Process, call: str) -> None:
@@ -73,7 +74,7 @@ class Course:
         for first in range(0, max(1, len(self._shared)), DIGESTS):
             names = tuple(self._shared[first : first + DIGESTS])
             digests = tuple(self._digest(names).tolist()) if names else ()
-            facts = Facts(0, False, ABSENT, *self._of_optimizer(), ABSENT, names, digests)
+            facts = Facts(0, False, ABSENT, *self._of_optimizer(), names=names, digests=digests)
             found = process.begin_gather(words(facts, (), {}), call)()
             if problem := difference(found, (), call, names):
                 raise RunError(problem)

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from fxpipe.errors import OptionError, RunError
 from fxpipe.plan.artifact import Validation
+from fxpipe.plan.number import number
 from fxpipe.runtime.torch_private import has_step_hooks
 from fxpipe.training.ahead import Ahead, set_grad
 from fxpipe.training.clipping import Clipping
@@ -41,10 +42,19 @@ class Ranks(Protocol):
 
 @dataclass(eq=False)
 class Counts:
-    """How often an optimizer's ``step`` was called, and its ``zero_grad``."""
+    """How often an optimizer's ``step`` was called, and its ``zero_grad``.
+
+    ``order``: the number of the order of its calls, without those that repeat the last one.
+    """
 
     updates: int = 0
     zeroed: int = 0
+    order: int = 0
+    _last: str = "zero_grad"
+
+    def called(self, name: str) -> None:
+        if name != self._last:
+            self.order, self._last = number(f"{self.order} {name}".encode()), name
 
 
 class PipelineOptimizer(Optimizer):
@@ -124,6 +134,7 @@ class PipelineOptimizer(Optimizer):
                 loss = closure()
         self.settle()
         self.counts.updates += 1
+        self.counts.called("step")
         if not self._clipping.asks:
             self._update()
         elif self._validation == "post" and self._ranks is not None:
@@ -298,6 +309,7 @@ class PipelineOptimizer(Optimizer):
         Those of an update that may have to be made again are zeroed when it stands.
         """
         self.counts.zeroed += 1
+        self.counts.called("zero_grad")
         if set_to_none:
             for parameter in self._parameters():
                 parameter.grad = None
@@ -347,6 +359,7 @@ class PipelineOptimizer(Optimizer):
                 f"The optimizer's state is what its state_dict() gives; this is {state_dict!r:.60}."
             )
         self.settle()
+        self.counts.called("load_state_dict")
         states = dict(state_dict["state"])
         masters = {k: state[MASTER] for k, state in states.items() if MASTER in state}
         for k in masters:

@@ -99,7 +99,7 @@ class Place:
         self._by_value: list[tuple[Any, Any]] = []
         self._modules = [*map(id, owner._modules.values())] if isinstance(owner, nn.Module) else []
         reads, is_function = self.compared.reads, isinstance(owner, types.FunctionType)
-        holds_read = isinstance(owner, CONTAINERS) and _attribute(self.path) in reads
+        holds_read = isinstance(owner, CONTAINERS) and attribute_of(self.path) in reads
         if not is_function and not isinstance(owner, type | torch.Tensor):
             self.values[""] = code(type(owner))
         for name, x in _contents(owner).items():
@@ -146,8 +146,8 @@ def strong(x: Any) -> Any:
     return x() if type(x) is weakref.ref else x
 
 
-def _attribute(path: str) -> str:
-    """Of an object, or the variable of a function, that leads to a container."""
+def attribute_of(path: str) -> str:
+    """Of an object, or the variable of a function, that leads to an owner, also by containers."""
     return next((name for name in reversed(path.split(".")) if not name.isdigit()), "")
 
 
@@ -165,8 +165,8 @@ def _ids(owner: Any, names: Collection[Any]) -> list[int]:
     """The number of names in an owner, and the addresses of what these stand for."""
     if isinstance(owner, nn.Module):
         contents = owner.__dict__
-        held = contents["_modules"].values(), contents["_parameters"].values()
-        absent = [x is None for x in contents["_buffers"].values()]
+        held = owner._modules.values(), owner._parameters.values()  # properties of a TorchScript module
+        absent = [x is None for x in owner._buffers.values()]
         return [len(contents), *absent, *map(id, chain(map(contents.get, names), *held))]
     if isinstance(owner, list | tuple | deque):
         return [*map(id, owner)]

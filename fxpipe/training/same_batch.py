@@ -18,7 +18,7 @@ from fxpipe.runtime.job.digest import digest
 WORDS = SPACE
 #: Of tensors that several ranks hold, the digests that travel in a step.
 DIGESTS = 4
-PLAN, STOP, ASKED, OPTIONS, UPDATES, ADDED, SHARED = range(7)  # where they begin
+PLAN, STOP, ASKED, OPTIONS, UPDATES, ADDED, CALLS, SHARED = range(8)  # where they begin
 LEAVES = SHARED + DIGESTS
 
 ABSENT = 0  # the word of what a rank does not have, or was not given
@@ -31,7 +31,7 @@ class Facts:
     ``plan``: the number of the plan.  ``stop``: whether this rank was asked to end the run.  ``asked``: the
     number of the outputs that all ranks must ask for alike.  ``options``: that of the optimizer's options.
     ``updates``: those that it has made, and one.  ``added``: the steps whose gradients this one adds to, and
-    one.
+    one.  ``calls``: the number of the order of the optimizer's calls.
     ``names``: of tensors that several ranks hold, the same on all ranks, and their ``digests``.
     """
 
@@ -41,6 +41,7 @@ class Facts:
     options: int = ABSENT
     updates: int = ABSENT
     added: int = ABSENT
+    calls: int = ABSENT
     names: tuple[str, ...] = ()
     digests: tuple[int, ...] = ()
 
@@ -51,9 +52,10 @@ def words(facts: Facts, leaves: Sequence[str], given: Mapping[str, object]) -> t
     leaves: the names of the batch's tensors; the words of many are added up.
     """
     found = {name: x for name in leaves if isinstance(x := given.get(name), torch.Tensor)}
-    own = torch.zeros(WORDS, dtype=torch.int64)
-    known = facts.plan, int(facts.stop), facts.asked, facts.options, facts.updates, facts.added
-    own[: SHARED + len(facts.digests)] = torch.tensor([*known, *facts.digests])
+    own = torch.zeros(WORDS, dtype=torch.int64, device="cpu")
+    optimizer = facts.options, facts.updates, facts.added, facts.calls
+    known = facts.plan, int(facts.stop), facts.asked, *optimizer
+    own[: SHARED + len(facts.digests)] = own.new_tensor([*known, *facts.digests])
     for slot, names in _slots(leaves):
         if found.keys() >= set(names):
             for name in names:
@@ -123,6 +125,8 @@ _OPTIMIZER = {
     "before {step}. Call it on all ranks.",
     ADDED: "Rank {rank} adds to the gradients of {own} earlier steps, and rank {first} to those of {theirs}, "
     "in {step}. Call zero_grad() of the optimizer on all ranks.",
+    CALLS: "Rank {rank} has called step(), zero_grad() and load_state_dict() of its optimizer in another "
+    "order than rank {first}, before {step}. Make the same calls on all ranks.",
     OPTIONS: "The optimizer of rank {rank} has other options than that of rank {first} in {step}. "
     + SAME_OPTIONS,
 }

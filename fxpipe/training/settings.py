@@ -23,9 +23,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from fxpipe.training.places import Code, Compared, Numbers, Place, code, strong
+from fxpipe.training.places import Code, Compared, Numbers, Place, attribute_of, code, strong
 from fxpipe.training.reached import CONTAINERS, LOSS, Reached, function_of, is_plain, joined
 
+#: Names that code reads, of tensors mostly: another object that gets one of them is another matter.
+_OF_TENSORS = frozenset(dir(torch.Tensor))
 Key = tuple[str, str]
 """The path of an owner (``Reached``) or of a class; and an attribute, "" for its class."""
 
@@ -109,9 +111,12 @@ class Settings:
             return False
         if name == "training" and now.get(("", name)) != self._then.get(("", name)):
             return trains and not path and name in self._compared.reads  # one message for all modules
+        if not name and path not in self._paths:
+            return attribute_of(path) in self._compared.reads
         if name and (path not in self._paths or now.get(owner) != self._then.get(owner)):
             return False  # of a new module, of another one, or of its class: a change by itself
-        return (path, name) in self._then or not name or name.isdigit() or name in self._compared.reads
+        is_new = (path, name) not in self._then
+        return not is_new or name.isdigit() or (name in self._compared.reads and name not in _OF_TENSORS)
 
     def _places_of(self, reached: Reached) -> list[Place]:
         owners = [Place(path, x, path in reached.far, self._compared) for path, x in reached.owners.items()]

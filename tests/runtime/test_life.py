@@ -17,7 +17,7 @@ import torch.distributed as dist
 from fxpipe.runtime.job import watch as watches
 from fxpipe.runtime.job.failure import BEAT, ENDED, Failures, record
 from fxpipe.runtime.job.life import own_process, runs
-from fxpipe.runtime.job.watch import Watch
+from fxpipe.runtime.job.watch import ALONE, Watch
 
 OTHER = "import fxpipe.runtime.job.life as life; print(life.own_process(), flush=True); input()"
 
@@ -100,6 +100,14 @@ def test_a_rank_that_cannot_be_seen_is_waited_for_longer(watch):
 def test_a_rank_that_has_ended_may_have_done_its_part(watch):
     watch.failures.store.set("process/1", own_process())
     assert beats_until_it_ends(watch, {1: "waits", 2: f"{ENDED}, after 3 steps"}) is None
+
+
+def test_a_rank_that_has_ended_sends_no_more_though_its_process_runs(watch):
+    for rank in (1, 2):
+        watch.failures.store.set(f"process/{rank}", own_process())
+    ended = dict.fromkeys((1, 2), f"{ENDED}, after 3 steps")
+    assert beats_until_it_ends(watch, ended) * BEAT == pytest.approx(ALONE, abs=2 * BEAT)
+    assert "has ended, after 3 steps" in watch.ends[0]
 
 
 def test_only_who_waits_ends(watch):

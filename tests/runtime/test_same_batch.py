@@ -157,6 +157,10 @@ OTHERS = {
         *(Facts(1, added=k) for k in (1, 0, 2)),
         "Rank 2 adds to the gradients of 1 earlier steps, and rank 0 to those of 0, in step 0. Call zero",
     ),
+    "calls": (
+        *(Facts(1, calls=k) for k in (-3, 0, 3)),
+        "Rank 2 has called step(), zero_grad() and load_state_dict() of its optimizer in another order than",
+    ),
     "options": (
         *(Facts(1, options=k) for k in (-7, 0, 7)),
         "The optimizer of rank 2 has other options than that of rank 0 in step 0. Give",
@@ -183,7 +187,7 @@ def test_more_leaves_than_words():
     assert table(full, full, full, leaves=leaves) is None
     message = table(full, full, changed, leaves=leaves)
     assert message is not None
-    assert "'leaf29' or 'leaf99'" in message
+    assert "'leaf30' or 'leaf99'" in message
     assert table({"leaf28": full["leaf28"]}, full, full, leaves=leaves) is None
 
 

@@ -9,6 +9,7 @@ from zoo import Case, Shape, TiedHead, built_and_compiled, tokens
 import fxpipe
 from fxpipe.runtime.job.digest import MOST
 from fxpipe.training.course import Course, _rows
+from fxpipe.training.optimizer import Counts
 from fxpipe.training.same_batch import ABSENT
 
 MICROBATCHES = 2
@@ -24,6 +25,7 @@ def one_rank():
 
 def counts(course):
     facts = course.facts(1, False, "")
+    assert course.optimizer is None or facts.calls == course.optimizer.counts.order
     return facts.updates, facts.added
 
 
@@ -42,9 +44,27 @@ def test_updates_and_gradients_that_add_up(one_rank):
     assert found == [(1, 1), (2, 1), (3, 2)]
     optimizer.zero_grad(set_to_none=True)
     assert counts(course) == (4, 1)
+    before = optimizer.counts.order
+    optimizer.load_state_dict(optimizer.state_dict())
     optimizer.zero_grad()
+    assert optimizer.counts.order != before
     del optimizer
     assert counts(course) == (4, 1)
+
+
+def test_calls_in_another_order():
+    """Zeroes the gradients before they are used, or loads a state; more zeroes do not matter."""
+
+    def order(*names):
+        counts = Counts()
+        for name in names:
+            counts.called(name)
+        return counts.order
+
+    first = order("zero_grad", "step", "zero_grad", "step", "zero_grad")
+    assert first == order("step", "zero_grad", "zero_grad", "step", "zero_grad") != 0
+    assert first != order("zero_grad", "step", "zero_grad", "step")
+    assert first != order("step", "zero_grad", "load_state_dict", "step", "zero_grad")
 
 
 def test_options_of_now(one_rank):

@@ -452,7 +452,8 @@ def is_what_the_forward_sets(model):
 
 
 def is_no_part_of_the_forward(model):
-    model.epoch, model.unused = 3, other
+    model.epoch, model.unused, model.handle = 3, other, Config()
+    model.config.square = "float32"  # the name of a method of tensors that the forward calls
 
 
 def is_another_module_of_the_same_kind(model):
@@ -489,8 +490,10 @@ def test_a_pipeline_does_not_keep_what_it_compares():
     assert settings.changes(Mixer())
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
 def test_only_other_objects_are_searched():
     model = Mixer()
+    model.traced = torch.jit.trace(nn.Linear(2, 2), torch.ones(1, 2))
     settings = Settings(model)
     with mock.patch.object(Reached, "of", side_effect=AssertionError):
         assert settings.changes(model) == []

@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 SLOW = 30.0
 #: Seconds that a rank has to raise its own error after another one has failed.
 GRACE = 3.0
-#: Seconds that a rank may wait for others without a store: the machine that had it is gone.
+#: Seconds that a rank may wait for others without a store, as the machine that had it is gone, or for one
+#: whose script is over, even if its process is not.
 ALONE = 5.0
 #: Seconds that a rank waits for one whose process is gone; an error of the connection mostly comes before.
 GONE = 1.0
@@ -257,7 +258,8 @@ class Watch:
             quiet = quiet + 1 if sign.beat == beat else 0
             self._quiet[rank] = sign.beat, quiet
             was_killed = sign.runs is False and not sign.has_ended
-            if not sign.runs and quiet * BEAT >= (GONE if was_killed else self._unseen):
+            patience = GONE if was_killed else ALONE if sign.has_ended else self._unseen
+            if (sign.has_ended or not sign.runs) and quiet * BEAT >= patience:
                 self._end(self.lost(NoAnswer("the connection reports no error"), self._show), 0.0)
 
     def _elsewhere(self, message: str) -> RunError:
