@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import shutil
 import subprocess
+from contextlib import AbstractContextManager
 from importlib.util import find_spec
 from math import isfinite
 from pathlib import Path
@@ -87,6 +88,13 @@ def picture(text: str) -> Path:
     if path.suffix == ".png" and find_spec("resvg_py") is None:
         raise argparse.ArgumentTypeError(f"{text} needs resvg: pip install 'fxpipe[png]', or name a .svg")
     return path
+
+
+def working(what: str) -> AbstractContextManager[object]:
+    """Show, on a terminal, that a command works."""
+    from rich.console import Console  # the help does not need it
+
+    return Console(stderr=True).status(what)
 
 
 def write_picture(path: Path, svg: str) -> None:

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from fxpipe.api.check import check_saved
+from fxpipe.cli.arguments import working
 from fxpipe.errors import RunError, printable
 from fxpipe.plan.files import evaluation_directory
 
@@ -29,6 +30,7 @@ def _check(options: argparse.Namespace) -> None:
 
 def _is_checked(directory: Path) -> bool:
     """Print the certificate of one directory of programs."""
-    found = check_saved(directory)
+    with working("check"):
+        found = check_saved(directory)
     print("\n".join(printable(line) for line in [f"{directory}:", *str(found).splitlines()]))
     return found.holds

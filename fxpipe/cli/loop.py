@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,7 @@ from fxpipe.plan.step import counted
 if TYPE_CHECKING:
     from fxpipe.api.pipeline import Pipeline
     from fxpipe.plan.artifact import Validation
+    from fxpipe.training.optimizer import PipelineOptimizer
 
 logger = logging.getLogger("fxpipe.run")
 
@@ -109,27 +111,32 @@ def train(pipe: Pipeline, data: Data, settings: Settings, evaluated: Data | None
                 logger.info("resumed after step %d", pipe.step_number - 1)
         log = stack.enter_context(_Log(settings, steps, pipe.step_number)) if leads else None
         begun, clock = pipe.step_number, _Clock(pipe.step_number)
+        # With "post" ranks do not wait for each other, nor does the log: its figures are known a step later.
+        waits = (settings.validation or pipe.artifact.plan.validation) == "barrier"
+        unlogged: list[Callable[[], None]] = []
         while pipe.step_number < steps:
             step = pipe.step_number
             loss = pipe.step(data.batch(step))
+            _empty(unlogged)
             logs = step % settings.log_every == 0 or step == steps - 1
             # By the settings of this run, not those of the run that it resumes.
             lr = settings.lr * _factor(settings, step, steps)
             for group in optimizer.param_groups:
                 group["lr"] = lr
-            norm = optimizer.grad_norm() if logs and settings.clip is None else None
+            norm = (
+                optimizer.begin_norm() if logs and settings.clip is None else partial(_last_norm, optimizer)
+            )
             optimizer.step()
             optimizer.zero_grad()
             if logs:
-                found = optimizer.last_norm if norm is None else norm
-                assert found is not None
-                speed = _speed(pipe, clock.seconds_per_step(step + 1))
-                figures = {"loss": float(loss), "lr": lr, "norm": float(found), **speed}
-                if log is not None:
-                    log.add(figures, step)
+                speed = _begin_speed(pipe, clock.seconds_per_step(step + 1))
+                unlogged.append(partial(_log, log, step, {"loss": float(loss), "lr": lr}, norm, speed))
             if log is not None:
                 log.advance(step + 1)
-            if evaluated is not None and evaluations and _is_due(step, steps, settings.evaluate_every):
+            is_due = _is_due(step, steps, settings.evaluate_every)
+            if waits or is_due:
+                _empty(unlogged)
+            if evaluated is not None and evaluations and is_due:
                 with clock.stopped():
                     figure = evaluate(pipe, evaluated, evaluations)
                 if log is not None:
@@ -179,22 +186,54 @@ def _factor(settings: Settings, step: int, steps: int) -> float:
     return DECAYS[settings.decay](min(1.0, (step - settings.warmup) / left))
 
 
-def _speed(pipe: Pipeline, seconds: float) -> dict[str, float]:
-    """Tokens or samples a second of all replicas, and the bubble, measured and predicted."""
+def _empty(unlogged: list[Callable[[], None]]) -> None:
+    """Log what is not yet logged."""
+    for add in unlogged:
+        add()
+    unlogged.clear()
+
+
+def _log(
+    log: _Log | None,
+    step: int,
+    known: dict[str, float],
+    norm: Callable[[], torch.Tensor],
+    speed: Callable[[], dict[str, float]],
+) -> None:
+    """All ranks gather the figures, and the first one has a log."""
+    figures = {**known, "norm": float(norm()), **speed()}
+    if log is not None:
+        log.add(figures, step)
+
+
+def _last_norm(optimizer: PipelineOptimizer) -> torch.Tensor:
+    norm = optimizer.last_norm
+    assert norm is not None, "a clipped step has one"
+    return norm
+
+
+def _begin_speed(pipe: Pipeline, seconds: float) -> Callable[[], dict[str, float]]:
+    """Tokens or samples a second of all replicas, and the bubble, measured and predicted; given by a function
+    that waits for the other ranks."""
     spec = pipe.artifact.plan.step
     unit, lengths = counted((leaf.shape or (), leaf.dtype) for leaf in spec.batch.leaves)
     spans = pipe.runtime.record.spans
     busy = sum(end - start for _, start, end in spans)
-    idle = torch.tensor(1 - busy / (spans[-1][2] - spans[0][1]), dtype=torch.float64)
-    replicas = 1
-    if pipe.process is not None:
-        pipe.process.all_reduce_(idle, largest=True)
-        replicas = pipe.replicas
-    return {
-        f"{unit}/s": math.prod(lengths) * spec.microbatches * replicas / seconds,
-        "bubble": float(idle),
-        "predicted": pipe.artifact.plan.prediction.span_bubble,
-    }
+    idle = torch.tensor([1 - busy / (spans[-1][2] - spans[0][1])], dtype=torch.float64)
+    replicas, process = (1, None) if pipe.process is None else (pipe.replicas, pipe.process)
+    gathered = (
+        None if process is None else process.begin_gather(idle.view(torch.int64), "the log of fxpipe run")
+    )
+
+    def speed() -> dict[str, float]:
+        all_idle = idle if gathered is None else gathered()[:, 0].contiguous().view(torch.float64)
+        return {
+            f"{unit}/s": math.prod(lengths) * spec.microbatches * replicas / seconds,
+            "bubble": float(all_idle.max()),
+            "predicted": pipe.artifact.plan.prediction.span_bubble,
+        }
+
+    return speed
 
 
 class _Clock:

@@ -50,8 +50,8 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     add(
         "--validation",
         choices=("barrier", "post"),
-        help="how ranks agree on an update that --clip-grad-norm may change; steps that are logged wait for "
-        "all ranks (default: as the pipeline was compiled)",
+        help="how ranks agree on an update that --clip-grad-norm may change; with post the log is a step "
+        "late (default: as the pipeline was compiled)",
     )
     add(
         "--checkpoints",

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from fxpipe.cli.arguments import non_negative, picture, positive, positive_int, share, write_picture
+from fxpipe.cli.arguments import non_negative, picture, positive, positive_int, share, working, write_picture
 from fxpipe.cli.figures import figures, print_timeline
 from fxpipe.cli.planning import ScheduleRequest, plan
 from fxpipe.cli.sources import EPILOG, CostSource, add_cost_arguments, source_of
@@ -119,7 +119,8 @@ def _timeline(options: argparse.Namespace) -> tuple[CostSource, Timeline]:
     limit = None if options.offload == AUTO else options.memory_limit
     objective: Objective = "period" if options.validation == "post" else options.objective
     request = ScheduleRequest(options.stages_per_rank, options.placement, limit, objective, options.effort)
-    return source, plan(options.schedule, source, request)
+    with working("simulate"):
+        return source, plan(options.schedule, source, request)
 
 
 def _drawn(options: argparse.Namespace, timeline: Timeline) -> Timeline | Steps:

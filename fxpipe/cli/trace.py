@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from fxpipe.cli.arguments import output
+from fxpipe.cli.arguments import output, working
 from fxpipe.viz.report.write import saved_source
 from fxpipe.viz.trace import write_trace
 
@@ -22,4 +22,6 @@ def add_to(parser: argparse.ArgumentParser) -> None:
 
 def _trace(options: argparse.Namespace) -> None:
     path = options.output or options.directory / "trace.json"
-    print(write_trace(saved_source(options.directory), path))
+    with working("trace"):
+        write_trace(saved_source(options.directory), path)
+    print(path)

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from fxpipe.errors import OptionError, RunError
 from fxpipe.plan.artifact import Validation
 from fxpipe.plan.number import number
+from fxpipe.runtime.job.place import called_function
 from fxpipe.runtime.torch_private import has_step_hooks
 from fxpipe.training.ahead import Ahead, set_grad
 from fxpipe.training.clipping import Clipping
@@ -34,8 +35,6 @@ class Ranks(Protocol):
 
     @property
     def world_rank(self) -> int: ...
-
-    def all_reduce_(self, value: torch.Tensor, *, largest: bool = False) -> None: ...
 
     def begin_gather(self, words: torch.Tensor, call: str) -> Callable[[], torch.Tensor]: ...
 
@@ -288,11 +287,21 @@ class PipelineOptimizer(Optimizer):
 
     @torch.no_grad()
     def grad_norm(self) -> torch.Tensor:
-        """The norm of all gradients of the model, on every rank; 0-d, of dtype float64."""
-        total = self._number()
-        if self._ranks is not None:
-            self._ranks.all_reduce_(total, largest=self._clipping.by_largest)
-        return self._clipping.norm(total)
+        """The norm of all gradients of the model, on every rank; 0-d, of dtype float64.
+
+        Waits for all ranks.
+        """
+        return self.begin_norm()()
+
+    def begin_norm(self) -> Callable[[], torch.Tensor]:
+        """Start to compute the norm of all gradients, of which each rank has its number; return the function
+        that waits for the other ranks, and gives it."""
+        number = self._number()
+        if self._ranks is None:
+            return lambda: self._clipping.norm(number)
+        own = number.cpu().reshape(1).view(torch.int64)
+        gathered = self._ranks.begin_gather(own, called_function())
+        return lambda: self._norm(gathered()[:, 0].contiguous().view(torch.float64))
 
     @torch.no_grad()
     def _number(self) -> torch.Tensor:

@@ -222,6 +222,24 @@ def alone(data, tmp_path, monkeypatch) -> Path:
     return tmp_path / "alone"
 
 
+@pytest.mark.parametrize(
+    ("validation", "course"), [("barrier", "s0 l0 s1 l1 s2 l2"), ("post", "s0 s1 l0 s2 l1 l2")]
+)
+def test_the_log_waits_for_what_is_known(alone, monkeypatch, validation, course):
+    """Without a barrier for the norm of a step, which is known behind the next one."""
+    found, step = [], fxpipe.Pipeline.step
+
+    def stepped(pipe, batch):
+        found.append(f"s{pipe.step_number}")
+        return step(pipe, batch)
+
+    monkeypatch.setattr(fxpipe.Pipeline, "step", stepped)
+    monkeypatch.setattr(loop._Log, "add", lambda log, figures, number: found.append(f"l{number}"))
+    options = ["--steps", "3", "--clip-grad-norm", "0.5", "--validation", validation]
+    assert main(["run", str(alone), "--data", "data.safetensors", *options]) == 0
+    assert " ".join(found) == course
+
+
 @pytest.mark.parametrize("given", ["data.safetensors", "loaders:plain", "loaders:resumable"])
 def test_resumed_it_is_the_same_run(alone, capsys, given):
     """With a decaying rate, from a file, and from loaders that keep their place or do not."""
@@ -300,7 +318,7 @@ def test_speed_is_that_of_training(alone, data, tmp_path, capsys, monkeypatch):
 
     monkeypatch.setattr(fxpipe.Pipeline, "step", timed)
     monkeypatch.setattr(loop.time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(loop, "_speed", lambda pipe, seconds: {"seconds": seconds})
+    monkeypatch.setattr(loop, "_begin_speed", lambda pipe, seconds: lambda: {"seconds": seconds})
     shared = ["run", str(evaluated), "--data", str(data), "--steps", "6"]
     assert main([*shared, "--evaluate", str(data), "--evaluate-every", "2", "--log-every", "3"]) == 0
     found = re.findall(r"^step (\d)  .*  seconds (\S+)$", capsys.readouterr().out, re.MULTILINE)

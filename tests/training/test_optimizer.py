@@ -1,6 +1,7 @@
 """The optimizer of one rank's parameters, against torch's of the whole model."""
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -209,13 +210,13 @@ def test_what_is_no_optimizer(given):
 
 
 class OtherRanks:
-    """Adds the squares of gradients that another rank holds."""
+    """Another rank, with the sum of the squares of its gradients, or with the largest of them."""
 
     def __init__(self, value: float) -> None:
-        self.value = value
+        self.value = torch.tensor([value], dtype=torch.float64)
 
-    def all_reduce_(self, value: torch.Tensor, *, largest: bool = False) -> None:
-        value.copy_(torch.maximum(value, torch.tensor(self.value)) if largest else value + self.value)
+    def begin_gather(self, words: torch.Tensor, call: str) -> Callable[[], torch.Tensor]:
+        return lambda: torch.stack([words, self.value.view(torch.int64)])
 
 
 def test_the_norm_is_of_all_ranks():

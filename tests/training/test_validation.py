@@ -206,12 +206,9 @@ class TwoRanks:
 
     world_rank, numbers = 0, iter(())
 
-    def all_reduce_(self, value, *, largest=False):
-        value += next(self.numbers)
-
     def begin_gather(self, words, call):
         other = torch.tensor([next(self.numbers), 1.0], dtype=torch.float64).view(torch.int64)
-        return lambda: torch.stack([words, torch.cat([other, words[2:]])])
+        return lambda: torch.stack([words, torch.cat([other, words[2:]])[: len(words)]])
 
 
 @pytest.mark.parametrize("where", ["own", "wrapped", "all"])

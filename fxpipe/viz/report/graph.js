@@ -240,7 +240,7 @@ class GraphView extends Drawing {
         item,
         lines,
         marks,
-        width: Math.max(lines[0].length * 6.6 + 38 + 7 * marks.length, ...lines.map((l) => l.length * 6.2 + 18)),
+        width: Math.max(lines[0].length * 7 + 44 + 7 * marks.length, ...lines.map((l) => l.length * 6.2 + 18)),
         height: 8 + 15 * lines.length,
       });
     }
