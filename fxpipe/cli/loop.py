@@ -27,7 +27,6 @@ from fxpipe.plan.step import counted
 if TYPE_CHECKING:
     from fxpipe.api.pipeline import Pipeline
     from fxpipe.plan.artifact import Validation
-    from fxpipe.training.optimizer import PipelineOptimizer
 
 logger = logging.getLogger("fxpipe.run")
 
@@ -123,9 +122,9 @@ def train(pipe: Pipeline, data: Data, settings: Settings, evaluated: Data | None
             lr = settings.lr * _factor(settings, step, steps)
             for group in optimizer.param_groups:
                 group["lr"] = lr
-            norm = (
-                optimizer.begin_norm() if logs and settings.clip is None else partial(_last_norm, optimizer)
-            )
+            norm: Callable[[], Any] = lambda: optimizer.last_norm  # noqa: E731 - of a clipped step
+            if logs and settings.clip is None:
+                norm = optimizer.begin_norm()
             optimizer.step()
             optimizer.zero_grad()
             if logs:
@@ -204,12 +203,6 @@ def _log(
     figures = {**known, "norm": float(norm()), **speed()}
     if log is not None:
         log.add(figures, step)
-
-
-def _last_norm(optimizer: PipelineOptimizer) -> torch.Tensor:
-    norm = optimizer.last_norm
-    assert norm is not None, "a clipped step has one"
-    return norm
 
 
 def _begin_speed(pipe: Pipeline, seconds: float) -> Callable[[], dict[str, float]]:
