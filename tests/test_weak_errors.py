@@ -17,6 +17,7 @@ from fxpipe.errors import (
     ArtifactError,
     BatchError,
     CaptureError,
+    FxpipeError,
     OptionError,
     RunError,
     ScheduleError,
@@ -221,6 +222,18 @@ PIPE = {
         lambda pipe, path: pipe.draw(path / "step.png"),
         OptionError,
         "writes several pictures into a directory, and .*step.png is the name of one",
+    ),
+    "draw no steps": (lambda pipe, path: pipe.draw(path, steps=0), OptionError, "steps is 0"),
+    "draw a phase": (
+        lambda pipe, path: pipe.draw(path, expand="B"),
+        FxpipeError,
+        r"There is no section 'B' to draw. There are: \(0, 'F'\)",
+    ),
+    "simulate no steps": (lambda pipe, _: pipe.simulate_steps(0), OptionError, "steps is 0"),
+    "simulate a validation": (
+        lambda pipe, _: pipe.simulate_steps(validation="pst"),
+        OptionError,
+        'validation is \'pst\' and must be "barrier" or "post"',
     ),
     "report to nothing": (
         lambda pipe, _: pipe.report(None),

@@ -13,14 +13,14 @@ from fxpipe.api.stage import Stage
 from fxpipe.certificate.check import check_artifact
 from fxpipe.certificate.problems import Certificate
 from fxpipe.cost.plan_costs import costs_of
-from fxpipe.errors import OptionError, RunError
+from fxpipe.errors import OptionError, RunError, at_least_one
 from fxpipe.ir.graph import Section
 from fxpipe.plan import files
 from fxpipe.plan.artifact import Artifact, Plan, Validation
 from fxpipe.plan.memory import rank_memory
 from fxpipe.runtime.job.process import Process
 from fxpipe.runtime.job.tracebacks import brief_methods
-from fxpipe.schedule.ops import Schedule
+from fxpipe.schedule.ops import VALIDATIONS, Schedule
 from fxpipe.schedule.simulation.simulator import simulate
 from fxpipe.schedule.simulation.steps import Steps, simulate_steps
 from fxpipe.schedule.simulation.timeline import Timeline
@@ -146,6 +146,9 @@ class Views:
         steps: at least so many.  validation: by default the one that the pipeline was compiled for.
         sizes, device: as for ``simulate``, which raises the same errors.
         """
+        at_least_one("steps", steps)
+        if validation not in (None, *VALIDATIONS):
+            raise OptionError(f'validation is {validation!r} and must be "barrier" or "post".')
         plan = self.plan
         return simulate_steps(
             plan.ordered, costs_of(plan, sizes, device), validation or plan.validation, steps
@@ -196,6 +199,7 @@ class Views:
                 f"pipe.draw writes several pictures into a directory, and {directory} is the name of one. "
                 "Give a directory; `fxpipe draw` writes the schedule of a saved pipeline as one file."
             )
+        at_least_one("steps", steps)
         shown = self.simulate() if steps == 1 else self.simulate_steps(steps + 1).last(steps)
         with files.writing(directory):
             return draw(self.plan, self.graph, self.sections, shown, directory, expand)

@@ -131,7 +131,7 @@ def _cuts_by_path(forward: list[fx.Node], stages: int, split_points: Sequence[st
     paths = [n.meta["origin"].path for n in forward]
     cuts = []
     for point in split_points:
-        at = next((i for i, p in enumerate(paths) if p == point or p.startswith(point + ".")), None)
+        at = next((i for i, p in enumerate(paths) if point and f"{p}.".startswith(f"{point}.")), None)
         if at is None:
             known = sorted({".".join(p.split(".")[: point.count(".") + 1]) for p in paths if p})
             raise PartitionError(

@@ -117,7 +117,7 @@ class Transfer:
         return f"{self.direction} {self.user}{self.stage}.{self.microbatch}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Schedule:
     """``placement[stage]`` is the rank of a stage, ``order[rank]`` the ops of a rank, in order.
 
@@ -131,6 +131,11 @@ class Schedule:
     order: RankOps
     vocabulary: Vocabulary | None = None
     transfers: tuple[Transfer, ...] = ()
+
+    def __repr__(self) -> str:
+        """Without the ops, of which there may be a million."""
+        sizes = f"{self.ranks} ranks, {self.stages} stages, {self.microbatches} microbatches"
+        return f"Schedule({self.name}: {sizes}, {sum(map(len, self.order))} ops)"
 
     @property
     def ranks(self) -> int:

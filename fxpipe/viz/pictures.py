@@ -45,7 +45,7 @@ def draw(
     if graph is not None:
         graphs["graph"] = graph_picture(collapse(graph), _title(plan), _stages(plan))
     if expand is not None:
-        section = _section(sections, *expand)
+        section = _section(sections, expand)
         name = f"stage{section.stage}_{section.phase}"
         graphs[name] = section_picture(section, sections, plan.model)
     path.mkdir(parents=True, exist_ok=True)
@@ -90,9 +90,9 @@ def _share(plan: Plan, stage: int) -> str:
     )
 
 
-def _section(sections: Sequence[Section], stage: int, phase: str) -> Section:
+def _section(sections: Sequence[Section], wanted: tuple[int, str]) -> Section:
     for section in sections:
-        if (section.stage, section.phase) == (stage, phase):
+        if (section.stage, section.phase) == wanted:
             return section
     if not sections:
         raise FxpipeError(
@@ -100,4 +100,4 @@ def _section(sections: Sequence[Section], stage: int, phase: str) -> Section:
             "Compile the model in one process and draw that pipeline."
         )
     known = ", ".join(f"({s.stage}, {str(s.phase)!r})" for s in sections)
-    raise FxpipeError(f"There is no section ({stage}, {phase!r}) to draw. There are: {known}.")
+    raise FxpipeError(f"There is no section {wanted!r:.60} to draw. There are: {known}.")

@@ -148,6 +148,7 @@ def test_no_split_points_for_one_stage():
     ("points", "ranks", "message"),
     [
         (["blocks.9"], 2, "'blocks.9' is no module that the forward calls.*blocks.0, blocks.1"),
+        ([""], 2, "'' is no module that the forward calls"),
         (["blocks.1", "blocks.2"], 2, "2 split points make 3 stages, and 2 are needed"),
         ([], 2, "0 split points make 1 stages, and 2 are needed"),
         (["blocks.0"], 2, "'blocks.0' would leave the first stage empty"),

@@ -121,6 +121,8 @@ def test_a_pipeline_in_a_few_lines(limited, free):
     assert "limit 100 kB" in repr(limited)
     assert "limit" not in repr(free)
     assert all(len(repr(stage)) < 200 for stage in free.stages)
+    for found in (free.schedule, free.simulate(), free.simulate_steps(3)):
+        assert len(repr(found)) < 300
     html = free._repr_html_()
     assert html.count("<tr>") == 3
     assert "Chain on 2 ranks" in html

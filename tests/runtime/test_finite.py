@@ -1,5 +1,6 @@
 """``check="finite"``: the op with which NaN or infinities begin."""
 
+import contextlib
 import re
 
 import pytest
@@ -44,6 +45,18 @@ def compiled():
     return model, pipe, {name: torch.cat([x, x + 0.5]) for name, x in example.items()}
 
 
+@contextlib.contextmanager
+def filled(weight, value):
+    before = weight.detach().clone()
+    with torch.no_grad():
+        weight.fill_(value)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            weight.copy_(before)
+
+
 def test_a_step_without(compiled):
     _, pipe, batch = compiled
     found, expected = pipe.run_local(batch, check="finite"), pipe.run_local(batch)
@@ -55,14 +68,9 @@ def test_a_step_without(compiled):
 def test_the_first_one_is_named(compiled):
     """An op of a layer in the middle of a loop, by its module's path and the line of the model."""
     model, pipe, batch = compiled
-    weight, line = model.blocks[4].outer.weight, Block.forward.__code__.co_firstlineno + 1
-    before = weight.detach().clone()
-    with torch.no_grad():
-        weight.fill_(3e38)
-    with pytest.raises(RunError) as raised:
+    line = Block.forward.__code__.co_firstlineno + 1
+    with filled(model.blocks[4].outer.weight, 3e38), pytest.raises(RunError) as raised:
         pipe.run_local(batch, check="finite")
-    with torch.no_grad():
-        weight.copy_(before)
     found = re.fullmatch(
         r"Rank 1, F1\.0: aten\.addmm\.\S+ gives the first (?:NaN|infinity), in \d+ of 16 values of shape "
         r"\(4, 4\), in the module (\S+) \((\S+):(\d+)\), line \d+ of rank1\.py; its operands are finite, .*",
@@ -70,25 +78,23 @@ def test_the_first_one_is_named(compiled):
     )
     assert found, raised.value
     assert found.groups() == ("blocks.4.outer", "test_finite.py", str(line))
+    line = Masked.forward.__code__.co_firstlineno + 3  # of the comment, where the model's own ops begin
+    message = rf"aten\.bmm\S* gives the first infinity, .* in the model itself \(test_finite\.py:{line}\)"
+    with filled(model.blocks[5].outer.weight, 1e30), pytest.raises(RunError, match=message):
+        pipe.run_local(batch, check="finite")
 
 
 @pytest.mark.parametrize(("bad", "kind"), [(torch.nan, "NaN"), (torch.inf, "infinity")])
 def test_a_parameter_that_is_not_finite(compiled, bad, kind):
     """Its name comes before the op."""
     model, pipe, batch = compiled
-    weight = model.blocks[5].outer.weight
-    with torch.no_grad():
-        before = weight.clone()
-        weight[0, 0] = bad
     message = (
         rf"^Not finite before the step: the parameter blocks\.5\.outer\.weight \({kind} in 1 of 16 "
         r"values\)\. Rank 1, F1\.0: aten\.addmm\..* in the module blocks\.5\.outer .*; an operand "
         r"is not finite\.$"
     )
-    with pytest.raises(RunError, match=message):
+    with filled(model.blocks[5].outer.weight[0, :1], bad), pytest.raises(RunError, match=message):
         pipe.run_local(batch, check="finite")
-    with torch.no_grad():
-        weight.copy_(before)
 
 
 def test_a_batch_that_is_not_finite(compiled):

@@ -19,7 +19,9 @@ from fxpipe.runtime.program.rank import Runtime
 from fxpipe.runtime.torch_private import TorchDispatchMode, no_modes, pytree
 
 _TORCH = str(Path(str(torch.__file__)).parent)
-_MODULE = re.compile(r"^\s+# (\S+)(?:  \((.*)\))?$")  # a comment of a program, with the line of the model
+_ROOT = "the model itself"
+#: A comment of a program, with the line of the model.
+_MODULE = re.compile(rf"^\s+# ({_ROOT}|\S+)(?:  \((.*)\))?$")
 _LAYER = re.compile(r'within\(\w+, f?"([^"]*)"\)')
 _FIELD = re.compile(r"\{(\w+)\}")
 _MOST_NAMED = 3  # tensors in a message
@@ -104,7 +106,7 @@ class Finite(TorchDispatchMode):
     ) -> None:
         frames = [*_program_frames(self._file)]
         module, line = _place(frames)
-        place = f"the module {module}" if module else "the model itself"
+        place = _ROOT if module in ("", _ROOT) else f"the module {module}"
         place += f" ({line})" if line else ""
         if frames:
             place += f", line {frames[0].f_lineno} of {Path(self._file).name.rstrip('>').split()[-1]}"

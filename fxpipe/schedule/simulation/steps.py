@@ -13,7 +13,7 @@ waits until it knows that the gradients of all ranks were right.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -54,7 +54,7 @@ class Steps:
     """``period``: the seconds a step, once the steps repeat."""
 
     validation: Validation
-    steps: tuple[Step, ...]
+    steps: tuple[Step, ...] = field(repr=False)
     period: float
 
     @cached_property

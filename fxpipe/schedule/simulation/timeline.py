@@ -45,7 +45,7 @@ class ExchangeSpan(NamedTuple):
     end: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Timeline:
     """``spans[rank]`` are the ops that the rank ran, in order.  Times and bytes have the units of ``costs``.
 
@@ -59,6 +59,10 @@ class Timeline:
     transfers: tuple[tuple[TransferSpan, ...], ...] = ()
     stalled: tuple[float, ...] = ()
     exchanges: tuple[tuple[ExchangeSpan, ...], ...] = ()
+
+    def __repr__(self) -> str:
+        figures = f"seconds={self.seconds:.6g}, span_bubble={self.span_bubble:.4g}"
+        return f"Timeline({self.schedule!r}, {figures}, peak_memory={max(self.peak_memory):.6g} at most)"
 
     @cached_property
     def begin(self) -> float:
