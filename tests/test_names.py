@@ -34,7 +34,7 @@ from fxpipe.schedule.costs import StageCost, chain
 from fxpipe.schedule.search.build import build
 from fxpipe.viz import labels
 from fxpipe.viz.explanation import explain
-from fxpipe.viz.frontier_picture import Point, frontier_svg
+from fxpipe.viz.frontier_picture import FrontierPoint, frontier_svg
 
 EXAMPLES = int(os.environ.get("NAMES_EXAMPLES", "6"))
 
@@ -390,7 +390,7 @@ def test_names_of_schedules(name, tmp_path, capsys):
     pipe.explain()
     assert printable(name) in capsys.readouterr().out.replace("\n", "\\n")
     assert printable(name) in "".join(
-        ET.fromstring(frontier_svg([Point(name, 1, 0.5)], name, "b")).itertext()
+        ET.fromstring(frontier_svg([FrontierPoint(name, 1, 0.5)], name, "b")).itertext()
     )
 
 

@@ -30,7 +30,7 @@ from fxpipe.training.checkpoint.plain import from_json, to_json
 from fxpipe.training.checkpoint.restore import contents_for, restore
 from fxpipe.training.checkpoint.tensor_store import Part
 from fxpipe.training.checkpoint.training_state import (
-    Record,
+    CheckpointRecord,
     kinds_from,
     kinds_of,
     record_of,
@@ -223,7 +223,7 @@ class Checkpointer:
             path = files.newest(self.directory) if self._number == 0 else None
             if (
                 path is not None
-                and Record.from_json(files.read_state(path), path).run != self.pipe.model_state.run
+                and CheckpointRecord.from_json(files.read_state(path), path).run != self.pipe.model_state.run
             ):
                 raise ArtifactError(
                     f"{path} is of another run. Call resume() to go on from it, name another directory, or "
@@ -248,7 +248,7 @@ class Checkpointer:
                 tensors = {name: _staged(tensor) for name, tensor in tensors.items()}
         self._writing = self._background.submit(self._write, step, record, tensors)
 
-    def _write(self, step: int, record: Record, tensors: dict[str, torch.Tensor | Part]) -> Path:
+    def _write(self, step: int, record: CheckpointRecord, tensors: dict[str, torch.Tensor | Part]) -> Path:
         """Runs in the background thread on every rank."""
         try:
             return self._written(step, record, tensors)
@@ -256,7 +256,7 @@ class Checkpointer:
             if self._number == 0:
                 files.discard(self.directory, step)
 
-    def _written(self, step: int, record: Record, tensors: dict[str, torch.Tensor | Part]) -> Path:
+    def _written(self, step: int, record: CheckpointRecord, tensors: dict[str, torch.Tensor | Part]) -> Path:
         with self._agreed("begin"):
             if self._number == 0:
                 files.begin(self.directory, step)
@@ -300,11 +300,11 @@ class Checkpointer:
         names = sorted(p.name for p in path.glob("*.safetensors"))
         return {name: checksum(path / name) for name in names[self._number :: self._processes]}
 
-    def _verified(self, path: Path) -> Record:
+    def _verified(self, path: Path) -> CheckpointRecord:
         sums = files.read_sums(path)
         names = sorted(sums)[self._number :: self._processes]
         files.verify(path, {name: sums[name] for name in names})
-        return Record.from_json(files.read_state(path), path)
+        return CheckpointRecord.from_json(files.read_state(path), path)
 
     def _check_directory(self) -> None:
         """All ranks must see what rank 0 writes."""

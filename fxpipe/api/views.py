@@ -32,7 +32,7 @@ _INTERNAL = {
 }  # fmt: skip
 
 if TYPE_CHECKING:
-    from fxpipe.viz.report.write import Source
+    from fxpipe.viz.report.write import ReportSource
 
 
 @brief_methods
@@ -222,7 +222,7 @@ class Views:
 
         return write_trace(self._source(), files.as_path(path, "pipe.trace", "a file"))
 
-    def _source(self) -> Source:
+    def _source(self) -> ReportSource:
         from fxpipe.viz.report.write import live_source
 
         return live_source(self.plan, self.artifact.programs, self.graph, self.sections, self.directory)

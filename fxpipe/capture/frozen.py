@@ -25,7 +25,7 @@ from fxpipe.capture.places import State
 from fxpipe.capture.snapshot import PLAIN, Snapshot
 
 
-class Watch:
+class StateWatch:
     """Records state before a trace; ``warn_of_changes`` compares it after the trace, before the model is
     restored."""
 

@@ -20,7 +20,7 @@ _ABSENT: Any = object()
 
 
 @dataclass(frozen=True, eq=False)
-class Names:
+class NamedPlaces:
     """Some attributes of an object, a class or a cell, or some globals, as one container."""
 
     of: Any
@@ -80,7 +80,7 @@ class Opaque:
 class State:
     """The contents of one place before the trace.
 
-    place: a dict, list, set or deque, ``Names`` or ``Opaque``.
+    place: a dict, list, set or deque, ``NamedPlaces`` or ``Opaque``.
     label: an entry's name for messages, with "*" for its key.
     owner: the module whose attribute leads to the place; None if another way does.
     attribute: that attribute; empty for the module's own ``__dict__``, whose keys are attributes.
@@ -132,7 +132,7 @@ def _bytes(contents: Any) -> bytes:
 def read_place(place: Any) -> Any:
     # A subclass of dict or list may have a constructor and methods of its own: only its contents are kept.
     match place:
-        case Names() | Opaque():
+        case NamedPlaces() | Opaque():
             return place.read()
         case dict():
             return dict(_base(place).items(place))
@@ -149,7 +149,7 @@ def _base(place: dict[Any, Any]) -> type[dict[Any, Any]]:
 
 def _put_back(place: Any, before: Any) -> None:
     match place:
-        case Names():
+        case NamedPlaces():
             now = place.read()
             for name, value in before.items():
                 if value is not now.get(name, _ABSENT):

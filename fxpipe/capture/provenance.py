@@ -23,7 +23,7 @@ from fxpipe.capture.answers import Answers
 from fxpipe.capture.dtypes import check_dtypes
 from fxpipe.capture.frozen import warn_of_seed
 from fxpipe.capture.functional import writes_to_a_constant
-from fxpipe.capture.replay import Call, Replay, key_of
+from fxpipe.capture.replay import Replay, RunOp, key_of
 from fxpipe.capture.same_layouts import SameLayouts
 from fxpipe.capture.traced_nodes import last_node, nodes_after
 from fxpipe.capture.values import Values
@@ -67,7 +67,7 @@ class Provenance(compat.TorchDispatchMode):
         self._random_states: dict[bytes, int] = {}
         self._reached = {bytes(torch.get_rng_state().numpy())}  # states of the generator without a new seed
         self._seen: fx.Node | None = None
-        self.calls: list[Call] = []  # the ops of this run of the forward
+        self.calls: list[RunOp] = []  # the ops of this run of the forward
         self.compares = True  # whether it adds to them
         self._replay: Replay | None = None
         self._layouts = SameLayouts()
@@ -128,7 +128,7 @@ class Provenance(compat.TorchDispatchMode):
         return not file.startswith((*_LIBRARY, "<"))
 
     def repeat(
-        self, calls: Sequence[Call], inputs: Sequence[torch.Tensor], values: Callable[[], Values]
+        self, calls: Sequence[RunOp], inputs: Sequence[torch.Tensor], values: Callable[[], Values]
     ) -> None:
         """Treat all further ops as those of a new forward; the arguments are those of ``Replay``."""
         self._backward, self._seq, self._last_seq = False, None, None
@@ -197,7 +197,7 @@ class Provenance(compat.TorchDispatchMode):
                     raise
         nodes = self._label_new_nodes()
         if self.compares:
-            self.calls.append(Call.of(key, nodes, result))
+            self.calls.append(RunOp.of(key, nodes, result))
         return result
 
     def place(self) -> str:

@@ -13,7 +13,7 @@ from fxpipe.errors import CaptureError
 from fxpipe.ir import compat
 from fxpipe.ir.graph import Kind
 from fxpipe.plan.dtensors import local
-from fxpipe.plan.kept import Slot, kept_slots
+from fxpipe.plan.kept import KeptSlot, kept_slots
 from fxpipe.plan.tensors import storage_bytes
 
 
@@ -28,7 +28,7 @@ class Registered:
     kind: Kind
     name: str
     tensor: torch.Tensor
-    slots: tuple[Slot, ...]
+    slots: tuple[KeptSlot, ...]
     is_kept: bool = False
 
     @property
@@ -46,13 +46,13 @@ def registered(model: nn.Module, kept: Collection[str] = ()) -> list[Registered]
     Raises CaptureError for modules whose parameters cannot be followed, and for trainable parameters that
     share memory without being the same parameter: the ranks could not keep them equal.
     """
-    slots: dict[int, list[Slot]] = {}
+    slots: dict[int, list[KeptSlot]] = {}
     for path, module in model.named_modules():
         _check_module(path, module)
         for own in ("_parameters", "_buffers"):
             for key, tensor in getattr(module, own).items():
                 if tensor is not None:
-                    slots.setdefault(id(tensor), []).append(Slot(module, (own, key)))
+                    slots.setdefault(id(tensor), []).append(KeptSlot(module, (own, key)))
     found = []
     for kind, named in ((Kind.PARAMETER, model.named_parameters()), (Kind.BUFFER, model.named_buffers())):
         found += [Registered(kind, name, tensor, tuple(slots[id(tensor)])) for name, tensor in named]

@@ -18,15 +18,15 @@ import torch
 from torch import fx
 
 from fxpipe.capture.functional import KeepsState
-from fxpipe.capture.replay import Run
+from fxpipe.capture.replay import ForwardRun
 from fxpipe.capture.values import OVERWRITES, Readers, Values
 from fxpipe.ir.graph import Input, Origin
 from fxpipe.ir.storage import leading_to
 
 
 def difference(
-    first: Run,
-    second: Run,
+    first: ForwardRun,
+    second: ForwardRun,
     inputs: Sequence[tuple[Input, torch.Tensor]],
     kept: Mapping[fx.Node, str],
 ) -> str:

@@ -22,7 +22,7 @@ from fxpipe.ir import compat
 
 
 @dataclass(frozen=True, eq=False)
-class Call:
+class RunOp:
     """An op of a run.
 
     key: the op, the grad mode, and the arguments in a row, with nodes in the place of traced tensors.
@@ -37,17 +37,17 @@ class Call:
     number: bool | int | float | complex | None
 
     @staticmethod
-    def of(key: list[Any], nodes: list[fx.Node], result: Any) -> Call:
+    def of(key: list[Any], nodes: list[fx.Node], result: Any) -> RunOp:
         number = result if isinstance(result, (bool, int, float, complex)) else None
         known = compat.proxies()
-        return Call(key, nodes, [known.get(x) for x in _tensors(result)], number)
+        return RunOp(key, nodes, [known.get(x) for x in _tensors(result)], number)
 
 
 @dataclass(frozen=True)
-class Run:
+class ForwardRun:
     """One run: its ops in order, and its results by name: loss, outputs, new buffers, gradients."""
 
-    calls: list[Call]
+    calls: list[RunOp]
     results: Mapping[str, fx.Node | None]
 
     @property
@@ -62,8 +62,8 @@ class Replay:
     inputs: the tensors that both runs are given.  find_values: gives those of the first run.
     """
 
-    calls: Sequence[Call]
-    done: list[Call]
+    calls: Sequence[RunOp]
+    done: list[RunOp]
     inputs: Sequence[torch.Tensor]
     find_values: Callable[[], Values]
 
@@ -115,7 +115,7 @@ class Replay:
 
 
 def key_of(func: Any, args: Any, kwargs: Any) -> list[Any]:
-    """The key of a ``Call`` that is to be made."""
+    """The key of a ``RunOp`` that is to be made."""
     known, key = compat.proxies(), [func, torch.is_grad_enabled()]
     for x in _leaves((args, kwargs)):
         found = known.get(x) if isinstance(x, torch.Tensor) else None

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from fxpipe.capture.places import Names, Opaque, State, read_place
+from fxpipe.capture.places import NamedPlaces, Opaque, State, read_place
 from fxpipe.runtime.functions import CodeNames, names_in
 
 CONTAINERS = (dict, list, set, deque)
@@ -112,7 +112,7 @@ class Snapshot:
     def put_in_place(self, replaced: Callable[[Any], Any]) -> None:
         """Put other objects into the entries of dicts, lists and names; None leaves an entry as it is."""
         for state in self.states:
-            if isinstance(state.place, (dict, list, deque, Names)):
+            if isinstance(state.place, (dict, list, deque, NamedPlaces)):
                 before = state.before
                 entries: Any = before.items() if isinstance(before, dict) else enumerate(before)
                 for key, x in entries:
@@ -177,25 +177,28 @@ def _places(found: _Found, globals_: Collection[str]) -> Iterator[tuple[Any, str
         if not isinstance(thing, np.ndarray) or (thing.nbytes <= LARGEST and not thing.dtype.hasobject):
             yield Opaque(thing), label
     elif isinstance(thing, contextvars.ContextVar):
-        yield Names(thing, ()), label
+        yield NamedPlaces(thing, ()), label
     elif isinstance(thing, types.ModuleType):
         if _is_users(thing):
-            yield Names(vars(thing), tuple(vars(thing))), f"{thing.__name__}.*"
+            yield NamedPlaces(vars(thing), tuple(vars(thing))), f"{thing.__name__}.*"
     elif isinstance(thing, type):
         if _is_users(thing):
-            yield Names(thing, ()), f"{thing.__name__}.*"
+            yield NamedPlaces(thing, ()), f"{thing.__name__}.*"
     elif isinstance(thing, types.FunctionType):
         if _is_users(thing):
             for name, cell in zip(thing.__code__.co_freevars, thing.__closure__ or (), strict=False):
-                yield Names(cell, ("cell_contents",)), f"the variable {name!r} of {thing.__qualname__}"
-            yield Names(thing.__globals__, tuple(sorted(globals_))), f"the global * of {thing.__module__}"
+                yield NamedPlaces(cell, ("cell_contents",)), f"the variable {name!r} of {thing.__qualname__}"
+            yield (
+                NamedPlaces(thing.__globals__, tuple(sorted(globals_))),
+                f"the global * of {thing.__module__}",
+            )
             yield thing.__dict__, f"{thing.__qualname__}.*"
     elif isinstance(thing, nn.Module) or _is_users(type(thing)):
         if type(thing).__dictoffset__:  # others may answer to any name
             yield thing.__dict__, label
         slots = tuple(_slots(type(thing)))
         if slots:
-            yield Names(thing, slots), label
+            yield NamedPlaces(thing, slots), label
 
 
 def _parts(found: _Found) -> list[_Found]:

@@ -28,7 +28,7 @@ from fxpipe.capture.questions import Questions
 from fxpipe.capture.registered import registered
 from fxpipe.capture.repeat import difference
 from fxpipe.capture.replaced import aliases, put_back, replaced_buffers
-from fxpipe.capture.replay import Run
+from fxpipe.capture.replay import ForwardRun
 from fxpipe.capture.results import Results, find_results
 from fxpipe.capture.snapshot import Snapshot
 from fxpipe.capture.traced_nodes import last_node, nodes_after
@@ -54,7 +54,7 @@ class _Step:
     buffers: dict[str, torch.Tensor]
     state: dict[str, torch.Tensor]
     backward: bool
-    run: Run
+    run: ForwardRun
 
 
 class StepFunction:
@@ -142,7 +142,7 @@ class StepFunction:
         if backward:
             named |= {f"the gradient of {name!r}": x for name, x in gradients.items()}
         nodes = {name: compat.traced_node(x) for name, x in named.items() if x is not None}
-        return _Step(results, gradients, buffers, state, backward, Run(self.provenance.calls, nodes))
+        return _Step(results, gradients, buffers, state, backward, ForwardRun(self.provenance.calls, nodes))
 
     def _repeat(
         self,

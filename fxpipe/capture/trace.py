@@ -24,7 +24,7 @@ from fxpipe.capture.checkpoint import recorded_checkpoints
 from fxpipe.capture.clean import clean
 from fxpipe.capture.constants import check_constants
 from fxpipe.capture.failures import explained, in_another_thread
-from fxpipe.capture.frozen import Watch
+from fxpipe.capture.frozen import StateWatch
 from fxpipe.capture.functional import KeepsState, functionalize, overwritten
 from fxpipe.capture.hooks import hook_functions
 from fxpipe.capture.inputs import inputs
@@ -147,7 +147,7 @@ def _traced(
     fakes = {id(r.tensor): x.fake for r, x in zip(step.registered, given, strict=False)}
     values = [x.local for x in given]
     with borrowed(model, loss_fn, fakes) as snapshot:
-        watch, before = Watch(snapshot), hook_functions(model)
+        watch, before = StateWatch(snapshot), hook_functions(model)
         step.snapshot = snapshot
         put_back(step.registered, given)
 

@@ -49,25 +49,25 @@ def non_negative(text: str) -> float:
     return number
 
 
-class Memory(float):
+class MemoryLimit(float):
     """A memory limit; ``unit`` as it was written, "" for a plain number."""
 
     unit: str
 
-    def __new__(cls, number: float, unit: str = "") -> Memory:
+    def __new__(cls, number: float, unit: str = "") -> MemoryLimit:
         made = super().__new__(cls, number)
         made.unit = unit
         return made
 
 
-def memory(text: str) -> Memory:
+def memory(text: str) -> MemoryLimit:
     """``16GiB`` in bytes, or a number in the unit of the costs."""
     if text.strip()[-1:].isalpha() and text.strip().lower() not in ("nan", "inf"):
         limit = parse_bytes(text)
         if limit is None:
             raise argparse.ArgumentTypeError(f"{text!r} is no size such as 16GiB or 800MB, above 0")
-        return Memory(limit, text.strip())
-    return Memory(positive(text))
+        return MemoryLimit(limit, text.strip())
+    return MemoryLimit(positive(text))
 
 
 def output(text: str) -> Path:

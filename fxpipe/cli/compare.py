@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from fxpipe.cli.arguments import Memory, memory, picture, write_picture
+from fxpipe.cli.arguments import MemoryLimit, memory, picture, write_picture
 from fxpipe.cli.planning import ScheduleRequest, plan, plan_within
 from fxpipe.cli.sources import EPILOG, CostSource, add_cost_arguments, source_of
 from fxpipe.errors import FxpipeError, ScheduleError
@@ -22,7 +22,7 @@ from fxpipe.schedule.search.fastest import AUTO
 from fxpipe.schedule.simulation.steps import simulate_steps
 from fxpipe.schedule.simulation.timeline import Timeline
 from fxpipe.schedule.units import bubble_text, number_of
-from fxpipe.viz.frontier_picture import Point, frontier, frontier_svg
+from fxpipe.viz.frontier_picture import FrontierPoint, frontier, frontier_svg
 from fxpipe.viz.terminal import terminal
 
 Outcome = Timeline | ScheduleError
@@ -69,7 +69,8 @@ def _compare(options: argparse.Namespace) -> None:
     outcomes = dict(_outcomes(source, request, options.limits))
     found = {name: outcome for name, outcome in outcomes.items() if isinstance(outcome, Timeline)}
     points = [
-        Point(name, max(timeline.peak_memory), _bubble(timeline, shown)) for name, timeline in found.items()
+        FrontierPoint(name, max(timeline.peak_memory), _bubble(timeline, shown))
+        for name, timeline in found.items()
     ]
     if not points:
         raise FxpipeError(f"no schedule is possible: {outcomes[AUTO]}")
@@ -94,7 +95,7 @@ def _compare(options: argparse.Namespace) -> None:
 
 
 def _outcomes(
-    source: CostSource, request: ScheduleRequest, limits: Sequence[Memory]
+    source: CostSource, request: ScheduleRequest, limits: Sequence[MemoryLimit]
 ) -> Iterator[tuple[str, Outcome]]:
     """The outcome of each family, then of ``auto`` under each limit."""
     console = Console(stderr=True)

@@ -39,7 +39,7 @@ DECAYS: dict[str, Callable[[float], float]] = {
 
 
 @dataclass(frozen=True)
-class Settings:
+class LoopSettings:
     """``steps``: in all, those of earlier runs included; None takes every whole batch once.
 
     ``clip``: the largest norm of the gradients.  ``warmup``: steps in which the learning rate grows.
@@ -72,7 +72,7 @@ class Settings:
     log: Path | None = None
 
 
-def train(pipe: Pipeline, data: Data, settings: Settings, evaluated: Data | None = None) -> None:
+def train(pipe: Pipeline, data: Data, settings: LoopSettings, evaluated: Data | None = None) -> None:
     """Train with AdamW; rank 0 logs.  All ranks must call it with the same arguments.
 
     evaluated: the data of evaluations, each of which takes every whole batch once.
@@ -178,7 +178,7 @@ def _is_due(step: int, steps: int, every: int | None) -> bool:
     return step == steps - 1 or (every is not None and (step + 1) % every == 0)
 
 
-def _factor(settings: Settings, step: int, steps: int) -> float:
+def _factor(settings: LoopSettings, step: int, steps: int) -> float:
     if step < settings.warmup:
         return (step + 1) / settings.warmup
     left = max(1, steps - settings.warmup)
@@ -263,7 +263,7 @@ _FORMATS = {
 class _Log:
     """Shows figures in the log and, if asked to, in TensorBoard; a progress bar on terminals."""
 
-    def __init__(self, settings: Settings, steps: int, done: int):
+    def __init__(self, settings: LoopSettings, steps: int, done: int):
         console = Console(stderr=True)
         self._progress = Progress(console=console, disable=not console.is_terminal)
         self._bar = self._progress.add_task("train", total=steps, completed=done)

@@ -12,7 +12,7 @@ from fxpipe.api.load import load
 from fxpipe.api.pipeline import Pipeline
 from fxpipe.cli.arguments import output, positive, positive_int
 from fxpipe.cli.data import Data, data_from
-from fxpipe.cli.loop import DECAYS, Settings, board_class, train
+from fxpipe.cli.loop import DECAYS, LoopSettings, board_class, train
 from fxpipe.errors import ArtifactError, RunError, printable
 from fxpipe.plan.files import check_free
 
@@ -105,7 +105,7 @@ def _run(options: argparse.Namespace) -> None:
         raise ArtifactError("--every needs --checkpoints, the directory for them.")
     pipe = load(options.directory, offload_directory=options.offload_directory, timeout=options.timeout)
     _log_to_stdout()
-    settings = Settings(
+    settings = LoopSettings(
         steps=options.steps,
         lr=options.lr,
         clip=options.clip_grad_norm,

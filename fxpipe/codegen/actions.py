@@ -32,7 +32,7 @@ from fxpipe.schedule.lowering.instructions import (
 from fxpipe.schedule.ops import Color, Direction, Op, arrival
 
 
-class Role(Enum):
+class ActionPlace(Enum):
     """The place of an action in the function of an op, if each op of that kind has it there."""
 
     BEFORE = "before"
@@ -48,7 +48,7 @@ class Action:
 
     name: str
     doc: str
-    role: Role
+    role: ActionPlace
     lines: tuple[Line, ...]
     parameters: tuple[str, ...] = ()
 
@@ -61,7 +61,7 @@ class Done(NamedTuple):
     arguments: tuple[int, ...] = ()
 
 
-VALIDATED = Done(Action("", "", Role.APART, ()), 0)
+VALIDATED = Done(Action("", "", ActionPlace.APART, ()), 0)
 """The end of the warm-up, which does nothing itself."""
 
 
@@ -84,7 +84,7 @@ def actions(plan: RankPlan) -> list[Done]:
 
 
 _OF_RT = {
-    kind: Action(f"rt.{name}", "", Role.APART, ())
+    kind: Action(f"rt.{name}", "", ActionPlace.APART, ())
     for kind, name in (
         (GatherParameters, "gather_parameters"),
         (WaitParameters, "wait_parameters"),
@@ -174,17 +174,17 @@ def _numbered(name: str) -> Iterator[str]:
         yield f"{name}_{number}"
 
 
-def _role(instruction: OfMicrobatch) -> Role:
+def _role(instruction: OfMicrobatch) -> ActionPlace:
     match instruction:
         case Compute():
-            return Role.OP
+            return ActionPlace.OP
         case Wait() | WaitCollective():
-            return Role.BEFORE
+            return ActionPlace.BEFORE
         case WaitTransfer(transfer) if transfer.direction is Direction.IN:
-            return Role.BEFORE
+            return ActionPlace.BEFORE
         case Send() | StartCollective():
-            return Role.AFTER
-    return Role.APART
+            return ActionPlace.AFTER
+    return ActionPlace.APART
 
 
 def _name(plan: RankPlan, together: Sequence[OfMicrobatch]) -> str:

@@ -57,7 +57,7 @@ def variable(name: str) -> str:
     return f"{name}_" if _TAKEN.fullmatch(name) else name
 
 
-class Names:
+class Aliases:
     """The aliases of ops that a program's head declares: ``addmm = torch.ops.aten.addmm.default``.
 
     No alias is the name of a variable or of a function.
@@ -120,7 +120,7 @@ class Scope:
     that have no variable, as the expression stands where the value is used.
     """
 
-    names: Names
+    names: Aliases
     texts: Mapping[fx.Node, str] = field(default_factory=dict)
     numbers: Mapping[fx.Node, tuple[str, ...]] = field(default_factory=dict)
     inner: set[fx.Node] = field(default_factory=set)

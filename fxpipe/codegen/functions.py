@@ -10,14 +10,14 @@ from itertools import count
 from torch import fx
 
 from fxpipe.codegen.comments import input_comments
-from fxpipe.codegen.expressions import Names, Scope, variable
-from fxpipe.codegen.layers import INDUCTOR, Layers
+from fxpipe.codegen.expressions import Aliases, Scope, variable
+from fxpipe.codegen.layers import INDUCTOR, LayerFunctions
 from fxpipe.codegen.lists import Layout, Stack, Taken, layout, taken
 from fxpipe.codegen.loops import Loop, base_name
 from fxpipe.codegen.nodes import node_lines, place, storages
 from fxpipe.codegen.outline import Analysis, Repeated
 from fxpipe.codegen.signatures import LISTS, PHASE_NAMES, Signature
-from fxpipe.codegen.statements import Line, body, unpacking
+from fxpipe.codegen.statements import Statement, body, unpacking
 from fxpipe.codegen.stretches import call_lines, is_worth_compiling
 from fxpipe.codegen.wrapping import wrapped
 from fxpipe.ir.graph import Section, offload, reload
@@ -26,13 +26,16 @@ from fxpipe.schedule.ops import Color
 
 
 def function_sources(
-    sections: Sequence[Section], calls: Mapping[Color, Signature], names: Names, compiled: AbstractSet[Color]
+    sections: Sequence[Section],
+    calls: Mapping[Color, Signature],
+    names: Aliases,
+    compiled: AbstractSet[Color],
 ) -> list[str]:
     """The functions of layers, and then that of each section.
 
     ``compiled``: the sections that Inductor compiles, as a whole, or the layers and the stretches between.
     """
-    layers = Layers(names)
+    layers = LayerFunctions(names)
     lists = _Lists(sections, calls, names)
     found = [_Function(s, calls[s.color], names, lists, layers, s.color in compiled) for s in sections]
     own = [function.source() for function in found]
@@ -42,7 +45,7 @@ def function_sources(
 class _Lists:
     """The runs of a rank's sections, and the entries of the lists between these."""
 
-    def __init__(self, sections: Sequence[Section], calls: Mapping[Color, Signature], names: Names) -> None:
+    def __init__(self, sections: Sequence[Section], calls: Mapping[Color, Signature], names: Aliases) -> None:
         self.names = names
         self.runs = {s.color: _runs(s, calls[s.color]) for s in sections}
         self.layouts: dict[tuple[int, str], Layout] = {}
@@ -80,9 +83,9 @@ class _Function:
         self,
         section: Section,
         signature: Signature,
-        names: Names,
+        names: Aliases,
         lists: _Lists,
-        layers: Layers,
+        layers: LayerFunctions,
         compiled: bool,
     ) -> None:
         self.section, self.signature, self.lists, self.layers = section, signature, lists, layers
@@ -112,7 +115,7 @@ class _Function:
         inner = body(lines, self._returned, storages(self.nodes, self.scope))
         return "\n".join(wrapped(line) for line in [*head, *inner, *end])
 
-    def _unpacked(self, name: str) -> Iterator[Line]:
+    def _unpacked(self, name: str) -> Iterator[Statement]:
         """A list from another phase, and those of its records that no run takes."""
         entries = self.lists.layouts[self.section.stage, name]
         singles = [self._text(entry) for entry in entries if isinstance(entry, str)]
@@ -121,23 +124,23 @@ class _Function:
             yield from self._sliced(name, singles, stacks)
         else:
             names = [*singles, *(self.lists.variable(stack, name) for stack in stacks)]
-            yield Line(unpacking(names, name))
-            yield Line(f"{name}.clear()")
+            yield Statement(unpacking(names, name))
+            yield Statement(f"{name}.clear()")
         for stack in stacks:
             yield from self._leftover(stack, self.lists.variable(stack, name))
 
-    def _sliced(self, name: str, singles: Sequence[str], stacks: Sequence[Stack]) -> Iterator[Line]:
+    def _sliced(self, name: str, singles: Sequence[str], stacks: Sequence[Stack]) -> Iterator[Statement]:
         begin = len(singles)
         if singles:
-            yield Line(unpacking(singles, f"{name}[:{begin}]"))
+            yield Statement(unpacking(singles, f"{name}[:{begin}]"))
         for stack in stacks:
             size, end = len(stack.values), begin + len(stack.values) * len(stack.records)
             slices = f"[{name}[k : k + {size}] for k in range({begin}, {end}, {size})]"
-            yield Line(f"{self.lists.variable(stack, name)} = {slices}")
+            yield Statement(f"{self.lists.variable(stack, name)} = {slices}")
             begin = end
-        yield Line(f"{name}.clear()")
+        yield Statement(f"{name}.clear()")
 
-    def _leftover(self, stack: Stack, variable: str) -> Iterator[Line]:
+    def _leftover(self, stack: Stack, variable: str) -> Iterator[Statement]:
         """Unpack the records that the run which takes the stack does not take."""
         taker = next((each for each in self._taken() if each.stack is stack), None)
         numbers = {name: k for k, record in enumerate(stack.records) for name in record}
@@ -149,24 +152,26 @@ class _Function:
             if number < min(own, default=0):
                 yield self._popped(record, f"{variable}.pop(0)")
 
-    def _popped(self, record: Sequence[str], popped: str) -> Line:
-        return Line(unpacking([self._text(name) for name in record], popped), (popped.partition(".")[0],))
+    def _popped(self, record: Sequence[str], popped: str) -> Statement:
+        return Statement(
+            unpacking([self._text(name) for name in record], popped), (popped.partition(".")[0],)
+        )
 
-    def _stacked(self, taken: Taken) -> Iterator[Line]:
+    def _stacked(self, taken: Taken) -> Iterator[Statement]:
         """Bring the records that a run takes into the order in which it pops them."""
         name, times = self._variable(taken), taken.run.run.times
         if taken.stack is None:
-            yield Line(f"{name} = []")
+            yield Statement(f"{name} = []")
         elif taken.ascending:
-            yield Line(f"{name}.reverse()", (name,))
+            yield Statement(f"{name}.reverse()", (name,))
         for period in reversed(range(taken.first)):
             yield self._built(taken, period, f"{name}.append(")
         for period in range(taken.last + 1, times):
             yield self._built(taken, period, f"{name}.insert(0, ")
 
-    def _built(self, taken: Taken, period: int, call: str) -> Line:
+    def _built(self, taken: Taken, period: int, call: str) -> Statement:
         values = [self._text(name) for name in taken.record(period)]
-        return Line(f"{call}[{', '.join(values)}])", (*values, self._variable(taken)))
+        return Statement(f"{call}[{', '.join(values)}])", (*values, self._variable(taken)))
 
     def _taken(self) -> Iterator[Taken]:
         return (each for found in self.takes.values() for each in found)
@@ -174,7 +179,7 @@ class _Function:
     def _variable(self, taken: Taken) -> str:
         return self.lists.variable(taken.stack or taken, taken.container)
 
-    def _ops(self) -> Iterator[Line]:
+    def _ops(self) -> Iterator[Statement]:
         parts = [*self._parts()]
         numbers = count(1)
         for k, (nodes, lines) in enumerate(parts):
@@ -185,7 +190,7 @@ class _Function:
             else:
                 yield from lines
 
-    def _parts(self) -> Iterator[tuple[Sequence[fx.Node], Sequence[Line]]]:
+    def _parts(self) -> Iterator[tuple[Sequence[fx.Node], Sequence[Statement]]]:
         """The stretches with their nodes, and the loops between these without."""
         position = 0
         while position < len(self.nodes):
@@ -199,7 +204,7 @@ class _Function:
             yield nodes, [*node_lines(nodes, self.scope, place)]
             position = end
 
-    def _loop(self, run: Repeated) -> Iterator[Line]:
+    def _loop(self, run: Repeated) -> Iterator[Statement]:
         takes = [(each, self._variable(each)) for each in self.takes[run.run.begin]]
         gives = [
             (name, entry, self.lists.variable(entry, name))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from fxpipe.codegen.expressions import Names
+from fxpipe.codegen.expressions import Aliases
 from fxpipe.codegen.wrapping import wrapped
 from fxpipe.ir.names import comment
 
@@ -16,7 +16,7 @@ INDUCTOR = "@inductor"  # the line above a function that Inductor compiles
 
 
 @dataclass(frozen=True)
-class Function:
+class LayerFunction:
     """``blocks``: the modules that it is called for.  ``compiled``: whether by Inductor."""
 
     name: str
@@ -32,11 +32,13 @@ class Function:
 
 
 @dataclass
-class Layers:
+class LayerFunctions:
     """The functions of a program's runs."""
 
-    names: Names
-    functions: dict[tuple[tuple[str, ...], tuple[str, ...], bool], Function] = field(default_factory=dict)
+    names: Aliases
+    functions: dict[tuple[tuple[str, ...], tuple[str, ...], bool], LayerFunction] = field(
+        default_factory=dict
+    )
 
     def function(
         self,
@@ -50,7 +52,7 @@ class Layers:
         key = tuple(arguments), tuple(lines), compiled
         self.names.uses_inductor |= compiled
         if key not in self.functions:
-            self.functions[key] = Function(self.names.new(like), *key, [])
+            self.functions[key] = LayerFunction(self.names.new(like), *key, [])
         known = self.functions[key].blocks
         known += [block for block in blocks if block not in known]
         return self.functions[key].name

@@ -15,7 +15,7 @@ from fxpipe.codegen.lines import Hole, Line, Use
 
 
 @dataclass(frozen=True, eq=False)
-class Function:
+class OpFunction:
     """A function of a step.  ``parameters``: beside the microbatch."""
 
     name: str
@@ -24,7 +24,7 @@ class Function:
     lines: tuple[Line, ...]
 
 
-_Place = tuple[Function, int, int]
+_Place = tuple[OpFunction, int, int]
 """A function, a line of it, and the place in the line."""
 
 
@@ -35,11 +35,11 @@ class Lifetimes:
     number of readers.
     """
 
-    local: frozenset[tuple[Function, str]]
+    local: frozenset[tuple[OpFunction, str]]
     last: frozenset[_Place]
     shared: dict[str, int]
 
-    def written(self, function: Function) -> list[str]:
+    def written(self, function: OpFunction) -> list[str]:
         """The lines of a function."""
         found = []
         for number, line in enumerate(function.lines):
@@ -59,7 +59,7 @@ class Lifetimes:
                 found.append(f"del {', '.join(dead)}")
         return found
 
-    def _part(self, function: Function, line: int, place: int, part: str | Hole) -> str:
+    def _part(self, function: OpFunction, line: int, place: int, part: str | Hole) -> str:
         if isinstance(part, str):
             return part
         if (function, part.name) in self.local:
@@ -76,12 +76,12 @@ def _takes_memory(line: Line) -> bool:
     return not str(line[0]).startswith(("rt.send(", "rt.add_"))
 
 
-def lifetimes(orders: Iterable[tuple[Function, ...]]) -> Lifetimes:
+def lifetimes(orders: Iterable[tuple[OpFunction, ...]]) -> Lifetimes:
     """orders: the functions that run for a microbatch in their order, for each microbatch; once if equal.
 
     A value is given and read for one microbatch.
     """
-    local: dict[tuple[Function, str], bool] = {}
+    local: dict[tuple[OpFunction, str], bool] = {}
     ends: defaultdict[_Place, set[bool]] = defaultdict(set)
     shared: dict[str, int] = {}
     for order in orders:
@@ -101,7 +101,7 @@ def lifetimes(orders: Iterable[tuple[Function, ...]]) -> Lifetimes:
     )
 
 
-def _places(order: Iterable[Function], use: Use) -> dict[str, list[_Place]]:
+def _places(order: Iterable[OpFunction], use: Use) -> dict[str, list[_Place]]:
     """By name the places with such a use of the value, in their order."""
     found: defaultdict[str, list[_Place]] = defaultdict(list)
     for function in order:

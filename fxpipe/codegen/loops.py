@@ -21,13 +21,13 @@ from itertools import chain, count, takewhile
 from torch import fx
 
 from fxpipe.codegen.expressions import CONTAINERS, KEYS, Scope, item, number, variable
-from fxpipe.codegen.layers import Layers, from_to
+from fxpipe.codegen.layers import LayerFunctions, from_to
 from fxpipe.codegen.lists import Stack, Taken
 from fxpipe.codegen.nodes import node_lines, place, storages
 from fxpipe.codegen.outline import Repeated, Slot, Source
 from fxpipe.codegen.repeats import free_numbers
 from fxpipe.codegen.sequences import Values, loop_head
-from fxpipe.codegen.statements import Line, body, unpacking
+from fxpipe.codegen.statements import Statement, body, unpacking
 from fxpipe.codegen.wrapping import wrapped
 from fxpipe.ir.graph import Input, Origin, offload, reload
 from fxpipe.ir.names import comment, identifier
@@ -65,7 +65,7 @@ class Loop:
         scope: Scope,
         takes: Sequence[tuple[Taken, str]],
         gives: Sequence[tuple[str, Stack, str]],
-        layers: Layers,
+        layers: LayerFunctions,
         compiled: bool,
     ) -> None:
         self.run, self.phase, self.scope, self.layers = run, phase, scope, layers
@@ -83,7 +83,7 @@ class Loop:
         self.carried = [slot for slot in run.carried if not run.is_moved(slot)]
         self.moved = [slot for slot in run.carried if run.is_moved(slot)]
 
-    def lines(self) -> Iterator[Line]:
+    def lines(self) -> Iterator[Statement]:
         """The loop in its section, with what comes before and after it."""
         self._of_rank()
         self._shared()
@@ -101,7 +101,7 @@ class Loop:
         reads = [self._outer(slot.nodes[0]) for slot in self.run.slots if slot.source is Source.SHARED]
         reads = [text for text in reads if text.isidentifier() and text not in KEYS]
         reads += [variable for _, variable in self.takes]
-        yield Line("\n".join([head, *inner]), tuple(reads), heading)
+        yield Statement("\n".join([head, *inner]), tuple(reads), heading)
         yield from self._behind(heading)
 
     # Arguments
@@ -200,7 +200,9 @@ class Loop:
 
     def _function(self, unpacked: list[tuple[str, list[str]]], returned: list[str]) -> str:
         scope = Scope(self.scope.names, self.texts, self.numbers)
-        lines = [Line(text) for name, own in unpacked for text in (unpacking(own, name), f"{name}.clear()")]
+        lines = [
+            Statement(text) for name, own in unpacked for text in (unpacking(own, name), f"{name}.clear()")
+        ]
         returned_values: list[int | Slot] = [slot.result for slot in self.run.carried]
         returned_values += [value for _, stack, _ in self.gives for value in stack.values]
         given = {self.run.body[value] for value in returned_values if isinstance(value, int)}
@@ -217,24 +219,26 @@ class Loop:
 
     # In the section
 
-    def _before(self, heading: str) -> Iterator[Line]:
+    def _before(self, heading: str) -> Iterator[Statement]:
         for slot in self.carried:
             first, final = self._outer(slot.nodes[0]), self._final(slot)
-            yield Line(f"{final} = {first}", (first,) if first.isidentifier() else (), heading, frees=True)
+            yield Statement(
+                f"{final} = {first}", (first,) if first.isidentifier() else (), heading, frees=True
+            )
         if self.moved:
             given = [self._outer(slot.nodes[0]) for slot in self.moved]
             variables = tuple(text for text in given if text.isidentifier())
-            yield Line(f"{CARRY} = [{', '.join(given)}]", variables, heading, frees=True)
+            yield Statement(f"{CARRY} = [{', '.join(given)}]", variables, heading, frees=True)
         for _, _, name in self.gives:
-            yield Line(f"{name} = []", (), heading)
+            yield Statement(f"{name} = []", (), heading)
 
-    def _behind(self, heading: str) -> Iterator[Line]:
+    def _behind(self, heading: str) -> Iterator[Statement]:
         if self.moved:
-            yield Line(unpacking([self._final(slot) for slot in self.moved], CARRY), (CARRY,), heading)
+            yield Statement(unpacking([self._final(slot) for slot in self.moved], CARRY), (CARRY,), heading)
         for container, stack, name in self.gives:
             if not container:
                 records = [f"({', '.join(map(variable, record))},)" for record in stack.records]
-                yield Line(unpacking(records, name), (name,), heading)
+                yield Statement(unpacking(records, name), (name,), heading)
 
     def _final(self, slot: Slot) -> str:
         """The variable of a carried value in the section: that of the last period's result."""

@@ -14,7 +14,7 @@ from torch import fx
 from fxpipe.codegen.comments import shape_of
 from fxpipe.codegen.expressions import KEYS, Scope
 from fxpipe.codegen.repeats import leaves
-from fxpipe.codegen.statements import Line
+from fxpipe.codegen.statements import Statement
 from fxpipe.codegen.wrapping import WIDTH
 from fxpipe.ir.graph import Origin, offload, reload
 from fxpipe.ir.names import comment
@@ -26,7 +26,7 @@ def node_lines(
     scope: Scope,
     place: Callable[[fx.Node], str],
     kept: AbstractSet[fx.Node] = frozenset(),
-) -> Iterator[Line]:
+) -> Iterator[Statement]:
     """Lines that are freed behind each of the model's lines.
 
     ``place``: the text of a module, for the comment above its ops.  Where another line of the model begins in
@@ -46,7 +46,7 @@ def node_lines(
             remarks = [text for text in (note if node is first else "", shape_of(node)) if text]
             behind = f"  {comment('  '.join(remarks))}" if remarks else ""
             text = f"{_targets(node, scope)}{scope.expression(node)}{behind}"
-            yield Line(text, reads(node, scope), heading, frees=node is last)
+            yield Statement(text, reads(node, scope), heading, frees=node is last)
         before = where
 
 

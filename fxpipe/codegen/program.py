@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fxpipe.codegen.expressions import Names
+from fxpipe.codegen.expressions import Aliases
 from fxpipe.codegen.functions import function_sources
 from fxpipe.codegen.head import head_source
 from fxpipe.codegen.rank_plan import RankPlan
@@ -10,6 +10,6 @@ from fxpipe.codegen.step import step_source
 
 
 def program_source(plan: RankPlan) -> str:
-    names = Names(plan.own)
+    names = Aliases(plan.own)
     functions = function_sources(plan.own, plan.calls, names, plan.compiled)
     return "\n\n\n".join([head_source(plan, names), *functions, step_source(plan)]) + "\n"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Line:
+class Statement:
     """One statement, or several that belong together.
 
     ``heading``: a comment above it; lines that follow with the same one share it.  ``frees``: whether what is
@@ -20,7 +20,7 @@ class Line:
     frees: bool = False
 
 
-def body(lines: Sequence[Line], kept: Iterable[str], storages: Mapping[str, str]) -> list[str]:
+def body(lines: Sequence[Statement], kept: Iterable[str], storages: Mapping[str, str]) -> list[str]:
     """The lines, indented, with each storage freed under the heading of its last use, but for those that the
     function's end frees.
 

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
-from fxpipe.codegen.actions import VALIDATED, Action, Done, Role, actions, number_at_head
-from fxpipe.codegen.lifetimes import Function, Lifetimes, lifetimes
+from fxpipe.codegen.actions import VALIDATED, Action, ActionPlace, Done, actions, number_at_head
+from fxpipe.codegen.lifetimes import Lifetimes, OpFunction, lifetimes
 from fxpipe.codegen.lines import Hole
 from fxpipe.codegen.rank_plan import RankPlan
 from fxpipe.codegen.wrapping import WIDTH, wrapped
@@ -42,7 +42,7 @@ class _Slot:
 class _Call:
     """A call of a function for a microbatch."""
 
-    function: Function
+    function: OpFunction
     microbatch: int
     arguments: tuple[int, ...]
 
@@ -54,7 +54,7 @@ def step_source(plan: RankPlan) -> str:
     warm_up, schedule = _lines(actions(plan))
     calls = [call for line in (*warm_up, *schedule) for call in line]
     functions = list(dict.fromkeys(call.function for call in calls if call.function.lines))
-    of_microbatch: defaultdict[int, list[Function]] = defaultdict(list)
+    of_microbatch: defaultdict[int, list[OpFunction]] = defaultdict(list)
     for call in calls:
         if call.function.lines:
             of_microbatch[call.microbatch].append(call.function)
@@ -120,14 +120,14 @@ def _head(plan: RankPlan) -> list[str]:
     return lines
 
 
-def _dicts(functions: Iterable[Function], found: Lifetimes) -> list[str]:
+def _dicts(functions: Iterable[OpFunction], found: Lifetimes) -> list[str]:
     return [
         f"    {', '.join(names)} = {', '.join('{}' for _ in names)}  # by microbatch"
         for names in _rows(_in_dicts(functions, found), WIDTH - 25)
     ]
 
 
-def _in_dicts(functions: Iterable[Function], found: Lifetimes) -> list[str]:
+def _in_dicts(functions: Iterable[OpFunction], found: Lifetimes) -> list[str]:
     """The values of functions that are in dicts by microbatch."""
     holes = {
         part.name: None
@@ -153,11 +153,11 @@ def _lines(done: Sequence[Done]) -> tuple[list[list[_Call]], list[list[_Call]]]:
     """The calls of each line: those of the warm-up, and those behind it."""
     slots = _slots(done)
     regular = _regular(slots)
-    functions: dict[Action, Function] = {}
+    functions: dict[Action, OpFunction] = {}
     for action in dict.fromkeys(d.action for d in done):
         before, after = regular.get(action, ((), ()))
         body = tuple(line for a in (*before, action, *after) for line in a.lines)
-        functions[action] = Function(action.name, action.doc, action.parameters, body)
+        functions[action] = OpFunction(action.name, action.doc, action.parameters, body)
     lines: list[list[Done]] = []
     begin = 0
     for slot in slots:
@@ -178,7 +178,7 @@ def _at_verdict(lines: list[list[Done]]) -> tuple[list[list[Done]], list[list[Do
     return [], lines
 
 
-def _calls(line: Sequence[Done], functions: Mapping[Action, Function]) -> list[_Call]:
+def _calls(line: Sequence[Done], functions: Mapping[Action, OpFunction]) -> list[_Call]:
     """The calls of functions that do anything."""
     calls = [_Call(functions[d.action], d.microbatch, d.arguments) for d in line]
     return [call for call in calls if call.function.lines or call.function.name.startswith("rt.")]
@@ -188,7 +188,7 @@ def _slots(done: Sequence[Done]) -> list[_Slot]:
     slots: list[_Slot] = []
     between: list[Done] = []
     for d in done:
-        if d.action.role is Role.OP:
+        if d.action.role is ActionPlace.OP:
             slots.append(_Slot(between, d, between := []))
         else:
             between.append(d)
@@ -201,14 +201,14 @@ def _regular(slots: Sequence[_Slot]) -> dict[Action, tuple[tuple[Action, ...], t
     after: dict[Action, list[Action]] = {}
     for slot in slots:
         kind = slot.op.action
-        own = [d.action for d in _own(reversed(slot.before), slot.op, Role.BEFORE)]
+        own = [d.action for d in _own(reversed(slot.before), slot.op, ActionPlace.BEFORE)]
         before[kind] = _common(before.get(kind, own), own)
-        own = [d.action for d in _own(slot.after, slot.op, Role.AFTER)]
+        own = [d.action for d in _own(slot.after, slot.op, ActionPlace.AFTER)]
         after[kind] = _common(after.get(kind, own), own)
     return {kind: (tuple(reversed(before[kind])), tuple(after[kind])) for kind in before}
 
 
-def _own(done: Iterable[Done], op: Done, role: Role) -> Iterator[Done]:
+def _own(done: Iterable[Done], op: Done, role: ActionPlace) -> Iterator[Done]:
     return takewhile(lambda d: d.action.role is role and d.microbatch == op.microbatch, done)
 
 

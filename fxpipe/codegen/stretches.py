@@ -13,10 +13,10 @@ from collections.abc import Set as AbstractSet
 from torch import fx
 
 from fxpipe.codegen.expressions import ARGUMENTS, Scope
-from fxpipe.codegen.layers import Layers, from_to
+from fxpipe.codegen.layers import LayerFunctions, from_to
 from fxpipe.codegen.loops import CARRY
 from fxpipe.codegen.nodes import defined, node_lines, place, reads, storages
-from fxpipe.codegen.statements import Line, body, unpacking
+from fxpipe.codegen.statements import Statement, body, unpacking
 from fxpipe.codegen.wrapping import wrapped
 from fxpipe.ir.graph import Input
 from fxpipe.ir.names import comment
@@ -33,8 +33,8 @@ def is_worth_compiling(nodes: Sequence[fx.Node]) -> bool:
 
 
 def call_lines(
-    nodes: Sequence[fx.Node], name: str, scope: Scope, needed: AbstractSet[str], layers: Layers
-) -> Iterator[Line]:
+    nodes: Sequence[fx.Node], name: str, scope: Scope, needed: AbstractSet[str], layers: LayerFunctions
+) -> Iterator[Statement]:
     """The lines of a section that call a function with these ops.
 
     ``needed``: the variables that are read behind the stretch.  What the stretch takes travels in a list,
@@ -49,9 +49,9 @@ def call_lines(
     called = layers.function(name, arguments, text, [paths[0], paths[-1]], compiled=True)
     heading = comment(from_to(paths))
     if given:
-        yield Line(f"{CARRY} = [{', '.join(given)}]", tuple(given), heading, frees=True)
+        yield Statement(f"{CARRY} = [{', '.join(given)}]", tuple(given), heading, frees=True)
     left = f"{', '.join(results)} = " if results else ""
-    yield Line(f"{left}{called}({', '.join(arguments)})", (), heading)
+    yield Statement(f"{left}{called}({', '.join(arguments)})", (), heading)
 
 
 def _containers(nodes: Sequence[fx.Node]) -> list[str]:
@@ -62,7 +62,7 @@ def _containers(nodes: Sequence[fx.Node]) -> list[str]:
 
 
 def _text(nodes: Sequence[fx.Node], scope: Scope, given: list[str], results: list[str]) -> list[str]:
-    lines = [Line(unpacking(given, CARRY)), Line(f"{CARRY}.clear()")] if given else []
+    lines = [Statement(unpacking(given, CARRY)), Statement(f"{CARRY}.clear()")] if given else []
     lines += node_lines(nodes, scope, place)
     text = [wrapped(line) for line in body(lines, results, storages(nodes, scope))]
     return text + ([wrapped(f"    return {', '.join(results)}")] if results else [])

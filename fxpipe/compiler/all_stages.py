@@ -12,7 +12,7 @@ from torch import fx
 
 from fxpipe.compiler.cut import Cuts, Stages
 from fxpipe.compiler.options import Candidates, Options
-from fxpipe.compiler.passes import CutOptions, Step
+from fxpipe.compiler.passes import CutOptions, StepGraphs
 from fxpipe.compiler.progress import Phases
 from fxpipe.cost.cluster import Cluster, of_stages, slowest_of_each
 from fxpipe.cost.describe import describe
@@ -45,7 +45,7 @@ def offload_bandwidth(options: Options, cluster: Cluster, device: torch.device) 
 
 
 def all_stages(
-    captured: Step, tried: Candidates, options: Options, cluster: Cluster, made: Cuts, phase: Phases
+    captured: StepGraphs, tried: Candidates, options: Options, cluster: Cluster, made: Cuts, phase: Phases
 ) -> list[Stages]:
     """The step cut into stages, for each number of them and of barriers, and where ranks have different
     devices for each placement.
@@ -56,7 +56,7 @@ def all_stages(
     ways = tried.barriers
     measured = options.costs == "measured"
     slowness = cluster.slowness(captured.graph)
-    steps: dict[int | None, Step] = {}  # for any number of stages
+    steps: dict[int | None, StepGraphs] = {}  # for any number of stages
     for stages, placements in tried.placements.items():
         found: list[Stages] = []
         alike: defaultdict[tuple[float, ...], list[str]] = defaultdict(list)

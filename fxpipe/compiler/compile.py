@@ -26,7 +26,7 @@ from fxpipe.compiler.compilation import Compilation
 from fxpipe.compiler.cut import Cuts
 from fxpipe.compiler.generate import generate
 from fxpipe.compiler.options import candidates, check_lanes
-from fxpipe.compiler.passes import Step
+from fxpipe.compiler.passes import StepGraphs
 from fxpipe.compiler.progress import Phases
 from fxpipe.compiler.tensor_ownership import check_names, check_state_of_replicas
 from fxpipe.cost.analytic import work_for_any_size
@@ -108,7 +108,7 @@ def compile_model(
     cluster = cluster_of(options, device, devices, captured.graph)
     # Cut into stages, once for each number of them and of barriers (compiler/passes.py has all rewrites).
     cuts = Cuts()
-    stages = all_stages(Step(captured.graph, resized), tried, options, cluster, cuts, phase)
+    stages = all_stages(StepGraphs(captured.graph, resized), tried, options, cluster, cuts, phase)
     phase.expect(3 + 2 * len(stages))
 
     with phase("schedule"):

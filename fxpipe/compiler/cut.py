@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
-from fxpipe.compiler.passes import PASSES, CutOptions, Offloaded, Step, run_passes
+from fxpipe.compiler.passes import PASSES, CutOptions, Offloaded, StepGraphs, run_passes
 from fxpipe.compiler.progress import Phases
 from fxpipe.cost.nodes import CHEAPER_IN_PLACE
 from fxpipe.errors import PartitionError
@@ -45,7 +45,7 @@ class Cut:
         return self.options.recompute
 
 
-def split(step: Step, options: CutOptions) -> Step:
+def split(step: StepGraphs, options: CutOptions) -> StepGraphs:
     """The captured step for any number of stages, with its vocabulary layers split if ``options`` has
     barriers.  The given step stays as it is.
 
@@ -64,12 +64,12 @@ def split(step: Step, options: CutOptions) -> Step:
 class Stages:
     """The step cut into stages, before recomputation.  ``whole``: it, without colors."""
 
-    step: Step
+    step: StepGraphs
     options: CutOptions
-    whole: Step
+    whole: StepGraphs
 
 
-def stages_of(step: Step, options: CutOptions, phase: Phases) -> Stages:
+def stages_of(step: StepGraphs, options: CutOptions, phase: Phases) -> Stages:
     """Cut the step into stages; two phases.
 
     step: the result of ``split``, which stays as it is.
@@ -104,18 +104,18 @@ class Cuts:
     depend on the ranks that have them, unless vocabulary layers are split over these."""
 
     def __init__(self) -> None:
-        self._split: Step | None = None
+        self._split: StepGraphs | None = None
         self._stages: dict[tuple[object, ...], Stages | PartitionError] = {}
-        self._cuts: dict[tuple[Step, Level | None], Cut] = {}
+        self._cuts: dict[tuple[StepGraphs, Level | None], Cut] = {}
 
-    def split(self, step: Step, options: CutOptions) -> Step:
+    def split(self, step: StepGraphs, options: CutOptions) -> StepGraphs:
         """``split``, of the same step."""
         if options.barriers is not None:
             return split(step, options)
         self._split = self._split or split(step, options)
         return self._split
 
-    def stages_of(self, step: Step, options: CutOptions, phase: Phases) -> Stages:
+    def stages_of(self, step: StepGraphs, options: CutOptions, phase: Phases) -> Stages:
         """``stages_of``, of a result of ``split``."""
         key = step, options.stages, options.slowness, options.balanced, options.cuts
         if key not in self._stages:
@@ -146,7 +146,7 @@ def finished(cut: Cut, joined: frozenset[int], offloaded: Offloaded) -> Cut:
 
     joined: the stages whose B and W are one op.  offloaded: values of the cut's graph.
     """
-    step = Step(cut.before_chosen, cut.resized, cut.vocabulary, joined=joined)
+    step = StepGraphs(cut.before_chosen, cut.resized, cut.vocabulary, joined=joined)
     run_passes(PASSES.chosen, step, cut.options)
     named = {node.name: node for node in step.graph.nodes}
     step.offloaded = {key: [named[root.name] for root in roots] for key, roots in offloaded.items()}

@@ -16,7 +16,7 @@ from fxpipe.compiler.cut import split, stages_of
 from fxpipe.compiler.generate import generate
 from fxpipe.compiler.make_plan import with_tensors_of
 from fxpipe.compiler.options import Offload
-from fxpipe.compiler.passes import CutOptions, Step
+from fxpipe.compiler.passes import CutOptions, StepGraphs
 from fxpipe.compiler.progress import Phases
 from fxpipe.cost.analytic import seconds_on, section_costs
 from fxpipe.ir.casts import parameter_of
@@ -63,7 +63,7 @@ def compile_evaluation(given: Compilation, phase: Phases, trained: Compiled) -> 
     with phase("evaluation"), _in_eval_mode(model):
         kept = {name for held in plan.tensors for name in held.buffers}
         captured = capture_lanes(model, lambda: traced(given, kept))
-    cut = cut_at_level(stages_of(split(Step(captured.graph, None), asked), asked, phase), None, phase)
+    cut = cut_at_level(stages_of(split(StepGraphs(captured.graph, None), asked), asked, phase), None, phase)
     live = liveness(cut.graph, cut.sections, cut.edges, plan.placement)
     seconds = seconds_on(cluster, cut.graph)
     costs = section_costs(live, seconds, cluster, plan.placement, options.ranks_per_machine)

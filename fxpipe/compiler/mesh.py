@@ -17,7 +17,7 @@ from fxpipe.compiler.compilation import Compilation
 from fxpipe.compiler.compile import CapturedStep, capture_step
 from fxpipe.compiler.cut import Cuts, Stages
 from fxpipe.compiler.options import Options, candidates, check
-from fxpipe.compiler.passes import Step
+from fxpipe.compiler.passes import StepGraphs
 from fxpipe.compiler.progress import Phases
 from fxpipe.compiler.tensor_ownership import check_state_of_replicas
 from fxpipe.cost.profile import known_tensors
@@ -200,7 +200,7 @@ class _Search:
         planned, captured, phase = self.planned, self.planned.step.captured, self.phase
         model, device, tried = planned.given.model, planned.given.device, candidates(options)
         cluster = cluster_of(options, device, (), captured.graph)
-        step = Step(captured.graph, planned.step.resized)
+        step = StepGraphs(captured.graph, planned.step.resized)
         ways = len(tried.barriers)
         phase.expect(ways + 2 * ways * len(tried.placements))  # at most: others were made for fewer ranks
         stages = all_stages(step, tried, options, cluster, planned.cuts, phase)

@@ -81,7 +81,7 @@ class CutOptions:
 
 
 @dataclass(eq=False)
-class Step:
+class StepGraphs:
     """The graph that the passes rewrite, its traces at other sizes, and the stages that were added to it.
 
     ``cut``: the forward, if it was cut by its costs.  ``offloaded``, ``joined``: known for the chosen cut
@@ -106,7 +106,7 @@ class Pass:
     """One rewrite: ``run`` changes the step in place, if its options ask for it."""
 
     name: str
-    run: Callable[[Step, CutOptions], None]
+    run: Callable[[StepGraphs, CutOptions], None]
 
 
 class Passes(NamedTuple):
@@ -147,24 +147,24 @@ def _of_graph(rewrite: Callable[[fx.Graph], None]) -> Pass:
 def _of_graphs(rewrite: Callable[[fx.Graph], None]) -> Pass:
     """The same, for the graph and its traces at other sizes."""
 
-    def run(step: Step, options: CutOptions) -> None:
+    def run(step: StepGraphs, options: CutOptions) -> None:
         for graph in step.graphs:
             rewrite(graph)
 
     return Pass(rewrite.__name__, run)
 
 
-def _split_vocabulary(step: Step, options: CutOptions) -> None:
+def _split_vocabulary(step: StepGraphs, options: CutOptions) -> None:
     if options.barriers is not None:
         found = [split_vocabulary(graph, options.ranks, options.barriers) for graph in step.graphs]
         step.vocabulary = found[0]
 
 
-def _sink_cheap_values(step: Step, options: CutOptions) -> None:
+def _sink_cheap_values(step: StepGraphs, options: CutOptions) -> None:
     sink_cheap_values(step.graph, recomputable_nodes(step.graph, options.seconds))
 
 
-def _partition(step: Step, options: CutOptions) -> None:
+def _partition(step: StepGraphs, options: CutOptions) -> None:
     beside = step.vocabulary or Vocabulary()
     try:
         step.cut = partition(
@@ -189,12 +189,12 @@ def _partition(step: Step, options: CutOptions) -> None:
         ) from error
 
 
-def _recompute(step: Step, options: CutOptions) -> None:
+def _recompute(step: StepGraphs, options: CutOptions) -> None:
     if options.recompute is not None:
         recompute(step.graph, options.recompute)
 
 
-def _insert_offload(step: Step, options: CutOptions) -> None:
+def _insert_offload(step: StepGraphs, options: CutOptions) -> None:
     for (stage, user), roots in step.offloaded.items():
         insert_offload(step.graph, stage, user, roots)
 
@@ -237,7 +237,7 @@ PASSES = Passes(
 PASS_NAMES = tuple(each.name for group in PASSES for each in group)
 
 
-def run_passes(group: Sequence[Pass], step: Step, options: CutOptions) -> None:
+def run_passes(group: Sequence[Pass], step: StepGraphs, options: CutOptions) -> None:
     """Run a group; print the graph after ``options.print_after``."""
     for each in group:
         each.run(step, options)

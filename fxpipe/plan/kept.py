@@ -20,7 +20,7 @@ _OWN = {"_parameters", "_buffers", "_modules"}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Slot:
+class KeptSlot:
     """The place of a tensor: a module, and the keys that lead from its ``__dict__`` to the tensor."""
 
     module: nn.Module
@@ -41,10 +41,10 @@ class Slot:
         _with(self.module.__dict__, self.keys, tensor)
 
 
-def kept_slots(model: nn.Module) -> dict[str, Slot]:
+def kept_slots(model: nn.Module) -> dict[str, KeptSlot]:
     """The places of tensors in plain attributes, by names that no parameter or buffer has."""
     taken = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
-    found: dict[str, Slot] = {}
+    found: dict[str, KeptSlot] = {}
     seen: set[int] = set()
     for path, module in model.named_modules():
         own = ((key, x) for key, x in vars(module).items() if key not in _OWN)
@@ -53,7 +53,7 @@ def kept_slots(model: nn.Module) -> dict[str, Slot]:
             while name in taken:
                 name += "_"
             taken.add(name)
-            found[name] = Slot(module, keys)
+            found[name] = KeptSlot(module, keys)
     return found
 
 

@@ -11,7 +11,7 @@ from fxpipe.plan.artifact import Plan
 from fxpipe.plan.rows import ShardName
 
 
-class Span(NamedTuple):
+class PartSpan(NamedTuple):
     """``begin`` and ``length``: of a part of a dimension that is ``whole`` long."""
 
     begin: int
@@ -20,16 +20,16 @@ class Span(NamedTuple):
 
 
 #: Dimension -> the part that is held; of other dimensions all is.
-Spans = Mapping[int, Span]
+Spans = Mapping[int, PartSpan]
 
 
-def spans_of(plan: Plan, name: ShardName, lane: int) -> dict[int, Span]:
+def spans_of(plan: Plan, name: ShardName, lane: int) -> dict[int, PartSpan]:
     """What a lane holds under a name, which may be that of rows of what the lane has."""
     shape, dim = plan.layouts[name.tensor].shape, plan.lanes.shards.get(name.tensor)
-    found = {0: Span(name.begin, name.end - name.begin, shape[0])} if name.is_part else {}
+    found = {0: PartSpan(name.begin, name.end - name.begin, shape[0])} if name.is_part else {}
     if dim is not None:
-        begin, length, own = found.get(dim, Span(0, shape[dim], shape[dim]))
-        found[dim] = Span(lane * own + begin, length, plan.lanes.number * own)
+        begin, length, own = found.get(dim, PartSpan(0, shape[dim], shape[dim]))
+        found[dim] = PartSpan(lane * own + begin, length, plan.lanes.number * own)
     return found
 
 

@@ -12,7 +12,7 @@ from fxpipe.schedule.bound import lower_bound
 from fxpipe.schedule.costs import Costs
 from fxpipe.schedule.engine.arrays import ScheduleArrays, least_period, schedule_arrays
 from fxpipe.schedule.engine.kernel import TIE_BREAK, score
-from fxpipe.schedule.engine.order import Order, Run
+from fxpipe.schedule.engine.order import Order, OrderTimes
 from fxpipe.schedule.memory_text import ANY_UNIT, MemoryText
 from fxpipe.schedule.offload.planner import Share
 from fxpipe.schedule.ops import Objective, RankOps, Schedule
@@ -159,7 +159,7 @@ class Problem:
     def schedule(self, name: str, ops: RankOps) -> Schedule:
         return Schedule(name, self.placement, self.microbatches, ops, self.vocabulary)
 
-    def time(self, done: Run) -> float:
+    def time(self, done: OrderTimes) -> float:
         """The objective; of the period a lower bound, if spans are the same in later steps."""
         return done.makespan if self.by_makespan else done.span
 
@@ -169,7 +169,7 @@ class Problem:
         assert done is not None, "costs do not decide whether an order can progress"
         return self.time(done)
 
-    def value(self, done: Run) -> float:
+    def value(self, done: OrderTimes) -> float:
         """The objective, and at most 0.1% more that tells equals apart."""
         return float(score(done.first, done.free, self.by_makespan))
 

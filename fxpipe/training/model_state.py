@@ -17,7 +17,7 @@ from fxpipe.plan.artifact import Plan, RankTensors, TensorLayout, holders
 from fxpipe.plan.dtensors import is_dtensor, local
 from fxpipe.plan.kept import kept_slots, kept_tensors, own_of_each_replica
 from fxpipe.plan.rows import ShardName
-from fxpipe.plan.spans import Span, spans_of
+from fxpipe.plan.spans import PartSpan, spans_of
 from fxpipe.runtime.job.process import Process, own_ranks
 from fxpipe.runtime.program.rank import Runtime
 from fxpipe.training.accumulators import zeros
@@ -156,7 +156,7 @@ class ModelState:
         """Whether this process holds one lane's share of the tensor."""
         return self.process is not None and name.tensor in self.plan.lanes.shards
 
-    def spans_of(self, name: ShardName, lane: int | None = None) -> dict[int, Span]:
+    def spans_of(self, name: ShardName, lane: int | None = None) -> dict[int, PartSpan]:
         """What is held under a name, of the tensor of the whole model; by this process, or by a lane."""
         if self._has_all_lanes_of(name.tensor):
             return {}

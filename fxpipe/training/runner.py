@@ -21,7 +21,7 @@ from fxpipe.runtime.ranks.agreement import check_agreement, check_programs
 from fxpipe.runtime.ranks.connect import connect
 from fxpipe.runtime.ranks.finite import Check
 from fxpipe.runtime.ranks.heap import give_back_large_tensors
-from fxpipe.runtime.ranks.load_program import Collective, Program
+from fxpipe.runtime.ranks.load_program import CollectiveCall, Program
 from fxpipe.runtime.ranks.local import LocalComm, LocalWorld
 from fxpipe.runtime.ranks.replicas import DistributedReplicas
 from fxpipe.training.accumulators import Finish, accumulators, begin_buckets, sharded_bucket
@@ -212,7 +212,7 @@ class Runner(LocalRunner):
         assert self.process is not None
         return [data.decode() for data in self.process.gather_in_replica(own[0].encode())]
 
-    def _own_collectives(self) -> list[Collective]:
+    def _own_collectives(self) -> list[CollectiveCall]:
         """The collectives of a step; none if an edited program does not show them."""
         program, is_known = self._checked_program
         return program.collectives() if is_known else []

@@ -33,7 +33,7 @@ BOXES = 240
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class BoxKey:
     """The key of a box: a section, and the module path that its nodes share ("" for the model itself)."""
 
     color: Color
@@ -44,7 +44,7 @@ class Place:
 class Box:
     """``nodes``: their number.  ``flops``: floating-point operations of one microbatch."""
 
-    place: Place
+    place: BoxKey
     nodes: int
     flops: int
 
@@ -54,8 +54,8 @@ class Flow:
     """The values that ``target`` uses of ``source``: their number, the ``bytes`` of their storages, and the
     bytes that can be offloaded in between (``offloaded``)."""
 
-    source: Place
-    target: Place
+    source: BoxKey
+    target: BoxKey
     values: int
     bytes: int
     offloaded: int = 0
@@ -74,8 +74,8 @@ class Boxes:
 
     boxes: tuple[Box, ...]
     flows: tuple[Flow, ...]
-    batch: tuple[tuple[str, Place], ...]
-    results: tuple[tuple[str, Place], ...]
+    batch: tuple[tuple[str, BoxKey], ...]
+    results: tuple[tuple[str, BoxKey], ...]
 
 
 def collapse(graph: fx.Graph, per_section: int = BOXES_PER_SECTION, total: int = BOXES) -> Boxes:
@@ -86,8 +86,8 @@ def collapse(graph: fx.Graph, per_section: int = BOXES_PER_SECTION, total: int =
     two boxes of a stage.  Parameters, constants, leaves of the batch and views of them are not flows.
     """
     depth = _depth(graph, per_section, total)
-    place_of = {n: Place(n.meta["color"], _prefix(n.meta["origin"].path, depth)) for n in call_nodes(graph)}
-    members: dict[Place, list[fx.Node]] = defaultdict(list)
+    place_of = {n: BoxKey(n.meta["color"], _prefix(n.meta["origin"].path, depth)) for n in call_nodes(graph)}
+    members: dict[BoxKey, list[fx.Node]] = defaultdict(list)
     for node, place in place_of.items():
         members[place].append(node)
     places = _sorted(members, {n: i for i, n in enumerate(graph.nodes)})
@@ -117,7 +117,7 @@ def _prefix(path: str, depth: int) -> str:
     return ".".join(path.split(".")[:depth])
 
 
-def _sorted(members: dict[Place, list[fx.Node]], order: dict[fx.Node, int]) -> list[Place]:
+def _sorted(members: dict[BoxKey, list[fx.Node]], order: dict[fx.Node, int]) -> list[BoxKey]:
     """Sort boxes by stage, then by the middle of the module's forward; a module without a forward in a stage
     takes its position in another one."""
     middle = {place: order[nodes[len(nodes) // 2]] for place, nodes in members.items()}
@@ -125,20 +125,20 @@ def _sorted(members: dict[Place, list[fx.Node]], order: dict[fx.Node, int]) -> l
     for place in sorted(members, key=_phase_number):
         anywhere.setdefault(place.path, middle[place])
 
-    def key(place: Place) -> tuple[int, int, int]:
-        forward = Place(Color(place.color.stage, Phase.F), place.path)
+    def key(place: BoxKey) -> tuple[int, int, int]:
+        forward = BoxKey(Color(place.color.stage, Phase.F), place.path)
         return place.color.stage, middle.get(forward, anywhere[place.path]), _phase_number(place)
 
     return sorted(members, key=key)
 
 
-def _phase_number(place: Place) -> int:
+def _phase_number(place: BoxKey) -> int:
     return list(Phase).index(place.color.phase)
 
 
-def _flows(place_of: dict[fx.Node, Place]) -> tuple[Flow, ...]:
-    holders: dict[tuple[int, fx.Node], list[Place]] = defaultdict(list)  # stage, value -> boxes that have it
-    carried: dict[tuple[Place, Place], dict[fx.Node, None]] = defaultdict(dict)
+def _flows(place_of: dict[fx.Node, BoxKey]) -> tuple[Flow, ...]:
+    holders: dict[tuple[int, fx.Node], list[BoxKey]] = defaultdict(list)  # stage, value -> boxes that have it
+    carried: dict[tuple[BoxKey, BoxKey], dict[fx.Node, None]] = defaultdict(dict)
     for user, place in sorted(place_of.items(), key=lambda item: _phase_number(item[1])):
         stage = place.color.stage
         holders[stage, user].append(place)
@@ -163,14 +163,14 @@ def _flows(place_of: dict[fx.Node, Place]) -> tuple[Flow, ...]:
     )
 
 
-def _bytes(values: dict[fx.Node, None], source: Place, target: Place) -> int:
+def _bytes(values: dict[fx.Node, None], source: BoxKey, target: BoxKey) -> int:
     if source.color.stage != target.color.stage:
         return sum(node_bytes(n) for n in values)
     return sum(node_bytes(n) for n in {root_within(n, target.color.stage) for n in values})
 
 
-def _batch(place_of: dict[fx.Node, Place]) -> list[tuple[str, Place]]:
-    first: dict[tuple[str, int], Place] = {}
+def _batch(place_of: dict[fx.Node, BoxKey]) -> list[tuple[str, BoxKey]]:
+    first: dict[tuple[str, int], BoxKey] = {}
     for node, place in place_of.items():
         for source in node.all_input_nodes:
             if source.op == "placeholder" and source.meta["input"].kind is Kind.BATCH:

@@ -22,7 +22,7 @@ STYLE = (
 
 
 @dataclass(frozen=True)
-class Point:
+class FrontierPoint:
     """One schedule: the fullest rank's peak memory, and a bubble from 0 to 1."""
 
     name: str
@@ -30,9 +30,9 @@ class Point:
     bubble: float
 
 
-def frontier(points: Sequence[Point]) -> tuple[Point, ...]:
+def frontier(points: Sequence[FrontierPoint]) -> tuple[FrontierPoint, ...]:
     """The Pareto frontier, sorted by memory: no other point is better in one and as good in the other."""
-    best: list[Point] = []
+    best: list[FrontierPoint] = []
     for point in sorted(points, key=lambda p: (p.memory, p.bubble)):
         equal = best and (point.memory, point.bubble) == (best[-1].memory, best[-1].bubble)
         if not best or point.bubble < best[-1].bubble or equal:
@@ -40,7 +40,7 @@ def frontier(points: Sequence[Point]) -> tuple[Point, ...]:
     return tuple(best)
 
 
-def frontier_svg(points: Sequence[Point], title: str, bubble: str, units: Units = PHYSICAL) -> str:
+def frontier_svg(points: Sequence[FrontierPoint], title: str, bubble: str, units: Units = PHYSICAL) -> str:
     """The source of the picture.  bubble: the name of the bubble, for the axis."""
     most, worst = max(p.memory for p in points), max(p.bubble for p in points)
     across, up = ticks(most * 1.05 or 1.0, 10), ticks(worst * 1.1 or 1.0, 8)
@@ -72,7 +72,9 @@ def frontier_svg(points: Sequence[Point], title: str, bubble: str, units: Units 
     return ET.tostring(svg, encoding="unicode") + "\n"
 
 
-def _dots(svg: ET.Element, places: list[tuple[float, float, Point]], best: set[Point], units: Units) -> None:
+def _dots(
+    svg: ET.Element, places: list[tuple[float, float, FrontierPoint]], best: set[FrontierPoint], units: Units
+) -> None:
     """The dots, those of the frontier on top, with labels to their right that do not overlap."""
     taken = [(x - 4, x + 4, y + 4) for x, y, _ in places]  # left, right, baseline
     for x, y, point in sorted(places, key=lambda place: (place[2] in best, place[1], place[0])):

@@ -8,9 +8,9 @@ from rich.cells import cell_len
 from fxpipe.errors import shortened
 from fxpipe.schedule.ops import Phase
 from fxpipe.schedule.units import bytes_text, flops_text
-from fxpipe.viz.boxes import Box, Boxes, Flow, Place
+from fxpipe.viz.boxes import Box, Boxes, BoxKey, Flow
 from fxpipe.viz.labels import dot_html, dot_label
-from fxpipe.viz.layout import HEIGHT, Frame, Layout, Point, lay_out
+from fxpipe.viz.layout import HEIGHT, Frame, GraphLayout, Position, lay_out
 from fxpipe.viz.palette import OFFLOADED, PHASES, tint
 from fxpipe.viz.roles import MEANING
 
@@ -62,13 +62,13 @@ def _heading(dot: graphviz.Digraph, title: tuple[str, ...], boxes: Boxes, first:
         key += "; purple, dashed: includes offloadable values"
     rows.append(f"<TR><TD ALIGN='LEFT'>{key}</TD></TR>")
     label = f"<<TABLE BORDER='0' CELLBORDER='0' CELLSPACING='2'>{''.join(rows)}</TABLE>>"
-    middle = Point((first.left + first.right) / 2, first.top - 20 - 12 * len(rows))
+    middle = Position((first.left + first.right) / 2, first.top - 20 - 12 * len(rows))
     dot.node("title", label=label, shape="plaintext", pos=_at(middle), width="6")
 
 
 def _frame(dot: graphviz.Digraph, stage: int, lines: tuple[str, ...], frame: Frame) -> None:
     with dot.subgraph(name=f"cluster_{stage}") as drawn:
-        head = Point((frame.left + frame.right) / 2, frame.top + 6 + 6 * len(lines))
+        head = Position((frame.left + frame.right) / 2, frame.top + 6 + 6 * len(lines))
         drawn.attr(
             label=dot_label(lines),
             lp=_at(head),
@@ -77,7 +77,7 @@ def _frame(dot: graphviz.Digraph, stage: int, lines: tuple[str, ...], frame: Fra
         drawn.attr(style="rounded,filled", color="#888888", fillcolor="#F6F6F6", **FONT)
 
 
-def _box(dot: graphviz.Digraph, name: str, box: Box, text: tuple[str, ...], layout: Layout) -> None:
+def _box(dot: graphviz.Digraph, name: str, box: Box, text: tuple[str, ...], layout: GraphLayout) -> None:
     phase = box.place.color.phase
     dot.node(
         name,
@@ -110,16 +110,16 @@ def _look(flow: Flow, largest: int) -> dict[str, str]:
     return look | {"penwidth": "0.8", "color": GREY}
 
 
-def _terminals(dot: graphviz.Digraph, boxes: Boxes, ids: dict[Place, str], layout: Layout) -> None:
+def _terminals(dot: graphviz.Digraph, boxes: Boxes, ids: dict[BoxKey, str], layout: GraphLayout) -> None:
     """Draw leaves of the batch, loss and count as ellipses beside the frames."""
     x = layout.frames[0].left - TERMINAL
-    beside: dict[Place, int] = {}
+    beside: dict[BoxKey, int] = {}
     ends = [(f"batch: {name}", place, True) for name, place in boxes.batch]
     ends += [(name, place, False) for name, place in boxes.results]
     for number, (name, place, enters) in enumerate(ends):
         center = layout.centers[place]
         beside[place] = beside.get(place, -1) + 1
-        at = Point(x, center.y + 34 * beside[place])
+        at = Position(x, center.y + 34 * beside[place])
         dot.node(
             f"t{number}",
             label=dot_label([shortened(name)]),
@@ -133,5 +133,5 @@ def _terminals(dot: graphviz.Digraph, boxes: Boxes, ids: dict[Place, str], layou
         dot.edge(*pair, color=GREY, style="dashed", arrowsize="0.7")
 
 
-def _at(point: Point) -> str:
+def _at(point: Position) -> str:
     return f"{point.x:.1f},{-point.y:.1f}"

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from fxpipe.schedule.ops import Phase
-from fxpipe.viz.boxes import Boxes, Place
+from fxpipe.viz.boxes import Boxes, BoxKey
 
 COLUMNS = (Phase.F, Phase.W, Phase.B)
 HEIGHT = 30.0  # of a box
@@ -24,7 +24,7 @@ HEAD = 56.0  # above the first row of a frame: room for its title
 LETTER = 5.6  # width of a letter of a box's text
 
 
-class Point(NamedTuple):
+class Position(NamedTuple):
     x: float
     y: float
 
@@ -38,21 +38,21 @@ class Frame:
 
 
 @dataclass(frozen=True)
-class Layout:
+class GraphLayout:
     """``centers`` of the boxes, all of one ``width``; ``frames`` by stage."""
 
     width: float
-    centers: dict[Place, Point]
+    centers: dict[BoxKey, Position]
     frames: tuple[Frame, ...]
 
 
-def lay_out(boxes: Boxes, stages: int, letters: int) -> Layout:
+def lay_out(boxes: Boxes, stages: int, letters: int) -> GraphLayout:
     """letters: the number of letters of the longest line of text in a box."""
     width = max(100.0, letters * LETTER + 14)
     phases = {box.place.color.phase for box in boxes.boxes}
     x_of = {phase: i * (width + GAP) for i, phase in enumerate(p for p in COLUMNS if p in phases)}
     left, right = min(x_of.values()) - width / 2 - MARGIN, max(x_of.values()) + width / 2 + MARGIN
-    centers: dict[Place, Point] = {}
+    centers: dict[BoxKey, Position] = {}
     frames = []
     y = 0.0
     for stage in range(stages):
@@ -62,8 +62,8 @@ def lay_out(boxes: Boxes, stages: int, letters: int) -> Layout:
         for place in (box.place for box in boxes.boxes if box.place.color.stage == stage):
             row = rows.setdefault(place.path, y + len(rows) * ROW)
             lowered = place.color.phase is Phase.W
-            centers[place] = Point(x_of[place.color.phase], row + ROW / 2 * lowered)
+            centers[place] = Position(x_of[place.color.phase], row + ROW / 2 * lowered)
         y += len(rows) * ROW
         frames.append(Frame(left, top, right, y - HEIGHT / 2))
         y += 10
-    return Layout(width, centers, tuple(frames))
+    return GraphLayout(width, centers, tuple(frames))

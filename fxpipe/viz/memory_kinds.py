@@ -25,7 +25,7 @@ from fxpipe.schedule.simulation.timeline import Timeline
 from fxpipe.viz.waits import Runs, runs
 
 
-class Held(StrEnum):
+class MemoryKind(StrEnum):
     """A kind of memory that comes and goes in a step."""
 
     SAVED = "saved activations"
@@ -34,11 +34,11 @@ class Held(StrEnum):
     RECEIVED = "messages received"
 
 
-class Change(NamedTuple):
+class MemoryChange(NamedTuple):
     """``bytes`` more (or fewer) of a kind from ``time`` on; ``stage``: whose values they are."""
 
     time: float
-    held: Held
+    held: MemoryKind
     stage: int
     bytes: float
 
@@ -74,13 +74,13 @@ def standing(plan: Plan) -> tuple[Standing, ...]:
     )
 
 
-def changes(timeline: Timeline) -> tuple[tuple[Change, ...], ...]:
+def changes(timeline: Timeline) -> tuple[tuple[MemoryChange, ...], ...]:
     """Per rank the changes of its memory, in order of time.
 
     Without RECEIVED they add up to ``timeline.memory``.
     """
     stages = timeline.costs.stages
-    found: list[list[Change]] = [[] for _ in timeline.spans]
+    found: list[list[MemoryChange]] = [[] for _ in timeline.spans]
     ran = runs(timeline.spans)
     for rank, own in enumerate(timeline.spans):
         for op, start, end in own:
@@ -88,18 +88,18 @@ def changes(timeline: Timeline) -> tuple[tuple[Change, ...], ...]:
             for phase in PHASES[op.kind]:
                 match phase:
                     case Phase.F:
-                        add(Change(start, Held.SAVED, op.stage, cost.saved_activations))
+                        add(MemoryChange(start, MemoryKind.SAVED, op.stage, cost.saved_activations))
                     case Phase.B:
-                        add(Change(end, Held.SAVED, op.stage, -cost.saved_activations))
-                        add(Change(end, Held.FOR_WEIGHT, op.stage, cost.saved_for_weight))
+                        add(MemoryChange(end, MemoryKind.SAVED, op.stage, -cost.saved_activations))
+                        add(MemoryChange(end, MemoryKind.FOR_WEIGHT, op.stage, cost.saved_for_weight))
                     case Phase.W:
-                        add(Change(end, Held.FOR_WEIGHT, op.stage, -cost.saved_for_weight))
+                        add(MemoryChange(end, MemoryKind.FOR_WEIGHT, op.stage, -cost.saved_for_weight))
         _add_transfers(timeline, rank, ran, found[rank])
     _add_values(timeline, ran, found)
     return tuple(tuple(sorted((c for c in own if c.bytes), key=lambda c: c.time)) for own in found)
 
 
-def _add_transfers(timeline: Timeline, rank: int, ran: Runs, found: list[Change]) -> None:
+def _add_transfers(timeline: Timeline, rank: int, ran: Runs, found: list[MemoryChange]) -> None:
     ends = [span.end for span in timeline.spans[rank]]
     over: defaultdict[int, float] = defaultdict(float)  # by position: when its offloads are waited for
     carried = timeline.transfers[rank] if timeline.transfers else ()
@@ -116,14 +116,15 @@ def _add_transfers(timeline: Timeline, rank: int, ran: Runs, found: list[Change]
         stage, microbatch, user = activation
         size = offload_bytes(timeline.costs.stages[stage], user)
         b = ran[index(Color(stage, Phase.B)), microbatch][2].end
-        held = Held.SAVED if user is Phase.B or time < b else Held.FOR_WEIGHT
-        found.append(Change(time, held, stage, -size if direction is Direction.OUT else size))
+        held = MemoryKind.SAVED if user is Phase.B or time < b else MemoryKind.FOR_WEIGHT
+        found.append(MemoryChange(time, held, stage, -size if direction is Direction.OUT else size))
         if direction is Direction.OUT and user is Phase.W and time < b <= times[activation, Direction.IN]:
-            found.append(Change(b, Held.SAVED, stage, size))  # what is away belongs to W from here on
-            found.append(Change(b, Held.FOR_WEIGHT, stage, -size))
+            # From the end of B on, offloaded memory belongs to W.
+            found.append(MemoryChange(b, MemoryKind.SAVED, stage, size))
+            found.append(MemoryChange(b, MemoryKind.FOR_WEIGHT, stage, -size))
 
 
-def _add_values(timeline: Timeline, ran: Runs, found: list[list[Change]]) -> None:
+def _add_values(timeline: Timeline, ran: Runs, found: list[list[MemoryChange]]) -> None:
     """Values between stages of one rank, and messages from their arrival to the start of their op."""
     placement = timeline.schedule.placement
     for edge in timeline.costs.edges:
@@ -131,10 +132,13 @@ def _add_values(timeline: Timeline, ran: Runs, found: list[list[Change]]) -> Non
             sender, _, given = ran[index(edge.source), m]
             rank, _, taken = ran[index(arrival(edge.target)), m]
             if sender == rank:
-                held, stage = Held.HANDED, edge.source.stage
+                held, stage = MemoryKind.HANDED, edge.source.stage
                 since, until = given.end, ran[index(edge.target), m][2].start
             else:
-                held, stage = Held.RECEIVED, edge.target.stage
+                held, stage = MemoryKind.RECEIVED, edge.target.stage
                 since, until = given.end + timeline.costs.message_seconds(edge, placement), taken.start
             if since < until:
-                found[rank] += Change(since, held, stage, edge.bytes), Change(until, held, stage, -edge.bytes)
+                found[rank] += (
+                    MemoryChange(since, held, stage, edge.bytes),
+                    MemoryChange(until, held, stage, -edge.bytes),
+                )

@@ -26,16 +26,16 @@ from fxpipe.schedule.simulation.simulator import simulate
 from fxpipe.schedule.simulation.timeline import Span, Timeline
 from fxpipe.viz.memory_kinds import changes, standing
 from fxpipe.viz.report.graph_record import GraphRecord
-from fxpipe.viz.report.write import Source
+from fxpipe.viz.report.write import ReportSource
 from fxpipe.viz.roles import MEANING
-from fxpipe.viz.waits import Cause, Wait, measured_waits, runs, waits
+from fxpipe.viz.waits import Cause, IdleWait, measured_waits, runs, waits
 
 Event = dict[str, Any]
 PREDICTED, MEASURED = 1, 2  # processes
 _LEAST = 1e-3  # microseconds: a shorter idle span is rounding
 
 
-def write_trace(source: Source, path: Path) -> Path:
+def write_trace(source: ReportSource, path: Path) -> Path:
     """Write the trace of ``trace_events`` as JSON; return the file."""
     text = json.dumps({"displayTimeUnit": "ms", "traceEvents": trace_events(source)}, separators=(",", ":"))
     with files.writing(path):
@@ -43,7 +43,7 @@ def write_trace(source: Source, path: Path) -> Path:
     return path
 
 
-def trace_events(source: Source) -> list[Event]:
+def trace_events(source: ReportSource) -> list[Event]:
     """All events: names of processes and threads, ops, idle spans, links, counters, flows."""
     plan, measured = source.plan, source.measured
     timeline = simulate(plan.ordered, plan.costs)
@@ -86,7 +86,7 @@ def _step(
     process: int,
     timeline: Timeline,
     spans: Sequence[Sequence[Span]],
-    causes: Sequence[Sequence[Wait]],
+    causes: Sequence[Sequence[IdleWait]],
     begin: float,
     graph: GraphRecord | None,
 ) -> Iterator[Event]:
@@ -104,7 +104,7 @@ def _step(
     yield from _flows(process, timeline, spans, begin, graph)
 
 
-def _waiting(wait: Wait, spans: Sequence[Sequence[Span]]) -> str:
+def _waiting(wait: IdleWait, spans: Sequence[Sequence[Span]]) -> str:
     match wait.cause:
         case Cause.MESSAGE:
             return f"waits for {spans[wait.rank][wait.position].op} of rank {wait.rank}"
@@ -177,7 +177,7 @@ def _links(timeline: Timeline, begin: float) -> Iterator[Event]:
                 yield _span(PREDICTED, thread, name, start - begin, end - begin, kind)
 
 
-def _memory(source: Source, timeline: Timeline, begin: float) -> Iterator[Event]:
+def _memory(source: ReportSource, timeline: Timeline, begin: float) -> Iterator[Event]:
     """A counter for each rank, with a series for each kind of memory."""
     for rank, (held, own) in enumerate(zip(standing(source.plan), changes(timeline), strict=True)):
         levels: dict[str, float] = {

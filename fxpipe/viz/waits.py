@@ -29,7 +29,7 @@ class Cause(StrEnum):
     EXCHANGE = "exchange"  # parameters of the stage came from the other replicas
 
 
-class Wait(NamedTuple):
+class IdleWait(NamedTuple):
     """The cause of one op's begin.
 
     ``rank``, ``position``: of the op that gave the value (of MESSAGE), else the op's own rank and -1.
@@ -58,12 +58,12 @@ class Passed(NamedTuple):
     live: float
 
 
-def waits(timeline: Timeline) -> tuple[tuple[Wait, ...], ...]:
+def waits(timeline: Timeline) -> tuple[tuple[IdleWait, ...], ...]:
     """Per rank and op of a simulated step the cause of its begin."""
     return _waits(timeline, timeline.spans, with_delays=True)
 
 
-def measured_waits(timeline: Timeline, spans: Sequence[Sequence[Span]]) -> tuple[tuple[Wait, ...], ...]:
+def measured_waits(timeline: Timeline, spans: Sequence[Sequence[Span]]) -> tuple[tuple[IdleWait, ...], ...]:
     """The same of a measured step with the ops of ``timeline`` and aligned clocks.
 
     A message's time on its way is unknown there: it counts as arrived when the op that gave it was over.
@@ -74,29 +74,29 @@ def measured_waits(timeline: Timeline, spans: Sequence[Sequence[Span]]) -> tuple
 
 def _waits(
     timeline: Timeline, all_spans: Sequence[Sequence[Span]], with_delays: bool
-) -> tuple[tuple[Wait, ...], ...]:
+) -> tuple[tuple[IdleWait, ...], ...]:
     schedule = timeline.schedule
     table = needs(timeline.costs, schedule.placement)
     made = runs(all_spans)
     beginning = timeline.begin if with_delays else min(spans[0].start for spans in all_spans if spans)
-    found: list[tuple[Wait, ...]] = []
+    found: list[tuple[IdleWait, ...]] = []
     for rank, spans in enumerate(all_spans):
         due: defaultdict[int, list[tuple[float, Transfer]]] = defaultdict(list)
         for carried in timeline.transfers[rank] if timeline.transfers and with_delays else ():
             due[carried.transfer.end].append((carried.end, carried.transfer))
         own, free = [], beginning
         for position, (op, start, end) in enumerate(spans):
-            wait = Wait(Cause.RANK, rank, position - 1, free, free)
+            wait = IdleWait(Cause.RANK, rank, position - 1, free, free)
             for section, delay in table[op.kind][op.stage]:
                 home, at, giver = made[section, op.microbatch]
                 arrived = giver.end + delay * with_delays
                 if arrived > wait.over:  # of another rank: its own ops were over before
-                    wait = Wait(Cause.MESSAGE, home, at, giver.end, arrived)
+                    wait = IdleWait(Cause.MESSAGE, home, at, giver.end, arrived)
             for over, transfer in due.get(position, ()):
                 if over > wait.over:
-                    wait = Wait(Cause.TRANSFER, rank, -1, over, over, transfer)
+                    wait = IdleWait(Cause.TRANSFER, rank, -1, over, over, transfer)
             if with_delays and start > wait.over + _EPSILON * timeline.seconds:
-                wait = Wait(Cause.EXCHANGE, rank, -1, start, start)
+                wait = IdleWait(Cause.EXCHANGE, rank, -1, start, start)
             own.append(wait)
             free = end
         found.append(tuple(own))

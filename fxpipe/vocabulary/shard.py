@@ -13,7 +13,7 @@ from fxpipe.ir.graph import Input, Kind, Origin
 from fxpipe.plan.rows import ShardName
 from fxpipe.schedule.ops import Color, Phase
 from fxpipe.vocabulary.axes import RESHAPES
-from fxpipe.vocabulary.layers import Layers
+from fxpipe.vocabulary.layers import VocabLayers
 
 aten = torch.ops.aten
 _WITH_SIZES = RESHAPES | {aten.expand.default, aten.slice_backward.default, aten.select_backward.default}
@@ -25,7 +25,9 @@ class Shard:
     ``phase``: that of backward ops that are made from now on.
     """
 
-    def __init__(self, graph: fx.Graph, layers: Layers, begin: int, end: int, lookup: int, head: int) -> None:
+    def __init__(
+        self, graph: fx.Graph, layers: VocabLayers, begin: int, end: int, lookup: int, head: int
+    ) -> None:
         self.graph, self.layers = graph, layers
         self.begin, self.end = begin, end
         self.lookup_stage, self.head_stage = lookup, head

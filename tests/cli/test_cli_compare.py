@@ -8,7 +8,7 @@ import pytest
 from fxpipe.cli import main
 from fxpipe.schedule.families.registry import FAMILIES
 from fxpipe.schedule.units import PLAIN
-from fxpipe.viz.frontier_picture import Point, frontier, frontier_svg
+from fxpipe.viz.frontier_picture import FrontierPoint, frontier, frontier_svg
 
 pytestmark = pytest.mark.slow
 
@@ -82,14 +82,14 @@ def test_nothing_fits(capsys):
 
 
 def test_frontier():
-    a, b, c = Point("a", 4, 0.3), Point("b", 8, 0.1), Point("c", 12, 0.1)
-    worse, twin = Point("worse", 8, 0.2), Point("twin", 8, 0.1)
+    a, b, c = FrontierPoint("a", 4, 0.3), FrontierPoint("b", 8, 0.1), FrontierPoint("c", 12, 0.1)
+    worse, twin = FrontierPoint("worse", 8, 0.2), FrontierPoint("twin", 8, 0.1)
     assert frontier([worse, c, b, a]) == (a, b)
     assert frontier([a, b, twin]) == (a, b, twin)
 
 
 def test_picture_of_the_frontier():
-    points = [Point("a", 4, 0.3), Point("b", 8, 0.1), Point("worse", 8, 0.2)]
+    points = [FrontierPoint("a", 4, 0.3), FrontierPoint("b", 8, 0.1), FrontierPoint("worse", 8, 0.2)]
     picture = frontier_svg(points, "the title", "span bubble", PLAIN)
     assert "the title" in picture
     assert "span bubble against peak memory" in picture

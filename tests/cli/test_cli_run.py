@@ -15,7 +15,7 @@ from zoo import CASES, Shape, compiled, cut
 import fxpipe
 from fxpipe.cli import loop, main
 from fxpipe.cli.data import data_from
-from fxpipe.cli.loop import Settings, train
+from fxpipe.cli.loop import LoopSettings, train
 from fxpipe.errors import BatchError, RunError
 from fxpipe.training.checkpoint import files as checkpoint_files
 
@@ -249,7 +249,9 @@ def test_resumed_it_is_the_same_run(alone, capsys, given):
     assert len(set(whole)) == 6
     resumable = [*shared, "--steps", "6", "--checkpoints", "checkpoints", "--every", "3"]
     pipe = fxpipe.load(alone)
-    stopped = Settings(steps=6, lr=0.02, warmup=2, decay="cosine", checkpoints=Path("checkpoints"), every=3)
+    stopped = LoopSettings(
+        steps=6, lr=0.02, warmup=2, decay="cosine", checkpoints=Path("checkpoints"), every=3
+    )
     with pytest.raises(KeyboardInterrupt):
         train(pipe, Stopping(data_from(given, pipe.plan.step.batch, MICROBATCHES)), stopped)
     capsys.readouterr()

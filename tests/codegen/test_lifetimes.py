@@ -1,14 +1,14 @@
 """Values in the functions of a step, each of which is freed behind its last reader."""
 
-from fxpipe.codegen.lifetimes import Function, lifetimes
+from fxpipe.codegen.lifetimes import OpFunction, lifetimes
 from fxpipe.codegen.lines import Hole, Use
 
 
-def function(name: str, *lines: str) -> Function:
+def function(name: str, *lines: str) -> OpFunction:
     """``<h`` gives the value h, ``>h`` reads it, ``?h`` is what stands in its place."""
     uses = {"<": Use.GIVE, ">": Use.READ, "?": Use.PENDING}
     parts = [[Hole(uses[w[0]], w[1:]) if w[0] in uses else w for w in line.split()] for line in lines]
-    return Function(name, "", (), tuple(map(tuple, parts)))
+    return OpFunction(name, "", (), tuple(map(tuple, parts)))
 
 
 def test_a_value_that_one_function_uses_is_local_and_deleted():

@@ -23,7 +23,7 @@ import fxpipe
 from fxpipe.capture.trace import capture
 from fxpipe.certificate import identities
 from fxpipe.compiler import cut, passes
-from fxpipe.compiler.passes import PASS_NAMES, PASSES, CutOptions, Pass, Step, run_passes
+from fxpipe.compiler.passes import PASS_NAMES, PASSES, CutOptions, Pass, StepGraphs, run_passes
 from fxpipe.cost.known_devices import CPU
 from fxpipe.cost.nodes import NodeSeconds
 from fxpipe.ir.text import graph_text
@@ -171,7 +171,7 @@ def changed(name: str, case: Case) -> str:
     """The lines of the graph that the pass removes (-) and adds (+), with a line before and after."""
     example = {"x": torch.ones(2, WIDTH)}
     asked = case.loss_fn, 0.5, torch.device("cpu"), case.gradients, (), case.outputs
-    step = Step(capture(case.model(), example, *asked).graph, None, joined=case.joined)
+    step = StepGraphs(capture(case.model(), example, *asked).graph, None, joined=case.joined)
     split_points = ["last"] if case.stages > 1 else None
     options = CutOptions(case.stages, 2, NodeSeconds(CPU), split_points, **{"barriers": None, **case.options})
     for each in itertools.chain(*PASSES):

@@ -13,7 +13,7 @@ from fxpipe import passes
 from fxpipe.capture.trace import capture
 from fxpipe.compiler import cut as run
 from fxpipe.compiler import passes as listed
-from fxpipe.compiler.passes import PASS_NAMES, PASSES, CutOptions, Pass, Passes, Step
+from fxpipe.compiler.passes import PASS_NAMES, PASSES, CutOptions, Pass, Passes, StepGraphs
 from fxpipe.compiler.progress import Phases
 from fxpipe.cost.analytic import analytic_seconds, seconds_on, section_costs
 from fxpipe.cost.cluster import Cluster
@@ -107,7 +107,7 @@ def test_costs_do_not_depend_on_the_passes_that_only_the_chosen_cut_goes_through
     captured = capture(build(), example(), None, 1.0, torch.device("cpu"))
     seconds = NodeSeconds(CPU)
     asked = CutOptions(2, 2, seconds, None, **options)
-    stages = run.stages_of(run.split(Step(captured.graph, None), asked), asked, Phases(""))
+    stages = run.stages_of(run.split(StepGraphs(captured.graph, None), asked), asked, Phases(""))
     for level in (None, "norms", "full"):
         cut = run.cut(stages, level, Phases(""))
         ranks = (0, 1) if cut.vocabulary is None else cut.vocabulary.placement((0, 1))
@@ -137,7 +137,7 @@ def test_recomputation_adds_work_to_each_stage(barriers):
     captured = capture(gpt2(), words(2), None, 1.0, torch.device("cpu"))
     seconds = NodeSeconds(CPU)
     asked = CutOptions(2, 2, seconds, None, barriers)
-    stages = run.stages_of(run.split(Step(captured.graph, None), asked), asked, Phases(""))
+    stages = run.stages_of(run.split(StepGraphs(captured.graph, None), asked), asked, Phases(""))
 
     def work(level):
         found = {}

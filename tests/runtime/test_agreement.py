@@ -12,7 +12,7 @@ from zoo import CASES, Shape, compiled
 from fxpipe.errors import RunError
 from fxpipe.runtime.ranks.agreement import check_agreement
 from fxpipe.runtime.ranks.load_program import load_program
-from fxpipe.runtime.ranks.program_text import Traffic
+from fxpipe.runtime.ranks.program_text import ProgramTraffic
 
 RANKS = 3
 
@@ -44,7 +44,7 @@ class Gathered:
         return gather
 
 
-def traffic_of(sources: Sequence[str]) -> dict[int, Traffic]:
+def traffic_of(sources: Sequence[str]) -> dict[int, ProgramTraffic]:
     return {rank: load_program(source, f"rank{rank}.py").traffic for rank, source in enumerate(sources)}
 
 

@@ -12,8 +12,8 @@ from torch import nn
 
 import fxpipe
 import fxpipe.runtime.job.process as joined
-from fxpipe.codegen.expressions import Names, Scope
-from fxpipe.runtime.job.backend import Choice, Place, choose
+from fxpipe.codegen.expressions import Aliases, Scope
+from fxpipe.runtime.job.backend import Choice, RankPlace, choose
 from fxpipe.runtime.job.process import Process
 from fxpipe.runtime.program.accelerator import check_supported, communicator_settings, queues
 from fxpipe.runtime.program.comm import answered, new_buffers, on_wire
@@ -23,9 +23,11 @@ from fxpipe.runtime.ranks.distributed import DistributedComm
 H100 = "NVIDIA H100 80GB HBM3"
 
 
-def gpus(*identities: str, host: str = "a", visible: int = 8, processes: int | None = None) -> list[Place]:
+def gpus(
+    *identities: str, host: str = "a", visible: int = 8, processes: int | None = None
+) -> list[RankPlace]:
     number = len(identities) if processes is None else processes
-    return [Place(host, "cuda", H100, identity, visible, number) for identity in identities]
+    return [RankPlace(host, "cuda", H100, identity, visible, number) for identity in identities]
 
 
 def test_a_gpu_for_each_rank_takes_nccl():
@@ -78,11 +80,11 @@ def test_different_gpus_are_said():
 
 def test_ranks_on_different_kinds_of_devices_are_refused():
     with pytest.raises(fxpipe.RunError, match="Rank 0 computes on cuda and rank 1 on cpu"):
-        choose([*gpus("x"), Place("a", "cpu", "cpu", "", 0, 2)])
+        choose([*gpus("x"), RankPlace("a", "cpu", "cpu", "", 0, 2)])
 
 
 def test_the_cpu_takes_gloo_or_what_the_user_gives():
-    places = [Place("a", "cpu", "cpu", "", 0, 2)] * 2
+    places = [RankPlace("a", "cpu", "cpu", "", 0, 2)] * 2
     assert choose(places) == Choice("gloo")
     assert choose(places, "mpi") == Choice("mpi")
 
@@ -116,7 +118,7 @@ def test_the_environment_of_communicators_is_theirs_alone(monkeypatch):
 
 
 def test_programs_name_no_gpu_by_its_index():
-    assert Scope(Names([])).literal(torch.device("cuda:3")) == 'torch.device("cuda")'
+    assert Scope(Aliases([])).literal(torch.device("cuda:3")) == 'torch.device("cuda")'
 
 
 def test_other_kinds_of_devices_are_refused():

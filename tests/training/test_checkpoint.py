@@ -20,7 +20,7 @@ import fxpipe
 from fxpipe.errors import ArtifactError, OptionError, RunError
 from fxpipe.training.checkpoint import files
 from fxpipe.training.checkpoint.restore import contents_for, restore
-from fxpipe.training.checkpoint.training_state import Record, tensors_of
+from fxpipe.training.checkpoint.training_state import CheckpointRecord, tensors_of
 from fxpipe.training.optimizer import PipelineOptimizer
 
 pytestmark = pytest.mark.slow
@@ -101,7 +101,7 @@ def test_restored_for_each_rank_of_another_plan_it_holds_the_same_bits(trained, 
     model = Reader()
     pipe = pipeline(model, options, ranks)
     path = files.path_of(trained / "checkpoints", 4)
-    record = Record.from_json(files.read_state(path), path)
+    record = CheckpointRecord.from_json(files.read_state(path), path)
     for rank in range(ranks):
         contents = contents_for(pipe.model_state, None, {}, path, record, rank)
         restore(pipe.model_state, None, {}, contents)
@@ -309,7 +309,7 @@ def test_a_model_on_the_meta_device_gets_the_rows_of_each_rank(trained, ranks):
         model = Reader()
     pipe = pipeline(model, replace(FOUR_RANKS), ranks)
     path = files.path_of(trained / "checkpoints", 4)
-    record = Record.from_json(files.read_state(path), path)
+    record = CheckpointRecord.from_json(files.read_state(path), path)
     for rank in range(ranks):
         restore(pipe.model_state, None, {}, contents_for(pipe.model_state, None, {}, path, record, rank))
     assert same(pipe.state_dict(), expected_at_four(trained))
@@ -483,7 +483,7 @@ def test_an_optimizer_with_state_for_each_row(tmp_path):
         path = checkpoints.save()
     expected = fxpipe.read_checkpoint(path).optimizer["embed.weight"]["sum"]
     assert expected.shape == (worker.SIZE,)
-    record = Record.from_json(files.read_state(path), path)
+    record = CheckpointRecord.from_json(files.read_state(path), path)
     pipe = pipeline(Reader(), FOUR_RANKS, 4)
     for rank in range(4):
         held = {name: pipe.parameter(name) for name in pipe.plan.tensors[rank].gradients}

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from fxpipe.plan.spans import Span
+from fxpipe.plan.spans import PartSpan
 from fxpipe.strict import Misfit
 from fxpipe.training.checkpoint import tensor_store
 
@@ -39,11 +39,11 @@ def test_any_part_is_read_whatever_parts_were_written(tmp_path, parts):
     stored = tensor_store.stored(tmp_path, written(tmp_path, *parts))
     assert (stored["w"].shape, stored["w"].dtype) == ((4, 6), torch.float32)
     asked = (
-        {0: Span(1, 2, 4)},
-        {1: Span(2, 3, 6)},
-        {0: Span(0, 2, 4), 1: Span(3, 3, 6)},
+        {0: PartSpan(1, 2, 4)},
+        {1: PartSpan(2, 3, 6)},
+        {0: PartSpan(0, 2, 4), 1: PartSpan(3, 3, 6)},
         {},
-        {0: Span(1, 0, 4)},
+        {0: PartSpan(1, 0, 4)},
     )
     expected = WHOLE[1:3], WHOLE[:, 2:5], WHOLE[:2, 3:], WHOLE, WHOLE[1:1]
     for found, wanted in zip(tensor_store.read(stored, [("w", own) for own in asked]), expected, strict=True):
@@ -53,7 +53,9 @@ def test_any_part_is_read_whatever_parts_were_written(tmp_path, parts):
 def test_of_a_dimension_of_another_length_all_is_read(tmp_path):
     """As of an optimizer's state of a parameter that has one number for each row."""
     stored = tensor_store.stored(tmp_path, written(tmp_path, box(0, 4, 0, 6)))
-    (found,) = tensor_store.read(stored, [("w", {0: Span(0, 2, 4), 1: Span(0, 3, 12), 2: Span(0, 1, 2)})])
+    (found,) = tensor_store.read(
+        stored, [("w", {0: PartSpan(0, 2, 4), 1: PartSpan(0, 3, 12), 2: PartSpan(0, 1, 2)})]
+    )
     assert torch.equal(found, WHOLE[:2])
 
 

@@ -14,7 +14,7 @@ from fxpipe.cli import main
 from fxpipe.plan.recorded import write_spans
 from fxpipe.schedule.costs import Exchange, Link
 from fxpipe.schedule.ops import Direction, Phase, Transfer
-from fxpipe.viz.report.write import Source
+from fxpipe.viz.report.write import ReportSource
 from fxpipe.viz.trace import trace_events
 
 #: Phase -> the fields that its events have, beside ph, name and pid, with their types.
@@ -150,7 +150,7 @@ def test_links_and_replicas_have_threads(pipe):
     moves = (Transfer(Direction.OUT, 0, 1, Phase.B, 2, 3), Transfer(Direction.IN, 0, 1, Phase.B, 3, 4))
     order = ("F0.0 F0.1 BW0.0 F0.2 BW0.1 BW0.2", "F1.0 BW1.0 F1.1 BW1.1 F1.2 BW1.2")
     moving = replace(plan, costs=costs, transfers=moves, order=order, tier="host")
-    events = trace_events(Source(moving, ("", ""), None, None))
+    events = trace_events(ReportSource(moving, ("", ""), None, None))
     threads = {e["args"]["name"]: e["tid"] for e in events if e["name"] == "thread_name"}
     assert threads == {
         "rank 0": 1, "rank 1": 2, "rank 0, offloads": 3, "rank 0, reloads": 5,

@@ -22,7 +22,7 @@ from fxpipe.schedule.search.build import build
 from fxpipe.schedule.simulation.simulator import simulate
 from fxpipe.schedule.simulation.steps import simulate_steps
 from fxpipe.schedule.units import PLAIN, bytes_text, flops_text, number_text, seconds_text, ticks
-from fxpipe.viz.boxes import Place, collapse
+from fxpipe.viz.boxes import BoxKey, collapse
 from fxpipe.viz.graph_picture import graph_picture
 from fxpipe.viz.layout import lay_out
 from fxpipe.viz.pictures import draw
@@ -57,8 +57,8 @@ def pipe():
     return blocks(4, split_points=["2"], schedule="zb-h1")
 
 
-def place(stage: int, phase: Phase, path: str) -> Place:
-    return Place(Color(stage, phase), path)
+def place(stage: int, phase: Phase, path: str) -> BoxKey:
+    return BoxKey(Color(stage, phase), path)
 
 
 # Boxes

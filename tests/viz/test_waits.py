@@ -12,8 +12,8 @@ from fxpipe.schedule.search.build import build
 from fxpipe.schedule.simulation.simulator import simulate
 from fxpipe.schedule.simulation.timeline import Span
 from fxpipe.viz.clocks import aligned
-from fxpipe.viz.memory_kinds import Held, changes
-from fxpipe.viz.waits import Cause, Passed, Wait, measured_waits, passed, waits
+from fxpipe.viz.memory_kinds import MemoryKind, changes
+from fxpipe.viz.waits import Cause, IdleWait, Passed, measured_waits, passed, waits
 
 F, B, W = Phase.F, Phase.B, Phase.W
 TWO = chain([StageCost(1, 1, 1, 4, 2)] * 2, seconds=0.5, bytes=8)
@@ -34,16 +34,16 @@ def test_the_cause_of_each_begin(one_f_one_b):
     rank, message = Cause.RANK, Cause.MESSAGE
     assert waits(one_f_one_b) == (
         (
-            Wait(rank, 0, -1, 0, 0),
-            Wait(rank, 0, 0, 1, 1),
-            Wait(message, 1, 1, made=4.5, over=5),
-            Wait(message, 1, 3, made=7.5, over=8),
+            IdleWait(rank, 0, -1, 0, 0),
+            IdleWait(rank, 0, 0, 1, 1),
+            IdleWait(message, 1, 1, made=4.5, over=5),
+            IdleWait(message, 1, 3, made=7.5, over=8),
         ),
         (
-            Wait(message, 0, 0, made=1, over=1.5),
-            Wait(rank, 1, 0, 2.5, 2.5),
-            Wait(rank, 1, 1, 4.5, 4.5),
-            Wait(rank, 1, 2, 5.5, 5.5),
+            IdleWait(message, 0, 0, made=1, over=1.5),
+            IdleWait(rank, 1, 0, 2.5, 2.5),
+            IdleWait(rank, 1, 1, 4.5, 4.5),
+            IdleWait(rank, 1, 2, 5.5, 5.5),
         ),
     )
 
@@ -53,8 +53,8 @@ def test_causes_in_a_measured_step(one_f_one_b):
     first, second = one_f_one_b.spans
     late = [Span(op, start + 1, end + 1) for op, start, end in second]
     found = measured_waits(one_f_one_b, [first, late])
-    assert found[1][0] == Wait(Cause.MESSAGE, 0, 0, made=1, over=1)
-    assert found[0][2] == Wait(Cause.MESSAGE, 1, 1, made=5.5, over=5.5)
+    assert found[1][0] == IdleWait(Cause.MESSAGE, 0, 0, made=1, over=1)
+    assert found[0][2] == IdleWait(Cause.MESSAGE, 1, 1, made=5.5, over=5.5)
     assert found[0][1].cause == Cause.RANK
 
 
@@ -71,7 +71,7 @@ def test_a_wait_for_a_transfer():
 def test_a_wait_for_other_replicas():
     costs = replace(TWO, exchanges=(Exchange(1.0, 3.0), Exchange(1.0, 3.0)))
     found = timeline_of("F0.0 F0.1 BW0.0 BW0.1\nF1.0 BW1.0 F1.1 BW1.1", costs)
-    assert waits(found)[0][0] == Wait(Cause.EXCHANGE, 0, -1, 3.0, 3.0)
+    assert waits(found)[0][0] == IdleWait(Cause.EXCHANGE, 0, -1, 3.0, 3.0)
 
 
 def test_an_op_that_could_have_filled_the_gap():
@@ -125,7 +125,7 @@ def levels(found, kinds):
     return result
 
 
-SIMULATED = {Held.SAVED, Held.FOR_WEIGHT, Held.HANDED}
+SIMULATED = {MemoryKind.SAVED, MemoryKind.FOR_WEIGHT, MemoryKind.HANDED}
 
 
 @pytest.mark.parametrize("family", ["1f1b", "zb-h1", "dualpipe-v", "offloaded"])
@@ -141,14 +141,14 @@ def test_kinds_of_memory_add_up_to_the_simulated(family):
         expected = dict(simulated)  # the last level at a time
         assert own.keys() <= expected.keys()
         assert [own[time] for time in own] == pytest.approx([expected[time] for time in own])
-    for kind in Held:
+    for kind in MemoryKind:
         assert all(level > -1e-9 for own in levels(found, {kind}) for level in own.values()), kind
         assert all(abs([*own.values()][-1]) < 1e-9 for own in levels(found, {kind}) if own), kind
 
 
 def test_messages_that_wait_for_their_op(one_f_one_b):
     """F0.1 arrives on rank 1 at 2.5, and F1.1 begins at 4.5."""
-    received = [c for c in changes(one_f_one_b)[1] if c.held is Held.RECEIVED]
+    received = [c for c in changes(one_f_one_b)[1] if c.held is MemoryKind.RECEIVED]
     assert [(c.time, c.stage, c.bytes) for c in received] == [(2.5, 1, 8), (4.5, 1, -8)]
 
 
@@ -157,5 +157,5 @@ def test_values_for_a_stage_of_the_rank():
     back = Edge(Color(1, B), Color(0, B), bytes=8)
     costs = Costs((StageCost(1, 1, 1, 4, 2),) * 2, (edge, back))
     found = timeline_of("F0.0 F0.1 F1.0 BW1.0 BW0.0 F1.1 BW1.1 BW0.1", costs, placement=(0, 0))
-    handed = [c for c in changes(found)[0] if c.held is Held.HANDED]
+    handed = [c for c in changes(found)[0] if c.held is MemoryKind.HANDED]
     assert [(c.time, c.bytes) for c in handed[:3]] == [(1, 8), (2, -8), (2, 8)]

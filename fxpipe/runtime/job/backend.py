@@ -18,7 +18,7 @@ SHARING = ("NCCL_MULTI_RANK_GPU_ENABLE", "NCCL_HOSTID")
 
 
 @dataclass(frozen=True)
-class Place:
+class RankPlace:
     """Where a rank computes.
 
     ``host``: the machine.  ``kind``: of device, "cuda".  ``name``: of its model.  ``identity``: what tells it
@@ -37,9 +37,9 @@ class Place:
     memory: int = 0
 
     @staticmethod
-    def of(device: torch.device) -> Place:
+    def of(device: torch.device) -> RankPlace:
         name, own = identity(device)
-        return Place(
+        return RankPlace(
             socket.gethostname(),
             device.type,
             name,
@@ -59,7 +59,7 @@ class Choice:
     warnings: tuple[str, ...] = ()
 
 
-def choose(places: Sequence[Place], given: str | None = None) -> Choice:
+def choose(places: Sequence[RankPlace], given: str | None = None) -> Choice:
     """The backend for ranks at these places, the same on all of them.
 
     given: that of the process group for their devices, where the user has made one.
@@ -104,7 +104,7 @@ def choose(places: Sequence[Place], given: str | None = None) -> Choice:
     return Choice("gloo", (slow, *mixed))
 
 
-def _shared(places: Sequence[Place]) -> tuple[int, int] | None:
+def _shared(places: Sequence[RankPlace]) -> tuple[int, int] | None:
     """The first two ranks that have the same device."""
     seen: dict[tuple[str, str], int] = {}
     for rank, place in enumerate(places):
@@ -114,7 +114,7 @@ def _shared(places: Sequence[Place]) -> tuple[int, int] | None:
     return None
 
 
-def _mixed(places: Sequence[Place]) -> tuple[str, ...]:
+def _mixed(places: Sequence[RankPlace]) -> tuple[str, ...]:
     """A warning for ranks with different models of devices."""
     names = {place.name: rank for rank, place in reversed(list(enumerate(places)))}
     if len(names) == 1:

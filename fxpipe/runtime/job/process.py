@@ -20,7 +20,7 @@ import torch.distributed as dist
 from fxpipe.errors import ArtifactError, OptionError, RunError
 from fxpipe.plan.number import number
 from fxpipe.runtime.job.attempt import agree_on_attempt
-from fxpipe.runtime.job.backend import Place, backend_of, choose, is_gloo_alone
+from fxpipe.runtime.job.backend import RankPlace, backend_of, choose, is_gloo_alone
 from fxpipe.runtime.job.calls import CallsDifferError
 from fxpipe.runtime.job.collectives import Collectives
 from fxpipe.runtime.job.failure import Failures, in_short
@@ -64,7 +64,7 @@ class Process(Collectives):
         default_factory=dict
     )
     _backends: dict[torch.device, str] = field(default_factory=dict)
-    _places: dict[torch.device, list[Place]] = field(default_factory=dict)
+    _places: dict[torch.device, list[RankPlace]] = field(default_factory=dict)
 
     @staticmethod
     def join(device: torch.device, timeout: timedelta | None = None) -> Process:
@@ -165,7 +165,7 @@ class Process(Collectives):
         All ranks must call it.  Raises RunError as :func:`fxpipe.runtime.job.backend.choose` does.
         """
         if device not in self._backends:
-            places = [Place(**json.loads(given)) for given in self.gather(_as_json(Place.of(device)))]
+            places = [RankPlace(**json.loads(given)) for given in self.gather(_as_json(RankPlace.of(device)))]
             choice = choose(places, None if self.given is None else backend_of(self.given, device.type))
             if self.leads:
                 for text in choice.warnings:
@@ -274,7 +274,7 @@ def _entry(entries: Mapping[str, str], name: str) -> str:
     return f"{name}={entries[name]:.100}" if name in entries else f"no {name}"
 
 
-def _as_json(place: Place) -> bytes:
+def _as_json(place: RankPlace) -> bytes:
     return json.dumps(asdict(place)).encode()
 
 

@@ -23,14 +23,14 @@ from dataclasses import asdict, dataclass
 from itertools import zip_longest
 
 from fxpipe.errors import RunError
-from fxpipe.runtime.ranks.program_text import Call, Traffic
+from fxpipe.runtime.ranks.program_text import ProgramTraffic, RuntimeCall
 
 _Pair = tuple[tuple[int, str], tuple[int, str]]
 """Two ranks whose messages should be the same, each with the key of these in its summary."""
 
 
 @dataclass(frozen=True)
-class Summary:
+class TrafficSummary:
     """The traffic of a rank, as others compare it with theirs; it does not grow with the microbatches.
 
     ``is_known``: whether the calls are.  ``digests``: those of the messages sent to a rank ("send 0 1" of
@@ -42,7 +42,7 @@ class Summary:
     digests: dict[str, str]
 
 
-def check_agreement(own: Mapping[int, Traffic], gather: Callable[[list[str]], list[str]]) -> bool:
+def check_agreement(own: Mapping[int, ProgramTraffic], gather: Callable[[list[str]], list[str]]) -> bool:
     """Raise RunError, naming the message, both ranks and both layouts, if the programs do not agree.
 
     own: the traffic of the ranks of this process.  gather: takes a text of each of them, and gives those of
@@ -54,7 +54,9 @@ def check_agreement(own: Mapping[int, Traffic], gather: Callable[[list[str]], li
     known, balances, groups = zip(*map(json.loads, gather([*map(_in_short, summaries)])), strict=True)
     if all(known) and not sum(balances) and len({*groups}) == 1:
         return True
-    ranks = [Summary(**json.loads(text)) for text in gather([json.dumps(asdict(s)) for s in summaries])]
+    ranks = [
+        TrafficSummary(**json.loads(text)) for text in gather([json.dumps(asdict(s)) for s in summaries])
+    ]
     _check_layouts(ranks)
     for what, pair in _differences(ranks):
         asked = [{key: messages[rank].get(key, []) for r, key in pair if r == rank} for rank in own]
@@ -105,8 +107,8 @@ def first_difference(one: bytes, other: bytes) -> tuple[int, str, str]:
     return next((k, f"{a[:100]!r}", f"{b[:100]!r}") for k, (a, b) in lines if a != b)
 
 
-def _messages(rank: int, own: Traffic) -> dict[str, list[str]]:
-    """The messages of a rank as text, in order; the keys are as in a Summary."""
+def _messages(rank: int, own: ProgramTraffic) -> dict[str, list[str]]:
+    """The messages of a rank as text, in order; the keys are as in a TrafficSummary."""
     found: defaultdict[str, list[str]] = defaultdict(list)
     for call in own.calls or ():
         if call.group >= 0:
@@ -118,13 +120,13 @@ def _messages(rank: int, own: Traffic) -> dict[str, list[str]]:
     return found
 
 
-def _summary(own: Traffic, messages: Mapping[str, list[str]]) -> Summary:
-    return Summary(
+def _summary(own: ProgramTraffic, messages: Mapping[str, list[str]]) -> TrafficSummary:
+    return TrafficSummary(
         own.layouts, own.calls is not None, {key: _digest(found) for key, found in messages.items()}
     )
 
 
-def _in_short(own: Summary) -> str:
+def _in_short(own: TrafficSummary) -> str:
     """Whether the calls are known, the sum over channels, and a digest of the collectives."""
     balance, groups = 0, []
     for key, digest in own.digests.items():
@@ -141,7 +143,7 @@ def _digest(messages: list[str]) -> str:
     return hashlib.sha256("\n".join(messages).encode()).hexdigest()
 
 
-def _differences(ranks: Sequence[Summary]) -> Iterator[tuple[str, _Pair]]:
+def _differences(ranks: Sequence[TrafficSummary]) -> Iterator[tuple[str, _Pair]]:
     """The channels and groups whose messages differ, as text, among the ranks whose calls are known."""
     known = [rank for rank, own in enumerate(ranks) if own.is_known]
     none = _digest([])
@@ -162,7 +164,7 @@ def _differences(ranks: Sequence[Summary]) -> Iterator[tuple[str, _Pair]]:
                     yield what, pair
 
 
-def _check_layouts(ranks: Sequence[Summary]) -> None:
+def _check_layouts(ranks: Sequence[TrafficSummary]) -> None:
     first: dict[str, tuple[int, str]] = {}
     for rank, own in enumerate(ranks):
         for name, layout in own.layouts.items():
@@ -174,13 +176,13 @@ def _check_layouts(ranks: Sequence[Summary]) -> None:
                 )
 
 
-def _joined(call: Call, own: Traffic) -> str:
+def _joined(call: RuntimeCall, own: ProgramTraffic) -> str:
     """A collective as text, without the name of a value of all ranks, which each calls by another."""
     named = f" {call.names[0]!r}" if call.verb == "broadcast" else ""
     peer = f" of rank {call.peer}" if call.peer >= 0 else ""
     return f"a {call.verb.replace('_', '-')}{peer}{named}, {own.layouts[call.names[0]]}"
 
 
-def _described(call: Call, own: Traffic) -> list[str]:
+def _described(call: RuntimeCall, own: ProgramTraffic) -> list[str]:
     """The values of a message; the other rank may send or receive them in other groups."""
     return [f"{name!r}, {own.layouts[name]}," for name in call.names]

@@ -17,7 +17,7 @@ from fxpipe.runtime.program.accelerator import current_stream, is_accelerator, s
 
 
 @dataclass(frozen=True, eq=False)
-class Work:
+class Begun:
     """``wait``: lets the ops that come next wait until the function is over; raises what it raised.
     ``is_over``: whether it is, on the device too."""
 
@@ -31,13 +31,13 @@ class OnStream:
     def __init__(self, device: torch.device) -> None:
         self._device, self._stream = device, stream(device)
 
-    def run(self, function: Callable[[], None]) -> Work:
+    def run(self, function: Callable[[], None]) -> Begun:
         ready = current_stream(self._device).record_event()
         with self._stream:
             self._stream.wait_event(ready)
             function()
             over = self._stream.record_event()
-        return Work(lambda: current_stream(self._device).wait_event(over), over.query)
+        return Begun(lambda: current_stream(self._device).wait_event(over), over.query)
 
 
 class InThread:
@@ -52,10 +52,10 @@ class InThread:
 
         atexit.register(stop)
 
-    def run(self, function: Callable[[], None]) -> Work:
+    def run(self, function: Callable[[], None]) -> Begun:
         over = Future[None]()
         self._tasks.put((function, over))
-        return Work(over.result, over.done)
+        return Begun(over.result, over.done)
 
     def _run(self) -> None:
         while (task := self._tasks.get()) is not None:

@@ -34,7 +34,7 @@ from fxpipe.runtime.program.accelerator import (
 from fxpipe.runtime.program.comm import NoAnswer, answered
 from fxpipe.runtime.ranks.distributed import DistributedComm
 from fxpipe.runtime.ranks.lanes import DistributedLanes
-from fxpipe.runtime.ranks.load_program import Collective
+from fxpipe.runtime.ranks.load_program import CollectiveCall
 from fxpipe.runtime.ranks.replicas import DistributedReplicas
 from fxpipe.runtime.ranks.sent import SentByThread, SentOnStreams
 from fxpipe.runtime.torch_private import communicator_error
@@ -52,7 +52,7 @@ def connect(
     device: torch.device,
     channels: Sequence[tuple[int, int]],
     groups: int,
-    collectives: Sequence[Collective] = (),
+    collectives: Sequence[CollectiveCall] = (),
 ) -> DistributedComm:
     """Connect the ranks of a plan, as far as another plan has not.  All ranks must call it.
 
@@ -153,7 +153,7 @@ def _wait_for_all(process: Process, device: torch.device) -> None:
     dist.barrier(process.control)
 
 
-def _run_once(comm: DistributedComm, collectives: Sequence[Collective]) -> None:
+def _run_once(comm: DistributedComm, collectives: Sequence[CollectiveCall]) -> None:
     for collective in collectives:
         shape, stride, dtype = layout = collective.layout
         value = torch.empty_strided(shape, stride, dtype=dtype, device=comm.device).zero_()

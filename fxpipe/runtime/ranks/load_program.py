@@ -10,14 +10,14 @@ from typing import Any
 
 from fxpipe.errors import ArtifactError, RunError
 from fxpipe.runtime.program.comm import Layout
-from fxpipe.runtime.ranks.program_text import StepText, Traffic, text_of, traffic
+from fxpipe.runtime.ranks.program_text import ProgramTraffic, StepText, text_of, traffic
 
 #: Modules that saved programs import, under the names that they had in earlier versions.
 _EARLIER = {f"fxpipe.runtime.{name}": f"fxpipe.runtime.program.{name}" for name in ("random", "inductor")}
 
 
 @dataclass(frozen=True)
-class Collective:
+class CollectiveCall:
     """An operation of all ranks.  ``verb``: the method of ``rt``.  ``root``: -1 of an all-gather."""
 
     group: int
@@ -32,15 +32,15 @@ class Program:
     ops in order.  ``has_warm_up``: whether it asks itself for the verdict on the last update."""
 
     step: Callable[[Any, Any], Any]
-    traffic: Traffic
+    traffic: ProgramTraffic
     layouts: Mapping[str, Layout]
     ops: tuple[str, ...]
     has_warm_up: bool
 
-    def collectives(self) -> list[Collective]:
+    def collectives(self) -> list[CollectiveCall]:
         """Those of its step, each once, in the same order on all ranks; its traffic is known."""
         calls = [call for call in self.traffic.calls or () if call.group >= 0]
-        found = {Collective(c.group, c.verb, c.peer, self.layouts[c.names[0]]) for c in calls}
+        found = {CollectiveCall(c.group, c.verb, c.peer, self.layouts[c.names[0]]) for c in calls}
         return sorted(found, key=str)
 
 

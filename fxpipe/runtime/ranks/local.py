@@ -18,17 +18,17 @@ from fxpipe.runtime.torch_private import no_modes
 
 
 @dataclass(frozen=True, eq=False)
-class Contents:
+class FlatMessage:
     """The contents of a message in flight: a flat copy, and its layout."""
 
     flat: torch.Tensor
     layout: Layout
 
     @staticmethod
-    def of(tensor: torch.Tensor) -> Contents:
+    def of(tensor: torch.Tensor) -> FlatMessage:
         with no_modes():  # a mode on this thread must see this rank's own tensors only
             flat = in_memory_order(tensor).clone()
-        return Contents(flat, (tuple(tensor.shape), tensor.stride(), tensor.dtype))
+        return FlatMessage(flat, (tuple(tensor.shape), tensor.stride(), tensor.dtype))
 
 
 WaitUntil = Callable[[Callable[[], bool], int, str], None]
@@ -52,9 +52,9 @@ class LocalWorld:
     def __init__(self, ranks: int, replicas: int = 1, lanes: int = 1):
         self.ranks, self.replicas, self.lanes = ranks, replicas, lanes
         self.wait_until: WaitUntil = _wait_alone
-        self.messages: dict[tuple[int, int, int], Contents] = {}  # (from, to, number) -> a tensor
+        self.messages: dict[tuple[int, int, int], FlatMessage] = {}  # (from, to, number) -> a tensor
         # (group, number) -> the tensors by rank, and the number of ranks that have not taken them yet
-        self.joint: dict[tuple[Hashable, int], dict[int, Contents]] = {}
+        self.joint: dict[tuple[Hashable, int], dict[int, FlatMessage]] = {}
         self.takers: dict[tuple[Hashable, int], int] = {}
         #: (lanes of a rank, number) -> what each lane has given
         self.between: dict[tuple[Hashable, int], dict[int, list[torch.Tensor]]] = {}
@@ -105,7 +105,7 @@ class LocalComm:
         pairs = zip(keys, pending.buffers, strict=True)
         return [self._received_as(messages.pop(key), expected, source) for key, expected in pairs]
 
-    def _received_as(self, sent: Contents, expected: torch.Tensor, source: int) -> torch.Tensor:
+    def _received_as(self, sent: FlatMessage, expected: torch.Tensor, source: int) -> torch.Tensor:
         layout = (tuple(expected.shape), expected.stride(), expected.dtype)
         if sent.layout != layout:
             raise RunError(
@@ -116,7 +116,7 @@ class LocalComm:
 
     def send(self, tensors: Sequence[torch.Tensor], to: int) -> None:
         for tensor in tensors:
-            self._world.messages[self._own, self._numbers[to], self._sent[to]] = Contents.of(tensor)
+            self._world.messages[self._own, self._numbers[to], self._sent[to]] = FlatMessage.of(tensor)
             self._sent[to] += 1
 
     def broadcast(
@@ -144,7 +144,7 @@ class LocalComm:
         key = (self._numbers[0], group), self._joined[group]
         self._joined[group] += 1
         if tensor is not None:
-            self._world.joint.setdefault(key, {})[self._rank] = Contents.of(tensor)
+            self._world.joint.setdefault(key, {})[self._rank] = FlatMessage.of(tensor)
         return key
 
     def _pending(

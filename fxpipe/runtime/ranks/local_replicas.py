@@ -8,7 +8,7 @@ import torch
 
 from fxpipe.errors import RunError
 from fxpipe.runtime.program.replicas import add_shard, shard_of
-from fxpipe.runtime.ranks.local import Contents, LocalWorld, text_of
+from fxpipe.runtime.ranks.local import FlatMessage, LocalWorld, text_of
 
 
 class LocalReplicas:
@@ -51,7 +51,7 @@ class LocalReplicas:
         key = ("replicas", self._rank, self._lane), self._joined
         self._joined += 1
         self._world.takers.setdefault(key, self.number)
-        self._world.joint.setdefault(key, {})[self.index] = Contents.of(tensor)
+        self._world.joint.setdefault(key, {})[self.index] = FlatMessage.of(tensor)
         return key
 
     def _taken(self, key: tuple[Hashable, int], expected: torch.Tensor) -> list[torch.Tensor]:

@@ -100,7 +100,7 @@ def _is_warm_up(loop: ast.expr) -> bool:
 
 
 @dataclass(frozen=True)
-class Call:
+class RuntimeCall:
     """A call of the method ``verb`` of ``rt``, with the names of the layouts of one message.
 
     ``peer``: the other rank, or the root of a collective; -1 for an all-gather.  ``group``: the number of a
@@ -114,7 +114,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Traffic:
+class ProgramTraffic:
     """The messages of one program.
 
     ``layouts``: message -> shape, strides and dtype as text.  ``calls``: in order; None if an edited ``step``
@@ -122,10 +122,10 @@ class Traffic:
     """
 
     layouts: dict[str, str]
-    calls: tuple[Call, ...] | None
+    calls: tuple[RuntimeCall, ...] | None
 
 
-def traffic(tree: ast.Module, namespace: Mapping[str, Any]) -> Traffic:
+def traffic(tree: ast.Module, namespace: Mapping[str, Any]) -> ProgramTraffic:
     """The messages of a program.  Raises RunError if ``MESSAGES`` is not a dict of layouts."""
     messages = namespace.get("MESSAGES", {})
     if not isinstance(messages, dict):
@@ -144,8 +144,10 @@ def traffic(tree: ast.Module, namespace: Mapping[str, Any]) -> Traffic:
     plain = len(asked) == len(names) and step.args.args[:1] and step.args.args[0].arg == "rt"
     complete = sum(attribute in _VERBS or attribute == "comm" for attribute in asked) == len(found)
     if not (plain and complete and text.is_complete):
-        return Traffic(layouts, None)
-    return Traffic(layouts, tuple(found[id(value)] for value, _ in text.values() if id(value) in found))
+        return ProgramTraffic(layouts, None)
+    return ProgramTraffic(
+        layouts, tuple(found[id(value)] for value, _ in text.values() if id(value) in found)
+    )
 
 
 def _layout(name: Any, given: Any) -> str:
@@ -166,7 +168,7 @@ def _attribute_of_rt(node: ast.AST) -> str:
     return ""
 
 
-def _call(node: ast.AST) -> Call | None:
+def _call(node: ast.AST) -> RuntimeCall | None:
     """The call that an expression makes; None if its text does not show message, peer and group."""
     verb = _attribute_of_rt(node.func) if isinstance(node, ast.Call) else ""
     if not (isinstance(node, ast.Call) and verb in _VERBS):
@@ -186,4 +188,4 @@ def _call(node: ast.AST) -> Call | None:
     wanted |= {"group"} if verb in _COLLECTIVES else set()
     if not names or numbers.keys() != wanted:
         return None
-    return Call(verb, tuple(names), numbers.get(_PEER.get(verb, ""), -1), numbers.get("group", -1))
+    return RuntimeCall(verb, tuple(names), numbers.get(_PEER.get(verb, ""), -1), numbers.get("group", -1))

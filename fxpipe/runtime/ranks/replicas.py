@@ -12,7 +12,7 @@ import torch.distributed as dist
 from fxpipe.runtime.program.accelerator import own
 from fxpipe.runtime.program.comm import answered, in_memory_order, on_wire
 from fxpipe.runtime.program.replicas import add_shard, copy_from_bucket, in_bucket, shard_of
-from fxpipe.runtime.ranks.beside import Work, beside
+from fxpipe.runtime.ranks.beside import Begun, beside
 from fxpipe.runtime.torch_private import as_one
 
 
@@ -30,15 +30,15 @@ class DistributedReplicas:
     group: dist.ProcessGroup
     control: dist.ProcessGroup
     on_streams: bool
-    _kept: list[tuple[Work, tuple[torch.Tensor, ...]]] = field(default_factory=list)
+    _kept: list[tuple[Begun, tuple[torch.Tensor, ...]]] = field(default_factory=list)
 
-    def reduce(self, bucket: torch.Tensor, begins: Sequence[int], into: torch.Tensor, *, mean: bool) -> Work:
+    def reduce(self, bucket: torch.Tensor, begins: Sequence[int], into: torch.Tensor, *, mean: bool) -> Begun:
         return self._beside(partial(self._reduce, bucket, begins, into, mean=mean), bucket)
 
-    def gather(self, tensors: Sequence[torch.Tensor], begins: Sequence[int]) -> Work:
+    def gather(self, tensors: Sequence[torch.Tensor], begins: Sequence[int]) -> Begun:
         return self._beside(partial(self._gather, tensors, begins), *tensors)
 
-    def wait(self, work: Work) -> None:
+    def wait(self, work: Begun) -> None:
         with answered():
             work.wait()
 
@@ -57,7 +57,7 @@ class DistributedReplicas:
             dist.all_gather([*found], numbers, self.control)
         return found.sum(0)
 
-    def _beside(self, run: Callable[[], None], *tensors: torch.Tensor) -> Work:
+    def _beside(self, run: Callable[[], None], *tensors: torch.Tensor) -> Begun:
         """Start ``run``, and keep what it works on until it is over on the device."""
         work = beside(self.wire, "replicas").run(run)
         self._kept = [(other, kept) for other, kept in self._kept if not other.is_over()]

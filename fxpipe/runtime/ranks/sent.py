@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from fxpipe.runtime.program.comm import answered
-from fxpipe.runtime.ranks.beside import InThread, Work
+from fxpipe.runtime.ranks.beside import Begun, InThread
 from fxpipe.runtime.ranks.taken import Releases
 
 
@@ -83,7 +83,7 @@ class SentByThread:
 
     def __init__(self) -> None:
         self._thread = InThread("fxpipe-sends")
-        self._begun: list[Work] = []
+        self._begun: list[Begun] = []
         self._sent: list[tuple[Any, Sequence[torch.Tensor]]] = []
         self._bytes = 0
 

@@ -19,7 +19,7 @@ OpIds = Ints
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class OrderTimes:
     """The times of an order.  Per op: ``end``, and ``cause``: the op whose end let it start, or -1.  Per
     rank: ``first``, the start of its first op less the update that is part of its span, and ``free``, the end
     of its last."""
@@ -79,10 +79,10 @@ class Order:
         m, at = self.arrays.microbatches, self.arrays.tables.own_at
         return self.op_ids[3 * m * at[rank] : 3 * m * at[rank + 1]]
 
-    def run(self) -> Run | None:
+    def run(self) -> OrderTimes | None:
         """Run every op as early as its rank's order allows; None if the ranks block each other."""
         ranks, ops, m = self.arrays.ranks, len(self.op_ids), self.arrays.microbatches
-        done = Run(np.zeros(ranks), np.zeros(ranks), np.full(ops, -1.0), np.full(ops, -1))
+        done = OrderTimes(np.zeros(ranks), np.zeros(ranks), np.full(ops, -1.0), np.full(ops, -1))
         ends = run_ops(self.arrays.tables, self.op_ids, m, 0.0, done.end, done.cause, done.first, done.free)
         return done if ends else None
 

@@ -41,10 +41,10 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     DeadlockError, listing what each rank waits for, if the orders of the ranks block each other.
     """
     check_whole(schedule, costs)
-    return Run(schedule, costs).finish()
+    return StepRun(schedule, costs).finish()
 
 
-class Run:
+class StepRun:
     """One step: the run loop over actors, first the ranks, then the link queues.
 
     A value is the result of a section for one microbatch; transfers are numbered after the values.

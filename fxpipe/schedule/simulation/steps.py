@@ -21,7 +21,7 @@ from fxpipe.errors import ScheduleError
 from fxpipe.schedule.check import check_whole
 from fxpipe.schedule.costs import Costs, Update
 from fxpipe.schedule.ops import Schedule, Validation
-from fxpipe.schedule.simulation.simulator import Run, Start
+from fxpipe.schedule.simulation.simulator import Start, StepRun
 from fxpipe.schedule.simulation.timeline import Timeline
 from fxpipe.schedule.warm_up import warm_up_lengths
 
@@ -95,7 +95,7 @@ def simulate_steps(
     start: Start | None = None
     found, states, period = list[Step](), list[tuple[float, ...]](), None
     while len(found) < steps or (period is None and len(found) < max(_MOST, steps)):
-        run = Run(schedule, costs, start)
+        run = StepRun(schedule, costs, start)
         timeline = run.finish()
         ready = _ready(timeline, run)
         known = _together(ready, costs)
@@ -133,7 +133,7 @@ def steady_state(schedule: Schedule, costs: Costs, validation: Validation) -> St
     return SteadyState(now, *(max(0.0, part) for part in shorter))
 
 
-def _ready(timeline: Timeline, run: Run) -> tuple[float, ...]:
+def _ready(timeline: Timeline, run: StepRun) -> tuple[float, ...]:
     """Per rank when its gradients are complete, and summed over its replicas."""
     found = []
     for rank, (ops, exchanges) in enumerate(zip(timeline.spans, timeline.exchanges, strict=True)):
@@ -152,7 +152,7 @@ def _together(ready: Sequence[float], costs: Costs) -> tuple[float, ...]:
     )
 
 
-def _verdicts(run: Run) -> tuple[Interval | None, ...]:
+def _verdicts(run: StepRun) -> tuple[Interval | None, ...]:
     waits = zip(run.arrived, run.waits, strict=True)
     return tuple(None if came is None else Interval(came, max(came, until)) for came, (_, until) in waits)
 

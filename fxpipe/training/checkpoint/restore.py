@@ -36,8 +36,8 @@ from fxpipe.training.checkpoint.training_state import (
     MODEL,
     OPTIMIZER,
     USER,
-    Kind,
-    Record,
+    CheckpointRecord,
+    TensorKind,
     class_of,
 )
 from fxpipe.training.model_state import ModelState
@@ -47,14 +47,14 @@ STEP = "step"  # the key of torch's optimizers for the number of updates of a pa
 
 
 @dataclass(frozen=True, eq=False)
-class Held:
+class CheckpointFiles:
     """A checkpoint whose files fit each other: its record decoded, and where its tensors are.
 
     ``state``: parameter -> the names of the tensors of the optimizer's state of it.
     """
 
     path: Path
-    record: Record
+    record: CheckpointRecord
     groups: list[dict[str, Any]]
     fields: dict[str, dict[str, Any]]
     user: dict[str, Any]
@@ -64,7 +64,7 @@ class Held:
 
 
 @dataclass(frozen=True, eq=False)
-class Contents:
+class RankState:
     """What one rank takes from a checkpoint.
 
     ``values``: of the parameters, rows and buffers that it holds.  ``optimizer``: as it takes its state.
@@ -78,7 +78,7 @@ class Contents:
     user: dict[str, Any]
 
 
-def held_in(path: Path, record: Record) -> Held:
+def held_in(path: Path, record: CheckpointRecord) -> CheckpointFiles:
     """Raises ArtifactError, naming file and field, where the files of a checkpoint contradict each other."""
     with files.reading(path):
         step = files.step_of(path)
@@ -108,7 +108,7 @@ def held_in(path: Path, record: Record) -> Held:
             for entry in own:
                 if entry in state.get(name, ()):
                     raise Misfit(f"holds {shown(entry)}, which is a tensor", _at("fields", name))
-        return Held(path, record, groups, fields, user, by_replica, tensors, state)
+        return CheckpointFiles(path, record, groups, fields, user, by_replica, tensors, state)
 
 
 def contents_for(
@@ -116,9 +116,9 @@ def contents_for(
     optimizer: PipelineOptimizer | None,
     user: Mapping[str, Stateful],
     path: Path,
-    record: Record,
+    record: CheckpointRecord,
     rank: int,
-) -> Contents:
+) -> RankState:
     """Read what a rank takes from a checkpoint.
 
     Raises ArtifactError where the checkpoint is not of this model, or lacks the state of the optimizer or the
@@ -153,11 +153,11 @@ def contents_for(
         )
         values = dict(zip(names, read, strict=True))
         state = {} if optimizer is None else _optimizer_state(model, optimizer, held, values)
-    return Contents(path, record.step_number, record.run, values, state, given)
+    return RankState(path, record.step_number, record.run, values, state, given)
 
 
 def restore(
-    model: ModelState, optimizer: PipelineOptimizer | None, user: Mapping[str, Stateful], contents: Contents
+    model: ModelState, optimizer: PipelineOptimizer | None, user: Mapping[str, Stateful], contents: RankState
 ) -> None:
     """Give a rank its contents.  All ranks must call it.
 
@@ -198,7 +198,7 @@ def _at(field: str, *keys: str | int) -> str:
     return f"{files.STATE}: {field}" + "".join(f"[{key!r}]" for key in keys)
 
 
-def _of_replica(held: Held, user: Collection[str], process: Process | None) -> dict[str, Any]:
+def _of_replica(held: CheckpointFiles, user: Collection[str], process: Process | None) -> dict[str, Any]:
     """The states that each replica has its own of, by name.  Raises ArtifactError for other replicas."""
     replica, replicas = (0, 1) if process is None else (process.replica, process.replicas)
     found = {name: states for name, states in held.by_replica.items() if name in user}
@@ -233,10 +233,10 @@ def _values(found: Any) -> list[Any]:
     return [*found.values()] if isinstance(found, dict) else []
 
 
-def _check_kinds(expected: Mapping[str, Kind], tensors: Mapping[str, Stored]) -> None:
+def _check_kinds(expected: Mapping[str, TensorKind], tensors: Mapping[str, Stored]) -> None:
     """The tensors in the files must be those of state.json."""
     for name in sorted(expected.keys() | tensors.keys()) if expected else ():
-        there = Kind(tensors[name].shape, str(tensors[name].dtype)) if name in tensors else None
+        there = TensorKind(tensors[name].shape, str(tensors[name].dtype)) if name in tensors else None
         wanted = expected.get(name)
         if there != wanted:
             listed = (
@@ -250,14 +250,14 @@ def _check_kinds(expected: Mapping[str, Kind], tensors: Mapping[str, Stored]) ->
             raise Misfit(f"{listed}, and {found}", _at("tensors", name))
 
 
-def _check_model(plan: Plan, held: Held) -> None:
+def _check_model(plan: Plan, held: CheckpointFiles) -> None:
     names = {name.tensor for tensors in plan.tensors for name in tensors.state}
     found = {name.removeprefix(MODEL) for name in held.tensors if name.startswith(MODEL)}
     for name in sorted(names | found):
         layout = plan.whole_layout(name) if name in names else None
-        here = None if layout is None else Kind(layout.shape, layout.dtype)
+        here = None if layout is None else TensorKind(layout.shape, layout.dtype)
         stored = held.tensors[MODEL + name] if name in found else None
-        there = None if stored is None else Kind(stored.shape, str(stored.dtype))
+        there = None if stored is None else TensorKind(stored.shape, str(stored.dtype))
         if here != there:
             own = "no such tensor" if here is None else f"shape {here.shape} and {here.dtype}"
             other = "does not hold it" if there is None else f"has shape {there.shape} and {there.dtype}"
@@ -266,7 +266,7 @@ def _check_model(plan: Plan, held: Held) -> None:
             )
 
 
-def _check_optimizer(plan: Plan, optimizer: PipelineOptimizer, held: Held) -> None:
+def _check_optimizer(plan: Plan, optimizer: PipelineOptimizer, held: CheckpointFiles) -> None:
     """Class, groups and names must be those of the optimizer; its state of a parameter, it alone knows."""
     path, groups = held.path, optimizer.param_groups
     if held.record.optimizer != class_of(optimizer):
@@ -335,7 +335,10 @@ def _is_count(value: Any) -> bool:
 
 
 def _optimizer_state(
-    model: ModelState, optimizer: PipelineOptimizer, held: Held, values: Mapping[ShardName, torch.Tensor]
+    model: ModelState,
+    optimizer: PipelineOptimizer,
+    held: CheckpointFiles,
+    values: Mapping[ShardName, torch.Tensor],
 ) -> dict[str, Any]:
     """The state of this rank's parameters as ``load_state_dict`` takes it.  Raises Misfit for values of
     another form than the optimizer's."""

@@ -39,7 +39,7 @@ class UserState:
 
 
 @dataclass(frozen=True)
-class Kind:
+class TensorKind:
     """Of a tensor; ``dtype`` as text: "torch.float32"."""
 
     shape: tuple[int, ...]
@@ -47,7 +47,7 @@ class Kind:
 
 
 @dataclass(frozen=True)
-class Record:
+class CheckpointRecord:
     """What a checkpoint holds beside tensors; state.json is this and nothing else.
 
     ``optimizer``: the name of its class; None if there is none.
@@ -66,7 +66,7 @@ class Record:
     groups: Any
     fields: Any
     user: Any
-    tensors: dict[str, Kind] = field(default_factory=dict)
+    tensors: dict[str, TensorKind] = field(default_factory=dict)
     run: str = ""
     by_replica: dict[str, tuple[Any, ...]] = field(default_factory=dict)
 
@@ -74,11 +74,11 @@ class Record:
         return json.dumps(unstructure(self), indent=1)
 
     @staticmethod
-    def from_json(text: str, path: Path) -> Record:
+    def from_json(text: str, path: Path) -> CheckpointRecord:
         """Raises ArtifactError for a text that is no record of this format."""
         with files.reading(path):
             try:
-                record = structure(parse_json(text), Record)
+                record = structure(parse_json(text), CheckpointRecord)
             except Misfit as error:
                 raise Misfit(str(error), files.STATE) from error
         if record.format != FORMAT:
@@ -151,13 +151,13 @@ def record_of(
     step_number: int,
     user: UserState,
     tensors: dict[str, Any],
-) -> Record:
+) -> CheckpointRecord:
     """The record, with the fields of this rank's parameters.  tensors: gets those of the groups and the
     user."""
     tensors |= user.tensors
     groups = [] if optimizer is None else optimizer.param_groups
     options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
-    return Record(
+    return CheckpointRecord(
         format=FORMAT,
         version=__version__,
         model=state.plan.model,
@@ -175,13 +175,13 @@ def record_of(
 def kinds_of(tensors: Mapping[str, torch.Tensor | Part]) -> Any:
     """The kinds of the whole tensors that a rank holds, or holds a part of, as plain data."""
     kinds = {
-        name: Kind(tuple(t.whole), str(t.tensor.dtype))
+        name: TensorKind(tuple(t.whole), str(t.tensor.dtype))
         if isinstance(t, Part)
-        else Kind(tuple(t.shape), str(t.dtype))
+        else TensorKind(tuple(t.shape), str(t.dtype))
         for name, t in tensors.items()
     }
     return unstructure(kinds)
 
 
-def kinds_from(plain: Any) -> dict[str, Kind]:
-    return structure(plain, dict[str, Kind])
+def kinds_from(plain: Any) -> dict[str, TensorKind]:
+    return structure(plain, dict[str, TensorKind])

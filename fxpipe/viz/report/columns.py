@@ -12,11 +12,11 @@ from typing import Any
 from fxpipe.schedule.ops import Direction, OpKind
 from fxpipe.schedule.simulation.steps import Interval
 from fxpipe.schedule.simulation.timeline import ExchangeSpan, Span, TransferSpan
-from fxpipe.viz.memory_kinds import Change, Held
-from fxpipe.viz.waits import Cause, Passed, Wait
+from fxpipe.viz.memory_kinds import MemoryChange, MemoryKind
+from fxpipe.viz.waits import Cause, IdleWait, Passed
 
 TICKS = 10_000_000
-KINDS, CAUSES, HELD = list(OpKind), list(Cause), list(Held)
+KINDS, CAUSES, HELD = list(OpKind), list(Cause), list(MemoryKind)
 
 
 class Ticks:
@@ -29,7 +29,7 @@ class Ticks:
         return round((time - self.begin) / self.seconds)
 
 
-def op_columns(spans: Sequence[Span], waits: Sequence[Wait], ticks: Ticks) -> dict[str, Any]:
+def op_columns(spans: Sequence[Span], waits: Sequence[IdleWait], ticks: Ticks) -> dict[str, Any]:
     """The ops of one rank.
 
     kind, cause: a digit for each op, a number in KINDS or CAUSES.  gap: ticks since the end of the op before.
@@ -52,7 +52,7 @@ def op_columns(spans: Sequence[Span], waits: Sequence[Wait], ticks: Ticks) -> di
     }
 
 
-def _given(wait: Wait, number: int) -> int:
+def _given(wait: IdleWait, number: int) -> int:
     return number if wait.cause is Cause.MESSAGE else 0
 
 
@@ -83,7 +83,7 @@ def passed_rows(passed: dict[int, Passed], peak: float, ticks: Ticks) -> list[li
     ]
 
 
-def change_columns(changes: Sequence[Change], ticks: Ticks) -> dict[str, Any]:
+def change_columns(changes: Sequence[MemoryChange], ticks: Ticks) -> dict[str, Any]:
     """The changes of one rank's memory; time: ticks since the one before."""
     times = [0, *(ticks(change.time) for change in changes)]
     return {

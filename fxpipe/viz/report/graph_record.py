@@ -50,7 +50,7 @@ class Kept:
 
 
 @dataclass(frozen=True)
-class Sent:
+class SentValue:
     """A value in the message from one section to another; both as text, ``"F2"``."""
 
     source: str
@@ -85,7 +85,7 @@ class GraphRecord:
     inputs: Annotated[tuple[Column, ...], entries(0, MOST_OPS)]
     weights: Annotated[tuple[Column, ...], entries(0, MOST_OPS)]
     kept: Annotated[tuple[Kept, ...], entries(0, MOST_OPS)]
-    sent: Annotated[tuple[Sent, ...], entries(0, MOST_OPS)]
+    sent: Annotated[tuple[SentValue, ...], entries(0, MOST_OPS)]
 
 
 def graph_record(graph: fx.Graph, sections: tuple[Section, ...], plan: Plan) -> GraphRecord:
@@ -210,14 +210,14 @@ def _offloaded(graph: fx.Graph) -> Iterator[tuple[int, fx.Node, Phase]]:
             yield color.stage, root_within(node, color.stage), color.phase
 
 
-def _sent(live: Liveness, number: dict[fx.Node, int], graph: fx.Graph) -> Iterable[Sent]:
+def _sent(live: Liveness, number: dict[fx.Node, int], graph: fx.Graph) -> Iterable[SentValue]:
     nodes = {node.name: node for node in call_nodes(graph)}
     for edge in live.edges:
         for name in edge.names:
             node = nodes[name]
             source, target = (f"{end.phase}{end.stage}" for end in (edge.source, edge.target))
             shape, size = shape_text(node.meta.get("val")), node_bytes(node)
-            yield Sent(source, target, number[_made_by(node)], name, shape, size)
+            yield SentValue(source, target, number[_made_by(node)], name, shape, size)
 
 
 def write_graph(record: GraphRecord, directory: Path) -> None:

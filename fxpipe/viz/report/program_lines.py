@@ -17,7 +17,7 @@ _CALL = re.compile(rf"\b({_OP})\(([0-9]{{1,9}})\b")
 
 
 @dataclass(frozen=True)
-class Place:
+class OpLines:
     """The function of ``step`` that runs the ops of one stage and kind.
 
     ``line``: its first one.  ``text``: it and the lines below, at most ``MOST_LINES``.  ``calls``: microbatch
@@ -31,7 +31,7 @@ class Place:
     section: int
 
 
-def places(program: str) -> dict[str, Place]:
+def places(program: str) -> dict[str, OpLines]:
     """By stage and kind (``"F1"``) where a rank's program runs its ops; empty for a text without them."""
     lines = program.splitlines()
     functions = {match[1]: k for k, line in enumerate(lines) if (match := _FUNCTION.match(line))}
@@ -49,7 +49,7 @@ def places(program: str) -> dict[str, Place]:
         if match := _OF_OP.match(lines[k]):
             own = [lines[k], *_body(lines, k, "        ")]
             called = (functions[name] + 1 for name in re.findall(r"\w+", "\n".join(own)) if name in functions)
-            found[match[1]] = Place(k + 1, _shown(own), calls.get(match[1], {}), next(called, 0))
+            found[match[1]] = OpLines(k + 1, _shown(own), calls.get(match[1], {}), next(called, 0))
     return found
 
 

@@ -21,7 +21,7 @@ from fxpipe.viz.report.page import page
 
 
 @dataclass(frozen=True)
-class Source:
+class ReportSource:
     """What a report is made of; see ``report_data``."""
 
     plan: Plan
@@ -30,14 +30,16 @@ class Source:
     measured: Measured
 
 
-def saved_source(directory: Path) -> Source:
+def saved_source(directory: Path) -> ReportSource:
     """Of a saved pipeline, with its recorded step if there is one.
 
     Raises ArtifactError for files that are missing or damaged.
     """
     plan = files.read_plan(directory)
     programs = files.read_programs(directory, plan, range(plan.ranks))
-    return Source(plan, programs, read_graph(directory, len(plan.stages)), measured_step(plan, directory))
+    return ReportSource(
+        plan, programs, read_graph(directory, len(plan.stages)), measured_step(plan, directory)
+    )
 
 
 def live_source(
@@ -46,14 +48,14 @@ def live_source(
     graph: fx.Graph | None,
     sections: tuple[Section, ...],
     directory: Path | None,
-) -> Source:
+) -> ReportSource:
     """Of a pipeline in memory: compiled, or loaded from a directory."""
     record = None
     if graph is not None:
         record = graph_record(graph, sections, plan)
     elif directory is not None:
         record = read_graph(directory, len(plan.stages))
-    return Source(plan, programs, record, measured_step(plan, directory))
+    return ReportSource(plan, programs, record, measured_step(plan, directory))
 
 
 def measured_step(plan: Plan, directory: Path | None) -> Measured:
@@ -78,7 +80,7 @@ def measured_step(plan: Plan, directory: Path | None) -> Measured:
     return aligned(timeline, own)
 
 
-def write_report(source: Source, path: Path) -> Path:
+def write_report(source: ReportSource, path: Path) -> Path:
     """Write one file of HTML; return it."""
     text = page(report_data(source.plan, source.programs, source.graph, source.measured))
     with files.writing(path):
