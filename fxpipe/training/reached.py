@@ -232,7 +232,9 @@ def _variables(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
     """Those of its closure, its attributes and defaults, and the globals that it names, in code of users."""
     if not _is_users(function):
         return
-    yield from ((name, x) for name, x in vars(function).items() if not name.startswith("__"))
+    for name, x in vars(function).items():
+        if not name.startswith("__") and (is_plain(x) or isinstance(x, CONTAINERS)):
+            yield name, x
     given, defaults = function.__code__.co_varnames[: function.__code__.co_argcount], function.__defaults__
     for name, x in zip(reversed(given), reversed(defaults or ()), strict=False):
         if isinstance(x, CONTAINERS) and x:
