@@ -171,7 +171,7 @@ def _ids(owner: Any, names: Collection[Any]) -> list[int]:
     if isinstance(owner, list | tuple | deque):
         return [*map(id, owner)]
     if isinstance(owner, types.FunctionType) and not owner.__closure__:
-        return [*map(id, map(owner.__globals__.get, names))]
+        return [*map(id, chain(map(owner.__globals__.get, names), vars(owner).values()))]
     named = _contents(owner)
     return [len(named), *map(id, map(named.get, names))]
 

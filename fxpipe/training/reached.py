@@ -10,6 +10,7 @@ from __future__ import annotations
 import enum
 import functools
 import sys
+import threading
 import types
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -41,6 +42,10 @@ _OTHER_METHODS = {
 }  # fmt: skip
 #: The contents of longer containers are no settings.
 _MOST_ENTRIES = 1000
+#: What has another value in another context, or in another thread.
+_OF_CONTEXTS = (ContextVar, threading.local)
+#: A function that keeps its results.
+_CACHED = type(functools.cache(len))
 #: ``Py_TPFLAGS_HEAPTYPE``: a class that Python code made.
 _HEAP_TYPE = 1 << 9
 #: Packages whose functions and objects have no settings of a model.
@@ -67,6 +72,7 @@ class Reached:
     reads: set[str] = field(default_factory=lambda: {"forward"})
     sets: set[str] = field(default_factory=set)
     _seen: set[int] = field(default_factory=set)
+    _of_instances: set[type] = field(default_factory=set)
     _waiting: dict[str, list[_Found]] = field(default_factory=dict)  # by a name that no function reads
     _todo: list[_Found] = field(default_factory=list)
 
@@ -94,7 +100,7 @@ class Reached:
         contents = own(thing)
         if contents or not isinstance(thing, types.FunctionType):
             self.owners[path] = thing
-        is_far = is_far and not isinstance(thing, (*CONTAINERS, ContextVar))
+        is_far = is_far and not isinstance(thing, (*CONTAINERS, *_OF_CONTEXTS))
         if is_far:
             self.far.add(path)
         is_module = isinstance(thing, nn.Module)
@@ -120,6 +126,11 @@ class Reached:
         elif isinstance(x, types.MethodType):
             for bound in (x.__self__, x.__func__):
                 self._follow(_Found(path, bound, True))
+        elif isinstance(x, type):
+            for cls in filter(_is_configuration, x.__mro__):
+                self._hold(cls)
+        elif isinstance(x, _CACHED):
+            self._follow(found._replace(thing=x.__wrapped__))
         elif isinstance(x, functools.partial):
             for part in (x.func, x.args, x.keywords):
                 self._follow(_Found(path, part, True))
@@ -128,14 +139,22 @@ class Reached:
 
     def _visit_class(self, cls: type) -> None:
         """Methods count once a function names them; those with special names are called without."""
-        if cls in self.classes or cls is nn.Module or not cls.__flags__ & _HEAP_TYPE:
+        if cls in self._of_instances or not _is_made(cls):
             return
-        self.classes[cls] = None
+        self._of_instances.add(cls)
+        self._hold(cls)
         for name, x in vars(cls).items():
             function = function_of(x)
             if isinstance(function, types.FunctionType) and name not in _OTHER_METHODS:
                 found = _Found(name, function, True)
                 self._follow(found) if name.startswith("__") else self._wait(name, found)
+
+    def _hold(self, cls: type) -> None:
+        if cls not in self.classes:
+            self.classes[cls] = None
+            for name, x in vars(cls).items():
+                if not name.startswith("__") and isinstance(x, CONTAINERS):
+                    self._wait(name, _Found(f"{class_path(cls)}.{name}", x, True))
 
     def _wait(self, name: str, found: _Found) -> None:
         if name in self.reads:
@@ -175,6 +194,21 @@ def _value_of(variable: ContextVar[Any]) -> dict[str, Any]:
         return {}
 
 
+def class_path(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _is_made(cls: type) -> bool:
+    """By Python code, but torch's own base of modules."""
+    return cls is not nn.Module and bool(cls.__flags__ & _HEAP_TYPE)
+
+
+def _is_configuration(cls: type) -> bool:
+    """Whether a class of users may stand for its attributes."""
+    own = (x for name, x in vars(cls).items() if not name.startswith("__"))
+    return _is_made(cls) and _is_users(cls) and any(is_plain(x) or isinstance(x, CONTAINERS) for x in own)
+
+
 def has_attributes(x: Any) -> bool:
     return bool(type(x).__dictoffset__) or any(_slot_names(type(x)))
 
@@ -195,9 +229,16 @@ def joined(path: str, name: Any) -> str:
 
 
 def _variables(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    """Those of its closure, and the globals that it names, in code of users."""
+    """Those of its closure, its attributes and defaults, and the globals that it names, in code of users."""
     if not _is_users(function):
         return
+    for name, x in vars(function).items():
+        if not name.startswith("__") and (is_plain(x) or isinstance(x, CONTAINERS)):
+            yield name, x
+    given, defaults = function.__code__.co_varnames[: function.__code__.co_argcount], function.__defaults__
+    for name, x in zip(reversed(given), reversed(defaults or ()), strict=False):
+        if isinstance(x, CONTAINERS) and x:
+            yield name, x
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
         if cell != types.CellType():  # it has a value
             yield name, cell.cell_contents
@@ -209,13 +250,13 @@ def _has_settings(x: Any, is_far: bool) -> bool:
     """Objects that are far away have some if their class is a user's."""
     if isinstance(x, CONTAINERS):
         return len(x) <= _MOST_ENTRIES and not is_plain(x)
-    if isinstance(x, ContextVar) or (isinstance(x, nn.Parameter) and vars(x)):
+    if isinstance(x, _OF_CONTEXTS) or (isinstance(x, nn.Parameter) and vars(x)):
         return True
     if isinstance(x, (nn.Module, torch.Tensor, type, np.ndarray, *PLAIN)):
         return False
     if is_far or isinstance(x, types.ModuleType):
         return _is_users(x if isinstance(x, types.ModuleType) else type(x))
-    return has_attributes(x) and not callable(x)
+    return has_attributes(x) and (not callable(x) or _is_users(type(x)))
 
 
 def _is_users(code: Any) -> bool:

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from fxpipe.training.places import Code, Compared, Numbers, Place, attribute_of, code, strong
-from fxpipe.training.reached import CONTAINERS, LOSS, Reached, function_of, is_plain, joined
+from fxpipe.training.reached import CONTAINERS, LOSS, Reached, class_path, function_of, is_plain, joined
 
 #: Names that code reads, of tensors mostly: another object that gets one of them is another matter.
 _OF_TENSORS = frozenset(dir(torch.Tensor))
@@ -120,7 +120,7 @@ class Settings:
 
     def _places_of(self, reached: Reached) -> list[Place]:
         owners = [Place(path, x, path in reached.far, self._compared) for path, x in reached.owners.items()]
-        classes = {f"{cls.__module__}.{cls.__qualname__}": cls for cls in reached.classes}
+        classes = {class_path(cls): cls for cls in reached.classes}
         return owners + [Place(path, cls, True, self._compared) for path, cls in classes.items()]
 
 

@@ -149,8 +149,8 @@ def test_the_thread_ends_before_the_process_though_the_store_is_busy(monkeypatch
     store.answers.clear()
     store.is_asked.clear()
     assert store.is_asked.wait(10.0)
-    monkeypatch.setattr(watches, "GRACE", 0.5)
-    threading.Timer(0.7, store.answers.set).start()
+    monkeypatch.setattr(watches, "GRACE", 1.5)
+    threading.Timer(1.7, store.answers.set).start()
     watch._stop()
     assert not watch._thread.is_alive()
 

@@ -3,8 +3,10 @@
 import argparse
 import contextlib
 import dataclasses
+import functools
 import gc
 import random
+import threading
 import types
 import warnings
 import weakref
@@ -337,6 +339,32 @@ def test_the_python_of_a_model_changes(mixer):
 
 
 FACTOR = {"of": {"loss": 1.0}}
+LOCAL = threading.local()
+LOCAL.gain = 1.0
+
+
+class Rates:
+    rate, table = 1.0, {"rate": 1.0}
+
+
+class Gain:
+    def __init__(self) -> None:
+        self.gain = 1.0
+
+    def __call__(self, x, table=[1.0]):  # noqa: B006 - the mistake
+        return x * self.gain * table[0]
+
+
+def amplified(x):
+    return x * amplified.gain
+
+
+amplified.gain = 1.0
+
+
+@functools.cache
+def rate():
+    return Rates.rate * Rates().table["rate"]
 
 
 class Slots:
@@ -353,7 +381,7 @@ class Reader(nn.Module):
         super().__init__()
         self.linear, self.drop = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.0)
         self.config, self.slots, self.rng = Config(norm=Config()), Slots(), random.Random(1)
-        self.linear.weight.scale = 1.0
+        self.linear.weight.scale, self.act = 1.0, Gain()
         self.register_buffer("mask", None)
         self.tuples, self.names, self.number = ((1.0, 2.0), [3.0]), {"a"}, np.int64(2)
         self.table, self.array = torch.ones(WIDTH), np.ones(WIDTH, "float32")
@@ -367,7 +395,7 @@ class Reader(nn.Module):
             * self.tuples[0][0]
         )
         x = x * len(self.names) * int(self.number) * self.table * torch.as_tensor(self.array)
-        x = x if self.mask is None else x * self.mask
+        x = self.act(x if self.mask is None else x * self.mask)
         return x * self.extra if hasattr(self, "extra") else x
 
 
@@ -377,7 +405,7 @@ def loss_of(model):
     acts, power = [torch.square], ContextVar("power", default=1.0)
 
     def loss(output, microbatch):
-        output = acts[0](output) ** power.get()
+        output = amplified(acts[0](output) ** power.get()) * rate() * LOCAL.gain
         return crit(output, microbatch[0]) * weight * FACTOR["of"]["loss"] * table["w"].mean()
 
     def reweigh():
@@ -391,6 +419,12 @@ def loss_of(model):
         r"acts.0 was torch.*square when .* is torch.*abs": lambda: acts.__setitem__(0, torch.abs),
         r"acts.1 was None .* and is torch.*abs": lambda: acts.append(torch.abs),
         r"power.value was 1.0 .* and is 2.0": lambda: power.set(2.0),
+        r"gain in .*amplified \(.*\) was 1.0 .* and is 2.0": lambda: setattr(amplified, "gain", 2.0),
+        r"Rates.rate was 1.0 .* and is 2.0": lambda: setattr(Rates, "rate", 2.0),
+        r"Rates.table.rate was 1.0 .* and is 2.0": lambda: Rates.table.update(rate=2.0),
+        r"LOCAL.gain was 1.0 .* and is 2.0": lambda: setattr(LOCAL, "gain", 2.0),
+        r"model's act.gain was 1.0 .* and is 2.0": lambda: setattr(model.act, "gain", 2.0),
+        r"table.0 was 1.0 .* and is 2.0": lambda: Gain.__call__.__defaults__[0].__setitem__(0, 2.0),
         r"FACTOR.of.loss was 1.0 .* and is 2.0": lambda: FACTOR["of"].update(loss=2.0),
         r"config.norm.scale was 1.0 .* and is 2.0": lambda: setattr(model.config.norm, "scale", 2.0),
         r"slots.scale was 1.0 .* and is 2.0": lambda: setattr(model.slots, "scale", 2.0),
