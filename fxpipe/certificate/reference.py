@@ -20,9 +20,9 @@ from fxpipe.plan.tensors import dtype_of
 
 @dataclass(eq=False, repr=False)
 class Reference:
-    """``loss`` … ``checks``: terms, as ``Outputs`` in ``ir/graph.py`` says.  A term is the reference's if its
-    number is below ``size``.  ``causes``: of the results that differ.  ``split``: whether its
-    vocabulary layers are split."""
+    """``loss`` … ``checks``: terms, as ``Outputs`` in ``ir/graph.py`` says.  ``named``: those of all ops.
+    A term is the reference's if its number is below ``size``.  ``causes``: of the results that differ.
+    ``split``: whether its vocabulary layers are split."""
 
     terms: Terms
     loss: Term | None = None
@@ -32,6 +32,7 @@ class Reference:
     buffers: dict[str, Term] = field(default_factory=dict)
     checks: tuple[tuple[Term, Any], ...] = ()
     causes: dict[Difference, list[tuple[str, Line]]] = field(default_factory=dict)
+    named: dict[str, Term] = field(default_factory=dict)
     size: int = 0
     split: bool = False
 
@@ -71,6 +72,7 @@ def reference_of(step: CapturedStep, terms: Terms) -> Reference:
                 values.append(None)
             else:
                 values.append(_op(terms, op, values, found))
+                found.named[op.name] = values[-1]
         except (Unknown, KeyError, TypeError, IndexError, AttributeError) as error:
             raise ArtifactError(
                 f"The captured step has an op that does not fit, {op.name}: {error}."

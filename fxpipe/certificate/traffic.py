@@ -45,6 +45,9 @@ class Traffic(Inputs):
     def _send(self, key: Any, value: Any, layout: Any) -> None:
         sent = self._noted(value)
         self._check_layout(sent.term, layout)
+        due = self.reference.named.get(_name(layout), sent.term)
+        if due is not sent.term:  # its reader may do the same to both
+            self.held.wasted[f"sends {sent.term} as {due}"] = self.calls.line().number
         value.memory.keeper = value.memory.keeper or "a message on its way"
         self.sent += 1
         self.world.send(key, Message(sent, layout, self.calls.line(), self.ahead))

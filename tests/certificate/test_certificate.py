@@ -314,6 +314,39 @@ def test_an_edit_that_changes_no_result_is_told(edit):
     assert texts[0] in str(found)
 
 
+class Added(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, left, right):
+        return self.linear(left + right)
+
+
+class Sides(nn.Module):
+    """The second stage adds what the first one sends."""
+
+    def __init__(self):
+        super().__init__()
+        self.left, self.right, self.added = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), Added()
+
+    def forward(self, x, y):
+        return (self.added(self.left(x), self.right(x)) - y).square().mean()
+
+
+def test_values_that_are_sent_in_each_others_place_are_told():
+    pipe = fxpipe.compile(
+        Sides(), numbers(2), ranks=2, microbatches=2, schedule="1f1b", split_points=["added"]
+    )
+    first, second = pipe.artifact.programs
+    edited = re.sub(r"rt\.send\(\[(\w+), (\w+)\], ", r"rt.send([\2, \1], ", first)
+    captured = CapturedStep.from_json(pipe.artifact.captured, "")
+    assert check(pipe.plan, (first, second), captured).otherwise == ()
+    found = check(pipe.plan, (edited, second), captured)
+    assert found.holds
+    assert re.search(r"rank0.py:\d+: sends left_addmm as right_addmm$", str(found.otherwise[0]))
+
+
 @pytest.mark.parametrize("op", ["split.Tensor", "split_with_sizes.default", "unbind.int", "chunk.default"])
 def test_views_in_a_list_are_in_the_memory_of_their_argument(op):
     packet, overload = op.split(".")
