@@ -152,10 +152,12 @@ class Calls:
         return memory
 
     def _is_expanded(self, term: Term) -> bool:
-        while term.op in _OTHER_ORDERS:
-            term = term["self"]
-        return term.op == "aten.expand" and (
-            layout_of(self.terms, term).bytes > layout_of(self.terms, term["self"]).bytes
+        """Whether the term has more elements than the tensor that it is an expansion of, or a part of one."""
+        source = term
+        while source.op in _OTHER_ORDERS:
+            source = source["self"]
+        return source.op == "aten.expand" and (
+            layout_of(self.terms, term).bytes > layout_of(self.terms, source["self"]).bytes
         )
 
     # -- gradients ----------------------------------------------------------------------------------------
