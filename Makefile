@@ -46,8 +46,9 @@ test: env
 test-all: env
 	$(PYTEST) -m 'not gpu' $(ARGS)
 
+# Few of them wait: a worker for each core.
 test-fast: env
-	$(PYTEST) --fast $(ARGS)
+	$(PYTEST) -n auto --fast $(ARGS)
 
 # The inner loops of the schedule search, which numba compiles and caches: in one process, before several
 # processes need the same ones. With a memory limit and uneven times the search runs nearly all of them.

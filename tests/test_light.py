@@ -48,6 +48,7 @@ def test_the_package_by_itself_loads_nothing():
     assert not loaded("import fxpipe") & {"torch", *HEAVY}
 
 
+@pytest.mark.slow
 def test_a_script_called_cuda_may_import_torch_and_the_package(tmp_path):
     """Torch imports a module of that name, and finds the script first."""
     script = tmp_path / "cuda.py"

@@ -61,6 +61,7 @@ def refused(model, match, error=CaptureError, **options):
         compiled(model, **options)
 
 
+@pytest.mark.slow
 def test_b_has_the_sum_of_the_input_gradient_and_w_no_communication(mesh):
     pipe = compiled(parallelize_module(Net(torch.relu), mesh, PLAN))
     found = [n for n in call_nodes(pipe.graph) if n.target is torch.ops.lanes.all_reduce.default]
@@ -195,6 +196,7 @@ def test_a_vocabulary_is_not_split_over_ranks_and_lanes(mesh):
     refused(parallelize_module(Net(), mesh, PLAN), message, OptionError, vocab_parallel=True)
 
 
+@pytest.mark.slow
 def test_measured_costs_have_the_time_of_the_link(mesh, monkeypatch):
     def a_second(sections, device):
         for section in sections:
@@ -216,6 +218,7 @@ def test_measured_costs_have_the_time_of_the_link(mesh, monkeypatch):
             assert found == pytest.approx(1.0 + device.stage_overhead + expected), (stage, phase)
 
 
+@pytest.mark.slow
 def test_costs_of_lanes_at_other_sizes(mesh):
     def costs(rows: int, length: int, sizes=None, **options):
         model = parallelize_module(Net(torch.relu), mesh, PLAN)

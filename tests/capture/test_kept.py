@@ -48,6 +48,7 @@ def test_memories_are_on_the_ranks_of_their_layers(options):
     train_beside_eager(pipe, model, build(worker.Memories))
 
 
+@pytest.mark.slow
 def test_state_of_the_first_batch():
     model, expected = build(worker.OnTheFirstBatch), build(worker.OnTheFirstBatch)
     with pytest.raises(fxpipe.CaptureError, match=r"in the model's hidden, .*run the model on one batch"):
@@ -58,6 +59,7 @@ def test_state_of_the_first_batch():
     train_beside_eager(pipeline(model), model, expected)
 
 
+@pytest.mark.slow
 def test_a_saved_pipeline_and_a_reset(tmp_path):
     model, expected = build(worker.Recurrent), build(worker.Recurrent)
     pipe = pipeline(model)
@@ -87,6 +89,7 @@ def build_like(model: worker.Recurrent) -> nn.Module:
     return other
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_the_same_bit_for_bit(tmp_path):
     losses = {"whole": run(tmp_path / "a", 4)}
     run(tmp_path / "b", 2)
@@ -110,6 +113,7 @@ def run(directory, steps: int) -> torch.Tensor:
     return torch.cat([loss.reshape(1), *(x.flatten() for x in model.hidden)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [worker.Recurrent, worker.InTraining])
 def test_evaluation(model):
     """It reads the state of training, and changes it where the forward does."""
@@ -200,6 +204,7 @@ def test_records_are_no_state():
     assert model.seen is seen
 
 
+@pytest.mark.slow
 def test_a_model_of_another_rank_without_the_state():
     pipe, other = pipeline(build(worker.Recurrent)), build(worker.OnTheFirstBatch)
     with pytest.raises(fxpipe.CaptureError, match=r"has no hidden\.0.*on all ranks"):

@@ -274,6 +274,7 @@ def test_many_steps(capsys, tmp_path):
     assert "2 steps of many with post-validation" in file.read_text()
 
 
+@pytest.mark.slow
 def test_a_search_for_many_steps(capsys):
     asked = {
         **EVEN,

@@ -1,10 +1,12 @@
 """Layers that repeat are written once, and the step is the same bit for bit."""
 
 import re
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from marks import slow_except
 from torch import nn
 from zoo import CASES
 
@@ -123,34 +125,23 @@ def written_out(monkeypatch):
         monkeypatch.setattr(module, "FEWEST", 10**9)
 
 
-@pytest.mark.parametrize(
-    ("model", "options"),
-    [
-        (Layers, {}),
-        (Layers, {"schedule": "1f1b", "recompute": "full"}),
-        (Layers, {"schedule": "gpipe", "offload": fxpipe.Offload(bandwidth=1e12)}),
-        (Noisy, {}),
-        (Counted, {}),
-        (interrupted, {"ranks": 1}),
-        (Balanced, {}),
-        (Named, {}),
-        (Bare, {}),
-        (lambda: Layers(*map(Block, (0.1, 0.3, 0.2, 0.5, 0.7, 0.2, 0.4, 0.6))), {}),
-    ],
-    ids=[
-        "plain",
-        "recompute",
-        "offload",
-        "random",
-        "numbers",
-        "interrupted",
-        "losses",
-        "names",
-        "bare",
-        "rates",
-    ],
-)
-def test_a_step_is_the_same(monkeypatch, model, options):
+STEPS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "plain": (Layers, {}),
+    "recompute": (Layers, {"schedule": "1f1b", "recompute": "full"}),
+    "offload": (Layers, {"schedule": "gpipe", "offload": fxpipe.Offload(bandwidth=1e12)}),
+    "random": (Noisy, {}),
+    "numbers": (Counted, {}),
+    "interrupted": (interrupted, {"ranks": 1}),
+    "losses": (Balanced, {}),
+    "names": (Named, {}),
+    "bare": (Bare, {}),
+    "rates": (lambda: Layers(*map(Block, (0.1, 0.3, 0.2, 0.5, 0.7, 0.2, 0.4, 0.6))), {}),
+}
+
+
+@pytest.mark.parametrize("name", slow_except(STEPS, "random", "bare"))
+def test_a_step_is_the_same(monkeypatch, name):
+    model, options = STEPS[name]
     monkeypatch.setattr(fxpipe.ir.liveness, "SMALLEST", 1)
     pipe = compiled(model, **options)
     assert all(re.search(r"\n    for i in ", program) for program in pipe.artifact.programs)
@@ -166,7 +157,12 @@ def test_a_step_is_the_same(monkeypatch, model, options):
     assert found.peak_saved == expected.peak_saved
 
 
-@pytest.mark.parametrize("name", ["reversible", "integer_crossing", "checkpointed_reentrant", "multi_output"])
+@pytest.mark.parametrize(
+    "name",
+    slow_except(
+        ["reversible", "integer_crossing", "checkpointed_reentrant", "multi_output"], "integer_crossing"
+    ),
+)
 def test_runs_with_other_uses_of_their_values(monkeypatch, name):
     """With a threshold at which short runs become loops, too."""
     for module in (repeats, outline):
@@ -212,6 +208,7 @@ def test_heads_of_loops(values, head, texts):
     assert loop_head(3, values) == (head, texts)
 
 
+@pytest.mark.slow
 def test_lines_do_not_grow_with_the_number_of_layers():
     def lines(layers):
         program = compiled(lambda: Layers(*[Block() for _ in range(layers)])).artifact.programs[0]
@@ -220,6 +217,7 @@ def test_lines_do_not_grow_with_the_number_of_layers():
     assert lines(24) <= lines(12) + 10
 
 
+@pytest.mark.slow
 def test_stages_of_a_rank_share_the_functions_of_their_layers():
     """Also where the model itself draws random numbers, as its ops have other numbers in each stage."""
     program = compiled(lambda: Noisy(*[Block() for _ in range(16)]), schedule="zb-v").artifact.programs[1]

@@ -147,6 +147,7 @@ def small(monkeypatch):
         monkeypatch.setattr(samples, name, sizes)
 
 
+@pytest.mark.slow
 def test_the_command_measures_every_kind(small, tmp_path, capsys):
     path = tmp_path / "cpu.json"
     threads = torch.get_num_threads()

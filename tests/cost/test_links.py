@@ -191,6 +191,7 @@ def test_without_torchrun_there_is_one_machine(monkeypatch):
 # -- plans of one device on another --------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_on_another_device_and_at_other_sizes():
     """As a compilation for it."""
     pipe = compiled(dimensions={}, ranks_per_machine=2)
@@ -205,6 +206,7 @@ def test_on_another_device_and_at_other_sizes():
     assert pipe.simulate(device="B200").seconds < pipe.simulate().seconds
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shard", [None, "optimizer"])
 def test_replicas_on_another_device_exchange_over_its_links(shard):
     """Within its machines where these have all replicas, else between them."""

@@ -142,6 +142,7 @@ def test_the_memory_limit_counts_casts():
     assert raised.value.smallest == 2 * sum(p.nbytes for p in model.parameters()) + 2 * casts
 
 
+@pytest.mark.slow
 def test_costs_at_other_lengths():
     given = {"ranks": 2, "microbatches": 2, "schedule": "1f1b", "dimensions": {"sequence": LENGTH}}
     pipe = fxpipe.compile(Mixed(), MIXED.example(), **given)

@@ -131,6 +131,7 @@ def test_costs_do_not_depend_on_the_passes_that_only_the_chosen_cut_goes_through
             assert [node.target for node in call_nodes(done.graph)] != targets
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("barriers", [None, 1, 2])
 def test_recomputation_adds_work_to_each_stage(barriers):
     """``choose`` rewrites a cut for a level of recomputation only where the cut without it could win."""

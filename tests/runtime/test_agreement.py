@@ -63,6 +63,7 @@ def agree(sources: Sequence[str]) -> tuple[list[bool | str], list[list[str]]]:
         return [*pool.map(check, range(RANKS))], gathered.texts[:-1]
 
 
+@pytest.mark.slow
 def test_ranks_that_agree_give_three_numbers_once():
     """However many microbatches, messages and other ranks there are."""
     for microbatches in (4, 12):

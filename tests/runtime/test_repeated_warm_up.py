@@ -63,7 +63,13 @@ CASES_AND_SHAPES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "shape"), CASES_AND_SHAPES)
+SLOW = [
+    pytest.param(*case, marks=pytest.mark.slow) if type(case) is tuple else case
+    for case in CASES_AND_SHAPES[1:]
+]
+
+
+@pytest.mark.parametrize(("name", "shape"), [CASES_AND_SHAPES[0], *SLOW])
 def test_a_step_whose_warm_up_runs_twice_is_the_same(name, shape):
     case = CASES[name]
     results, states = [], []

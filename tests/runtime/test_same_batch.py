@@ -286,6 +286,7 @@ def test_the_first_failure_is_the_one():
     assert first.find() == second.find() == "Rank 1 failed"
 
 
+@pytest.mark.slow
 def test_silent_ranks():
     store = dist.HashStore()
     first, second = Failures(store, 0, 2), Failures(store, 1, 2)
@@ -340,6 +341,7 @@ def surveyed(ranks: Sequence[Failures]) -> list[list[tuple[bool, str]]]:
         return [*pool.map(survey, ranks)]
 
 
+@pytest.mark.slow
 def test_one_rank_looks_at_all_others_for_all():
     store = Counted()
     ranks = [Failures(store, rank, 6) for rank in range(6)]

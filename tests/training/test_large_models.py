@@ -249,6 +249,7 @@ def initialized(model, ranks, own=None, seed=0, **options):
     return [held_values(state) for state in states]
 
 
+@pytest.mark.slow
 def test_initial_values_do_not_depend_on_the_partition():
     model = on_meta()
     (whole,) = initialized(model, 1)

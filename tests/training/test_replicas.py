@@ -6,6 +6,7 @@ import pytest
 import replicas_worker as worker
 import torch
 from launch import forked
+from marks import slow_except
 from replicas_worker import CASES, MICROBATCHES, RANKS, REPLICAS, Case
 from safetensors.torch import load_file
 from zoo import relative_error
@@ -78,7 +79,7 @@ def test_buffers_are_those_of_the_first_replica(runs, name):
     assert all(torch.equal(own[key], value) for own in found for key, value in found[0].items())
 
 
-@pytest.mark.parametrize("schedule", ["zb-h1", "1f1b", "interleaved", "zb-v"])
+@pytest.mark.parametrize("schedule", slow_except(["zb-h1", "1f1b", "interleaved", "zb-v"], "1f1b"))
 @pytest.mark.usefixtures("double")
 def test_the_gradients_of_replicas_in_one_process(schedule):
     case = Case(worker.Tied, options={"schedule": schedule, "shard": "optimizer"})

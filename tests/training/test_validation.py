@@ -26,6 +26,7 @@ def taken_back(run):
     return [int(n) for n in re.findall(r"taken back: (\d+)", "".join(run.stdout))]
 
 
+@pytest.mark.slow
 def test_faults_are_caught(tmp_path):
     """In settings in which nothing differs without them."""
     given = worker.PIPELINES["zb-h1"]
