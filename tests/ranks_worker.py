@@ -111,17 +111,6 @@ def own_values(rank: Rank) -> None:
             pipe.save(rank.directory / "saved")
 
 
-def reduced(rank: Rank) -> None:
-    """A number of each rank: the sum, the largest, and both of numbers of which one is NaN."""
-    process = Process.join(torch.device("cpu"))
-    own = torch.tensor([rank.number, torch.nan if rank.number == 1 else 0.0], dtype=torch.float64)
-    total, largest = own.clone(), own.clone()
-    for k in range(2):
-        process.all_reduce_(total[k])
-        process.all_reduce_(largest[k], largest=True)
-    rank.tensors("reduced", {"total": total, "largest": largest})
-
-
 class Wide(nn.Linear):
     """Has a constant that no file can hold."""
 
@@ -230,7 +219,6 @@ def agree(rank: Rank) -> None:
     """One after the other in the same processes, whose process group they made."""
     dist.init_process_group("gloo")
     own_values(rank)
-    reduced(rank)
     constant_that_cannot_be_sent(rank)
     lists(rank)
     meta(rank)

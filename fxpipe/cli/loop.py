@@ -122,9 +122,11 @@ def train(pipe: Pipeline, data: Data, settings: LoopSettings, evaluated: Data | 
             lr = settings.lr * _factor(settings, step, steps)
             for group in optimizer.param_groups:
                 group["lr"] = lr
-            norm: Callable[[], Any] = lambda: optimizer.last_norm  # noqa: E731 - of a clipped step
-            if logs and settings.clip is None:
-                norm = optimizer.begin_norm()
+            # A clipped step knows its own.
+            begins = logs and settings.clip is None
+            norm: Callable[[], Any] = (
+                optimizer.begin_norm() if begins else partial(getattr, optimizer, "last_norm")
+            )
             optimizer.step()
             optimizer.zero_grad()
             if logs:

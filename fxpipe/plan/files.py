@@ -74,10 +74,11 @@ def check_free(path: Path, overwrite: bool = False) -> None:
     if not overwrite:
         remedy = ", remove it first, or give overwrite=True" if is_saved else ", or remove it first"
         raise ArtifactError(f"{path} is not empty. Name a new directory{remedy}.")
-    for name in found if not is_saved else (name for name in found if not _SAVED.fullmatch(name)):
+    others = [name for name in found if not (is_saved and _SAVED.fullmatch(name))]
+    if others:
         raise ArtifactError(
-            f"{path} holds {shown(name)}, which is not of a saved pipeline: overwrite=True would remove it. "
-            "Name another directory, or move the file."
+            f"{path} holds {shown(others[0])}, which is not of a saved pipeline: overwrite=True would remove "
+            "it. Name another directory, or move the file."
         )
 
 

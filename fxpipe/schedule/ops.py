@@ -15,6 +15,7 @@ from typing import Literal
 
 from fxpipe.errors import ScheduleError
 from fxpipe.schedule.stages import Vocabulary
+from fxpipe.schedule.units import number_of
 from fxpipe.strict import shown
 
 
@@ -134,8 +135,9 @@ class Schedule:
 
     def __repr__(self) -> str:
         """Without the ops, of which there may be a million."""
-        sizes = f"{self.ranks} ranks, {self.stages} stages, {self.microbatches} microbatches"
-        return f"Schedule({self.name}: {sizes}, {sum(map(len, self.order))} ops)"
+        ops = sum(map(len, self.order))
+        things = {"rank": self.ranks, "stage": self.stages, "microbatch": self.microbatches, "op": ops}
+        return f"Schedule({self.name}: {', '.join(number_of(n, thing) for thing, n in things.items())})"
 
     @property
     def ranks(self) -> int:

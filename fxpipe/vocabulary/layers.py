@@ -20,7 +20,7 @@ _OF_TABLES = RESHAPES | {aten.t.default, aten._to_copy.default, aten.transpose.i
 
 
 @dataclass(frozen=True, eq=False)
-class VocabLayers:
+class VocabularyLayers:
     """``axes``: which dimension of a value is the vocabulary, ``size`` its length.
 
     ``losses``: the log-softmaxes.  ``label_gathers``: the ops that take the labels' entries of one.
@@ -38,7 +38,7 @@ class VocabLayers:
     lookups: tuple[fx.Node, ...]
 
 
-def find_layers(graph: fx.Graph) -> VocabLayers:
+def find_layers(graph: fx.Graph) -> VocabularyLayers:
     """Find the layers.  Raises VocabularyError, naming the failed condition and its place, if there are
     none."""
     heads = [n for n in call_nodes(graph) if n.target is aten._log_softmax.default and _is_picked(n)]
@@ -133,7 +133,9 @@ def _place(node: fx.Node) -> str:
     return f"{origin.module} ({origin.source})"
 
 
-def _sorted(graph: fx.Graph, size: int, tables: tuple[fx.Node, ...], axes: dict[fx.Node, int]) -> VocabLayers:
+def _sorted(
+    graph: fx.Graph, size: int, tables: tuple[fx.Node, ...], axes: dict[fx.Node, int]
+) -> VocabularyLayers:
     """Sort the uses of tables and logits.  Raises VocabularyError for a use that cannot be split."""
     losses = tuple(n for n in axes if n.target is aten._log_softmax.default)
     logs: set[fx.Node] = set()  # they and views of them
@@ -166,7 +168,7 @@ def _sorted(graph: fx.Graph, size: int, tables: tuple[fx.Node, ...], axes: dict[
     for result in (named.loss, named.count, *named.buffers.values()):
         if result is not None and result in axes:
             raise whole(result)
-    return VocabLayers(
+    return VocabularyLayers(
         size, tables, axes, losses, tuple(label_gathers), tuple(vocab_sums), tuple(products), tuple(lookups)
     )
 

@@ -13,7 +13,7 @@ from fxpipe.ir.graph import Input, Kind, Origin
 from fxpipe.plan.rows import ShardName
 from fxpipe.schedule.ops import Color, Phase
 from fxpipe.vocabulary.axes import RESHAPES
-from fxpipe.vocabulary.layers import VocabLayers
+from fxpipe.vocabulary.layers import VocabularyLayers
 
 aten = torch.ops.aten
 _WITH_SIZES = RESHAPES | {aten.expand.default, aten.slice_backward.default, aten.select_backward.default}
@@ -26,7 +26,7 @@ class Shard:
     """
 
     def __init__(
-        self, graph: fx.Graph, layers: VocabLayers, begin: int, end: int, lookup: int, head: int
+        self, graph: fx.Graph, layers: VocabularyLayers, begin: int, end: int, lookup: int, head: int
     ) -> None:
         self.graph, self.layers = graph, layers
         self.begin, self.end = begin, end

@@ -25,7 +25,7 @@ from fxpipe.plan.tensors import sum_over_ranks
 from fxpipe.schedule.ops import Phase
 from fxpipe.schedule.stages import Vocabulary
 from fxpipe.vocabulary.gradients import Gradients
-from fxpipe.vocabulary.layers import VocabLayers, find_layers
+from fxpipe.vocabulary.layers import VocabularyLayers, find_layers
 from fxpipe.vocabulary.lookups import Lookups
 from fxpipe.vocabulary.products import OneBarrier, Products, TwoBarriers
 from fxpipe.vocabulary.shard import Shard
@@ -118,7 +118,7 @@ def _before_projection(product: fx.Node) -> Origin:
     return own
 
 
-def _set_outputs(graph: fx.Graph, layers: VocabLayers, parts: list[_Part]) -> None:
+def _set_outputs(graph: fx.Graph, layers: VocabularyLayers, parts: list[_Part]) -> None:
     """Loss, count and outputs that follow from the loss come from the last rank, the tables' gradients from
     each."""
     named, last = graph_outputs(graph), parts[-1].softmax
@@ -142,7 +142,7 @@ def _set_outputs(graph: fx.Graph, layers: VocabLayers, parts: list[_Part]) -> No
     last.give_the_rest()
 
 
-def _leaves(node: fx.Node, layers: VocabLayers) -> list[fx.Node]:
+def _leaves(node: fx.Node, layers: VocabularyLayers) -> list[fx.Node]:
     """The summands of a sum of gradients of a table."""
     if node.target is aten.add.Tensor and not node.kwargs and all(n in layers.axes for n in node.args):
         return [leaf for k in (0, 1) for leaf in _leaves(node_arg(node, k), layers)]

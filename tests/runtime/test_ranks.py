@@ -135,13 +135,6 @@ def test_a_rank_cannot_run_the_programs_of_all(agree):
         assert message.startswith("RunError: run_local runs all ranks in this process")
 
 
-def test_numbers_that_are_summed(agree):
-    for found in tensors(agree[0], "reduced"):
-        assert (found["total"][0].item(), found["largest"][0].item()) == (3.0, 2.0)
-        assert found["total"][1].isnan()
-        assert found["largest"][1].isnan()
-
-
 def test_a_constant_that_cannot_be_sent(agree):
     first, *others = text(agree[0], "wide")
     assert re.match(r"ArtifactError: '\w+' is of torch\.complex128, which", first)

@@ -26,8 +26,8 @@ class Collectives(Numbering):
     replica and lane alone.  ``of``: the pipeline whose calls these are, as text; "" for those of none yet.
 
     What ranks exchange begins with the call that they make (:mod:`fxpipe.runtime.job.calls`): that of
-    ``begin_gather``, ``gather``, ``broadcast_bytes`` and ``all_reduce_``, which raise CallsDifferError on all
-    ranks where they make different calls.  ``scatter``, ``broadcast_`` and ``send_to`` follow one of those.
+    ``begin_gather``, ``gather`` and ``broadcast_bytes``, which raise CallsDifferError on all ranks where they
+    make different calls.  ``scatter``, ``broadcast_`` and ``send_to`` follow one of those.
     """
 
     control: dist.ProcessGroup
@@ -176,9 +176,3 @@ class Collectives(Numbering):
             dist.recv(flat, source, self.control)
         if value is not tensor:
             tensor.copy_(value)
-
-    def all_reduce_(self, value: torch.Tensor, *, largest: bool = False) -> None:
-        """Replace a number, a 0-d tensor of dtype float64, by the sum over all ranks, or by the largest."""
-        own = value.cpu().reshape(1).view(torch.int64)
-        found = self.begin_gather(own, called_function())()[:, 0].contiguous().view(torch.float64)
-        value.copy_(found.amax() if largest else found.sum())
