@@ -66,14 +66,16 @@ def batch_of(seed: int, case: Case = SHARED):
     return case.batch(case.rows * MICROBATCHES)
 
 
-def train(pipe: fxpipe.Pipeline, batches) -> list[torch.Tensor]:
+def train(pipe: fxpipe.Pipeline, batches) -> dict[str, torch.Tensor]:
+    """The losses of the steps, and the norms of the gradients of all ranks."""
     optimizer = pipe.optimizer(torch.optim.SGD, lr=LEARNING_RATE)
-    losses = []
+    losses, norms = [], []
     for batch in batches:
         losses.append(pipe.step(batch))
+        norms.append(optimizer.grad_norm())
         optimizer.step()
         optimizer.zero_grad()
-    return losses
+    return {"losses": torch.stack(losses), "norms": torch.stack(norms)}
 
 
 def held(pipe: fxpipe.Pipeline, rank: Rank) -> dict[str, torch.Tensor]:
@@ -84,7 +86,7 @@ def held(pipe: fxpipe.Pipeline, rank: Rank) -> dict[str, torch.Tensor]:
 def write_training(rank: Rank, name: str, pipe: fxpipe.Pipeline, batches) -> None:
     """The tensors before and after some steps, and the losses."""
     rank.tensors(f"{name} before", held(pipe, rank))
-    rank.tensors(f"{name} losses", {"losses": torch.stack(train(pipe, batches))})
+    rank.tensors(f"{name} losses", train(pipe, batches))
     rank.tensors(f"{name} after", held(pipe, rank))
 
 

@@ -60,25 +60,27 @@ def of_first_holders(
     return named, pipe
 
 
-def trained(pipe: fxpipe.Pipeline) -> list[torch.Tensor]:
-    """The losses of the worker's steps in one process."""
-    losses = []
+def trained(pipe: fxpipe.Pipeline) -> tuple[torch.Tensor, torch.Tensor]:
+    """The losses of the worker's steps in one process, and the norms of their gradients."""
+    losses, norms = [], []
     for step in range(worker.STEPS):
         result = pipe.run_local(worker.batch_of(step), step=step)
         losses.append(result.loss)
+        norms.append(torch.stack([grad.double().norm() for grad in result.grads.values()]).norm())
         with torch.no_grad():
             for name, grad in result.grads.items():
                 pipe.parameter(name).add_(grad, alpha=-worker.LEARNING_RATE)
-    return losses
+    return torch.stack(losses), torch.stack(norms)
 
 
 def check_training(directory: Path, own: list[dict[str, torch.Tensor]], name: str = "trained") -> None:
     expected, pipe = of_first_holders(own, worker.SHAPES[name])
     for found in tensors(directory, f"{name} before"):
         assert [key for key, t in found.items() if not torch.equal(t, part(expected, key))] == []
-    losses = torch.stack(trained(pipe))
+    losses, norms = trained(pipe)
     for found in tensors(directory, f"{name} losses"):
         assert torch.equal(found["losses"], losses)
+        assert torch.allclose(found["norms"], norms, rtol=1e-6)
     for found in tensors(directory, f"{name} after"):
         assert [key for key, t in found.items() if not torch.equal(t, part(expected, key))] == []
 
