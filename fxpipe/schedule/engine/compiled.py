@@ -1,4 +1,8 @@
-"""Inner loops compiled by numba."""
+"""Inner loops compiled by numba.
+
+Numba is loaded at the first call of one that has much to do: to load it takes longer than a named schedule of
+some hundred ops takes in Python, and without a cache it compiles for seconds.
+"""
 
 from __future__ import annotations
 
@@ -8,21 +12,73 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
-from numba import config, njit
+import numpy as np
 
 _HERE = Path(__file__).parent
 _SOURCES = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(_HERE.glob("*.py")))).hexdigest()[:16]
+_IN_PYTHON = 20_000  # elements of arrays that loops go through in Python, in all calls: a tenth of a second
 
 
-def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+class Loop:
+    """A function that is compiled at its first call; if ``begins_in_python``, once it has much to do."""
+
+    def __init__(self, function: Callable[..., Any], begins_in_python: bool = False) -> None:
+        self.function, self.begins_in_python = function, begins_in_python
+        self.compiled: Callable[..., Any] | None = None
+        _waiting.append(self)
+
+    def __call__(self, *arguments: Any) -> Any:
+        global _gone_through
+        if self.compiled is None and self.begins_in_python:
+            _gone_through += max(len(x) for x in arguments if isinstance(x, np.ndarray))
+            if _gone_through <= _IN_PYTHON:
+                return self.function(*arguments)
+        if self.compiled is None:
+            _compile_waiting()
+            assert self.compiled is not None, "it was waiting"
+        return self.compiled(*arguments)
+
+
+_waiting: list[Loop] = []
+_lock, _gone_through = Lock(), 0
+
+
+def compiled(function: Callable[..., Any]) -> Loop:
     """Compiled without the GIL.  Cached on disk, unless the disk cannot be written to.
 
-    A function whose name begins with an underscore can be called by compiled ones only: without the wrappers
-    for other callers the compilation takes four fifths of the time.
+    A function whose name begins with an underscore can be called by others only: without the wrappers for
+    Python the compilation takes four fifths of the time.
     """
-    is_inner = function.__name__.startswith("_")
+    return Loop(function)
+
+
+def compiled_later(function: Callable[..., Any]) -> Loop:
+    """The same, for a function that may run as Python as well: it draws no random numbers."""
+    return Loop(function, begins_in_python=True)
+
+
+def _compile_waiting() -> None:
+    """Compile all functions that wait for it.  They call each other by names of their modules, which numba
+    needs to stand for what it has compiled."""
+    with _lock:
+        loops = [loop for loop in _waiting if loop.compiled is None]
+        made: dict[Any, Any] = {loop: _compiled(loop) for loop in loops}
+        for loop in loops:
+            names = loop.function.__globals__
+            names.update({name: made[x] for name, x in names.items() if isinstance(x, Loop) and x in made})
+        for loop in loops:
+            loop.compiled = made[loop]
+        _waiting.clear()
+
+
+def _compiled(loop: Loop) -> Any:
+    from numba import njit
+
+    function = loop.function
+    is_inner = function.__name__.startswith("_") and not loop.begins_in_python  # Python may be calling it
     compile = partial(
         njit, nogil=True, error_model="numpy", no_cfunc_wrapper=True, no_cpython_wrapper=is_inner
     )
@@ -40,6 +96,8 @@ def _own_cache() -> Iterator[None]:
     It looks only at a function's own file to see whether its cache is out of date, and fails to read a cache
     whose types are of a module that was changed.
     """
+    from numba import config
+
     asked: str = config.CACHE_DIR  # type: ignore[attr-defined]
     if asked or os.access(_HERE, os.W_OK):
         config.CACHE_DIR = str(Path(asked or _HERE / "__pycache__") / _SOURCES)  # type: ignore[attr-defined]

@@ -7,7 +7,7 @@ from math import inf
 
 import numpy as np
 
-from fxpipe.schedule.engine.compiled import compiled
+from fxpipe.schedule.engine.compiled import compiled, compiled_later
 from fxpipe.schedule.engine.moves import keeps_between, may_pass, shift
 
 TIE_BREAK = 1e-3  # of the ranks' mean span in a value, to tell equals apart
@@ -21,7 +21,7 @@ def copy(source, target):
         target[i] = source[i]
 
 
-@compiled
+@compiled_later
 def run_ops(t, order, m, since, end, cause, first, free):
     """Run every op as early as its rank's order allows; False if the orders block each other.
 
@@ -102,13 +102,13 @@ def run_ops(t, order, m, since, end, cause, first, free):
     return True
 
 
-@compiled
+@compiled_later
 def _last_weight(stage, m):
     """The op behind which the gradients of a stage are summed: ops of a section are in microbatch order."""
     return (3 * stage + 3) * m - 1
 
 
-@compiled
+@compiled_later
 def _summed_behind(t, m, end, stage):
     """The seconds of sums over replicas from a stage's last W on, its own first, one after the other."""
     rank, own, total = t.rank[3 * stage], end[_last_weight(stage, m)], 0.0
@@ -131,7 +131,7 @@ def peak_of(t, ops):
     return most
 
 
-@compiled
+@compiled_later
 def score(first, free, by_makespan):
     """The value to minimize: the makespan or the longest span of a rank, plus 0.1% of the mean span."""
     total = 0.0
@@ -251,7 +251,7 @@ def anneal(t, order, m, limits, by_makespan, good_enough, work, seed, hot, cold)
     return best_order
 
 
-@compiled
+@compiled_later
 def _objective(first, free, by_makespan):
     most = 0.0
     for rank in range(len(free)):
