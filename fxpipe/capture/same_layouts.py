@@ -35,8 +35,8 @@ class _Tensor:
         return compat.fake_tensor(self.mode, *self.layout, None if self.base is None else tensors[self.base])
 
 
-_Result = _Tensor | tuple[_Tensor | None, ...] | list[_Tensor | None] | None
-"""As the op gives it; None for an op that is run each time."""
+_Result = _Tensor | int | tuple[_Tensor | None, ...] | list[_Tensor | None] | None
+"""As the op gives it, or the number of the tensor that it returns; None for an op that is run each time."""
 
 
 class SameLayouts:
@@ -46,19 +46,24 @@ class SameLayouts:
         self._known: dict[Any, _Result] = {}
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The result of an op that writes to nothing and reads no data; it is not recorded in a trace."""
+        """The result of an op that reads no data, and writes to nothing or to what it returns; it is not
+        recorded in a trace."""
         tensors: list[FakeTensor] = []
         key = func, _form(args, tensors), _form(tuple(kwargs.items()), tensors)
         found = self._known.get(key)
         if isinstance(found, _Tensor):
             return found.made(tensors)
+        if isinstance(found, int):
+            return tensors[found]
         if found is not None:
             given: Any = type(found)
             return given(None if x is None else x.made(tensors) for x in found)
+        before = [_form(x, []) for x in tensors]
         with compat.untraced():
             result = func(*args, **kwargs)
         if key not in self._known:
-            self._known[key] = _known(result, tensors)
+            is_same = before == [_form(x, []) for x in tensors]
+            self._known[key] = _known(func, result, tensors) if is_same else None
         return result
 
 
@@ -79,9 +84,14 @@ def _layout(tensor: torch.Tensor) -> _Layout:
     return _Layout(tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.device)
 
 
-def _known(result: Any, tensors: list[FakeTensor]) -> _Result:
-    if any(x.layout is not torch.strided or x.constant is not None for x in tensors):
+def _known(func: Any, result: Any, tensors: list[FakeTensor]) -> _Result:
+    constants = [x.constant is not None for x in tensors]
+    reads_constants = any(constants) and (all(constants) or torch.Tag.dynamic_output_shape in func.tags)
+    if reads_constants or any(x.layout is not torch.strided for x in tensors):
         return None
+    returned = next((k for k, x in enumerate(tensors) if x is result), None)
+    if returned is not None:
+        return returned
     if isinstance(result, torch.Tensor):
         return _as_made(result, tensors)
     parts = [None if x is None else _as_made(x, tensors) for x in result]
@@ -103,5 +113,6 @@ def _as_made(result: torch.Tensor, tensors: list[FakeTensor]) -> _Tensor | None:
     own = result.untyped_storage()._cdata
     base = storages.index(own) if own in storages else None
     found = _Tensor(result.fake_mode, _layout(result), base)
-    is_argument = any(result is x for x in tensors)
-    return None if is_argument or _form(found.made(tensors), []) != _form(result, []) else found
+    if any(result is x for x in tensors):
+        return None
+    return found if _form(found.made(tensors), []) == _form(result, []) else None

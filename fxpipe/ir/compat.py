@@ -10,7 +10,7 @@ import itertools
 import logging
 import re
 import threading
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Collection, Iterator, MutableMapping
 from functools import cache
 from typing import Any
 
@@ -23,7 +23,6 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
-    in_kernel_invocation_manager,
 )
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental import proxy_tensor
@@ -181,7 +180,7 @@ def fake_tensor(
 ) -> FakeTensor:
     """A fake tensor in new memory, or in that of ``base``."""
     storage = None if base is None else base.untyped_storage()
-    with in_kernel_invocation_manager(mode):
+    with torch._C._DisableTorchDispatch():
         x = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
         if storage is not None:
             x.set_(storage, offset, shape, strides)
@@ -193,18 +192,15 @@ def recorded(func: Any, args: Any, kwargs: Any, run: Callable[[Any, Any, Any], A
     need not look for more: the op writes to nothing or to its first argument, which it returns, and takes
     results of nodes and plain values.
 
-    run: runs an op that writes to nothing without recording it.
+    run: runs such an op without recording it.
     """
     tracer = _tracer()
     written = _written(func)
-    given = None if written is None else _as_nodes((args, kwargs), tracer.tensor_tracker)
+    known = tracer.tensor_tracker
+    given = None if written is None else _as_nodes((args, kwargs), known, takes_constants=not written)
     if given is None:
         return func(*args, **kwargs)
-    if written:
-        with untraced():
-            result = func(*args, **kwargs)
-    else:
-        result = run(func, args, kwargs)
+    result = run(func, args, kwargs)
     name = func.overloadpacket.__name__
     node = new_node(tracer.graph, "call_function", func, given[0], given[1], name)
     node.meta["val"] = proxy_tensor.extract_val(result)
@@ -220,22 +216,28 @@ def recorded(func: Any, args: Any, kwargs: Any, run: Callable[[Any, Any, Any], A
     return result
 
 
-def _as_nodes(arguments: Any, known: MutableMapping[torch.Tensor, Any]) -> Any:
-    """The arguments with the nodes of their tensors; None if one has no node, or a value that the trace
-    knows."""
+def _as_nodes(arguments: Any, known: MutableMapping[torch.Tensor, Any], takes_constants: bool) -> Any:
+    """The arguments with the nodes of their tensors; None if one has no node.
+
+    takes_constants: also of tensors whose values the trace knows, beside others.  It knows the result of an
+    op on such tensors alone: then None, too.
+    """
+    are_known = set()
 
     def as_node(x: Any) -> Any:
         if type(x) in _PLAIN_TYPES:
             return x
         found = known[x] if type(x) is FakeTensor else None
-        if found is None or found.constant is not None:
+        if found is None:
             raise KeyError
+        are_known.add(found.constant is not None)
         return found.proxy.node
 
     try:
-        return torch.fx.node.map_aggregate(arguments, as_node)
+        nodes = torch.fx.node.map_aggregate(arguments, as_node)
     except KeyError:
         return None
+    return nodes if True not in are_known or (takes_constants and False in are_known) else None
 
 
 _PLAIN_TYPES = frozenset(
@@ -398,6 +400,11 @@ def has_kernel(op: OpOverload, device: str) -> bool:
 def takes_numbers(op: OpOverload) -> bool:
     """Whether the op takes Python's numbers in the place of tensors."""
     return torch._C._should_allow_numbers_as_tensors(op.overloadpacket.__name__)
+
+
+def input_nodes(node: torch.fx.Node) -> Collection[torch.fx.Node]:
+    """``node.all_input_nodes``, without a copy of them."""
+    return node._input_nodes
 
 
 def copy_node(

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from fxpipe.errors import VerifyError
+from fxpipe.ir.compat import input_nodes
 from fxpipe.ir.graph import Kind, offload, read_buffer, reload
 from fxpipe.ir.storage import (
     call_nodes,
@@ -68,10 +69,12 @@ def _check_nodes(graph: fx.Graph, after: str, colored: bool) -> None:
         color = node.meta.get("color") if colored else None
         if node.op == "call_function" and not node.meta.keys() >= needed:
             raise VerifyError(f"After {after}: {node} has no {min(needed - node.meta.keys())}.")
-        for source in node.all_input_nodes:
-            if source not in seen:
-                raise VerifyError(f"After {after}: {node} uses {source}, which does not come before it.")
-            if color is not None and source.meta.get("color", color) is not color:
+        sources = input_nodes(node)
+        if not seen.issuperset(sources):
+            source = next(x for x in sources if x not in seen)
+            raise VerifyError(f"After {after}: {node} uses {source}, which does not come before it.")
+        for source in sources if color is not None else ():
+            if source.meta.get("color", color) is not color:
                 _check_edge(source, node, after)
         seen.add(node)
     if len({node.name for node in seen}) < len(seen):

@@ -34,3 +34,32 @@ def test_results_are_those_of_torch(op, arguments):
                 assert list(map(layout, found)) == list(map(layout, expected))
                 own = [y.untyped_storage()._cdata == x.untyped_storage()._cdata for y in found]
                 assert own == [op in (aten.select.int, aten.split.Tensor)] * len(found)
+
+
+def test_an_op_that_writes_is_run_once_for_each_layout():
+    """Its result is the tensor that it writes to; one that changes the layout is run each time."""
+    run, calls = SameLayouts().run, []
+
+    def noted(*args):
+        calls.append(1)
+        return aten.add_.Tensor(*args)
+
+    noted.tags = aten.add_.Tensor.tags
+    with FakeMode():
+        for _ in range(3):
+            x, y = torch.ones(3, 4), torch.ones(4)
+            assert run(noted, (x, y), {}) is x
+            assert run(aten.t_.default, (x,), {}) is x
+            assert x.shape == (4, 3)
+    assert len(calls) == 1
+
+
+def test_what_depends_on_values_is_run_each_time():
+    """An op on constants alone has a constant result, which a known layout does not tell."""
+    run, mode = SameLayouts().run, FakeMode()
+    for number in (1.0, 2.0):
+        real = torch.tensor([number])
+        x = mode.fake_tensor_converter.from_real_tensor(mode, real, make_constant=True)
+        with mode:
+            assert run(aten.add.Tensor, (x, x), {}).constant.tolist() == [2 * number]
+            assert run(aten.add.Tensor, (x, torch.ones(1)), {}).constant is None
