@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,7 +32,7 @@ from fxpipe.training.reached import (
 #: Larger arrays are not compared.
 _LARGEST_ARRAY = 1 << 16
 #: What can change without another object in its place, and holds no other objects.
-_BY_VALUE = (set, torch.Tensor, np.ndarray)
+_BY_VALUE = (set, bytearray, torch.Tensor, np.ndarray)
 
 
 class Code(NamedTuple):
@@ -70,6 +71,10 @@ class Compared:
             return x
         if isinstance(x, set | frozenset):
             return frozenset(x) if all(map(is_plain, x)) else None
+        if isinstance(x, bytearray):
+            return bytes(x) if len(x) <= _LARGEST_ARRAY else None
+        if isinstance(x, types.CodeType):
+            return Code(f"{x.co_name} ({Path(x.co_filename).name}:{x.co_firstlineno})", _weak(x))
         ref = self.constants.get(id(x))  # another one may have the address of one that is gone
         if isinstance(x, torch.Tensor) and ref is not None and ref() is x and not x.is_inference():
             return Numbers("a tensor", ref, x._version)
@@ -171,7 +176,8 @@ def _ids(owner: Any, names: Collection[Any]) -> list[int]:
     if isinstance(owner, list | tuple | deque):
         return [*map(id, owner)]
     if isinstance(owner, types.FunctionType) and not owner.__closure__:
-        return [*map(id, chain(map(owner.__globals__.get, names), vars(owner).values()))]
+        own_objects = owner.__code__, owner.__defaults__, *vars(owner).values()
+        return [*map(id, chain(map(owner.__globals__.get, names), own_objects))]
     named = _contents(owner)
     return [len(named), *map(id, map(named.get, names))]
 

@@ -16,6 +16,8 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from decimal import Decimal
+from fractions import Fraction
 from itertools import chain, count
 from typing import Any, NamedTuple
 
@@ -26,12 +28,17 @@ from torch import nn
 from fxpipe.runtime.functions import name_and_line, names_in
 
 #: Values that are compared rather than identified.
-PLAIN = (bool, int, float, complex, str, bytes, np.generic, torch.dtype, torch.device, enum.Enum)
+PLAIN = (
+    bool, int, float, complex, Fraction, Decimal, str, bytes, range, np.generic, enum.Enum,
+    torch.dtype, torch.device, torch.layout, torch.memory_format,
+)  # fmt: skip
 #: What each module has: its tensors and hooks are looked at elsewhere.
 OF_MODULES = vars(nn.Module()).keys() - {"training"}
 LOSS = "loss_fn"
 """The path of the loss function."""
-CONTAINERS = (dict, list, tuple, deque)
+CODE = "__code__"
+"""The name of a function's code."""
+CONTAINERS = (dict, list, tuple, deque, types.MappingProxyType)
 #: Special methods that a forward does not run, or that set what it keeps.
 _OTHER_METHODS = {
     f"__{name}__"
@@ -177,6 +184,8 @@ def own(owner: Any) -> Mapping[Any, Any]:
     match owner:
         case dict():  # a subclass may have methods of its own
             return owner if type(owner) is dict else dict(dict.items(owner))
+        case types.MappingProxyType():
+            return dict(owner)
         case list() | tuple() | deque():
             return dict(enumerate(owner))
         case types.FunctionType():
@@ -229,15 +238,17 @@ def joined(path: str, name: Any) -> str:
 
 
 def _variables(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    """Those of its closure, its attributes and defaults, and the globals that it names, in code of users."""
+    """Its code, the variables of its closure, its attributes and defaults, and the globals that it names, in
+    code of users."""
     if not _is_users(function):
         return
+    yield CODE, function.__code__
     for name, x in vars(function).items():
         if not name.startswith("__") and (is_plain(x) or isinstance(x, CONTAINERS)):
             yield name, x
     given, defaults = function.__code__.co_varnames[: function.__code__.co_argcount], function.__defaults__
     for name, x in zip(reversed(given), reversed(defaults or ()), strict=False):
-        if isinstance(x, CONTAINERS) and x:
+        if is_plain(x) or isinstance(x, CONTAINERS):
             yield name, x
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
         if cell != types.CellType():  # it has a value

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from fxpipe.training.places import Code, Compared, Numbers, Place, attribute_of, code, strong
-from fxpipe.training.reached import CONTAINERS, LOSS, Reached, class_path, function_of, is_plain, joined
+from fxpipe.training.reached import CODE, CONTAINERS, LOSS, Reached, class_path, function_of, is_plain, joined
 
 #: Names that code reads, of tensors mostly: another object that gets one of them is another matter.
 _OF_TENSORS = frozenset(dir(torch.Tensor))
@@ -94,7 +94,9 @@ class Settings:
                 of_class = _of_class(owner, name)
                 before, after = (of_class if x is None else x for x in (before, after))
                 is_function = isinstance(owner, types.FunctionType)
-                called = f"{name} in {path}" if is_function and name else joined(path, name) or "class"
+                called = joined(path, name) or "class"
+                if is_function and name:
+                    called = f"code of {path}" if name == CODE else f"{name} in {path}"
                 may_be_unread = is_function or (
                     isinstance(owner, CONTAINERS) and name not in self._compared.reads
                 )
@@ -115,6 +117,8 @@ class Settings:
             return attribute_of(path) in self._compared.reads
         if name and (path not in self._paths or now.get(owner) != self._then.get(owner)):
             return False  # of a new module, of another one, or of its class: a change by itself
+        if name == CODE and (path, CODE) not in now:
+            return False  # another function, which is a change of what held it
         is_new = (path, name) not in self._then
         return not is_new or name.isdigit() or (name in self._compared.reads and name not in _OF_TENSORS)
 

@@ -11,6 +11,7 @@ import types
 import warnings
 import weakref
 from contextvars import ContextVar
+from fractions import Fraction
 from unittest import mock
 
 import numpy as np
@@ -362,6 +363,14 @@ def amplified(x):
 amplified.gain = 1.0
 
 
+def doubled(x, times=1.0):
+    return x * times
+
+
+def tripled(x, times=1.0):
+    return 3 * x * times
+
+
 @functools.cache
 def rate():
     return Rates.rate * Rates().table["rate"]
@@ -385,6 +394,8 @@ class Reader(nn.Module):
         self.register_buffer("mask", None)
         self.tuples, self.names, self.number = ((1.0, 2.0), [3.0]), {"a"}, np.int64(2)
         self.table, self.array = torch.ones(WIDTH), np.ones(WIDTH, "float32")
+        self.half, self.bytes = Fraction(1, 2), bytearray(b"ab")
+        self.proxy = types.MappingProxyType({"scale": 1.0})
 
     def forward(self, x):
         x = (
@@ -394,6 +405,7 @@ class Reader(nn.Module):
             * self.slots.scale
             * self.tuples[0][0]
         )
+        x = doubled(x * float(self.half) * len(self.bytes) * self.proxy["scale"])
         x = x * len(self.names) * int(self.number) * self.table * torch.as_tensor(self.array)
         x = self.act(x if self.mask is None else x * self.mask)
         return x * self.extra if hasattr(self, "extra") else x
@@ -436,6 +448,17 @@ def loss_of(model):
         r"model's array has other values": lambda: model.array.fill(2.0),
         r"mask was None .* is 'a buffer'": lambda: setattr(model, "mask", torch.ones(WIDTH)),
         r"extra was None": lambda: setattr(model, "extra", nn.Parameter(torch.ones(WIDTH))),
+        r"half was Fraction\(1, 2\) .* and is Fraction\(1, 3\)": lambda: setattr(
+            model, "half", Fraction(1, 3)
+        ),
+        r"bytes was b'ab' .* and is b'abc'": lambda: model.bytes.extend(b"c"),
+        r"proxy.scale was 1.0 .* and is 2.0": lambda: setattr(
+            model, "proxy", types.MappingProxyType({"scale": 2.0})
+        ),
+        r"times in .*doubled .* was 1.0 .* and is 2.0": lambda: setattr(doubled, "__defaults__", (2.0,)),
+        r"code of .*doubled .* was doubled .*\d\) .* and is tripled": lambda: setattr(
+            doubled, "__code__", tripled.__code__
+        ),
         r"training was True .* model.train\(\)": model.eval,
     }
 
@@ -443,6 +466,7 @@ def loss_of(model):
 def test_what_a_model_and_its_loss_function_read_changes():
     model = Reader()
     loss, changes = loss_of(model)
+    code = doubled.__defaults__, doubled.__code__
     options = {"ranks": 1, "microbatches": 2, "schedule": "1f1b", "check": False}
     pipe = fxpipe.compile(model, (torch.ones(2, WIDTH),), loss_fn=loss, **options)
     with warnings.catch_warnings():
@@ -453,6 +477,7 @@ def test_what_a_model_and_its_loss_function_read_changes():
         with pytest.warns(UserWarning, match=message):
             assert pipe.run_local(BATCH).loss == before
     FACTOR["of"]["loss"] = 1.0
+    doubled.__defaults__, doubled.__code__ = code
     model.drop.__class__ = nn.Identity
     with pytest.raises(fxpipe.RunError, match=r"drop was .*Dropout .* is .*Identity"):
         pipe.run_local(BATCH)
