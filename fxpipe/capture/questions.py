@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import sys
 from types import FrameType
@@ -17,6 +18,7 @@ from fxpipe.capture.text import ANY_VALUES, Text
 from fxpipe.errors import CaptureError
 from fxpipe.ir import compat
 from fxpipe.ir.compat import pytree
+from fxpipe.plan.step import NOTHING, Asked
 
 #: What code may read of a tensor that is no value -> for messages.
 _UNKNOWN: dict[Any, str] = {
@@ -27,20 +29,21 @@ _UNKNOWN: dict[Any, str] = {
 
 
 _HISTORY = (torch.Tensor.requires_grad, torch.Tensor.grad_fn, torch.Tensor.is_leaf)
+_STRIDES = (torch.Tensor.stride, torch.Tensor.is_contiguous, torch.Tensor.storage_offset)
 _TRUTH = (torch.Tensor.__bool__, torch.Tensor.is_nonzero, torch.is_nonzero)
 
 
 class Questions(TorchFunctionMode):
     """While entered, intercepts reads of tensors, and assignments to ``.data``, that do not pass the
     dispatcher.  ``assigned``: those of the run.  ``with_gradients``: ids of what has a ``.grad`` before.
-    ``asks_for_history``: whether the code decides by ``requires_grad`` of a tensor that is no parameter."""
+    ``asked``: by what else than values the code decides."""
 
     def __init__(self, provenance: Provenance, hooks: Hooks):
         super().__init__()
         self._hooks = hooks
         self._provenance, self._answers, self.assigned = provenance, provenance.answers, Assigned()
         self.with_gradients = frozenset[int]()
-        self.asks_for_history = False
+        self.asked = NOTHING
         self.hooked = False  # whether there are hooks of the backward
         self.again = False  # whether this is the second run
 
@@ -75,8 +78,10 @@ class Questions(TorchFunctionMode):
                 of = f"a tensor's gradient, registered at {self._provenance.place()}"
                 args = args[0], self._hooks.noted("hook", of, args[1])
         descriptor = getattr(func, "__self__", None)
-        if descriptor in _HISTORY and not isinstance(args[0], torch.nn.Parameter):
-            self.asks_for_history |= self._provenance.is_users(reader.f_code.co_filename)
+        asked = Asked(descriptor in _HISTORY, func in _STRIDES and compat.is_placeholder(args[0]))
+        may_count = any(asked) and not isinstance(args[0], torch.nn.Parameter)
+        if may_count and self._provenance.is_users(reader.f_code.co_filename):
+            self.asked = Asked(*map(operator.or_, self.asked, asked))
         if descriptor is torch.Tensor.data and func.__name__ == "__set__":
             return self.assigned.assign(args[0], args[1], self._provenance.place())
         read = _UNKNOWN.get(func if func is torch.Tensor.data_ptr else descriptor)

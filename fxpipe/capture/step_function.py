@@ -38,6 +38,7 @@ from fxpipe.ir import compat
 from fxpipe.ir.compat import pytree
 from fxpipe.ir.graph import Kind, Origin
 from fxpipe.plan.dtensors import local
+from fxpipe.plan.step import NOTHING
 from fxpipe.runtime.program.checks import expect_op
 
 
@@ -83,7 +84,7 @@ class StepFunction:
         self.snapshot = Snapshot([], [])  # of the model, before the trace
         self.difference = ""  # of a second run from the traced one
         self.of_loss = ""  # while loss_fn runs: its arguments, as text
-        self.asks_for_history = False  # see ``Questions``
+        self.asked = NOTHING  # see ``Questions``
         self.layout: dict[str, Any] = {}  # what the flat outputs of the traced graph are
 
     def __call__(self, *values: torch.Tensor) -> list[torch.Tensor]:
@@ -101,7 +102,7 @@ class StepFunction:
         check_made(self.model, self.registered, self.provenance.answers)
         declare_writes(compat.traced_graph())
         check_unwritten(compat.traced_graph(), compat.traced_constants())
-        self.asks_for_history = questions.asks_for_history
+        self.asked = questions.asked
         results, found, replaced = first.results, first.gradients, first.buffers
         self.layout = {
             "loss": results.loss is not None,

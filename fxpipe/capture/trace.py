@@ -37,6 +37,7 @@ from fxpipe.ir import compat
 from fxpipe.ir.graph import Kind, Origin
 from fxpipe.ir.storage import call_nodes, graph_outputs, storage_root
 from fxpipe.plan.lanes import NO_LANES, LanePlan
+from fxpipe.plan.step import NOTHING, Asked
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +49,7 @@ class Captured:
     ``lanes``: where the model has DTensors.
     ``own_hooks``: the functions of hooks that the forward registered by itself.
     ``sources``: the model's own tensors that constants are copies of.
-    ``asks_for_history``: whether the forward asks for ``requires_grad`` of tensors.
+    ``asked``: what the forward asks of tensors.
     ``written``: the leaves of the microbatch that it writes to.
     """
 
@@ -57,7 +58,7 @@ class Captured:
     lanes: LanePlan = NO_LANES
     own_hooks: tuple[str, ...] = ()
     sources: tuple[weakref.ref[torch.Tensor], ...] = ()
-    asks_for_history: bool = False
+    asked: Asked = NOTHING
     written: frozenset[str] = frozenset()
 
     @property
@@ -192,7 +193,7 @@ def _traced(
             *cleaned,
             own_hooks=tuple(sorted(after - before)),
             sources=sources,
-            asks_for_history=step.asks_for_history,
+            asked=step.asked,
             written=frozenset(written),
         )
         _check_written(captured.graph, step.registered, replaced)

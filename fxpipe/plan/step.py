@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 from fxpipe.plan.tensors import Dtype, FloatingDtype, Shape, Size
 from fxpipe.strict import between
@@ -22,12 +22,23 @@ behind their sum, the parameters between their uses.  Empty: nothing."""
 SHARDS: tuple[Shard, ...] = ("optimizer", "gradients", "parameters")
 
 
+class Asked(NamedTuple):
+    """What a forward asks of tensors beside their values, shapes and dtypes: ``requires_grad`` of any but
+    parameters, ``strides`` of those of the microbatch."""
+
+    requires_grad: bool = False
+    strides: bool = False
+
+
+NOTHING = Asked()
+
+
 @dataclass(frozen=True)
 class Leaf:
     """One leaf of the example microbatch.  ``shape`` and ``dtype`` for a tensor, else ``value`` as text.
 
     ``requires_grad``: of the example's tensor, if the forward asks for it.  ``written``: whether the forward
-    writes to its memory.
+    writes to its memory.  ``strided``: whether it asks for the strides.
     """
 
     name: str
@@ -37,6 +48,7 @@ class Leaf:
     value: str
     requires_grad: bool | None = None
     written: bool = False
+    strided: bool = False
 
 
 @dataclass(frozen=True)

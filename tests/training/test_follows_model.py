@@ -191,6 +191,32 @@ def test_leaves_that_a_forward_asks_or_writes_to():
         pipe.run_local((x.clone().requires_grad_(), y, t))
 
 
+class Strided(nn.Module):
+    """Decides by the strides of what it is given, or else of what it computes."""
+
+    def __init__(self, given: bool) -> None:
+        super().__init__()
+        self.linear, self.given = nn.Linear(WIDTH, WIDTH), given
+
+    def forward(self, x):
+        y = self.linear(x)
+        return (y.square() if (x if self.given else y).is_contiguous() else y).mean()
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_a_forward_asks_for_strides(given):
+    """A program decides by those of the example; what it computes has the same as there."""
+    model, x = Strided(given), torch.randn(WIDTH, 6).T
+    options = {"ranks": 1, "microbatches": 3, "schedule": "1f1b", "check": False}
+    pipe = fxpipe.compile(model, (x[:2].contiguous(),), **options)
+    pipe.run_local((x.contiguous(),))
+    told = pytest.warns(
+        UserWarning, match=r"microbatch of '0' has the strides \(1, 6\), .* example, \(8, 1\)"
+    )
+    with told if given else contextlib.nullcontext():
+        assert relative_error(pipe.run_local((x,)).loss, model(x.contiguous())) <= 1e-6
+
+
 class Overwritten(nn.Module):
     """Operands that die in an op which reads them twice."""
 

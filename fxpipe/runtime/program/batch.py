@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Collection, Mapping
 from enum import Enum
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 
 from fxpipe.errors import BatchError
-from fxpipe.plan.step import BatchSpec, Leaf
+from fxpipe.plan.step import NOTHING, Asked, BatchSpec, Leaf
 from fxpipe.plan.tensors import in_strides, is_dense, share_memory
 from fxpipe.runtime.torch_private import pytree
 
@@ -23,18 +24,19 @@ _PLAIN = (
 )  # fmt: skip
 
 
-def batch_spec(example: Any, asks_for_history: bool = False, written: Collection[str] = ()) -> BatchSpec:
+def batch_spec(example: Any, asked: Asked = NOTHING, written: Collection[str] = ()) -> BatchSpec:
     """The description of an example microbatch.
 
-    asks_for_history: whether the forward decides by ``requires_grad``.  written: the leaves it writes to.
+    asked: what the forward decides by.  written: the leaves it writes to.
     """
     leaves = []
     for name, leaf in batch_leaves(example):
         if isinstance(leaf, torch.Tensor):
             dense = leaf if is_dense(leaf) else leaf.contiguous()
-            history = leaf.requires_grad if asks_for_history else None
+            history = leaf.requires_grad if asked.requires_grad else None
             shape, stride = tuple(leaf.shape), dense.stride()
-            leaves.append(Leaf(name, shape, stride, str(leaf.dtype), "", history, name in written))
+            more = history, name in written, asked.strides and dense is leaf
+            leaves.append(Leaf(name, shape, stride, str(leaf.dtype), "", *more))
         else:
             leaves.append(Leaf(name, None, (), "", repr(leaf)))
     return BatchSpec(tuple(leaves))
@@ -72,6 +74,13 @@ def microbatches_of(
         if device is not None and leaf.name in needed:
             value = value.to(device, non_blocking=value.is_pinned())
         pieces = [value] * microbatches if not leaf.shape else value.split(leaf.shape[0])
+        if leaf.strided and pieces[0].stride() != leaf.stride:
+            warnings.warn(
+                f"A microbatch of {leaf.name!r} has the strides {pieces[0].stride()}, and the forward asks "
+                f"for strides: the program has decided by those of the example, {leaf.stride}. Give "
+                "x.contiguous() in both, or compile again with such an example.",
+                stacklevel=2,
+            )
         for microbatch, piece in zip(cut, pieces, strict=True):
             # A program may take views that only the example's strides allow.
             microbatch[leaf.name] = in_strides(piece, leaf.stride)
