@@ -99,7 +99,7 @@ class Calls:
         return op_term(self.terms, schema, self._terms_of(given))
 
     def _result(self, schema: Schema, given: dict[str, Any], term: Term) -> Any:
-        memory = self._memory(schema, given)
+        memory = self._memory(schema, given, term)
         if schema.results == 1:
             return Value(term, 0, memory or Memory(root=term))
         number = schema.results if schema.results > 2 else results_of(self.terms, term)
@@ -116,8 +116,8 @@ class Calls:
         item = self.terms.item(term, index)
         return Value(item, 0, memory or Memory(root=item))
 
-    def _memory(self, schema: Schema, given: dict[str, Any]) -> Memory | None:
-        """That of an argument, which the op views or writes to; None for new memory."""
+    def _memory(self, schema: Schema, given: dict[str, Any], term: Term) -> Memory | None:
+        """That of an argument, which the op views or writes to; None for new memory.  term: the op's."""
         if len(schema.written) > 1:
             raise Rejected(
                 self.line(), f"{schema.name} writes to several values, which the certificate does not know"
@@ -125,6 +125,8 @@ class Calls:
         if schema.written and schema.written[0] in given:
             target = given[schema.written[0]]
             self._check_other_views(target, given.values())
+            if schema.has_out and schema.results == 1:
+                self._check_size(target, term)
             return self._write(target)
         viewed = given.get(schema.viewed) if schema.viewed is not None else None
         return viewed.memory if isinstance(viewed, Value) else None
@@ -138,6 +140,12 @@ class Calls:
                 continue
             if operand.memory is target.memory and operand.term is not target.term:
                 self.note(f"writes to {target.term} and reads {operand.term}, in the same memory")
+
+    def _check_size(self, target: Any, term: Term) -> None:
+        """Torch resizes an ``out=`` of another shape, in memory that stays as large, and converts the result
+        to the dtype that it has."""
+        if isinstance(target, Value) and layout_of(self.terms, target.term) != layout_of(self.terms, term):
+            self.note(f"writes {term} to {target.term}, which has another shape or dtype")
 
     def _write(self, target: Any) -> Memory:
         if not isinstance(target, Value):

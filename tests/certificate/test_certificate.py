@@ -266,6 +266,16 @@ def test_an_op_does_not_write_to_what_is_expanded():
     assert any(re.search(text, problem) for problem in found), found
 
 
+@pytest.mark.parametrize("other", ["slice.Tensor(x, 1, 0, 1)", "_to_copy.default(x, dtype=torch.float64)"])
+def test_an_op_writes_to_a_tensor_of_its_size(other):
+    """torch would resize it, in memory that may be larger, or convert the result."""
+    pattern = r"^    (\w+) = add_out\((\w+), (\w+), out=\3\)$"
+    by = rf"    x = torch.ops.aten.clone.default(\3)\n    \1 = add_out(\2, \3, out=torch.ops.aten.{other})"
+    line, found = problems("tied_head", 0, pattern, by)
+    text = f"rank0.py:{line + 1}: writes .* to .*, which has another shape or dtype"
+    assert any(re.search(text, problem) for problem in found), found
+
+
 #: The same, of edits that change no result.
 OTHERWISE = {
     "a value is kept": (
