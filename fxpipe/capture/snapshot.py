@@ -7,6 +7,7 @@ that belongs neither to torch nor to the standard library.
 
 from __future__ import annotations
 
+import argparse
 import array
 import contextvars
 import copy
@@ -18,7 +19,7 @@ import sysconfig
 import threading
 import types
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, MutableMapping, MutableSequence, MutableSet
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +34,11 @@ CONTAINERS = (dict, list, set, deque)
 _VALUES = (str, bytes, int, float, complex, torch.Tensor, torch.dtype, torch.device, type(None))
 #: What has a state of its own beside attributes.
 _OPAQUE = (np.ndarray, random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
+#: Of the standard library, what keeps things in attributes: containers in Python, and names for any use.
+_KEEPERS = (
+    MutableMapping, MutableSequence, MutableSet,
+    types.SimpleNamespace, argparse.Namespace, threading.local, functools.partial,
+)  # fmt: skip
 #: Packages whose classes and functions keep no state of a model.
 _OTHERS = frozenset({*sys.stdlib_module_names, "torch", "sympy", "numpy", "fxpipe", ""}) - {"__main__"}
 #: Methods that code calls without their names.
@@ -193,8 +199,8 @@ def _places(found: _Found, globals_: Collection[str]) -> Iterator[tuple[Any, str
                 f"the global * of {thing.__module__}",
             )
             yield thing.__dict__, f"{thing.__qualname__}.*"
-    elif isinstance(thing, nn.Module) or _is_users(type(thing)):
-        if type(thing).__dictoffset__:  # others may answer to any name
+    elif isinstance(thing, (nn.Module, *_KEEPERS)) or _is_users(type(thing)):
+        if type(thing).__dictoffset__ or isinstance(thing, threading.local):  # others may answer to any name
             yield thing.__dict__, label
         slots = tuple(_slots(type(thing)))
         if slots:

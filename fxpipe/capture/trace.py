@@ -9,6 +9,7 @@ functions, no-grad regions and activation checkpointing mean what they mean in e
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -117,8 +118,8 @@ def _attempt(
     """A trace; while state is found among its constants, another one with that among its buffers."""
     refused = ""
     while True:
-        try:
-            return trace(flag, most_checks, kept, refused)
+        try:  # what the forward gives to context variables is of this trace alone
+            return contextvars.copy_context().run(trace, flag, most_checks, kept, refused)
         except KeepsState as error:
             if not error.names:
                 raise

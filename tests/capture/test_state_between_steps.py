@@ -1,9 +1,13 @@
 """State of Python that a forward changes from step to step: an error or a warning that names the line."""
 
+import contextvars
+import functools
 import random
 import threading
+import types
 import warnings
-from collections import deque
+import weakref
+from collections import ChainMap, UserDict, deque
 
 import numpy as np
 import pytest
@@ -285,6 +289,48 @@ def test_state_that_is_no_attribute_is_seen_and_restored(name):
     assert [drawn(state) for _ in range(3)] == [
         drawn(fresh) for fresh in [GENERATORS[name]()] for _ in range(3)
     ]
+
+
+TABLE_OF_CONTEXT = contextvars.ContextVar("table")
+
+
+def table_of_context(self, x):
+    if TABLE_OF_CONTEXT.get(None) is None:
+        TABLE_OF_CONTEXT.set(torch.arange(WIDTH) / 3)
+    return x * TABLE_OF_CONTEXT.get()
+
+
+def table_in_an_attribute(self, x):
+    if not hasattr(self.state, "table"):
+        self.state.table = torch.arange(WIDTH) / 3
+    return x * self.state.table
+
+
+def table_under_a_key(self, x):
+    if Halves not in self.state:
+        self.state[Halves] = torch.arange(WIDTH) / 3
+    return x * self.state[Halves]
+
+
+TABLES = {
+    "context variable": (table_of_context, lambda: None),
+    "thread variable": (table_in_an_attribute, threading.local),
+    "namespace": (table_in_an_attribute, types.SimpleNamespace),
+    "partial": (table_in_an_attribute, lambda: functools.partial(int)),
+    "weak dict": (table_under_a_key, weakref.WeakKeyDictionary),
+    "user's dict": (table_under_a_key, UserDict),
+    "chain": (table_under_a_key, ChainMap),
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_tables_of_the_standard_library_are_restored(name):
+    between, state = TABLES[name]
+    net = Net(between, state())
+    for _ in range(2):
+        capture(net, (torch.randn(2, WIDTH),), None, 0.5, torch.device("cpu"))
+    table = contextvars.copy_context().run(lambda: (net(torch.randn(2, WIDTH)), TABLE_OF_CONTEXT.get(None)))
+    assert [type(x) for x in table if x is not None] == [torch.Tensor] * (2 if state() is None else 1)
 
 
 def by_its_class(self, x):
