@@ -70,6 +70,8 @@ class Questions(TorchFunctionMode):
             return args[0].shape == args[1].shape and bool((args[0] == args[1]).all())
         if func is torch.tensor and any(isinstance(x, torch.Tensor) for x in pytree.tree_leaves(args[0])):
             return _stacked(args[0]).to(**{k: v for k, v in kwargs.items() if k in ("dtype", "device")})
+        if func is torch.Tensor.__format__ and not args[0].dim():
+            func, args = torch.Tensor.__repr__, args[:1]  # which a number's format does not suit
         if func in (torch.Tensor.__repr__, torch.Tensor.__format__):
             return Text.of(ANY_VALUES if self.again else func(*args), self._provenance.place)
         if func is torch.Tensor.register_hook:

@@ -502,6 +502,7 @@ def makes_a_parameter(self, x):
 REFUSED = {
     "runs ops in another thread": in_a_thread,
     "reads the text": lambda self, x: x if "nan" in str(x) else x * 2,
+    "reads the text of": lambda self, x: x if f"{x.sum():.1f}" == "0.0" else x * 2,
     "changes torch's default dtype": under_a_default_dtype,
     "gives the model the parameter .state.": makes_a_parameter,
     "reads the gradient": lambda self, x: x if self.first.weight.grad is None else x * 2,
@@ -522,6 +523,10 @@ def test_what_a_trace_cannot_tell(message):
     x = torch.ones(2, requires_grad=True)
     y = x.exp()
     assert y.grad_fn._saved_result.data_ptr() == y.data_ptr()  # without hooks of a checkpoint
+
+
+def test_text_that_is_only_printed():
+    assert traced(lambda self, x: (f"a sum of {x.sum():.2f}, {x}", x)[1]) == ""
 
 
 def test_a_gradient_of_what_is_not_trained():
