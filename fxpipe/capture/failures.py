@@ -120,11 +120,13 @@ def _first_line(error: Exception) -> str:
 
 
 def _user_line(error: Exception) -> str:
-    """The innermost line of the traceback that is neither torch's nor fxpipe's."""
-    line, trace = "", error.__traceback__
+    """The innermost line of the traceback that is neither torch's nor fxpipe's, nor of Python's library if
+    there is another one."""
+    lines = {False: "", True: ""}
+    trace = error.__traceback__
     while trace is not None:
-        code = trace.tb_frame.f_code
-        if Provenance.is_users(code.co_filename):
-            line = f"{code.co_filename}:{trace.tb_lineno}"
+        file = trace.tb_frame.f_code.co_filename
+        if Provenance.is_users(file):
+            lines[Provenance.is_pythons(file)] = f"{file}:{trace.tb_lineno}"
         trace = trace.tb_next
-    return line
+    return lines[False] or lines[True]

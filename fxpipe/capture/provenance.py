@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
+import sysconfig
 from collections.abc import Callable, Sequence
 from math import inf
 from pathlib import Path
@@ -34,7 +35,7 @@ from fxpipe.ir.storage import written_arguments
 from fxpipe.plan.dtensors import is_dtensor_type
 
 _LIBRARY = tuple(f"{Path(file).parents[up]}{os.sep}" for file, up in ((torch.__file__, 0), (__file__, 1)))
-
+_PYTHON = f"{sysconfig.get_path('stdlib')}{os.sep}"  # packages may be installed below it
 
 #: The name of its overload is a keyword, which FX and programs cannot write.
 _RANDOM_FROM = getattr(torch.ops.aten.random_, "from")
@@ -112,20 +113,29 @@ class Provenance(compat.TorchDispatchMode):
         return forward if self._backward and not self._paths and forward else Origin(self.path)
 
     def source(self) -> str:
-        """The innermost frame that belongs neither to torch nor to fxpipe, as ``file:line``; "" for an op
-        that fxpipe itself adds."""
+        """The innermost frame that belongs neither to torch nor to fxpipe, nor to Python's library if there
+        is another one, as ``file:line``; "" for an op that fxpipe itself adds."""
         frame: FrameType | None = sys._getframe(1)
+        line = ""
         while frame is not None and frame is not self._entered:
             file = frame.f_code.co_filename
             if self.is_users(file):
-                return f"{file}:{frame.f_lineno}"
+                line = line or f"{file}:{frame.f_lineno}"
+                if not self.is_pythons(file):
+                    return f"{file}:{frame.f_lineno}"
             frame = frame.f_back
-        return ""
+        return line
 
     @staticmethod
     @functools.cache
     def is_users(file: str) -> bool:
         return not file.startswith((*_LIBRARY, "<"))
+
+    @staticmethod
+    @functools.cache
+    def is_pythons(file: str) -> bool:
+        module = file.removeprefix(_PYTHON).partition(os.sep)[0].removesuffix(".py")
+        return file.startswith(_PYTHON) and module in sys.stdlib_module_names
 
     def repeat(
         self, calls: Sequence[RunOp], inputs: Sequence[torch.Tensor], values: Callable[[], Values]

@@ -3,6 +3,7 @@
 import contextvars
 import functools
 import random
+import reprlib
 import threading
 import types
 import warnings
@@ -503,6 +504,7 @@ REFUSED = {
     "runs ops in another thread": in_a_thread,
     "reads the text": lambda self, x: x if "nan" in str(x) else x * 2,
     "reads the text of": lambda self, x: x if f"{x.sum():.1f}" == "0.0" else x * 2,
+    "reads the text of a": lambda self, x: x if reprlib.repr(x) else x * 2,  # by a line of Python's library
     "changes torch's default dtype": under_a_default_dtype,
     "gives the model the parameter .state.": makes_a_parameter,
     "reads the gradient": lambda self, x: x if self.first.weight.grad is None else x * 2,
