@@ -10,6 +10,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -258,6 +259,10 @@ def disagree(rank: Rank) -> None:
     rank.error("two calls", pipe.synchronize if odd else pipe.full_state_dict)
     rank.error("first steps", (pipe.evaluate if odd else pipe.step), batch_of(0))
     optimizer = own(torch.optim.SGD, lr=LEARNING_RATE, clip_grad_norm=1.0)
+    checkpointer = partial(fxpipe.Checkpointer, pipe, rank.directory / "never")
+    rank.error("one checkpointer", checkpointer if odd else pipe.full_state_dict)
+    rank.error("an optimizer", checkpointer, optimizer=optimizer if odd else None)
+    rank.error("every", checkpointer, every=1 + odd)
     pipe.step(batch_of(0))
     rank.error("no norm", optimizer.grad_norm if odd else pipe.full_state_dict)
     if odd:

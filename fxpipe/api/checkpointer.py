@@ -94,7 +94,7 @@ class Checkpointer:
         keep: the number of checkpoints that are kept.
         asynchronous: copy the tensors and write them in the background, while training goes on.
         Raises ArtifactError, on every rank, for a directory that a rank cannot see or write, or that another
-        run has.
+        run has, and RunError if ranks differ in ``optimizer`` or ``every``.
         """
         if keep < 1 or (every is not None and every < 1):
             raise OptionError("keep and every are numbers of checkpoints and steps: at least 1.")
@@ -109,6 +109,9 @@ class Checkpointer:
         # Of its own, as the background thread uses it while the main thread uses the others.
         self._group: dist.ProcessGroup | None = None
         if self._process is not None:
+            given = {"optimizer": "None" if optimizer is None else "given", "every": str(every)}
+            # Also whether all ranks make one: a new group does not tell.
+            self._process.check_alike(given, "its Checkpointer", "Give all ranks the same.")
             with self._process.watch.collective():
                 self._group = dist.new_group(backend="gloo", timeout=self._process.timeout)
         self._lock: files.Lock | None = None
