@@ -253,6 +253,7 @@ def disagree(rank: Rank) -> None:
     rank.error("another class", own, torch.optim.SGD if odd else torch.optim.AdamW, lr=0.1)
     rank.error("another rate", own, torch.optim.SGD, lr=0.2 if odd else 0.1)
     rank.error("other groups", own, torch.optim.SGD, groups=[{"params": "*.bias" if odd else "*.weight"}])
+    rank.error("groups of one", own, torch.optim.SGD, groups=[{"params": "*.bias"}] if odd else [])
     rank.error("a wrong norm", own, torch.optim.SGD, clip_grad_norm=-1 if odd else 1.0)
     rank.error("local", pipe.run_local, batch_of(0))
     rank.error("two pipelines", (other if odd else pipe).save, rank.directory / "never")

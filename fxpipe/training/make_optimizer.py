@@ -86,7 +86,7 @@ def make_optimizer(
     if process is not None:
         given = {"groups": repr([group.get("params") for group in groups])}
         given |= {"master_weights": str(bool(master_weights))}
-        process.check_alike(optimizer.options() | given, "its optimizer", SAME_OPTIONS)
+        process.check_alike(given | optimizer.options(), "its optimizer", SAME_OPTIONS)
     return optimizer
 
 

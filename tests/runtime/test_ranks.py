@@ -227,6 +227,7 @@ DISAGREE = {
     "another class": "Rank 1 has class=SGD in its optimizer, and rank 0 class=AdamW. Give all ranks the same",
     "another rate": "Rank 1 has lr=0.2 in its optimizer, and rank 0 lr=0.1. ",
     "other groups": "Rank 1 has groups=['*.bias'] in its optimizer, and rank 0 groups=['*.weight']. ",
+    "groups of one": "Rank 1 has groups=['*.bias'] in its optimizer, and rank 0 groups=[]. ",
     "local": "run_local runs all ranks in this process, which under torchrun holds the tensors of one of",
     "two pipelines": "Rank 1 calls Pipeline.save of pipeline 2 (Shared), and rank 0 calls Pipeline.save of p",
     "two calls": "Rank 1 calls Pipeline.synchronize of pipeline 1 (Shared), and rank 0 calls Pipeline.full_s",
