@@ -272,6 +272,21 @@ PIPE = {
         OptionError,
         r"state\['x'\] is 3 and must have the methods",
     ),
+    "half a step": (
+        lambda pipe, path: fxpipe.Checkpointer(pipe, path, every=1.5),
+        OptionError,
+        "every is 1.5 and must be a whole number",
+    ),
+    "a number of checkpoints": (
+        lambda pipe, path: fxpipe.Checkpointer(pipe, path, keep="3"),
+        OptionError,
+        "keep is '3' and must be a whole number",
+    ),
+    "a time that is none": (
+        lambda *_: compiled(timeout=True),
+        OptionError,
+        "timeout=True is no time above 0",
+    ),
     "a model that is a class": (lambda *_: compiled(Chain), CaptureError, "The model is the class Chain"),
     "a module that is not there": (
         lambda *_: compiled(outputs=["blocks.9"]),
@@ -328,6 +343,9 @@ OPTIMIZERS = {
         {"groups": [{"params": ["*"], "weight_decy": 3}]},
         r"no option 'weight_decy'\. Did you mean 'weight_decay'",
     ),
+    "groups of numbers": ({"groups": [3]}, "groups is a list of mappings"),
+    "a group of a number": ({"groups": [{"params": 3}]}, 'A group is a mapping with "params"'),
+    "a norm that is none": ({"clip_grad_norm": True}, "clip_grad_norm is True and must be a number above 0"),
     "a mapping for groups": ({"groups": {"params": ["*"]}}, "groups is a list of mappings"),
     "master_weights": ({"master_weights": "yes"}, "master_weights is 'yes' and must be True or False"),
 }

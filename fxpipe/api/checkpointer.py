@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.stateful import Stateful
 
-from fxpipe.errors import ArtifactError, FxpipeError, OptionError, RunError
+from fxpipe.errors import ArtifactError, FxpipeError, OptionError, RunError, at_least_one
 from fxpipe.plan.files import as_path, checksum, writing
 from fxpipe.runtime.job.process import agreed, agreed_by
 from fxpipe.runtime.job.tracebacks import brief_methods
@@ -96,8 +96,11 @@ class Checkpointer:
         Raises ArtifactError, on every rank, for a directory that a rank cannot see or write, or that another
         run has, and RunError if ranks differ in ``optimizer`` or ``every``.
         """
-        if keep < 1 or (every is not None and every < 1):
-            raise OptionError("keep and every are numbers of checkpoints and steps: at least 1.")
+        at_least_one("keep", keep)
+        if every is not None:
+            at_least_one("every", every)
+        if not isinstance(asynchronous, bool):
+            raise OptionError(f"asynchronous is {asynchronous!r} and must be True or False.")
         _check_given(pipe, optimizer, state)
         self.pipe, self.optimizer, self.user = pipe, optimizer, dict(state or {})
         self.directory, self.every = as_path(directory, "fxpipe.Checkpointer"), every

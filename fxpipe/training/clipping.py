@@ -31,7 +31,8 @@ class Clipping:
         """Raises OptionError for a norm that is no number above 0."""
         for name, norm in (("clip_grad_norm", self.largest), ("norm_type", self.norm_type)):
             absent = norm is None and name == "clip_grad_norm"
-            if not absent and not (isinstance(norm, int | float) and norm > 0):
+            is_number = isinstance(norm, int | float) and norm is not True and norm > 0
+            if not absent and not is_number:
                 raise OptionError(f"{name} is {norm!r} and must be a number above 0.")
         if not (isinstance(self.skip_nonfinite, int) and self.skip_nonfinite >= 0):
             raise OptionError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, get_args
 
@@ -54,6 +54,7 @@ def make_optimizer(
         return first == process.world_rank
 
     with agreed(process, "make its optimizer"):
+        _check_groups(groups)
         state.follow_model()
         own = state.owned_by(rank).gradients
         held: dict[str, Parameter] = {name: state.parameter(name) for name in own}
@@ -154,6 +155,11 @@ def _check_step(optimizer: Optimizer) -> None:
         )
 
 
+def _check_groups(groups: Any) -> None:
+    if not isinstance(groups, list | tuple) or not all(isinstance(group, Mapping) for group in groups):
+        raise OptionError('groups is a list of mappings: [{"params": ["*.bias"], "weight_decay": 0.0}].')
+
+
 def _name(cls: Callable[..., Optimizer]) -> str:
     return getattr(cls, "__name__", str(cls))
 
@@ -169,11 +175,9 @@ def grouped(
     Warns of a pattern that no name of the model matches, and raises OptionError for a group of such patterns.
     """
     patterns = []
-    if isinstance(groups, Mapping | str):
-        raise OptionError('groups is a list of mappings: [{"params": ["*.bias"], "weight_decay": 0.0}].')
     for group in groups:
         given = group.get("params")
-        several = [given] if isinstance(given, str) else list(given or ())
+        several = [given] if isinstance(given, str) else [*given] if isinstance(given, Iterable) else []
         if not several or not all(isinstance(pattern, str) for pattern in several):
             raise OptionError(
                 'A group is a mapping with "params", names or patterns like "*.bias", and options.'

@@ -314,7 +314,8 @@ def agreed(process: Process | None, what: str) -> Iterator[None]:
 def as_timeout(given: float | timedelta | None) -> timedelta | None:
     """A time limit, given in seconds or as a timedelta.  Raises OptionError unless it is above 0."""
     limit = given
-    if isinstance(given, int | float) and 0 < given <= timedelta.max.total_seconds():
+    most = timedelta.max.total_seconds()
+    if isinstance(given, int | float) and given is not True and 0 < given <= most:
         limit = timedelta(seconds=given)
     if limit is None or (isinstance(limit, timedelta) and limit > timedelta()):
         return limit
