@@ -17,11 +17,12 @@ from fxpipe.schedule.search.build import build
 
 NAMED = """
 import sys
-from fxpipe.schedule.costs import StageCost, chain
+from dataclasses import replace
+from fxpipe.schedule.costs import Exchange, StageCost, chain
 from fxpipe.schedule.search.build import build
 for microbatches in {microbatches}:
     costs = chain([StageCost(1 + k, 1.0, 1.0, 2.0, 1.0) for k in range(4)])
-    build("zb-h1", ranks=4, microbatches=microbatches, costs=costs)
+    build("zb-h1", ranks=4, microbatches=microbatches, costs=replace(costs, exchanges=(Exchange({sum}),) * 4))
     print("numba" in sys.modules)
 """
 
@@ -42,9 +43,10 @@ def test_what_is_compiled_need_not_be_kept(monkeypatch):
     assert add.compiled.signatures
 
 
-def test_a_named_schedule_of_some_hundred_ops_needs_no_numba():
-    """One of many ops does, from the call on whose work is too much for Python."""
-    code = NAMED.format(microbatches=[8, 4000])
+@pytest.mark.parametrize("seconds", [0.0, 0.5])
+def test_a_named_schedule_of_some_hundred_ops_needs_no_numba(seconds):
+    """One of many ops does, from the call on whose work is too much for Python.  seconds: of replicas' sums."""
+    code = NAMED.format(microbatches=[8, 4000], sum=seconds)
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.split() == ["False", "True"]
 

@@ -33,7 +33,7 @@ class Loop:
     def __call__(self, *arguments: Any) -> Any:
         global _gone_through
         if self.compiled is None and self.begins_in_python:
-            _gone_through += max(len(x) for x in arguments if isinstance(x, np.ndarray))
+            _gone_through += max((len(x) for x in arguments if isinstance(x, np.ndarray)), default=1)
             if _gone_through <= _IN_PYTHON:
                 return self.function(*arguments)
         if self.compiled is None:
