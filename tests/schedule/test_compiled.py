@@ -19,10 +19,14 @@ NAMED = """
 import sys
 from dataclasses import replace
 from fxpipe.schedule.costs import Exchange, StageCost, chain
+from fxpipe.schedule.engine.arrays import schedule_arrays
+from fxpipe.schedule.engine.order import Order
 from fxpipe.schedule.search.build import build
-for microbatches in {microbatches}:
+for m in {microbatches}:
     costs = chain([StageCost(1 + k, 1.0, 1.0, 2.0, 1.0) for k in range(4)])
-    build("zb-h1", ranks=4, microbatches=microbatches, costs=replace(costs, exchanges=(Exchange({sum}),) * 4))
+    schedule = build("zb-h1", ranks=4, microbatches=m, costs=costs)
+    costs = replace(costs, exchanges=(Exchange({sum}),) * 4)
+    assert Order.of(schedule_arrays(costs, schedule.placement, m), schedule.order).run() is not None
     print("numba" in sys.modules)
 """
 
@@ -45,7 +49,10 @@ def test_what_is_compiled_need_not_be_kept(monkeypatch):
 
 @pytest.mark.parametrize("seconds", [0.0, 0.5])
 def test_a_named_schedule_of_some_hundred_ops_needs_no_numba(seconds):
-    """One of many ops does, from the call on whose work is too much for Python.  seconds: of replicas' sums."""
+    """One of many ops does, from the call on whose work is too much for Python.
+
+    seconds: of the sums of replicas.
+    """
     code = NAMED.format(microbatches=[8, 4000], sum=seconds)
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.split() == ["False", "True"]
