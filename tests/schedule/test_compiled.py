@@ -26,7 +26,8 @@ for m in {microbatches}:
     costs = chain([StageCost(1 + k, 1.0, 1.0, 2.0, 1.0) for k in range(4)])
     schedule = build("zb-h1", ranks=4, microbatches=m, costs=costs)
     costs = replace(costs, exchanges=(Exchange({sum}),) * 4)
-    assert Order.of(schedule_arrays(costs, schedule.placement, m), schedule.order).run() is not None
+    arrays = schedule_arrays(costs, schedule.placement, m, exchanges=True)
+    assert Order.of(arrays, schedule.order).run() is not None
     print("numba" in sys.modules)
 """
 
@@ -64,7 +65,8 @@ def test_python_runs_the_ops_as_numba_does(sums):
     stages = [StageCost(1 + k / 7, 1.3, 0.9 - k / 9, 2.0, 1.0) for k in range(3)]
     costs = replace(chain(stages, 0.1), exchanges=tuple(Exchange(seconds) for seconds in sums))
     schedule = build("zb-h1", ranks=3, microbatches=5, costs=costs)
-    order = Order.of(schedule_arrays(costs, schedule.placement, 5), schedule.order)
+    arrays = schedule_arrays(costs, schedule.placement, 5, exchanges=True)
+    order = Order.of(arrays, schedule.order)
     compiled._compile_waiting()
     fast, found = (kernel.run_ops, kernel.score), []
     for run, value in (fast, tuple(function.py_func for function in fast)):
