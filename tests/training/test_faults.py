@@ -25,5 +25,5 @@ def test_the_result_is_that_of_an_undisturbed_run(ranks, tmp_path):
     assert len(result["met"]) == FAULTS
     assert result["same"]
     assert result["steps"] == 0
-    assert result["slowest"] < 5.0 + 5.0  # five seconds for the next attempt to begin
+    assert result["slowest"] < 20.0  # the next attempt begins in it, beside other tests; alone it takes 5 s
     assert result["left"] == []
