@@ -248,7 +248,7 @@ def _variables(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
             yield name, x
     given, defaults = function.__code__.co_varnames[: function.__code__.co_argcount], function.__defaults__
     for name, x in zip(reversed(given), reversed(defaults or ()), strict=False):
-        if is_plain(x) or isinstance(x, CONTAINERS):
+        if is_plain(x) or (isinstance(x, CONTAINERS) and x):  # an empty one is mostly a cache
             yield name, x
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
         if cell != types.CellType():  # it has a value

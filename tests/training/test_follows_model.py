@@ -609,3 +609,14 @@ def test_only_other_objects_are_searched():
         others.append(lambda x: x + 1)
     model.activation = others[-1]
     assert [change.name for change in settings.changes(model)] == ["activation"]
+
+
+def test_a_cache_in_a_default_is_no_setting():
+    def cached(x, known={}):  # noqa: B006 - the cache
+        return known.setdefault("x", x)
+
+    model = nn.Linear(WIDTH, WIDTH)
+    model.act, model.forward = cached, lambda x: model.act(x)
+    settings = Settings(model)
+    cached(1.0)
+    assert settings.changes(model) == []

@@ -64,13 +64,12 @@ def _compile_waiting() -> None:
     """Compile all functions that wait for it.  They call each other by names of their modules, which numba
     needs to stand for what it has compiled."""
     with _lock:
-        loops = [loop for loop in _waiting if loop.compiled is None]
-        made: dict[Any, Any] = {loop: _compiled(loop) for loop in loops}
-        for loop in loops:
+        made: dict[Any, Any] = {loop: _compiled(loop) for loop in _waiting}
+        for loop in made:
             names = loop.function.__globals__
             names.update({name: made[x] for name, x in names.items() if isinstance(x, Loop) and x in made})
-        for loop in loops:
-            loop.compiled = made[loop]
+        for loop, function in made.items():
+            loop.compiled = function
         _waiting.clear()
 
 
