@@ -72,8 +72,9 @@ def test_python_runs_the_ops_as_numba_does(sums):
     for run, value in (fast, tuple(function.py_func for function in fast)):
         end, cause = np.full(len(order.op_ids), -1.0), np.full(len(order.op_ids), -1)
         first, free = np.zeros(3), np.zeros(3)
-        assert run(order.arrays.tables, order.op_ids, 5, 0.0, end, cause, first, free)
-        found.append([*end, *cause, *first, *free, value(first, free, True)])
+        turn = np.zeros(len(order.op_ids), np.int64)
+        assert run(order.arrays.tables, order.op_ids, 5, 0.0, end, cause, first, free, turn)
+        found.append([*end, *cause, *first, *free, *turn, value(first, free, True)])
     assert found[0] == found[1]
 
 

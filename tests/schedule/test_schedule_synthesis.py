@@ -4,6 +4,7 @@ memory.
 
 from copy import deepcopy
 from dataclasses import replace
+from functools import cache
 from itertools import pairwise
 from math import inf
 from random import Random
@@ -12,11 +13,11 @@ import numpy as np
 import pytest
 
 from fxpipe.errors import ScheduleError
-from fxpipe.schedule.costs import Costs, Edge, StageCost, chain
+from fxpipe.schedule.costs import Costs, Edge, Exchange, StageCost, chain
 from fxpipe.schedule.engine.arrays import ScheduleArrays, schedule_arrays
 from fxpipe.schedule.engine.dispatch import dispatch
 from fxpipe.schedule.engine.dispatch_kernel import LATE, NUMBERS, draw_ops
-from fxpipe.schedule.engine.kernel import judge_ops, run_ops
+from fxpipe.schedule.engine.kernel import judge_ops, run_back, run_ops
 from fxpipe.schedule.engine.order import Order
 from fxpipe.schedule.engine.tables import Floats
 from fxpipe.schedule.families.greedy import zero_bubble, zero_bubble_v
@@ -109,7 +110,7 @@ def test_what_did_not_change_need_not_run_again():
         since = known.end[its[at]] - arrays.seconds[its[at] // 8]
         its[at : at + 2] = its[at : at + 2][::-1].copy()
         fresh, again = new.run(), deepcopy(known)
-        times = again.end, again.cause, again.first, again.free
+        times = again.end, again.cause, again.first, again.free, again.turn
         runs = run_ops(arrays.tables, new.op_ids, 8, since, *times)
         assert runs == (fresh is not None)
         if fresh is None:
@@ -117,7 +118,73 @@ def test_what_did_not_change_need_not_run_again():
         compared += 1
         for name in ("end", "first", "free"):
             assert (getattr(again, name) == getattr(fresh, name)).all()
+        for done in (again, fresh):
+            turn = {int(op): k for k, op in enumerate(done.turn)}
+            assert len(turn) == len(new.op_ids)
+            assert all(turn[a] < turn[b] for b in turn for a in _waited_for(new, b))
     assert compared > 50
+
+
+def _waited_for(order, op):
+    """The ops before an op: those that it needs, and the one before it on its rank."""
+    m, section = order.arrays.microbatches, op // order.arrays.microbatches
+    own = [int(other) for other in order.of_rank(order.arrays.rank[section])]
+    at = own.index(op)
+    needed = [op + (source - section) * m for source, _ in order.arrays.needs[section]]
+    return needed + own[max(0, at - 1) : at]
+
+
+@pytest.mark.parametrize("by_makespan", [True, False])
+@pytest.mark.parametrize("sums", [0.0, 0.7])
+def test_the_tail_of_an_op_is_the_longest_path_behind_it(by_makespan, sums):
+    """``run_back``, with and without what the ops of a stage need of each other, and of a part alone."""
+    costs = v_costs(3, **LARGE)
+    costs = replace(costs, exchanges=tuple(Exchange(sums) for _ in costs.stages))
+    schedule, m = build("zb-v", ranks=3, microbatches=5, costs=costs, effort=0.01), 5
+    arrays = schedule_arrays(costs, schedule.placement, m, exchanges=True)
+    order = Order.of(arrays, schedule.order)
+    done = order.run()
+
+    @cache
+    def longest(op):
+        section = op // m
+        rank = arrays.rank[section]
+        own = [int(other) for other in order.of_rank(rank)]
+        behind = own[own.index(op) + 1 :][:1]
+        ways = [arrays.seconds[other // m] + longest(other) for other in behind]
+        ways += [
+            delay + arrays.seconds[fed] + longest(op + (fed - section) * m)
+            for fed, delay in arrays.feeds[section]
+        ]
+        if not behind:
+            ways.append(0.0 if by_makespan else -done.first[rank])
+        if sums and section % 3 == 2 and op % m == m - 1:
+            later = [stage for stage in arrays.own[rank] if done.end[(3 * stage + 3) * m - 1] >= done.end[op]]
+            ways.append(sums * len(later))
+        return max(ways)
+
+    expected = [longest(op) for op in range(len(order.op_ids))]
+    for tables in (arrays.tables, arrays.tables_between_stages):
+        for until in (np.inf, 0.4 * done.makespan):
+            tail = np.where(done.end > until, expected, 7.0)
+            run_back(tables, order.op_ids, m, until, done.end, done.turn, done.first, by_makespan, tail)
+            assert tail == pytest.approx(expected)
+
+
+def test_what_a_stage_needs_of_itself_changes_no_time():
+    """An order has each F before its B and each B before its W."""
+    costs = v_costs(4, **LARGE)
+    for name in ("zb-v", "1f1b-v", "dualpipe-v"):
+        schedule = build(name, ranks=4, microbatches=8, costs=costs, effort=0.01)
+        arrays = schedule_arrays(costs, schedule.placement, 8)
+        done, ops = Order.of(arrays, schedule.order).run(), len(arrays.tables.section)
+        assert len(arrays.tables_between_stages.need) < len(arrays.tables.need)
+        end, cause, turn = np.zeros(ops), np.zeros(ops, np.int64), np.zeros(ops, np.int64)
+        order = Order.of(arrays, schedule.order).op_ids
+        first, free = np.zeros(4), np.zeros(4)
+        assert run_ops(arrays.tables_between_stages, order, 8, 0.0, end, cause, first, free, turn)
+        assert (end == done.end).all()
+        assert (cause == done.cause).all()
 
 
 def test_orders_that_block_each_other_do_not_run():

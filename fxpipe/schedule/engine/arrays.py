@@ -8,13 +8,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
 from fxpipe.schedule.bound import in_order
 from fxpipe.schedule.costs import Costs, Exchange
-from fxpipe.schedule.dependencies import SECTION_KINDS, SECTIONS_PER_STAGE, Needs, durations, index, needs
-from fxpipe.schedule.engine.tables import Floats, Ints, Tables
+from fxpipe.schedule.dependencies import (
+    SECTION_KINDS,
+    SECTIONS_PER_STAGE,
+    Needs,
+    durations,
+    index,
+    needs,
+    sections_of,
+)
+from fxpipe.schedule.engine.tables import Tables
 from fxpipe.schedule.ops import Phase
 from fxpipe.schedule.placement import stages_of
 from fxpipe.schedule.simulation.memory import memory_changes
@@ -24,11 +33,12 @@ from fxpipe.schedule.simulation.memory import memory_changes
 class ScheduleArrays:
     """Costs, placement and number of microbatches as arrays.
 
-    Per section: ``seconds`` to ``rank``, the memory changes ``at_start`` and ``at_end``, and ``gathered``,
-    when the parameters of its stage are there.  Per rank: its stages (``own``), and the seconds of its
+    Per section: ``seconds`` to ``rank``, the memory changes ``at_start`` and ``at_end``, ``gathered``, when
+    the parameters of its stage are there, and the seconds of the ``sum`` that follows the last of its ops: of
+    the gradients of its stage, if it is a W.  Per rank: its stages (``own``), and the seconds of its
     ``update`` that count as part of its span.  Per stage: ``hold`` and ``kept``, the most that a rank holds
     from F to B and from B to W, including values that the stage and later stages of its rank hand each other;
-    ``joined``: instead of both, if B and W are one op; the seconds of the ``sum`` of its gradients.
+    ``joined``: instead of both, if B and W are one op.
     """
 
     ranks: int
@@ -66,21 +76,27 @@ class ScheduleArrays:
     @cached_property
     def tables(self) -> Tables:
         """The arrays in the layout of the compiled loops."""
-        need_at, need, need_delay = _rows(self.needs)
-        feed_at, feed, feed_delay = _rows(self.feeds)
         return Tables(
             section=np.repeat(np.arange(self.sections), self.microbatches),
             rank=np.array(self.rank),
-            need_at=need_at,
-            need=need,
-            need_delay=need_delay,
-            feed_at=feed_at,
-            feed=feed,
-            feed_delay=feed_delay,
+            **_rows("need", self.needs),
+            **_rows("feed", self.feeds),
             own_at=np.cumsum([0, *map(len, self.own)]),
             own=np.array([stage for stages in self.own for stage in stages]),
             **{name: np.array(getattr(self, name), np.float64) for name in _FLOATS},
         )
+
+    @cached_property
+    def tables_between_stages(self) -> Tables:
+        """``tables`` without what the ops of a stage need of each other, for loops over orders that have each
+        F before its B and each B before its W: there it starts no op later."""
+        rows = {"need": self.needs, "feed": self.feeds}
+        for name, table in rows.items():
+            rows[name] = tuple(
+                tuple(pair for pair in row if pair[0] not in sections_of(section // SECTIONS_PER_STAGE))
+                for section, row in enumerate(table)
+            )
+        return self.tables._replace(**_rows("need", rows["need"]), **_rows("feed", rows["feed"]))
 
     @cached_property
     def smallest_limits(self) -> tuple[float, ...]:
@@ -147,7 +163,7 @@ def schedule_arrays(
         at_end=tuple(at_end),
         update=tuple(costs.update_seconds(rank, "post") if updates else 0.0 for rank in ranks),
         gathered=_gathered([each.gather for each in found], placement),
-        sum=tuple(each.sum for each in found),
+        sum=tuple(seconds for each in found for seconds in (0.0, 0.0, each.sum)),
     )
 
 
@@ -185,15 +201,14 @@ def _in_model_order(table: list[Needs], placement: tuple[int, ...]) -> tuple[Nee
     return tuple(table)
 
 
-def _rows(table: Sequence[Sequence[tuple[int, float]]]) -> tuple[Ints, Ints, Floats]:
-    """The begin of each row, and the concatenated rows."""
+def _rows(name: str, table: Sequence[Sequence[tuple[int, float]]]) -> dict[str, Any]:
+    """The begin of each row, and the concatenated rows, by the names of their tables."""
     pairs = [pair for row in table for pair in row]
-    at = np.cumsum([0, *map(len, table)])
-    return (
-        at,
-        np.array([to for to, _ in pairs], np.int64),
-        np.array([delay for _, delay in pairs], np.float64),
-    )
+    return {
+        f"{name}_at": np.cumsum([0, *map(len, table)]),
+        name: np.array([to for to, _ in pairs], np.int64),
+        f"{name}_delay": np.array([delay for _, delay in pairs], np.float64),
+    }
 
 
 def least_period(arrays: ScheduleArrays, costs: Costs, limits: Sequence[float]) -> float:

@@ -22,15 +22,21 @@ def copy(source, target):
 
 
 @compiled_later
-def run_ops(t, order, m, since, end, cause, first, free):
+def run_ops(t, order, m, since, end, cause, first, free, turn):
     """Run every op as early as its rank's order allows; False if the orders block each other.
 
-    Writes the last four, which are per op and per rank, but for the ops that ended before ``since``.
+    Writes the last five, which are per op and per rank, but for the ops that ended before ``since``.
     ``first`` is the start of a rank's first op, less its update, and ``free`` the end of its last op and of
-    its sums over replicas: so ``free`` - ``first`` is its span.
+    its sums over replicas: so ``free`` - ``first`` is its span.  ``turn`` has the ops of all ranks, each
+    behind those that it waits for.
     """
-    ranks = len(free)
+    ranks, done = len(free), 0
     at = np.empty(ranks, np.int64)
+    if since > 0:
+        for op in turn:
+            if end[op] < since:
+                turn[done] = op
+                done += 1
     for rank in range(ranks):
         low, high = 3 * m * t.own_at[rank], 3 * m * t.own_at[rank + 1]
         begin, stop = low, high
@@ -80,7 +86,8 @@ def run_ops(t, order, m, since, end, cause, first, free):
                 waits_for[rank] = missing
                 break
             now = start + t.seconds[section]
-            end[op], cause[op] = now, why
+            end[op], cause[op], turn[done] = now, why, op
+            done += 1
             if i == begin:
                 first[rank] = start - t.update[rank]
             for k in range(t.feed_at[section], t.feed_at[section + 1]):
@@ -95,26 +102,27 @@ def run_ops(t, order, m, since, end, cause, first, free):
     for rank in range(ranks):
         if waits_for[rank] >= 0:
             return False
-    for stage in range(len(t.sum)):
-        if t.sum[stage]:
-            rank = t.rank[3 * stage]
-            free[rank] = max(free[rank], end[_last_weight(stage, m)] + _summed_behind(t, m, end, stage))
+    for section in range(len(t.sum)):
+        if t.sum[section]:
+            rank = t.rank[section]
+            free[rank] = max(free[rank], end[_last(section, m)] + _summed_behind(t, m, end, section))
     return True
 
 
 @compiled_later
-def _last_weight(stage, m):
-    """The op behind which the gradients of a stage are summed: ops of a section are in microbatch order."""
-    return (3 * stage + 3) * m - 1
+def _last(section, m):
+    """The last op of a section, whose ops are in microbatch order."""
+    return (section + 1) * m - 1
 
 
 @compiled_later
-def _summed_behind(t, m, end, stage):
-    """The seconds of sums over replicas from a stage's last W on, its own first, one after the other."""
-    rank, own, total = t.rank[3 * stage], end[_last_weight(stage, m)], 0.0
+def _summed_behind(t, m, end, section):
+    """The seconds of sums over replicas from the last W of a stage on, its own first, one after the other."""
+    rank, own, total = t.rank[section], end[_last(section, m)], 0.0
     for k in range(t.own_at[rank], t.own_at[rank + 1]):
-        if end[_last_weight(t.own[k], m)] >= own:
-            total += t.sum[t.own[k]]
+        weight = 3 * t.own[k] + 2
+        if end[_last(weight, m)] >= own:
+            total += t.sum[weight]
     return total
 
 
@@ -152,8 +160,8 @@ def judge_ops(t, order, m, limits, by_makespan):
         within = within and own <= limits[rank] * (1 + 1e-9)
         peak = max(peak, own)
     end, cause = np.empty(len(order)), np.empty(len(order), np.int64)
-    first, free = np.empty(ranks), np.empty(ranks)
-    if within and run_ops(t, order, m, 0.0, end, cause, first, free):
+    first, free, turn = np.empty(ranks), np.empty(ranks), np.empty(len(order), np.int64)
+    if within and run_ops(t, order, m, 0.0, end, cause, first, free, turn):
         return _objective(first, free, by_makespan), peak
     return inf, peak
 
@@ -174,12 +182,13 @@ def anneal(t, order, m, limits, by_makespan, good_enough, work, seed, hot, cold)
         begin, stop = 3 * m * t.own_at[rank], 3 * m * t.own_at[rank + 1]
         keeps_between(t, order, live, begin, begin, stop - 1, inf)
     end, cause, tail = np.empty(ops), np.empty(ops, np.int64), np.zeros(ops)
-    first, free = np.empty(ranks), np.empty(ranks)
-    run_ops(t, order, m, 0.0, end, cause, first, free)
+    first, free, turn = np.empty(ranks), np.empty(ranks), np.empty(ops, np.int64)
+    run_ops(t, order, m, 0.0, end, cause, first, free, turn)
     value = best = score(first, free, by_makespan)
     new_end, new_cause, new_first, new_free = end.copy(), cause.copy(), first.copy(), free.copy()
+    new_turn = turn.copy()
     moved_end, moved_tail = np.empty(ops), np.empty(ops)
-    run_back(t, order, m, inf, end, first, by_makespan, tail)
+    run_back(t, order, m, inf, end, turn, first, by_makespan, tail)
     befores, afters = np.empty(ops, np.int64), np.empty(ops, np.int64)
     heads, lasts = np.empty(ops, np.int64), np.empty(ops, np.int64)
     arcs, blocks = _critical(t, order, m, end, cause, first, free, by_makespan, befores, afters, heads, lasts)
@@ -230,8 +239,9 @@ def anneal(t, order, m, limits, by_makespan, good_enough, work, seed, hot, cold)
                 copy(cause, new_cause)
                 copy(first, new_first)
                 copy(free, new_free)
+                copy(turn, new_turn)
                 spent += ops // 2  # on the average a move changes the times of half of the ops
-                if run_ops(t, order, m, since, new_end, new_cause, new_first, new_free):
+                if run_ops(t, order, m, since, new_end, new_cause, new_first, new_free, new_turn):
                     new = score(new_first, new_free, by_makespan)
         if new > most:
             shift(order, pos, target, source)
@@ -241,7 +251,8 @@ def anneal(t, order, m, limits, by_makespan, good_enough, work, seed, hot, cold)
         spent += ops // 2
         end, new_end, cause, new_cause = new_end, end, new_cause, cause
         first, new_first, free, new_free = new_first, first, new_free, free
-        run_back(t, order, m, max(until, end[order[high]]), end, first, by_makespan, tail)
+        turn, new_turn = new_turn, turn
+        run_back(t, order, m, max(until, end[order[high]]), end, turn, first, by_makespan, tail)
         arcs, blocks = _critical(
             t, order, m, end, cause, first, free, by_makespan, befores, afters, heads, lasts
         )
@@ -260,18 +271,17 @@ def _objective(first, free, by_makespan):
 
 
 @compiled
-def run_back(t, order, m, until, end, first, by_makespan, tail):
+def run_back(t, order, m, until, end, turn, first, by_makespan, tail):
     """Writes ``tail``: per op the longest path from its end to the end of a rank's last op; for the span,
     less the start of that rank's first op.
 
     The tails of ops that end after ``until`` stay as they are.
     """
     ranks = len(first)
-    at = np.empty(ranks, np.int64)
-    runnable, waits_for = np.empty(ranks, np.int64), np.empty(ranks, np.int64)
+    way = np.empty(ranks)  # per rank, the longest path from the start of its next op
     for rank in range(ranks):
-        begin, high = 3 * m * t.own_at[rank], 3 * m * t.own_at[rank + 1]
-        low = begin
+        begin, stop = 3 * m * t.own_at[rank], 3 * m * t.own_at[rank + 1]
+        low, high = begin, stop
         if until == inf:
             low = high
         while low < high:
@@ -280,47 +290,24 @@ def run_back(t, order, m, until, end, first, by_makespan, tail):
                 low = middle + 1
             else:
                 high = middle
-        at[rank] = low - 1
-        for i in range(begin, low):
-            tail[order[i]] = -inf
-        runnable[rank] = rank
-        waits_for[rank] = -1
-    count = ranks
-    while count:
-        count -= 1
-        rank = runnable[count]
-        begin, stop = 3 * m * t.own_at[rank], 3 * m * t.own_at[rank + 1]
-        i = at[rank]
-        while i >= begin:
-            op = order[i]
-            section = t.section[op]
-            longest, missing = -inf, -1
-            if i + 1 < stop:
-                behind = order[i + 1]
-                longest = tail[behind] + t.seconds[t.section[behind]]
-            else:
-                longest = 0.0 if by_makespan else -first[rank]
-            stage = section // 3
-            if t.sum[stage] and op == _last_weight(stage, m):
-                longest = max(longest, _summed_behind(t, m, end, stage))
-            for k in range(t.feed_at[section], t.feed_at[section + 1]):
-                other = op + (t.feed[k] - section) * m
-                if tail[other] == -inf:
-                    missing = other
-                    break
-                longest = max(longest, t.feed_delay[k] + t.seconds[t.feed[k]] + tail[other])
-            if missing >= 0:
-                waits_for[rank] = missing
-                break
-            tail[op] = longest
-            for k in range(t.need_at[section], t.need_at[section + 1]):
-                other = t.rank[t.need[k]]
-                if waits_for[other] == op:
-                    waits_for[other] = -1
-                    runnable[count] = other
-                    count += 1
-            i -= 1
-        at[rank] = i
+        if low < stop:
+            way[rank] = tail[order[low]] + t.seconds[t.section[order[low]]]
+        else:
+            way[rank] = 0.0 if by_makespan else -first[rank]
+    for i in range(len(turn) - 1, -1, -1):
+        op = turn[i]
+        if end[op] > until:
+            continue
+        section = t.section[op]
+        rank = t.rank[section]
+        longest = way[rank]
+        if t.sum[section] and op == _last(section, m):
+            longest = max(longest, _summed_behind(t, m, end, section))
+        for k in range(t.feed_at[section], t.feed_at[section + 1]):
+            other = op + (t.feed[k] - section) * m
+            longest = max(longest, t.feed_delay[k] + t.seconds[t.feed[k]] + tail[other])
+        tail[op] = longest
+        way[rank] = longest + t.seconds[section]
 
 
 @compiled
@@ -347,9 +334,8 @@ def _path_through(t, order, m, pos, rest, begin, stop, low, high, end, tail, mov
             way = (moved_tail[behind] if i < high else tail[behind]) + t.seconds[t.section[behind]]
         else:
             way = rest
-        stage = section // 3
-        if t.sum[stage] and op == _last_weight(stage, m):
-            way = max(way, t.sum[stage])
+        if t.sum[section] and op == _last(section, m):
+            way = max(way, t.sum[section])
         for k in range(t.feed_at[section], t.feed_at[section + 1]):
             other = op + (t.feed[k] - section) * m
             inside = i < pos[other] <= high
@@ -394,9 +380,9 @@ def _critical(t, order, m, end, cause, first, free, by_makespan, befores, afters
 def _last_critical(t, order, m, end, free, rank):
     """The last op of the critical path of a rank: the last of all, or one that is followed by sums alone."""
     for k in range(t.own_at[rank], t.own_at[rank + 1]):
-        stage = t.own[k]
-        if t.sum[stage]:
-            op = _last_weight(stage, m)
-            if end[op] + _summed_behind(t, m, end, stage) >= free[rank] * (1 - 1e-9):
+        section = 3 * t.own[k] + 2
+        if t.sum[section]:
+            op = _last(section, m)
+            if end[op] + _summed_behind(t, m, end, section) >= free[rank] * (1 - 1e-9):
                 return op
     return order[3 * m * t.own_at[rank + 1] - 1]

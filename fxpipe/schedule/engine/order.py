@@ -22,12 +22,13 @@ OpIds = Ints
 class OrderTimes:
     """The times of an order.  Per op: ``end``, and ``cause``: the op whose end let it start, or -1.  Per
     rank: ``first``, the start of its first op less the update that is part of its span, and ``free``, the end
-    of its last."""
+    of its last.  ``turn``: the ops of all ranks, each behind those that it waits for."""
 
     first: Floats
     free: Floats
     end: Floats
     cause: Ints
+    turn: Ints
 
     @property
     def span(self) -> float:
@@ -82,9 +83,10 @@ class Order:
     def run(self) -> OrderTimes | None:
         """Run every op as early as its rank's order allows; None if the ranks block each other."""
         ranks, ops, m = self.arrays.ranks, len(self.op_ids), self.arrays.microbatches
-        done = OrderTimes(np.zeros(ranks), np.zeros(ranks), np.full(ops, -1.0), np.full(ops, -1))
-        ends = run_ops(self.arrays.tables, self.op_ids, m, 0.0, done.end, done.cause, done.first, done.free)
-        return done if ends else None
+        first, free, end = np.zeros(ranks), np.zeros(ranks), np.full(ops, -1.0)
+        cause, turn = np.full(ops, -1), np.full(ops, -1)
+        ends = run_ops(self.arrays.tables, self.op_ids, m, 0.0, end, cause, first, free, turn)
+        return OrderTimes(first, free, end, cause, turn) if ends else None
 
     def peaks(self) -> list[float]:
         """Per rank the maximum live memory; it depends on the rank's own order alone.

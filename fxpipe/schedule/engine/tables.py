@@ -13,8 +13,9 @@ Floats = NDArray[np.float64]
 
 class Tables(NamedTuple):
     """The loops' arrays.  Per op: its ``section``, since division is slow; per section: ``seconds`` to
-    ``at_end``, and ``gathered``, when the parameters of its stage are there; per stage: ``hold``, ``kept``,
-    and the seconds of its ``sum`` over replicas; per rank: ``update``, which counts as part of its span.
+    ``at_end``, ``gathered``, when the parameters of its stage are there, and the seconds of the ``sum`` over
+    replicas behind its last op; per stage: ``hold``, ``kept``; per rank: ``update``, which counts as part of
+    its span.
 
     A section needs ``need[need_at[section]:need_at[section + 1]]``; ``need_delay`` has the seconds that their
     values take to arrive.  ``feed`` has the sections that need it, likewise.  Of rank r are the stages

@@ -31,6 +31,14 @@ def improve(problem: Problem, order: Order, work: int, seed: int = 0) -> Order:
     hot = max(1e-3 * unit, min(_HOT * unit, _GAIN * gain, _SHORT * unit * short))
     limits, goal = np.asarray(problem.limits, np.float64), (problem.by_makespan, problem.good_enough)
     op_ids = anneal(
-        arrays.tables, order.op_ids, arrays.microbatches, limits, *goal, work, seed, hot, _COLD * hot
+        arrays.tables_between_stages,
+        order.op_ids,
+        arrays.microbatches,
+        limits,
+        *goal,
+        work,
+        seed,
+        hot,
+        _COLD * hot,
     )
     return Order(arrays, op_ids)
