@@ -98,7 +98,8 @@ class Costing:
 
     def __call__(self, of: Stages, level: Level | None) -> list[Placed]:
         if (of, level) not in self._placed:
-            self._placed[of, level] = list(self._all(of, self._cuts.cut(of, level, self.phase)))
+            cut = self._cuts.cut(of, level, self.phase, again=len(self.tried.levels) > 1)
+            self._placed[of, level] = list(self._all(of, cut))
         return self._placed[of, level]
 
     def _all(self, of: Stages, cut: Cut) -> Iterator[Placed]:

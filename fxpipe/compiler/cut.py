@@ -83,11 +83,14 @@ def stages_of(step: StepGraphs, options: CutOptions, phase: Phases) -> Stages:
     return Stages(own, options, step)
 
 
-def cut(stages: Stages, level: Level | None, phase: Phases) -> Cut:
-    """A cut with a level of recomputation, up to the passes that its costs need; two phases."""
+def cut(stages: Stages, level: Level | None, phase: Phases, again: bool = True) -> Cut:
+    """A cut with a level of recomputation, up to the passes that its costs need; two phases.
+
+    again: whether there are more levels; if not, the passes rewrite the graph of ``stages`` in place.
+    """
     options = replace(stages.options, recompute=level)
     with phase("passes"):
-        own = replace(stages.step, graph=copied(stages.step.graph))
+        own = replace(stages.step, graph=copied(stages.step.graph)) if again else stages.step
         run_passes(PASSES.level, own, options)
         before_chosen = own.graph
         if options.runnable or _is_costed(own.graph):
@@ -128,11 +131,11 @@ class Cuts:
             raise found
         return replace(found, options=options)
 
-    def cut(self, stages: Stages, level: Level | None, phase: Phases) -> Cut:
+    def cut(self, stages: Stages, level: Level | None, phase: Phases, again: bool) -> Cut:
         """``cut``, of a result of ``stages_of``."""
         key = stages.step, level
         if key not in self._cuts:
-            self._cuts[key] = cut(stages, level, phase)
+            self._cuts[key] = cut(stages, level, phase, again)
         return replace(self._cuts[key], options=replace(stages.options, recompute=level))
 
 

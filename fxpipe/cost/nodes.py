@@ -14,6 +14,7 @@ from torch import fx
 from fxpipe.cost.arithmetic import arithmetic_of
 from fxpipe.cost.device import Device
 from fxpipe.cost.kinds import kind_of
+from fxpipe.ir.compat import input_nodes
 from fxpipe.ir.ops import node_flops
 from fxpipe.ir.storage import node_bytes
 from fxpipe.plan.tensors import sum_over_ranks
@@ -67,11 +68,13 @@ class NodeSeconds:
         self._known: dict[tuple[Any, ...], tuple[float, list[Any]]] = {}
 
     def __call__(self, node: fx.Node) -> float:
-        values = [n.meta.get("val") for n in (node, *node.all_input_nodes)]
-        key = (id(node.target), *map(id, values))
-        if key not in self._known:  # with the values, whose ids are theirs as long as they live
-            self._known[key] = node_cost(node, self.device).seconds, values
-        return self._known[key][0]
+        inputs = input_nodes(node)
+        key = (id(node.target), id(node.meta.get("val")), *[id(n.meta.get("val")) for n in inputs])
+        known = self._known.get(key)
+        if known is None:  # with the values, whose ids are theirs as long as they live
+            values = [n.meta.get("val") for n in (node, *inputs)]
+            known = self._known[key] = node_cost(node, self.device).seconds, values
+        return known[0]
 
 
 def sent_between_lanes(node: fx.Node, size: Callable[[fx.Node], Any] = node_bytes) -> Any:

@@ -407,6 +407,11 @@ def input_nodes(node: torch.fx.Node) -> Collection[torch.fx.Node]:
     return node._input_nodes
 
 
+def call_targets(graph: torch.fx.Graph) -> list[Any]:
+    """What the graph calls, each once, without a look at its nodes; some of it may have been erased."""
+    return [target for op, target in graph._find_nodes_lookup_table.table if op == "call_function"]
+
+
 def copy_node(
     graph: torch.fx.Graph, node: torch.fx.Node, copies: Callable[[torch.fx.Node], Any]
 ) -> torch.fx.Node:

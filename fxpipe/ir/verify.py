@@ -9,10 +9,9 @@ import torch
 from torch import fx
 
 from fxpipe.errors import VerifyError
-from fxpipe.ir.compat import input_nodes
+from fxpipe.ir.compat import call_targets, input_nodes
 from fxpipe.ir.graph import Kind, offload, read_buffer, reload
 from fxpipe.ir.storage import (
-    call_nodes,
     draws_numbers,
     graph_outputs,
     last_uses,
@@ -40,7 +39,12 @@ def verify(graph: fx.Graph, after: str, colored: bool = True) -> None:
     colored: False for a graph before the partition, of which the first holds, and in which no op writes.
     """
     _check_nodes(graph, after, colored)
-    special = [node for node in call_nodes(graph) if _has_rules(node.target)]
+    special = [
+        node
+        for target in call_targets(graph)
+        if _has_rules(target)
+        for node in graph.find_nodes(op="call_function", target=target)
+    ]
     writing = [node for node in special if written(node.target)]
     named = graph_outputs(graph)
     for name, parts in named.grads.items():
@@ -63,26 +67,28 @@ def verify(graph: fx.Graph, after: str, colored: bool = True) -> None:
 def _check_nodes(graph: fx.Graph, after: str, colored: bool) -> None:
     """Check that each node follows its arguments and has a unique name and its metadata, of a colored graph
     also a color that its arguments' colors may feed."""
-    seen: set[fx.Node] = set()
-    needed = _METADATA | {"color"} if colored else _METADATA
+    colors = dict[fx.Node, Color | None]()  # of the nodes so far
+    needed = ("val", "origin", "color") if colored else ("val", "origin")
     for node in graph.nodes:
-        color = node.meta.get("color") if colored else None
-        if node.op == "call_function" and not node.meta.keys() >= needed:
-            raise VerifyError(f"After {after}: {node} has no {min(needed - node.meta.keys())}.")
-        sources = input_nodes(node)
-        if not seen.issuperset(sources):
-            source = next(x for x in sources if x not in seen)
-            raise VerifyError(f"After {after}: {node} uses {source}, which does not come before it.")
-        for source in sources if color is not None else ():
-            if source.meta.get("color", color) is not color:
+        meta = node.meta
+        if node.op == "call_function":
+            for name in needed:
+                if name not in meta:
+                    raise VerifyError(f"After {after}: {node} has no {name}.")
+        color = meta.get("color") if colored else None
+        for source in input_nodes(node):
+            try:
+                given = colors[source]
+            except KeyError:
+                raise VerifyError(
+                    f"After {after}: {node} uses {source}, which does not come before it."
+                ) from None
+            if given is not color and given is not None and color is not None:
                 _check_edge(source, node, after)
-        seen.add(node)
-    if len({node.name for node in seen}) < len(seen):
-        names = Counter(node.name for node in seen)
+        colors[node] = color
+    if len({node.name for node in colors}) < len(colors):
+        names = Counter(node.name for node in colors)
         raise VerifyError(f"After {after}: {names.most_common(1)[0][0]} is the name of several nodes.")
-
-
-_METADATA = frozenset({"val", "origin"})
 
 
 @cache

@@ -83,7 +83,7 @@ class ScheduleArrays:
             **_rows("feed", self.feeds),
             own_at=np.cumsum([0, *map(len, self.own)]),
             own=np.array([stage for stages in self.own for stage in stages]),
-            **{name: np.array(getattr(self, name), np.float64) for name in _FLOATS},
+            **dict[str, Any]({name: np.array(getattr(self, name), np.float64) for name in _FLOATS}),
         )
 
     @cached_property
