@@ -18,7 +18,7 @@ from fxpipe.capture.text import ANY_VALUES, Text
 from fxpipe.errors import CaptureError
 from fxpipe.ir import compat
 from fxpipe.ir.compat import pytree
-from fxpipe.plan.step import NOTHING, Asked
+from fxpipe.plan.step import ASKED_NOTHING, Asked
 
 #: What code may read of a tensor that is no value -> for messages.
 _UNKNOWN: dict[Any, str] = {
@@ -43,7 +43,7 @@ class Questions(TorchFunctionMode):
         self._hooks = hooks
         self._provenance, self._answers, self.assigned = provenance, provenance.answers, Assigned()
         self.with_gradients = frozenset[int]()
-        self.asked = NOTHING
+        self.asked = ASKED_NOTHING
         self.hooked = False  # whether there are hooks of the backward
         self.again = False  # whether this is the second run
 

@@ -38,7 +38,7 @@ from fxpipe.ir import compat
 from fxpipe.ir.compat import pytree
 from fxpipe.ir.graph import Kind, Origin
 from fxpipe.plan.dtensors import local
-from fxpipe.plan.step import NOTHING
+from fxpipe.plan.step import ASKED_NOTHING
 from fxpipe.runtime.program.checks import expect_op
 
 
@@ -84,7 +84,7 @@ class StepFunction:
         self.snapshot = Snapshot([], [])  # of the model, before the trace
         self.difference = ""  # of a second run from the traced one
         self.of_loss = ""  # while loss_fn runs: its arguments, as text
-        self.asked = NOTHING  # see ``Questions``
+        self.asked = ASKED_NOTHING  # see ``Questions``
         self.layout: dict[str, Any] = {}  # what the flat outputs of the traced graph are
 
     def __call__(self, *values: torch.Tensor) -> list[torch.Tensor]:

@@ -38,7 +38,7 @@ from fxpipe.ir import compat
 from fxpipe.ir.graph import Kind, Origin
 from fxpipe.ir.storage import call_nodes, graph_outputs, storage_root
 from fxpipe.plan.lanes import NO_LANES, LanePlan
-from fxpipe.plan.step import NOTHING, Asked
+from fxpipe.plan.step import ASKED_NOTHING, Asked
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,7 +59,7 @@ class Captured:
     lanes: LanePlan = NO_LANES
     own_hooks: tuple[str, ...] = ()
     sources: tuple[weakref.ref[torch.Tensor], ...] = ()
-    asked: Asked = NOTHING
+    asked: Asked = ASKED_NOTHING
     written: frozenset[str] = frozenset()
 
     @property

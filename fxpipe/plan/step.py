@@ -30,7 +30,7 @@ class Asked(NamedTuple):
     strides: bool = False
 
 
-NOTHING = Asked()
+ASKED_NOTHING = Asked()
 
 
 @dataclass(frozen=True)

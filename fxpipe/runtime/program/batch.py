@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from fxpipe.errors import BatchError
-from fxpipe.plan.step import NOTHING, Asked, BatchSpec, Leaf
+from fxpipe.plan.step import ASKED_NOTHING, Asked, BatchSpec, Leaf
 from fxpipe.plan.tensors import in_strides, is_dense, share_memory
 from fxpipe.runtime.torch_private import pytree
 
@@ -24,7 +24,7 @@ _PLAIN = (
 )  # fmt: skip
 
 
-def batch_spec(example: Any, asked: Asked = NOTHING, written: Collection[str] = ()) -> BatchSpec:
+def batch_spec(example: Any, asked: Asked = ASKED_NOTHING, written: Collection[str] = ()) -> BatchSpec:
     """The description of an example microbatch.
 
     asked: what the forward decides by.  written: the leaves it writes to.
