@@ -273,7 +273,7 @@ def test_ranks_that_do_not_join_in_time():
     store, soon = dist.HashStore(), timedelta(seconds=0.2)
     with pytest.raises(RunError, match="missing: 1, 2"):
         agree_on_attempt(store, 0, 3, soon)
-    with pytest.raises(RunError, match=r"waited 0:00:00\.200000 for rank 0 to join"):
+    with pytest.raises(RunError, match=r"waited 0:00:00\.200000 for rank 0 to begin the run\. See its"):
         agree_on_attempt(store, 1, 3, soon)
 
 

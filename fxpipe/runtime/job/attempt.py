@@ -43,8 +43,13 @@ def agree_on_attempt(store: Store, rank: int, ranks: int, timeout: timedelta, ve
         store.set(f"{attempt}/joined/{rank}", "")
         store.wait([f"{attempt}/begun"], timeout)
         problem = store.get(f"{attempt}/begun").decode()
+    except dist.DistStoreError as error:  # late; what else fails is told as it is
+        raise RunError(
+            f"Rank {rank} waited {timeout} for rank 0 to begin the run. See its output: it has ended, or "
+            "waits for another rank or elsewhere."
+        ) from error
     except dist.DistError as error:
-        raise RunError(f"Rank {rank} waited {timeout} for rank 0 to join the run: {error}") from error
+        raise RunError(f"Rank {rank} lost rank 0 before the run began: {error}") from error
     if problem:
         raise RunError(problem)
     return attempt
@@ -69,7 +74,10 @@ def _lead(store: Store, ranks: int, timeout: timedelta, version: str) -> str:
                 missing.remove(rank)
         if missing and time.monotonic() > end:
             late = ", ".join(map(str, sorted(missing)))
-            problem = problem or f"Rank 0 waited {timeout} for other ranks to join the run; missing: {late}."
+            problem = problem or (
+                f"Rank 0 waited {timeout} for other ranks to join the run; missing: {late}. See the output "
+                "of these: they have ended, or wait elsewhere."
+            )
             break
         time.sleep(POLL if missing else 0.0)
     store.set(f"{attempt}/begun", problem)
