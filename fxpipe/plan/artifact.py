@@ -219,6 +219,11 @@ class Plan:
     limits: Annotated[tuple[NonNegative, ...], entries(0, MOST_RANKS)] = ()
     held: Annotated[tuple[HeldBytes, ...], entries(0, MOST_RANKS)] = ()
 
+    def __repr__(self) -> str:
+        """Short: ``to_json`` has all of it."""
+        numbers = f"{self.ranks} ranks, {self.step.microbatches} microbatches, {len(self.stages)} stages"
+        return f"<Plan of {self.model}: {numbers}, schedule {self.schedule}>"
+
     @property
     def ranks(self) -> int:
         return self.step.ranks

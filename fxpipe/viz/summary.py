@@ -16,7 +16,9 @@ def summary(plan: Plan) -> list[str]:
     """At most seven lines: the decisions, the prediction, the memory of the ranks."""
     found, step = plan.prediction, plan.step
     replicas = f", {plan.replicas} replicas" if plan.replicas > 1 else ""
-    ranks, stages = number_of(plan.ranks, "rank"), number_of(len(plan.stages), "stage")
+    replicas += f", shard {plan.shard}" if plan.shard else ""
+    lanes = f" of {plan.lanes.number} lanes" if plan.lanes.number > 1 else ""
+    ranks, stages = number_of(plan.ranks, "rank") + lanes, number_of(len(plan.stages), "stage")
     microbatches = number_of(step.microbatches, "microbatch")
     lines = [
         f"{plan.model} on {ranks}{replicas}: {stages}, {microbatches}, schedule {plan.schedule}",
