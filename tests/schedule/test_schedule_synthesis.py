@@ -178,7 +178,7 @@ def test_what_a_stage_needs_of_itself_changes_no_time():
         schedule = build(name, ranks=4, microbatches=8, costs=costs, effort=0.01)
         arrays = schedule_arrays(costs, schedule.placement, 8)
         done, ops = Order.of(arrays, schedule.order).run(), len(arrays.tables.section)
-        assert len(arrays.tables_between_stages.need) < len(arrays.tables.need)
+        assert len(arrays.tables_between_stages.need_step) < len(arrays.tables.need_step)
         end, cause, turn = np.zeros(ops), np.zeros(ops, np.int64), np.zeros(ops, np.int64)
         order = Order.of(arrays, schedule.order).op_ids
         first, free = np.zeros(4), np.zeros(4)

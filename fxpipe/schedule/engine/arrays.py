@@ -79,8 +79,7 @@ class ScheduleArrays:
         return Tables(
             section=np.repeat(np.arange(self.sections), self.microbatches),
             rank=np.array(self.rank),
-            **_rows("need", self.needs),
-            **_rows("feed", self.feeds),
+            **self._rows(self.needs, self.feeds),
             own_at=np.cumsum([0, *map(len, self.own)]),
             own=np.array([stage for stages in self.own for stage in stages]),
             **dict[str, Any]({name: np.array(getattr(self, name), np.float64) for name in _FLOATS}),
@@ -90,13 +89,24 @@ class ScheduleArrays:
     def tables_between_stages(self) -> Tables:
         """``tables`` without what the ops of a stage need of each other, for loops over orders that have each
         F before its B and each B before its W: there it starts no op later."""
-        rows = {"need": self.needs, "feed": self.feeds}
-        for name, table in rows.items():
-            rows[name] = tuple(
+        needs, feeds = (
+            [
                 tuple(pair for pair in row if pair[0] not in sections_of(section // SECTIONS_PER_STAGE))
                 for section, row in enumerate(table)
-            )
-        return self.tables._replace(**_rows("need", rows["need"]), **_rows("feed", rows["feed"]))
+            ]
+            for table in (self.needs, self.feeds)
+        )
+        return self.tables._replace(**self._rows(needs, feeds))
+
+    def _rows(self, needs: Sequence[Needs], feeds: Sequence[Needs]) -> dict[str, Any]:
+        """What sections need and feed, by the names of the tables."""
+        fed = [pair for row in feeds for pair in row]
+        return {
+            **_rows("need", needs, self.microbatches),
+            **_rows("feed", feeds, self.microbatches),
+            "feed_way": np.array([delay + self.seconds[other] for other, delay in fed], np.float64),
+            "feed_rank": np.array([self.rank[other] for other, _ in fed], np.int64),
+        }
 
     @cached_property
     def smallest_limits(self) -> tuple[float, ...]:
@@ -201,13 +211,13 @@ def _in_model_order(table: list[Needs], placement: tuple[int, ...]) -> tuple[Nee
     return tuple(table)
 
 
-def _rows(name: str, table: Sequence[Sequence[tuple[int, float]]]) -> dict[str, Any]:
-    """The begin of each row, and the concatenated rows, by the names of their tables."""
-    pairs = [pair for row in table for pair in row]
+def _rows(name: str, table: Sequence[Needs], microbatches: int) -> dict[str, Any]:
+    """The begin of each section's row, and the concatenated rows."""
+    rows = [(section, other, delay) for section, row in enumerate(table) for other, delay in row]
     return {
         f"{name}_at": np.cumsum([0, *map(len, table)]),
-        name: np.array([to for to, _ in pairs], np.int64),
-        f"{name}_delay": np.array([delay for _, delay in pairs], np.float64),
+        f"{name}_step": np.array([(other - section) * microbatches for section, other, _ in rows], np.int64),
+        f"{name}_delay": np.array([delay for _, _, delay in rows], np.float64),
     }
 
 

@@ -178,10 +178,10 @@ def dispatch_ops(t, m, due, limits, lookahead, order):
             live[rank] -= t.kept[stage]
         wakes[rank] = end
         for k in range(t.feed_at[section], t.feed_at[section + 1]):
-            op = chosen + (t.feed[k] - section) * m
+            op = chosen + t.feed_step[k]
             missing[op] -= 1
             arrival[op] = max(arrival[op], end + t.feed_delay[k])
-            other = t.rank[t.feed[k]]
+            other = t.feed_rank[k]
             if other != rank and not missing[op] and free[other] <= now + epsilon:
                 wakes[other] = min(wakes[other], arrival[op])
         left -= 1

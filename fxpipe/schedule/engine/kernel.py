@@ -74,7 +74,7 @@ def run_ops(t, order, m, since, end, cause, first, free, turn):
             if t.gathered[section] > start:
                 start, why = t.gathered[section], -1
             for k in range(t.need_at[section], t.need_at[section + 1]):
-                source = op + (t.need[k] - section) * m
+                source = op + t.need_step[k]
                 arrival = end[source]
                 if arrival < 0:
                     missing = source
@@ -91,7 +91,7 @@ def run_ops(t, order, m, since, end, cause, first, free, turn):
             if i == begin:
                 first[rank] = start - t.update[rank]
             for k in range(t.feed_at[section], t.feed_at[section + 1]):
-                other = t.rank[t.feed[k]]
+                other = t.feed_rank[k]
                 if waits_for[other] == op:
                     waits_for[other] = -1
                     runnable[count] = other
@@ -304,8 +304,8 @@ def run_back(t, order, m, until, end, turn, first, by_makespan, tail):
         if t.sum[section] and op == _last(section, m):
             longest = max(longest, _summed_behind(t, m, end, section))
         for k in range(t.feed_at[section], t.feed_at[section + 1]):
-            other = op + (t.feed[k] - section) * m
-            longest = max(longest, t.feed_delay[k] + t.seconds[t.feed[k]] + tail[other])
+            other = op + t.feed_step[k]
+            longest = max(longest, t.feed_way[k] + tail[other])
         tail[op] = longest
         way[rank] = longest + t.seconds[section]
 
@@ -320,7 +320,7 @@ def _path_through(t, order, m, pos, rest, begin, stop, low, high, end, tail, mov
         op = order[i]
         section = t.section[op]
         for k in range(t.need_at[section], t.need_at[section + 1]):
-            source = op + (t.need[k] - section) * m
+            source = op + t.need_step[k]
             inside = low <= pos[source] < i
             now = max(now, (moved_end[source] if inside else end[source]) + t.need_delay[k])
         now = max(now, t.gathered[section]) + t.seconds[section]
@@ -337,10 +337,10 @@ def _path_through(t, order, m, pos, rest, begin, stop, low, high, end, tail, mov
         if t.sum[section] and op == _last(section, m):
             way = max(way, t.sum[section])
         for k in range(t.feed_at[section], t.feed_at[section + 1]):
-            other = op + (t.feed[k] - section) * m
+            other = op + t.feed_step[k]
             inside = i < pos[other] <= high
             later = moved_tail[other] if inside else tail[other]
-            way = max(way, t.feed_delay[k] + t.seconds[t.feed[k]] + later)
+            way = max(way, t.feed_way[k] + later)
         moved_tail[op] = way
         longest = max(longest, moved_end[op] + way)
     return longest

@@ -17,9 +17,11 @@ class Tables(NamedTuple):
     replicas behind its last op; per stage: ``hold``, ``kept``; per rank: ``update``, which counts as part of
     its span.
 
-    A section needs ``need[need_at[section]:need_at[section + 1]]``; ``need_delay`` has the seconds that their
-    values take to arrive.  ``feed`` has the sections that need it, likewise.  Of rank r are the stages
-    ``own[own_at[r]:own_at[r + 1]]``; in an order of op ids its ops begin at ``3 · own_at[r] · microbatches``.
+    What an op needs is in rows ``need_at[section]`` to ``need_at[section + 1]``: the op that is ``need_step``
+    from it, whose value takes ``need_delay`` seconds to arrive.  Those that need it are in the rows of
+    ``feed``, likewise; they run on ``feed_rank``, and from its end to theirs it is ``feed_way`` at least.
+    Of rank r are the stages ``own[own_at[r]:own_at[r + 1]]``; in an order of op ids its ops begin at
+    ``3 · own_at[r] · microbatches``.
     """
 
     section: Ints
@@ -31,11 +33,13 @@ class Tables(NamedTuple):
     hold: Floats
     kept: Floats
     need_at: Ints
-    need: Ints
+    need_step: Ints
     need_delay: Floats
     feed_at: Ints
-    feed: Ints
+    feed_step: Ints
+    feed_rank: Ints
     feed_delay: Floats
+    feed_way: Floats
     own_at: Ints
     own: Ints
     update: Floats

@@ -76,7 +76,7 @@ def fill_ops(t, m, fb_order, fb_order_at, chunks, gap):
             live[rank] -= 1
         heapq.heappush(events, (free[rank], rank))
         for k in range(t.feed_at[section], t.feed_at[section + 1]):
-            other = t.rank[t.feed[k]]
+            other = t.feed_rank[k]
             if other != rank:
                 heapq.heappush(events, (free[rank] + t.feed_delay[k], other))
     return order, left == 0
@@ -87,5 +87,5 @@ def _arrival(t, end, op, m):
     """The arrival of the last of the op's inputs on its rank; infinite while one has not been computed."""
     section, arrival = t.section[op], 0.0
     for k in range(t.need_at[section], t.need_at[section + 1]):
-        arrival = max(arrival, end[op + (t.need[k] - section) * m] + t.need_delay[k])
+        arrival = max(arrival, end[op + t.need_step[k]] + t.need_delay[k])
     return arrival

@@ -97,7 +97,7 @@ def _fresh(t, m, ranks):
 def _arrival(t, s, m, op):
     section, arrival = t.section[op], 0.0
     for k in range(t.need_at[section], t.need_at[section + 1]):
-        arrival = max(arrival, s.end[op + (t.need[k] - section) * m] + t.need_delay[k])
+        arrival = max(arrival, s.end[op + t.need_step[k]] + t.need_delay[k])
     return arrival
 
 
