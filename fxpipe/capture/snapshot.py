@@ -13,6 +13,7 @@ import contextvars
 import copy
 import functools
 import itertools
+import queue
 import random
 import sys
 import sysconfig
@@ -37,7 +38,7 @@ _OPAQUE = (np.ndarray, random.Random, np.random.Generator, np.random.RandomState
 #: Of the standard library, what keeps things in attributes: containers in Python, and names for any use.
 _KEEPERS = (
     MutableMapping, MutableSequence, MutableSet,
-    types.SimpleNamespace, argparse.Namespace, threading.local, functools.partial,
+    types.SimpleNamespace, argparse.Namespace, threading.local, functools.partial, queue.Queue,
 )  # fmt: skip
 #: Packages whose classes and functions keep no state of a model.
 _OTHERS = frozenset({*sys.stdlib_module_names, "torch", "sympy", "numpy", "fxpipe", ""}) - {"__main__"}

@@ -2,6 +2,7 @@
 
 import contextvars
 import functools
+import queue
 import random
 import reprlib
 import threading
@@ -313,6 +314,12 @@ def table_under_a_key(self, x):
     return x * self.state[Halves]
 
 
+def table_in_a_queue(self, x):
+    if self.state.empty():
+        self.state.put(torch.arange(WIDTH) / 3)
+    return x * self.state.queue[0]
+
+
 TABLES = {
     "context variable": (table_of_context, lambda: None),
     "thread variable": (table_in_an_attribute, threading.local),
@@ -321,6 +328,8 @@ TABLES = {
     "weak dict": (table_under_a_key, weakref.WeakKeyDictionary),
     "user's dict": (table_under_a_key, UserDict),
     "chain": (table_under_a_key, ChainMap),
+    "queue": (table_in_a_queue, queue.Queue),
+    "last in, first out": (table_in_a_queue, queue.LifoQueue),
 }
 
 
