@@ -1,14 +1,15 @@
 """What the forward of a model and its loss function read: modules, objects, containers, functions, classes.
 
-The search follows attributes and containers, and from functions their variables: of closures, and the
-globals that they name.  In what is further away than an object in an attribute, names that no function has do
-not count.
+The search follows attributes and containers, and from functions their variables: of closures, the globals
+that they name, and of the environment if they read it.  In what is further away than an object in an
+attribute, names that no function has do not count.
 """
 
 from __future__ import annotations
 
 import enum
 import functools
+import os
 import sys
 import threading
 import types
@@ -174,6 +175,8 @@ class Reached:
         self.sets |= names.stored | names.rebound
         read = names.attributes | names.texts | names.globals | {*function.__code__.co_freevars}
         self.reads |= read
+        if read & {"environ", "getenv"}:
+            self._todo.append(_Found("os.environ", os.environ, True))
         for name in read & self._waiting.keys():
             for found in self._waiting.pop(name):
                 self._follow(found)
@@ -192,6 +195,8 @@ def own(owner: Any) -> Mapping[Any, Any]:
             return dict(_variables(owner))
         case ContextVar():
             return _value_of(owner)
+        case os._Environ():  # its texts are other objects each time
+            return {os.fsdecode(name): value for name, value in os.environb.items()}
         case _:
             return {**_slots(owner), **getattr(owner, "__dict__", {})}
 

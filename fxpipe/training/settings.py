@@ -97,9 +97,8 @@ class Settings:
                 called = joined(path, name) or "class"
                 if is_function and name:
                     called = f"code of {path}" if name == CODE else f"{name} in {path}"
-                may_be_unread = is_function or (
-                    isinstance(owner, CONTAINERS) and name not in self._compared.reads
-                )
+                is_key = name in self._compared.reads and not name.isdigit()  # a text "1" is no index
+                may_be_unread = is_function or (isinstance(owner, CONTAINERS) and not is_key)
                 is_of_code = not may_be_unread and any(isinstance(x, Code) for x in (before, after))
                 if before != after:
                     found.append(Change(called, before, after, is_of_code))

@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import functools
 import gc
+import os
 import random
 import threading
 import types
@@ -433,6 +434,7 @@ class Reader(nn.Module):
         )
         x = doubled(x * float(self.half) * len(self.bytes) * self.proxy["scale"])
         x = x * len(self.names) * int(self.number) * self.table * torch.as_tensor(self.array)
+        x = x * float(os.environ.get("SCALE_OF_READER", "1"))
         x = self.act(x if self.mask is None else x * self.mask)
         return x * self.extra if hasattr(self, "extra") else x
 
@@ -477,6 +479,7 @@ def loss_of(model):
         r"half was Fraction\(1, 2\) .* and is Fraction\(1, 3\)": lambda: setattr(
             model, "half", Fraction(1, 3)
         ),
+        r"os.environ.SCALE_OF_READER was None .* and is b'2'": lambda: os.environ.update(SCALE_OF_READER="2"),
         r"bytes was b'ab' .* and is b'abc'": lambda: model.bytes.extend(b"c"),
         r"proxy.scale was 1.0 .* and is 2.0": lambda: setattr(
             model, "proxy", types.MappingProxyType({"scale": 2.0})
@@ -489,7 +492,9 @@ def loss_of(model):
     }
 
 
-def test_what_a_model_and_its_loss_function_read_changes():
+def test_what_a_model_and_its_loss_function_read_changes(monkeypatch):
+    monkeypatch.setenv("SCALE_OF_READER", "1")  # for its end
+    monkeypatch.delenv("SCALE_OF_READER")
     model = Reader()
     loss, changes = loss_of(model)
     code = doubled.__defaults__, doubled.__code__
