@@ -8,9 +8,10 @@ from torch import fx
 
 from fxpipe.certificate.check import check
 from fxpipe.certificate.problems import Certificate
-from fxpipe.compiler.cut import Cut, copied
+from fxpipe.compiler.cut import Cut
 from fxpipe.errors import ArtifactError, VerifyError
 from fxpipe.ir.captured import captured_step
+from fxpipe.ir.compat import copy_graph
 from fxpipe.plan.artifact import Plan
 from fxpipe.plan.captured import CapturedStep
 from fxpipe.vocabulary.split import split_vocabulary
@@ -23,7 +24,7 @@ def captured_as_data(graph: fx.Graph, cut: Cut) -> CapturedStep | None:
     warning, where an argument of an op has no form as data."""
     barriers = cut.options.barriers
     if barriers is not None:
-        graph = copied(graph)
+        graph = copy_graph(graph)
         split_vocabulary(graph, cut.options.ranks, barriers)
     try:
         return captured_step(graph, split=barriers is not None)

@@ -12,7 +12,7 @@ from fxpipe.compiler.passes import PASSES, CutOptions, Offloaded, StepGraphs, ru
 from fxpipe.compiler.progress import Phases
 from fxpipe.cost.nodes import CHEAPER_IN_PLACE
 from fxpipe.errors import PartitionError
-from fxpipe.ir.compat import copy_node
+from fxpipe.ir.compat import copy_graph
 from fxpipe.ir.graph import Section
 from fxpipe.ir.resized import ResizedTraces
 from fxpipe.ir.sections import SectionEdge, edges_between, extract
@@ -51,9 +51,9 @@ def split(step: StepGraphs, options: CutOptions) -> StepGraphs:
 
     Raises VocabularyError as ``split_vocabulary`` does.
     """
-    own = replace(step, graph=copied(step.graph))
+    own = replace(step, graph=copy_graph(step.graph))
     if step.resized is not None:
-        own.resized = replace(step.resized, graphs=tuple(map(copied, step.resized.graphs)))
+        own.resized = replace(step.resized, graphs=tuple(map(copy_graph, step.resized.graphs)))
     run_passes(PASSES.captured, own, options)
     if own.resized is not None:
         own.resized = own.resized.after_rewrite(own.graph, own.resized.graphs)
@@ -75,7 +75,7 @@ def stages_of(step: StepGraphs, options: CutOptions, phase: Phases) -> Stages:
     step: the result of ``split``, which stays as it is.
     Raises PartitionError as ``partition`` does.
     """
-    own = replace(step, graph=copied(step.graph))
+    own = replace(step, graph=copy_graph(step.graph))
     with phase("partition"):
         run_passes(PASSES.partition, own, options)
     with phase("passes"):
@@ -90,11 +90,11 @@ def cut(stages: Stages, level: Level | None, phase: Phases, again: bool = True) 
     """
     options = replace(stages.options, recompute=level)
     with phase("passes"):
-        own = replace(stages.step, graph=copied(stages.step.graph)) if again else stages.step
+        own = replace(stages.step, graph=copy_graph(stages.step.graph)) if again else stages.step
         run_passes(PASSES.level, own, options)
         before_chosen = own.graph
         if options.runnable or _is_costed(own.graph):
-            own.graph = copied(own.graph)
+            own.graph = copy_graph(own.graph)
             run_passes(PASSES.chosen, own, replace(options, print_after=None))
     with phase("extract"):
         sections = extract(own.graph)
@@ -155,12 +155,3 @@ def finished(cut: Cut, joined: frozenset[int], offloaded: Offloaded) -> Cut:
     step.offloaded = {key: [named[root.name] for root in roots] for key, roots in offloaded.items()}
     run_passes(PASSES.scheduled, step, cut.options)
     return replace(cut, graph=step.graph, sections=extract(step.graph))
-
-
-def copied(graph: fx.Graph) -> fx.Graph:
-    """A copy with the same nodes, names and metadata; fake tensors are shared."""
-    copy = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    for node in graph.nodes:
-        copies[node] = copy_node(copy, node, copies.__getitem__)
-    return copy

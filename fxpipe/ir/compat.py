@@ -422,6 +422,29 @@ def copy_node(
     return copy
 
 
+def copy_graph(graph: torch.fx.Graph) -> Any:
+    """A copy with the same nodes, names and metadata, in half of the time of ``copy_node`` for each; fake
+    tensors are shared.  New nodes get the names that they would get there."""
+    copy: Any = torch.fx.Graph()
+    names, copies = copy._graph_namespace, dict[torch.fx.Node, torch.fx.Node]()
+    for node in graph.nodes:
+        args, kwargs = (torch.fx.map_arg(x, copies.__getitem__) if x else x for x in (node.args, node.kwargs))
+        name = node.name
+        new = copies[node] = torch.fx.Node(copy, name, node.op, node.target, args, kwargs, node.type)
+        new.meta.update(node.meta)
+        copy._insert(new)
+        copy._find_nodes_lookup_table.insert(new)
+        base, _, number = name.rpartition("_")
+        if base and number.isdigit():
+            names._base_count[base] = int(number)
+        else:
+            names._base_count.setdefault(name, 0)
+        names._used_names.add(name)
+        names._obj_to_name[new] = name
+    copy._len = len(copies)
+    return copy
+
+
 def new_node(graph: Any, op: str, target: Any, args: Any, kwargs: Any, name: str, kind: Any = None) -> Any:
     """``graph.create_node`` without a search for symbolic numbers, and with one entry in each table.  A name
     is the same with all versions of torch: before 2.13 one with a number becomes the smallest that is free.

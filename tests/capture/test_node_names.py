@@ -6,6 +6,7 @@ from torch import nn
 
 from fxpipe.capture.node_names import short_paths
 from fxpipe.capture.trace import capture
+from fxpipe.ir import compat
 from fxpipe.ir.storage import call_nodes
 
 
@@ -50,3 +51,30 @@ def test_results_are_named_by_their_op():
     assert {"model_split", "model_split_1", "model_values", "model_indices"} <= names
     assert {"model_output", "model_logsumexp", "d_model_grad_key", "d_norm_layer_norm_1"} <= names
     assert not [name for name in names if "item" in name]
+
+
+def test_a_copy_of_a_graph_is_that_of_its_nodes():
+    """Also what the next nodes are called, and what a search for nodes finds."""
+    graph = capture(Several(), (torch.randn(6, 4),), lambda y, _: y.sum(), 0.5, torch.device("cpu")).graph
+    last = next(reversed(call_nodes(graph)))
+    with graph.inserting_before(last):
+        for name in ("add", "add_7", "_3", "__3", "x_", "x_y"):  # add is given again, as a later name
+            graph.create_node("call_function", torch.add, (last.args[0], 1), name=name)
+    single, nodes = torch.fx.Graph(), {}
+    for node in graph.nodes:
+        nodes[node] = compat.copy_node(single, node, nodes.__getitem__)
+    copy = compat.copy_graph(graph)
+    assert str(copy) == str(single) == str(graph)
+    assert [n.meta for n in copy.nodes] == [n.meta for n in graph.nodes]
+    assert len(copy.nodes) == len(single.nodes)
+    found = [g.find_nodes(op="call_function", target=torch.add) for g in (copy, single)]
+    assert [*map(str, found[0])] == [*map(str, found[1])] != []
+    assert {n.graph for n in found[0]} == {copy}
+    for name in ("add", "add_7", "_3", "__3", "x_", "x_y", "new", "new_2"):
+        a, b = (g.create_node("call_function", torch.add, name=name) for g in (copy, single))
+        assert a.name == b.name
+    copy.lint()
+    source = found[0][0].all_input_nodes[0]
+    copy.erase_node(found[0][1])
+    assert found[0][1] not in source.users
+    assert found[0][0] in source.users
