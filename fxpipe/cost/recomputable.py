@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Set
 from torch import fx
 
 from fxpipe.cost.nodes import NodeSeconds
+from fxpipe.ir.compat import input_nodes
 from fxpipe.ir.graph import Free, Kind
 from fxpipe.ir.ops import is_between_lanes, node_flops
 from fxpipe.ir.storage import call_nodes, graph_outputs, node_bytes
@@ -49,11 +50,11 @@ def _found(
             given = node.meta["input"]
             if given.kind in at_hand and not (given.kind is Kind.BUFFER and given.name in changed):
                 leads[node], kinds[node] = frozenset(), frozenset([given.kind])
-        elif _may_repeat(node) and all(n in leads for n in node.all_input_nodes):
-            read = frozenset().union(*(kinds[n] for n in node.all_input_nodes))
+        elif all(map(leads.__contains__, inputs := input_nodes(node))) and _may_repeat(node):
+            read = frozenset().union(*(kinds[n] for n in inputs))
             if read & _PARAMETERS and (Kind.BATCH in read or node_flops(node)):
                 continue
-            way = frozenset([node]).union(*(leads[n] for n in node.all_input_nodes))
+            way = frozenset([node]).union(*(leads[n] for n in inputs))
             if sum(cost[n] for n in way) <= most(node):
                 leads[node], kinds[node] = way, read
     return {n for n in leads if n.op == "call_function"}
