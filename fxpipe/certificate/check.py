@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from greenlet import GreenletExit
+
 from fxpipe.certificate.calls import Calls
 from fxpipe.certificate.compare import compared
 from fxpipe.certificate.identities import RULES
@@ -87,7 +89,12 @@ def _main(rt: TermRuntime, source: str) -> Callable[[], None]:
             raise
         except Unknown as error:
             raise Rejected(lines.of(error, rt.rank), str(error)) from error
-        except Exception as error:  # an edited program may raise anything
+        except (KeyboardInterrupt, GreenletExit):  # the user's, and that of ranks that are left waiting
+            raise
+        except KeyError as error:
+            text = f"has no value of {error}: an op runs twice, or before what it needs"
+            raise Rejected(lines.of(error, rt.rank), text + lines.called(error, rt.rank)) from error
+        except BaseException as error:  # an edited program may raise anything, also SystemExit
             text = f"fails: {type(error).__name__}: {error}"
             raise Rejected(lines.of(error, rt.rank), text) from error
 

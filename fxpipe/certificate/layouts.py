@@ -77,7 +77,9 @@ def _plain(terms: Terms, argument: Any) -> Any:
         case ("complex", str(text)):
             return complex(text)
         case ("torch", str(text)):
-            return getattr(torch, text.removeprefix("torch."), None) or torch.device("meta")
+            found = getattr(torch, text.removeprefix("torch."), None)  # torch.cpu is a module
+            is_named = isinstance(found, torch.dtype | torch.layout | torch.memory_format)
+            return found if is_named else torch.device("meta")
         case tuple():
             return [_plain(terms, each) for each in argument]
     return argument

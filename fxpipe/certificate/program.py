@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import builtins
+import dis
 import sys
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from types import CodeType, FunctionType, SimpleNamespace
+from types import CodeType, FunctionType, MappingProxyType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -29,7 +31,17 @@ _HARMLESS = (
     "typing",
 )
 #: What a program has no use for, and what would let it do more than compute.
-_WITHOUT = ("open", "exec", "eval", "compile", "input", "breakpoint", "__import__", "exit", "quit")
+_WITHOUT = (
+    "open", "exec", "eval", "compile", "input", "breakpoint", "__import__", "exit", "quit", "setattr",
+    "delattr", "globals", "vars",
+)  # fmt: skip
+#: Ops of Python that keep something from call to call.
+_KEEPING = {
+    "STORE_GLOBAL": "sets the global",
+    "DELETE_GLOBAL": "deletes the global",
+    "STORE_ATTR": "sets the attribute",
+    "DELETE_ATTR": "deletes the attribute",
+}
 
 
 class Lines:
@@ -55,6 +67,16 @@ class Lines:
                 number = trace.tb_lineno
             trace = trace.tb_next
         return Line(rank, number)
+
+    def called(self, error: BaseException, rank: int) -> str:
+        """The line of ``step`` that led to an error, if it is another one than the innermost."""
+        trace, innermost = error.__traceback__, self.of(error, rank)
+        while trace is not None:
+            code, number = trace.tb_frame.f_code, trace.tb_lineno
+            if code.co_filename == file_of(rank) and code.co_name == "step":
+                return f" (called in line {number})" if number != innermost.number else ""
+            trace = trace.tb_next
+        return ""
 
 
 def file_of(rank: int) -> str:
@@ -155,7 +177,13 @@ def namespace(sections: Sections, buffer: Callable[[str], Value]) -> dict[str, A
             return builtins.__import__(name, *rest)
         raise Rejected(calls.line(), f"imports {name}, which the certificate does not run")
 
-    names = {name: getattr(builtins, name) for name in dir(builtins) if name not in _WITHOUT}
+    def refused(name: str) -> Callable[..., Any]:
+        def call(*_: Any, **__: Any) -> Any:
+            raise Rejected(calls.line(), f"calls {name}, which the certificate does not run")
+
+        return call
+
+    names = {name: refused(name) if name in _WITHOUT else getattr(builtins, name) for name in dir(builtins)}
     return {"__builtins__": {**names, "__import__": imported}, "__name__": "fxpipe_program"}
 
 
@@ -171,6 +199,42 @@ def loaded(
     if not isinstance(step, FunctionType):
         raise Rejected(Line(rank, 0), "has no function step(rt, batch)")
     for name, value in [*found.items()]:
-        if isinstance(value, FunctionType) and value is not step and value.__module__ == "fxpipe_program":
-            found[name] = sections.wrapped(value, buffer)
+        if isinstance(value, FunctionType) and value.__module__ == "fxpipe_program":
+            _check_keeps_nothing(value, rank)
+            found[name] = value if value is step else sections.wrapped(value, buffer)
+        elif not name.startswith("__"):
+            found[name] = _frozen(name, value, rank)
     return step
+
+
+def _check_keeps_nothing(function: FunctionType, rank: int) -> None:
+    """A section runs once here, for all calls with such inputs.  Raises Rejected for what calls may leave to
+    the next one."""
+    defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+    if any(isinstance(value, list | dict | set) for value in defaults):
+        line = Line(rank, function.__code__.co_firstlineno)
+        raise Rejected(line, "has a default that can change from call to call, which is not checked")
+    todo = [function.__code__]
+    for code in todo:
+        todo += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+        for each in dis.get_instructions(code):
+            if each.opname in _KEEPING:
+                line = Line(rank, each.positions.lineno or 0 if each.positions else 0)
+                raise Rejected(line, f"{_KEEPING[each.opname]} {each.argval}, which is not checked")
+
+
+def _frozen(name: str, value: Any, rank: int) -> Any:
+    """A value at the top level of a program such that no section can leave something there."""
+    match value:
+        case Announced():
+            return value
+        case list() | tuple():
+            return tuple(_frozen(name, each, rank) for each in value)
+        case dict():
+            return MappingProxyType({key: _frozen(name, each, rank) for key, each in value.items()})
+        case set():
+            return frozenset(value)
+        case Iterator() | bytearray() | deque():
+            text = f"has {name}, which can change from call to call and is not checked"
+            raise Rejected(Line(rank, 0), text)
+    return value

@@ -78,6 +78,7 @@ class TermRuntime(Traffic):
             if name in self.summed and self.plan.shard != "parameters":
                 self.calls.note(f"sums the gradient of {name} over the replicas again")
             self.summed[name] = line, self.number_of_summands(name)
+        self.waited = None  # for the last of them
 
     def wait_gradients(self) -> None:
         self.waited = self.calls.line()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,8 +55,10 @@ class Traffic(Inputs):
 
     def _check_layout(self, term: Term, layout: Any) -> None:
         """A message must have the shape and the dtype that it is announced with."""
-        shape, _, dtype = layout
+        shape, strides, dtype = layout
         own = layout_of(self.calls.terms, term)
+        if not _is_dense(shape, strides):
+            self.calls.note(f"sends with the strides {tuple(strides)}, which leave gaps or share elements")
         if own != Layout(tuple(shape), dtype):
             self.calls.note(
                 f"sends {term} of shape {own.shape} and {own.dtype} as one of {shape} and {dtype}"
@@ -215,6 +218,19 @@ class Traffic(Inputs):
 
     def _new_memory(self, value: Value) -> Memory:
         return Memory(root=value.term, bytes=layout_of(self.calls.terms, value.term).bytes)
+
+
+def _is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether elements with these strides fill their memory, each once."""
+    if 0 in shape:
+        return True
+    expected = 1
+    for stride, length in sorted(zip(strides, shape, strict=True)):
+        if length > 1:
+            if stride != expected:
+                return False
+            expected *= length
+    return True
 
 
 def _name(layout: Any) -> str:

@@ -103,13 +103,15 @@ def _joins_alike(full: list[fx.Node], node: fx.Node) -> bool:
 
 
 def _with_neutral(neutral: Callable[[Any, torch.dtype], bool]) -> Callable[[fx.Node], Instead]:
-    """The rule for ``op(x, number)`` where the number is neutral for ``x``, and does not promote it."""
+    """The rule for ``op(x, number)`` where the number is neutral for ``x``, and does not promote it: of
+    numbers, not of booleans, and without a factor of the number (``alpha``) or a way to round."""
 
     def find(node: fx.Node) -> Instead:
         source, number = _operand(node), node.args[1]
-        if source is None or type(number) not in (bool, int, float) or node.kwargs.keys() - {"alpha"}:
+        if source is None or type(number) not in (bool, int, float) or node.kwargs:
             return None
-        if not neutral(number, node.meta["val"].dtype):
+        dtype = node.meta["val"].dtype
+        if dtype is torch.bool or not neutral(number, dtype):
             return None
         return source if _can_stand_for(source, node) else None
 

@@ -23,16 +23,29 @@ def clone_into(
     Other inputs are used as they are.  Nodes ``in_b`` are recomputed in the stage's B, for W as well.
     ``clones`` holds earlier clones; calls that share it must come in the order of ``before``.
     """
-    if node not in repeated or node.meta["color"] == color:
-        return node
-    if node in in_b:
-        color = Color(color.stage, Phase.B)
-    known = clones.get((color, node))
-    if known is not None:
-        return known
-    inputs = {n: clone_into(n, color, before, clones, repeated, in_b) for n in node.all_input_nodes}
-    with node.graph.inserting_before(before):
-        clone = copy_node(node.graph, node, inputs.__getitem__)
-    clone.meta["color"] = color
-    clones[(color, node)] = clone
-    return clone
+
+    def place(node: fx.Node, color: Color) -> Color:
+        return Color(color.stage, Phase.B) if node in in_b else color
+
+    def known(node: fx.Node, color: Color) -> fx.Node | None:
+        is_there = node not in repeated or node.meta["color"] == color
+        return node if is_there else clones.get((place(node, color), node))
+
+    todo = [(node, color)]  # no recursion: the ways of a deep model are long
+    while todo:
+        one, wanted = todo[-1]
+        own = place(one, wanted)
+        missing = [(n, own) for n in one.all_input_nodes if known(n, own) is None]
+        if known(one, wanted) is None and missing:
+            todo += reversed(missing)
+            continue
+        todo.pop()
+        if known(one, wanted) is None:
+            inputs = {n: known(n, own) for n in one.all_input_nodes}
+            with one.graph.inserting_before(before):
+                clone = copy_node(one.graph, one, inputs.__getitem__)
+            clone.meta["color"] = own
+            clones[(own, one)] = clone
+    found = known(node, color)
+    assert found is not None, "it was cloned"
+    return found

@@ -203,6 +203,47 @@ EDITS = {
         ("tied_head", 0, r"(rt\.reduce_gradients\(0\))", r"\1; \1"),
         r"rank0.py:LINE: sums the gradient of .* over the replicas again",
     ),
+    "a bucket is summed behind the wait": (
+        (
+            "tied_head",
+            0,
+            r"^    (rt.reduce_gradients\(0\)); (rt.reduce_gradients\(1\))\n\n    rt.wait_gradients\(\)",
+            r"    \1\n    rt.wait_gradients(); \2",
+        ),
+        r"rank0.py:\d+: does not wait for the sums over the replicas",
+    ),
+    "an op runs twice": (
+        ("tied_head", 0, r"W0\(1\)$", "W0(1); W0(1)"),
+        r"rank0.py:\d+: has no value of 1: an op runs twice, or before what it needs \(called in line LINE\)",
+    ),
+    "the program ends": (
+        ("tied_head", 1, r"^    return rt.finish", r"    raise SystemExit(0)\n\g<0>"),
+        r"rank1.py:LINE: fails: SystemExit: 0",
+    ),
+    "a section keeps something in a list": (
+        ("tied_head", 0, r"^def stage0_weight.*\n", r"SEEN = []\n\g<0>    SEEN.append(1)\n"),
+        r"rank0.py:\d+: fails: AttributeError: 'tuple' object has no attribute 'append'",
+    ),
+    "a section keeps something in a dict": (
+        ("tied_head", 0, r"^def stage0_weight.*\n", r"SEEN = {}\n\g<0>    SEEN[1] = 1\n"),
+        r"rank0.py:\d+: fails: TypeError: 'mappingproxy' object does not support item assignment",
+    ),
+    "a section keeps something in a global": (
+        ("tied_head", 0, r"^(def stage0_weight.*\n)", r"\1    global SEEN\n    SEEN = 1\n"),
+        r"rank0.py:\d+: sets the global SEEN, which is not checked",
+    ),
+    "a section keeps something in a function": (
+        ("tied_head", 0, r"^(def stage0_weight.*\n)", r"\1    step.seen = 1\n"),
+        r"rank0.py:\d+: sets the attribute seen, which is not checked",
+    ),
+    "a section keeps something in a default": (
+        ("tied_head", 0, r"^(def stage0_weight.*)\):$", r"\1, seen=[]):"),
+        r"rank0.py:LINE: has a default that can change from call to call",
+    ),
+    "a counter": (
+        ("tied_head", 0, r"^def stage0_weight", r"import itertools\nCOUNT = itertools.count()\n\g<0>"),
+        r"rank0.py: has COUNT, which can change from call to call and is not checked",
+    ),
     "parameters are read before they are gathered": (
         ("sharded", 0, r"rt\.wait_parameters\(0\)", "pass"),
         r"rank0.py:\d+: reads the parameter .* before its rows of other replicas are there",
@@ -387,10 +428,22 @@ def test_halves_of_a_storage_count_once():
     assert measured[1] == pytest.approx(peaks[1], abs=8 * MICROBATCHES + 4)  # and the losses
 
 
+def test_messages_leave_no_gaps():
+    """Ranks that wait read what nobody wrote."""
+    artifact = pipeline("tied_head").artifact
+    pattern = r'("blocks_2_add": \(\(.*?\), \()(\d+), '
+    for by, holds in ((r"\g<1>\g<2>00, ", False), (r"\g<1>0, ", False), (r"\g<1>\g<2>, ", True)):
+        programs = [re.sub(pattern, by, text) for text in artifact.programs]
+        found = check(artifact.plan, programs, CapturedStep.from_json(artifact.captured, ""))
+        assert found.holds is holds
+        assert holds or "leave gaps or share elements" in str(found.problems[0])
+
+
 def test_what_a_program_is_not_allowed():
     for text, wrong in (
         ("import os", "imports os"),
-        ("open('x')", "NameError"),
+        ("open('x')", "calls open, which the certificate does not run"),
+        ("breakpoint()", "calls breakpoint, which the certificate does not run"),
         ("step = 1", "no function step"),
     ):
         artifact = pipeline("tied_head").artifact

@@ -7,7 +7,7 @@ import torch
 
 from fxpipe.certificate.calls import op_term
 from fxpipe.certificate.identities import RULES
-from fxpipe.certificate.layouts import Unknown
+from fxpipe.certificate.layouts import Unknown, layout_of
 from fxpipe.certificate.schemas import schema_of
 from fxpipe.certificate.terms import Layout, Terms
 
@@ -80,3 +80,11 @@ def test_what_torch_refuses_has_no_term(made, said):
 def test_operands_have_no_order_where_no_bit_depends_on_it(dtype, op, out, holds):
     exchanged = same(dtype, lambda call, x, y: call(op, x, y), lambda call, x, y: call(out, y, x, out=x))
     assert exchanged is holds
+
+
+def test_a_factory_op_has_the_shape_that_it_is_given():
+    """Its device is the name of a module of torch as well."""
+    terms, schema = Terms(RULES), schema_of(aten.full.default)
+    arguments = {"dtype": FLOAT, "device": torch.device("cpu"), "pin_memory": False}
+    term = op_term(terms, schema, schema.bind(([2, 3], 0.5), arguments))
+    assert layout_of(terms, term) == Layout((2, 3), FLOAT)

@@ -15,7 +15,8 @@ from zoo import EFFORT, captured_once, eager
 import fxpipe
 from fxpipe.errors import OptionError
 from fxpipe.ir.ops import node_flops
-from fxpipe.schedule.ops import Phase
+from fxpipe.passes.rewrite import clone_into
+from fxpipe.schedule.ops import Color, Phase
 
 pytestmark = pytest.mark.slow
 
@@ -125,3 +126,24 @@ def test_an_unknown_level():
         OptionError, match="recompute is 'some' and must be False or one of 'norms', 'full', 'auto'"
     ):
         compiled(built("gpt2"), "gpt2", "1f1b", "some")
+
+
+def test_the_way_of_a_deep_model_is_made_again():
+    """It has more ops than Python's limit of calls."""
+    graph = torch.fx.Graph()
+    last = graph.placeholder("x")
+    last.meta["color"] = Color(0, Phase.F)
+    ops = []
+    for _ in range(3000):
+        last = graph.call_function(torch.tanh, (last,))
+        last.meta["color"] = Color(0, Phase.F)
+        ops.append(last)
+    end = graph.output(last)
+    clones = {}
+    made = clone_into(last, Color(0, Phase.W), end, clones, {*ops}, {*ops[:1000]})
+    assert made is clones[Color(0, Phase.W), last]
+    phases = [Phase.B] * 1000 + [Phase.W] * 2000
+    copies = [clones[Color(0, phase), op] for phase, op in zip(phases, ops, strict=True)]
+    assert [n.args[0] for n in copies[1:]] == copies[:-1]
+    assert [n.meta["color"].phase for n in copies] == phases
+    assert [*graph.nodes][3001:-1] == copies
