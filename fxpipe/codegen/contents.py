@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 from fxpipe.codegen.actions import kind_of
 from fxpipe.codegen.lines import color_text
@@ -40,6 +41,8 @@ def contents(plan: RankPlan) -> list[str]:
 
 def _section(plan: RankPlan, color: Color) -> tuple[str, ...]:
     cost = plan.costs.stages[color.stage]
+    if all(section.color != Color(color.stage, Phase.W) for section in plan.own):  # B and W are one op
+        cost = replace(cost, backward=cost.backward + cost.weight, saved_for_weight=0.0)
     seconds, kept, user = {
         Phase.F: (cost.forward, cost.saved_activations, Phase.B),
         Phase.B: (cost.backward, cost.saved_for_weight, Phase.W),
