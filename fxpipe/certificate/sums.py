@@ -84,16 +84,31 @@ class GradientSum:
                 found.setdefault(known.get(leaf, leaf), []).extend(calls)
         foreign = {term: calls for term, calls in found.items() if term not in self.times}
         short = [term for term in self.times if self._is_short(term, found.get(term, []), microbatches)]
-        for (term, calls), expected in zip(foreign.items(), short, strict=False):
-            reference.note_difference(f"the gradient of {name}", calls[0][1], term, expected)
-        for term, calls in [*foreign.items()][len(short) :]:
-            text = f"the gradient of {name} has {term.written()}, which the captured step does not add"
-            yield _at(calls[0][1], text)
-        for term in self.times.keys() - {*short[: len(foreign)]}:
+        instead = dict[Term, Term]()
+        for term, calls in foreign.items():
+            left = [each for each in short if each not in instead.values()]
+            if left:
+                expected = instead[term] = max(left, key=partial(_likeness, term))
+                reference.note_difference(f"the gradient of {name}", calls[0][1], term, expected)
+            else:
+                text = f"the gradient of {name} has {term.written()}, which the captured step does not add"
+                yield _at(calls[0][1], text)
+        for term in self.times.keys() - {*instead.values()}:
             yield from _uneven(name, term, self.times[term], found.get(term, []), microbatches, end)
 
     def _is_short(self, term: Term, calls: list[tuple[int | None, Line]], microbatches: int) -> bool:
         return len(calls) < self.times[term] * microbatches
+
+
+def _likeness(one: Term, other: Term) -> int:
+    """How many of two terms' ops are the same, their own and those of their operands: of several summands
+    that an edit changes, each is compared with its own."""
+    if one.op != other.op:
+        return 0
+    operands = zip(dict(one.arguments).values(), dict(other.arguments).values(), strict=False)
+    return 1 + sum(
+        1 + (a is b) for a, b in operands if isinstance(a, Term) and isinstance(b, Term) and a.op == b.op
+    )
 
 
 def _at(line: Line | None, text: str) -> Problem:

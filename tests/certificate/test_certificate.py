@@ -428,6 +428,12 @@ def test_halves_of_a_storage_count_once():
     assert measured[1] == pytest.approx(peaks[1], abs=8 * MICROBATCHES + 4)  # and the losses
 
 
+def test_each_summand_of_a_tied_weight_is_compared_with_its_own():
+    """An edit of the last norm changes both gradients of the table; what each line computes is as it was."""
+    _, found = problems("tied_head", 1, r"1e-05", "1e-06")
+    assert not [text for text in found if re.search(r"computes (rows_added|mm)\(", text)], found
+
+
 def test_messages_leave_no_gaps():
     """Ranks that wait read what nobody wrote."""
     artifact = pipeline("tied_head").artifact
