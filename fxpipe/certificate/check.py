@@ -16,7 +16,7 @@ from fxpipe.certificate.compare import compared
 from fxpipe.certificate.identities import RULES
 from fxpipe.certificate.layouts import Unknown
 from fxpipe.certificate.memory import unlike_plan
-from fxpipe.certificate.problems import Certificate, Problem, RankProof, Rejected
+from fxpipe.certificate.problems import Certificate, Line, Problem, RankProof, Rejected
 from fxpipe.certificate.program import Lines, loaded
 from fxpipe.certificate.reference import Reference, reference_of
 from fxpipe.certificate.runtime import TermRuntime
@@ -84,7 +84,8 @@ def _main(rt: TermRuntime, source: str) -> Callable[[], None]:
     def main() -> None:
         try:
             step = loaded(source, rt.rank, rt.sections, rt.buffer)
-            step(rt, rt.batch)
+            if step(rt, rt.batch) is not rt or not rt.ended:
+                raise Rejected(Line(rt.rank, 0), "does not end with `return rt.finish()`")
         except Rejected:
             raise
         except Unknown as error:

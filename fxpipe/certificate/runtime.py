@@ -125,10 +125,12 @@ class TermRuntime(Traffic):
             self.calls.note("divides the gradients before their sums over the replicas are over")
         self.divided = self.calls.line()
 
-    def finish(self) -> None:
+    def finish(self) -> TermRuntime:
+        """A program returns what this gives."""
         self.ended = True
         self.last = self.calls.line()
         self.held.begin("the end", self.last)
+        return self
 
 
 def _memories(values: Any) -> Iterator[Memory]:

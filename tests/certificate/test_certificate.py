@@ -220,6 +220,14 @@ EDITS = {
         ("tied_head", 1, r"^    return rt.finish", r"    raise SystemExit(0)\n\g<0>"),
         r"rank1.py:LINE: fails: SystemExit: 0",
     ),
+    "the program does not finish": (
+        ("tied_head", 1, r"^    return rt.finish\(\)", r"    pass"),
+        r"rank1.py: does not end with `return rt.finish\(\)`",
+    ),
+    "the program returns something else": (
+        ("tied_head", 0, r"^    return rt.finish\(\)", r"    rt.finish()\n    return 0"),
+        r"rank0.py: does not end with `return rt.finish\(\)`",
+    ),
     "a section keeps something in a list": (
         ("tied_head", 0, r"^def stage0_weight.*\n", r"SEEN = []\n\g<0>    SEEN.append(1)\n"),
         r"rank0.py:\d+: fails: AttributeError: 'tuple' object has no attribute 'append'",
