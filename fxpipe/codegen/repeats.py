@@ -22,6 +22,9 @@ from fxpipe.runtime.program.random import keyed
 
 #: Fewest nodes that a run must save: a function and a loop of its calls have lines of their own.
 FEWEST = 12
+#: How many nodes of runs are looked at, for each node of a section.  Layers need one or two; a long chain of
+#: equal ops, which cannot be written as calls, has a run for each position and period.
+_MOST_LOOKS = 100
 
 
 class Run(NamedTuple):
@@ -45,14 +48,25 @@ def repeats(nodes: Sequence[fx.Node], check: Check) -> list[Run]:
     """The runs that do not overlap and save most nodes, in order."""
     numbers: dict[Any, int] = {}
     tokens = np.array([numbers.setdefault(_token(n), len(numbers)) for n in nodes], dtype=np.int64)
-    return sorted(_best(nodes, tokens, Run(0, len(nodes), 1), check))
+    left = _MOST_LOOKS * len(nodes)
+
+    def within_reason(run: Run) -> int | None:
+        nonlocal left
+        left -= run.end - run.begin
+        return check(run) if left > 0 else None
+
+    return sorted(_best(nodes, tokens, Run(0, len(nodes), 1), within_reason))
 
 
-def _best(nodes: Sequence[fx.Node], tokens: _Tokens, within: Run, check: Check) -> Iterator[Run]:
-    """The best run within a stretch of nodes, and then those beside it."""
+def _best(
+    nodes: Sequence[fx.Node], tokens: _Tokens, within: Run, check: Callable[[Run], int | None]
+) -> Iterator[Run]:
+    """The best run within a stretch of nodes, and then those beside it.  check: None to look no further."""
     for run in _candidates(tokens, within.begin, within.end):
         for rotated in _rotations(nodes, tokens, run, within.end):
             times = check(rotated)
+            if times is None:
+                return
             if times > 1 and (times - 1) * run.period >= FEWEST:
                 found = rotated._replace(times=times)
                 yield found

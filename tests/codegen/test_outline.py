@@ -13,6 +13,8 @@ from zoo import CASES
 import fxpipe
 from fxpipe.codegen import outline, repeats
 from fxpipe.codegen.sequences import loop_head
+from fxpipe.ir.graph import Origin
+from fxpipe.ir.storage import call_nodes
 
 WIDTH = 8
 
@@ -223,3 +225,24 @@ def test_stages_of_a_rank_share_the_functions_of_their_layers():
     program = compiled(lambda: Noisy(*[Block() for _ in range(16)]), schedule="zb-v").artifact.programs[1]
     assert re.findall(r"def (blocks\w+)", program) == ["blocks_forward", "blocks_backward", "blocks_weight"]
     assert [program.count(f" {name}(") for name in ("blocks_forward", "blocks_backward")] == [3, 3]
+
+
+def test_a_long_chain_of_equal_ops_is_looked_at_in_a_time_that_grows_with_it():
+    """It has a run for each position and period, and none may be one that can be written as calls."""
+    looks = {}
+    for length in (100, 200):
+        graph = torch.fx.Graph()
+        last = graph.placeholder("x")
+        last.meta["val"] = torch.empty(2, device="meta")
+        for _ in range(length):
+            last = graph.call_function(torch.ops.aten.tanh.default, (last,))
+            last.meta.update(val=torch.empty(2, device="meta"), origin=Origin())
+        looked = []
+
+        def none(run, looked=looked):
+            looked.append(run.end - run.begin)
+            return 0
+
+        assert repeats.repeats(call_nodes(graph), none) == []
+        looks[length] = sum(looked)
+    assert 0 < looks[200] <= 2.1 * looks[100]
