@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +11,7 @@ from fxpipe.certificate.problems import Rejected
 from fxpipe.certificate.terms import Layout, Term
 from fxpipe.certificate.values import Announced, Memory, Offloaded, Pending, Value
 from fxpipe.certificate.world import Message
+from fxpipe.plan.tensors import is_packed
 
 COLLECTIVE = "collective"
 _ALIGNMENT = 512  # bytes, of the values in an offload pool
@@ -57,7 +57,7 @@ class Traffic(Inputs):
         """A message must have the shape and the dtype that it is announced with."""
         shape, strides, dtype = layout
         own = layout_of(self.calls.terms, term)
-        if not _is_dense(shape, strides):
+        if 0 not in shape and not is_packed(shape, strides):
             self.calls.note(f"sends with the strides {tuple(strides)}, which leave gaps or share elements")
         if own != Layout(tuple(shape), dtype):
             self.calls.note(
@@ -218,19 +218,6 @@ class Traffic(Inputs):
 
     def _new_memory(self, value: Value) -> Memory:
         return Memory(root=value.term, bytes=layout_of(self.calls.terms, value.term).bytes)
-
-
-def _is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether elements with these strides fill their memory, each once."""
-    if 0 in shape:
-        return True
-    expected = 1
-    for stride, length in sorted(zip(strides, shape, strict=True)):
-        if length > 1:
-            if stride != expected:
-                return False
-            expected *= length
-    return True
 
 
 def _name(layout: Any) -> str:

@@ -35,12 +35,11 @@ def clone_into(
     while todo:
         one, wanted = todo[-1]
         own = place(one, wanted)
-        missing = [(n, own) for n in one.all_input_nodes if known(n, own) is None]
-        if known(one, wanted) is None and missing:
+        if known(one, wanted) is not None:
+            todo.pop()
+        elif missing := [(n, own) for n in one.all_input_nodes if known(n, own) is None]:
             todo += reversed(missing)
-            continue
-        todo.pop()
-        if known(one, wanted) is None:
+        else:
             inputs = {n: known(n, own) for n in one.all_input_nodes}
             with one.graph.inserting_before(before):
                 clone = copy_node(one.graph, one, inputs.__getitem__)

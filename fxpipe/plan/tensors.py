@@ -4,6 +4,7 @@ if it is a gradient."""
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import torch
@@ -54,13 +55,15 @@ def storage_bytes(tensor: torch.Tensor) -> int:
 
 def is_dense(tensor: torch.Tensor) -> bool:
     """Whether the elements fill a block of memory without holes or overlap, in any order of dimensions."""
-    return storage_bytes(tensor) == tensor.numel() * tensor.element_size() and not _overlaps(tensor)
+    is_all = storage_bytes(tensor) == tensor.numel() * tensor.element_size()
+    return is_all and is_packed(tensor.shape, tensor.stride())
 
 
-def _overlaps(tensor: torch.Tensor) -> bool:
-    dims = sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1)
+def is_packed(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether elements with these strides have no holes between them and no overlap."""
+    dims = sorted((s, n) for s, n in zip(strides, shape, strict=True) if n > 1)
     sizes = [n for _, n in dims]
-    return any(s != math.prod(sizes[:i]) for i, (s, _) in enumerate(dims))
+    return all(s == math.prod(sizes[:i]) for i, (s, _) in enumerate(dims))
 
 
 def share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -14,15 +14,7 @@ import numpy as np
 
 from fxpipe.schedule.bound import in_order
 from fxpipe.schedule.costs import Costs, Exchange
-from fxpipe.schedule.dependencies import (
-    SECTION_KINDS,
-    SECTIONS_PER_STAGE,
-    Needs,
-    durations,
-    index,
-    needs,
-    sections_of,
-)
+from fxpipe.schedule.dependencies import SECTION_KINDS, SECTIONS_PER_STAGE, Needs, durations, index, needs
 from fxpipe.schedule.engine.tables import Tables
 from fxpipe.schedule.ops import Phase
 from fxpipe.schedule.placement import stages_of
@@ -91,7 +83,7 @@ class ScheduleArrays:
         F before its B and each B before its W: there it starts no op later."""
         needs, feeds = (
             [
-                tuple(pair for pair in row if pair[0] not in sections_of(section // SECTIONS_PER_STAGE))
+                tuple(pair for pair in row if pair[0] // SECTIONS_PER_STAGE != section // SECTIONS_PER_STAGE)
                 for section, row in enumerate(table)
             ]
             for table in (self.needs, self.feeds)
