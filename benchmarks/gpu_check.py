@@ -1,6 +1,6 @@
 """Does fxpipe work, and well, on the GPUs of this machine?  Fifteen minutes; a table and a file.
 
-    make gpu-check
+    make gpu-check                                    (ARGS="--only speed": a part of it)
 
 - gradients: a small decoder in every kind of schedule, with a split vocabulary, offload, recomputation; all
   ranks in one process, then as processes over nccl (as many as there are GPUs, up to four) and over gloo.
@@ -14,7 +14,9 @@
 - speed: the step of a Llama of four stages in one process beside eager with the same microbatches.
   Bar: 0.97 of eager's speed.
 
-``--cpu`` runs the same, tiny, on the CPU, to try the script; it has no bars for speed and memory.
+Each row is printed as soon as it is known, and what a failing run printed beside it.  Runs of several
+processes are of small models and most of their time is start-up: ``--jobs`` of them run at once.  ``--cpu``
+runs the same, tiny, on the CPU, to try the script; it has no bars for speed and memory.
 """
 
 from __future__ import annotations
@@ -26,8 +28,10 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +51,8 @@ WORKER = "gpu_check_worker.py"
 #: Seconds after which a run of a small model hangs.
 SOON = 180.0
 IN_LITTLE_MEMORY = ("1f1b", "gpipe", "zb-v", "1f1b, vocabulary", "zb-v, vocabulary")
+PARTS = ("local", "processes", "memory", "speed")
+VERDICTS = {True: "ok", False: "NOT MET", None: ""}
 #: The first GPU that this process may use.
 VISIBLE = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -88,11 +94,15 @@ def in_one_process(device: torch.device, ranks: int) -> Iterator[Row]:
         yield Row(f"run_local, {ranks} ranks, {name}", f"{largest:.1e}", largest <= GRADIENT_BAR)
 
 
-def as_processes(device: torch.device, ranks: int, apart: bool, microbatches: int) -> Iterator[Row]:
+#: A run of processes, which waits for them.
+Run = Callable[[], list[Row]]
+
+
+def as_processes(ranks: int, apart: bool, microbatches: int) -> Iterator[Run]:
     """Gradients of all settings under torchrun."""
-    for name in track(SETTINGS, f"{ranks} processes, {microbatches} microbatches"):
+    for name in SETTINGS:
         what = f"torchrun, {ranks} ranks, m = {microbatches}, {name}"
-        yield gradients(what, ranks, case_of(name, ranks, microbatches, apart))
+        yield partial(gradients, what, ranks, case_of(name, ranks, microbatches, apart))
 
 
 def case_of(name: str, ranks: int, microbatches: int, apart: bool, **more: Any) -> dict[str, Any]:
@@ -100,46 +110,56 @@ def case_of(name: str, ranks: int, microbatches: int, apart: bool, **more: Any) 
     return {"options": options, "nccl": "apart" if apart else "", **more}
 
 
-def gradients(what: str, ranks: int, case: dict[str, Any], environment: dict[str, str] | None = None) -> Row:
+def gradients(
+    what: str, ranks: int, case: dict[str, Any], environment: dict[str, str] | None = None
+) -> list[Row]:
     try:
-        found = run(WORKER, ranks, case, environment=environment)
+        found = run(WORKER, ranks, case, environment=environment, limit=SOON)
     except (RuntimeError, subprocess.TimeoutExpired) as failure:
-        return Row(what, last_line(failure), False)
-    return Row(f"{what}, {found['backend']}", f"{found['error']:.1e}", found["error"] <= GRADIENT_BAR)
+        return [failed(what, failure)]
+    return [Row(f"{what}, {found['backend']}", f"{found['error']:.1e}", found["error"] <= GRADIENT_BAR)]
 
 
-def last_line(failure: Exception) -> str:
-    return str(failure).strip().splitlines()[-1][:80]
+def failed(what: str, failure: RuntimeError | subprocess.TimeoutExpired) -> Row:
+    printed = failure.output.decode() if isinstance(failure, subprocess.TimeoutExpired) else ""
+    print(f"{what}: {failure}\n{printed}", file=sys.stderr)
+    return Row(what, str(failure).strip().splitlines()[-1][:80], False)
 
 
-def batches_and_sharing(ranks: int, apart: bool) -> Iterator[Row]:
+def batches_and_sharing(ranks: int, apart: bool) -> Iterator[Run]:
     one = case_of("1f1b", ranks, 4, apart, batch="one")
-    yield gradients("a batch on the GPU of rank 0 alone", ranks, one)
+    yield partial(gradients, "a batch on the GPU of rank 0 alone", ranks, one)
     shared = case_of("1f1b", 2, 4, False)
-    yield gradients("two ranks on one GPU", 2, shared, {"CUDA_VISIBLE_DEVICES": VISIBLE})
+    yield partial(gradients, "two ranks on one GPU", 2, shared, {"CUDA_VISIBLE_DEVICES": VISIBLE})
 
 
-def memory_of_steps(ranks: int, apart: bool) -> Iterator[Row]:
+def memory_of_steps(name: str, ranks: int, apart: bool) -> list[Row]:
     """Whether steps ask the driver for memory, and whether they hang where it does not suffice."""
-    for name in track(IN_LITTLE_MEMORY, "memory of steps"):
-        case = case_of(name, ranks, 8, apart, train=4)
-        what = f"{name}: how often steps 1 to 4 ask for memory"
-        try:
-            found = run(WORKER, ranks, case, limit=SOON)
-        except (RuntimeError, subprocess.TimeoutExpired) as failure:
-            yield Row(what, last_line(failure), False)
-            continue
-        yield Row(f"{what}, {found['backend']}", str(found["asked"]), not any(found["asked"]))
-        what = f"{name}: with .6 of the memory"
-        try:
-            run(WORKER, ranks, {**case, "bytes": int(0.6 * found["reserved"])}, limit=SOON)
-        except subprocess.TimeoutExpired:
-            yield Row(what, f"not over after {SOON:.0f} s", False)
-        except RuntimeError as failure:
-            memory = "out of memory" in str(failure)
-            yield Row(what, "out of memory" if memory else last_line(failure), memory)
-        else:
-            yield Row(what, "suffices", True)
+    case = case_of(name, ranks, 8, apart, train=4)
+    what = f"{name}: how often steps 1 to 4 ask for memory"
+    try:
+        found = run(WORKER, ranks, case, limit=SOON)
+    except (RuntimeError, subprocess.TimeoutExpired) as failure:
+        return [failed(what, failure)]
+    asked = Row(f"{what}, {found['backend']}", str(found["asked"]), not any(found["asked"]))
+    what = f"{name}: with .6 of the memory"
+    try:
+        run(WORKER, ranks, {**case, "bytes": int(0.6 * found["reserved"])}, limit=SOON)
+    except subprocess.TimeoutExpired as failure:
+        return [asked, failed(what, failure)]
+    except RuntimeError as failure:
+        if "out of memory" not in str(failure):
+            return [asked, failed(what, failure)]
+        return [asked, Row(what, "out of memory", True)]
+    return [asked, Row(what, "suffices", True)]
+
+
+def at_once(runs: Iterable[Run], jobs: int) -> Iterator[Row]:
+    """The rows of all runs, ``jobs`` of which run at a time."""
+    runs = list(runs)
+    with ThreadPoolExecutor(jobs) as pool:
+        for rows in track(pool.map(lambda run: run(), runs), "as processes", total=len(runs)):
+            yield from rows
 
 
 def random_op(device: torch.device) -> Row:
@@ -171,7 +191,8 @@ def llama(device: torch.device, tiny: bool) -> tuple[torch.nn.Module, dict[str, 
     lengths, length = (TINY, 16) if tiny else (LLAMA, 2048)
     config = LlamaConfig(**lengths, num_attention_heads=8, num_key_value_heads=8, use_cache=False)
     torch.manual_seed(0)
-    own = LlamaForCausalLM(config).to(device, torch.float32 if tiny else torch.bfloat16)
+    with device:
+        own = LlamaForCausalLM(config).to(torch.float32 if tiny else torch.bfloat16)
     ids = torch.randint(config.vocab_size, (1, length), device=device)
     return own, {"input_ids": ids, "labels": ids}, 8
 
@@ -211,15 +232,42 @@ def speed_and_memory(device: torch.device, tiny: bool) -> Iterator[Row]:
         )
 
 
+def runs_of(part: str, count: int) -> Iterator[Run]:
+    """Those of several processes, on so many GPUs."""
+    ranks, apart = max(2, min(count, 4)), count == 1
+    if part == "processes":
+        for m in (1, 4):
+            yield from as_processes(ranks, apart, m)
+        if count == 1:
+            yield from as_processes(ranks, False, 4)  # over gloo
+        yield from batches_and_sharing(ranks, apart)
+    if part == "memory":
+        for name in IN_LITTLE_MEMORY:
+            yield partial(memory_of_steps, name, ranks, apart)
+
+
+def rows_of(part: str, device: torch.device, count: int, options: argparse.Namespace) -> Iterator[Row]:
+    if part == "local":
+        yield from in_one_process(device, 4)
+    elif part == "speed":
+        yield random_op(device)
+        yield from speed_and_memory(device, options.cpu)
+    else:
+        yield from at_once(runs_of(part, count), options.jobs)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--cpu", action="store_true", help="tiny, on the CPU, to try the script")
+    parser.add_argument("--only", nargs="*", choices=PARTS, default=PARTS, help="some of its parts")
+    jobs = max(1, len(os.sched_getaffinity(0)) // 4)
+    parser.add_argument("--jobs", type=int, default=jobs, help="runs of processes at once (%(default)s)")
     parser.add_argument("--output", type=Path, help="also write the report to this file")
-    asked = parser.parse_args()
-    device = torch.device("cpu") if asked.cpu else default_device()
-    if not (asked.cpu or is_accelerator(device)):
+    options = parser.parse_args()
+    device = torch.device("cpu") if options.cpu else default_device()
+    if not (options.cpu or is_accelerator(device)):
         sys.exit("torch sees no GPU here: torch.accelerator.is_available() is False. --cpu tries the script.")
-    if asked.cpu:
+    if options.cpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     in_full_precision()
     report = Report("fxpipe on the GPUs of this machine")
@@ -227,23 +275,17 @@ def main() -> None:
     report.line(f"  devices   {count} x {torch.cuda.get_device_name(device) if count else 'CPU'}")
     if count:
         report.line(f"  nccl      {json.dumps(torch.cuda.nccl.version())}")
-    rows = [*in_one_process(device, 4)]
-    ranks = max(2, min(count, 4))
-    for m in (1, 4):
-        rows += as_processes(device, ranks, apart=count == 1, microbatches=m)
-    if count == 1:
-        rows += as_processes(device, ranks, apart=False, microbatches=4)  # over gloo
-    rows += batches_and_sharing(ranks, apart=count == 1)
-    rows += memory_of_steps(ranks, apart=count == 1)
-    rows.append(random_op(device))
-    rows += speed_and_memory(device, asked.cpu)
-    verdict = {True: "ok", False: "NOT MET", None: ""}
+    rows = []
+    for part in options.only:
+        for row in rows_of(part, device, count, options):
+            rows.append(row)
+            print(f"{VERDICTS[row.met]:7}  {row.what}: {row.found}", file=sys.stderr, flush=True)
     report.line()
-    report.table(["what", "found", "bar"], [[row.what, row.found, verdict[row.met]] for row in rows])
-    failed = sum(row.met is False for row in rows)
-    report.line(f"\n{failed} of {len(rows)} are not met." if failed else f"\nAll {len(rows)} are met.")
-    report.save(asked.output)
-    sys.exit(bool(failed))
+    report.table(["what", "found", "bar"], [[row.what, row.found, VERDICTS[row.met]] for row in rows])
+    missed = sum(row.met is False for row in rows)
+    report.line(f"\n{missed} of {len(rows)} are not met." if missed else f"\nAll {len(rows)} are met.")
+    report.save(options.output)
+    sys.exit(bool(missed))
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ from fxpipe.plan.rows import ShardName
 from fxpipe.runtime.job.process import Process
 from fxpipe.runtime.program.accelerator import default_device, device_allocations, is_accelerator, memory_size
 
+#: Of a rank with another one, which then says which op of which rank it waits for.
+PATIENCE = timedelta(seconds=90)
 WIDTH, HEADS, WORDS, LENGTH, LAYERS = 64, 4, 96, 32, 8
 
 
@@ -110,8 +113,8 @@ def train(pipe: fxpipe.Pipeline, whole: dict[str, torch.Tensor], steps: int) -> 
     on_gpu = is_accelerator(device)
     reserved = torch.tensor(torch.accelerator.max_memory_reserved(device) if on_gpu else 0)
     total = torch.tensor(asked)
-    pipe.process.all_reduce_(total)
-    pipe.process.all_reduce_(reserved, largest=True)
+    dist.all_reduce(total, group=pipe.process.control)
+    dist.all_reduce(reserved, dist.ReduceOp.MAX, pipe.process.control)
     backend = pipe.process.backend(device)
     return {"asked": total.tolist(), "reserved": reserved.item(), "backend": backend}
 
@@ -122,20 +125,20 @@ def main() -> None:
     in_full_precision()
     if case["nccl"] == "apart":
         os.environ["NCCL_HOSTID"] = f"rank{os.environ['RANK']}"
-        dist.init_process_group("cpu:gloo,cuda:nccl")
+        dist.init_process_group("cpu:gloo,cuda:nccl", timeout=PATIENCE)
     if case.get("bytes") and is_accelerator(device):
         torch.cuda.set_per_process_memory_fraction(case["bytes"] / memory_size(device))
     own = model(device)
     microbatches = options["microbatches"]
     whole = batch(2 * microbatches, device)
     if case.get("train"):
-        pipe = fxpipe.compile(own, batch(2, device), effort=0.1, **options)
+        pipe = fxpipe.compile(own, batch(2, device), effort=0.1, timeout=PATIENCE, **options)
         found = train(pipe, whole, case["train"])
         if pipe.process.rank == 0:
             result.write_text(json.dumps(found))
         return
     expected = eager_gradients(own, whole, microbatches)
-    pipe = fxpipe.compile(own, batch(2, device), effort=0.1, **options)
+    pipe = fxpipe.compile(own, batch(2, device), effort=0.1, timeout=PATIENCE, **options)
     pipe.step(of_one_gpu(pipe, whole) if case.get("batch") == "one" else whole)
     largest = 0.0
     for name in pipe.plan.tensors[pipe.process.rank].gradients:
@@ -144,7 +147,7 @@ def main() -> None:
         largest = max(largest, error(pipe.parameter(name).grad, wanted))
     total = torch.tensor([largest], dtype=torch.float64)
     process = Process.join(device)
-    process.all_reduce_(total, largest=True)
+    dist.all_reduce(total, dist.ReduceOp.MAX, process.control)
     if process.rank == 0:
         result.write_text(json.dumps({"error": total.item(), "backend": process.backend(device)}))
 
