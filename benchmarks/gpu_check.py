@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_check_worker import batch, eager_gradients, error, in_full_precision, model
+from gpu_check_worker import batch, eager_gradients, error, in_full_precision, model, strictly
 from launch import run
 from report import Report
 from rich.progress import track
@@ -68,6 +68,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "1f1b, recompute": {"schedule": "1f1b", "recompute": "full"},
     "gpipe, offload": {"schedule": "gpipe", "offload": 0.5},
 }
+#: Whose compilation takes a minute.
+INDUCTOR = {"zb-v, inductor": {"schedule": "zb-v", "backend": "inductor"}}
 #: Lengths of the Llama: of 1B parameters, and of one to try the script.
 LLAMA = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "vocab_size": 32000}
 TINY = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "vocab_size": 64}
@@ -84,7 +86,7 @@ class Row:
 
 def in_one_process(device: torch.device, ranks: int) -> Iterator[Row]:
     """Gradients of all settings with ``run_local``."""
-    for name, options in track(SETTINGS.items(), "in one process"):
+    for name, options in track({**SETTINGS, **INDUCTOR}.items(), "in one process"):
         own = model(device)
         whole = batch(8, device)
         expected = eager_gradients(own, whole, 4)
@@ -270,6 +272,7 @@ def main() -> None:
     if options.cpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     in_full_precision()
+    strictly()
     report = Report("fxpipe on the GPUs of this machine")
     count = torch.accelerator.device_count() if is_accelerator(device) else 0
     report.line(f"  devices   {count} x {torch.cuda.get_device_name(device) if count else 'CPU'}")

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import warnings
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,11 @@ class Model(nn.Module):
 def in_full_precision() -> None:
     """No TF32, whose products have ten bits."""
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+
+
+def strictly() -> None:
+    """A program that cannot be checked against the captured step is an error here."""
+    warnings.filterwarnings("error", "The programs cannot be checked")
 
 
 def model(device: torch.device) -> Model:
@@ -123,6 +129,7 @@ def main() -> None:
     case, result = json.loads(sys.argv[1]), Path(sys.argv[2])
     options, device = case["options"], default_device()
     in_full_precision()
+    strictly()
     if case["nccl"] == "apart":
         os.environ["NCCL_HOSTID"] = f"rank{os.environ['RANK']}"
         dist.init_process_group("cpu:gloo,cuda:nccl", timeout=PATIENCE)

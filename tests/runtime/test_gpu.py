@@ -79,6 +79,7 @@ def problem(name: str, shape: Shape, dtype: torch.dtype) -> Problem:
         schedule=shape.schedule,
         stages_per_rank=shape.stages_per_rank,
         placement=shape.placement,
+        grad_dtype=shape.grad_dtype,
     )
     return Problem(model, on_gpu(case.data(MICROBATCHES)), pipe)
 

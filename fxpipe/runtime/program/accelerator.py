@@ -10,7 +10,7 @@ import contextlib
 import os
 import weakref
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from mmap import mmap
 from typing import Any
 
@@ -154,6 +154,31 @@ def stream(device: torch.device) -> torch.Stream:
 def current_stream(device: torch.device) -> torch.Stream:
     """The stream on which the ops of this thread run."""
     return torch.accelerator.current_stream(device)
+
+
+_stream_to_host = cache(stream)
+
+
+def on_host(device: torch.device, function: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+    """Start to compute a small tensor and to copy it to the CPU; return the function that waits for it.
+
+    On a stream of its own: a device copies one thing after the other to the CPU, and ops that come next are
+    not to wait until all activations that are being offloaded have arrived there.
+    """
+    if not is_accelerator(device):
+        found = function()
+        return lambda: found
+    ready, side = current_stream(device).record_event(), _stream_to_host(device)
+    with side:
+        side.wait_event(ready)
+        copied = function().to("cpu", non_blocking=True)
+        over = side.record_event()
+
+    def known() -> torch.Tensor:
+        over.synchronize()
+        return copied
+
+    return known
 
 
 def generator(device: torch.device) -> torch.Generator:

@@ -11,6 +11,7 @@ import torch
 from fxpipe.errors import RunError
 from fxpipe.plan.step import StepSpec
 from fxpipe.plan.tensors import dtype_of
+from fxpipe.runtime.program.accelerator import on_host
 from fxpipe.runtime.program.batch import microbatches_of
 from fxpipe.runtime.program.comm import Comm, Layout, Numbers, Pending, in_layout
 from fxpipe.runtime.program.offload import Offloader
@@ -351,16 +352,13 @@ class Runtime:
     def _own_total(self) -> Numbers:
         """The sum of the losses and its divisor; the function waits until they are on the CPU."""
         losses = self._losses if self.spec.has_loss else [torch.zeros(())]
-        total = torch.stack([x.double() for x in losses]).sum()
-        count = torch.stack(self._counts).sum() if self._counts else total.new_tensor(len(losses))
-        numbers = torch.stack([total, count.double()]).to("cpu", non_blocking=True)
-        clock, copied = self.record.clock, self.record.clock.mark()
 
-        def known() -> torch.Tensor:
-            clock.wait(copied)
-            return numbers
+        def total_and_count() -> torch.Tensor:
+            total = torch.stack([x.double() for x in losses]).sum()
+            count = torch.stack(self._counts).sum() if self._counts else total.new_tensor(len(losses))
+            return torch.stack([total, count.double()])
 
-        return known
+        return on_host(losses[0].device, total_and_count)
 
     def _total(self) -> tuple[float, float]:
         """The sum of the losses and its divisor, on every rank."""

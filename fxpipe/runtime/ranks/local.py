@@ -58,7 +58,7 @@ class LocalWorld:
         self.takers: dict[tuple[Hashable, int], int] = {}
         #: (lanes of a rank, number) -> what each lane has given
         self.between: dict[tuple[Hashable, int], dict[int, list[torch.Tensor]]] = {}
-        self.shared: dict[int, torch.Tensor] = {}  # broadcast by the loss rank, until all ranks have it
+        self.shared: dict[int, Numbers] = {}  # of the loss ranks
 
     def number(self, rank: int, replica: int, lane: int) -> int:
         return (replica * self.ranks + rank) * self.lanes + lane
@@ -167,14 +167,14 @@ class LocalComm:
 
     def share_numbers(self, given: Numbers | None, source: int) -> Numbers:
         if given is not None:
-            self._world.shared[self._own] = given()
+            self._world.shared[self._own] = given
         world, shared = self._world, self._world.shared
         sources = [world.number(source, replica, self._lane) for replica in range(world.replicas)]
 
         def found() -> torch.Tensor:
             what = f"the loss of rank {' and '.join(map(str, sources))}"
             world.wait_until(lambda: shared.keys() >= {*sources}, self._own, what)
-            return torch.stack([shared[rank] for rank in sources]).sum(0)
+            return torch.stack([shared[rank]() for rank in sources]).sum(0)
 
         return found
 

@@ -99,7 +99,8 @@ def run_all(
     the others end where they wait.
     """
     turns = _Turns(mains, where, device.type)
-    before, world.wait_until = torch.get_num_threads(), turns.wait_until
+    before, alone = torch.get_num_threads(), world.wait_until
+    world.wait_until = turns.wait_until
     torch.set_num_threads(threads)
     try:
         turns.run()
@@ -111,6 +112,7 @@ def run_all(
     finally:
         turns.end()
         torch.set_num_threads(before)
+        world.wait_until = alone  # a cycle would keep the gradients until Python collects its garbage
     return turns.results
 
 
