@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from dataclasses import replace
 from functools import cache
 
@@ -61,6 +62,40 @@ def pipeline(name: str) -> fxpipe.Pipeline:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fxpipe.ir.liveness, "SMALLEST", 1)
         return compiled(CASES[name], CASES[name].build(), MICROBATCHES, SHAPES[name])
+
+
+class FusedAttention(nn.Module):
+    """As F.scaled_dot_product_attention is on a GPU: its backward has None for tensors that are not there."""
+
+    def __init__(self, op):
+        super().__init__()
+        self.op, self.inner = op, nn.Linear(WIDTH, 3 * WIDTH)
+
+    def forward(self, x, y):
+        q, k, v = (t.unflatten(-1, (2, -1)).transpose(1, 2) for t in self.inner(x).chunk(3, -1))
+        return (self.op(q, k, v)[0].transpose(1, 2).flatten(2) - y).square().mean()
+
+
+@pytest.mark.parametrize(
+    "op",
+    [
+        lambda q, k, v: torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True),
+        lambda q, k, v: torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, True),
+        lambda q, k, v: torch.ops.aten._scaled_dot_product_efficient_attention(
+            q, k, v, None, True, 0.0, True
+        ),
+    ],
+    ids=["flash", "cudnn", "efficient"],
+)
+def test_attention_of_a_gpu(op):
+    with torch.device("meta"):
+        model, x = FusedAttention(op).bfloat16(), torch.zeros(2, 4, WIDTH, dtype=torch.bfloat16)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "The programs cannot be checked")
+        pipe = fxpipe.compile(model, {"x": x, "y": x}, ranks=1, microbatches=2, costs="H100")
+    backward = re.search(r"attention_backward\(.*None", pipe.artifact.programs[0], re.DOTALL)
+    assert backward is not None
+    assert pipe.check().holds
 
 
 def check_edited(name: str, rank: int, pattern: str, by: str, number: int = 0) -> tuple[int, Certificate]:

@@ -25,7 +25,7 @@ from zoo import Shape, eager, relative_error, too_far
 
 import fxpipe
 from fxpipe.runtime.program import offload as offloader_module
-from fxpipe.runtime.program.accelerator import own, pinned_memory
+from fxpipe.runtime.program.accelerator import on_host, own, pinned_memory
 from fxpipe.runtime.program.offload import Host, Offloader, aligned
 from fxpipe.runtime.ranks.step_memory import step_memory
 
@@ -343,6 +343,23 @@ def test_nothing_else_takes_the_memory_of_steps():
         again = address()
     assert (first, memory.grown) == (again, grown)
     assert outside != first
+
+
+def test_the_loss_does_not_wait_behind_activations_on_their_way_to_the_cpu():
+    """Its copy does, and the ops that come next do not."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    size, side = 1 << 29, torch.Stream(device)
+    activations, pool = torch.empty(size, dtype=torch.uint8, device=device), pinned_memory(size)
+    on_host(device, lambda: torch.ones(2, device=device))()  # what a first time needs
+    with side:
+        for _ in range(16):  # some 150 ms
+            pool.copy_(activations, non_blocking=True)
+        copied = side.record_event()
+    known = on_host(device, lambda: torch.full((2,), 3.0, device=device))
+    torch.ones(1, device=device).add_(1)
+    torch.cuda.current_stream(device).synchronize()
+    assert not copied.query()
+    assert known().tolist() == [3.0, 3.0]
 
 
 def test_pinned_memory_of_any_size_is_copied_in_the_background():

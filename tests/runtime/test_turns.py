@@ -1,7 +1,9 @@
 """``run_local`` in the caller's thread: what debuggers see, what ranks keep apart, how it ends."""
 
+import gc
 import re
 import threading
+import weakref
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxpipe
 from fxpipe.errors import DeadlockError, RunError
+from fxpipe.runtime.program import rank as rank_module
 from fxpipe.runtime.ranks.local import LocalWorld
 from fxpipe.runtime.ranks.turns import run_all
 
@@ -92,6 +95,38 @@ def in_turns(*functions):
 def state():
     """Of the thread: what with-blocks change."""
     return torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+
+
+def test_gradients_go_with_their_result(compiled):
+    """And not when Python collects its garbage: those of a large model would fill a GPU meanwhile."""
+    pipe, batch = compiled
+    gc.collect()
+    gc.disable()
+    try:
+        result = pipe.run_local(batch)
+        grads = [weakref.ref(grad) for grad in result.grads.values()]
+        assert all(ref() is not None for ref in grads)
+        del result
+        assert [ref() for ref in grads if ref() is not None] == []
+    finally:
+        gc.enable()
+
+
+def test_the_loss_is_waited_for_behind_all_ops(monkeypatch):
+    """The host of an accelerator starts the backward meanwhile."""
+    events = []
+
+    def on_host(device, function):
+        found = function()
+        return lambda: events.append("loss") or found
+
+    monkeypatch.setattr(rank_module, "on_host", on_host)
+    options = {"ranks": 1, "microbatches": MICROBATCHES, "schedule": "gpipe", "check": False}
+    pipe = fxpipe.compile(Layers(), {"x": torch.randn(2, 4)}, **options)
+    pipe.runtime.record.at_op = events.append
+    pipe.step({"x": torch.randn(2 * MICROBATCHES, 4)})
+    ops = [f"{phase}.{m}" for phase in ("F0", "BW0") for m in range(MICROBATCHES)]
+    assert events == [*ops, "loss"]
 
 
 def test_with_blocks_of_a_rank_hold_in_its_turns():
