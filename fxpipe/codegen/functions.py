@@ -13,16 +13,16 @@ from fxpipe.codegen.comments import input_comments
 from fxpipe.codegen.expressions import Aliases, Scope, variable
 from fxpipe.codegen.layers import INDUCTOR, LayerFunctions
 from fxpipe.codegen.lists import Layout, Stack, Taken, layout, taken
-from fxpipe.codegen.loops import Loop, base_name
+from fxpipe.codegen.loops import COLLECTED, Loop, base_name
 from fxpipe.codegen.nodes import node_lines, place, storages
-from fxpipe.codegen.outline import Analysis, Repeated
+from fxpipe.codegen.outline import LATER, Analysis, Repeated
 from fxpipe.codegen.signatures import LISTS, PHASE_NAMES, Signature
 from fxpipe.codegen.statements import Statement, body, unpacking
 from fxpipe.codegen.stretches import call_lines, is_worth_compiling
 from fxpipe.codegen.wrapping import wrapped
 from fxpipe.ir.graph import Section, offload, reload
 from fxpipe.ir.storage import call_nodes
-from fxpipe.schedule.ops import Color
+from fxpipe.schedule.ops import Color, Phase
 
 
 def function_sources(
@@ -43,12 +43,16 @@ def function_sources(
 
 
 class _Lists:
-    """The runs of a rank's sections, and the entries of the lists between these."""
+    """The runs of a rank's sections, and the entries of the lists between these.
+
+    ``inner``: the stacks of values that are used behind their run in the same section.
+    """
 
     def __init__(self, sections: Sequence[Section], calls: Mapping[Color, Signature], names: Aliases) -> None:
         self.names = names
         self.runs = {s.color: _runs(s, calls[s.color]) for s in sections}
         self.layouts: dict[tuple[int, str], Layout] = {}
+        self.inner = {color: layout((), LATER, own, own) for color, own in self.runs.items()}
         self._stacks: dict[tuple[Stack | Taken, str], str] = {}
         for (giver, taker, _), name in LISTS.items():
             for section in sections:
@@ -61,7 +65,7 @@ class _Lists:
         """The variable of a stack, in all functions."""
         key = stack, container
         if key not in self._stacks:
-            self._stacks[key] = self.names.new(f"{container or 'collected'}_{base_name(stack.run)}")
+            self._stacks[key] = self.names.new(f"{container or COLLECTED}_{base_name(stack.run)}")
         return self._stacks[key]
 
 
@@ -94,7 +98,9 @@ class _Function:
         self.scope = Scope(names, _renamed(self.nodes))
         self.runs = {run.run.begin: run for run in lists.runs[section.color]}
         self.by_name = {node.name: node for node in section.graph.nodes}
+        self.inner = lists.inner[section.color]
         entries = {name: lists.layouts[section.stage, name] for name in signature.lists_in}
+        entries[LATER] = self.inner
         self.takes: dict[int, tuple[Taken, ...]] = {}
         for begin, run in self.runs.items():
             others = {each.stack for each in self._taken() if each.stack is not None}
@@ -104,7 +110,7 @@ class _Function:
         call = self.signature
         arguments = [*call.containers, *call.lists_in, *map(variable, call.values_in)]
         lines = [line for name in call.lists_in for line in self._unpacked(name)]
-        lines += [line for found in self.takes.values() for each in found for line in self._stacked(each)]
+        lines += [line for each in self._taken() if each.container for line in self._stacked(each)]
         lines += self._ops()
         results = self._results()
         end = [f"    return {', '.join(results)}"] if results else []
@@ -153,9 +159,8 @@ class _Function:
                 yield self._popped(record, f"{variable}.pop(0)")
 
     def _popped(self, record: Sequence[str], popped: str) -> Statement:
-        return Statement(
-            unpacking([self._text(name) for name in record], popped), (popped.partition(".")[0],)
-        )
+        texts = [text if (text := self._text(name)).isidentifier() else "_" for name in record]  # _: an input
+        return Statement(unpacking(texts, popped), (popped.partition(".")[0],))
 
     def _stacked(self, taken: Taken) -> Iterator[Statement]:
         """Bring the records that a run takes into the order in which it pops them."""
@@ -205,18 +210,30 @@ class _Function:
             position = end
 
     def _loop(self, run: Repeated) -> Iterator[Statement]:
-        takes = [(each, self._variable(each)) for each in self.takes[run.run.begin]]
+        taken = self.takes[run.run.begin]
+        takes = [(each, self._variable(each)) for each in taken]
         gives = [
             (name, entry, self.lists.variable(entry, name))
             for name in self.signature.lists_out
             for entry in self.lists.layouts[self.section.stage, name]
             if isinstance(entry, Stack) and entry.run is run
         ]
-        if run.later:
-            stack = Stack(run, run.later)
-            gives.append(("", stack, self.lists.variable(stack, "")))
-        phase = PHASE_NAMES[self.section.phase]
-        yield from Loop(run, phase, self.scope, takes, gives, self.layers, self.compiled).lines()
+        later = [stack for stack in self.inner if isinstance(stack, Stack) and stack.run is run]
+        gives += [(LATER, stack, self.lists.variable(stack, LATER)) for stack in later]
+        passed = {each.stack for each in self._taken()}
+        unpacked = [stack for stack in later if stack not in passed]
+        yield from (line for each in taken if not each.container for line in self._stacked(each))
+        yield from Loop(
+            run, self._phase(run), self.scope, takes, gives, unpacked, self.layers, self.compiled
+        ).lines()
+        for stack in later:
+            if stack in passed:
+                yield from self._leftover(stack, self.lists.variable(stack, LATER))
+
+    def _phase(self, run: Repeated) -> str:
+        """The phase that a run's function is named after: that of a forward which B repeats is F."""
+        is_repeated = self.section.phase is Phase.B and not any(n.name.startswith("d_") for n in run.body)
+        return PHASE_NAMES[Phase.F if is_repeated else self.section.phase]
 
     def _results(self) -> list[str]:
         """The expressions that are returned, in order."""

@@ -59,12 +59,21 @@ def layout(
     values: Sequence[str], container: str, runs: Iterable[Repeated], takers: Iterable[Repeated]
 ) -> Layout:
     """The entries of a list.  ``runs``: of the section that gives it; ``takers``: of that which takes it."""
+    runs = [*runs]
+    givers = {
+        node.name: run
+        for run in runs
+        for value, given in run.given.items()
+        if container in given
+        for node in run.values(value)
+    }
     takes: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
     for number, taker in enumerate(takers):
         for slot in taker.slots:
             for period, node in enumerate(slot.nodes):
-                if slot.source is Source.LISTED:
-                    takes[node.name] += [(number, period)] * (1 if taker.has_alone(slot, period) else 2)
+                if slot.source is Source.LISTED and slot.container == container:
+                    alone = taker.has_alone(slot, period, givers.get(node.name))
+                    takes[node.name] += [(number, period)] * (1 if alone else 2)
     stacks: list[Stack] = []
     for run in runs:
         together: defaultdict[Any, list[int | Slot]] = defaultdict(list)
@@ -111,8 +120,9 @@ def _stacks(layouts: Mapping[str, Layout]) -> Iterator[Stack]:
 def _taken(run: Repeated, container: str, stack: Stack | None, slots: tuple[Slot, ...]) -> Taken:
     """With the stack, if it has the records of consecutive periods."""
     built = Taken(run, container, slots)
-    alone = all(run.has_alone(slot, k) for slot in slots for k in range(run.run.times))
-    if stack is None or not alone:
+    if stack is None:
+        return built
+    if not all(run.has_alone(slot, k, stack.run) for slot in slots for k in range(run.run.times)):
         return built
     numbers = {record: k for k, record in enumerate(map(frozenset, stack.records))}
     found = [numbers.get(frozenset(built.record(k))) for k in range(run.run.times)]

@@ -33,6 +33,7 @@ from fxpipe.ir.graph import Input, Origin, offload, reload
 from fxpipe.ir.names import comment, identifier
 from fxpipe.ir.sections import computing
 
+COLLECTED = "collected"  # the list of values that are used behind a run in the same section
 CARRY = "carry"  # the list of carried values that the next period frees
 
 
@@ -55,7 +56,8 @@ class Loop:
     """The lines of a run.
 
     ``takes``, ``gives``: what it takes, and what it gives by the name of the list, with the variable of each.
-    ``compiled``: whether Inductor compiles its section.
+    ``unpacked``: the stacks whose values are used one by one behind it.  ``compiled``: whether Inductor
+    compiles its section.
     """
 
     def __init__(
@@ -65,12 +67,13 @@ class Loop:
         scope: Scope,
         takes: Sequence[tuple[Taken, str]],
         gives: Sequence[tuple[str, Stack, str]],
+        unpacked: Sequence[Stack],
         layers: LayerFunctions,
         compiled: bool,
     ) -> None:
         self.run, self.phase, self.scope, self.layers = run, phase, scope, layers
         self.compiled = compiled and any(computing(run.body))
-        self.takes, self.gives = takes, gives
+        self.takes, self.gives, self.unpacked = takes, gives, unpacked
         self.paths = [_module(run.period(k)) for k in range(run.run.times)]
         self.around = _alike([_words(path) for path in self.paths])
         self.origins = {nodes[1]: nodes for nodes in (run.values(j) for j in range(run.run.period))}
@@ -171,7 +174,7 @@ class Loop:
         for taken, stack in self.takes:
             for slot in taken.slots:
                 self.texts[slot.example] = self._new(self._local(slot.nodes))
-            own = self._unused(taken.container)
+            own = self._unused(taken.container or COLLECTED)
             self.arguments.add(own, f"{stack}.pop()")
             unpacked.append((own, [self.texts[slot.example] for slot in taken.slots]))
         return unpacked
@@ -191,7 +194,7 @@ class Loop:
         after = []
         for container, stack, name in self.gives:
             returned.append(f"[{', '.join(self._result(j) for j in stack.values)}]")
-            target = container or "collected"
+            target = container or COLLECTED
             times = sum(1 for x in targets if x.startswith(target)) + 1
             target += f"_{times}" if times > 1 else ""
             targets.append(target)
@@ -235,8 +238,8 @@ class Loop:
     def _behind(self, heading: str) -> Iterator[Statement]:
         if self.moved:
             yield Statement(unpacking([self._final(slot) for slot in self.moved], CARRY), (CARRY,), heading)
-        for container, stack, name in self.gives:
-            if not container:
+        for _, stack, name in self.gives:
+            if stack in self.unpacked:
                 records = [f"({', '.join(map(variable, record))},)" for record in stack.records]
                 yield Statement(unpacking(records, name), (name,), heading)
 

@@ -2,16 +2,18 @@
 
 The periods of a run are calls of one function.  What all periods take alike is given to each; what a period
 takes of the one before is *carried*; tensors of the rank (parameters, …), and the values that another phase
-of the stage computed, differ from period to period.
+of the stage or ops before the run computed, differ from period to period.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
+from itertools import pairwise
 
 from torch import fx
 
@@ -21,14 +23,14 @@ from fxpipe.ir.graph import Kind, Section
 from fxpipe.ir.storage import call_nodes
 
 _OF_RANK = {Kind.PARAMETER, Kind.CAST, Kind.BUFFER, Kind.CONSTANT, Kind.GRADIENT}
-LATER = ""  # the use of a value behind its run, in place of a list's name
+LATER = ""  # the list of values that are used behind their run in the same section
 
 
 class Source(StrEnum):
     SHARED = "shared"  # the same node for all periods
     CARRIED = "carried"  # computed by the period before; for the first, before the run
     OF_RANK = "of the rank"  # one of the rank's tensors
-    LISTED = "listed"  # a value of another phase of the stage
+    LISTED = "listed"  # a value of another phase of the stage, or of ops before the run
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,11 @@ class Slot:
     container: str = ""
 
     @property
+    def is_local(self) -> bool:
+        """Whether ops of the same section compute it, before the run."""
+        return self.source is Source.LISTED and self.container == LATER
+
+    @property
     def example(self) -> fx.Node:
         """The node in the second period, the first that all others are like."""
         return self.nodes[1]
@@ -56,12 +63,15 @@ class Repeated:
 
     ``given``: the lists in which values of each period travel, with ``LATER`` if they are used behind the
     run: by the position of a result, or by the slot of a carried value, which the period that takes it gives.
+    ``single``: how many of these values, and of those that come from ops before the run, have lines of their
+    own, since no other run takes or gives them.
     """
 
     nodes: Sequence[fx.Node]
     run: Run
     slots: tuple[Slot, ...]
     given: Mapping[int | Slot, frozenset[str]]
+    single: int
 
     def period(self, number: int) -> Sequence[fx.Node]:
         begin = self.run.begin + number * self.run.period
@@ -78,23 +88,30 @@ class Repeated:
             return of.nodes
         return tuple(self.period(k)[of] for k in range(self.run.times))
 
-    def has_alone(self, slot: Slot, number: int) -> bool:
-        """Whether nothing outside of a period uses what the period takes there."""
-        return set(slot.nodes[number].users) <= set(self.period(number))
+    def has_alone(self, slot: Slot, number: int, giver: Repeated | None) -> bool:
+        """Whether nothing else uses what a period takes there, behind the run that gives it.
+
+        giver: None if that is in another section.
+        """
+        own = set(self.period(number))
+        return all(
+            user in own or (slot.is_local and giver is not None and user in giver.until_end)
+            for user in slot.nodes[number].users
+        )
+
+    @cached_property
+    def until_end(self) -> frozenset[fx.Node]:
+        """The nodes of the section up to the end of the run."""
+        return frozenset(self.nodes[: self.run.end])
 
     @cached_property
     def carried(self) -> tuple[Slot, ...]:
         return tuple(slot for slot in self.slots if slot.source is Source.CARRIED)
 
     @property
-    def later(self) -> tuple[int | Slot, ...]:
-        """The values of all periods that are used behind the run."""
-        return tuple(value for value, uses in self.given.items() if LATER in uses)
-
-    @property
     def saved(self) -> int:
         """About how many lines the program is shorter by."""
-        return (self.run.times - 1) * self.run.period - self.run.times * len(self.later)
+        return (self.run.times - 1) * self.run.period - self.run.times * self.single
 
     def is_moved(self, slot: Slot) -> bool:
         """Whether a carried value is used by the next period alone, which may then free it."""
@@ -157,13 +174,18 @@ class Analysis:
                 return unlike
             given[position] = uses[0] or frozenset()
             if position in carried and given[position]:
-                slot, lists = carried[position], given[position] - {LATER}
-                if lists <= set(self.lists_out.get(slot.nodes[0].name, ())):
+                slot, lists = carried[position], given[position]
+                first = self._uses_behind(run, slot.nodes[0])
+                if lists <= first:
                     given[position] -= lists
-                    given |= {slot: lists} if lists else {}
+                    given |= {slot: lists}
                 elif last is None or not lists <= last:
                     return run.times - 1
-        return Repeated(self.nodes, run, tuple(slots.values()), given)
+        found = Repeated(self.nodes, run, tuple(slots.values()), given, 0)
+        later = [value for value, uses in given.items() if LATER in uses]
+        places = [[self._behind(run, node) for node in found.values(value)] for value in later]
+        places += [[[self.index[node]] for node in slot.nodes] for slot in found.slots if slot.is_local]
+        return replace(found, single=sum(not _advance(by_period) for by_period in places))
 
     def _slot(self, run: Run, nodes: tuple[fx.Node, ...]) -> Slot | int | None:
         """A value by period; None if each period computes its own; the number of periods that are alike."""
@@ -181,7 +203,7 @@ class Analysis:
                 k for k, (own, where) in enumerate(places) if k and (own - k, where) != (-1, result)
             )
             return Slot(Source.CARRIED, nodes, result) if alike is None else alike
-        kinds = [self._kind(node) for node in nodes]
+        kinds = [LATER if node in self.index else self._kind(node) for node in nodes]
         alike = _until(k for k, kind in enumerate(kinds) if kind is None or kind != kinds[0])
         if alike is not None:
             return alike or next(k for k, node in enumerate(nodes) if node is not nodes[0])
@@ -198,8 +220,6 @@ class Analysis:
 
     def _kind(self, node: fx.Node) -> Kind | str | None:
         """The kind of a tensor of the rank, the name of a value's list, or None."""
-        if node.op != "placeholder":
-            return None
         if node.name in self.lists_in:
             return self.lists_in[node.name]
         given = node.meta.get("input")
@@ -220,6 +240,22 @@ class Analysis:
             elif where not in (period, period + 1):
                 return None
         return None if found and is_unpacked(node) else frozenset(found)
+
+    def _behind(self, run: Run, node: fx.Node) -> list[int]:
+        """The positions of the ops behind a run that use a value."""
+        return sorted(where for user in node.users if (where := self.index.get(user, -1)) >= run.end)
+
+    def _uses_behind(self, run: Run, node: fx.Node) -> set[str]:
+        """The lists in which a value from before a run travels, with LATER if ops behind the run use it."""
+        return {*self.lists_out.get(node.name, ()), *([LATER] if self._behind(run, node) else [])}
+
+
+def _advance(rows: Sequence[Sequence[int]]) -> bool:
+    """Whether positions by period advance evenly, but for those at one end, as those of another run do."""
+    if len({len(row) for row in rows}) > 1 or not rows[0]:
+        return False
+    steps = Counter(b - a for row, other in pairwise(rows) for a, b in zip(row, other, strict=True))
+    return steps.total() - max(steps.values()) <= len(rows[0])
 
 
 def _operands(node: fx.Node) -> Iterator[fx.Node]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Set
 
 from torch import fx
 
+from fxpipe.ir.builder import node_arg
 from fxpipe.ir.compat import copy_node
 from fxpipe.schedule.ops import Color, Phase
 
@@ -25,7 +27,8 @@ def clone_into(
     """
 
     def place(node: fx.Node, color: Color) -> Color:
-        return Color(color.stage, Phase.B) if node in in_b else color
+        computes = node_arg(node, 0) if node.target is operator.getitem else node  # tuples are in one section
+        return Color(color.stage, Phase.B) if computes in in_b else color
 
     def known(node: fx.Node, color: Color) -> fx.Node | None:
         is_there = node not in repeated or node.meta["color"] == color
@@ -41,7 +44,8 @@ def clone_into(
             todo += reversed(missing)
         else:
             inputs = {n: known(n, own) for n in one.all_input_nodes}
-            with one.graph.inserting_before(before):
+            behind = inputs[node_arg(one, 0)] if one.target is operator.getitem else None  # its tuple
+            with one.graph.inserting_before(before if behind is None else behind.next):
                 clone = copy_node(one.graph, one, inputs.__getitem__)
             clone.meta["color"] = own
             clones[(own, one)] = clone

@@ -220,6 +220,24 @@ def test_lines_do_not_grow_with_the_number_of_layers():
 
 
 @pytest.mark.slow
+def test_layers_that_the_backward_repeats():
+    """What the repeated forward of a layer gives to its backward is one record, in the same section."""
+    options = {"ranks": 1, "schedule": "1f1b", "recompute": "full"}
+    (program,) = compiled(lambda: Layers(*(Block() for _ in range(12))), **options).artifact.programs
+    backward = program[program.index("def stage0_backward(") : program.index("def step(")]
+    repeated = re.search(
+        r"collected_blocks = \[\]\n    for i in range\(0, 12\):\n.*= blocks_forward_2\(", backward
+    )
+    taken = re.search(
+        r"for i in range\(11, 0, -1\):\n.*= blocks_backward\(\n.*collected_blocks\.pop\(\)\)", backward
+    )
+    assert repeated is not None
+    assert taken is not None
+    assert repeated.end() < taken.start()
+    (longer,) = compiled(lambda: Layers(*(Block() for _ in range(24))), **options).artifact.programs
+    assert len(longer.splitlines()) <= len(program.splitlines()) + 6  # lines of buckets
+
+
 def test_stages_of_a_rank_share_the_functions_of_their_layers():
     """Also where the model itself draws random numbers, as its ops have other numbers in each stage."""
     program = compiled(lambda: Noisy(*[Block() for _ in range(16)]), schedule="zb-v").artifact.programs[1]

@@ -41,7 +41,7 @@ from fxpipe.runtime.torch_private import communicator_error
 
 #: The most that CUDA_DEVICE_MAX_CONNECTIONS can be.
 MOST_QUEUES = 32
-#: Streams of a rank beside those of its communicators: of ops, offloads, reloads and the loss; and one of sums.
+#: Streams of a rank beside those of its communicators: of ops, offloads, reloads, the loss; and one of sums.
 OWN_STREAMS = 4
 REPLICAS: Connection = "replicas"
 LANES: Connection = "lanes"
