@@ -152,7 +152,7 @@ def arguments_of(schema: Schema, given: dict[str, Any], as_tensor: Any) -> dict[
         value = canonical(value)
         if p.is_plain and any(True for _ in operands(value)):
             raise TypeError(f"{schema.name} takes no tensor for {p.name}")
-        # torch takes None for a tensor: the backward of a fused attention has it for a mask that is not there.
+        # torch takes None for a tensor, as in the backward of a fused attention without a mask.
         if p.is_tensor and value is not None and not isinstance(value, Term):
             raise TypeError(f"{schema.name} takes a tensor for {p.name}")
         if value != p.default:
