@@ -7,8 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
+from fxpipe.certificate.layouts import Unknown
 from fxpipe.certificate.problems import Line
-from fxpipe.certificate.terms import Term
+from fxpipe.certificate.terms import Layout, Term
 
 
 class Memory:
@@ -112,6 +115,45 @@ class Value:
     @property
     def is_stale(self) -> bool:
         return self.version != self.memory.version
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size(self._layout("shape").shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._layout("dtype").dtype
+
+    def __str__(self) -> str:
+        return str(self.term)
+
+    def __getattr__(self, name: str) -> Any:
+        raise Unread(f"reads .{name} of {self}", name)
+
+    @classmethod
+    def __torch_function__(cls, function: Any, *_: object) -> Any:
+        raise Unread(f"calls {torch.overrides.resolve_name(function)}", "")
+
+    def _layout(self, name: str) -> Layout:
+        return self.term.layout or self.__getattr__(name)
+
+
+class Unread(Unknown, AttributeError):
+    """A program does with a tensor what is no op of ``torch.ops``."""
+
+    def __init__(self, what: str, name: str) -> None:
+        super().__init__(f"{what}: the check follows the ops of torch.ops, and knows no numbers", name=name)
+
+
+def _operator(name: str) -> Callable[..., Any]:
+    def refused(self: Value, *_: object) -> Any:
+        raise Unread(f"computes {self}.{name}", "")
+
+    return refused
+
+
+for _name in ("add", "sub", "mul", "truediv", "matmul", "pow", "neg", "lt", "le", "gt", "ge", "getitem"):
+    setattr(Value, f"__{_name}__", _operator(f"__{_name}__"))
 
 
 @dataclass(frozen=True)

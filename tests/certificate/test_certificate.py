@@ -501,6 +501,25 @@ def test_what_a_program_is_not_allowed():
         assert any(wrong in str(problem) for problem in found.problems), (text, found)
 
 
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [
+        ("print(blocks_gelu, blocks_gelu.shape, blocks_gelu.dtype)", ""),
+        ("print(blocks_gelu.norm())", "reads .norm of blocks_0_gelu: the check follows the ops"),
+        ("blocks_gelu = blocks_gelu * 2", "computes blocks_0_gelu.__mul__: the check"),
+        ("import torch as th; th.add(blocks_gelu, 1)", "calls torch.add: the check follows"),
+    ],
+    ids=["print", "number", "operator", "torch"],
+)
+def test_what_a_program_does_with_a_tensor_outside_of_ops(capsys, text, wrong):
+    line, found = check_edited("tied_head", 0, r"^    blocks_gelu = .*\n", rf"\g<0>    {text}\n")
+    assert found.holds is not bool(wrong)
+    if wrong:
+        assert str(found.problems[0]).startswith(f"rank0.py:{line + 1}: {wrong}")
+    else:
+        assert "blocks_1_gelu torch.Size([2, 5, 16]) torch.float32" in capsys.readouterr().out
+
+
 def test_a_captured_step_that_is_no_step():
     text = pipeline("tied_head").artifact.captured
     for edit, wrong in (
