@@ -65,6 +65,7 @@ def test_the_interface_that_nccl_is_to_take(asked, found):
 
 def test_gloo_takes_the_interface_of_nccl(monkeypatch):
     monkeypatch.setattr(interface.socket, "if_nameindex", lambda: [(1, "lo"), (2, "eth0")])
+    monkeypatch.setattr(interface, "_has_address", lambda name: True)
     own, given = {"NCCL_SOCKET_IFNAME": "eth"}, {"NCCL_SOCKET_IFNAME": "eth", "GLOO_SOCKET_IFNAME": "lo"}
     none: dict[str, str] = {}
     for environment in (own, given, none):
@@ -72,6 +73,14 @@ def test_gloo_takes_the_interface_of_nccl(monkeypatch):
     assert own["GLOO_SOCKET_IFNAME"] == "eth0"
     assert given["GLOO_SOCKET_IFNAME"] == "lo"
     assert none == {}
+
+
+def test_gloo_takes_no_interface_without_an_address(monkeypatch):
+    """Some that are down come before those by which ranks connect."""
+    monkeypatch.setattr(interface.socket, "if_nameindex", lambda: [(7, "l-is-down"), (1, "lo")])
+    environment = {"NCCL_SOCKET_IFNAME": "l"}
+    set_interface(environment)
+    assert environment["GLOO_SOCKET_IFNAME"] == "lo"
 
 
 def test_an_error_of_gloo_names_the_interface(monkeypatch):

@@ -380,6 +380,63 @@ def test_another_model(trained, tmp_path):
         checkpoints.resume()
 
 
+@pytest.mark.parametrize(
+    ("edit", "wrong"),
+    [
+        ({"lr": -1.0}, "AdamW fails with: ValueError.*Invalid learning rate: -1.0"),
+        ({"betas": {"tuple": [1.5, 0.9]}}, "AdamW fails with: ValueError.*Invalid beta"),
+        ({"capturable": True}, "AdamW fails with: AssertionError"),
+        ({"amsgrad": True}, "need 'max_exp_avg_sq', which the state of .* lacks"),
+        ({"lr": 0.25, "weight_decay": 0.5}, ""),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_options_with_which_the_optimizer_cannot_update(tmp_path, edit, wrong):
+    torch.manual_seed(0)
+    pipe = fxpipe.compile(
+        torch.nn.Linear(4, 4),
+        (torch.zeros(2, 4),),
+        ranks=1,
+        microbatches=2,
+        loss_fn=lambda out, _: out.square().mean(),
+    )
+    optimizer = pipe.optimizer(torch.optim.AdamW, lr=0.1)
+    with fxpipe.Checkpointer(pipe, tmp_path, optimizer=optimizer) as checkpoints:
+        pipe.step((torch.ones(4, 4),))
+        optimizer.step()
+        checkpoints.save()
+    (path,) = tmp_path.glob("step-*")
+    state = json.loads((path / "state.json").read_text())
+    state["groups"][0]["dict"] |= edit
+    (path / "state.json").write_text(json.dumps(state))
+    edits.make_sums(path)
+    before = [p.detach().clone() for p in pipe.parameters.values()]
+    with fxpipe.Checkpointer(pipe, tmp_path, optimizer=optimizer) as checkpoints:
+        if wrong:
+            with pytest.raises(ArtifactError, match=rf"state.json: groups\[0\] has options that {wrong}"):
+                checkpoints.resume()
+            assert optimizer.param_groups[0]["lr"] == 0.1
+        else:
+            assert checkpoints.resume()
+            assert optimizer.param_groups[0]["weight_decay"] == 0.5
+    assert all(torch.equal(p, old) for p, old in zip(pipe.parameters.values(), before, strict=True))
+
+
+def test_state_that_is_left_in_the_checkpoint_is_told(tmp_path):
+    model, loss = torch.nn.Linear(4, 4), lambda out, _: out.square().mean()
+    pipe = fxpipe.compile(model, (torch.zeros(2, 4),), ranks=1, microbatches=2, loss_fn=loss)
+    optimizer = pipe.optimizer(torch.optim.AdamW)
+    state = {"rate": torch.optim.lr_scheduler.ConstantLR(optimizer)}
+    with fxpipe.Checkpointer(pipe, tmp_path, optimizer=optimizer, state=state) as checkpoints:
+        checkpoints.save()
+    with (
+        fxpipe.Checkpointer(pipe, tmp_path, optimizer=optimizer) as checkpoints,
+        pytest.warns(UserWarning, match="also holds the state rate, which stays there") as told,
+    ):
+        checkpoints.resume()
+    assert [one.filename for one in told] == [__file__]
+
+
 def test_what_was_not_kept(trained, tmp_path):
     directory = copied(trained, tmp_path)
     pipe = pipeline(Reader(), Options(steps=5, schedule="1f1b"), 1)

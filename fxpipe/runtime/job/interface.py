@@ -5,13 +5,17 @@ By default gloo takes the address of the machine's own name, which on many machi
 
 from __future__ import annotations
 
+import fcntl
 import os
 import socket
+import struct
 from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 from fxpipe.errors import RunError
 
+_GET_ADDRESS = 0x8915  # SIOCGIFADDR of Linux: the IPv4 address of an interface
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 
 
@@ -19,9 +23,20 @@ def set_interface(environment: MutableMapping[str, str] = os.environ) -> None:
     """Set gloo's interface from nccl's, unless it is set."""
     asked = environment.get(NCCL, "")
     if asked and not environment.get(GLOO):
-        found = matching(asked, [name for _, name in socket.if_nameindex()])
+        found = matching(asked, [name for _, name in socket.if_nameindex() if _has_address(name)])
         if found is not None:
             environment[GLOO] = found
+
+
+def _has_address(name: str) -> bool:
+    """Whether an interface has an address, as those have by which ranks can connect.  On Linux."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        try:
+            fcntl.ioctl(any_socket, _GET_ADDRESS, struct.pack("256s", name.encode()))
+        except OSError:
+            table = Path("/proc/net/if_inet6")
+            return table.exists() and any(line.split()[-1] == name for line in table.open())
+    return True
 
 
 def matching(asked: str, names: Sequence[str]) -> str | None:

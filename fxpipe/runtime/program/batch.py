@@ -125,12 +125,15 @@ def rows_of_replica(spec: BatchSpec, batch: Any, microbatches: int, replica: int
 def given_leaves(spec: BatchSpec, batch: Any) -> dict[str, Any]:
     """The leaves of a batch that are there; None in the place of a tensor stands for one that is not.
 
-    Raises BatchError for a leaf that the example does not have.
+    Raises BatchError for a leaf that the example does not have, or that has no values.
     """
     kinds = {leaf.name: leaf.shape for leaf in spec.leaves}
     given = dict(batch_leaves(batch))
     if not given.keys() <= kinds.keys():
         raise BatchError(f"The batch has {_names(given)}, but the pipeline was compiled for {_names(kinds)}.")
+    for name, x in given.items():
+        if isinstance(x, torch.Tensor) and x.is_meta:
+            raise BatchError(f"{name!r} is a tensor on the meta device. Give a dense tensor with values.")
     return {name: x for name, x in given.items() if x is not None or kinds[name] is None}
 
 
@@ -167,9 +170,8 @@ def _check(leaf: Leaf, value: Any, microbatches: int) -> None:
     assert leaf.shape is not None
     if not isinstance(value, torch.Tensor):
         raise BatchError(f"{leaf.name!r} is {_described(value)}; a tensor of dtype {leaf.dtype} is expected.")
-    if value.is_meta or value.is_nested or value.layout != torch.strided:
-        layout = "nested" if value.is_nested else f"of layout {value.layout}"
-        kind = "on the meta device, without values" if value.is_meta else layout
+    if value.is_nested or value.layout != torch.strided:
+        kind = "nested" if value.is_nested else f"of layout {value.layout}"
         raise BatchError(f"{leaf.name!r} is a tensor {kind}. Give a dense tensor with values.")
     if str(value.dtype) != leaf.dtype:
         raise BatchError(f"{leaf.name!r} has dtype {value.dtype}; the example has {leaf.dtype}.")

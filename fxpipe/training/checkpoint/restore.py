@@ -131,6 +131,13 @@ def contents_for(
         if name not in held.user:
             known = ", ".join(sorted(held.user)) or "none"
             raise ArtifactError(f"{path} holds no state {name!r}; it holds {known}.")
+    left = sorted(held.user.keys() - user.keys())
+    if left and optimizer is not None:  # without one, the values alone are wanted
+        warnings.warn(
+            f"{path} also holds the state {', '.join(left)}, which stays there: Checkpointer(…, state=…) "
+            "takes the objects that it is for.",
+            stacklevel=4,
+        )
     given = held.user | _of_replica(held, user, model.process)
     if optimizer is not None:
         _check_optimizer(plan, optimizer, held)
@@ -144,7 +151,7 @@ def contents_for(
         warnings.warn(
             f"{path} is of a run with seed {record.seed}, and this pipeline was compiled with "
             f"{plan.step.seed}: random ops draw other numbers than that run would have.",
-            stacklevel=5,
+            stacklevel=4,
         )
     with files.reading(path):
         names = model.stored_by(rank).state
@@ -286,6 +293,7 @@ def _check_optimizer(plan: Plan, optimizer: PipelineOptimizer, held: CheckpointF
                 if key not in given:
                     raise Misfit(f"lacks {shown(key)}", _at("groups", k))
             _check_options(given, own, _optional(optimizer), _at("groups", k))
+            _check_update(optimizer, given, own, held, _at("groups", k))
         for name in sorted(held.state.keys() | held.fields.keys()):
             if name not in trained:
                 raise Misfit(f"holds the optimizer's state of {shown(name)}, which it does not train")
@@ -308,6 +316,41 @@ def _check_options(
         left_out = given[key] is None and key in optional
         if not left_out and not _fits(given[key], here[key]):
             raise Misfit(f"is {shown(given[key])}, and {shown(here[key])} here", f"{at}[{key!r}]")
+
+
+def _check_update(
+    optimizer: PipelineOptimizer,
+    given: Mapping[str, Any],
+    own: Mapping[str, Any],
+    held: CheckpointFiles,
+    at: str,
+) -> None:
+    """Raise Misfit for options of a group that the optimizer refuses, or with which it cannot update."""
+    like = own["params"][0].detach() if own["params"] else torch.zeros(2, 2)
+    kind = type(optimizer.optimizer)
+    try:
+        entries = _entries_of_update(kind, own, like)
+    except Exception:  # noqa: BLE001 - a class of the user's, whose updates need more than a small parameter
+        return
+    try:
+        entries = _entries_of_update(kind, given, like) - entries
+    except Exception as error:
+        raise Misfit(f"has options that {kind.__name__} fails with: {error!r}", at) from error
+    for name in {ShardName(optimizer.names[p]).tensor for p in own["params"]} if entries else ():
+        there = {*held.state.get(name, ()), *held.fields.get(name, ())}
+        if there and (missing := sorted(entries - there)):
+            raise Misfit(f"has options that need {shown(missing[0])}, which the state of {name} lacks", at)
+
+
+def _entries_of_update(kind: type[Any], group: Mapping[str, Any], like: torch.Tensor) -> set[str]:
+    """What an optimizer with the options of a group keeps of a small parameter after an update."""
+    parameter = torch.nn.Parameter(like.new_zeros([min(2, length) for length in like.shape]))
+    parameter.grad = torch.zeros_like(parameter)
+    options = {key: value for key, value in group.items() if key != "params"}
+    known = {key: options[key] for key in inspect.signature(kind).parameters if key in options}
+    trial = kind([{"params": [parameter], **options}], **known)
+    trial.step()
+    return {*trial.state[parameter]}
 
 
 def _fits(given: Any, here: Any) -> bool:
