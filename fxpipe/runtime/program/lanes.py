@@ -140,7 +140,8 @@ def _part(x: torch.Tensor, dim: int, n: int) -> torch.Tensor:
 
 
 def _number(first: int, step: int, device: torch.device) -> torch.Tensor:
-    return torch.tensor(first + step * _lanes().index, device=device)
+    # full, as a tensor made from a number would wait for the device
+    return torch.full((), first + step * _lanes().index, dtype=torch.int64, device=device)
 
 
 def _resized(x: torch.Tensor, dim: int, length: int) -> torch.Tensor:

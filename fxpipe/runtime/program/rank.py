@@ -355,7 +355,8 @@ class Runtime:
 
         def total_and_count() -> torch.Tensor:
             total = torch.stack([x.double() for x in losses]).sum()
-            count = torch.stack(self._counts).sum() if self._counts else total.new_tensor(len(losses))
+            # new_full, as new_tensor would wait for the device
+            count = torch.stack(self._counts).sum() if self._counts else total.new_full((), len(losses))
             return torch.stack([total, count.double()])
 
         return on_host(losses[0].device, total_and_count)
