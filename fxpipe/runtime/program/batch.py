@@ -133,7 +133,9 @@ def given_leaves(spec: BatchSpec, batch: Any) -> dict[str, Any]:
         raise BatchError(f"The batch has {_names(given)}, but the pipeline was compiled for {_names(kinds)}.")
     for name, x in given.items():
         if isinstance(x, torch.Tensor) and x.is_meta:
-            raise BatchError(f"{name!r} is a tensor on the meta device. Give a dense tensor with values.")
+            raise BatchError(
+                f"{name!r} is a tensor on the meta device, without values. Give a dense tensor with values."
+            )
     return {name: x for name, x in given.items() if x is not None or kinds[name] is None}
 
 
