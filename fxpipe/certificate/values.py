@@ -152,7 +152,10 @@ def _operator(name: str) -> Callable[..., Any]:
     return refused
 
 
-for _name in ("add", "sub", "mul", "truediv", "matmul", "pow", "neg", "lt", "le", "gt", "ge", "getitem"):
+for _name in ("add", "sub", "mul", "truediv", "matmul", "pow"):
+    for _text in (f"__{_name}__", f"__r{_name}__"):
+        setattr(Value, _text, _operator(_text))
+for _name in ("neg", "lt", "le", "gt", "ge", "getitem"):
     setattr(Value, f"__{_name}__", _operator(f"__{_name}__"))
 
 

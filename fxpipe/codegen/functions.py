@@ -13,7 +13,7 @@ from fxpipe.codegen.comments import input_comments
 from fxpipe.codegen.expressions import Aliases, Scope, variable
 from fxpipe.codegen.layers import INDUCTOR, LayerFunctions
 from fxpipe.codegen.lists import Layout, Stack, Taken, layout, taken
-from fxpipe.codegen.loops import COLLECTED, Loop, base_name
+from fxpipe.codegen.loops import Loop, base_name
 from fxpipe.codegen.nodes import node_lines, place, storages
 from fxpipe.codegen.outline import LATER, Analysis, Repeated
 from fxpipe.codegen.signatures import LISTS, PHASE_NAMES, Signature
@@ -65,7 +65,7 @@ class _Lists:
         """The variable of a stack, in all functions."""
         key = stack, container
         if key not in self._stacks:
-            self._stacks[key] = self.names.new(f"{container or COLLECTED}_{base_name(stack.run)}")
+            self._stacks[key] = self.names.new(f"{container}_{base_name(stack.run)}")
         return self._stacks[key]
 
 
@@ -110,7 +110,7 @@ class _Function:
         call = self.signature
         arguments = [*call.containers, *call.lists_in, *map(variable, call.values_in)]
         lines = [line for name in call.lists_in for line in self._unpacked(name)]
-        lines += [line for each in self._taken() if each.container for line in self._stacked(each)]
+        lines += [line for each in self._taken() if each.container != LATER for line in self._stacked(each)]
         lines += self._ops()
         results = self._results()
         end = [f"    return {', '.join(results)}"] if results else []
@@ -222,7 +222,7 @@ class _Function:
         gives += [(LATER, stack, self.lists.variable(stack, LATER)) for stack in later]
         passed = {each.stack for each in self._taken()}
         unpacked = [stack for stack in later if stack not in passed]
-        yield from (line for each in taken if not each.container for line in self._stacked(each))
+        yield from (line for each in taken if each.container == LATER for line in self._stacked(each))
         yield from Loop(
             run, self._phase(run), self.scope, takes, gives, unpacked, self.layers, self.compiled
         ).lines()
@@ -231,9 +231,9 @@ class _Function:
                 yield from self._leftover(stack, self.lists.variable(stack, LATER))
 
     def _phase(self, run: Repeated) -> str:
-        """The phase that a run's function is named after: that of a forward which B repeats is F."""
-        is_repeated = self.section.phase is Phase.B and not any(n.name.startswith("d_") for n in run.body)
-        return PHASE_NAMES[Phase.F if is_repeated else self.section.phase]
+        """The phase that a run's function is named after: that of a forward which B or W repeats is F."""
+        is_backward = any(node.meta["origin"].backward for node in run.body)
+        return PHASE_NAMES[self.section.phase if is_backward else Phase.F]
 
     def _results(self) -> list[str]:
         """The expressions that are returned, in order."""

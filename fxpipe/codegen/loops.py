@@ -33,7 +33,6 @@ from fxpipe.ir.graph import Input, Origin, offload, reload
 from fxpipe.ir.names import comment, identifier
 from fxpipe.ir.sections import computing
 
-COLLECTED = "collected"  # the list of values that are used behind a run in the same section
 CARRY = "carry"  # the list of carried values that the next period frees
 
 
@@ -174,7 +173,7 @@ class Loop:
         for taken, stack in self.takes:
             for slot in taken.slots:
                 self.texts[slot.example] = self._new(self._local(slot.nodes))
-            own = self._unused(taken.container or COLLECTED)
+            own = self._unused(taken.container)
             self.arguments.add(own, f"{stack}.pop()")
             unpacked.append((own, [self.texts[slot.example] for slot in taken.slots]))
         return unpacked
@@ -194,7 +193,7 @@ class Loop:
         after = []
         for container, stack, name in self.gives:
             returned.append(f"[{', '.join(self._result(j) for j in stack.values)}]")
-            target = container or COLLECTED
+            target = container
             times = sum(1 for x in targets if x.startswith(target)) + 1
             target += f"_{times}" if times > 1 else ""
             targets.append(target)

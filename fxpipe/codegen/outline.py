@@ -23,7 +23,7 @@ from fxpipe.ir.graph import Kind, Section
 from fxpipe.ir.storage import call_nodes
 
 _OF_RANK = {Kind.PARAMETER, Kind.CAST, Kind.BUFFER, Kind.CONSTANT, Kind.GRADIENT}
-LATER = ""  # the list of values that are used behind their run in the same section
+LATER = "collected"  # the list of values that are used behind their run in the same section
 
 
 class Source(StrEnum):
@@ -91,7 +91,7 @@ class Repeated:
     def has_alone(self, slot: Slot, number: int, giver: Repeated | None) -> bool:
         """Whether nothing else uses what a period takes there, behind the run that gives it.
 
-        giver: None if that is in another section.
+        giver: asked of where it is in the same section; None if there is none.
         """
         own = set(self.period(number))
         return all(

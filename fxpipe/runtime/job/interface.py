@@ -35,7 +35,7 @@ def _has_address(name: str) -> bool:
             fcntl.ioctl(any_socket, _GET_ADDRESS, struct.pack("256s", name.encode()))
         except OSError:
             table = Path("/proc/net/if_inet6")
-            return table.exists() and any(line.split()[-1] == name for line in table.open())
+            return table.exists() and any(line.split()[-1] == name for line in table.read_text().splitlines())
     return True
 
 
