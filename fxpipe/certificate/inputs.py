@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -12,7 +11,6 @@ from fxpipe.certificate.calls import Calls
 from fxpipe.certificate.problems import Rejected
 from fxpipe.certificate.reference import Reference
 from fxpipe.certificate.sections import Sections
-from fxpipe.certificate.terms import canonical
 from fxpipe.certificate.values import Container, Held, Leaves, Memory, Sum, Value
 from fxpipe.certificate.world import World
 from fxpipe.plan.artifact import Plan, RankTensors
@@ -139,13 +137,3 @@ class Inputs:
         if not 0 <= bucket < len(buckets):
             raise Rejected(self.calls.line(), f"{verb} the bucket {bucket}, which the plan does not have")
         return buckets[bucket].gradients
-
-    def cast_parameters(self, casts: Mapping[str, tuple[str, Any]]) -> Container:
-        found = {}
-        for bucket in [*self.gathering]:
-            self.wait_parameters(bucket)
-        for name, (parameter, dtype) in casts.items():
-            source = self.params[parameter].term
-            term = self.calls.terms.make("aten._to_copy", {"self": source, "dtype": canonical(dtype)})
-            found[name] = Value(term, None, Memory("a parameter"))
-        return Container("casts", found.__getitem__)

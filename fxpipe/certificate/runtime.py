@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from fxpipe.certificate.problems import Line, Rejected
 from fxpipe.certificate.terms import Term
 from fxpipe.certificate.traffic import Traffic
-from fxpipe.certificate.values import Memory, Offloaded, Value
+from fxpipe.certificate.values import Container, Memory, Offloaded, Value
 from fxpipe.certificate.world import Message
 
 Summands = dict[Term, list[tuple[int | None, Line]]]
@@ -21,7 +21,8 @@ class TermRuntime(Traffic):
     """``losses``, ``outputs``: what the program gives, with the lines.  ``totals``: the gradients that were
     summed over ranks.  ``summed``: those whose sums over the replicas have begun, with the line and the
     number of their summands so far.  ``waited``: the line that waited for these.  ``divided``: the line that
-    divided the gradients by the count.  ``last``: the line of its end."""
+    divided the gradients by the count.  ``last``: the line of its end.  ``number_of_once``: how often it has
+    computed something for the whole step; ``of_parameters``: whether it has read parameters for that."""
 
     losses: list[tuple[Value, Value | None, Line]] = field(default_factory=list)
     outputs: list[tuple[str, Value, Any, Line]] = field(default_factory=list)
@@ -31,6 +32,8 @@ class TermRuntime(Traffic):
     divided: Line | None = None
     ended: bool = False
     last: Line | None = None
+    number_of_once: int = 0
+    of_parameters: bool = False
 
     def warm_up(self, *made: dict[int, Any]) -> Iterator[None]:
         """Once, as where the last update stands.  Where it does not, what was sent in a warm-up comes again,
@@ -39,6 +42,8 @@ class TermRuntime(Traffic):
             raise Rejected(
                 self.calls.line(), "has a warm-up that makes other things than values by microbatch"
             )
+        if self.of_parameters:
+            self.calls.note("has computed before its warm-up what changes if the last update is undone")
         self.ahead = True
         yield
         self.ahead = False
@@ -51,6 +56,24 @@ class TermRuntime(Traffic):
 
     def op(self, name: str) -> None:
         self.held.begin(name, self.calls.line())
+
+    def once(self, compute: Callable[..., Any], *given: Any) -> Container:
+        """What ``compute`` gives must be the same for all microbatches."""
+        if any(isinstance(each, Container) and each.kind == "params" for each in given):
+            self.of_parameters = True
+            for bucket in [*self.gathering]:
+                self.wait_parameters(bucket)
+        found = compute(*given)
+        if not isinstance(found, dict) or not all(isinstance(value, Value) for value in found.values()):
+            raise Rejected(self.calls.line(), "computes once a step what is no dict of tensors")
+        held = {}
+        for name, value in found.items():
+            if self._noted(value).term.varies:
+                text = f"computes {name!r} once a step, of which each microbatch has another"
+                raise Rejected(self.calls.line(), text)
+            held[name] = Value(value.term, None, Memory("a value of the whole step"))
+        self.number_of_once += 1
+        return Container(f"once {self.number_of_once}", held.__getitem__)
 
     def add_loss(self, loss: Value, count: Value | None = None) -> None:
         self.losses.append(

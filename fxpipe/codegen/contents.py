@@ -10,6 +10,7 @@ from fxpipe.codegen.actions import kind_of
 from fxpipe.codegen.lines import color_text
 from fxpipe.codegen.rank_plan import RankPlan
 from fxpipe.codegen.wrapping import WIDTH
+from fxpipe.ir.once import once_bytes
 from fxpipe.schedule.lowering.instructions import (
     Collective,
     Compute,
@@ -28,6 +29,8 @@ MOST_OPS = 64
 
 def contents(plan: RankPlan) -> list[str]:
     lines = ["Sections, as predicted for a microbatch:", *_table(_section(plan, s.color) for s in plan.own)]
+    if plan.once:
+        lines += ["", f"Once a step: once_a_step, holds {bytes_text(once_bytes(plan.once))}"]
     kinds: dict[object, Instruction] = {}
     for i in plan.instructions:
         if isinstance(i, PostRecv | Send | StartCollective):

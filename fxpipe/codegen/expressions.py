@@ -24,7 +24,7 @@ from fxpipe.runtime.program.random import keyed
 #: The containers of inputs that are not values of other sections.
 CONTAINERS = {
     Kind.PARAMETER: "params",
-    Kind.CAST: "casts",
+    Kind.ONCE: "once",
     Kind.BUFFER: "buffers",
     Kind.CONSTANT: "constants",
     Kind.BATCH: "batch",
@@ -39,7 +39,7 @@ KEYS = ("key", "lane_key")
 
 #: Names that a program uses itself: imports, definitions, arguments and variables.
 _OWN = re.compile(
-    r"rt|step|torch|lanes|keyed|expect|inductor|float|complex|MESSAGES|CASTS|params|casts|buffers|constants"
+    r"rt|step|torch|lanes|keyed|expect|inductor|float|complex|MESSAGES|params|once|once_a_step|buffers|constants"
     r"|batch|batches|grads|key|lane_key|m|i|at|carry|collected|within|range"
     r"|loss|count|from_[A-Z]\d+_to_[A-Z]\d+"
     r"|(saved|saved_for_weight|offloaded|offloaded_for_weight|gradients)\d*|collective\d+_\d+"

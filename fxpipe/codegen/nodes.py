@@ -26,11 +26,13 @@ def node_lines(
     scope: Scope,
     place: Callable[[fx.Node], str],
     kept: AbstractSet[fx.Node] = frozenset(),
+    shape: Callable[[fx.Node], str] = shape_of,
 ) -> Iterator[Statement]:
     """Lines that are freed behind each of the model's lines.
 
     ``place``: the text of a module, for the comment above its ops.  Where another line of the model begins in
-    the same module, its number stands behind the op.  ``kept``: nodes that must have a variable.
+    the same module, its number stands behind the op.  ``kept``: nodes that must have a variable.  ``shape``:
+    what to say of an op's shape behind it.
     """
     _find_inner(nodes, scope, kept)
     written = [n for n in nodes if n not in scope.inner and _has_line(n)]
@@ -43,7 +45,7 @@ def node_lines(
         first, *others = own
         last = others[-1] if others else first
         for node in (first, *others):
-            remarks = [text for text in (note if node is first else "", shape_of(node)) if text]
+            remarks = [text for text in (note if node is first else "", shape(node)) if text]
             behind = f"  {comment('  '.join(remarks))}" if remarks else ""
             text = f"{_targets(node, scope)}{scope.expression(node)}{behind}"
             yield Statement(text, reads(node, scope), heading, frees=node is last)

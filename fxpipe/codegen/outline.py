@@ -22,7 +22,7 @@ from fxpipe.codegen.repeats import FEWEST, Run, leaves, repeats
 from fxpipe.ir.graph import Kind, Section
 from fxpipe.ir.storage import call_nodes
 
-_OF_RANK = {Kind.PARAMETER, Kind.CAST, Kind.BUFFER, Kind.CONSTANT, Kind.GRADIENT}
+_OF_RANK = {Kind.PARAMETER, Kind.ONCE, Kind.BUFFER, Kind.CONSTANT, Kind.GRADIENT}
 LATER = "collected"  # the list of values that are used behind their run in the same section
 
 

@@ -1,15 +1,18 @@
-"""One rank's program: a head, a function for each section, and the function ``step``."""
+"""One rank's program: a head, functions of what is computed once and of each section, and the function
+``step``."""
 
 from __future__ import annotations
 
 from fxpipe.codegen.expressions import Aliases
 from fxpipe.codegen.functions import function_sources
 from fxpipe.codegen.head import head_source
+from fxpipe.codegen.once import once_source
 from fxpipe.codegen.rank_plan import RankPlan
 from fxpipe.codegen.step import step_source
 
 
 def program_source(plan: RankPlan) -> str:
     names = Aliases(plan.own)
-    functions = function_sources(plan.own, plan.calls, names, plan.compiled)
+    functions = [once_source(plan.once, names)] if plan.once else []
+    functions += function_sources(plan.own, plan.calls, names, plan.compiled)
     return "\n\n\n".join([head_source(plan, names), *functions, step_source(plan)]) + "\n"

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+from torch import fx
 
 from fxpipe.codegen.expressions import variable
 from fxpipe.codegen.signatures import Signature
@@ -39,6 +40,12 @@ class RankPlan:
     def own(self) -> tuple[Section, ...]:
         """The sections of this rank."""
         return tuple(s for s in self.sections if self.placement[s.stage] == self.rank)
+
+    @cached_property
+    def once(self) -> dict[fx.Node, str]:
+        """The nodes that compute what this rank computes once a step, with the names of their values."""
+        given = (n.meta.get("input") for s in self.own for n in s.graph.find_nodes(op="placeholder"))
+        return {x.computed: x.name for x in given if x is not None and x.computed is not None}
 
     @cached_property
     def arrives_twice(self) -> frozenset[str]:

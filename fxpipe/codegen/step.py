@@ -15,6 +15,7 @@ from itertools import takewhile
 from fxpipe.codegen.actions import VALIDATED, Action, ActionPlace, Done, actions, number_at_head
 from fxpipe.codegen.lifetimes import Lifetimes, OpFunction, lifetimes
 from fxpipe.codegen.lines import Hole
+from fxpipe.codegen.once import once_containers
 from fxpipe.codegen.rank_plan import RankPlan
 from fxpipe.codegen.wrapping import WIDTH, wrapped
 from fxpipe.ir.graph import Kind
@@ -79,7 +80,7 @@ def _warm_up(plan: RankPlan, schedule: Sequence[Sequence[_Call]], found: Lifetim
     functions = dict.fromkeys(call.function for line in schedule for call in line if call.function.lines)
     made = ", ".join(_in_dicts(functions, found))
     yield wrapped(f"    for _ in rt.warm_up({made}):")
-    body = [_CASTS.strip()] if "casts" in _used(plan) else []
+    body = _once(plan)
     yield from (f"        {text}" for text in body)
     yield from (text for line in schedule for text in _joined(map(str, line), "        "))
     if not body and not schedule:
@@ -88,13 +89,15 @@ def _warm_up(plan: RankPlan, schedule: Sequence[Sequence[_Call]], found: Lifetim
         yield "    grads = rt.grads"
 
 
-_CASTS = "    casts = rt.cast_parameters(CASTS)"
+def _once(plan: RankPlan) -> list[str]:
+    given = ", ".join(["once_a_step", *once_containers(plan.once)])
+    return [f"once = rt.once({given})"] if plan.once else []
 
 
 def _used(plan: RankPlan) -> set[str]:
     """The containers that the functions of this rank read or write."""
     own = [plan.calls[s.color] for s in plan.own]
-    used = {c for call in own for c in call.containers}
+    used = {c for call in own for c in call.containers}.union(once_containers(plan.once))
     if any(value.kind is Kind.BUFFER for call in own for value in call.results):
         used.add("buffers")  # written, whether or not it is read
     return used
@@ -113,8 +116,8 @@ def _head(plan: RankPlan) -> list[str]:
     containers = [c for c in known if c in used]
     if containers:
         lines.append(f"    {', '.join(containers)} = {', '.join(f'rt.{c}' for c in containers)}")
-    if "casts" in used and not validates:
-        lines.append(_CASTS)
+    if not validates:
+        lines += (f"    {text}" for text in _once(plan))
     if "batch" in used:
         lines.append("    batches = rt.microbatches(batch)")
     return lines

@@ -9,7 +9,6 @@ from itertools import groupby
 
 import torch
 
-from fxpipe.ir.casts import parameter_of
 from fxpipe.ir.graph import Kind, Section
 from fxpipe.plan.artifact import Bucket, Plan, RankTensors, TensorLayout, holders
 from fxpipe.plan.rows import ShardName
@@ -37,7 +36,7 @@ def with_buckets(
     So is a frozen parameter that several ranks use.
     """
     made = {s.color: [v.name for v in s.inputs if v.kind is Kind.GRADIENT] for s in sections}
-    used = {s.color: [name for v in s.inputs if (name := parameter_of(v))] for s in sections}
+    used = {s.color: [v.name for v in s.step_inputs if v.kind is Kind.PARAMETER] for s in sections}
     shared = {name for name, ranks in holders(held.parameters for held in tensors).items() if len(ranks) > 1}
 
     def dtype(name: str) -> torch.dtype:
@@ -102,7 +101,7 @@ def _uses_once(plan: Plan) -> Iterator[list[BucketUse]]:
 
 
 def _uses_each(plan: Plan, sections: Sequence[Section], schedule: Schedule) -> Iterator[list[BucketUse]]:
-    used = {s.color: {name for v in s.inputs if (name := parameter_of(v))} for s in sections}
+    used = {s.color: {v.name for v in s.step_inputs if v.kind is Kind.PARAMETER} for s in sections}
     made = {s.color: {v.name for v in s.inputs if v.kind is Kind.GRADIENT} for s in sections}
 
     def touches(names: Mapping[Color, set[str]], bucket: Bucket) -> Callable[[Op], bool]:

@@ -19,7 +19,6 @@ from fxpipe.compiler.options import Offload
 from fxpipe.compiler.passes import CutOptions, StepGraphs
 from fxpipe.compiler.progress import Phases
 from fxpipe.cost.analytic import seconds_on, section_costs
-from fxpipe.ir.casts import parameter_of
 from fxpipe.ir.garbage import collector_paused
 from fxpipe.ir.graph import Kind, Section
 from fxpipe.ir.liveness import liveness
@@ -102,9 +101,8 @@ def _model_stages(schedule: Schedule) -> list[int]:
 
 def _tensors_of(stage: int, sections: Sequence[Section]) -> frozenset[str]:
     """The parameters and buffers of a stage."""
-    values = [v for s in sections if s.stage == stage for v in (*s.inputs, *s.outputs)]
-    buffers = {v.name for v in values if v.kind is Kind.BUFFER}
-    return frozenset(buffers | {name for v in values if (name := parameter_of(v))})
+    values = (v for s in sections if s.stage == stage for v in (*s.step_inputs, *s.outputs))
+    return frozenset(v.name for v in values if v.kind in (Kind.PARAMETER, Kind.BUFFER))
 
 
 @contextlib.contextmanager

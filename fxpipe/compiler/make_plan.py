@@ -22,7 +22,6 @@ from fxpipe.compiler.tensor_ownership import (
     tied_gradients,
 )
 from fxpipe.errors import PartitionError
-from fxpipe.ir.casts import parameter_of
 from fxpipe.ir.graph import Kind, Section
 from fxpipe.ir.storage import call_nodes, graph_outputs
 from fxpipe.plan.artifact import FORMAT, Plan, Prediction, StagePlan
@@ -115,17 +114,12 @@ def with_tensors_of(plan: Plan, sections: Sequence[Section], trained: Plan) -> P
     Raises PartitionError for a tensor that its rank does not hold.
     """
     used = [
-        {
-            parameter_of(v) or (v.kind, v.name)
-            for s in sections
-            if plan.placement[s.stage] == rank
-            for v in s.inputs
-        }
+        {(v.kind, v.name) for s in sections if plan.placement[s.stage] == rank for v in s.step_inputs}
         for rank in range(plan.ranks)
     ]
     tensors = []
     for rank, (held, theirs) in enumerate(zip(plan.tensors, trained.tensors, strict=True)):
-        parameters = tuple(n for n in held.parameters if n in used[rank])
+        parameters = tuple(n for n in held.parameters if (Kind.PARAMETER, n) in used[rank])
         buffers = tuple(n for n in held.buffers if (Kind.BUFFER, n) in used[rank])
         missing = {*parameters} - {*theirs.parameters} | {*buffers} - {*theirs.buffers}
         if missing:
@@ -149,7 +143,7 @@ def _stage_plans(
             paths[color.stage].append(path)
     held: defaultdict[int, set[str]] = defaultdict(set)
     for section in sections:
-        held[section.stage].update(name for v in section.inputs if (name := parameter_of(v)))
+        held[section.stage].update(v.name for v in section.step_inputs if v.kind is Kind.PARAMETER)
     return tuple(
         StagePlan(stage, rank, own[0], own[-1], tuple(sorted(held[stage])))
         for stage, rank in enumerate(placement)

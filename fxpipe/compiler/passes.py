@@ -7,7 +7,7 @@ after each pass.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -16,6 +16,7 @@ from torch import fx
 from fxpipe.cost.nodes import NodeSeconds
 from fxpipe.cost.recomputable import recomputable_nodes
 from fxpipe.errors import PartitionError
+from fxpipe.ir.once import once_values
 from fxpipe.ir.resized import ResizedTraces
 from fxpipe.ir.text import graph_text
 from fxpipe.ir.verify import verify
@@ -23,8 +24,8 @@ from fxpipe.partition.chain import CutChain
 from fxpipe.partition.coloring import partition
 from fxpipe.passes.accept_any_strides import accept_any_strides
 from fxpipe.passes.accumulate_together import accumulate_together
-from fxpipe.passes.cast_once import cast_once
 from fxpipe.passes.compute_conjugates import compute_conjugates
+from fxpipe.passes.compute_once import compute_once
 from fxpipe.passes.copy_given_results import copy_given_results
 from fxpipe.passes.count_beside_loss import count_beside_loss
 from fxpipe.passes.fuse_accumulation import fuse_accumulation
@@ -166,12 +167,14 @@ def _sink_cheap_values(step: StepGraphs, options: CutOptions) -> None:
 
 def _partition(step: StepGraphs, options: CutOptions) -> None:
     beside = step.vocabulary or Vocabulary()
+    once = once_values(step.graph, step.resized)  # ``compute_once`` takes them out of the stages
+    free = recomputable_nodes(step.graph, options.seconds)
     try:
         step.cut = partition(
             step.graph,
             options.stages,
-            options.seconds,
-            recomputable_nodes(step.graph, options.seconds),
+            lambda node: 0.0 if node in once else options.seconds(node),
+            replace(free, anywhere=free.anywhere | once.keys()),
             options.split_points,
             before=beside.embedding_shards,
             behind=beside.output_shards,
@@ -215,7 +218,7 @@ PASSES = Passes(
         _of_graph(count_beside_loss),
         _of_graph(untie),
         _of_graph(split_backward),
-        _of_graph(cast_once),
+        Pass("compute_once", lambda step, options: compute_once(step.graph, step.resized)),
         Pass("sink_cheap_values", _sink_cheap_values),
         Pass("merge_equal", lambda step, options: merge_equal(step.graph, resized=step.resized)),
     ),

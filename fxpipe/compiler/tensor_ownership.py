@@ -13,8 +13,8 @@ from fxpipe.compiler.buckets import MOST_BYTES
 from fxpipe.cost.exchange import StageTensors
 from fxpipe.cost.update import Trained
 from fxpipe.errors import CaptureError, LimitError
-from fxpipe.ir.casts import parameter_of
 from fxpipe.ir.graph import Kind, Section
+from fxpipe.ir.once import once_bytes
 from fxpipe.ir.storage import graph_outputs
 from fxpipe.plan.artifact import HeldBytes, RankTensors, TensorLayout, holders
 from fxpipe.plan.dtensors import local
@@ -47,10 +47,8 @@ def tensor_ownership(
     """The tensors of each rank.  Rank 0 also holds unused ones, so that a saved pipeline is complete."""
     used: list[dict[Kind, set[str]]] = [{k: set() for k in Kind} for _ in range(ranks)]
     for section in sections:
-        for value in (*section.inputs, *section.outputs):
-            name = parameter_of(value)
-            kind = value.kind if name is None else Kind.PARAMETER
-            used[placement[section.stage]][kind].add(name or value.name)
+        for value in (*section.step_inputs, *section.outputs):
+            used[placement[section.stage]][value.kind].add(value.name)
     taken = set().union(*(u[Kind.PARAMETER] | u[Kind.GRADIENT] for u in used))
     taken |= {ShardName(name).tensor for name in taken}
     buffers = set().union(*(u[Kind.BUFFER] for u in used))  # with frozen parameters that the step changes
@@ -200,7 +198,7 @@ def stage_tensors(
     frozen: defaultdict[int, set[str]] = defaultdict(set)
     for section in sections:
         made[section.stage] |= {value.name for value in section.inputs if value.kind is Kind.GRADIENT}
-        used = {name for value in section.inputs if (name := parameter_of(value))}
+        used = {value.name for value in section.step_inputs if value.kind is Kind.PARAMETER}
         frozen[section.stage] |= used - trained
 
     def of_gradient(name: str) -> int:
@@ -232,16 +230,17 @@ def outputs_of(graph: fx.Graph, placement: Sequence[int]) -> tuple[OutputSpec, .
 
 def result_bytes(graph: fx.Graph, placement: Sequence[int], ranks: int, microbatches: int) -> tuple[int, ...]:
     """Per rank the bytes of what it holds until the step ends: its outputs of a whole batch, the new values
-    of buffers (a step that fails leaves the old ones), and parameters that are cast once a step."""
+    of buffers (a step that fails leaves the old ones), and what it computes once."""
     total, named = [0] * ranks, graph_outputs(graph)
     for results, times in ((named.outputs, microbatches), (named.buffers, 1)):
         for node in results.values():
             total[placement[node.meta["color"].stage]] += times * node.meta["val"].nbytes
+    once: list[set[fx.Node]] = [set() for _ in range(ranks)]
     for node in graph.find_nodes(op="placeholder"):
-        if node.meta["input"].kind is Kind.CAST:
-            for rank in {placement[user.meta["color"].stage] for user in node.users}:
-                total[rank] += node.meta["val"].nbytes
-    return tuple(total)
+        if (computed := node.meta["input"].computed) is not None:
+            for user in node.users:
+                once[placement[user.meta["color"].stage]].add(computed)
+    return tuple(held + once_bytes(own) for held, own in zip(total, once, strict=True))
 
 
 def activation_budget(limit: float, weights: Sequence[float], units: Units) -> tuple[float, ...]:

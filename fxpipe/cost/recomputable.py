@@ -9,6 +9,7 @@ from torch import fx
 from fxpipe.cost.nodes import NodeSeconds
 from fxpipe.ir.compat import input_nodes
 from fxpipe.ir.graph import Free, Kind
+from fxpipe.ir.once import inputs_behind
 from fxpipe.ir.ops import is_between_lanes, node_flops
 from fxpipe.ir.storage import call_nodes, graph_outputs, node_bytes
 from fxpipe.runtime.program.random import keyed
@@ -16,8 +17,6 @@ from fxpipe.runtime.program.random import keyed
 #: A value is free if all ops that lead to it take at most this share of the whole step, or no longer than
 #: sending it.
 MAX_SHARE = 0.002
-
-_PARAMETERS = frozenset({Kind.PARAMETER, Kind.CAST})
 
 
 def recomputable_nodes(graph: fx.Graph, seconds: NodeSeconds) -> Free:
@@ -31,7 +30,7 @@ def recomputable_nodes(graph: fx.Graph, seconds: NodeSeconds) -> Free:
     at_hand = frozenset({Kind.BATCH, Kind.CONSTANT, Kind.BUFFER})
     return Free(
         _found(graph, cost, at_hand, lambda node: max(budget, transfer(node_bytes(node)))),
-        _found(graph, cost, at_hand | _PARAMETERS, lambda _: budget),
+        _found(graph, cost, at_hand | {Kind.PARAMETER}, lambda _: budget),
     )
 
 
@@ -47,12 +46,12 @@ def _found(
     kinds: dict[fx.Node, frozenset[Kind]] = {}  # free node -> the kinds of inputs that these read
     for node in graph.nodes:
         if node.op == "placeholder":
-            given = node.meta["input"]
-            if given.kind in at_hand and not (given.kind is Kind.BUFFER and given.name in changed):
-                leads[node], kinds[node] = frozenset(), frozenset([given.kind])
+            given = inputs_behind(node.meta["input"])
+            if all(x.kind in at_hand and not (x.kind is Kind.BUFFER and x.name in changed) for x in given):
+                leads[node], kinds[node] = frozenset(), frozenset(x.kind for x in given)
         elif all(map(leads.__contains__, inputs := input_nodes(node))) and _may_repeat(node):
             read = frozenset().union(*(kinds[n] for n in inputs))
-            if read & _PARAMETERS and (Kind.BATCH in read or node_flops(node)):
+            if Kind.PARAMETER in read and (Kind.BATCH in read or node_flops(node)):
                 continue
             way = frozenset([node]).union(*(leads[n] for n in inputs))
             if sum(cost[n] for n in way) <= most(node):

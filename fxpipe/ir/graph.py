@@ -29,7 +29,7 @@ vocabulary stage    a stage beside the model's own: a rank's rows of the output 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
@@ -49,7 +49,7 @@ class Kind(StrEnum):
     """The kind of a value that crosses the border of a section."""
 
     PARAMETER = "parameter"
-    CAST = "cast"  # of a parameter to fewer bits, once a step: ``casts.py``
+    ONCE = "once"  # computed once a step, as no microbatch changes it
     BUFFER = "buffer"
     CONSTANT = "constant"
     BATCH = "batch"  # a leaf of the user's microbatch
@@ -107,10 +107,14 @@ class Origin:
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """The source of a placeholder: ``name`` is the parameter's, buffer's or batch leaf's name."""
+    """The source of a placeholder: ``name`` is the parameter's, buffer's or batch leaf's name.
+
+    ``computed``: of ``Kind.ONCE``, the node that computes it, in a graph of its own.
+    """
 
     kind: Kind
     name: str
+    computed: fx.Node | None = None
 
 
 class Outputs(NamedTuple):
@@ -147,13 +151,15 @@ class Value:
 
     ``name`` is unique in the whole step: a parameter name for PARAMETER and GRADIENT, the name of
     the node for VALUE, OFFLOADED and OUTPUT.  ``producer`` is the section that computes a VALUE or OFFLOADED,
-    else None.  ``summands``: the values, one of each rank, whose sum arrives.
+    else None.  ``summands``: the values, one of each rank, whose sum arrives.  ``computed_from``: the step's
+    inputs, of a value of ONCE.
     """
 
     kind: Kind
     name: str
     producer: Color | None = None
     summands: tuple[Value, ...] = ()
+    computed_from: tuple[Value, ...] = ()
 
     @property
     def sources(self) -> tuple[Value, ...]:
@@ -177,6 +183,12 @@ class Section:
     def graph(self) -> fx.Graph:
         """One placeholder an input, in order; returns a tuple, one entry an output."""
         return self.built()
+
+    @property
+    def step_inputs(self) -> Iterator[Value]:
+        """Its inputs, with what it needs of the step's for those that are computed once."""
+        for value in self.inputs:
+            yield from (value, *value.computed_from)
 
     @property
     def stage(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -35,6 +35,16 @@ class ResizedTraces:
             t: (t, *(other[t] for other in like)) for node in graph.nodes for t in tensors(node)
         }
         return replace(self, resized_values=self.resized_values | resized_values, graphs=tuple(graphs))
+
+
+def value_key(node: fx.Node, args: object, kwargs: object, resized: ResizedTraces | None) -> Hashable:
+    """The same for ops that are the same with the same arguments, at other sizes as well.
+
+    The arguments count as text, in which 0.0, -0.0 and False differ.
+    """
+    known = {} if resized is None else resized.resized_values
+    sizes = tuple(other.shape for t in tensors(node) for other in known.get(t, ())) if known else ()
+    return node.target, repr(args), repr(kwargs), sizes
 
 
 def monomials(count: int, terms: int) -> list[tuple[int, ...]]:

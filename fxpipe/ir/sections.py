@@ -17,7 +17,8 @@ from torch import fx
 
 from fxpipe.errors import VerifyError
 from fxpipe.ir.compat import copy_node
-from fxpipe.ir.graph import Kind, Section, Value, offload, read_buffer, reload
+from fxpipe.ir.graph import Input, Kind, Section, Value, offload, read_buffer, reload
+from fxpipe.ir.once import inputs_behind
 from fxpipe.ir.storage import call_nodes, graph_outputs, is_view
 from fxpipe.plan.tensors import sum_over_ranks
 from fxpipe.runtime.program.checks import expect
@@ -96,7 +97,7 @@ def _section(
 ) -> Section:
     own = set(nodes)
     placeholders = {n: None for node in nodes for n in node.all_input_nodes if n.op == "placeholder"}
-    ins = [Value(n.meta["input"].kind, n.meta["input"].name) for n in placeholders]
+    ins = [_input(n.meta["input"]) for n in placeholders]
     for node, producer in inputs[color].items():
         parts = _summands(node) if producer.stage != color.stage else ()
         summands = tuple(Value(Kind.VALUE, part.name, part.meta["color"]) for part in parts)
@@ -117,6 +118,11 @@ def _section(
     return Section(
         color, tuple(ins), tuple(v for v, _ in outs), partial(_graph, color, given, nodes, returned)
     )
+
+
+def _input(given: Input) -> Value:
+    behind = () if given.computed is None else inputs_behind(given)
+    return Value(given.kind, given.name, computed_from=tuple(Value(x.kind, x.name) for x in behind))
 
 
 def _graph(color: Color, given: list[fx.Node], nodes: list[fx.Node], returned: list[fx.Node]) -> fx.Graph:

@@ -1,4 +1,4 @@
-"""Computes once what a section computes several times, as each layer does with a mask or a rotary table.
+"""Computes once what a section computes several times, as each layer does with a mask of padding.
 
 needs:  W split off, cheap values sunk: then no section needs more values of others than before
 before: a = unsqueeze(cos, 1)   (layer 0)      b = unsqueeze(cos, 1)   (layer 1)
@@ -14,13 +14,12 @@ from __future__ import annotations
 import operator
 from collections import defaultdict
 from collections.abc import Hashable, Set
-from typing import Any
 
 from torch import fx
 
 from fxpipe.ir.graph import read_buffer
-from fxpipe.ir.resized import ResizedTraces
-from fxpipe.ir.storage import call_nodes, leading_to, may_draw_numbers, tensors, written
+from fxpipe.ir.resized import ResizedTraces, value_key
+from fxpipe.ir.storage import call_nodes, leading_to, may_draw_numbers, written
 from fxpipe.plan.tensors import sum_over_ranks
 from fxpipe.runtime.program.checks import expect
 from fxpipe.runtime.program.random import keyed
@@ -38,7 +37,7 @@ def merge_equal(
     for node in call_nodes(graph):
         if (sections is not None and node.meta["color"] not in sections) or not _may_merge(node):
             continue
-        equal = first.setdefault(_value(node, resized), node)
+        equal = first.setdefault((node.meta["color"], value_key(node, node.args, node.kwargs, resized)), node)
         if equal is not node:
             paths.setdefault(equal, [equal.meta["origin"].path]).append(node.meta["origin"].path)
             node.replace_all_uses_with(equal)
@@ -105,12 +104,3 @@ def _may_merge(node: fx.Node) -> bool:
     is_own = node.target in _EACH_ITS_OWN or may_draw_numbers(node.target) or bool(written(node.target))
     parts = [user for user in node.users if user.target is operator.getitem]
     return not is_own and not any(user.op == "output" for each in (node, *parts) for user in each.users)
-
-
-def _value(node: fx.Node, resized: ResizedTraces | None) -> Hashable:
-    """The same for ops of one section that are the same, with the same arguments: as text, in which 0.0, -0.0
-    and False differ."""
-    sizes: list[Any] = []
-    if resized is not None:
-        sizes = [other.shape for t in tensors(node) for other in resized.resized_values.get(t, ())]
-    return node.target, repr(node.args), repr(node.kwargs), node.meta["color"], tuple(sizes)

@@ -264,6 +264,6 @@ def _whole_gradients(lanes: LanePlan, given: Sequence[Mapping[str, torch.Tensor]
 
 def _metered(main: Callable[[], Any], rt: Runtime, meter: SavedBytes) -> Any:
     rt.record.at_op, rt.record.at_arrival = meter.between_ops, meter.arrived
-    rt.record.at_cast = meter.ignore
+    rt.record.at_once = meter.ignore
     with meter:
         return main()

@@ -40,8 +40,30 @@ class WeightsAtTheBeginning(nn.Module):
         return (torch.tanh(x) - y).square().mean()
 
 
+class Masked(nn.Module):
+    """Both layers use one mask."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, x, y):
+        mask = torch.arange(WIDTH) > 3
+        for layer in self.layers:
+            x = layer(x).exp() * mask
+        return (x - y).square().mean()
+
+
+class InBfloat16(Masked):
+    def forward(self, x, y):
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().forward(x, y)
+
+
 CASES = {
     **zoo.CASES,
+    "cast": Case(InBfloat16, numbers),
+    "masked": Case(Masked, numbers),
     "noisy": Case(Dropout, numbers),
     "sharded": zoo.CASES["tied_head"],
     "few_weights": Case(WeightsAtTheBeginning, numbers),
@@ -52,6 +74,8 @@ SHAPES = {
     "few_weights": Shape(2, "zb-v", offload=True),
     "batch_norm": Shape(2, "1f1b"),
     "tied_thrice": Shape(2, "gpipe"),
+    "masked": Shape(2, "zb-h1"),
+    "cast": Shape(2, "1f1b"),
     "sharded": Shape(2, "zb-h1", replicas=2, shard="parameters"),
 }
 
@@ -139,6 +163,7 @@ def test_a_term_is_written_in_a_few_calls():
     assert term.written() == "atan2(atan2(atan2(…, …), atan2(…, …)), atan2(atan2(…, …), atan2(…, …)))"
 
 
+OTHER_MASK = 'rt.once(lambda: {"model_gt": torch.ops.aten.bitwise_not.default(once["model_gt"])})'
 #: Model, rank, what is replaced (the first match, or that of a number), by what; what is said of it, "LINE"
 #: for the line of the edit.
 EDITS = {
@@ -193,6 +218,48 @@ EDITS = {
     "a gradient is not summed over the ranks": (
         ("tied_head", 0, r"rt.all_reduce_gradient\(.*\)", "pass"),
         r"rank1.py:\d+: waits forever for the gradient of embedding.weight of rank 0",
+    ),
+    "a mask is another": (
+        ("masked", 0, r"gt_scalar\((.*), 3\)", r"gt_scalar(\1, 4)"),
+        r"rank0.py:\d+: computes gt\(.*, 4\), where the captured step has gt\(.*, 3\)",
+    ),
+    "a mask is left out": (
+        ("masked", 0, r"once\[(.*)\] = gt_scalar", r"_ = gt_scalar"),
+        r"rank0.py:\d+: has no value of 'model_gt'",
+    ),
+    "once a step for one microbatch": (
+        ("masked", 0, r"rt\.once\(once_a_step\)", 'rt.once(lambda: {"model_gt": batches[0]["x"]})'),
+        r"rank0.py:LINE: computes 'model_gt' once a step, of which each microbatch has another",
+    ),
+    "once a step no tensors": (
+        ("masked", 0, r"rt\.once\(once_a_step\)", "rt.once(list)"),
+        r"rank0.py:LINE: computes once a step what is no dict of tensors",
+    ),
+    "another mask for a later microbatch": (
+        ("masked", 0, r"once, batches", rf"{OTHER_MASK} if m else once, batches"),
+        r"rank\d.py:\d+: computes .*bitwise_not",
+    ),
+    "a cast before the warm-up": (
+        (
+            "cast",
+            1,
+            r"^(    for _ in rt\.warm_up.*\n)    (    once = rt\.once.*\n)",
+            r"\2\1",
+        ),
+        r"rank1.py:\d+: has computed before its warm-up what changes if the last update is undone",
+    ),
+    "a section replaces a mask": (
+        ("masked", 0, r"^(def stage0_forward.*)$", r'\1\n    once["model_gt"] = params["layers.0.bias"]'),
+        r"rank0.py:\d+: fails: TypeError: a program does not replace once",
+    ),
+    "an op writes over a mask": (
+        (
+            "masked",
+            0,
+            r'^    (.* = )mul_out\((\w+), once\["model_gt"\], out=.*$',
+            r'    torch.ops.aten.logical_not_.default(once["model_gt"])\n\g<0>',
+        ),
+        r"rank0.py:LINE: writes to .*the whole step",
     ),
     "a pinned tensor": (
         ("noisy", 0, "pin_memory=False", "pin_memory=True"),

@@ -152,7 +152,7 @@ CASES = {
     ),
     "untie": Case(Tied, stages=2),
     "split_backward": Case(stages=2),
-    "cast_once": Case(Autocast),
+    "compute_once": Case(Autocast),
     "sink_cheap_values": Case(Masked, stages=2),
     "merge_equal": Case(lambda: Net(lambda x: x.tanh() * x.tanh())),
     "recompute": Case(lambda: Net(F.gelu), options={"recompute": "norms"}),

@@ -78,7 +78,7 @@ def test_the_first_one_is_named(compiled):
     )
     assert found, raised.value
     assert found.groups() == ("blocks.4.outer", "test_finite.py", str(line))
-    line = Masked.forward.__code__.co_firstlineno + 3  # of the comment, where the model's own ops begin
+    line = Masked.forward.__code__.co_firstlineno + 4  # of the comment, where the model's own ops begin
     message = rf"aten\.bmm\S* gives the first infinity, .* in the model itself \(test_finite\.py:{line}\)"
     with filled(model.blocks[5].outer.weight, 1e30), pytest.raises(RunError, match=message):
         pipe.run_local(batch, check="finite")

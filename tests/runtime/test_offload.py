@@ -155,7 +155,7 @@ def test_auto_moves_as_much_as_the_limit_asks_for():
 
 def test_the_planner_offloads_where_that_is_faster(tmp_path, capsys):
     roomy = compiled("llama", "interleaved")
-    limit = max(weights(roomy)) + 0.72 * max(roomy.simulate().peak_memory)
+    limit = max(weights(roomy)) + 0.75 * max(roomy.simulate().peak_memory)
     slow, fast = (
         compiled("llama", "auto", stages_per_rank=2, placement="plain", offload=o, memory_limit=limit)
         for o in (False, "auto")

@@ -136,16 +136,19 @@ class Runtime:
         assert self.lanes is not None, "a program of lanes runs with them"
         return fold(self.key(microbatch), self.lanes.index)
 
-    def cast_parameters(self, casts: Mapping[str, tuple[str, torch.dtype]]) -> dict[str, torch.Tensor]:
-        """The parameters in other dtypes, for the whole step: name -> (name of the parameter, dtype).
+    def once(
+        self, compute: Callable[..., dict[str, torch.Tensor]], *given: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """What ``compute`` makes of parameters, buffers or constants, for the whole step.
 
-        Waits for what other replicas have updated of any.
+        Waits for what other replicas have updated of any parameter.
         """
-        for bucket in [*self._gathers]:
-            self.wait_parameters(bucket)
-        found = {name: self.params[parameter].to(dtype) for name, (parameter, dtype) in casts.items()}
-        if self.record.at_cast is not None:
-            self.record.at_cast(found.values())
+        if any(each is self.params for each in given):
+            for bucket in [*self._gathers]:
+                self.wait_parameters(bucket)
+        found = compute(*given)
+        if self.record.at_once is not None:
+            self.record.at_once(found.values())
         return found
 
     def receive(self, layouts: Layout | list[Layout], source: int) -> Pending:

@@ -1,0 +1,148 @@
+"""Values that no microbatch changes, computed once a step: masks, positions, rotary tables."""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from collections.abc import Container, Hashable, Iterable, Mapping, Sequence, Set
+from enum import Enum
+
+import torch
+from torch import fx
+
+from fxpipe.ir.compat import OpOverload, copy_node, input_nodes
+from fxpipe.ir.graph import Input, Kind
+from fxpipe.ir.resized import ResizedTraces, value_key
+from fxpipe.ir.storage import (
+    call_nodes,
+    graph_outputs,
+    is_view,
+    leading_to,
+    may_draw_numbers,
+    node_bytes,
+    storage_root,
+    tensors,
+    written,
+)
+
+aten = torch.ops.aten
+
+#: What forward or backward uses alone would be freed behind it.  Held for the step, all such values have at
+#: most this share of the bytes that the forward of a microbatch computes.
+MOST_SHARE = 0.01
+
+#: Ops that write one number everywhere.
+_FILLS = {f"{name}{like}" for name in ("empty", "full", "ones", "zeros") for like in ("", "_like")}
+_FILLS |= {f"new_{name}" for name in ("empty", "full", "ones", "zeros", "empty_strided")}
+_FILLS |= {"empty_strided", "scalar_tensor"}
+_COPIES = (aten.clone.default, aten._to_copy.default)
+
+
+def once_values(graph: fx.Graph, resized: ResizedTraces | None) -> dict[fx.Node, fx.Node]:
+    """The ops whose results may be held for the step, in order, each with the node of a graph of its own that
+    computes it; equal values have one node there.
+
+    They read buffers that the step does not change, constants, and each other.  Views of what is there anyway
+    stay where they are used, and tensors of one number, which take as long to read as to make.
+
+    resized: the traces at other sizes, at which equal values must be equal, too.
+    """
+    given = _given(graph)
+    found = {node for node, made in given.items() if made is _Made.COMPUTED}
+    copies = copied(leading_to(found), fx.Graph(), resized)
+    while found:
+        sizes = _longer_held(found, copies)
+        if _is_share(sum(sizes.values()), graph, given):
+            break
+        largest = max(sizes, key=sizes.__getitem__)
+        found -= {node for node in found if storage_root(copies[node]) is largest}
+    return {node: copies[node] for node in given if node in found}
+
+
+def copied(
+    nodes: Iterable[fx.Node], graph: fx.Graph, resized: ResizedTraces | None
+) -> dict[fx.Node, fx.Node]:
+    """Append copies of the nodes to another graph; return them by node.  Equal ones are one."""
+    first, copies = dict[Hashable, fx.Node](), dict[fx.Node, fx.Node]()
+    for node in sorted(nodes):
+        args, kwargs = (fx.map_arg(x, copies.__getitem__) for x in (node.args, node.kwargs))
+        key = node.meta["input"] if node.op == "placeholder" else value_key(node, args, kwargs, resized)
+        if key not in first:
+            first[key] = copy_node(graph, node, copies.__getitem__)
+        copies[node] = first[key]
+    return copies
+
+
+def once_bytes(computed: Iterable[fx.Node]) -> int:
+    """The bytes of the storages of values that are held for the step."""
+    roots = {storage_root(node) for node in computed}
+    return sum(node_bytes(root) for root in roots if root.op == "call_function")
+
+
+def inputs_behind(given: Input) -> tuple[Input, ...]:
+    """The inputs of the step that an input comes from, itself if it is one."""
+    if given.computed is None:
+        return (given,)
+    return tuple(n.meta["input"] for n in sorted(leading_to([given.computed])) if n.op == "placeholder")
+
+
+class _Made(Enum):
+    """How a value comes about: it is an input of the step, one number everywhere, or computed."""
+
+    INPUT, FILLED, COMPUTED = range(3)
+
+
+def _given(graph: fx.Graph) -> dict[fx.Node, _Made]:
+    """What no microbatch changes."""
+    changed, results = graph_outputs(graph).buffers, set(graph.output_node().all_input_nodes)
+    given: dict[fx.Node, _Made] = {}
+    for node in graph.nodes:
+        inputs = input_nodes(node)
+        if node.op == "placeholder":
+            kind, name = node.meta["input"].kind, node.meta["input"].name
+            if kind is Kind.CONSTANT or (kind is Kind.BUFFER and name not in changed):
+                given[node] = _Made.INPUT
+        elif all(map(given.__contains__, inputs)) and node not in results and _is_pure(node):
+            given[node] = _made(node, [given[n] for n in inputs])
+    return given
+
+
+def _made(node: fx.Node, inputs: Sequence[_Made]) -> _Made:
+    if node.target is operator.getitem or is_view(node):
+        return inputs[0]
+    by_element = torch.Tag.pointwise in node.target.tags or node.target in _COPIES  # type: ignore[union-attr]
+    fills = node.target.overloadpacket.__name__ in _FILLS  # type: ignore[union-attr]
+    return _Made.FILLED if fills or (by_element and {*inputs} == {_Made.FILLED}) else _Made.COMPUTED
+
+
+def _is_pure(node: fx.Node) -> bool:
+    """Whether the op gives the same tensors for the same arguments, whenever and wherever it runs."""
+    if node.op != "call_function":
+        return False
+    if node.target is operator.getitem:
+        return True
+    is_known = isinstance(node.target, OpOverload) and node.target.namespace in ("aten", "prims")
+    return is_known and not may_draw_numbers(node.target) and not written(node.target) and bool(tensors(node))
+
+
+def _longer_held(found: Set[fx.Node], copies: Mapping[fx.Node, fx.Node]) -> dict[fx.Node, int]:
+    """The bytes of the storages that not both forward and backward need, by the node that makes them."""
+    users = defaultdict[fx.Node, list[fx.Node]](list)
+    for node in found:
+        users[storage_root(copies[node])] += (user for user in node.users if user not in found)
+    return {
+        root: node_bytes(root)
+        for root, own in users.items()
+        if len({user.meta["origin"].backward for user in own}) == 1
+    }
+
+
+def _is_share(size: int, graph: fx.Graph, given: Container[fx.Node]) -> bool:
+    """Whether ``size`` is at most the allowed share of what the forward computes of a microbatch."""
+    computed = 0
+    for node in call_nodes(graph):
+        if size <= MOST_SHARE * computed:
+            return True
+        if node not in given and not node.meta["origin"].backward and not is_view(node):
+            computed += node_bytes(node)
+    return size <= MOST_SHARE * computed
