@@ -88,5 +88,5 @@ def test_an_embedding_shard_holds_two_microbatches_at_most(barriers):
     costs = with_lookups(with_output_shards(model, ranks, 1.0, barriers, 0.0), ranks, 0.0, ranks, ranks)
     found = timeline("zb-h1", ranks, microbatches, costs, Vocabulary(ranks, ranks, barriers), 2, "v")
     assert found.peak_memory[0] <= ranks + 2 * 0.1 + 1e-9
-    assert max(found.peak_memory[1:]) == ranks
+    assert max(found.peak_memory[1:]) <= ranks
     assert found.span < (microbatches + 1) * (PERIOD + 0.1)

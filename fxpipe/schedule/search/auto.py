@@ -13,6 +13,7 @@ from fxpipe.schedule.families.registry import SEARCHED, order_of
 from fxpipe.schedule.offload.planner import keeps
 from fxpipe.schedule.problem import Limit, Problem, per_rank
 from fxpipe.schedule.search.comparison import Comparison
+from fxpipe.schedule.search.less_memory import with_less_memory
 from fxpipe.schedule.search.pool import find, reason_against
 from fxpipe.schedule.search.variants import families_of, variants
 
@@ -153,7 +154,8 @@ def _searched(
         found = find([variant.model for variant in alike], effort, seed) if alike else []
         for variant, one in zip(alike, found, strict=True):
             assert one is not None, "the search has an order where a microbatch fits"
-            candidates.append(_candidate(variant, SEARCHED, one.order))
+            lighter = one if comparison.is_beaten(one.seconds) else with_less_memory(one, seed)
+            candidates.append(_candidate(variant, SEARCHED, lighter.order))
     return candidates
 
 

@@ -10,8 +10,9 @@ from fxpipe.schedule.families.registry import FAMILIES, Family, check_least, ord
 from fxpipe.schedule.ops import Schedule
 from fxpipe.schedule.placement import place
 from fxpipe.schedule.problem import Limit, Problem, per_rank
+from fxpipe.schedule.search.less_memory import with_less_memory
 from fxpipe.schedule.search.pool import anneal_each, find
-from fxpipe.schedule.search.vocabulary_passes import best_of, insertions
+from fxpipe.schedule.search.vocabulary_passes import best_of, insertions, ops_of
 from fxpipe.schedule.stages import Vocabulary
 
 
@@ -74,12 +75,12 @@ def schedule_of(name: str, problem: Problem, effort: float | None = None, seed: 
         check_least(name, model)
         (best,) = find([family.limited(model)], effort, seed)
         assert best is not None, "find raises if nothing fits"
-        order = best.order
+        order = with_less_memory(best, seed).order
     else:
         order = order_of(family, model)
     ops = order.ops
     if problem.vocabulary is not None:
-        ops = best_of(anneal_each(insertions(problem, name, order)))
+        ops = ops_of(with_less_memory(best_of(anneal_each(insertions(problem, name, order))), seed))
     return problem.schedule(name, ops)
 
 

@@ -10,8 +10,9 @@ from fxpipe.schedule.candidate import Candidate, SearchResult
 from fxpipe.schedule.offload.planner import with_offload
 from fxpipe.schedule.ops import RankOps
 from fxpipe.schedule.problem import Problem
+from fxpipe.schedule.search.less_memory import with_less_memory
 from fxpipe.schedule.search.pool import anneal_all, anneal_each
-from fxpipe.schedule.search.vocabulary_passes import best_of, insertions
+from fxpipe.schedule.search.vocabulary_passes import best_of, insertions, ops_of
 from fxpipe.schedule.simulation.simulator import simulate
 from fxpipe.schedule.tried import Tried
 
@@ -51,7 +52,7 @@ class Comparison:
             self.leave_out(candidate.problem, candidate.family, str(error))
         else:
             self.inserted.append((candidate, orders))
-            self._add(candidate, best_of(orders))
+            self._add(candidate, ops_of(best_of(orders)))
 
     def anneal(self, effort: float | None, seed: int) -> None:
         """Anneal the orders with vocabulary stages together.  Orders that need offload to keep a limit are
@@ -74,8 +75,11 @@ class Comparison:
             # The pool has no work for an order that needs less memory than one at the bound.
             alone += min(together, key=lambda orders: min(one.seconds for one in now(orders)))
         best.update((one.problem, one) for one in anneal_each(now(alone), seed))
-        for candidate, orders in self.inserted:
-            self._add(candidate, best_of(now(orders)))
+        found = [(candidate, best_of(now(orders))) for candidate, orders in self.inserted]
+        fastest = min(range(len(found)), key=lambda k: found[k][1].seconds)
+        for k, (candidate, one) in enumerate(found):
+            is_whole = k == fastest and candidate.problem.offload is None  # transfers need the memory
+            self._add(candidate, ops_of(with_less_memory(one, seed) if is_whole else one))
 
     def _add(self, candidate: Candidate, ops: RankOps) -> None:
         """``ops``: of all stages."""

@@ -64,13 +64,17 @@ def insertions(problem: Problem, family: str, order: Order) -> list[Candidate]:
     )
 
 
-def best_of(candidates: Sequence[Candidate]) -> RankOps:
+def best_of(candidates: Sequence[Candidate]) -> Candidate:
     """The best order of all stages: of those that are about as fast, the one with the lowest peak memory."""
     equal = (1 + _EQUAL) * min(one.seconds for one in candidates)
-    best = min((one for one in candidates if one.seconds <= equal), key=lambda one: one.peak)
-    vocabulary = best.problem.vocabulary
+    return min((one for one in candidates if one.seconds <= equal), key=lambda one: one.peak)
+
+
+def ops_of(candidate: Candidate) -> RankOps:
+    """The ops of an order of all stages."""
+    vocabulary = candidate.problem.vocabulary
     assert vocabulary is not None, "its stages are inserted"
-    return _fused(best.order.ops, vocabulary.embedding_shards)
+    return _fused(candidate.order.ops, vocabulary.embedding_shards)
 
 
 def _excess(order: Order, limits: Sequence[float]) -> list[float]:

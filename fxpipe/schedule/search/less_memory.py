@@ -1,0 +1,60 @@
+"""Looks for an order that is as fast as a given one, and needs less memory.
+
+A search without a limit, or within a wide one, ends at the first order that is fast enough, however many
+microbatches that holds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from fxpipe.schedule.candidate import Candidate, SearchResult
+from fxpipe.schedule.engine.dispatch import dispatch
+from fxpipe.schedule.search.local_search import improve
+from fxpipe.schedule.search.pool import judged
+from fxpipe.schedule.simulation.simulator import simulate
+
+_STEPS = 6  # of the bisection
+_LOOKS, _MOST = 3_000, 3_000_000  # of annealing under a limit: at each op, and at all
+_LOOKAHEADS = ((0.0, 0.0, 0.0), (0.3, 0.3, 0.3), (1.0, 1.0, 0.5), (1.001, 0.3, 0.7))
+
+
+def with_less_memory(given: Candidate, seed: int = 0) -> Candidate:
+    """The order, or one that is as fast with a lower peak.
+
+    The peak is bisected: list scheduling under each limit, with the start times of the order as due dates,
+    and annealing of the best list.
+    """
+    problem, best, low = given.problem, given, 0.0
+    done = given.order.run()
+    assert done is not None, "an order that was judged can progress"
+    start = done.end - np.repeat(np.array(problem.arrays.seconds), problem.microbatches)
+    for _ in range(_STEPS):
+        limit = (low + best.peak) / 2
+        found = _found(given, start, limit, seed)
+        if found.seconds <= given.seconds * (1 + 1e-9) and found.peak < best.peak:
+            best = replace(found, problem=problem)
+        else:
+            low = limit
+    # Orders with equal spans may have different periods, which are simulated once.
+    by_period = problem.objective == "period" and best is not given
+    return given if by_period and _period(best) > _period(given) * (1 + 1e-9) else best
+
+
+def _found(given: Candidate, due: np.ndarray, limit: float, seed: int) -> Candidate:
+    """The best order under a limit, or where that holds no microbatch under what one needs."""
+    rows = zip(given.problem.arrays.smallest_limits, given.problem.limits, strict=True)
+    problem = given.problem.limited(tuple(max(least, min(limit, own)) for least, own in rows))
+    orders = (dispatch(problem.arrays, due, problem.limits, ahead) for ahead in _LOOKAHEADS)
+    best = min(filter(None, (judged(problem, given.family, x) for x in orders)), key=lambda one: one.key)
+    if best.seconds <= given.seconds:
+        return best
+    order = improve(problem, best.order, min(_LOOKS * problem.ops, _MOST), seed)
+    return judged(problem, given.family, order) or best
+
+
+def _period(one: Candidate) -> float:
+    schedule = one.problem.schedule(one.family, one.order.ops)
+    return SearchResult(one.problem, simulate(schedule, one.problem.costs)).seconds
