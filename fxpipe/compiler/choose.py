@@ -265,22 +265,28 @@ def choose(options: Options, stages: Sequence[Stages], costing: Costing) -> Chos
 
 def _with_other_cuts(options: Options, of: Stages, costing: Costing, chosen: Chosen) -> Chosen:
     """What was chosen, with other cuts where a step takes no longer with them."""
-    for cut_again in (costing.balanced, costing.lighter):
+    # With balanced ranks other orders are fast; with lighter messages costs hardly change.
+    for cut_again, searches in ((costing.balanced, True), (costing.lighter, False)):
         other = cut_again(of, chosen)
         if other is not None:
-            better = _if_no_slower(options, other, costing, chosen)
+            better = _if_no_slower(options, other, costing, chosen, searches)
             of, chosen = (of, chosen) if better is None else (other, better)
     return chosen
 
 
-def _if_no_slower(options: Options, other: Stages, costing: Costing, chosen: Chosen) -> Chosen | None:
-    """The schedule on another cut; None if it takes longer, or as long with more memory."""
+def _if_no_slower(
+    options: Options, other: Stages, costing: Costing, chosen: Chosen, searches: bool
+) -> Chosen | None:
+    """The schedule on another cut; None if it takes longer, or as long with more memory.
+
+    searches: also where the same order is no slower there, for one that is faster yet.
+    """
     found = chosen.found
     for placed, problem in _problems(options, other, costing, chosen.placed.cut.recompute)[0]:
         others = _on_other_costs(found, problem, options.effort)
-        able = (one for one in others if keeps(one.timeline, problem.limits))
-        best = min((*able, found), key=lambda one: one.key)
-        if best is not found:
+        able = (one for one in others if keeps(one.timeline, problem.limits) and one.key < found.key)
+        best = min(able, key=lambda one: one.key, default=None) if searches else next(able, None)
+        if best is not None:
             row, before = row_of(best), row_of(found)
             tried = tuple(row if each == before else each for each in found.tried)
             return Chosen(placed, replace(best, tried=tried), held_bytes(placed, options))

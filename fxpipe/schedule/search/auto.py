@@ -152,10 +152,11 @@ def _searched(
     for is_beyond in (False, True):
         alike = [variant for variant in able if (variant.offload is not None) == is_beyond]
         found = find([variant.model for variant in alike], effort, seed) if alike else []
+        fastest = min(filter(None, found), key=lambda one: one.key, default=None)
         for variant, one in zip(alike, found, strict=True):
             assert one is not None, "the search has an order where a microbatch fits"
-            lighter = one if comparison.is_beaten(one.seconds) else with_less_memory(one, seed)
-            candidates.append(_candidate(variant, SEARCHED, lighter.order))
+            order = (with_less_memory(one, seed) if one is fastest else one).order
+            candidates.append(_candidate(variant, SEARCHED, order))
     return candidates
 
 

@@ -13,11 +13,11 @@ import numpy as np
 from fxpipe.schedule.candidate import Candidate, SearchResult
 from fxpipe.schedule.engine.dispatch import dispatch
 from fxpipe.schedule.search.local_search import improve
-from fxpipe.schedule.search.pool import judged
+from fxpipe.schedule.search.pool import ANNEALED, judged
 from fxpipe.schedule.simulation.simulator import simulate
 
 _STEPS = 6  # of the bisection
-_LOOKS, _MOST = 3_000, 3_000_000  # of annealing under a limit: at each op, and at all
+_MOST = 3_000_000  # looks of annealing under a limit
 _LOOKAHEADS = ((0.0, 0.0, 0.0), (0.3, 0.3, 0.3), (1.0, 1.0, 0.5), (1.001, 0.3, 0.7))
 
 
@@ -51,7 +51,7 @@ def _found(given: Candidate, due: np.ndarray, limit: float, seed: int) -> Candid
     best = min(filter(None, (judged(problem, given.family, x) for x in orders)), key=lambda one: one.key)
     if best.seconds <= given.seconds:
         return best
-    order = improve(problem, best.order, min(_LOOKS * problem.ops, _MOST), seed)
+    order = improve(problem, best.order, min(ANNEALED * problem.ops, _MOST), seed)
     return judged(problem, given.family, order) or best
 
 

@@ -32,7 +32,7 @@ _EFFORT_TO_ANNEAL, _EFFORT_PER_ORDER = 1.0, 1 / 15  # the same of orders that ar
 _SPEED = 30_000_000  # ops that a core looks at in a second, about
 _DRAWN = 0.3  # of the effort, for list scheduling
 _LISTED = 8  # the cost of each op in a draw, in ops that are looked at
-_ANNEALED = 3_000  # looks at an op; with fewer, annealing is of no use and all effort goes into draws
+ANNEALED = 3_000  # looks at an op; with fewer, annealing is of no use and all effort goes into draws
 _FEWEST, _MOST = 96, 1_536  # draws for a problem
 _BATCH, _PARTS = 32, 16  # draws that are made at a time, before the next are crossed; in so many parts
 _KEPT = 16  # of the best draws, to cross
@@ -76,7 +76,7 @@ def find(problems: Sequence[Problem], effort: float | None = None, seed: int = 0
         both = zip(able, shortest, strict=True)
         known = [None if own is None else Order(problem.arrays, own.order.op_ids) for problem, own in both]
     work = _SPEED * seconds
-    drawn = _DRAWN if work > _ANNEALED * ops else 1.0
+    drawn = _DRAWN if work > ANNEALED * ops else 1.0
     best, candidates = _Best(), list[list[Candidate]]()
     with ThreadPoolExecutor(os.cpu_count()) as threads:
         for problem, order in zip(able, known, strict=True):
