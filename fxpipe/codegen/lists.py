@@ -122,12 +122,12 @@ def _taken(run: Repeated, container: str, stack: Stack | None, slots: tuple[Slot
     built = Taken(run, container, slots)
     if stack is None:
         return built
-    if not all(run.has_alone(slot, k, stack.run) for slot in slots for k in range(run.run.times)):
-        return built
     numbers = {record: k for k, record in enumerate(map(frozenset, stack.records))}
     found = [numbers.get(frozenset(built.record(k))) for k in range(run.run.times)]
     have = [k for k, number in enumerate(found) if number is not None]
     if not have or have != list(range(have[0], have[-1] + 1)):
+        return built
+    if not all(run.has_alone(slot, k, stack.run) for slot in slots for k in have):
         return built
     of_stack = [number for number in found if number is not None]
     steps = {b - a for a, b in pairwise(of_stack)} or {-1}

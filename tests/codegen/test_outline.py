@@ -238,6 +238,21 @@ def test_layers_that_the_backward_repeats():
     assert len(longer.splitlines()) <= len(program.splitlines()) + 6  # lines of buckets
 
 
+@pytest.mark.slow
+def test_a_backward_repeats_all_layers_but_the_last():
+    """The last layer of a stage is repeated without its end, behind the loop, and takes what that carries."""
+
+    def program(depth):
+        options = {"schedule": "1f1b", "recompute": "full", "split_points": [f"blocks.{depth}"]}
+        return compiled(lambda: Noisy(*(Block(0.1) for _ in range(2 * depth))), **options).artifact.programs[
+            0
+        ]
+
+    shorter, longer = program(6), program(12)
+    assert re.search(r"for i in range\(5, 0, -1\):\n.*\n.*\n *collected_blocks_2\.pop\(\)\)", shorter)
+    assert len(longer.splitlines()) <= len(shorter.splitlines()) + 4  # lines of buckets
+
+
 def test_stages_of_a_rank_share_the_functions_of_their_layers():
     """Also where the model itself draws random numbers, as its ops have other numbers in each stage."""
     program = compiled(lambda: Noisy(*[Block() for _ in range(16)]), schedule="zb-v").artifact.programs[1]
