@@ -35,8 +35,8 @@ demo: env
 	$(BIN)/python examples/demo.py $(ARGS)
 
 # A worker runs whole files, in the order of tests/conftest.py: what a file compiles for several of its tests,
-# it compiles once.  Four workers for two cores: tests of several ranks wait.
-PYTEST := $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder
+# it compiles once.  Five workers for two cores: tests of several ranks wait.
+PYTEST := $(BIN)/python -m pytest -n 5 --dist loadfile --no-loadscope-reorder
 
 # What takes longest is listed at the end, so that it stays known where the time of CI goes.
 test: env

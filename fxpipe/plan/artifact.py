@@ -146,7 +146,7 @@ class Prediction:
 class HeldBytes:
     """Bytes that a rank holds throughout a step, one of several replicas included.
 
-    ``results``: outputs of a whole batch, new values of buffers, parameters that are cast once a step.
+    ``results``: outputs of a whole batch, new values of buffers, what is computed once a step.
     ``exchange``: the memory of a sum over replicas.  ``optimizer``: its state, as ``optimizer_bytes`` has it.
     ``copies``: what takes back an update that was made ahead of the verdict on it.
     """

@@ -21,6 +21,9 @@ from fxpipe.schedule.engine.order import Order
 from fxpipe.schedule.engine.tables import Floats
 from fxpipe.schedule.memory_text import ANY_UNIT, MemoryText
 
+#: Some that differ, to take the best of.
+LOOKAHEADS = ((0.0, 0.0, 0.0), (0.3, 0.3, 0.3), (1.0, 1.0, 0.5), (1.001, 0.3, 0.7))
+
 
 def dispatch(
     arrays: ScheduleArrays,

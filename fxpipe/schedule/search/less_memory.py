@@ -11,14 +11,13 @@ from dataclasses import replace
 import numpy as np
 
 from fxpipe.schedule.candidate import Candidate, SearchResult
-from fxpipe.schedule.engine.dispatch import dispatch
+from fxpipe.schedule.engine.dispatch import LOOKAHEADS, dispatch
 from fxpipe.schedule.search.local_search import improve
 from fxpipe.schedule.search.pool import ANNEALED, judged
 from fxpipe.schedule.simulation.simulator import simulate
 
 _STEPS = 6  # of the bisection
 _MOST = 3_000_000  # looks of annealing under a limit
-_LOOKAHEADS = ((0.0, 0.0, 0.0), (0.3, 0.3, 0.3), (1.0, 1.0, 0.5), (1.001, 0.3, 0.7))
 
 
 def with_less_memory(given: Candidate, seed: int = 0) -> Candidate:
@@ -47,10 +46,11 @@ def _found(given: Candidate, due: np.ndarray, limit: float, seed: int) -> Candid
     """The best order under a limit, or where that holds no microbatch under what one needs."""
     rows = zip(given.problem.arrays.smallest_limits, given.problem.limits, strict=True)
     problem = given.problem.limited(tuple(max(least, min(limit, own)) for least, own in rows))
-    orders = (dispatch(problem.arrays, due, problem.limits, ahead) for ahead in _LOOKAHEADS)
-    best = min(filter(None, (judged(problem, given.family, x) for x in orders)), key=lambda one: one.key)
-    if best.seconds <= given.seconds:
-        return best
+    orders = (dispatch(problem.arrays, due, problem.limits, ahead) for ahead in LOOKAHEADS)
+    lists = filter(None, (judged(problem, given.family, order) for order in orders))
+    best = min(lists, key=lambda one: one.key, default=None)
+    if best is None or best.seconds <= given.seconds:
+        return best or given
     order = improve(problem, best.order, min(ANNEALED * problem.ops, _MOST), seed)
     return judged(problem, given.family, order) or best
 

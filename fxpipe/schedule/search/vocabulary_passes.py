@@ -21,7 +21,7 @@ import numpy as np
 from fxpipe.errors import ScheduleError
 from fxpipe.schedule.candidate import Candidate
 from fxpipe.schedule.engine.arrays import ScheduleArrays, schedule_arrays
-from fxpipe.schedule.engine.dispatch import dispatch
+from fxpipe.schedule.engine.dispatch import LOOKAHEADS, dispatch
 from fxpipe.schedule.engine.order import Order
 from fxpipe.schedule.engine.tables import Floats
 from fxpipe.schedule.ops import Op, OpKind, RankOps
@@ -30,7 +30,6 @@ from fxpipe.schedule.search.due_dates import start_alone
 from fxpipe.schedule.search.pool import judged
 from fxpipe.schedule.vocabulary_costs import some_stages
 
-_LOOKAHEADS = ((0.0, 0.0, 0.0), (0.3, 0.3, 0.3), (1.0, 1.0, 0.5), (1.001, 0.3, 0.7))
 _DELAYS = (0.0, 1.0, 3.0)  # delays of T, in periods
 _EMBEDDED = 2  # microbatches that an embedding shard may hold
 _EQUAL = 0.005  # of two orders whose times differ by less, the one with the lower peak memory is better
@@ -114,7 +113,7 @@ def _listed(problem: Problem, arrays: ScheduleArrays, dates: _Dates, caps: Seque
         assert done is not None, "an order that was built by running it cannot block"
         return problem.value(done) if order.fits(caps) else inf
 
-    ways = product(_DELAYS, _LOOKAHEADS)
+    ways = product(_DELAYS, LOOKAHEADS)
     return min((dispatch(arrays, dates.due(delay), caps, ahead) for delay, ahead in ways), key=value)
 
 
