@@ -20,7 +20,7 @@ from fxpipe.plan.artifact import Plan, RankTensors
 class Inputs:
     """One rank.  ``versions``: how often the program has given a buffer a new value.  ``gathering``: the
     buckets of parameters that are gathered from other replicas, ``gathered``: the parameters that have
-    arrived.  ``batch``: what its step is given."""
+    arrived.  ``batch``: what its step is given.  ``reads_parameters``: whether it has read one."""
 
     rank: int
     plan: Plan
@@ -33,6 +33,7 @@ class Inputs:
     gathering: set[int] = field(default_factory=set)
     gathered: set[str] = field(default_factory=set)
     batch: object = field(default_factory=object)
+    reads_parameters: bool = False
     _buffers: dict[str, Value] = field(default_factory=dict)
 
     @property
@@ -53,6 +54,7 @@ class Inputs:
 
     def _parameter(self, name: str) -> Value:
         found = self._input("parameter", name, self._tensors.parameters)
+        self.reads_parameters = True
         if self.plan.shard and name in self._divided and name not in self.gathered:
             self.calls.note(f"reads the parameter {name!r} before its rows of other replicas are there")
         return found

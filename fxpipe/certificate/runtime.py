@@ -22,7 +22,7 @@ class TermRuntime(Traffic):
     summed over ranks.  ``summed``: those whose sums over the replicas have begun, with the line and the
     number of their summands so far.  ``waited``: the line that waited for these.  ``divided``: the line that
     divided the gradients by the count.  ``last``: the line of its end.  ``number_of_once``: how often it has
-    computed something for the whole step; ``of_parameters``: whether it has read parameters for that."""
+    computed something for the whole step."""
 
     losses: list[tuple[Value, Value | None, Line]] = field(default_factory=list)
     outputs: list[tuple[str, Value, Any, Line]] = field(default_factory=list)
@@ -33,7 +33,6 @@ class TermRuntime(Traffic):
     ended: bool = False
     last: Line | None = None
     number_of_once: int = 0
-    of_parameters: bool = False
 
     def warm_up(self, *made: dict[int, Any]) -> Iterator[None]:
         """Once, as where the last update stands.  Where it does not, what was sent in a warm-up comes again,
@@ -42,8 +41,8 @@ class TermRuntime(Traffic):
             raise Rejected(
                 self.calls.line(), "has a warm-up that makes other things than values by microbatch"
             )
-        if self.of_parameters:
-            self.calls.note("has computed before its warm-up what changes if the last update is undone")
+        if self.reads_parameters:
+            self.calls.note("has read parameters before its warm-up, which an update that is undone changes")
         self.ahead = True
         yield
         self.ahead = False
@@ -60,7 +59,6 @@ class TermRuntime(Traffic):
     def once(self, compute: Callable[..., Any], *given: Any) -> Container:
         """What ``compute`` gives must be the same for all microbatches."""
         if any(isinstance(each, Container) and each.kind == "params" for each in given):
-            self.of_parameters = True
             for bucket in [*self.gathering]:
                 self.wait_parameters(bucket)
         found = compute(*given)

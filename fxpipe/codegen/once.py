@@ -36,8 +36,9 @@ def once_source(values: Values, names: Aliases) -> str:
     def shape(node: fx.Node) -> str:
         return shape_text(node.meta["val"]) if node in values else ""
 
-    lines = [*node_lines(nodes, scope, place, values.keys(), shape)]
-    lines += [line for own in loops for line in _loop(own, values, scope)]
+    # The loops read tensors of the rank alone; others may read what they compute.
+    lines = [line for own in loops for line in _loop(own, values, scope)]
+    lines += node_lines(nodes, scope, place, values.keys(), shape)
     text = [
         f"def once_a_step({', '.join(once_containers(values))}):",
         '    """What no microbatch changes."""',

@@ -1,8 +1,8 @@
 """Computes once what a section computes several times, as each layer does with a mask of padding.
 
 needs:  W split off, cheap values sunk: then no section needs more values of others than before
-before: a = unsqueeze(cos, 1)   (layer 0)      b = unsqueeze(cos, 1)   (layer 1)
-after:  a                                      a
+before: a = eq(ids, 0)   (layer 0)      b = eq(ids, 0)   (layer 1)
+after:  a                               a
 
 What layers share stands before the first of them, so that they stay alike.
 Random ops, checks, reads of buffers and ops of which the step returns a result are never merged.  Two values

@@ -246,7 +246,11 @@ EDITS = {
             r"^(    for _ in rt\.warm_up.*\n)    (    once = rt\.once.*\n)",
             r"\2\1",
         ),
-        r"rank1.py:\d+: has computed before its warm-up what changes if the last update is undone",
+        r"rank1.py:\d+: has read parameters before its warm-up, which an update that is undone changes",
+    ),
+    "a section before the warm-up": (
+        ("cast", 0, r"^(    for _ in rt\.warm_up.*\n(?:.*once.*\n)?)        F0\(0\)\n", r"    F0(0)\n\1"),
+        r"rank0.py:\d+: (has read parameters before its warm-up|fails)",
     ),
     "a section replaces a mask": (
         ("masked", 0, r"^(def stage0_forward.*)$", r'\1\n    once["model_gt"] = params["layers.0.bias"]'),

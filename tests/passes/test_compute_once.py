@@ -267,3 +267,25 @@ def test_casts_of_layers_are_a_loop():
     cast = 'to_copy(params[f"layers.{i}.weight"], dtype=torch.bfloat16)'
     assert line == f'        once[f"layers.{{i}}.weight as bfloat16"] = {cast}'
     assert pipe.check().holds
+
+
+def test_a_table_of_each_layer_that_another_is_made_of():
+    class Rated(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(zoo.WIDTH, zoo.WIDTH) for _ in range(4)])
+            for layer in self.layers:
+                layer.register_buffer("rates", torch.rand(zoo.WIDTH))
+
+        def forward(self, x, y):
+            for layer in self.layers:
+                wave = layer.rates.cos()
+                x = torch.tanh(layer(x) * wave).square() * wave.flip(0)
+            return (x - y).square().mean()
+
+    case = Case(Rated, numbers)
+    _, pipe = built_and_compiled(case, MICROBATCHES, Shape(1))
+    (own,) = once_of(pipe)
+    assert 0 < own.index("for i in range(1, 4):") < own.index("= flip(once[")
+    with in_double_precision():
+        check_against_eager(case, MICROBATCHES, Shape(1))

@@ -76,10 +76,11 @@ class Comparison:
             alone += min(together, key=lambda orders: min(one.seconds for one in now(orders)))
         best.update((one.problem, one) for one in anneal_each(now(alone), seed))
         found = [(candidate, best_of(now(orders))) for candidate, orders in self.inserted]
-        fastest = min(range(len(found)), key=lambda k: found[k][1].seconds)
-        for k, (candidate, one) in enumerate(found):
-            is_whole = k == fastest and candidate.problem.offload is None  # transfers need the memory
-            self._add(candidate, ops_of(with_less_memory(one, seed) if is_whole else one))
+        fastest = min((one for _, one in found), key=lambda one: one.seconds)
+        for candidate, one in found:
+            if one is fastest and candidate.problem.offload is None:  # else transfers make room
+                one = with_less_memory(one, seed)
+            self._add(candidate, ops_of(one))
 
     def _add(self, candidate: Candidate, ops: RankOps) -> None:
         """``ops``: of all stages."""
