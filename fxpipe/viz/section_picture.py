@@ -23,7 +23,7 @@ ABREAST = "array_t3"  # unconnected components, as the weight gradients of two m
 
 SHAPES: dict[Kind, tuple[str, str]] = {
     Kind.PARAMETER: ("cylinder", "parameter"),
-    Kind.ONCE: ("note", "computed once a step"),
+    Kind.ONCE: ("note", "once a step"),
     Kind.BUFFER: ("cylinder", "buffer"),
     Kind.CONSTANT: ("note", "constant"),
     Kind.BATCH: ("ellipse", "batch"),
