@@ -35,36 +35,43 @@ class _Tensor:
         return compat.fake_tensor(self.mode, *self.layout, None if self.base is None else tensors[self.base])
 
 
-_Result = _Tensor | int | tuple[_Tensor | None, ...] | list[_Tensor | None] | None
-"""As the op gives it, or the number of the tensor that it returns; None for an op that is run each time."""
+_Result = _Tensor | int | tuple[_Tensor | None, ...] | list[_Tensor | None]
+"""As the op gives it, or the number of the tensor that it returns."""
 
 
 class SameLayouts:
-    """The results of ops by the layouts of their arguments."""
+    """The results of ops by the layouts of their arguments, each with what a graph says of it; None for ops
+    that are run each time."""
 
     def __init__(self) -> None:
-        self._known: dict[Any, _Result] = {}
+        self._known: dict[Any, tuple[_Result, Any] | None] = {}
 
-    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def run(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The result of an op that reads no data, and writes to nothing or to what it returns; it is not
-        recorded in a trace."""
+        recorded in a trace.  And the value of its node: one for all ops on the same layouts."""
         tensors: list[FakeTensor] = []
         key = func, _form(args, tensors), _form(tuple(kwargs.items()), tensors)
-        found = self._known.get(key)
-        if isinstance(found, _Tensor):
-            return found.made(tensors)
-        if isinstance(found, int):
-            return tensors[found]
-        if found is not None:
-            given: Any = type(found)
-            return given(None if x is None else x.made(tensors) for x in found)
+        known = self._known.get(key)
+        if known is not None:
+            return _made(known[0], tensors), known[1]
         before = [_form(x, []) for x in tensors]
         with compat.untraced():
             result = func(*args, **kwargs)
+        value = compat.node_value(result)
         if key not in self._known:
             is_same = before == [_form(x, []) for x in tensors]
-            self._known[key] = _known(func, result, tensors) if is_same else None
-        return result
+            found = _known(func, result, tensors) if is_same else None
+            self._known[key] = None if found is None else (found, value)
+        return result, value
+
+
+def _made(known: _Result, tensors: list[FakeTensor]) -> Any:
+    if isinstance(known, _Tensor):
+        return known.made(tensors)
+    if isinstance(known, int):
+        return tensors[known]
+    given: Any = type(known)
+    return given(None if x is None else x.made(tensors) for x in known)
 
 
 def _form(value: Any, tensors: list[FakeTensor]) -> Any:
@@ -84,7 +91,7 @@ def _layout(tensor: torch.Tensor) -> _Layout:
     return _Layout(tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.device)
 
 
-def _known(func: Any, result: Any, tensors: list[FakeTensor]) -> _Result:
+def _known(func: Any, result: Any, tensors: list[FakeTensor]) -> _Result | None:
     constants = [x.constant is not None for x in tensors]
     reads_constants = any(constants) and (all(constants) or torch.Tag.dynamic_output_shape in func.tags)
     if reads_constants or any(x.layout is not torch.strided for x in tensors):

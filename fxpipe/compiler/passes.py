@@ -1,7 +1,7 @@
 """The list of all rewrites of the graph.
 
 A pass belongs to a group by where it stands.  ``cut.py`` runs whole groups, in their order; ``verify`` runs
-after each pass.
+behind each group, and behind the pass of ``print_after``.
 """
 
 from __future__ import annotations
@@ -241,11 +241,16 @@ PASS_NAMES = tuple(each.name for group in PASSES for each in group)
 
 
 def run_passes(group: Sequence[Pass], step: StepGraphs, options: CutOptions) -> None:
-    """Run a group; print the graph after ``options.print_after``."""
+    """Run a group; print the graph after ``options.print_after``.  It is verified there, and at the end."""
+    since = group[0].name
     for each in group:
         each.run(step, options)
-        colored = each not in PASSES.captured
-        for graph in (step.graph,) if colored else step.graphs:
-            verify(graph, each.name, colored)
-        if each.name == options.print_after:
+        is_printed, is_last = each.name == options.print_after, each is group[-1]
+        if is_printed or is_last:
+            ran = each.name if since == each.name else f"{since} … {each.name}"
+            colored = each not in PASSES.captured
+            for graph in (step.graph,) if colored else step.graphs:
+                verify(graph, ran, colored)
+            since = each.name
+        if is_printed:
             print(f"After {each.name}, stages: {options.stages}\n{graph_text(step.graph)}\n")

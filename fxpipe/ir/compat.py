@@ -187,12 +187,17 @@ def fake_tensor(
     return FakeTensor(mode, x, device)
 
 
-def recorded(func: Any, args: Any, kwargs: Any, run: Callable[[Any, Any, Any], Any]) -> Any:
+def node_value(result: Any) -> Any:
+    """What a node says of its result, which may be changed later."""
+    return proxy_tensor.extract_val(result)
+
+
+def recorded(func: Any, args: Any, kwargs: Any, run: Callable[[Any, Any, Any], tuple[Any, Any]]) -> Any:
     """Run an op and record it in the running trace, in less than half of the time of ``make_fx`` where that
     need not look for more: the op writes to nothing or to its first argument, which it returns, and takes
     results of nodes and plain values.
 
-    run: runs such an op without recording it.
+    run: runs such an op without recording it; gives its result and the value of its node.
     """
     tracer = _tracer()
     written = _written(func)
@@ -200,10 +205,10 @@ def recorded(func: Any, args: Any, kwargs: Any, run: Callable[[Any, Any, Any], A
     given = None if written is None else _as_nodes((args, kwargs), known, takes_constants=not written)
     if given is None:
         return func(*args, **kwargs)
-    result = run(func, args, kwargs)
+    result, value = run(func, args, kwargs)
     name = func.overloadpacket.__name__
     node = new_node(tracer.graph, "call_function", func, given[0], given[1], name)
-    node.meta["val"] = proxy_tensor.extract_val(result)
+    node.meta["val"] = value
     proxy: Any = torch.fx.Proxy(node, tracer)
     if isinstance(result, torch.Tensor):
         tracer.tensor_tracker[result] = proxy_tensor._ProxyTensor(proxy, None)
@@ -211,7 +216,7 @@ def recorded(func: Any, args: Any, kwargs: Any, run: Callable[[Any, Any, Any], A
     for place, x in enumerate(result):
         part = proxy[place]
         if x is not None:
-            part.node.meta["val"] = node.meta["val"][place]
+            part.node.meta["val"] = value[place]
             tracer.tensor_tracker[x] = proxy_tensor._ProxyTensor(part, None)
     return result
 

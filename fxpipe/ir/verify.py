@@ -1,4 +1,4 @@
-"""The invariants of the graph between any two passes."""
+"""The invariants of the graph between groups of passes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from fxpipe.schedule.ops import Color, Phase
 
 
 def verify(graph: fx.Graph, after: str, colored: bool = True) -> None:
-    """Raise VerifyError, naming the pass and the node, unless
+    """Raise VerifyError, naming the node and the passes that ran (``after``), unless
 
     - the graph is well formed, and each node has its metadata;
     - every op has a color, and stages and phases have no cycle: F feeds the same and later stages, B the same

@@ -13,17 +13,18 @@ from fxpipe import passes
 from fxpipe.capture.trace import capture
 from fxpipe.compiler import cut as run
 from fxpipe.compiler import passes as listed
-from fxpipe.compiler.passes import PASS_NAMES, PASSES, CutOptions, Pass, Passes, StepGraphs
+from fxpipe.compiler.passes import PASS_NAMES, PASSES, CutOptions, Pass, Passes, StepGraphs, run_passes
 from fxpipe.compiler.progress import Phases
 from fxpipe.cost.analytic import analytic_seconds, seconds_on, section_costs
 from fxpipe.cost.cluster import Cluster
 from fxpipe.cost.known_devices import CPU
 from fxpipe.cost.nodes import NodeSeconds
 from fxpipe.errors import OptionError, VerifyError
-from fxpipe.ir.graph import Origin, Outputs
+from fxpipe.ir.graph import Input, Kind, Origin, Outputs
 from fxpipe.ir.liveness import liveness
 from fxpipe.ir.storage import call_nodes
 from fxpipe.ir.verify import verify
+from fxpipe.schedule.ops import Color, Phase
 from tests.models import gpt2, words
 
 HELPERS = {"identities", "max_flow", "mincut", "rewrite"}
@@ -173,6 +174,32 @@ def test_a_graph_without_colors_is_verified():
         verify(graph()[0], "a pass")
     with pytest.raises(VerifyError, match=r"exp__default \(aten.exp_.default\) writes to an argument"):
         verify(graph(torch.ops.aten.exp_.default)[0], "a pass", colored=False)
+
+
+def test_the_pass_that_breaks_a_graph_is_found(capsys):
+    """The error names the passes since the last check; ``print_after`` adds a check."""
+
+    def color(step, options):
+        for node in step.graph.find_nodes(op="call_function", target=torch.ops.aten.exp.default):
+            node.meta["color"] = Color(0, Phase.F)
+
+    def forget(step, options):
+        for node in step.graph.find_nodes(op="call_function", target=torch.ops.aten.exp.default):
+            del node.meta["origin"]
+
+    nothing = Pass("nothing", lambda step, options: None)
+    group = (Pass("color", color), Pass("forget", forget), nothing)
+    for printed, last in ((None, "nothing"), ("color", "nothing"), ("forget", "forget")):
+        new = fx.Graph()
+        x = new.placeholder("x")
+        x.meta.update(input=Input(Kind.BATCH, "x"), val=torch.ones(2), origin=Origin())
+        node = new.call_function(torch.ops.aten.exp.default, (x,))
+        node.meta.update(val=torch.ones(2), origin=Origin())
+        new.output(Outputs(node, None, {}, {}, {}))
+        options = CutOptions(1, 1, NodeSeconds(CPU), None, None, print_after=printed)
+        with pytest.raises(VerifyError, match=f"After color … {last}: exp_default has no origin"):
+            run_passes(group, StepGraphs(new, None), options)
+        assert ("After color, stages: 1" in capsys.readouterr().out) == (printed == "color")
 
 
 def test_phases_within_phases_count_once(monkeypatch):
