@@ -263,6 +263,7 @@ def compile_large(layers: int, width: int, ranks: int, microbatches: int, schedu
         from fxpipe import progress  # type: ignore[attr-defined, no-redef]
 
     made, example = _gpt2(layers, 0.1, width)
+    compiled = fxpipe.compile  # which loads it
     noted: list[Any] = []
     begin = progress.Phases.__init__
 
@@ -275,7 +276,7 @@ def compile_large(layers: int, width: int, ranks: int, microbatches: int, schedu
         patch.object(progress, "time", SimpleNamespace(perf_counter=time.process_time)),
     ):
         before = time.process_time()
-        fxpipe.compile(made, example, ranks=ranks, microbatches=microbatches, schedule=schedule)
+        compiled(made, example, ranks=ranks, microbatches=microbatches, schedule=schedule)
         total = time.process_time() - before
     seconds = noted[0].seconds
     return {"total": total - seconds.get("check", 0.0), **seconds}

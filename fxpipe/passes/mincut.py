@@ -37,22 +37,25 @@ def to_repeat(needed: Iterable[fx.Node], keep: Price, repeat: Price) -> set[fx.N
 
     for node in todo:
         edge(source, (node, ENTRY), None)
-    seen: set[fx.Node] = set()
+    seen, able = set[fx.Node](), set[fx.Node]()  # able: those that may be repeated
     while todo:
         node = todo.pop()
         if node in seen:
             continue
         seen.add(node)
-        edge((node, ENTRY), (node, EXIT), keep(node))
         again = repeat(node)
-        if again != 0:
+        if again is None:
+            edge((node, ENTRY), sink, keep(node))
+            continue
+        able.add(node)
+        edge((node, ENTRY), (node, EXIT), keep(node))
+        if again:
             edge((node, EXIT), sink, again)
-        if again is not None:
-            for n in node.all_input_nodes:
-                if n.op == "call_function":
-                    edge((node, EXIT), (n, ENTRY), None)
-                    todo.append(n)
-    if not any(head is sink for _, head in capacities):
-        return seen
+        for n in node.all_input_nodes:
+            if n.op == "call_function":
+                edge((node, EXIT), (n, ENTRY), None)
+                todo.append(n)
+    if not able or not any(head is sink for _, head in capacities):
+        return able
     far = sink_side(capacities, source, sink)
-    return {node for node in seen if (node, EXIT) not in far}
+    return {node for node in able if (node, EXIT) not in far}

@@ -26,6 +26,8 @@ class Phase(StrEnum):
     B = "B"  # backward, gradients of activations
     W = "W"  # backward, gradients of parameters
 
+    __hash__ = str.__hash__  # that of an Enum is written in Python
+
 
 @dataclass(frozen=True, slots=True, order=True)
 class Color:
@@ -47,6 +49,8 @@ class OpKind(StrEnum):
     B = "B"  # input gradient
     W = "W"  # weight gradient
     BW = "BW"  # both as one unit: its results leave when all of it is done (classical backward)
+
+    __hash__ = str.__hash__
 
 
 PHASES: dict[OpKind, tuple[Phase, ...]] = {
