@@ -59,9 +59,9 @@ def node_cost(node: fx.Node, device: Device) -> NodeCost:
 class NodeSeconds:
     """``node_cost(node, device).seconds``, computed once for all copies of a node, and for alike ops.
 
-    The graphs of all candidates are copies of one, with the same targets and fake tensors, and ops on the same
-    layouts with the same literals have one (``capture/same_layouts.py``): two nodes with one target, whose
-    value and inputs are the same fake tensors, cost the same.
+    The graphs of all candidates are copies of one, with the same targets and fake tensors, and ops with the
+    same literals on the same layouts share theirs (``capture/same_layouts.py``): two nodes with one target,
+    whose value and inputs are the same fake tensors, cost the same.
     """
 
     def __init__(self, device: Device) -> None:
