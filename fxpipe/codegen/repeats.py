@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise, takewhile
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import fx
 
+from fxpipe.ir.graph import modules_around
 from fxpipe.runtime.program.random import keyed
 
 #: Fewest nodes that a run must save: a function and a loop of its calls have lines of their own.
@@ -97,9 +98,9 @@ def _rotations(nodes: Sequence[fx.Node], tokens: _Tokens, run: Run, end: int) ->
     alike = run.begin
     while alike + run.period < end and tokens[alike] == tokens[alike + run.period]:
         alike += 1
-    paths = [node.meta["origin"].path.split(".") for node in nodes[run.begin : alike + run.period]]
-    depth = 1 + min(_common(*pair) for pair in pairwise(paths[: run.period + 1]))
-    modules = [tuple(path[:depth]) for path in paths]
+    origins = [node.meta["origin"] for node in nodes[run.begin : alike + run.period]]
+    depth = 1 + min(modules_around(*pair) for pair in pairwise(origins[: run.period + 1]))
+    modules = [tuple(origin.path.split(".")[:depth]) for origin in origins]
     rotated = []
     for begin in range(run.begin, min(run.begin + 2 * run.period, alike)):
         times = (alike - begin) // run.period + 1
@@ -108,11 +109,6 @@ def _rotations(nodes: Sequence[fx.Node], tokens: _Tokens, run: Run, end: int) ->
             strange = run.period - max(own.values())
             rotated.append((4 * strange - times * run.period, begin, times))
     return (Run(begin, run.period, times) for _, begin, times in sorted(rotated))
-
-
-def _common(path: Sequence[str], other: Sequence[str]) -> int:
-    """The number of modules around both."""
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(path, other, strict=False)))
 
 
 def free_numbers(node: fx.Node) -> list[float | int]:

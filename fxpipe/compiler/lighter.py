@@ -1,9 +1,9 @@
 """Moves cuts to where fewer values cross, as far as the step of a schedule takes no longer by it.
 
 A cut inside an attention or an MLP also sends the value that goes around it.  A cut moves to a place that
-fewer values cross, or as many of fewer bytes, where the stage that grows delays no other one, or where the
-message saves more time than the stage takes.  The schedule is run on estimated costs; what is found here is
-cut, costed and simulated before it is taken.
+fewer values cross, or as many of fewer bytes, or as many bytes between ops of fewer common modules: where the
+stage that grows delays no other one, or where the message saves more time than the stage takes.  The schedule
+is run on estimated costs; what is found here is cut, costed and simulated before it is taken.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class LighterCuts:
         return replace(edge, bytes=moved, seconds=within, inter_seconds=between)
 
 
-def _ever_lighter(weights: Sequence[tuple[float, float]], places: Sequence[int]) -> Iterator[int]:
+def _ever_lighter(weights: Sequence[tuple[float, ...]], places: Sequence[int]) -> Iterator[int]:
     """Those that weigh less than all before them."""
     lightest = weights[places[0]]
     for place in places:

@@ -33,6 +33,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
+from itertools import takewhile
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from fxpipe.plan.tensors import sum_over_ranks as sum_over_ranks  # an op of the graph and of the runtime
@@ -103,6 +104,12 @@ class Origin:
     def module(self) -> str:
         """``module 'h.3.attn'``, or ``the model itself``, for messages."""
         return f"module {self.path!r}" if self.path else "the model itself"
+
+
+def modules_around(a: Origin, b: Origin) -> int:
+    """The number of modules, beside the model itself, of whose forward both ops are a part."""
+    paths = (origin.path.split(".") if origin.path else [] for origin in (a, b))
+    return sum(1 for _ in takewhile(lambda names: names[0] == names[1], zip(*paths, strict=False)))
 
 
 @dataclass(frozen=True, slots=True)

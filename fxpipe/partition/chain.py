@@ -6,12 +6,12 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import NamedTuple, TypeVar
 
 from torch import fx
 
-from fxpipe.ir.graph import Free, read_buffer, sum_over_ranks
+from fxpipe.ir.graph import Free, modules_around, read_buffer, sum_over_ranks
 from fxpipe.ir.storage import call_nodes, graph_outputs, is_view, node_bytes, storage_root
 
 _Amount = TypeVar("_Amount", int, float)
@@ -19,10 +19,11 @@ _Amount = TypeVar("_Amount", int, float)
 
 class Crossing(NamedTuple):
     """Of a cut behind each position: the values that it would send, and their bytes; ``inf`` where no cut is
-    allowed."""
+    allowed.  And the modules that it would divide: none between two layers of the model itself."""
 
     values: list[float]
     bytes: list[float]
+    modules: list[float]
 
 
 @dataclass(frozen=True)
@@ -40,8 +41,8 @@ class Chain:
         return [f + b for f, b in zip(self.forward, self.backward, strict=True)]
 
     @cached_property
-    def weights(self) -> list[tuple[float, float]]:
-        """Of a cut behind each position: values, bytes."""
+    def weights(self) -> list[tuple[float, float, float]]:
+        """Of a cut behind each position: values, bytes, modules."""
         return list(zip(*self.crossing, strict=True))
 
 
@@ -119,7 +120,13 @@ def crossing(
     def where_allowed(amounts: list[float]) -> list[float]:
         return [math.inf if no else amount for no, amount in zip(shut, accumulate(amounts), strict=False)]
 
-    return Crossing(where_allowed(count), where_allowed(size))
+    return Crossing(where_allowed(count), where_allowed(size), _divided(position))
+
+
+def _divided(position: Iterable[fx.Node]) -> list[float]:
+    """Behind each position the number of modules around both that op and the next one."""
+    origins = [node.meta["origin"] for node in position]
+    return [*(float(modules_around(*pair)) for pair in pairwise(origins)), *([0.0] if origins else [])]
 
 
 def _trained_spans(

@@ -10,7 +10,6 @@ import operator
 from collections.abc import Callable, Sequence, Set
 from functools import cache
 from itertools import accumulate
-from typing import TypeVar
 
 import torch
 from torch import fx
@@ -23,7 +22,7 @@ from fxpipe.partition.cuts import choose_cuts
 from fxpipe.partition.following import following_cuts
 
 aten = torch.ops.aten
-_Amount = TypeVar("_Amount", int, float)
+_MODULE = 2.0**-10  # bytes
 
 
 def partition(
@@ -108,8 +107,11 @@ def _check_buffers(graph: fx.Graph) -> None:
 def _cuts_by_cost(
     chain: Chain, stages: int, slowness: Sequence[float], ranks: Sequence[int]
 ) -> tuple[int, ...]:
+    # Of cuts with equal bytes first those that divide fewer modules: these count as less than a byte.
+    pairs = zip(chain.crossing.bytes, chain.crossing.modules, strict=True)
+    weights = [size + _MODULE * modules for size, modules in pairs]
     try:
-        return choose_cuts(chain.seconds, chain.crossing.bytes, stages, slowness, ranks)
+        return choose_cuts(chain.seconds, weights, stages, slowness, ranks)
     except PartitionError as error:
         long = len(chain.forward) // 4
         wide = [name for name, (first, last) in chain.buffers.items() if last - first > long]

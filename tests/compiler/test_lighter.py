@@ -14,12 +14,16 @@ CLUSTER = Cluster((device_named("H100 SXM"),) * 2)
 MILLI = 1e-3
 SECONDS = [1 * MILLI, 2 * MILLI, 2 * MILLI, 1 * MILLI]
 VALUES = [1.0, 2.0, 1.0, 1.0]  # the second op is inside a module
+MODULES = [0.0, 1.0, 0.0, 0.0]
 
 
-def moved(cut: int, bytes: list[float], head: float = 0.0) -> tuple[int, ...] | None:
+def moved(
+    cut: int, bytes: list[float], head: float = 0.0, values: list[float] = VALUES
+) -> tuple[int, ...] | None:
     """head: more seconds of the last op, in each phase."""
     forward = [*SECONDS[:-1], SECONDS[-1] + head]
-    found = CutChain(Chain(forward, [2 * f for f in forward], Crossing(VALUES, bytes), {}), (cut,))
+    crossing = Crossing(values, bytes, MODULES)
+    found = CutChain(Chain(forward, [2 * f for f in forward], crossing, {}), (cut,))
     own = [sum(forward[: cut + 1]), sum(forward[cut + 1 :])]
     seconds, _ = CLUSTER.message_seconds(bytes[cut], 0, 1)
     costs = chain([StageCost(f, f, f) for f in own], seconds, bytes[cut])
@@ -43,3 +47,9 @@ def test_a_cut_moves_where_its_message_takes_longer_than_what_moves(heavy):
 
 def test_a_cut_moves_into_the_idle_time_of_the_shorter_stage():
     assert moved(1, [1e3, 2e3, 1e3, 1e3], head=9 * MILLI) == (2,)
+
+
+def test_a_cut_of_as_many_bytes_moves_to_a_module_s_border():
+    """Also where that is the only gain: the programs get shorter."""
+    assert moved(1, [1e3] * 4, head=9 * MILLI, values=[1.0] * 4) == (2,)
+    assert moved(1, [1e3] * 4, values=[1.0] * 4) is None  # it would delay the step

@@ -83,12 +83,25 @@ def test_largest_stage_is_within_5_percent_of_the_best(ranks, record_property):
     assert even > 1.1 * best  # the head makes a split by layers uneven: the test is worth something
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_of_equally_light_cuts_one_between_layers_is_taken(schedule):
+    """One within a layer, between its attention and its MLP, is as light and within the slack as well."""
+    with torch.device("meta"):
+        model = gpt2(n_layer=24, n_embd=256, vocab_size=1024, n_positions=SEQUENCE)
+    ids = torch.zeros(1, SEQUENCE, dtype=torch.long)
+    pipe = fxpipe.compile(
+        model, {"input_ids": ids, "labels": ids}, ranks=2, microbatches=4, schedule=schedule
+    )
+    assert [stage.first for stage in pipe.plan.stages] == ["transformer.wte", "transformer.h.12.ln_1"]
+
+
 @pytest.mark.parametrize("ranks", [5, 6, 8])
 def test_a_head_larger_than_a_fair_share(ranks):
     """No partition is even then; each stage still has something to do."""
     pipe = large_pipeline(ranks)
     assert len(pipe.stages) == ranks
-    assert all(stage.costs.forward > 0 and stage.costs.backward > 0 for stage in pipe.stages)
+    costs = [stage.costs for stage in pipe.stages]
+    assert all(cost.forward > 0 and cost.backward + cost.weight > 0 for cost in costs)
     best = best_largest_part(costs_in_order(pipe)[0], ranks)
     assert max(map(seconds_of_ops, pipe.stages)) <= 1.05 * best
 
