@@ -12,8 +12,8 @@ from fxpipe.certificate.identities import permuted, rows_added
 from fxpipe.certificate.layouts import layout_of, results_of
 from fxpipe.certificate.problems import Line, Rejected
 from fxpipe.certificate.schemas import Schema, arguments_of, draws, schema_of
-from fxpipe.certificate.terms import Layout, Term, Terms, canonical
-from fxpipe.certificate.values import Memory, Offloaded, Pending, Sum, Value
+from fxpipe.certificate.terms import NUMBER, Layout, Term, Terms, canonical
+from fxpipe.certificate.values import Memory, Offloaded, Pending, Printed, Sum, Unread, Value
 
 
 @dataclass(frozen=True)
@@ -90,6 +90,8 @@ class Calls:
                 raise Rejected(self.line(), "reads a message before it has waited for it")
             case Sum():
                 raise Rejected(self.line(), f"reads the gradient of {value.name}, which is not complete")
+            case Printed():
+                raise Unread(f"uses {value} in an op")
         return value
 
     def _terms_of(self, given: dict[str, Any]) -> dict[str, Any]:
@@ -175,10 +177,10 @@ class Calls:
         own = next(value for value in given.values() if isinstance(value, Sum))
         if schema.name in ("aten.t", "aten.transpose"):
             return Sum(own.name, not own.transposed)
-        target = given.get(schema.written[0]) if schema.written else None
-        if own != target or any(isinstance(v, Sum) and v != own for v in given.values()):
+        sums = [value for value in given.values() if isinstance(value, Sum)]
+        if not schema.written or not isinstance(given.get(schema.written[0]), Sum) or len({*sums}) > 1:
             return self.read(own)
-        given = {name: value for name, value in given.items() if value != own}
+        given = {name: value for name, value in given.items() if not isinstance(value, Sum)}
         term = self._summand(schema, own, given)
         if own.transposed:
             term = permuted(self.terms, term, (1, 0))
@@ -218,8 +220,11 @@ _OTHER_ORDERS = ("aten.t", "aten.transpose", "aten.permute", "aten.unsqueeze", "
 def op_term(terms: Terms, schema: Schema, given: dict[str, Any]) -> Term:
     """The term of an op on terms and plain arguments.  Raises Unknown where it cannot be."""
 
-    def as_tensor(value: Any, dtype: torch.dtype) -> Term:
-        found = terms.plain("aten.scalar_tensor", {"s": canonical(value), "dtype": canonical(dtype)})
+    def as_tensor(value: Any, dtype: torch.dtype, is_alone: bool) -> Term:
+        if is_alone:
+            found = terms.plain("aten.scalar_tensor", {"s": canonical(value), "dtype": canonical(dtype)})
+        else:
+            found = terms.plain(NUMBER, {"s": canonical(value)})
         found.layout = found.layout or Layout((), dtype)
         return found
 

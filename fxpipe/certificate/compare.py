@@ -7,11 +7,11 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
-from fxpipe.certificate.memory import Ranks
+from fxpipe.certificate.memory import Ranks, planned_ops
 from fxpipe.certificate.problems import Line, Problem
 from fxpipe.certificate.reference import Reference
 from fxpipe.certificate.runtime import TermRuntime
-from fxpipe.certificate.sums import GradientSum
+from fxpipe.certificate.sums import GradientSum, Missing
 from fxpipe.certificate.terms import Term
 from fxpipe.certificate.traffic import COLLECTIVE
 from fxpipe.certificate.values import Value
@@ -103,6 +103,7 @@ def _gradients(plan: Plan, reference: Reference, ranks: Ranks) -> Iterator[Probl
         elif rt.divided is not None and not divides:
             yield _at(rt.divided, "divides the gradients, and the loss has no count")
         yield from _sums_over_replicas(plan, rt)
+    missing: dict[tuple[int, int | None], list[Missing]] = {}
     for name, own in held.items():
         expected = GradientSum.of(reference.grads.get(name, ()), _accumulated_in(plan, name))
         for rank in own:
@@ -111,16 +112,44 @@ def _gradients(plan: Plan, reference: Reference, ranks: Ranks) -> Iterator[Probl
                 yield _at(rt.last, f"the gradient of {name} is not summed over the ranks {own}")
                 continue
             total = rt.totals[name] if name in rt.totals else rt.summands(name)
-            yield from expected.problems(reference, plan.step.microbatches, name, total, rt.last)
+            for found in expected.problems(reference, plan.step.microbatches, name, total, rt.last):
+                if isinstance(found, Missing):  # of a sum over ranks, on the one that adds it
+                    at = rank if found.line is None else found.line.rank
+                    missing.setdefault((at, found.microbatch), []).append(found)
+                else:
+                    yield found
+    for (rank, microbatch), summands in missing.items():
+        yield _missing(ranks[rank], planned_ops(plan, rank), microbatch, summands)
+
+
+def _missing(
+    rt: TermRuntime, planned: Sequence[str], microbatch: int | None, summands: Sequence[Missing]
+) -> Problem:
+    """The summands that gradients lack of a microbatch, with the ops of it that do not run."""
+    first = summands[0]
+    ops = [op for op in planned if op not in rt.held.ops and op.endswith(f".{microbatch}")]
+    text = f"{gradients([each.name for each in summands])} missing "
+    text += str(first.term) if len(summands) == 1 else f"summands, as {first.term}"
+    if microbatch is not None:
+        text += f" of microbatch {microbatch}"
+    return _at(first.line, f"{', '.join(ops)} does not run: {text}" if ops else text)
+
+
+def gradients(names: Sequence[str]) -> str:
+    """For messages: "the gradient of a is", "the gradients of a, b and 3 others are"."""
+    names = list(dict.fromkeys(names))
+    if len(names) == 1:
+        return f"the gradient of {names[0]} is"
+    others = f" and {len(names) - 2} others" if len(names) > 2 else ""
+    return f"the gradients of {', '.join(names[:2])}{others} are"
 
 
 def _sums_over_replicas(plan: Plan, rt: TermRuntime) -> Iterator[Problem]:
     """Each gradient must be summed over the replicas once, behind all that is added to it."""
     names = [name for bucket in plan.tensors[rt.rank].buckets for name in bucket.gradients]
-    for name in names:
-        if name not in rt.summed:
-            yield _at(rt.last, f"the gradient of {name} is not summed over the replicas")
-            continue
+    if left := [name for name in names if name not in rt.summed]:
+        yield _at(rt.last, f"{gradients(left)} not summed over the replicas")
+    for name in (name for name in names if name in rt.summed):
         line, number = rt.summed[name]
         if number < rt.number_of_summands(name):
             yield _at(line, f"sums the gradient of {name} over the replicas before all is added to it")

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from fxpipe.certificate.identities import IN_ANY_ORDER
 from fxpipe.certificate.problems import Line
-from fxpipe.certificate.terms import Term, shown
+from fxpipe.certificate.terms import Term, operands, shown
 
 _DEEPEST = 10_000
 
@@ -23,12 +23,12 @@ def difference(known: int, found: Term, expected: Term) -> Difference:
 
     known: the number of terms of the captured step; all others are a program's alone.
     """
-    one, other = _apart(known, found, expected)
+    line, one, other = _apart(known, found, expected)
     own = one.line is not None and one.number >= known
     name = f" for {other.name}" if other.name else ""
     verb = "computes" if own else "takes"
     text = f"{verb} {_written(one)}, where the captured step has {_written(other)}{name}"
-    return Difference(one.line if own else None, text)
+    return Difference(line, text)
 
 
 def _written(term: Term) -> str:
@@ -38,19 +38,25 @@ def _written(term: Term) -> str:
     return term.written()
 
 
-def _apart(known: int, found: Term, expected: Term) -> tuple[Term, Term]:
-    """The deepest pair of terms of which one stands in the place of the other."""
+def _apart(known: int, found: Term, expected: Term) -> tuple[Line | None, Term, Term]:
+    """The deepest pair of terms of which one stands in the place of the other, and the line that computes the
+    first of them, or an op of it."""
+    line = None
     for _ in range(_DEEPEST):
+        if found.number >= known and found.line is not None:
+            line = found.line
         pair = _operands_apart(known, found, expected)
         if pair is None:
             break
         found, expected = pair
-    return found, expected
+    return line, found, expected
 
 
 def _operands_apart(known: int, found: Term, expected: Term) -> tuple[Term, Term] | None:
     """The one pair of operands that differ, where all else is alike; the first of several."""
     if found.op != expected.op or found.number < known or found.op == "shifted":
+        return None
+    if any(term is expected for term in operands(found.arguments)):  # an op more
         return None
     ones, others = dict(found.arguments), dict(expected.arguments)
     if found.op in IN_ANY_ORDER and (ones["self"] is others["other"] or ones["other"] is others["self"]):

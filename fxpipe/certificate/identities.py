@@ -11,7 +11,7 @@ it.  Beside these, terms are equal only if the same ops are applied to equal ope
     parts and joins     a slice of all, or its backward = x;  expand to x's own shape = x;  of two one counts
                         cat without empty parts;  cat of one = x
     arithmetic          x * 1 = x / 1 = x - 0 = x ** 1 = -(-x) = not not x = x;  x + 0 = x for integers
-                        a + b = b + a, a * b = b * a but for complex (also bitwise, logical, maximum …)
+                        a + b = b + a, a * b = b * a but for complex (also bitwise and logical ones)
     embeddings          embedding_dense_backward(g, i) = rows of g, added at i (as ``index_add_`` does)
     masks of results    a result of an op with ``output_mask`` does not depend on the others of the mask
 """
@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from fxpipe.certificate.layouts import Unknown, layout_of
-from fxpipe.certificate.terms import Layout, Term, Terms, canonical
+from fxpipe.certificate.terms import NUMBER, Layout, Term, Terms, canonical
 
 Rule = Callable[[Terms, str, dict[str, Any]], Term | None]
 
@@ -38,8 +38,6 @@ IN_ANY_ORDER = (
     "aten.bitwise_xor",
     "aten.logical_and",
     "aten.logical_or",
-    "aten.maximum",
-    "aten.minimum",
 )
 RESHAPE, PERMUTE, CAST, ROWS = "reshape", "permute", "cast", "rows_added"
 
@@ -193,9 +191,9 @@ def _cat(terms: Terms, op: str, given: dict[str, Any]) -> Term | None:
 
 
 def number(argument: Any) -> Any:
-    """The number that an argument is, or is a tensor of; None for other arguments."""
+    """The number that an argument is; None for other arguments."""
     if isinstance(argument, Term):
-        return number(argument["s"]) if argument.op == "aten.scalar_tensor" else None
+        return number(argument["s"]) if argument.op == NUMBER else None
     if isinstance(argument, int):
         return argument
     if isinstance(argument, tuple) and argument[:1] == ("bool",):

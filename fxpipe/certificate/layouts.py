@@ -67,6 +67,8 @@ def _call(terms: Terms, name: str, given: dict[str, Any]) -> Any:
 def _plain(terms: Terms, argument: Any) -> Any:
     """A canonical argument as torch takes it."""
     match argument:
+        case Term(op="number"):
+            return _plain(terms, argument["s"])
         case Term():
             layout = layout_of(terms, argument)
             return torch.empty(layout.shape, dtype=layout.dtype, device="meta")

@@ -24,7 +24,7 @@ def unlike_plan(plan: Plan, ranks: Ranks) -> Iterator[Problem]:
     if not all(rt.ended for rt in ranks):
         return
     for rt in ranks:
-        yield from _order(rt, [str(op) for op in plan.ordered.order[rt.rank] if _takes_time(plan, op)])
+        yield from _order(rt, planned_ops(plan, rt.rank))
         yield from _transfers(rt, plan)
         yield from _dead(rt)
         held, op = rt.held.peak
@@ -34,6 +34,11 @@ def unlike_plan(plan: Plan, ranks: Ranks) -> Iterator[Problem]:
             yield Problem(
                 rt.rank, number, f"holds {held} bytes before {op}, and the plan has {predicted:.0f}"
             )
+
+
+def planned_ops(plan: Plan, rank: int) -> list[str]:
+    """The ops of a rank that have code, in the plan's order."""
+    return [str(op) for op in plan.ordered.order[rank] if _takes_time(plan, op)]
 
 
 def _takes_time(plan: Plan, op: Op) -> bool:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from fxpipe.schedule.units import bytes_text, number_of
+
 
 class Line(NamedTuple):
     """A line of a rank's program; 0 for the program as a whole."""
@@ -77,25 +79,24 @@ class Rejected(Exception):
         self.problem = Problem(line.rank, line.number, text)
 
 
-_MIB = 1 << 20
-
-
 def _lines(found: Certificate) -> list[str]:
     if found.problems:
         return [
-            f"The programs are not the captured step: {len(found.problems)} problems",
+            f"The programs are not the captured step: {number_of(len(found.problems), 'problem')}",
             *map(str, found.problems),
         ]
     lines = [
         "The programs of all ranks compute the captured step: the loss, "
-        f"{found.gradients} gradients, {found.buffers} buffers and {found.outputs} outputs, "
-        f"once for each of {found.microbatches} microbatches ({found.values} values)."
+        f"{number_of(found.gradients, 'gradient')}, {number_of(found.buffers, 'buffer')} and "
+        f"{number_of(found.outputs, 'output')}, once for each of "
+        f"{number_of(found.microbatches, 'microbatch')} ({number_of(found.values, 'value')})."
     ]
     for rank, proof in enumerate(found.ranks):
         lines.append(
-            f"rank {rank}: {proof.ops} ops, {proof.calls} calls of sections, {proof.messages} tensors sent; "
-            f"holds at most {proof.peak_bytes / _MIB:.2f} MiB between ops, "
-            f"of {proof.predicted_bytes / _MIB:.2f} predicted"
+            f"rank {rank}: {number_of(proof.ops, 'op')}, {number_of(proof.calls, 'call')} of sections, "
+            f"{number_of(proof.messages, 'tensor')} sent; "
+            f"holds at most {bytes_text(proof.peak_bytes)} between ops, "
+            f"of {bytes_text(proof.predicted_bytes)} predicted"
         )
     if found.otherwise:
         lines.append("Otherwise than the plan; sums in another order may round differently:")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import builtins
 import dis
 import sys
@@ -14,27 +15,14 @@ from typing import Any
 import torch
 
 from fxpipe.certificate.calls import Checked
+from fxpipe.certificate.language import Torch, builtins_of_programs, check_language
 from fxpipe.certificate.problems import Line, Rejected
 from fxpipe.certificate.sections import Sections
 from fxpipe.certificate.terms import canonical
 from fxpipe.certificate.values import Announced, Value, Within
 
 #: Modules that a program may import beside torch and fxpipe's own.
-_HARMLESS = (
-    "__future__",
-    "collections",
-    "contextlib",
-    "functools",
-    "itertools",
-    "math",
-    "operator",
-    "typing",
-)
-#: What a program has no use for, and what would let it do more than compute.
-_WITHOUT = (
-    "open", "exec", "eval", "compile", "input", "breakpoint", "__import__", "exit", "quit", "setattr",
-    "delattr", "globals", "vars",
-)  # fmt: skip
+_HARMLESS = ("__future__", "math", "operator", "typing")
 #: Ops of Python that keep something from call to call.
 _KEEPING = {
     "STORE_GLOBAL": "sets the global",
@@ -86,7 +74,9 @@ def file_of(rank: int) -> str:
 def parsed(source: str, line: Line) -> CodeType:
     """Raises Rejected for a text that is no program."""
     try:
-        return builtins.compile(source, file_of(line.rank), "exec", dont_inherit=True)
+        tree = ast.parse(source, file_of(line.rank))
+        check_language(tree, line.rank)
+        return builtins.compile(tree, file_of(line.rank), "exec", dont_inherit=True)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         number = getattr(error, "lineno", None) or 0
         raise Rejected(Line(line.rank, number), f"is no Python program: {error}") from error
@@ -129,16 +119,6 @@ class _Ops:
         return below
 
 
-class _Torch:
-    """``torch`` in a program: its ops make terms, and its dtypes and the like are torch's."""
-
-    def __init__(self, ops: _Ops) -> None:
-        self.ops = ops
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
-
-
 class _Lanes:
     """The functions of the ops between lanes."""
 
@@ -153,7 +133,7 @@ class _Lanes:
 def namespace(sections: Sections, buffer: Callable[[str], Value]) -> dict[str, Any]:
     """The names that a program finds: its builtins, with imports of what it may import."""
     calls = sections.calls
-    own = _Torch(_Ops(torch.ops, lambda overload: Op(overload, sections, buffer)))
+    own = Torch(_Ops(torch.ops, lambda overload: Op(overload, sections, buffer)), calls.line)
 
     def keyed(key: Any, position: int, op: Op, *args: Any, **kwargs: Any) -> Any:
         return calls.keyed(key, position, op, args, kwargs)
@@ -177,14 +157,8 @@ def namespace(sections: Sections, buffer: Callable[[str], Value]) -> dict[str, A
             return builtins.__import__(name, *rest)
         raise Rejected(calls.line(), f"imports {name}, which the certificate does not run")
 
-    def refused(name: str) -> Callable[..., Any]:
-        def call(*_: Any, **__: Any) -> Any:
-            raise Rejected(calls.line(), f"calls {name}, which the certificate does not run")
-
-        return call
-
-    names = {name: refused(name) if name in _WITHOUT else getattr(builtins, name) for name in dir(builtins)}
-    return {"__builtins__": {**names, "__import__": imported}, "__name__": "fxpipe_program"}
+    known = {**builtins_of_programs(calls.line), "__import__": imported}
+    return {"__builtins__": known, "__name__": "fxpipe_program"}
 
 
 def loaded(
@@ -214,6 +188,9 @@ def _check_keeps_nothing(function: FunctionType, rank: int) -> None:
     if any(isinstance(value, list | dict | set) for value in defaults):
         line = Line(rank, function.__code__.co_firstlineno)
         raise Rejected(line, "has a default that can change from call to call, which is not checked")
+    if function.__closure__:
+        line = Line(rank, function.__code__.co_firstlineno)
+        raise Rejected(line, "has variables of another function, which is not checked")
     todo = [function.__code__]
     for code in todo:
         todo += [constant for constant in code.co_consts if isinstance(constant, CodeType)]

@@ -137,9 +137,11 @@ def draws(schema: Schema, given: dict[str, Any]) -> bool:
 def arguments_of(schema: Schema, given: dict[str, Any], as_tensor: Any) -> dict[str, Any]:
     """The canonical arguments in the schema's order, without defaults and without those of memory.
 
-    as_tensor: makes a term of a number that stands in the place of a tensor, and of its dtype.
+    as_tensor: makes a term of a number that stands in the place of a tensor, of its dtype, and of whether no
+        tensor is beside it.
     """
     found = {}
+    is_alone = not any(isinstance(value, Term) for value in given.values())
     for p in schema.parameters:
         if p.is_out or p.name not in given:
             continue
@@ -147,7 +149,7 @@ def arguments_of(schema: Schema, given: dict[str, Any], as_tensor: Any) -> dict[
         if p.name in _OF_MEMORY and value in _OF_MEMORY[p.name]:
             continue
         if p.is_tensor and type(value) in _NUMBERS:
-            found[p.name] = as_tensor(value, _NUMBERS[type(value)])
+            found[p.name] = as_tensor(value, _NUMBERS[type(value)], is_alone)
             continue
         value = canonical(value)
         if p.is_plain and any(True for _ in operands(value)):

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -57,6 +57,15 @@ def forms(terms: Terms, term: Term) -> list[Term]:
     return found
 
 
+class Missing(NamedTuple):
+    """A summand of a gradient that a program does not add, with a microbatch or with all (None)."""
+
+    name: str
+    term: Term
+    line: Line | None
+    microbatch: int | None
+
+
 @dataclass(frozen=True)
 class GradientSum:
     """``times``: how often each summand is due with every microbatch.  ``dtype``: of the accumulator."""
@@ -75,7 +84,7 @@ class GradientSum:
         name: str,
         total: Summands,
         end: Line | None,
-    ) -> Iterator[Problem]:
+    ) -> Iterator[Problem | Missing]:
         """What differs in a sum that a program has made."""
         known = {form: term for term in self.times for form in added_forms(reference.terms, term, self.dtype)}
         found: dict[Term, list[tuple[int | None, Line]]] = {}
@@ -88,8 +97,12 @@ class GradientSum:
         for term, calls in foreign.items():
             left = [each for each in short if each not in instead.values()]
             if left:
-                expected = instead[term] = max(left, key=partial(_likeness, term))
-                reference.note_difference(f"the gradient of {name}", calls[0][1], term, expected)
+                forms = {
+                    form: each for each in left for form in added_forms(reference.terms, each, self.dtype)
+                }
+                nearest = max(forms, key=partial(_likeness, term))
+                instead[term] = forms[nearest]
+                reference.note_difference(f"the gradient of {name}", calls[0][1], term, nearest)
             else:
                 text = f"the gradient of {name} has {term.written()}, which the captured step does not add"
                 yield _at(calls[0][1], text)
@@ -122,11 +135,12 @@ def _uneven(
     calls: list[tuple[int | None, Line]],
     microbatches: int,
     end: Line | None,
-) -> Iterator[Problem]:
+) -> Iterator[Problem | Missing]:
     """Microbatches of which a summand was added too seldom or too often."""
-    at = partial(_at, calls[-1][1] if calls else end)
+    last = calls[-1][1] if calls else end
+    at = partial(_at, last)
     if not calls:
-        yield at(f"the gradient of {name} is missing {term}")
+        yield Missing(name, term, last, None)
         return
     if not term.varies:
         if len(calls) != times * microbatches:
@@ -137,7 +151,7 @@ def _uneven(
     count = Counter(m for m, _ in calls)
     for m in range(microbatches):
         if count[m] < times:
-            yield at(f"the gradient of {name} is missing {term} of microbatch {m}")
+            yield Missing(name, term, last, m)
         elif count[m] > times:
             line = [line for other, line in calls if other == m][-1]
             yield _at(

@@ -61,6 +61,8 @@ class Term:
             return self.op
         if self.op in INPUTS:
             return str(self["name"])
+        if self.op == NUMBER:
+            return shown(self["s"])
         values = [value for _, value in self.arguments]
         if self.op == "keyed":
             values = [*values[:3], *(value for _, value in values[3])]
@@ -68,6 +70,8 @@ class Term:
         return f"{self.op.removeprefix('aten.')}({given})"
 
 
+#: A number in the place of a tensor.  A tensor of it may give a result another dtype.
+NUMBER = "number"
 INPUTS = ("parameter", "buffer", "constant", "batch", "key")
 
 

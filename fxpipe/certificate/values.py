@@ -127,36 +127,103 @@ class Value:
     def __str__(self) -> str:
         return str(self.term)
 
-    def __getattr__(self, name: str) -> Any:
-        raise Unread(f"reads .{name} of {self}", name)
+    def __format__(self, _: str) -> str:
+        return str(self.term)
 
-    @classmethod
-    def __torch_function__(cls, function: Any, *_: object) -> Any:
-        raise Unread(f"calls {torch.overrides.resolve_name(function)}", "")
+    def __getattr__(self, name: str) -> Any:
+        return _method(self, name)
+
+    __hash__ = object.__hash__
 
     def _layout(self, name: str) -> Layout:
-        return self.term.layout or self.__getattr__(name)
+        if self.term.layout is None:
+            raise Unread(f"reads .{name} of {self}", name)
+        return self.term.layout
 
 
 class Unread(Unknown, AttributeError):
     """A program does with a tensor what is no op of ``torch.ops``."""
 
-    def __init__(self, what: str, name: str) -> None:
+    def __init__(self, what: str, name: str = "") -> None:
         super().__init__(f"{what}: the check follows the ops of torch.ops, and knows no numbers", name=name)
 
 
-def _operator(name: str) -> Callable[..., Any]:
-    def refused(self: Value, *_: object) -> Any:
-        raise Unread(f"computes {self}.{name}", "")
+def is_printed_method(name: str) -> bool:
+    """Whether a method of tensors, or a function of that name, gives something and changes nothing."""
+    is_op = hasattr(torch.ops.aten, name) and not name.endswith("_")
+    return name in _GIVES_NUMBERS or (is_op and callable(getattr(torch.Tensor, name, None)))
+
+
+_GIVES_NUMBERS = ("tolist", "float", "double", "int", "long", "bool", "cpu")
+
+
+class Printed:
+    """What a program computes of a tensor without ``torch.ops``.  It may print the text that this is."""
+
+    __slots__ = ("text",)
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    @classmethod
+    def function(cls, name: str, *own: object) -> Callable[..., Printed]:
+        def call(*given: object, **named: object) -> Printed:
+            if "out" in named:
+                raise Unread(f"writes with torch.{name}")
+            return cls(f"{name}({', '.join(map(str, (*own, *given, *named.values())))})")
+
+        return call
+
+    def __str__(self) -> str:
+        return self.text
+
+    def __format__(self, _: str) -> str:
+        return self.text
+
+    def __getattr__(self, name: str) -> Any:
+        return _method(self, name)
+
+    __hash__ = object.__hash__
+
+
+def _method(value: object, name: str) -> Any:
+    if not is_printed_method(name):
+        raise Unread(f"reads .{name} of {value}", name)
+    return Printed.function(name, value)
+
+
+def _printed(name: str) -> Callable[..., Printed]:
+    return lambda *given: Printed.function(name)(*given)
+
+
+def _refused(name: str) -> Callable[..., Any]:
+    def refused(value: object, *_: object) -> Any:
+        raise Unread(f"computes {name} of {value}")
 
     return refused
 
 
-for _name in ("add", "sub", "mul", "truediv", "matmul", "pow"):
-    for _text in (f"__{_name}__", f"__r{_name}__"):
-        setattr(Value, _text, _operator(_text))
-for _name in ("neg", "lt", "le", "gt", "ge", "getitem"):
-    setattr(Value, f"__{_name}__", _operator(f"__{_name}__"))
+_ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "matmul", "pow", "and", "or", "xor")
+for _class in (Value, Printed):
+    for _name in _ARITHMETIC:
+        setattr(_class, f"__{_name}__", _printed(_name))
+        setattr(_class, f"__r{_name}__", _printed(f"r{_name}"))
+        setattr(_class, f"__i{_name}__", _refused(f"i{_name}"))  # it would change all views as well
+    for _name in ("neg", "abs", "invert", "lt", "le", "gt", "ge", "eq", "ne", "getitem"):
+        setattr(_class, f"__{_name}__", _printed(_name))
+    for _name in (
+        "bool",
+        "int",
+        "float",
+        "complex",
+        "index",
+        "len",
+        "iter",
+        "contains",
+        "setitem",
+        "delitem",
+    ):
+        setattr(_class, f"__{_name}__", _refused(_name))
 
 
 @dataclass(frozen=True)

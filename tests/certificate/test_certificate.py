@@ -169,7 +169,8 @@ OTHER_MASK = 'rt.once(lambda: {"model_gt": torch.ops.aten.bitwise_not.default(on
 EDITS = {
     "a W is missing": (
         ("tied_head", 0, r"W0\(1\)$", "pass"),
-        r"rank0.py:\d+: the gradient of .* is missing .* of microbatch 1",
+        r"rank0.py:\d+: W0.1 does not run: the gradients of .*, .* and \d+ others are missing summands, as .*"
+        r" of microbatch 1",
     ),
     "a W runs twice": (
         ("tied_head", 1, r"^    (addmm_\(.*\).*\n)", r"    \1    \1"),
@@ -303,7 +304,7 @@ EDITS = {
     ),
     "a bucket is never summed": (
         ("tied_head", 1, r"rt\.reduce_gradients\(0\)", "pass"),
-        r"rank1.py:\d+: the gradient of .* is not summed over the replicas",
+        r"rank1.py:\d+: the gradients of .*, .* and \d+ others are not summed over the replicas",
     ),
     "a bucket is summed twice": (
         ("tied_head", 0, r"(rt\.reduce_gradients\(0\))", r"\1; \1"),
@@ -355,7 +356,7 @@ EDITS = {
         r"rank0.py:LINE: has a default that can change from call to call",
     ),
     "a counter": (
-        ("tied_head", 0, r"^def stage0_weight", r"import itertools\nCOUNT = itertools.count()\n\g<0>"),
+        ("tied_head", 0, r"^def stage0_weight", r"COUNT = enumerate([])\n\g<0>"),
         r"rank0.py: has COUNT, which can change from call to call and is not checked",
     ),
     "parameters are read before they are gathered": (
@@ -395,6 +396,31 @@ def test_an_edit_is_told_with_its_line(edit):
     edited, expected = EDITS[edit]
     line, found = problems(*edited)
     assert any(re.search(expected.replace("LINE", str(line)), text) for text in found), found
+
+
+@pytest.mark.parametrize("call", [r"W0\(1\)$", r"rt\.reduce_gradients\(0\)"])
+def test_what_a_missing_call_leaves_out_is_one_problem(call):
+    _, found = problems("tied_head", 0, call, "pass")
+    assert len(found) == 1, found
+
+
+def test_a_value_in_the_place_of_another_is_told_where_it_is_used():
+    """Also an input, which no line computes, and where a later rank gives the result."""
+    line, found = problems("tied_head", 0, r'params\["norm.weight"\]', 'params["norm.bias"]')
+    text = f"rank0.py:{line - 1}: takes blocks.0.norm.bias, where the captured step has blocks.0.norm.weight"
+    assert any(each.startswith(text) for each in found), found
+
+
+def test_an_op_more_is_told_where_it_is():
+    pattern, by = r"^( +)rt.send\((\w+), ", r"\1\2 = torch.ops.aten.add.Tensor(\2, 0.5)\n\g<0>"
+    line, found = problems("tied_head", 0, pattern, by)
+    assert all(each.startswith(f"rank0.py:{line}: computes add(blocks_2_add, 0.5)") for each in found), found
+
+
+def test_a_cast_that_a_sum_may_leave_out_is_no_difference():
+    """Gradients of bfloat16 products are added as products in float32."""
+    line, found = problems("cast", 0, r"= exp_out\(", "= torch.ops.aten.exp2.out(")
+    assert all(each.startswith(f"rank0.py:{line}: computes exp2(") for each in found), found
 
 
 def test_memory_that_an_op_wrote_to_is_not_read_again():
@@ -559,36 +585,80 @@ def test_messages_leave_no_gaps():
         assert holds or "leave gaps or share elements" in str(found.problems[0])
 
 
+CLOSURE = """def made():
+    found = []
+    def inner():
+        found.append(1)
+    return inner
+called = made()"""
+
+
 def test_what_a_program_is_not_allowed():
     for text, wrong in (
         ("import os", "imports os"),
         ("open('x')", "calls open, which the certificate does not run"),
         ("breakpoint()", "calls breakpoint, which the certificate does not run"),
+        ("import functools", "imports functools"),
+        (
+            "try:\n    pass\nexcept Exception:\n    pass",
+            "rank0.py:LINE: catches errors, which is not checked",
+        ),
+        ("with open('x'):\n    pass", "rank0.py:LINE: has a with block, which is not checked"),
+        ("while True:\n    pass", "rank0.py:LINE: has a while loop, which may never end"),
+        ("for _ in range(10**10):\n    pass", "rank0.py:LINE: has a loop of 10000000000 rounds"),
+        ("class K:\n    pass", "rank0.py:LINE: has a class"),
+        ("step.__dict__", "rank0.py:LINE: uses .__dict__"),
+        (CLOSURE, "rank0.py:LINE: has variables of another function"),
+        (CLOSURE.replace("found.append(1)", "nonlocal found"), "sets a variable of another function"),
+        ("torch.set_default_dtype(torch.float64)", "rank0.py:LINE: calls torch.set_default_dtype"),
+        ("torch.cuda.synchronize()", "rank0.py:LINE: calls torch.cuda.synchronize"),
+        ("isinstance(step, int)", "rank0.py:LINE: calls isinstance, which the certificate does not run"),
         ("step = 1", "no function step"),
     ):
         artifact = pipeline("tied_head").artifact
         programs = (f"{artifact.programs[0]}\n{text}\n", *artifact.programs[1:])
         found = check_artifact(replace(artifact, programs=programs))
-        assert any(wrong in str(problem) for problem in found.problems), (text, found)
+        line = len(artifact.programs[0].splitlines()) + (4 if text is CLOSURE else 2)
+        assert any(wrong.replace("LINE", str(line)) in str(x) for x in found.problems), (text, found)
+    assert torch.get_default_dtype() is torch.float32
 
 
 @pytest.mark.parametrize(
     ("text", "wrong"),
     [
         ("print(blocks_gelu, blocks_gelu.shape, blocks_gelu.dtype)", ""),
-        ("print(blocks_gelu.norm())", "reads .norm of blocks_0_gelu: the check follows the ops"),
-        ("blocks_gelu = blocks_gelu * 2", "computes blocks_0_gelu.__mul__: the check"),
-        ("import torch as th; th.add(blocks_gelu, 1)", "calls torch.add: the check follows"),
+        ("print(f'{blocks_gelu.norm().item():.3f} {torch.abs(blocks_gelu) > 1}')", ""),
+        ("blocks_gelu = blocks_gelu * 2", "uses mul(blocks_0_gelu, 2) in an op: the check follows the ops"),
+        ("blocks_gelu += 1", "computes iadd of blocks_0_gelu: the check"),
+        ("torch.add(blocks_gelu, 1, out=blocks_gelu)", "writes with torch.add: the check"),
+        ("blocks_gelu.mul_(2)", "reads .mul_ of blocks_0_gelu: the check"),
+        ("blocks_gelu.numpy()", "reads .numpy of blocks_0_gelu: the check"),
+        ("blocks_gelu.detach().zero_()", "reads .zero_ of detach(blocks_0_gelu): the check"),
+        ("blocks_gelu[0] = 1", "computes setitem of blocks_0_gelu: the check"),
+        (
+            "if blocks_gelu == blocks_gelu: pass",
+            "computes bool of eq(blocks_0_gelu, blocks_0_gelu): the check",
+        ),
+        ("if blocks_gelu: pass", "computes bool of blocks_0_gelu: the check"),
+        ("if blocks_gelu.device: pass", "reads .device of blocks_0_gelu: the check"),
+        (
+            "if torch.is_grad_enabled(): pass",
+            "calls torch.is_grad_enabled, which the certificate does not run",
+        ),
     ],
-    ids=["print", "number", "operator", "torch"],
 )
 def test_what_a_program_does_with_a_tensor_outside_of_ops(capsys, text, wrong):
+    """It may print what it computes, and nothing else."""
     line, found = check_edited("tied_head", 0, r"^    blocks_gelu = .*\n", rf"\g<0>    {text}\n")
     assert found.holds is not bool(wrong)
+    printed = capsys.readouterr().out
     if wrong:
-        assert str(found.problems[0]).startswith(f"rank0.py:{line + 1}: {wrong}")
+        at = r"\d+" if wrong.startswith("uses") else str(line + 1)  # told where an op takes it
+        assert re.match(f"rank0.py:{at}: {re.escape(wrong)}", str(found.problems[0]))
+    elif "norm" in text:
+        assert "item(norm(blocks_1_gelu)) gt(abs(blocks_1_gelu), 1)" in printed
     else:
-        assert "blocks_1_gelu torch.Size([2, 5, 16]) torch.float32" in capsys.readouterr().out
+        assert "blocks_1_gelu torch.Size([2, 5, 16]) torch.float32" in printed
 
 
 def test_a_captured_step_that_is_no_step():
