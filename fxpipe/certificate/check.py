@@ -57,8 +57,8 @@ def check_artifact(artifact: Artifact, where: str = "captured.json") -> Certific
     """
     if not artifact.captured:
         raise RunError(
-            "The pipeline does not hold its captured step: it was saved by an earlier version. Compile it "
-            "again."
+            f"The pipeline does not hold its captured step: {where} is gone, or the pipeline was saved by an "
+            "earlier version. Compile it again."
         )
     return check(artifact.plan, artifact.programs, CapturedStep.from_json(artifact.captured, where))
 
