@@ -56,6 +56,10 @@ class _Best(dict[Problem, Candidate]):
             self[one.problem] = min(self.get(one.problem, one), one, key=_KEY)
         return kept
 
+    def can_gain(self, problem: Problem) -> bool:
+        """Whether an order of a problem may be faster than the best of all."""
+        return problem.bound * (1 + 1e-9) < min((one.seconds for one in self.values()), default=inf)
+
 
 def find(problems: Sequence[Problem], effort: float | None = None, seed: int = 0) -> list[Candidate | None]:
     """The best order found for each problem; most of the work goes to the best problems.
@@ -77,15 +81,18 @@ def find(problems: Sequence[Problem], effort: float | None = None, seed: int = 0
         known = [None if own is None else Order(problem.arrays, own.order.op_ids) for problem, own in both]
     work = _SPEED * seconds
     drawn = _DRAWN if work > ANNEALED * ops else 1.0
-    best, candidates = _Best(), list[list[Candidate]]()
+    best, candidates = _Best(), dict[Problem, list[Candidate]]()
     with ThreadPoolExecutor(os.cpu_count()) as threads:
         for problem, order in zip(able, known, strict=True):
             begun = [*starts(problem), *filter(None, [order])]
             best.keep(judged(problem, SEARCHED, order) for order in begun)
-            candidates.append(_draw(problem, best, int(drawn * work / len(able)), seed, threads))
+        for problem in sorted(able, key=lambda problem: problem.bound):
+            if problem not in best or best.can_gain(problem):
+                candidates[problem] = _draw(problem, best, int(drawn * work / len(able)), seed, threads)
         # Two of every problem and the best others: annealing may change which problem has the fastest order.
-        pool = [found for own in candidates for found in own[:2]]
-        others = sorted((found for own in candidates for found in own[2:]), key=_KEY)
+        drawings = [candidates.get(problem, []) for problem in able]
+        pool = [found for own in drawings for found in own[:2]]
+        others = sorted((found for own in drawings for found in own[2:]), key=_KEY)
         pool += others[: max(0, _WIDTH - len(pool))]
         _halve(pool, best, int((1 - drawn) * work), seed, threads)
     return [best.get(problem) for problem in problems]
