@@ -8,6 +8,7 @@ it.  Beside these, terms are equal only if the same ops are applied to equal ope
     reshapes            view, _unsafe_view, reshape, squeeze, unsqueeze … = reshape to the shape of the result
                         reshape(reshape(x)) = reshape(x);  reshape to x's own shape = x
     permutations        t, transpose = permute;  permute(permute(x)) = one;  one that moves none = x
+    views               of the same elements of x, in one order = one;  of all of x, in its order = x
     parts and joins     a slice of all, or its backward = x;  expand to x's own shape = x;  of two one counts
                         cat without empty parts;  cat of one = x
     arithmetic          x * 1 = x / 1 = x - 0 = x ** 1 = -(-x) = not not x = x;  x + 0 = x for integers
@@ -19,7 +20,7 @@ it.  Beside these, terms are equal only if the same ops are applied to equal ope
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import reduce
+from functools import lru_cache, reduce
 from math import prod
 from typing import Any
 
@@ -29,6 +30,8 @@ from fxpipe.certificate.layouts import Unknown, layout_of
 from fxpipe.certificate.terms import NUMBER, Layout, Term, Terms, canonical
 
 Rule = Callable[[Terms, str, dict[str, Any]], Term | None]
+_Step = tuple[str, tuple[tuple[str, Any], ...], int | None]
+"""An op of torch that makes a view, its other arguments, and the number of the part."""
 
 IN_ANY_ORDER = (
     "aten.add",
@@ -40,6 +43,12 @@ IN_ANY_ORDER = (
     "aten.logical_or",
 )
 RESHAPE, PERMUTE, CAST, ROWS = "reshape", "permute", "cast", "rows_added"
+_PARTS = ("select", "diagonal", "unfold", "view_as_real", "view_as_complex")
+_DIVIDE = ("split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes", "unbind")
+#: Views that never copy -> the op of torch.
+_VIEWS = {RESHAPE: "view", PERMUTE: "permute"} | {
+    f"aten.{name}": name for name in ("expand", "slice", *_PARTS, *_DIVIDE)
+}
 
 
 def _same(terms: Terms, op: str, given: dict[str, Any]) -> Term | None:
@@ -68,6 +77,51 @@ def _dimension(given: int, rank: int) -> int:
     return given % rank
 
 
+def _step_of(term: Term) -> tuple[Term, _Step] | None:
+    """What a view, or one of the parts into which an op divides a value, is a view of, and how."""
+    view, part = (term["of"], term["index"]) if term.op == "item" else (term, None)
+    if view.op not in _VIEWS:
+        return None
+    given = dict(view.arguments)
+    return given.pop("self"), (_VIEWS[view.op], tuple(given.items()), part)
+
+
+def _view(terms: Terms, op: str, given: dict[str, Any], layout: Layout | None = None) -> Term:
+    """The first term that has the same elements of the same value: in memory without gaps, to which shape,
+    strides and offset are the same."""
+    term = terms.plain(op, given)
+    term.layout = term.layout or layout
+    steps, values = list[_Step](), [term]
+    while (found := _step_of(values[-1])) is not None:
+        values.append(found[0])
+        steps.append(found[1])
+    if not steps:
+        return term
+    copies, is_all, *place = _place(layout_of(terms, values[-1]), tuple(reversed(steps)))
+    root = values[len(steps) - copies]
+    return root if is_all else terms.views.setdefault((root, *place), term)
+
+
+@lru_cache(maxsize=1 << 14)
+def _place(layout: Layout, steps: tuple[_Step, ...]) -> tuple[Any, ...]:
+    """Of a view of views of a value: how many of them give the memory that it is in, since the last of these
+    is a reshape that copies; whether it is all of that; its dtype, shape, strides and offset there."""
+    value = whole = torch.empty(layout.shape, dtype=layout.dtype, device="meta")
+    copies = 0
+    for number, (name, given, part) in enumerate(steps):
+        view = getattr(torch.ops.aten, name)
+        try:
+            found = view(value, **dict(given))
+        except RuntimeError:
+            copies = number
+            whole = torch.empty(value.shape, dtype=value.dtype, device="meta")
+            found = view(whole, **dict(given))
+        value = found if part is None else found[part]
+    strides = tuple(n for n, length in zip(value.stride(), value.shape, strict=True) if length != 1)
+    is_all = (value.shape, value.dtype) == (whole.shape, whole.dtype) and value.is_contiguous()
+    return copies, is_all, value.dtype, tuple(value.shape), strides, value.storage_offset()
+
+
 def reshaped(terms: Terms, source: Term, shape: tuple[int, ...]) -> Term:
     """Raises Unknown for another number of elements."""
     while source.op == RESHAPE:
@@ -77,9 +131,7 @@ def reshaped(terms: Terms, source: Term, shape: tuple[int, ...]) -> Term:
         raise Unknown(f"{source} of {list(own.shape)} cannot be {list(shape)}")
     if shape == own.shape:
         return source
-    found = terms.plain(RESHAPE, {"self": source, "shape": shape})
-    found.layout = found.layout or Layout(shape, own.dtype)
-    return found
+    return _view(terms, RESHAPE, {"self": source, "size": shape}, Layout(shape, own.dtype))
 
 
 def _reshape(terms: Terms, op: str, given: dict[str, Any]) -> Term | None:
@@ -113,11 +165,9 @@ def permuted(terms: Terms, source: Term, dims: tuple[int, ...]) -> Term:
         source = source["self"]
     if dims == tuple(range(len(dims))):
         return source
-    found = terms.plain(PERMUTE, {"self": source, "dims": dims})
-    if found.layout is None:
-        own = layout_of(terms, source)
-        found.layout = Layout(tuple(own.shape[d] for d in dims), own.dtype)
-    return found
+    own = layout_of(terms, source)
+    layout = Layout(tuple(own.shape[d] for d in dims), own.dtype)
+    return _view(terms, PERMUTE, {"self": source, "dims": dims}, layout)
 
 
 def _permute(terms: Terms, op: str, given: dict[str, Any]) -> Term | None:
@@ -151,9 +201,7 @@ def _expand(terms: Terms, op: str, given: dict[str, Any]) -> Term | None:
         source = source["self"]
     if shape == layout_of(terms, source).shape:
         return source  # type: ignore[no-any-return]
-    found = terms.plain("aten.expand", {"self": source, "size": shape})
-    found.layout = found.layout or Layout(shape, own.dtype)
-    return found
+    return _view(terms, "aten.expand", {"self": source, "size": shape}, Layout(shape, own.dtype))
 
 
 def _slice(terms: Terms, op: str, given: dict[str, Any]) -> Term | None:
@@ -169,10 +217,8 @@ def _slice(terms: Terms, op: str, given: dict[str, Any]) -> Term | None:
     if (begin, end, step) == (0, length, 1):
         return given["self"]  # type: ignore[no-any-return]
     parts = {"self": given["self"], "dim": dim, "start": begin, "end": end, "step": step}
-    found = terms.plain("aten.slice", parts)
     shape = (*own.shape[:dim], max(0, -(-(end - begin) // step)), *own.shape[dim + 1 :])
-    found.layout = found.layout or Layout(shape, own.dtype)
-    return found
+    return _view(terms, "aten.slice", parts, Layout(shape, own.dtype))
 
 
 def _cat(terms: Terms, op: str, given: dict[str, Any]) -> Term | None:
@@ -333,6 +379,7 @@ RULES: dict[str, Rule] = {
     "aten.transpose": _transpose,
     "aten.expand": _expand,
     "aten.slice": _slice,
+    **dict.fromkeys(("item", *(f"aten.{name}" for name in _PARTS)), _view),
     "aten.cat": _cat,
     "aten.mul": _mul,
     "aten.div": _div,

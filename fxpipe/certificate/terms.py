@@ -129,11 +129,13 @@ def operands(argument: Any) -> Iterator[Term]:
 @dataclass(eq=False, repr=False)
 class Terms:
     """The table of all terms.  ``rules``: by op, identities (``identities.py``): functions that give a
-    simpler term for arguments, or None.  ``line``: gives the line of the program that runs."""
+    simpler term for arguments, or None.  ``line``: gives the line of the program that runs.  ``views``: the
+    first term of each view, by what it is a view of, and where its elements are."""
 
     rules: dict[str, Callable[[Terms, str, dict[str, Any]], Term | None]]
     line: Callable[[], Any] = lambda: None
     known: dict[tuple[str, Arguments], Term] = field(default_factory=dict)
+    views: dict[Any, Term] = field(default_factory=dict)
 
     def make(self, op: str, arguments: dict[str, Any]) -> Term:
         """The term of an op with canonical arguments, after the identities."""
@@ -166,4 +168,4 @@ class Terms:
             one = self.plain(term.op, {**dict(term.arguments), "output_mask": alone})
             one.results, one.name = term.results, one.name or term.name
             term = one
-        return self.plain("item", {"of": term, "index": index})
+        return self.make("item", {"of": term, "index": index})

@@ -7,8 +7,9 @@ looks at one op of one graph, and changes nothing.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import fx
@@ -30,9 +31,30 @@ class Rule(NamedTuple):
 
 
 def _view_of_all(node: fx.Node) -> Instead:
-    """A view with the layout of what it is a view of has the same elements in the same places."""
-    source = _operand(node)
-    return source if source is not None and _is_alike(source, node) else None
+    """A view of views of a value, each element of which is where it was.  As for ``_view_of_view``, those
+    between have no other use, but permutations, which serve ops within a layer."""
+    views, source = list[fx.Node](), node
+    while _is_tensor(node) and source.target in _VIEWS and len(source.all_input_nodes) == 1:
+        views.append(source)
+        source = source.all_input_nodes[0]
+        if _is_tensor(source) and _is_alike(source, node) and _moves_nothing(views, source):
+            return source
+        if _is_tensor(source) and source.target not in _PERMUTES and len(source.users) > 1:
+            return None
+    return None
+
+
+def _moves_nothing(views: list[fx.Node], source: fx.Node) -> bool:
+    """Whether the last of these views first have all elements of ``source`` in their places: by the strides
+    of a tensor without gaps, as those of ``val`` may be others in another step, or stale."""
+    val = source.meta["val"]
+    given = value = torch.empty(val.shape, dtype=val.dtype, device="meta")
+    try:
+        for view in reversed(views):
+            value = view.target(value, *view.args[1:], **view.kwargs)  # type: ignore[operator]
+    except RuntimeError:  # a view of other strides alone
+        return False
+    return _strides(value) == _strides(given)
 
 
 def _copy_of_all(node: fx.Node) -> Instead:
@@ -61,28 +83,6 @@ def _has_strides(source: fx.Node, inner: fx.Node, val: torch.Tensor) -> bool:
         return _strides(given.view(val.shape)) == _strides(val)
     except RuntimeError:  # the strides of the first view are those of a copy
         return False
-
-
-def _exchanged_twice(node: fx.Node) -> Instead:
-    inner = _operand(node)
-    if inner is None or inner.target is not node.target or inner.args[1:] != node.args[1:]:
-        return None
-    source = _operand(inner)
-    return source if source is not None and _is_alike(source, node) else None
-
-
-def _permuted_back(node: fx.Node) -> Instead:
-    inner = _operand(node)
-    if inner is None or inner.target is not aten.permute.default:
-        return None
-    source, first, second = _operand(inner), _dims(inner), _dims(node)
-    back = [first[dim] for dim in second] == sorted(first)
-    return source if source is not None and back and _is_alike(source, node) else None
-
-
-def _dims(node: fx.Node) -> list[int]:
-    dims: Any = node.args[1]
-    return [dim % len(dims) for dim in dims]
 
 
 def _cat_with_nothing(node: fx.Node) -> Instead:
@@ -151,7 +151,11 @@ def _undone(node: fx.Node) -> Instead:
 def _operand(node: fx.Node) -> fx.Node | None:
     """The first argument, if it is a tensor's node."""
     first = node.args[0] if node.args else None
-    return first if isinstance(first, fx.Node) and isinstance(first.meta.get("val"), torch.Tensor) else None
+    return first if _is_tensor(first) else None
+
+
+def _is_tensor(argument: Any) -> TypeGuard[fx.Node]:
+    return isinstance(argument, fx.Node) and isinstance(argument.meta.get("val"), torch.Tensor)
 
 
 def _strides(value: torch.Tensor) -> list[int]:
@@ -228,14 +232,22 @@ _ANY_STRIDES = (
     aten.slice.Tensor,
 )
 
+_PERMUTES = (aten.t.default, aten.transpose.int, aten.permute.default)
+#: Views that never copy, and whose elements do not depend on strides.
+_VIEWS = (
+    aten.view.default, aten._unsafe_view.default, aten.unsqueeze.default,
+    aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims,
+    aten.t.default, aten.transpose.int, aten.permute.default, aten.expand.default,
+    aten.slice.Tensor, aten.select.int, aten.diagonal.default, aten.unfold.default,
+    aten.view_as_real.default, aten.view_as_complex.default,
+    aten.alias.default, aten.detach.default, aten.lift_fresh.default,
+    aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int,
+    aten.unsafe_split.Tensor, aten.unsafe_split_with_sizes.default, operator.getitem,
+)  # fmt: skip
+
 RULES = (
-    Rule("view(x, shape of x)", "x", _RESHAPES, _view_of_all),
+    Rule("view(… view(x, …) …), all of it in its places", "x", _VIEWS, _view_of_all),
     Rule("view(view(x, …), shape)", "view(x, shape)", _RESHAPES, _view_of_view),
-    Rule("expand(x, shape of x)", "x", (aten.expand.default,), _view_of_all),
-    Rule("slice(x, …), all of it", "x", (aten.slice.Tensor,), _view_of_all),
-    Rule("squeeze(x), nothing to squeeze", "x", (aten.squeeze.dim, aten.squeeze.dims), _view_of_all),
-    Rule("t(t(x))", "x", (aten.t.default, aten.transpose.int), _exchanged_twice),
-    Rule("permute(permute(x, …), back)", "x", (aten.permute.default,), _permuted_back),
     Rule("slice_backward(x, …), all of it", "x", (aten.slice_backward.default,), _copy_of_all),
     Rule("clone(x), in x's layout", "x", (aten.clone.default,), _copy_of_all),
     Rule("_to_copy(x, dtype of x)", "x", (aten._to_copy.default,), _copy_of_all),

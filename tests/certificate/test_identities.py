@@ -44,10 +44,71 @@ def same(dtype, one, other):
         (FLOAT, lambda call, x, y: call(aten.slice.Tensor, x, 1, 0, 2), False),
         (FLOAT, lambda call, x, y: call(aten._to_copy.default, x, dtype=FLOAT), True),
         (FLOAT, lambda call, x, y: call(aten.neg.default, call(aten.neg.default, x)), True),
+        (FLOAT, lambda call, x, y: call(aten.select.int, call(aten.unsqueeze.default, x, 1), 1, 0), True),
+        (
+            FLOAT,
+            lambda call, x, y: call(aten.select.int, call(aten.expand.default, x, [4, 2, 3]), 0, 3),
+            True,
+        ),
+        (
+            FLOAT,
+            lambda call, x, y: call(
+                aten.t.default, call(aten.squeeze.dim, call(aten.unfold.default, x, 0, 2, 1), 0)
+            ),
+            True,
+        ),
+        (FLOAT, lambda call, x, y: call(aten.view.default, call(aten.t.default, x), [2, 3]), False),
+        (FLOAT, lambda call, x, y: call(aten.t.default, call(aten.view.default, x, [3, 2])), False),
+        (
+            FLOAT,
+            lambda call, x, y: call(
+                aten.select.int, call(aten.view.default, call(aten.t.default, x), [1, 2, 3]), 0, 0
+            ),
+            False,
+        ),
+        (
+            COMPLEX,
+            lambda call, x, y: call(aten.view_as_complex.default, call(aten.view_as_real.default, x)),
+            True,
+        ),
+        (COMPLEX, lambda call, x, y: call(aten._conj.default, x), False),
     ],
 )
 def test_a_value_is_its_operand(dtype, made, holds):
     assert same(dtype, made, lambda call, x, y: x) is holds
+
+
+def test_views_of_the_same_elements_are_one():
+    """A row of ``x`` transposed is a column; a part of a reshape that copies is that of the copy."""
+
+    def row(call, x, number):
+        return call(aten.select.int, x, 0, number)
+
+    def flat(call, x, *shape):
+        return call(aten.view.default, call(aten.t.default, x), [*shape, 6])
+
+    def column(call, x):
+        return call(aten.select.int, call(aten.t.default, x), 1, 1)
+
+    def square(call, x):
+        return call(aten.slice.Tensor, x, 1, 0, 2)
+
+    for one, other, holds in (
+        (lambda call, x, y: square(call, x), lambda call, x, y: call(aten.t.default, square(call, x)), False),
+        (lambda call, x, y: row(call, x, 1), lambda call, x, y: column(call, x), True),
+        (lambda call, x, y: row(call, x, 1), lambda call, x, y: row(call, x, 0), False),
+        (lambda call, x, y: row(call, x, 1), lambda call, x, y: row(call, y, 1), False),
+        (lambda call, x, y: row(call, flat(call, x, 1), 0), lambda call, x, y: flat(call, x), True),
+        (lambda call, x, y: flat(call, x), lambda call, x, y: call(aten.view.default, x, [6]), False),
+    ):
+        assert same(FLOAT, one, other) is holds
+
+
+@pytest.mark.parametrize(("sizes", "whole"), [([2], True), ([2, 0], True), ([1, 1], False)])
+def test_the_one_part_of_a_value_is_the_value(sizes, whole):
+    terms, schema = Terms(RULES), schema_of(aten.split_with_sizes.default)
+    x = terms.input("batch", "x", Layout((2, 3), FLOAT), True)
+    assert (terms.item(op_term(terms, schema, schema.bind((x, sizes), {})), 0) is x) is whole
 
 
 @pytest.mark.parametrize(
