@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -36,6 +37,7 @@ __all__ = [
     "communicator_error",
     "compile_by_inductor",
     "decompositions",
+    "default_kernels",
     "default_store",
     "fake_store",
     "fake_tensors",
@@ -216,6 +218,14 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
     from torch._inductor.decomposition import select_decomp_table
 
     return select_decomp_table()
+
+
+def default_kernels() -> str:
+    """The folder of Inductor's kernels where nobody chose one.  An import of Inductor, as transformers does
+    it, writes it to the environment."""
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    return os.path.abspath(default_cache_dir())
 
 
 def compile_by_inductor(

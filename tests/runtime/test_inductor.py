@@ -192,6 +192,20 @@ def test_kernels_are_kept_in_a_folder_of_the_user(tmp_path, monkeypatch):
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "chosen"
 
 
+def test_the_folder_that_torch_writes_to_the_environment_is_no_choice(tmp_path, monkeypatch):
+    """As an import of transformers does it, through that of Inductor."""
+    from torch._inductor.runtime import cache_dir_utils
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    torch_own = cache_dir_utils.cache_dir()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == torch_own
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    keep_kernels()
+    (folder,) = tmp_path.glob("fxpipe/inductor/*")
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(folder)
+
+
 # -- programs -----------------------------------------------------------------------------------------------
 
 
@@ -381,10 +395,12 @@ def test_what_inductor_cannot_compile(monkeypatch):
         raise ValueError("no compiler found\nmore lines")
 
     monkeypatch.setattr(fxpipe.runtime.program.inductor, "compile_by_inductor", fail)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/kept")
     _, pipe = both(*SAME["plain"])
     expected = (
         r"^Inductor cannot compile stage0_forward \(ValueError: no compiler found\)\. It needs a C\+\+ "
-        r"compiler .* take the line @inductor above stage0_forward out of the program"
+        r"compiler .* may be damaged: delete the folder /kept\. Or take the line @inductor above "
+        r"stage0_forward out of the program"
     )
     with pytest.raises(RunError, match=expected):
         pipe.run_local(SAME["plain"][0].data(MICROBATCHES))

@@ -27,6 +27,7 @@ from fxpipe.runtime.program.within import within
 from fxpipe.runtime.torch_private import (
     compile_by_inductor,
     decompositions,
+    default_kernels,
     fake_tensors,
     is_watched,
     no_modes,
@@ -113,8 +114,10 @@ class inductor:
             raise RunError(
                 f"Inductor cannot compile {name} ({type(error).__name__}: {what}). It needs a C++ compiler "
                 "for programs on the CPU (g++, or the one that the environment variable CXX names), and "
-                f"Triton for those on GPUs. If it has them, take the line @inductor above {name} out of the "
-                "program, which then runs it op by op, or compile the pipeline with backend='eager'."
+                "Triton for those on GPUs. If it has them, its kept kernels may be damaged: delete the "
+                f"folder {os.environ.get(_CACHE, 'of its cache')}. Or take the line @inductor above {name} "
+                "out of the program, which then runs it op by op, or compile the pipeline with "
+                "backend='eager'."
             ) from error
         self._known.append(compiled)
         return compiled
@@ -214,13 +217,14 @@ def _drop_unused_inputs(graph: fx.Graph) -> None:
 
 def keep_kernels() -> None:
     """Let Inductor keep its kernels in a folder that lasts, so that a later run compiles none of them again,
-    unless the user or torch has chosen one, or it cannot be made.
+    unless the user has chosen one, or it cannot be made.
 
     By default Inductor caches them, as pickles and machine code, below ``/tmp``: the machine may empty that,
     and other users may make the folder first.  The folder is the user's, and not one of a saved pipeline,
     since those come from others.
     """
-    if _CACHE in os.environ:
+    given = os.environ.get(_CACHE)
+    if given is not None and given != default_kernels():
         return
     caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     folder = Path(caches, "fxpipe", "inductor", _processor())
