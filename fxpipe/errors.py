@@ -102,3 +102,8 @@ def shortened(text: str, longest: int = 60) -> str:
         return text
     half = longest // 2
     return f"{text[:half]}…{text[1 - half :]}"
+
+
+def number_of(count: int, thing: str) -> str:
+    """``1 rank``, ``2 ranks``, ``2 microbatches``."""
+    return f"{count} {thing}{'' if count == 1 else 'es' if thing.endswith(('ch', 'ss')) else 's'}"

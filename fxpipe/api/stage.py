@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from fxpipe.cost.plan_costs import expressions, known_work
+from fxpipe.errors import number_of
 from fxpipe.ir.graph import Section
 from fxpipe.plan.work import Expressions, PlanWork
 from fxpipe.schedule.costs import StageCost
@@ -33,5 +34,5 @@ class Stage:
         return expressions(known_work(self.work), self.index)
 
     def __repr__(self) -> str:
-        held = f"{len(self.parameters)} parameters"
+        held = number_of(len(self.parameters), "parameter")
         return f"Stage({self.index}, rank {self.rank}: {held}; {costs_text(self.costs)})"

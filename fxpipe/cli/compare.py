@@ -14,14 +14,14 @@ from rich.table import Table
 from fxpipe.cli.arguments import MemoryLimit, memory, picture, write_picture
 from fxpipe.cli.planning import ScheduleRequest, plan, plan_within
 from fxpipe.cli.sources import EPILOG, CostSource, add_cost_arguments, source_of
-from fxpipe.errors import FxpipeError, ScheduleError
+from fxpipe.errors import FxpipeError, ScheduleError, number_of
 from fxpipe.schedule.families.registry import FAMILIES
 from fxpipe.schedule.ops import VALIDATIONS, Objective, Validation
 from fxpipe.schedule.placement import PLACEMENTS
 from fxpipe.schedule.search.fastest import AUTO
 from fxpipe.schedule.simulation.steps import simulate_steps
 from fxpipe.schedule.simulation.timeline import Timeline
-from fxpipe.schedule.units import bubble_text, number_of
+from fxpipe.schedule.units import bubble_text
 from fxpipe.viz.frontier_picture import FrontierPoint, frontier, frontier_svg
 from fxpipe.viz.terminal import terminal
 

@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch.distributed.checkpoint.stateful import Stateful
 
 from fxpipe.cli.functions import called
-from fxpipe.errors import BatchError
+from fxpipe.errors import BatchError, number_of
 from fxpipe.plan.step import BatchSpec, Leaf
 from fxpipe.strict import Misfit, open_regular, shown
 
@@ -76,8 +76,8 @@ class FileData:
         if self.once == 0:
             of = "this pipeline" if replicas == 1 else f"{replicas} replicas of this pipeline"
             raise BatchError(
-                f"{path} has {total} rows, but one batch of {of} takes {whole}: give more rows, or compile "
-                "for fewer microbatches."
+                f"{path} has {number_of(total, 'row')}, but one batch of {of} takes {whole}: give more "
+                "rows, or compile for fewer microbatches."
             )
 
     def batch(self, step: int) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from fxpipe.errors import printable
+from fxpipe.errors import number_of, printable
 from fxpipe.plan.artifact import Plan
 from fxpipe.plan.files import read_plan
 from fxpipe.schedule.units import bubble_text, bytes_text, seconds_text
@@ -76,7 +76,7 @@ def _facts(plan: Plan) -> tuple[str, ...]:
         str(len(plan.stages)),
         " ".join(map(str, plan.placement)),
         plan.recompute or "nothing",
-        f"{plan.tier}, {len(plan.transfers)} transfers" if plan.transfers else "nowhere",
+        f"{plan.tier}, {number_of(len(plan.transfers), 'transfer')}" if plan.transfers else "nowhere",
         str(plan.replicas),
         plan.shard or "nothing",
         plan.grad_dtype.removeprefix("torch.") or "the parameters' own dtype",
@@ -89,14 +89,16 @@ def _facts(plan: Plan) -> tuple[str, ...]:
 
 def _stages(plan: Plan) -> list[str]:
     return [
-        f"{stage.first} to {stage.last}: {len(stage.parameters)} parameters, {seconds_text(cost.total)}"
+        f"{stage.modules or 'the model itself'}: {number_of(len(stage.parameters), 'parameter')}, "
+        f"{seconds_text(cost.total)}"
         for stage, cost in zip(plan.stages, plan.costs.stages, strict=True)
     ]
 
 
 def _held(plan: Plan) -> list[str]:
     return [
-        f"{len(own.parameters)} parameters, {len(own.buffers)} buffers, {len(own.gradients)} gradients"
+        f"{number_of(len(own.parameters), 'parameter')}, {number_of(len(own.buffers), 'buffer')}, "
+        f"{number_of(len(own.gradients), 'gradient')}"
         for own in plan.tensors
     ]
 

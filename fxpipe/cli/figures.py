@@ -10,13 +10,14 @@ from rich.console import Console
 from rich.table import Table
 
 from fxpipe.cli.sources import CostSource
+from fxpipe.errors import number_of
 from fxpipe.schedule.exact.order import Exact
 from fxpipe.schedule.offload.planner import OffloadPlan
 from fxpipe.schedule.ops import VALIDATIONS
 from fxpipe.schedule.placement import stages_of
 from fxpipe.schedule.simulation.steps import steady_state
 from fxpipe.schedule.simulation.timeline import Timeline
-from fxpipe.schedule.units import Units, bubble_text, number_of
+from fxpipe.schedule.units import Units, bubble_text
 from fxpipe.viz.gap import bound_within, gap_texts
 from fxpipe.viz.seam_marks import many_steps
 from fxpipe.viz.terminal import ROWS, terminal, timeline_text
@@ -112,7 +113,7 @@ def print_timeline(
 
 def _moved(before: Timeline, moved: OffloadPlan, units: Units) -> str:
     timeline = moved.timeline
-    what = f"offload: {moved.moved} of {moved.asked} activations"
+    what = f"offload: {moved.moved} of {number_of(moved.asked, 'activation')}"
     if moved.moved < moved.asked:
         what += " (the others are needed too soon, or the links are busy)"
     busiest = max((max(pair) for pair in timeline.link_busy), default=0.0) / timeline.seconds

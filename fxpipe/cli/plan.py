@@ -20,7 +20,7 @@ from fxpipe.compiler.options import Options, as_offload
 from fxpipe.compiler.progress import Phases
 from fxpipe.cost.known_devices import device_named, device_names
 from fxpipe.cost.throughput import Throughput, throughputs
-from fxpipe.errors import OptionError
+from fxpipe.errors import OptionError, number_of
 from fxpipe.plan.meshes import TriedMesh
 from fxpipe.plan.step import SHARDS
 from fxpipe.schedule.units import number_text
@@ -198,9 +198,10 @@ def _by_hand(options: argparse.Namespace, shard: str | None) -> MeshRequest:
 
 
 def _batch(request: MeshRequest) -> str:
-    if request.rows is None:
-        return f"{request.microbatches} microbatches a replica"
-    return f"batch of {request.rows} rows"
+    if request.rows is not None:
+        return f"batch of {number_of(request.rows, 'row')}"
+    assert request.microbatches is not None, "one of both is given"
+    return f"{number_of(request.microbatches, 'microbatch')} a replica"
 
 
 def _large(number: float) -> str:

@@ -13,7 +13,7 @@ from fxpipe.cli.arguments import non_negative, picture, positive, positive_int, 
 from fxpipe.cli.figures import figures, print_timeline
 from fxpipe.cli.planning import ScheduleRequest, plan
 from fxpipe.cli.sources import EPILOG, CostSource, add_cost_arguments, source_of
-from fxpipe.errors import FxpipeError, ScheduleError
+from fxpipe.errors import FxpipeError, ScheduleError, number_of
 from fxpipe.schedule.exact.order import Exact, exact
 from fxpipe.schedule.families.registry import FAMILIES
 from fxpipe.schedule.formats.handwritten import is_file_name, read_schedule
@@ -133,11 +133,14 @@ def _drawn(options: argparse.Namespace, timeline: Timeline) -> Timeline | Steps:
 
 def _simulate_written(schedule: Schedule, source: CostSource, options: argparse.Namespace) -> Timeline:
     """Simulate a given schedule.  Raises ScheduleError if it contradicts the arguments or the limit."""
-    asked = {"ranks": source.ranks, "microbatches": source.microbatches}
-    for what, number in asked.items():
-        if getattr(schedule, what) != number:
+    asked = {
+        "rank": (schedule.ranks, source.ranks),
+        "microbatch": (schedule.microbatches, source.microbatches),
+    }
+    for what, (has, number) in asked.items():
+        if has != number:
             raise ScheduleError(
-                f"schedule {schedule.name} has {getattr(schedule, what)} {what}, but the arguments or costs "
+                f"schedule {schedule.name} has {number_of(has, what)}, but the arguments or costs "
                 f"have {number}"
             )
     chunks, rest = divmod(schedule.stages, schedule.ranks)

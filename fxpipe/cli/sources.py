@@ -12,7 +12,7 @@ from fxpipe.cli.arguments import memory, non_negative, positive, positive_int, s
 from fxpipe.cli.recorded import recorded_costs
 from fxpipe.cost.known_devices import device_named
 from fxpipe.cost.plan_costs import costs_of
-from fxpipe.errors import FxpipeError
+from fxpipe.errors import FxpipeError, number_of
 from fxpipe.plan.files import read_plan
 from fxpipe.plan.recorded import read_spans
 from fxpipe.schedule.costs import Costs, StageCost, Update, chain
@@ -161,7 +161,7 @@ def _from_times(options: argparse.Namespace) -> CostSource:
     times = (options.forward, options.backward_input, options.backward_weight, comm)
     note = "F {:g}, B {:g}, W {:g}, transfer {:g}".format(*times)
     if options.inter_comm is not None:
-        note += f", {options.inter_comm:g} between machines of {options.ranks_per_machine} ranks"
+        note += f", {options.inter_comm:g} between machines of {number_of(options.ranks_per_machine, 'rank')}"
     if options.update:
         note += f", update {options.update:g}"
     vocabulary = None
@@ -195,7 +195,9 @@ def _from_directory(options: argparse.Namespace) -> CostSource:
     if options.device is not None:
         note += f" on {device_named(options.device).name}"
     if plan.vocabulary is not None and ranks != plan.ranks:
-        raise FxpipeError(f"{options.costs} has vocabulary stages on {plan.ranks} ranks: not for {ranks}")
+        raise FxpipeError(
+            f"{options.costs} has vocabulary stages on {number_of(plan.ranks, 'rank')}: not for {ranks}"
+        )
     return _of_stages(options, note, ranks, microbatches, costs, PHYSICAL, own, plan.vocabulary)
 
 
@@ -229,12 +231,13 @@ def _of_stages(
     chunks, rest = divmod(len(costs.stages) - beside, ranks)
     if rest or not chunks:
         raise FxpipeError(
-            f"{options.costs} has {len(costs.stages)} stages: not as many for each of {ranks} ranks"
+            f"{options.costs} has {number_of(len(costs.stages), 'stage')}: "
+            f"not as many for each of {ranks} ranks"
         )
     if options.stages_per_rank not in (None, chunks):
         raise FxpipeError(
-            f"{options.costs} has {len(costs.stages)} stages: {chunks} for each of {ranks} ranks, "
-            f"not {options.stages_per_rank}"
+            f"{options.costs} has {number_of(len(costs.stages), 'stage')}: "
+            f"{chunks} for each of {number_of(ranks, 'rank')}, not {options.stages_per_rank}"
         )
     return CostSource(note, ranks, microbatches, lambda _: costs, units, chunks, own, vocabulary)
 

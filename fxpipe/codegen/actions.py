@@ -8,7 +8,7 @@ from enum import Enum
 from itertools import count, groupby
 from typing import NamedTuple
 
-from fxpipe.codegen.lines import Line, OfMicrobatch, color_text, lines_of, place
+from fxpipe.codegen.lines import Line, OfMicrobatch, lines_of, place
 from fxpipe.codegen.rank_plan import RankPlan
 from fxpipe.schedule.lowering.instructions import (
     AtEnd,
@@ -193,11 +193,11 @@ def _name(plan: RankPlan, together: Sequence[OfMicrobatch]) -> str:
         case Compute(Op(kind, stage)):
             return f"{kind}{stage}"
         case PostRecv((message, *_)):
-            return f"receive_{color_text(arrival(message.edge.target))}"
+            return f"receive_{plan.op_name(arrival(message.edge.target))}"
         case Wait((message, *_)):
-            return f"wait_{color_text(arrival(message.edge.target))}"
+            return f"wait_{plan.op_name(arrival(message.edge.target))}"
         case Send((message, *_)):
-            return f"send_{color_text(message.edge.source)}"
+            return f"send_{plan.op_name(message.edge.source)}"
         case StartCollective(collective):
             return f"start_{_named(plan, collective)}"
         case WaitCollective(collective):
@@ -207,7 +207,7 @@ def _name(plan: RankPlan, together: Sequence[OfMicrobatch]) -> str:
         case WaitTransfer(transfer):
             verb = f"wait_{transfer.direction}"
     users = _users(together)
-    return f"{verb}_{users[0].stage if len(users) > 1 else color_text(users[0])}"
+    return f"{verb}_{users[0].stage if len(users) > 1 else plan.op_name(users[0])}"
 
 
 def _users(together: Sequence[OfMicrobatch]) -> list[Color]:
@@ -218,12 +218,7 @@ def _users(together: Sequence[OfMicrobatch]) -> list[Color]:
 
 def _named(plan: RankPlan, collective: Collective) -> str:
     """The kind of a collective with its source, of several sources that of this rank."""
-    return f"{collective.kind.replace('-', '_')}_{color_text(_source(plan, collective))}"
-
-
-def _source(plan: RankPlan, collective: Collective) -> Color:
-    sources = collective.sources
-    return sources[plan.rank] if len(sources) > 1 else sources[0]
+    return f"{collective.kind.replace('-', '_')}_{plan.op_name(plan.own_end(collective.sources))}"
 
 
 def _doc(plan: RankPlan, together: Sequence[OfMicrobatch]) -> str:
@@ -233,18 +228,18 @@ def _doc(plan: RankPlan, together: Sequence[OfMicrobatch]) -> str:
         case Compute():
             return ""
         case PostRecv(messages) | Wait(messages):
-            sources = " and ".join(dict.fromkeys(color_text(m.edge.source) for m in messages))
+            sources = " and ".join(dict.fromkeys(plan.op_name(m.edge.source) for m in messages))
             rank = plan.placement[messages[0].edge.source.stage]
             verb = "Start to receive" if isinstance(first, PostRecv) else "Wait for"
             return f"{verb} what {sources} on rank {rank} sends."
         case Send(messages):
             return f"Send to rank {plan.placement[messages[0].edge.target.stage]}."
         case StartCollective(collective):
-            return f"Join the {collective.kind} of {color_text(_source(plan, collective))}."
+            return f"Join the {collective.kind} of {plan.op_name(plan.own_end(collective.sources))}."
         case WaitCollective(collective):
-            return f"Wait for the {collective.kind} of {color_text(_source(plan, collective))}."
+            return f"Wait for the {collective.kind} of {plan.op_name(plan.own_end(collective.sources))}."
     users = _users(together)
-    saved = f"what F{users[0].stage} saved for {' and '.join(map(color_text, users))}"
+    saved = f"what F{users[0].stage} saved for {' and '.join(dict.fromkeys(map(plan.op_name, users)))}"
     match first:
         case StartTransfer(transfer):
             return f"Start to {transfer.direction} {saved}."

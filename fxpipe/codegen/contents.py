@@ -4,30 +4,35 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import replace
 
 from fxpipe.codegen.actions import kind_of
-from fxpipe.codegen.lines import color_text
 from fxpipe.codegen.rank_plan import RankPlan
 from fxpipe.codegen.wrapping import WIDTH
+from fxpipe.ir.graph import Kind
 from fxpipe.ir.once import once_bytes
+from fxpipe.ir.storage import node_bytes
 from fxpipe.schedule.lowering.instructions import (
+    AllReduceGradient,
     Collective,
-    Compute,
     Instruction,
     Message,
     PostRecv,
     Send,
     StartCollective,
 )
-from fxpipe.schedule.ops import Color, Phase
+from fxpipe.schedule.ops import Color, Phase, arrival
 from fxpipe.schedule.units import bytes_text, seconds_text
 
 #: An order of more ops is shortened to its beginning and its end.
 MOST_OPS = 64
 
+_Row = tuple[str, ...]
 
-def contents(plan: RankPlan) -> list[str]:
+
+def contents(plan: RankPlan, ops: Sequence[str]) -> list[str]:
+    """ops: those that the step calls."""
     lines = ["Sections, as predicted for a microbatch:", *_table(_section(plan, s.color) for s in plan.own)]
     if plan.once:
         lines += ["", f"Once a step: once_a_step, holds {bytes_text(once_bytes(plan.once))}"]
@@ -35,14 +40,17 @@ def contents(plan: RankPlan) -> list[str]:
     for i in plan.instructions:
         if isinstance(i, PostRecv | Send | StartCollective):
             kinds.setdefault(kind_of(i), i)
-    messages = list(dict.fromkeys(row for i in kinds.values() for row in _messages(plan, i)))
+    called = {op.partition(".")[0] for op in ops}
+    messages = list(dict.fromkeys(row for i in kinds.values() for row in _messages(plan, i, called)))
     if messages:
         lines += ["", "Messages, of a microbatch:", *_table(messages)]
-    ops = [str(i.op) for i in plan.instructions if isinstance(i, Compute)]
+    sums = [_sum(plan, i) for i in plan.instructions if isinstance(i, AllReduceGradient)]
+    if sums:
+        lines += ["", "Sums over ranks, at the end of the step:", *_table(sums)]
     return [*lines, "", "Order:", *_order(ops)]
 
 
-def _section(plan: RankPlan, color: Color) -> tuple[str, ...]:
+def _section(plan: RankPlan, color: Color) -> _Row:
     cost = plan.costs.stages[color.stage]
     if all(section.color != Color(color.stage, Phase.W) for section in plan.own):  # B and W are one op
         cost = replace(cost, backward=cost.backward + cost.weight, saved_for_weight=0.0)
@@ -51,41 +59,53 @@ def _section(plan: RankPlan, color: Color) -> tuple[str, ...]:
         Phase.B: (cost.backward, cost.saved_for_weight, Phase.W),
         Phase.W: (cost.weight, 0, None),
     }[color.phase]
-    keeps = f"keeps {bytes_text(kept)} until {user}{color.stage}" if kept else ""
-    return color_text(color), plan.calls[color].name, seconds_text(seconds), keeps
+    op, until = plan.op_name(color), "" if user is None else plan.op_name(Color(color.stage, user))
+    keeps = f"keeps {bytes_text(kept)} until {until}" if kept and until != op else ""
+    return op, plan.calls[color].name, seconds_text(seconds), keeps
 
 
-def _messages(plan: RankPlan, instruction: Instruction) -> Iterator[tuple[str, ...]]:
+def _messages(plan: RankPlan, instruction: Instruction, called: AbstractSet[str]) -> Iterator[_Row]:
+    """called: the names of the ops that the step calls."""
     match instruction:
         case PostRecv(messages):
             yield from (row for message in messages for row in _message(plan, message, "from", 0))
         case Send(messages):
             yield from (row for message in messages for row in _message(plan, message, "to", 1))
         case StartCollective(collective):
-            yield from _collective(plan, collective)
+            yield from _collective(plan, collective, called)
 
 
-def _message(plan: RankPlan, message: Message, word: str, end: int) -> Iterator[tuple[str, ...]]:
-    ends = message.edge.source, message.edge.target
+def _message(plan: RankPlan, message: Message, word: str, end: int) -> Iterator[_Row]:
+    ends = message.edge.source, arrival(message.edge.target)
     rank = plan.placement[ends[end].stage]
     for name in plan.names(message.edge):
-        yield (
-            f"{color_text(ends[0])} -> {color_text(ends[1])}",
-            f"{word} rank {rank}",
-            name,
-            _size(plan, name),
-        )
+        yield _arrow(plan, *ends), f"{word} rank {rank}", name, _size(plan, name)
 
 
-def _collective(plan: RankPlan, collective: Collective) -> Iterator[tuple[str, ...]]:
+def _collective(plan: RankPlan, collective: Collective, called: AbstractSet[str]) -> Iterator[_Row]:
     given = plan.collected[collective]
-    ends = _arrow(collective.sources[0], collective.targets[0])
+    source, target = map(plan.own_end, (collective.sources, collective.targets))
+    if plan.placement[target.stage] == plan.rank and plan.op_name(target) not in called:
+        target = Color(target.stage, Phase.W)  # a B that need not wait, as its own rank sends the value
     for name in given[0] if len(given) == 1 else given[plan.rank]:
-        yield ends, str(collective.kind), name, _size(plan, name)
+        yield _arrow(plan, source, target), str(collective.kind), name, _size(plan, name)
 
 
-def _arrow(source: Color, target: Color) -> str:
-    return f"{color_text(source)} -> {color_text(target)}"
+def _arrow(plan: RankPlan, source: Color, target: Color) -> str:
+    return f"{plan.op_name(source)} -> {plan.op_name(target)}"
+
+
+def _sum(plan: RankPlan, instruction: AllReduceGradient) -> _Row:
+    others = [str(rank) for rank in instruction.ranks if rank != plan.rank]
+    size = next(
+        node_bytes(node)
+        for section in plan.own
+        for node in section.graph.find_nodes(op="placeholder")
+        if (given := node.meta.get("input")) is not None
+        and (given.kind, given.name) == (Kind.GRADIENT, instruction.name)
+    )
+    with_ranks = f"with {'rank' if len(others) == 1 else 'ranks'} {', '.join(others)}"
+    return "all-reduce", with_ranks, f"the gradient of {instruction.name}", bytes_text(size)
 
 
 def _size(plan: RankPlan, name: str) -> str:

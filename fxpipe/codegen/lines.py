@@ -87,10 +87,6 @@ def _layout(name: str) -> str:
     return f"MESSAGES[{text_literal(name)}]"
 
 
-def color_text(color: Color) -> str:
-    return f"{color.phase}{color.stage}"
-
-
 def _arrives(pending: str) -> Line:
     return _give(pending), " = rt.wait(", Hole(Use.PENDING, pending), ")"
 
@@ -101,7 +97,7 @@ def _message(plan: RankPlan, instruction: PostRecv | Wait | Send, messages: tupl
     named = [(name, message.edge.target) for message in messages for name in plan.names(message.edge)]
     arriving = [plan.arriving(name, target.stage) for name, target in named]
     layouts = _listed([_layout(name) for name, _ in named])
-    pending = f"from_{color_text(edge.source)}_to_{color_text(edge.target)}"
+    pending = f"from_{plan.op_name(edge.source)}_to_{plan.op_name(edge.target)}"
     match instruction:
         case PostRecv():
             left = Hole(Use.PENDING, arriving[0]) if len(named) == 1 else _give(pending)

@@ -82,7 +82,7 @@ class Loop:
         self.varying: dict[str, Values] = {}
         self.used: set[str] = {CARRY}
         self.arguments = _Arguments()
-        self.carried = [slot for slot in run.carried if not run.is_moved(slot)]
+        self.carried = _kept(run)
         self.moved = [slot for slot in run.carried if run.is_moved(slot)]
 
     def lines(self) -> Iterator[Statement]:
@@ -161,18 +161,18 @@ class Loop:
 
     def _given(self) -> list[tuple[str, list[str]]]:
         """The lists that the function unpacks: name, and the names of its values."""
-        for slot in self.carried:
-            own = self.texts[slot.example] = self._new(self._prefix(slot.example) + f"{self.base}_in")
+        for slot, name in _input_names(self.run).items():
+            own = self.texts[slot.example] = self._new(name)
             self.arguments.add(own, self._final(slot))
         unpacked: list[tuple[str, list[str]]] = []
         if self.moved:
             for slot in self.moved:
-                self.texts[slot.example] = self._new(self._prefix(slot.example) + f"{self.base}_in")
+                self.texts[slot.example] = self._new(_prefix(slot.example) + f"{self.base}_in")
             self.arguments.add(CARRY, CARRY)
             unpacked.append((CARRY, [self.texts[slot.example] for slot in self.moved]))
         for taken, stack in self.takes:
-            for slot in taken.slots:
-                self.texts[slot.example] = self._new(self._local(slot.nodes))
+            for k, slot in enumerate(taken.slots):
+                self.texts[slot.example] = self._new(self._taken_name(taken, k))
             own = self._unused(taken.container)
             self.arguments.add(own, f"{stack}.pop()")
             unpacked.append((own, [self.texts[slot.example] for slot in taken.slots]))
@@ -263,6 +263,13 @@ class Loop:
         self.used.add(found)
         return found
 
+    def _taken_name(self, taken: Taken, k: int) -> str:
+        """The name of value k of a record: an input of the periods that give it is called so here, too."""
+        given = None if taken.stack is None else taken.stack.values[k]
+        if taken.stack is not None and isinstance(given, Slot):
+            return _input_names(taken.stack.run)[given]
+        return self._local(taken.slots[k].nodes)
+
     def _local(self, nodes: Sequence[fx.Node]) -> str:
         """The name of a value, by period, without the path of the period's module; that of a module outside,
         which counts the ops of all periods, also without a number."""
@@ -271,14 +278,10 @@ class Loop:
         known = (identifier(".".join(own[k:])).lstrip("_") for k in range(len(own)))
         prefix = next((word for word in known if bare.startswith(f"{word}_")), None)
         if prefix is None:
-            return self._prefix(node) + _without_number(bare)
+            return _prefix(node) + _without_number(bare)
         rest, within = bare[len(prefix) :], self._within(nodes)
         rest = rest if len({*map(_path, nodes)}) > 1 else _without_number(rest)
-        return f"{self._prefix(node)}{identifier(within) if within else self.base}{rest}"
-
-    @staticmethod
-    def _prefix(node: fx.Node) -> str:
-        return "d_" if node.name.startswith("d_") else ""
+        return f"{_prefix(node)}{identifier(within) if within else self.base}{rest}"
 
     def _place(self, node: fx.Node) -> str:
         if not any(_path(node)) and not node.meta["origin"].source:
@@ -293,6 +296,21 @@ class Loop:
         words, depth = _alike(paths), len(self.around)
         is_inside = len({*paths}) > 1 and words[:depth] == self.around
         return ".".join(words[depth:]) if is_inside else ""
+
+
+def _kept(run: Repeated) -> list[Slot]:
+    """The carried values that the next period does not free."""
+    return [slot for slot in run.carried if not run.is_moved(slot)]
+
+
+def _input_names(run: Repeated) -> dict[Slot, str]:
+    """The names of these values as arguments of a period."""
+    numbered = ((slot, f"_{k}" if k > 1 else "") for k, slot in enumerate(_kept(run), start=1))
+    return {slot: f"{_prefix(slot.example)}{base_name(run)}_in{number}" for slot, number in numbered}
+
+
+def _prefix(node: fx.Node) -> str:
+    return "d_" if node.name.startswith("d_") else ""
 
 
 def base_name(run: Repeated) -> str:

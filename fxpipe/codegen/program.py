@@ -8,11 +8,12 @@ from fxpipe.codegen.functions import function_sources
 from fxpipe.codegen.head import head_source
 from fxpipe.codegen.once import once_source
 from fxpipe.codegen.rank_plan import RankPlan
-from fxpipe.codegen.step import step_source
+from fxpipe.codegen.step import called_ops, step_calls, step_source
 
 
 def program_source(plan: RankPlan) -> str:
-    names = Aliases(plan.own)
+    names, calls = Aliases(plan.own), step_calls(plan)
     functions = [once_source(plan.once, names)] if plan.once else []
     functions += function_sources(plan.own, plan.calls, names, plan.compiled)
-    return "\n\n\n".join([head_source(plan, names), *functions, step_source(plan)]) + "\n"
+    head = head_source(plan, names, called_ops(plan, calls))
+    return "\n\n\n".join([head, *functions, step_source(plan, calls)]) + "\n"

@@ -16,7 +16,7 @@ from fxpipe.ir.graph import Section, Value
 from fxpipe.ir.sections import SectionEdge
 from fxpipe.schedule.costs import Costs, Edge
 from fxpipe.schedule.lowering.instructions import Collective, Instruction, PostRecv, Send, StartCollective
-from fxpipe.schedule.ops import Activation, Color
+from fxpipe.schedule.ops import Activation, Color, OpKind, Phase
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,12 +34,22 @@ class RankPlan:
     tensors: dict[str, torch.Tensor]  # fake tensors of the values that cross between stages
     places: Mapping[Activation, int]  # the offsets of offloaded values in the rank's pool
     costs: Costs  # predicted
+    joined: frozenset[int]  # the stages that run every B and W as one op
     compiled: frozenset[Color] = frozenset()  # the sections that Inductor compiles
 
     @cached_property
     def own(self) -> tuple[Section, ...]:
         """The sections of this rank."""
         return tuple(s for s in self.sections if self.placement[s.stage] == self.rank)
+
+    def op_name(self, color: Color) -> str:
+        """The name of the op that runs a section."""
+        is_joined = color.stage in self.joined and color.phase is not Phase.F
+        return f"{OpKind.BW if is_joined else color.phase}{color.stage}"
+
+    def own_end(self, colors: tuple[Color, ...]) -> Color:
+        """The source or target of a collective: of several, that of this rank."""
+        return colors[self.rank] if len(colors) > 1 else colors[0]
 
     @cached_property
     def once(self) -> dict[fx.Node, str]:

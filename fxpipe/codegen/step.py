@@ -23,6 +23,7 @@ from fxpipe.ir.names import text_literal
 from fxpipe.schedule.lowering.instructions import (
     AllReduceGradient,
     AtEnd,
+    Compute,
     DivideGradients,
     GatherParameters,
     Validate,
@@ -51,9 +52,25 @@ class _Call:
         return f"{self.function.name}({', '.join(map(str, (self.microbatch, *self.arguments)))})"
 
 
-def step_source(plan: RankPlan) -> str:
-    warm_up, schedule = _lines(actions(plan))
-    calls = [call for line in (*warm_up, *schedule) for call in line]
+@dataclass(frozen=True)
+class StepCalls:
+    """By line, those of the warm-up, and those behind it."""
+
+    warm_up: list[list[_Call]]
+    schedule: list[list[_Call]]
+
+    def __iter__(self) -> Iterator[_Call]:
+        return (call for line in (*self.warm_up, *self.schedule) for call in line)
+
+
+def called_ops(plan: RankPlan, calls: StepCalls) -> list[str]:
+    """The ops of the order for which the step calls a function: on this rank, others have nothing to do."""
+    names = {f"{i.op.kind}{i.op.stage}" for i in plan.instructions if isinstance(i, Compute)}
+    return [f"{call.function.name}.{call.microbatch}" for call in calls if call.function.name in names]
+
+
+def step_source(plan: RankPlan, called: StepCalls) -> str:
+    warm_up, schedule, calls = called.warm_up, called.schedule, [*called]
     functions = list(dict.fromkeys(call.function for call in calls if call.function.lines))
     of_microbatch: defaultdict[int, list[OpFunction]] = defaultdict(list)
     for call in calls:
@@ -152,8 +169,8 @@ def _rows(names: Sequence[str], width: int) -> list[list[str]]:
     return rows
 
 
-def _lines(done: Sequence[Done]) -> tuple[list[list[_Call]], list[list[_Call]]]:
-    """The calls of each line: those of the warm-up, and those behind it."""
+def step_calls(plan: RankPlan) -> StepCalls:
+    done = actions(plan)
     slots = _slots(done)
     regular = _regular(slots)
     functions: dict[Action, OpFunction] = {}
@@ -169,7 +186,7 @@ def _lines(done: Sequence[Done]) -> tuple[list[list[_Call]], list[list[_Call]]]:
         begin = len(after)
     lines.append([*(slots[-1].after[begin:] if slots else done)])
     warm_up, rest = ([_calls(line, functions) for line in part] for part in _at_verdict(lines))
-    return [line for line in warm_up if line], [line for line in rest if line]
+    return StepCalls([line for line in warm_up if line], [line for line in rest if line])
 
 
 def _at_verdict(lines: list[list[Done]]) -> tuple[list[list[Done]], list[list[Done]]]:

@@ -20,7 +20,7 @@ from fxpipe.compiler.cut import Cut, finished
 from fxpipe.compiler.make_plan import make_plan
 from fxpipe.compiler.progress import Phases
 from fxpipe.compiler.tensor_ownership import tied_gradients
-from fxpipe.errors import ScheduleError
+from fxpipe.errors import ScheduleError, number_of
 from fxpipe.ir.liveness import Liveness
 from fxpipe.ir.sections import compiles, is_compiled, requested_outputs
 from fxpipe.ir.storage import call_nodes, graph_outputs, node_bytes
@@ -32,7 +32,7 @@ from fxpipe.schedule.lowering.lower import lower, with_gradients
 from fxpipe.schedule.lowering.validation import with_validation
 from fxpipe.schedule.offload.memory_pool import Pool
 from fxpipe.schedule.offload.memory_pool import pools as make_pools
-from fxpipe.schedule.ops import PHASES, OpKind, Phase, Schedule
+from fxpipe.schedule.ops import PHASES, Phase, Schedule
 from fxpipe.schedule.simulation.timeline import Timeline
 
 
@@ -64,7 +64,7 @@ def generate(
     if any(held.gradients for held in plan.tensors):
         instructions = with_validation(instructions, schedule.placement)
     prove(instructions, schedule.placement)
-    programs = _programs(plan, cut, instructions, pools)
+    programs = _programs(plan, cut, schedule, instructions, pools)
     with phase("check"):
         step = captured_as_data(captured.graph, cut)
         if step is not None and options.check:
@@ -105,22 +105,24 @@ def _finished(cut: Cut, live: Liveness, schedule: Schedule) -> tuple[Cut, tuple[
 
 def joined_stages(schedule: Schedule) -> frozenset[int]:
     """The stages that run every B and W as one op, and reload nothing for W alone."""
-    apart = {op.stage for ops in schedule.order for op in ops if op.kind in (OpKind.B, OpKind.W)}
-    apart |= {transfer.stage for transfer in schedule.transfers if transfer.user is Phase.W}
-    return frozenset(range(schedule.stages)) - apart
+    return schedule.joined - {transfer.stage for transfer in schedule.transfers if transfer.user is Phase.W}
 
 
-def _programs(plan: Plan, cut: Cut, instructions: Programs, pools: tuple[Pool, ...]) -> tuple[str, ...]:
+def _programs(
+    plan: Plan, cut: Cut, schedule: Schedule, instructions: Programs, pools: tuple[Pool, ...]
+) -> tuple[str, ...]:
     crossing = {name for edge in cut.edges for name in edge.names}
     fakes = {n.name: n.meta["val"] for n in call_nodes(cut.graph) if n.name in crossing}
     compiled = frozenset(s.color for s in cut.sections if is_compiled(s, cut.options.backend))
     calls, programs = signatures(cut.sections), []
     for rank in range(plan.ranks):
-        stages = ", ".join(f"{s.stage} ({s.first} … {s.last})" for s in plan.stages if s.rank == rank)
+        stages = ", ".join(
+            f"{s.stage} ({s.modules})" if s.modules else f"{s.stage}" for s in plan.stages if s.rank == rank
+        )
         title = (
             f"Rank {rank} of {plan.ranks}: {plan.model}, stage {stages}.",
             "",
-            f"Schedule {plan.schedule}, {plan.step.microbatches} microbatches.",
+            f"Schedule {plan.schedule}, {number_of(plan.step.microbatches, 'microbatch')}.",
             *([f"Gradients are accumulated in {plan.grad_dtype}."] if plan.grad_dtype else []),
         )
         programs.append(
@@ -137,6 +139,7 @@ def _programs(plan: Plan, cut: Cut, instructions: Programs, pools: tuple[Pool, .
                     tensors=fakes,
                     places=pools[rank].offsets if pools else {},
                     costs=plan.costs,
+                    joined=schedule.joined,
                     compiled=compiled,
                 )
             )

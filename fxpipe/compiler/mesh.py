@@ -28,6 +28,7 @@ from fxpipe.errors import (
     PartitionError,
     ScheduleError,
     VocabularyError,
+    number_of,
 )
 from fxpipe.ir.garbage import collector_paused
 from fxpipe.ir.storage import graph_outputs
@@ -126,7 +127,7 @@ def compare_meshes(
     found, best = list[TriedMesh](), inf
     phase.expect(len(numbers))
     for ranks in numbers:
-        with phase(f"{ranks} ranks"):
+        with phase(number_of(ranks, "rank")):
             search = _Search(planned, phase, sizes)
             for given in (tried for tried in wanted if tried.mesh.ranks == ranks):
                 found.append(given if given.why else search.tried(given.mesh, best))

@@ -11,7 +11,7 @@ import torch
 
 from fxpipe.compiler.passes import PASS_NAMES
 from fxpipe.cost.known_devices import device_names, is_device_name
-from fxpipe.errors import OptionError, at_least_one, suggested
+from fxpipe.errors import OptionError, at_least_one, number_of, suggested
 from fxpipe.ir.sections import BACKENDS
 from fxpipe.passes.recompute import LEVELS, Level
 from fxpipe.plan.lanes import LanePlan
@@ -131,8 +131,9 @@ def check(options: Options) -> None:
     stages = options.ranks * (options.stages_per_rank or 1)
     if stages * options.microbatches > MOST_FORWARDS:
         raise OptionError(
-            f"{options.microbatches} microbatches on {stages} stages are more than {MOST_FORWARDS:,} "
-            "forwards a step. Take fewer, larger microbatches, or accumulate the gradients of several steps."
+            f"{number_of(options.microbatches, 'microbatch')} on {number_of(stages, 'stage')} are more than "
+            f"{MOST_FORWARDS:,} forwards a step. Take fewer, larger microbatches, or accumulate the "
+            "gradients of several steps."
         )
     if options.shard not in (None, *SHARDS):
         raise OptionError(
@@ -212,7 +213,8 @@ def _check_costs(options: Options) -> None:
             )
         if len(costs) != options.ranks:
             raise OptionError(
-                f"costs names {len(costs)} devices and there are {options.ranks} ranks: name one for each."
+                f"costs names {number_of(len(costs), 'device')} for {number_of(options.ranks, 'rank')}: "
+                "name one for each."
             )
     elif not isinstance(costs, str) or not (costs in ("analytic", "measured") or is_device_name(costs)):
         raise OptionError(

@@ -14,7 +14,7 @@ from itertools import accumulate
 import torch
 from torch import fx
 
-from fxpipe.errors import PartitionError
+from fxpipe.errors import PartitionError, number_of
 from fxpipe.ir.graph import Color, Free, Phase, read_buffer
 from fxpipe.ir.storage import call_nodes, graph_outputs
 from fxpipe.partition.chain import Chain, CutChain, chain_of, crossing, without_color
@@ -127,8 +127,8 @@ def _cuts_by_cost(
 def _cuts_by_path(forward: list[fx.Node], stages: int, split_points: Sequence[str]) -> tuple[int, ...]:
     if len(split_points) != stages - 1:
         raise PartitionError(
-            f"{len(split_points)} split points make {len(split_points) + 1} stages, and {stages} are needed "
-            "(ranks × stages per rank)."
+            f"{number_of(len(split_points), 'split point')} make "
+            f"{number_of(len(split_points) + 1, 'stage')}, and {stages} are needed (ranks × stages per rank)."
         )
     paths = [n.meta["origin"].path for n in forward]
     cuts = []

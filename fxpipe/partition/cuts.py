@@ -14,7 +14,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from fxpipe.errors import PartitionError
+from fxpipe.errors import PartitionError, number_of
 
 SLACK = 0.02
 _ROUNDS = 3  # more change nothing
@@ -38,8 +38,8 @@ def choose_cuts(
     places = [i for i, b in enumerate(bytes[:-1]) if b != float("inf")]
     if len(places) < stages - 1:
         raise PartitionError(
-            f"The model can be cut into {len(places) + 1} stages at most, and {stages} are asked for. "
-            "Use fewer ranks or fewer stages per rank."
+            f"The model can be cut into {number_of(len(places) + 1, 'stage')} at most, and {stages} are "
+            "asked for. Use fewer ranks or fewer stages per rank."
         )
     if stages == 1:
         return ()

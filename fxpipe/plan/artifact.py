@@ -11,7 +11,7 @@ from typing import Annotated
 
 import torch
 
-from fxpipe.errors import ArtifactError
+from fxpipe.errors import ArtifactError, number_of
 from fxpipe.plan.check import check_plan
 from fxpipe.plan.lanes import NO_LANES, LanePlan
 from fxpipe.plan.meshes import TriedMesh
@@ -52,6 +52,14 @@ class StagePlan:
     first: str
     last: str
     parameters: tuple[str, ...]
+
+    @property
+    def modules(self) -> str:
+        """The modules as text; "" if there is none beside the model itself."""
+        first, last = (path or "the model itself" for path in (self.first, self.last))
+        if not (self.first or self.last):
+            return ""
+        return first if first == last else f"{first} … {last}"
 
 
 @dataclass(frozen=True)
@@ -221,7 +229,8 @@ class Plan:
 
     def __repr__(self) -> str:
         """Short: ``to_json`` has all of it."""
-        numbers = f"{self.ranks} ranks, {self.step.microbatches} microbatches, {len(self.stages)} stages"
+        things = {"rank": self.ranks, "microbatch": self.step.microbatches, "stage": len(self.stages)}
+        numbers = ", ".join(number_of(number, thing) for thing, number in things.items())
         return f"<Plan of {self.model}: {numbers}, schedule {self.schedule}>"
 
     @property

@@ -22,7 +22,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from fxpipe.errors import ArtifactError, OptionError
+from fxpipe.errors import ArtifactError, OptionError, number_of
 from fxpipe.plan.artifact import Artifact, Plan
 from fxpipe.plan.rows import ShardName
 from fxpipe.plan.spans import slices_of, spans_of
@@ -120,7 +120,9 @@ def evaluation_directory(directory: Path) -> Path:
 def _check_evaluation(plan: Plan, trained: Plan, directory: Path) -> None:
     """Raise ArtifactError if the plan of ``pipe.evaluate`` does not fit the tensors of the pipeline."""
     if plan.ranks != trained.ranks:
-        raise ArtifactError(f"{directory} has {plan.ranks} ranks, the pipeline {trained.ranks}. {AGAIN}")
+        raise ArtifactError(
+            f"{directory} has {number_of(plan.ranks, 'rank')}, the pipeline {trained.ranks}. {AGAIN}"
+        )
     for rank, (held, theirs) in enumerate(zip(plan.tensors, trained.tensors, strict=True)):
         missing = {*held.parameters} - {*theirs.parameters} | {*held.buffers} - {*theirs.buffers}
         for name in sorted(missing):

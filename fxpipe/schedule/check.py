@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from itertools import count
 
-from fxpipe.errors import ScheduleError
+from fxpipe.errors import ScheduleError, number_of
 from fxpipe.schedule.bound import lower_bound
 from fxpipe.schedule.costs import Costs
 from fxpipe.schedule.dependencies import SECTIONS_PER_STAGE, op_of_value, sections
@@ -51,17 +51,17 @@ def _check_placement(schedule: Schedule) -> None:
         raise _error(schedule, "needs at least one microbatch and one stage")
     for stage, rank in enumerate(schedule.placement):
         if not 0 <= rank < schedule.ranks:
-            raise _error(
-                schedule, f"stage {stage} is placed on rank {rank}, but there are {schedule.ranks} ranks"
-            )
+            ranks = number_of(schedule.ranks, "rank")
+            what = f"stage {stage} is placed on rank {rank}, but the schedule has {ranks}"
+            raise _error(schedule, what)
 
 
 def _check_holder(schedule: Schedule, rank: int, op: Op) -> None:
     if not (0 <= op.stage < schedule.stages and 0 <= op.microbatch < schedule.microbatches):
         raise _error(
             schedule,
-            f"rank {rank} runs {op}, but there are {schedule.stages} stages and "
-            f"{schedule.microbatches} microbatches, both counted from 0",
+            f"rank {rank} runs {op}, but the schedule has {number_of(schedule.stages, 'stage')} and "
+            f"{number_of(schedule.microbatches, 'microbatch')}, both counted from 0",
         )
     holder = schedule.placement[op.stage]
     if holder != rank:

@@ -6,7 +6,7 @@ microbatch, has the number section · microbatches + microbatch.
 
 from __future__ import annotations
 
-from fxpipe.errors import ScheduleError
+from fxpipe.errors import ScheduleError, number_of
 from fxpipe.schedule.costs import Costs, StageCost
 from fxpipe.schedule.ops import PHASES, Color, Op, OpKind, Phase, arrival
 
@@ -67,7 +67,9 @@ def needs(costs: Costs, placement: tuple[int, ...]) -> dict[OpKind, tuple[Needs,
     """
     stages = len(placement)
     if len(costs.stages) != stages:
-        raise ScheduleError(f"costs of {len(costs.stages)} stages given for {stages} placed stages")
+        raise ScheduleError(
+            f"costs of {number_of(len(costs.stages), 'stage')} given for {number_of(stages, 'placed stage')}"
+        )
     incoming: list[dict[int, float]] = [{} for _ in range(SECTIONS_PER_STAGE * stages)]
     for section in range(len(incoming)):
         if section % SECTIONS_PER_STAGE:

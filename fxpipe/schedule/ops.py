@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
 
-from fxpipe.errors import ScheduleError
+from fxpipe.errors import ScheduleError, number_of
 from fxpipe.schedule.stages import Vocabulary
-from fxpipe.schedule.units import number_of
 from fxpipe.strict import shown
 
 
@@ -150,6 +149,12 @@ class Schedule:
     @property
     def stages(self) -> int:
         return len(self.placement)
+
+    @property
+    def joined(self) -> frozenset[int]:
+        """The stages that run every B and W as one op."""
+        apart = {op.stage for ops in self.order for op in ops if op.kind in (OpKind.B, OpKind.W)}
+        return frozenset(range(self.stages)) - apart
 
     def is_vocabulary(self, stage: int) -> bool:
         vocabulary = self.vocabulary

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
 
-from fxpipe.errors import ScheduleError
+from fxpipe.errors import ScheduleError, number_of
 from fxpipe.schedule.bound import lower_bound
 from fxpipe.schedule.costs import Costs
 from fxpipe.schedule.engine.arrays import ScheduleArrays, least_period, schedule_arrays
@@ -202,7 +202,8 @@ def per_rank(limit: Limit, ranks: int) -> tuple[float, ...]:
     limits = (limit,) * ranks if isinstance(limit, int | float) else tuple(limit)
     if len(limits) != ranks:
         raise ScheduleError(
-            f"{len(limits)} memory limits for {ranks} ranks: give one for all, or one for each"
+            f"{number_of(len(limits), 'memory limit')} for {number_of(ranks, 'rank')}: give "
+            "one for all, or one for each"
         )
     for rank, bound in enumerate(limits):
         if not bound > 0:

@@ -37,11 +37,6 @@ def is_decimal(text: str) -> bool:
     return re.search(r"[kmgt]b\s*$", text, re.IGNORECASE) is not None
 
 
-def number_of(count: int, thing: str) -> str:
-    """``1 rank``, ``2 ranks``, ``2 microbatches``."""
-    return f"{count} {thing}{'' if count == 1 else 'es' if thing.endswith('ch') else 's'}"
-
-
 def bytes_text(count: float) -> str:
     """``1536`` to ``1.5 KiB``."""
     return _scaled(count, 1024, ("B", "KiB", "MiB", "GiB", "TiB"))

@@ -11,7 +11,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
-from fxpipe.errors import RunError, at_least_one, printable
+from fxpipe.errors import RunError, at_least_one, number_of, printable
 from fxpipe.plan.artifact import Artifact, Plan
 from fxpipe.plan.lanes import LanePlan
 from fxpipe.plan.rows import joined
@@ -58,7 +58,8 @@ class LocalResult:
 
     def __repr__(self) -> str:
         elements = sum(grad.numel() for grad in self.grads.values())
-        parts = [f"grads of {len(self.grads)} parameters with {elements} elements"] if self.grads else []
+        grads = f"grads of {number_of(len(self.grads), 'parameter')} with {number_of(elements, 'element')}"
+        parts = [grads] if self.grads else []
         if self.peak_saved:
             parts.append(f"peak_saved={[*self.peak_saved[:MOST_SHOWN]]}")
         return f"LocalResult({', '.join([*shown(self.loss, self.outputs), *parts])})"

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from fxpipe.errors import FxpipeError, RunError
+from fxpipe.errors import FxpipeError, RunError, number_of
 from fxpipe.runtime.program.batch import given_leaves
 from fxpipe.runtime.program.comm import NoAnswer
 from fxpipe.runtime.program.outputs import Collected, On, StepResult, requested
@@ -170,8 +170,8 @@ class Runner(LocalRunner):
             lanes = plan.lanes.number
             of_lanes = f" of {lanes} lanes" if lanes > 1 else ""
             raise RunError(
-                f"This pipeline has {plan.ranks} ranks{of_lanes} and this is one process. Start the script "
-                f"with torchrun --nproc-per-node {plan.ranks * lanes}, or run all ranks here with "
+                f"This pipeline has {number_of(plan.ranks, 'rank')}{of_lanes} and this is one process. Start "
+                f"the script with torchrun --nproc-per-node {plan.ranks * lanes}, or run all ranks here with "
                 "pipe.run_local(batch)."
             )
         return self._runtime_of(0, LocalComm(LocalWorld(1), 0), {}, self._offloader(0))

@@ -9,6 +9,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from fxpipe.errors import number_of
 from fxpipe.plan.artifact import Plan
 from fxpipe.plan.memory import rank_memory
 from fxpipe.plan.meshes import Mesh, TriedMesh
@@ -16,7 +17,7 @@ from fxpipe.schedule.offload.transfers import offload_bytes
 from fxpipe.schedule.ops import Direction
 from fxpipe.schedule.simulation.simulator import simulate
 from fxpipe.schedule.tried import Tried
-from fxpipe.schedule.units import bubble_text, bytes_text, number_of, seconds_text, units_of
+from fxpipe.schedule.units import bubble_text, bytes_text, seconds_text, units_of
 from fxpipe.viz.gap import gap_texts
 from fxpipe.viz.seam_marks import NAME, many_steps
 from fxpipe.viz.summary import memory_rows
@@ -113,7 +114,7 @@ def _exchanged(plan: Plan) -> str:
 
 def _machines(plan: Plan) -> str:
     size = plan.costs.ranks_per_machine
-    return "" if size is None or size >= plan.ranks else f", {size} ranks on each machine"
+    return "" if size is None or size >= plan.ranks else f", {number_of(size, 'rank')} on each machine"
 
 
 def _moved(plan: Plan) -> str:
@@ -127,7 +128,7 @@ def _moved(plan: Plan) -> str:
     if not out:
         return f"; nothing of the {most} that might leave the ranks in a step does"
     moved = bytes_text(sum(offload_bytes(stages[t.stage], t.user) for t in out))
-    transfers = f"{len(out)} transfers to {plan.tier}"
+    transfers = f"{number_of(len(out), 'transfer')} to {plan.tier}"
     return f"; {moved} of the {most} that might leave the ranks in a step do, in {transfers}"
 
 

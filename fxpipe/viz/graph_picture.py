@@ -5,7 +5,7 @@ from __future__ import annotations
 import graphviz
 from rich.cells import cell_len
 
-from fxpipe.errors import shortened
+from fxpipe.errors import number_of, shortened
 from fxpipe.schedule.ops import Phase
 from fxpipe.schedule.units import bytes_text, flops_text
 from fxpipe.viz.boxes import Box, Boxes, BoxKey, Flow
@@ -42,7 +42,7 @@ def graph_picture(
 
 
 def _text(box: Box) -> tuple[str, str]:
-    size = f"{box.nodes} op{'s' * (box.nodes != 1)}"
+    size = number_of(box.nodes, "op")
     path = shortened(box.place.path) or "(the model itself)"
     return path, f"{size}, {flops_text(box.flops)}" if box.flops else size
 
@@ -95,7 +95,7 @@ def _box(dot: graphviz.Digraph, name: str, box: Box, text: tuple[str, ...], layo
 def _look(flow: Flow, largest: int) -> dict[str, str]:
     """largest: bytes of the largest flow between stages."""
     label = bytes_text(flow.bytes)
-    tip = f"{flow.values} value{'s' * (flow.values != 1)}, {label}"
+    tip = f"{number_of(flow.values, 'value')}, {label}"
     look = {"xlabel": label, "tooltip": tip, "arrowsize": "0.7"}
     if flow.crosses:
         width = 1.5 + 2.5 * flow.bytes / max(largest, 1)

@@ -13,12 +13,12 @@ from pathlib import Path
 import graphviz
 from torch import fx
 
-from fxpipe.errors import FxpipeError
+from fxpipe.errors import FxpipeError, number_of
 from fxpipe.ir.graph import Section
 from fxpipe.plan.artifact import Plan
 from fxpipe.schedule.simulation.steps import Steps
 from fxpipe.schedule.simulation.timeline import Timeline
-from fxpipe.schedule.units import bytes_text, number_of, seconds_text
+from fxpipe.schedule.units import bytes_text, seconds_text
 from fxpipe.viz.boxes import collapse
 from fxpipe.viz.graph_picture import graph_picture
 from fxpipe.viz.render import render

@@ -7,7 +7,7 @@ from pathlib import PurePath
 import graphviz
 from torch import fx
 
-from fxpipe.errors import shortened
+from fxpipe.errors import number_of, shortened
 from fxpipe.ir.compat import OpOverload
 from fxpipe.ir.graph import Kind, Origin, Section, Value
 from fxpipe.ir.storage import node_bytes
@@ -47,8 +47,8 @@ def section_picture(section: Section, sections: tuple[Section, ...], title: str)
     ops = [n for n in section.graph.nodes if n.op == "call_function"]
     lines = (
         title,
-        f"Stage {section.stage}, {phase} ({MEANING[phase]}): {len(ops)} ops, "
-        f"{len(section.inputs)} inputs, {len(section.outputs)} outputs",
+        f"Stage {section.stage}, {phase} ({MEANING[phase]}): {number_of(len(ops), 'op')}, "
+        f"{number_of(len(section.inputs), 'input')}, {number_of(len(section.outputs), 'output')}",
         "box: op; cylinder: parameter, buffer or accumulator; hexagon: from another section (grey: to one)",
     )
     dot.attr(label=dot_label([*lines, ""]), labelloc="t", ranksep="0.3", nodesep="0.2", **FONT)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from fxpipe.errors import printable, shortened
+from fxpipe.errors import number_of, printable, shortened
 from fxpipe.plan.artifact import Plan
 from fxpipe.plan.memory import RankMemory, rank_memory
 from fxpipe.schedule.costs import StageCost
-from fxpipe.schedule.units import bubble_text, bytes_text, number_of, seconds_text, units_of
+from fxpipe.schedule.units import bubble_text, bytes_text, seconds_text, units_of
 
 
 def summary(plan: Plan) -> list[str]:

@@ -8,7 +8,7 @@ from itertools import groupby
 from rich.style import Style
 from rich.text import Text
 
-from fxpipe.errors import printable
+from fxpipe.errors import number_of, printable
 from fxpipe.schedule.ops import Op
 from fxpipe.schedule.simulation.timeline import Timeline
 from fxpipe.viz import palette
@@ -35,7 +35,7 @@ def timeline_text(timeline: Timeline, width: int, colored: bool) -> Text:
     text = Text(no_wrap=True, overflow="crop")
     for before, rank in zip([-1, *shown], shown, strict=False):
         if rank != before + 1:
-            text.append(f"{'…':<{label}}{rank - before - 1} more ranks\n", "dim")
+            text.append(f"{'…':<{label}}{number_of(rank - before - 1, 'more rank')}\n", "dim")
         text.append(f"{rank:<{label}}", "dim")
         for op, cells in _blocks(timeline, rank, max(1, width - label)):
             text.append(*_block(timeline, op, cells, colored))

@@ -5,11 +5,11 @@ from __future__ import annotations
 import xml.etree.ElementTree as ET
 from dataclasses import dataclass
 
-from fxpipe.errors import printable
+from fxpipe.errors import number_of, printable
 from fxpipe.schedule.ops import Direction, Op, Phase
 from fxpipe.schedule.simulation.steps import Step, Steps
 from fxpipe.schedule.simulation.timeline import ExchangeSpan, Span, Timeline, TransferSpan
-from fxpipe.schedule.units import PHYSICAL, Units, bubble_text, number_of, ticks
+from fxpipe.schedule.units import PHYSICAL, Units, bubble_text, ticks
 from fxpipe.viz import seam_marks
 from fxpipe.viz.palette import EXCHANGED, OFFLOADED, PHASES, tint
 from fxpipe.viz.roles import MEANING, Role, color, role

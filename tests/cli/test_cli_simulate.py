@@ -158,7 +158,7 @@ def test_a_schedule_file(capsys, tmp_path):
     [
         (["--schedule", "1f1b"], "--schedule and --schedule-file exclude each other: give one of them"),
         (["--ranks", "3"], "schedule mine has 2 ranks, but the arguments or costs have 3"),
-        (["--microbatches", "3"], "schedule mine has 1 microbatches, but the arguments or costs have 3"),
+        (["--microbatches", "3"], "schedule mine has 1 microbatch, but the arguments or costs have 3"),
         (
             ["--memory-limit", "0.5"],
             "schedule mine needs 1 on rank 0, above the memory limit of 0.5: raise the limit, or offload",

@@ -75,7 +75,7 @@ def test_one_stage_is_not_cut():
 
 
 def test_the_end_is_no_place_to_cut():
-    with pytest.raises(PartitionError, match="into 1 stages at most, and 2 are asked for"):
+    with pytest.raises(PartitionError, match="into 1 stage at most, and 2 are asked for"):
         choose_cuts([1.0, 1.0], [math.inf, 0.0], 2)
 
 

@@ -163,7 +163,7 @@ def test_no_split_points_for_one_stage():
         (["blocks.9"], 2, "'blocks.9' is no module that the forward calls.*blocks.0, blocks.1"),
         ([""], 2, "'' is no module that the forward calls"),
         (["blocks.1", "blocks.2"], 2, "2 split points make 3 stages, and 2 are needed"),
-        ([], 2, "0 split points make 1 stages, and 2 are needed"),
+        ([], 2, "0 split points make 1 stage, and 2 are needed"),
         (["blocks.0"], 2, "'blocks.0' would leave the first stage empty"),
         (["blocks.2", "blocks.1"], 3, "different and in the order of the forward"),
         (["blocks.2", "blocks.2"], 3, "different and in the order of the forward"),
@@ -194,7 +194,7 @@ def test_more_stages_than_places_to_cut():
         def forward(self, x, y):
             return F.mse_loss(self.linear(x), y)
 
-    with pytest.raises(PartitionError, match=r"into \d+ stages at most, and 64 are asked for.*fewer ranks"):
+    with pytest.raises(PartitionError, match=r"into \d+ stages? at most, and 64 are asked for.*fewer ranks"):
         fxpipe.compile(Small(), numbers(2), ranks=64, microbatches=2, schedule="1f1b")
 
 

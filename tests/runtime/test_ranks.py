@@ -307,7 +307,7 @@ def test_a_loader_that_fails_is_named_on_all_ranks(attempts):
     directory, _ = attempts
     raising = 'raise ValueError("a bad row")'
     line = SCRIPT.read_text().split("\n").index(" " * 16 + raising) + 1
-    message = f"Rank 1 failed at ranks_worker.py:{line} ({raising}), after 1 steps: ValueError: a bad row"
+    message = f"Rank 1 failed at ranks_worker.py:{line} ({raising}), after 1 step: ValueError: a bad row"
     for rank, printed_by in enumerate(printed(directory / "logs", "stderr", RANKS, attempt=0)):
         assert (message in printed_by) == (rank != 1), printed_by
     assert all(when - failed(directory / "0", 1) < 5 for _, when in errors(directory / "0"))

@@ -189,7 +189,7 @@ def test_one_rank_has_no_bubble(name):
         ({"ranks": 0}, "ranks is 0; it must be at least 1"),
         ({"microbatches": 0}, "microbatches is 0; it must be at least 1"),
         ({"stages_per_rank": -1}, "stages_per_rank is -1; it must be at least 1"),
-        ({"ranks": 3}, "3 ranks of 1 stages each need the costs of 3 stages, not 2"),
+        ({"ranks": 3}, "3 ranks of 1 stage each need the costs of 3 stages, not 2"),
         ({"placement": "x"}, "unknown placement 'x'; known: plain, v"),
         ({"name": "zb-v", "stages_per_rank": 1}, "zb-v has 2 stages per rank, not 1"),
         ({"name": "interleaved", "stages_per_rank": 1}, "interleaved has at least 2 stages per rank, not 1"),

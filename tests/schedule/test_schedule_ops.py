@@ -42,9 +42,9 @@ def test_a_whole_schedule(text):
         ("F0.0 F0.0 BW0.0\nF1.0 BW1.0", "rank 0 runs F0.0 a second time, as F0.0"),
         ("F0.0 B0.0 BW0.0\nF1.0 BW1.0", "rank 0 runs B0.0 a second time, as BW0.0"),
         ("F0.0 BW0.0 F1.0 BW1.0\nF1.0", "rank 0 runs F1.0, but stage 1 is placed on rank 1"),
-        ("F0.0 BW0.0\nF1.0 BW1.0 F2.0", "rank 1 runs F2.0, but there are 2 stages and 1 microbatches"),
-        ("F0.0 BW0.0 F0.1\nF1.0 BW1.0", "rank 0 runs F0.1, but there are 2 stages and 1 microbatches"),
-        ("F0.0 BW0.0", "stage 1 is placed on rank 1, but there are 1 ranks"),
+        ("F0.0 BW0.0\nF1.0 BW1.0 F2.0", "rank 1 runs F2.0, but the schedule has 2 stages and 1 microbatch"),
+        ("F0.0 BW0.0 F0.1\nF1.0 BW1.0", "rank 0 runs F0.1, but the schedule has 2 stages and 1 microbatch"),
+        ("F0.0 BW0.0", "stage 1 is placed on rank 1, but the schedule has 1 rank"),
     ],
 )
 def test_a_schedule_that_is_not_whole(text, message):

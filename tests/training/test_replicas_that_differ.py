@@ -38,7 +38,7 @@ ERRORS = {
 #: What processes say where a step fails, in the order of ``worker.FAILURES``.
 FAILURES = (
     r"BatchError: 'x' has 3 rows, .* 4 are needed",
-    r"Rank [23] has ended, after 1 steps",
+    r"Rank [23] has ended, after 1 step",
 )
 
 

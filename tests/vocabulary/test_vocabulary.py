@@ -449,7 +449,7 @@ def test_no_stage_is_left_with_values_that_each_computes_for_itself() -> None:
 
 def test_a_model_of_fewer_stages_than_ranks_beside_its_vocabulary_layers() -> None:
     case = small(activation=False)
-    with pytest.raises(PartitionError, match=r"1 stages at most.*With vocab_parallel .* without its vocab"):
+    with pytest.raises(PartitionError, match=r"1 stage at most.*With vocab_parallel .* without its vocab"):
         spread(case, 2, "zb-h1", True)
     pipe = spread(case, 2, "zb-h1", "auto")
     assert pipe.plan.vocabulary is None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from fxpipe.errors import OptionError, at_least_one
+from fxpipe.errors import OptionError, at_least_one, number_of
 
 #: The name of the dimension of a pipeline's ranks in torch's own examples.
 PIPELINE = "pp"
@@ -37,7 +37,7 @@ def ranks_and_replicas(
     if found.dim() not in (1, 2) or not begins_well or not found.equal(wanted) or PIPELINE in names[:-1]:
         raise OptionError(_refused(given, lanes))
     if several and replicas not in (None, found.shape[0]):
-        raise OptionError(f"The mesh has {found.shape[0]} replicas, and replicas is {replicas}.")
+        raise OptionError(f"The mesh has {number_of(found.shape[0], 'replica')}, and replicas is {replicas}.")
     return ranks, found.shape[0] if several else replicas
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fxpipe.errors import ArtifactError, OptionError, RunError
+from fxpipe.errors import ArtifactError, OptionError, RunError, number_of
 from fxpipe.plan.number import number
 from fxpipe.runtime.job.attempt import agree_on_attempt
 from fxpipe.runtime.job.backend import RankPlace, backend_of, choose, is_gloo_alone
@@ -122,9 +122,10 @@ class Process(Collectives):
             wanted = lanes * (ranks if replicas is None else ranks * replicas)
             several = "" if replicas is not None else ", or a multiple of it for replicas"
             of_lanes = f" of {lanes} lanes" if lanes > 1 else ""
+            there = f"there {'is' if self.world_size == 1 else 'are'} {number_of(self.world_size, 'process')}"
             raise RunError(
-                f"The pipeline has {ranks} ranks{of_lanes}{_replicas(replicas)} and there are "
-                f"{self.world_size} processes. Start it with torchrun --nproc-per-node {wanted}{several}, or "
+                f"The pipeline has {number_of(ranks, 'rank')}{of_lanes}{_replicas(replicas)} and {there}. "
+                f"Start it with torchrun --nproc-per-node {wanted}{several}, or "
                 f"compile with ranks={self.world_size // lanes}{'' if replicas is None else ', replicas=1'}."
             )
         if (ranks, lanes) not in self._pipeline_groups and found.world_size > ranks:
@@ -267,7 +268,7 @@ _joined: tuple[dist.ProcessGroup | None, Process] | None = None
 
 
 def _replicas(number: int | None) -> str:
-    return "" if number is None else f" in {number} replica{'s' * (number > 1)}"
+    return "" if number is None else f" in {number_of(number, 'replica')}"
 
 
 def _entry(entries: Mapping[str, str], name: str) -> str:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from fxpipe.errors import RunError
+from fxpipe.errors import RunError, number_of
 from fxpipe.runtime.job.failure import BEAT, ENDED, FIRST, WATCHED, Failures, Sign, record
 from fxpipe.runtime.job.place import place_of_error, place_of_main_thread
 from fxpipe.runtime.job.survey import others_of, shared_survey
@@ -132,7 +132,7 @@ class Watch:
         """The steps that this rank has run, as text."""
         if self._trained is None:
             return "before the first step"
-        return f"after {self._trained.step_number} steps"
+        return f"after {number_of(self._trained.step_number, 'step')}"
 
     # -- what becomes of it -------------------------------------------------------------------------------
 

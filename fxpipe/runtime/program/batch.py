@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from fxpipe.errors import BatchError
+from fxpipe.errors import BatchError, number_of
 from fxpipe.plan.step import ASKED_NOTHING, Asked, BatchSpec, Leaf
 from fxpipe.plan.tensors import in_strides, is_dense, share_memory
 from fxpipe.runtime.torch_private import pytree
@@ -194,12 +194,12 @@ def _check(leaf: Leaf, value: Any, microbatches: int) -> None:
             example = f"an example of {given // microbatches}"
             remedy = f"If all batches have {given} rows, compile with {example}; else {remedy.lower()}"
         raise BatchError(
-            f"{leaf.name!r} has {given} rows, which do not make {microbatches} microbatches of "
-            f"{leaf.shape[0]}: {rows} are needed. {remedy}"
+            f"{leaf.name!r} has {number_of(given, 'row')}, which do not make "
+            f"{number_of(microbatches, 'microbatch')} of {leaf.shape[0]}: {rows} are needed. {remedy}"
         )
     if tuple(value.shape) != (rows, *leaf.shape[1:]):
         raise BatchError(
-            f"{leaf.name!r} has shape {tuple(value.shape)}; {microbatches} microbatches of "
+            f"{leaf.name!r} has shape {tuple(value.shape)}; {number_of(microbatches, 'microbatch')} of "
             f"{leaf.shape} make {(rows, *leaf.shape[1:])}."
         )
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import inf
 
-from fxpipe.errors import LimitError, ScheduleError
+from fxpipe.errors import LimitError, ScheduleError, number_of
 from fxpipe.schedule.candidate import Candidate, SearchResult
 from fxpipe.schedule.engine.order import Order
 from fxpipe.schedule.families.registry import SEARCHED, order_of
@@ -170,7 +170,7 @@ def _nothing_fits(variants: Sequence[Problem], comparison: Comparison) -> LimitE
         found = f"{units.limit(offloaded)}, with as much offload as the links carry. To need less, recompute"
         found += " activations"
     else:
-        shape = f"{at.stages_per_rank} stages per rank in {at.shape} placement"
+        shape = f"{number_of(at.stages_per_rank, 'stage')} per rank in {at.shape} placement"
         found = f"{units.limit(needed)}, with {shape}. To need less, offload or recompute activations"
     return LimitError(
         f"no schedule keeps the memory limit of {limit}; the smallest that one can keep is {found}, make "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fxpipe.errors import ScheduleError, suggested
+from fxpipe.errors import ScheduleError, number_of, suggested
 from fxpipe.schedule.costs import Costs
 from fxpipe.schedule.families.registry import FAMILIES, Family, check_least, order_of
 from fxpipe.schedule.ops import Schedule
@@ -108,6 +108,6 @@ def _check_family(family: Family, problem: Problem) -> None:
     given = len(problem.model.costs.stages)
     if given != stages:
         raise ScheduleError(
-            f"schedule {name}: {problem.ranks} ranks of {chunks} stages each need the costs of {stages} "
-            f"stages, not {given}"
+            f"schedule {name}: {number_of(problem.ranks, 'rank')} of {number_of(chunks, 'stage')} each need "
+            f"the costs of {number_of(stages, 'stage')}, not {given}"
         )

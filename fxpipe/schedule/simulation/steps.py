@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from fxpipe.errors import ScheduleError
+from fxpipe.errors import ScheduleError, number_of
 from fxpipe.schedule.check import check_whole
 from fxpipe.schedule.costs import Costs, Update
 from fxpipe.schedule.ops import Schedule, Validation
@@ -88,8 +88,8 @@ def simulate_steps(
         number = len(getattr(costs.update, name))
         if number not in (0, schedule.ranks):
             raise ScheduleError(
-                f"the costs have the updates of {number} ranks, and schedule {schedule.name} has "
-                f"{schedule.ranks}: give update.{name} one number for each rank"
+                f"the costs have the updates of {number_of(number, 'rank')}, and schedule {schedule.name} "
+                f"has {schedule.ranks}: give update.{name} one number for each rank"
             )
     lengths = warm_up_lengths(schedule, costs.edges) if validation == "post" else ()
     start: Start | None = None

@@ -21,7 +21,7 @@ import torch
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim.lr_scheduler import LRScheduler
 
-from fxpipe.errors import ArtifactError
+from fxpipe.errors import ArtifactError, number_of
 from fxpipe.plan.artifact import Plan
 from fxpipe.plan.rows import ShardName
 from fxpipe.plan.spans import Spans
@@ -212,8 +212,8 @@ def _of_replica(held: CheckpointFiles, user: Collection[str], process: Process |
     for name, states in found.items():
         if len(states) != replicas:
             raise ArtifactError(
-                f"{held.path} holds another state {name!r} for each of {len(states)} replicas, and this run "
-                f"has {replicas}. Start as many replicas, or leave {name!r} out of state=."
+                f"{held.path} holds another state {name!r} for each of {number_of(len(states), 'replica')}, "
+                f"and this run has {replicas}. Start as many replicas, or leave {name!r} out of state=."
             )
     return {name: states[replica] for name, states in found.items()}
 
@@ -283,8 +283,8 @@ def _check_optimizer(plan: Plan, optimizer: PipelineOptimizer, held: CheckpointF
         )
     if len(held.groups) != len(groups):
         raise ArtifactError(
-            f"{path} has the state of an optimizer with {len(held.groups)} groups, and this one has "
-            f"{len(groups)}. Make it with the same groups."
+            f"{path} has the state of an optimizer with {number_of(len(held.groups), 'group')}, and this one "
+            f"has {len(groups)}. Make it with the same groups."
         )
     trained = {name.tensor for tensors in plan.tensors for name in tensors.gradients}
     with files.reading(path):

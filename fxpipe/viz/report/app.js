@@ -70,9 +70,9 @@ class App {
     const most = ([bytes, rank]) => `${bytesText(bytes)} (rank ${rank})`;
     fill(document.querySelector("h1"), head.model, el("span", {}, ` ${head.schedule}`));
     const facts = [
-      `${head.ranks} ranks${head.lanes > 1 ? ` of ${head.lanes} lanes` : ""}`,
+      `${numberOf(head.ranks, "rank")}${head.lanes > 1 ? ` of ${head.lanes} lanes` : ""}`,
       head.stages === head.ranks ? "" : `${head.stages} stages`,
-      `${head.microbatches} microbatches`,
+      numberOf(head.microbatches, "microbatch"),
       head.replicas > 1 ? `${head.replicas} replicas` : "",
       `step ${secondsText(head.seconds)}`,
       this.model.measured ? `measured ${secondsText(this.model.measured.seconds)}` : "",

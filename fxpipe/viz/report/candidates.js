@@ -74,7 +74,7 @@ function candidatesTab(model, host) {
       ),
     );
   host.append(
-    el("h2", {}, `All ${all.length} candidates: step against memory`),
+    el("h2", {}, `All ${numberOf(all.length, "candidate")}: step against memory`),
     plot,
     el(
       "p",

@@ -47,6 +47,7 @@ let BYTES = [1024, ["B", "KiB", "MiB", "GiB", "TiB"]]; // or powers of 1000, as 
 const bytesText = (count) => scaled(count, ...BYTES);
 const flopsText = (count) => scaled(count, 1000, ["FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP"]);
 const countText = (count) => scaled(count, 1000, ["", "k", "M", "G", "T"]).trim();
+const numberOf = (count, thing) => `${count} ${thing}${count === 1 ? "" : thing.endsWith("ch") ? "es" : "s"}`;
 const percent = (share) => `${digits(100 * share)}%`;
 const bubbleText = (share) => `${(100 * share).toFixed(2)}%`; // as fxpipe/units.py writes it
 

@@ -115,7 +115,7 @@ function linksTab(model, host) {
   );
   if (links.transfers.some(([out, back]) => out || back))
     host.append(
-      el("h2", {}, `Offload to ${model.head.tier}: ${bytesText(links.moved)} in ${links.offloads} transfers`),
+      el("h2", {}, `Offload to ${model.head.tier}: ${bytesText(links.moved)} in ${numberOf(links.offloads, "transfer")}`),
       table(
         ["rank", "seconds of offloads", "seconds of reloads"],
         links.transfers.map(([out, back], rank) => [rank, secondsText(out), secondsText(back)]),
