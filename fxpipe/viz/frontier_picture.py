@@ -10,12 +10,15 @@ from fxpipe.errors import printable
 from fxpipe.schedule.ops import Phase
 from fxpipe.schedule.units import PHYSICAL, Units, bubble_text, ticks
 from fxpipe.viz.palette import PHASES
+from fxpipe.viz.text_width import text_width
 
 WIDTH, HEIGHT = 760, 420  # of the plot, in pixels
 LEFT, TOP, RIGHT, BOTTOM = 76, 64, 130, 56
 LINE = 13  # height of a label
+FONT = 11
 STYLE = (
-    "text{font:11px Helvetica,Arial,sans-serif;fill:#222}.end{text-anchor:end}.middle{text-anchor:middle}"
+    f"text{{font:{FONT}px Helvetica,Arial,sans-serif;fill:#222}}"
+    ".end{text-anchor:end}.middle{text-anchor:middle}"
     f".grid{{stroke:#ddd}}.best{{fill:none;stroke:{PHASES[Phase.F]};stroke-width:2}}"
     f".dot{{fill:#999}}.on{{fill:{PHASES[Phase.F]}}}.lead{{stroke:#999;stroke-width:.7}}"
 )
@@ -81,7 +84,7 @@ def _dots(
         look = {"cx": f"{x:g}", "cy": f"{y:g}", "r": "4", "class": "on" if point in best else "dot"}
         figures = f"{point.name}: {units.memory(point.memory)}, bubble {bubble_text(point.bubble)}"
         ET.SubElement(ET.SubElement(svg, "circle", look), "title").text = printable(figures)
-        left, right, base = x + 8, x + 8 + 6.2 * len(point.name), y - 3
+        left, right, base = x + 8, x + 8 + text_width(point.name, FONT), y - 3
         while any(left < end and right > begin and abs(base - at) < LINE for begin, end, at in taken):
             base += 1
         taken.append((left, right, base))

@@ -16,6 +16,7 @@ from fxpipe.viz.roles import MEANING
 
 FONT = {"fontname": "Helvetica", "fontsize": "10"}
 GREY = "#666666"
+FRAME = "#F6F6F6"
 TERMINAL = 90.0  # from a frame to the middle of a batch leaf beside it
 
 
@@ -74,7 +75,7 @@ def _frame(dot: graphviz.Digraph, stage: int, lines: tuple[str, ...], frame: Fra
             lp=_at(head),
             bb=f"{frame.left},{-frame.bottom},{frame.right},{-frame.top}",
         )
-        drawn.attr(style="rounded,filled", color="#888888", fillcolor="#F6F6F6", **FONT)
+        drawn.attr(style="rounded,filled", color="#888888", fillcolor=FRAME, **FONT)
 
 
 def _box(dot: graphviz.Digraph, name: str, box: Box, text: tuple[str, ...], layout: GraphLayout) -> None:
@@ -96,7 +97,7 @@ def _look(flow: Flow, largest: int) -> dict[str, str]:
     """largest: bytes of the largest flow between stages."""
     label = bytes_text(flow.bytes)
     tip = f"{number_of(flow.values, 'value')}, {label}"
-    look = {"xlabel": label, "tooltip": tip, "arrowsize": "0.7"}
+    look = {"xlabel": _over_lines(label), "tooltip": tip, "arrowsize": "0.7"}
     if flow.crosses:
         width = 1.5 + 2.5 * flow.bytes / max(largest, 1)
         return look | {
@@ -108,6 +109,12 @@ def _look(flow: Flow, largest: int) -> dict[str, str]:
         note = {"tooltip": f"{tip}, {bytes_text(flow.offloaded)} of it can be offloaded"}
         return look | note | {"penwidth": "1.2", "color": OFFLOADED, "style": "dashed"}
     return look | {"penwidth": "0.8", "color": GREY}
+
+
+def _over_lines(text: str) -> str:
+    """A label with a background: graphviz cannot keep it off the lines of other flows."""
+    table = f"<TABLE BORDER='0' CELLBORDER='0' CELLSPACING='0' CELLPADDING='0' BGCOLOR='{FRAME}'>"
+    return f"<{table}<TR><TD>{text}</TD></TR></TABLE>>"
 
 
 def _terminals(dot: graphviz.Digraph, boxes: Boxes, ids: dict[BoxKey, str], layout: GraphLayout) -> None:

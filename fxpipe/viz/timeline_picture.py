@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import xml.etree.ElementTree as ET
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from fxpipe.errors import number_of, printable
 from fxpipe.schedule.ops import Direction, Op, Phase
@@ -13,21 +14,24 @@ from fxpipe.schedule.units import PHYSICAL, Units, bubble_text, ticks
 from fxpipe.viz import seam_marks
 from fxpipe.viz.palette import EXCHANGED, OFFLOADED, PHASES, tint
 from fxpipe.viz.roles import MEANING, Role, color, role
+from fxpipe.viz.text_width import text_width
 
 BAR = 22  # heights, in pixels
 MEMORY = 26
 LINK = 7  # each direction of a rank's link, if it has transfers; its exchanges with other replicas
-TOP = 84
+TOP = 84  # above the rows of ranks, if the legend is one line
+LEGEND = 18  # from one line of the legend to the next
+FONT = 11
+BOX = 18  # width of a box of the legend, with the room behind it
 LEFT, RIGHT = 64, 110
 LETTER = 5.6  # width of a digit in a rectangle, in the widest of common fonts
-WORDS = 6.5  # of a letter beside one
 OP_WIDTH = 30  # average width of an op, if the maximum width of the picture permits
 NARROWEST, WIDEST = 900, 4800
 
 COLORS = {shown: "url(#BW)" if shown is Role.BW else color(shown) for shown in Role}
 EXCHANGES = {"sum": "gradients summed", "gather": "parameters gathered"}  # over replicas
 STYLE = (
-    "text{font:11px Helvetica,Arial,sans-serif;fill:#222}.n{font-size:9px;text-anchor:middle}"
+    f"text{{font:{FONT}px Helvetica,Arial,sans-serif;fill:#222}}.n{{font-size:9px;text-anchor:middle}}"
     "rect{stroke:#fff;stroke-width:.5}.idle{fill:#ececec;stroke:none}.held{fill:#c9b8d8;stroke:#7a5c99}"
     f".offload{{fill:{OFFLOADED}}}.reload{{fill:{tint(OFFLOADED, 0.45)}}}"
     f".sum{{fill:{EXCHANGED}}}.gather{{fill:{tint(EXCHANGED, 0.45)}}}"
@@ -63,16 +67,21 @@ def timeline_svg(shown: Timeline | Steps, title: str, units: Units = PHYSICAL) -
     pixels = min(max(NARROWEST, longest * OP_WIDTH), WIDEST)
     scale = _scale(steps, pixels)
     pitch = _pitch(timeline)
-    width, height = LEFT + pixels + RIGHT, TOP + ranks * pitch + 26
+    width = LEFT + pixels + RIGHT
+    legend = _legend(timeline, shown if isinstance(shown, Steps) else None, width)
+    top = TOP + LEGEND * legend[-1].line
+    height = top + ranks * pitch + 26
     box = {"width": f"{width}", "height": f"{height}", "viewBox": f"0 0 {width} {height}"}
     svg = ET.Element("svg", {"xmlns": "http://www.w3.org/2000/svg", **box})
     ET.SubElement(svg, "style").text = STYLE
     _stripes(svg)
     ET.SubElement(svg, "rect", {"width": "100%", "height": "100%", "style": "fill:#fff"})
     _head(svg, timeline, shown if isinstance(shown, Steps) else None, title, units)
-    _axis(svg, scale, TOP + ranks * pitch, units)
+    for key in legend:
+        _key(svg, key)
+    _axis(svg, scale, top, top + ranks * pitch, units)
     for rank in range(ranks):
-        row = ET.SubElement(svg, "g", {"transform": f"translate({LEFT} {TOP + rank * pitch})"})
+        row = ET.SubElement(svg, "g", {"transform": f"translate({LEFT} {top + rank * pitch})"})
         _row(row, steps, rank, scale, units)
     return ET.tostring(svg, encoding="unicode") + "\n"
 
@@ -119,7 +128,20 @@ def _head(svg: ET.Element, timeline: Timeline, steps: Steps | None, title: str, 
         how = seam_marks.NAME[steps.validation]
         figures = f"{len(steps.steps)} steps of many with {how}: {units.time(steps.period)} a step, {peak}"
     _text(svg, 12, 42, figures)
-    x = 12.0
+
+
+class _Key(NamedTuple):
+    """An entry of the legend, from ``x`` on; without a style it is text alone."""
+
+    style: str
+    text: str
+    x: float
+    line: int
+
+
+def _legend(timeline: Timeline, steps: Steps | None, width: float) -> list[_Key]:
+    """As many lines as hold the entries in a picture of this width."""
+    schedule = timeline.schedule
     roles = {role(span.op, schedule) for spans in timeline.spans for span in spans}
     keys = [(str(shown), f"{shown} {MEANING[shown]}") for shown in Role if shown in roles]
     keys += [("idle", "idle"), ("held", "memory held between ops")]
@@ -130,20 +152,32 @@ def _head(svg: ET.Element, timeline: Timeline, steps: Steps | None, title: str, 
         keys += [(what, text) for what, text in EXCHANGES.items() if what in exchanged]
     if steps is not None:
         keys += seam_marks.keys(steps.steps)
-    for style, text in keys:
-        ET.SubElement(svg, "rect", {"x": f"{x}", "y": "52", "width": "14", "height": "12", "class": style})
-        _text(svg, x + 18, 62, text)
-        x += 18 + WORDS * len(text) + 16
-    if stages:
-        _text(svg, x, 62, "a number is stage.microbatch, or the microbatch; paler: a later stage of its rank")
+    if schedule.stages != schedule.ranks:
+        note = "a number is stage.microbatch, or the microbatch; paler: a later stage of its rank"
     else:
-        _text(svg, x, 62, "a number is the microbatch")
+        note = "a number is the microbatch"
+    x, line, placed = 12.0, 0, list[_Key]()
+    for style, text in [*keys, ("", note)]:
+        end = x + BOX * bool(style) + text_width(text, FONT)
+        if placed and end > width - 12:
+            x, end, line = 12.0, end - x + 12, line + 1
+        placed.append(_Key(style, text, x, line))
+        x = end + 16
+    return placed
 
 
-def _axis(svg: ET.Element, scale: Scale, bottom: int, units: Units) -> None:
+def _key(svg: ET.Element, key: _Key) -> None:
+    y = 52 + LEGEND * key.line
+    if key.style:
+        box = {"x": f"{key.x:g}", "y": f"{y}", "width": "14", "height": "12", "class": key.style}
+        ET.SubElement(svg, "rect", box)
+    _text(svg, key.x + BOX * bool(key.style), y + 10, key.text)
+
+
+def _axis(svg: ET.Element, scale: Scale, top: int, bottom: int, units: Units) -> None:
     for tick in ticks(scale.seconds, int(scale.pixels / 90)):
         x = LEFT + scale(scale.start + tick)
-        line = {"x1": f"{x}", "x2": f"{x}", "y1": f"{TOP - 4}", "y2": f"{bottom}", "stroke": "#ccc"}
+        line = {"x1": f"{x}", "x2": f"{x}", "y1": f"{top - 4}", "y2": f"{bottom}", "stroke": "#ccc"}
         ET.SubElement(svg, "line", line)
         _text(svg, x, bottom + 14, units.time(tick), style="text-anchor:middle")
 

@@ -21,12 +21,14 @@ from fxpipe.schedule.ops import Color, Phase, Schedule, parse_order
 from fxpipe.schedule.search.build import build
 from fxpipe.schedule.simulation.simulator import simulate
 from fxpipe.schedule.simulation.steps import simulate_steps
+from fxpipe.schedule.stages import Vocabulary
 from fxpipe.schedule.units import PLAIN, bytes_text, flops_text, number_text, seconds_text, ticks
 from fxpipe.viz.boxes import BoxKey, collapse
 from fxpipe.viz.graph_picture import graph_picture
 from fxpipe.viz.layout import lay_out
 from fxpipe.viz.pictures import draw
 from fxpipe.viz.section_picture import section_picture
+from fxpipe.viz.text_width import text_width
 from fxpipe.viz.timeline_picture import timeline_svg
 
 F, B, W = Phase.F, Phase.B, Phase.W
@@ -161,7 +163,7 @@ def test_graph_source_says_what_is_in_a_box_and_on_an_edge(pipe):
     assert source.count("->") == len(boxes.flows) + len(boxes.batch) + len(boxes.results)
     sent = [line for line in source.splitlines() if "->" in line and "penwidth=4.0" in line]
     assert len(sent) == 2
-    assert all('xlabel="128 B"' in line for line in sent)
+    assert all(">128 B<" in line for line in sent)
     assert {re.search(r'color="(#\w+)"', line)[1] for line in sent} == {"#56B4E9", "#E69F00"}
 
 
@@ -377,6 +379,38 @@ def test_a_loaded_pipeline_has_a_timeline(pipe, tmp_path):
     assert [f.name for f in loaded.draw(tmp_path)] == ["timeline.svg"]
     with pytest.raises(FxpipeError, match="loaded"):
         loaded.draw(tmp_path, expand=(0, "F"))
+
+
+def test_the_legend_has_lines_that_fit():
+    """With a wide font too: none of its texts ends behind the next box or the picture."""
+    order = parse_order("F0.0 F2.0 F4.0 B4.0 W4.0 B2.0 W2.0 B0.0 W0.0\nF1.0 F3.0 F5.0 BW5.0 B3.0 W3.0 BW1.0")
+    schedule = Schedule("hand", (0, 1) * 3, 1, order, vocabulary=Vocabulary(2, 2, 1))
+    costs = chain([StageCost(1.0, 1.0, 1.0)] * 6)
+    svg = ET.fromstring(timeline_svg(simulate(schedule, costs), "Model", PLAIN))
+    height, width = (float(svg.get(name)) for name in ("height", "width"))
+    legend = [t for t in svg.findall(f"{SVG}text") if 50 < float(t.get("y")) < height - 20]
+    boxes = [(float(r.get("x")), float(r.get("y"))) for r in svg.findall(f"{SVG}rect") if r.get("x")]
+    assert len({t.get("y") for t in legend}) == 2
+    assert len(boxes) == len(legend) - 1
+    for text in legend:
+        x, y = float(text.get("x")), float(text.get("y"))
+        behind = [left for left, top in boxes if left > x and top == y - 10]
+        assert x + text_width(text.text, 11) < min([*behind, width])
+    (first,) = {float(line.get("y1")) for line in svg.findall(f"{SVG}line")}
+    assert first > max(float(text.get("y")) for text in legend)
+
+
+@pytest.mark.parametrize(
+    ("text", "pixels"),
+    [
+        ("memory held between ops", 147.2),
+        ("S vocabulary, before its barrier", 171.1),
+        ("transformer.h.0.attn", 112.2),
+    ],
+)
+def test_a_text_has_room_in_a_wide_font(text, pixels):
+    """As measured in DejaVu Sans at 11 pixels."""
+    assert pixels <= text_width(text, 11) <= 1.1 * pixels
 
 
 def test_the_seam_between_two_steps():
