@@ -28,7 +28,7 @@ import fxpipe
 from fxpipe.cli import main
 from fxpipe.codegen import wrapping as layout
 from fxpipe.codegen.expressions import variable
-from fxpipe.errors import CaptureError, printable, shortened
+from fxpipe.errors import CaptureError, number_of, printable, shortened
 from fxpipe.ir import names
 from fxpipe.schedule.costs import StageCost, chain
 from fxpipe.schedule.search.build import build
@@ -502,3 +502,8 @@ def test_pictures_show_names_as_they_are(tmp_path):
     for svg in svgs[:2]:
         shown = "".join(ET.parse(svg).getroot().itertext()).replace("\xa0", " ")
         assert all(name in shown for name in ("\\N&amp;", "<b>\\l\\n", "{x|y} [%s]"))
+
+
+def test_a_number_agrees_with_its_noun():
+    assert [number_of(n, "rank") for n in (0, 1, 2)] == ["0 ranks", "1 rank", "2 ranks"]
+    assert [number_of(2, thing) for thing in ("microbatch", "process")] == ["2 microbatches", "2 processes"]

@@ -133,7 +133,7 @@ OPTIONS = {
     "no schedule at all": ({"schedule": 3}, "Unknown schedule 3. Known: auto, gpipe"),
     "placement": ({"placement": "w"}, "Unknown placement 'w'. Known: plain, v"),
     "costs": ({"costs": "H1000"}, r"Did you mean 'H100 SXM'\?"),
-    "costs of too few": ({"costs": ["H100"]}, "costs names 1 devices and there are 2 ranks"),
+    "costs of too few": ({"costs": ["H100"]}, "costs names 1 device for 2 ranks"),
     "effort": ({"effort": -1}, "effort is -1"),
     "vocab_parallel": ({"vocab_parallel": "3-barrier"}, "vocab_parallel is '3-barrier'"),
     "recompute": ({"recompute": "most"}, "recompute is 'most' and must be False or one of 'norms', 'full'"),

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fxpipe.errors import OptionError, at_least_one
+from fxpipe.errors import OptionError, at_least_one, number_of
 from fxpipe.plan.meshes import Mesh, TriedMesh
 from fxpipe.plan.step import Shard
 from fxpipe.runtime.program.batch import batch_leaves
@@ -47,7 +47,8 @@ class MeshRequest:
             for shard in shards:
                 why = ""
                 if rest or not microbatches:
-                    why = f"{self.rows} rows are no multiple of {replicas} replicas of {rows} rows"
+                    each = f"{number_of(replicas, 'replica')} of {number_of(rows, 'row')}"
+                    why = f"{self.rows} rows are no multiple of {each}"
                 yield TriedMesh(Mesh(ranks, replicas, max(1, microbatches), shard), why=why)
 
 

@@ -168,7 +168,7 @@ def test_batches_that_no_replicas_can_share():
     """6 microbatches are for 1 or 2 of 4 replicas."""
     tried = table(compiled(batch=6 * ROWS))
     assert f"{6 * ROWS} rows are no multiple of 4 replicas of {ROWS} rows" in tried["1 x 4"].why
-    with pytest.raises(OptionError, match=r"No mesh is possible: 100 rows are no multiple of 1 replicas"):
+    with pytest.raises(OptionError, match=r"No mesh is possible: 100 rows are no multiple of 1 replica of"):
         compiled(batch=100)
 
 

@@ -107,7 +107,7 @@ def test_a_rank_counts_as_its_slowest_replica():
 
 
 def test_a_device_for_each_rank_and_no_others():
-    with pytest.raises(fxpipe.OptionError, match="costs names 2 devices and there are 3 ranks"):
+    with pytest.raises(fxpipe.OptionError, match="costs names 2 devices for 3 ranks"):
         compiled(["H100", "A100"], ranks=3)
     with pytest.raises(
         fxpipe.OptionError, match=r"costs has 'measured' and must have names of devices\. Known: cpu, "
