@@ -10,7 +10,7 @@ from dataclasses import replace
 from fxpipe.codegen.actions import kind_of
 from fxpipe.codegen.rank_plan import RankPlan
 from fxpipe.codegen.wrapping import WIDTH
-from fxpipe.ir.graph import Kind
+from fxpipe.ir.graph import Kind, Value
 from fxpipe.ir.once import once_bytes
 from fxpipe.ir.storage import node_bytes
 from fxpipe.schedule.lowering.instructions import (
@@ -97,12 +97,12 @@ def _arrow(plan: RankPlan, source: Color, target: Color) -> str:
 
 def _sum(plan: RankPlan, instruction: AllReduceGradient) -> _Row:
     others = [str(rank) for rank in instruction.ranks if rank != plan.rank]
-    size = next(
+    size = next(  # of a rank that adds to it, which this one need not
         node_bytes(node)
-        for section in plan.own
-        for node in section.graph.find_nodes(op="placeholder")
-        if (given := node.meta.get("input")) is not None
-        and (given.kind, given.name) == (Kind.GRADIENT, instruction.name)
+        for section in plan.sections
+        if Value(Kind.GRADIENT, instruction.name) in section.inputs
+        for node, value in zip(section.graph.find_nodes(op="placeholder"), section.inputs, strict=True)
+        if value == Value(Kind.GRADIENT, instruction.name)
     )
     with_ranks = f"with {'rank' if len(others) == 1 else 'ranks'} {', '.join(others)}"
     return "all-reduce", with_ranks, f"the gradient of {instruction.name}", bytes_text(size)
