@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fxpipe.certificate.identities import permuted, rows_added
+from fxpipe.certificate.identities import PERMUTE, permuted, rows_added
 from fxpipe.certificate.layouts import layout_of, results_of
 from fxpipe.certificate.problems import Line, Rejected
 from fxpipe.certificate.schemas import Schema, arguments_of, draws, schema_of
@@ -214,7 +214,7 @@ class Calls:
 
 _ADD = schema_of(torch.ops.aten.add_.Tensor)
 #: Views that never are copies, of the same elements or some of them.
-_OTHER_ORDERS = ("aten.t", "aten.transpose", "aten.permute", "aten.unsqueeze", "aten.slice", "aten.select")
+_OTHER_ORDERS = (PERMUTE, "aten.slice", "aten.select")
 
 
 def op_term(terms: Terms, schema: Schema, given: dict[str, Any]) -> Term:

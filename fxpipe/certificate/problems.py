@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from fxpipe.schedule.units import bytes_text, number_of
+from fxpipe.errors import number_of
+from fxpipe.schedule.units import bytes_text
 
 
 class Line(NamedTuple):

@@ -437,11 +437,12 @@ def test_an_op_does_not_write_to_another_view_of_its_operand():
     )
 
 
-def test_an_op_does_not_write_to_what_is_expanded():
+@pytest.mark.parametrize("view", ["{}", "torch.ops.aten.transpose.int({}, 0, 1)"])
+def test_an_op_does_not_write_to_what_is_expanded(view):
     pattern = r"^    (\w+) = add_out\((\w+), (\w+), out=\3\)$"
     by = r"    first = torch.ops.aten.slice.Tensor(\3, -1, 0, 1)\n    \1 = add_out(\2, \2, out="
     sizes = re.search(r"# f32(\[.*\])", pipeline("tied_head").artifact.programs[0])[1]
-    by += f"torch.ops.aten.expand.default(first, {sizes}))"
+    by += view.format(f"torch.ops.aten.expand.default(first, {sizes})") + ")"
     line, found = problems("tied_head", 0, pattern, by)
     text = f"rank0.py:{line + 1}: writes to .*, several of whose elements are one in memory"
     assert any(re.search(text, problem) for problem in found), found
