@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxpipe.capture.same_layouts import give_own_values
 from fxpipe.capture.traced_nodes import nodes_after
 from fxpipe.errors import CaptureError
 from fxpipe.ir import compat
@@ -69,6 +70,7 @@ def functionalize(module: fx.GraphModule, inputs: list[Any]) -> fx.GraphModule:
         for node in left:
             _replace_alone(node, known)
         return module
+    give_own_values(module.graph)  # by which the new trace finds the nodes
     retrace = _Retrace(module)
     with torch.no_grad():
         return compat.make_fx(torch.func.functionalize(retrace.run))(*inputs)
@@ -112,10 +114,7 @@ def _replace_alone(node: fx.Node, known: dict[str, fx.Graph | None]) -> None:
             if op.target is aten.copy_.default and copies[op.args[0]].op != "placeholder":
                 continue  # back to the argument, which nobody reads any more
             copies[op] = graph.node_copy(op, copies.__getitem__)
-            val = op.meta["val"]
-            # A tensor of its own, by which ``_Retrace`` may find the node.
-            own = val.detach() if isinstance(val, torch.Tensor) else val
-            copies[op].meta = {**node.meta, "val": own}
+            copies[op].meta = {**node.meta, "val": op.meta["val"]}
     if isinstance(result, (tuple, list)):
         for item in list(node.users):
             item.replace_all_uses_with(copies[result[item.args[1]]])  # type: ignore[index]
@@ -193,7 +192,7 @@ def _layout(value: Any) -> tuple[Any, ...] | None:
 def _traced_alone(node: fx.Node) -> fx.Graph | None:
     """The op in functional form, with a placeholder per argument; None if its result has another layout."""
     sources = node.all_input_nodes
-    values = [n.meta.get("val") for n in sources]
+    values: list[Any] = [n.meta.get("val") for n in sources]
     if not all(isinstance(value, torch.Tensor) for value in values):
         return None
 
@@ -201,8 +200,8 @@ def _traced_alone(node: fx.Node) -> fx.Graph | None:
         given = dict(zip(sources, values, strict=True))
         return node.target(*fx.map_arg(node.args, given.get), **fx.map_arg(node.kwargs, given.get))  # type: ignore
 
-    with torch.no_grad():
-        traced = compat.make_fx(torch.func.functionalize(op))(*values).graph
+    with torch.no_grad():  # a trace tells its arguments apart by their tensors
+        traced = compat.make_fx(torch.func.functionalize(op))(*(x.detach() for x in values)).graph
     results, before = _listed(traced.output_node().args[0]), _listed(node.meta["val"])
     made = all(isinstance(result, fx.Node) and result.op == "call_function" for result in results)
     if traced.find_nodes(op="get_attr") or not made:

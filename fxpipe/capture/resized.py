@@ -10,7 +10,6 @@ counterpart in each of the other captures, found by its node's position.  Passes
 from __future__ import annotations
 
 import itertools
-import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,6 +17,7 @@ import numpy as np
 import torch
 from torch import fx
 
+from fxpipe.capture.same_layouts import give_own_values
 from fxpipe.errors import CaptureError, SizeError
 from fxpipe.ir.compat import pytree
 from fxpipe.ir.resized import ResizedTraces, monomials
@@ -81,7 +81,7 @@ def sample(
     capture: an example -> the graph.  Raises SizeError, naming op, module path and source line, where
     the step is not made of the same ops at other lengths.
     """
-    _give_own_values(graph)
+    give_own_values(graph)  # values of one layout may differ at other lengths
     first, failure = tuple(lengths.values()), None
     for smaller in (True, False):
         try:
@@ -94,15 +94,6 @@ def sample(
     raise SizeError(
         f"Costs for other sizes than the example's are unknown. {failure} Leave dimensions out."
     ) from failure
-
-
-def _give_own_values(graph: fx.Graph) -> None:
-    """Values of nodes that differ at other lengths are one where their layouts are equal at the example's."""
-    for node in graph.nodes:
-        if node.target is operator.getitem:
-            node.meta["val"] = node.args[0].meta["val"][node.args[1]]
-        elif node.op == "call_function":
-            node.meta["val"] = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, node.meta["val"])
 
 
 def _resized(example: Any, old: Mapping[str, int], new: Mapping[str, int]) -> Any:

@@ -6,10 +6,12 @@ torch knows the results of fake ops, too, but has to ask for all that an op may 
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from torch import fx
 
 from fxpipe.ir import compat
 from fxpipe.ir.compat import FakeTensor
@@ -48,7 +50,8 @@ class SameLayouts:
 
     def run(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The result of an op that reads no data, and writes to nothing or to what it returns; it is not
-        recorded in a trace.  And the value of its node: one for all ops on the same layouts."""
+        recorded in a trace.  And the value of its node: one for all ops on the same layouts, which tells
+        no node (``give_own_values``)."""
         tensors: list[FakeTensor] = []
         key = func, _form(args, tensors), _form(tuple(kwargs.items()), tensors)
         known = self._known.get(key)
@@ -63,6 +66,16 @@ class SameLayouts:
             found = _known(func, result, tensors) if is_same else None
             self._known[key] = None if found is None else (found, value)
         return result, value
+
+
+def give_own_values(graph: fx.Graph) -> None:
+    """Where a tensor has to tell a node: each node gets a value of its own."""
+    for node in graph.nodes:
+        if node.target is operator.getitem:
+            node.meta["val"] = node.args[0].meta["val"][node.args[1]]
+        elif node.op == "call_function":
+            own = compat.pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, node.meta["val"])
+            node.meta["val"] = own
 
 
 def _made(known: _Result, tensors: list[FakeTensor]) -> Any:

@@ -76,6 +76,19 @@ def item_of_several(h: torch.Tensor) -> torch.Tensor:
     return values + h
 
 
+def added_to_its_like(h: torch.Tensor) -> torch.Tensor:
+    one, other = (h * 2).sin(), (h * 3).sin()  # alike ops on the same layouts
+    one += other
+    return one * other
+
+
+def alike_in_rows(h: torch.Tensor) -> torch.Tensor:
+    one, other, third = ((h * k).sort(-1)[0] for k in (2, 3, 4))
+    one[:, 1:3] = other[:, 0:2]
+    one[:, 3:5] += third[:, 0:2]
+    return one * other + third
+
+
 class Buffer(nn.Module):
     def __init__(self, change: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]):
         super().__init__()
@@ -112,6 +125,7 @@ ALONE = {
     "dropped": dropped,
     "masked": masked,
     "itself": added_to_itself,
+    "its like": added_to_its_like,
     "other dtype": other_dtype,
     "batch norm": nn.Sequential(nn.BatchNorm1d(6), nn.ReLU(inplace=True)),
     "counted": Buffer(counted),
@@ -121,6 +135,7 @@ SHARED = {
     "rows": in_rows,
     "read through a view": read_through_a_view,
     "item of several": item_of_several,
+    "alike in rows": alike_in_rows,
     "batch norm twice": nn.Sequential(*[nn.BatchNorm1d(6)] * 2),
     "averaged": Buffer(averaged),
     "buffer seen before": Buffer(seen_before),
@@ -165,6 +180,22 @@ def test_the_same_graph_as_of_a_second_trace(name: str, monkeypatch: pytest.Monk
     assert structure(found) == structure(expected)
     if name in ALONE:  # a second trace makes views again, which takes up names
         assert names(found) == names(expected)
+
+
+@pytest.mark.parametrize("name", ["itself", "its like", "rows", "item of several", "alike in rows"])
+def test_numbers_are_those_of_eager(name: str) -> None:
+    found, x = captured(ALL[name]), torch.randn(5, 4)
+    torch.manual_seed(0)
+    model = Net(ALL[name])
+    inputs = [n.meta["input"] for n in found.graph.find_nodes(op="placeholder")]
+    values = {**dict(model.named_parameters()), "x": x}
+    module = fx.GraphModule(nn.Module(), found.graph)
+    outputs = module(*(values[given.name].detach() for given in inputs))
+    loss = model(x)
+    loss.backward()
+    torch.testing.assert_close(outputs.loss, loss.detach(), rtol=1e-6, atol=1e-6)
+    for key, parts in outputs.grads.items():
+        torch.testing.assert_close(sum(parts), model.get_parameter(key).grad, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ALL)
