@@ -71,9 +71,11 @@ class SameLayouts:
 def give_own_values(graph: fx.Graph) -> None:
     """Where a tensor has to tell a node: each node gets a value of its own."""
     for node in graph.nodes:
+        if node.op != "call_function" or "val" not in node.meta:  # of a check, for example
+            continue
         if node.target is operator.getitem:
             node.meta["val"] = node.args[0].meta["val"][node.args[1]]
-        elif node.op == "call_function":
+        else:
             own = compat.pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, node.meta["val"])
             node.meta["val"] = own
 
