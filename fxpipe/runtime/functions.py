@@ -87,4 +87,6 @@ def name_and_line(function: Callable[..., Any]) -> str:
 def code_of(function: Any) -> Any:
     """Its code, or that of its class if it is an object that can be called; None if neither is in Python."""
     found = unwrapped(function)
-    return getattr(found, "__code__", None) or getattr(type(found).__call__, "__code__", None)
+    # The attribute of the class of functions is a descriptor.
+    codes = (getattr(own, "__code__", None) for own in (found, type(found).__call__))
+    return next((code for code in codes if isinstance(code, types.CodeType)), None)

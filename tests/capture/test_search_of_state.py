@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import fxpipe
-from fxpipe.runtime.functions import names_in
+from fxpipe.runtime.functions import name_and_line, names_in
 
 
 class Unread:
@@ -85,3 +85,26 @@ def test_names_of_code():
         for op in dis.get_instructions(function.__code__):
             if op.opcode in dis.hasname:
                 assert op.argval in set().union(*given)
+
+
+def is_function(x, kind=types.FunctionType):
+    return isinstance(x, kind)
+
+
+class AsksForFunctions(nn.Module):
+    """As torchvision's models do, for a class whose ``__code__`` is no code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.kind = nn.Linear(3, 3), types.FunctionType
+
+    def forward(self, x):
+        return self.layer(x).sum() * (2 if is_function(is_function) and is_function(x, self.kind) else 3)
+
+
+def test_the_class_of_functions_is_reached():
+    assert name_and_line(types.FunctionType) == "builtins.function"
+    assert name_and_line(is_function).startswith(f"{__name__}.is_function (test_search_of_state.py:")
+    x, model = torch.ones(2, 3), AsksForFunctions()
+    pipe = fxpipe.compile(model, (x[:1],), ranks=1, microbatches=2, schedule="gpipe")
+    torch.testing.assert_close(pipe.run_local((x,)).loss, (model(x[:1]) + model(x[1:])) / 2)
