@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from fxpipe.certificate.terms import Layout, Term, Terms
+from fxpipe.certificate.terms import NUMBER, Layout, Term, Terms
 
 
 class Unknown(Exception):
@@ -67,7 +67,7 @@ def _call(terms: Terms, name: str, given: dict[str, Any]) -> Any:
 def _plain(terms: Terms, argument: Any) -> Any:
     """A canonical argument as torch takes it."""
     match argument:
-        case Term(op="number"):
+        case Term() if argument.op == NUMBER:
             return _plain(terms, argument["s"])
         case Term():
             layout = layout_of(terms, argument)

@@ -97,11 +97,11 @@ class GradientSum:
         for term, calls in foreign.items():
             left = [each for each in short if each not in instead.values()]
             if left:
-                forms = {
+                able = {
                     form: each for each in left for form in added_forms(reference.terms, each, self.dtype)
                 }
-                nearest = max(forms, key=partial(_likeness, term))
-                instead[term] = forms[nearest]
+                nearest = max(able, key=partial(_likeness, term))
+                instead[term] = able[nearest]
                 reference.note_difference(f"the gradient of {name}", calls[0][1], term, nearest)
             else:
                 text = f"the gradient of {name} has {term.written()}, which the captured step does not add"

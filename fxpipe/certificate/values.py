@@ -150,8 +150,10 @@ class Unread(Unknown, AttributeError):
 
 def is_printed_method(name: str) -> bool:
     """Whether a method of tensors, or a function of that name, gives something and changes nothing."""
-    is_op = hasattr(torch.ops.aten, name) and not name.endswith("_")
-    return name in _GIVES_NUMBERS or (is_op and callable(getattr(torch.Tensor, name, None)))
+    op = getattr(torch.ops.aten, name, None)
+    schemas = () if op is None else [getattr(op, each)._schema for each in op.overloads()]
+    gives = any(schema.returns and not schema.is_mutable for schema in schemas)
+    return name in _GIVES_NUMBERS or (gives and callable(getattr(torch.Tensor, name, None)))
 
 
 _GIVES_NUMBERS = ("tolist", "float", "double", "int", "long", "bool", "cpu")
@@ -192,10 +194,6 @@ def _method(value: object, name: str) -> Any:
     return Printed.function(name, value)
 
 
-def _printed(name: str) -> Callable[..., Printed]:
-    return lambda *given: Printed.function(name)(*given)
-
-
 def _refused(name: str) -> Callable[..., Any]:
     def refused(value: object, *_: object) -> Any:
         raise Unread(f"computes {name} of {value}")
@@ -204,25 +202,16 @@ def _refused(name: str) -> Callable[..., Any]:
 
 
 _ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "matmul", "pow", "and", "or", "xor")
+_COMPARISONS = ("neg", "abs", "invert", "lt", "le", "gt", "ge", "eq", "ne", "getitem")
+_NUMBERS = ("bool", "int", "float", "complex", "index", "len", "iter", "contains", "setitem", "delitem")
 for _class in (Value, Printed):
     for _name in _ARITHMETIC:
-        setattr(_class, f"__{_name}__", _printed(_name))
-        setattr(_class, f"__r{_name}__", _printed(f"r{_name}"))
+        setattr(_class, f"__{_name}__", Printed.function(_name))
+        setattr(_class, f"__r{_name}__", Printed.function(f"r{_name}"))
         setattr(_class, f"__i{_name}__", _refused(f"i{_name}"))  # it would change all views as well
-    for _name in ("neg", "abs", "invert", "lt", "le", "gt", "ge", "eq", "ne", "getitem"):
-        setattr(_class, f"__{_name}__", _printed(_name))
-    for _name in (
-        "bool",
-        "int",
-        "float",
-        "complex",
-        "index",
-        "len",
-        "iter",
-        "contains",
-        "setitem",
-        "delitem",
-    ):
+    for _name in _COMPARISONS:
+        setattr(_class, f"__{_name}__", Printed.function(_name))
+    for _name in _NUMBERS:
         setattr(_class, f"__{_name}__", _refused(_name))
 
 

@@ -64,7 +64,7 @@ def generate(
     if any(held.gradients for held in plan.tensors):
         instructions = with_validation(instructions, schedule.placement)
     prove(instructions, schedule.placement)
-    programs = _programs(plan, cut, schedule, instructions, pools)
+    programs = _programs(plan, cut, instructions, pools)
     with phase("check"):
         step = captured_as_data(captured.graph, cut)
         if step is not None and options.check:
@@ -108,9 +108,7 @@ def joined_stages(schedule: Schedule) -> frozenset[int]:
     return schedule.joined - {transfer.stage for transfer in schedule.transfers if transfer.user is Phase.W}
 
 
-def _programs(
-    plan: Plan, cut: Cut, schedule: Schedule, instructions: Programs, pools: tuple[Pool, ...]
-) -> tuple[str, ...]:
+def _programs(plan: Plan, cut: Cut, instructions: Programs, pools: tuple[Pool, ...]) -> tuple[str, ...]:
     crossing = {name for edge in cut.edges for name in edge.names}
     fakes = {n.name: n.meta["val"] for n in call_nodes(cut.graph) if n.name in crossing}
     compiled = frozenset(s.color for s in cut.sections if is_compiled(s, cut.options.backend))
@@ -139,7 +137,7 @@ def _programs(
                     tensors=fakes,
                     places=pools[rank].offsets if pools else {},
                     costs=plan.costs,
-                    joined=schedule.joined,
+                    joined=plan.ordered.joined,
                     compiled=compiled,
                 )
             )

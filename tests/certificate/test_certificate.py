@@ -634,6 +634,7 @@ def test_what_a_program_is_not_allowed():
         ("torch.add(blocks_gelu, 1, out=blocks_gelu)", "writes with torch.add: the check"),
         ("blocks_gelu.mul_(2)", "reads .mul_ of blocks_0_gelu: the check"),
         ("blocks_gelu.numpy()", "reads .numpy of blocks_0_gelu: the check"),
+        ("blocks_gelu.backward()", "reads .backward of blocks_0_gelu: the check"),
         ("blocks_gelu.detach().zero_()", "reads .zero_ of detach(blocks_0_gelu): the check"),
         ("blocks_gelu[0] = 1", "computes setitem of blocks_0_gelu: the check"),
         (

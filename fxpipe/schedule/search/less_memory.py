@@ -18,7 +18,7 @@ from fxpipe.schedule.simulation.simulator import simulate
 
 _STEPS = 6  # of the bisection
 _MOST = 3_000_000  # looks of annealing under a limit
-_NEAR = 1.05  # of the time: lists that are slower stay so (of 318 in drawn problems all but one)
+_NEAR = 1.05  # of the time: of 23 lists, of 318 drawn, that annealing made fast enough, 22 were as near
 
 
 def with_less_memory(given: Candidate, seed: int = 0) -> Candidate:
