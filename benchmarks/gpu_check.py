@@ -6,6 +6,8 @@
   ranks in one process, then as processes over nccl (as many as there are GPUs, up to four) and over gloo.
   With one GPU the ranks share it, and nccl is told that they lie on different machines.
   Bar: the largest difference from eager is 1e-5 of the largest element (float32 without TF32).
+- mesh: the same of replicas with every level of ``shard``, and of lanes; parameters behind 30 clipped steps
+  with post-validation, where some updates are taken back.  Bar: the same.
 - memory of steps: how often steps 1 to 4 with AdamW ask the driver for memory.  Bar: never.  Then with .6 of
   the memory that this took, for zb-v and for split vocabularies: it may not suffice, and must not hang.
 - one batch: on the GPU of rank 0 alone, on the CPU or nowhere on the others.  Two ranks on one GPU.
@@ -50,8 +52,10 @@ MIB = 2**20
 WORKER = "gpu_check_worker.py"
 #: Seconds after which a run of a small model hangs.
 SOON = 180.0
+#: Steps with post-validation; the first that go ahead of a verdict are behind two and six (training/pace.py).
+POST_STEPS = 30
 IN_LITTLE_MEMORY = ("1f1b", "gpipe", "zb-v", "1f1b, vocabulary", "zb-v, vocabulary")
-PARTS = ("local", "processes", "memory", "speed")
+PARTS = ("local", "processes", "mesh", "memory", "speed")
 VERDICTS = {True: "ok", False: "NOT MET", None: ""}
 #: The first GPU that this process may use.
 VISIBLE = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
@@ -113,10 +117,13 @@ def case_of(name: str, ranks: int, microbatches: int, apart: bool, **more: Any) 
 
 
 def gradients(
-    what: str, ranks: int, case: dict[str, Any], environment: dict[str, str] | None = None
+    what: str,
+    processes: int,
+    case: dict[str, Any],
+    environment: dict[str, str] | None = None,
 ) -> list[Row]:
     try:
-        found = run(WORKER, ranks, case, environment=environment, limit=SOON)
+        found = run(WORKER, processes, case, environment=environment, limit=SOON)
     except (RuntimeError, subprocess.TimeoutExpired) as failure:
         return [failed(what, failure)]
     return [Row(f"{what}, {found['backend']}", f"{found['error']:.1e}", found["error"] <= GRADIENT_BAR)]
@@ -125,7 +132,8 @@ def gradients(
 def failed(what: str, failure: RuntimeError | subprocess.TimeoutExpired) -> Row:
     printed = failure.output.decode() if isinstance(failure, subprocess.TimeoutExpired) else ""
     print(f"{what}: {failure}\n{printed}", file=sys.stderr)
-    return Row(what, str(failure).strip().splitlines()[-1][:80], False)
+    said = [line for line in str(failure).splitlines() if "Error: " in line] or [str(failure)]
+    return Row(what, said[0].strip()[:80], False)
 
 
 def batches_and_sharing(ranks: int, apart: bool) -> Iterator[Run]:
@@ -133,6 +141,18 @@ def batches_and_sharing(ranks: int, apart: bool) -> Iterator[Run]:
     yield partial(gradients, "a batch on the GPU of rank 0 alone", ranks, one)
     shared = case_of("1f1b", 2, 4, False)
     yield partial(gradients, "two ranks on one GPU", 2, shared, {"CUDA_VISIBLE_DEVICES": VISIBLE})
+
+
+def meshes(apart: bool) -> Iterator[Run]:
+    """Two replicas, two lanes, and steps without a barrier, of two ranks."""
+    for shard in (None, "optimizer", "gradients", "parameters"):
+        case = case_of("1f1b", 2, 4, apart)
+        case["options"] |= {"replicas": 2, "shard": shard}
+        yield partial(gradients, f"2 ranks, 2 replicas, shard={shard}", 4, case)
+    for name in ("1f1b", "zb-v"):
+        yield partial(gradients, f"2 ranks of 2 lanes, {name}", 4, case_of(name, 2, 4, apart, lanes=2))
+        steps = case_of(name, 2, 4, apart, post=POST_STEPS)
+        yield partial(gradients, f"{POST_STEPS} steps with post-validation, {name}", 2, steps)
 
 
 def memory_of_steps(name: str, ranks: int, apart: bool) -> list[Row]:
@@ -243,6 +263,8 @@ def runs_of(part: str, count: int) -> Iterator[Run]:
         if count == 1:
             yield from as_processes(ranks, False, 4)  # over gloo
         yield from batches_and_sharing(ranks, apart)
+    if part == "mesh":
+        yield from meshes(0 < count < 4)
     if part == "memory":
         for name in IN_LITTLE_MEMORY:
             yield partial(memory_of_steps, name, ranks, apart)

@@ -2,6 +2,8 @@
 
 ``batch`` is "one" where rank 0 alone has its batch on a GPU, and a rank that needs none of it gets none.
 ``train``: that many steps with AdamW, and how often each asks the device for memory from its first op on.
+``post``: that many steps with post-validation, each of them clipped, and their parameters beside eager's.
+``lanes``: how many share each rank, and with it the inner products of the model's blocks.
 ``bytes``: the most that torch may take of the device's memory.
 ``nccl`` is "apart" where ranks share a GPU and nccl is told that they are on different machines: it works
 as between machines then, over loopback, which tests paths and not speed.
@@ -9,6 +11,7 @@ as between machines then, over loopback, which tests paths and not speed.
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import sys
@@ -21,6 +24,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fxpipe
 from fxpipe.plan.rows import ShardName
@@ -82,6 +88,20 @@ def batch(rows: int, device: torch.device) -> dict[str, torch.Tensor]:
     return {"ids": ids.to(device), "labels": ids.roll(-1, 1).to(device)}
 
 
+def parallelized(own: Model, ranks: int, lanes: int) -> Model:
+    mesh = init_device_mesh(next(own.parameters()).device.type, (ranks, lanes), mesh_dim_names=("pp", "tp"))
+    plan = {"blocks.*.inner": ColwiseParallel(), "blocks.*.outer": RowwiseParallel()}
+    parallelize_module(own, mesh["tp"], plan)
+    return own
+
+
+def of_this_lane(whole: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """The part of a tensor that this lane has of the parameter."""
+    if not isinstance(parameter, DTensor):
+        return whole
+    return distribute_tensor(whole, parameter.device_mesh, parameter.placements).to_local()
+
+
 def eager_gradients(own: Model, whole: dict[str, torch.Tensor], microbatches: int) -> dict[str, torch.Tensor]:
     """Of the mean over microbatches; the model's are zeroed after it."""
     for ids, labels in zip(*(t.chunk(microbatches) for t in whole.values()), strict=True):
@@ -125,6 +145,46 @@ def train(pipe: fxpipe.Pipeline, whole: dict[str, torch.Tensor], steps: int) -> 
     return {"asked": total.tolist(), "reserved": reserved.item(), "backend": backend}
 
 
+def clipped(pipe: fxpipe.Pipeline, own: Model, whole: dict[str, torch.Tensor], steps: int) -> float:
+    """The largest error of this rank's parameters behind steps with post-validation."""
+    rules = {"lr": 0.1, "momentum": 0.9}
+    optimizer = pipe.optimizer(torch.optim.SGD, clip_grad_norm=0.1, validation="post", **rules)
+    plain = torch.optim.SGD(own.parameters(), **rules)
+    for _ in range(steps):
+        for name, grad in eager_gradients(own, whole, len(whole["ids"]) // 2).items():
+            own.get_parameter(name).grad = grad
+        assert torch.nn.utils.clip_grad_norm_(own.parameters(), 0.1) > 0.1
+        plain.step()
+        plain.zero_grad()
+        pipe.step(whole)
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.last_norm  # of the last verdict, which may take an update back  # noqa: B018
+    wanted = dict(own.named_parameters())
+    return max(
+        error(pipe.parameter(name), wanted[name])
+        for name in pipe.model_state.owned_by(pipe.process.rank).gradients
+    )
+
+
+def gradients(case: dict[str, Any], own: Model, whole: dict[str, torch.Tensor]) -> float:
+    """The largest error of this process's gradients; the rows of ``whole`` are all replicas'."""
+    options, device = case["options"], whole["ids"].device
+    replicas, lanes = options.get("replicas", 1), case.get("lanes", 1)
+    expected = eager_gradients(own, whole, replicas * options["microbatches"])
+    if lanes > 1:
+        own = parallelized(own, options["ranks"], lanes)
+    pipe = fxpipe.compile(own, batch(2, device), effort=0.1, timeout=PATIENCE, **options)
+    rows = {name: t.chunk(replicas)[pipe.replica] for name, t in whole.items()}
+    pipe.step(of_one_gpu(pipe, rows) if case.get("batch") == "one" else rows)
+    largest = 0.0
+    for name in pipe.model_state.owned_by(pipe.process.rank).gradients:
+        shard = ShardName(name)
+        wanted = of_this_lane(expected[shard.tensor], own.get_parameter(shard.tensor))
+        largest = max(largest, error(pipe.parameter(name).grad, shard.part_of(wanted)))
+    return largest
+
+
 def main() -> None:
     case, result = json.loads(sys.argv[1]), Path(sys.argv[2])
     options, device = case["options"], default_device()
@@ -137,21 +197,18 @@ def main() -> None:
         torch.cuda.set_per_process_memory_fraction(case["bytes"] / memory_size(device))
     own = model(device)
     microbatches = options["microbatches"]
-    whole = batch(2 * microbatches, device)
+    whole = batch(2 * microbatches * options.get("replicas", 1), device)
     if case.get("train"):
         pipe = fxpipe.compile(own, batch(2, device), effort=0.1, timeout=PATIENCE, **options)
         found = train(pipe, whole, case["train"])
         if pipe.process.rank == 0:
             result.write_text(json.dumps(found))
         return
-    expected = eager_gradients(own, whole, microbatches)
-    pipe = fxpipe.compile(own, batch(2, device), effort=0.1, timeout=PATIENCE, **options)
-    pipe.step(of_one_gpu(pipe, whole) if case.get("batch") == "one" else whole)
-    largest = 0.0
-    for name in pipe.plan.tensors[pipe.process.rank].gradients:
-        shard = ShardName(name)
-        wanted = shard.part_of(expected[shard.tensor])
-        largest = max(largest, error(pipe.parameter(name).grad, wanted))
+    if case.get("post"):
+        pipe = fxpipe.compile(copy.deepcopy(own), batch(2, device), effort=0.1, timeout=PATIENCE, **options)
+        largest = clipped(pipe, own, whole, case["post"])
+    else:
+        largest = gradients(case, own, whole)
     total = torch.tensor([largest], dtype=torch.float64)
     process = Process.join(device)
     dist.all_reduce(total, dist.ReduceOp.MAX, process.control)
