@@ -66,6 +66,7 @@ def compare(options: argparse.Namespace) -> None:
             for backend, runs in found.items():
                 own = {**case, "backend": backend, "pipeline": name in CASES}
                 runs.append(_in_fresh_process(options, own))
+                print(f"{name}, {backend}: {runs[-1]}", file=sys.stderr, flush=True)
         eager, compiled = (statistics.median(run["seconds"] for run in runs) for runs in found.values())
         peaks = ["" if (peak := runs[0]["peak"]) is None else f"{peak / 1e6:.0f}" for runs in found.values()]
         first = found["inductor"][0]["first"]

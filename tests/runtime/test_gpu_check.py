@@ -14,8 +14,12 @@ OPTIONS = {"schedule": "zb-v", "ranks": 2, "microbatches": 2, "vocab_parallel": 
 
 @pytest.mark.parametrize(
     ("more", "found"),
-    [({}, {"error", "backend"}), ({"train": 2}, {"asked", "reserved", "backend"})],
-    ids=["gradients", "memory"],
+    [
+        ({}, {"error", "backend"}),
+        ({"post": 9}, {"error", "backend"}),
+        ({"train": 2}, {"asked", "reserved", "backend"}),
+    ],
+    ids=["gradients", "post-validation", "memory"],
 )
 def test_its_ranks_run(tmp_path, more, found):
     result = tmp_path / "result.json"

@@ -36,7 +36,7 @@ from fxpipe.runtime.program.within import within
 from fxpipe.runtime.ranks.dry_run import dry_run
 from fxpipe.runtime.ranks.local import LocalComm, LocalWorld
 from fxpipe.runtime.ranks.tracked_memory import SavedBytes
-from fxpipe.runtime.torch_private import decompositions
+from fxpipe.runtime.torch_private import decompositions, fake_tensors
 from fxpipe.schedule.ops import Color, Phase
 
 aten = torch.ops.aten
@@ -371,6 +371,26 @@ def test_layers_with_their_own_tensors_and_positions_are_compiled_once(interpret
         assert torch.equal(drawn, keyed(key, 3 * k + 1, aten.bernoulli.p, module["w"], 0.5) + 0.25)
         assert doubled.tolist() == [2.0 * k] * 64
     assert interpreted.number == 1
+
+
+@pytest.mark.parametrize("kind", ["int", "Tensor"])
+def test_an_attention_draws_with_a_key_beside_its_own_argument_key(kind):
+    """Attentions of GPUs draw themselves; Inductor takes an op by the names of its arguments."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.fx.operator_schemas import get_signature_for_torch_op
+
+    attention = aten._scaled_dot_product_efficient_attention.default
+
+    def attended(key: torch.Tensor, position: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        at = position if kind == "Tensor" else 3
+        return keyed(key, at, attention, x, value=x, key=x, attn_bias=None, compute_log_sumexp=True)[0]
+
+    with fake_tensors():
+        number = torch.empty((), dtype=torch.int64)
+        traced = make_fx(attended)(number, number.clone(), torch.empty(1, 1, 8, 8, device="cuda"))
+    (node,) = (n for n in traced.graph.nodes if getattr(n.target, "namespace", "") == "fxpipe")
+    (signature,) = get_signature_for_torch_op(node.target)
+    assert [*signature.parameters][:5] == ["random_key", "random_position", "query", "key", "value"]
 
 
 def test_another_float_is_compiled_anew(interpreted):

@@ -31,6 +31,7 @@ def keyed(
     key: int | torch.Tensor,
     position: int | torch.Tensor,
     op: Callable[..., Any],
+    /,
     *args: Any,
     **kwargs: Any,
 ) -> Any:
@@ -58,18 +59,19 @@ def as_tensor(key: int) -> torch.Tensor:
 
 @cache
 def _as_one_op(op: Any, kind: str) -> Any:
-    """``keyed`` of an ATen op as an op of its own, with the key and the position before its arguments.
+    """``keyed`` of an ATen op as an op of its own, with the key and the position before its arguments, under
+    names that no op has: attentions have a ``key``.
 
     ``kind``: of the position, "int" or "Tensor".
     """
     name = f"keyed{'_at' if kind == 'Tensor' else ''}_{re.sub(r'[^a-zA-Z0-9]+', '_', op.name())}"
     arguments_and_result = str(op._schema).partition("(")[2]
-    _library.define(f"{name}(Tensor key, {kind} position, {arguments_and_result}")
+    _library.define(f"{name}(Tensor random_key, {kind} random_position, {arguments_and_result}")
 
-    def run(key: torch.Tensor, position: int | torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def run(key: torch.Tensor, position: int | torch.Tensor, /, *args: Any, **kwargs: Any) -> Any:
         return keyed(int(key), position, op, *args, **kwargs)
 
-    def fake(key: torch.Tensor, position: int | torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def fake(key: torch.Tensor, position: int | torch.Tensor, /, *args: Any, **kwargs: Any) -> Any:
         return op(*args, **kwargs)
 
     _library.impl(name, run, "CompositeExplicitAutograd")
