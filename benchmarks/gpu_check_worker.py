@@ -160,11 +160,11 @@ def clipped(pipe: fxpipe.Pipeline, own: Model, whole: dict[str, torch.Tensor], s
         optimizer.step()
         optimizer.zero_grad()
     optimizer.last_norm  # of the last verdict, which may take an update back  # noqa: B018
-    wanted = dict(own.named_parameters())
-    return max(
-        error(pipe.parameter(name), wanted[name])
-        for name in pipe.model_state.owned_by(pipe.process.rank).gradients
-    )
+    largest = 0.0
+    for shard in map(ShardName, pipe.model_state.owned_by(pipe.process.rank).gradients):
+        wanted = shard.part_of(own.get_parameter(shard.tensor))
+        largest = max(largest, error(pipe.parameter(shard), wanted))
+    return largest
 
 
 def gradients(case: dict[str, Any], own: Model, whole: dict[str, torch.Tensor]) -> float:
@@ -178,10 +178,9 @@ def gradients(case: dict[str, Any], own: Model, whole: dict[str, torch.Tensor]) 
     rows = {name: t.chunk(replicas)[pipe.replica] for name, t in whole.items()}
     pipe.step(of_one_gpu(pipe, rows) if case.get("batch") == "one" else rows)
     largest = 0.0
-    for name in pipe.model_state.owned_by(pipe.process.rank).gradients:
-        shard = ShardName(name)
+    for shard in map(ShardName, pipe.model_state.owned_by(pipe.process.rank).gradients):
         wanted = of_this_lane(expected[shard.tensor], own.get_parameter(shard.tensor))
-        largest = max(largest, error(pipe.parameter(name).grad, shard.part_of(wanted)))
+        largest = max(largest, error(pipe.parameter(shard).grad, shard.part_of(wanted)))
     return largest
 
 
