@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fxpipe.certificate.identities import PERMUTE, permuted, rows_added
+from fxpipe.certificate.identities import overlaps, permuted, rows_added
 from fxpipe.certificate.layouts import layout_of, results_of
 from fxpipe.certificate.problems import Line, Rejected
 from fxpipe.certificate.schemas import Schema, arguments_of, draws, schema_of
@@ -155,20 +155,11 @@ class Calls:
         memory = target.memory
         if memory.keeper:
             self.note(f"writes to {target.term}, which is {memory.keeper}")
-        if self._is_expanded(target.term):
+        if overlaps(self.terms, target.term, memory.root):
             self.note(f"writes to {target.term}, several of whose elements are one in memory")
         memory.version += 1
         memory.written = str(self.line())
         return memory
-
-    def _is_expanded(self, term: Term) -> bool:
-        """Whether the term has more elements than the tensor that it is an expansion of, or a part of one."""
-        source = term
-        while source.op in _OTHER_ORDERS:
-            source = source["self"]
-        return source.op == "aten.expand" and (
-            layout_of(self.terms, term).bytes > layout_of(self.terms, source["self"]).bytes
-        )
 
     # -- gradients ----------------------------------------------------------------------------------------
 
@@ -213,8 +204,6 @@ class Calls:
 
 
 _ADD = schema_of(torch.ops.aten.add_.Tensor)
-#: Views that never are copies, of the same elements or some of them.
-_OTHER_ORDERS = (PERMUTE, "aten.slice", "aten.select")
 
 
 def op_term(terms: Terms, schema: Schema, given: dict[str, Any]) -> Term:

@@ -122,6 +122,16 @@ def _place(layout: Layout, steps: tuple[_Step, ...]) -> tuple[Any, ...]:
     return copies, is_all, value.dtype, tuple(value.shape), strides, value.storage_offset()
 
 
+def overlaps(terms: Terms, term: Term, root: Term | None) -> bool:
+    """Whether elements of a view of the root, or of what it is itself a view of, are one in its memory, so
+    that torch does not write to it."""
+    steps = []
+    while term is not root and (found := _step_of(term)) is not None:
+        term, step = found
+        steps.append(step)
+    return bool(steps) and 0 in _place(layout_of(terms, term), tuple(reversed(steps)))[4]
+
+
 def reshaped(terms: Terms, source: Term, shape: tuple[int, ...]) -> Term:
     """Raises Unknown for another number of elements."""
     while source.op == RESHAPE:

@@ -21,11 +21,12 @@ from fxpipe.certificate.values import Container, Held, Leaves, Memory, Offloaded
 @dataclass(frozen=True, eq=False)
 class Leaf:
     """A value that a section gives: its term, and the memory it is in: that of an argument, by its number, or
-    a new one, counted from -1 downwards, of so many bytes and with a keeper.  ``versions``: how often the
-    section had written to an argument's memory when it made the value."""
+    a new one, counted from -1 downwards, made for the value ``root``, of so many bytes and with a keeper.
+    ``versions``: how often the section had written to an argument's memory when it made the value."""
 
     term: Term
     memory: int
+    root: Term | None
     bytes: int
     keeper: str
     versions: int
@@ -113,8 +114,8 @@ class Sections:
                 if memory not in given.memories:
                     given.memories.append(memory)
                 given.values.append(argument)
-                place = given.memories.index(memory), argument.version - memory.version, memory.keeper
-                return self._own_term(argument, given.own), place
+                place = given.memories.index(memory), argument.version - memory.version
+                return self._own_term(argument, given.own), *place, memory.keeper, memory.root
             case Leaves():
                 return "leaves", None if given.own is None else argument.microbatch - given.own
             case Container():
@@ -151,7 +152,7 @@ class Sections:
         buffer: Callable[[str], Value],
     ) -> Summary:
         """Run the function on copies of its arguments."""
-        memories = {memory: Memory(memory.keeper) for memory in given.memories}
+        memories = {memory: Memory(memory.keeper, root=memory.root) for memory in given.memories}
         for old, new in memories.items():
             new.written = old.written
         copied = _Copies(self, given, memories, buffer, self.read_buffers.setdefault(form, set()))
@@ -256,7 +257,7 @@ class _Copies:
 
     def _value(self, value: Value) -> Value:
         term = self._sections._own_term(value, self._given.own)
-        memory = self._memories.setdefault(value.memory, Memory(value.memory.keeper))
+        memory = self._memories.setdefault(value.memory, Memory(value.memory.keeper, root=value.memory.root))
         copy = Value(term, 0, memory)
         copy.version = memory.version + value.version - value.memory.version
         return copy
@@ -281,12 +282,13 @@ class _AsLeaves:
                     self._calls.note(
                         f"gives {result.term}, whose memory {result.memory.written} has overwritten"
                     )
-                place = self._places.get(result.memory)
+                memory = result.memory
+                place = self._places.get(memory)
                 if place is None:
                     self._new -= 1
-                    place = self._places[result.memory] = self._new
-                size = 0 if place >= 0 or result.memory.keeper else self._bytes(result)
-                return Leaf(result.term, place, size, result.memory.keeper, result.version)
+                    place = self._places[memory] = self._new
+                size = 0 if place >= 0 or memory.keeper else self._bytes(result)
+                return Leaf(result.term, place, memory.root, size, memory.keeper, result.version)
             case list():
                 return [self.of(each) for each in result]
             case tuple():
@@ -309,7 +311,7 @@ def _rebuilt(part: Any, given: _Given, before: list[int], new: dict[int, Memory]
                 return value
             memory = new.get(part.memory)
             if memory is None:
-                memory = new[part.memory] = Memory(part.keeper, root=part.term, bytes=part.bytes)
+                memory = new[part.memory] = Memory(part.keeper, root=part.root, bytes=part.bytes)
                 memory.count(held)
             return Value(part.term, given.own, memory)
         case list():

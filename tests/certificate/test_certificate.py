@@ -437,6 +437,25 @@ def test_an_op_does_not_write_to_another_view_of_its_operand():
     )
 
 
+class Copied(nn.Module):
+    """Copies of one value in one memory, which the product writes to."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.scales = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.ones(4, 1))
+
+    def forward(self, x):
+        copies = self.layer(x).exp().unsqueeze(1).expand(-1, 4, -1).contiguous()
+        return ((copies * self.scales).sin() + copies.sin()).mean()
+
+
+def test_an_op_writes_to_a_copy_of_what_is_expanded():
+    """In B, which gets it from F."""
+    pipe = fxpipe.compile(Copied(), (torch.ones(2, WIDTH),), ranks=1, microbatches=2)
+    assert "cos_out(model_clone, out=model_clone)" in pipe.artifact.programs[0]
+    assert check_artifact(pipe.artifact).problems == ()
+
+
 @pytest.mark.parametrize("view", ["{}", "torch.ops.aten.transpose.int({}, 0, 1)"])
 def test_an_op_does_not_write_to_what_is_expanded(view):
     pattern = r"^    (\w+) = add_out\((\w+), (\w+), out=\3\)$"
