@@ -91,7 +91,7 @@ class Calls:
             case Sum():
                 raise Rejected(self.line(), f"reads the gradient of {value.name}, which is not complete")
             case Printed():
-                raise Unread(f"uses {value} in an op")
+                raise Unread(f"uses {value.text} in an op")
         return value
 
     def _terms_of(self, given: dict[str, Any]) -> dict[str, Any]:
@@ -126,21 +126,24 @@ class Calls:
             )
         if schema.written and schema.written[0] in given:
             target = given[schema.written[0]]
-            self._check_other_views(target, given.values())
+            read = [value for name, value in given.items() if name != schema.written[0]]
+            self._check_operands(target, read, schema.is_elementwise)
             if schema.has_out and schema.results == 1:
                 self._check_size(target, term)
             return self._write(target)
         viewed = given.get(schema.viewed) if schema.viewed is not None else None
         return viewed.memory if isinstance(viewed, Value) else None
 
-    def _check_other_views(self, target: Any, operands: Iterable[Any]) -> None:
-        """What an op writes to, it may read as it is, but not as a view of it, with elements elsewhere."""
+    def _check_operands(self, target: Any, operands: Iterable[Any], is_elementwise: bool) -> None:
+        """An elementwise op may read what it writes to as it is, but not as a view of it, with elements
+        elsewhere; others read elements that they have written."""
         for operand in operands:
             if isinstance(operand, (list, tuple)):
-                self._check_other_views(target, operand)
+                self._check_operands(target, operand, is_elementwise)
             if not isinstance(operand, Value) or not isinstance(target, Value):
                 continue
-            if operand.memory is target.memory and operand.term is not target.term:
+            is_same = operand.term is target.term and is_elementwise
+            if operand.memory is target.memory and not is_same:
                 self.note(f"writes to {target.term} and reads {operand.term}, in the same memory")
 
     def _check_size(self, target: Any, term: Term) -> None:

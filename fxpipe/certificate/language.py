@@ -1,22 +1,26 @@
 """The part of Python that a program may be made of, such that its text says what it does.
 
 Beside ops on tensors a program has loops over plain data, branches on numbers, and prints.  Rejected is what
-could tell this run from another, as the type of a value, an error that is caught or a state of torch, and
-what may never end.
+could tell this run from another, as the type or the text of a value, an error that is caught or a state of
+torch, and what may never end.
 """
 
 from __future__ import annotations
 
 import ast
 import builtins
+import importlib
+import math
+import operator
+import typing
 from collections.abc import Callable
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
 
 from fxpipe.certificate.problems import Line, Rejected
-from fxpipe.certificate.values import Printed, is_printed_method
+from fxpipe.certificate.values import Printed, Unread, is_printed_method
 
 _STATEMENTS: dict[type[ast.AST], str] = {
     ast.Try: "catches errors",
@@ -31,9 +35,18 @@ _STATEMENTS: dict[type[ast.AST], str] = {
 }
 _BUILTINS = (
     "abs", "all", "any", "bool", "complex", "dict", "divmod", "enumerate", "filter", "float", "frozenset",
-    "int", "len", "list", "map", "max", "min", "next", "pow", "print", "reversed", "round", "set", "slice",
-    "sorted", "str", "sum", "tuple", "zip",
+    "int", "len", "list", "map", "max", "min", "next", "pow", "reversed", "round", "set", "slice", "sorted",
+    "sum", "tuple", "zip",
 )  # fmt: skip
+#: What a program may import beside torch and fxpipe's own, without what reads any attribute of a value.
+_HARMLESS = {
+    "__future__": ("annotations",),
+    "math": tuple(name for name in dir(math) if not name.startswith("_")),
+    "operator": tuple({*operator.__all__} - {"attrgetter", "methodcaller", "is_", "is_not", "mod", "imod"}),
+    "typing": tuple(typing.__all__),
+}
+#: Whose text is the same in every run.
+_TOLD = (bool, complex, float, int, str, torch.device, torch.dtype, torch.layout, torch.memory_format)
 _LONGEST = 1_000_000  # rounds of a loop
 
 
@@ -41,10 +54,78 @@ def check_language(tree: ast.Module, rank: int) -> None:
     """Raises Rejected with the line of what a program has no use for."""
     for node in ast.walk(tree):
         what = _STATEMENTS.get(type(node), "")
-        if isinstance(node, ast.Attribute) and node.attr.startswith("__"):
-            what = f"uses .{node.attr}"
+        match node:
+            case ast.Attribute(attr=name) if name.startswith("__") or name in ("format", "format_map"):
+                what = f"uses .{name}"
+            case ast.Compare(ops=[ast.Is() | ast.IsNot()], comparators=[ast.Constant(value=None)]):
+                pass
+            case ast.Compare() if any(isinstance(each, ast.Is | ast.IsNot) for each in node.ops):
+                what = "asks whether two values are one object"
+            case ast.Name(id="print", ctx=ast.Store() | ast.Del()) | ast.FunctionDef(name="print"):
+                what = "gives print another meaning"
+            case ast.arg(arg="print") | ast.alias(asname="print"):
+                what = "gives print another meaning"
         if what:
             raise Rejected(Line(rank, node.lineno), f"{what}, which is not checked")  # type: ignore[attr-defined]
+
+
+def without_texts(tree: ast.Module) -> ast.Module:
+    """The program with no texts in what it prints, and with a question wherever it forms one elsewhere."""
+    found: ast.Module = _Texts().visit(tree)
+    return ast.fix_missing_locations(found)
+
+
+class _Texts(ast.NodeTransformer):
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        if isinstance(node.func, ast.Name) and node.func.id == "print":
+            node.args = [_parts(argument) for argument in node.args]
+        return self.generic_visit(node)
+
+    def visit_FormattedValue(self, node: ast.FormattedValue) -> ast.AST:
+        self.generic_visit(node)
+        node.value = _called("__told__", node.value)
+        return node
+
+    def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
+        self.generic_visit(node)
+        if isinstance(node.op, ast.Mod):
+            return ast.copy_location(_called("__mod__", node.left, node.right), node)
+        return node
+
+
+def _called(name: str, *args: ast.expr) -> ast.Call:
+    return ast.copy_location(ast.Call(ast.Name(name, ast.Load()), list(args), []), args[0])
+
+
+def _parts(text: ast.expr) -> ast.expr:
+    """What a text is formed of, without forming it."""
+    match text:
+        case ast.JoinedStr():
+            parts = [part for part in text.values if isinstance(part, ast.FormattedValue)]
+            specs = [_parts(part.format_spec) for part in parts if part.format_spec is not None]
+            own: list[ast.expr] = [part.value for part in parts]
+        case ast.BinOp(left=ast.Constant(value=str()), op=ast.Mod()):
+            own, specs = [text.right], []
+        case ast.Call(func=ast.Attribute(value=ast.Constant(value=str()), attr="format")):
+            own, specs = [*text.args, *(each.value for each in text.keywords)], []
+        case _:
+            return text
+    return ast.copy_location(ast.Tuple([*own, *specs], ast.Load()), text)
+
+
+def _told(value: Any) -> Any:
+    """Raises Unread for what has another text in a run."""
+    known = value is None or isinstance(value, _TOLD)
+    if isinstance(value, tuple | list | set | frozenset | range | dict):
+        known = all(_told(each) is each for each in value)
+        known = known and (not isinstance(value, dict) or all(_told(each) is each for each in value.values()))
+    if not known:
+        raise Unread("makes a text of what has none here, outside of print(…)")
+    return value
+
+
+def _mod(left: Any, right: Any) -> Any:
+    return left % (_told(right) if isinstance(left, str) else right)
 
 
 def builtins_of_programs(line: Callable[[], Line]) -> dict[str, Any]:
@@ -61,7 +142,20 @@ def builtins_of_programs(line: Callable[[], Line]) -> dict[str, Any]:
         is_error = isinstance(found, type) and issubclass(found, BaseException)
         return found if name in _BUILTINS or is_error or not callable(found) else Refused(name, line)
 
-    return {**{name: able(name) for name in dir(builtins)}, "range": counted}
+    own = {
+        "range": counted,
+        "str": lambda value="": str(_told(value)),
+        "print": lambda *_, **__: None,
+        "__told__": _told,
+        "__mod__": _mod,
+    }
+    return {name: able(name) for name in dir(builtins)} | own
+
+
+def harmless(name: str) -> Any:
+    """A module of Python that a program may import; None for others."""
+    found = importlib.import_module(name) if name in _HARMLESS else None
+    return found and SimpleNamespace(**{each: getattr(found, each) for each in _HARMLESS[name]})
 
 
 class Refused:

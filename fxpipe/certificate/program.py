@@ -15,14 +15,12 @@ from typing import Any
 import torch
 
 from fxpipe.certificate.calls import Checked
-from fxpipe.certificate.language import Torch, builtins_of_programs, check_language
+from fxpipe.certificate.language import Torch, builtins_of_programs, check_language, harmless, without_texts
 from fxpipe.certificate.problems import Line, Rejected
 from fxpipe.certificate.sections import Sections
 from fxpipe.certificate.terms import canonical
 from fxpipe.certificate.values import Announced, Value, Within
 
-#: Modules that a program may import beside torch and fxpipe's own.
-_HARMLESS = ("__future__", "math", "operator", "typing")
 #: Ops of Python that keep something from call to call.
 _KEEPING = {
     "STORE_GLOBAL": "sets the global",
@@ -74,7 +72,7 @@ def file_of(rank: int) -> str:
 def parsed(source: str, line: Line) -> CodeType:
     """Raises Rejected for a text that is no program."""
     try:
-        tree = ast.parse(source, file_of(line.rank))
+        tree = without_texts(ast.parse(source, file_of(line.rank)))
         check_language(tree, line.rank)
         return builtins.compile(tree, file_of(line.rank), "exec", dont_inherit=True)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -150,11 +148,11 @@ def namespace(sections: Sections, buffer: Callable[[str], Value]) -> dict[str, A
 
     modules["fxpipe.runtime.program"] = SimpleNamespace(lanes=_Lanes(own.ops))
 
-    def imported(name: str, *rest: Any) -> Any:
+    def imported(name: str, *_: Any) -> Any:
         if name in modules:
             return modules[name]
-        if name.partition(".")[0] in _HARMLESS:
-            return builtins.__import__(name, *rest)
+        if (found := harmless(name)) is not None:
+            return found
         raise Rejected(calls.line(), f"imports {name}, which the certificate does not run")
 
     known = {**builtins_of_programs(calls.line), "__import__": imported}

@@ -42,7 +42,8 @@ class Parameter:
 class Schema:
     """``name``: of the functional form, "aten.add" of ``add_`` and ``add.out``.  ``written``: the arguments
     that it writes to.  ``viewed``: the argument whose memory it returns, if it does.  ``results``: 0 for
-    none, 1 for a tensor, 2 for several.  ``may_draw``: random numbers."""
+    none, 1 for a tensor, 2 for several.  ``may_draw``: random numbers.  ``is_elementwise``: each element of
+    the result is made of those at the same place."""
 
     name: str
     parameters: tuple[Parameter, ...]
@@ -50,6 +51,7 @@ class Schema:
     viewed: str | None
     results: int
     may_draw: bool
+    is_elementwise: bool
 
     @property
     def has_out(self) -> bool:
@@ -57,7 +59,7 @@ class Schema:
         return any(p.is_out and p.name in self.written for p in self.parameters)
 
     def bind(self, args: Any, kwargs: Any) -> dict[str, Any]:
-        """Name -> argument, as they were given.  Raises TypeError where torch would."""
+        """Name -> argument, without numbers that are the default.  Raises TypeError where torch would."""
         positional = [p for p in self.parameters if not p.is_keyword]
         if len(args) > len(positional):
             raise TypeError(f"{self.name} takes {len(positional)} arguments, not {len(args)}")
@@ -70,6 +72,8 @@ class Schema:
         for p in self.parameters:
             if p.default is ... and p.name not in given:
                 raise TypeError(f"{self.name} lacks the argument {p.name}")
+            if type(given.get(p.name)) in _NUMBERS and canonical(given[p.name]) == p.default:
+                del given[p.name]
         return given
 
 
@@ -81,7 +85,7 @@ def packet_name(name: str) -> str:
 @cache
 def schema_of(op: Any) -> Schema:
     """Of an OpOverload."""
-    schema = op._schema
+    schema, packet = op._schema, op.overloadpacket
     namespace, _, bare = schema.name.partition("::")
     writes = [a for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
     outs = {a.name for a in writes if a.kwarg_only}
@@ -104,6 +108,7 @@ def schema_of(op: Any) -> Schema:
         _viewed(schema, name),
         len(schema.returns) if len(schema.returns) != 1 or _is_tensor(schema.returns[0]) else 2,
         torch.Tag.nondeterministic_seeded in op.tags,
+        any(torch.Tag.pointwise in getattr(packet, each).tags for each in packet.overloads()),
     )
 
 

@@ -93,6 +93,9 @@ class Traffic(Inputs):
             what = f"collective {key[2]} of group {key[1]}, from rank {key[3]}"
             message = self.world.look(key, self.rank, line, what)
         is_shared = key[0] == COLLECTIVE  # each rank has a name of its own for its part
+        value = message.content
+        if not isinstance(value, Value):
+            raise Rejected(line, f"expects {layout}, and {message.line} sends a gradient for its sum")
         if message.layout != layout or not (is_shared or _name(message.layout) == _name(layout)):
             self.calls.note(f"expects {layout}, and {message.line} sends {message.layout}")
         if message.ahead != pending.ahead:
@@ -100,7 +103,6 @@ class Traffic(Inputs):
             self.calls.note(
                 f"asks {asked} its warm-up ({pending.line}) for what {message.line} sends {sent} its own"
             )
-        value = message.content
         return Value(value.term, value.microbatch, self._new_memory(value))
 
     def _summed(self, parts: list[Value]) -> Value:

@@ -124,12 +124,6 @@ class Value:
     def dtype(self) -> torch.dtype:
         return self._layout("dtype").dtype
 
-    def __str__(self) -> str:
-        return str(self.term)
-
-    def __format__(self, _: str) -> str:
-        return str(self.term)
-
     def __getattr__(self, name: str) -> Any:
         return _method(self, name)
 
@@ -137,7 +131,7 @@ class Value:
 
     def _layout(self, name: str) -> Layout:
         if self.term.layout is None:
-            raise Unread(f"reads .{name} of {self}", name)
+            raise Unread(f"reads .{name} of {self.term}", name)
         return self.term.layout
 
 
@@ -160,7 +154,7 @@ _GIVES_NUMBERS = ("tolist", "float", "double", "int", "long", "bool", "cpu")
 
 
 class Printed:
-    """What a program computes of a tensor without ``torch.ops``.  It may print the text that this is."""
+    """What a program computes of a tensor without ``torch.ops``, which it may print.  ``text``: how."""
 
     __slots__ = ("text",)
 
@@ -172,15 +166,9 @@ class Printed:
         def call(*given: object, **named: object) -> Printed:
             if "out" in named:
                 raise Unread(f"writes with torch.{name}")
-            return cls(f"{name}({', '.join(map(str, (*own, *given, *named.values())))})")
+            return cls(f"{name}({', '.join(map(_text, (*own, *given, *named.values())))})")
 
         return call
-
-    def __str__(self) -> str:
-        return self.text
-
-    def __format__(self, _: str) -> str:
-        return self.text
 
     def __getattr__(self, name: str) -> Any:
         return _method(self, name)
@@ -188,15 +176,25 @@ class Printed:
     __hash__ = object.__hash__
 
 
+def _text(value: object) -> str:
+    """For messages."""
+    match value:
+        case Printed():
+            return value.text
+        case Value():
+            return str(value.term)
+    return str(value)
+
+
 def _method(value: object, name: str) -> Any:
     if not is_printed_method(name):
-        raise Unread(f"reads .{name} of {value}", name)
+        raise Unread(f"reads .{name} of {_text(value)}", name)
     return Printed.function(name, value)
 
 
 def _refused(name: str) -> Callable[..., Any]:
     def refused(value: object, *_: object) -> Any:
-        raise Unread(f"computes {name} of {value}")
+        raise Unread(f"computes {name} of {_text(value)}")
 
     return refused
 

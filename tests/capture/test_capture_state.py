@@ -467,7 +467,10 @@ RIGHT = [
 
 
 @pytest.mark.parametrize(
-    "options", [pytest.param("zb-h1, offload", marks=pytest.mark.slow), "gpipe, v, recompute"]
+    "options",
+    slow_except(
+        ["zb-h1, offload", "gpipe, v, recompute"], "gpipe, v, recompute", variations=["zb-h1, offload"]
+    ),
 )
 @pytest.mark.parametrize(
     "model",

@@ -141,7 +141,11 @@ STEPS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", slow_except(STEPS, "random", "bare"))
+#: Whose programs others have as well: the goldens, and tests/passes.
+VARIATIONS = ("plain", "recompute", "offload", "numbers", "names")
+
+
+@pytest.mark.parametrize("name", slow_except(STEPS, "random", "bare", variations=VARIATIONS))
 def test_a_step_is_the_same(monkeypatch, name):
     model, options = STEPS[name]
     monkeypatch.setattr(fxpipe.ir.liveness, "SMALLEST", 1)

@@ -24,7 +24,8 @@ def peaks(case: Case, shape: Shape, microbatches: int = MICROBATCHES) -> tuple[l
 
 RUNS = [(name, shape) for name in CHECKED for shape in SHAPES]
 VARIATIONS = [(name, SHAPES[0]) for name in CHECKED if name not in ("gpt2", "unet")]
-VARIATIONS += [("llama", shape) for shape in SHAPES[1:]]
+VARIATIONS += [(name, shape) for name in ("llama", "t5") for shape in SHAPES[1:]]
+VARIATIONS += [("encoder_decoder", SHAPES[-1])]
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from unittest import mock
 import pytest
 import sympy
 import torch
+from marks import with_variations
 from torch import nn
 from zoo import Chain, numbers
 
@@ -150,7 +151,7 @@ def words(rows: int, length: int) -> dict[str, torch.Tensor]:
     [(NextWord, words, "head"), (Strided, signals, "out")],
     ids=["next", "strided"],
 )
-@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("rows", with_variations([1, 2], [2]))
 @pytest.mark.slow
 def test_sums_and_fractions_of_a_length(model, batch, split, rows):
     built = model()

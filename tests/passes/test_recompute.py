@@ -46,7 +46,7 @@ def compiled(model: nn.Module, name: str, schedule: str, recompute: str | bool, 
     ("name", "schedule", "vocab_parallel"),
     [
         ("llama", "1f1b", False),
-        ("gpt2", "zb-h1", "1-barrier"),
+        pytest.param("gpt2", "zb-h1", "1-barrier", marks=pytest.mark.variation),
         pytest.param("mixtral", "zb-v", False, marks=pytest.mark.variation),
         pytest.param("t5", "interleaved", False, marks=pytest.mark.variation),
     ],

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from inductor_worker import MICROBATCHES, REAL
 from launch import forked
+from marks import with_variations
 from safetensors.torch import load_file
 from tensor_parallel import Words, batch, parallelized
 from zoo import CASES, Case, Chain, Shape, captured_once, compiled, numbers, relative_error, too_far
@@ -108,7 +109,7 @@ def both(case: Case, shape: Shape) -> tuple[fxpipe.Pipeline, fxpipe.Pipeline]:
         return eager, pipe
 
 
-@pytest.mark.parametrize("name", SAME)
+@pytest.mark.parametrize("name", with_variations(SAME, ("plain", "dropout", "offload", "forward")))
 def test_the_traced_graphs_compute_the_same_bits(name, interpreted, monkeypatch):
     """Loss, gradients, buffers and saved bytes of two steps, each function compiled once."""
     monkeypatch.setattr(fxpipe.ir.liveness, "SMALLEST", 1)

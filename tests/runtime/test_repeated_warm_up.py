@@ -42,23 +42,25 @@ def undone_updates(model: torch.nn.Module) -> Iterator[None]:
 CASES_AND_SHAPES = [
     ("transformer_layer", Shape(4, "1f1b")),
     pytest.param("transformer_layer", Shape(2, "gpipe"), marks=pytest.mark.variation),
-    ("transformer_layer", Shape(4, "zb-h2")),
+    pytest.param("transformer_layer", Shape(4, "zb-h2"), marks=pytest.mark.variation),
     ("transformer_layer", Shape(2, "zb-v", placement="v", stages_per_rank=2)),
     pytest.param(
         "transformer_layer",
         Shape(2, "v-half", placement="v", stages_per_rank=2),
         marks=pytest.mark.variation,
     ),
-    ("transformer_layer", Shape(2, "interleaved", stages_per_rank=2)),
+    pytest.param(
+        "transformer_layer", Shape(2, "interleaved", stages_per_rank=2), marks=pytest.mark.variation
+    ),
     ("transformer_layer", Shape(2, "zb-h1", offload=True)),
-    ("transformer_layer", Shape(2, "1f1b", recompute="full")),
+    pytest.param("transformer_layer", Shape(2, "1f1b", recompute="full"), marks=pytest.mark.variation),
     ("transformer_layer", Shape(2, "1f1b", replicas=2)),
     ("batch_norm", Shape(3, "1f1b")),
     ("reassigned_buffers", Shape(2, "gpipe")),
     ("sum_and_count", Shape(2, "zb-h2")),
-    ("encoder_decoder", Shape(3, "zb-h1")),
+    pytest.param("encoder_decoder", Shape(3, "zb-h1"), marks=pytest.mark.variation),
     ("unet", Shape(2, "zb-v", placement="v", stages_per_rank=2)),
-    ("tied_head", Shape(3, "1f1b", vocab_parallel=True)),
+    pytest.param("tied_head", Shape(3, "1f1b", vocab_parallel=True), marks=pytest.mark.variation),
     ("tied_head", Shape(3, "zb-h1", vocab_parallel="2-barrier")),
 ]
 

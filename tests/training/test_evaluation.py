@@ -42,7 +42,11 @@ def with_evaluation(case: Case, model: nn.Module, **options) -> fxpipe.Pipeline:
     return fxpipe.compile(model, case.example(), microbatches=MICROBATCHES, effort=EFFORT, **options)
 
 
-@pytest.mark.parametrize("shape", slow_except(SHAPES, "V"))
+#: Between "V" and the others that stay there is no other code of evaluation.
+VARIATIONS = ("two ranks", "one rank", "four ranks", "V of three", "interleaved")
+
+
+@pytest.mark.parametrize("shape", slow_except(SHAPES, "V", variations=VARIATIONS))
 def test_evaluation_between_training_steps(shape, monkeypatch):
     """It gives what model.eval() gives, after each step, and changes nothing."""
     monkeypatch.setattr("fxpipe.ir.liveness.SMALLEST", 1)

@@ -27,8 +27,7 @@ def compiled(model, example, **options):
     [
         "gpt2",
         "t5",
-        "vit",
-        *(pytest.param(x, marks=pytest.mark.variation) for x in ("mixtral", "llama", "bert")),
+        *(pytest.param(x, marks=pytest.mark.variation) for x in ("vit", "mixtral", "llama", "bert")),
     ],
 )
 def test_logits_and_losses(name):
