@@ -146,6 +146,7 @@ def builtins_of_programs(line: Callable[[], Line]) -> dict[str, Any]:
         "range": counted,
         "str": lambda value="": str(_told(value)),
         "print": lambda *_, **__: None,
+        "breakpoint": lambda *_, **__: None,
         "__told__": _told,
         "__mod__": _mod,
     }

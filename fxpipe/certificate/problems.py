@@ -82,8 +82,9 @@ class Rejected(Exception):
 
 def _lines(found: Certificate) -> list[str]:
     if found.problems:
+        number = number_of(len(found.problems), "problem")
         return [
-            f"The programs are not the captured step: {number_of(len(found.problems), 'problem')}",
+            f"The programs are not proved to be the captured step: {number}",
             *map(str, found.problems),
         ]
     lines = [

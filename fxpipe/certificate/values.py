@@ -187,6 +187,8 @@ def _text(value: object) -> str:
 
 
 def _method(value: object, name: str) -> Any:
+    if name == "device":
+        return Printed(f"{name}({_text(value)})")
     if not is_printed_method(name):
         raise Unread(f"reads .{name} of {_text(value)}", name)
     return Printed.function(name, value)
@@ -200,7 +202,7 @@ def _refused(name: str) -> Callable[..., Any]:
 
 
 _ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "matmul", "pow", "and", "or", "xor")
-_COMPARISONS = ("neg", "abs", "invert", "lt", "le", "gt", "ge", "eq", "ne", "getitem")
+_COMPARISONS = ("neg", "abs", "invert", "lt", "le", "gt", "ge", "eq", "ne", "getitem", "round")
 _NUMBERS = ("bool", "int", "float", "complex", "index", "len", "iter", "contains", "setitem", "delitem")
 for _class in (Value, Printed):
     for _name in _ARITHMETIC:

@@ -25,7 +25,7 @@ def _check(options: argparse.Namespace) -> None:
     evaluation = evaluation_directory(directory)
     holds = [_is_checked(each) for each in (directory, evaluation) if each == directory or each.exists()]
     if not all(holds):
-        raise RunError("The programs are not the captured step.")
+        raise RunError("The programs are not proved to be the captured step.")
 
 
 def _is_checked(directory: Path) -> bool:

@@ -628,7 +628,6 @@ def test_what_a_program_is_not_allowed():
     for text, wrong in (
         ("import os", "imports os"),
         ("open('x')", "calls open, which the certificate does not run"),
-        ("breakpoint()", "calls breakpoint, which the certificate does not run"),
         ("import functools", "imports functools"),
         (
             "try:\n    pass\nexcept Exception:\n    pass",
@@ -683,7 +682,8 @@ def test_what_a_program_is_not_allowed():
             "computes bool of eq(blocks_0_gelu, blocks_0_gelu): the check",
         ),
         ("if blocks_gelu: pass", "computes bool of blocks_0_gelu: the check"),
-        ("if blocks_gelu.device: pass", "reads .device of blocks_0_gelu: the check"),
+        ("if blocks_gelu.device: pass", "computes bool of device(blocks_0_gelu): the check"),
+        ("breakpoint(); print(blocks_gelu.device, round(blocks_gelu.mean().item(), 3))", ""),
         (
             "if torch.is_grad_enabled(): pass",
             "calls torch.is_grad_enabled, which the certificate does not run",
