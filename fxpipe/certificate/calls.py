@@ -128,7 +128,7 @@ class Calls:
             target = given[schema.written[0]]
             read = [value for name, value in given.items() if name != schema.written[0]]
             self._check_operands(target, read, schema.is_elementwise)
-            if schema.has_out and schema.results == 1:
+            if schema.results == 1:
                 self._check_size(target, term)
             return self._write(target)
         viewed = given.get(schema.viewed) if schema.viewed is not None else None
@@ -147,8 +147,8 @@ class Calls:
                 self.note(f"writes to {target.term} and reads {operand.term}, in the same memory")
 
     def _check_size(self, target: Any, term: Term) -> None:
-        """Torch resizes an ``out=`` of another shape, in memory that stays as large, and converts the result
-        to the dtype that it has."""
+        """Torch resizes an ``out=`` of another shape, in memory that stays as large, and converts what an op
+        writes to the dtype that is there."""
         if isinstance(target, Value) and layout_of(self.terms, target.term) != layout_of(self.terms, term):
             self.note(f"writes {term} to {target.term}, which has another shape or dtype")
 

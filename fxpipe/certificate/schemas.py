@@ -53,11 +53,6 @@ class Schema:
     may_draw: bool
     is_elementwise: bool
 
-    @property
-    def has_out(self) -> bool:
-        """Whether it writes to what only says where the result goes."""
-        return any(p.is_out and p.name in self.written for p in self.parameters)
-
     def bind(self, args: Any, kwargs: Any) -> dict[str, Any]:
         """Name -> argument, without numbers that are the default.  Raises TypeError where torch would."""
         positional = [p for p in self.parameters if not p.is_keyword]

@@ -440,6 +440,25 @@ def test_an_op_does_not_write_to_what_it_reads_elsewhere(op):
     assert any(re.search(f"rank0.py:{line}: writes to .* in the same memory", text) for text in found), found
 
 
+class Widened(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.scale = nn.Linear(WIDTH, WIDTH).bfloat16(), nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x):
+        return (self.layer(x.bfloat16()).sigmoid() * self.scale).square().mean()
+
+
+def test_an_op_in_place_has_the_dtype_that_is_there():
+    """Its functional form gives a float32 of a bfloat16 and a float32."""
+    artifact = fxpipe.compile(Widened(), (torch.ones(2, WIDTH),), ranks=1, microbatches=2).artifact
+    by = r"\1 = torch.ops.aten.mul_.Tensor(torch.ops.aten.clone.default(\2), params["
+    text, number = re.subn(r"(model_mul) = mul\((\w+), params\[", by, artifact.programs[0])
+    assert number == 1
+    (found, *_) = check_artifact(replace(artifact, programs=(text,))).problems
+    assert re.search("writes model_mul to model_sigmoid, which has another shape or dtype", str(found))
+
+
 def test_arguments_that_say_what_is_so_anyway():
     artifact = pipeline("tied_head").artifact
     pattern, by = r"(addmm_\(grads.*)\)  # ", r"\1, beta=1, alpha=1)  # "
