@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
@@ -10,19 +11,23 @@ from dataclasses import replace
 from fxpipe.codegen.actions import kind_of
 from fxpipe.codegen.rank_plan import RankPlan
 from fxpipe.codegen.wrapping import WIDTH
+from fxpipe.errors import number_of
 from fxpipe.ir.graph import Kind, Value
 from fxpipe.ir.once import once_bytes
 from fxpipe.ir.storage import node_bytes
 from fxpipe.schedule.lowering.instructions import (
     AllReduceGradient,
     Collective,
+    GatherParameters,
     Instruction,
     Message,
     PostRecv,
+    ReduceGradients,
     Send,
     StartCollective,
+    StartTransfer,
 )
-from fxpipe.schedule.ops import Color, Phase, arrival
+from fxpipe.schedule.ops import Color, Direction, Phase, arrival
 from fxpipe.schedule.units import bytes_text, seconds_text
 
 #: An order of more ops is shortened to its beginning and its end.
@@ -47,6 +52,10 @@ def contents(plan: RankPlan, ops: Sequence[str]) -> list[str]:
     sums = [_sum(plan, i) for i in plan.instructions if isinstance(i, AllReduceGradient)]
     if sums:
         lines += ["", "Sums over ranks, at the end of the step:", *_table(sums)]
+    if offloaded := list(_offloaded(plan)):
+        lines += ["", "Offloaded, of a microbatch:", *_table(offloaded)]
+    if buckets := list(_buckets(plan)):
+        lines += ["", "Buckets of parameters, over the replicas of a job that has several:", *_table(buckets)]
     return [*lines, "", "Order:", *_order(ops)]
 
 
@@ -106,6 +115,34 @@ def _sum(plan: RankPlan, instruction: AllReduceGradient) -> _Row:
     )
     with_ranks = f"with {'rank' if len(others) == 1 else 'ranks'} {', '.join(others)}"
     return "all-reduce", with_ranks, f"the gradient of {instruction.name}", bytes_text(size)
+
+
+def _offloaded(plan: RankPlan) -> Iterator[_Row]:
+    """What of a stage's activation waits in the pool for B or W, and of how many microbatches."""
+    out = (i.transfer for i in plan.instructions if isinstance(i, StartTransfer))
+    count = Counter((t.stage, t.user) for t in out if t.direction is Direction.OUT)
+    sizes: Counter[tuple[str, int]] = Counter()
+    for section in plan.own:
+        ends = _arrow(plan, Color(section.stage, Phase.F), section.color)
+        nodes = section.graph.find_nodes(op="placeholder")
+        given = zip(nodes, section.inputs, strict=True)
+        size = sum(node_bytes(node) for node, value in given if value.kind is Kind.OFFLOADED)
+        sizes[ends, count[section.stage, section.phase]] += size
+    for (ends, moved), size in sizes.items():
+        if moved:
+            yield ends, bytes_text(size), f"of {number_of(moved, 'microbatch')}"
+
+
+def _buckets(plan: RankPlan) -> Iterator[_Row]:
+    gathered = {i.bucket for i in plan.instructions if isinstance(i, GatherParameters)}
+    summed = {i.bucket for i in plan.instructions if isinstance(i, ReduceGradients)}
+    for k, (bucket, size) in enumerate(plan.buckets):
+        if not {k} & (gathered | summed):
+            continue
+        begun = [f"gathered before {bucket.before}"] if k in gathered else []
+        ended = [f"summed after {bucket.after}"] if k in summed else []
+        names = number_of(len(bucket.gradients), "parameter")
+        yield str(k), ", ".join(begun + ended), names, bytes_text(size)
 
 
 def _size(plan: RankPlan, name: str) -> str:

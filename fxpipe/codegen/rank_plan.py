@@ -14,6 +14,7 @@ from fxpipe.codegen.expressions import variable
 from fxpipe.codegen.signatures import Signature
 from fxpipe.ir.graph import Section, Value
 from fxpipe.ir.sections import SectionEdge
+from fxpipe.plan.artifact import Bucket
 from fxpipe.schedule.costs import Costs, Edge
 from fxpipe.schedule.lowering.instructions import Collective, Instruction, PostRecv, Send, StartCollective
 from fxpipe.schedule.ops import Activation, Color, OpKind, Phase
@@ -35,6 +36,7 @@ class RankPlan:
     places: Mapping[Activation, int]  # the offsets of offloaded values in the rank's pool
     costs: Costs  # predicted
     joined: frozenset[int]  # the stages that run every B and W as one op
+    buckets: tuple[tuple[Bucket, int], ...] = ()  # over replicas, each with the bytes of its parameters
     compiled: frozenset[Color] = frozenset()  # the sections that Inductor compiles
 
     @cached_property

@@ -138,6 +138,10 @@ def _programs(plan: Plan, cut: Cut, instructions: Programs, pools: tuple[Pool, .
                     places=pools[rank].offsets if pools else {},
                     costs=plan.costs,
                     joined=plan.ordered.joined,
+                    buckets=tuple(
+                        (bucket, sum(plan.layouts[name].nbytes for name in bucket.gradients))
+                        for bucket in plan.tensors[rank].exchanged
+                    ),
                     compiled=compiled,
                 )
             )

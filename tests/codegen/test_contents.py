@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import fxpipe
+from fxpipe.schedule.units import bytes_text
 
 WIDTH, WORDS = 8, 12
 
@@ -44,6 +45,17 @@ class ReadAtTheEnd(Tied):
 
     def table(self) -> torch.Tensor:
         return self.words.weight.detach()
+
+
+class Wide(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(6))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x.sum()
 
 
 class Bare(nn.Module):
@@ -120,6 +132,23 @@ def test_the_gradient_of_a_tied_parameter_is_a_message(model):
         cells = ["all-reduce", f"with rank {1 - rank}", "the gradient of words.weight", size]
         assert rows(program, "Sums over ranks, at the end of the step") == [cells]
         assert 'rt.all_reduce_gradient("words.weight", ranks=(0, 1))' in program
+
+
+def test_what_is_offloaded():
+    options = {"ranks": 2, "microbatches": 4, "schedule": "gpipe", "offload": fxpipe.Offload(bandwidth=1e12)}
+    pipe = fxpipe.compile(Wide(), {"x": torch.ones(64, 64)}, **options)
+    for rank, program in enumerate(pipe.artifact.programs):
+        (own,) = rows(program, "Offloaded")
+        size = pipe.plan.pools[rank] / 4
+        assert own == [f"F{rank} -> BW{rank}", bytes_text(size), "of 4 microbatches"]
+
+
+def test_what_replicas_gather_and_sum():
+    for shard, gathered in ((None, ""), ("parameters", "gathered before F0.0, ")):
+        program, _ = programs(schedule="1f1b", replicas=2, shard=shard)
+        own, tied = rows(program, "Buckets of parameters")
+        assert own[:3] == ["0", f"{gathered}summed after BW0.1", "12 parameters"]
+        assert tied == ["1", f"{gathered}summed after BW0.1", "1 parameter", f"{4 * WORDS * WIDTH} B"]
 
 
 def test_the_title_of_a_model_without_modules():
