@@ -132,7 +132,9 @@ def _missing(
     text += str(first.term) if len(summands) == 1 else f"summands, as {first.term}"
     if microbatch is not None:
         text += f" of microbatch {microbatch}"
-    return _at(first.line, f"{', '.join(ops)} does not run: {text}" if ops else text)
+    return _at(
+        first.line, f"{', '.join(ops)} {'do' if len(ops) > 1 else 'does'} not run: {text}" if ops else text
+    )
 
 
 def gradients(names: Sequence[str]) -> str:

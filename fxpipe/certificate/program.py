@@ -116,6 +116,10 @@ class _Ops:
         setattr(self, name, below)
         return below
 
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        overloads = ", ".join(self._found.overloads()) if hasattr(self._found, "overloads") else ""
+        raise TypeError(f"a program says which overload of an op it calls, of {self._found}: {overloads}")
+
 
 class _Lanes:
     """The functions of the ops between lanes."""

@@ -38,6 +38,8 @@ class Traffic(Inputs):
     # -- messages -----------------------------------------------------------------------------------------
 
     def send(self, values: Any, layouts: Any, to: int) -> None:
+        if not 0 <= to < self.plan.ranks:
+            raise Rejected(self.calls.line(), f"sends to rank {to} of {self.plan.ranks} ranks")
         several = isinstance(values, list) and isinstance(layouts, list)
         pairs = zip(values, layouts, strict=True) if several else [(values, layouts)]
         for value, layout in pairs:
@@ -158,7 +160,7 @@ class Traffic(Inputs):
         other = self.world.joined.setdefault((group, number), [])
         if other and other[0][:2] != (verb, root):
             theirs, of, line = other[0]
-            self.calls.note(f"takes part in a {verb} of rank {root}, and {line} in a {theirs} of {of}")
+            self.calls.note(f"takes part in {_of_root(verb, root)}, and {line} in {_of_root(theirs, of)}")
         other.append((verb, root, self.calls.line()))
         return COLLECTIVE, group, number
 
@@ -220,6 +222,11 @@ class Traffic(Inputs):
 
     def _new_memory(self, value: Value) -> Memory:
         return Memory(root=value.term, bytes=layout_of(self.calls.terms, value.term).bytes)
+
+
+def _of_root(verb: str, root: int) -> str:
+    """``root``: -1 for a collective that all ranks get."""
+    return f"{'an' if verb[0] in 'aeiou' else 'a'} {verb}" + (f" of rank {root}" if root >= 0 else "")
 
 
 def _name(layout: Any) -> str:

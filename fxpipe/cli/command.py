@@ -57,6 +57,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 f"See fxpipe {chosen or ''} --help"
             )
         options.command(options)
+        sys.stdout.flush()
+    except BrokenPipeError:  # of ``| head``, which has read enough; nothing more is flushed at the end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except FxpipeError as error:
         if "TORCHELASTIC_ERROR_FILE" in os.environ:
             from fxpipe.runtime.job.watch import ends_before_others  # it imports torch

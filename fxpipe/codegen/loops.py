@@ -32,6 +32,7 @@ from fxpipe.codegen.wrapping import wrapped
 from fxpipe.ir.graph import Input, Origin, offload, reload
 from fxpipe.ir.names import comment, identifier
 from fxpipe.ir.sections import computing
+from fxpipe.ir.text import shape_text
 
 CARRY = "carry"  # the list of carried values that the next period frees
 
@@ -213,7 +214,9 @@ class Loop:
         kept = {self._result(value) for value in returned_values}
         same = storages(self.run.body, scope)
         freed = {name: same.get(name, name) for name in own} | dict.fromkeys(self.used - own, "")
-        text = [wrapped(line) for line in body(lines, kept, freed)]
+        carried = [(self.texts[slot.example], slot.example.meta["val"]) for slot in self.run.carried]
+        text = [f"    # {name}: {shape_text(value)}" for name, value in carried]
+        text += [wrapped(line) for line in body(lines, kept, freed)]
         if returned:
             text.append(wrapped(f"    return {', '.join(returned)}"))
         name = f"{self.base}_{self.phase}"

@@ -203,7 +203,9 @@ class Analysis:
                 k for k, (own, where) in enumerate(places) if k and (own - k, where) != (-1, result)
             )
             return Slot(Source.CARRIED, nodes, result) if alike is None else alike
-        kinds = [LATER if node in self.index else self._kind(node) for node in nodes]
+        kinds = [
+            self._kind(node) if own == -2 else None for node, (own, _) in zip(nodes, places, strict=True)
+        ]
         alike = _until(k for k, kind in enumerate(kinds) if kind is None or kind != kinds[0])
         if alike is not None:
             return alike or next(k for k, node in enumerate(nodes) if node is not nodes[0])
@@ -219,7 +221,9 @@ class Analysis:
         return divmod(where, run.period)
 
     def _kind(self, node: fx.Node) -> Kind | str | None:
-        """The kind of a tensor of the rank, the name of a value's list, or None."""
+        """Of a value from outside of the run: the kind of a tensor of the rank, a list's name, or None."""
+        if node in self.index:
+            return LATER
         if node.name in self.lists_in:
             return self.lists_in[node.name]
         given = node.meta.get("input")

@@ -459,6 +459,22 @@ def test_an_op_in_place_has_the_dtype_that_is_there():
     assert re.search("writes model_mul to model_sigmoid, which has another shape or dtype", str(found))
 
 
+@pytest.mark.parametrize(
+    ("pattern", "by", "says"),
+    [
+        (r"(rt.send\(.*to=)1\)", r"\g<1>7)", "sends to rank 7 of 2 ranks"),
+        (
+            r"torch\.ops\.aten\.addmm\.default",
+            "torch.ops.aten.addmm",
+            "which overload .*aten.addmm: .*default",
+        ),
+    ],
+)
+def test_what_is_told_of_slips(pattern, by, says):
+    _, found = problems("tied_head", 0, pattern, by)
+    assert re.search(says, found[0]), found
+
+
 def test_arguments_that_say_what_is_so_anyway():
     artifact = pipeline("tied_head").artifact
     pattern, by = r"(addmm_\(grads.*)\)  # ", r"\1, beta=1, alpha=1)  # "

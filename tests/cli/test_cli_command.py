@@ -1,6 +1,7 @@
 """The command line as a whole: what is mistyped, units, pictures, completion, and the small commands."""
 
 import json
+import subprocess
 import sys
 
 import pytest
@@ -65,6 +66,16 @@ def test_ctrl_c_is_one_line(capsys, monkeypatch):
     monkeypatch.setattr("fxpipe.cli.simulate._simulate", interrupted)
     assert main(["simulate", "--schedule", "1f1b", *TIMES]) == 130
     assert capsys.readouterr().err == "fxpipe: interrupted\n"
+
+
+def test_a_reader_that_has_read_enough():
+    """As ``| head -1``: no traceback, neither of the command nor of Python's end."""
+    command = [sys.executable, "-m", "fxpipe", "simulate", "--ranks", "2", "--microbatches", "2"]
+    command += ["--schedule", "1f1b", "--forward", "1", "--backward-input", "1", "--backward-weight", "1"]
+    run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    run.stdout.close()
+    assert run.stderr.read() == ""
+    assert run.wait() == 1
 
 
 def test_a_schedule_as_a_file(capsys, tmp_path):

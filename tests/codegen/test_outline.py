@@ -97,6 +97,21 @@ class Balanced(Layers):
         return F.mse_loss(x, y) + torch.stack(parts).sum()
 
 
+class OwnAtTheEnd(Layers):
+    """All blocks but the last multiply with a value from before them, and that with one of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.LayerNorm(WIDTH)
+
+    def forward(self, x, y):
+        others = [y.exp(), y.sin(), y.cos(), y.tanh(), y.sigmoid(), y.square(), y.neg()]
+        for block, other in zip(self.blocks, [*others, None], strict=True):
+            x = block(x)
+            x = torch.stack([x, x if other is None else other]).prod(0)
+        return F.mse_loss(self.last(x), y)
+
+
 class Named(Layers):
     """Modules with names that an f-string must not evaluate."""
 
@@ -135,6 +150,7 @@ STEPS: dict[str, tuple[Any, dict[str, Any]]] = {
     "numbers": (Counted, {}),
     "interrupted": (interrupted, {"ranks": 1}),
     "losses": (Balanced, {}),
+    "own": (OwnAtTheEnd, {"ranks": 1}),
     "names": (Named, {}),
     "bare": (Bare, {}),
     "rates": (lambda: Layers(*map(Block, (0.1, 0.3, 0.2, 0.5, 0.7, 0.2, 0.4, 0.6))), {}),
