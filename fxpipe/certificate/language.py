@@ -47,7 +47,7 @@ _HARMLESS = {
 }
 #: Whose text is the same in every run.
 _TOLD = (bool, complex, float, int, str, torch.device, torch.dtype, torch.layout, torch.memory_format)
-_LONGEST = 1_000_000  # rounds of a loop
+_LONGEST = 1_000_000  # rounds of all loops
 
 
 def check_language(tree: ast.Module, rank: int) -> None:
@@ -131,10 +131,14 @@ def _mod(left: Any, right: Any) -> Any:
 def builtins_of_programs(line: Callable[[], Line]) -> dict[str, Any]:
     """By name; errors may be raised, all others cannot be called."""
 
+    rounds = 0
+
     def counted(*given: int) -> range:
+        nonlocal rounds
         found = range(*given)
-        if len(found) > _LONGEST:
-            raise Rejected(line(), f"has a loop of {len(found)} rounds, and {_LONGEST} are the most")
+        rounds += len(found)
+        if rounds > _LONGEST:
+            raise Rejected(line(), f"has loops of {rounds} rounds, and {_LONGEST} are the most")
         return found
 
     def able(name: str) -> Any:

@@ -6,14 +6,15 @@ terms, of another microbatch, has the same results, of that one.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from types import BuiltinMethodType, MethodType, ModuleType
+from typing import Any, NoReturn
 
 from fxpipe.certificate.calls import Calls, Effects
 from fxpipe.certificate.layouts import layout_of
-from fxpipe.certificate.problems import Line
+from fxpipe.certificate.problems import Line, Rejected
 from fxpipe.certificate.terms import Term
 from fxpipe.certificate.values import Container, Held, Leaves, Memory, Offloaded, Sum, Value
 
@@ -131,7 +132,16 @@ class Sections:
                 return "offloaded", self._own_term(argument.value, given.own)
             case Sum():
                 return "sum", argument.name, argument.transposed
+            case float() | complex():
+                return type(argument), repr(argument)  # 0.0 and -0.0 are equal
+            case Iterator() | MethodType() | set() | bytearray() | deque():
+                self._refuse(f"gives a section a {type(argument).__name__}")
+            case BuiltinMethodType() if not isinstance(argument.__self__, ModuleType | None):
+                self._refuse("gives a section a method")
         return type(argument), argument
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise Rejected(self.calls.line(), f"{what}, which can change from call to call and is not checked")
 
     def _own_term(self, value: Value, own: int | None) -> Term:
         """The term of a value, marked if it is of another microbatch than ``own``."""
@@ -163,6 +173,8 @@ class Sections:
             result = function(*own[:positional], **dict(zip(names, own[positional:], strict=True)))
         finally:
             self.running = False
+        if any(_differ(before, after) for before, after in copied.dicts):
+            self._refuse(f"changes a dict that {function.__name__} was given")
         places = {memories[memory]: k for k, memory in enumerate(given.memories)}
         leaves = _AsLeaves(self.calls, places)
         held = {id(each) for each in _lists_within(own)}
@@ -197,6 +209,10 @@ def _lists_within(arguments: Any) -> Iterator[list[Any]]:
             yield each
         if isinstance(each, list | tuple):
             yield from _lists_within(each)
+
+
+def _differ(before: dict[Any, Any], after: dict[Any, Any]) -> bool:
+    return [*before] != [*after] or any(value is not after[name] for name, value in before.items())
 
 
 def _microbatch(args: Any) -> int | None:
@@ -235,6 +251,7 @@ class _Copies:
         self._sections, self._given, self._memories = sections, given, memories
         self._buffer, self._read = buffer, read
         self.lists: list[list[Any]] = []
+        self.dicts: list[tuple[dict[Any, Any], dict[Any, Any]]] = []  # as they are given, and as they are
 
     def of(self, argument: Any) -> Any:
         match argument:
@@ -252,7 +269,9 @@ class _Copies:
             case tuple():
                 return tuple(self.of(each) for each in argument)
             case dict():
-                return {name: self.of(each) for name, each in argument.items()}
+                found = {name: self.of(each) for name, each in argument.items()}
+                self.dicts.append(({**found}, found))
+                return found
         return argument
 
     def _value(self, value: Value) -> Value:

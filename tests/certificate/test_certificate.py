@@ -475,6 +475,37 @@ def test_what_is_told_of_slips(pattern, by, says):
     assert re.search(says, found[0]), found
 
 
+@pytest.mark.parametrize(
+    ("given", "use", "wrong"),
+    [
+        ("{'n': 0}", "q['n'] += 1", "changes a dict that stage0_weight was given, which can change"),
+        ("{'n': 0}", "q['n']", ""),
+        ("enumerate([1])", "next(q)", "gives a section a enumerate, which can change"),
+        ("(k for k in range(9))", "next(q)", "gives a section a generator, which can change"),
+        ("set()", "q.add(1)", "gives a section a set, which can change"),
+        ("[1].pop", "q()", "gives a section a method, which can change"),
+    ],
+)
+def test_a_section_keeps_nothing_in_its_arguments(given, use, wrong):
+    artifact = pipeline("tied_head").artifact
+    text = artifact.programs[0].replace("stage0_weight(", "stage0_weight(q, ")
+    text = re.sub(r"def stage0_weight.*\n", rf"\g<0>    {use}\n", text)
+    text = re.sub(r"def step.*\n.*\n", rf"\g<0>    q = {given}\n", text)
+    found = check_artifact(replace(artifact, programs=(text, *artifact.programs[1:]))).problems
+    assert [wrong in str(each) for each in found[:1]] == [True] * bool(wrong), found
+
+
+def test_zeros_with_other_signs_are_other_arguments():
+    """The section of the first microbatch gets 0.0, that of the second -0.0."""
+    artifact = pipeline("tied_head").artifact
+    text = artifact.programs[0].replace("stage0_weight(", "stage0_weight(q, ")
+    text = re.sub(r"    def W0\(m\):\n", r"\g<0>        q = 0.0 * (0.5 - m)\n", text)
+    text = re.sub(r"def stage0_weight.*\n", r"\g<0>    assert math.copysign(1, q) == 1\n", text)
+    text = text.replace("import torch\n", "import math\n\nimport torch\n", 1)
+    found = check_artifact(replace(artifact, programs=(text, *artifact.programs[1:]))).problems
+    assert "fails: AssertionError" in str(found[0])
+
+
 def test_arguments_that_say_what_is_so_anyway():
     artifact = pipeline("tied_head").artifact
     pattern, by = r"(addmm_\(grads.*)\)  # ", r"\1, beta=1, alpha=1)  # "
@@ -670,7 +701,8 @@ def test_what_a_program_is_not_allowed():
         ),
         ("with open('x'):\n    pass", "rank0.py:LINE: has a with block, which is not checked"),
         ("while True:\n    pass", "rank0.py:LINE: has a while loop, which may never end"),
-        ("for _ in range(10**10):\n    pass", "rank0.py:LINE: has a loop of 10000000000 rounds"),
+        ("for _ in range(10**10):\n    pass", "rank0.py:LINE: has loops of 10000000"),
+        ("for _ in range(10**6):\n    for _ in range(10**6):\n        pass", "has loops of 2000000 rounds"),
         ("class K:\n    pass", "rank0.py:LINE: has a class"),
         ("step.__dict__", "rank0.py:LINE: uses .__dict__"),
         (CLOSURE, "rank0.py:LINE: has variables of another function"),
