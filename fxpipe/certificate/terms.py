@@ -111,6 +111,8 @@ def canonical(argument: Any) -> Any:
         case list() | tuple():
             return tuple(map(canonical, argument))
         case torch.device():
+            if argument.index is not None:
+                raise TypeError(f"names the device {argument}: a rank has one, without a number in programs")
             return ("torch", argument.type)
         case torch.dtype() | torch.layout() | torch.memory_format():
             return ("torch", str(argument))

@@ -732,6 +732,10 @@ def test_what_a_program_is_not_allowed():
         ("if '{}'.format(blocks_gelu) == 'x': pass", "uses .format, which is not checked"),
         ("print(len(f'{blocks_gelu}'))", "makes a text of what has none here"),
         ("if str(torch.ops.aten.mul.Tensor) == 'x': pass", "makes a text of what has none here"),
+        (
+            "torch.ops.aten._to_copy.default(blocks_gelu, device=torch.device('cuda:1'))",
+            "fails: TypeError: names the device cuda:1: a rank has one",
+        ),
         ("print = len", "gives print another meaning, which is not checked"),
         ("if blocks_gelu is blocks_gelu: pass", "asks whether two values are one object, which is not"),
         ("import typing; typing.sys", "fails: AttributeError: "),
