@@ -20,7 +20,8 @@ from typing import Any
 import torch
 
 from fxpipe.certificate.problems import Line, Rejected
-from fxpipe.certificate.values import Printed, Unread, is_printed_method
+from fxpipe.certificate.texts import QUESTIONS
+from fxpipe.certificate.values import Printed, is_printed_method
 
 _STATEMENTS: dict[type[ast.AST], str] = {
     ast.Try: "catches errors",
@@ -45,8 +46,6 @@ _HARMLESS = {
     "operator": tuple({*operator.__all__} - {"attrgetter", "methodcaller", "is_", "is_not", "mod", "imod"}),
     "typing": tuple(typing.__all__),
 }
-#: Whose text is the same in every run.
-_TOLD = (bool, complex, float, int, str, torch.device, torch.dtype, torch.layout, torch.memory_format)
 _LONGEST = 1_000_000  # rounds of all loops
 
 
@@ -65,67 +64,12 @@ def check_language(tree: ast.Module, rank: int) -> None:
                 what = "gives print another meaning"
             case ast.arg(arg="print") | ast.alias(asname="print"):
                 what = "gives print another meaning"
+            case ast.Name(id=name) if name.startswith("__"):
+                what = f"uses {name}"
+            case ast.AugAssign(op=ast.Mod()):
+                what = "uses %="
         if what:
             raise Rejected(Line(rank, node.lineno), f"{what}, which is not checked")  # type: ignore[attr-defined]
-
-
-def without_texts(tree: ast.Module) -> ast.Module:
-    """The program with no texts in what it prints, and with a question wherever it forms one elsewhere."""
-    found: ast.Module = _Texts().visit(tree)
-    return ast.fix_missing_locations(found)
-
-
-class _Texts(ast.NodeTransformer):
-    def visit_Call(self, node: ast.Call) -> ast.AST:
-        if isinstance(node.func, ast.Name) and node.func.id == "print":
-            node.args = [_parts(argument) for argument in node.args]
-        return self.generic_visit(node)
-
-    def visit_FormattedValue(self, node: ast.FormattedValue) -> ast.AST:
-        self.generic_visit(node)
-        node.value = _called("__told__", node.value)
-        return node
-
-    def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
-        self.generic_visit(node)
-        if isinstance(node.op, ast.Mod):
-            return ast.copy_location(_called("__mod__", node.left, node.right), node)
-        return node
-
-
-def _called(name: str, *args: ast.expr) -> ast.Call:
-    return ast.copy_location(ast.Call(ast.Name(name, ast.Load()), list(args), []), args[0])
-
-
-def _parts(text: ast.expr) -> ast.expr:
-    """What a text is formed of, without forming it."""
-    match text:
-        case ast.JoinedStr():
-            parts = [part for part in text.values if isinstance(part, ast.FormattedValue)]
-            specs = [_parts(part.format_spec) for part in parts if part.format_spec is not None]
-            own: list[ast.expr] = [part.value for part in parts]
-        case ast.BinOp(left=ast.Constant(value=str()), op=ast.Mod()):
-            own, specs = [text.right], []
-        case ast.Call(func=ast.Attribute(value=ast.Constant(value=str()), attr="format")):
-            own, specs = [*text.args, *(each.value for each in text.keywords)], []
-        case _:
-            return text
-    return ast.copy_location(ast.Tuple([*own, *specs], ast.Load()), text)
-
-
-def _told(value: Any) -> Any:
-    """Raises Unread for what has another text in a run."""
-    known = value is None or isinstance(value, _TOLD)
-    if isinstance(value, tuple | list | set | frozenset | range | dict):
-        known = all(_told(each) is each for each in value)
-        known = known and (not isinstance(value, dict) or all(_told(each) is each for each in value.values()))
-    if not known:
-        raise Unread("makes a text of what has none here, outside of print(…)")
-    return value
-
-
-def _mod(left: Any, right: Any) -> Any:
-    return left % (_told(right) if isinstance(left, str) else right)
 
 
 def builtins_of_programs(line: Callable[[], Line]) -> dict[str, Any]:
@@ -148,11 +92,9 @@ def builtins_of_programs(line: Callable[[], Line]) -> dict[str, Any]:
 
     own = {
         "range": counted,
-        "str": lambda value="": str(_told(value)),
         "print": lambda *_, **__: None,
         "breakpoint": lambda *_, **__: None,
-        "__told__": _told,
-        "__mod__": _mod,
+        **QUESTIONS,
     }
     return {name: able(name) for name in dir(builtins)} | own
 

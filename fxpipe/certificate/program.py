@@ -15,10 +15,11 @@ from typing import Any
 import torch
 
 from fxpipe.certificate.calls import Checked
-from fxpipe.certificate.language import Torch, builtins_of_programs, check_language, harmless, without_texts
+from fxpipe.certificate.language import Torch, builtins_of_programs, check_language, harmless
 from fxpipe.certificate.problems import Line, Rejected
 from fxpipe.certificate.sections import Sections
 from fxpipe.certificate.terms import canonical
+from fxpipe.certificate.texts import without_texts
 from fxpipe.certificate.values import Announced, Value, Within
 
 #: Ops of Python that keep something from call to call.

@@ -732,6 +732,11 @@ def test_what_a_program_is_not_allowed():
         ("if '{}'.format(blocks_gelu) == 'x': pass", "uses .format, which is not checked"),
         ("print(len(f'{blocks_gelu}'))", "makes a text of what has none here"),
         ("if str(torch.ops.aten.mul.Tensor) == 'x': pass", "makes a text of what has none here"),
+        ("if str(MESSAGES['blocks_2_add']) == 'x': pass", "makes a text of what has none here"),
+        ("if b'%a' % blocks_gelu == 'x': pass", "makes a text of what has none here"),
+        ("text = '%s'; text %= blocks_gelu", "uses %=, which is not checked"),
+        ("__builtins__['print'] = len", "uses __builtins__, which is not checked"),
+        ("print(str({'a': [1, 2.5, None, torch.float32]}) + f'{7 % 4}', (2, 3), blocks_gelu.shape)", ""),
         (
             "torch.ops.aten._to_copy.default(blocks_gelu, device=torch.device('cuda:1'))",
             "fails: TypeError: names the device cuda:1: a rank has one",
