@@ -166,3 +166,13 @@ def test_a_record_is_unpacked_under_the_names_of_the_forward():
     record = re.search(r"return \w+, \[(.*?)\]", forward[3])[1]
     assert forward[2] in record.split(", ")
     assert f"{record} = saved" in backward
+
+
+def test_the_ops_of_a_model_without_a_file():
+    """As in an interactive session: no line is known, and they are the model's all the same."""
+    found: dict = {"Bare": Bare, "torch": torch}
+    exec("class Typed(Bare):\n    def forward(self, x):\n        return (x * self.weight).exp().sum()", found)
+    pipe = fxpipe.compile(found["Typed"](), {"x": torch.ones(2, WIDTH)}, ranks=1, microbatches=1)
+    forward = re.search(r"def stage0_forward.*?\n\n", pipe.artifact.programs[0], re.DOTALL)[0]
+    assert "exp" in forward
+    assert "autograd" not in forward
