@@ -49,7 +49,17 @@ def rows_of(key: str, option: str) -> list[Row]:
     return rows
 
 
-@pytest.mark.parametrize(("key", "option"), RUN, ids=[f"{key}-{option}" for key, option in RUN])
+#: Of models that other tests have as well.
+VARIATIONS = ("transformers/resnet", "torch.nn/LSTM", "torch examples/dcgan")
+
+
+@pytest.mark.parametrize(
+    ("key", "option"),
+    [
+        pytest.param(*run, marks=[pytest.mark.variation] if run[0] in VARIATIONS else [], id="-".join(run))
+        for run in RUN
+    ],
+)
 def test_right(key, option):
     _, row = rows_of(key, option)
     assert row.outcome == RIGHT, row

@@ -26,9 +26,13 @@ MODELS = [
     worker.Moves,
     worker.Swaps,
 ]
+#: As Recurrent, in other containers; as Moves.
+ALIKE = [worker.InANamedTuple, worker.Nested, worker.Swaps]
 
 
-@pytest.mark.parametrize("model", slow_except(MODELS, worker.Recurrent, worker.InPlace, worker.Moves))
+@pytest.mark.parametrize(
+    "model", slow_except(MODELS, worker.Recurrent, worker.InPlace, worker.Moves, variations=ALIKE)
+)
 def test_it_trains_as_in_eager(model):
     own, expected = build(model), build(model)
     before, values = attributes(own), state_of(own)

@@ -31,7 +31,7 @@ from fxpipe.schedule.ops import Schedule, parse_order
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("double")]
 
 
-@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 5), (4, 3)])
+@pytest.mark.parametrize(("ranks", "microbatches"), [pytest.param(2, 5, marks=pytest.mark.variation), (4, 3)])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family_equals_one_process(name, ranks, microbatches):
     check_against_eager(CASES["unet"], microbatches, Shape(ranks, name))

@@ -6,6 +6,7 @@ import pytest
 import torch
 import validation_worker as worker
 from launch import forked
+from marks import with_variations
 from torch.nn import Parameter
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -44,7 +45,7 @@ def test_faults_are_caught(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*worker.PIPELINES][1:])
+@pytest.mark.parametrize("name", with_variations([*worker.PIPELINES][1:], ["2 replicas, ZeRO 1"]))
 def test_the_values_are_those_of_a_barrier(name, tmp_path):
     run = forked(
         4, worker.check, range(100, 104), *worker.PIPELINES[name], dtype=torch.float32, logs=tmp_path / "logs"

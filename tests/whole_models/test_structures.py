@@ -188,13 +188,13 @@ BLOCKS = st.builds(
 NETS = st.lists(BLOCKS, min_size=10, max_size=18).map(lambda blocks: (*blocks, Block("layers", residual=1)))
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(NETS, st.integers(2, 4), st.sampled_from(NAMED))
 def test_any_structure(blocks, ranks, family):
     check(blocks, ranks, *family)
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(NETS, st.integers(2, 4))
 def test_any_structure_with_auto(blocks, ranks):
     check(blocks, ranks, "auto", None)
