@@ -23,7 +23,7 @@ _TELL, _MOD = "?told", "?mod"  # names that no program can write
 def without_texts(tree: ast.Module) -> ast.Module:
     """The program with no texts in what it prints, and with a question wherever it forms one elsewhere."""
     found: ast.Module = _Texts().visit(tree)
-    return ast.fix_missing_locations(found)
+    return found
 
 
 class _Texts(ast.NodeTransformer):
@@ -45,7 +45,8 @@ class _Texts(ast.NodeTransformer):
 
 
 def _called(name: str, *args: ast.expr) -> ast.Call:
-    return ast.copy_location(ast.Call(ast.Name(name, ast.Load()), list(args), []), args[0])
+    called = ast.copy_location(ast.Name(name, ast.Load()), args[0])
+    return ast.copy_location(ast.Call(called, list(args), []), args[0])
 
 
 def _parts(text: ast.expr) -> ast.expr:
