@@ -196,16 +196,18 @@ def full_disk(rank: Rank) -> None:
 
 
 def slow_rank(rank: Rank) -> None:
-    """Rank 2 takes a while for an op: the others say that they wait."""
-    fxpipe.runtime.job.watch.SLOW = 1.0
+    """Rank 2 takes a while for an op of the second step, which all begin together: the others say that they
+    wait."""
     pipe = compiled(SHARED, SHARED.build(), MICROBATCHES, SHAPE)
+    pipe.step(batch_of(0))
+    fxpipe.runtime.job.watch.SLOW = 1.0
 
     def begins(op: str) -> None:
         if rank.number == 2 and op == "F2.1":
             time.sleep(3.5)
 
     pipe.runtime.record.at_op = begins
-    pipe.step(batch_of(0))
+    pipe.step(batch_of(1))
 
 
 def other_batch(rank: Rank) -> None:

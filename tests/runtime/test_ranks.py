@@ -204,8 +204,8 @@ def test_a_rank_that_waits_says_so(agree):
     assert re.search(r"rank 0 waits for rank 1, to run BW?0\.\d \(stage 0, microbatch \d\)", run.stderr[0]), (
         run
     )
-    said = re.findall(r"rank 1 waits for rank 2, to run .* of step 0, for \d s now\. (.*)", run.stderr[1])
-    assert any("Rank 2 runs F2.1 (stage 2, microbatch 1) of step 0." in each for each in said), run
+    said = re.findall(r"rank 1 waits for rank 2, to run .* of step 1, for \d s now\. (.*)", run.stderr[1])
+    assert any("Rank 2 runs F2.1 (stage 2, microbatch 1) of step 1." in each for each in said), run
 
 
 def test_another_batch_on_one_rank(agree):
