@@ -7,7 +7,7 @@
   With one GPU the ranks share it, and nccl is told that they lie on different machines.
   Bar: the largest difference from eager is 1e-5 of the largest element (float32 without TF32).
 - mesh: the same of replicas with every level of ``shard``, and of lanes; parameters behind 30 clipped steps
-  with post-validation, where some updates are taken back.  Bar: the same.
+  with post-validation, whose updates may be taken back.  Bar: the same.
 - memory of steps: how often steps 1 to 4 with AdamW ask the driver for memory.  Bar: never.  Then with .6 of
   the memory that this took, for zb-v and for split vocabularies: it may not suffice, and must not hang.
 - one batch: on the GPU of rank 0 alone, on the CPU or nowhere on the others.  Two ranks on one GPU.

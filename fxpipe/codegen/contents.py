@@ -136,9 +136,8 @@ def _offloaded(plan: RankPlan) -> Iterator[_Row]:
 def _buckets(plan: RankPlan) -> Iterator[_Row]:
     gathered = {i.bucket for i in plan.instructions if isinstance(i, GatherParameters)}
     summed = {i.bucket for i in plan.instructions if isinstance(i, ReduceGradients)}
-    for k, (bucket, size) in enumerate(plan.buckets):
-        if not {k} & (gathered | summed):
-            continue
+    for k in sorted(gathered | summed):
+        bucket, size = plan.buckets[k]
         begun = [f"gathered before {bucket.before}"] if k in gathered else []
         ended = [f"summed after {bucket.after}"] if k in summed else []
         names = number_of(len(bucket.gradients), "parameter")

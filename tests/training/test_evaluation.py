@@ -42,7 +42,7 @@ def with_evaluation(case: Case, model: nn.Module, **options) -> fxpipe.Pipeline:
     return fxpipe.compile(model, case.example(), microbatches=MICROBATCHES, effort=EFFORT, **options)
 
 
-#: Between "V" and the others that stay there is no other code of evaluation.
+#: Other ranks and placements than "V", which an evaluation treats alike.
 VARIATIONS = ("two ranks", "one rank", "four ranks", "V of three", "interleaved")
 
 
