@@ -403,8 +403,8 @@ def test_drawn_orders_are_whole_keep_the_limits_and_do_not_block(chunks, placeme
         assert max(order.peaks()) <= limit * (1 + 1e-9)
         done = order.run()
         for by_makespan, seconds in ((True, done.makespan), (False, done.span)):
-            judged = judge_ops(problem.arrays.tables, order.op_ids, m, limits, by_makespan)
-            assert judged == (seconds, max(order.peaks()))
+            found = judge_ops(problem.arrays.tables, order.op_ids[None], m, limits, by_makespan)
+            assert [*map(np.ndarray.tolist, found)] == [[seconds], [max(order.peaks())]]
     assert len({tuple(order.op_ids) for order in orders}) > (40 if limit == inf else 1)
 
 
@@ -422,11 +422,15 @@ def test_the_due_dates_of_a_point():
 
 def test_an_order_that_breaks_a_limit_or_blocks_takes_forever():
     arrays = schedule_arrays(chain([StageCost(1, 1, 1, 1, 1)] * 2), (0, 1), 1)
-    tables, order = arrays.tables, np.arange(6)
-    assert judge_ops(tables, order, 1, np.array([1.0, 1.0]), True) == (5.0, 1.0)
-    assert judge_ops(tables, order, 1, np.array([1.0, 0.9]), True)[0] == inf
-    order[:2] = 1, 0  # rank 0: B before F
-    assert judge_ops(tables, order, 1, np.array([inf, inf]), True)[0] == inf
+    good, blocked = np.arange(6), np.array([1, 0, 2, 3, 4, 5])  # on rank 0 B before F
+
+    def judged(*limits):
+        seconds, peaks = judge_ops(arrays.tables, np.stack([good, blocked]), 1, np.array(limits), True)
+        return [*zip(seconds.tolist(), peaks.tolist(), strict=True)]
+
+    assert judged(1.0, 1.0) == [(5.0, 1.0), (inf, 1.0)]
+    assert [seconds for seconds, _ in judged(1.0, 0.9)] == [inf, inf]
+    assert [seconds for seconds, _ in judged(inf, inf)] == [5.0, inf]
 
 
 def test_the_seed_and_the_number_of_threads(monkeypatch):

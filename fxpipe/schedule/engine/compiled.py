@@ -49,8 +49,8 @@ _lock, _gone_through = Lock(), 0
 def compiled(function: Callable[..., Any]) -> Loop:
     """Compiled without the GIL.  Cached on disk, unless the disk cannot be written to.
 
-    A function whose name begins with an underscore can be called by others only: without the wrappers for
-    Python the compilation takes four fifths of the time.
+    A function whose name begins with an underscore can be called by others only, which take its code in: a
+    call would copy all tables.  Without the wrappers for Python the compilation takes four fifths of the time.
     """
     return Loop(function)
 
@@ -79,7 +79,12 @@ def _compiled(loop: Loop) -> Any:
     function = loop.function
     is_inner = function.__name__.startswith("_") and not loop.begins_in_python  # Python may be calling it
     compile = partial(
-        njit, nogil=True, error_model="numpy", no_cfunc_wrapper=True, no_cpython_wrapper=is_inner
+        njit,
+        nogil=True,
+        error_model="numpy",
+        no_cfunc_wrapper=True,
+        no_cpython_wrapper=is_inner,
+        forceinline=is_inner,
     )
     try:
         with _own_cache():

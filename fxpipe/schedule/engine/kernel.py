@@ -149,21 +149,24 @@ def score(first, free, by_makespan):
 
 
 @compiled
-def judge_ops(t, order, m, limits, by_makespan):
-    """The makespan, or the longest span of a rank, and the largest peak memory of a rank.
+def judge_ops(t, orders, m, limits, by_makespan):
+    """Of each order, a row, the makespan, or the longest span of a rank, and the largest peak of a rank.
 
     The time is infinite if a rank exceeds its limit by more than rounding, or if the orders block each other.
     """
-    ranks, peak, within = len(limits), 0.0, True
-    for rank in range(ranks):
-        own = peak_of(t, order[3 * m * t.own_at[rank] : 3 * m * t.own_at[rank + 1]])
-        within = within and own <= limits[rank] * (1 + 1e-9)
-        peak = max(peak, own)
-    end, cause = np.empty(len(order)), np.empty(len(order), np.int64)
-    first, free, turn = np.empty(ranks), np.empty(ranks), np.empty(len(order), np.int64)
-    if within and run_ops(t, order, m, 0.0, end, cause, first, free, turn):
-        return _objective(first, free, by_makespan), peak
-    return inf, peak
+    ranks, ops = len(limits), len(t.section)
+    seconds, peaks = np.full(len(orders), inf), np.zeros(len(orders))
+    end, cause, turn = np.empty(ops), np.empty(ops, np.int64), np.empty(ops, np.int64)
+    first, free = np.empty(ranks), np.empty(ranks)
+    for k in range(len(orders)):
+        order, within = orders[k], True
+        for rank in range(ranks):
+            own = peak_of(t, order[3 * m * t.own_at[rank] : 3 * m * t.own_at[rank + 1]])
+            within = within and own <= limits[rank] * (1 + 1e-9)
+            peaks[k] = max(peaks[k], own)
+        if within and run_ops(t, order, m, 0.0, end, cause, first, free, turn):
+            seconds[k] = _objective(first, free, by_makespan)
+    return seconds, peaks
 
 
 @compiled

@@ -34,7 +34,7 @@ _DRAWN = 0.3  # of the effort, for list scheduling
 _LISTED = 8  # the cost of each op in a draw, in ops that are looked at
 ANNEALED = 3_000  # looks at an op; with fewer, annealing is of no use and all effort goes into draws
 _FEWEST, _MOST = 96, 1_536  # draws for a problem
-_BATCH, _PARTS = 32, 16  # draws that are made at a time, before the next are crossed; in so many parts
+_BATCH = 32  # draws that are made at a time, before the next are crossed
 _KEPT = 16  # of the best draws, to cross
 _WIDTH, _LAST = 32, 2  # orders that are annealed at first and at last
 
@@ -135,11 +135,18 @@ def anneal_each(candidates: Sequence[Candidate], seed: int = 0) -> list[Candidat
 
 def judged(problem: Problem, family: str, order: Order) -> Candidate | None:
     """The order as a candidate; None if it breaks the limits."""
-    limits = np.array(problem.limits, np.float64)
-    seconds, peak = judge_ops(
-        order.arrays.tables, order.op_ids, problem.microbatches, limits, problem.by_makespan
-    )
-    return Candidate(problem, family, order, float(f"{seconds:.12g}"), peak) if seconds < inf else None
+    return judged_all(problem, family, [order])[0]
+
+
+def judged_all(problem: Problem, family: str, orders: Sequence[Order]) -> list[Candidate | None]:
+    """``judged``, of orders with the same arrays."""
+    limits, m = np.array(problem.limits, np.float64), problem.microbatches
+    rows = np.stack([order.op_ids for order in orders])
+    seconds, peaks = judge_ops(orders[0].arrays.tables, rows, m, limits, problem.by_makespan)
+    return [
+        Candidate(problem, family, order, float(f"{took:.12g}"), float(peak)) if took < inf else None
+        for order, took, peak in zip(orders, seconds, peaks, strict=True)
+    ]
 
 
 def _annealed(candidate: Candidate, work: int, seed: int) -> Candidate:
@@ -158,12 +165,13 @@ def _draw(
     m, arrays, random = problem.microbatches, problem.arrays, np.random.default_rng(seed)
     table = timetable(problem)
     draws = max(_FEWEST, min(_MOST, work // (_LISTED * problem.ops)))
+    parts = min(_BATCH, 2 * (os.cpu_count() or 1))
     near, far = best.keep([best.get(problem)]), list[Candidate]()
     parents: list[tuple[float, Floats]] = []
 
     def make(points: Floats) -> list[Candidate | None]:
         orders = draw_ops(arrays.tables, table, m, points)
-        return [judged(problem, SEARCHED, Order(arrays, order)) for order in orders]
+        return judged_all(problem, SEARCHED, [Order(arrays, order) for order in orders])
 
     for _ in range(0, draws, _BATCH):
         if problem in best and best[problem].is_optimal:
@@ -171,7 +179,7 @@ def _draw(
         points, half = random.random((_BATCH, NUMBERS)), _BATCH // 2
         if parents:
             points[half:] = cross(np.array([point for _, point in parents]), half, random)
-        made = [*joined.from_iterable(threads.map(make, np.split(points, _PARTS)))]
+        made = [*joined.from_iterable(threads.map(make, np.array_split(points, parts)))]
         drawn = [(found.seconds, point) for found, point in zip(made, points, strict=True) if found]
         parents = sorted([*parents, *drawn], key=lambda pair: pair[0])[:_KEPT]
         near = best.keep([*near, *made[half:]])[:_WIDTH]
