@@ -21,6 +21,7 @@ from fxpipe.compiler.tensor_ownership import (
     result_bytes,
     stage_tensors,
     tensor_ownership,
+    tensors_of,
     trained_parameters,
     weight_bytes,
     with_replicas,
@@ -121,6 +122,7 @@ class Costing:
             if cut.vocabulary is not None:
                 ranks = cut.vocabulary.placement(ranks)
             held = tensor_ownership(model, cut.sections, ranks, options.ranks)
+            tensors = tensors_of(model, held)
             live = liveness(cut.graph, cut.sections, cut.edges, ranks)
             costs = section_costs(live, seconds, cluster, ranks, options.ranks_per_machine)
             if self._sizes is not None and cut.resized is not None:
@@ -132,9 +134,9 @@ class Costing:
                 name,
                 ranks,
                 costs,
-                weight_bytes(model, held, options.grad_dtype),
-                stage_tensors(model, held, cut.sections, options.grad_dtype),
-                trained_parameters(model, held, options.grad_dtype),
+                weight_bytes(tensors, held, options.grad_dtype),
+                stage_tensors(tensors, held, cut.sections, options.grad_dtype),
+                trained_parameters(tensors, held, options.grad_dtype),
             )
 
     def balanced(self, of: Stages, chosen: Chosen) -> Stages | None:

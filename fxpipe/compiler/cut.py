@@ -10,6 +10,7 @@ from torch import fx
 
 from fxpipe.compiler.passes import PASSES, CutOptions, Offloaded, StepGraphs, run_passes
 from fxpipe.compiler.progress import Phases
+from fxpipe.compiler.uncut import Uncut
 from fxpipe.cost.nodes import CHEAPER_IN_PLACE
 from fxpipe.errors import PartitionError
 from fxpipe.ir.compat import copy_graph
@@ -51,7 +52,7 @@ def split(step: StepGraphs, options: CutOptions) -> StepGraphs:
 
     Raises VocabularyError as ``split_vocabulary`` does.
     """
-    own = replace(step, graph=copy_graph(step.graph))
+    own = replace(step, graph=copy_graph(step.graph), uncut=Uncut())
     if step.resized is not None:
         own.resized = replace(step.resized, graphs=tuple(map(copy_graph, step.resized.graphs)))
     run_passes(PASSES.captured, own, options)

@@ -13,10 +13,10 @@ from typing import NamedTuple
 import torch
 from torch import fx
 
+from fxpipe.compiler.uncut import Uncut
 from fxpipe.cost.nodes import NodeSeconds
 from fxpipe.cost.recomputable import recomputable_nodes
 from fxpipe.errors import PartitionError
-from fxpipe.ir.once import once_values
 from fxpipe.ir.resized import ResizedTraces
 from fxpipe.ir.text import graph_text
 from fxpipe.ir.verify import verify
@@ -85,13 +85,15 @@ class CutOptions:
 class StepGraphs:
     """The graph that the passes rewrite, its traces at other sizes, and the stages that were added to it.
 
-    ``cut``: the forward, if it was cut by its costs.  ``offloaded``, ``joined``: known for the chosen cut
-    alone: see ``Offloaded`` and ``join_backward``.
+    ``uncut``: what it has in common with all copies that are cut.  ``cut``: the forward, if it was cut by its
+    costs.  ``offloaded``, ``joined``: known for the chosen cut alone: see ``Offloaded`` and
+    ``join_backward``.
     """
 
     graph: fx.Graph
     resized: ResizedTraces | None
     vocabulary: Vocabulary | None = None
+    uncut: Uncut = field(default_factory=Uncut)
     cut: CutChain | None = None
     offloaded: Offloaded = field(default_factory=dict)
     joined: frozenset[int] = frozenset()
@@ -167,14 +169,14 @@ def _sink_cheap_values(step: StepGraphs, options: CutOptions) -> None:
 
 def _partition(step: StepGraphs, options: CutOptions) -> None:
     beside = step.vocabulary or Vocabulary()
-    once = once_values(step.graph, step.resized)  # ``compute_once`` takes them out of the stages
-    free = recomputable_nodes(step.graph, options.seconds)
+    # ``compute_once`` takes ``once`` out of the stages.
+    once, free = step.uncut.free(step.graph, step.resized, options.seconds)
     try:
         step.cut = partition(
             step.graph,
             options.stages,
             lambda node: 0.0 if node in once else options.seconds(node),
-            replace(free, anywhere=free.anywhere | once.keys()),
+            replace(free, anywhere=free.anywhere | once),
             options.split_points,
             before=beside.embedding_shards,
             behind=beside.output_shards,
@@ -182,6 +184,7 @@ def _partition(step: StepGraphs, options: CutOptions) -> None:
             slowness=options.slowness,
             ranks=options.balanced,
             cuts=options.cuts,
+            chain=step.uncut.chain,
         )
     except PartitionError as error:
         if step.vocabulary is None:
@@ -190,6 +193,8 @@ def _partition(step: StepGraphs, options: CutOptions) -> None:
             f"{error} With vocab_parallel the stages share what is left of the model without its "
             "vocabulary layers: or leave it out."
         ) from error
+    if step.cut is not None:
+        step.uncut.chain = step.cut.chain
 
 
 def _recompute(step: StepGraphs, options: CutOptions) -> None:

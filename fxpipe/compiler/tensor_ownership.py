@@ -109,10 +109,9 @@ def tied_gradients(tensors: tuple[RankTensors, ...]) -> tuple[AllReduceGradient,
 
 
 def weight_bytes(
-    model: nn.Module, held: tuple[RankTensors, ...], grad_dtype: torch.dtype | None
+    tensors: Mapping[str, torch.Tensor], held: tuple[RankTensors, ...], grad_dtype: torch.dtype | None
 ) -> tuple[HeldBytes, ...]:
-    """Per rank the bytes of its parameters, gradients and buffers."""
-    tensors = _tensors(model, held)
+    """Per rank the bytes of its parameters, gradients and buffers.  tensors: as ``tensors_of`` gives them."""
 
     def of_gradient(name: str) -> int:
         parameter = tensors[name]
@@ -128,10 +127,9 @@ def weight_bytes(
 
 
 def trained_parameters(
-    model: nn.Module, held: tuple[RankTensors, ...], grad_dtype: torch.dtype | None
+    tensors: Mapping[str, torch.Tensor], held: tuple[RankTensors, ...], grad_dtype: torch.dtype | None
 ) -> tuple[tuple[Trained, ...], ...]:
-    """Per rank the parameters that it updates."""
-    tensors = _tensors(model, held)
+    """Per rank the parameters that it updates.  tensors: as ``tensors_of`` gives them."""
 
     def trained(name: str) -> Trained:
         parameter = tensors[name]
@@ -187,13 +185,13 @@ def with_replicas(
 
 
 def stage_tensors(
-    model: nn.Module,
+    tensors: Mapping[str, torch.Tensor],
     held: tuple[RankTensors, ...],
     sections: Sequence[Section],
     grad_dtype: torch.dtype | None,
 ) -> dict[int, StageTensors]:
-    """By stage the bytes of what its replicas exchange."""
-    tensors, trained = _tensors(model, held), {name for own in held for name in own.gradients}
+    """By stage the bytes of what its replicas exchange.  tensors: as ``tensors_of`` gives them."""
+    trained = {name for own in held for name in own.gradients}
     made: defaultdict[int, set[str]] = defaultdict(set)
     frozen: defaultdict[int, set[str]] = defaultdict(set)
     for section in sections:
@@ -264,11 +262,12 @@ def layouts_of(
 ) -> dict[str, TensorLayout]:
     """The layouts of parameters, buffers and constants, and of the rows of a parameter that a rank holds."""
     used = {name for h in held for name in h.constants}
-    tensors = _tensors(model, held) | {n: t for n, t in constants.items() if n in used}
+    tensors = tensors_of(model, held) | {n: t for n, t in constants.items() if n in used}
     return {name: TensorLayout.from_tensor(tensor) for name, tensor in tensors.items()}
 
 
-def _tensors(model: nn.Module, held: tuple[RankTensors, ...]) -> dict[str, torch.Tensor]:
+def tensors_of(model: nn.Module, held: tuple[RankTensors, ...]) -> dict[str, torch.Tensor]:
+    """Parameters, buffers, and the rows of a parameter that a rank holds: of DTensors the own shards."""
     tensors = {n: local(t).detach() for n, t in (*model.named_parameters(), *model.named_buffers())}
     tensors |= kept_tensors(model, {n for h in held for n in h.buffers} - tensors.keys())
     for name in {n for h in held for n in h.parameters}:

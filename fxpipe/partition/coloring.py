@@ -37,6 +37,7 @@ def partition(
     slowness: Sequence[float] = (),
     ranks: Sequence[int] = (),
     cuts: tuple[int, ...] = (),
+    chain: Chain | None = None,
 ) -> CutChain | None:
     """Give every op without a color its stage, and phase F or B; negative stages count from the last one.
 
@@ -49,6 +50,7 @@ def partition(
     slowness: per stage its time relative to that of ``node_seconds``; by default all are alike.
     ranks: of each stage; if given, ranks are balanced instead of stages.
     cuts: positions in a chain that was returned for the same graph, to cut there instead.
+    chain: that was returned for the same graph and the same costs.
     Raises PartitionError for a split point that is no module of the graph and for more stages than
     there are places to cut.
     """
@@ -64,7 +66,7 @@ def partition(
     elif split_points is not None:
         cuts = _cuts_by_path(forward, stages, split_points)
     elif not cuts:
-        chain = chain_of(graph, position, by_seq, node_seconds, free)
+        chain = chain or chain_of(graph, position, by_seq, node_seconds, free)
         cuts = _cuts_by_cost(chain, stages, slowness, ranks)
         found = CutChain(chain, cuts)
     starts = {c + 1 for c in cuts}
