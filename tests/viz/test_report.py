@@ -300,6 +300,13 @@ def test_the_page_has_the_data_and_no_markup_of_names(data):
     assert len(text) < 300_000
 
 
+def test_all_kinds_of_memory_have_a_color(data):
+    text = page(data)
+    kinds = re.search(r"const STANDING = (\[.*?\]);", text)[1]
+    for kind in json.loads(kinds):
+        assert re.search(rf"--{kind}: #[0-9a-f]{{6}};", text), kind
+
+
 def test_a_hostile_model_name_is_text(data):
     hostile = data | {"head": data["head"] | {"model": HOSTILE}}
     title = re.search(r"<title>(.*)</title>", page(hostile))[1]

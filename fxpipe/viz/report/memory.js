@@ -243,6 +243,13 @@ function memoryTab(model, host, events) {
         .map((p) => [p.key, p.name.replace(/, stage.*/, p.key.endsWith("-late") ? ", later stages" : "")]),
     ),
   );
+  const columns = [
+    (part) => part.key === "weights",
+    (part) => part.key === "gradients",
+    (part) => part.key === "optimizer",
+    (part) => part.k === 0,
+    (part) => part.k === 1,
+  ];
   const rows = all.map((memory, rank) => {
     const parts = memory.parts
       .filter((part) => part.k !== RECEIVED)
@@ -266,12 +273,8 @@ function memoryTab(model, host, events) {
         rank,
         made,
         bytesText(peaks[rank].bytes),
-        of((p) => p.key === "weights"),
-        of((p) => p.key === "gradients"),
-        of((p) => p.key === "optimizer"),
-        of((p) => p.k === 0),
-        of((p) => p.k === 1),
-        of((p) => p.k === 2 || ["buffers", "constants"].includes(p.key)),
+        ...columns.map(of),
+        of((part) => !columns.some((is) => is(part))),
         bytesText(model.memory[rank].pool),
         model.time(peaks[rank].tick),
       ].map((x, k) => el("td", { class: k === 1 ? "wide" : "n" }, x)),
