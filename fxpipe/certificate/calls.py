@@ -172,7 +172,9 @@ class Calls:
         if schema.name in ("aten.t", "aten.transpose"):
             return Sum(own.name, not own.transposed)
         sums = [value for value in given.values() if isinstance(value, Sum)]
-        if not schema.written or not isinstance(given.get(schema.written[0]), Sum) or len({*sums}) > 1:
+        if not schema.written or not isinstance(given.get(schema.written[0]), Sum):
+            return self.read(own)
+        if len({(value.name, value.transposed) for value in sums}) > 1:
             return self.read(own)
         given = {name: value for name, value in given.items() if not isinstance(value, Sum)}
         term = self._summand(schema, own, given)

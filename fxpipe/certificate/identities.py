@@ -57,7 +57,11 @@ def _same(terms: Terms, op: str, given: dict[str, Any]) -> Term | None:
 
 
 def _cast(terms: Terms, op: str, given: dict[str, Any]) -> Term | None:
-    source, dtype = given["self"], given.get("dtype")
+    source, dtype, device = given["self"], given.get("dtype"), given.get("device")
+    if device is not None and terms.line() is None:
+        terms.devices.add(device)
+    elif device is not None and device not in terms.devices:
+        raise Unknown(f"moves {source} to the device {device[1]}: the captured step moves nothing there")
     if dtype is None or dtype == canonical(layout_of(terms, source).dtype):
         return source  # type: ignore[no-any-return]
     found = terms.plain(CAST, {"self": source, "dtype": dtype})

@@ -59,7 +59,7 @@ def _order(rt: TermRuntime, planned: Sequence[str]) -> Iterator[Problem]:
 
 
 def _transfers(rt: TermRuntime, plan: Plan) -> Iterator[Problem]:
-    """Offloads and reloads that begin, or are waited for, between other ops than in the plan."""
+    """Offloads and reloads that begin or are waited for elsewhere than in the plan, or not at all."""
     due: Counter[tuple[str, int]] = Counter()
     ops = plan.ordered.order[rt.rank]
     number_of = [0, *accumulate(_takes_time(plan, op) for op in ops)]  # in the plan -> in the program
@@ -68,9 +68,12 @@ def _transfers(rt: TermRuntime, plan: Plan) -> Iterator[Problem]:
             verb = "offload" if transfer.direction is Direction.OUT else "reload"
             due[verb, number_of[transfer.begin]] += 1
             due[f"wait_{verb}", number_of[transfer.end]] += 1
-    for (verb, number), times in (rt.held.transfers - due).items():
-        text = f"calls rt.{verb} {times} times more before {rt.held.ops[number]} than the plan"
-        yield Problem(rt.rank, rt.held.lines[number].number, text)
+    for more, found in (("more", rt.held.transfers - due), ("fewer", due - rt.held.transfers)):
+        for verb in dict.fromkeys(verb for verb, _ in sorted(found)):
+            times = {number: times for (own, number), times in found.items() if own == verb}
+            first, total = min(min(times), len(rt.held.ops) - 1), sum(times.values())
+            text = f"calls rt.{verb} {total} times {more} than the plan, first before {rt.held.ops[first]}"
+            yield Problem(rt.rank, rt.held.lines[first].number, text)
 
 
 def _dead(rt: TermRuntime) -> Iterator[Problem]:

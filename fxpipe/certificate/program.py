@@ -4,31 +4,22 @@ from __future__ import annotations
 
 import ast
 import builtins
-import dis
 import sys
-from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from types import CodeType, FunctionType, MappingProxyType, SimpleNamespace
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import BuiltinFunctionType, CodeType, FunctionType, MappingProxyType, ModuleType, SimpleNamespace
+from typing import Any, ClassVar, NoReturn
 
 import torch
 
 from fxpipe.certificate.calls import Checked
-from fxpipe.certificate.language import Torch, builtins_of_programs, check_language, harmless
+from fxpipe.certificate.language import Refused, Torch, builtins_of_programs, check_language, harmless
+from fxpipe.certificate.plain import NotPlain, form_of
 from fxpipe.certificate.problems import Line, Rejected
 from fxpipe.certificate.sections import Sections
 from fxpipe.certificate.terms import canonical
 from fxpipe.certificate.texts import without_texts
 from fxpipe.certificate.values import Announced, Value, Within
-
-#: Ops of Python that keep something from call to call.
-_KEEPING = {
-    "STORE_GLOBAL": "sets the global",
-    "DELETE_GLOBAL": "deletes the global",
-    "STORE_ATTR": "sets the attribute",
-    "DELETE_ATTR": "deletes the attribute",
-}
 
 
 class Lines:
@@ -88,8 +79,9 @@ class Op:
     overload: Any
     sections: Sections
     buffer: Callable[[str], Value]
+    is_stateless: ClassVar[bool] = True
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         if self.sections.running:
             return self.sections.calls.call(self.overload, args, kwargs)
         given = [*args, *kwargs.values()]
@@ -156,7 +148,7 @@ def namespace(sections: Sections, buffer: Callable[[str], Value]) -> dict[str, A
     def imported(name: str, *_: Any) -> Any:
         if name in modules:
             return modules[name]
-        if (found := harmless(name)) is not None:
+        if (found := harmless(name, calls.line)) is not None:
             return found
         raise Rejected(calls.line(), f"imports {name}, which the certificate does not run")
 
@@ -175,46 +167,88 @@ def loaded(
     step = found.get("step")
     if not isinstance(step, FunctionType):
         raise Rejected(Line(rank, 0), "has no function step(rt, batch)")
-    for name, value in [*found.items()]:
-        if isinstance(value, FunctionType) and value.__module__ == "fxpipe_program":
-            _check_keeps_nothing(value, rank)
-            found[name] = value if value is step else sections.wrapped(value, buffer)
-        elif not name.startswith("__"):
-            found[name] = _frozen(name, value, rank)
+    top = _Top(rank, sections, buffer, step)
+    found |= {name: top.frozen(name, value) for name, value in found.items() if not name.startswith("__")}
     return step
 
 
-def _check_keeps_nothing(function: FunctionType, rank: int) -> None:
-    """A section runs once here, for all calls with such inputs.  Raises Rejected for what calls may leave to
-    the next one."""
-    defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
-    if any(isinstance(value, list | dict | set) for value in defaults):
-        line = Line(rank, function.__code__.co_firstlineno)
-        raise Rejected(line, "has a default that can change from call to call, which is not checked")
-    if function.__closure__:
-        line = Line(rank, function.__code__.co_firstlineno)
-        raise Rejected(line, "has variables of another function, which is not checked")
-    todo = [function.__code__]
-    for code in todo:
-        todo += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-        for each in dis.get_instructions(code):
-            if each.opname in _KEEPING:
-                line = Line(rank, each.positions.lineno or 0 if each.positions else 0)
-                raise Rejected(line, f"{_KEEPING[each.opname]} {each.argval}, which is not checked")
+@dataclass(eq=False, repr=False)
+class _Top:
+    """The values at the top level of a program, such that no call of a section leaves something there for the
+    next one: here a section runs once for all calls with such inputs."""
+
+    rank: int
+    sections: Sections
+    buffer: Callable[[str], Value]
+    step: FunctionType
+    wrapped: dict[FunctionType, Callable[..., Any]] = field(default_factory=dict)
+
+    def frozen(self, name: str, value: Any) -> Any:
+        match value:
+            case Announced():
+                return value
+            case FunctionType() if value.__module__ == "fxpipe_program":
+                return value if value is self.step else self._function(value)
+            case list():
+                return _List(self.frozen(name, each) for each in value)
+            case tuple() if type(value) is tuple:
+                return tuple(self.frozen(name, each) for each in value)
+            case dict():
+                items = ((self.frozen(name, key), self.frozen(name, each)) for key, each in value.items())
+                return MappingProxyType(dict(items))
+            case BuiltinFunctionType() if isinstance(value.__self__, ModuleType | None):
+                return value
+            case FunctionType() | type() | Op() | Torch() | Refused() | _Ops() | _Lanes() | SimpleNamespace():
+                return value
+        if not _is_constant(value):
+            self._refuse(f"has {name}, a {type(value).__name__}, which can change from call to call and")
+        return value
+
+    def _function(self, function: FunctionType) -> Callable[..., Any]:
+        if function not in self.wrapped:
+            defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+            if not all(map(_is_constant, defaults)):
+                self._refuse("has a default that can change from call to call, which", function)
+            if function.__closure__:
+                self._refuse("has variables of another function, which", function)
+            self.wrapped[function] = self.sections.wrapped(function, self.buffer)
+        return self.wrapped[function]
+
+    def _refuse(self, what: str, function: FunctionType | None = None) -> NoReturn:
+        line = 0 if function is None else function.__code__.co_firstlineno
+        raise Rejected(Line(self.rank, line), f"{what} is not checked")
 
 
-def _frozen(name: str, value: Any, rank: int) -> Any:
-    """A value at the top level of a program such that no section can leave something there."""
-    match value:
-        case Announced():
-            return value
-        case list() | tuple():
-            return tuple(_frozen(name, each, rank) for each in value)
-        case dict():
-            return MappingProxyType({key: _frozen(name, each, rank) for key, each in value.items()})
-        case set():
-            return frozenset(value)
-        case Iterator() | bytearray() | deque():
-            text = f"has {name}, which can change from call to call and is not checked"
-            raise Rejected(Line(rank, 0), text)
-    return value
+def _is_constant(value: Any) -> bool:
+    try:
+        form_of(value)
+    except NotPlain:
+        return isinstance(value, Op)
+    return True
+
+
+class _List(tuple[Any, ...]):
+    """A list that nothing can change, beside lists."""
+
+    __slots__ = ()
+    __hash__ = None  # type: ignore[assignment]
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"a list at the top level of a program has no .{name}, which could change it")
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, list | _List) and [*self] == [*other]
+
+    def __getitem__(self, at: Any) -> Any:
+        return [*self][at]
+
+    def __add__(self, other: Any) -> Any:
+        return [*self, *other]
+
+    def __radd__(self, other: Any) -> Any:
+        return [*other, *self]
+
+    def __mul__(self, times: Any) -> Any:
+        return [*self] * times
+
+    __rmul__ = __mul__

@@ -6,17 +6,30 @@ terms, of another microbatch, has the same results, of that one.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from types import BuiltinMethodType, MethodType, ModuleType
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 from fxpipe.certificate.calls import Calls, Effects
 from fxpipe.certificate.layouts import layout_of
+from fxpipe.certificate.plain import NotPlain, form_of
 from fxpipe.certificate.problems import Line, Rejected
 from fxpipe.certificate.terms import Term
-from fxpipe.certificate.values import Container, Held, Leaves, Memory, Offloaded, Sum, Value
+from fxpipe.certificate.values import (
+    Announced,
+    Container,
+    Held,
+    Leaves,
+    Memory,
+    Offloaded,
+    Pending,
+    Printed,
+    Sum,
+    Value,
+    Within,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,6 +94,7 @@ class Sections:
             return result
 
         call.__name__ = function.__name__
+        call.is_stateless = True  # type: ignore[attr-defined]
         return call
 
     def call(
@@ -121,27 +135,37 @@ class Sections:
                 return "leaves", None if given.own is None else argument.microbatch - given.own
             case Container():
                 return argument.kind
+            case Within():
+                return "within", argument.container.kind, argument.module
             case list():
                 given.lists.append(argument)
                 return ("list", *(self._form(given, each) for each in argument))
+            case Announced():
+                return Announced, argument.name, form_of(tuple(argument))
             case tuple():
-                return ("tuple", *(self._form(given, each) for each in argument))
-            case dict():
-                return ("dict", *((name, self._form(given, each)) for name, each in argument.items()))
+                return (type(argument), *(self._form(given, each) for each in argument))
+            case dict() | MappingProxyType():
+                items = (
+                    (self._form(given, name), self._form(given, each)) for name, each in argument.items()
+                )
+                return ("dict", *items)
             case Offloaded():
                 return "offloaded", self._own_term(argument.value, given.own)
             case Sum():
                 return "sum", argument.name, argument.transposed
-            case float() | complex():
-                return type(argument), repr(argument)  # 0.0 and -0.0 are equal
-            case Iterator() | MethodType() | set() | bytearray() | deque():
-                self._refuse(f"gives a section a {type(argument).__name__}")
-            case BuiltinMethodType() if not isinstance(argument.__self__, ModuleType | None):
-                self._refuse("gives a section a method")
-        return type(argument), argument
+            case Printed():
+                return "printed", argument.text
+            case Pending():
+                raise Rejected(self.calls.line(), "reads a message before it has waited for it")
+        if is_stateless(argument):
+            return argument
+        try:
+            return form_of(argument)
+        except NotPlain as error:
+            self._refuse(f"gives a section {error}")
 
     def _refuse(self, what: str) -> NoReturn:
-        raise Rejected(self.calls.line(), f"{what}, which can change from call to call and is not checked")
+        refuse(self.calls, what)
 
     def _own_term(self, value: Value, own: int | None) -> Term:
         """The term of a value, marked if it is of another microbatch than ``own``."""
@@ -200,6 +224,15 @@ class Sections:
         for values, after in zip(given.lists, found.lists, strict=True):
             values[:] = _rebuilt(after, given, before, new, self.held)
         return _rebuilt(found.result, given, before, new, self.held)
+
+
+def is_stateless(value: Any) -> bool:
+    """Whether a value is an op, or a section: what a call of it does, its arguments say."""
+    return getattr(value, "is_stateless", False) is True
+
+
+def refuse(calls: Calls, what: str) -> NoReturn:
+    raise Rejected(calls.line(), f"{what}, which can change from call to call and is not checked")
 
 
 def _lists_within(arguments: Any) -> Iterator[list[Any]]:
@@ -266,8 +299,10 @@ class _Copies:
                 self.lists.append(copy)
                 copy += [self.of(each) for each in argument]
                 return copy
+            case Announced():
+                return argument
             case tuple():
-                return tuple(self.of(each) for each in argument)
+                return type(argument)(self.of(each) for each in argument)
             case dict():
                 found = {name: self.of(each) for name, each in argument.items()}
                 self.dicts.append(({**found}, found))
@@ -314,6 +349,13 @@ class _AsLeaves:
                 return tuple(self.of(each) for each in result)
             case dict():
                 return {name: self.of(each) for name, each in result.items()}
+            case Printed() | Sum() | Offloaded():
+                return result
+        if not is_stateless(result):
+            try:
+                form_of(result)
+            except NotPlain as error:
+                refuse(self._calls, f"returns {error}")
         return result
 
     def _bytes(self, value: Value) -> int:

@@ -131,13 +131,15 @@ def operands(argument: Any) -> Iterator[Term]:
 @dataclass(eq=False, repr=False)
 class Terms:
     """The table of all terms.  ``rules``: by op, identities (``identities.py``): functions that give a
-    simpler term for arguments, or None.  ``line``: gives the line of the program that runs.  ``views``: the
-    first term of each view, by what it is a view of, and where its elements are."""
+    simpler term for arguments, or None.  ``line``: gives the line of the program that runs, None for the
+    captured step.  ``views``: the first term of each view, by what it is a view of, and where its elements
+    are.  ``devices``: to which the captured step moves values."""
 
     rules: dict[str, Callable[[Terms, str, dict[str, Any]], Term | None]]
     line: Callable[[], Any] = lambda: None
     known: dict[tuple[str, Arguments], Term] = field(default_factory=dict)
     views: dict[Any, Term] = field(default_factory=dict)
+    devices: set[Any] = field(default_factory=set)
 
     def make(self, op: str, arguments: dict[str, Any]) -> Term:
         """The term of an op with canonical arguments, after the identities."""

@@ -1,83 +1,158 @@
-"""The texts that a program forms: a tensor has another one here than in a run.
+"""The texts and numbers that a program makes of tensors: it may print them, and nothing else.
 
-What ``print`` is given is not formed at all, as the check prints nothing.  Elsewhere a text may be formed of
-plain data alone: numbers, texts, dtypes.
+A tensor has another text here than in a run.  So what makes texts is a function of the certificate's, which
+gives the text of plain data, and of all else what can be printed alone.
 """
 
 from __future__ import annotations
 
 import ast
-from itertools import chain
+import builtins
+from collections.abc import Callable, Iterator, Mapping
+from functools import wraps
 from typing import Any
 
 import torch
 
-from fxpipe.certificate.values import Unread
+from fxpipe.certificate.plain import ATOMS
+from fxpipe.certificate.values import Container, Leaves, Printed, Sum, Value, Within
 
-#: Whose text is the same in every run; that of containers, if that of their items is.
-_TOLD = (bool, complex, float, int, str, range, torch.device, torch.dtype, torch.layout, torch.memory_format)
-_TOLD_BY_ITEMS = (tuple, list, set, frozenset, dict, torch.Size)
-_TELL, _MOD = "?told", "?mod"  # names that no program can write
+_CONTAINERS = (tuple, list, dict, torch.Size)  # their text is that of their items
+_UNREAD = (Value, Printed, Sum, Container, Leaves, Within)
+_TEXT, _FORMAT, _MOD, _VIEW = "?text", "?format", "?mod", "?view"  # names that no program can write
 
 
 def without_texts(tree: ast.Module) -> ast.Module:
-    """The program with no texts in what it prints, and with a question wherever it forms one elsewhere."""
+    """The program with calls of ``QUESTIONS`` in the place of what makes texts, and of views of dicts, of
+    which operators make sets."""
     found: ast.Module = _Texts().visit(tree)
     return found
 
 
 class _Texts(ast.NodeTransformer):
-    def visit_Call(self, node: ast.Call) -> ast.AST:
-        if isinstance(node.func, ast.Name) and node.func.id == "print":
-            node.args = [_parts(argument) for argument in node.args]
-        return self.generic_visit(node)
-
-    def visit_FormattedValue(self, node: ast.FormattedValue) -> ast.AST:
+    def visit_JoinedStr(self, node: ast.JoinedStr) -> ast.AST:
         self.generic_visit(node)
-        node.value = _called(_TELL, node.value)
+        parts = [
+            ast.Tuple([x.value, ast.Constant(x.conversion), x.format_spec or ast.Constant("")], ast.Load())
+            if isinstance(x, ast.FormattedValue)
+            else x
+            for x in node.values
+        ]
+        return _called(node, _TEXT, parts)
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        match node:
+            case ast.Call(ast.Attribute(value, "format")):
+                return _called(node, _FORMAT, [value, *node.args], node.keywords)
+            case ast.Call(ast.Attribute(value, ("keys" | "items") as name), [], []):
+                return _called(node, _VIEW, [value, ast.Constant(name)])
         return node
 
     def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
         self.generic_visit(node)
-        if isinstance(node.op, ast.Mod):
-            return ast.copy_location(_called(_MOD, node.left, node.right), node)
-        return node
+        return _called(node, _MOD, [node.left, node.right]) if isinstance(node.op, ast.Mod) else node
 
 
-def _called(name: str, *args: ast.expr) -> ast.Call:
-    called = ast.copy_location(ast.Name(name, ast.Load()), args[0])
-    return ast.copy_location(ast.Call(called, list(args), []), args[0])
+def _called(
+    at: ast.expr, name: str, args: list[ast.expr], named: list[ast.keyword] | None = None
+) -> ast.Call:
+    made = ast.Call(ast.Name(name, ast.Load()), args, named or [])
+    return ast.fix_missing_locations(ast.copy_location(made, at))
 
 
-def _parts(text: ast.expr) -> ast.expr:
-    """What a text is formed of, without forming it."""
-    match text:
-        case ast.JoinedStr():
-            parts = [part for part in text.values if isinstance(part, ast.FormattedValue)]
-            specs = [_parts(part.format_spec) for part in parts if part.format_spec is not None]
-            own: list[ast.expr] = [part.value for part in parts]
-        case ast.BinOp(left=ast.Constant(value=str()), op=ast.Mod()):
-            own, specs = [text.right], []
-        case ast.Call(func=ast.Attribute(value=ast.Constant(value=str()), attr="format")):
-            own, specs = [*text.args, *(each.value for each in text.keywords)], []
-        case _:
-            return text
-    return ast.copy_location(ast.Tuple([*own, *specs], ast.Load()), text)
+def _has_text(value: Any) -> bool:
+    """Whether a value has the same text in every run."""
+    if type(value) in _CONTAINERS:
+        return all(map(_has_text, value)) and (type(value) is not dict or all(map(_has_text, value.values())))
+    return type(value) in (*ATOMS, range)
 
 
-def told(value: Any) -> Any:
-    """Raises Unread for what has another text in a run."""
-    if type(value) in _TOLD_BY_ITEMS:
-        for each in chain(value, value.values() if isinstance(value, dict) else ()):
-            told(each)
-    elif value is not None and type(value) not in _TOLD:
-        raise Unread("makes a text of what has none here, outside of print(…)")
-    return value
+def _text(*parts: Any) -> Any:
+    """An f-string: of texts, and of values with their conversions and formats."""
+    found = []
+    for part in parts:
+        if isinstance(part, tuple):
+            value, conversion, spec = part
+            if not _has_text(value) or not isinstance(spec, str):
+                return Printed("a text")
+            made = _CONVERSIONS[conversion](value)
+            part = builtins.format(made, spec)
+        found.append(part)
+    return "".join(found)
 
 
-def mod(left: Any, right: Any) -> Any:
-    return left % (told(right) if isinstance(left, str | bytes) else right)
+_CONVERSIONS: dict[int, Callable[[Any], Any]] = {
+    -1: lambda value: value,
+    ord("s"): str,
+    ord("r"): repr,
+    ord("a"): ascii,
+}
 
 
-#: What programs call behind ``without_texts``.
-QUESTIONS = {"str": lambda value="": str(told(value)), _TELL: told, _MOD: mod}
+def _format(*_: Any, **__: Any) -> Printed:
+    return Printed("a text")
+
+
+def _mod(left: Any, right: Any) -> Any:
+    is_text = isinstance(left, str | bytes)
+    return Printed("a text") if is_text and not _has_text(right) else left % right
+
+
+class _View:
+    """The keys or items of a dict, without the operators that make sets."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, given: Mapping[Any, Any], name: str) -> None:
+        self._read = getattr(given, name)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._read())
+
+    def __len__(self) -> int:
+        return len(self._read())
+
+    def __contains__(self, one: Any) -> bool:
+        return one in self._read()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _View) and self._read() == other._read()
+
+
+def _view(given: Any, name: str) -> Any:
+    return _View(given, name) if isinstance(given, Mapping) else getattr(given, name)()
+
+
+def or_printed(function: Any) -> Any:
+    """A function of Python; what it gives for tensors, or for what is computed of them, can be printed."""
+    if not callable(function):
+        return function
+
+    @wraps(function, updated=())
+    def call(*given: Any, **named: Any) -> Any:
+        if any(isinstance(each, _UNREAD) for each in given):
+            return Printed.function(function.__name__, *given)()
+        return function(*given, **named)
+
+    return call
+
+
+def _if_told(name: str) -> Callable[..., Any]:
+    def call(*given: Any) -> Any:
+        if all(map(_has_text, given)):
+            return getattr(builtins, name)(*given)
+        return Printed(f"{name}(…)")
+
+    return call
+
+
+#: What programs call, beside their own functions and ops.
+QUESTIONS = {
+    **{name: _if_told(name) for name in ("str", "repr", "ascii", "format")},
+    **{name: or_printed(getattr(builtins, name)) for name in ("bool", "complex", "float", "int", "len")},
+    _TEXT: _text,
+    _FORMAT: _format,
+    _MOD: _mod,
+    _VIEW: _view,
+}

@@ -84,6 +84,7 @@ class Traffic(Inputs):
         ]
         if pending.adds:
             found = [self._summed(found)]
+        pending.arrived = [*found]
         return found
 
     def _arrived(self, key: Any, layout: Any, pending: Pending) -> Value:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import GetSetDescriptorType
 from typing import Any
 
 import torch
@@ -127,8 +129,6 @@ class Value:
     def __getattr__(self, name: str) -> Any:
         return _method(self, name)
 
-    __hash__ = object.__hash__
-
     def _layout(self, name: str) -> Layout:
         if self.term.layout is None:
             raise Unread(f"reads .{name} of {self.term}", name)
@@ -146,11 +146,29 @@ def is_printed_method(name: str) -> bool:
     """Whether a method of tensors, or a function of that name, gives something and changes nothing."""
     op = getattr(torch.ops.aten, name, None)
     schemas = () if op is None else [getattr(op, each)._schema for each in op.overloads()]
-    gives = any(schema.returns and not schema.is_mutable for schema in schemas)
-    return name in _GIVES_NUMBERS or (gives and callable(getattr(torch.Tensor, name, None)))
+    gives = any(
+        schema.returns
+        and not schema.is_mutable
+        and schema.arguments
+        and "Tensor" in str(schema.arguments[0].type)
+        for schema in schemas
+    )
+    return name in _GIVES_NUMBERS or gives
 
 
-_GIVES_NUMBERS = ("tolist", "float", "double", "int", "long", "bool", "cpu")
+_GIVES_NUMBERS = (
+    "bool", "cpu", "data_ptr", "dim", "double", "element_size", "float", "get_device", "int", "is_contiguous",
+    "long", "ndimension", "nelement", "numpy", "size", "storage_offset", "stride", "tolist", "type",
+)  # fmt: skip
+
+
+#: What reading changes nothing.
+_ATTRIBUTES = frozenset(
+    name
+    for name in dir(torch.Tensor)
+    if not name.startswith("_")
+    and isinstance(inspect.getattr_static(torch.Tensor, name), property | GetSetDescriptorType)
+)
 
 
 class Printed:
@@ -173,8 +191,6 @@ class Printed:
     def __getattr__(self, name: str) -> Any:
         return _method(self, name)
 
-    __hash__ = object.__hash__
-
 
 def _text(value: object) -> str:
     """For messages."""
@@ -183,13 +199,27 @@ def _text(value: object) -> str:
             return value.text
         case Value():
             return str(value.term)
+        case Sum():
+            return f"the gradient of {value.name}"
+        case Container():
+            return value.kind
+        case Within():
+            return f"{value.container.kind} of {value.module}"
+        case Leaves():
+            return "the batch"
     return str(value)
 
 
 def _method(value: object, name: str) -> Any:
-    if name == "device":
+    if name in _ATTRIBUTES:
         return Printed(f"{name}({_text(value)})")
     if not is_printed_method(name):
+        raise Unread(f"reads .{name} of {_text(value)}", name)
+    return Printed.function(name, value)
+
+
+def _method_of_dict(value: object, name: str) -> Any:
+    if name not in ("keys", "values", "items"):
         raise Unread(f"reads .{name} of {_text(value)}", name)
     return Printed.function(name, value)
 
@@ -201,26 +231,15 @@ def _refused(name: str) -> Callable[..., Any]:
     return refused
 
 
-_ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "matmul", "pow", "and", "or", "xor")
-_COMPARISONS = ("neg", "abs", "invert", "lt", "le", "gt", "ge", "eq", "ne", "getitem", "round")
-_NUMBERS = ("bool", "int", "float", "complex", "index", "len", "iter", "contains", "setitem", "delitem")
-for _class in (Value, Printed):
-    for _name in _ARITHMETIC:
-        setattr(_class, f"__{_name}__", Printed.function(_name))
-        setattr(_class, f"__r{_name}__", Printed.function(f"r{_name}"))
-        setattr(_class, f"__i{_name}__", _refused(f"i{_name}"))  # it would change all views as well
-    for _name in _COMPARISONS:
-        setattr(_class, f"__{_name}__", Printed.function(_name))
-    for _name in _NUMBERS:
-        setattr(_class, f"__{_name}__", _refused(_name))
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Sum:
     """The accumulator of a gradient, or its transposed view."""
 
     name: str
     transposed: bool = False
+
+    def __getattr__(self, name: str) -> Any:
+        return _method(self, name)
 
 
 @dataclass(eq=False, repr=False)
@@ -232,6 +251,9 @@ class Leaves:
 
     def __getitem__(self, name: str) -> Value:
         return self.read(name, self.microbatch)
+
+    def __getattr__(self, name: str) -> Any:
+        return _method_of_dict(self, name)
 
 
 @dataclass(eq=False, repr=False)
@@ -249,6 +271,9 @@ class Container:
         if self.write is None:
             raise TypeError(f"a program does not replace {self.kind}")
         self.write(name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        return _method_of_dict(self, name)
 
 
 @dataclass(eq=False, repr=False)
@@ -279,16 +304,18 @@ class Announced(tuple[Any, ...]):
 @dataclass(eq=False, repr=False)
 class Pending:
     """What a program waits for: the messages with these keys, one a tensor, in these layouts.  ``adds``:
-    whether their sum is what arrives.  ``line``: that posted it.  ``ahead``: whether in the warm-up."""
+    whether their sum is what arrives.  ``line``: that posted it.  ``ahead``: whether in the warm-up.
+    ``arrived``: what it holds from then on."""
 
     keys: list[Any]
     layouts: list[Any]
     line: Any
     adds: bool = False
     ahead: bool = False
+    arrived: list[Value] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Within:
     """Of a container, the values of a module by their names within it."""
 
@@ -297,3 +324,36 @@ class Within:
 
     def __getitem__(self, name: str) -> Any:
         return self.container[f"{self.module}.{name}"]
+
+    def __getattr__(self, name: str) -> Any:
+        return _method_of_dict(self, name)
+
+
+_ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "matmul", "pow", "and", "or", "xor")
+_COMPARISONS = ("neg", "abs", "invert", "lt", "le", "gt", "ge", "eq", "ne", "getitem", "round")
+_NUMBERS = (
+    "bool",
+    "int",
+    "float",
+    "complex",
+    "index",
+    "len",
+    "iter",
+    "contains",
+    "setitem",
+    "delitem",
+    "hash",
+)
+_OF_DICTS = ("iter", "len", "contains", "eq", "ne", "or", "ror", "hash")
+for _class in (Value, Printed, Sum):
+    for _name in _ARITHMETIC:
+        setattr(_class, f"__{_name}__", Printed.function(_name))
+        setattr(_class, f"__r{_name}__", Printed.function(f"r{_name}"))
+        setattr(_class, f"__i{_name}__", _refused(f"i{_name}"))  # it would change all views as well
+    for _name in _COMPARISONS:
+        setattr(_class, f"__{_name}__", Printed.function(_name))
+    for _name in _NUMBERS:
+        setattr(_class, f"__{_name}__", _refused(_name))
+for _dict in (Container, Leaves, Within):
+    for _name in _OF_DICTS:
+        setattr(_dict, f"__{_name}__", _refused(_name))

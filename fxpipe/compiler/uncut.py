@@ -29,8 +29,8 @@ class Uncut:
     ) -> tuple[set[fx.Node], Free]:
         """The nodes of a copy that are computed once a step, and those that are free."""
         if not self._names:
-            once, free = once_values(graph, resized).keys(), recomputable_nodes(graph, seconds)
-            self._names = _names(once), _names(free.anywhere), _names(free.in_stage)
+            found, free = once_values(graph, resized), recomputable_nodes(graph, seconds)
+            self._names = _names(found.keys()), _names(free.anywhere), _names(free.in_stage)
         once, anywhere, in_stage = ({n for n in graph.nodes if n.name in names} for names in self._names)
         return once, Free(anywhere, in_stage)
 

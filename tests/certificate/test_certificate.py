@@ -17,6 +17,7 @@ import fxpipe
 import fxpipe.ir.liveness
 from fxpipe.certificate.check import check, check_artifact
 from fxpipe.certificate.identities import RULES
+from fxpipe.certificate.plain import NotPlain, form_of
 from fxpipe.certificate.problems import Certificate
 from fxpipe.certificate.reference import reference_of
 from fxpipe.certificate.schemas import schema_of
@@ -337,7 +338,7 @@ EDITS = {
     ),
     "a section keeps something in a list": (
         ("tied_head", 0, r"^def stage0_weight.*\n", r"SEEN = []\n\g<0>    SEEN.append(1)\n"),
-        r"rank0.py:\d+: fails: AttributeError: 'tuple' object has no attribute 'append'",
+        r"rank0.py:\d+: fails: AttributeError: a list at the top level of a program has no .append",
     ),
     "a section keeps something in a dict": (
         ("tied_head", 0, r"^def stage0_weight.*\n", r"SEEN = {}\n\g<0>    SEEN[1] = 1\n"),
@@ -357,7 +358,7 @@ EDITS = {
     ),
     "a counter": (
         ("tied_head", 0, r"^def stage0_weight", r"COUNT = enumerate([])\n\g<0>"),
-        r"rank0.py: has COUNT, which can change from call to call and is not checked",
+        r"rank0.py: has COUNT, a enumerate, which can change from call to call and is not checked",
     ),
     "parameters are read before they are gathered": (
         ("sharded", 0, r"rt\.wait_parameters\(0\)", "pass"),
@@ -482,8 +483,19 @@ def test_what_is_told_of_slips(pattern, by, says):
         ("{'n': 0}", "q['n']", ""),
         ("enumerate([1])", "next(q)", "gives a section a enumerate, which can change"),
         ("(k for k in range(9))", "next(q)", "gives a section a generator, which can change"),
-        ("set()", "q.add(1)", "gives a section a set, which can change"),
-        ("[1].pop", "q()", "gives a section a method, which can change"),
+        ("[1].pop", "q()", "gives a section a builtin_function_or_method, which can change"),
+        ("lambda: m", "q()", "gives a section a function, which can change"),
+        ("{}.values()", "len(q)", "gives a section a dict_values, which can change"),
+        ("{}.keys()", "len(q)", "gives a section a _View, which can change"),
+        ("([1].pop,)", "q[0]()", "gives a section a builtin_function_or_method, which can change"),
+        ("rt", "q", "gives a section a TermRuntime, which can change"),
+        ("slice(0, 1), range(3), torch.Size, None", "q", "gives a section a Refused, which can change"),
+        ("slice(0, 1), range(3), torch.float32, None, 'a', step", "q", "gives a section a function"),
+        (
+            "slice(0, 1), range(3), torch.float32, None, 'a', stage0_forward, torch.ops.aten.t.default",
+            "q",
+            "",
+        ),
     ],
 )
 def test_a_section_keeps_nothing_in_its_arguments(given, use, wrong):
@@ -493,6 +505,53 @@ def test_a_section_keeps_nothing_in_its_arguments(given, use, wrong):
     text = re.sub(r"def step.*\n.*\n", rf"\g<0>    q = {given}\n", text)
     found = check_artifact(replace(artifact, programs=(text, *artifact.programs[1:]))).problems
     assert [wrong in str(each) for each in found[:1]] == [True] * bool(wrong), found
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [
+        ("NOTE = [].append", "has NOTE, a builtin_function_or_method, which can change from call to call"),
+        ("NOTES = {'f': lambda seen=[]: seen}", "has a default that can change from call to call"),
+        ("def f(seen=([],)):\n    pass", "has a default that can change from call to call"),
+        ("def f(*, seen=map(int, [])):\n    pass", "has a default that can change from call to call"),
+        ("VALUES = {}.values()", "has VALUES, a dict_values, which can change from call to call"),
+        ("KEYS = {}.keys()", "has KEYS, a _View, which can change from call to call"),
+        ("NUMBERS = (n for n in [])", "has NUMBERS, a generator, which can change from call to call"),
+        ("ERROR = ValueError([])", "has ERROR, a ValueError, which can change from call to call"),
+        ("import math\nmath.seen = []", "sets the attribute seen"),
+        ("import operator\nFIRST = operator.itemgetter(0)", "has FIRST, a itemgetter, which can change"),
+        ("LISTS = [[1], (2, [3])]\nassert LISTS == [[1], (2, [3])] and LISTS[1:] == [(2, [3])]", ""),
+        ("SUM, F, T = sum, {'f': lambda x: x}, (torch.float32, range(3), -0.0)", ""),
+    ],
+)
+def test_nothing_at_the_top_level_can_change(text, wrong):
+    artifact = pipeline("tied_head").artifact
+    programs = (f"{artifact.programs[0]}\n{text}\n", *artifact.programs[1:])
+    found = check_artifact(replace(artifact, programs=programs)).problems
+    assert [wrong in str(each) for each in found[:1]] == [True] * bool(wrong), found
+
+
+def test_a_list_at_the_top_level_is_a_list_in_a_section():
+    artifact = pipeline("tied_head").artifact
+    text = re.sub(
+        r"^def stage0_weight.*\n",
+        "LIST = [1, [2]]\n\n\n\\g<0>    assert LIST == [1, [2]] != (1, [2])\n"
+        "    assert LIST[:1] + LIST == [1, 1, [2]]\n"
+        "    assert [0] + LIST * 2 == [0, 1, [2], 1, [2]] and LIST[1] == [2] and len(LIST) == 2\n",
+        artifact.programs[0],
+        flags=re.MULTILINE,
+    )
+    assert check_artifact(replace(artifact, programs=(text, *artifact.programs[1:]))).holds
+
+
+def test_values_that_a_program_can_tell_apart_have_different_forms():
+    ranges = range(0, 3, 2), range(0, 4, 2), slice(0, 3), slice(0, 3.0)
+    values = [1, 1.0, True, "1", b"1", None, 0.0, -0.0, (1,), (1.0,), torch.Size([1]), *ranges]
+    values += [torch.float32, torch.device("cpu"), 1j, ...]
+    assert len({form_of(value) for value in values}) == len(values)
+    for value in ([], {}, {1}, iter(()), len, object(), ([],), slice([])):
+        with pytest.raises(NotPlain):
+            form_of(value)
 
 
 def test_zeros_with_other_signs_are_other_arguments():
@@ -587,9 +646,30 @@ OTHERWISE = {
     ),
     "an offload is waited for late": (
         ("noisy", 0, r"(wait_offload_0\(0\)); (F0\(2\))$", r"\2; \1"),
-        r"rank0.py:\d+: calls rt.wait_offload .* more before BW0.0 than the plan",
+        r"rank0.py:\d+: calls rt.wait_offload .* more than the plan, first before BW0.0",
+    ),
+    "a message is kept": (
+        (
+            "tied_head",
+            1,
+            r"^( +)(blocks_2_add\[m\] = rt\.wait)",
+            r"\1blocks_2_add[m, 0] = blocks_2_add[m]\n\1\2",
+        ),
+        r"rank1.py:\d+: keeps blocks_2_add, which B1.0 is the last to read, until the end",
     ),
 }
+
+
+def test_what_is_not_offloaded_is_told():
+    artifact = pipeline("noisy").artifact
+    text = re.sub(r"rt\.(wait_)?(offload|reload)\(.*\)$", "pass", artifact.programs[0], flags=re.MULTILINE)
+    found = check_artifact(replace(artifact, programs=(text, *artifact.programs[1:])))
+    assert found.holds
+    told = [
+        re.search(r"calls rt\.(\w+) (\d+) times fewer than the plan", str(each)) for each in found.otherwise
+    ]
+    verbs = ("offload", "reload", "wait_offload", "wait_reload")
+    assert sorted(one.groups() for one in told if one) == [(verb, "6") for verb in verbs]
 
 
 @pytest.mark.parametrize("edit", OTHERWISE)
@@ -726,14 +806,33 @@ def test_what_a_program_is_not_allowed():
         ("print(blocks_gelu, blocks_gelu.shape, blocks_gelu.dtype)", ""),
         ("print(f'{blocks_gelu.norm().item():.3f} {torch.abs(blocks_gelu) > 1}', end='')", ""),
         ("print('%.3f' % blocks_gelu.mean().item(), '{}'.format(blocks_gelu), str(1) + f'{2:3}')", ""),
-        ("if str(blocks_gelu) == 'x': pass", "makes a text of what has none here, outside of print(…): the"),
-        ("if f'{torch.isnan(blocks_gelu)!r}' == 'x': pass", "makes a text of what has none here"),
-        ("if '%s' % [blocks_gelu] == 'x': pass", "makes a text of what has none here"),
-        ("if '{}'.format(blocks_gelu) == 'x': pass", "uses .format, which is not checked"),
-        ("print(len(f'{blocks_gelu}'))", "makes a text of what has none here"),
-        ("if str(torch.ops.aten.mul.Tensor) == 'x': pass", "makes a text of what has none here"),
-        ("if str(MESSAGES['blocks_2_add']) == 'x': pass", "makes a text of what has none here"),
-        ("if b'%a' % blocks_gelu == 'x': pass", "makes a text of what has none here"),
+        ("if str(blocks_gelu) == 'x': pass", "computes bool of eq(str(…), x): the check follows the ops"),
+        ("if f'{torch.isnan(blocks_gelu)!r}' == 'x': pass", "computes bool of eq(a text, x)"),
+        ("if '%s' % [blocks_gelu] == 'x': pass", "computes bool of eq(a text, x)"),
+        ("if '{}'.format(blocks_gelu) == 'x': pass", "computes bool of eq(a text, x)"),
+        ("if len(f'{blocks_gelu}') == 1: pass", "computes bool of eq(len(a text), 1)"),
+        ("if str(torch.ops.aten.mul.Tensor) == 'x': pass", "computes bool of eq(str(…), x)"),
+        ("if str(MESSAGES['blocks_2_add']) == 'x': pass", "computes bool of eq(str(…), x)"),
+        ("if b'%a' % blocks_gelu == 'x': pass", "computes bool of eq(a text, x)"),
+        ("text = f'{blocks_gelu.norm().item():.3f}'; print(text, len(text), repr(blocks_gelu))", ""),
+        ("assert f'{3:04d} {chr(97) if False else 1!r:>3}' == '0003   1'", ""),
+        ("print(blocks_gelu.ndim, blocks_gelu.T.mean().shape, blocks_gelu.nbytes, blocks_gelu.grad_fn)", ""),
+        ("print(float(blocks_gelu.sum()), len(blocks_gelu), torch.stack([blocks_gelu]), len(params))", ""),
+        ("import math; print(math.sqrt(blocks_gelu.sum().item()), params.keys())", ""),
+        ("print(blocks_gelu.numpy(), blocks_gelu.data_ptr(), blocks_gelu.is_contiguous())", ""),
+        ("d = {'a': 1}; assert [*d.keys()] == ['a'] and [*d.items()] == [('a', 1)] and 'a' in d.keys()", ""),
+        ("if {'a': 1}.keys() & {'a': 1}.keys(): pass", "fails: TypeError: unsupported operand"),
+        ("view = dict.keys", "uses .keys, which is not checked"),
+        ("if {blocks_gelu: 1}: pass", "computes hash of blocks_0_gelu: the check"),
+        ("if len({1, 2}) == 2: pass", "has a set, whose order differs from run to run, which is not checked"),
+        ("set()", "calls set, which the certificate does not run"),
+        ("match blocks_gelu:\n        case list(): pass", "has a match statement, which is not checked"),
+        ("import typing; typing.Text(blocks_gelu)", "calls typing.Text, which the certificate does not run"),
+        ("for name in params: pass", "computes iter of params of blocks.0: the check"),
+        (
+            "torch.ops.aten._to_copy.default(blocks_gelu, device=torch.device('meta'))",
+            "moves blocks_0_gelu to",
+        ),
         ("text = '%s'; text %= blocks_gelu", "uses %=, which is not checked"),
         ("__builtins__['print'] = len", "uses __builtins__, which is not checked"),
         ("print(str({'a': [1, 2.5, None, torch.float32]}) + f'{7 % 4}', (2, 3), blocks_gelu.shape)", ""),
@@ -741,7 +840,7 @@ def test_what_a_program_is_not_allowed():
             "torch.ops.aten._to_copy.default(blocks_gelu, device=torch.device('cuda:1'))",
             "fails: TypeError: names the device cuda:1: a rank has one",
         ),
-        ("print = len", "gives print another meaning, which is not checked"),
+        ("print = len; assert print('abc') == 3", ""),
         ("if blocks_gelu is blocks_gelu: pass", "asks whether two values are one object, which is not"),
         ("import typing; typing.sys", "fails: AttributeError: "),
         ("import operator; operator.attrgetter('x')", "fails: AttributeError: "),
@@ -749,7 +848,7 @@ def test_what_a_program_is_not_allowed():
         ("blocks_gelu += 1", "computes iadd of blocks_0_gelu: the check"),
         ("torch.add(blocks_gelu, 1, out=blocks_gelu)", "writes with torch.add: the check"),
         ("blocks_gelu.mul_(2)", "reads .mul_ of blocks_0_gelu: the check"),
-        ("blocks_gelu.numpy()", "reads .numpy of blocks_0_gelu: the check"),
+        ("blocks_gelu.numpy()[0] = 1", "computes setitem of numpy(blocks_0_gelu): the check"),
         ("blocks_gelu.backward()", "reads .backward of blocks_0_gelu: the check"),
         ("blocks_gelu.detach().zero_()", "reads .zero_ of detach(blocks_0_gelu): the check"),
         ("blocks_gelu[0] = 1", "computes setitem of blocks_0_gelu: the check"),

@@ -50,7 +50,7 @@ def compiled(function: Callable[..., Any]) -> Loop:
     """Compiled without the GIL.  Cached on disk, unless the disk cannot be written to.
 
     A function whose name begins with an underscore can be called by others only, which take its code in: a
-    call would copy all tables.  Without the wrappers for Python the compilation takes four fifths of the time.
+    call would copy all tables.  Without wrappers for Python the compilation takes four fifths of the time.
     """
     return Loop(function)
 
