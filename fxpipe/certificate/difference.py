@@ -24,18 +24,15 @@ def difference(known: int, found: Term, expected: Term) -> Difference:
     known: the number of terms of the captured step; all others are a program's alone.
     """
     line, one, other = _apart(known, found, expected)
-    own = one.line is not None and one.number >= known
-    name = f" for {other.name}" if other.name else ""
-    verb = "computes" if own else "takes"
-    text = f"{verb} {_written(one)}, where the captured step has {_written(other)}{name}"
+    own = one.line is not None and one.number >= known and one.op != "shifted"
+    due, verb = _written(other), "computes" if own else "takes"
+    name = f" for {other.name}" if other.name not in ("", due) else ""
+    text = f"{verb} {_written(one)}, where the captured step has {due}{name}"
     return Difference(line, text)
 
 
 def _written(term: Term) -> str:
-    if term.op == "shifted":
-        by = term["by"]
-        return f"{shown(term['self'])} of the microbatch {abs(by)} {'later' if by > 0 else 'earlier'}"
-    return term.written()
+    return f"{shown(term['self'])} of another microbatch" if term.op == "shifted" else term.written()
 
 
 def _apart(known: int, found: Term, expected: Term) -> tuple[Line | None, Term, Term]:

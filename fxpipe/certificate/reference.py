@@ -13,7 +13,7 @@ from fxpipe.certificate.layouts import Unknown
 from fxpipe.certificate.problems import Line, Problem
 from fxpipe.certificate.schemas import draws, schema_of
 from fxpipe.certificate.terms import Layout, Term, Terms, canonical
-from fxpipe.errors import ArtifactError
+from fxpipe.errors import ArtifactError, number_of
 from fxpipe.plan.captured import CapturedInput, CapturedOp, CapturedStep
 from fxpipe.plan.tensors import dtype_of
 
@@ -54,7 +54,7 @@ class Reference:
         for cause, changed in self.causes.items():
             what, line = changed[0]
             others = len({name for name, _ in changed}) - 1
-            so = f"{what} and {others} others" if others else what
+            so = f"{what} and {number_of(others, 'other')}" if others else what
             at = cause.line or line
             yield Problem(at.rank, at.number, f"{cause.text}: changes {so}")
 

@@ -72,13 +72,14 @@ class _Given:
 
 @dataclass(eq=False, repr=False)
 class Sections:
-    """The summaries of one rank.  ``own``: the microbatch of the last call."""
+    """The summaries of one rank.  ``own``, ``at``: the microbatch of the last call, and its line."""
 
     calls: Calls
     known: dict[Any, Summary] = field(default_factory=dict)
     held: Held = field(default_factory=Held)
     running: bool = False
     own: int | None = None
+    at: Line | None = None
     number: int = 0
     read_buffers: dict[Any, set[str]] = field(default_factory=dict)
 
@@ -106,7 +107,7 @@ class Sections:
     ) -> Any:
         """Call a function, the last arguments by their names."""
         given = _Given(_microbatch(args))
-        self.own = given.own
+        self.own, self.at = given.own, self.calls.line()
         form = function, names, tuple(self._form(given, each) for each in args)
         changed = sorted(self.read_buffers.get(form, ()))
         key = form, tuple(self._form(given, buffer(name)) for name in changed)
@@ -118,7 +119,7 @@ class Sections:
             given = _Given(given.own)
             form = function, names, tuple(self._form(given, each) for each in args)
             self.known[form, tuple(self._form(given, buffer(name)) for name in changed)] = found
-        found.calls.append((given.own, self.calls.line()))
+        found.calls.append((given.own, self.at))
         return self._applied(found, given)
 
     def _form(self, given: _Given, argument: Any) -> Any:
@@ -172,7 +173,7 @@ class Sections:
         if value.microbatch is None or value.microbatch == own or own is None:
             return value.term
         by = value.microbatch - own
-        found = self.calls.terms.plain("shifted", {"self": value.term, "by": by})
+        found = self.calls.terms.plain("shifted", {"self": value.term, "by": by}, self.at)
         found.layout = found.layout or value.term.layout
         return found
 

@@ -94,13 +94,13 @@ class GradientSum:
         foreign = {term: calls for term, calls in found.items() if term not in self.times}
         short = [term for term in self.times if self._is_short(term, found.get(term, []), microbatches)]
         instead = dict[Term, Term]()
+        able = {form: each for each in short for form in added_forms(reference.terms, each, self.dtype)}
         for term, calls in foreign.items():
-            left = [each for each in short if each not in instead.values()]
-            if left:
-                able = {
-                    form: each for each in left for form in added_forms(reference.terms, each, self.dtype)
+            if able:  # one summand may be another thing with some microbatches than with others
+                likeness = {
+                    form: (_likeness(term, form), each not in instead.values()) for form, each in able.items()
                 }
-                nearest = max(able, key=partial(_likeness, term))
+                nearest = max(able, key=likeness.__getitem__)
                 instead[term] = able[nearest]
                 reference.note_difference(f"the gradient of {name}", calls[0][1], term, nearest)
             else:

@@ -147,13 +147,13 @@ class Terms:
         found = None if rule is None else rule(self, op, arguments)
         return found if found is not None else self.plain(op, arguments)
 
-    def plain(self, op: str, arguments: dict[str, Any]) -> Term:
-        """The term as it is written."""
+    def plain(self, op: str, arguments: dict[str, Any], line: Any = None) -> Term:
+        """The term as it is written.  line: that makes it, if it is not the one that runs."""
         key = op, tuple(arguments.items())
         found = self.known.get(key)
         if found is None:
             varies = any(term.varies for term in operands(key[1]))
-            found = Term(len(self.known), op, key[1], varies, line=self.line())
+            found = Term(len(self.known), op, key[1], varies, line=line or self.line())
             self.known[key] = found
         return found
 

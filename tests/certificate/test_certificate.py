@@ -195,7 +195,7 @@ EDITS = {
     ),
     "another microbatch's batch": (
         ("tied_head", 0, r"batches\[m\]", "batches[2 if m == 1 else m]"),
-        r"rank1.py:\d+: computes \w+ of the microbatch 1 later, .*: changes the loss",
+        r"rank1.py:\d+: takes .* of another microbatch, .*: changes the loss",
     ),
     "something else than the batch": (
         ("tied_head", 0, r"rt.microbatches\(batch\)", "rt.microbatches(step)"),
@@ -273,7 +273,7 @@ EDITS = {
     ),
     "a key of another microbatch": (
         ("noisy", 0, r"rt\.key\(m\)", "rt.key(0 if m == 1 else m)"),
-        r"rank0.py:LINE: computes key of the microbatch 1 earlier, where the captured step has key",
+        r"rank0.py:LINE: takes key of another microbatch, where the captured step has key: changes the loss",
     ),
     "a random op at another position": (
         ("noisy", 0, r"keyed\(key, 0,", "keyed(key, 7,"),
@@ -658,6 +658,19 @@ OTHERWISE = {
         r"rank1.py:\d+: keeps blocks_2_add, which B1.0 is the last to read, until the end",
     ),
 }
+
+
+def test_values_of_other_microbatches_are_one_cause_at_the_line_that_takes_them():
+    """The batch of the next microbatch, and of the last one the first: other summands of all gradients."""
+    line, found = problems(
+        "tied_head",
+        1,
+        r"stage1_backward\(params, batches\[m\]",
+        "stage1_backward(params, batches[(m + 1) % 3]",
+    )
+    assert [text.partition(":")[2].partition(" ")[0] for text in found] == [f"{line}:"], found
+    assert "where the captured step has" in found[0]
+    assert "changes the gradient of" in found[0]
 
 
 def test_what_is_not_offloaded_is_told():
