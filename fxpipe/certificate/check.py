@@ -19,7 +19,7 @@ from fxpipe.certificate.memory import unlike_plan
 from fxpipe.certificate.problems import Certificate, Line, Problem, RankProof, Rejected
 from fxpipe.certificate.program import Lines, loaded
 from fxpipe.certificate.reference import Reference, reference_of
-from fxpipe.certificate.runtime import TermRuntime
+from fxpipe.certificate.runtime import Runtime, TermRuntime
 from fxpipe.certificate.sections import Sections
 from fxpipe.certificate.terms import Terms
 from fxpipe.certificate.values import Held
@@ -84,7 +84,7 @@ def _main(rt: TermRuntime, source: str) -> Callable[[], None]:
     def main() -> None:
         try:
             step = loaded(source, rt.rank, rt.sections, rt.buffer)
-            if step(rt, rt.batch) is not rt or not rt.ended:
+            if step(Runtime(rt), rt.batch) is not rt or not rt.ended:
                 raise Rejected(Line(rt.rank, 0), "does not end with `return rt.finish()`")
         except Rejected:
             raise

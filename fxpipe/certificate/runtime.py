@@ -12,6 +12,29 @@ from fxpipe.certificate.traffic import Traffic
 from fxpipe.certificate.values import Container, Memory, Offloaded, Value
 from fxpipe.certificate.world import Message
 
+_OF_PROGRAMS = frozenset({
+    "add_loss", "add_output", "all_gather", "all_reduce_gradient", "broadcast", "buffers", "constants",
+    "divide_gradients_by_count", "finish", "free_parameters", "gather", "gather_parameters", "grads", "key",
+    "lane_key", "microbatches", "offload", "once", "op", "params", "receive", "reduce", "reduce_gradients",
+    "reload", "send", "wait", "wait_all", "wait_gradients", "wait_offload", "wait_parameters", "wait_reload",
+    "warm_up",
+})  # fmt: skip
+
+
+class Runtime:
+    """``rt`` as a program gets it: with what programs use, and nothing else."""
+
+    __slots__ = ("_rt",)
+
+    def __init__(self, rt: TermRuntime) -> None:
+        self._rt = rt
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in _OF_PROGRAMS:
+            raise Rejected(self._rt.calls.line(), f"reads rt.{name}, which is not for programs")
+        return getattr(self._rt, name)
+
+
 Summands = dict[Term, list[tuple[int | None, Line]]]
 """Term -> each microbatch of which it was added, with the line."""
 
@@ -54,6 +77,8 @@ class TermRuntime(Traffic):
     # -- what it does between its sections -----------------------------------------------------------------
 
     def op(self, name: str) -> None:
+        if type(name) is not str:
+            raise Rejected(self.calls.line(), "begins an op whose name the certificate does not know")
         self.held.begin(name, self.calls.line())
 
     def once(self, compute: Callable[..., Any], *given: Any) -> Container:
@@ -79,6 +104,8 @@ class TermRuntime(Traffic):
         )
 
     def add_output(self, name: str, value: Value, microbatch: int) -> None:
+        if type(name) is not str:
+            raise Rejected(self.calls.line(), "gives an output whose name the certificate does not know")
         self.outputs.append((name, self._noted(value), microbatch, self.calls.line()))
 
     # -- the end ------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from types import MappingProxyType
+from types import FunctionType, MappingProxyType
 from typing import Any, NoReturn
 
 from fxpipe.certificate.calls import Calls, Effects
@@ -46,9 +46,18 @@ class Leaf:
     versions: int
 
 
+@dataclass(frozen=True, eq=False)
+class ListLeaf:
+    """A list that a section gives: that of an argument, by its number, or a new one with these items, which
+    may stand in several places."""
+
+    given: int | None
+    items: list[Any] = field(default_factory=list)
+
+
 @dataclass(eq=False, repr=False)
 class Summary:
-    """A call, for any microbatch.  ``result``, ``lists``: of ``Leaf``s: what it returns, and what its list
+    """A call, for any microbatch.  ``result``, ``lists``: of leaves: what it returns, and what its list
     arguments hold afterwards.  ``writes``: by the number of a memory, how often it writes to it.
     ``calls``: the microbatches for which it was called, each with the line of the call."""
 
@@ -139,8 +148,11 @@ class Sections:
             case Within():
                 return "within", argument.container.kind, argument.module
             case list():
+                known = [k for k, each in enumerate(given.lists) if each is argument]
+                if known:
+                    return "list", known[0]
                 given.lists.append(argument)
-                return ("list", *(self._form(given, each) for each in argument))
+                return (list, *(self._form(given, each) for each in argument))
             case Announced():
                 return Announced, argument.name, form_of(tuple(argument))
             case tuple():
@@ -201,12 +213,12 @@ class Sections:
         if any(_differ(before, after) for before, after in copied.dicts):
             self._refuse(f"changes a dict that {function.__name__} was given")
         places = {memories[memory]: k for k, memory in enumerate(given.memories)}
-        leaves = _AsLeaves(self.calls, places)
-        held = {id(each) for each in _lists_within(own)}
+        leaves = _AsLeaves(self.calls, places, copied)
+        held = {id(each) for each in _lists_within([*own, result])}
         return Summary(
             function.__name__,
             leaves.of(result),
-            [leaves.of(each if id(each) in held else []) for each in copied.lists],
+            [[leaves.of(item) for item in each] if id(each) in held else [] for each in copied.lists],
             {k: memory.version for memory, k in places.items() if memory.version},
             self.calls.effects,
         )
@@ -221,28 +233,31 @@ class Sections:
             if k >= 0:
                 given.memories[k].version += times
                 given.memories[k].written = f"{found.name} at {line}"
-        new: dict[int, Memory] = {}
+        new = _Rebuilt(given, before, self.held)
         for values, after in zip(given.lists, found.lists, strict=True):
-            values[:] = _rebuilt(after, given, before, new, self.held)
-        return _rebuilt(found.result, given, before, new, self.held)
+            values[:] = [new.of(each) for each in after]
+        return new.of(found.result)
 
 
 def is_stateless(value: Any) -> bool:
     """Whether a value is an op, or a section: what a call of it does, its arguments say."""
-    return getattr(value, "is_stateless", False) is True
+    return getattr(value if isinstance(value, FunctionType) else type(value), "is_stateless", False) is True
 
 
 def refuse(calls: Calls, what: str) -> NoReturn:
     raise Rejected(calls.line(), f"{what}, which can change from call to call and is not checked")
 
 
-def _lists_within(arguments: Any) -> Iterator[list[Any]]:
-    """The lists that arguments still hold; one that was popped from another is free with all its values."""
-    for each in arguments:
-        if isinstance(each, list):
-            yield each
-        if isinstance(each, list | tuple):
-            yield from _lists_within(each)
+def _lists_within(values: Any) -> Iterator[list[Any]]:
+    """The lists that arguments still hold, or that are returned; one that was popped from another is free
+    with all its values."""
+    found, todo = dict[int, Any](), [values]
+    for each in todo:
+        if id(each) not in found:
+            found[id(each)] = each
+            inside = each.values() if isinstance(each, dict) else each
+            todo += [inner for inner in inside if isinstance(inner, list | tuple | dict)]
+    return (each for each in found.values() if isinstance(each, list))
 
 
 def _differ(before: dict[Any, Any], after: dict[Any, Any]) -> bool:
@@ -284,6 +299,7 @@ class _Copies:
     ) -> None:
         self._sections, self._given, self._memories = sections, given, memories
         self._buffer, self._read = buffer, read
+        self._lists: list[list[Any]] = []
         self.lists: list[list[Any]] = []
         self.dicts: list[tuple[dict[Any, Any], dict[Any, Any]]] = []  # as they are given, and as they are
 
@@ -296,10 +312,7 @@ class _Copies:
             case Container(kind="buffers"):
                 return Container("buffers", self._of_buffers)
             case list():
-                copy: list[Any] = []
-                self.lists.append(copy)
-                copy += [self.of(each) for each in argument]
-                return copy
+                return self._list(argument)
             case Announced():
                 return argument
             case tuple():
@@ -309,6 +322,16 @@ class _Copies:
                 self.dicts.append(({**found}, found))
                 return found
         return argument
+
+    def _list(self, given: list[Any]) -> list[Any]:
+        known = [k for k, each in enumerate(self._lists) if each is given]
+        if known:
+            return self.lists[known[0]]
+        copy: list[Any] = []
+        self._lists.append(given)
+        self.lists.append(copy)
+        copy += [self.of(each) for each in given]
+        return copy
 
     def _value(self, value: Value) -> Value:
         term = self._sections._own_term(value, self._given.own)
@@ -327,8 +350,11 @@ class _Copies:
 class _AsLeaves:
     """Results as a summary keeps them."""
 
-    def __init__(self, calls: Calls, places: dict[Memory, int]) -> None:
+    def __init__(self, calls: Calls, places: dict[Memory, int], copied: _Copies) -> None:
         self._calls, self._places, self._new = calls, places, 0
+        # By identity, with the lists and dicts that have it.
+        self._lists = {id(each): (each, ListLeaf(k)) for k, each in enumerate(copied.lists)}
+        self._dicts = {id(each): each for _, each in copied.dicts}
 
     def of(self, result: Any) -> Any:
         match result:
@@ -345,10 +371,16 @@ class _AsLeaves:
                 size = 0 if place >= 0 or memory.keeper else self._bytes(result)
                 return Leaf(result.term, place, memory.root, size, memory.keeper, result.version)
             case list():
-                return [self.of(each) for each in result]
+                if id(result) not in self._lists:
+                    self._lists[id(result)] = result, (made := ListLeaf(None))
+                    made.items.extend(map(self.of, result))
+                return self._lists[id(result)][1]
             case tuple():
                 return tuple(self.of(each) for each in result)
             case dict():
+                if id(result) in self._dicts:
+                    refuse(self._calls, "returns a dict twice, or one that it was given")
+                self._dicts[id(result)] = result
                 return {name: self.of(each) for name, each in result.items()}
             case Printed() | Sum() | Offloaded():
                 return result
@@ -363,23 +395,41 @@ class _AsLeaves:
         return layout_of(self._calls.terms, value.memory.root or value.term).bytes
 
 
-def _rebuilt(part: Any, given: _Given, before: list[int], new: dict[int, Memory], held: Held) -> Any:
-    """Results of a summary as values of the microbatch of the call."""
-    match part:
-        case Leaf():
-            if part.memory >= 0:
-                value = Value(part.term, given.own, given.memories[part.memory])
-                value.version = before[part.memory] + part.versions
-                return value
-            memory = new.get(part.memory)
-            if memory is None:
-                memory = new[part.memory] = Memory(part.keeper, root=part.root, bytes=part.bytes)
-                memory.count(held)
-            return Value(part.term, given.own, memory)
-        case list():
-            return [_rebuilt(each, given, before, new, held) for each in part]
-        case tuple():
-            return tuple(_rebuilt(each, given, before, new, held) for each in part)
-        case dict():
-            return {name: _rebuilt(each, given, before, new, held) for name, each in part.items()}
-    return part
+@dataclass(eq=False, repr=False)
+class _Rebuilt:
+    """Results of a summary as values of the microbatch of the call.  ``before``: how often the memories of
+    the arguments had been written to."""
+
+    given: _Given
+    before: list[int]
+    held: Held
+    memories: dict[int, Memory] = field(default_factory=dict)
+    lists: dict[ListLeaf, list[Any]] = field(default_factory=dict)
+
+    def of(self, part: Any) -> Any:
+        match part:
+            case Leaf():
+                return self._value(part)
+            case ListLeaf(given=None):
+                if part not in self.lists:
+                    made = self.lists[part] = list[Any]()
+                    made += [self.of(each) for each in part.items]
+                return self.lists[part]
+            case ListLeaf(given=int(number)):
+                return self.given.lists[number]
+            case tuple():
+                return tuple(self.of(each) for each in part)
+            case dict():
+                return {name: self.of(each) for name, each in part.items()}
+        return part
+
+    def _value(self, leaf: Leaf) -> Value:
+        if leaf.memory >= 0:
+            value = Value(leaf.term, self.given.own, self.given.memories[leaf.memory])
+            value.version = self.before[leaf.memory] + leaf.versions
+            return value
+        memory = self.memories.get(leaf.memory)
+        if memory is None:
+            memory = self.memories[leaf.memory] = Memory(leaf.keeper, root=leaf.root, bytes=leaf.bytes)
+            memory.count(self.held)
+        return Value(leaf.term, self.given.own, memory)

@@ -488,7 +488,7 @@ def test_what_is_told_of_slips(pattern, by, says):
         ("{}.values()", "len(q)", "gives a section a dict_values, which can change"),
         ("{}.keys()", "len(q)", "gives a section a _View, which can change"),
         ("([1].pop,)", "q[0]()", "gives a section a builtin_function_or_method, which can change"),
-        ("rt", "q", "gives a section a TermRuntime, which can change"),
+        ("rt", "q", "gives a section a Runtime, which can change"),
         ("slice(0, 1), range(3), torch.Size, None", "q", "gives a section a Refused, which can change"),
         ("slice(0, 1), range(3), torch.float32, None, 'a', step", "q", "gives a section a function"),
         (
@@ -542,6 +542,44 @@ def test_a_list_at_the_top_level_is_a_list_in_a_section():
         flags=re.MULTILINE,
     )
     assert check_artifact(replace(artifact, programs=(text, *artifact.programs[1:]))).holds
+
+
+@pytest.mark.parametrize(
+    ("section", "use"),
+    [
+        ("same(q): return q", "a = [1]; b = same(a); b.append(2); assert a == [1, 2]"),
+        ("two(): q = []; return q, q", "a, b = two(); a.append(1); assert b == [1]"),
+        ("put(q, r): q.append(r)", "a, b = [], [1]; put(a, b); b.append(2); assert a == [[1, 2]]"),
+        ("both(q, r): q.append(1); return len(r)", "a = []; assert both(a, []) == 0 and both(a, a) == 2"),
+        ("inside(q): return len(q['a'])", "d = {'a': [1]}; assert inside(d) == 1 and d == {'a': [1]}"),
+        ("last(q): return q.pop()", "a = [[1], [2]]; b = last(a); assert a == [[1]] and b == [2]"),
+    ],
+)
+def test_lists_that_are_one_stay_one(section, use):
+    artifact = pipeline("tied_head").artifact
+    text = re.sub(
+        r"^def step.*\n.*\n",
+        rf"def {section}\n\n\n\g<0>    {use}\n",
+        artifact.programs[0],
+        flags=re.MULTILINE,
+    )
+    found = check_artifact(replace(artifact, programs=(text, *artifact.programs[1:])))
+    assert found.holds, found
+
+
+def test_a_section_returns_no_dict_that_it_was_given():
+    artifact = pipeline("tied_head").artifact
+    by = r"def same(q): return q\n\n\n\g<0>    same({})\n"
+    text = re.sub(r"^def step.*\n.*\n", by, artifact.programs[0], flags=re.MULTILINE)
+    found = check_artifact(replace(artifact, programs=(text, *artifact.programs[1:]))).problems
+    assert "returns a dict twice, or one that it was given, which can change" in str(found[0])
+
+
+def test_a_program_reads_of_rt_what_programs_use():
+    _, found = problems("tied_head", 0, r"^    return rt.finish", r"    rt.held\n\g<0>")
+    assert "reads rt.held, which is not for programs" in found[0]
+    _, found = problems("tied_head", 0, r"^    return rt.finish", r"    rt.op(f'{rt.key(0)}')\n\g<0>")
+    assert "begins an op whose name the certificate does not know" in found[0]
 
 
 def test_values_that_a_program_can_tell_apart_have_different_forms():
