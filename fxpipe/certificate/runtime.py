@@ -14,10 +14,10 @@ from fxpipe.certificate.world import Message
 
 _OF_PROGRAMS = frozenset({
     "add_loss", "add_output", "all_gather", "all_reduce_gradient", "broadcast", "buffers", "constants",
-    "divide_gradients_by_count", "finish", "free_parameters", "gather", "gather_parameters", "grads", "key",
-    "lane_key", "microbatches", "offload", "once", "op", "params", "receive", "reduce", "reduce_gradients",
-    "reload", "send", "wait", "wait_all", "wait_gradients", "wait_offload", "wait_parameters", "wait_reload",
-    "warm_up",
+    "divide_gradients_by_count", "finish", "free_parameters", "gather", "gather_parameters", "grads",
+    "key", "lane_key", "microbatches", "offload", "once", "op", "params", "rank", "receive", "reduce",
+    "reduce_gradients", "reload", "send", "wait", "wait_all", "wait_gradients", "wait_offload",
+    "wait_parameters", "wait_reload", "warm_up",
 })  # fmt: skip
 
 
