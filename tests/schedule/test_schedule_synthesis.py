@@ -167,8 +167,44 @@ def test_the_tail_of_an_op_is_the_longest_path_behind_it(by_makespan, sums):
     for tables in (arrays.tables, arrays.tables_between_stages):
         for until in (np.inf, 0.4 * done.makespan):
             tail = np.where(done.end > until, expected, 7.0)
-            run_back(tables, order.op_ids, m, until, done.end, done.turn, done.first, by_makespan, tail)
+            _run_back(tables, order.op_ids, m, (0, len(tail) - 1), until, done, by_makespan, tail)
             assert tail == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("by_makespan", [True, False])
+def test_the_tails_behind_a_move_are_written_alone(by_makespan):
+    costs = v_costs(4, **LARGE)
+    costs = replace(costs, exchanges=tuple(Exchange(0.7) for _ in costs.stages))
+    schedule, m = build("zb-v", ranks=4, microbatches=8, costs=costs, effort=0.01), 8
+    arrays, random = schedule_arrays(costs, schedule.placement, m, exchanges=True), Random(4)
+    old = Order.of(arrays, schedule.order)
+    known, ops = old.run(), len(old.op_ids)
+    tail = np.zeros(ops)
+    _run_back(arrays.tables, old.op_ids, m, (0, ops - 1), np.inf, known, by_makespan, tail)
+    compared = 0
+    for _ in range(200):
+        new = Order(arrays, old.op_ids.copy())
+        its = new.of_rank(random.randrange(4))
+        at = random.randrange(len(its) - 1)
+        its[at : at + 2] = its[at : at + 2][::-1].copy()
+        done = new.run()
+        if done is None:
+            continue
+        compared += 1
+        low = int(np.flatnonzero(new.op_ids != old.op_ids)[0])
+        until = max(known.end[old.op_ids[low + 1]], done.end[new.op_ids[low + 1]])
+        again, fresh = tail.copy(), tail.copy()
+        _run_back(arrays.tables, new.op_ids, m, (low, low + 1), until, done, by_makespan, again)
+        _run_back(arrays.tables, new.op_ids, m, (0, ops - 1), until, done, by_makespan, fresh)
+        assert (again == fresh).all()
+    assert compared > 50
+
+
+def _run_back(tables, op_ids, m, moved, until, done, by_makespan, tail):
+    changed = np.zeros(len(op_ids), np.int64)
+    times = done.end, done.turn, done.first
+    run_back(tables, op_ids, m, np.argsort(op_ids), *moved, until, *times, by_makespan, changed, tail)
+    assert not changed.any()
 
 
 def test_what_a_stage_needs_of_itself_changes_no_time():

@@ -30,13 +30,8 @@ def run_ops(t, order, m, since, end, cause, first, free, turn):
     its sums over replicas: so ``free`` - ``first`` is its span.  ``turn`` has the ops of all ranks, each
     behind those that it waits for.
     """
-    ranks, done = len(free), 0
+    ranks, kept, done = len(free), 0, 0
     at = np.empty(ranks, np.int64)
-    if since > 0:
-        for op in turn:
-            if end[op] < since:
-                turn[done] = op
-                done += 1
     for rank in range(ranks):
         low, high = 3 * m * t.own_at[rank], 3 * m * t.own_at[rank + 1]
         begin, stop = low, high
@@ -50,9 +45,15 @@ def run_ops(t, order, m, since, end, cause, first, free, turn):
             else:
                 high = middle
         at[rank] = low
+        kept += low - begin
         free[rank] = end[order[low - 1]] if low > begin else 0.0
         for i in range(low, stop):
             end[order[i]] = -1.0
+    i = 0
+    while done < kept:  # what does not stay is overwritten: a branch here is often mispredicted
+        turn[done] = turn[i]
+        done += end[turn[i]] >= 0
+        i += 1
     # A stack of ranks: one that waits leaves it, and the op that it waits for puts it back.  So each op is
     # looked at about once, in whatever order the ranks take turns.
     waits_for = np.empty(ranks, np.int64)
@@ -188,10 +189,9 @@ def anneal(t, order, m, limits, by_makespan, good_enough, work, seed, hot, cold)
     first, free, turn = np.empty(ranks), np.empty(ranks), np.empty(ops, np.int64)
     run_ops(t, order, m, 0.0, end, cause, first, free, turn)
     value = best = score(first, free, by_makespan)
-    new_end, new_cause, new_first, new_free = end.copy(), cause.copy(), first.copy(), free.copy()
-    new_turn = turn.copy()
     moved_end, moved_tail = np.empty(ops), np.empty(ops)
-    run_back(t, order, m, inf, end, turn, first, by_makespan, tail)
+    changed = np.zeros(ops, np.int64)
+    run_back(t, order, m, pos, 0, ops - 1, inf, end, turn, first, by_makespan, changed, tail)
     befores, afters = np.empty(ops, np.int64), np.empty(ops, np.int64)
     heads, lasts = np.empty(ops, np.int64), np.empty(ops, np.int64)
     arcs, blocks = _critical(t, order, m, end, cause, first, free, by_makespan, befores, afters, heads, lasts)
@@ -231,31 +231,27 @@ def anneal(t, order, m, limits, by_makespan, good_enough, work, seed, hot, cold)
         # The most that is accepted (Metropolis), drawn first, so that the estimate alone can reject.
         most = value - temperature * np.log(random.random())
         shift(order, pos, source, target)
-        new = inf
+        new, runs = inf, False
         if keeps_between(t, order, live, begin, low, high, limits[rank] * (1 + 1e-9)):
             rest = 0.0 if by_makespan else -first[rank]
             longest = _path_through(
                 t, order, m, pos, rest, begin, stop, low, high, end, tail, moved_end, moved_tail
             )
             if longest + value - _objective(first, free, by_makespan) <= most:
-                copy(end, new_end)
-                copy(cause, new_cause)
-                copy(first, new_first)
-                copy(free, new_free)
-                copy(turn, new_turn)
                 spent += ops // 2  # on the average a move changes the times of half of the ops
-                if run_ops(t, order, m, since, new_end, new_cause, new_first, new_free, new_turn):
-                    new = score(new_first, new_free, by_makespan)
+                if run_ops(t, order, m, since, end, cause, first, free, turn):
+                    new = score(first, free, by_makespan)
+                runs = True
         if new > most:
             shift(order, pos, target, source)
             keeps_between(t, order, live, begin, low, high, inf)
+            if runs:  # as the estimate is nearly always right, this is too rare to keep a copy for it
+                run_ops(t, order, m, 0.0, end, cause, first, free, turn)
             continue
         value = new
         spent += ops // 2
-        end, new_end, cause, new_cause = new_end, end, new_cause, cause
-        first, new_first, free, new_free = new_first, first, new_free, free
-        turn, new_turn = new_turn, turn
-        run_back(t, order, m, max(until, end[order[high]]), end, turn, first, by_makespan, tail)
+        until = max(until, end[order[high]])
+        run_back(t, order, m, pos, low, high, until, end, turn, first, by_makespan, changed, tail)
         arcs, blocks = _critical(
             t, order, m, end, cause, first, free, by_makespan, befores, afters, heads, lasts
         )
@@ -274,43 +270,56 @@ def _objective(first, free, by_makespan):
 
 
 @compiled
-def run_back(t, order, m, until, end, turn, first, by_makespan, tail):
+def run_back(t, order, m, pos, low, high, until, end, turn, first, by_makespan, changed, tail):
     """Writes ``tail``: per op the longest path from its end to the end of a rank's last op; for the span,
     less the start of that rank's first op.
 
-    The tails of ops that end after ``until`` stay as they are.
+    The tails of ops that end after ``until`` stay as they are.  Of the others, few are new: those of the ops
+    from ``low`` to ``high`` of the order and of the one before them, of the last of a rank or of a section
+    with a sum, and of those before an op whose tail is new.  ``changed`` has a 1 for each of them that is
+    still to be looked at, and is all 0 before and after.
     """
-    ranks = len(first)
-    way = np.empty(ranks)  # per rank, the longest path from the start of its next op
+    ranks, count = len(first), 0
+    for i in range(max(0, low - 1), high + 1):
+        count += _note(changed, order[i], end, until)
     for rank in range(ranks):
-        begin, stop = 3 * m * t.own_at[rank], 3 * m * t.own_at[rank + 1]
-        low, high = begin, stop
-        if until == inf:
-            low = high
-        while low < high:
-            middle = (low + high) // 2
-            if end[order[middle]] <= until:
-                low = middle + 1
-            else:
-                high = middle
-        if low < stop:
-            way[rank] = tail[order[low]] + t.seconds[t.section[order[low]]]
-        else:
-            way[rank] = 0.0 if by_makespan else -first[rank]
-    for i in range(len(turn) - 1, -1, -1):
+        count += _note(changed, order[3 * m * t.own_at[rank + 1] - 1], end, until)
+    for section in range(len(t.sum)):
+        if t.sum[section]:
+            count += _note(changed, _last(section, m), end, until)
+    i = len(turn)
+    while count:
+        i -= 1
         op = turn[i]
-        if end[op] > until:
+        if not changed[op]:
             continue
-        section = t.section[op]
+        changed[op] = 0
+        count -= 1
+        section, at = t.section[op], pos[op]
         rank = t.rank[section]
-        longest = way[rank]
+        if at + 1 < 3 * m * t.own_at[rank + 1]:
+            behind = order[at + 1]
+            longest = tail[behind] + t.seconds[t.section[behind]]
+        else:
+            longest = 0.0 if by_makespan else -first[rank]
         if t.sum[section] and op == _last(section, m):
             longest = max(longest, _summed_behind(t, m, end, section))
         for k in range(t.feed_at[section], t.feed_at[section + 1]):
-            other = op + t.feed_step[k]
-            longest = max(longest, t.feed_way[k] + tail[other])
-        tail[op] = longest
-        way[rank] = longest + t.seconds[section]
+            longest = max(longest, t.feed_way[k] + tail[op + t.feed_step[k]])
+        if longest != tail[op]:
+            tail[op] = longest
+            if at > 3 * m * t.own_at[rank]:
+                count += _note(changed, order[at - 1], end, until)
+            for k in range(t.need_at[section], t.need_at[section + 1]):
+                count += _note(changed, op + t.need_step[k], end, until)
+
+
+@compiled
+def _note(changed, op, end, until):
+    """Notes an op that ends by ``until``; 1 if it was not noted."""
+    new = (end[op] <= until) & (1 - changed[op])
+    changed[op] |= new
+    return new
 
 
 @compiled
