@@ -43,16 +43,16 @@ def _distances(left: Edges, sink: Vertex) -> dict[Vertex, int]:
 
 def _fill_shortest_paths(left: Edges, distances: Mapping[Vertex, int], source: Vertex, sink: Vertex) -> None:
     """Send flow until no path of the present shortest length has room."""
-    nearer = {
-        tail: [head for head in left[tail] if distances.get(head) == distance - 1]
-        for tail, distance in distances.items()
-    }
+    nearer: dict[Vertex, list[Vertex]] = {}  # of the vertices that a path has reached
     path = [source]
     while path:
-        heads = nearer[path[-1]]
-        if path[-1] == sink:
+        at = path[-1]
+        if at not in nearer:
+            nearer[at] = [head for head in left[at] if distances.get(head) == distances[at] - 1]
+        heads = nearer[at]
+        if at == sink:
             _send(left, path)
-        elif heads and left[path[-1]][heads[-1]]:
+        elif heads and left[at][heads[-1]]:
             path.append(heads[-1])
         elif heads:
             heads.pop()
