@@ -69,9 +69,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         message = "\n".join(map(printable, f"fxpipe: error: {error}".split("\n")))
         print(message, file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as left:
         if os.environ.get("RANK", "0") == "0":  # it reaches all ranks
-            print("fxpipe: interrupted", file=sys.stderr)
+            print(f"fxpipe: {str(left) or 'interrupted'}", file=sys.stderr)
         return INTERRUPTED
     return 0
 

@@ -45,7 +45,21 @@ def _called(function: Callable[..., Any], *args: Any) -> Any:
 
 def _debugged(function: Callable[..., Any], *args: Any) -> Any:
     """A function that Inductor compiles runs op by op."""
-    return pdb.Pdb().runcall(getattr(function, "function", function), *args)
+    debugger = _Debugger()
+    result = debugger.runcall(getattr(function, "function", function), *args)
+    if debugger.was_quit:
+        raise KeyboardInterrupt("the op was left before its results were known")
+    return result
+
+
+class _Debugger(pdb.Pdb):
+    """``runcall`` returns None where its function was quit, as a function may that was not."""
+
+    was_quit = False
+
+    def set_quit(self) -> None:
+        self.was_quit = True
+        super().set_quit()
 
 
 def _show(call: Replayed) -> int:

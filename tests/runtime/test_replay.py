@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import fxpipe
-from fxpipe.cli.command import main
+from fxpipe.cli.command import INTERRUPTED, main
 from fxpipe.errors import ArtifactError, OptionError
 from fxpipe.runtime.ranks.recording import RECORDED, copied_in_strides
 from fxpipe.runtime.ranks.replay import read_recorded
@@ -104,6 +104,15 @@ def test_the_debugger_stops_at_the_first_line(recorded, monkeypatch, capsys):
     ((name, given),) = stops
     assert name == "stage1_forward"
     assert "params" in given
+
+
+def test_an_op_that_is_left_in_the_debugger_has_no_results(recorded, monkeypatch, capsys):
+    *_, directory = recorded
+    monkeypatch.setattr(pdb.Pdb, "interaction", lambda self, *frame: self.do_quit(""))
+    assert main(["replay", str(directory), "F1.3", "--pdb"]) == INTERRUPTED
+    given = capsys.readouterr()
+    assert given.err == "fxpipe: the op was left before its results were known\n"
+    assert "DIFFERS" not in given.out
 
 
 def test_errors(recorded, tmp_path):
