@@ -5,7 +5,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fxpipe.cli.command import main
@@ -45,7 +45,7 @@ def check(plan: OffloadPlan, before: Timeline) -> None:
     """Nothing waits, a link carries one transfer at a time each way, memory is freed and taken again."""
     found, placement = plan.timeline, before.schedule.placement
     assert found.seconds == pytest.approx(before.seconds)
-    assert max(found.stalled) <= 1e-9 * found.seconds
+    assert max(found.stalled) <= 1.001e-9 * found.seconds  # the planner allows 1e-9, and sums round
     assert found.costs.link is not None
     sharing, ranks = found.costs.link.ranks, range(before.schedule.ranks)
     for first in ranks[::sharing]:
@@ -165,6 +165,7 @@ def test_the_search_offloads_where_the_limit_costs_time_otherwise():
 
 
 @settings(max_examples=60, deadline=None)
+@example("interleaved", 1, 1, 1e-9, 1.0, 0.0, 1)
 @given(
     st.sampled_from(["1f1b", "zb-h1", "interleaved", "gis", "staggered", "gpipe", "1f1b-v", "dualpipe-v"]),
     st.integers(1, 5),
