@@ -239,6 +239,9 @@ class _List(tuple[Any, ...]):
     def __eq__(self, other: object) -> bool:
         return isinstance(other, list | _List) and [*self] == [*other]
 
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
     def __getitem__(self, at: Any) -> Any:
         return [*self][at]
 
