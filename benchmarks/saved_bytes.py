@@ -1,6 +1,7 @@
 """What the simplifications leave of the zoo's models: ops, and bytes that are saved for the backward.
 
-Each model of ``tests/zoo.py`` is compiled twice: with ``simplify`` and ``merge_equal``, and without them.
+Each model of ``tests/zoo.py`` is compiled twice: with ``simplify``, ``merge_equal`` and
+``simplify_views``, and without them.
 Bytes are sums over stages of ``StageCost.saved_activations`` and ``saved_for_weight``, which must not grow.
 With several ranks the cuts may move, as the ops that are gone took time: there is one by default.
 
@@ -28,7 +29,7 @@ import fxpipe
 from fxpipe.compiler import cut, passes
 from fxpipe.ir.storage import call_nodes
 
-SIMPLIFICATIONS = ("simplify", "merge_equal")
+SIMPLIFICATIONS = ("simplify", "merge_equal", "simplify_views")
 
 
 @contextlib.contextmanager

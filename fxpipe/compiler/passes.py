@@ -39,6 +39,7 @@ from fxpipe.passes.mincut_saved_for_weight import mincut_saved_for_weight
 from fxpipe.passes.read_once import read_once
 from fxpipe.passes.recompute import Level, recompute
 from fxpipe.passes.simplify import simplify
+from fxpipe.passes.simplify_views import simplify_views
 from fxpipe.passes.sink_cheap_values import sink_cheap_values
 from fxpipe.passes.split_backward import split_backward
 from fxpipe.passes.tensors_for_numbers import tensors_for_numbers
@@ -235,6 +236,7 @@ PASSES = Passes(
     ),
     chosen=(
         Pass("join_backward", lambda step, options: join_backward(step.graph, step.joined)),
+        _of_graph(simplify_views),
         _of_graph(accept_any_strides),
         _of_graph(accumulate_together),  # lets gradients live longer, which no op may overwrite then
         Pass("use_inplace_ops", lambda step, options: use_inplace_ops(step.graph, options.backend)),

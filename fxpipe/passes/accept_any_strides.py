@@ -55,8 +55,8 @@ def _is_custom(target: Any) -> bool:
 
 
 def _format(value: Any) -> torch.memory_format | None:
-    """The memory format that a tensor fills from the beginning of its storage."""
-    if isinstance(value, torch.Tensor) and not value.storage_offset():
+    """The memory format that a tensor fills from the beginning of its storage; of one element, it has all."""
+    if isinstance(value, torch.Tensor) and value.numel() > 1 and not value.storage_offset():
         for format in (torch.contiguous_format, _FORMATS.get(value.dim())):
             if format is not None and value.is_contiguous(memory_format=format):
                 return format

@@ -57,6 +57,12 @@ def _moves_nothing(views: list[fx.Node], source: fx.Node) -> bool:
     return _strides(value) == _strides(given)
 
 
+def _own_shape(node: fx.Node) -> Instead:
+    """It is a view of any strides, unlike a ``reshape`` between other views, which may copy."""
+    source = _operand(node)
+    return source if source is not None and _is_alike(source, node) else None
+
+
 def _copy_of_all(node: fx.Node) -> Instead:
     """The op copies its operand; no op needs the copy, as none writes to a value."""
     source = _operand(node)
@@ -66,7 +72,7 @@ def _copy_of_all(node: fx.Node) -> Instead:
 def _view_of_view(node: fx.Node) -> Instead:
     """Only where the first view has no other use: else a cut between the two would send both."""
     inner = _operand(node)
-    if inner is None or inner.target not in _RESHAPES or len(inner.users) > 1:
+    if inner is None or inner.target not in _REGROUPS or len(inner.users) > 1:
         return None
     source, val = _operand(inner), node.meta["val"]
     if source is None or not _has_strides(source, inner, val):
@@ -166,7 +172,7 @@ def _strides(value: torch.Tensor) -> list[int]:
 def _is_alike(source: fx.Node, node: fx.Node) -> bool:
     """Whether two values have the same shape, dtype, device and layout."""
     a, b = source.meta["val"], node.meta["val"]
-    same = (a.shape, a.dtype, a.device, a.layout) == (b.shape, b.dtype, b.device, b.layout)
+    same = a.shape == b.shape and (a.dtype, a.device, a.layout) == (b.dtype, b.device, b.layout)
     return same and _strides(a) == _strides(b) and not _is_parameter(source)
 
 
@@ -224,6 +230,8 @@ def _is_attention(target: Any) -> bool:
 
 
 _RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+#: Views that keep the order of all elements.
+_REGROUPS = (*_RESHAPES, aten.unsqueeze.default, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
 _ANY_STRIDES = (
     aten.unsqueeze.default,
     aten.expand.default,
@@ -248,6 +256,7 @@ _VIEWS = (
 RULES = (
     Rule("view(… view(x, …) …), all of it in its places", "x", _VIEWS, _view_of_all),
     Rule("view(view(x, …), shape)", "view(x, shape)", _RESHAPES, _view_of_view),
+    Rule("reshape(x, shape of x)", "x", (aten.reshape.default,), _own_shape),
     Rule("slice_backward(x, …), all of it", "x", (aten.slice_backward.default,), _copy_of_all),
     Rule("clone(x), in x's layout", "x", (aten.clone.default,), _copy_of_all),
     Rule("_to_copy(x, dtype of x)", "x", (aten._to_copy.default,), _copy_of_all),

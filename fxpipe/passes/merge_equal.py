@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Hashable, Set
+from collections.abc import Callable, Hashable, Set
 
 from torch import fx
 
@@ -29,13 +29,19 @@ _EACH_ITS_OWN = (keyed, expect, read_buffer, sum_over_ranks)
 
 
 def merge_equal(
-    graph: fx.Graph, sections: Set[Color] | None = None, resized: ResizedTraces | None = None
+    graph: fx.Graph,
+    sections: Set[Color] | None = None,
+    resized: ResizedTraces | None = None,
+    which: Callable[[fx.Node], bool] = lambda node: True,
 ) -> None:
-    """sections: where to merge, by default everywhere.  resized: the traces at other sizes."""
+    """sections: where to merge, by default everywhere.  resized: the traces at other sizes.  which: of the
+    ops to merge."""
     first: dict[Hashable, fx.Node] = {}
     paths: dict[fx.Node, list[str]] = {}  # of the modules that share a value
     for node in call_nodes(graph):
-        if (sections is not None and node.meta["color"] not in sections) or not _may_merge(node):
+        if sections is not None and node.meta["color"] not in sections:
+            continue
+        if not which(node) or not _may_merge(node):
             continue
         equal = first.setdefault((node.meta["color"], value_key(node, node.args, node.kwargs, resized)), node)
         if equal is not node:
@@ -51,11 +57,15 @@ def _before_their_layers(graph: fx.Graph, paths: dict[fx.Node, list[str]]) -> No
     for node, own in paths.items():
         if len(set(own)) > 1:
             shared[node.meta["color"], _first_layer(own)].append(node)
-    given = _given(graph) if shared else set()
+    if not shared:
+        return
+    given = _given(graph)
+    colors = {color for color, _ in shared}
     inside: defaultdict[tuple[Color, str], list[fx.Node]] = defaultdict(list)
-    for node in call_nodes(graph) if shared else ():
-        for module in _modules(node.meta["origin"].path):
-            inside[node.meta["color"], module].append(node)
+    for node in call_nodes(graph):
+        if node.meta["color"] in colors:
+            for module in _modules(node.meta["origin"].path):
+                inside[node.meta["color"], module].append(node)
     for layer, values in shared.items():
         movable = [value for value in values if value in given]
         moved = leading_to(movable)

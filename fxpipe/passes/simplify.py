@@ -10,7 +10,7 @@ must hold in all of them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import fx
@@ -18,10 +18,11 @@ from torch import fx
 from fxpipe.ir.storage import call_nodes, drop_dead
 from fxpipe.passes.identities import RULES, Instead
 
-_RULES_OF: dict[Any, list[Any]] = {}
+RULES_OF: dict[Any, list[Callable[[fx.Node], Instead]]] = {}
+"""The functions of ``RULES`` by the op that they look at."""
 for _rule in RULES:
     for _op in _rule.ops:
-        _RULES_OF.setdefault(_op, []).append(_rule.find)
+        RULES_OF.setdefault(_op, []).append(_rule.find)
 
 
 def simplify(graphs: Sequence[fx.Graph]) -> None:
@@ -31,7 +32,7 @@ def simplify(graphs: Sequence[fx.Graph]) -> None:
     while changed:
         changed = False
         for nodes in zip(*map(call_nodes, graphs), strict=True):
-            changed |= any(_apply(find, nodes, labels) for find in _RULES_OF.get(nodes[0].target, ()))
+            changed |= any(_apply(find, nodes, labels) for find in RULES_OF.get(nodes[0].target, ()))
     for graph in graphs:
         drop_dead(graph)
 
@@ -46,15 +47,20 @@ def _apply(find: Any, nodes: Sequence[fx.Node], labels: dict[fx.Node, int]) -> b
     if len({repr(_operands(instead, labels)) for instead in found}) > 1:
         return False
     for node, instead in zip(nodes, found, strict=True):
-        before = node.all_input_nodes
-        if isinstance(instead, tuple):
-            node.args = instead
-        elif instead is not None:
-            node.replace_all_uses_with(instead)
-            before = [node]
-        for source in before:
-            _drop(source)
+        rewrite(node, instead)
     return True
+
+
+def rewrite(node: fx.Node, instead: Instead) -> None:
+    """Do what a rule says, and erase what has no use then."""
+    before = node.all_input_nodes
+    if isinstance(instead, tuple):
+        node.args = instead
+    elif instead is not None:
+        node.replace_all_uses_with(instead)
+        before = [node]
+    for source in before:
+        _drop(source)
 
 
 def _operands(instead: Instead, labels: dict[fx.Node, int]) -> list[int]:

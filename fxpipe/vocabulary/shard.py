@@ -126,7 +126,7 @@ class Shard:
 
     def inside(self, index: fx.Node, build: Builder) -> tuple[fx.Node, fx.Node]:
         """Indices counted from the shard's first row, 0 for those outside; and which are inside."""
-        shifted = build.call(aten.sub.Tensor, index, self.begin)
+        shifted = build.call(aten.sub.Tensor, index, self.begin) if self.begin else index
         above, below = (
             build.call(aten.ge.Scalar, shifted, 0),
             build.call(aten.lt.Scalar, shifted, self.size),

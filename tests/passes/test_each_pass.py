@@ -160,6 +160,7 @@ CASES = {
     "make_contiguous": Case(lambda: Net(lambda x: x[:1].expand(2, -1)), stages=2),
     "fuse_accumulation": Case(lambda: Net(bias=True)),
     "join_backward": Case(lambda: Net(F.gelu), joined=frozenset({0})),
+    "simplify_views": Case(lambda: Net(lambda x: x.view(1, 2, WIDTH))),
     "accept_any_strides": Case(lambda: Net(lambda x: F.gelu(x.view(4, 2)).view(2, 4))),
     "use_inplace_ops": Case(),
     "accumulate_together": Case(lambda: Net(bias=True)),

@@ -43,6 +43,7 @@ LEFT_OUT = {
     "t": (lambda x: x.t().t(), FLOATS, []),
     "transpose": (lambda x: x.transpose(0, 1).transpose(0, 1), FLOATS, []),
     "permute": (lambda x: x.view(2, 2, 2).permute(1, 2, 0).permute(2, 0, 1).view(2, 4), FLOATS, []),
+    "view of an added dimension": (lambda x: x.unsqueeze(0).view(8), FLOATS, ["view"]),
     "unsqueeze, squeeze": (lambda x: x.unsqueeze(0).squeeze(0), FLOATS, []),
     "exchanged four times": (lambda x: x.t().transpose(-1, -2).transpose(0, 1).permute(1, 0), FLOATS, []),
     "split of one": (lambda x: x.split(4, 1)[0], FLOATS, []),
@@ -123,8 +124,29 @@ def test_is_left_in(name):
     assert_same_bits(run(graph, x), run(whole, x))
 
 
+def reshaped(x: torch.Tensor, shape: list[int]) -> fx.Graph:
+    """The graph of an ``aten.reshape``, which no trace has, of the transposed leaf."""
+    graph = traced(lambda x: x.t().view(shape), x)
+    (view,) = graph.find_nodes(op="call_function", target=aten.view.default)
+    view.target = aten.reshape.default
+    return graph
+
+
+def test_a_reshape_to_the_same_shape_is_its_operand_of_any_strides():
+    graph = reshaped(FLOATS, [4, 2])
+    simplify([graph])
+    assert left(graph) == ["t"]
+
+
+def test_a_reshape_to_another_shape_stays():
+    graph = reshaped(FLOATS, [2, 2, 2])
+    simplify([graph])
+    assert left(graph) == ["t", "reshape"]
+
+
 def test_each_rule_has_an_example():
     ops = [node for function, x, _ in LEFT_OUT.values() for node in call_nodes(traced(function, x))]
+    ops += call_nodes(reshaped(FLOATS, [4, 2]))
     for rule in RULES:
         assert any(n.target in rule.ops and rule.find(n) is not None for n in ops), rule.before
 
