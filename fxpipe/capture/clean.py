@@ -18,7 +18,7 @@ from torch import fx
 
 from fxpipe.capture.buffers import check_buffers
 from fxpipe.capture.functional import is_mutating, writes_to_a_parameter
-from fxpipe.capture.node_names import SAME_VALUE, node_name, short_paths
+from fxpipe.ir.node_names import SAME_VALUE, node_name, short_paths
 from fxpipe.errors import CaptureError
 from fxpipe.ir.compat import new_node
 from fxpipe.ir.graph import Input, Kind, Origin, Outputs

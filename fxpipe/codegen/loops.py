@@ -284,7 +284,8 @@ class Loop:
             return _prefix(node) + _without_number(bare)
         rest, within = bare[len(prefix) :], self._within(nodes)
         rest = rest if len({*map(_path, nodes)}) > 1 else _without_number(rest)
-        return f"{_prefix(node)}{identifier(within) if within else self.base}{rest}"
+        at_number = not within or within[0].isdigit()  # an identifier begins with a word
+        return f"{_prefix(node)}{identifier(f'{self.base}.{within}' if at_number else within)}{rest}"
 
     def _place(self, node: fx.Node) -> str:
         if not any(_path(node)) and not node.meta["origin"].source:
@@ -355,8 +356,19 @@ def _split(names: Sequence[str]) -> tuple[tuple[str, ...], str]:
 
 
 def _module(nodes: Sequence[fx.Node]) -> str:
-    """The innermost module around most of the nodes."""
+    """The innermost module around most of the nodes.  A list within an item of a list is none: of the modules
+    ``block.3.layer.0`` and ``block.3.layer.1`` it is ``block.3``."""
     paths = [tuple(path.split(".")) for node in nodes if (path := node.meta["origin"].path)]
     around = Counter(path[:k] for path in paths for k in range(1, len(path) + 1))
     most = sorted((len(path), path) for path, number in around.items() if 5 * number > 4 * len(paths))
-    return ".".join(most[-1][1]) if most else ""
+    if not most:
+        return ""
+    _, found = most[-1]
+    return ".".join(found[:-1] if _is_inner_list(found, paths) else found)
+
+
+def _is_inner_list(module: tuple[str, ...], paths: Sequence[tuple[str, ...]]) -> bool:
+    """Whether all in a module, which is part of an item of a list, is part of its own items."""
+    inside = [path[len(module) :] for path in paths if path[: len(module)] == module]
+    is_of_item = len(module) > 1 and module[-2].isdigit() and not module[-1].isdigit()
+    return is_of_item and all(path and path[0].isdigit() for path in inside)

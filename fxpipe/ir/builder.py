@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import fx
 
+from fxpipe.ir.compat import new_node
 from fxpipe.ir.graph import Origin
 from fxpipe.ir.names import identifier
+from fxpipe.ir.node_names import op_name, short_paths
+from fxpipe.ir.storage import call_nodes
 from fxpipe.schedule.ops import Color
 
 aten = torch.ops.aten
@@ -44,6 +48,26 @@ class Builder:
         """Append the same op on other arguments."""
         self.origin = node.meta["origin"]
         return self.call(node.target, *args, **kwargs)  # type: ignore[arg-type]
+
+
+class Calls:
+    """Adds ops to a graph where it inserts, with names like those of the captured ops."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.graph = graph
+
+    @cached_property
+    def _short(self) -> dict[str, str]:
+        return short_paths({node.meta["origin"].path for node in call_nodes(self.graph)})
+
+    def __call__(
+        self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None, **meta: Any
+    ) -> fx.Node:
+        """meta: of the node, at least its origin."""
+        name = op_name(target, meta["origin"], self._short)
+        node: fx.Node = new_node(self.graph, "call_function", target, args, dict(kwargs or {}), name)
+        node.meta.update(meta)
+        return node
 
 
 def in_order(graph: fx.Graph) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxpipe.ir.builder import Calls
 from fxpipe.ir.compat import OpOverload
 from fxpipe.ir.storage import call_nodes
 
@@ -40,13 +41,14 @@ _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 def accept_any_strides(graph: fx.Graph) -> None:
+    call = Calls(graph)
     for node in call_nodes(graph):
         if node.target in _VIEWS:
             node.target, node.args = aten.reshape.default, node.args[:2]
         elif node.target in _BY_STRIDE or node.target in _BY_LAYOUT or _is_custom(node.target):
             for source in node.all_input_nodes:
                 if source.op == "call_function" and (format := _format(source.meta.get("val"))) is not None:
-                    node.replace_input_with(source, _in_format(graph, node, source, format))
+                    node.replace_input_with(source, _in_format(call, node, source, format))
 
 
 def _is_custom(target: Any) -> bool:
@@ -63,9 +65,8 @@ def _format(value: Any) -> torch.memory_format | None:
     return None
 
 
-def _in_format(graph: fx.Graph, user: fx.Node, source: fx.Node, format: torch.memory_format) -> fx.Node:
+def _in_format(call: Calls, user: fx.Node, source: fx.Node, format: torch.memory_format) -> fx.Node:
     kwargs: dict[str, Any] = {} if format is torch.contiguous_format else {"memory_format": format}
-    with graph.inserting_before(user):
-        dense = graph.call_function(aten.contiguous.default, (source,), kwargs)
-    dense.meta = {**source.meta, "color": user.meta["color"], "origin": user.meta["origin"]}
-    return dense
+    meta = {**source.meta, "color": user.meta["color"], "origin": user.meta["origin"]}
+    with user.graph.inserting_before(user):
+        return call(aten.contiguous.default, (source,), kwargs, **meta)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpipe.ir.builder import node_arg
+from fxpipe.ir.builder import Calls, node_arg
 from fxpipe.ir.graph import Kind, Origin
 from fxpipe.ir.storage import node_bytes, storage_root
 
@@ -36,10 +36,10 @@ def accumulate_together(graph: fx.Graph) -> None:
         total = node_arg(node, 0).meta["val"]
         layer = layer_of[_parameter(node)]
         alike[node.meta["color"], total.dtype, total.device, layer].append(node)
-    instead: dict[fx.Node, fx.Node] = {}
+    call, instead = Calls(graph), dict[fx.Node, fx.Node]()
     for (*_, layer), nodes in alike.items():
         if len(nodes) > 1:
-            instead |= dict.fromkeys(nodes, _joined(graph, nodes, layer))
+            instead |= dict.fromkeys(nodes, _joined(call, nodes, layer))
     output = graph.output_node()
     output.args = fx.map_arg(output.args, lambda node: instead.get(node, node))
     for node in instead:
@@ -86,10 +86,9 @@ def _is_small_sum(node: fx.Node) -> bool:
     return (a.dtype, a.shape) == (b.dtype, b.shape) and node_bytes(storage_root(part)) <= LARGEST
 
 
-def _joined(graph: fx.Graph, sums: list[fx.Node], layer: str) -> fx.Node:
+def _joined(call: Calls, sums: list[fx.Node], layer: str) -> fx.Node:
     """One op for these, in the place of the last."""
     totals, parts = ([node_arg(node, k) for node in sums] for k in (0, 1))
-    with graph.inserting_after(sums[-1]):
-        joined = graph.call_function(aten._foreach_add_.List, (totals, parts))
-    joined.meta.update(color=sums[0].meta["color"], origin=Origin(layer, backward=True), val=None)
-    return joined
+    meta = {"color": sums[0].meta["color"], "origin": Origin(layer, backward=True), "val": None}
+    with call.graph.inserting_after(sums[-1]):
+        return call(aten._foreach_add_.List, (totals, parts), **meta)

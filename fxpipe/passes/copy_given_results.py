@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from fxpipe.ir.builder import Calls
 from fxpipe.ir.storage import call_nodes, graph_outputs, set_outputs
 from fxpipe.schedule.ops import Phase
 
@@ -26,7 +27,6 @@ def copy_given_results(graph: fx.Graph) -> None:
 def _copied(graph: fx.Graph, node: fx.Node) -> fx.Node:
     forward = [n for n in call_nodes(graph) if n.meta["color"].phase is Phase.F]
     at = next((n for n in forward if n in node.users), forward[-1])
+    meta = {"val": node.meta["val"], "origin": at.meta["origin"], "color": at.meta["color"]}
     with graph.inserting_before(graph.output_node()):
-        copy = graph.call_function(aten.clone.default, (node,))
-    copy.meta.update(val=node.meta["val"], origin=at.meta["origin"], color=at.meta["color"])
-    return copy
+        return Calls(graph)(aten.clone.default, (node,), **meta)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from fxpipe.ir.builder import Calls
 from fxpipe.ir.storage import graph_outputs, set_outputs
 from fxpipe.schedule.ops import Color, Phase
 
@@ -27,9 +28,7 @@ def count_beside_loss(graph: fx.Graph) -> None:
     for key, node in both.items():
         if node.op == "call_function" and node.meta["color"] == Color(stage, phase):
             continue
+        meta = {"val": node.meta["val"], "origin": named.loss.meta["origin"], "color": Color(stage, phase)}
         with graph.inserting_before(graph.output_node()):
-            copy = graph.call_function(aten.clone.default, (node,))
-        origin = named.loss.meta["origin"]
-        copy.meta.update(val=node.meta["val"], origin=origin, color=Color(stage, phase))
-        both[key] = copy
+            both[key] = Calls(graph)(aten.clone.default, (node,), **meta)
     set_outputs(graph, **both)

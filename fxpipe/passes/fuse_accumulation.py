@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpipe.ir.builder import node_arg
+from fxpipe.ir.builder import Calls, node_arg
 from fxpipe.ir.compat import create_node, has_kernel
 from fxpipe.ir.graph import Input, Kind, Origin
 from fxpipe.ir.names import identifier
@@ -34,7 +34,7 @@ _ADDMM = aten.addmm.dtype_out
 def fuse_accumulation(graph: fx.Graph, grad_dtype: torch.dtype | None = None) -> None:
     """grad_dtype: see ``fxpipe.compile``."""
     first = next(n for n in graph.nodes if n.op != "placeholder")
-    fused: dict[str, tuple[fx.Node, ...]] = {}
+    calls, fused = Calls(graph), dict[str, tuple[fx.Node, ...]]()
     times = Counter(part for parts in graph_outputs(graph).grads.values() for part in parts)
     for name, parts in graph_outputs(graph).grads.items():
         with graph.inserting_before(first):
@@ -46,21 +46,19 @@ def fuse_accumulation(graph: fx.Graph, grad_dtype: torch.dtype | None = None) ->
         for part in parts:
             color = Color(part.meta["color"].stage, Phase.W)
             with graph.inserting_before(max(part, last.get(color, part)).next):
-                last[color] = _accumulated(graph, into, part, times[part] == 1)
+                last[color] = _accumulated(calls, into, part, times[part] == 1)
             fused[name] = (*fused.get(name, ()), last[color])
     set_outputs(graph, grads=fused)
     drop_dead(graph)
 
 
-def _accumulated(graph: fx.Graph, into: fx.Node, part: fx.Node, once: bool) -> fx.Node:
+def _accumulated(calls: Calls, into: fx.Node, part: fx.Node, once: bool) -> fx.Node:
     """Add ``part`` to ``into``; a part that is added only ``once`` is fused with the addition."""
     color = Color(part.meta["color"].stage, Phase.W)
     total = into.meta["val"]
 
     def call(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        node: fx.Node = create_node(graph, "call_function", target, args, kwargs)
-        node.meta.update(color=color, origin=part.meta["origin"], val=total)
-        return node
+        return calls(target, args, kwargs, color=color, origin=part.meta["origin"], val=total)
 
     source, transposed = _source(part, total.dtype) if once else (part, False)
     target = into

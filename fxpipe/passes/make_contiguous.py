@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from fxpipe.ir.builder import Calls
 from fxpipe.ir.storage import call_nodes
 from fxpipe.plan.tensors import is_dense
 
@@ -16,17 +17,16 @@ aten = torch.ops.aten
 
 
 def make_contiguous(graph: fx.Graph) -> None:
+    call = Calls(graph)
     for node in call_nodes(graph):
         far = [
             u for u in node.users if u.op != "output" and u.meta["color"].stage != node.meta["color"].stage
         ]
         if not far or is_dense(node.meta["val"]):
             continue
-        with graph.inserting_after(node):
-            copy = graph.call_function(
-                aten.clone.default, (node,), {"memory_format": torch.contiguous_format}
-            )
         val = node.meta["val"]
-        copy.meta = {**node.meta, "val": val.new_empty(val.shape)}
+        meta = {**node.meta, "val": val.new_empty(val.shape)}
+        with graph.inserting_after(node):
+            copy = call(aten.clone.default, (node,), {"memory_format": torch.contiguous_format}, **meta)
         for user in far:
             user.replace_input_with(node, copy)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from fxpipe.ir.builder import Calls
 from fxpipe.ir.graph import Input, Kind, read_buffer
 from fxpipe.ir.storage import call_nodes, graph_outputs, set_outputs, storage_root
 
@@ -49,6 +50,6 @@ def _copy(graph: fx.Graph, value: fx.Node, read: fx.Node | None, first_op: fx.No
     places = [n for n in (read, value) if n is not None and n.op != "placeholder"]
     at = next((n for n in reversed(graph.nodes) if n in places), None)
     with graph.inserting_after(at) if at is not None else graph.inserting_before(first_op):
-        copy = graph.call_function(aten.clone.default, (value,))
-    copy.meta.update(val=value.meta["val"], origin=(at or first_op).meta["origin"])
-    return copy
+        return Calls(graph)(
+            aten.clone.default, (value,), val=value.meta["val"], origin=(at or first_op).meta["origin"]
+        )

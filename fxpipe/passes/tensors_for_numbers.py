@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from fxpipe.ir import compat
+from fxpipe.ir.builder import Calls
 from fxpipe.ir.storage import call_nodes
 
 aten = torch.ops.aten
@@ -26,14 +27,17 @@ _DTYPES: dict[type, torch.dtype] = {
 
 
 def tensors_for_numbers(graph: fx.Graph) -> None:
+    call = Calls(graph)
     for node in call_nodes(graph):
         if not isinstance(node.target, compat.OpOverload) or compat.takes_numbers(node.target):
             continue
         values: tuple[Any, ...] = node.args
         for k, (value, given) in enumerate(zip(values, node.target._schema.arguments, strict=False)):
             if type(value) in _DTYPES and isinstance(given.type, torch.TensorType):
-                dtype = _DTYPES[type(value)]
+                dtype, origin = _DTYPES[type(value)], node.meta["origin"]
+                val = torch.scalar_tensor(value, dtype=dtype)
                 with graph.inserting_before(node):
-                    tensor = graph.call_function(aten.scalar_tensor.default, (value,), {"dtype": dtype})
-                tensor.meta.update(origin=node.meta["origin"], val=torch.scalar_tensor(value, dtype=dtype))
+                    tensor = call(
+                        aten.scalar_tensor.default, (value,), {"dtype": dtype}, origin=origin, val=val
+                    )
                 node.update_arg(k, tensor)

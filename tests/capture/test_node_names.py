@@ -4,9 +4,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fxpipe.capture.node_names import short_paths
 from fxpipe.capture.trace import capture
 from fxpipe.ir import compat
+from fxpipe.ir.node_names import short_paths
 from fxpipe.ir.storage import call_nodes
 
 

@@ -86,6 +86,17 @@ def interrupted():
     return Layers(*[Hooked() if k == 4 else Block() for k in range(9)])
 
 
+class Halves(nn.Module):
+    """A layer that is a list of two modules, as those of T5 are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.ModuleList([Block(), nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())])
+
+    def forward(self, x):
+        return self.layer[1](self.layer[0](x))
+
+
 class Balanced(Layers):
     """Each block has a part in the loss, as layers of experts have."""
 
@@ -204,6 +215,24 @@ def test_runs_with_other_uses_of_their_values(monkeypatch, name):
 def test_a_graph_in_which_nothing_repeats_has_no_loop():
     programs = compiled(lambda: Layers(nn.Linear(WIDTH, 5), nn.Tanh(), nn.Linear(5, WIDTH))).artifact.programs
     assert not any("\n    for i in " in program for program in programs)
+
+
+def test_a_layer_that_is_a_list_is_the_module_of_its_function():
+    (program,) = compiled(lambda: Layers(*[Halves() for _ in range(6)]), ranks=1).artifact.programs
+    assert re.findall(r"def (\w+)", program)[:3] == ["blocks_forward", "blocks_backward", "blocks_weight"]
+    forward = program[program.index("def blocks_forward(") : program.index("def blocks_backward(")]
+    assert re.findall(r"# (\.\S+)", forward)[:2] == [".layer.0.norm", ".layer.0.inner"]
+    assert 'layer_0_inner_addmm = addmm(params["layer.0.inner.bias"], layer_0_norm_' in forward
+    assert 'layer_1_0_addmm = addmm(params["layer.1.0.bias"], ' in forward
+
+
+def test_a_module_with_a_number_for_a_name_has_a_readable_one_in_its_layer():
+    model = Layers(
+        *[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.LayerNorm(WIDTH)) for _ in range(6)]
+    )
+    (program,) = compiled(lambda: model, ranks=1).artifact.programs
+    assert 'blocks_0_addmm = addmm(params["0.bias"], blocks_in, ' in program
+    assert not re.search(r"\b(d)?_\d", program)
 
 
 @pytest.mark.parametrize(

@@ -233,6 +233,13 @@ def test_the_example_of_contributing(monkeypatch):
     assert re.search(r"\bsub(_out|_)?\(model_cos, model_sin", pipe.artifact.programs[0])
 
 
+def test_new_ops_are_named_after_modules():
+    """Not by fx, after the op with its overload: ``clone_default_1``."""
+    for file in GOLDEN.iterdir():
+        for name in re.findall(r"^\+(?:[FBW]-?\d+)? +(\w+) = [\w.]+\(", file.read_text(), re.MULTILINE):
+            assert re.match("(d_)?(model|first|last|head)_|[a-z]+_now$", name), (file.stem, name)
+
+
 def test_every_pass_has_its_golden():
     assert set(CASES) == set(PASS_NAMES)
     assert {file.stem for file in GOLDEN.iterdir()} == set(PASS_NAMES)

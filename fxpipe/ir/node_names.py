@@ -25,6 +25,15 @@ def node_name(node: fx.Node, origin: Origin, short: dict[str, str]) -> str:
     what = _item(node) if node.target is operator.getitem else _op(node.target)
     if isinstance(node.meta.get("val"), tuple | list):
         what += "_results"  # so that the first of them can have the op's name
+    return _name(what, origin, short)
+
+
+def op_name(target: object, origin: Origin, short: dict[str, str]) -> str:
+    """The same of a new op with one result."""
+    return _name(_op(target), origin, short)
+
+
+def _name(what: str, origin: Origin, short: dict[str, str]) -> str:
     return identifier(f"{'d_' if origin.backward else ''}{short.get(origin.path) or 'model'}.{what}")
 
 
