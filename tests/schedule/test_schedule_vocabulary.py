@@ -3,8 +3,9 @@
 import pytest
 
 from fxpipe.schedule.costs import Costs, StageCost, chain
-from fxpipe.schedule.ops import Schedule
+from fxpipe.schedule.ops import Schedule, order_text, parse_order
 from fxpipe.schedule.search.build import build
+from fxpipe.schedule.search.vocabulary_passes import fused
 from fxpipe.schedule.simulation.simulator import simulate
 from fxpipe.schedule.simulation.timeline import Timeline
 from fxpipe.schedule.stages import Vocabulary
@@ -90,3 +91,14 @@ def test_an_embedding_shard_holds_two_microbatches_at_most(barriers):
     assert found.peak_memory[0] <= ranks + 2 * 0.1 + 1e-9
     assert max(found.peak_memory[1:]) <= ranks
     assert found.span < (microbatches + 1) * (PERIOD + 0.1)
+
+
+def test_all_backwards_of_an_embedding_shard_are_ops_of_one_kind():
+    """Those whose W does not follow at once have no op for both, and so none has."""
+
+    def text(order: str, shards: int) -> str:
+        return order_text(fused(parse_order(order), shards))
+
+    assert text("B0.0 W0.0 B1.0 B0.1 W0.1 W1.0\nB2.0 W2.0", 2) == "BW0.0 B1.0 BW0.1 W1.0\nB2.0 W2.0"
+    assert text("B0.0 W0.0 B0.1 F1.0 W0.1", 1) == "B0.0 W0.0 B0.1 F1.0 W0.1"
+    assert text("BW0.0 B0.1 F2.0 W0.1 BW2.0", 1) == "B0.0 W0.0 B0.1 F2.0 W0.1 BW2.0"

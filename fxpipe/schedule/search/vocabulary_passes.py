@@ -73,7 +73,7 @@ def ops_of(candidate: Candidate) -> RankOps:
     """The ops of an order of all stages."""
     vocabulary = candidate.problem.vocabulary
     assert vocabulary is not None, "its stages are inserted"
-    return _fused(candidate.order.ops, vocabulary.embedding_shards)
+    return fused(candidate.order.ops, vocabulary.embedding_shards)
 
 
 def _excess(order: Order, limits: Sequence[float]) -> list[float]:
@@ -155,18 +155,25 @@ def _with_embedding_shards(arrays: ScheduleArrays, order: Order, embedding_shard
     return Order.of(arrays, tuple(orders))
 
 
-def _fused(ops: RankOps, embedding_shards: int) -> RankOps:
-    """The order in which an embedding shard's B and W are one op where W follows at once: its B is empty."""
+def fused(ops: RankOps, embedding_shards: int) -> RankOps:
+    """The order in which an embedding shard's B, which is empty, and W are one op if each of its W follows at
+    once: all backwards of a shard are ops of one kind."""
     orders = []
     for own in ops:
-        fused: list[Op] = []
+        found: list[Op] = []
         for op in own:
-            if op.stage < embedding_shards and fused and fused[-1] == replace(op, kind=OpKind.B):
-                fused[-1] = replace(op, kind=OpKind.BW)
+            if op.stage < embedding_shards and found and found[-1] == replace(op, kind=OpKind.B):
+                found[-1] = replace(op, kind=OpKind.BW)
             else:
-                fused.append(op)
-        orders.append(tuple(fused))
+                found.append(op)
+        mixed = {op.stage for op in found if op.kind is OpKind.W and op.stage < embedding_shards}
+        orders.append(tuple(part for op in found for part in (_parts(op) if op.stage in mixed else [op])))
     return tuple(orders)
+
+
+def _parts(op: Op) -> list[Op]:
+    """B and W of a BW."""
+    return [replace(op, kind=kind) for kind in (OpKind.B, OpKind.W)] if op.kind is OpKind.BW else [op]
 
 
 def _caps(
