@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 
 from torch import fx
 
@@ -37,7 +37,7 @@ def once_source(values: Values, names: Aliases) -> str:
         return shape_text(node.meta["val"]) if node in values else ""
 
     # The loops read tensors of the rank alone; others may read what they compute.
-    lines = [line for own in loops for line in _loop(own, values, scope)]
+    lines = [*_loops(loops, values, scope)]
     lines += node_lines(nodes, scope, place, values.keys(), shape)
     text = [
         f"def once_a_step({', '.join(once_containers(values))}):",
@@ -65,10 +65,20 @@ def _blank(name: str) -> str:
     return re.sub("[0-9]+", "0", name)
 
 
-def _loop(nodes: Sequence[fx.Node], values: Values, scope: Scope) -> Iterator[Statement]:
+def _loops(loops: Iterable[Sequence[fx.Node]], values: Values, scope: Scope) -> Iterator[Statement]:
+    """One loop for all values of the same layers."""
+    inner = defaultdict[str, list[str]](list)
+    for nodes in loops:
+        head, line = _loop(nodes, values, scope)
+        inner[head].append(f"    {line}")
+    return (Statement("\n".join([head, *lines])) for head, lines in inner.items())
+
+
+def _loop(nodes: Sequence[fx.Node], values: Values, scope: Scope) -> tuple[str, str]:
+    """The head of a loop, and the line in it."""
     sources = [node.all_input_nodes[0] for node in nodes]
     names = {"source": [x.meta["input"].name for x in sources], "name": [values[node] for node in nodes]}
     head, texts = loop_head(len(nodes), names)
     container = CONTAINERS[sources[0].meta["input"].kind]
     inner = Scope(scope.names, {sources[0]: f"{container}[{texts['source']}]"})
-    yield Statement(f"{head}\n    once[{texts['name']}] = {inner.expression(nodes[0])}")
+    return head, f"once[{texts['name']}] = {inner.expression(nodes[0])}"

@@ -253,7 +253,7 @@ def test_casts_of_layers_are_a_loop():
     class Deep(nn.Module):
         def __init__(self):
             super().__init__()
-            self.layers = nn.ModuleList([nn.Linear(zoo.WIDTH, zoo.WIDTH, bias=False) for _ in range(12)])
+            self.layers = nn.ModuleList([nn.Linear(zoo.WIDTH, zoo.WIDTH) for _ in range(12)])
 
         def forward(self, x, y):
             with torch.autocast("cpu", torch.bfloat16):
@@ -262,10 +262,11 @@ def test_casts_of_layers_are_a_loop():
             return (x - y).square().mean()
 
     _, pipe = built_and_compiled(Case(Deep, numbers), MICROBATCHES, Shape(2))
-    *_, head, line, _ = once_of(pipe)[1].splitlines()
+    *_, head, weight, bias, _ = once_of(pipe)[1].splitlines()
     assert re.fullmatch(r" +for i in range\(\d, 12\):", head)
-    cast = 'to_copy(params[f"layers.{i}.weight"], dtype=torch.bfloat16)'
-    assert line == f'        once[f"layers.{{i}}.weight as bfloat16"] = {cast}'
+    for line, name in (bias, "bias"), (weight, "weight"):
+        cast = f'to_copy(params[f"layers.{{i}}.{name}"], dtype=torch.bfloat16)'
+        assert line == f'        once[f"layers.{{i}}.{name} as bfloat16"] = {cast}'
     assert pipe.check().holds
 
 
