@@ -9,7 +9,8 @@ The first passes (``compiler/passes.py``) do the rest.
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections import defaultdict
+from collections.abc import Mapping, Set
 from dataclasses import replace
 from typing import Any
 
@@ -18,11 +19,11 @@ from torch import fx
 
 from fxpipe.capture.buffers import check_buffers
 from fxpipe.capture.functional import is_mutating, writes_to_a_parameter
-from fxpipe.ir.node_names import SAME_VALUE, node_name, short_paths
 from fxpipe.errors import CaptureError
 from fxpipe.ir.compat import new_node
-from fxpipe.ir.graph import Input, Kind, Origin, Outputs
+from fxpipe.ir.graph import Input, Kind, Origin, Outputs, module_around
 from fxpipe.ir.names import identifier
+from fxpipe.ir.node_names import SAME_VALUE, node_name, short_paths
 from fxpipe.ir.storage import drop_dead
 from fxpipe.runtime.program.checks import expect, expect_op
 
@@ -130,12 +131,43 @@ def _copied(graph: fx.Graph, node: fx.Node, new: dict[fx.Node, fx.Node], short: 
 
 
 def _place_sums(graph: fx.Graph) -> None:
-    """Give a sum of autograd's engine the path and line of the op whose result it is the gradient of."""
-    for node in reversed(graph.nodes):
-        origin = node.meta.get("origin")
-        if origin is not None and origin.backward and not origin.path and not origin.source:
-            user = next((u.meta["origin"] for u in sorted(node.users) if "origin" in u.meta), origin)
-            node.meta["origin"] = replace(origin, path=user.path, source=user.source)
+    """Give a sum of autograd's engine, the gradient of a value, the path and line of the op that computes the
+    value; if that is no part of the module with all ops that read the value, which is an input of the module
+    then, or its parameter, the path of this module."""
+    forward, added = defaultdict[int, list[fx.Node]](list), dict[fx.Node, list[str]]()
+    for node in graph.nodes:
+        origin = _origin(node)
+        if origin.backward and not origin.path and not origin.source:
+            added[node] = [p for n in node.all_input_nodes for p in added.get(n, [_origin(n).path])]
+        elif not origin.backward and origin.seq is not None:
+            forward[origin.seq].append(node)
+    for node, paths in reversed(added.items()):
+        users = [_origin(user) for user in sorted(node.users) if user.op == "call_function"]
+        user = next((user for user in users if user.seq is not None), users[0] if users else None)
+        if user is None:
+            place = Origin(module_around(paths))
+        else:
+            read_in = _read_in(forward, user.seq)
+            is_inside = not read_in or f"{user.path}.".startswith(f"{read_in}.")
+            place = user if is_inside else Origin(read_in)
+        node.meta["origin"] = replace(_origin(node), path=place.path, source=place.source)
+
+
+def _read_in(forward: Mapping[int, list[fx.Node]], seq: int | None) -> str:
+    """The innermost module with all ops that read the result of an op, or what the next ops make of it: those
+    up to the first that several ops read, as the gradient of that is the sum."""
+    ops = [] if seq is None else forward.get(seq, [])
+    for _ in forward:
+        readers = [user for op in ops for user in op.users if user not in ops and _is_forward(user)]
+        if len(readers) != 1:
+            return module_around(_origin(reader).path for reader in readers)
+        after = _origin(readers[0]).seq
+        ops = readers if after is None else forward[after]
+    return ""
+
+
+def _is_forward(node: fx.Node) -> bool:
+    return node.op == "call_function" and not _origin(node).backward
 
 
 def _outputs(

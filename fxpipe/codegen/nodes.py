@@ -149,4 +149,4 @@ def is_item_of_unpacked(node: fx.Node) -> bool:
 def place(node: fx.Node) -> str:
     """``blocks.3.att``."""
     origin: Origin = node.meta["origin"]
-    return origin.path or ("autograd" if origin.backward and not origin.source else "the model itself")
+    return origin.path or "the model itself"

@@ -29,7 +29,7 @@ vocabulary stage    a stage beside the model's own: a rank's rows of the output 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
@@ -110,6 +110,12 @@ def modules_around(a: Origin, b: Origin) -> int:
     """The number of modules, beside the model itself, of whose forward both ops are a part."""
     paths = (origin.path.split(".") if origin.path else [] for origin in (a, b))
     return sum(1 for _ in takewhile(lambda names: names[0] == names[1], zip(*paths, strict=False)))
+
+
+def module_around(paths: Iterable[str]) -> str:
+    """The path of the innermost module that all these are, or are part of; "" for the model itself."""
+    columns = zip(*(path.split(".") for path in paths), strict=False)
+    return ".".join(column[0] for column in takewhile(lambda column: len({*column}) == 1, columns))
 
 
 @dataclass(frozen=True, slots=True)

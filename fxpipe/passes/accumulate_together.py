@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from fxpipe.ir.builder import Calls, node_arg
-from fxpipe.ir.graph import Kind, Origin
+from fxpipe.ir.graph import Kind, Origin, module_around
 from fxpipe.ir.storage import node_bytes, storage_root
 
 aten = torch.ops.aten
@@ -89,6 +89,8 @@ def _is_small_sum(node: fx.Node) -> bool:
 def _joined(call: Calls, sums: list[fx.Node], layer: str) -> fx.Node:
     """One op for these, in the place of the last."""
     totals, parts = ([node_arg(node, k) for node in sums] for k in (0, 1))
-    meta = {"color": sums[0].meta["color"], "origin": Origin(layer, backward=True), "val": None}
+    modules = (_parent(_parameter(node)) for node in sums)
+    origin = Origin(layer or module_around(modules), backward=True)
+    meta = {"color": sums[0].meta["color"], "origin": origin, "val": None}
     with call.graph.inserting_after(sums[-1]):
         return call(aten._foreach_add_.List, (totals, parts), **meta)

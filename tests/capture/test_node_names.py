@@ -53,6 +53,49 @@ def test_results_are_named_by_their_op():
     assert not [name for name in names if "item" in name]
 
 
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.out = nn.LayerNorm(4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        x = self.out(x) + x
+        return x + self.norm(x)
+
+
+class Residuals(nn.Module):
+    """Layers whose inputs two of their ops read, and a linear layer that runs twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.layers = nn.ModuleList([Residual() for _ in range(3)])
+        self.twice = nn.Linear(4, 4)
+
+    def forward(self, x):
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.twice(self.twice(x)).sum()
+
+
+def test_a_sum_of_gradients_belongs_to_the_module_that_it_is_of():
+    """The gradient of a layer's input to the layer, not to that before, and of a parameter to its module; the
+    gradient of a value in a layer to the op that computes the value."""
+    graph = capture(Residuals(), {"x": torch.randn(6, 4)}, None, 1.0, torch.device("cpu")).graph
+    sums = [n for n in call_nodes(graph) if n.target is torch.ops.aten.add.Tensor and n.name[:2] == "d_"]
+    assert {n.name: n.meta["origin"].path for n in sums} == {
+        "d_twice_add": "twice",
+        "d_twice_add_1": "twice",
+        "d_layers_2_add": "layers.2",
+        "d_layers_2_out_add": "layers.2.out",
+        "d_layers_1_add": "layers.1",
+        "d_layers_1_out_add": "layers.1.out",
+        "d_layers_0_add": "layers.0",
+        "d_layers_0_out_add": "layers.0.out",
+    }
+
+
 def test_a_copy_of_a_graph_is_that_of_its_nodes():
     """Also what the next nodes are called, and what a search for nodes finds."""
     graph = capture(Several(), (torch.randn(6, 4),), lambda y, _: y.sum(), 0.5, torch.device("cpu")).graph
