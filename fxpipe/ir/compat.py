@@ -450,11 +450,6 @@ def copy_graph(graph: torch.fx.Graph) -> Any:
     return copy
 
 
-def create_node(graph: Any, op: str, target: Any, args: Any, kwargs: Any) -> Any:
-    """``graph.create_node``, which names the node, in a third of its time, as ``new_node``."""
-    return new_node(graph, op, target, args, kwargs, graph._target_to_str(target))
-
-
 def new_node(graph: Any, op: str, target: Any, args: Any, kwargs: Any, name: str, kind: Any = None) -> Any:
     """``graph.create_node`` without a search for symbolic numbers, and with one entry in each table.  A name
     is the same with all versions of torch: before 2.13 one with a number becomes the smallest that is free.

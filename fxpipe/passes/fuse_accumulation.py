@@ -20,7 +20,7 @@ import torch
 from torch import fx
 
 from fxpipe.ir.builder import Calls, node_arg
-from fxpipe.ir.compat import create_node, has_kernel
+from fxpipe.ir.compat import has_kernel, new_node
 from fxpipe.ir.graph import Input, Kind, Origin
 from fxpipe.ir.names import identifier
 from fxpipe.ir.storage import drop_dead, graph_outputs, set_outputs
@@ -38,7 +38,8 @@ def fuse_accumulation(graph: fx.Graph, grad_dtype: torch.dtype | None = None) ->
     times = Counter(part for parts in graph_outputs(graph).grads.values() for part in parts)
     for name, parts in graph_outputs(graph).grads.items():
         with graph.inserting_before(first):
-            into = create_node(graph, "placeholder", identifier(f"grad_{name}"), (), {})
+            given = identifier(f"grad_{name}")
+            into = new_node(graph, "placeholder", given, (), {}, given)
         val = parts[0].meta["val"]
         val = val.to(gradient_dtype(val.dtype, grad_dtype))
         into.meta.update(input=Input(Kind.GRADIENT, name), val=val, origin=Origin())
