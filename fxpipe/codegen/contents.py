@@ -31,7 +31,7 @@ from fxpipe.schedule.ops import Color, Direction, Phase, arrival
 from fxpipe.schedule.units import bytes_text, seconds_text
 
 #: An order of more ops is shortened to its beginning and its end.
-MOST_OPS = 64
+MOST_OPS = 32
 
 _Row = tuple[str, ...]
 
