@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from types import FunctionType, MappingProxyType
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 from fxpipe.certificate.calls import Calls, Effects
-from fxpipe.certificate.layouts import layout_of
 from fxpipe.certificate.plain import NotPlain, form_of
 from fxpipe.certificate.problems import Line, Rejected
+from fxpipe.certificate.summaries import AsLeaves, Given, Rebuilt, Summary, is_stateless, refuse
 from fxpipe.certificate.terms import Term
 from fxpipe.certificate.values import (
     Announced,
@@ -30,53 +30,6 @@ from fxpipe.certificate.values import (
     Value,
     Within,
 )
-
-
-@dataclass(frozen=True, eq=False)
-class Leaf:
-    """A value that a section gives: its term, and the memory it is in: that of an argument, by its number, or
-    a new one, counted from -1 downwards, made for the value ``root``, of so many bytes and with a keeper.
-    ``versions``: how often the section had written to an argument's memory when it made the value."""
-
-    term: Term
-    memory: int
-    root: Term | None
-    bytes: int
-    keeper: str
-    versions: int
-
-
-@dataclass(frozen=True, eq=False)
-class ListLeaf:
-    """A list that a section gives: that of an argument, by its number, or a new one with these items, which
-    may stand in several places."""
-
-    given: int | None
-    items: list[Any] = field(default_factory=list)
-
-
-@dataclass(eq=False, repr=False)
-class Summary:
-    """A call, for any microbatch.  ``result``, ``lists``: of leaves: what it returns, and what its list
-    arguments hold afterwards.  ``writes``: by the number of a memory, how often it writes to it.
-    ``calls``: the microbatches for which it was called, each with the line of the call."""
-
-    name: str
-    result: Any
-    lists: list[Any]
-    writes: dict[int, int]
-    effects: Effects
-    calls: list[tuple[int | None, Line]] = field(default_factory=list)
-
-
-@dataclass(eq=False, repr=False)
-class _Given:
-    """The arguments of a call, in a form that is equal for calls of other microbatches."""
-
-    own: int | None
-    values: list[Value] = field(default_factory=list)
-    memories: list[Memory] = field(default_factory=list)
-    lists: list[list[Any]] = field(default_factory=list)
 
 
 @dataclass(eq=False, repr=False)
@@ -115,7 +68,7 @@ class Sections:
         buffer: Callable[[str], Value],
     ) -> Any:
         """Call a function, the last arguments by their names."""
-        given = _Given(_microbatch(args))
+        given = Given(_microbatch(args))
         self.own, self.at = given.own, self.calls.line()
         form = function, names, tuple(self._form(given, each) for each in args)
         changed = sorted(self.read_buffers.get(form, ()))
@@ -125,20 +78,19 @@ class Sections:
             found = self._run(function, args, names, given, form, buffer)
             # A buffer that the function was not known to read is a part of the key of later calls.
             changed = sorted(self.read_buffers.get(form, ()))
-            given = _Given(given.own)
+            given = Given(given.own)
             form = function, names, tuple(self._form(given, each) for each in args)
             self.known[form, tuple(self._form(given, buffer(name)) for name in changed)] = found
         found.calls.append((given.own, self.at))
         return self._applied(found, given)
 
-    def _form(self, given: _Given, argument: Any) -> Any:
+    def _form(self, given: Given, argument: Any) -> Any:
         """An argument for comparison; its values, memories and lists are entered into ``given``."""
         match argument:
             case Value():
                 memory = argument.memory
                 if memory not in given.memories:
                     given.memories.append(memory)
-                given.values.append(argument)
                 place = given.memories.index(memory), argument.version - memory.version
                 return self._own_term(argument, given.own), *place, memory.keeper, memory.root
             case Leaves():
@@ -194,7 +146,7 @@ class Sections:
         function: Callable[..., Any],
         args: list[Any],
         names: tuple[str, ...],
-        given: _Given,
+        given: Given,
         form: Any,
         buffer: Callable[[str], Value],
     ) -> Summary:
@@ -213,7 +165,7 @@ class Sections:
         if any(_differ(before, after) for before, after in copied.dicts):
             self._refuse(f"changes a dict that {function.__name__} was given")
         places = {memories[memory]: k for k, memory in enumerate(given.memories)}
-        leaves = _AsLeaves(self.calls, places, copied)
+        leaves = AsLeaves(self.calls, places, copied.lists, (each for _, each in copied.dicts))
         held = {id(each) for each in _lists_within([*own, result])}
         return Summary(
             function.__name__,
@@ -223,7 +175,7 @@ class Sections:
             self.calls.effects,
         )
 
-    def _applied(self, found: Summary, given: _Given) -> Any:
+    def _applied(self, found: Summary, given: Given) -> Any:
         """The results for the microbatch of this call, and what it does to its arguments."""
         line = str(self.calls.line()) if found.writes else ""
         before = [memory.version for memory in given.memories]
@@ -233,19 +185,10 @@ class Sections:
             if k >= 0:
                 given.memories[k].version += times
                 given.memories[k].written = f"{found.name} at {line}"
-        new = _Rebuilt(given, before, self.held)
+        new = Rebuilt(given, before, self.held)
         for values, after in zip(given.lists, found.lists, strict=True):
             values[:] = [new.of(each) for each in after]
         return new.of(found.result)
-
-
-def is_stateless(value: Any) -> bool:
-    """Whether a value is an op, or a section: what a call of it does, its arguments say."""
-    return getattr(value if isinstance(value, FunctionType) else type(value), "is_stateless", False) is True
-
-
-def refuse(calls: Calls, what: str) -> NoReturn:
-    raise Rejected(calls.line(), f"{what}, which can change from call to call and is not checked")
 
 
 def _lists_within(values: Any) -> Iterator[list[Any]]:
@@ -292,7 +235,7 @@ class _Copies:
     def __init__(
         self,
         sections: Sections,
-        given: _Given,
+        given: Given,
         memories: dict[Memory, Memory],
         buffer: Callable[[str], Value],
         read: set[str],
@@ -345,91 +288,3 @@ class _Copies:
         if value.term.varies:
             self._read.add(name)
         return self._value(value)
-
-
-class _AsLeaves:
-    """Results as a summary keeps them."""
-
-    def __init__(self, calls: Calls, places: dict[Memory, int], copied: _Copies) -> None:
-        self._calls, self._places, self._new = calls, places, 0
-        # By identity, with the lists and dicts that have it.
-        self._lists = {id(each): (each, ListLeaf(k)) for k, each in enumerate(copied.lists)}
-        self._dicts = {id(each): each for _, each in copied.dicts}
-
-    def of(self, result: Any) -> Any:
-        match result:
-            case Value():
-                if result.is_stale:
-                    self._calls.note(
-                        f"gives {result.term}, whose memory {result.memory.written} has overwritten"
-                    )
-                memory = result.memory
-                place = self._places.get(memory)
-                if place is None:
-                    self._new -= 1
-                    place = self._places[memory] = self._new
-                size = 0 if place >= 0 or memory.keeper else self._bytes(result)
-                return Leaf(result.term, place, memory.root, size, memory.keeper, result.version)
-            case list():
-                if id(result) not in self._lists:
-                    self._lists[id(result)] = result, (made := ListLeaf(None))
-                    made.items.extend(map(self.of, result))
-                return self._lists[id(result)][1]
-            case tuple():
-                return tuple(self.of(each) for each in result)
-            case dict():
-                if id(result) in self._dicts:
-                    refuse(self._calls, "returns a dict twice, or one that it was given")
-                self._dicts[id(result)] = result
-                return {name: self.of(each) for name, each in result.items()}
-            case Printed() | Sum() | Offloaded():
-                return result
-        if not is_stateless(result):
-            try:
-                form_of(result)
-            except NotPlain as error:
-                refuse(self._calls, f"returns {error}")
-        return result
-
-    def _bytes(self, value: Value) -> int:
-        return layout_of(self._calls.terms, value.memory.root or value.term).bytes
-
-
-@dataclass(eq=False, repr=False)
-class _Rebuilt:
-    """Results of a summary as values of the microbatch of the call.  ``before``: how often the memories of
-    the arguments had been written to."""
-
-    given: _Given
-    before: list[int]
-    held: Held
-    memories: dict[int, Memory] = field(default_factory=dict)
-    lists: dict[ListLeaf, list[Any]] = field(default_factory=dict)
-
-    def of(self, part: Any) -> Any:
-        match part:
-            case Leaf():
-                return self._value(part)
-            case ListLeaf(given=None):
-                if part not in self.lists:
-                    made = self.lists[part] = list[Any]()
-                    made += [self.of(each) for each in part.items]
-                return self.lists[part]
-            case ListLeaf(given=int(number)):
-                return self.given.lists[number]
-            case tuple():
-                return tuple(self.of(each) for each in part)
-            case dict():
-                return {name: self.of(each) for name, each in part.items()}
-        return part
-
-    def _value(self, leaf: Leaf) -> Value:
-        if leaf.memory >= 0:
-            value = Value(leaf.term, self.given.own, self.given.memories[leaf.memory])
-            value.version = self.before[leaf.memory] + leaf.versions
-            return value
-        memory = self.memories.get(leaf.memory)
-        if memory is None:
-            memory = self.memories[leaf.memory] = Memory(leaf.keeper, root=leaf.root, bytes=leaf.bytes)
-            memory.count(self.held)
-        return Value(leaf.term, self.given.own, memory)

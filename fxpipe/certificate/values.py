@@ -331,19 +331,7 @@ class Within:
 
 _ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "matmul", "pow", "and", "or", "xor")
 _COMPARISONS = ("neg", "abs", "invert", "lt", "le", "gt", "ge", "eq", "ne", "getitem", "round")
-_NUMBERS = (
-    "bool",
-    "int",
-    "float",
-    "complex",
-    "index",
-    "len",
-    "iter",
-    "contains",
-    "setitem",
-    "delitem",
-    "hash",
-)
+_NUMBERS = ("bool", "int", "float", "complex", "index", "len", "iter", "contains", "setitem", "delitem")
 _OF_DICTS = ("iter", "len", "contains", "eq", "ne", "or", "ror", "hash")
 for _class in (Value, Printed, Sum):
     for _name in _ARITHMETIC:
@@ -352,7 +340,7 @@ for _class in (Value, Printed, Sum):
         setattr(_class, f"__i{_name}__", _refused(f"i{_name}"))  # it would change all views as well
     for _name in _COMPARISONS:
         setattr(_class, f"__{_name}__", Printed.function(_name))
-    for _name in _NUMBERS:
+    for _name in (*_NUMBERS, "hash"):
         setattr(_class, f"__{_name}__", _refused(_name))
 for _dict in (Container, Leaves, Within):
     for _name in _OF_DICTS:

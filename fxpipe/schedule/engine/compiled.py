@@ -49,8 +49,8 @@ _lock, _gone_through = Lock(), 0
 def compiled(function: Callable[..., Any]) -> Loop:
     """Compiled without the GIL.  Cached on disk, unless the disk cannot be written to.
 
-    A function whose name begins with an underscore can be called by others only, which take its code in: a
-    call would copy all tables.  Without wrappers for Python the compilation takes four fifths of the time.
+    A function whose name begins with an underscore can be called by others only, which take its code in:
+    annealing takes a twentieth less time so.  Without wrappers for Python the compilation takes four fifths.
     """
     return Loop(function)
 
