@@ -135,7 +135,7 @@ class LocalRunner:
             replica = number // (world.ranks * world.lanes)
             rows = rows_of_replica(spec.batch, batch, spec.microbatches, replica, world.replicas)
             program = self._recorded(self._local_programs[rt.rank], rt, {} if replica else record, number)
-            mains.append(partial(self._run_program, program, rt, rows, check))
+            mains.append(partial(self._run_program, program, rt, number, rows, check))
         meters = [SavedBytes(self._given(rt, batch)) for rt in runtimes] if measure_memory else []
         for number, meter in enumerate(meters):
             mains[number] = partial(_metered, mains[number], runtimes[number], meter)
@@ -176,11 +176,11 @@ class LocalRunner:
         return rt
 
     def _run_program(
-        self, program: Program, rt: Runtime, batch: Any, check: Check = None
+        self, program: Program, rt: Runtime, number: int, batch: Any, check: Check = None
     ) -> torch.Tensor | None:
-        """Run a step of a program; return its loss."""
+        """Run a step of a program; return its loss.  number: of the process, in errors."""
         file = program.step.__code__.co_filename
-        finite = None if check is None else Finite(rt, file, batch)
+        finite = None if check is None else Finite(rt, number, file, batch)
         with running(rt.lanes), finite or contextlib.nullcontext():
             loss: torch.Tensor | None = program.step(rt, batch)
         if finite is not None:

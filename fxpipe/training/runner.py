@@ -89,9 +89,8 @@ class Runner(LocalRunner):
                 if self.updates.are_settled:
                     self._begin_gradients(rt, finish)
                 with self._warm_up.memory(number):
-                    number_in_files = 0 if self.process is None else self.process.world_rank
-                    recorded = self._recorded(program, rt, record, number_in_files)
-                    loss = self._run_program(recorded, rt, batch, check)
+                    recorded = self._recorded(program, rt, record, self._number_in_world)
+                    loss = self._run_program(recorded, rt, self._number_in_world, batch, check)
                 self.state.stale = False
                 compare()
                 found = self._outputs(rt, outputs_on)
@@ -222,8 +221,13 @@ class Runner(LocalRunner):
         if self.process is None:
             return contextlib.nullcontext()
         return self.process.watch.step(
-            rt, program.ops, self._named(rt.step_number), trains=not self.is_evaluation
+            rt, self.process, program.ops, self._named(rt.step_number), trains=not self.is_evaluation
         )
+
+    @property
+    def _number_in_world(self) -> int:
+        """Of this process, in messages and files."""
+        return 0 if self.process is None else self.process.world_rank
 
     def _named(self, step: int) -> str:
         return f"{'evaluation' if self.is_evaluation else 'step'} {step}"
@@ -282,9 +286,7 @@ class Runner(LocalRunner):
         """Notify the other ranks of an error on this rank; return the error to raise."""
         name = self._named(step)
         where = f"in {rt.current_op} of {name}" if rt.current_op else f"at the start of {name}"
-        lane = "" if rt.lanes is None else f", lane {rt.lanes.index},"
-        number = f"{rt.rank}{lane}" if self.process is None else self.process.world_rank
-        message = f"Rank {number} failed {where}: {type(error).__name__}: {error}"
+        message = f"Rank {self._number_in_world} failed {where}: {type(error).__name__}: {error}"
         if self.process is not None:
             self.process.watch.failures.leave(message)
         return error if isinstance(error, FxpipeError) else RunError(message)

@@ -9,7 +9,9 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import AbstractContextManager
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -17,7 +19,9 @@ import torch.distributed as dist
 from fxpipe.runtime.job import watch as watches
 from fxpipe.runtime.job.failure import BEAT, ENDED, Failures, record
 from fxpipe.runtime.job.life import own_process, runs
+from fxpipe.runtime.job.numbering import Numbering
 from fxpipe.runtime.job.watch import ALONE, Watch
+from fxpipe.runtime.program.comm import Wait
 
 OTHER = "import fxpipe.runtime.job.life as life; print(life.own_process(), flush=True); input()"
 
@@ -48,23 +52,34 @@ def test_processes_that_run_and_are_gone():
 
 
 @pytest.fixture
-def watch(monkeypatch):
-    """Of rank 0 of three, whose thread does nothing, and which tells how it would end."""
+def watch_of(monkeypatch):
+    """Makes that of a rank of several, whose thread does nothing, and which tells how it would end."""
     monkeypatch.setattr(Watch, "_run", lambda self: None)
     monkeypatch.setattr(watches, "_report_uncaught", lambda watch: None)
     monkeypatch.setattr(watches.atexit, "register", lambda *_: None)
     monkeypatch.setattr("fxpipe.runtime.job.failure.SILENCE", 0.0)
-    watch = Watch(Failures(dist.HashStore(), 0, 3), timedelta(seconds=100))
-    watch.ends = []
-    monkeypatch.setattr(watch, "_end", lambda error, grace: watch.ends.append(str(error)))
-    return watch
+
+    def watch_of(rank: int, ranks: int) -> Watch:
+        watch = Watch(Failures(dist.HashStore(), rank, ranks), timedelta(seconds=100))
+        watch.ends = []
+        monkeypatch.setattr(watch, "_end", lambda error, grace: watch.ends.append(str(error)))
+        return watch
+
+    return watch_of
 
 
-def beats_until_it_ends(watch: Watch, others: dict[int, str], most: int = 40) -> int | None:
-    """While it waits in one collective; the others do this, and show no new sign of life."""
+@pytest.fixture
+def watch(watch_of):
+    return watch_of(0, 3)
+
+
+def beats_until_it_ends(
+    watch: Watch, others: dict[int, str], most: int = 40, waiting: AbstractContextManager | None = None
+) -> int | None:
+    """While it waits, in one collective by default; the others do this, and show no new sign of life."""
     for rank, doing in others.items():
         watch.failures.store.set(f"rank/{rank}", f"7 {doing}")
-    with watch.collective():
+    with waiting or watch.collective():
         for beat in range(most):
             watch._count()
             watch._check_awaited()
@@ -119,6 +134,44 @@ def test_only_who_waits_ends(watch):
         watch._count()
         watch._check_awaited()
     assert watch.ends == []
+
+
+RANK_0 = Wait("rank {}", 0)
+#: What the process of a number waits for in a mesh, where one was killed: how it says so; None if it goes on.
+WAITS = {
+    (3, "2 x 2 x 1", RANK_0, 2): "Rank 3 waits for rank 2, to run F1.1 (stage 1, microbatch 1) of step 4",
+    (3, "2 x 2 x 1", RANK_0, 0): None,
+    (0, "2 x 2 x 1", Wait("the other replicas", "replicas"), 2): "the other replicas (rank 2), to run",
+    (0, "2 x 2 x 1", Wait("the other replicas", "replicas"), 1): None,
+    (1, "2 x 2 x 1", Wait("all ranks", "ranks"), 0): "Rank 1 waits for all ranks (rank 0), to run",
+    (1, "2 x 2 x 1", Wait("all ranks", "ranks"), 2): None,
+    (3, "1 x 2 x 2", RANK_0, 1): "Rank 3 waits for rank 1, to run",
+    (3, "1 x 2 x 2", RANK_0, 0): None,
+    (2, "1 x 2 x 2", Wait("the other lanes of its rank", "lanes"), 3): "lanes of its rank (rank 3), to run",
+    (2, "1 x 2 x 2", Wait("the other lanes of its rank", "lanes"), 1): None,
+    (6, "2 x 2 x 2", Wait("the loss of rank {}", 1), 6): None,
+    (4, "2 x 2 x 2", Wait("the loss of rank {}", 1), 6): "Rank 4 waits for the loss of rank 6, to run",
+    (5, "2 x 2 x 2", Wait("its offloaded activations", None), 4): None,
+}
+
+
+@pytest.mark.parametrize(("process", "mesh", "wait", "killed"), WAITS)
+def test_the_process_that_is_waited_for_is_watched_and_named(watch_of, process, mesh, wait, killed):
+    replicas, ranks, lanes = map(int, mesh.split(" x "))
+    number = replicas * ranks * lanes
+    watch = watch_of(process, number)
+    for other in range(number):
+        gone = other == killed != process
+        watch.failures.store.set(f"process/{other}", f"{own_process()}0" if gone else own_process())
+    numbering = Numbering(world_rank=process, world_size=number, ranks=ranks, lanes=lanes)
+    runtime = SimpleNamespace(waiting=wait, current_op="F1.0", step_number=4)
+    step = watch.step(runtime, numbering, ["F1.0", "F1.1"], "step 4", trains=True)
+    beats = beats_until_it_ends(watch, dict.fromkeys(range(number), "runs"), 6, step)
+    expected = WAITS[process, mesh, wait, killed]
+    assert (beats is None) == (expected is None)
+    if expected is not None:
+        assert watch.ends[0].startswith(f"Rank {killed} gives no sign of life any more (killed")
+        assert expected in watch.ends[0]
 
 
 class BusyStore(dist.HashStore):

@@ -7,11 +7,22 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 from fxpipe.errors import RunError
+from fxpipe.runtime.program.comm import Wait
+
+#: Most processes that a message names at once.
+MOST_NAMED = 8
 
 T = TypeVar("T")
 Connection = tuple[int, int] | int | Literal["replicas", "lanes"]
 """A channel, the number of a collective of all ranks, or the group of a rank of all replicas, or of its
 lanes."""
+
+
+def ranks_named(numbers: Sequence[int]) -> str:
+    """ "rank 3", or "ranks 3, 5", as text."""
+    named = ", ".join(map(str, numbers[:MOST_NAMED]))
+    more = f" and {len(numbers) - MOST_NAMED} more" if len(numbers) > MOST_NAMED else ""
+    return f"{'rank' if len(numbers) == 1 else 'ranks'} {named}{more}"
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -72,6 +83,30 @@ class Numbering:
     def of_lanes(self, replica: int, rank: int) -> list[int]:
         """The lanes of a rank, in their order."""
         return [self.number(replica, rank, lane) for lane in range(self.lanes)]
+
+    def awaited(self, wait: Wait) -> list[int]:
+        """The other processes that this one waits for."""
+        match wait.peers:
+            case "ranks":
+                processes = self.of_replica(self.replica)
+            case "replicas":
+                processes = self.of_rank(self.rank, self.lane)
+            case "lanes":
+                processes = self.of_lanes(self.replica, self.rank)
+            case None:
+                processes = []
+            case rank:
+                processes = [self.number(self.replica, rank, self.lane)]
+        return [number for number in processes if number != self.world_rank]
+
+    def described(self, wait: Wait) -> str:
+        """What this process waits for, as text, with the numbers of processes."""
+        if isinstance(wait.peers, int):
+            return wait.what.format(self.number(self.replica, wait.peers, self.lane))
+        processes = self.awaited(wait)
+        if not processes or self.world_size == self.ranks:
+            return wait.what
+        return f"{wait.what} ({ranks_named(processes)})"
 
     def members(self, what: Connection) -> list[list[int]]:
         """The processes of a connection, for each replica and lane; of one of replicas or lanes, for each of

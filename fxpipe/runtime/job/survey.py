@@ -13,9 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import astuple
 
 from fxpipe.runtime.job.failure import BEAT, SILENCE, Failures, Sign
-
-#: Most ranks of a kind that a message tells of beside its own.
-MOST_OTHERS = 8
+from fxpipe.runtime.job.numbering import MOST_NAMED, ranks_named
 
 
 def shared_survey(failures: Failures, reason: str, show: Callable[[], None] | None = None) -> list[Sign]:
@@ -78,7 +76,7 @@ def others_of(survey: Sequence[Sign], rank: int) -> tuple[str, str]:
                 f"Rank {other} gives no sign of life any more (killed, out of memory, or stopped); {last}"
             )
     told = [_told(doing, ranks) for doing, ranks in rest.items()]
-    return "".join(gone[:MOST_OTHERS]), "".join(told[:MOST_OTHERS])
+    return "".join(gone[:MOST_NAMED]), "".join(told[:MOST_NAMED])
 
 
 def _told(doing: str, ranks: Sequence[int]) -> str:
@@ -86,6 +84,4 @@ def _told(doing: str, ranks: Sequence[int]) -> str:
     first, *others = ranks
     if not others:
         return f" Rank {first} {doing}."
-    named = ", ".join(map(str, others[:MOST_OTHERS]))
-    more = f" and {len(others) - MOST_OTHERS} more" if len(others) > MOST_OTHERS else ""
-    return f" Rank {first} {doing}; so {'does rank' if len(others) == 1 else 'do ranks'} {named}{more}."
+    return f" Rank {first} {doing}; so {'does' if len(others) == 1 else 'do'} {ranks_named(others)}."

@@ -26,6 +26,8 @@ from fxpipe.runtime.job.survey import others_of, shared_survey
 from fxpipe.runtime.program.comm import NoAnswer, answered
 
 if TYPE_CHECKING:
+    from fxpipe.runtime.job.numbering import Numbering
+    from fxpipe.runtime.program.comm import Wait
     from fxpipe.runtime.program.rank import Runtime
 
 #: Seconds of waiting after which a rank says so, and again after twice as many.
@@ -63,6 +65,7 @@ class Watch:
         self.connections: list[Callable[[], NoAnswer | None]] = []
         self.comparisons: list[Callable[[], str | None]] = []
         self._runtime: Runtime | None = None
+        self._numbering: Numbering | None = None
         self._trained: Runtime | None = None
         self._name = ""
         self._following: dict[str, str] = {}  # op -> the op after it in the program
@@ -82,9 +85,12 @@ class Watch:
     # -- what the rank does -------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def step(self, runtime: Runtime, ops: Sequence[str], name: str, *, trains: bool) -> Iterator[None]:
-        """A step of a program with these ops in order.  name: of the step, as text."""
-        self._name = name
+    def step(
+        self, runtime: Runtime, numbering: Numbering, ops: Sequence[str], name: str, *, trains: bool
+    ) -> Iterator[None]:
+        """A step of a program with these ops in order.  numbering: of its pipeline's processes.  name: of the
+        step, as text."""
+        self._name, self._numbering = name, numbering
         if trains:
             self._trained = runtime
         if self._runtime is not runtime:
@@ -111,8 +117,7 @@ class Watch:
     @property
     def waits(self) -> bool:
         """Whether the rank waits for another one."""
-        runtime = self._runtime
-        return self._in_collective or (self._in_step and runtime is not None and runtime.waiting is not None)
+        return self._in_collective or self._wait_in_step() is not None
 
     def doing(self) -> str:
         """What the rank does or waits for, as text: it continues "rank 3 …"."""
@@ -122,11 +127,15 @@ class Watch:
         if not self._in_step or runtime is None:
             return f"runs {place_of_main_thread()}, {self.progress()}"
         op, step = runtime.current_op, self._name
-        if runtime.waiting is None:
+        wait = self._wait_in_step()
+        if wait is None or self._numbering is None:
             return f"runs {_described(op)} of {step}" if op else f"begins {step}"
         following = self._following.get(op)
         wanted = f"to run {_described(following)} of {step}" if following else f"at the end of {step}"
-        return f"waits for {runtime.waiting}, {wanted}"
+        return f"waits for {self._numbering.described(wait)}, {wanted}"
+
+    def _wait_in_step(self) -> Wait | None:
+        return self._runtime.waiting if self._in_step and self._runtime is not None else None
 
     def progress(self) -> str:
         """The steps that this rank has run, as text."""
@@ -237,13 +246,12 @@ class Watch:
             )
 
     def _awaited(self, seen: Callable[[int], Sign]) -> dict[int, Sign]:
-        """The rank that this one waits for.  In a collective the next ranks that have not ended: others watch
-        the rest, and the store is not asked ranks² times."""
-        waiting = None if self._in_collective or self._runtime is None else self._runtime.waiting
-        others = self.failures.others()
-        for rank in others:
-            if waiting == f"rank {rank}":
-                return {rank: seen(rank)}
+        """The rank that this one waits for.  Of several the next ones that have not ended: others watch the
+        rest, and the store is not asked ranks² times."""
+        others, wait = self.failures.others(), None if self._in_collective else self._wait_in_step()
+        if wait is not None and self._numbering is not None:
+            awaited = self._numbering.awaited(wait)
+            others = [rank for rank in others if rank in awaited]
         signs = ((rank, seen(rank)) for rank in others)
         found = dict(islice(((rank, sign) for rank, sign in signs if not sign.has_ended), WATCHED))
         return found or {rank: seen(rank) for rank in others[:1]}

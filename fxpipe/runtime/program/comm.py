@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 
@@ -37,6 +37,17 @@ def answered() -> Iterator[None]:
         # Without the file of torch's source, and its general advice.
         text = re.sub(r"^\[\S+:\d+\] ", "", str(error)).partition(". This is typically")[0]
         raise NoAnswer(text) from error
+
+
+class Wait(NamedTuple):
+    """What a rank waits for.
+
+    ``what``: as text, in which {} stands for the number of the process of rank ``peers``.  ``peers``: a rank
+    of its pipeline, all of them, or this rank in all replicas or lanes; None if it waits for none.
+    """
+
+    what: str
+    peers: int | Literal["ranks", "replicas", "lanes"] | None
 
 
 Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]

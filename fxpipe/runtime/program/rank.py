@@ -13,7 +13,7 @@ from fxpipe.plan.step import StepSpec
 from fxpipe.plan.tensors import dtype_of
 from fxpipe.runtime.program.accelerator import on_host
 from fxpipe.runtime.program.batch import microbatches_of
-from fxpipe.runtime.program.comm import Comm, Layout, Numbers, Pending, in_layout
+from fxpipe.runtime.program.comm import Comm, Layout, Numbers, Pending, Wait, in_layout
 from fxpipe.runtime.program.offload import Offloader
 from fxpipe.runtime.program.outputs import Collected
 from fxpipe.runtime.program.random import fold
@@ -32,8 +32,8 @@ class Runtime:
     Gradients accumulate; zero them before the step if needed.  ``replicas``: this rank of all replicas, where
     there are several; ``shards``: the same, if they own rows of parameters; ``buckets``: the accumulators, as
     they are summed over replicas.  ``lanes``: those that share each op with this process, where there are
-    several.  ``device``: where the program runs; None if the batch is always there.  ``waiting``: the rank,
-    transfer or device that the rank waits for, as text.  ``validate``: waits for the verdict of all ranks on
+    several.  ``device``: where the program runs; None if the batch is always there.  ``waiting``: what the
+    rank waits for, if it does.  ``validate``: waits for the verdict of all ranks on
     the last update, undoes it if it does not stand, and tells whether it does.
     """
 
@@ -50,7 +50,7 @@ class Runtime:
     step_number: int = 0
     current_op: str = ""
     device: torch.device | None = None
-    waiting: str | None = None
+    waiting: Wait | None = None
     collected: Collected = field(default_factory=Collected)
     replicas: Replicas | None = None
     shards: Shards | None = None
@@ -74,7 +74,7 @@ class Runtime:
 
     def op(self, name: str) -> None:
         """Record that op ``name`` begins ("F1.3": forward of stage 1, microbatch 3)."""
-        self.waiting = "its device"  # which may itself wait for a message
+        self.waiting = _DEVICE
         self.record.keep_up()
         self.waiting, self.current_op = None, name
         self.record.begin(name)
@@ -213,7 +213,7 @@ class Runtime:
     def wait_offload(self, values: list[Any]) -> None:
         """Wait until the values are offloaded, and free their memory."""
         self.record.pause()
-        self.waiting = "its offloaded activations"
+        self.waiting = _OFFLOADED
         self._offloading.wait_offload(values)
         self.waiting = None
 
@@ -224,7 +224,7 @@ class Runtime:
     def wait_reload(self, values: list[Any]) -> None:
         """Wait until the values are reloaded; the tensors take the places of their handles."""
         self.record.pause()
-        self.waiting = "its offloaded activations"
+        self.waiting = _OFFLOADED
         self._offloading.wait_reload(values)
         self.waiting = None
 
@@ -257,7 +257,7 @@ class Runtime:
     def wait_gradients(self) -> None:
         """Wait for the sums over the replicas."""
         self.record.pause()
-        self.waiting = "the other replicas"
+        self.waiting = _REPLICAS
         for work in self._sums:
             assert self.replicas is not None
             self.replicas.wait(work)
@@ -277,7 +277,7 @@ class Runtime:
         assert self.shards is not None
         (first, *_), work = self._gathers.pop(bucket)
         self.record.pause()
-        self.waiting = "the other replicas"
+        self.waiting = _REPLICAS
         self.shards.wait(work)
         self.waiting = None
         if not self.buckets[bucket].parameters:
@@ -341,9 +341,17 @@ class Runtime:
         return self.offloader
 
     def _flush(self) -> None:
-        self.waiting = "other ranks to take its messages"
+        self.waiting = _TAKERS
         self.comm.flush()
         self.waiting = None
+
+    @property
+    def _loss_of(self) -> Wait:
+        """Who gives this rank the loss."""
+        source = self.spec.loss_rank
+        if self.rank == source and self.replicas is not None:
+            return Wait("the losses of the other replicas", "replicas")
+        return Wait("the loss of rank {}", source)
 
     def _share_loss(self) -> None:
         """Start to give all ranks the loss of the batch."""
@@ -368,7 +376,7 @@ class Runtime:
         """The sum of the losses and its divisor, on every rank."""
         if self._shared is None:
             self.record.pause()
-            self.waiting = f"the loss of rank {self.spec.loss_rank}"
+            self.waiting = self._loss_of
             self._share_loss()
             assert self._sharing is not None
             self._shared = self._sharing().tolist()
@@ -376,5 +384,12 @@ class Runtime:
         return self._shared[0], self._shared[1]
 
 
-def _source(pending: Pending) -> str:
-    return f"rank {pending.source}" if pending.source >= 0 else "all ranks"
+def _source(pending: Pending) -> Wait:
+    return Wait("rank {}", pending.source) if pending.source >= 0 else _ALL
+
+
+_ALL = Wait("all ranks", "ranks")
+_TAKERS = Wait("other ranks to take its messages", "ranks")
+_REPLICAS = Wait("the other replicas", "replicas")
+_DEVICE = Wait("its device", "ranks")  # which may itself wait for a message
+_OFFLOADED = Wait("its offloaded activations", None)

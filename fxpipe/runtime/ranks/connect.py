@@ -140,7 +140,7 @@ def _make_communicators(
         process.groups[device, process.ranks, process.lanes, what] = group
         if group is None:
             continue
-        _follow(process, group, device, _described(what, backend))
+        _follow(process, group, device, _described(process, what, backend))
         if isinstance(what, tuple):
             own = next(pair for pair in members if process.world_rank in pair)
             _first_message(group, one, process.world_rank, *own)
@@ -170,12 +170,13 @@ def _run_once(comm: DistributedComm, collectives: Sequence[CollectiveCall]) -> N
         comm.flush()
 
 
-def _described(what: Connection, backend: str) -> str:
+def _described(process: Process, what: Connection, backend: str) -> str:
     if isinstance(what, int):
         return f"collective {what} of all ranks, by {backend},"
-    if what in (REPLICAS, LANES):
+    if isinstance(what, str):
         return f"an operation of the {what} of this rank, by {backend},"
-    return f"a message from rank {what[0]} to rank {what[1]}, by {backend},"
+    source, target = (process.number(process.replica, rank, process.lane) for rank in what)
+    return f"a message from rank {source} to rank {target}, by {backend},"
 
 
 def _follow(process: Process, group: dist.ProcessGroup, device: torch.device, what: str) -> None:

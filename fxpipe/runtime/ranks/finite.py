@@ -41,12 +41,13 @@ class Finite(TorchDispatchMode):
     finite operands or of a parameter, raises RunError.  Memory that ops leave as it is (``empty``) does not
     count.
 
-    file: of the program, as its frames have it.  batch: what the rank was given.
+    number: of the process, in errors.  file: of the program, as its frames have it.  batch: what the rank was
+    given.
     """
 
-    def __init__(self, rt: Runtime, file: str, batch: Any):
+    def __init__(self, rt: Runtime, number: int, file: str, batch: Any):
         super().__init__()  # type: ignore[no-untyped-call]
-        self._rt, self._file, self._batch = rt, file, batch
+        self._rt, self._number, self._file, self._batch = rt, number, file, batch
         self._parameters = {_storage(x) for x in rt.params.values()}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -121,7 +122,7 @@ class Finite(TorchDispatchMode):
             ranges = ", ".join(f"{float(x.min()):.3g} to {float(x.max()):.3g}" for x in given if x.numel())
             operands = f"its operands are finite, from {ranges}"
         raise RunError(
-            f"{cause}Rank {self._rt.rank}, {self._rt.current_op}: {func} gives the first {what}, in "
+            f"{cause}Rank {self._number}, {self._rt.current_op}: {func} gives the first {what}, in "
             f"{int(where.sum())} of {made.numel()} values of shape {tuple(made.shape)}, in {place}; "
             f"{operands}."
         )

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from fxpipe.runtime.program.comm import answered, on_wire
+from fxpipe.runtime.program.comm import Wait, answered, on_wire
 from fxpipe.runtime.ranks.local import LocalWorld
 from fxpipe.runtime.torch_private import no_modes
+
+_OTHERS = Wait("the other lanes of its rank", "lanes")
 
 
 class LocalLanes:
@@ -47,14 +49,14 @@ class LocalLanes:
 
 @dataclass(eq=False)
 class DistributedLanes:
-    """``wire``: the device from whose memory ``group`` sends.  ``waits``: is told, as text, when this lane
-    begins to wait for the others, and with None when it has what they give."""
+    """``wire``: the device from whose memory ``group`` sends.  ``waits``: is told when this lane begins to
+    wait for the others, and with None when it has what they give."""
 
     index: int
     number: int
     wire: torch.device
     group: dist.ProcessGroup
-    waits: Callable[[str | None], None] = lambda what: None
+    waits: Callable[[Wait | None], None] = lambda what: None
 
     def exchange(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         gives = [part.nbytes for part in parts]
@@ -72,7 +74,7 @@ class DistributedLanes:
         return self._tensors(found, tensor)
 
     def _run(self, collective: Callable[[], object]) -> None:
-        self.waits("the other lanes of its rank")
+        self.waits(_OTHERS)
         with answered():
             collective()
         self.waits(None)

@@ -109,8 +109,9 @@ class LocalComm:
         layout = (tuple(expected.shape), expected.stride(), expected.dtype)
         if sent.layout != layout:
             raise RunError(
-                f"Rank {source} sent a tensor of shape, strides and dtype {text_of(sent.layout)}, and rank "
-                f"{self._rank} expects {text_of(layout)}. Edit both programs alike."
+                f"Rank {self._numbers[source]} sent a tensor of shape, strides and dtype "
+                f"{text_of(sent.layout)}, and rank {self._own} expects {text_of(layout)}. Edit both programs "
+                "alike."
             )
         return sent.flat.as_strided(expected.shape, expected.stride())
 
@@ -155,7 +156,8 @@ class LocalComm:
 
     def _wait_for_collective(self, pending: Pending) -> list[torch.Tensor]:
         key, ranks = pending.work
-        joint, what = self._world.joint, "all ranks" if pending.source < 0 else f"rank {pending.source}"
+        joint = self._world.joint
+        what = "all ranks" if pending.source < 0 else f"rank {self._numbers[pending.source]}"
         self._world.wait_until(lambda: all(r in joint.get(key, {}) for r in ranks), self._own, what)
         self._world.takers[key] -= 1
         given = joint.pop(key) if not self._world.takers[key] else joint[key]
