@@ -147,7 +147,12 @@ def _broadcast(plan: RankPlan, collective: Collective, name: str) -> Line:
     call = f", {_layout(name)}, source={source}, group={collective.group})"
     if source == plan.rank:
         return "rt.broadcast(", _read(variable(name)), call
-    return Hole(Use.PENDING, variable(name)), f" = rt.broadcast(None{call}"
+    return Hole(Use.PENDING, _broadcasted(plan, collective, name)), f" = rt.broadcast(None{call}"
+
+
+def _broadcasted(plan: RankPlan, collective: Collective, name: str) -> str:
+    """The variable of a value that a broadcast brings to this rank."""
+    return plan.arriving(name, plan.own_end(collective.targets).stage)
 
 
 def _give_own(plan: RankPlan, collective: Collective, name: str, pending: str) -> Line:
@@ -163,8 +168,10 @@ def _give_own(plan: RankPlan, collective: Collective, name: str, pending: str) -
 
 def _wait(plan: RankPlan, collective: Collective) -> list[Line]:
     given = plan.collected[collective]
-    if collective.kind is not CollectiveKind.ALL_GATHER:
-        return [_arrives(variable(plan.sums.get(name, name))) for name in given[0]]
+    if collective.kind is CollectiveKind.BROADCAST:
+        return [_arrives(_broadcasted(plan, collective, name)) for name in given[0]]
+    if collective.kind is CollectiveKind.REDUCE:
+        return [_arrives(variable(plan.sums[name])) for name in given[0]]
     lines: list[Line] = []
     for k in range(len(given[0])):
         arrived = [_give(variable(own[k])) if rank != plan.rank else "_" for rank, own in enumerate(given)]

@@ -16,7 +16,14 @@ from fxpipe.ir.graph import Section, Value
 from fxpipe.ir.sections import SectionEdge
 from fxpipe.plan.artifact import Bucket
 from fxpipe.schedule.costs import Costs, Edge
-from fxpipe.schedule.lowering.instructions import Collective, Instruction, PostRecv, Send, StartCollective
+from fxpipe.schedule.lowering.instructions import (
+    Collective,
+    CollectiveKind,
+    Instruction,
+    PostRecv,
+    Send,
+    StartCollective,
+)
 from fxpipe.schedule.ops import Activation, Color, OpKind, Phase
 
 
@@ -61,9 +68,14 @@ class RankPlan:
 
     @cached_property
     def arrives_twice(self) -> frozenset[str]:
-        """Values that other ranks send to more than one stage of this rank."""
+        """Values that other ranks send to more than one stage of this rank, by messages or by a broadcast to
+        its vocabulary stage."""
         joint = {
-            (a, b) for collective in self.collected for a in collective.sources for b in collective.targets
+            (a, b)
+            for collective in self.collected
+            if collective.kind is not CollectiveKind.BROADCAST
+            for a in collective.sources
+            for b in collective.targets
         }
         count: Counter[str] = Counter()
         for edge in self.edges:

@@ -25,7 +25,7 @@ from fxpipe.runtime.program.checks import expect
 from fxpipe.runtime.program.random import keyed
 from fxpipe.schedule.ops import Color
 
-_EACH_ITS_OWN = (keyed, expect, read_buffer, sum_over_ranks)
+_EACH_ITS_OWN = (keyed, expect, read_buffer)
 
 
 def merge_equal(
@@ -43,7 +43,10 @@ def merge_equal(
             continue
         if not which(node) or not _may_merge(node):
             continue
-        equal = first.setdefault((node.meta["color"], value_key(node, node.args, node.kwargs, resized)), node)
+        # The parts of a sum of all ranks are sent to the stage that uses it: none is a part of two such sums.
+        sums = tuple(user.meta["color"] for user in node.users if user.target is sum_over_ranks)
+        key = node.meta["color"], sums, value_key(node, node.args, node.kwargs, resized)
+        equal = first.setdefault(key, node)
         if equal is not node:
             paths.setdefault(equal, [equal.meta["origin"].path]).append(node.meta["origin"].path)
             node.replace_all_uses_with(equal)

@@ -82,11 +82,9 @@ class Gradients:
         if parts.uniform_grad is not None:
             result = build.call(aten.add.Tensor, result, parts.uniform_grad)
         if parts.label is not None:
-            index, inside = self.shard.inside(parts.label, build)
-            entry = build.call(
-                aten.mul.Tensor, parts.label_grad, cast(build, inside, result.meta["val"].dtype)
-            )
-            result = build.call(aten.scatter_add.default, result, self.axes[node], index, entry)
+            row, outside = self.shard.nearest_rows(parts.label, build)
+            entry = build.call(aten.masked_fill.Scalar, parts.label_grad, outside, 0)
+            result = build.call(aten.scatter_add.default, result, self.axes[node], row, entry)
         return cast(build, result, node.meta["val"].dtype)
 
     def _collapsed(self, node: fx.Node) -> LossGrad:

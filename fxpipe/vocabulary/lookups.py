@@ -6,7 +6,7 @@ import torch
 from torch import fx
 
 from fxpipe.errors import VocabularyError
-from fxpipe.ir.builder import cast, node_arg
+from fxpipe.ir.builder import node_arg
 from fxpipe.schedule.ops import Phase
 from fxpipe.vocabulary.shard import Shard
 
@@ -22,10 +22,9 @@ class Lookups:
         """The shard's summand of an embedding."""
         index = self._index(node_arg(node, 1), Phase.F)
         build = self.shard.at(Phase.F, node.meta["origin"], self.shard.lookup_stage)
-        row, inside = self.shard.inside(index, build)
+        row, outside = self.shard.nearest_rows(index, build)
         rows = build.call(aten.embedding.default, self.shard.table(node_arg(node, 0)), row)
-        mask = build.call(aten.unsqueeze.default, inside, -1)
-        return build.call(aten.mul.Tensor, rows, cast(build, mask, rows.meta["val"].dtype))
+        return build.call(aten.masked_fill.Scalar, rows, build.call(aten.unsqueeze.default, outside, -1), 0)
 
     def gradient(self, node: fx.Node) -> fx.Node:
         above, _, _, padding, scaled = node.args
@@ -36,13 +35,13 @@ class Lookups:
             )
         index = self._index(node_arg(node, 1), Phase.W)
         build = self.shard.at(Phase.W, node.meta["origin"], self.shard.lookup_stage)
-        row, inside = self.shard.inside(index, build)
+        row, left_out = self.shard.nearest_rows(index, build)
         if padding != -1:
-            kept = build.call(aten.ne.Scalar, index, padding)
-            inside = build.call(aten.bitwise_and.Tensor, inside, kept)
-        mask = build.call(aten.unsqueeze.default, inside, -1)
-        own = build.call(aten.mul.Tensor, above, cast(build, mask, node_arg(node, 0).meta["val"].dtype))
-        return build.call(aten.embedding_dense_backward.default, own, row, self.shard.size, -1, False)
+            padded = build.call(aten.eq.Scalar, index, padding)
+            left_out = build.call(aten.bitwise_or.Tensor, left_out, padded)
+        mask = build.call(aten.unsqueeze.default, left_out, -1)
+        summands = build.call(aten.masked_fill.Scalar, above, mask, 0)
+        return build.call(aten.embedding_dense_backward.default, summands, row, self.shard.size, -1, False)
 
     def _index(self, node: fx.Node, phase: Phase) -> fx.Node:
         """Copies, for the lookups, of values computed from the batch alone."""

@@ -87,8 +87,9 @@ class OneBarrier:
             exponentials[start] = cast(build, self.softmax.exponentials[node_arg(start, 1)], dtype)
             if parts.uniform_grad is not None:
                 ones[start] = build.call(aten.ones_like.default, exponentials[start])
-            labels[start], mask = shard.inside(parts.label, build)
-            inside[start] = cast(build, mask, dtype)
+            labels[start], outside = shard.nearest_rows(parts.label, build)
+            # A factor: an infinite row makes the gradient of every projected value NaN without shards, too.
+            inside[start] = cast(build, build.call(aten.bitwise_not.default, outside), dtype)
 
         def multiplied(seeds: dict[fx.Node, fx.Node]) -> fx.Node:
             left = self._carried(logits, shard.size, seeds, lambda n, _: shard.local(n))

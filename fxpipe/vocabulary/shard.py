@@ -124,12 +124,12 @@ class Shard:
         args, kwargs = self.arguments(node, 1, lambda _: value)
         return self.at(phase, node.meta["origin"]).copy(node, args, kwargs)
 
-    def inside(self, index: fx.Node, build: Builder) -> tuple[fx.Node, fx.Node]:
-        """Indices counted from the shard's first row, 0 for those outside; and which are inside."""
+    def nearest_rows(self, index: fx.Node, build: Builder) -> tuple[fx.Node, fx.Node]:
+        """The rows of the shard that are nearest to the indices, and which indices are outside of the shard.
+
+        What is computed of a row for an index outside is filled with zeros, not multiplied by them: it may be
+        infinite or NaN.
+        """
         shifted = build.call(aten.sub.Tensor, index, self.begin) if self.begin else index
-        above, below = (
-            build.call(aten.ge.Scalar, shifted, 0),
-            build.call(aten.lt.Scalar, shifted, self.size),
-        )
-        inside = build.call(aten.bitwise_and.Tensor, above, below)
-        return build.call(aten.mul.Tensor, shifted, inside), inside
+        row = build.call(aten.clamp.default, shifted, 0, self.size - 1)
+        return row, build.call(aten.ne.Tensor, row, shifted)

@@ -60,11 +60,9 @@ class Softmax:
             scores, axis = self.scores(node_arg(pick, 0)), layers.axes[node_arg(pick, 0)]
             build = self.shard.at(Phase.F, pick.meta["origin"])
             label = build.call(aten.unsqueeze.default, pick.args[1], axis)
-            index, inside = self.shard.inside(label, build)
-            entry = build.call(aten.gather.default, scores, axis, index)
-            found.append(
-                build.call(aten.where.self, inside, entry, build.call(aten.zeros_like.default, entry))
-            )
+            row, outside = self.shard.nearest_rows(label, build)
+            entry = build.call(aten.gather.default, scores, axis, row)
+            found.append(build.call(aten.masked_fill.Scalar, entry, outside, 0))
         for total in layers.vocab_sums:
             scores, axis = self.scores(node_arg(total, 0)), layers.axes[node_arg(total, 0)]
             build = self.shard.at(Phase.F, total.meta["origin"])

@@ -18,6 +18,7 @@ from zoo import EFFORT, Case, captured_once, eager, relative_error
 
 import fxpipe
 from fxpipe.errors import PartitionError, VocabularyError
+from fxpipe.plan.tensors import sum_over_ranks
 from fxpipe.runtime.ranks.load_program import load_program
 from fxpipe.schedule.engine.arrays import schedule_arrays
 
@@ -217,6 +218,62 @@ def test_forms_of_the_loss(form: str, barriers: str) -> None:
 def test_forms_of_the_layers(options: dict[str, Any]) -> None:
     case = words(flat, **options)
     agrees(case, spread(case, 3, "zb-h1", "1-barrier"), 1e-10)
+
+
+class LookedUpAgain(Words):
+    """Looks its ids up in the first stage twice, and once more in a later one."""
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> Any:
+        hidden = self.first(self.embedding(ids)).tanh() + self.embedding(ids)
+        return self.loss(self.head(self.second(hidden).tanh() + self.embedding(ids)), labels)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "barriers"), [("zb-h1", "1-barrier"), ("1f1b", "2-barrier")], ids=["zb", "1f1b"]
+)
+def test_ids_that_are_looked_up_again(schedule: str, barriers: str) -> None:
+    """Two lookups in one stage are one sum over the ranks; a third, whose gradient a stage of another rank
+    needs as well, has a sum of its own."""
+    case = looked_up_again()
+    pipe = spread(case, 2, schedule, barriers, split_points=["second"])
+    assert pipe.graph is not None
+    lookups = [n for n in pipe.graph.nodes if n.target is sum_over_ranks and n.meta["color"].phase == "F"]
+    assert len(lookups) == 2
+    agrees(case, pipe, 1e-10)
+
+
+@cache
+def looked_up_again() -> Case:
+    return Case(lambda: LookedUpAgain(flat).double(), batch)
+
+
+class Overflowing(Words):
+    """A word whose hidden state becomes NaN, and a row of the table that is infinite."""
+
+    def __init__(self) -> None:
+        super().__init__(flat)
+        self.embedding.weight.data[WORDS // 2] = torch.inf
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> Any:
+        hidden = self.first(self.embedding(ids)).tanh()
+        hidden = hidden * torch.where(ids == 7, torch.nan, 1.0)[..., None]
+        losses = F.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten(), reduction="none")
+        return (losses * torch.where(labels.flatten() == 9, torch.inf, 1.0)).sum()
+
+
+@pytest.mark.parametrize("barriers", ["1-barrier", "2-barrier"])
+def test_infinite_rows_and_nan_stay_where_they_are_without_shards(barriers: str) -> None:
+    """The first row of a shard is infinite: only words that have it see that.  The gradient of one word is
+    NaN, and the loss of another infinite."""
+    case = Case(lambda: Overflowing().double(), batch)
+    pipe = spread(case, 2, "zb-h1", barriers)
+    data = {"ids": torch.arange(40).reshape(8, 5) % 7, "labels": torch.arange(40).reshape(8, 5) % 9}
+    for ids, labels in ((0, 0), (7, 0), (0, 9)):
+        data["ids"][3, 3], data["labels"][3, 3] = ids, labels
+        found, expected = pipe.run_local(data), eager(case.build(), data, MICROBATCHES)
+        assert torch.allclose(found.loss, expected.loss, equal_nan=True)
+        for name, grad in expected.grads.items():
+            assert torch.allclose(found.grads[name], grad, equal_nan=True), (ids, labels, name)
 
 
 def test_what_one_barrier_cannot_scale_two_can() -> None:
