@@ -7,7 +7,9 @@ the code generation.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from greenlet import GreenletExit
 
@@ -41,10 +43,25 @@ def check(plan: Plan, programs: Sequence[str], captured: CapturedStep) -> Certif
 
 def check_against(reference: Reference, plan: Plan, programs: Sequence[str]) -> Certificate:
     """``check``, for a captured step on terms, which may serve for many texts."""
+    proof = _checked(reference, plan, programs)
+    if not proof.holds or not any(map(_ASSERT.search, programs)):
+        return proof
+    without = _checked(reference, plan, programs, has_asserts=False)
+    text = " (under python -O, which leaves out what an assert does)"
+    problems = tuple(replace(problem, text=problem.text + text) for problem in without.problems)
+    return replace(proof, problems=problems)
+
+
+_ASSERT = re.compile(r"\bassert\b")
+
+
+def _checked(
+    reference: Reference, plan: Plan, programs: Sequence[str], has_asserts: bool = True
+) -> Certificate:
     reference.terms.line, reference.causes = Lines(plan.ranks), {}
     world = World(plan.ranks)
     ranks = [_rank(rank, plan, reference, world) for rank in range(plan.ranks)]
-    world.run([_main(rank, source) for rank, source in zip(ranks, programs, strict=True)])
+    world.run([_main(rank, source, has_asserts) for rank, source in zip(ranks, programs, strict=True)])
     if all(rank.ended for rank in ranks):
         world.problems += compared(plan, reference, world, ranks)
     return _certificate(plan, reference, ranks, world.problems)
@@ -77,13 +94,13 @@ def _rank(rank: int, plan: Plan, reference: Reference, world: World) -> TermRunt
     return TermRuntime(rank, plan, reference, world, calls, Sections(calls, held=held), held)
 
 
-def _main(rt: TermRuntime, source: str) -> Callable[[], None]:
+def _main(rt: TermRuntime, source: str, has_asserts: bool) -> Callable[[], None]:
     """Runs the program of a rank."""
     lines = Lines(rt.plan.ranks)
 
     def main() -> None:
         try:
-            step = loaded(source, rt.rank, rt.sections, rt.buffer)
+            step = loaded(source, rt.rank, rt.sections, rt.buffer, has_asserts)
             if step(Runtime(rt), rt.batch) is not rt or not rt.ended:
                 raise Rejected(Line(rt.rank, 0), "does not end with `return rt.finish()`")
         except Rejected:

@@ -58,6 +58,7 @@ _HARMLESS = {
 }
 #: Of texts, and of dicts: sets are made of the latter.  Their calls are ``texts.py``'s.
 _METHODS = ("format", "format_map", "keys", "items")
+_SHIFTS = ("__lshift__", "__rshift__")  # torch.ops.aten has them by these names
 _LONGEST = 1_000_000  # rounds of all loops
 
 
@@ -70,6 +71,8 @@ def check_language(tree: ast.Module, rank: int) -> None:
                 what = f"sets the global {', '.join(names)}"
             case ast.Attribute(ctx=ast.Store() | ast.Del(), attr=name):
                 what = f"sets the attribute {name}"
+            case ast.Attribute(attr=name) if name in _SHIFTS:
+                pass
             case ast.Attribute(attr=name) if name.startswith("__") or name in _METHODS:
                 what = f"uses .{name}"
             case ast.Compare(ops=[ast.Is() | ast.IsNot()], comparators=[ast.Constant(value=None)]):

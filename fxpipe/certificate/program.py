@@ -61,12 +61,14 @@ def file_of(rank: int) -> str:
     return f"rank{rank}.py"
 
 
-def parsed(source: str, line: Line) -> CodeType:
-    """Raises Rejected for a text that is no program."""
+def parsed(source: str, line: Line, has_asserts: bool) -> CodeType:
+    """Raises Rejected for a text that is no program.  has_asserts: whether it runs its asserts, which
+    ``python -O`` leaves out."""
     try:
         tree = without_texts(ast.parse(source, file_of(line.rank)))
         check_language(tree, line.rank)
-        return builtins.compile(tree, file_of(line.rank), "exec", dont_inherit=True)
+        level = 0 if has_asserts else 1
+        return builtins.compile(tree, file_of(line.rank), "exec", dont_inherit=True, optimize=level)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         number = getattr(error, "lineno", None) or 0
         raise Rejected(Line(line.rank, number), f"is no Python program: {error}") from error
@@ -157,11 +159,12 @@ def namespace(sections: Sections, buffer: Callable[[str], Value]) -> dict[str, A
 
 
 def loaded(
-    source: str, rank: int, sections: Sections, buffer: Callable[[str], Value]
+    source: str, rank: int, sections: Sections, buffer: Callable[[str], Value], has_asserts: bool
 ) -> Callable[[Any, Any], Any]:
-    """Run the top level of a program; its ``step``.  Its other functions are sections."""
+    """Run the top level of a program; its ``step``.  Its other functions are sections.  has_asserts: see
+    ``parsed``."""
     found = namespace(sections, buffer)
-    exec(parsed(source, Line(rank, 0)), found)
+    exec(parsed(source, Line(rank, 0), has_asserts), found)
     if isinstance(found.get("MESSAGES"), dict):
         found["MESSAGES"] = {name: Announced(name, layout) for name, layout in found["MESSAGES"].items()}
     step = found.get("step")

@@ -11,7 +11,7 @@ import pytest
 import torch
 import zoo
 from torch import nn
-from zoo import WIDTH, Case, Dropout, Shape, compiled, numbers
+from zoo import WIDTH, Case, Dropout, Shape, check_against_eager, compiled, numbers
 
 import fxpipe
 import fxpipe.ir.liveness
@@ -53,6 +53,33 @@ class Masked(nn.Module):
         for layer in self.layers:
             x = layer(x).exp() * mask
         return (x - y).square().mean()
+
+
+class Unpacked(torch.autograd.Function):
+    """Scales by four bits of a byte, and its gradient by four others."""
+
+    @staticmethod
+    def forward(ctx, x, packed):
+        ctx.save_for_backward(packed)
+        return x * ((packed >> 4) & 15)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (packed,) = ctx.saved_tensors
+        return gradient * (packed << 4 >> 2), None
+
+
+class Shifted(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        packed = torch.arange(256, 256 - WIDTH, -1).to(torch.uint8)
+        self.packed = nn.Parameter(packed, requires_grad=False)
+
+    def forward(self, x, y):
+        shifted = self.packed.clone()
+        shifted <<= 3
+        return (Unpacked.apply(self.layer(x), self.packed) + (shifted >> shifted % 5) - y).square().mean()
 
 
 class InBfloat16(Masked):
@@ -150,6 +177,11 @@ def test_programs_are_the_captured_step(name):
         assert [rank.peak_bytes for rank in found.ranks] == list(pipe.plan.prediction.peak_memory)
 
 
+def test_shifts_have_the_gradients_of_one_process():
+    """And are proved: ``torch.ops.aten`` has shifts by names such as no program may use of values."""
+    check_against_eager(Case(Shifted, numbers), MICROBATCHES, Shape(1, "1f1b"), 1e-6)
+
+
 def test_integers_of_more_than_64_bits_are_no_arguments():
     assert canonical(2**63 - 1) == 2**63 - 1
     with pytest.raises(TypeError, match="more than 64 bits"):
@@ -168,6 +200,10 @@ OTHER_MASK = 'rt.once(lambda: {"model_gt": torch.ops.aten.bitwise_not.default(on
 #: Model, rank, what is replaced (the first match, or that of a number), by what; what is said of it, "LINE"
 #: for the line of the edit.
 EDITS = {
+    "its work in an assert": (
+        ("tied_head", 0, r"^    (addmm_\(.*\))  #", r"    assert \1 is not None  #"),
+        r"missing summands.* \(under python -O, which leaves out what an assert does\)",
+    ),
     "a W is missing": (
         ("tied_head", 0, r"W0\(1\)$", "pass"),
         r"rank0.py:\d+: W0.1 does not run: the gradients of .*, .* and \d+ others are missing summands, as .*"
