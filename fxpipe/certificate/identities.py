@@ -5,6 +5,7 @@ it.  Beside these, terms are equal only if the same ops are applied to equal ope
 
     one value           clone, contiguous, alias, detach, lift_fresh, read_buffer of x = x
                         a cast to x's own dtype = x;  _conj = conj_physical;  _neg_view = neg
+                        _efficientzerotensor = zeros
     reshapes            view, _unsafe_view, reshape, squeeze, unsqueeze … = reshape to the shape of the result
                         reshape(reshape(x)) = reshape(x);  reshape to x's own shape = x
     permutations        t, transpose = permute;  permute(permute(x)) = one;  one that moves none = x
@@ -382,6 +383,7 @@ RULES: dict[str, Rule] = {
     "aten._to_copy": _cast,
     "aten._conj": _renamed("aten.conj_physical"),
     "aten._neg_view": _renamed("aten.neg"),
+    "aten._efficientzerotensor": _renamed("aten.zeros"),
     **dict.fromkeys(
         ("aten.view", "aten._unsafe_view", "aten.reshape", "aten._reshape_alias"),
         _reshape,

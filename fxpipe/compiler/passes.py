@@ -24,7 +24,7 @@ from fxpipe.partition.chain import CutChain
 from fxpipe.partition.coloring import partition
 from fxpipe.passes.accept_any_strides import accept_any_strides
 from fxpipe.passes.accumulate_together import accumulate_together
-from fxpipe.passes.compute_conjugates import compute_conjugates
+from fxpipe.passes.compute_marked_values import compute_marked_values
 from fxpipe.passes.compute_once import compute_once
 from fxpipe.passes.copy_given_results import copy_given_results
 from fxpipe.passes.count_beside_loss import count_beside_loss
@@ -210,7 +210,7 @@ def _insert_offload(step: StepGraphs, options: CutOptions) -> None:
 
 PASSES = Passes(
     captured=(
-        _of_graphs(compute_conjugates),
+        _of_graphs(compute_marked_values),
         _of_graphs(key_random_ops),
         _of_graphs(tensors_for_numbers),
         _of_graphs(read_once),
