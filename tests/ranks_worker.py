@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torchrun_worker import Rank
 from zoo import LENGTH, WIDTH, WORDS, Block, Case, Shape, compiled, tokens
 
@@ -315,9 +316,12 @@ def attempts(rank: Rank) -> None:
     """The first attempt fails between two steps, the second is killed in a step, the third ends well.
 
     The ranks do not listen to torchrun, which ends all as soon as one has failed: they must end by
-    themselves.  In the third attempt the time limit is shorter than it takes rank 0 to compile.
+    themselves.  In the third attempt the time limit is shorter than it takes rank 0 to compile.  The script
+    makes groups itself, before and behind the pipeline, whose keys are in the store of all attempts.
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("pp",))
     attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     rank.directory /= str(attempt)
     rank.directory.mkdir(exist_ok=True)
@@ -327,11 +331,14 @@ def attempts(rank: Rank) -> None:
     pipe = fxpipe.compile(
         model,
         SHARED.example(),
-        ranks=RANKS,
+        ranks=mesh,
         microbatches=MICROBATCHES,
         schedule="1f1b",
         timeout=LIMIT if attempt == 2 else None,
     )
+    later = dist.new_group([0, 2])
+    if rank.number != 1:
+        dist.barrier(later)
 
     def batches():
         for seed in range(STEPS):

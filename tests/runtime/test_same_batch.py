@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from fxpipe.errors import BatchError, OptionError, RunError
 from fxpipe.plan.step import BatchSpec
-from fxpipe.runtime.job.attempt import agree_on_attempt
+from fxpipe.runtime.job.attempt import agree_on_attempt, forget_groups
 from fxpipe.runtime.job.digest import MOST, digest
 from fxpipe.runtime.job.failure import Failures, Sign
 from fxpipe.runtime.job.process import as_timeout
@@ -240,6 +240,28 @@ def test_each_attempt_gets_a_name_of_its_own():
     names = [joined(store, 3) for _ in range(3)]
     assert all(len(set(attempt)) == 1 for attempt in names)
     assert len({attempt[0] for attempt in names}) == 3
+
+
+def test_an_attempt_finds_no_groups_of_the_one_before():
+    """Nor does it take what the user has put beside them."""
+    store = dist.TCPStore("localhost", 0, is_master=True)
+    default = dist.PrefixStore("default_pg", store)
+    groups = ["cpu//0/1", "5//cpu//0/1", "cuda//cpu:cuda", "3fa//cuda//0"]
+    for key in (*groups, "mine/0", "5/mine"):
+        default.set(key, "")
+    store.set("another", "")
+    agree_on_attempt(
+        dist.PrefixStore("fxpipe", store), 0, 1, SOON, when_joined=lambda: forget_groups(default)
+    )
+    assert sorted(default.list_keys()) == ["5/mine", "mine/0"]
+    assert store.check(["another"])
+
+
+def test_groups_stay_until_all_have_joined():
+    store, begun = dist.HashStore(), []
+    with pytest.raises(RunError, match="missing: 1"):
+        agree_on_attempt(store, 0, 2, timedelta(seconds=0.2), when_joined=lambda: begun.append(0))
+    assert not begun
 
 
 @pytest.mark.parametrize("versions", ["aab", "baa", "abb", "abc"])

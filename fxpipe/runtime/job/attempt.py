@@ -1,14 +1,18 @@
 """A name for this attempt at a run, which its ranks agree on, as on the versions of fxpipe and torch.
 
 The attempts of ``torchrun --max-restarts`` share one store, which still has the keys of earlier attempts,
-also those with which process groups find their peers.  ``TORCHELASTIC_RESTART_COUNT`` does not tell attempts
-apart: every machine counts its own restarts.
+also those with which process groups find their peers: a group that the user's script makes would find the
+peers of an earlier attempt.  ``TORCHELASTIC_RESTART_COUNT`` does not tell attempts apart: every machine
+counts its own restarts.
 """
 
 from __future__ import annotations
 
+import os
+import re
 import time
 import uuid
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch
@@ -16,23 +20,34 @@ import torch.distributed as dist
 
 from fxpipe.errors import RunError
 from fxpipe.plan.version import __version__
+from fxpipe.runtime.program.accelerator import BACKENDS
 from fxpipe.runtime.torch_private import Store
 
 POLL = 0.02  # seconds
 LAST = 5.0  # seconds that rank 0 waits for others where one has another version
 VERSION = f"fxpipe {__version__} and torch {torch.__version__.partition('+')[0]}"
+#: A key of a process group in the store of the default one: "GROUP//cpu//…", or its own "cpu//…".
+OF_A_GROUP = re.compile(rf"(?:[^/]+//)?(?:{'|'.join(['cpu', *BACKENDS])})//")
 
 
-def agree_on_attempt(store: Store, rank: int, ranks: int, timeout: timedelta, version: str = VERSION) -> str:
+def agree_on_attempt(
+    store: Store,
+    rank: int,
+    ranks: int,
+    timeout: timedelta,
+    version: str = VERSION,
+    when_joined: Callable[[], None] = lambda: None,
+) -> str:
     """The same new name on all ranks, which all call this.
 
     Every other rank leaves a word of its own, with its versions, and rank 0 answers to that word, which no
     earlier attempt has used.
 
+    when_joined: what rank 0 does when all have joined, before any of them goes on.
     Raises RunError if a rank is late by the time limit, and on all ranks if one has other versions.
     """
     if rank == 0:
-        return _lead(store, ranks, timeout, version)
+        return _lead(store, ranks, timeout, version, when_joined)
     word = f"{uuid.uuid4().hex} {version}"
     store.set(f"word/{rank}", word)
     try:
@@ -55,7 +70,21 @@ def agree_on_attempt(store: Store, rank: int, ranks: int, timeout: timedelta, ve
     return attempt
 
 
-def _lead(store: Store, ranks: int, timeout: timedelta, version: str) -> str:
+def forget_groups(store: Store) -> None:
+    """Delete the keys by which processes have connected their groups, from the store of the default group.
+
+    All processes call fxpipe, so the groups that they have made so far are connected, and need them no more:
+    the next attempt finds none.  Those that an earlier attempt has made later than this go as well, before
+    this one makes its own.  Keys of the user's stay.
+    """
+    if os.environ.get("TORCH_GLOO_LAZY_INIT"):  # gloo connects two processes when they first need it
+        return
+    for key in store.list_keys():
+        if OF_A_GROUP.match(key):
+            store.delete_key(key)
+
+
+def _lead(store: Store, ranks: int, timeout: timedelta, version: str, when_joined: Callable[[], None]) -> str:
     attempt, missing, answered = uuid.uuid4().hex, set(range(1, ranks)), set[str]()
     end, problem = time.monotonic() + timeout.total_seconds(), ""
     while missing:
@@ -80,6 +109,8 @@ def _lead(store: Store, ranks: int, timeout: timedelta, version: str) -> str:
             )
             break
         time.sleep(POLL if missing else 0.0)
+    if not problem:
+        when_joined()
     store.set(f"{attempt}/begun", problem)
     if problem:
         raise RunError(problem)

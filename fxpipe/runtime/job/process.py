@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ import torch.distributed as dist
 
 from fxpipe.errors import ArtifactError, OptionError, RunError, number_of
 from fxpipe.plan.number import number
-from fxpipe.runtime.job.attempt import agree_on_attempt
+from fxpipe.runtime.job.attempt import agree_on_attempt, forget_groups
 from fxpipe.runtime.job.backend import RankPlace, backend_of, choose, is_gloo_alone
 from fxpipe.runtime.job.calls import CallsDifferError
 from fxpipe.runtime.job.collectives import Collectives
@@ -82,7 +83,8 @@ class Process(Collectives):
         given = dist.group.WORLD if dist.is_initialized() else None
         if given is not None:
             rank, ranks, store = dist.get_rank(), dist.get_world_size(), default_store()
-            attempt = agree_on_attempt(PrefixStore("fxpipe", store), rank, ranks, limit)
+            shared, forget = PrefixStore("fxpipe", store), partial(forget_groups, store)
+            attempt = agree_on_attempt(shared, rank, ranks, limit, when_joined=forget)
             with connecting():
                 control = given if is_gloo_alone(given) else dist.new_group(backend="gloo", timeout=limit)
         else:
