@@ -34,6 +34,8 @@ LEARNING_RATE, STEPS = 0.1, 3
 TRACING, LIMIT = 10.0, 7.0
 #: Seconds for which a rank is stopped.
 STOPPED = 3.0
+#: The time limit of a run whose store is stopped.
+SHORT = 4.0
 
 
 class Shared(nn.Module):
@@ -378,6 +380,23 @@ def silent(rank: Rank) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     with process.watch.collective():
         time.sleep(60)  # as a wait for a message would
+
+
+def stopped_store(rank: Rank) -> None:
+    """Rank 0, which has the store, is stopped for ever."""
+    process = Process.join(torch.device("cpu"), timedelta(seconds=SHORT))
+    first, *_ = process.gather(str(os.getpid()).encode())
+    if rank.number == 0:
+        rank.text("stopped", time.time())
+        os.kill(os.getpid(), signal.SIGSTOP)
+    try:
+        process.gather(b"")
+    except fxpipe.errors.RunError as error:
+        rank.text("error", [str(error), time.time()])
+    process.watch._stop()
+    rank.text("ended", time.time())
+    time.sleep(1.0)  # the other one ends as well
+    os.kill(int(first), signal.SIGKILL)
 
 
 def main(check: Callable[[Rank], None], directory: Path) -> None:

@@ -19,9 +19,10 @@ import torch.distributed as dist
 from fxpipe.runtime.job import watch as watches
 from fxpipe.runtime.job.failure import BEAT, ENDED, Failures, record
 from fxpipe.runtime.job.life import own_process, runs
+from fxpipe.runtime.job.limited_store import LimitedStore, NoStore
 from fxpipe.runtime.job.numbering import Numbering
 from fxpipe.runtime.job.watch import ALONE, Watch
-from fxpipe.runtime.program.comm import Wait
+from fxpipe.runtime.program.comm import NoAnswer, Wait
 
 OTHER = "import fxpipe.runtime.job.life as life; print(life.own_process(), flush=True); input()"
 
@@ -172,6 +173,62 @@ def test_the_process_that_is_waited_for_is_watched_and_named(watch_of, process, 
     if expected is not None:
         assert watch.ends[0].startswith(f"Rank {killed} gives no sign of life any more (killed")
         assert expected in watch.ends[0]
+
+
+# -- the store --------------------------------------------------------------------------------------------
+
+
+class StoppedStore(dist.HashStore):
+    """Gives no answer about one key."""
+
+    def check(self, keys):
+        if keys == ["stopped"]:
+            threading.Event().wait()
+        return super().check(keys)
+
+
+def test_a_call_of_a_store_that_is_stopped_ends():
+    store = LimitedStore(StoppedStore(), timedelta(seconds=0.5))
+    store.set("key", "value")
+    assert (store.get("key"), store.check(["key"]), store.check(["none"])) == (b"value", True, False)
+    with pytest.raises(dist.DistStoreError):
+        store.wait(["none"], timedelta(seconds=0.1))
+    begun, ends = time.monotonic(), []
+
+    def call(key: str) -> None:
+        with pytest.raises(NoStore, match=r"no answer for 0:00:00\.5"):
+            store.check([key])
+        ends.append(time.monotonic() - begun)
+
+    first = threading.Thread(target=call, args=["stopped"])
+    first.start()
+    time.sleep(0.3)
+    call("key")  # it waits for its turn
+    first.join()
+    assert all(0.4 < seconds < 0.75 for seconds in ends), "and no longer than the first one"
+    call("key")
+    assert ends[-1] < 0.8, "at once"
+
+
+def test_who_is_known_to_be_missing_without_a_store(watch_of):
+    """The process that has the store does not answer, and may run."""
+    watch = watch_of(2, 4)
+    failures = watch.failures
+    for rank, process in {0: own_process(), 1: own_process(), 3: f"{own_process()}0"}.items():
+        failures.store.set(f"process/{rank}", process)
+        failures.store.set(f"rank/{rank}", "7 runs F0.1 of step 3")
+        failures.seen(rank)
+
+    class Gone(dist.HashStore):
+        def check(self, keys):
+            raise NoStore("no answer for 0:01:00")
+
+    watch.failures = Failures(Gone(), 2, 4, 0, _processes=failures._processes, _signs=failures._signs)
+    error = str(watch.lost(NoAnswer("timed out")))
+    assert error.startswith("Rank 3 gives no sign of life any more (killed")
+    assert "got no answer: timed out. Rank 0 gives no sign of life (stopped, or in a long call)" in error
+    assert error.endswith("The store that the ranks share is gone: no answer for 0:01:00.")
+    assert "Rank 1" not in error
 
 
 class BusyStore(dist.HashStore):

@@ -347,6 +347,17 @@ def test_a_rank_that_is_stopped_is_waited_for_and_one_that_is_killed_is_not(tmp_
         )
 
 
+def test_ranks_end_though_the_one_that_has_the_store_is_stopped(tmp_path):
+    """Torch's calls of a store have no time limit."""
+    given = RANKS, worker.main, worker.stopped_store, tmp_path
+    run = without_agent(*given, dtype=torch.float32, logs=tmp_path / "logs", limit=30.0)
+    stopped = json.loads((tmp_path / "stopped.0.json").read_text())
+    for rank in (1, 2):
+        message, _ = json.loads((tmp_path / f"error.{rank}.json").read_text())
+        assert "Rank 0 gives no sign of life (stopped, or in a long call); the last was that it" in message
+        assert json.loads((tmp_path / f"ended.{rank}.json").read_text()) - stopped < worker.SHORT + 8.0, run
+
+
 ENDING = """
 import os, signal, sys, torch
 from datetime import timedelta

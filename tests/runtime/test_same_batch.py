@@ -379,12 +379,12 @@ def test_ranks_that_do_the_same_are_told_of_once():
     waits, runs = Sign("1", "waits for rank 9", True), Sign("1", "runs F0.1", True)
     gone = Sign("1", "runs F0.2", False)
     survey = [waits, runs, waits, gone, *[waits] * 10]
-    killed, rest = others_of(survey, 0)
+    killed, rest = others_of(enumerate(survey), 0)
     assert killed.startswith("Rank 3 gives no sign of life any more (killed, or out of memory)")
     assert rest == (
         " Rank 1 runs F0.1. Rank 2 waits for rank 9; so do ranks 4, 5, 6, 7, 8, 9, 10, 11 and 2 more."
     )
-    assert others_of([waits, runs, runs], 0)[1] == " Rank 1 runs F0.1; so does rank 2."
+    assert others_of(enumerate([waits, runs, runs]), 0)[1] == " Rank 1 runs F0.1; so does rank 2."
 
 
 @pytest.mark.slow

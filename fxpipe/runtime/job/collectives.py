@@ -77,9 +77,10 @@ class Collectives(Numbering):
     def keep(self, key: str, text: str) -> None:
         """Keep a text where each rank can read it, as long as the run lasts."""
         store = self.watch.failures.store
-        for begin in range(0, len(text), MOST_STORED):
-            store.set(f"{key}/{begin}", text[begin : begin + MOST_STORED])
-        store.set(key, str(len(text)))
+        with self.watch.collective():
+            for begin in range(0, len(text), MOST_STORED):
+                store.set(f"{key}/{begin}", text[begin : begin + MOST_STORED])
+            store.set(key, str(len(text)))
 
     def kept(self, key: str) -> str:
         """A text that a rank has kept."""

@@ -52,13 +52,13 @@ class Sign:
 class Failures:
     """The failures of one attempt at a run, in a store that its ranks share.
 
-    ``hosts``: whether the store ends with this process.
+    ``host``: the rank whose process has the store; None if that is none of theirs.
     """
 
     store: Store
     rank: int
     ranks: int
-    hosts: bool = False
+    host: int | None = None
     _found: list[str] = field(default_factory=list)
     _own: list[str] = field(default_factory=list)
     _processes: dict[int, str] = field(default_factory=dict)
@@ -116,7 +116,7 @@ class Failures:
         """Remember the signs of rank 0, and the processes of the next ranks: the store may be gone with it.
         The process that has the store remembers all."""
         others = self.others()
-        for rank in others if self.hosts else {0, *others[:WATCHED]}:
+        for rank in others if self.host == self.rank else {0, *others[:WATCHED]}:
             if rank == 0 or rank not in self._processes:
                 self.seen(rank)
 
@@ -125,6 +125,14 @@ class Failures:
         none = Sign("", "has not been looked at", None)
         known = (self._signs.get(rank, none) for rank in range(self.ranks))
         return [replace(s, runs=runs(self._processes.get(rank, ""))) for rank, s in enumerate(known)]
+
+    def missing(self) -> dict[int, Sign]:
+        """The ranks that have ended or are gone, where the store is, and the one that has it."""
+        return {
+            rank: replace(sign, beats=rank != self.host)
+            for rank, sign in enumerate(self.remembered())
+            if rank == self.host or sign.runs is False or sign.has_ended
+        }
 
     def survey(self, show: Callable[[], None] | None = None) -> list[Sign]:
         """Per rank its last sign of life, and whether it gives any.

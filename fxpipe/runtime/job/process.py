@@ -26,6 +26,7 @@ from fxpipe.runtime.job.calls import CallsDifferError
 from fxpipe.runtime.job.collectives import Collectives
 from fxpipe.runtime.job.failure import Failures, in_short
 from fxpipe.runtime.job.interface import connecting, set_interface
+from fxpipe.runtime.job.limited_store import LimitedStore
 from fxpipe.runtime.job.numbering import Connection
 from fxpipe.runtime.job.watch import Watch
 from fxpipe.runtime.program.accelerator import select
@@ -81,24 +82,24 @@ class Process(Collectives):
         set_interface()
         limit = timeout or TIMEOUT
         given = dist.group.WORLD if dist.is_initialized() else None
-        if given is not None:
-            rank, ranks, store = dist.get_rank(), dist.get_world_size(), default_store()
-            shared, forget = PrefixStore("fxpipe", store), partial(forget_groups, store)
-            attempt = agree_on_attempt(shared, rank, ranks, limit, when_joined=forget)
-            with connecting():
-                control = given if is_gloo_alone(given) else dist.new_group(backend="gloo", timeout=limit)
-        else:
-            with answered():
+        with answered():
+            if given is not None:
+                store, rank, ranks = default_store(), dist.get_rank(), dist.get_world_size()
+            else:
                 store, rank, ranks = next(rendezvous("env://", timeout=limit))
-                attempt = agree_on_attempt(PrefixStore("fxpipe", store), rank, ranks, limit)
-                own = PrefixStore(attempt, store)
-                with connecting():
-                    dist.init_process_group("gloo", store=own, rank=rank, world_size=ranks, timeout=limit)
-            assert dist.group.WORLD is not None
-            control = dist.group.WORLD
-        # A store of its own, as one that waits for a key answers no other thread.
-        hosts = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
-        failures = Failures(PrefixStore(f"fxpipe/{attempt}", store.clone()), rank, ranks, hosts)
+            # A connection of its own, as one that waits for a key answers no other thread.
+            own = LimitedStore(store.clone(), limit)
+            forget = partial(forget_groups, store) if given is not None else lambda: None
+            attempt = agree_on_attempt(own.under("fxpipe"), rank, ranks, limit, when_joined=forget)
+        host = None if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True) else 0
+        watch = Watch(Failures(own.under(f"fxpipe/{attempt}"), rank, ranks, host), limit)
+        with watch.collective(), connecting():
+            if given is None:
+                own_keys = PrefixStore(attempt, store)
+                dist.init_process_group("gloo", store=own_keys, rank=rank, world_size=ranks, timeout=limit)
+            world = dist.group.WORLD
+            assert world is not None
+            control = world if is_gloo_alone(world) else dist.new_group(backend="gloo", timeout=limit)
         process = Process(
             world_rank=rank,
             world_size=ranks,
@@ -106,7 +107,7 @@ class Process(Collectives):
             timeout=limit,
             control=control,
             given=given,
-            watch=Watch(failures, limit),
+            watch=watch,
         )
         _joined = dist.group.WORLD, process
         if given is None:
@@ -143,7 +144,8 @@ class Process(Collectives):
 
         All processes must call it alike.
         """
-        made = [dist.new_group(own, self.timeout, backend, **options) for own in members]
+        with self.watch.collective(), connecting():
+            made = [dist.new_group(own, self.timeout, backend, **options) for own in members]
         return next((group for group in made if group is not dist.GroupMember.NON_GROUP_MEMBER), None)
 
     def for_pipeline(self, model: str) -> Process:
@@ -226,7 +228,8 @@ class Process(Collectives):
 
     def first_is_ready(self) -> None:
         """End the wait of the other ranks in ``wait_for_first``."""
-        self.watch.failures.store.set(f"ready/{next(self._turns)}", "")
+        with self.watch.collective():
+            self.watch.failures.store.set(f"ready/{next(self._turns)}", "")
 
     def wait_for_first(self) -> None:
         """Wait until rank 0 calls ``first_is_ready``, as long as it gives signs of life.
@@ -245,7 +248,8 @@ class Process(Collectives):
         try:
             yield
         finally:
-            self.watch.failures.store.set(f"ready/{turn}/{self.world_rank}", "")
+            with self.watch.collective():
+                self.watch.failures.store.set(f"ready/{turn}/{self.world_rank}", "")
             for rank in range(self.world_size):
                 self._wait_for(f"ready/{turn}/{rank}", rank)
 

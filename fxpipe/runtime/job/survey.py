@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import astuple
 
 from fxpipe.runtime.job.failure import BEAT, SILENCE, Failures, Sign
@@ -54,11 +54,12 @@ def _received(failures: Failures, key: str, show: Callable[[], None] | None) -> 
     return [Sign(*sign) for sign in json.loads(failures.store.get(key))]
 
 
-def others_of(survey: Sequence[Sign], rank: int) -> tuple[str, str]:
-    """What a survey knows of ranks that are gone, and of the others, as sentences of this rank's message."""
+def others_of(signs: Iterable[tuple[int, Sign]], rank: int) -> tuple[str, str]:
+    """What the signs of ranks tell of those that are gone, and of the others, as sentences of this rank's
+    message."""
     gone: list[str] = []
     rest: dict[str, list[int]] = {}  # what a rank does, or its silence -> the ranks
-    for other, sign in enumerate(survey):
+    for other, sign in signs:
         last = f"the last was that it {sign.doing}. "
         if other == rank:
             continue

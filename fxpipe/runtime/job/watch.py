@@ -35,7 +35,7 @@ SLOW = 30.0
 #: Seconds that a rank has to raise its own error after another one has failed.
 GRACE = 3.0
 #: Seconds that a rank may wait for others without a store, as the machine that had it is gone, or for one
-#: whose script is over, even if its process is not.
+#: whose script is over, even if its process is not, or that has shown nothing yet.
 ALONE = 5.0
 #: Seconds that a rank waits for one whose process is gone; an error of the connection mostly comes before.
 GONE = 1.0
@@ -182,14 +182,16 @@ class Watch:
             if first is None:
                 # At once: torchrun ends this process as soon as it notices that another one has ended.
                 log.warning("rank %d %s, and got no answer: %s", rank, doing, error)
-                gone, rest = others_of(shared_survey(self.failures, "no answer", show), rank)
+                survey = shared_survey(self.failures, "no answer", show)
+                gone, rest = others_of(enumerate(survey), rank)
                 own = f"{gone}Rank {rank} {doing}, and got no answer: {error}.{rest}"
                 first = self.failures.find() or self.failures.leave(own)
                 if first == own:
                     return RunError(own)
-        except dist.DistError:  # the store is gone as well
-            gone, _ = others_of(self.failures.remembered(), rank)
-            return RunError(f"{gone}Rank {rank} {doing}, and got no answer: {error}.")
+        except dist.DistError as no_store:
+            gone, rest = others_of(self.failures.missing().items(), rank)
+            what = f"{gone}Rank {rank} {doing}, and got no answer: {error}.{rest}"
+            return RunError(f"{what} The store that the ranks share is gone: {no_store}.")
         return RunError(f"{first} (Rank {rank} {doing}.)")
 
     def _run(self) -> None:
@@ -210,15 +212,17 @@ class Watch:
             self._run_alone(error)
 
     def _run_alone(self, error: Exception) -> None:
-        """Without the store: the run is over, or a rank will wait for others that are gone with it."""
+        """Without the store: the run is over, or a rank will wait for others that are gone with it, or for
+        the one that has it."""
         self._doing, self._waited = "", 0
         while not self._over.wait(BEAT):
             self._count()
-            signs = self.failures.remembered()
+            signs, missing = self.failures.remembered(), self.failures.missing()
             awaited = {0, *self._awaited(signs.__getitem__)}
-            if self._waited * BEAT >= ALONE and not all(signs[rank].runs for rank in awaited):
-                gone, _ = others_of(signs, self.failures.rank)
-                self._end(self._elsewhere(f"{gone}The store that the ranks share is gone: {error}"), 0.0)
+            if self._waited * BEAT >= ALONE and any(r in missing or not signs[r].runs for r in awaited):
+                gone, rest = others_of(missing.items(), self.failures.rank)
+                what = f"{gone}The store that the ranks share is gone: {error}.{rest}"
+                self._end(self._elsewhere(what), 0.0)
 
     def _show(self) -> None:
         self._beat += 1
@@ -238,9 +242,8 @@ class Watch:
         seconds = time.monotonic() - self._since
         if self._waited and seconds >= self._said:
             self._said *= 2
-            gone, rest = others_of(
-                shared_survey(self.failures, "a long wait", self._show), self.failures.rank
-            )
+            survey = shared_survey(self.failures, "a long wait", self._show)
+            gone, rest = others_of(enumerate(survey), self.failures.rank)
             log.warning(
                 "%srank %d %s, for %.0f s now.%s", gone, self.failures.rank, self._doing, seconds, rest
             )
@@ -266,7 +269,7 @@ class Watch:
             quiet = quiet + 1 if sign.beat == beat else 0
             self._quiet[rank] = sign.beat, quiet
             was_killed = sign.runs is False and not sign.has_ended
-            patience = GONE if was_killed else ALONE if sign.has_ended else self._unseen
+            patience = GONE if was_killed else ALONE if sign.has_ended or not sign.beat else self._unseen
             if (sign.has_ended or not sign.runs) and quiet * BEAT >= patience:
                 self._end(self.lost(NoAnswer("the connection reports no error"), self._show), 0.0)
 
@@ -303,7 +306,8 @@ class Watch:
     def _keep_store(self) -> None:
         """Let the other ranks read why the run fails, where the store ends with this process."""
         end = time.monotonic() + GRACE
-        while self.failures.hosts and time.monotonic() < end and not self.failures.have_ended():
+        hosts = self.failures.host == self.failures.rank
+        while hosts and time.monotonic() < end and not self.failures.have_ended():
             time.sleep(0.05)
 
 
