@@ -13,16 +13,16 @@ Other shapes that depend on the microbatch, and floating-point numbers of it, ar
 
 from __future__ import annotations
 
-import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
 from fxpipe.capture.example import Example
 from fxpipe.capture.number import NumberOfData
+from fxpipe.capture.refusals import Refusals
 from fxpipe.errors import CaptureError
 from fxpipe.ir import compat
 from fxpipe.ir.compat import pytree
@@ -39,8 +39,7 @@ class Answers:
     place: returns the current place in the model's code.
     most_checks: the trace ends with a CaptureError when it needs more.
 
-    ``refused``: the first error that the model's code got instead of a value.  It may catch it, and go
-    another way than in eager."""
+    ``refusals``: what the model's code gets instead of values."""
 
     def __init__(
         self, inputs: Sequence[tuple[Input, torch.Tensor]], place: Callable[[], str], most_checks: float
@@ -53,7 +52,7 @@ class Answers:
             for x, tensor in inputs
             if x.kind is Kind.BUFFER or (x.kind is Kind.PARAMETER and not tensor.requires_grad)
         }
-        self.refused: Exception | None = None
+        self.refusals = Refusals(place, self._known)
         self._asked: set[Input] = set()  # the inputs on which the last value depends
 
     def count_again(self) -> None:
@@ -116,20 +115,7 @@ class Answers:
         except CaptureError as error:
             if not tensor.is_floating_point():
                 raise
-            return NumberOfData(tensor, partial(self._refuse, error))
-
-    def _refuse(self, error: CaptureError) -> NoReturn:
-        self.refused = self.refused or error
-        raise error
-
-    @contextlib.contextmanager
-    def noting_refusals(self) -> Iterator[None]:
-        """For a block that runs an op for the model's code."""
-        try:
-            yield
-        except (CaptureError, *compat.DATA_DEPENDENT) as error:
-            self.refused = self.refused or error
-            raise
+            return NumberOfData(tensor, partial(self.refusals.refuse, error))
 
     def fixable(self) -> tuple[str, ...]:
         """The inputs of the microbatch on which the last value depends; none if it also depends on
@@ -160,8 +146,8 @@ class Answers:
             source, known = f"the parameter {changing[0].name!r}, which is trained", "it is trained"
         return CaptureError(
             f"The model's code reads the number {number} from {source}, at {self._place()}. A pipeline "
-            f"program is fixed before {known}: keep it a tensor (no .item(), no float() "
-            f"there){self.remedy()}.",
+            f"program is fixed before {known}: keep it a tensor (no .item(), no float(), no "
+            f".numpy() there){self.remedy()}.",
             self.fixable(),
         )
 
@@ -238,6 +224,17 @@ class Answers:
         sources = frozenset() if node is None else self._example.sources(node)
         self._asked |= sources
         return sources
+
+    def _known(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The real value; None if the example does not tell it."""
+        asked = {*self._asked}
+        try:
+            value, _ = self._value(tensor)
+        except CaptureError:
+            return None
+        finally:
+            self._asked = asked
+        return value if compat.is_real(value) else None
 
     def _value(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Sources]:
         """The real value, and the inputs on which it depends."""

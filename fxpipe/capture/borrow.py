@@ -17,11 +17,14 @@ import numpy as np
 import torch
 from torch import nn
 
+from fxpipe.capture.provenance import Provenance
 from fxpipe.capture.snapshot import Snapshot
 from fxpipe.errors import CaptureError
 
 
-def _convert(path: str, module: nn.Module, function: Any, recurse: bool = True) -> nn.Module:
+def _convert(
+    path: str, module: nn.Module, provenance: Provenance, function: Any, recurse: bool = True
+) -> nn.Module:
     """``module.to(…)`` inside the forward: a no-op, or an error.
 
     nn.Module's own implementation replaces the tensors, which the trace could not follow.
@@ -29,9 +32,12 @@ def _convert(path: str, module: nn.Module, function: Any, recurse: bool = True) 
     for tensor in (*module.parameters(recurse), *module.buffers(recurse)):
         new = function(tensor)
         if (new.dtype, new.device) != (tensor.dtype, tensor.device):
-            raise CaptureError(
-                f"The forward converts the module {path!r} from {tensor.dtype} on {tensor.device} to "
-                f"{new.dtype} on {new.device}. Convert it once, before you compile."
+            provenance.answers.refusals.refuse(
+                CaptureError(
+                    f"The forward converts the module {path!r} from {tensor.dtype} on {tensor.device} to "
+                    f"{new.dtype} on {new.device}, at {provenance.place()}. Convert it once, before you "
+                    "compile."
+                )
             )
     return module
 
@@ -50,11 +56,14 @@ def _convert_own(module: nn.Module, function: Any, recurse: bool = True) -> nn.M
 
 
 @contextlib.contextmanager
-def borrowed(model: nn.Module, loss_fn: Any, fakes: dict[int, torch.Tensor]) -> Iterator[Snapshot]:
+def borrowed(
+    model: nn.Module, loss_fn: Any, fakes: dict[int, torch.Tensor], provenance: Provenance
+) -> Iterator[Snapshot]:
     """The model with fake tensors; on exit the model, the loss function, the caches of the functions that it
     called, the random number generators and the default dtype are restored.
 
     fakes: id of a parameter or buffer -> the fake tensor in its place, under each of its names.
+    provenance: of the trace.
     """
     snapshot = Snapshot.of(model, loss_fn)
     generators, dtype = (random.getstate(), np.random.get_state()), torch.get_default_dtype()
@@ -62,7 +71,7 @@ def borrowed(model: nn.Module, loss_fn: Any, fakes: dict[int, torch.Tensor]) -> 
     try:
         snapshot.put_in_place(lambda x: fakes.get(id(x)))
         for path, module in model.named_modules():
-            module.__dict__["_apply"] = partial(_convert, path, module)
+            module.__dict__["_apply"] = partial(_convert, path, module, provenance)
         nn.Module._apply = _convert_own  # type: ignore[method-assign]
         snapshot.begin()
         with torch.random.fork_rng(devices=[]):

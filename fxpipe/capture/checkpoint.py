@@ -22,51 +22,59 @@ from fxpipe.ir.compat import pytree
 
 
 @contextlib.contextmanager
-def recorded_checkpoints() -> Iterator[None]:
-    """While entered, ``checkpoint(…, use_reentrant=True)`` is recorded op by op."""
-    before = checkpoint.CheckpointFunction, torch.is_grad_enabled
-    checkpoint.CheckpointFunction = _Recorded  # type: ignore[misc, assignment]
-    torch.is_grad_enabled = _is_grad_enabled
+def recorded_checkpoints(provenance: Provenance) -> Iterator[None]:
+    """While entered, ``checkpoint(…, use_reentrant=True)`` is recorded op by op.
+
+    provenance: of the trace.
+    """
+    before = checkpoint.CheckpointFunction
+    checkpoint.CheckpointFunction = _Recorded(provenance)  # type: ignore[misc, assignment]
     try:
         yield
     finally:
-        checkpoint.CheckpointFunction = before[0]  # type: ignore[misc]
-        torch.is_grad_enabled = before[1]
-        _Recorded.running = 0
+        checkpoint.CheckpointFunction = before  # type: ignore[misc]
 
 
-_asked = torch.is_grad_enabled
-
-
-def _is_grad_enabled() -> bool:
-    """``torch.is_grad_enabled()``, refused to code within reentrant checkpointing."""
-    frame = sys._getframe(1)
-    if _Recorded.running and Provenance.is_users(frame.f_code.co_filename):
-        raise _refused(frame)
-    return _asked()
+#: What tells whether a tensor was computed with gradients.
+HISTORY = (torch.Tensor.requires_grad, torch.Tensor.grad_fn, torch.Tensor.is_leaf)
 
 
 class _GradMode(TorchFunctionMode):
-    """Refuses to tell whether a result within reentrant checkpointing requires a gradient."""
+    """Refuses to tell the grad mode within reentrant checkpointing, and the history of results there."""
 
-    def __init__(self, arguments: Sequence[Any]):
+    def __init__(self, arguments: Sequence[Any], provenance: Provenance):
         super().__init__()
-        self._arguments = set(map(id, arguments))
+        self._arguments, self._provenance = set(map(id, arguments)), provenance
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__self__", None) is torch.Tensor.requires_grad and func.__name__ == "__get__":
-            frame, tensor = sys._getframe(1), args[0]
-            known = id(tensor) in self._arguments or tensor.is_leaf
-            if not known and Provenance.is_users(frame.f_code.co_filename):
-                raise _refused(frame)
+        asked = getattr(func, "__self__", None) in HISTORY and func.__name__ == "__get__"
+        if asked and id(args[0]) not in self._arguments and not args[0].is_leaf:
+            self._asked(sys._getframe(1))
         return func(*args, **(kwargs or {}))
 
+    def __enter__(self) -> _GradMode:
+        super().__enter__()  # type: ignore[no-untyped-call]
+        self._profile = sys.getprofile()
+        sys.setprofile(self._called)  # the function is under many names, and passes no mode
+        return self
 
-def _refused(frame: FrameType) -> CaptureError:
-    return CaptureError(
-        "The model's code asks for the grad mode within reentrant checkpointing, which runs it first without "
-        f"gradients, at {frame.f_code.co_filename}:{frame.f_lineno}. Give use_reentrant=False."
-    )
+    def __exit__(self, *exc: Any) -> None:
+        sys.setprofile(self._profile)
+        super().__exit__(*exc)  # type: ignore[no-untyped-call]
+
+    def _called(self, frame: FrameType, event: str, function: Any) -> None:
+        if event == "c_call" and function is torch.is_grad_enabled:
+            self._asked(frame)
+
+    def _asked(self, frame: FrameType) -> None:
+        if Provenance.is_users(frame.f_code.co_filename):
+            place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+            self._provenance.answers.refusals.refuse(
+                CaptureError(
+                    "The model's code asks for the grad mode within reentrant checkpointing, which runs it "
+                    f"first without gradients, at {place}. Give use_reentrant=False."
+                )
+            )
 
 
 class _Recorded:
@@ -76,15 +84,14 @@ class _Recorded:
     results, not through lists of them, and only if an argument needs a gradient.
     """
 
-    running = 0
+    def __init__(self, provenance: Provenance):
+        self._provenance = provenance
 
-    @staticmethod
-    def apply(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+    def apply(self, function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
         if not any(isinstance(x, torch.Tensor) and x.requires_grad for x in args):
             with torch.no_grad():
                 return function(*args)
-        _Recorded.running += 1
-        with _GradMode(args):
+        with _GradMode(args, self._provenance):
             output = checkpoint.checkpoint(
                 function,
                 *args,
@@ -92,7 +99,6 @@ class _Recorded:
                 preserve_rng_state=preserve_rng_state,
                 determinism_check="none",
             )
-        _Recorded.running -= 1
         return tuple(_own(x) for x in output) if isinstance(output, tuple) else _own(output)
 
 

@@ -21,6 +21,12 @@ _UNSUPPORTED = (
         "Compute both branches and choose with torch.where, or write the loop in Python.",
     ),
     ("torch/nested", "nested (jagged) tensors", "Pad them to dense tensors with a mask."),
+    ("_nested_", "nested (jagged) tensors", "Pad them to dense tensors with a mask."),
+    (
+        "no fake impl registered",
+        "an op that does not tell the shapes of its results",
+        "Give it a function that does: torch.library.register_fake (@op.register_fake for a custom_op).",
+    ),
     ("SparseCoo", "sparse tensors", _DENSE),
     ("from the 'Sparse", "sparse tensors", _DENSE),
     ("compressed tensor", "sparse tensors", _DENSE),
@@ -62,14 +68,42 @@ _NO_DEVICE = ("not linked with support for", "not compiled with CUDA enabled", "
 
 
 def explained(error: Exception, provenance: Provenance, of_loss: str) -> CaptureError:
-    """A tracing failure with the place in the user's model where it happened.
+    """A tracing failure with the place in the user's model where it happened; where the model's code caught
+    one that the trace alone has, that one.
 
     of_loss: while ``loss_fn`` runs, its arguments as a sentence.
     """
+    refusals = provenance.answers.refusals
+    if refusals.error is not None and (refusals.is_caught or refusals.error is not error):
+        cause, where = refusals.error, refusals.place
+        if isinstance(cause, CaptureError):
+            return cause
+        found = _of_a_known_cause(cause, provenance, where) or CaptureError(
+            f"The model cannot be traced, in {where}: {type(cause).__name__}: {_first_line(cause)}."
+        )
+        text = "The model's code catches this error of the trace, which eager PyTorch does not raise there."
+        return CaptureError(f"{found} {text}", found.fixable)
+    if isinstance(error, CaptureError):
+        return error
     origin = provenance.last_origin()
     line = _user_line(error) or origin.source
     where = "loss_fn" if of_loss else origin.module
     where += f" ({line})" if line else ""
+    if (found := _of_a_known_cause(error, provenance, where)) is not None:
+        return found
+    if of_loss:
+        return CaptureError(
+            f"loss_fn cannot be traced{f', at {line}' if line else ''}: {type(error).__name__}: "
+            f"{_first_line(error)}\n{of_loss}"
+        )
+    return CaptureError(
+        f"The model cannot be traced, in {where}: {type(error).__name__}: {_first_line(error)}\n"
+        "See first whether it runs on the example without fxpipe, with its loss.backward(); if it does, that "
+        "line asks tensors for something that only real ones have."
+    )
+
+
+def _of_a_known_cause(error: Exception, provenance: Provenance, where: str) -> CaptureError | None:
     packs = isinstance(error, compat.DATA_DEPENDENT) and "_pack_padded_sequence" in str(error)
     if packs or ("data is not allocated" in str(error) and any("nn/modules/rnn" in x for x in _files(error))):
         return CaptureError(
@@ -92,16 +126,7 @@ def explained(error: Exception, provenance: Provenance, of_loss: str) -> Capture
             f"The model asks for a device that torch does not find here, in {where}: {_first_line(error)}. "
             "Take the device of an input or a parameter there: device=x.device."
         )
-    if of_loss:
-        return CaptureError(
-            f"loss_fn cannot be traced{f', at {line}' if line else ''}: {type(error).__name__}: "
-            f"{_first_line(error)}\n{of_loss}"
-        )
-    return CaptureError(
-        f"The model cannot be traced, in {where}: {type(error).__name__}: {_first_line(error)}\n"
-        "See first whether it runs on the example without fxpipe, with its loss.backward(); if it does, that "
-        "line asks tensors for something that only real ones have."
-    )
+    return None
 
 
 def in_another_thread(line: str) -> CaptureError:

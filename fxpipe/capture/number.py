@@ -21,6 +21,16 @@ class NumberOfData:
     def __init__(self, tensor: torch.Tensor, refuse: Callable[[], NoReturn]):
         self._tensor, self._refuse = tensor.detach().reshape(()), refuse
 
+    @property
+    def __class__(self) -> type:  # type: ignore[override]
+        """That of the number, for isinstance."""
+        return complex if self._tensor.is_complex() else float
+
+    def __getattr__(self, name: str) -> Any:
+        if hasattr(float, name):
+            self._refuse()
+        raise AttributeError(name)
+
     def _exact(self) -> torch.Tensor:
         """Python compares numbers of float64."""
         return self._tensor.double()

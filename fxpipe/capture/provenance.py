@@ -169,8 +169,9 @@ class Provenance(compat.TorchDispatchMode):
             return NotImplemented  # it comes back with ops on the parts
         if not compat.is_tracing():
             return func(*args, **(kwargs or {}))
-        with self.answers.noting_refusals():
-            return self._run(func, args, kwargs or {})
+        kwargs = kwargs or {}
+        with self.answers.refusals.of(func, args, kwargs):
+            return self._run(func, args, kwargs)
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         if real := [x for x in written_arguments(func, args, kwargs) if compat.is_real(x)]:

@@ -5,6 +5,8 @@ It runs them a second time, as the next step would, to see whether that runs the
 
 from __future__ import annotations
 
+import contextlib
+import io
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -97,8 +99,6 @@ class StepFunction:
         questions.hooked = self.hooks.follow_gradients(self.registered, wanted)
         with self.hooks, self.provenance, questions:
             first = self._step(wanted, self.gradients, questions)
-        if self.provenance.answers.refused is not None:  # which the model caught
-            raise self.provenance.answers.refused
         check_made(self.model, self.registered, self.provenance.answers)
         declare_writes(compat.traced_graph())
         check_unwritten(compat.traced_graph(), compat.traced_constants())
@@ -115,7 +115,7 @@ class StepFunction:
         numbers = [x.detach() for x in (results.loss, results.count) if x is not None]
         outputs = [x.detach() for x in results.outputs.values()]
         flat = [*numbers, *outputs, *found.values(), *replaced.values()]
-        if not self.snapshot.is_whole or self.snapshot.is_changed():
+        if not self.snapshot.is_whole or self.snapshot.is_changed() or questions.text:
             reshaped = self.constants.reshaped()
             try:
                 self.difference = self._repeat(first, flat, wanted, questions)
@@ -134,6 +134,7 @@ class StepFunction:
         gradients: dict[str, torch.Tensor] = {}
         if backward:
             gradients, backward = self._gradients(results.loss, wanted, scale, questions)
+        self.provenance.answers.refusals.end()
         buffers = replaced_buffers(self.registered, self.given, questions.assigned)
         named: dict[str, torch.Tensor | None] = {"loss": results.loss, "count": results.count}
         named |= {f"the output {name!r}": x for name, x in results.outputs.items()}
@@ -180,10 +181,16 @@ class StepFunction:
         values = partial(Values, inputs, first.run.results)
         self.provenance.repeat(first.run.calls, [x.local for x in self.given], values)
         questions.again = True
-        with warnings.catch_warnings(), self.provenance, questions:
+        shown = contextlib.redirect_stdout(io.StringIO())
+        with warnings.catch_warnings(), shown, self.provenance, questions:
             warnings.simplefilter("ignore")  # they were given in the first run
             second = self._step(wanted, first.backward, questions)
         found = difference(first.run, second.run, inputs, kept)
+        if found and questions.text:
+            raise CaptureError(
+                f"The model's code reads the text of a tensor, which it makes at {questions.text}. A program "
+                f"is fixed before the data is known: compare tensors instead. ({found}.)"
+            )
         graph = compat.traced_graph()
         for node in reversed(nodes_after(last)):
             graph.erase_node(node)

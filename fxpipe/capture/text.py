@@ -3,35 +3,57 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
-from fxpipe.errors import CaptureError
+import torch
 
 
 class Text(str):
-    """Text that may be printed or put into a message; code that reads it gets a CaptureError."""
+    """Text that may be printed or put into a message; code that reads it gets an error."""
 
-    __slots__ = ("_place",)
-    _place: Callable[[], str]
+    __slots__ = ("_refuse",)
+    _refuse: Callable[[], NoReturn]
 
     @staticmethod
-    def of(text: str, place: Callable[[], str]) -> Text:
-        """place: gives the current place in the model's code."""
+    def of(text: str, refuse: Callable[[], NoReturn]) -> Text:
+        """refuse: raises the error."""
         made = Text(text)
-        made._place = place
+        made._refuse = refuse
         return made
 
-    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
-        raise CaptureError(
-            f"The model's code reads the text of a tensor, at {self._place()}. A program is fixed before the "
-            "data is known: compare tensors instead."
-        )
+    def __str__(self) -> Text:  # type: ignore[override]
+        return self
+
+    def __format__(self, spec: str) -> Text:  # type: ignore[override]
+        return self
+
+    def __radd__(self, other: str) -> Text:
+        return Text.of(str.__add__(other, self), self._refuse)
 
 
-_SPECIAL = ("eq", "ne", "lt", "le", "gt", "ge", "hash", "contains", "len", "getitem", "iter", "float", "int")
-_PLAIN = ("startswith", "endswith", "find", "index", "count", "split", "isdigit")
-for _name in (*(f"__{x}__" for x in _SPECIAL), *_PLAIN):
-    setattr(Text, _name, Text._refuse)
+def _followed(name: str) -> Callable[..., Text]:
+    """A method that gives text of this text, and otherwise reads it."""
+    method = getattr(str, name)
 
-#: Text for the second run of a forward: code that looks for a number in longer text goes another way.
-ANY_VALUES = "tensor([nan, inf, -0.5, 1e+10, 0, True])"
+    def call(text: Text, *args: Any, **kwargs: Any) -> Text:
+        result = method(text, *args, **kwargs)
+        if type(result) is not str:
+            text._refuse()
+        return Text.of(result, text._refuse)
+
+    return call
+
+
+_READ = {f"__{x}__" for x in ("eq", "ne", "lt", "le", "gt", "ge", "hash")}
+for _name in {*dir(str)} - ({*dir(object)} - _READ) - {"__getnewargs__"}:
+    setattr(Text, _name, _followed(_name))
+
+
+def without_values(tensor: torch.Tensor) -> str:
+    """What a traced tensor shows."""
+    layout = f"size={tuple(tensor.shape)}, dtype={tensor.dtype}"
+    return f"tensor({layout}: fxpipe traces the forward, and there are no values yet)"
+
+
+#: Text for the second run of a forward: code that looks for something in longer text goes another way.
+OTHER_TEXT = "[nan, inf, -0.5, 1e+10, 0, True]"

@@ -148,13 +148,13 @@ def _traced(
     mode.source = step.provenance.source
     fakes = {id(r.tensor): x.fake for r, x in zip(step.registered, given, strict=False)}
     values = [x.local for x in given]
-    with borrowed(model, loss_fn, fakes) as snapshot:
+    with borrowed(model, loss_fn, fakes, step.provenance) as snapshot:
         watch, before = StateWatch(snapshot), hook_functions(model)
         step.snapshot = snapshot
         put_back(step.registered, given)
 
         as_written = compat.plain_kernels(), compat.modules_without_code(), compat.uncompiled()
-        checkpoints = compat.checkpoints_that_end(), recorded_checkpoints()
+        checkpoints = compat.checkpoints_that_end(), recorded_checkpoints(step.provenance)
         with contextlib.ExitStack() as stack:
             stack.callback(step.constants.detach)
             for context in (flag(), *checkpoints, *as_written, compat.without_log(), mode):
@@ -166,11 +166,7 @@ def _traced(
                     raise in_another_thread(mode.elsewhere) from error
                 if isinstance(error, KeepsState) and error.tensor is not None:
                     error.names = step.constants.like(error.tensor)
-                raise (
-                    error
-                    if isinstance(error, CaptureError)
-                    else explained(error, step.provenance, step.of_loss)
-                ) from error
+                raise explained(error, step.provenance, step.of_loss) from error
         after = hook_functions(model)
         if mode.elsewhere:
             raise in_another_thread(mode.elsewhere)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterator, MutableMapping
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch._C import Argument
 from torch._C import DisableTorchFunction as no_function_modes
@@ -248,6 +249,15 @@ def _as_nodes(arguments: Any, known: MutableMapping[torch.Tensor, Any], takes_co
 _PLAIN_TYPES = frozenset(
     (type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 )
+
+
+def is_plain(value: Any) -> bool:
+    """Whether an op's argument is neither a tensor nor anything that may lead to one."""
+    if isinstance(value, slice):
+        return all(map(is_plain, (value.start, value.stop, value.step)))
+    return (
+        type(value) in _PLAIN_TYPES or isinstance(value, (torch.Size, np.ndarray, np.generic)) or value is ...
+    )
 
 
 @cache
