@@ -41,6 +41,7 @@ from fxpipe.runtime.program.offload import check_tier
 from fxpipe.schedule.formats.handwritten import is_file_name, read_schedule
 from fxpipe.schedule.ops import Schedule, Validation
 from fxpipe.training import parts
+from fxpipe.training.state_dict import make_whole
 from fxpipe.viz.explanation import explain
 
 if TYPE_CHECKING:
@@ -249,6 +250,7 @@ def compile(
         own["mesh"] = repr((devices, *asked))
     if process is not None:
         process.check_alike(own, "the arguments of fxpipe.compile", "Call it with the same on all ranks.")
+        make_whole(model, process)
 
     given = Compilation(model, example, loss_fn, options, device)
     if process is not None and process.lanes > 1:
@@ -309,9 +311,9 @@ def compile(
         offload_directory=options.offload_directory,
     )
     pipe = pipe.with_evaluation(forward[0]) if forward else pipe
-    if process is not None:
-        weakref.finalize(model, pipe.let_model_go).atexit = False
     pipe.share_values()
+    if process is not None:
+        pipe.share_model(model)
     return pipe
 
 

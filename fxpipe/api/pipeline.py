@@ -31,6 +31,7 @@ from fxpipe.training.local_runner import LocalResult
 from fxpipe.training.make_optimizer import make_optimizer
 from fxpipe.training.model_state import ModelState
 from fxpipe.training.optimizer import PipelineOptimizer
+from fxpipe.training.partial_model import share_model
 from fxpipe.training.pretrained import Pretrained, export
 from fxpipe.training.runner import Runner
 from fxpipe.training.save import new_directory, save
@@ -51,7 +52,8 @@ class Pipeline(Views):
     torchrun, the part that this rank holds).  If the tensors of the model are replaced, the next step uses
     the new ones.  ``of``: gives the model, None if there is none; under torchrun a pipeline does not keep it
     alive.  ``constants``: the model's own tensors whose values programs hold.  ``evaluation``: the forward in
-    eval mode alone on the same tensors, if it was compiled, which has ``is_evaluation``.
+    eval mode alone on the same tensors, if it was compiled, which has ``is_evaluation``.  ``rows``: of tables
+    of which this rank holds some, as parameters.
     """
 
     artifact: Artifact
@@ -70,6 +72,7 @@ class Pipeline(Views):
     evaluation: Pipeline | None = None
     is_evaluation: bool = False
     updates: Updates = field(default_factory=Updates)
+    rows: dict[str, torch.nn.Parameter] = field(default_factory=dict)
     _then: Traced = field(init=False)
 
     def __post_init__(self) -> None:
@@ -92,16 +95,25 @@ class Pipeline(Views):
         )
         return replace(self, evaluation=forward)
 
+    def share_model(self, model: torch.nn.Module) -> None:
+        """Keep this process's part of the model, under torchrun: its other tensors are elsewhere."""
+        share_model(self.model_state)
+        pipe = weakref.ref(self)
+
+        def let_go() -> None:
+            if (living := pipe()) is not None:
+                living.let_model_go()
+
+        weakref.finalize(model, let_go).atexit = False
+
     def let_model_go(self) -> None:
         """Keep the rows that this process holds, and not the tables: there is no model any more."""
         self.model_state.let_go()
-        if self.evaluation is not None:
-            self.evaluation.model_state.forget_rows()
 
     @cached_property
     def model_state(self) -> ModelState:
         given = self.artifact.plan, self.parameters, self.buffers, self.device, self.process, self.of
-        return ModelState(*given, self._then)
+        return ModelState(*given, self._then, rows=self.rows, updates=self.updates)
 
     @cached_property
     def _runner(self) -> Runner:

@@ -28,7 +28,8 @@ from fxpipe.schedule.simulation.timeline import Timeline
 #: What the classes of fxpipe use of a pipeline, and its users do not.
 _INTERNAL = {
     "artifact", "directory", "first_step", "is_evaluation", "let_model_go", "model_state", "of",
-    "offload_directory", "process", "updates", "with_evaluation",
+    "offload_directory", "process", "rows", "share_model", "updates",
+    "with_evaluation",
 }  # fmt: skip
 
 if TYPE_CHECKING:

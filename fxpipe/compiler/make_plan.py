@@ -103,6 +103,7 @@ def make_plan(
         state=state_names(model),
         lanes=captured.lanes,
         own_hooks=captured.own_hooks,
+        changed=tuple(sorted(graph_outputs(cut.graph).buffers)),
         grad_dtype="" if options.grad_dtype is None else str(options.grad_dtype),
         validation=options.validation,
     )

@@ -188,7 +188,8 @@ class Plan:
     them.  ``grad_dtype``: the dtype of gradients, as text; empty for that of each parameter.  ``lanes``:
     where the model has DTensors; then ``layouts`` are those of one lane.  ``validation``: the schedule was
     made for steps with it.  ``meshes``: those that were compared to choose ranks and replicas.
-    ``own_hooks``: the functions of hooks that the forward registers by itself.  ``memory_limit``: as it was
+    ``own_hooks``: the functions of hooks that the forward registers by itself.  ``changed``: the buffers to
+    which a step gives new values.  ``memory_limit``: as it was
     given, empty for none; ``limits``: what it leaves to the activations of each rank, beside what it holds,
     ``held`` (empty in plans of earlier versions).
     """
@@ -223,6 +224,7 @@ class Plan:
     validation: Validation = "barrier"
     meshes: Annotated[tuple[TriedMesh, ...], entries(0, MOST_TRIED)] = ()
     own_hooks: tuple[str, ...] = ()
+    changed: tuple[str, ...] = ()
     memory_limit: str = ""
     limits: Annotated[tuple[NonNegative, ...], entries(0, MOST_RANKS)] = ()
     held: Annotated[tuple[HeldBytes, ...], entries(0, MOST_RANKS)] = ()

@@ -32,10 +32,19 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     """The part of a DTensor that this process holds, without a gradient's history; or the tensor itself."""
     if not is_dtensor(tensor):
         return tensor
-    wrapper: Any = tensor
-    (name, *_), _ = wrapper.__tensor_flatten__()  # to_local() gives a view of a parameter's
-    found: torch.Tensor = getattr(tensor, name)
-    return found
+    part: torch.Tensor = getattr(tensor, _part(tensor))  # to_local() gives a view of a parameter's
+    return part
+
+
+def set_local(tensor: torch.Tensor, part: torch.Tensor) -> None:
+    """Give a DTensor other memory for the part that this process holds."""
+    setattr(tensor, _part(tensor), part)
+
+
+def _part(tensor: Any) -> str:
+    """The attribute of a DTensor that has its part."""
+    (name, *_), _ = tensor.__tensor_flatten__()
+    return str(name)
 
 
 def _dtensors(model: nn.Module) -> list[tuple[str, Any]]:

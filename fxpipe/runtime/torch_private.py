@@ -50,6 +50,7 @@ __all__ = [
     "is_profiling",
     "is_watched",
     "members_of",
+    "memory_of",
     "module_hooks",
     "no_modes",
     "pytree",
@@ -190,6 +191,12 @@ class ThreadState:
 def is_profiling() -> bool:
     """Whether torch's profiler runs, on whatever thread it was started."""
     return bool(autograd_profiler._is_profiler_enabled)
+
+
+def memory_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor without its gradient's history, as one of torch's own class, whatever its class is."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.detach()
 
 
 def fake_store() -> Store:

@@ -182,10 +182,10 @@ def sharded_bucket(
     bucket.begins, bucket.level = division.begins, state.plan.shard
     if state.divides_parameters:
         own = division.pieces[replica]
-        bucket.owned = tuple((slice(p.begin, p.end), state.parameter(p.name).detach()) for p in own)
+        bucket.owned = tuple((slice(p.begin, p.end), state.held(p.name)) for p in own)
         bucket.parameter_dtype = dtype_of(state.layout(names[0]).dtype)
     else:
-        bucket.parameters = tuple(state.parameter(name).detach() for name in names)
+        bucket.parameters = tuple(state.held(name) for name in names)
     return bucket
 
 

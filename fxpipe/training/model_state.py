@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from fxpipe.errors import RunError, suggested
 from fxpipe.plan.artifact import Plan, RankTensors, TensorLayout, holders
@@ -20,9 +22,20 @@ from fxpipe.plan.rows import ShardName
 from fxpipe.plan.spans import PartSpan, spans_of
 from fxpipe.runtime.job.process import Process, own_ranks
 from fxpipe.runtime.program.rank import Runtime
+from fxpipe.runtime.torch_private import memory_of
 from fxpipe.training.accumulators import zeros
+from fxpipe.training.elsewhere import Classes, is_elsewhere
+from fxpipe.training.partial_model import (
+    Explanation,
+    free_others,
+    hide_stale,
+    show_stale,
+    trained_elsewhere,
+    watch_updates,
+)
 from fxpipe.training.shards import Division, divide, owned
 from fxpipe.training.unchanged import Traced
+from fxpipe.training.updates import Updates
 
 
 @dataclass(eq=False)
@@ -37,7 +50,9 @@ class ModelState:
     rows of parameters with newer values.  ``accumulators``: by bucket, those that stay between steps
     beside ``.grad``.  ``run``: a name of the run, the same after it was resumed.
     ``then``: its hooks and frozen parameters when it was compiled.  ``lane``: that of a state of one lane,
-    made by a process that runs all.
+    made by a process that runs all.  ``rows``: the parameters of rows of tables.  ``registered``: the model's
+    tensors under torchrun, which may live longer than a module around them.  ``watch``: of updates by any
+    optimizer, while the model is whole.
     """
 
     plan: Plan
@@ -53,7 +68,10 @@ class ModelState:
     accumulators: dict[int, torch.Tensor] = field(default_factory=dict)
     borrowed: dict[str, torch.Tensor] = field(default_factory=dict)
     lane: int | None = None
-    _rows: dict[str, nn.Parameter] = field(default_factory=dict)
+    rows: dict[str, nn.Parameter] = field(default_factory=dict)
+    updates: Updates = field(default_factory=Updates)
+    registered: dict[str, weakref.ref[torch.Tensor]] = field(default_factory=dict)
+    watch: RemovableHandle | None = None
     kept: frozenset[str] = frozenset()  # names of buffers that are in plain attributes of the model's modules
 
     def __post_init__(self) -> None:
@@ -64,6 +82,11 @@ class ModelState:
         if (model := self.of()) is not None:
             registered = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
             self.kept = frozenset(self.buffers.keys() - registered)
+
+    @cached_property
+    def classes_elsewhere(self) -> Classes:
+        """Of the model's tensors that this process does not have."""
+        return Classes(Explanation(self))
 
     @cached_property
     def owned(self) -> tuple[RankTensors, ...]:
@@ -102,7 +125,6 @@ class ModelState:
             if parts:
                 del self.parameters[table]
                 self.parameters |= parts
-        self._rows.clear()
 
     def rows_held(self, table: str) -> list[ShardName]:
         """The rows that this process holds of a table, or of rows of one; none in a process of all ranks."""
@@ -126,6 +148,10 @@ class ModelState:
                 new = now.get(name)
                 if new is not None and (new.is_meta or self._has_all_lanes_of(name)):
                     continue  # load_state_dict gave the pipeline its own tensors
+                if is_elsewhere(new):
+                    if own_name == name and not self.stale:
+                        raise RunError(trained_elsewhere(name))
+                    continue
                 new = _own_part(new, old)
                 layout = self.plan.layouts.get(name)
                 if layout is None:  # no rank uses it
@@ -142,8 +168,8 @@ class ModelState:
                         f"The model's {name} is on {new.device}, and the pipeline was compiled for "
                         f"{self.device}. Move the model back, or compile it again."
                     )
-                if own_name != name:  # rows, loaded when the model was on the meta device
-                    del mine[own_name]
+                if own_name != name:  # rows, whose table has values again
+                    self.rows[own_name] = mine.pop(own_name)
                 if new is not old:
                     mine[name] = new
         return named
@@ -196,12 +222,12 @@ class ModelState:
                 f"{len(self.parameters)}: pipe.parameters."
             )
         table, first = self._table(rows)
-        part = table.detach()[rows.begin - first : rows.end - first]
-        if name not in self._rows:
-            self._rows[name] = torch.nn.Parameter(part, table.requires_grad)
-        elif self._rows[name].data_ptr() != part.data_ptr():  # the whole table has moved to other memory
-            self._rows[name].data = part
-        return self._rows[name]
+        part = memory_of(table)[rows.begin - first : rows.end - first]
+        if name not in self.rows:
+            self.rows[name] = torch.nn.Parameter(part, table.requires_grad)
+        elif self.rows[name].data_ptr() != part.data_ptr():  # the whole table has moved to other memory
+            self.rows[name].data = part
+        return self.rows[name]
 
     def stand_ins(self, rank: int) -> dict[str, torch.Tensor]:
         """Zeros for the parameters that the program of a rank gathers, to run it alone."""
@@ -239,7 +265,7 @@ class ModelState:
             if name in self.borrowed:
                 params[name] = self.borrowed[name]
             elif name not in gathered:
-                params[name] = self.parameter(name).detach()
+                params[name] = self.held(name)
         return params, {name: self.buffers[name] for name in held.buffers}
 
     def zero_gradients(self, rank: int) -> dict[str, torch.Tensor]:
@@ -302,10 +328,29 @@ class ModelState:
         """An optimizer has changed what this process owns."""
         self.changed()
         self.stale = bool(self.plan.shard)
+        if self.stale and self.process is not None and not self.divides_parameters:
+            hide_stale(self)
+
+    def refreshed(self) -> None:
+        """The rows that other replicas own have come."""
+        if self.stale:
+            self.stale = False
+            show_stale(self)
+
+    def filled(self) -> None:
+        """The model of this rank has the values of all ranks."""
+        self.synchronized = True
+        if self.process is not None and self.watch is None:
+            watch_updates(self)
 
     def changed(self) -> None:
         """Values of this rank have changed: the model no longer has those of all ranks."""
         self.synchronized = False
+        if self.watch is not None:
+            self.watch.remove()
+            self.watch = None
+        if self.process is not None:
+            free_others(self)
 
     def gathered(self) -> Iterator[tuple[ShardName, int, torch.Tensor]]:
         """Each parameter and buffer as its first holders have it: the name, or that of rows, the lane, and
@@ -353,7 +398,7 @@ class ModelState:
 
     def held(self, name: str) -> torch.Tensor:
         """The value of a parameter, or of rows of one, or of a buffer, that this rank holds."""
-        return (self.buffers[name] if name in self.buffers else self.parameter(name)).detach()
+        return memory_of(self.buffers[name] if name in self.buffers else self.parameter(name))
 
     @contextmanager
     def filling(self, name: ShardName) -> Iterator[torch.Tensor]:
@@ -370,7 +415,7 @@ class ModelState:
         held: torch.Tensor = self.buffers[name] if name in self.buffers else self._table(name)[0]
         if not held.is_meta:
             return self.held(name)
-        self._rows.clear()  # of no memory; those with memory are an optimizer's, and stay
+        self.rows.clear()  # of no memory; those with memory are an optimizer's, and stay
         # A process of all ranks holds the other rows as well.
         made = name if self.process is not None else ShardName(name.tensor)
         own = self.layout(made).empty(self.device)
@@ -390,7 +435,7 @@ class ModelState:
 
     def forget_rows(self) -> None:
         """Rows are parts of other tensors now."""
-        self._rows.clear()
+        self.rows.clear()
 
 
 def _own_part(new: torch.Tensor | None, old: torch.Tensor) -> torch.Tensor | None:

@@ -91,7 +91,7 @@ class Runner(LocalRunner):
                 with self._warm_up.memory(number):
                     recorded = self._recorded(program, rt, record, self._number_in_world)
                     loss = self._run_program(recorded, rt, self._number_in_world, batch, check)
-                self.state.stale = False
+                self.state.refreshed()
                 compare()
                 found = self._outputs(rt, outputs_on)
             except NoAnswer as error:
@@ -137,7 +137,7 @@ class Runner(LocalRunner):
                 given = bucket.parameters or (bucket.own_rows(),)
                 shards.wait(shards.gather(given, bucket.begins))
                 found |= {} if bucket.parameters else bucket.views(given[0])
-        state.stale = False
+        state.refreshed()
         return found
 
     def _outputs(self, rt: Runtime, on: On) -> dict[str, torch.Tensor]:

@@ -15,9 +15,12 @@ from fxpipe.plan.kept import kept_slots, kept_tensors
 from fxpipe.plan.rows import ShardName
 from fxpipe.plan.spans import place_of
 from fxpipe.plan.tensors import dtype_of
+from fxpipe.runtime.job.process import Process
+from fxpipe.training.elsewhere import bring_back, is_elsewhere
 from fxpipe.training.given_values import GivenValues, InMemory, are_equal, copy_to
 from fxpipe.training.initial_values import initialize
 from fxpipe.training.model_state import ModelState
+from fxpipe.training.partial_model import names_of, pipelines_of, registered, show_stale, tensors_of
 
 
 def state_dict(state: ModelState) -> dict[str, torch.Tensor]:
@@ -32,7 +35,7 @@ def state_dict(state: ModelState) -> dict[str, torch.Tensor]:
                 "Each rank has trained its part of the model. Call pipe.full_state_dict() on all ranks, or "
                 "pipe.synchronize() first."
             )
-        held = _tensors_of(model)
+        held = registered(model)
     return {key: held[name].detach() for key, name in state.plan.state}
 
 
@@ -56,30 +59,45 @@ def full_state_dict(state: ModelState, rank: int | None) -> dict[str, torch.Tens
 def copy_to_model(state: ModelState, model: nn.Module | None) -> None:
     """See ``Pipeline.synchronize``."""
     own = state.of()
-    target = own if model is None else model
+    target, is_own = (own, True) if model is None else (model, model is own)
+    known = tensors_of(state) if target is None else registered(target)
     if target is None and state.process is None:
         return  # all ranks are this process
-    if target is None:
+    if not known:
         raise RunError("This pipeline has no model. Give one to copy to: pipe.synchronize(model).")
-    names = state.plan.layouts.keys() & _all_names(state.plan)
-    known = {name: local(tensor) for name, tensor in _tensors_of(target).items()}
-    kept = kept_tensors(target, names - known.keys())
-    slots, known = kept_slots(target) if kept else {}, known | kept
+    names = state.plan.layouts.keys() & names_of(state.plan)
+    kept = {} if target is None else kept_tensors(target, names - known.keys())
+    slots = kept_slots(target) if target is not None and kept else {}
     for name in names:
-        tensor, shape = known.get(name), state.plan.layouts[name].shape
-        if tensor is None or tensor.is_meta or tuple(tensor.shape) != shape:
+        tensor, shape = (known | kept).get(name), state.plan.layouts[name].shape
+        if tensor is None or tensor.is_meta or tuple(local(tensor).shape) != shape:
             raise RunError(f"The model has no {name} of shape {shape} with memory to copy to.")
+    if is_own:
+        show_stale(state)
     for name, lane, value in state.gathered():
         if state.process is None:  # the model has the first lane's share
             value = state.plan.lanes.share(name, value, 0)
         elif state.has_share_of(name) and lane != state.process.lane:
             continue
-        part = name.part_of(known[name.tensor])
-        if part.data_ptr() != value.data_ptr() and name in kept:
-            slots[name].put(value.to(part.device, copy=True))
-        elif part.data_ptr() != value.data_ptr():
+        if name in kept:
+            if is_elsewhere(kept[name]) or kept[name].data_ptr() != value.data_ptr():
+                slots[name].put(value.to(kept[name].device, copy=True))
+            continue
+        tensor = known[name.tensor]
+        if is_elsewhere(tensor) and is_own:  # of a table with rows here, when these have been read
+            bring_back(tensor, state.layout(ShardName(name.tensor)))
+        part = name.part_of(local(tensor).detach())
+        if part.data_ptr() != value.data_ptr():
             part.copy_(value)
-    state.synchronized = target is own
+    if is_own:
+        state.filled()
+
+
+def make_whole(model: nn.Module, process: Process) -> None:
+    """Before a model is compiled once more: give it the values that pipelines have on other processes."""
+    for state in pipelines_of(model, process):
+        state.updates.settle()
+        copy_to_model(state, None)
 
 
 def load_state_dict(state: ModelState, given: GivenValues, strict: bool) -> None:
@@ -95,7 +113,6 @@ def load_state_dict(state: ModelState, given: GivenValues, strict: bool) -> None
             _load(state, name, given, keys[name.tensor])
         elif name.tensor in made.names():
             _load(state, name, made, name.tensor)
-    state.forget_rows()
     state.changed()
 
 
@@ -111,7 +128,7 @@ def _load(state: ModelState, name: ShardName, given: GivenValues, key: str) -> N
 
 def _keys(plan: Plan, given: GivenValues, strict: bool, held: set[str]) -> dict[str, str]:
     """Name -> the given one, of the tensors that this process holds, checked."""
-    names, known = dict(plan.state), _all_names(plan)
+    names, known = dict(plan.state), names_of(plan)
     if strict:
         _check_names(plan, given, names, known)
     keys: dict[str, str] = {}
@@ -174,13 +191,3 @@ def _not_persistent(state: ModelState, names: set[str]) -> dict[str, torch.Tenso
                 f"model with real buffers{kept}."
             )
     return values
-
-
-def _all_names(plan: Plan) -> set[str]:
-    """The names of the model's parameters and buffers."""
-    return {name.tensor for held in plan.tensors for name in held.state}
-
-
-def _tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    named = (*model.named_parameters(), *model.named_buffers())
-    return {name: tensor.detach() for name, tensor in named}

@@ -1,0 +1,126 @@
+"""Tensors of a model that its pipeline has on other ranks: their memory is free, and each use is an error.
+
+A rank trains what it holds, and the same module's other tensors would keep the values that they had.  Such a
+tensor stays the same object, of its shape, dtype and device, since optimizers and lists of the user may have
+it; its class says that it is elsewhere, and its memory is that of one NaN.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, ClassVar, Protocol
+
+import torch
+
+from fxpipe.errors import RunError
+from fxpipe.plan.artifact import TensorLayout
+from fxpipe.plan.dtensors import is_dtensor, local, set_local
+from fxpipe.runtime.torch_private import pytree
+
+
+class Explain(Protocol):
+    """Finds the text of an error for a tensor that is elsewhere.  ``number``: of the pipeline that has it."""
+
+    number: int
+
+    def __call__(self, tensor: torch.Tensor, /) -> str: ...
+
+
+class Classes:
+    """The classes of tensors that are elsewhere for one reason."""
+
+    def __init__(self, explain: Explain):
+        self._explain = explain
+        self._made: dict[type[torch.Tensor], type[Elsewhere]] = {}
+
+    def of(self, tensor: torch.Tensor) -> type[Elsewhere]:
+        kind = type(tensor)
+        if kind not in self._made:
+            self._made[kind] = type(
+                kind.__name__, (Elsewhere, kind), {"kind": kind, "explain": self._explain}
+            )
+        return self._made[kind]
+
+
+class Elsewhere(torch.Tensor):
+    """The first base of a tensor's class as long as another rank has its values: it tells its shape, takes
+    flags, and has no gradient."""
+
+    kind: ClassVar[type[torch.Tensor]]
+    explain: ClassVar[Explain]
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _READS_NO_VALUES:
+            return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+        raise RunError(cls.explain(_first((args, kwargs or {}))))
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"<{self.kind.__name__} of shape {(*self.shape,)} on other ranks>"
+
+
+_T: Any = torch.Tensor
+_PROPERTIES = (
+    "shape", "dtype", "device", "layout", "ndim", "itemsize", "requires_grad", "grad", "grad_dtype",
+    "grad_fn", "is_leaf", "retains_grad", "is_meta", "is_cpu", "is_cuda", "is_sparse", "is_quantized",
+    "is_nested", "_version", "_grad", "_backward_hooks", "_post_accumulate_grad_hooks",
+)  # fmt: skip
+_METHODS = (
+    "size", "dim", "ndimension", "numel", "nelement", "element_size", "is_floating_point", "is_complex",
+    "requires_grad_", "__len__",
+)  # fmt: skip
+#: What may be asked of a tensor that is elsewhere: scripts count parameters, freeze them, look for devices.
+_READS_NO_VALUES = {
+    *(getattr(_T, name).__get__ for name in _PROPERTIES),
+    *(getattr(_T, name) for name in _METHODS),
+    *(getattr(_T, name).__set__ for name in ("requires_grad", "grad")),
+    torch.is_floating_point, torch.is_complex, torch.numel,
+}  # fmt: skip
+
+
+def is_elsewhere(tensor: Any) -> bool:
+    return isinstance(tensor, Elsewhere)
+
+
+def hide(tensor: torch.Tensor, kind: type[Elsewhere]) -> None:
+    """Make each use of a tensor an error, which keeps its memory."""
+    tensor.__class__ = kind
+
+
+def show(tensor: torch.Tensor) -> None:
+    """Undo ``hide``."""
+    kind: Any = type(tensor)
+    if issubclass(kind, Elsewhere):
+        tensor.__class__ = kind.kind
+
+
+def send_away(tensor: torch.Tensor, kind: type[Elsewhere]) -> None:
+    """Free the memory of a tensor, and of its gradient; it becomes one of this class."""
+    tensor.grad = None
+    part = local(tensor)
+    has_nan = part.dtype.is_floating_point or part.dtype.is_complex
+    one = torch.full((), math.nan if has_nan else 0, dtype=part.dtype, device=part.device)
+    _set_memory(tensor, one.expand(part.shape))
+    hide(tensor, kind)
+
+
+def bring_back(tensor: torch.Tensor, layout: TensorLayout) -> None:
+    """Give a tensor that is elsewhere memory of its own again, without values.  layout: of what is here."""
+    device = tensor.device
+    show(tensor)
+    _set_memory(tensor, layout.empty(device))
+
+
+def _set_memory(tensor: torch.Tensor, memory: torch.Tensor) -> None:
+    if is_dtensor(tensor):
+        set_local(tensor, memory)
+    else:
+        tensor.data = memory
+
+
+def _first(arguments: Any) -> torch.Tensor:
+    """The first of the arguments of a function that is elsewhere."""
+    first: torch.Tensor = next(x for x in pytree.tree_leaves(arguments) if is_elsewhere(x))
+    return first

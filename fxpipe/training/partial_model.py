@@ -1,0 +1,197 @@
+"""The model in the hands of the user under torchrun: of each tensor this process has its pipelines' part.
+
+A tensor that no pipeline of this process has is elsewhere (``Elsewhere``): it takes no memory, and its use is
+an error.  ``synchronize`` brings the values of all of them, until a step changes them.
+"""
+
+from __future__ import annotations
+
+import json
+import weakref
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+from fxpipe.errors import RunError
+from fxpipe.plan.artifact import Plan
+from fxpipe.plan.kept import kept_slots
+from fxpipe.plan.rows import ShardName
+from fxpipe.runtime.job.process import Process
+from fxpipe.training.elsewhere import Elsewhere, hide, is_elsewhere, send_away, show
+
+if TYPE_CHECKING:
+    from fxpipe.training.model_state import ModelState
+
+#: The training of the pipelines that were compiled in this process, as long as they or their optimizers live.
+_compiled: weakref.WeakSet[ModelState] = weakref.WeakSet()
+
+
+def share_model(state: ModelState) -> None:
+    """Free what no pipeline has here of the model of a new pipeline."""
+    state.registered = {name: weakref.ref(tensor) for name, tensor in registered(state.of()).items()}
+    _compiled.add(state)
+    _free(state, names_of(state.plan))
+
+
+def free_others(state: ModelState) -> None:
+    """After a change of values: free the copies of what other ranks have.  A pipeline that only evaluates
+    frees those of tensors that it changes."""
+    if any(state.parameters is other.parameters for other in _compiled):
+        _free(state, names_of(state.plan) if trains(state.plan) else {*state.plan.changed})
+
+
+def _free(state: ModelState, names: set[str]) -> None:
+    """Free those of these tensors of the model that no pipeline has here; of what this one changes, also the
+    copies of others, which have earlier values."""
+    if not names:
+        return
+    state.let_go()  # rows of tables have memory of their own
+    tensors, changed = tensors_of(state), changed_by(state.plan)
+    others = {
+        id(tensor)
+        for other in _compiled
+        if other is not state
+        for name, tensor in tensors_of(other).items()
+        if name in whole_names(other)
+    }
+    for name in names - whole_names(state) & tensors.keys():
+        tensor = tensors[name]
+        is_anothers = id(tensor) in others and name not in changed
+        if not (tensor.is_meta or is_elsewhere(tensor) or is_anothers):
+            send_away(tensor, state.classes_elsewhere.of(tensor))
+    model = state.of()
+    if model is not None and (unregistered := names - whole_names(state) - tensors.keys()):
+        for name, slot in kept_slots(model).items():
+            value = slot.get()
+            if name in unregistered and value is not None and not is_elsewhere(value):
+                value = value.detach()  # code may keep the old one
+                send_away(value, state.classes_elsewhere.of(value))
+                slot.put(value)
+
+
+def hide_stale(state: ModelState) -> None:
+    """After an update: hide the parameters of which other replicas have rows with newer values."""
+    assert state.process is not None
+    rank, tensors = state.process.rank, tensors_of(state)
+    own = {*state.owned_by(rank).gradients}
+    for name in state.plan.tensors[rank].gradients:
+        if name not in own and name in tensors and not is_elsewhere(tensors[name]):
+            hide(tensors[name], state.classes_elsewhere.of(tensors[name]))
+
+
+def show_stale(state: ModelState) -> None:
+    """Show them again, as their rows have come."""
+    tensors = tensors_of(state)
+    for name in whole_names(state) & tensors.keys():
+        show(tensors[name])
+
+
+def watch_updates(state: ModelState) -> None:
+    """As long as the model is whole: take a step of any optimizer of its tensors as a change of values."""
+    own = weakref.ref(state)
+
+    def updated(optimizer: Optimizer, *_: object) -> None:
+        living = own()
+        if living is None:
+            return
+        ids = {id(tensor) for tensor in tensors_of(living).values()}
+        if any(id(parameter) in ids for group in optimizer.param_groups for parameter in group["params"]):
+            living.changed()
+
+    state.watch = register_optimizer_step_post_hook(updated)
+    weakref.finalize(state, state.watch.remove).atexit = False
+
+
+def registered(model: nn.Module | None) -> dict[str, torch.Tensor]:
+    """The parameters and buffers of a model by name."""
+    return {} if model is None else dict((*model.named_parameters(), *model.named_buffers()))
+
+
+def tensors_of(state: ModelState) -> dict[str, torch.Tensor]:
+    """The registered tensors of the model, or what is left of them where a module around them is gone."""
+    model = state.of()
+    if model is not None:
+        return registered(model)
+    return {name: tensor for name, ref in state.registered.items() if (tensor := ref()) is not None}
+
+
+def pipelines_of(model: nn.Module, process: Process) -> list[ModelState]:
+    """The pipelines that have a part of this model elsewhere on any process; the same on all, which call it.
+
+    Raises RunError if one is gone.
+    """
+    own = {type(x).explain.number for x in registered(model).values() if isinstance(x, Elsewhere)}
+    numbers = {n for given in process.gather(json.dumps([*own]).encode()) for n in json.loads(given)}
+    states = {state.process.tag: state for state in _compiled if state.process is not None}
+    with process.agreed("compile"):
+        if numbers - states.keys():
+            raise RunError(
+                f"A part of this {type(model).__name__} is on other ranks, and the pipeline that has it is "
+                "gone. Call pipe.synchronize() on all ranks before you let a pipeline go, and compile its "
+                "model again then."
+            )
+    return [states[number] for number in sorted(numbers)]
+
+
+def names_of(plan: Plan) -> set[str]:
+    """The names of the model's parameters and buffers."""
+    return {name.tensor for held in plan.tensors for name in held.state}
+
+
+def trains(plan: Plan) -> bool:
+    return any(held.gradients for held in plan.tensors)
+
+
+def changed_by(plan: Plan) -> set[str]:
+    """The names of the tensors to which training gives new values."""
+    return {name.tensor for held in plan.tensors for name in held.gradients} | {*plan.changed}
+
+
+def whole_names(state: ModelState) -> set[str]:
+    """The tensors of which this process has more than rows."""
+    return {name for name in (*state.parameters, *state.buffers) if not ShardName(name).is_part}
+
+
+def trained_elsewhere(name: str) -> str:
+    """For a pipeline that needs a tensor here which another one changes on another rank."""
+    return (
+        f"{name} is trained by another pipeline of this model, which has it on other ranks. Call that one's "
+        "synchronize() on all ranks before this one runs, or compile this one with like=pipe, so that each "
+        "tensor is where that one has it."
+    )
+
+
+class Explanation:
+    """Why a tensor of a pipeline's model cannot be used in this process, and what can be."""
+
+    def __init__(self, state: ModelState):
+        assert state.process is not None
+        self.plan, self.rank, self.number = state.plan, state.process.rank, state.process.tag
+        self.state = weakref.ref(state)
+
+    def __call__(self, tensor: torch.Tensor) -> str:
+        state, rank = self.state(), self.rank
+        tensors = {} if state is None else tensors_of(state)
+        name = next((name for name, x in tensors.items() if x is tensor), "")
+        if state is not None and name in whole_names(state):
+            return (
+                f"Other replicas have newer values of rows of {name}: call pipe.full_state_dict() or "
+                "pipe.evaluate(batch) instead, or pipe.synchronize() first, on all ranks."
+            )
+        stages = ", ".join(s.modules for s in self.plan.stages if s.rank == rank and s.modules) or "no layer"
+        return (
+            f"{name or 'This tensor'} is on {self._place(name)}, and rank {rank} holds {stages} "
+            f"of this {self.plan.model}: call pipe.full_state_dict(), pipe.evaluate(batch) or "
+            "pipe.load_state_dict(state) instead, or pipe.synchronize() first, on all ranks, which fills the "
+            "model until the next step. pipe.parameters and pipe.buffers are what this rank holds."
+        )
+
+    def _place(self, name: str) -> str:
+        ranks = [
+            rank for rank, held in enumerate(self.plan.tensors) if any(n.tensor == name for n in held.state)
+        ]
+        if not name or ranks == [self.rank]:
+            return "other ranks"
+        return f"rank {ranks[0]}" if len(ranks) == 1 else f"the ranks {', '.join(map(str, ranks))}"
