@@ -311,7 +311,6 @@ def compile(
         offload_directory=options.offload_directory,
     )
     pipe = pipe.with_evaluation(forward[0]) if forward else pipe
-    pipe.share_values()
     if process is not None:
         pipe.share_model(model)
     return pipe

@@ -31,7 +31,7 @@ from fxpipe.training.local_runner import LocalResult
 from fxpipe.training.make_optimizer import make_optimizer
 from fxpipe.training.model_state import ModelState
 from fxpipe.training.optimizer import PipelineOptimizer
-from fxpipe.training.partial_model import share_model
+from fxpipe.training.partial_model import register, share_model
 from fxpipe.training.pretrained import Pretrained, export
 from fxpipe.training.runner import Runner
 from fxpipe.training.save import new_directory, save
@@ -97,6 +97,10 @@ class Pipeline(Views):
 
     def share_model(self, model: torch.nn.Module) -> None:
         """Keep this process's part of the model, under torchrun: its other tensors are elsewhere."""
+        assert self.process is not None
+        with self.process.agreed("compile"):
+            register(self.model_state)
+        self.share_values()
         share_model(self.model_state)
         pipe = weakref.ref(self)
 

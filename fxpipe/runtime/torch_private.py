@@ -53,6 +53,7 @@ __all__ = [
     "memory_of",
     "module_hooks",
     "no_modes",
+    "of_base_class",
     "pytree",
     "rendezvous",
     "state_hooks",
@@ -195,8 +196,14 @@ def is_profiling() -> bool:
 
 def memory_of(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor without its gradient's history, as one of torch's own class, whatever its class is."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with of_base_class():
         return tensor.detach()
+
+
+def of_base_class() -> contextlib.AbstractContextManager[None]:
+    """Inside of it functions take tensors of subclasses as torch's own, and give such."""
+    context: contextlib.AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()
+    return context
 
 
 def fake_store() -> Store:

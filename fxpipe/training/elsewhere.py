@@ -15,7 +15,7 @@ import torch
 from fxpipe.errors import RunError
 from fxpipe.plan.artifact import TensorLayout
 from fxpipe.plan.dtensors import is_dtensor, local, set_local
-from fxpipe.runtime.torch_private import pytree
+from fxpipe.runtime.torch_private import of_base_class, pytree
 
 
 class Explain(Protocol):
@@ -54,7 +54,8 @@ class Elsewhere(torch.Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func in _READS_NO_VALUES:
-            return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+            with of_base_class():
+                return func(*args, **(kwargs or {}))
         raise RunError(cls.explain(_first((args, kwargs or {}))))
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
@@ -71,12 +72,14 @@ _METHODS = (
     "size", "dim", "ndimension", "numel", "nelement", "element_size", "is_floating_point", "is_complex",
     "requires_grad_", "__len__",
 )  # fmt: skip
-#: What may be asked of a tensor that is elsewhere: scripts count parameters, freeze them, look for devices.
+#: What may be asked of a tensor that is elsewhere: scripts count parameters, freeze them, look for devices,
+#: and make other tensors of the same shape.
 _READS_NO_VALUES = {
     *(getattr(_T, name).__get__ for name in _PROPERTIES),
     *(getattr(_T, name) for name in _METHODS),
     *(getattr(_T, name).__set__ for name in ("requires_grad", "grad")),
-    torch.is_floating_point, torch.is_complex, torch.numel,
+    torch.is_floating_point, torch.is_complex, torch.numel, torch.empty_like, torch.zeros_like,
+    torch.ones_like, torch.full_like, torch.rand_like, torch.randn_like,
 }  # fmt: skip
 
 

@@ -7,6 +7,7 @@ an error.  ``synchronize`` brings the values of all of them, until a step change
 from __future__ import annotations
 
 import json
+import sys
 import weakref
 from typing import TYPE_CHECKING
 
@@ -28,10 +29,22 @@ if TYPE_CHECKING:
 _compiled: weakref.WeakSet[ModelState] = weakref.WeakSet()
 
 
+def register(state: ModelState) -> None:
+    """Take a new pipeline as one that has this process's part of its model, beside the others of it.
+
+    Raises RunError where another one trains tensors of this model that would be on other ranks here.
+    """
+    state.registered = {name: weakref.ref(tensor) for name, tensor in registered(state.of()).items()}
+    for other in _compiled:
+        if text := _difference(state, other):
+            raise RunError(text)
+    for other in _compiled:
+        _share_rows(state, other)
+    _compiled.add(state)
+
+
 def share_model(state: ModelState) -> None:
     """Free what no pipeline has here of the model of a new pipeline."""
-    state.registered = {name: weakref.ref(tensor) for name, tensor in registered(state.of()).items()}
-    _compiled.add(state)
     _free(state, names_of(state.plan))
 
 
@@ -47,7 +60,8 @@ def _free(state: ModelState, names: set[str]) -> None:
     copies of others, which have earlier values."""
     if not names:
         return
-    state.let_go()  # rows of tables have memory of their own
+    for each in _compiled:
+        each.let_go()  # rows of tables have memory of their own
     tensors, changed = tensors_of(state), changed_by(state.plan)
     others = {
         id(tensor)
@@ -69,6 +83,64 @@ def _free(state: ModelState, names: set[str]) -> None:
                 value = value.detach()  # code may keep the old one
                 send_away(value, state.classes_elsewhere.of(value))
                 slot.put(value)
+
+
+def _difference(new: ModelState, other: ModelState) -> str:
+    """How two pipelines of a model place a tensor that one of them changes, if not alike; else "".
+
+    One that does not train may have copies, which ``synchronize`` of the other fills.
+    """
+    if not (trains(new.plan) and trains(other.plan)):
+        return ""
+    for name, theirs in _common(new, other):
+        changed = name in changed_by(new.plan), theirs in changed_by(other.plan)
+        here, there = _parts(new, name), _parts(other, theirs)
+        alike = here == there
+        if changed == (False, True):
+            alike = here.items() <= there.items()
+        elif changed == (True, False):
+            alike = there.items() <= here.items()
+        if any(changed) and not alike:
+            return (
+                f"{name} would be on {_ranks_text(here)}, and another pipeline of this model "
+                f"({other.plan.model}) has it on {_ranks_text(there)}: neither would see what the other "
+                "trains. Compile this one with like=pipe, the other one, or with its split_points; or call "
+                "the other's synchronize() and let it and its optimizer go before this one is compiled."
+            )
+    return ""
+
+
+def _common(new: ModelState, other: ModelState) -> list[tuple[str, str]]:
+    """The names, in both, of the tensors that are part of two models."""
+    names = {id(tensor): name for name, tensor in tensors_of(other).items()}
+    return [(name, names[id(tensor)]) for name, tensor in tensors_of(new).items() if id(tensor) in names]
+
+
+def _parts(state: ModelState, name: str) -> dict[int, frozenset[tuple[int, int]]]:
+    """The processes that own a tensor, each with its rows."""
+    held = (
+        (k, frozenset((n.begin, n.end) for n in own.state if n.tensor == name))
+        for k, own in enumerate(state.owned)
+    )
+    return {process: rows for process, rows in held if rows}
+
+
+def _ranks_text(parts: dict[int, frozenset[tuple[int, int]]]) -> str:
+    """The processes, each with its rows where it has no more."""
+    each = []
+    for process, rows in parts.items():
+        spans = ", ".join(f"{begin}:{end}" for begin, end in sorted(rows) if end < sys.maxsize)
+        each.append(f"process {process}{f' (rows {spans})' if spans else ''}")
+    return ", ".join(each) or "no process"
+
+
+def _share_rows(new: ModelState, other: ModelState) -> None:
+    """Train the rows of tables that another pipeline has by the same parameters."""
+    tables = {theirs: name for name, theirs in _common(new, other)}
+    for rows, parameter in (other.rows | other.parameters).items():
+        theirs = ShardName(rows)
+        if theirs.is_part and theirs.tensor in tables:
+            new.rows[ShardName.of_rows(tables[theirs.tensor], theirs.begin, theirs.end)] = parameter
 
 
 def hide_stale(state: ModelState) -> None:
@@ -154,6 +226,12 @@ def whole_names(state: ModelState) -> set[str]:
     return {name for name in (*state.parameters, *state.buffers) if not ShardName(name).is_part}
 
 
+def _name_of(tensor: torch.Tensor, state: ModelState) -> str:
+    model = state.of()
+    kept = {} if model is None else {name: slot.get() for name, slot in kept_slots(model).items()}
+    return next((name for name, x in (tensors_of(state) | kept).items() if x is tensor), "")
+
+
 def trained_elsewhere(name: str) -> str:
     """For a pipeline that needs a tensor here which another one changes on another rank."""
     return (
@@ -173,8 +251,7 @@ class Explanation:
 
     def __call__(self, tensor: torch.Tensor) -> str:
         state, rank = self.state(), self.rank
-        tensors = {} if state is None else tensors_of(state)
-        name = next((name for name, x in tensors.items() if x is tensor), "")
+        name = "" if state is None else _name_of(tensor, state)
         if state is not None and name in whole_names(state):
             return (
                 f"Other replicas have newer values of rows of {name}: call pipe.full_state_dict() or "
