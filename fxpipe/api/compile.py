@@ -16,6 +16,7 @@ from torch import nn
 
 from fxpipe.api.alike import arguments_of, check_lanes
 from fxpipe.api.held import held_of
+from fxpipe.api.like import check_like, options_like, ranks_like
 from fxpipe.api.pipeline import Pipeline
 from fxpipe.compiler.compilation import Compilation
 from fxpipe.compiler.compile import Compiled, compile_model, last_lane_as_text
@@ -41,6 +42,7 @@ from fxpipe.runtime.program.offload import check_tier
 from fxpipe.schedule.formats.handwritten import is_file_name, read_schedule
 from fxpipe.schedule.ops import Schedule, Validation
 from fxpipe.training import parts
+from fxpipe.training.partial_model import updates_of
 from fxpipe.training.state_dict import make_whole
 from fxpipe.viz.explanation import explain
 
@@ -73,6 +75,7 @@ def compile(
     stages_per_rank: int | None = None,
     placement: str | None = None,
     split_points: Sequence[str] | None = None,
+    like: Pipeline | None = None,
     effort: float | None = None,
     costs: str | Sequence[str] = "analytic",
     ranks_per_machine: int | None = None,
@@ -136,6 +139,11 @@ def compile(
     stages_per_rank, placement: ``plain`` (stage s on rank s mod ranks) or ``v`` (down the ranks and back
         up).  By default the schedule's own.
     split_points: module paths that begin the second and later stages, instead of cuts by cost.
+    like: another pipeline, of this model or of one with modules of it, which trains together with this one:
+        for another length, loss, or part that is trained.  Each tensor lies on the ranks that have it there;
+        parameters, ``.grad``, optimizers and the step number are those of both.  By default so are
+        ``ranks``, ``replicas``, ``shard``, ``grad_dtype`` and ``vocab_parallel``.  Raises PartitionError,
+        naming the tensor, where the model cannot be cut so.
     effort: of the search for a schedule, about the seconds of one core; it uses all cores.  By default two
         milliseconds for every op (stage, phase, microbatch) of all placements, and 8 seconds at most.
     costs: the times that the schedule is made for: ``analytic`` (FLOPs and bytes on a description of the
@@ -188,6 +196,9 @@ def compile(
     check_supported(device)
     mesh = mesh_of(model)
     lanes = 1 if mesh is None else mesh.size()
+    if like is not None:
+        check_like(like)
+        ranks, replicas = ranks_like(like, ranks, replicas)
     pipeline_ranks, replicas = ranks_and_replicas(ranks, replicas, lanes)
     limit = as_timeout(timeout)
     process = Process.join(device, limit) if under_torchrun() else None
@@ -238,6 +249,8 @@ def compile(
             check=check,
             validation=validation,
         )
+        if like is not None:
+            options = options_like(options, like, model)
         wanted: list[TriedMesh] = []
         if request is None:
             check_options(options)
@@ -309,6 +322,8 @@ def compile(
         graph=compiled.graph if compiled else None,
         sections=compiled.sections if compiled else (),
         offload_directory=options.offload_directory,
+        like=like,
+        updates=updates_of(model) if like is None else like.updates,
     )
     pipe = pipe.with_evaluation(forward[0]) if forward else pipe
     if process is not None:

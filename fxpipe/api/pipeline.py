@@ -53,7 +53,7 @@ class Pipeline(Views):
     the new ones.  ``of``: gives the model, None if there is none; under torchrun a pipeline does not keep it
     alive.  ``constants``: the model's own tensors whose values programs hold.  ``evaluation``: the forward in
     eval mode alone on the same tensors, if it was compiled, which has ``is_evaluation``.  ``rows``: of tables
-    of which this rank holds some, as parameters.
+    of which this rank holds some, as parameters.  ``like``: the pipeline whose steps this one goes on with.
     """
 
     artifact: Artifact
@@ -72,6 +72,7 @@ class Pipeline(Views):
     evaluation: Pipeline | None = None
     is_evaluation: bool = False
     updates: Updates = field(default_factory=Updates)
+    like: Pipeline | None = None
     rows: dict[str, torch.nn.Parameter] = field(default_factory=dict)
     _then: Traced = field(init=False)
 
@@ -90,6 +91,7 @@ class Pipeline(Views):
             directory=directory,
             process=process,
             is_evaluation=True,
+            like=None,
             sections=(),
             graph=None,
         )
@@ -131,6 +133,7 @@ class Pipeline(Views):
             self.first_step,
             is_evaluation=self.is_evaluation,
             updates=self.updates,
+            like=None if self.like is None else self.like._runner,
         )
 
     def run_local(

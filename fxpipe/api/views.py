@@ -27,7 +27,7 @@ from fxpipe.schedule.simulation.timeline import Timeline
 
 #: What the classes of fxpipe use of a pipeline, and its users do not.
 _INTERNAL = {
-    "artifact", "directory", "first_step", "is_evaluation", "let_model_go", "model_state", "of",
+    "artifact", "directory", "first_step", "is_evaluation", "let_model_go", "like", "model_state", "of",
     "offload_directory", "process", "rows", "share_model", "updates",
     "with_evaluation",
 }  # fmt: skip

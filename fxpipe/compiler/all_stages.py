@@ -22,6 +22,9 @@ from fxpipe.cost.profile import measured_bandwidth
 from fxpipe.errors import PartitionError, VocabularyError
 from fxpipe.schedule.search.fastest import AUTO
 
+Held = tuple[frozenset[str], ...] | None
+"""The tensors that may be used in each stage, if other pipelines have them on their ranks."""
+
 
 def cluster_of(
     options: Options, device: torch.device, devices: Sequence[Sequence[Device]], graph: fx.Graph
@@ -53,16 +56,20 @@ def all_stages(
     made: the cuts of the step so far.
     """
     cuts: list[Stages] = []
+    misfits: list[PartitionError] = []
     ways = tried.barriers
     measured = options.costs == "measured"
     slowness = cluster.slowness(captured.graph)
     steps: dict[int | None, StepGraphs] = {}  # for any number of stages
     for stages, placements in tried.placements.items():
         found: list[Stages] = []
-        alike: defaultdict[tuple[float, ...], list[str]] = defaultdict(list)
+        alike: defaultdict[tuple[tuple[float, ...], Held], list[str]] = defaultdict(list)
         for name, placement in placements.items():
-            alike[of_stages(slowness, placement)].append(name)
-        for barriers, (own, names) in product(ways, alike.items()):
+            held = (
+                tuple(frozenset(options.on_ranks[rank]) for rank in placement) if options.on_ranks else None
+            )
+            alike[of_stages(slowness, placement), held].append(name)
+        for barriers, ((own, held), names) in product(ways, alike.items()):
             if barriers not in ways:
                 continue  # it did not fit other placements either
             asked = CutOptions(
@@ -72,6 +79,7 @@ def all_stages(
                 options.split_points,
                 barriers,
                 measured,
+                held=held,
                 slowness=own,
                 placements=tuple(names),
                 grad_dtype=options.grad_dtype,
@@ -83,9 +91,12 @@ def all_stages(
                     with phase("vocabulary"):
                         steps[barriers] = made.split(captured, asked)
                 found.append(made.stages_of(steps[barriers], asked, phase))
-            except PartitionError:
+            except PartitionError as error:
                 if barriers is not None and options.vocab_parallel == AUTO:
                     ways = tuple(way for way in ways if way != barriers)  # nor does it fit more stages
+                    continue
+                if options.on_ranks:  # other placements may fit
+                    misfits.append(error)
                     continue
                 if not (cuts or found):
                     raise
@@ -98,4 +109,6 @@ def all_stages(
                 if ways == (None,):
                     warnings.warn(f"vocab_parallel='auto' goes on without: {error}", stacklevel=2)
         cuts += found
+    if misfits and not cuts:
+        raise misfits[0]
     return cuts

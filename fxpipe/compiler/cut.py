@@ -121,7 +121,7 @@ class Cuts:
 
     def stages_of(self, step: StepGraphs, options: CutOptions, phase: Phases) -> Stages:
         """``stages_of``, of a result of ``split``."""
-        key = step, options.stages, options.slowness, options.balanced, options.cuts
+        key = step, options.stages, options.slowness, options.balanced, options.cuts, options.held
         if key not in self._stages:
             try:
                 self._stages[key] = stages_of(step, options, phase)

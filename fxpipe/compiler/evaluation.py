@@ -19,6 +19,7 @@ from fxpipe.compiler.options import Offload
 from fxpipe.compiler.passes import CutOptions, StepGraphs
 from fxpipe.compiler.progress import Phases
 from fxpipe.cost.analytic import seconds_on, section_costs
+from fxpipe.errors import PartitionError
 from fxpipe.ir.garbage import collector_paused
 from fxpipe.ir.graph import Kind, Section
 from fxpipe.ir.liveness import liveness
@@ -54,7 +55,7 @@ def compile_evaluation(given: Compilation, phase: Phases, trained: Compiled) -> 
         cluster.node_seconds(),
         None,
         plan.vocabulary.barriers if plan.vocabulary is not None else None,
-        held=[_tensors_of(stage, trained.sections) for stage in own],
+        held=tuple(_tensors_of(stage, trained.sections) for stage in own),
         backend=options.backend,
         print_after=options.print_after,
     )
@@ -62,7 +63,13 @@ def compile_evaluation(given: Compilation, phase: Phases, trained: Compiled) -> 
     with phase("evaluation"), _in_eval_mode(model):
         kept = {name for held in plan.tensors for name in held.buffers}
         captured = capture_lanes(model, lambda: traced(given, kept))
-    cut = cut_at_level(stages_of(split(StepGraphs(captured.graph, None), asked), asked, phase), None, phase)
+    try:
+        stages = stages_of(split(StepGraphs(captured.graph, None), asked), asked, phase)
+    except PartitionError as error:
+        raise PartitionError(
+            f"In eval mode: {error} Or compile model.eval() by itself, with gradients=False."
+        ) from error
+    cut = cut_at_level(stages, None, phase)
     live = liveness(cut.graph, cut.sections, cut.edges, plan.placement)
     seconds = seconds_on(cluster, cut.graph)
     costs = section_costs(live, seconds, cluster, plan.placement, options.ranks_per_machine)

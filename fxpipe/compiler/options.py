@@ -90,6 +90,7 @@ class Options:
     print_after: str | None = None
     check: bool = True
     limit_text: str = ""  # the memory limit as it was given
+    on_ranks: tuple[tuple[str, ...], ...] = ()  # the tensors that may lie on each rank, where it is known
     validation: Validation = "barrier"
 
     @property

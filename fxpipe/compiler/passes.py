@@ -72,7 +72,7 @@ class CutOptions:
     barriers: int | None
     runnable: bool = False
     recompute: Level | None = None
-    held: Sequence[Set[str]] | None = None
+    held: tuple[Set[str], ...] | None = None
     slowness: tuple[float, ...] = ()
     balanced: tuple[int, ...] = ()
     cuts: tuple[int, ...] = ()

@@ -42,9 +42,14 @@ def check_names(model: nn.Module) -> None:
 
 
 def tensor_ownership(
-    model: nn.Module, sections: tuple[Section, ...], placement: tuple[int, ...], ranks: int
+    model: nn.Module,
+    sections: tuple[Section, ...],
+    placement: tuple[int, ...],
+    ranks: int,
+    on_ranks: Sequence[Sequence[str]] = (),
 ) -> tuple[RankTensors, ...]:
-    """The tensors of each rank.  Rank 0 also holds unused ones, so that a saved pipeline is complete."""
+    """The tensors of each rank.  Rank 0 also holds unused ones, so that a saved pipeline is complete; or the
+    first rank on which they may lie."""
     used: list[dict[Kind, set[str]]] = [{k: set() for k in Kind} for _ in range(ranks)]
     for section in sections:
         for value in (*section.step_inputs, *section.outputs):
@@ -54,8 +59,10 @@ def tensor_ownership(
     buffers = set().union(*(u[Kind.BUFFER] for u in used))  # with frozen parameters that the step changes
     spare_parameters = {n for n, _ in model.named_parameters()} - taken - buffers
     spare_buffers = {n for n, _ in model.named_buffers()} - buffers
-    used[0][Kind.PARAMETER] |= spare_parameters
-    used[0][Kind.BUFFER] |= spare_buffers
+    for kind, names in ((Kind.PARAMETER, spare_parameters), (Kind.BUFFER, spare_buffers)):
+        for name in names:
+            rank = next((rank for rank, known in enumerate(on_ranks) if name in known), 0)
+            used[rank][kind].add(name)
     accumulated = set().union(*(u[Kind.GRADIENT] for u in used))
     plans = []
     for u in used:

@@ -62,7 +62,7 @@ def _tensors(node: fx.Node, free: Set[fx.Node]) -> tuple[str, ...]:
 def _no_cuts(node: fx.Node, names: Sequence[str]) -> PartitionError:
     uses = f", which uses {', '.join(names)}" if names else ""
     return PartitionError(
-        "The forward in eval mode cannot be cut where the training step was: no stage that has its tensors "
-        f"is left for {node.name}{uses} ({node.meta['origin']}). Compile model.eval() by itself, with "
-        "gradients=False."
+        "The forward cannot be cut such that each rank uses what it has in the other step: no stage that has "
+        f"its tensors is left for {node.name}{uses} ({node.meta['origin']}). Cut the other step so that its "
+        "stages use the tensors in this order too, by split_points."
     )

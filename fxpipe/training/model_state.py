@@ -29,6 +29,7 @@ from fxpipe.training.partial_model import (
     Explanation,
     free_others,
     hide_stale,
+    sharing,
     show_stale,
     trained_elsewhere,
     watch_updates,
@@ -328,6 +329,9 @@ class ModelState:
         """An optimizer has changed what this process owns."""
         self.changed()
         self.stale = bool(self.plan.shard)
+        if self.stale and self.process is not None:
+            for other in sharing(self):
+                other.stale = True
         if self.stale and self.process is not None and not self.divides_parameters:
             hide_stale(self)
 

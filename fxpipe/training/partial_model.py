@@ -21,6 +21,7 @@ from fxpipe.plan.kept import kept_slots
 from fxpipe.plan.rows import ShardName
 from fxpipe.runtime.job.process import Process
 from fxpipe.training.elsewhere import Elsewhere, hide, is_elsewhere, send_away, show
+from fxpipe.training.updates import Updates
 
 if TYPE_CHECKING:
     from fxpipe.training.model_state import ModelState
@@ -134,6 +135,13 @@ def _ranks_text(parts: dict[int, frozenset[tuple[int, int]]]) -> str:
     return ", ".join(each) or "no process"
 
 
+def sharing(state: ModelState) -> list[ModelState]:
+    """The other pipelines that train tensors of this one's model."""
+    return [
+        other for other in _compiled if other is not state and trains(other.plan) and _common(state, other)
+    ]
+
+
 def _share_rows(new: ModelState, other: ModelState) -> None:
     """Train the rows of tables that another pipeline has by the same parameters."""
     tables = {theirs: name for name, theirs in _common(new, other)}
@@ -158,6 +166,28 @@ def show_stale(state: ModelState) -> None:
     tensors = tensors_of(state)
     for name in whole_names(state) & tensors.keys():
         show(tensors[name])
+
+
+def updates_of(model: nn.Module) -> Updates:
+    """The last update of a pipeline that has tensors of this model; new ones if there is none."""
+    own = {id(tensor) for tensor in registered(model).values()}
+    others = (other for other in _compiled if any(id(tensor) in own for tensor in tensors_of(other).values()))
+    return next((other.updates for other in others), Updates())
+
+
+def names_by_rank(model: nn.Module, other: ModelState) -> tuple[tuple[str, ...], ...]:
+    """The names of a model's tensors that each rank of another pipeline has, and on all ranks those that none
+    has; nothing if the model has no tensor of it."""
+    theirs = {id(tensor): name for name, tensor in tensors_of(other).items()}
+    names = {name: theirs.get(id(tensor)) for name, tensor in registered(model).items()}
+    known = names_of(other.plan)
+    if not known.intersection(names.values()):
+        return ()
+    ranks = ({name.tensor for name in held.state} for held in other.plan.tensors)
+    return tuple(
+        tuple(sorted(name for name, their in names.items() if their in here or their not in known))
+        for here in ranks
+    )
 
 
 def watch_updates(state: ModelState) -> None:

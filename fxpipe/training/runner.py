@@ -44,19 +44,25 @@ from fxpipe.training.warm_up import WarmUp
 class Runner(LocalRunner):
     """``stop_asked``: whether this rank was asked to end the run.  ``stops``: whether one of the ranks was,
     before the last step; the same on all ranks.  ``is_evaluation``: whether it is that of ``pipe.evaluate``.
+    ``like``: that of the pipeline whose number of the step this one goes on with.
     """
 
     stop_asked: bool = False
     stops: bool = False
     is_evaluation: bool = False
+    like: Runner | None = None
 
     @property
     def step_number(self) -> int:
         """See ``Pipeline.step_number``."""
+        if self.like is not None:
+            return self.like.step_number
         return self.runtime.step_number if "runtime" in self.__dict__ else self.first_step
 
     @step_number.setter
     def step_number(self, number: int) -> None:
+        if self.like is not None:
+            self.like.step_number = number
         self.first_step = number
         if "runtime" in self.__dict__:
             self.runtime.step_number = number
@@ -69,7 +75,7 @@ class Runner(LocalRunner):
         rt, program, spec = self.runtime, self._own_program, self.plan.step
         self._warm_up.run(rt, program, batch, lambda: self._words(Facts(self.artifact.number), batch))
         rt.start()
-        number = rt.step_number
+        number = rt.step_number = self.step_number
         with self._watched(rt, program):
             try:
                 wanted = requested(outputs, outputs_on, spec.outputs, spec.ranks)
@@ -98,6 +104,7 @@ class Runner(LocalRunner):
                 raise self._no_answer(error) from None
             except Exception as error:
                 raise self._failure(error, rt, number) from error
+        self.step_number = rt.step_number
         for end in finish:
             end()
         self.state.store_buffers(rt)

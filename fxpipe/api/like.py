@@ -1,0 +1,55 @@
+"""Another pipeline of a model, whose tensors lie where the first one has them: ``compile(…, like=pipe)``."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from fxpipe.api.pipeline import Pipeline
+from fxpipe.compiler.options import Options
+from fxpipe.errors import OptionError
+from fxpipe.plan.tensors import dtype_of
+from fxpipe.training.partial_model import names_by_rank
+
+
+def check_like(like: Any) -> None:
+    """Raise OptionError unless this is a pipeline that was compiled in this process."""
+    if not isinstance(like, Pipeline) or like.is_evaluation or like.directory is not None:
+        raise OptionError(
+            f"like is {like!r:.60} and must be a pipeline that fxpipe.compile has made in this process."
+        )
+
+
+def ranks_like(like: Pipeline, ranks: Any, replicas: int | None) -> tuple[Any, int | None]:
+    """Those of the other pipeline, where none are given."""
+    return (like.artifact.plan.ranks, like.replicas) if ranks is None else (ranks, replicas)
+
+
+def options_like(options: Options, like: Pipeline, model: nn.Module) -> Options:
+    """The options with those of the other pipeline on which its tensors and gradients depend.
+
+    Raises OptionError for other ones, and for a model that has no tensor of the other one's.
+    """
+    plan = like.artifact.plan
+    barriers = 0 if plan.vocabulary is None else plan.vocabulary.barriers
+    theirs: dict[str, Any] = {
+        "ranks": plan.ranks,
+        "replicas": like.replicas,
+        "shard": plan.shard or None,
+        "grad_dtype": dtype_of(plan.grad_dtype) if plan.grad_dtype else None,
+    }
+    for name, value in theirs.items():
+        own = getattr(options, name)
+        if own != value and own is not None:
+            raise OptionError(
+                f"{name} is {own!r}, and {value!r} in the pipeline that this one is to be like."
+            )
+    on_ranks = names_by_rank(model, like.model_state)
+    if not on_ranks:
+        raise OptionError(
+            f"The {type(model).__name__} has no tensor of the pipeline that this one is to be like."
+        )
+    split = options.vocab_parallel or (f"{barriers}-barrier" if barriers else False)
+    return replace(options, **theirs, vocab_parallel=split, on_ranks=on_ranks)
