@@ -37,6 +37,7 @@ from fxpipe.training.runner import Runner
 from fxpipe.training.save import new_directory, save
 from fxpipe.training.shared_values import share_values
 from fxpipe.training.state_dict import copy_to_model, full_state_dict, load_state_dict, state_dict
+from fxpipe.training.step_loss import StepLoss
 from fxpipe.training.unchanged import Traced
 from fxpipe.training.updates import Updates
 
@@ -203,7 +204,13 @@ class Pipeline(Views):
                 f"The model has no loss: ask for outputs=[…]. The pipeline gives {', '.join(self.outputs)}."
             )
         result = self._runner.step(batch, outputs or (), outputs_on, checked(check), checked_record(record))
+        if result.loss is not None and self._trains:
+            result = replace(result, loss=result.loss.as_subclass(StepLoss))
         return _loss(result) if outputs is None else result
+
+    @property
+    def _trains(self) -> bool:
+        return any(held.gradients for held in self.artifact.plan.tensors)
 
     @overload
     def evaluate(self, batch: Any) -> torch.Tensor: ...
@@ -220,7 +227,7 @@ class Pipeline(Views):
         """
         pipe = self.evaluation
         if pipe is None:
-            if any(held.gradients for held in self.artifact.plan.tensors):
+            if self._trains:
                 raise RunError(
                     "The pipeline has no programs for evaluation: compile it with evaluation=True, or "
                     "compile model.eval() once more with gradients=False."
@@ -260,6 +267,7 @@ class Pipeline(Views):
         skip_nonfinite: bool | int = False,
         master_weights: bool = False,
         validation: Validation | None = None,
+        changes_gradients: bool = False,
         **options: Any,
     ) -> PipelineOptimizer:
         """An optimizer of this rank's parameters; all ranks must make the same.
@@ -274,6 +282,8 @@ class Pipeline(Views):
             step.
         validation: with "post" ranks do not wait for each other before they update (docs/steps.md); by
             default the one of ``compile``.
+        changes_gradients: the script changes gradients, or parameters, between ``pipe.step`` and ``step`` by
+            what needs no values of other ranks (docs/training.md); else it may multiply all by one factor.
         Raises RunError for optimizers that update a parameter by values which other ranks hold, and with
         "post" for those whose update cannot be taken back.
         """
@@ -286,6 +296,8 @@ class Pipeline(Views):
             master_weights,
             validation or self.artifact.plan.validation,
             self.updates,
+            None if self.process is None else self._runner.course.changes,
+            changes_gradients,
             largest=clip_grad_norm,
             norm_type=norm_type,
             skip_nonfinite=skip_nonfinite,

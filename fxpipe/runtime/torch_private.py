@@ -34,6 +34,8 @@ __all__ = [
     "TorchDispatchMode",
     "all_gather_single",
     "as_one",
+    "as_plain",
+    "before_each_update",
     "communicator_error",
     "compile_by_inductor",
     "decompositions",
@@ -79,6 +81,12 @@ def as_one(group: dist.ProcessGroup, device: torch.device, start: Callable[[], o
     group._start_coalescing(device)
     start()
     return group._end_coalescing(device)
+
+
+def as_plain(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of a subclass as one of torch's own class, in the same memory."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.as_subclass(torch.Tensor)
 
 
 def communicator_error(group: dist.ProcessGroup, device: torch.device) -> Callable[[], str] | None:
@@ -134,10 +142,22 @@ def gradient_hooks(tensor: torch.Tensor) -> tuple[int, ...]:
     return (*(tensor._backward_hooks or ()), *(tensor._post_accumulate_grad_hooks or ()))
 
 
+#: Those that ``before_each_update`` has registered, by torch's numbers.
+_before_each_update = set[int]()
+
+
+def before_each_update(function: Callable[[torch.optim.Optimizer], None]) -> RemovableHandle:
+    """Call a function before each step of every optimizer, as no hook of the user's."""
+    handle = nn_optimizer.register_optimizer_step_pre_hook(lambda optimizer, *_: function(optimizer))
+    _before_each_update.add(handle.id)
+    return handle
+
+
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     """Whether functions of the user's are called before or behind each step of an optimizer."""
     own = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
-    return any((*own, nn_optimizer._global_optimizer_pre_hooks, nn_optimizer._global_optimizer_post_hooks))
+    before_all = nn_optimizer._global_optimizer_pre_hooks.keys() - _before_each_update
+    return any((*own, before_all, nn_optimizer._global_optimizer_post_hooks))
 
 
 def hooks_registered() -> int:

@@ -23,6 +23,7 @@ from fxpipe.runtime.program.accelerator import event, is_accelerator
 from fxpipe.training.model_state import ModelState
 from fxpipe.training.optimizer import Counts, PipelineOptimizer
 from fxpipe.training.same_batch import ABSENT, DIGESTS, Facts, difference, words
+from fxpipe.training.script_changes import ScriptChanges
 
 
 @dataclass(eq=False)
@@ -42,12 +43,14 @@ class Course:
     _digests: torch.Tensor | None = None
     _copied: torch.Event | None = None
     _shared: list[str] = field(default_factory=list)
+    changes: ScriptChanges = field(init=False)
 
     def __post_init__(self) -> None:
         shards = self.state.plan.lanes.shards  # of which each lane has other values
         held = holders(held.state for held in self.state.owned).items()
         alike = [name for name, processes in held if len(processes) > 1 and name.tensor not in shards]
         self._shared = [*alike] if self.compares else []
+        self.changes = ScriptChanges(self.state, self.rank)
 
     @property
     def optimizer(self) -> PipelineOptimizer | None:
@@ -63,7 +66,9 @@ class Course:
         """Those of the step that begins.  plan: its number.  stop: whether the rank was asked to end the run.
         asked: outputs that all ranks must ask for alike, as text."""
         order = ABSENT if self._counts is None else self._counts.order
-        known = plan, stop, number(asked.encode()), *self._of_optimizer(), self._added(), order
+        self.changes.compare(gradients_alone=True)  # of those to which the step adds
+        changed = self.changes.change(at_once=False)
+        known = plan, stop, number(asked.encode()), *self._of_optimizer(), self._added(), order, changed
         return Facts(*known, *self._known_digests())
 
     def check(self, process: Process, call: str) -> None:
@@ -71,12 +76,14 @@ class Course:
 
         call: the one for which they compare it, as text.
         """
+        changed = self.changes.change(at_once=True)
         for first in range(0, max(1, len(self._shared)), DIGESTS):
             names = tuple(self._shared[first : first + DIGESTS])
             digests = tuple(self._digest(names).tolist()) if names else ()
-            facts = Facts(0, False, ABSENT, *self._of_optimizer(), names=names, digests=digests)
+            of_optimizer = self._of_optimizer()
+            facts = Facts(0, False, ABSENT, *of_optimizer, changed=changed, names=names, digests=digests)
             found = process.begin_gather(words(facts, (), {}), call)()
-            if problem := difference(found, (), call, names):
+            if problem := difference(found, (), call, names, resolution=self.changes.resolution):
                 raise RunError(problem)
 
     def _of_optimizer(self) -> tuple[int, int]:

@@ -22,11 +22,15 @@ from fxpipe.training.clipping import Clipping
 from fxpipe.training.model_state import ModelState
 from fxpipe.training.optimizer import PipelineOptimizer
 from fxpipe.training.same_batch import SAME_OPTIONS
+from fxpipe.training.script_changes import ScriptChanges
 from fxpipe.training.undo import check_undoable
 from fxpipe.training.updates import Updates
 
 #: The options that ``Pipeline.optimizer`` takes by itself.
-_OWN = ("groups", "clip_grad_norm", "norm_type", "skip_nonfinite", "master_weights", "validation")
+_OWN = (
+    "groups", "clip_grad_norm", "norm_type", "skip_nonfinite", "master_weights", "validation",
+    "changes_gradients",
+)  # fmt: skip
 
 
 def make_optimizer(
@@ -38,6 +42,8 @@ def make_optimizer(
     master_weights: bool,
     validation: Validation,
     updates: Updates,
+    script_changes: ScriptChanges | None,
+    changes_gradients: bool,
     **clipping: Any,
 ) -> PipelineOptimizer:
     """The optimizer of a rank, after a check that all ranks make the same; see ``Pipeline.optimizer``.
@@ -65,8 +71,10 @@ def make_optimizer(
             )
         if validation not in get_args(Validation):
             raise OptionError(f'validation is {validation!r} and must be "barrier" or "post".')
-        if not isinstance(master_weights, bool):
-            raise OptionError(f"master_weights is {master_weights!r} and must be True or False.")
+        flags = {"master_weights": master_weights, "changes_gradients": changes_gradients}
+        for name, flag in flags.items():
+            if not isinstance(flag, bool):
+                raise OptionError(f"{name} is {flag!r} and must be True or False.")
         if validation == "post":
             name = getattr(cls, "__name__", str(cls))
             check_undoable(lambda tables: made(cls, tables, options), name, state.device)
@@ -83,10 +91,13 @@ def make_optimizer(
             validation=validation,
             updates=updates,
             changed=state.updated,
+            script_changes=script_changes,
         )
+    if script_changes is not None:
+        script_changes.allowed = changes_gradients
     if process is not None:
         given = {"groups": repr([group.get("params") for group in groups])}
-        given |= {"master_weights": str(bool(master_weights))}
+        given |= {name: str(flag) for name, flag in flags.items()}
         process.check_alike(given | optimizer.options(), "its optimizer", SAME_OPTIONS)
     return optimizer
 

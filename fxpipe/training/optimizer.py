@@ -22,6 +22,8 @@ from fxpipe.runtime.torch_private import has_step_hooks
 from fxpipe.training.ahead import Ahead, set_grad
 from fxpipe.training.clipping import Clipping
 from fxpipe.training.pace import Pace
+from fxpipe.training.script_changes import ScriptChanges
+from fxpipe.training.step_loss import NO_SCALER
 from fxpipe.training.undo import Undo
 from fxpipe.training.updates import Updates
 from fxpipe.training.zeroed import mark_zeroed
@@ -87,9 +89,10 @@ class PipelineOptimizer(Optimizer):
         validation: Validation = "barrier",
         updates: Updates | None = None,
         changed: Callable[[], None] = lambda: None,
+        script_changes: ScriptChanges | None = None,
     ):
         """counted: the parameters that this rank counts in the norm (one rank counts a tied parameter).
-        updates: of the pipeline.  changed: called behind each step.
+        updates: of the pipeline.  changed: called behind each step.  script_changes: what is told of updates.
 
         Raises RunError for a norm that is no number above 0.
         """
@@ -99,6 +102,7 @@ class PipelineOptimizer(Optimizer):
         self.counts = Counts()
         self._counted, self._ranks, self._clipping = counted, ranks, clipping
         self._validation, self._updates, self._changed = validation, updates or Updates(), changed
+        self._script_changes = script_changes
         self._last_norm: torch.Tensor | None = None
         self._skipped, self._nonfinite = 0, list[float]()  # the norms of updates left out since the last one
         self._ahead: Ahead | None = None
@@ -125,12 +129,19 @@ class PipelineOptimizer(Optimizer):
     def state(self, state: Any) -> None:
         self.optimizer.state = state
 
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """What ``GradScaler.step`` asks before it divides gradients that were never multiplied."""
+        raise RunError(NO_SCALER)
+
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Clip and update; return the result of ``closure``, which is called first, if given."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self._script_changes is not None:
+            self._script_changes.compare()
         self.settle()
         self.counts.updates += 1
         self.counts.called("step")
@@ -296,6 +307,8 @@ class PipelineOptimizer(Optimizer):
     def begin_norm(self) -> Callable[[], torch.Tensor]:
         """Start to compute the norm of all gradients, of which each rank has its number; return the function
         that waits for the other ranks, and gives it."""
+        if self._script_changes is not None:
+            self._script_changes.knows_norm = True
         number = self._number()
         if self._ranks is None:
             return lambda: self._clipping.norm(number)

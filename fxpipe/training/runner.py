@@ -108,6 +108,8 @@ class Runner(LocalRunner):
         for end in finish:
             end()
         self.state.store_buffers(rt)
+        if self.process is not None:
+            self.course.changes.stepped()
         return StepResult(loss, found)
 
     def _validate(self, rt: Runtime, finish: list[Finish]) -> bool:
@@ -267,7 +269,8 @@ class Runner(LocalRunner):
         def compare() -> None:
             ranks = gathered()
             self.stops = any_stops(ranks)
-            problem = difference(ranks, leaves, step, facts.names, process.replicas)
+            resolution = self.course.changes.resolution
+            problem = difference(ranks, leaves, step, facts.names, process.replicas, resolution)
             if problem is not None:
                 optimizer = self.course.optimizer
                 if options_differ(ranks):

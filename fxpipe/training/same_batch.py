@@ -13,12 +13,13 @@ import torch
 
 from fxpipe.runtime.job.calls import SPACE
 from fxpipe.runtime.job.digest import digest
+from fxpipe.training.script_changes import UNKNOWN, Change, Kind, different_changes
 
 #: The words that each rank sends: a fixed number, as ranks with different plans must be able to compare them.
 WORDS = SPACE
 #: Of tensors that several ranks hold, the digests that travel in a step.
 DIGESTS = 4
-PLAN, STOP, ASKED, OPTIONS, UPDATES, ADDED, CALLS, SHARED = range(8)  # where they begin
+PLAN, STOP, ASKED, OPTIONS, UPDATES, ADDED, CALLS, CHANGED, FACTOR, SHARED = range(10)  # where they begin
 LEAVES = SHARED + DIGESTS
 
 ABSENT = 0  # the word of what a rank does not have, or was not given
@@ -31,7 +32,8 @@ class Facts:
     ``plan``: the number of the plan.  ``stop``: whether this rank was asked to end the run.  ``asked``: the
     number of the outputs that all ranks must ask for alike.  ``options``: that of the optimizer's options.
     ``updates``: those that it has made, and one.  ``added``: the steps whose gradients this one adds to, and
-    one.  ``calls``: the number of the order of the optimizer's calls.
+    one.  ``calls``: the number of the order of the optimizer's calls.  ``changed``: what the script has
+    changed between the last step and its update.
     ``names``: of tensors that several ranks hold, the same on all ranks, and their ``digests``.
     """
 
@@ -42,6 +44,7 @@ class Facts:
     updates: int = ABSENT
     added: int = ABSENT
     calls: int = ABSENT
+    changed: Change = UNKNOWN
     names: tuple[str, ...] = ()
     digests: tuple[int, ...] = ()
 
@@ -53,9 +56,10 @@ def words(facts: Facts, leaves: Sequence[str], given: Mapping[str, object]) -> t
     """
     found = {name: x for name in leaves if isinstance(x := given.get(name), torch.Tensor)}
     own = torch.zeros(WORDS, dtype=torch.int64, device="cpu")
-    optimizer = facts.options, facts.updates, facts.added, facts.calls
-    known = facts.plan, int(facts.stop), facts.asked, *optimizer
-    own[: SHARED + len(facts.digests)] = own.new_tensor([*known, *facts.digests])
+    optimizer = facts.options, facts.updates, facts.added, facts.calls, facts.changed.kind
+    known = facts.plan, int(facts.stop), facts.asked, *optimizer, ABSENT, *facts.digests
+    own[: len(known)] = own.new_tensor(known)
+    own.view(torch.float64)[FACTOR] = facts.changed.factor
     for slot, names in _slots(leaves):
         if found.keys() >= set(names):
             for name in names:
@@ -79,10 +83,12 @@ def difference(
     step: str = "this step",
     names: Sequence[str] = (),
     replicas: int = 1,
+    resolution: float = 0.0,
 ) -> str | None:
     """The first difference between the ranks' words, a row for each, as a message; None if there is none.
 
     step: as text.  names: see ``Facts``.  replicas: whose ranks follow each other, with other batches.
+    resolution: that of the factors by which the ranks' scripts have multiplied gradients.
     """
     table: list[list[int]] = ranks.tolist()
     if rank := _other([row[PLAN] for row in table]):
@@ -99,6 +105,10 @@ def difference(
         if rank:
             own, theirs = table[rank][slot] - 1, table[first][slot] - 1
             return text.format(rank=rank, first=first, own=own, theirs=theirs, step=step, name=name)
+    factors = ranks[:, FACTOR].contiguous().view(torch.float64).tolist()
+    changes = [Change(Kind(row[CHANGED]), factor) for row, factor in zip(table, factors, strict=True)]
+    if problem := different_changes(changes, resolution, step):
+        return problem
     size = len(table) // replicas
     for begin in range(0, len(table), size):
         for slot, several in _slots(leaves):

@@ -187,7 +187,7 @@ def test_more_leaves_than_words():
     assert table(full, full, full, leaves=leaves) is None
     message = table(full, full, changed, leaves=leaves)
     assert message is not None
-    assert "'leaf30' or 'leaf99'" in message
+    assert "'leaf32' or 'leaf99'" in message
     assert table({"leaf28": full["leaf28"]}, full, full, leaves=leaves) is None
 
 

@@ -1,0 +1,235 @@
+"""What the script changes between a step and the update by its gradients.
+
+A rank has the gradients of its part of the model, so what a script computes of "all" gradients is of a part:
+the norm by which ``torch.nn.utils.clip_grad_norm_`` multiplies them, or by which SAM moves parameters.  Each
+rank tells the others what was changed: one factor that all have is right.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from fxpipe.plan.tensors import dtype_of
+from fxpipe.runtime.program.accelerator import event, is_accelerator
+from fxpipe.runtime.torch_private import before_each_update
+from fxpipe.training.model_state import ModelState
+
+#: Tensors of which elements are compared, others after each step, and how many elements of each.
+TENSORS, ELEMENTS = 16, 64
+#: The rounding errors that a product of a gradient may have, and those of two ranks' factors.
+ROUNDINGS = 4
+
+
+class Kind(IntEnum):
+    """What a rank has changed.  ``ABSENT``: there is nothing by which it could tell.  ``WRITTEN``: gradients
+    were written to without an effect that shows, as where they are multiplied by 1."""
+
+    ABSENT, NOTHING, FACTOR, WRITTEN, GRADIENTS, PARAMETERS = range(6)
+
+
+class Change(NamedTuple):
+    """``factor``: by which all gradients were multiplied, where nothing else was changed."""
+
+    kind: Kind = Kind.ABSENT
+    factor: float = 1.0
+
+
+UNKNOWN = Change()
+
+
+@dataclass(frozen=True, eq=False)
+class _AfterStep:
+    """A gradient as a step has left it.  ``elements``: some of the gradient and of its parameter, if they are
+    compared."""
+
+    tensor: int
+    version: int
+    elements: tuple[torch.Tensor, torch.Tensor] | None
+
+    def is_written(self, grad: torch.Tensor) -> bool:
+        return (id(grad), grad._version) != (self.tensor, self.version)
+
+
+@dataclass(frozen=True, eq=False)
+class _Comparison:
+    """Elements of gradients and parameters after a step and before the update, in two rows each.
+
+    ``written``: of each gradient, whether it was written to, or replaced.  ``norm_is_known``: whether the
+    script has the norm of all gradients, so that a factor of 1 is one of all.  ``resolution``: the error that
+    a product may have.  ``copied``: when the elements are on the CPU.
+    """
+
+    gradients: torch.Tensor
+    parameters: torch.Tensor
+    written: tuple[bool, ...]
+    norm_is_known: bool
+    resolution: float
+    copied: torch.Event | None
+
+    def change(self) -> Change:
+        if self.copied is not None:
+            self.copied.synchronize()
+        if not torch.equal(*self.parameters.nan_to_num()):
+            return Change(Kind.PARAMETERS)
+        before, after = self.gradients[:, self.gradients.isfinite().all(0)].double()
+        if not (before.any() or after.any()):
+            return Change(Kind.ABSENT if any(self.written) else Kind.NOTHING)
+        if torch.equal(before, after):
+            return Change(Kind.WRITTEN if any(self.written) and not self.norm_is_known else Kind.NOTHING)
+        factor = float(before @ after / before.square().sum())
+        limit = abs(factor) * self.resolution * before.abs() + torch.finfo(self.gradients.dtype).tiny
+        is_product = math.isfinite(factor) and bool(((after - factor * before).abs() <= limit).all())
+        in_all = all(self.written) or not any(self.written)  # p.grad.data is written to without a trace
+        return Change(Kind.FACTOR, factor) if is_product and in_all else Change(Kind.GRADIENTS)
+
+
+@dataclass(eq=False)
+class ScriptChanges:
+    """Those of this process.  ``allowed``: whether the user has said that they need no values of other ranks.
+    ``knows_norm``: whether he has asked for the norm of all gradients since the last step."""
+
+    state: ModelState
+    rank: int
+    allowed: bool = False
+    knows_norm: bool = False
+    _names: tuple[str, ...] = ()  # of the gradients, if other processes have others
+    _turn: int = 0
+    _after_step: dict[str, _AfterStep] = field(default_factory=dict)  # of what was not used for an update yet
+    _begun: list[_Comparison] = field(default_factory=list)
+    _earlier: list[_Comparison] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        owned, in_lanes = [{*own.gradients} for own in self.state.owned], self.state.plan.lanes.shards
+        is_divided = any(name.tensor in in_lanes for own in owned for name in own)
+        if is_divided or len({frozenset(own) for own in owned if own}) > 1:
+            self._names = self.state.owned_by(self.rank).gradients
+            me = weakref.ref(self)
+            handle = before_each_update(lambda optimizer: _used(me, optimizer))
+            weakref.finalize(self, handle.remove)
+
+    @cached_property
+    def resolution(self) -> float:
+        """The relative error that a factor may have; the same on all ranks."""
+        plan = self.state.plan
+        dtypes = {dtype_of(layout.dtype) for layout in plan.layouts.values()}
+        trained = {plan.gradient_dtype(x) for x in dtypes if x.is_floating_point or x.is_complex}
+        return ROUNDINGS * max((torch.finfo(dtype).eps for dtype in trained), default=0.0)
+
+    def stepped(self) -> None:
+        """Remember the gradients that a step has left."""
+        self.knows_norm = False
+        self._turn += 1
+        parameters = {n: p for n in self._names if (p := self.state.parameter(n)).grad is not None}
+        every = -(-len(parameters) // TENSORS)
+        compared = [name for k, name in enumerate(parameters) if (k + self._turn) % every == 0]
+        elements = _elements([parameters[name] for name in compared])
+        known = dict(zip(compared, elements, strict=True))
+        self._after_step = {
+            name: _AfterStep(id(p.grad), p.grad._version, known.get(name))
+            for name, p in parameters.items()
+            if p.grad is not None
+        }
+
+    def compare(self, optimizer: Optimizer | None = None, *, gradients_alone: bool = False) -> None:
+        """Begin to compare the gradients that are about to be used: by this optimizer, or all."""
+        parameters = {name: self.state.parameter(name) for name in self._after_step}
+        if optimizer is not None:
+            used = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            parameters = {name: p for name, p in parameters.items() if id(p) in used}
+        after_step = {name: self._after_step.pop(name) for name in parameters}
+        there = {name: p for name, p in parameters.items() if p.grad is not None}
+        written = tuple(after_step[n].is_written(p.grad) for n, p in there.items() if p.grad is not None)
+        then = [x for name in there if (x := after_step[name].elements) is not None]
+        now = _elements([p for name, p in there.items() if after_step[name].elements is not None])
+        if self.allowed or not now:
+            return
+        gradients, values = (
+            torch.stack([torch.cat([x[k] for x in each]) for each in (then, now)]) for k in range(2)
+        )
+        if gradients_alone:
+            values = values[:, :0]
+        gradients, values = (x.to("cpu", non_blocking=True) for x in (gradients, values))
+        copied = None
+        if is_accelerator(self.state.device):
+            copied = event(self.state.device)
+            copied.record()
+        self._begun.append(_Comparison(gradients, values, written, self.knows_norm, self.resolution, copied))
+
+    def change(self, *, at_once: bool) -> Change:
+        """What was changed before the updates since the last call; all that was, if several were made.
+
+        at_once: wait for an accelerator; else it is what there was at the call before.
+        """
+        if is_accelerator(self.state.device) and not at_once:
+            comparisons, self._earlier, self._begun = self._earlier, self._begun, []
+        else:
+            comparisons, self._earlier, self._begun = self._earlier + self._begun, [], []
+        changes = {comparison.change() for comparison in comparisons} - {UNKNOWN}
+        kind = max((change.kind for change in changes), default=Kind.ABSENT)
+        if kind is Kind.FACTOR and len(changes) > 1:
+            return Change(Kind.GRADIENTS)
+        return Change(kind, max((c.factor for c in changes if c.kind is kind), default=1.0))
+
+
+def _elements(parameters: Sequence[Parameter]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Copies of some elements of each gradient, and of its parameter."""
+    both = []
+    for tensors in ([p.grad for p in parameters], [p.detach() for p in parameters]):
+        views = [_view(tensor) for tensor in tensors if tensor is not None]
+        both.append(torch.cat(views).split([len(view) for view in views]) if views else ())
+    return [*zip(*both, strict=True)]
+
+
+def _view(tensor: torch.Tensor) -> torch.Tensor:
+    flat = (torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()).reshape(-1)
+    every = max(1, len(flat) // ELEMENTS)
+    return flat[every // 2 :: every][:ELEMENTS]
+
+
+def _used(changes: weakref.ref[ScriptChanges], optimizer: Optimizer) -> None:
+    """Any optimizer is about to update, also one of the user's own."""
+    if (own := changes()) is not None:
+        own.compare(optimizer)
+
+
+def different_changes(changes: Sequence[Change], resolution: float, step: str) -> str | None:
+    """What the ranks' scripts have changed that they may not, as a message; None if it is one factor at most.
+
+    changes: of all ranks.  resolution: of their factors.  step: the one that follows the update, as text.
+    """
+    between = f"between pipe.step and the update before {step}"
+    for kind, text in _REFUSED.items():
+        if kind in (kinds := [change.kind for change in changes]):
+            return f"Rank {kinds.index(kind)} has {text.format(between=between)} {_REMEDY}"
+    factors = {rank: change.factor for rank, change in enumerate(changes) if change.kind is not Kind.ABSENT}
+    first = next(iter(factors), 0)
+    for rank, factor in factors.items():
+        if abs(factor - factors[first]) > resolution * abs(factors[first]):
+            return (
+                f"Rank {rank} has multiplied its gradients by {factor:.6g} {between}, and rank {first} by "
+                f"{factors[first]:.6g}. {_REMEDY}"
+            )
+    return None
+
+
+_REFUSED = {
+    Kind.PARAMETERS: "changed parameters {between}, as SAM does.",
+    Kind.GRADIENTS: "changed gradients {between}, and not all of them by one factor.",
+    Kind.WRITTEN: "written to gradients {between}, as torch's clip_grad_norm_ does even if it changes none.",
+}
+_REMEDY = (
+    "A rank has the gradients of its part of the model, and their norm is not the model's: clip with "
+    "pipe.optimizer(…, clip_grad_norm=…), and ask for the norm with opt.grad_norm(). What needs no values of "
+    "other ranks, such as masks, noise and clip_grad_value_, is allowed with "
+    "pipe.optimizer(…, changes_gradients=True)."
+)

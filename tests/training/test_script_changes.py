@@ -1,0 +1,231 @@
+"""What a script changes between a step and the update: one factor on all ranks, or an error."""
+
+import copy
+import io
+import math
+from functools import cache
+
+import pytest
+import torch
+from torch import nn
+from zoo import Case, Shape, TiedHead, built_and_compiled, tokens
+
+from fxpipe.errors import RunError
+from fxpipe.training.same_batch import Facts, difference, words
+from fxpipe.training.script_changes import Change, Kind, ScriptChanges, different_changes
+
+CASE, MICROBATCHES, RANKS = Case(TiedHead, tokens), 2, 2
+RESOLUTION = 1e-6
+
+
+@cache
+def pipeline(ranks=RANKS):
+    return built_and_compiled(CASE, MICROBATCHES, Shape(ranks))[1]
+
+
+class Rank:
+    """One of two, with the gradients that a step has left it."""
+
+    def __init__(self, number, dtype=torch.float32, allowed=False):
+        pipe = pipeline()
+        self.changes = ScriptChanges(pipe.model_state, number, allowed)
+        self.parameters = [pipe.parameter(name) for name in pipe.plan.tensors[number].gradients]
+        generator = torch.Generator().manual_seed(number)
+        for parameter in self.parameters:
+            parameter.grad = None
+            parameter.grad_dtype = dtype
+            parameter.grad = torch.randn(parameter.shape, generator=generator).to(dtype)
+        self.changes.stepped()
+
+    @property
+    def grads(self):
+        return [p.grad for p in self.parameters]
+
+    def clip(self, largest):
+        nn.utils.clip_grad_norm_(self.parameters, largest)
+
+    def noise(self):
+        for grad in self.grads:
+            grad.add_(0.1 * torch.randn_like(grad))
+
+    def scale(self, factor):
+        for grad in self.grads:
+            grad.mul_(factor)
+
+    def scale_data(self, factor):
+        for grad in self.grads:
+            grad.data.mul_(factor)
+
+    def replace(self, factor):
+        for parameter in self.parameters:
+            parameter.grad = parameter.grad * factor
+
+    def scale_one(self, factor):
+        self.grads[0].mul_(factor)
+
+    def mask(self):
+        self.grads[0][0] = 0.0
+
+    def ascend(self):
+        norm = torch.stack([grad.norm() for grad in self.grads]).norm()
+        for parameter in self.parameters:
+            parameter.data.add_(parameter.grad / norm, alpha=0.05)
+
+    def leave(self):
+        pass
+
+
+def changed(*done, dtype=torch.float32, allowed=False, knows_norm=False):
+    """What the ranks have changed.  done: by each rank, a method and its arguments."""
+    found = []
+    for number, (name, *arguments) in enumerate(done):
+        rank = Rank(number, dtype, allowed)
+        before = [p.detach().clone() for p in rank.parameters]
+        getattr(rank, name)(*arguments)
+        rank.changes.knows_norm = knows_norm
+        rank.changes.compare()
+        for parameter, value in zip(rank.parameters, before, strict=True):
+            parameter.data.copy_(value)
+        found.append(rank.changes.change(at_once=False))
+        assert rank.changes.change(at_once=True) == Change(), "each change is told once"
+    return found
+
+
+def message(changes, resolution=RESOLUTION):
+    return different_changes(changes, resolution, "step 7")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("way", ["scale", "scale_data", "replace"])
+def test_one_factor_on_all_ranks_is_right(way, dtype):
+    found = changed((way, 0.3), (way, 0.3), dtype=dtype)
+    resolution = 4 * torch.finfo(dtype).eps
+    assert [kind for kind, _ in found] == [Kind.FACTOR] * 2
+    assert all(factor == pytest.approx(0.3, rel=resolution) for _, factor in found)
+    assert message(found, resolution) is None
+    other = changed((way, 0.3), (way, 0.35), dtype=dtype)
+    assert "Rank 1 has multiplied its gradients by 0.3" in message(other, resolution)
+
+
+def test_what_changes_nothing():
+    found = changed(("leave",), ("leave",))
+    assert found == [Change(Kind.NOTHING)] * 2
+    assert message(found) is None
+    assert message([Change(), *found]) is None, "a rank without gradients"
+    assert "Rank 1 has multiplied its gradients by 0.5" in message(changed(("leave",), ("scale", 0.5)))
+
+
+def test_each_rank_clips_by_its_own_norm():
+    text = message(changed(("clip", 1.0), ("clip", 1.0)))
+    factors = [1.0 / float(nn.utils.get_total_norm(Rank(number).grads)) for number in range(RANKS)]
+    assert f"Rank 1 has multiplied its gradients by {factors[1]:.4f}" in text
+    assert f"before step 7, and rank 0 by {factors[0]:.4f}" in text
+    assert "clip_grad_norm=" in text
+    assert "changes_gradients=True" in text
+
+
+def test_norms_below_the_limit_on_each_rank_alone():
+    """Together they may be above it, and no value shows that; a script that has the norm of all may do so."""
+    found = changed(("clip", 1e6), ("clip", 1e6))
+    assert found == [Change(Kind.WRITTEN)] * 2
+    assert "Rank 0 has written to gradients between pipe.step and the update before step 7" in message(found)
+    assert message(changed(("clip", 1e6), ("clip", 1e6), knows_norm=True)) is None
+    clipped = changed(("clip", 1.0), ("clip", 1.0), knows_norm=True)
+    assert "Rank 1 has multiplied" in message(clipped)
+
+
+@pytest.mark.parametrize("way", [("noise",), ("scale_one", 0.5), ("mask",)])
+def test_other_changes_are_to_be_declared(way):
+    found = changed(("leave",), way)
+    assert found[1].kind in (Kind.GRADIENTS, Kind.WRITTEN)
+    assert message(found).startswith("Rank 1 has ")
+    assert message(changed(("leave",), way, allowed=True)) is None
+
+
+def test_parameters_that_are_moved_and_moved_back():
+    """SAM's gradients are those of other values than are updated."""
+    found = changed(("leave",), ("ascend",))
+    assert "Rank 1 has changed parameters between pipe.step and the update before step 7, as SAM" in message(
+        found
+    )
+
+
+def test_gradients_to_which_a_step_adds():
+    """Between two steps parameters may change: a script may update by itself."""
+    rank = Rank(0)
+    rank.ascend()
+    rank.changes.compare(gradients_alone=True)
+    assert rank.changes.change(at_once=False) == Change(Kind.NOTHING)
+    rank.changes.stepped()
+    rank.scale(0.0)
+    rank.changes.compare(gradients_alone=True)
+    assert rank.changes.change(at_once=False) == Change(Kind.FACTOR, 0.0)
+
+
+def test_an_optimizer_of_the_users_own():
+    rank = Rank(0)
+    first, second = torch.optim.SGD(rank.parameters[:1], lr=0.0), torch.optim.SGD(rank.parameters[1:], lr=0.0)
+    rank.scale(0.5)
+    first.step()
+    rank.scale(2.0)  # of what the first has used, too: that is no change before an update
+    second.step()
+    assert rank.changes.change(at_once=False) == Change(Kind.GRADIENTS)
+    rank.changes.stepped()
+    torch.optim.SGD([nn.Parameter(torch.ones(1))]).step()
+    rank.scale(0.5)
+    for optimizer in (first, second):
+        optimizer.step()
+    assert rank.changes.change(at_once=False) == Change(Kind.FACTOR, 0.5)
+
+
+def test_values_that_are_not_finite():
+    rank = Rank(0)
+    for value in (math.nan, math.inf):
+        rank.grads[0].fill_(value)
+        rank.changes.stepped()
+        rank.scale(0.5)
+        rank.changes.compare()
+        assert rank.changes.change(at_once=False) == Change(Kind.FACTOR, 0.5)
+
+
+def test_a_process_that_has_all_gradients_compares_nothing():
+    pipe = pipeline(1)
+    changes = ScriptChanges(pipe.model_state, 0)
+    for parameter in pipe.parameters.values():
+        parameter.grad = torch.ones_like(parameter)
+    changes.stepped()
+    next(iter(pipe.parameters.values())).grad.zero_()
+    changes.compare()
+    assert changes.change(at_once=True) == Change()
+
+
+def test_changes_travel_with_a_step():
+    table = torch.stack([words(Facts(1, changed=Change(Kind.FACTOR, x)), [], {}) for x in (0.137, 0.272)])
+    text = difference(table, [], "step 3", resolution=RESOLUTION)
+    assert text.startswith("Rank 1 has multiplied its gradients by 0.272 between pipe.step")
+    assert "rank 0 by 0.137" in text
+    assert difference(table[[0, 0]], []) is None
+
+
+# -- the loss of a step ------------------------------------------------------------------------------------
+
+
+def test_the_backward_has_run():
+    pipe = pipeline(1)
+    loss = pipe.step(CASE.data(MICROBATCHES))
+    scaler = torch.amp.GradScaler("cpu")
+    for wrong in (loss, loss / 4, scaler.scale(loss), loss.clone()):
+        with pytest.raises(RunError, match=r"The backward has run, in pipe\.step, .* go on with opt\.step"):
+            wrong.backward()
+    optimizer = pipe.optimizer(torch.optim.SGD, lr=0.0)
+    with pytest.raises(RunError, match=r"A GradScaler has nothing to scale.*skip_nonfinite=True"):
+        scaler.step(optimizer)
+    assert f"{loss:.3f}" == f"{loss.item():.3f}" == f"{float(loss):.3f}"
+    assert type(torch.stack([loss, loss])) is torch.Tensor
+    file = io.BytesIO()
+    torch.save([loss, copy.deepcopy(loss)], file)
+    file.seek(0)
+    assert [type(x) for x in torch.load(file)] == [torch.Tensor] * 2, "without a class of fxpipe"
+    other = torch.ones((), requires_grad=True)
+    (loss + 3 * other).backward()
+    assert other.grad == 3.0
