@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from fxpipe.errors import ArtifactError, FxpipeError, OptionError, RunError, at_least_one
 from fxpipe.plan.files import as_path, checksum, writing
+from fxpipe.runtime.job.collectives import gather_bytes
 from fxpipe.runtime.job.process import agreed, agreed_by
 from fxpipe.runtime.job.tracebacks import brief_methods
 from fxpipe.runtime.program.comm import NoAnswer, answered
@@ -346,10 +347,10 @@ class Checkpointer:
         """The bytes of every rank, in the background thread."""
         if self._process is None:
             return [data]
-        found: list[Any] = [None] * self._processes
+        assert self._group is not None
         with answered():
-            dist.all_gather_object(found, data, self._group)
-        return found
+            sizes = gather_bytes(len(data).to_bytes(8, "little"), [8] * self._processes, self._group)
+            return gather_bytes(data, [int.from_bytes(size, "little") for size in sizes], self._group)
 
 
 def _reason(error: BaseException) -> str:

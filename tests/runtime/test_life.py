@@ -1,5 +1,6 @@
 """Signs of life: which processes are gone, and errors that are written as a whole."""
 
+import ast
 import contextlib
 import json
 import os
@@ -9,15 +10,20 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from contextlib import AbstractContextManager
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 import torch.distributed as dist
 
+import fxpipe
 from fxpipe.runtime.job import watch as watches
 from fxpipe.runtime.job.failure import BEAT, ENDED, Failures, record
+from fxpipe.runtime.job.last_works import lasting
 from fxpipe.runtime.job.life import own_process, runs
 from fxpipe.runtime.job.limited_store import LimitedStore, NoStore
 from fxpipe.runtime.job.numbering import Numbering
@@ -263,6 +269,43 @@ def test_the_thread_ends_before_the_process_though_the_store_is_busy(monkeypatch
     threading.Timer(1.7, store.answers.set).start()
     watch._stop()
     assert not watch._thread.is_alive()
+
+
+# -- the end ----------------------------------------------------------------------------------------------
+
+
+def test_tensors_of_a_work_live_until_the_next_one():
+    """Else a thread of gloo might be the last to have them, when the interpreter ends."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        group, alive = dist.group.WORLD, []
+        for _ in range(2):
+            tensor = torch.ones(4)
+            alive.append(weakref.ref(tensor))
+            lasting(dist.broadcast(tensor, 0, async_op=True), group).wait()
+            del tensor
+        end = time.monotonic() + 10.0
+        while alive[0]() is not None and time.monotonic() < end:
+            time.sleep(0.01)
+        assert alive[0]() is None
+        assert alive[1]() is not None
+    finally:
+        dist.destroy_process_group()
+
+
+BLOCKING = {"broadcast", "gather", "all_gather", "all_gather_object", "all_reduce", "all_to_all_single"}
+
+
+def test_no_collective_lets_its_tensors_go():
+    """They are begun, and waited for with what ``lasting`` has kept."""
+    names = {f"dist.{name}" for name in BLOCKING}
+    for file in Path(fxpipe.__file__).parent.rglob("*.py"):
+        text = file.read_text()
+        calls = [n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Call)] if "dist." in text else []
+        for call in calls:
+            if ast.unparse(call.func) in names:
+                begun = "async_op" in {keyword.arg for keyword in call.keywords}
+                assert (begun, "lasting" in text) == (True, True), f"{file}:{call.lineno}"
 
 
 # -- errors -----------------------------------------------------------------------------------------------

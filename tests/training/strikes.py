@@ -66,8 +66,10 @@ def run(directory: Path, ranks: int, fault: Fault, agent: bool) -> End:
     return End(fault, agent, ended.ended - struck, named, missing)
 
 
-def _spin() -> None:
-    while os.getppid() > 1:
+def spin() -> None:
+    """Take a core, until the process that has started this one is gone."""
+    parent = os.getppid()
+    while os.getppid() == parent:
         pass
 
 
@@ -79,7 +81,7 @@ def main() -> None:
     parser.add_argument("--busy", type=int, default=0, help="processes that take a core each")
     options = parser.parse_args()
     busy = [
-        multiprocessing.get_context("fork").Process(target=_spin, daemon=True) for _ in range(options.busy)
+        multiprocessing.get_context("fork").Process(target=spin, daemon=True) for _ in range(options.busy)
     ]
     for process in busy:
         process.start()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 
 from fxpipe.runtime.job.calls import CALL, SPACE, CallsDifferError, different_calls, with_call
+from fxpipe.runtime.job.last_works import lasting
 from fxpipe.runtime.job.numbering import Numbering
 from fxpipe.runtime.job.place import called_function
 from fxpipe.runtime.job.watch import Watch
@@ -17,6 +18,15 @@ from fxpipe.runtime.job.watch import Watch
 #: The most characters of one value in a store: torch's ends the connection of a rank that sends it 8 MiB.
 MOST_STORED = 1 << 20
 _SHORT = 8 * (SPACE - 1)  # bytes that come along with their number
+
+
+def gather_bytes(data: bytes, sizes: Sequence[int], group: dist.ProcessGroup) -> list[bytes]:
+    """The bytes of every rank of a group over gloo, whose sizes are known."""
+    own = torch.zeros(max(sizes), dtype=torch.uint8, device="cpu")
+    own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else own[:0]
+    padded = [torch.empty_like(own) for _ in sizes]
+    lasting(dist.all_gather(padded, own, group, async_op=True), group).wait()
+    return [p[:size].numpy().tobytes() for p, size in zip(padded, sizes, strict=True)]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -50,7 +60,7 @@ class Collectives(Numbering):
         if own:
             payload = torch.frombuffer(bytearray(own), dtype=torch.uint8)
         with self.watch.collective():
-            dist.broadcast(payload, 0, self.control)
+            lasting(dist.broadcast(payload, 0, self.control, async_op=True), self.control).wait()
         return payload.numpy().tobytes()
 
     def scatter(self, parts: Iterable[bytes] | None) -> bytes:
@@ -92,15 +102,11 @@ class Collectives(Numbering):
     def gather(self, data: bytes) -> list[bytes]:
         """Gather the bytes of every rank on every rank."""
         found = self._exchange(data)
-        longest = max(size for size, _ in found)
-        if longest <= _SHORT:
+        sizes = [size for size, _ in found]
+        if max(sizes) <= _SHORT:
             return [short for _, short in found]
-        own = torch.zeros(longest, dtype=torch.uint8, device="cpu")
-        own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else own[:0]
-        padded = [torch.empty_like(own) for _ in range(self.world_size)]
         with self.watch.collective():
-            dist.all_gather(padded, own, self.control)
-        return [p[:size].numpy().tobytes() for p, (size, _) in zip(padded, found, strict=True)]
+            return gather_bytes(data, sizes, self.control)
 
     def gather_in_replica(self, data: bytes) -> list[bytes]:
         """Gather the bytes of every rank of this replica on its ranks.  All processes call it."""
@@ -125,7 +131,7 @@ class Collectives(Numbering):
         """
         own = with_call(f"{call} of {self.of}" if self.of else call, words)
         found = torch.empty((self.world_size, len(own)), dtype=own.dtype, device="cpu")
-        work = dist.all_gather([*found], own, self.control, async_op=True)
+        work = lasting(dist.all_gather([*found], own, self.control, async_op=True), self.control)
 
         def compared() -> str | None:
             """For the watch: the rank may wait for a message that no rank sends, as they make other calls."""
@@ -162,7 +168,7 @@ class Collectives(Numbering):
     def _broadcast(self, tensor: torch.Tensor, source: int, group: dist.ProcessGroup) -> None:
         value = tensor.contiguous().cpu()
         with self.watch.collective():
-            dist.broadcast(value, source, group)
+            lasting(dist.broadcast(value, source, group, async_op=True), group).wait()
         if value is not tensor:
             tensor.copy_(value)
 

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from fxpipe.errors import RunError
+from fxpipe.runtime.job.last_works import lasting
 from fxpipe.runtime.job.numbering import Connection
 from fxpipe.runtime.job.process import Process
 from fxpipe.runtime.program.accelerator import (
@@ -212,7 +213,7 @@ def _first_message(group: dist.ProcessGroup, one: torch.Tensor, rank: int, sourc
 
 
 def _first_broadcast(group: dist.ProcessGroup, one: torch.Tensor) -> None:
-    dist.broadcast(one, group=group, group_src=0)
+    lasting(dist.broadcast(one, group=group, async_op=True, group_src=0), group).wait()
 
 
 def _check_streams(connections: Sequence[Connection], ranks: int, queues: int | None) -> None:

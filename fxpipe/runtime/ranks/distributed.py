@@ -9,6 +9,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
+from fxpipe.runtime.job.last_works import lasting
 from fxpipe.runtime.program.accelerator import own
 from fxpipe.runtime.program.comm import (
     Layout,
@@ -86,7 +87,9 @@ class DistributedComm:
         buffer = self._buffer(layout) if tensor is None else tensor
         flat = buffer if tensor is None else self._flat(tensor)
         with answered():
-            work = dist.broadcast(self._wired(flat), group=self.joint[group], async_op=True, group_src=source)
+            within = self.joint[group]
+            begun = dist.broadcast(self._wired(flat), group=within, async_op=True, group_src=source)
+            work = lasting(begun, within)
         if tensor is None:
             return Pending([buffer], source, [work])
         self.sent.add(work, [flat])
@@ -97,7 +100,9 @@ class DistributedComm:
         buffers = [self._buffer(layout) for _ in range(self.ranks)] if self.rank == to else []
         into = [self._wired(buffer) for buffer in buffers] or None
         with answered():
-            work = dist.gather(self._wired(flat), into, group=self.joint[group], async_op=True, group_dst=to)
+            within = self.joint[group]
+            begun = dist.gather(self._wired(flat), into, group=within, async_op=True, group_dst=to)
+            work = lasting(begun, within)
         if buffers:
             return Pending(buffers, -1, [work], flat)
         self.sent.add(work, [flat])
@@ -108,7 +113,8 @@ class DistributedComm:
         flat = self._flat(tensor)
         into, given = self._wired(whole), self._wired(flat)
         with answered():
-            work = all_gather_single(into, given, self.joint[group], async_op=True)
+            within = self.joint[group]
+            work = lasting(all_gather_single(into, given, within, async_op=True), within)
         return Pending(buffers, -1, [work], flat)
 
     def reduce(self, tensor: torch.Tensor, layout: Layout, to: int, group: int) -> Pending | None:
@@ -118,7 +124,9 @@ class DistributedComm:
         def exchange(into: torch.Tensor, given: torch.Tensor, takes: list[int], gives: list[int]) -> None:
             takes, gives = ([n * flat.itemsize for n in sizes] for sizes in (takes, gives))
             into, given = self._wired(into), self._wired(given)
-            dist.all_to_all_single(into, given, takes, gives, self.joint[group], async_op=True).wait()
+            within = self.joint[group]
+            work = dist.all_to_all_single(into, given, takes, gives, within, async_op=True)
+            lasting(work, within).wait()
 
         work = beside(self.wire).run(partial(add_up, flat, total, to, self.rank, self.ranks, exchange))
         if total is not None:
@@ -133,7 +141,8 @@ class DistributedComm:
             if given is not None:
                 found.copy_(given() if self.abreast is None else self.abreast.sum_numbers(given()))
             with answered():
-                dist.broadcast(found, group=self.pipeline, group_src=source)
+                work = dist.broadcast(found, group=self.pipeline, async_op=True, group_src=source)
+                lasting(work, self.pipeline).wait()
 
         # In a thread: a rank gives them when it knows them, and goes on.
         work = beside(torch.device("cpu"), "numbers").run(share)

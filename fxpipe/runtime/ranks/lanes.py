@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from fxpipe.runtime.job.last_works import lasting
 from fxpipe.runtime.program.comm import Wait, answered, on_wire
 from fxpipe.runtime.ranks.local import LocalWorld
 from fxpipe.runtime.torch_private import no_modes
@@ -64,19 +65,19 @@ class DistributedLanes:
         own = parts[self.index]
         found = torch.empty(sum(takes), dtype=torch.uint8, device=self.wire)
         given = torch.cat([on_wire(part).to(self.wire) for part in parts])
-        self._run(lambda: dist.all_to_all_single(found, given, takes, gives, self.group))
+        self._run(lambda: dist.all_to_all_single(found, given, takes, gives, self.group, async_op=True))
         return self._tensors(found, own)
 
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         given = on_wire(tensor).to(self.wire)
         found = torch.empty(self.number * given.numel(), dtype=torch.uint8, device=self.wire)
-        self._run(lambda: dist.all_gather([*found.view(self.number, -1)], given, self.group))
+        self._run(lambda: dist.all_gather([*found.view(self.number, -1)], given, self.group, async_op=True))
         return self._tensors(found, tensor)
 
-    def _run(self, collective: Callable[[], object]) -> None:
+    def _run(self, begin: Callable[[], dist.Work | None]) -> None:
         self.waits(_OTHERS)
         with answered():
-            collective()
+            lasting(begin(), self.group).wait()
         self.waits(None)
 
     def _tensors(self, found: torch.Tensor, like: torch.Tensor) -> list[torch.Tensor]:

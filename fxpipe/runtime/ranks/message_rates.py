@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from fxpipe.runtime.job.last_works import lasting
 from fxpipe.runtime.job.process import Process
 from fxpipe.runtime.program.accelerator import synchronize
 
@@ -40,7 +41,7 @@ def message_rates(process: Process, device: torch.device) -> MessageRates:
     if peer < process.world_size:
         small, large = pair.seconds(SMALL, RUNS), pair.seconds(LARGE, LARGE_RUNS)
         own = own.new_tensor([small, max(large - small, 1e-9), pair.posting()])
-    dist.all_reduce(own, dist.ReduceOp.MAX, process.control)
+    lasting(dist.all_reduce(own, dist.ReduceOp.MAX, process.control, async_op=True), process.control).wait()
     latency, further, posting = own.tolist()
     return MessageRates(latency, 4 * (LARGE - SMALL) / further, posting)
 

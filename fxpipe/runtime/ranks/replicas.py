@@ -9,6 +9,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
+from fxpipe.runtime.job.last_works import lasting
 from fxpipe.runtime.program.accelerator import own
 from fxpipe.runtime.program.comm import answered, in_memory_order, on_wire
 from fxpipe.runtime.program.replicas import add_shard, copy_from_bucket, in_bucket, shard_of
@@ -46,7 +47,7 @@ class DistributedReplicas:
         for tensor in tensors:
             value = tensor.to(self.wire).contiguous()
             with answered():
-                dist.broadcast(self._wired(value), group=self.group, group_src=0)
+                lasting(self._begin_broadcast(value, 0), self.group).wait()
             if value is not tensor:
                 tensor.copy_(value)
 
@@ -54,7 +55,8 @@ class DistributedReplicas:
         """The sum of float64 numbers of all replicas, on the CPU."""
         found = numbers.new_empty((self.number, *numbers.shape))
         with answered():
-            dist.all_gather([*found], numbers, self.control)
+            work = dist.all_gather([*found], numbers, self.control, async_op=True)
+            lasting(work, self.control).wait()
         return found.sum(0)
 
     def _beside(self, run: Callable[[], None], *tensors: torch.Tensor) -> Begun:
@@ -72,7 +74,8 @@ class DistributedReplicas:
         def exchange(into: torch.Tensor, given: torch.Tensor, takes: list[int], gives: list[int]) -> None:
             takes, gives = ([n * bucket.itemsize for n in sizes] for sizes in (takes, gives))
             into, given = self._wired(into), self._wired(given)
-            dist.all_to_all_single(into, given, takes, gives, self.group, async_op=True).wait()
+            work = dist.all_to_all_single(into, given, takes, gives, self.group, async_op=True)
+            lasting(work, self.group).wait()
 
         add_shard(wired, begins, self.index, exchange, shard, mean=mean)
         if shares:
@@ -92,13 +95,18 @@ class DistributedReplicas:
     def _share(self, bucket: torch.Tensor, begins: Sequence[int]) -> None:
         def start() -> list[dist.Work]:
             return [
-                dist.broadcast(self._wired(shard), group=self.group, async_op=True, group_src=index)
+                lasting(self._begin_broadcast(shard, index), self.group)
                 for index in range(self.number)
                 if (shard := shard_of(bucket, begins, index)).numel()
             ]
 
         for work in [as_one(self.group, self.wire, start)] if self.on_streams else start():
             work.wait()
+
+    def _begin_broadcast(self, tensor: torch.Tensor, source: int) -> dist.Work | None:
+        wired = self._wired(tensor)
+        work: dist.Work | None = dist.broadcast(wired, group=self.group, async_op=True, group_src=source)
+        return work
 
     def _wired(self, tensor: torch.Tensor) -> torch.Tensor:
         """The memory of a tensor, for a process group."""
