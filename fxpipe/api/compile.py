@@ -63,6 +63,7 @@ def compile(
     batch: int | None = None,
     # the step
     loss_fn: Callable[..., Any] | None = None,
+    mean: Literal["batch", "microbatch"] = "batch",
     gradients: bool = True,
     grad_dtype: torch.dtype | None = None,
     outputs: Sequence[str] = (),
@@ -112,6 +113,10 @@ def compile(
         all counts of the batch; either with a mapping of metrics behind it, ``-> (loss, {"accuracy": …})``.
         Without it the loss is the model's output if that is a scalar, its ``.loss`` or ``["loss"]``, or the
         one scalar with a gradient in a tuple.
+    mean: ``"batch"``: a loss that divides by a number of labels, as a cross-entropy with ignored ones does,
+        or by the sum of a mask, divides by that of the whole batch, so that loss and gradients are the whole
+        batch's.  ``"microbatch"``: each microbatch divides by its own, as in a loop of plain torch that
+        accumulates gradients; the step takes the mean of these.
     gradients: False compiles the forward alone, for evaluation of ``model.eval()``: ``pipe.step`` and
         ``run_local`` then give the loss.  The pipeline works on the model's own weights.  With ``outputs`` it
         needs no loss.
@@ -237,6 +242,7 @@ def compile(
             dimensions=dimensions,
             fixed=names_of(fixed, "fixed"),
             outputs=tuple(dict.fromkeys(names_of(outputs, "outputs"))),
+            mean=mean,
             evaluation=evaluation,
             effort=effort,
             ranks_per_machine=(

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from fxpipe.capture.batch_means import NO_MEANS, BatchMeans, divide_by_batch_means
 from fxpipe.capture.borrow import borrowed
 from fxpipe.capture.checkpoint import recorded_checkpoints
 from fxpipe.capture.clean import clean
@@ -52,6 +53,7 @@ class Captured:
     ``sources``: the model's own tensors that constants are copies of.
     ``asked``: what the forward asks of tensors.
     ``written``: the leaves of the microbatch that it writes to.
+    ``means``: what the loss divides by.
     """
 
     graph: fx.Graph
@@ -61,6 +63,7 @@ class Captured:
     sources: tuple[weakref.ref[torch.Tensor], ...] = ()
     asked: Asked = ASKED_NOTHING
     written: frozenset[str] = frozenset()
+    means: BatchMeans = NO_MEANS
 
     @property
     def checks(self) -> int:
@@ -78,6 +81,7 @@ def capture(
     fixed: Sequence[str] = (),
     outputs: Sequence[str] = (),
     kept: Collection[str] = (),
+    over_batch: bool = True,
 ) -> Captured:
     """Trace the loss of one microbatch and its gradients; the model stays as it is.
 
@@ -90,10 +94,11 @@ def capture(
     fixed: names of the example's tensors whose values are part of the program.
     outputs: names of values of the forward that the graph gives as well.
     kept: names of tensors in plain attributes that other steps change (``plan/kept.py``).
+    over_batch: whether the means of the loss are those of the batch (``batch_means.py``).
     Raises CaptureError, naming module path and source line, for a model that cannot be traced and a
     loss that is no scalar or needs no gradient.  Warns of Python state that the forward changes.
     """
-    trace = partial(_traced, model, example, loss_fn, scale, device, gradients, fixed, outputs)
+    trace = partial(_traced, model, example, loss_fn, scale, device, gradients, fixed, outputs, over_batch)
     attempt = partial(_attempt, trace, dict.fromkeys(kept, False))
     try:
         found = attempt(contextlib.nullcontext, inf)
@@ -135,6 +140,7 @@ def _traced(
     gradients: bool,
     fixed: Sequence[str],
     outputs: Sequence[str],
+    over_batch: bool,
     flag: Callable[[], contextlib.AbstractContextManager[None]],
     most_checks: float,
     kept: Mapping[str, bool],
@@ -186,8 +192,10 @@ def _traced(
         held = (getattr(module, node.target) for node in module.graph.find_nodes(op="get_attr"))
         sources = tuple(map(weakref.ref, held))
         cleaned = clean(module, [x.input for x in given], step.layout, frozen)
+        means = divide_by_batch_means(cleaned[0]) if over_batch else NO_MEANS
         captured = Captured(
             *cleaned,
+            means=means,
             own_hooks=tuple(sorted(after - before)),
             sources=sources,
             asked=step.asked,

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from fxpipe.certificate.terms import NUMBER, Layout, Term, Terms
+from fxpipe.certificate.terms import BATCH_MEAN, NUMBER, Layout, Term, Terms
 
 
 class Unknown(Exception):
@@ -51,6 +51,8 @@ def _run(terms: Terms, term: Term) -> Any:
         return _call(terms, term["op"][1], given)
     if term.op == "sum_over_ranks":
         return _plain(terms, term["parts"][0])
+    if term.op == BATCH_MEAN:
+        return _plain(terms, term["of"])
     if term.op == "shifted":
         return _plain(terms, term["self"])
     return _call(terms, term.op, given)

@@ -12,7 +12,7 @@ from fxpipe.certificate.difference import Difference, difference
 from fxpipe.certificate.layouts import Unknown
 from fxpipe.certificate.problems import Line, Problem
 from fxpipe.certificate.schemas import draws, schema_of
-from fxpipe.certificate.terms import Layout, Term, Terms, canonical
+from fxpipe.certificate.terms import BATCH_MEAN, Layout, Term, Terms, canonical
 from fxpipe.errors import ArtifactError, number_of
 from fxpipe.plan.captured import CapturedInput, CapturedOp, CapturedStep
 from fxpipe.plan.tensors import dtype_of
@@ -120,6 +120,8 @@ def _term(
             return args[0]  # type: ignore[no-any-return]
         case "sum_over_ranks":
             return terms.plain("sum_over_ranks", {"parts": tuple(args)})
+        case "batch_mean":
+            return terms.plain(BATCH_MEAN, {"of": args[0]})
         case "keyed":
             key, position, target, *own = args
             schema = schema_of(target)

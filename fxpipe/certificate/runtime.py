@@ -7,13 +7,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fxpipe.certificate.problems import Line, Rejected
-from fxpipe.certificate.terms import Term
+from fxpipe.certificate.terms import BATCH_MEAN, Term
 from fxpipe.certificate.traffic import Traffic
-from fxpipe.certificate.values import Container, Memory, Offloaded, Value
+from fxpipe.certificate.values import Container, Leaves, Memory, Offloaded, Once, Value
 from fxpipe.certificate.world import Message
 
 _OF_PROGRAMS = frozenset({
-    "add_loss", "add_output", "all_gather", "all_reduce_gradient", "broadcast", "buffers", "constants",
+    "add_loss", "add_output", "all_gather", "all_reduce_gradient", "batch_means", "broadcast", "buffers",
+    "constants",
     "divide_gradients_by_count", "finish", "free_parameters", "gather", "gather_parameters", "grads",
     "key", "lane_key", "microbatches", "offload", "once", "op", "params", "rank", "receive", "reduce",
     "reduce_gradients", "reload", "send", "wait", "wait_all", "wait_gradients", "wait_offload",
@@ -81,7 +82,7 @@ class TermRuntime(Traffic):
             raise Rejected(self.calls.line(), "begins an op whose name the certificate does not know")
         self.held.begin(name, self.calls.line())
 
-    def once(self, compute: Callable[..., Any], *given: Any) -> Container:
+    def once(self, compute: Callable[..., Any], *given: Any) -> Once:
         """What ``compute`` gives must be the same for all microbatches."""
         if any(isinstance(each, Container) and each.kind == "params" for each in given):
             for bucket in [*self.gathering]:
@@ -89,14 +90,38 @@ class TermRuntime(Traffic):
         found = compute(*given)
         if not isinstance(found, dict) or not all(isinstance(value, Value) for value in found.values()):
             raise Rejected(self.calls.line(), "computes once a step what is no dict of tensors")
-        held = {}
+        terms = {}
         for name, value in found.items():
             if self._noted(value).term.varies:
                 text = f"computes {name!r} once a step, of which each microbatch has another"
                 raise Rejected(self.calls.line(), text)
-            held[name] = Value(value.term, None, Memory("a value of the whole step"))
+            terms[name] = value.term
+        return self._once(terms)
+
+    def _once(self, terms: dict[str, Term]) -> Once:
         self.number_of_once += 1
-        return Container(f"once {self.number_of_once}", held.__getitem__)
+        values = {
+            name: Value(term, None, Memory("a value of the whole step")) for name, term in terms.items()
+        }
+        return Once(f"once {self.number_of_once}", values)
+
+    def batch_means(self, counts: Callable[..., Any], batches: Any, *given: Any) -> Once:
+        """What ``counts`` gives must be the same of each microbatch, in which it is called once."""
+        numbers = [each.microbatch for each in batches if isinstance(each, Leaves)]
+        if type(batches) is not list or numbers != [*range(self.plan.step.microbatches)]:
+            raise Rejected(self.calls.line(), "takes a mean over other microbatches than those of the batch")
+        means: dict[str, Term] = {}
+        for leaves in batches:
+            found = self.sections.call(getattr(counts, "section", counts), [leaves, *given], (), self.buffer)
+            if not isinstance(found, dict) or not all(isinstance(value, Value) for value in found.values()):
+                raise Rejected(
+                    self.calls.line(), "takes the means over the batch of what is no dict of tensors"
+                )
+            for name, value in found.items():
+                term = self.calls.terms.plain(BATCH_MEAN, {"of": self._noted(value).term})
+                if means.setdefault(name, term) is not term:
+                    raise Rejected(self.calls.line(), f"counts {name!r} of each microbatch in another way")
+        return self._once(means)
 
     def add_loss(self, loss: Value, count: Value | None = None) -> None:
         self.losses.append(

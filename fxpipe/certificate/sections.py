@@ -57,6 +57,7 @@ class Sections:
             return result
 
         call.__name__ = function.__name__
+        call.section = function  # type: ignore[attr-defined]
         call.is_stateless = True  # type: ignore[attr-defined]
         return call
 

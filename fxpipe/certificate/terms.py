@@ -12,6 +12,9 @@ from typing import Any
 
 import torch
 
+#: The op whose result is the same for all microbatches.
+BATCH_MEAN = "batch_mean"
+
 Arguments = tuple[tuple[str, Any], ...]
 """Name -> canonical argument, without those that have their default."""
 
@@ -152,7 +155,7 @@ class Terms:
         key = op, tuple(arguments.items())
         found = self.known.get(key)
         if found is None:
-            varies = any(term.varies for term in operands(key[1]))
+            varies = op != BATCH_MEAN and any(term.varies for term in operands(key[1]))
             found = Term(len(self.known), op, key[1], varies, line=line or self.line())
             self.known[key] = found
         return found

@@ -276,6 +276,19 @@ class Container:
         return _method_of_dict(self, name)
 
 
+class Once(Container):
+    """What is computed once a step: two such dicts make one."""
+
+    def __init__(self, kind: str, values: dict[str, Value]) -> None:
+        super().__init__(kind, values.__getitem__)
+        self.values = values
+
+    def __or__(self, other: object) -> Once:
+        if not isinstance(other, Once):
+            raise Unread(f"computes or of {_text(self)}")
+        return Once(f"{self.kind}, {other.kind}", {**self.values, **other.values})
+
+
 @dataclass(eq=False, repr=False)
 class Offloaded:
     """A handle in the place of a value: ``value`` without its memory, the bytes ``at`` … ``end`` of the pool.

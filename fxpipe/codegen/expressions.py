@@ -40,7 +40,7 @@ KEYS = ("key", "lane_key")
 #: Names that a program uses itself: imports, definitions, arguments and variables.
 _OWN = re.compile(
     r"rt|step|torch|lanes|keyed|expect|inductor|float|complex|MESSAGES|params|once|once_a_step|buffers|constants"
-    r"|batch|batches|grads|key|lane_key|m|i|at|carry|collected|within|range"
+    r"|counts|means|batch|batches|grads|key|lane_key|m|i|at|carry|collected|within|range"
     r"|loss|count|from_[A-Z]\d+_to_[A-Z]\d+"
     r"|(saved|saved_for_weight|offloaded|offloaded_for_weight|gradients)\d*|collective\d+_\d+"
     r"|stage\d+_(forward|backward|weight)"

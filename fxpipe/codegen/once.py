@@ -1,4 +1,5 @@
-"""The function ``once_a_step``: what sections take of the dict ``once``, which no microbatch changes."""
+"""The functions ``once_a_step`` and ``counts``: what sections take of the dict ``once``, which no microbatch
+changes, and of what the rest of it are means over the microbatches."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from fxpipe.codegen.sequences import loop_head
 from fxpipe.codegen.statements import Statement, body
 from fxpipe.codegen.wrapping import wrapped
 from fxpipe.ir.graph import Kind
+from fxpipe.ir.names import text_literal
 from fxpipe.ir.storage import leading_to
 from fxpipe.ir.text import shape_text
 
@@ -22,9 +24,9 @@ Values = Mapping[fx.Node, str]
 
 
 def once_containers(values: Values) -> list[str]:
-    """The arguments of the function."""
+    """The arguments of a function, beside the batch."""
     kinds = {node.meta["input"].kind for node in leading_to(values) if node.op == "placeholder"}
-    return [name for kind, name in CONTAINERS.items() if kind in kinds]
+    return [name for kind, name in CONTAINERS.items() if kind in kinds - {Kind.BATCH}]
 
 
 def once_source(values: Values, names: Aliases) -> str:
@@ -45,6 +47,20 @@ def once_source(values: Values, names: Aliases) -> str:
         "    once = {}",
         *body(lines, (), storages(nodes, scope)),
         "    return once",
+    ]
+    return "\n".join(map(wrapped, text))
+
+
+def counts_source(values: Values, names: Aliases) -> str:
+    scope = Scope(names, {})
+    nodes = sorted(n for n in leading_to(values) if n.op == "call_function")
+    lines = node_lines(nodes, scope, place, values.keys(), lambda node: "")
+    found = ", ".join(f"{text_literal(name)}: {scope.text(node)}" for node, name in values.items())
+    text = [
+        f"def counts({', '.join(['batch', *once_containers(values)])}):",
+        '    """What the loss of a microbatch is a mean over; the batch\'s is over all of them."""',
+        *body([*lines], [scope.text(node) for node in values], storages(nodes, scope)),
+        f"    return {{{found}}}",
     ]
     return "\n".join(map(wrapped, text))
 

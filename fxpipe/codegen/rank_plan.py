@@ -12,7 +12,8 @@ from torch import fx
 
 from fxpipe.codegen.expressions import variable
 from fxpipe.codegen.signatures import Signature
-from fxpipe.ir.graph import Section, Value
+from fxpipe.ir.builder import node_arg
+from fxpipe.ir.graph import Section, Value, batch_mean
 from fxpipe.ir.sections import SectionEdge
 from fxpipe.plan.artifact import Bucket
 from fxpipe.schedule.costs import Costs, Edge
@@ -63,6 +64,17 @@ class RankPlan:
     @cached_property
     def once(self) -> dict[fx.Node, str]:
         """The nodes that compute what this rank computes once a step, with the names of their values."""
+        return {node: name for node, name in self._computed.items() if node.target is not batch_mean}
+
+    @cached_property
+    def counts(self) -> dict[fx.Node, str]:
+        """The nodes that compute, of each microbatch, what the rank takes the mean of over the batch, with
+        the names of the means."""
+        means = ((node, name) for node, name in self._computed.items() if node.target is batch_mean)
+        return {node_arg(node, 0): name for node, name in means}
+
+    @cached_property
+    def _computed(self) -> dict[fx.Node, str]:
         given = (n.meta.get("input") for s in self.own for n in s.graph.find_nodes(op="placeholder"))
         return {x.computed: x.name for x in given if x is not None and x.computed is not None}
 

@@ -108,13 +108,20 @@ def _warm_up(plan: RankPlan, schedule: Sequence[Sequence[_Call]], found: Lifetim
 
 def _once(plan: RankPlan) -> list[str]:
     given = ", ".join(["once_a_step", *once_containers(plan.once)])
-    return [f"once = rt.once({given})"] if plan.once else []
+    return [f"once = rt.once({given}){' | means' if plan.counts else ''}"] if plan.once else []
+
+
+def _means(plan: RankPlan) -> list[str]:
+    """The exchange over replicas must not run twice, so this stands before a warm-up."""
+    given = ", ".join(["counts", "batches", *once_containers(plan.counts)])
+    return [f"{'means' if plan.once else 'once'} = rt.batch_means({given})"] if plan.counts else []
 
 
 def _used(plan: RankPlan) -> set[str]:
     """The containers that the functions of this rank read or write."""
     own = [plan.calls[s.color] for s in plan.own]
-    used = {c for call in own for c in call.containers}.union(once_containers(plan.once))
+    used = {c for call in own for c in call.containers}
+    used.update(once_containers(plan.once), once_containers(plan.counts), ["batch"] if plan.counts else [])
     if any(value.kind is Kind.BUFFER for call in own for value in call.results):
         used.add("buffers")  # written, whether or not it is read
     return used
@@ -133,10 +140,9 @@ def _head(plan: RankPlan) -> list[str]:
     containers = [c for c in known if c in used]
     if containers:
         lines.append(f"    {', '.join(containers)} = {', '.join(f'rt.{c}' for c in containers)}")
-    if not validates:
-        lines += (f"    {text}" for text in _once(plan))
     if "batch" in used:
         lines.append("    batches = rt.microbatches(batch)")
+    lines += (f"    {text}" for text in [*_means(plan), *([] if validates else _once(plan))])
     return lines
 
 

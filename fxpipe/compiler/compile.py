@@ -151,7 +151,8 @@ def traced(given: Compilation, kept: Collection[str] = ()) -> Captured:
     """kept: as for ``capture``."""
     options, scale = given.options, 1 / given.options.microbatches
     asked = options.gradients, options.fixed, options.outputs
-    return capture(given.model, given.example, given.loss_fn, scale, given.device, *asked, kept)
+    over_batch = options.mean == "batch"
+    return capture(given.model, given.example, given.loss_fn, scale, given.device, *asked, kept, over_batch)
 
 
 @collector_paused()

@@ -106,6 +106,8 @@ def make_plan(
         changed=tuple(sorted(graph_outputs(cut.graph).buffers)),
         grad_dtype="" if options.grad_dtype is None else str(options.grad_dtype),
         validation=options.validation,
+        batch_means=captured.means.exact,
+        own_means=captured.means.apart,
     )
 
 

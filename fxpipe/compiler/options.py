@@ -27,6 +27,9 @@ from fxpipe.schedule.units import BYTES, parse_bytes
 
 BARRIERS: dict[str | bool, int] = {"1-barrier": 1, "2-barrier": 2, True: 1}
 
+MEANS = ("batch", "microbatch")
+"""Of what a loss that divides by a count of data is the mean."""
+
 
 @dataclass(frozen=True)
 class Offload:
@@ -92,6 +95,7 @@ class Options:
     limit_text: str = ""  # the memory limit as it was given
     on_ranks: tuple[tuple[str, ...], ...] = ()  # the tensors that may lie on each rank, where it is known
     validation: Validation = "barrier"
+    mean: str = "batch"
 
     @property
     def tier(self) -> Tier:
@@ -145,6 +149,11 @@ def check(options: Options) -> None:
         raise OptionError(
             f"validation is {options.validation!r} and must be {' or '.join(map(repr, VALIDATIONS))}: when "
             "ranks update their parameters."
+        )
+    if options.mean not in MEANS:
+        raise OptionError(
+            f"mean is {options.mean!r} and must be {' or '.join(map(repr, MEANS))}: of what a loss that "
+            "divides by the number of its labels is the mean."
         )
     if options.validation == "post" and not options.gradients:
         raise OptionError("Without gradients nothing is updated: leave out validation.")

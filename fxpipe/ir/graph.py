@@ -50,7 +50,7 @@ class Kind(StrEnum):
     """The kind of a value that crosses the border of a section."""
 
     PARAMETER = "parameter"
-    ONCE = "once"  # computed once a step, as no microbatch changes it
+    ONCE = "once"  # computed once a step, as it is the same for all microbatches
     BUFFER = "buffer"
     CONSTANT = "constant"
     BATCH = "batch"  # a leaf of the user's microbatch
@@ -80,6 +80,14 @@ def offload(value: _T) -> _T:
 def reload(offloaded: _T) -> _T:
     """In the graph: the value that was given to ``offload``."""
     return offloaded
+
+
+def batch_mean(value: _T) -> _T:
+    """In the graph: the mean of a value over all microbatches of the batch, of all replicas.
+
+    It follows from data alone, so that a program computes it before its first op.
+    """
+    return value
 
 
 @dataclass(frozen=True, slots=True)

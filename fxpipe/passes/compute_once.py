@@ -3,10 +3,13 @@
 needs:  W split off
 before: where(le(arange, unsqueeze(arange, 1)), …)      in F, for each microbatch, which keeps it for B
         mm(x, _to_copy(w, bfloat16))
+        div(sum, batch_mean(count))
 after:  once["where"], mm(x, once["w as bfloat16"])     inputs of each section
+        div(sum, once["mean of count"])
 
 Masks, positions and rotary tables are such values (``ir/once.py``), and the parameters that autocast casts
-for products.  A cast to more bits than the parameter has stays where it is.
+for products.  A cast to more bits than the parameter has stays where it is.  What a mean over the batch is of
+comes from data, so the program computes it of each microbatch in turn.
 """
 
 from __future__ import annotations
@@ -17,7 +20,8 @@ from itertools import chain, count
 import torch
 from torch import fx
 
-from fxpipe.ir.graph import Input, Kind, Origin
+from fxpipe.ir.builder import node_arg
+from fxpipe.ir.graph import Input, Kind, Origin, batch_mean
 from fxpipe.ir.names import identifier
 from fxpipe.ir.once import copied, once_values
 from fxpipe.ir.resized import ResizedTraces
@@ -30,10 +34,13 @@ aten = torch.ops.aten
 def compute_once(graph: fx.Graph, resized: ResizedTraces | None) -> None:
     values = once_values(graph, resized)
     casts = {node: name for node in call_nodes(graph) if (name := _cast(node))}
-    if not values and not casts:
+    means = graph.find_nodes(op="call_function", target=batch_mean)
+    if not values and not casts and not means:
         return
     own = next(iter(values.values())).graph if values else fx.Graph()
     values |= copied(leading_to(casts), own, resized)
+    counts = copied(leading_to(means), own, resized)
+    values |= {node: counts[node] for node in means}
     first = next(n for n in graph.nodes if n.op != "placeholder")
     names = set[str]()
     inputs: dict[fx.Node, fx.Node] = {}
@@ -41,7 +48,7 @@ def compute_once(graph: fx.Graph, resized: ResizedTraces | None) -> None:
         if node.op == "placeholder" or values.keys() >= node.users.keys():
             continue  # it leads to others alone
         if computed not in inputs:
-            name = casts.get(node) or _unused(storage_root(computed), names)
+            name = casts.get(node) or _unused(_name(computed), names)
             names.add(name)
             with graph.inserting_before(first):
                 inputs[computed] = graph.placeholder(identifier(name))
@@ -54,10 +61,16 @@ def compute_once(graph: fx.Graph, resized: ResizedTraces | None) -> None:
     accept_any_strides(own)
 
 
-def _unused(root: fx.Node, names: Container[str]) -> str:
-    """The name of a value after the one that it is a view of."""
-    numbered = (f"{root.name}_{number}" for number in count(2))
-    return next(name for name in chain([root.name], numbered) if name not in names)
+def _name(computed: fx.Node) -> str:
+    """The name of a value after the one that it is a view of, or the mean over the batch."""
+    if computed.target is batch_mean:
+        value = node_arg(computed, 0)
+        return f"mean of {value.args[0] if value.target is aten._to_copy.default else value}"
+    return storage_root(computed).name
+
+
+def _unused(name: str, names: Container[str]) -> str:
+    return next(each for each in chain([name], (f"{name}_{k}" for k in count(2))) if each not in names)
 
 
 def _cast(node: fx.Node) -> str:

@@ -191,7 +191,8 @@ class Plan:
     ``own_hooks``: the functions of hooks that the forward registers by itself.  ``changed``: the buffers to
     which a step gives new values.  ``memory_limit``: as it was
     given, empty for none; ``limits``: what it leaves to the activations of each rank, beside what it holds,
-    ``held`` (empty in plans of earlier versions).
+    ``held`` (empty in plans of earlier versions).  ``batch_means``: what the loss divides by, as text, of
+    which all microbatches take the mean over the batch; ``own_means``: of which each has its own.
     """
 
     format: int
@@ -228,6 +229,8 @@ class Plan:
     memory_limit: str = ""
     limits: Annotated[tuple[NonNegative, ...], entries(0, MOST_RANKS)] = ()
     held: Annotated[tuple[HeldBytes, ...], entries(0, MOST_RANKS)] = ()
+    batch_means: tuple[str, ...] = ()
+    own_means: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         """Short: ``to_json`` has all of it."""

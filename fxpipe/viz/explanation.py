@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import inf
 
 from rich.box import SIMPLE_HEAD
@@ -28,6 +28,8 @@ def explain(plan: Plan, console: Console) -> None:
     """Print the choice and the other candidates, the fastest first, why the rest were excluded, how far the
     choice is from what is possible, and the memory of each rank."""
     console.print(terminal(_reason(plan)), soft_wrap=True)
+    for line in _loss(plan):
+        console.print(terminal(line), soft_wrap=True)
     if plan.device:
         console.print(terminal(f"Costs of the device {plan.device}{_machines(plan)}."), soft_wrap=True)
     if plan.replicas > 1:
@@ -51,6 +53,20 @@ def explain(plan: Plan, console: Console) -> None:
     console.print(_memory(plan))
     if plan.memory_limit:
         console.print(terminal(f"The memory limit is {plan.memory_limit} on each rank."), soft_wrap=True)
+
+
+def _loss(plan: Plan) -> Iterator[str]:
+    """What the loss of a step is the mean of, where microbatches divide by numbers of their own."""
+    if plan.batch_means:
+        yield (
+            "The loss is the whole batch's: all microbatches divide by the mean over the batch of "
+            f"{', '.join(plan.batch_means)}."
+        )
+    if plan.own_means:
+        yield (
+            f"Each microbatch divides its loss by its own {', '.join(plan.own_means)}; the mean of these "
+            "losses is another one than the whole batch's, where these numbers differ."
+        )
 
 
 def _reason(plan: Plan) -> str:

@@ -151,6 +151,28 @@ class Runtime:
             self.record.at_once(found.values())
         return found
 
+    def batch_means(
+        self,
+        counts: Callable[..., dict[str, torch.Tensor]],
+        batches: Sequence[Mapping[str, torch.Tensor]],
+        *given: Mapping[str, torch.Tensor],
+    ) -> dict[str, torch.Tensor]:
+        """The means, over the microbatches of all replicas, of what ``counts`` finds in each.
+
+        given: what it takes beside a microbatch, constants or buffers.
+        """
+        each = [counts(batch, *given) for batch in batches]
+        found = {name: torch.stack([one[name] for one in each]) for name in each[0]}
+        means = {name: values.double().mean(0) for name, values in found.items()}
+        if self.replicas is not None:
+            self.waiting = "the other replicas"
+            for mean in means.values():
+                flat, number = mean.view(-1), self.replicas.number
+                begins = [flat.numel() * k // number for k in range(number + 1)]
+                self.replicas.wait(self.replicas.reduce(flat, begins, flat, mean=True))
+            self.waiting = None
+        return {name: mean.to(found[name].dtype) for name, mean in means.items()}
+
     def receive(self, layouts: Layout | list[Layout], source: int) -> Pending:
         """Allocate the buffers of a message, one or a list, and start to receive it; does not block."""
         pending = self.comm.receive(layouts if isinstance(layouts, list) else [layouts], source)

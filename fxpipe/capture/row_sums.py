@@ -1,0 +1,144 @@
+"""Finds what of a microbatch's data is a sum, or a mean, over its rows, as the number of its labels is.
+
+Of such a value, and of no other, the mean over all microbatches says what it is for their rows together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from enum import Enum
+
+import torch
+from torch import fx
+
+from fxpipe.ir.compat import OpOverload, input_nodes
+from fxpipe.ir.graph import Kind
+from fxpipe.ir.storage import graph_outputs, may_draw_numbers
+
+aten = torch.ops.aten
+
+
+class Rows(Enum):
+    """What a value has of the rows of a microbatch: nothing; a part for each, in its first dimension, one
+    behind the other; their sum or mean; anything else."""
+
+    NONE, FIRST, SUMMED, MIXED = range(4)
+
+
+_SUMS = {aten.sum, aten.mean, aten.nansum, aten.count_nonzero}
+_COPIES = {aten.clone, aten._to_copy, aten.alias, aten.detach, aten.contiguous}
+_VIEWS = {aten.view, aten._unsafe_view, aten.reshape, aten.expand, aten.squeeze, aten.unsqueeze}
+#: Ops along dimensions that they name, which leave the others as they are.
+_ALONG = _SUMS | {
+    aten.all, aten.amax, aten.amin, aten.any, aten.argmax, aten.argmin, aten.cat, aten.cumsum, aten.flip,
+    aten.gather, aten.index_select, aten.max, aten.min, aten.prod, aten.select, aten.slice, aten.sort,
+    aten.squeeze, aten.stack, aten.topk, aten.unsqueeze,
+}  # fmt: skip
+#: A number that is added to a count, so that nothing is divided by zero, is at most this.
+LARGEST_EPSILON = 1e-3
+
+
+def rows_in(graph: fx.Graph) -> dict[fx.Node, Rows]:
+    """Of each value that follows from the batch, constants and buffers that stay, what it has of the rows."""
+    changed = graph_outputs(graph).buffers
+    found: dict[fx.Node, Rows] = {}
+    leaves = [n for n in graph.find_nodes(op="placeholder") if n.meta["input"].kind is Kind.BATCH]
+    number = min((n.meta["val"].shape[0] for n in leaves if n.meta["val"].dim()), default=1)
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            given = node.meta["input"]
+            if given.kind is Kind.BATCH:
+                found[node] = Rows.FIRST if node.meta["val"].dim() else Rows.NONE
+            elif given.kind is Kind.CONSTANT or (given.kind is Kind.BUFFER and given.name not in changed):
+                found[node] = Rows.NONE
+        elif node.op != "call_function" or may_draw_numbers(node.target):
+            continue
+        elif all(n in found for n in input_nodes(node)):
+            found[node] = _rows_of(node, found, number)
+    return found
+
+
+def _rows_of(node: fx.Node, found: Mapping[fx.Node, Rows], number: int) -> Rows:
+    """number: of the rows of a microbatch."""
+    states = {found[n] for n in input_nodes(node)}
+    if states <= {Rows.NONE}:
+        return Rows.NONE
+    if Rows.MIXED in states or not isinstance(node.target, OpOverload):
+        return next(iter(states)) if len(states) == 1 else Rows.MIXED  # an item of several results
+    if Rows.SUMMED in states:
+        return Rows.SUMMED if _is_linear(node, found) else Rows.MIXED
+    return _of_rows(node, found, number)
+
+
+def _is_linear(node: fx.Node, found: Mapping[fx.Node, Rows]) -> bool:
+    """Whether an op on sums over rows gives one."""
+    packet = node.target.overloadpacket  # type: ignore[union-attr]
+    summed = [isinstance(x, fx.Node) and found[x] is Rows.SUMMED for x in node.args]
+    match packet:
+        case aten._to_copy:
+            dtype = node.meta["val"].dtype
+            return bool(dtype.is_floating_point or not node.args[0].meta["val"].is_floating_point())  # type: ignore
+        case _ if packet in _COPIES | _VIEWS | {aten.neg, aten.sum, aten.mean, aten.select}:
+            return True
+        case aten.add:
+            number = node.args[1] if isinstance(node.args[1], int | float) else 1
+            return all(summed[:2]) or (summed[0] and abs(number) <= LARGEST_EPSILON)
+        case aten.sub | aten.rsub:  # also what is left of the number of all
+            return all(summed[:2]) or summed[1 if packet is aten.sub else 0]
+        case aten.mul:
+            return sum(summed[:2]) == 1 and all(
+                found[x] in (Rows.NONE, Rows.SUMMED) for x in input_nodes(node)
+            )
+        case aten.div:
+            return "rounding_mode" not in node.kwargs and summed[0] and not any(summed[1:])
+        case aten.stack | aten.cat:
+            return all(found[x] is Rows.SUMMED for x in input_nodes(node))
+    return False
+
+
+def _of_rows(node: fx.Node, found: Mapping[fx.Node, Rows], number: int) -> Rows:
+    """Of an op on values with a part for each row, and on others that have nothing of them."""
+    packet, value = node.target.overloadpacket, node.meta["val"]  # type: ignore[union-attr]
+    given = [n.meta["val"] for n in input_nodes(node) if found[n] is Rows.FIRST]
+    if not all(isinstance(x, torch.Tensor) for x in given):
+        return Rows.MIXED
+    if torch.Tag.pointwise in node.target.tags or packet in _COPIES:  # type: ignore[union-attr]
+        return Rows.FIRST if all(x.dim() == value.dim() for x in given) else Rows.MIXED
+    dims = _dims(node, given[0].dim())
+    if dims is None and packet in _SUMS:
+        return Rows.SUMMED
+    if dims is not None and packet in _ALONG:
+        if 0 in dims and packet in _SUMS:
+            return Rows.SUMMED
+        stays = (packet is aten.slice and value.shape == given[0].shape) or (
+            packet is aten.squeeze and number == 1  # all of it is of the one row
+        )
+        return Rows.FIRST if 0 not in dims or stays else Rows.MIXED
+    match packet:
+        case aten.expand:
+            stays = value.dim() == given[0].dim()
+        case aten.permute:
+            stays = node.args[1][0] == 0  # type: ignore[index]
+        case aten.transpose:
+            stays = not {0, -value.dim()} & {*node.args[1:]}
+        case aten.constant_pad_nd:
+            stays = len(node.args[1]) < 2 * value.dim()  # type: ignore[arg-type]
+        case aten.embedding | aten.index:  # of a table
+            stays = found[node.args[0]] is Rows.NONE and value.shape[:1] == given[0].shape[:1]  # type: ignore
+        case _:
+            stays = packet in _VIEWS and value.dim() > 0 and value.shape[0] % number == 0
+    return Rows.FIRST if stays else Rows.MIXED
+
+
+def _dims(node: fx.Node, before: int) -> set[int] | None:
+    """The dimensions that an op names, of its operand or, where it has one more, of its result; None for
+    all."""
+    schema = node.target._schema.arguments  # type: ignore[union-attr]
+    named = {a.name: a.default_value for a in schema if a.has_default_value()}
+    named |= {a.name: x for a, x in zip(schema, node.args, strict=False)} | dict(node.kwargs)
+    dims = named.get("dim")
+    if dims is None or dims == []:
+        return None
+    value = node.meta["val"]
+    size = max(before, value.dim() if isinstance(value, torch.Tensor) else 0)
+    return {d % size for d in (dims if isinstance(dims, Sequence) else [dims])}

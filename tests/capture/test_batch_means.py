@@ -1,0 +1,142 @@
+"""The loss of a batch whose microbatches have different counts of labels: that of plain torch on the whole
+batch, in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fxpipe
+
+ROWS, LENGTH, WORDS, WIDTH = 2, 5, 12, 8
+Loss = Callable[[torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor]], torch.Tensor]
+
+
+class Model(nn.Module):
+    """Two stages, and a loss of the logits [rows, length, words], the labels, and more: the layer before, and
+    weights of words."""
+
+    def __init__(self, loss: Loss):
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.hidden, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
+        self.register_buffer("weight", torch.rand(WORDS))
+        self.loss = loss
+
+    def forward(self, x, y):
+        h = torch.tanh(self.hidden(self.embed(x)))
+        return self.loss(self.head(h), y, (h, self.weight))
+
+
+def per_token(logits, y):
+    return F.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="none").view(y.shape)
+
+
+def mean(logits, y, more):
+    return F.cross_entropy(logits.flatten(0, 1), y.flatten())
+
+
+def shifted(logits, y, more):
+    labels = F.pad(y, (0, 1), value=-100)[..., 1:].contiguous()
+    return F.cross_entropy(logits.float().view(-1, WORDS), labels.view(-1), reduction="mean")
+
+
+def of_dims(logits, y, more):  # nll_loss2d
+    return F.cross_entropy(logits.transpose(1, 2), y)
+
+
+def smoothed(logits, y, more):
+    return F.cross_entropy(logits.flatten(0, 1), y.flatten(), label_smoothing=0.1)
+
+
+def masked(logits, y, more):
+    mask = y != -100
+    return (per_token(logits, y) * mask).sum() / mask.sum()
+
+
+def guarded(logits, y, more):
+    mask = (y != -100).to(logits.dtype)
+    return (per_token(logits, y) * mask).sum() / mask.sum().clamp(min=1)
+
+
+def epsilon(logits, y, more):
+    mask = (y != -100).to(logits.dtype)
+    return -(per_token(logits, y) * mask).sum() / (mask.sum() + 1e-8) * 0.5
+
+
+def normalized_mask(logits, y, more):
+    mask = (y != -100).to(logits.dtype)
+    return (per_token(logits, y) * (mask / mask.sum())).sum()
+
+
+def means(logits, y, more):
+    mask = (y != -100).to(logits.dtype)
+    return (per_token(logits, y) * mask).mean() / mask.mean()
+
+
+def with_others(logits, y, more):
+    """Each term has its own count, or equal ones."""
+    even = y % 2 == 0
+    other = (more[0].square().mean(-1) * even).sum() / even.sum()
+    return (
+        mean(logits, y, more) + 0.3 * other + 0.1 * more[0].square().mean() - 0.2 * shifted(logits, y, more)
+    )
+
+
+def stacked(logits, y, more):
+    return torch.stack([mean(logits, y, more), more[0].square().mean()]).sum()
+
+
+def of_sequences(logits, y, more):
+    """A mean of rows, each of its own mean."""
+    mask = (y != -100).to(logits.dtype)
+    return ((per_token(logits, y) * mask).sum(1) / (mask.sum(1) + 1)).mean()
+
+
+def even(logits, y, more):
+    return more[0].square().mean() + logits.logsumexp(-1).mean()
+
+
+def weighted(logits, y, more):
+    return F.cross_entropy(logits.flatten(0, 1), y.flatten(), weight=more[1])
+
+
+LOSSES = [
+    mean, shifted, of_dims, smoothed, weighted, masked, guarded, epsilon, normalized_mask, means, with_others,
+    stacked, of_sequences, even,
+]  # fmt: skip
+
+
+def batch_of(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows have different numbers of labels, and the last two have none."""
+    x, y = torch.randint(WORDS, (rows, LENGTH)), torch.randint(WORDS, (rows, LENGTH))
+    for row in range(rows):
+        y[row, : row % LENGTH] = -100
+    y[-ROWS:] = -100
+    return x, y
+
+
+def compared(model: nn.Module, batch: Any, microbatches: int = 3, **options: Any) -> fxpipe.Pipeline:
+    """The pipeline; its loss and gradients are those of the model on the whole batch."""
+    example = tuple(t[: len(batch[0]) // options.get("replicas", 1) // microbatches] for t in batch)
+    options = {"ranks": 2, "schedule": "zb-h1", "split_points": ["head"]} | options
+    pipe = fxpipe.compile(model, example, microbatches=microbatches, **options)
+    found = pipe.run_local(batch)
+    model.zero_grad()
+    loss = model(*batch)
+    loss.backward()
+    torch.testing.assert_close(found.loss, loss.detach())
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(found.grads[name], parameter.grad, msg=lambda text, n=name: f"{n}: {text}")
+    return pipe
+
+
+@pytest.mark.parametrize("loss", LOSSES, ids=lambda f: f.__name__)
+def test_loss_is_that_of_the_whole_batch(loss):
+    torch.manual_seed(0)
+    compared(Model(loss).double(), batch_of(6))
