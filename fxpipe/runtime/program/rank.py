@@ -165,7 +165,7 @@ class Runtime:
         found = {name: torch.stack([one[name] for one in each]) for name in each[0]}
         means = {name: values.double().mean(0) for name, values in found.items()}
         if self.replicas is not None:
-            self.waiting = "the other replicas"
+            self.waiting = _REPLICAS
             for mean in means.values():
                 flat, number = mean.view(-1), self.replicas.number
                 begins = [flat.numel() * k // number for k in range(number + 1)]
