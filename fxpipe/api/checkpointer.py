@@ -9,9 +9,11 @@ import signal
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -117,8 +119,11 @@ class Checkpointer:
             # Also whether all ranks make one: a new group does not tell.
             self._process.check_alike(given, "its Checkpointer", "Give all ranks the same.")
             with self._process.watch.collective():
-                self._group = dist.new_group(backend="gloo", timeout=self._process.timeout)
+                self._group = self._process.group_of_each([[*range(self._processes)]])
+            assert self._group is not None
+            self._drop_group = self._process.drop_with(self, [self._group])
         self._lock: files.Lock | None = None
+        self._is_closed = False
         self._is_own = False  # whether the checkpoints in the directory are known to be this run's
         try:
             self._check_directory()
@@ -129,7 +134,9 @@ class Checkpointer:
         self._writing: Future[Path] | None = None
         self._handler: Any = None
         if threading.current_thread() is threading.main_thread():
-            self._handler = signal.signal(signal.SIGTERM, lambda *_: pipe.ask_to_stop())
+            self._handler = signal.signal(
+                signal.SIGTERM, partial(_stop, weakref.ref(pipe), before=signal.getsignal(signal.SIGTERM))
+            )
 
     def resume(self) -> bool:
         """Load the newest checkpoint; False if there is none.
@@ -193,13 +200,18 @@ class Checkpointer:
                 ) from error
 
     def close(self) -> None:
-        """Wait for the last checkpoint, and handle SIGTERM as before."""
+        """Wait for the last checkpoint, and handle SIGTERM as before; the threads and sockets go."""
+        self._is_closed = True
         self._restore_handler()
         try:
             self.wait()
         finally:
             self._background.shutdown()
             self._release()
+            if self._process is not None:
+                self._group = None
+                self._drop_group()
+                self._process.destroy_dropped()
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -222,8 +234,10 @@ class Checkpointer:
             self._handler = None
 
     def _check_run(self) -> None:
-        """Raise ArtifactError on all ranks if the directory has checkpoints of another run, which would stay
-        instead of this one's if they are newer."""
+        """Raise RunError after ``close``, and ArtifactError on all ranks if the directory has checkpoints of
+        another run, which would stay instead of this one's if they are newer."""
+        if self._is_closed:
+            raise RunError(f"The Checkpointer of {self.directory} is closed. Make another one to write more.")
         if self._is_own:
             return
         with agreed(self._process, "write a checkpoint"):
@@ -351,6 +365,15 @@ class Checkpointer:
         with answered():
             sizes = gather_bytes(len(data).to_bytes(8, "little"), [8] * self._processes, self._group)
             return gather_bytes(data, [int.from_bytes(size, "little") for size in sizes], self._group)
+
+
+def _stop(pipe: weakref.ref[Pipeline], number: int, _: object, *, before: Any) -> None:
+    """Handle a SIGTERM; as before where the pipeline is gone, and its Checkpointer was not closed."""
+    if (running := pipe()) is not None:
+        running.ask_to_stop()
+        return
+    signal.signal(number, before)
+    signal.raise_signal(number)
 
 
 def _reason(error: BaseException) -> str:

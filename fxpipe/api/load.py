@@ -37,8 +37,9 @@ def load(
     timeout: as for ``compile``.
 
     Under torchrun all ranks must call it, and each loads the weights that it holds.  Warns of a program that
-    was edited since it was saved, and of weights that were replaced.  Raises ArtifactError, naming file and
-    field, for a directory that holds no pipeline, is cut short or damaged, or was written by another version.
+    was edited since it was saved.  Raises ArtifactError, naming file and field, for a directory that holds no
+    pipeline, is cut short or damaged, or was written by another version, and for weights that are not those
+    that were saved.
     """
     directory, limit = files.as_path(path, "fxpipe.load").absolute(), as_timeout(timeout)
     device = default_device()

@@ -11,6 +11,7 @@ import functools
 import os
 import sys
 import sysconfig
+import weakref
 from collections.abc import Callable, Sequence
 from math import inf
 from pathlib import Path
@@ -58,7 +59,8 @@ class Provenance(compat.TorchDispatchMode):
         self, model: nn.Module, inputs: Sequence[tuple[Input, torch.Tensor]], most_checks: float = inf
     ):
         super().__init__()  # type: ignore[no-untyped-call]
-        self.answers = Answers(inputs, self.place, most_checks)
+        this = weakref.proxy(self)  # without a circle, which would keep the model until it is collected
+        self.answers = Answers(inputs, lambda: this.place(), most_checks)
         self._paths: list[str] = []
         self._seq: int | None = None  # of the op that runs backward
         self._last_seq: int | None = None  # of the last one that did

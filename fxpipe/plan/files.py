@@ -10,6 +10,7 @@ does not trust a directory: the plan is checked field by field, the programs are
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
 import re
@@ -51,6 +52,18 @@ def writing(path: Path) -> Iterator[None]:
         raise ArtifactError(f"{path} cannot be written: {error.strerror or error}{where}.") from error
     except SafetensorError as error:
         raise ArtifactError(f"{path} cannot be written: {error}.") from error
+
+
+def synchronize(path: Path) -> None:
+    """Have the contents of a file, or the names in a directory, on the disk before what is written next."""
+    number = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    except OSError as error:
+        if error.errno not in (errno.EBADF, errno.EINVAL):  # of disks that synchronize no directories
+            raise
+    finally:
+        os.close(number)
 
 
 def as_path(given: object, what: str, kind: str = "a directory") -> Path:
@@ -252,7 +265,7 @@ def read_tensors(
 
     names: of the tensors in its file, if these are not all that the rank holds.  lane: read its shares alone;
     by default what all lanes hold together.
-    Warns of weights or a program that changed since they were saved.
+    Warns of a program that was edited since it was saved; weights that changed are an ArtifactError.
     """
     path, held = directory / f"rank{rank}.safetensors", plan.tensors[rank]
     if names is None:
@@ -271,7 +284,7 @@ def read_tensors(
                 f"{path} holds {shown(name)} as {tensor.dtype}, and the programs need "
                 f"{plan.layouts[name].dtype}. {AGAIN}"
             )
-    _tell_changes(directory, rank)
+    _check_sums(directory, rank)
     return laid_out(tensors, plan, of_all_lanes=lane is None)
 
 
@@ -325,29 +338,33 @@ def open_tensors(path: Path, remedy: str = AGAIN) -> Iterator[Any]:
         raise ArtifactError(f"{path} {wrong}. {remedy}") from error
 
 
-def _tell_changes(directory: Path, rank: int) -> None:
-    """Warn of files that have changed since they were saved; they are used as they are now."""
+def _check_sums(directory: Path, rank: int) -> None:
+    """Warn of a program that was edited, and raise ArtifactError for weights that are not those that were
+    saved: nobody edits these by hand, and no other check sees what a disk has done to them."""
     path = directory / f"rank{rank}.sha256"
     try:
         lines = read_text(path, MEBIBYTE).splitlines()
     except Misfit as error:
         raise ArtifactError(f"{path} {error}. {AGAIN}") from error
     sums = {name: checksum for checksum, _, name in (line.partition("  ") for line in lines)}
-    for name, changed in (
-        (f"rank{rank}.py", "was edited since it was saved, and runs as it is now"),
-        (
-            f"rank{rank}.safetensors",
-            "holds other weights than were saved: replaced ones, or damaged ones",
-        ),
-    ):
+    program, weights = f"rank{rank}.py", f"rank{rank}.safetensors"
+    for name in (program, weights):
         if name not in sums:
             raise ArtifactError(f"{path} is damaged or cut short: it has no checksum of {name}. {AGAIN}")
         try:
-            found = checksum(directory / name)
+            differs = checksum(directory / name) != sums[name]
         except (Misfit, OSError) as error:
             raise ArtifactError(f"{directory / name} {error}. {AGAIN}") from error
-        if found != sums[name]:
-            warnings.warn(f"{directory / name} {changed}.", stacklevel=6)
+        if differs and name == weights:
+            raise ArtifactError(
+                f"{directory / name} is damaged: its checksum is not the one in {path.name}. {AGAIN} Weights "
+                "from elsewhere are for pipe.load_state_dict(…), or, if you have put them here yourself, "
+                f"write their checksum: sha256sum {program} {weights} > {path.name}"
+            )
+        if differs:
+            warnings.warn(
+                f"{directory / name} was edited since it was saved, and runs as it is now.", stacklevel=6
+            )
 
 
 def checksum(path: Path) -> str:

@@ -97,6 +97,7 @@ class Runner(LocalRunner):
                 with self._warm_up.memory(number):
                     recorded = self._recorded(program, rt, record, self._number_in_world)
                     loss = self._run_program(recorded, rt, self._number_in_world, batch, check)
+                rt.validate = None  # which would keep this and the runtime alive in a circle
                 self.state.refreshed()
                 compare()
                 found = self._outputs(rt, outputs_on)

@@ -121,6 +121,8 @@ def _send(
 def _put_in_place(draft: Path, path: Path) -> None:
     before = path.with_name(f".{path.name}.before")
     shutil.rmtree(before, ignore_errors=True)
+    for each in (*draft.rglob("*"), draft):
+        files.synchronize(each)
     if path.exists():
         path.rename(before)
     try:
@@ -129,6 +131,7 @@ def _put_in_place(draft: Path, path: Path) -> None:
         if before.exists():
             before.rename(path)
         raise
+    files.synchronize(path.parent)
     shutil.rmtree(before, ignore_errors=True)
 
 

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import subprocess
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -433,13 +434,17 @@ def test_loading_runs_no_program(saved, tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
-def test_other_weights_are_told_and_used(saved):
+def test_damaged_weights_are_refused_until_their_checksum_is_written(saved):
     directory = saved("offload")
     file = directory / "rank0.safetensors"
     weights = {name: t + 1 for name, t in load_file(file).items()}
     save_file(weights, file)
-    with pytest.warns(UserWarning, match=r"rank0\.safetensors holds other weights than were saved"):
-        pipe = fxpipe.load(directory)
+    with pytest.raises(
+        ArtifactError, match=r"rank0\.safetensors is damaged: its checksum .*: sha256sum"
+    ) as told:
+        fxpipe.load(directory)
+    subprocess.run(str(told.value).rpartition(": ")[2], shell=True, check=True, cwd=directory)
+    pipe = fxpipe.load(directory)
     assert all(torch.equal(pipe.parameters[name], weight) for name, weight in weights.items())
 
 

@@ -6,17 +6,21 @@ import json
 import os
 import resource
 import signal
+import threading
+import time
 import weakref
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import nn
 
 import fxpipe
 from fxpipe.training.checkpoint import files as checkpoint_files
+from fxpipe.training.checkpoint import tensor_store
 
 SIZE, WIDTH, LENGTH, ROWS, MICROBATCHES = 64, 16, 6, 2, 4
 
@@ -123,6 +127,61 @@ def on_a_full_disk(directory: Path) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     report = {"message": message, "steps": pipe.step_number}
     (directory / f"report.{rank}.json").write_text(json.dumps(report))
+
+
+LATE = 4.0  # seconds that ranks wait for each other in ``dropped_and_late``
+
+
+def dropped_and_late(directory: Path) -> None:
+    """Two replicas, with pipelines and Checkpointers that they close or drop; the last checkpoint waits for
+    rank 1, whose disk does not answer."""
+    rank = int(os.environ["RANK"])
+    report: dict[str, object] = {}
+
+    def trained(number: int) -> tuple[fxpipe.Pipeline, fxpipe.Checkpointer]:
+        example = torch.zeros(2, WIDTH)
+        pipe = fxpipe.compile(
+            nn.Linear(WIDTH, 2),
+            (example,),
+            ranks=1,
+            replicas=2,
+            microbatches=2,
+            schedule="1f1b",
+            loss_fn=lambda output, _: output.square().mean(),
+            evaluation=number % 2 == 0,
+            timeout=LATE,
+            check=False,
+        )
+        pipe.step((torch.full((4, WIDTH), float(rank)),))
+        checkpoints = fxpipe.Checkpointer(pipe, directory / f"run{number}")
+        checkpoints.save()
+        if number % 2:
+            group = checkpoints._group
+            checkpoints.close()
+            assert group not in dist.distributed_c10d._world.pg_map
+        return pipe, checkpoints
+
+    for number in range(4):
+        pipe, checkpoints = trained(number)
+        if number in (1, 3):
+            report[f"after {number}"] = {
+                "threads": sorted(thread.name for thread in threading.enumerate()),
+                "files": len(os.listdir("/proc/self/fd")),
+                "all threads": len(os.listdir("/proc/self/task")),
+            }
+        del pipe, checkpoints
+    pipe, checkpoints = trained(4)
+    if rank == 1:
+        (directory / "report.1.json").write_text(json.dumps(report))
+        tensor_store.write = lambda *_: time.sleep(60)
+    begin = time.monotonic()
+    try:
+        pipe.step_number += 1
+        checkpoints.save()
+    except fxpipe.FxpipeError as error:
+        report |= {"message": str(error), "seconds": time.monotonic() - begin}
+        (directory / f"report.{rank}.json").write_text(json.dumps(report))
+        raise
 
 
 class Picky:

@@ -13,6 +13,7 @@ import pytest
 import run_worker as worker
 import torch
 from launch import forked
+from recorded_disk import RecordedDisk
 from run_worker import Options, Reader, batch_of, pipeline
 from safetensors.torch import load_file
 
@@ -360,8 +361,11 @@ def test_a_directory_is_locked(tmp_path, monkeypatch):
         patched.setattr(files, "put_back", lambda directory: (tmp_path / "none" / "below").touch())
         with pytest.raises(ArtifactError, match="below") as kept:
             fxpipe.Checkpointer(pipe, tmp_path)
-    fxpipe.Checkpointer(pipe, tmp_path).close()  # while the error, and so its frames, is kept
+    closed = fxpipe.Checkpointer(pipe, tmp_path)  # while the error, and so its frames, is kept
     assert kept
+    closed.close()
+    with pytest.raises(RunError, match=r"is closed\. Make another one"):
+        closed.save()
 
 
 class Other(Reader):
@@ -511,6 +515,36 @@ def test_a_kill_while_a_checkpoint_takes_the_place_of_another(tmp_path, monkeypa
         assert same(fxpipe.read_checkpoint(tmp_path).model, expected)
         checkpoints.save()
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+
+
+def test_all_is_on_the_disk_before_a_name_appears(tmp_path, monkeypatch):
+    """Also in the place of another checkpoint, and of a saved pipeline."""
+    pipe = pipeline(Reader(), Options(steps=5, schedule="1f1b"), 1)
+    optimizer = pipe.optimizer(torch.optim.SGD)
+    disk = RecordedDisk(monkeypatch)
+    with fxpipe.Checkpointer(pipe, tmp_path / "run", optimizer=optimizer, keep=1) as checkpoints:
+        for step in (0, 0, 1):
+            pipe.step_number = step
+            path = checkpoints.save()
+            assert path / files.SUMS in disk.appeared[path]
+    pipe.save(tmp_path / "saved")
+    pipe.save(tmp_path / "saved", overwrite=True)
+    pipe.export(tmp_path / "exported")
+    disk.check()
+    assert {path.name for path in disk.appeared} == {"step-00000001", "saved", "exported"}
+
+
+def test_a_wait_ends_and_what_is_closed_or_dropped_is_gone(tmp_path):
+    run = forked(2, worker.dropped_and_late, tmp_path, dtype=torch.float32, logs=tmp_path / "logs", limit=60)
+    assert run.code == 1
+    reports = [json.loads((tmp_path / f"report.{rank}.json").read_text()) for rank in (0, 1)]
+    for report in reports:
+        before, after = report["after 1"], report["after 3"]
+        assert after["files"] <= before.pop("files") + 2  # a few of gloo's sockets come and go
+        assert {**after, **before} == after
+    late = reports[0]
+    assert "no answer" in late["message"] or "could not" in late["message"], late
+    assert late["seconds"] < worker.LATE + 5
 
 
 class ByRow(torch.optim.Optimizer):

@@ -36,6 +36,7 @@ def place_of_main_thread() -> str:
     # A frame that runs meanwhile may be between two lines, and then has none.
     stack = [] if frame is None else traceback.walk_stack(frame)
     lines = [(f.f_code.co_filename, line or f.f_code.co_firstlineno) for f, line in stack]
+    del frame  # which may be this one: a circle that would keep the values of all callers alive
     return _innermost(reversed(lines))
 
 

@@ -9,6 +9,7 @@ import json
 import os
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
@@ -65,6 +66,7 @@ class Process(Collectives):
     groups: dict[tuple[torch.device, int, int, Connection], dist.ProcessGroup | None] = field(
         default_factory=dict
     )
+    _dropped: list[dist.ProcessGroup] = field(default_factory=list)
     _backends: dict[torch.device, str] = field(default_factory=dict)
     _places: dict[torch.device, list[RankPlace]] = field(default_factory=dict)
 
@@ -144,9 +146,22 @@ class Process(Collectives):
 
         All processes must call it alike.
         """
+        self.destroy_dropped()
         with self.watch.collective(), connecting():
             made = [dist.new_group(own, self.timeout, backend, **options) for own in members]
         return next((group for group in made if group is not dist.GroupMember.NON_GROUP_MEMBER), None)
+
+    def drop_with(self, owner: object, groups: Iterable[dist.ProcessGroup]) -> Callable[[], object]:
+        """Have groups, each with its threads and sockets, destroyed once their owner is gone, or this
+        function's result was called: before this process makes the next ones, since the garbage collector
+        may find an owner to be gone within any call of torch."""
+        drop = weakref.finalize(owner, self._dropped.extend, [*groups])
+        drop.atexit = False
+        return drop
+
+    def destroy_dropped(self) -> None:
+        while self._dropped:
+            dist.destroy_process_group(self._dropped.pop())
 
     def for_pipeline(self, model: str) -> Process:
         """The same process for the calls of a new pipeline, which all ranks make."""

@@ -69,7 +69,7 @@ class InThread:
 
 @cache
 def beside(
-    device: torch.device, what: Literal["sums", "replicas", "numbers"] = "sums"
+    device: torch.device, what: Literal["sums", "replicas", "numbers", "sends"] = "sums"
 ) -> OnStream | InThread:
     """That of a device, for all programs of the process: they run one after the other."""
     return OnStream(device) if is_accelerator(device) else InThread(f"fxpipe-{what}")

@@ -80,8 +80,16 @@ def connect(
             _wait_for_all(process, device)
 
     # Messages of gloo have tags, and its collectives have none: two pipelines share no group of them.
+    made: list[dist.ProcessGroup] = []
+
+    def by_gloo(what: Connection) -> dist.ProcessGroup:
+        group = process.group_of_each(process.members(what))
+        assert group is not None
+        made.append(group)
+        return group
+
     def joint(what: Connection) -> dist.ProcessGroup:
-        group = process.group_of_each(process.members(what)) if backend == "gloo" else known[*place, what]
+        group = by_gloo(what) if backend == "gloo" else known[*place, what]
         assert group is not None
         return group
 
@@ -99,13 +107,13 @@ def connect(
         tag=process.tag,
     )
     if process.replicas > 1:
-        abreast = process.group_of_each(process.members(REPLICAS))
-        assert abreast is not None
+        abreast = by_gloo(REPLICAS)
         comm.abreast = DistributedReplicas(
             process.replica, process.replicas, comm.wire, joint(REPLICAS), abreast, comm.on_streams
         )
     if process.lanes > 1:
         comm.lanes = DistributedLanes(process.lane, process.lanes, comm.wire, joint(LANES))
+    process.drop_with(comm, made)
     if backend != "gloo" and collectives:
         with process.watch.collective():
             _run_once(comm, collectives)

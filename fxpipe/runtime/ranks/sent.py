@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from fxpipe.runtime.program.comm import answered
-from fxpipe.runtime.ranks.beside import Begun, InThread
+from fxpipe.runtime.ranks.beside import Begun, beside
 from fxpipe.runtime.ranks.taken import Releases
 
 
@@ -82,7 +82,7 @@ class SentByThread:
     ENOUGH = 1 << 20
 
     def __init__(self) -> None:
-        self._thread = InThread("fxpipe-sends")
+        self._thread = beside(torch.device("cpu"), "sends")
         self._begun: list[Begun] = []
         self._sent: list[tuple[Any, Sequence[torch.Tensor]]] = []
         self._bytes = 0

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import IO
 
 from fxpipe.errors import ArtifactError
-from fxpipe.plan.files import checksum
+from fxpipe.plan.files import checksum, synchronize
 from fxpipe.strict import MEBIBYTE, Misfit, read_text, shown
 
 PATIENCE = 10.0  # seconds until a file that another process wrote must be visible, or its lock be gone
@@ -78,12 +78,12 @@ def complete(directory: Path, step: int, state: str, sums: Mapping[str, str]) ->
     _write(draft / STATE, state)
     sums = {**sums, STATE: checksum(draft / STATE)}
     _write(draft / SUMS, "".join(f"{sums[name]}  {name}\n" for name in sorted(sums)))
-    _synchronize(draft)
+    synchronize(draft)
     hidden = path.with_name(f".{path.name}{REPLACED}")
     if path.exists():  # of a run that went on from an earlier checkpoint
         path.rename(hidden)
     draft.rename(path)
-    _synchronize(directory)
+    synchronize(directory)
     shutil.rmtree(hidden, ignore_errors=True)
     return path
 
@@ -228,14 +228,6 @@ def _write(path: Path, text: str) -> None:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
-
-
-def _synchronize(directory: Path) -> None:
-    number = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)
 
 
 def _remove(path: Path) -> None:
