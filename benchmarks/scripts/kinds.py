@@ -1,0 +1,27 @@
+"""The files of scripts, by kind."""
+
+import importlib
+
+KINDS = (
+    "supervised",
+    "schedules",
+    "loops",
+    "gradients",
+    "optimizers",
+    "finetune",
+    "language",
+    "adversaries",
+    "teachers",
+    "reinforce",
+    "world",
+    "resume",
+    "generative",
+    "sequences",
+    "structures",
+)
+
+
+def load() -> None:
+    """Import all files, which register their scripts."""
+    for kind in KINDS:
+        importlib.import_module(f"benchmarks.scripts.{kind}")
