@@ -27,7 +27,7 @@ def prompts(count: int) -> list[dict[str, Tensor]]:
     return data
 
 
-def trained(run: Run, model: nn.Module, data: list, **options: object) -> fxpipe.Pipeline:
+def finetuned(run: Run, model: nn.Module, data: list, **options: object) -> fxpipe.Pipeline:
     """The loop of most scripts here: AdamW, its losses and the weights at the end."""
     pipe = fxpipe.compile(model, few(data[0]), **run.options, **options)
     opt = pipe.optimizer(torch.optim.AdamW, lr=0.05)
@@ -57,7 +57,7 @@ def masked_labels(run: Run) -> None:
 
 @piped(masked_labels, *EVERYWHERE)
 def _(run: Run) -> None:
-    trained(run, LanguageModel(), prompts(3))
+    finetuned(run, LanguageModel(), prompts(3))
 
 
 class Counted(LanguageModel):
@@ -72,7 +72,7 @@ class Counted(LanguageModel):
 
 @piped(masked_labels, *EVERYWHERE, variant="sum and count", equal=True)
 def _(run: Run) -> None:
-    trained(run, Counted(), prompts(3), loss_fn=lambda output, batch: output)
+    finetuned(run, Counted(), prompts(3), loss_fn=lambda output, batch: output)
 
 
 @plain
@@ -88,7 +88,7 @@ def _(run: Run) -> None:
     data = prompts(2)
     for batch in data:
         batch["labels"][3] = -100
-    trained(run, LanguageModel(), data)
+    finetuned(run, LanguageModel(), data)
 
 
 @plain
@@ -104,7 +104,7 @@ def _(run: Run) -> None:
     data = prompts(2)
     for batch in data:
         batch["labels"][2:4] = -100
-    trained(run, LanguageModel(), data)
+    finetuned(run, LanguageModel(), data)
 
 
 @plain
@@ -118,7 +118,7 @@ def masked_evaluation(run: Run) -> None:
 @piped(masked_evaluation, *EVERYWHERE)
 def _(run: Run) -> None:
     data = prompts(3)
-    pipe = trained(run, LanguageModel(), data[:2], evaluation=True)
+    pipe = finetuned(run, LanguageModel(), data[:2], evaluation=True)
     run.note("evaluation", pipe.evaluate(run.rows(data[2])))
 
 
@@ -139,7 +139,7 @@ def mean_over_a_mask(run: Run) -> None:
 
 @piped(mean_over_a_mask, equal=True, differs="docs/training.md: the mean of the microbatches' losses")
 def _(run: Run) -> None:
-    trained(run, Weighted(), prompts(3))
+    finetuned(run, Weighted(), prompts(3))
 
 
 class Classes(LanguageModel):
@@ -158,7 +158,7 @@ def class_weights(run: Run) -> None:
 
 @piped(class_weights, *EVERYWHERE)
 def _(run: Run) -> None:
-    trained(run, Classes(), texts(3))
+    finetuned(run, Classes(), texts(3))
 
 
 class Adapted(nn.Module):
@@ -193,7 +193,7 @@ def low_rank_adapters(run: Run) -> None:
 def _(run: Run) -> None:
     model = _adapted()
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
-    pipe = trained(run, model, texts(3))
+    pipe = finetuned(run, model, texts(3))
     run.weights({k: v for k, v in pipe.full_state_dict().items() if k in trained}, "adapter")
 
 
@@ -201,7 +201,7 @@ def _(run: Run) -> None:
 def _(run: Run) -> None:
     model = _adapted()
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
-    trained(run, model, texts(3))
+    finetuned(run, model, texts(3))
     adapters = {name: p.data for name, p in model.named_parameters() if name in trained}
     run.weights(adapters, "adapter")
 
@@ -221,9 +221,9 @@ def _(run: Run) -> None:
     model, data = LanguageModel(), texts(4)
     model.embedding.requires_grad_(False)
     model.blocks[0].requires_grad_(False)
-    trained(run, model, data[:2]).synchronize()
+    finetuned(run, model, data[:2]).synchronize()
     model.requires_grad_(True)
-    trained(run, model, data[2:])
+    finetuned(run, model, data[2:])
 
 
 @piped(frozen_between_epochs, variant="without synchronize", error=r"synchronize|like=|another pipeline")
@@ -231,9 +231,9 @@ def _(run: Run) -> None:
     model, data = LanguageModel(), texts(4)
     model.embedding.requires_grad_(False)
     model.blocks[0].requires_grad_(False)
-    trained(run, model, data[:2])
+    finetuned(run, model, data[:2])
     model.requires_grad_(True)
-    trained(run, model, data[2:], split_points=["blocks.1"])
+    finetuned(run, model, data[2:], split_points=["blocks.1"])
 
 
 @piped(frozen_between_epochs, variant="the same pipeline", error=r"requires_grad")
@@ -289,7 +289,7 @@ def _continued(run: Run, model: nn.Module, data: list) -> None:
 @piped(resized_table, "2", "4")
 def _(run: Run) -> None:
     model, data = LanguageModel(), texts(4)
-    trained(run, model, data[:2]).synchronize()
+    finetuned(run, model, data[:2]).synchronize()
     _resized(model, WORDS + 3)
     _continued(run, model, data[2:])
 
@@ -297,7 +297,7 @@ def _(run: Run) -> None:
 @piped(resized_table, variant="without synchronize", equal=True, error=r"synchronize|full_state_dict|like=")
 def _(run: Run) -> None:
     model, data = LanguageModel(), texts(4)
-    trained(run, model, data[:2])
+    finetuned(run, model, data[:2])
     _resized(model, WORDS + 3)
     _continued(run, model, data[2:])
 
@@ -325,7 +325,7 @@ def prompt_tuning(run: Run) -> None:
 
 @piped(prompt_tuning, "2", "4")
 def _(run: Run) -> None:
-    trained(run, Soft(), texts(3))
+    finetuned(run, Soft(), texts(3))
 
 
 @plain

@@ -6,6 +6,7 @@ KINDS = (
     "supervised",
     "schedules",
     "loops",
+    "changing",
     "gradients",
     "optimizers",
     "finetune",

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxpipe
-from benchmarks.scripts.finetune import plainly, prompts, trained
+from benchmarks.scripts.finetune import finetuned, plainly, prompts
 from benchmarks.scripts.models import WIDTH, WORDS, Block, LanguageModel, Output, texts
 from benchmarks.scripts.script import (
     BATCH,
@@ -29,12 +29,12 @@ def tied_table(run: Run) -> None:
 
 @piped(tied_table, *EVERYWHERE)
 def _(run: Run) -> None:
-    trained(run, LanguageModel(tied=True), texts(3))
+    finetuned(run, LanguageModel(tied=True), texts(3))
 
 
 @piped(tied_table, "2", "2x2", variant="split vocabulary", equal=True)
 def _(run: Run) -> None:
-    trained(run, LanguageModel(tied=True), texts(3), vocab_parallel=True)
+    finetuned(run, LanguageModel(tied=True), texts(3), vocab_parallel=True)
 
 
 class Encoding(UserDict):
@@ -130,7 +130,7 @@ def multi_token_prediction(run: Run) -> None:
 
 @piped(multi_token_prediction, *EVERYWHERE)
 def _(run: Run) -> None:
-    trained(run, Following(), texts(3))
+    finetuned(run, Following(), texts(3))
 
 
 class Experts(nn.Module):
@@ -183,7 +183,7 @@ def balanced_experts(run: Run) -> None:
 
 @piped(balanced_experts, *EVERYWHERE)
 def _(run: Run) -> None:
-    trained(run, Mixture(), texts(3))
+    finetuned(run, Mixture(), texts(3))
 
 
 @plain
@@ -279,7 +279,7 @@ def _(run: Run) -> None:
 
 @piped(two_lengths, variant="one pipeline", error=r"shape|length|pad")
 def _(run: Run) -> None:
-    trained(run, LanguageModel(), _lengths(4))
+    finetuned(run, LanguageModel(), _lengths(4))
 
 
 @plain
@@ -299,14 +299,14 @@ class Checkpointed(LanguageModel):
 
 @piped(checkpointed_activations, "2", "4")
 def _(run: Run) -> None:
-    trained(run, Checkpointed(), texts(3))
+    finetuned(run, Checkpointed(), texts(3))
 
 
 @piped(checkpointed_activations, variant="reentrant", equal=True)
 def _(run: Run) -> None:
     model = Checkpointed()
     model.reentrant = True
-    trained(run, model, texts(3))
+    finetuned(run, model, texts(3))
 
 
 class Single(LanguageModel):

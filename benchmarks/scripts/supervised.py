@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import fxpipe
 from benchmarks.scripts.models import (
+    INPUTS,
     Regressor,
     numbers,
 )
@@ -136,6 +137,88 @@ def _(run: Run) -> None:
         for layer in model.body:
             x = layer(x)
         run.note("evaluation", F.mse_loss(x, numbers(5)[4]["y"]))
+
+
+@piped(supervised, variant="parameters_to_vector", error=WHOLE_MODEL)
+def _(run: Run) -> None:
+    _, model = _trained(run)
+    vector = nn.utils.parameters_to_vector(model.parameters()).detach()
+    sizes = [p.numel() for p in Regressor().parameters()]
+    shapes = [p.shape for p in Regressor().parameters()]
+    parts = [part.view(shape) for part, shape in zip(vector.split(sizes), shapes, strict=True)]
+    run.weights(dict(zip(model.state_dict(), parts, strict=True)))
+
+
+@piped(supervised, variant="another model loads its state dict", error=WHOLE_MODEL)
+def _(run: Run) -> None:
+    _, model = _trained(run)
+    other = Regressor()
+    other.load_state_dict(model.state_dict())
+    run.weights(other.state_dict())
+
+
+@piped(supervised, variant="weights copied one by one", error=WHOLE_MODEL)
+def _(run: Run) -> None:
+    _, model = _trained(run)
+    other = Regressor()
+    with torch.no_grad():
+        for old, new in zip(other.parameters(), model.parameters(), strict=True):
+            old.copy_(new)
+    run.weights(other.state_dict())
+
+
+@piped(supervised, variant="torch.export of the model", error=WHOLE_MODEL)
+def _(run: Run) -> None:
+    _, model = _trained(run)
+    batch = numbers(5)[4]
+    program = torch.export.export(model.eval(), (), batch)
+    run.note("evaluation", program.module()(**batch))
+
+
+@piped(supervised, variant="eager training afterwards", error=WHOLE_MODEL)
+def _(run: Run) -> None:
+    model, data = Regressor(), numbers(4)
+    pipe = fxpipe.compile(model, few(data[0]), **run.options)
+    opt = pipe.optimizer(torch.optim.AdamW, lr=0.05)
+    for batch in data[:2]:
+        run.note("loss", pipe.step(batch))
+        opt.step()
+        opt.zero_grad()
+    for batch in data[2:]:
+        run.note("loss", model(**batch))
+
+
+@piped(supervised, variant="the number of parameters", equal=True, error=WHOLE_MODEL)
+def _(run: Run) -> None:
+    pipe, model = _trained(run)
+    assert sum(p.numel() for p in model.parameters()) == 227
+    run.weights(pipe.full_state_dict())
+
+
+@piped(
+    supervised, variant="noise that the loop draws", differs="the script adds noise", error=r"same batches"
+)
+def _(run: Run) -> None:
+    torch.manual_seed(100 + run.rank)
+    data = numbers(2)
+    pipe = fxpipe.compile(Regressor(), few(data[0]), **run.options)
+    for batch in data:
+        run.note("loss", pipe.step(batch | {"x": batch["x"] + 0.1 * torch.randn(BATCH, INPUTS)}))
+
+
+@piped(
+    supervised, variant="model.double() after compile", equal=True, error=r"dtype|synchronize|full_state_dict"
+)
+def _(run: Run) -> None:
+    model, data = Regressor(), numbers(4)
+    pipe = fxpipe.compile(model, few(data[0]), **run.options)
+    model.double().to("cpu").train()
+    opt = pipe.optimizer(torch.optim.AdamW, lr=0.05)
+    for batch in data:
+        run.note("loss", pipe.step(batch))
+        opt.step()
+        opt.zero_grad()
+    run.weights(pipe.full_state_dict())
 
 
 @piped(supervised, variant="an optimizer of model.parameters()", equal=True, error=r"pipe\.optimizer")
