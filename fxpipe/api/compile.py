@@ -91,6 +91,7 @@ def compile(
     backend: str = "eager",
     timeout: float | timedelta | None = None,
     print_after: str | None = None,
+    without: Sequence[str] = (),
     check: bool = True,
 ) -> Pipeline:
     """Compile a model into one program per rank.
@@ -182,6 +183,9 @@ def compile(
         process group: the first call makes that, and a group that exists keeps its own.
     print_after: the name of a rewrite, after which the graph is printed, one line a node, for each candidate
         (``"untie"``; docs/architecture.md lists them, and so does the error for another name).
+    without: names of rules that are not to be applied.  By their values ``"causal-masks"`` and
+        ``"empty-masks"`` of attention are dropped, so that it runs by a kernel that knows causality, or that
+        has no mask (docs/models.md); ``fxpipe explain`` tells what they save.
     check: prove that the programs are the captured step (docs/certificate.md).  False leaves it to
         ``pipe.check()`` and ``fxpipe check``.
 
@@ -252,6 +256,7 @@ def compile(
             ),
             backend=backend,
             print_after=print_after,
+            without=names_of(without, "without"),
             check=check,
             validation=validation,
         )

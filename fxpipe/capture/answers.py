@@ -131,6 +131,14 @@ class Answers:
         subject = f"{', '.join(map(repr, names))} {'is' if len(names) == 1 else 'are'}"
         return f", or, if {subject} the same in all batches, compile with fixed={list(names)}"
 
+    def constant(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The value of a tensor that the forward makes from nothing: from no input, no random number, and no
+        tensor that the model keeps.  None for others."""
+        node = compat.traced_node(tensor)
+        if node is None or not self._example.is_made_from_nothing(node):
+            return None
+        return self._example.value(node, compat.traced_constants(), self._place())[0]
+
     def is_lasting(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor of the trace is the same for all microbatches."""
         return self._lasting(self._sources(tensor))

@@ -22,6 +22,7 @@ from fxpipe.ir.storage import draws_numbers
 #: Number of draws of random numbers that code reads; the value must be the same each time.
 DRAWS = 32
 RANDOM = Input(Kind.KEY, "key")
+_META = torch.device("meta")
 
 
 class Example:
@@ -36,6 +37,10 @@ class Example:
         needed = _needed(node)
         given = frozenset(x for x, _ in self._given(needed).values())
         return given | {RANDOM} if any(draws_numbers(n) for n in needed) else given
+
+    def is_made_from_nothing(self, node: fx.Node) -> bool:
+        """Whether the value is computed from literals alone."""
+        return all(n.op == "call_function" and not draws_numbers(n) for n in _needed(node))
 
     def _given(self, needed: set[fx.Node]) -> dict[fx.Node, tuple[Input, torch.Tensor]]:
         graph = next(iter(needed)).graph
@@ -114,7 +119,10 @@ def _run(
         if n not in needed or n in values:
             continue
         if n.op == "call_function":
-            values[n] = n.target(*fx.map_arg(n.args, values.get), **fx.map_arg(n.kwargs, values.get))
+            kwargs = fx.map_arg(n.kwargs, values.get)
+            if kwargs.get("device") == _META:  # of a model without values, whose constants have some
+                kwargs["device"] = torch.device("cpu")
+            values[n] = n.target(*fx.map_arg(n.args, values.get), **kwargs)
         else:
             value = reals[n] if n.op == "placeholder" else getattr(root, n.target)
             values[n] = value.clone() if writes else value

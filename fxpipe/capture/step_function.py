@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import io
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,7 +17,9 @@ import torch
 from torch import nn
 
 from fxpipe.capture.activations import Activations
+from fxpipe.capture.answers import Answers
 from fxpipe.capture.assigned import Assigned
+from fxpipe.capture.attention_masks import AttentionMasks
 from fxpipe.capture.call import arguments, described
 from fxpipe.capture.dtensors import local_gradient
 from fxpipe.capture.functional import KeepsState, check_unwritten, declare_writes
@@ -74,6 +76,7 @@ class StepFunction:
         outputs: Sequence[str],
         most_checks: float,
         kept: Mapping[str, bool],
+        attention: Callable[[Answers], AttentionMasks],
     ):
         self.model, self.loss_fn, self.scale, self.given = model, loss_fn, scale, given
         self.hooks = Hooks(model, gradients)
@@ -87,6 +90,8 @@ class StepFunction:
         self.difference = ""  # of a second run from the traced one
         self.of_loss = ""  # while loss_fn runs: its arguments, as text
         self.asked = ASKED_NOTHING  # see ``Questions``
+        self.attention = attention(self.provenance.answers)
+        self.masks = self.attention.masks
         self.layout: dict[str, Any] = {}  # what the flat outputs of the traced graph are
 
     def __call__(self, *values: torch.Tensor) -> list[torch.Tensor]:
@@ -97,8 +102,9 @@ class StepFunction:
             id(x.fake) for x in self.given if x.real.is_leaf and x.real.grad is not None
         )
         questions.hooked = self.hooks.follow_gradients(self.registered, wanted)
-        with self.hooks, self.provenance, questions:
+        with self.hooks, self.provenance, questions, self.attention:
             first = self._step(wanted, self.gradients, questions)
+        self.masks = self.attention.masks
         check_made(self.model, self.registered, self.provenance.answers)
         declare_writes(compat.traced_graph())
         check_unwritten(compat.traced_graph(), compat.traced_constants())
@@ -181,8 +187,9 @@ class StepFunction:
         values = partial(Values, inputs, first.run.results)
         self.provenance.repeat(first.run.calls, [x.local for x in self.given], values)
         questions.again = True
+        self.attention.begin()
         shown = contextlib.redirect_stdout(io.StringIO())
-        with warnings.catch_warnings(), shown, self.provenance, questions:
+        with warnings.catch_warnings(), shown, self.provenance, questions, self.attention:
             warnings.simplefilter("ignore")  # they were given in the first run
             second = self._step(wanted, first.backward, questions)
         found = difference(first.run, second.run, inputs, kept)

@@ -12,7 +12,7 @@ import contextlib
 import contextvars
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from math import inf
 from typing import Any
@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from fxpipe.capture.answers import Answers
+from fxpipe.capture.attention_masks import RULES, AttentionMasks, Mask, Masks
 from fxpipe.capture.batch_means import NO_MEANS, BatchMeans, divide_by_batch_means
 from fxpipe.capture.borrow import borrowed
 from fxpipe.capture.checkpoint import recorded_checkpoints
@@ -39,6 +41,7 @@ from fxpipe.ir import compat
 from fxpipe.ir.graph import Kind, Origin
 from fxpipe.ir.storage import call_nodes, graph_outputs, storage_root
 from fxpipe.plan.lanes import NO_LANES, LanePlan
+from fxpipe.plan.rewrites import Rule
 from fxpipe.plan.step import ASKED_NOTHING, Asked
 
 
@@ -54,6 +57,7 @@ class Captured:
     ``asked``: what the forward asks of tensors.
     ``written``: the leaves of the microbatch that it writes to.
     ``means``: what the loss divides by.
+    ``masks``: what became of those of attention.
     """
 
     graph: fx.Graph
@@ -64,6 +68,7 @@ class Captured:
     asked: Asked = ASKED_NOTHING
     written: frozenset[str] = frozenset()
     means: BatchMeans = NO_MEANS
+    masks: Masks = field(default_factory=Masks)
 
     @property
     def checks(self) -> int:
@@ -82,6 +87,8 @@ def capture(
     outputs: Sequence[str] = (),
     kept: Collection[str] = (),
     over_batch: bool = True,
+    rules: Collection[Rule] = tuple(RULES.values()),
+    masks: tuple[Mask, ...] | None = None,
 ) -> Captured:
     """Trace the loss of one microbatch and its gradients; the model stays as it is.
 
@@ -95,10 +102,16 @@ def capture(
     outputs: names of values of the forward that the graph gives as well.
     kept: names of tensors in plain attributes that other steps change (``plan/kept.py``).
     over_batch: whether the means of the loss are those of the batch (``batch_means.py``).
+    rules: those of ``plan/rewrites.py`` that may be applied.  masks: see ``AttentionMasks``.
     Raises CaptureError, naming module path and source line, for a model that cannot be traced and a
     loss that is no scalar or needs no gradient.  Warns of Python state that the forward changes.
     """
-    trace = partial(_traced, model, example, loss_fn, scale, device, gradients, fixed, outputs, over_batch)
+
+    def attention(answers: Answers) -> AttentionMasks:
+        return AttentionMasks(answers.constant, rules, masks)
+
+    asked = gradients, fixed, outputs, over_batch, attention
+    trace = partial(_traced, model, example, loss_fn, scale, device, *asked)
     attempt = partial(_attempt, trace, dict.fromkeys(kept, False))
     try:
         found = attempt(contextlib.nullcontext, inf)
@@ -141,6 +154,7 @@ def _traced(
     fixed: Sequence[str],
     outputs: Sequence[str],
     over_batch: bool,
+    attention: Callable[[Answers], AttentionMasks],
     flag: Callable[[], contextlib.AbstractContextManager[None]],
     most_checks: float,
     kept: Mapping[str, bool],
@@ -150,7 +164,9 @@ def _traced(
     kept: as for ``inputs``.  refused: what was wrong with a trace that had them as constants."""
     mode = compat.FakeMode()
     given = inputs(model, example, mode, device, fixed, kept)
-    step = StepFunction(model, example, loss_fn, scale, given, gradients, outputs, most_checks, kept)
+    step = StepFunction(
+        model, example, loss_fn, scale, given, gradients, outputs, most_checks, kept, attention
+    )
     mode.source = step.provenance.source
     fakes = {id(r.tensor): x.fake for r, x in zip(step.registered, given, strict=False)}
     values = [x.local for x in given]
@@ -200,6 +216,7 @@ def _traced(
             sources=sources,
             asked=step.asked,
             written=frozenset(written),
+            masks=step.masks,
         )
         _check_written(captured.graph, step.registered, replaced)
         watch.warn_of_changes(step.difference, files)  # last: an error says more than they

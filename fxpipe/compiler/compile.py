@@ -9,12 +9,14 @@ level only where it may give the fastest step).
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import fx
 
+from fxpipe.capture.attention_masks import Mask
 from fxpipe.capture.call import check_call
 from fxpipe.capture.lanes import capture_lanes, lane_as_text
 from fxpipe.capture.resized import named_lengths, sample
@@ -33,6 +35,8 @@ from fxpipe.cost.analytic import work_for_any_size
 from fxpipe.cost.cluster import Cluster
 from fxpipe.cost.device import Device
 from fxpipe.cost.profile import known_tensors
+from fxpipe.cost.rewrites import mask_rewrites
+from fxpipe.errors import SizeError
 from fxpipe.ir.garbage import collector_paused
 from fxpipe.ir.graph import Section
 from fxpipe.ir.resized import ResizedTraces
@@ -70,19 +74,39 @@ def capture_step(given: Compilation, phase: Phases) -> CapturedStep:
     phase.expect(1)
     with phase("capture"):
         lengths = None if options.dimensions is None else named_lengths(example, options.dimensions)
-        captured = capture_lanes(model, lambda: traced(given))
-        check_unshared(dict(batch_leaves(example)), captured.written, options.microbatches)
-        check_lanes(options, captured.lanes)
-        warn_of_float16(captured.graph)
-        resized = None
-        if lengths is not None:
-            resized = sample(
-                captured.graph,
-                example,
-                lengths,
-                lambda resized: capture_lanes(model, lambda: traced(replace(given, example=resized))).graph,
-            )
-    return CapturedStep(captured, resized)
+        step = CapturedStep(_captured(given), None) if lengths is None else _captured_at_sizes(given, lengths)
+        check_unshared(dict(batch_leaves(example)), step.captured.written, options.microbatches)
+        check_lanes(options, step.captured.lanes)
+        warn_of_float16(step.captured.graph)
+    return step
+
+
+def _captured(given: Compilation, masks: tuple[Mask, ...] | None = None) -> Captured:
+    return capture_lanes(given.model, lambda: traced(given, masks=masks))
+
+
+def _captured_at_sizes(given: Compilation, lengths: Mapping[str, int]) -> CapturedStep:
+    """The step, and its traces at other sizes; what a mask is by value, it has to be in all of them."""
+    agreed: tuple[Mask, ...] | None = None
+    while True:
+        masks: list[tuple[Mask, ...]] = []
+
+        def trace(example: Any) -> Captured:
+            captured = _captured(replace(given, example=example), agreed)  # noqa: B023 - called in this round
+            masks.append((*captured.masks.needed,))  # noqa: B023
+            return captured
+
+        captured = trace(given.example)
+        try:
+            resized = sample(captured.graph, given.example, lengths, lambda example: trace(example).graph)
+        except SizeError:
+            if len({*masks}) == 1:
+                raise
+        if len({*masks}) == 1:
+            return CapturedStep(captured, resized)
+        agreed = tuple(
+            a if all(a == b for b in others) else "dense" for a, *others in zip(*masks, strict=False)
+        )
 
 
 @collector_paused()
@@ -136,7 +160,23 @@ def compile_model(
         )
         compared = tuple(now if each.mesh == own else each for each in meshes)
         device = cluster.name + measured
-        plan = replace(plan, work=work, tried=found.tried, meshes=compared, device=device, held=chosen.held)
+        needed = captured.masks.needed
+        rewrites = mask_rewrites(
+            captured.graph,
+            needed.count("causal"),
+            needed.count("none"),
+            captured.masks.bytes,
+            cluster.first,
+        )
+        plan = replace(
+            plan,
+            work=work,
+            tried=found.tried,
+            meshes=compared,
+            device=device,
+            held=chosen.held,
+            rewrites=rewrites,
+        )
         if options.memory_limit is None:
             return plan
         return replace(plan, memory_limit=options.limit_text, limits=found.problem.limits)
@@ -147,12 +187,12 @@ def compile_model(
     return Compiled(artifact, cluster, cut.graph, cut.sections, captured.sources)
 
 
-def traced(given: Compilation, kept: Collection[str] = ()) -> Captured:
-    """kept: as for ``capture``."""
+def traced(given: Compilation, kept: Collection[str] = (), masks: tuple[Mask, ...] | None = None) -> Captured:
+    """kept, masks: as for ``capture``."""
     options, scale = given.options, 1 / given.options.microbatches
     asked = options.gradients, options.fixed, options.outputs
-    over_batch = options.mean == "batch"
-    return capture(given.model, given.example, given.loss_fn, scale, given.device, *asked, kept, over_batch)
+    by_value = options.mean == "batch", options.rules, masks
+    return capture(given.model, given.example, given.loss_fn, scale, given.device, *asked, kept, *by_value)
 
 
 @collector_paused()

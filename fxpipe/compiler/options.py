@@ -15,6 +15,7 @@ from fxpipe.errors import OptionError, at_least_one, number_of, suggested
 from fxpipe.ir.sections import BACKENDS
 from fxpipe.passes.recompute import LEVELS, Level
 from fxpipe.plan.lanes import LanePlan
+from fxpipe.plan.rewrites import RULES, Rule
 from fxpipe.plan.step import SHARDS, TIERS, Shard, Tier
 from fxpipe.plan.tensors import GRAD_DTYPES
 from fxpipe.runtime.program.offload import default_tier
@@ -92,6 +93,7 @@ class Options:
     backend: str = "eager"
     print_after: str | None = None
     check: bool = True
+    without: tuple[str, ...] = ()
     limit_text: str = ""  # the memory limit as it was given
     on_ranks: tuple[tuple[str, ...], ...] = ()  # the tensors that may lie on each rank, where it is known
     validation: Validation = "barrier"
@@ -102,6 +104,11 @@ class Options:
         """The offload store."""
         assert self.offload.tier is not None, "as_offload gives the device's"
         return self.offload.tier
+
+    @property
+    def rules(self) -> tuple[Rule, ...]:
+        """Those that may give the step other kernels."""
+        return tuple(rule for rule in RULES if rule not in self.without)
 
     @property
     def offload_directory(self) -> Path | None:
@@ -118,6 +125,12 @@ def check(options: Options) -> None:
             f"print_after is {options.print_after!r} and must be the name of a pass."
             f"{suggested(options.print_after, PASS_NAMES)} Known: {', '.join(PASS_NAMES)}."
         )
+    for rule in options.without:
+        if rule not in RULES:
+            raise OptionError(
+                f"without has {rule!r} and takes the names of rules.{suggested(rule, RULES)} Known: "
+                f"{', '.join(RULES)}."
+            )
     for name in ("gradients", "evaluation", "check"):
         if not isinstance(getattr(options, name), bool):
             raise OptionError(f"{name} is {getattr(options, name)!r} and must be True or False.")

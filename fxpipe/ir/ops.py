@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 from typing import Any
 
 import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
+
+from fxpipe.ir.storage import argument
 
 aten = torch.ops.aten
 
@@ -35,7 +38,15 @@ def node_flops(node: fx.Node, value: Callable[[fx.Node], Any] = lambda n: n.meta
     args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), value)
     if "scaled_dot_product" in (name := node.target.__name__):  # type: ignore[union-attr]
         args = _with_all_heads(args, 1 if "backward" in name else 0)
-    return formula(*args, **kwargs, out_val=value(node))
+    flops = formula(*args, **kwargs, out_val=value(node))
+    if not is_causal(node):
+        return flops
+    return flops // 2 if isinstance(flops, int) else flops * Fraction(1, 2)
+
+
+def is_causal(node: fx.Node) -> bool:
+    """Whether the op is an attention that looks at earlier positions alone, half of the square."""
+    return argument(node, "is_causal") is True
 
 
 def _with_all_heads(args: Sequence[Any], first: int) -> Any:

@@ -57,16 +57,24 @@ def written(target: fx.node.Target) -> tuple[str, ...]:
 
 #: Arguments that switch off the randomness of an op.
 _STILL = {"dropout_p": 0.0, "p": 0.0, "train": False}
+_MISSING = object()
 
 
 def draws_numbers(node: fx.Node) -> bool:
     """Whether the op draws random numbers: it has the tag, and no argument switches randomness off."""
     if not may_draw_numbers(node.target):
         return False
-    parameters = node.target._schema.arguments  # type: ignore[union-attr]
-    given = {p.name: a for p, a in zip(parameters, node.args, strict=False)} | dict(node.kwargs)
-    values = {p.name: p.default_value for p in parameters if p.has_default_value()} | given
-    return not any(name in values and values[name] == still for name, still in _STILL.items())
+    return not any(argument(node, name, _MISSING) == still for name, still in _STILL.items())
+
+
+def argument(node: fx.Node, name: str, default: Any = None) -> Any:
+    """An op's argument by its name; ``default`` for an op that takes none of this name."""
+    schema = getattr(node.target, "_schema", None)
+    for place, parameter in enumerate(() if schema is None else schema.arguments):
+        if parameter.name == name:
+            given = node.args[place] if place < len(node.args) else parameter.default_value
+            return node.kwargs.get(name, given)
+    return default
 
 
 @cache

@@ -16,6 +16,7 @@ from fxpipe.plan.check import check_plan
 from fxpipe.plan.lanes import NO_LANES, LanePlan
 from fxpipe.plan.meshes import TriedMesh
 from fxpipe.plan.number import number
+from fxpipe.plan.rewrites import Rewrite
 from fxpipe.plan.rows import ShardName
 from fxpipe.plan.step import MOST_RANKS, Shard, StepSpec, Tier
 from fxpipe.plan.tensors import Dtype, GradDtype, Shape, Size, dtype_of, gradient_dtype, is_dense
@@ -193,6 +194,7 @@ class Plan:
     given, empty for none; ``limits``: what it leaves to the activations of each rank, beside what it holds,
     ``held`` (empty in plans of earlier versions).  ``batch_means``: what the loss divides by, as text, of
     which all microbatches take the mean over the batch; ``own_means``: of which each has its own.
+    ``rewrites``: rules that gave the step other kernels.
     """
 
     format: int
@@ -231,6 +233,7 @@ class Plan:
     held: Annotated[tuple[HeldBytes, ...], entries(0, MOST_RANKS)] = ()
     batch_means: tuple[str, ...] = ()
     own_means: tuple[str, ...] = ()
+    rewrites: tuple[Rewrite, ...] = ()
 
     def __repr__(self) -> str:
         """Short: ``to_json`` has all of it."""

@@ -13,6 +13,7 @@ from fxpipe.errors import number_of
 from fxpipe.plan.artifact import Plan
 from fxpipe.plan.memory import rank_memory
 from fxpipe.plan.meshes import Mesh, TriedMesh
+from fxpipe.plan.rewrites import RULES, Rewrite
 from fxpipe.schedule.offload.transfers import offload_bytes
 from fxpipe.schedule.ops import Direction
 from fxpipe.schedule.simulation.simulator import simulate
@@ -32,6 +33,8 @@ def explain(plan: Plan, console: Console) -> None:
         console.print(terminal(line), soft_wrap=True)
     if plan.device:
         console.print(terminal(f"Costs of the device {plan.device}{_machines(plan)}."), soft_wrap=True)
+    for rewrite in plan.rewrites:
+        console.print(terminal(_rewritten(rewrite)), soft_wrap=True)
     if plan.replicas > 1:
         console.print(terminal(_exchanged(plan)), soft_wrap=True)
     timeline = simulate(plan.ordered, plan.costs)
@@ -67,6 +70,13 @@ def _loss(plan: Plan) -> Iterator[str]:
             f"Each microbatch divides its loss by its own {', '.join(plan.own_means)}; the mean of these "
             "losses is another one than the whole batch's, where these numbers differ."
         )
+
+
+def _rewritten(rewrite: Rewrite) -> str:
+    less = [seconds_text(rewrite.seconds)] if rewrite.seconds else []
+    less += [bytes_text(rewrite.bytes)] if rewrite.bytes else []
+    saved = f": {' and '.join(less)} less for a microbatch" if less else ""
+    return f"{rewrite.rule}: {number_of(rewrite.ops, 'attention')} {RULES[rewrite.rule]}{saved}."
 
 
 def _reason(plan: Plan) -> str:

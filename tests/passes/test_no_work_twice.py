@@ -3,6 +3,8 @@
 import math
 import operator
 from collections import Counter
+from collections.abc import Callable
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -64,12 +66,24 @@ def flops_by_phase(pipe: fxpipe.Pipeline) -> Counter:
     return count
 
 
+def of_attention(counted_as: Any, is_causal: int) -> Callable[..., int]:
+    """FLOPs of attention, of causal attention half.  is_causal: the position of the argument."""
+
+    def formula(*args: Any, **kwargs: Any) -> int:
+        flops: int = flop_registry[counted_as](*args, **kwargs)
+        return flops // 2 if len(args) > is_causal and args[is_causal] is True else flops
+
+    return formula
+
+
 #: Attention on a CPU, which torch does not count.
 ON_A_CPU = {
-    aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[aten._scaled_dot_product_flash_attention],
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
-        aten._scaled_dot_product_flash_attention_backward
-    ],
+    aten._scaled_dot_product_flash_attention_for_cpu: of_attention(
+        aten._scaled_dot_product_flash_attention, is_causal=4
+    ),
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: of_attention(
+        aten._scaled_dot_product_flash_attention_backward, is_causal=7
+    ),
 }
 
 

@@ -1,0 +1,129 @@
+"""Masks of attention by value, where the model calls it: before torch chooses a kernel.
+
+    a mask that the forward makes from nothing, equal to the causal one  ──►  is_causal=True, without a mask
+    ... that leaves everything in                                         ──►  without a mask
+
+A pass of the graph would come too late: kernel, saved values and backward are fixed by then.  Models that ask
+whether they are traced build a dense mask where in eager they call attention with ``is_causal``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+from unittest import mock
+
+import torch
+from torch import fx
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from fxpipe.ir import compat
+from fxpipe.plan.rewrites import Rule
+
+#: What a call of attention needs of its mask: nothing, the rule of causality alone, or all of it.
+Mask = Literal["none", "causal", "dense"]
+#: The rule that drops a mask which says this.
+RULES: dict[Mask, Rule] = {"none": "empty-masks", "causal": "causal-masks"}
+
+_attention = F.scaled_dot_product_attention
+
+
+@dataclass
+class Masks:
+    """What became of the masks of a forward: what each call with a mask needs, in order, and the bytes of the
+    masks that no call needs."""
+
+    needed: list[Mask] = field(default_factory=list)
+    dropped: dict[fx.Node, int] = field(default_factory=dict)
+    dense: set[fx.Node] = field(default_factory=set)
+
+    @property
+    def bytes(self) -> int:
+        return sum(size for node, size in self.dropped.items() if node not in self.dense)
+
+
+class AttentionMasks(TorchFunctionMode):
+    """While entered, drops masks that say what the kernel knows.
+
+    constant: gives the value of a tensor that the forward makes from nothing, None for others.
+    allowed: the rules that may be applied.
+    agreed: what the calls with a mask may need at least, in order; None to go by the values alone.
+    ``masks``: of the last run.
+    """
+
+    def __init__(
+        self,
+        constant: Callable[[torch.Tensor], torch.Tensor | None],
+        allowed: Collection[Rule],
+        agreed: Sequence[Mask] | None,
+    ) -> None:
+        super().__init__()
+        self._constant, self._allowed, self._agreed = constant, allowed, agreed
+        self._said: dict[tuple[fx.Node, int], Mask] = {}
+        self.masks = Masks()
+
+    def begin(self) -> None:
+        """The model's forward begins."""
+        self.masks = Masks()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is _attention:
+            return self._attended(*args, **kwargs)
+        if func is not F.multi_head_attention_forward:
+            return func(*args, **kwargs)
+        with mock.patch.object(F, _attention.__name__, self._attended):  # no mode sees what it calls
+            return func(*args, **kwargs)
+
+    def _attended(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        **others: Any,
+    ) -> torch.Tensor:
+        if attn_mask is not None and not is_causal:  # with both, torch raises its error
+            mask = self._needed_of(attn_mask, query.shape[-2] == key.shape[-2])
+            is_causal = mask == "causal"
+            attn_mask = attn_mask if mask == "dense" else None
+        return _attention(query, key, value, attn_mask, dropout_p, is_causal, **others)
+
+    def _needed_of(self, tensor: torch.Tensor, square: bool) -> Mask:
+        """What a call needs of its mask.  square: whether there are as many queries as keys, without which
+        kernels differ in what is causal."""
+        node = compat.traced_node(tensor) if isinstance(tensor, compat.FakeTensor) else None
+        says: Mask = "dense"
+        if node is not None and not tensor.requires_grad:
+            # Layers share a mask, which an op in place may have changed in between.
+            at = node, tensor._version
+            if at not in self._said:
+                constant = self._constant(tensor)
+                self._said[at] = "dense" if constant is None else _said_by(constant)
+            says = self._said[at]
+        call = len(self.masks.needed)
+        is_agreed = self._agreed is None or self._agreed[call : call + 1] == (says,)
+        if RULES.get(says) not in self._allowed or not is_agreed or (says == "causal" and not square):
+            says = "dense"
+        if node is not None and says == "dense":
+            self.masks.dense.add(node)
+        elif node is not None:
+            self.masks.dropped[node] = tensor.numel() * tensor.itemsize
+        self.masks.needed.append(says)
+        return says
+
+
+def _said_by(mask: torch.Tensor) -> Mask:
+    """What a mask [..., queries, keys] says that is True, or 0 beside -inf, where a query may look."""
+    with compat.no_modes():
+        may_look = mask if mask.dtype is torch.bool else mask == 0
+        if mask.dtype is not torch.bool and not ((mask == -torch.inf) | may_look).all():
+            return "dense"
+        if may_look.all():
+            return "none"
+        below = torch.ones(mask.shape[-2:], dtype=torch.bool, device=mask.device).tril()
+        return "causal" if mask.dim() > 1 and (may_look == below).all() else "dense"

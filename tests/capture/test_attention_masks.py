@@ -1,0 +1,188 @@
+"""Masks of attention by value: dropped where they say what the kernel knows, and only there."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from equality import assert_equals_eager
+from rich.console import Console
+from torch import nn
+from torch.nn import functional as F
+
+import fxpipe
+from fxpipe.capture.trace import capture
+from fxpipe.errors import OptionError
+from fxpipe.ir.ops import is_causal, node_flops
+from fxpipe.viz.explanation import explain
+
+pytestmark = pytest.mark.usefixtures("double")
+
+LENGTH, WIDTH = 6, 8
+Make = Callable[["Attentions", torch.Tensor], torch.Tensor]
+
+
+class Attentions(nn.Module):
+    """Three layers of attention, each with the mask that ``make`` gives."""
+
+    def __init__(self, make: Make, keys: int = LENGTH) -> None:
+        super().__init__()
+        self.make, self.keys = make, keys
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, 3 * WIDTH) for _ in range(3))
+        self.register_buffer("triangle", torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril())
+        self.bias = nn.Parameter(torch.zeros(LENGTH, LENGTH))
+        self.attribute = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            q, k, v = layer(x).view(len(x), LENGTH, 3, 2, WIDTH // 2).permute(2, 0, 3, 1, 4)
+            mask = self.make(self, x)
+            attended = F.scaled_dot_product_attention(q, k[..., : self.keys, :], v[..., : self.keys, :], mask)
+            x = x + attended.transpose(1, 2).flatten(2)
+        return (x + 0 * self.bias.sum()).square().mean()
+
+
+def lower(n: int = LENGTH) -> torch.Tensor:
+    return torch.ones(LENGTH, n, dtype=torch.bool).tril()
+
+
+def infinite(mask: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(mask.shape, dtype=torch.get_default_dtype()).masked_fill(~mask, -torch.inf)
+
+
+def by_index(window: int) -> torch.Tensor:
+    rows, columns = torch.arange(LENGTH)[:, None], torch.arange(LENGTH)[None]
+    return (columns <= rows) & (columns > rows - window)
+
+
+def opened(mask: torch.Tensor) -> torch.Tensor:
+    mask[0, -1] = True
+    return mask
+
+
+CASES: dict[str, tuple[Make, str]] = {
+    "causal": (lambda m, x: lower(), "causal"),
+    "infinite": (lambda m, x: infinite(lower())[None, None], "causal"),
+    "of each row of the batch": (lambda m, x: lower().expand(len(x), 1, -1, -1), "causal"),
+    "a window over all": (lambda m, x: by_index(LENGTH), "causal"),
+    "nothing masked": (lambda m, x: torch.ones(LENGTH, LENGTH, dtype=torch.bool), "none"),
+    "zeros": (lambda m, x: torch.zeros(LENGTH, LENGTH), "none"),
+    "a window": (lambda m, x: by_index(LENGTH - 1), "dense"),
+    "large numbers": (lambda m, x: infinite(lower()).clamp(min=-1e30), "dense"),
+    "written later": (lambda m, x: opened(lower()), "dense"),
+    "the other triangle": (lambda m, x: lower().T, "dense"),
+    "from the batch": (lambda m, x: lower() & (x[:, None, :, :1] > -torch.inf), "dense"),
+    "a buffer": (lambda m, x: m.triangle, "dense"),
+    "an attribute": (lambda m, x: m.attribute, "dense"),
+    "trained": (lambda m, x: m.bias, "dense"),
+    "random": (lambda m, x: lower() & (torch.rand(LENGTH, LENGTH) > -1), "dense"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_mask_is_dropped_by_its_value(case: str) -> None:
+    make, needed = CASES[case]
+    model, x = Attentions(make), torch.randn(2, LENGTH, WIDTH)
+    masks = capture(model, (x,), None, 1.0, torch.device("cpu")).masks
+    assert masks.needed == [needed] * 3
+
+
+def test_numbers_stay_those_of_the_model_with_masks() -> None:
+    for case in ("infinite", "nothing masked", "a window", "written later"):
+        assert_equals_eager(
+            lambda: Attentions(CASES[case][0]),  # noqa: B023 - called in this round
+            lambda rows: (torch.randn(rows, LENGTH, WIDTH),),
+            ranks=2,
+            schedule="1f1b",
+        )
+
+
+def test_with_other_keys_than_queries_kernels_differ_in_what_is_causal() -> None:
+    model = Attentions(lambda m, x: lower(LENGTH - 1), keys=LENGTH - 1)
+    masks = capture(model, (torch.randn(2, LENGTH, WIDTH),), None, 1.0, torch.device("cpu")).masks
+    assert masks.needed == ["dense"] * 3
+
+
+def test_a_mask_that_changes_between_layers() -> None:
+    def make(model: Attentions, x: torch.Tensor) -> torch.Tensor:
+        if x is model.first:  # in the first layer
+            model.mask = lower()
+        else:
+            model.mask[0, -1] = True
+        return model.mask
+
+    class Changing(Attentions):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.first = x
+            try:
+                return super().forward(x)
+            finally:
+                del self.first, self.mask
+
+    model = Changing(make)
+    masks = capture(model, (torch.randn(2, LENGTH, WIDTH),), None, 1.0, torch.device("cpu")).masks
+    assert masks.needed == ["causal", "dense", "dense"]
+    assert masks.bytes == 0
+
+
+def test_the_attention_within_torchs_own_module() -> None:
+    class Encoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            mask = infinite(lower())
+            return self.attention(x, x, x, attn_mask=mask, need_weights=False)[0].square().mean()
+
+    def batch(rows: int) -> tuple[torch.Tensor]:
+        return (torch.randn(rows, LENGTH, WIDTH),)
+
+    assert capture(Encoder(), batch(2), None, 1.0, torch.device("cpu")).masks.needed == ["causal"]
+    assert_equals_eager(Encoder, batch, ranks=1)
+
+
+def test_a_plan_tells_what_was_dropped_and_a_rule_can_be_left_out() -> None:
+    model, x = Attentions(CASES["causal"][0]), torch.randn(2, LENGTH, WIDTH)
+    pipe = fxpipe.compile(model, (x,), ranks=1, microbatches=1)
+    (rewrite,) = pipe.plan.rewrites
+    assert (rewrite.rule, rewrite.ops, rewrite.bytes) == ("causal-masks", 3, LENGTH * LENGTH * 3)
+    attentions = [node for node in pipe.graph.nodes if is_causal(node)]
+    assert len(attentions) == 6  # forward and backward
+    with (console := Console(width=200)).capture() as shown:
+        explain(pipe.plan, console)
+    assert "causal-masks: 3 attentions call the kernel that knows causality" in shown.get()
+
+    dense = fxpipe.compile(model, (x,), ranks=1, microbatches=1, without=["causal-masks"])
+    assert not dense.plan.rewrites
+    assert not any(map(is_causal, dense.graph.nodes))
+    flops = [
+        sum(node_flops(n) for n in p.graph.nodes if "scaled_dot" in str(n.target)) for p in (pipe, dense)
+    ]
+    assert 2 * flops[0] == flops[1] > 0
+    with pytest.raises(OptionError, match="without has 'causal' and takes the names of rules"):
+        fxpipe.compile(model, (x,), ranks=1, microbatches=1, without=["causal"])
+
+
+def test_at_other_sizes_a_mask_is_dropped_where_it_is_so_in_all() -> None:
+    class Windowed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(WIDTH, 3 * WIDTH)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            rows, length = x.shape[:2]
+            place = torch.arange(length)
+            mask = (place[None] <= place[:, None]) & (place[None] > place[:, None] - 12)
+            q, k, v = self.layer(x).view(rows, length, 3, 2, WIDTH // 2).permute(2, 0, 3, 1, 4)
+            attended = F.scaled_dot_product_attention(q, k, v, mask)
+            return attended.square().mean() + F.scaled_dot_product_attention(q, k, v, lower_of(length)).mean()
+
+    def lower_of(length: int) -> torch.Tensor:
+        return torch.ones(length, length, dtype=torch.bool).tril()
+
+    x = torch.randn(2, 16, WIDTH)
+    pipe = fxpipe.compile(Windowed(), (x,), ranks=1, microbatches=1, dimensions={"length": 16})
+    assert [r.ops for r in pipe.plan.rewrites] == [1]
+    x = torch.randn(2, 12, WIDTH)  # of which fxpipe takes shorter ones, within the window as well
+    pipe = fxpipe.compile(Windowed(), (x,), ranks=1, microbatches=1, dimensions={"length": 12})
+    assert [r.ops for r in pipe.plan.rewrites] == [2]
