@@ -196,7 +196,7 @@ def captured_once(*key: Hashable) -> Iterator[None]:
     calls = {True: itertools.count(), False: itertools.count()}  # with named dimensions there are several
 
     def captured(*arguments: Any) -> Any:
-        gradients = arguments[5]
+        gradients = arguments[5].gradients
         call, graphs = next(calls[gradients]), known[gradients]
         if call == len(graphs):
             graphs.append(capture(*arguments))

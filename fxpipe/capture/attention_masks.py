@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 from unittest import mock
 
 import torch
@@ -20,10 +20,8 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from fxpipe.ir import compat
-from fxpipe.plan.rewrites import Rule
+from fxpipe.plan.rewrites import Mask, Rule
 
-#: What a call of attention needs of its mask: nothing, the rule of causality alone, or all of it.
-Mask = Literal["none", "causal", "dense"]
 #: The rule that drops a mask which says this.
 RULES: dict[Mask, Rule] = {"none": "empty-masks", "causal": "causal-masks"}
 

@@ -46,7 +46,7 @@ _UNSUPPORTED = (
         "Keep it in the module, or make the method a function of a tensor.",
     ),
     (
-        "for *: 'FakeTensor' and",
+        "returned NotImplemented",
         "a tensor of a subclass of torch.Tensor that no module registers",
         "Give its values as a plain tensor: x.as_subclass(torch.Tensor).",
     ),
@@ -81,8 +81,8 @@ def explained(error: Exception, provenance: Provenance, of_loss: str) -> Capture
         found = _of_a_known_cause(cause, provenance, where) or CaptureError(
             f"The model cannot be traced, in {where}: {type(cause).__name__}: {_first_line(cause)}."
         )
-        text = "The model's code catches this error of the trace, which eager PyTorch does not raise there."
-        return CaptureError(f"{found} {text}", found.fixable)
+        text = f"{found} This error is caught, and eager PyTorch does not raise it."
+        return CaptureError(text, found.fixable)
     if isinstance(error, CaptureError):
         return error
     origin = provenance.last_origin()

@@ -75,6 +75,7 @@ class Provenance(compat.TorchDispatchMode):
         self._replay: Replay | None = None
         self._layouts = SameLayouts()
         self._model = model
+        self.communicates: Callable[[str], Any] | None = None  # called with the name of such an op
         self._handles: list[Any] = []
         self._default_dtype = torch.get_default_dtype()
         self._entered: FrameType | None = None  # what enters this: no frame of the model is above it
@@ -183,6 +184,8 @@ class Provenance(compat.TorchDispatchMode):
                 f"The forward changes torch's default dtype, and runs {func} under it, at {self.place()}. A "
                 "program has one default dtype: give dtype= there, or set the default before you compile."
             )
+        if self.communicates is not None and "c10d" in getattr(func, "namespace", ""):
+            self.communicates(func.overloadpacket.__name__.strip("_"))
         key = key_of(func, args, kwargs) if self.compares else []
         if self._replay is not None:
             result = self._replay.run(func, key, args, kwargs)

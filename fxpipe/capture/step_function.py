@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import io
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,10 +17,10 @@ import torch
 from torch import nn
 
 from fxpipe.capture.activations import Activations
-from fxpipe.capture.answers import Answers
 from fxpipe.capture.assigned import Assigned
 from fxpipe.capture.attention_masks import AttentionMasks
 from fxpipe.capture.call import arguments, described
+from fxpipe.capture.capture_options import CaptureOptions
 from fxpipe.capture.dtensors import local_gradient
 from fxpipe.capture.functional import KeepsState, check_unwritten, declare_writes
 from fxpipe.capture.hooks import Hooks
@@ -37,6 +37,7 @@ from fxpipe.capture.results import Results, find_results
 from fxpipe.capture.snapshot import Snapshot
 from fxpipe.capture.traced_nodes import last_node, nodes_after
 from fxpipe.capture.values import Values
+from fxpipe.capture.world import World
 from fxpipe.errors import CaptureError
 from fxpipe.ir import compat
 from fxpipe.ir.compat import pytree
@@ -72,25 +73,24 @@ class StepFunction:
         loss_fn: Any,
         scale: float,
         given: list[Given],
-        gradients: bool,
-        outputs: Sequence[str],
+        options: CaptureOptions,
         most_checks: float,
         kept: Mapping[str, bool],
-        attention: Callable[[Answers], AttentionMasks],
     ):
         self.model, self.loss_fn, self.scale, self.given = model, loss_fn, scale, given
-        self.hooks = Hooks(model, gradients)
-        self.gradients, self.activations = gradients, Activations(model, outputs)
+        self.hooks = Hooks(model, options.gradients)
+        self.gradients, self.activations = options.gradients, Activations(model, options.outputs)
         self.fixed = {x.input.name: x.real.reshape(-1).tolist() for x in given if x.fixed}
         self.registered = registered(model, kept)
         self.constants = Constants(model, kept)
         self.leaves, self.spec = pytree.tree_flatten(example)
         self.provenance = Provenance(model, [(x.input, local(x.real)) for x in given], most_checks)
+        self.world = World(options.replicas, self.provenance)
         self.snapshot = Snapshot([], [])  # of the model, before the trace
         self.difference = ""  # of a second run from the traced one
         self.of_loss = ""  # while loss_fn runs: its arguments, as text
         self.asked = ASKED_NOTHING  # see ``Questions``
-        self.attention = attention(self.provenance.answers)
+        self.attention = AttentionMasks(self.provenance.answers.constant, options.rules, options.masks)
         self.masks = self.attention.masks
         self.layout: dict[str, Any] = {}  # what the flat outputs of the traced graph are
 
@@ -121,7 +121,7 @@ class StepFunction:
         numbers = [x.detach() for x in (results.loss, results.count) if x is not None]
         outputs = [x.detach() for x in results.outputs.values()]
         flat = [*numbers, *outputs, *found.values(), *replaced.values()]
-        if not self.snapshot.is_whole or self.snapshot.is_changed() or questions.text:
+        if not self.snapshot.is_whole or self.snapshot.is_changed() or questions.text or self.world.asked:
             reshaped = self.constants.reshaped()
             try:
                 self.difference = self._repeat(first, flat, wanted, questions)
@@ -188,11 +188,13 @@ class StepFunction:
         self.provenance.repeat(first.run.calls, [x.local for x in self.given], values)
         questions.again = True
         self.attention.begin()
+        self.world.again()
         shown = contextlib.redirect_stdout(io.StringIO())
         with warnings.catch_warnings(), shown, self.provenance, questions, self.attention:
             warnings.simplefilter("ignore")  # they were given in the first run
             second = self._step(wanted, first.backward, questions)
         found = difference(first.run, second.run, inputs, kept)
+        self.world.end(found)
         if found and questions.text:
             raise CaptureError(
                 f"The model's code reads the text of a tensor, which it makes at {questions.text}. A program "

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from fxpipe.capture.answers import Answers
-from fxpipe.capture.attention_masks import RULES, AttentionMasks, Mask, Masks
+from fxpipe.capture.attention_masks import Masks
 from fxpipe.capture.batch_means import NO_MEANS, BatchMeans, divide_by_batch_means
 from fxpipe.capture.borrow import borrowed
+from fxpipe.capture.capture_options import CAPTURE_ALL, CaptureOptions
 from fxpipe.capture.checkpoint import recorded_checkpoints
 from fxpipe.capture.clean import clean
 from fxpipe.capture.constants import check_constants
@@ -40,8 +40,8 @@ from fxpipe.errors import CaptureError
 from fxpipe.ir import compat
 from fxpipe.ir.graph import Kind, Origin
 from fxpipe.ir.storage import call_nodes, graph_outputs, storage_root
+from fxpipe.plan.dtensors import mesh_of
 from fxpipe.plan.lanes import NO_LANES, LanePlan
-from fxpipe.plan.rewrites import Rule
 from fxpipe.plan.step import ASKED_NOTHING, Asked
 
 
@@ -82,13 +82,8 @@ def capture(
     loss_fn: Callable[..., Any] | None,
     scale: float,
     device: torch.device,
-    gradients: bool = True,
-    fixed: Sequence[str] = (),
-    outputs: Sequence[str] = (),
+    options: CaptureOptions = CAPTURE_ALL,
     kept: Collection[str] = (),
-    over_batch: bool = True,
-    rules: Collection[Rule] = tuple(RULES.values()),
-    masks: tuple[Mask, ...] | None = None,
 ) -> Captured:
     """Trace the loss of one microbatch and its gradients; the model stays as it is.
 
@@ -97,21 +92,11 @@ def capture(
         None takes the loss from the output (``results.py``).
     scale: the gradient of the loss that the backward starts from (1 / microbatches; for a loss given
         as (sum, count) it is 1, and the division is the step's last act).
-    gradients: False traces the loss alone.
-    fixed: names of the example's tensors whose values are part of the program.
-    outputs: names of values of the forward that the graph gives as well.
     kept: names of tensors in plain attributes that other steps change (``plan/kept.py``).
-    over_batch: whether the means of the loss are those of the batch (``batch_means.py``).
-    rules: those of ``plan/rewrites.py`` that may be applied.  masks: see ``AttentionMasks``.
     Raises CaptureError, naming module path and source line, for a model that cannot be traced and a
     loss that is no scalar or needs no gradient.  Warns of Python state that the forward changes.
     """
-
-    def attention(answers: Answers) -> AttentionMasks:
-        return AttentionMasks(answers.constant, rules, masks)
-
-    asked = gradients, fixed, outputs, over_batch, attention
-    trace = partial(_traced, model, example, loss_fn, scale, device, *asked)
+    trace = partial(_traced, model, example, loss_fn, scale, device, options)
     attempt = partial(_attempt, trace, dict.fromkeys(kept, False))
     try:
         found = attempt(contextlib.nullcontext, inf)
@@ -119,7 +104,7 @@ def capture(
         with contextlib.suppress(CaptureError):
             return attempt(compat.compiling_flag, inf)
         raise
-    checks = found.checks - len(fixed)
+    checks = found.checks - len(options.fixed)
     if checks > 0:  # the model's branch for compilers may depend less on data
         with contextlib.suppress(CaptureError):
             other = attempt(compat.compiling_flag, checks - 1)
@@ -150,11 +135,7 @@ def _traced(
     loss_fn: Callable[..., Any] | None,
     scale: float,
     device: torch.device,
-    gradients: bool,
-    fixed: Sequence[str],
-    outputs: Sequence[str],
-    over_batch: bool,
-    attention: Callable[[Answers], AttentionMasks],
+    options: CaptureOptions,
     flag: Callable[[], contextlib.AbstractContextManager[None]],
     most_checks: float,
     kept: Mapping[str, bool],
@@ -163,10 +144,8 @@ def _traced(
     """most_checks: of the data, besides those of ``fixed`` inputs; with more the trace is given up.
     kept: as for ``inputs``.  refused: what was wrong with a trace that had them as constants."""
     mode = compat.FakeMode()
-    given = inputs(model, example, mode, device, fixed, kept)
-    step = StepFunction(
-        model, example, loss_fn, scale, given, gradients, outputs, most_checks, kept, attention
-    )
+    given = inputs(model, example, mode, device, options.fixed, kept)
+    step = StepFunction(model, example, loss_fn, scale, given, options, most_checks, kept)
     mode.source = step.provenance.source
     fakes = {id(r.tensor): x.fake for r, x in zip(step.registered, given, strict=False)}
     values = [x.local for x in given]
@@ -181,6 +160,11 @@ def _traced(
             stack.callback(step.constants.detach)
             for context in (flag(), *checkpoints, *as_written, compat.without_log(), mode):
                 stack.enter_context(context)
+            if mesh_of(model) is None:  # whose code speaks of lanes
+                stack.enter_context(
+                    compat.default_group(step.world, options.has_group or options.replicas != 1)
+                )
+                step.provenance.communicates = step.world.refuse_to_communicate
             try:
                 module = compat.make_fx(step)(*values)
             except Exception as error:
@@ -208,7 +192,7 @@ def _traced(
         held = (getattr(module, node.target) for node in module.graph.find_nodes(op="get_attr"))
         sources = tuple(map(weakref.ref, held))
         cleaned = clean(module, [x.input for x in given], step.layout, frozen)
-        means = divide_by_batch_means(cleaned[0]) if over_batch else NO_MEANS
+        means = divide_by_batch_means(cleaned[0]) if options.over_batch else NO_MEANS
         captured = Captured(
             *cleaned,
             means=means,

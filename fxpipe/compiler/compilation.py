@@ -14,10 +14,12 @@ from fxpipe.compiler.options import Options
 
 @dataclass(frozen=True, eq=False)
 class Compilation:
-    """``example``: one microbatch.  ``loss_fn``: as for ``fxpipe.compile``.  ``device``: of the model."""
+    """``example``: one microbatch.  ``loss_fn``: as for ``fxpipe.compile``.  ``device``: of the model.
+    ``has_group``: whether the script has made torch.distributed's default process group."""
 
     model: nn.Module
     example: Any
     loss_fn: Callable[..., Any] | None
     options: Options
     device: torch.device
+    has_group: bool = False

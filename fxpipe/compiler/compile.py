@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpipe.capture.attention_masks import Mask
 from fxpipe.capture.call import check_call
+from fxpipe.capture.capture_options import CaptureOptions
 from fxpipe.capture.lanes import capture_lanes, lane_as_text
 from fxpipe.capture.resized import named_lengths, sample
+from fxpipe.capture.scale import LATER
 from fxpipe.capture.trace import Captured, capture
 from fxpipe.capture.underflow import warn_of_float16
 from fxpipe.compiler.all_stages import all_stages, cluster_of, offload_bandwidth
@@ -43,6 +44,7 @@ from fxpipe.ir.resized import ResizedTraces
 from fxpipe.plan.artifact import Artifact, Plan
 from fxpipe.plan.dtensors import mesh_of
 from fxpipe.plan.meshes import Mesh, TriedMesh
+from fxpipe.plan.rewrites import Mask
 from fxpipe.runtime.program.batch import batch_leaves, check_unshared
 
 
@@ -188,11 +190,20 @@ def compile_model(
 
 
 def traced(given: Compilation, kept: Collection[str] = (), masks: tuple[Mask, ...] | None = None) -> Captured:
-    """kept, masks: as for ``capture``."""
-    options, scale = given.options, 1 / given.options.microbatches
-    asked = options.gradients, options.fixed, options.outputs
-    by_value = options.mean == "batch", options.rules, masks
-    return capture(given.model, given.example, given.loss_fn, scale, given.device, *asked, kept, *by_value)
+    """kept: as for ``capture``.  masks: see ``CaptureOptions``."""
+    options = given.options
+    asked = CaptureOptions(
+        gradients=options.gradients,
+        fixed=options.fixed,
+        outputs=options.outputs,
+        over_batch=options.mean == "batch",
+        rules=options.rules,
+        masks=masks,
+        replicas=None if options.microbatches == LATER else options.replicas,
+        has_group=given.has_group,
+    )
+    scale = 1 / options.microbatches
+    return capture(given.model, given.example, given.loss_fn, scale, given.device, asked, kept)
 
 
 @collector_paused()

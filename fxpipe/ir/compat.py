@@ -407,6 +407,33 @@ def as_lane(meshes: Any, number: int, lane: int) -> Iterator[None]:
         meshes.get_local_rank, torch.distributed.get_rank = before, get_rank
 
 
+@contextlib.contextmanager
+def default_group(group: Any, is_initialized: bool) -> Iterator[None]:
+    """Let a process group be the default one, also for code that holds the other one.
+
+    is_initialized: whether torch.distributed says that there is one.
+    """
+    dist, module = torch.distributed, torch.distributed.distributed_c10d
+    before, get = dist.group.WORLD, module._get_default_group
+    size = vars(dist.ProcessGroup)["size"]  # as the class has it, which binds
+
+    def size_of(any_group: Any) -> int:
+        return int(group.size() if any_group is before else size.__get__(any_group)())
+
+    world = module._world
+    world.pg_map[group] = world.pg_map.get(before, (dist.Backend("gloo"), None))
+    world.pg_group_ranks[group] = {0: 0}
+    module._get_default_group = lambda: group
+    dist.ProcessGroup.size = size_of  # type: ignore[method-assign, assignment]
+    dist.group.WORLD = group if is_initialized else None
+    try:
+        yield
+    finally:
+        dist.group.WORLD, module._get_default_group = before, get
+        dist.ProcessGroup.size = size  # type: ignore[method-assign]
+        del world.pg_map[group], world.pg_group_ranks[group]
+
+
 def has_kernel(op: OpOverload, device: str) -> bool:
     """Whether an op has its own kernel for this type of device."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), device.upper())

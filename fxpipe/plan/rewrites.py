@@ -14,6 +14,8 @@ from fxpipe.plan.tensors import Size
 from fxpipe.strict import at_least
 
 Rule = Literal["causal-masks", "empty-masks"]
+#: What a call of attention needs of its mask: nothing, the rule of causality alone, or all of it.
+Mask = Literal["none", "causal", "dense"]
 
 #: What each rule does, as it is told of the ops that it was applied to.
 RULES: Mapping[Rule, str] = {

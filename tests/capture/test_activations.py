@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import fxpipe
+from fxpipe.capture.capture_options import CaptureOptions
 from fxpipe.capture.trace import capture
 from fxpipe.errors import CaptureError
 
@@ -103,6 +104,6 @@ def test_values_are_those_of_a_forward_hook(ranks):
 def test_names_that_give_no_output(name, says):
     model = Net()
     with pytest.raises(CaptureError) as raised:
-        capture(model, example(), None, 1.0, torch.device("cpu"), outputs=[name])
+        capture(model, example(), None, 1.0, torch.device("cpu"), CaptureOptions(outputs=[name]))
     assert says in str(raised.value)
     assert not any(module._forward_hooks for module in model.modules())

@@ -20,6 +20,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import fxpipe
+from fxpipe.capture.capture_options import CaptureOptions
 from fxpipe.capture.trace import capture
 from fxpipe.certificate import identities
 from fxpipe.compiler import cut, passes
@@ -172,7 +173,12 @@ CASES = {
 def changed(name: str, case: Case) -> str:
     """The lines of the graph that the pass removes (-) and adds (+), with a line before and after."""
     example = {"x": torch.ones(2, WIDTH)}
-    asked = case.loss_fn, 0.5, torch.device("cpu"), case.gradients, (), case.outputs
+    asked = (
+        case.loss_fn,
+        0.5,
+        torch.device("cpu"),
+        CaptureOptions(gradients=case.gradients, outputs=case.outputs),
+    )
     step = StepGraphs(capture(case.model(), example, *asked).graph, None, joined=case.joined)
     split_points = ["last"] if case.stages > 1 else None
     options = CutOptions(case.stages, 2, NodeSeconds(CPU), split_points, **{"barriers": None, **case.options})

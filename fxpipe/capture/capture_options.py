@@ -1,0 +1,33 @@
+"""What of a step is captured, and what the trace may know."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from fxpipe.plan.rewrites import RULES, Mask, Rule
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaptureOptions:
+    """``gradients``: False traces the loss alone.
+    ``fixed``: names of the example's tensors whose values are part of the program.
+    ``outputs``: names of values of the forward that the graph gives as well.
+    ``over_batch``: whether the means of the loss are those of the batch (``batch_means.py``).
+    ``rules``: those of ``plan/rewrites.py`` that may be applied.
+    ``masks``: what the attentions may need of their masks at least, in order (``attention_masks.py``).
+    ``replicas``: their number; None where it is chosen later.
+    ``has_group``: whether torch.distributed says that there is a process group, if there is one replica.
+    """
+
+    gradients: bool = True
+    fixed: Sequence[str] = ()
+    outputs: Sequence[str] = ()
+    over_batch: bool = True
+    rules: Collection[Rule] = tuple(RULES)
+    masks: tuple[Mask, ...] | None = None
+    replicas: int | None = 1
+    has_group: bool = False
+
+
+CAPTURE_ALL = CaptureOptions()

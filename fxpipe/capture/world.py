@@ -1,0 +1,108 @@
+"""What torch.distributed answers in a trace: the world of a model is that of its replicas.
+
+    get_world_size()     ──►  the number of replicas
+    get_rank()           ──►  the replica; the forward must run the same ops with any
+    a collective         ──►  of one replica what it is of one process: nothing, or a copy; of several an error
+
+The processes that run the stages of a replica are no part of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+
+from fxpipe.capture.provenance import Provenance
+from fxpipe.errors import CaptureError
+from fxpipe.ir.compat import pytree
+
+_IN_PLACE = ("allreduce", "allreduce_coalesced", "broadcast", "reduce", "barrier")
+_COPIES = (
+    *("allgather", "allgather_coalesced", "gather", "scatter", "reduce_scatter", "alltoall", "alltoall_base"),
+    *("_allgather_base", "all_gather_single", "_reduce_scatter_base", "reduce_scatter_single"),
+    "all_to_all_single",
+)  # torch 2.13 has other names for some
+_ProcessGroup = torch.distributed.ProcessGroup
+
+
+class World(_ProcessGroup):
+    """The default process group of a trace.  ``replica``: that of this run.  ``asked``: the first place that
+    asked for it."""
+
+    def __init__(self, replicas: int | None, provenance: Provenance):
+        """replicas: None where their number is chosen later."""
+        super().__init__(0, replicas or 1)
+        self._replicas, self._provenance = replicas, provenance
+        self.replica, self.asked = 0, ""
+
+    def rank(self) -> int:
+        self.asked = self.asked or self._provenance.place()
+        return self.replica
+
+    def size(self) -> int:
+        if self._replicas is None:
+            self.refuse(
+                "asks torch.distributed for the number of processes",
+                "It is that of the replicas, which is not chosen yet: give replicas=.",
+            )
+        return self._replicas
+
+    @property
+    def group_name(self) -> str:
+        self.refuse_to_communicate("a functional collective")
+
+    def again(self) -> None:
+        """Answer as another replica."""
+        self.replica = (self._replicas or 2) - 1
+
+    def refuse(self, does: str, remedy: str) -> NoReturn:
+        place = self._provenance.place()
+        refusals = self._provenance.answers.refusals
+        refusals.refuse(CaptureError(f"The model's code {does}, at {place}. {remedy}"))
+
+    def refuse_to_communicate(self, name: str) -> NoReturn:
+        self.refuse(
+            f"communicates with other processes ({name})",
+            "A program runs the forward of one replica, and replicas exchange gradients alone: take it out of "
+            "the forward. For a loss that is a mean over all replicas let loss_fn return (sum, count).",
+        )
+
+    def end(self, difference: str) -> None:
+        """Raise CaptureError where another replica would run other ops, if there are several.
+
+        difference: of what that runs, as a sentence; "" for none.
+        """
+        if self.asked and difference and self._replicas != 1:
+            raise CaptureError(
+                f"The model's code runs other ops on another replica: it asks for its rank, at {self.asked}. "
+                f"All replicas run one program: take that out of the forward. ({difference}.)"
+            )
+
+
+def _collective(name: str) -> Callable[..., Any]:
+    def run(world: World, *args: Any, **kwargs: Any) -> Any:
+        if world._replicas != 1 or name not in (*_IN_PLACE, *_COPIES):
+            world.refuse_to_communicate(name.strip("_"))
+        if name in _COPIES:
+            for to, source in zip(*map(pytree.tree_leaves, args[:2]), strict=True):
+                to.copy_(source.reshape(to.shape))
+        return _Done()
+
+    return run
+
+
+class _Done:
+    """The handle of a collective that has ended."""
+
+    def wait(self, timeout: Any = None) -> bool:
+        return True
+
+    is_completed = is_success = wait
+
+
+for _name in {*dir(_ProcessGroup)} - {*vars(World)}:
+    is_public = not _name.startswith("_") and callable(getattr(_ProcessGroup, _name))
+    if _name in _COPIES or (is_public and _name.islower()):
+        setattr(World, _name, _collective(_name))
