@@ -12,6 +12,7 @@ from torch import nn
 from fxpipe.api.pipeline import Pipeline
 from fxpipe.plan import files
 from fxpipe.plan.artifact import Artifact, Plan
+from fxpipe.plan.libraries import check_libraries
 from fxpipe.plan.rows import joined
 from fxpipe.plan.tensors import in_strides
 from fxpipe.runtime.job.process import Process, agreed, as_timeout, own_ranks, under_torchrun
@@ -38,8 +39,8 @@ def load(
 
     Under torchrun all ranks must call it, and each loads the weights that it holds.  Warns of a program that
     was edited since it was saved.  Raises ArtifactError, naming file and field, for a directory that holds no
-    pipeline, is cut short or damaged, or was written by another version, and for weights that are not those
-    that were saved.
+    pipeline, is cut short or damaged, or was written by another version, for weights that are not those that
+    were saved, and naming the op for one whose library is not installed.
     """
     directory, limit = files.as_path(path, "fxpipe.load").absolute(), as_timeout(timeout)
     device = default_device()
@@ -59,6 +60,7 @@ def load(
     plan = artifacts[0].plan
     own = own_ranks(process, plan.ranks)
     with agreed(process, f"load {directory}"):
+        check_libraries(plan.libraries, str(directory))
         programs = range(plan.ranks) if leads else own  # rank 0 saves those of all
         artifact, *forward = (
             replace(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,6 +19,7 @@ from fxpipe.errors import OptionError, RunError
 from fxpipe.ir.graph import Section
 from fxpipe.plan import files
 from fxpipe.plan.artifact import Artifact, Validation
+from fxpipe.plan.libraries import not_imported
 from fxpipe.runtime.job.place import called_function
 from fxpipe.runtime.job.process import Process, agreed
 from fxpipe.runtime.job.tracebacks import brief_methods
@@ -438,14 +440,17 @@ class Pipeline(Views):
 
         overwrite: put it in the place of a pipeline that was saved there, with its weights and what was
             edited in its programs.  A directory that holds anything else is left as it is.
-        Under torchrun every rank calls it; rank 0 writes the files of all.  Raises ArtifactError, on all
-        ranks, if the directory is not empty or cannot be written; then nothing in it has changed.
+        Under torchrun every rank calls it; rank 0 writes the files of all.  Warns of ops of the script, which
+        another process has to register before it loads the programs.  Raises ArtifactError, on all ranks, if
+        the directory is not empty or cannot be written; then nothing in it has changed.
         """
         self.check_alike()
         forward = None if self.evaluation is None else self.evaluation.artifact
         draw = self._write_views if self.graph is not None else None
         target = files.as_path(path, "pipe.save")
         save(self.artifact, forward, self.model_state, self.step_number, target, draw, overwrite)
+        if (ops := not_imported(self.plan.libraries)) and (self.process is None or self.process.leads):
+            warnings.warn(f"The programs call {'; '.join(ops)}.", stacklevel=2)
 
 
 def _named(tensors: dict[str, T]) -> Named[str, T]:

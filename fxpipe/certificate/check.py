@@ -29,6 +29,7 @@ from fxpipe.certificate.world import World
 from fxpipe.errors import RunError
 from fxpipe.plan.artifact import Artifact, Plan
 from fxpipe.plan.captured import CapturedStep
+from fxpipe.plan.libraries import imported
 
 MOST_PROBLEMS = 100
 
@@ -100,7 +101,8 @@ def _main(rt: TermRuntime, source: str, has_asserts: bool) -> Callable[[], None]
 
     def main() -> None:
         try:
-            step = loaded(source, rt.rank, rt.sections, rt.buffer, has_asserts)
+            modules = imported(rt.plan.libraries)
+            step = loaded(source, rt.rank, rt.sections, rt.buffer, modules, has_asserts)
             if step(Runtime(rt), rt.batch) is not rt or not rt.ended:
                 raise Rejected(Line(rt.rank, 0), "does not end with `return rt.finish()`")
         except Rejected:

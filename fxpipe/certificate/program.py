@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import builtins
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from types import BuiltinFunctionType, CodeType, FunctionType, MappingProxyType, ModuleType, SimpleNamespace
 from typing import Any, ClassVar, NoReturn
@@ -127,8 +127,11 @@ class _Lanes:
         return found
 
 
-def namespace(sections: Sections, buffer: Callable[[str], Value]) -> dict[str, Any]:
-    """The names that a program finds: its builtins, with imports of what it may import."""
+def namespace(
+    sections: Sections, buffer: Callable[[str], Value], libraries: Collection[str]
+) -> dict[str, Any]:
+    """The names that a program finds: its builtins, with imports of what it may import.  libraries: modules
+    that register ops, which it may import and not use."""
     calls = sections.calls
     own = Torch(_Ops(torch.ops, lambda overload: Op(overload, sections, buffer)), calls.line)
 
@@ -152,6 +155,8 @@ def namespace(sections: Sections, buffer: Callable[[str], Value]) -> dict[str, A
             return modules[name]
         if (found := harmless(name, calls.line)) is not None:
             return found
+        if name in libraries:
+            return Refused(name.partition(".")[0], calls.line)
         raise Rejected(calls.line(), f"imports {name}, which the certificate does not run")
 
     known = {**builtins_of_programs(calls.line), "__import__": imported}
@@ -159,11 +164,16 @@ def namespace(sections: Sections, buffer: Callable[[str], Value]) -> dict[str, A
 
 
 def loaded(
-    source: str, rank: int, sections: Sections, buffer: Callable[[str], Value], has_asserts: bool
+    source: str,
+    rank: int,
+    sections: Sections,
+    buffer: Callable[[str], Value],
+    libraries: Collection[str],
+    has_asserts: bool,
 ) -> Callable[[Any, Any], Any]:
-    """Run the top level of a program; its ``step``.  Its other functions are sections.  has_asserts: see
-    ``parsed``."""
-    found = namespace(sections, buffer)
+    """Run the top level of a program; its ``step``.  Its other functions are sections.  libraries: see
+    ``namespace``; has_asserts: see ``parsed``."""
+    found = namespace(sections, buffer, libraries)
     exec(parsed(source, Line(rank, 0), has_asserts), found)
     if isinstance(found.get("MESSAGES"), dict):
         found["MESSAGES"] = {name: Announced(name, layout) for name, layout in found["MESSAGES"].items()}

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpipe.ir.compat import OpOverload
+from fxpipe.ir.compat import OpOverload, registrar
 from fxpipe.ir.graph import Input, Kind, Section, read_buffer
 from fxpipe.ir.names import identifier, text_literal
 from fxpipe.ir.ops import is_between_lanes
@@ -65,6 +65,7 @@ class Aliases:
 
     def __init__(self, sections: Iterable[Section]) -> None:
         self.ops: dict[str, str] = {}  # alias -> dotted name
+        self.registrars: set[tuple[str, str]] = set()  # the namespace of a library's ops, and its module
         self.uses_keyed = False
         self.uses_expect = False
         self.uses_within = False
@@ -91,6 +92,8 @@ class Aliases:
         path = f"torch.ops.{target.namespace}.{packet.__name__}.{overload}"
         if is_between_lanes(target):  # a plain function, as run_local cannot leave the stack inside of an op
             path = f"lanes.{packet.__name__}"
+        if (module := registrar(target)) is not None:
+            self.registrars.add((target.namespace, module))
         alias = short = _alias(packet.__name__, overload)
         number = 1
         while not self._is_free(alias) or self.ops.setdefault(alias, path) != path:

@@ -22,6 +22,7 @@ from fxpipe.compiler.tensor_ownership import (
     tied_gradients,
 )
 from fxpipe.errors import PartitionError
+from fxpipe.ir.compat import OpOverload, registrar
 from fxpipe.ir.graph import Kind, Section
 from fxpipe.ir.storage import call_nodes, graph_outputs
 from fxpipe.plan.artifact import FORMAT, Plan, Prediction, StagePlan
@@ -108,7 +109,16 @@ def make_plan(
         validation=options.validation,
         batch_means=captured.means.exact,
         own_means=captured.means.apart,
+        libraries=_libraries(cut.graph),
     )
+
+
+def _libraries(graph: fx.Graph) -> dict[str, str]:
+    """The ops of others than torch, with the modules that register them."""
+    targets = (target for node in call_nodes(graph) for target in (node.target, *node.args))
+    ops = {target for target in targets if isinstance(target, OpOverload)}
+    modules = {f"{op.namespace}.{op.overloadpacket.__name__}": registrar(op) for op in ops}
+    return {op: module for op, module in sorted(modules.items()) if module is not None}
 
 
 def with_tensors_of(plan: Plan, sections: Sequence[Section], trained: Plan) -> Plan:

@@ -9,6 +9,7 @@ import contextlib
 import itertools
 import logging
 import re
+import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, MutableMapping
 from functools import cache
@@ -18,6 +19,8 @@ import numpy as np
 import torch
 from torch._C import Argument
 from torch._C import DisableTorchFunction as no_function_modes
+from torch._library import simple_registry
+from torch._library.custom_ops import OPDEFS
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -437,6 +440,36 @@ def default_group(group: Any, is_initialized: bool) -> Iterator[None]:
 def has_kernel(op: OpOverload, device: str) -> bool:
     """Whether an op has its own kernel for this type of device."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), device.upper())
+
+
+@cache
+def registrar(op: OpOverload) -> str | None:
+    """The Python module that registers an op, "" if torch does not tell; None for ops of torch itself.
+
+    That is the module of a custom op's function, of the function of its fake, or of the file that made the
+    op's ``torch.library.Library``; or else, of ops in C++, the loaded module that is called as the ops are.
+    """
+    if op.namespace in _OF_TORCH:
+        return None
+    name: str = op._schema.name
+    custom, entry = OPDEFS.get(name), simple_registry.singleton.get(op.name())
+    fake = None if entry is None else entry.fake_impl.kernel
+    functions = [custom and custom._init_fn, fake and fake.func]
+    modules = [function.__module__ for function in functions if function is not None]
+    files = set(re.findall(r"registered at (.+):\d+", torch._C._dispatch_dump(name)))
+    for loaded, module in [*sys.modules.items()]:
+        if getattr(module, "__dict__", {}).get("__file__") in files:
+            modules.append(loaded)
+    modules += [op.namespace] if op.namespace in sys.modules else []
+    return next((module for module in modules if not _REGISTERS_FOR_OTHERS.match(module)), "")
+
+
+_REGISTERS_FOR_OTHERS = re.compile(r"torch\.(_?library|_ops)\b")
+_OF_TORCH = {
+    *("aten", "prims", "inductor", "inductor_prims", "rngprims", "profiler", "lanes", "symm_mem", "c10d"),
+    *("_c10d_functional", "_c10d_functional_autograd", "_dtensor", "_native", "_quantized", "quantized"),
+    *("mkl", "mkldnn", "mkldnn_prepacked", "onednn", "sparse"),
+}
 
 
 def takes_numbers(op: OpOverload) -> bool:

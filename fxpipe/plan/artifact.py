@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from math import prod
 from typing import Annotated
@@ -14,6 +14,7 @@ import torch
 from fxpipe.errors import ArtifactError, number_of
 from fxpipe.plan.check import check_plan
 from fxpipe.plan.lanes import NO_LANES, LanePlan
+from fxpipe.plan.libraries import Libraries
 from fxpipe.plan.meshes import TriedMesh
 from fxpipe.plan.number import number
 from fxpipe.plan.rewrites import Rewrite
@@ -194,7 +195,8 @@ class Plan:
     given, empty for none; ``limits``: what it leaves to the activations of each rank, beside what it holds,
     ``held`` (empty in plans of earlier versions).  ``batch_means``: what the loss divides by, as text, of
     which all microbatches take the mean over the batch; ``own_means``: of which each has its own.
-    ``rewrites``: rules that gave the step other kernels.
+    ``rewrites``: rules that gave the step other kernels.  ``libraries``: ops of others, with the modules that
+    register them.
     """
 
     format: int
@@ -234,6 +236,7 @@ class Plan:
     batch_means: tuple[str, ...] = ()
     own_means: tuple[str, ...] = ()
     rewrites: tuple[Rewrite, ...] = ()
+    libraries: Libraries = field(default_factory=dict)
 
     def __repr__(self) -> str:
         """Short: ``to_json`` has all of it."""

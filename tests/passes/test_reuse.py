@@ -13,6 +13,7 @@ from fxpipe.errors import VerifyError
 from fxpipe.ir.graph import Input, Kind, Origin, Outputs
 from fxpipe.ir.storage import call_nodes
 from fxpipe.ir.verify import verify
+from fxpipe.passes.compute_marked_values import compute_marked_values
 from fxpipe.passes.use_inplace_ops import use_inplace_ops
 from fxpipe.schedule.ops import Color, Phase
 
@@ -261,3 +262,13 @@ def test_same_bits_as_without(options, monkeypatch):
     assert with_reuse.keys() == without.keys()
     for name, value in without.items():
         torch.testing.assert_close(with_reuse[name], value, rtol=0, atol=0, msg=name)
+
+
+def test_zeros_without_memory_get_some() -> None:
+    """Those of tangents that are zero, which no op may write over."""
+    step = Step()
+    zeros = step.op(aten._efficientzerotensor.default, [4, 6])
+    total = step.op(aten.sum.default, step.op(aten.add.Tensor, zeros, step.op(aten.exp.default, step.input)))
+    compute_marked_values(step.graph)
+    assert zeros.target is aten.zeros.default
+    assert step.reused(total)

@@ -69,8 +69,10 @@ def load_program(source: str, filename: str) -> Program:
     try:
         exec(code, namespace)
     except Exception as error:  # an edited head may raise anything
+        is_op = isinstance(error, AttributeError) and "_OpNamespace" in str(error)
+        remedy = "Import the library that registers this op first" if is_op else "Mend it, or save again"
         raise RunError(
-            f"{filename} fails before its step: {type(error).__name__}: {error}. Mend it, or save again."
+            f"{filename} fails before its step: {type(error).__name__}: {error}. {remedy}."
         ) from error
     found = traffic(tree, namespace)
     text = StepText(steps[-1])
