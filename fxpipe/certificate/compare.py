@@ -96,6 +96,11 @@ def _gradients(plan: Plan, reference: Reference, ranks: Ranks) -> Iterator[Probl
     for name in reference.grads:
         if name not in held and ShardName(name).tensor not in known:
             yield _at(None, f"no rank has the gradient of {name}")
+    if plan.step.has_count != (reference.count is not None):
+        has = "a" if plan.step.has_count else "no"
+        yield _at(
+            None, f"the plan has {has} count beside the loss (step.has_count), unlike the captured step"
+        )
     divides = reference.count is not None and bool(reference.grads)
     for rt in ranks:
         if rt.divided is None and divides:

@@ -187,6 +187,9 @@ def _state(plan: Plan) -> None:
     tensors = {name for name in plan.layouts if not ShardName(name).is_part}
     for k, (_, name) in enumerate(plan.state):
         require(f"state[{k}][1]", name, name in tensors, "a name in layouts")
+    trained = {name.tensor for held in plan.tensors for name in held.parameters}
+    for name in sorted(trained - {name for _, name in plan.state}) if plan.state else ():
+        raise Misfit(f"lacks the parameter {shown(name)}, which no state dict would have", "state")
 
 
 def _channels(plan: Plan) -> None:

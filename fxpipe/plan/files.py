@@ -4,7 +4,8 @@
 
 Nothing is pickled.  A directory is written under a temporary name and renamed when it is complete.  Reading
 does not trust a directory: the plan is checked field by field, the programs are not run, and ``rank0.sha256``
-(in the format of sha256sum) shows which files have changed since they were saved.
+(in the format of sha256sum; that of rank 0 has the plan as well) shows which files have changed since they
+were saved.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from fxpipe.plan.tensors import dtype_of
 from fxpipe.strict import MEBIBYTE, Misfit, open_regular, read_text, shown
 
 MOST_PLAN_BYTES, MOST_PROGRAM_BYTES = 32 * MEBIBYTE, 64 * MEBIBYTE
-STEP, CAPTURED = "step_number", "captured.json"
+STEP, CAPTURED, PLAN = "step_number", "captured.json", "plan.json"
 AGAIN = "Save the pipeline again."
 #: What ``pipe.save`` and ``fxpipe report`` write to a directory.
 _SAVED = re.compile(
@@ -96,7 +97,10 @@ def check_free(path: Path, overwrite: bool = False) -> None:
 
 
 def write_programs(artifact: Artifact, directory: Path) -> None:
-    """Write plan and programs.  Raises ArtifactError if a file would be too large to be read again."""
+    """Write plan and programs, and the plan's checksum behind those of rank 0.
+
+    Raises ArtifactError if a file would be too large to be read again.
+    """
     texts = {f"rank{rank}.py": source.encode() for rank, source in enumerate(artifact.programs)}
     texts["plan.json"] = artifact.plan.to_json().encode()
     if artifact.captured:
@@ -109,6 +113,8 @@ def write_programs(artifact: Artifact, directory: Path) -> None:
                 "microbatches, or offload less."
             )
         (directory / name).write_bytes(text)
+    with (directory / "rank0.sha256").open("a") as file:
+        file.write(f"{checksum(directory / PLAN)}  {PLAN}\n")
 
 
 def write_tensors(
@@ -339,8 +345,8 @@ def open_tensors(path: Path, remedy: str = AGAIN) -> Iterator[Any]:
 
 
 def _check_sums(directory: Path, rank: int) -> None:
-    """Warn of a program that was edited, and raise ArtifactError for weights that are not those that were
-    saved: nobody edits these by hand, and no other check sees what a disk has done to them."""
+    """Warn of a program that was edited, and raise ArtifactError for weights, or a plan, that are not those
+    that were saved: nobody edits these by hand, and no other check sees all that a disk has done to them."""
     path = directory / f"rank{rank}.sha256"
     try:
         lines = read_text(path, MEBIBYTE).splitlines()
@@ -348,22 +354,23 @@ def _check_sums(directory: Path, rank: int) -> None:
         raise ArtifactError(f"{path} {error}. {AGAIN}") from error
     sums = {name: checksum for checksum, _, name in (line.partition("  ") for line in lines)}
     program, weights = f"rank{rank}.py", f"rank{rank}.safetensors"
-    for name in (program, weights):
+    for name in (program, weights, *sorted(sums.keys() & {PLAN})):  # which an earlier version did not list
         if name not in sums:
             raise ArtifactError(f"{path} is damaged or cut short: it has no checksum of {name}. {AGAIN}")
         try:
             differs = checksum(directory / name) != sums[name]
         except (Misfit, OSError) as error:
             raise ArtifactError(f"{directory / name} {error}. {AGAIN}") from error
-        if differs and name == weights:
-            raise ArtifactError(
-                f"{directory / name} is damaged: its checksum is not the one in {path.name}. {AGAIN} Weights "
-                "from elsewhere are for pipe.load_state_dict(…), or, if you have put them here yourself, "
-                f"write their checksum: sha256sum {program} {weights} > {path.name}"
-            )
-        if differs:
+        if differs and name == program:
             warnings.warn(
                 f"{directory / name} was edited since it was saved, and runs as it is now.", stacklevel=6
+            )
+        elif differs:
+            elsewhere = " Weights from elsewhere are for pipe.load_state_dict(…)." if name == weights else ""
+            raise ArtifactError(
+                f"{directory / name} is damaged: its checksum is not the one in {path.name}. {AGAIN}"
+                f"{elsewhere} If you have changed it yourself, write its checksum: "
+                f"sha256sum {program} {weights}{f' {PLAN}' if PLAN in sums else ''} > {path.name}"
             )
 
 

@@ -435,6 +435,14 @@ def test_an_edit_is_told_with_its_line(edit):
     assert any(re.search(expected.replace("LINE", str(line)), text) for text in found), found
 
 
+def test_a_plan_that_takes_the_loss_for_another_is_told():
+    """Means over replicas follow from it."""
+    artifact = pipeline("tied_head").artifact
+    plan = replace(artifact.plan, step=replace(artifact.plan.step, has_count=True))
+    found = check_artifact(replace(artifact, plan=plan)).problems
+    assert "the plan has a count beside the loss (step.has_count)" in str(found[0])
+
+
 @pytest.mark.parametrize("call", [r"W0\(1\)$", r"rt\.reduce_gradients\(0\)"])
 def test_what_a_missing_call_leaves_out_is_one_problem(call):
     _, found = problems("tied_head", 0, call, "pass")

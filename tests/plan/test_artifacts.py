@@ -29,7 +29,7 @@ from fxpipe.cli.data import FileData
 from fxpipe.cli.recorded import recorded_costs
 from fxpipe.errors import ArtifactError, BatchError, FxpipeError, RunError, ScheduleError
 from fxpipe.plan.artifact import FORMAT
-from fxpipe.plan.files import read_plan
+from fxpipe.plan.files import checksum, read_plan
 from fxpipe.plan.recorded import read_spans
 from fxpipe.plan.step import BatchSpec, Leaf
 from fxpipe.schedule.formats.costs_file import read_costs
@@ -88,7 +88,15 @@ def used(directory: Path) -> None:
 def changed(directory: Path, edit: Callable[[Json], Json]) -> None:
     plan = json.loads((directory / "plan.json").read_text())
     new = edit(plan)
-    (directory / "plan.json").write_text(json.dumps(plan if new is None else new))
+    write_plan(directory, plan if new is None else new)
+
+
+def write_plan(directory: Path, plan: Json) -> None:
+    """With its checksum, as one who edits it by hand has to write it."""
+    (directory / "plan.json").write_text(json.dumps(plan))
+    sums = directory / "rank0.sha256"
+    lines = [line for line in sums.read_text().splitlines() if not line.endswith("plan.json")]
+    sums.write_text("\n".join([*lines, f"{checksum(directory / 'plan.json')}  plan.json\n"]))
 
 
 def put(path: str, value: Json) -> Callable[[Json], None]:
@@ -115,6 +123,7 @@ def dropped(path: str) -> Callable[[Json], None]:
 
 #: Of which pipeline, at which place, what, and what the error says of it.
 EDITS: list[tuple[str, str, Json, str]] = [
+    ("offload", "state[0]", ["a", "blocks.1.inner.weight"], "state lacks the parameter "),
     ("offload", "format", FORMAT - 1, f"has format {FORMAT - 1}"),
     ("offload", "format", True, "has format True"),
     ("offload", "format", "2", "has format '2'"),
@@ -434,6 +443,18 @@ def test_loading_runs_no_program(saved, tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
+def test_a_plan_that_was_changed_is_refused(saved):
+    """Also where its fields fit each other, and training would go on with other numbers."""
+    directory = saved("offload")
+    plan = json.loads((directory / "plan.json").read_text())
+    plan["step"]["seed"] += 1
+    (directory / "plan.json").write_text(json.dumps(plan))
+    with pytest.raises(
+        ArtifactError, match=r"plan\.json is damaged: its checksum .*rank0\.safetensors plan\.json >"
+    ):
+        fxpipe.load(directory)
+
+
 def test_damaged_weights_are_refused_until_their_checksum_is_written(saved):
     directory = saved("offload")
     file = directory / "rank0.safetensors"
@@ -546,7 +567,7 @@ def test_any_edit_of_a_plan(originals, data):
         mutate(plan, lambda n: data.draw(st.integers(0, max(n - 1, 0))))
     directory = originals / f"{name} edited"
     shutil.copytree(originals / name, directory, dirs_exist_ok=True)
-    (directory / "plan.json").write_text(json.dumps(plan))
+    write_plan(directory, plan)
     with contextlib.suppress(FxpipeError):  # any other error fails
         used(directory)
 
