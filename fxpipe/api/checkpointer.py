@@ -28,12 +28,14 @@ from fxpipe.runtime.job.collectives import gather_bytes
 from fxpipe.runtime.job.process import agreed, agreed_by
 from fxpipe.runtime.job.tracebacks import brief_methods
 from fxpipe.runtime.program.comm import NoAnswer, answered
+from fxpipe.training.average import Average, OfAverage
 from fxpipe.training.checkpoint import files, tensor_store
 from fxpipe.training.checkpoint.plain import from_json, to_json
 from fxpipe.training.checkpoint.restore import contents_for, restore
 from fxpipe.training.checkpoint.tensor_store import Part
 from fxpipe.training.checkpoint.training_state import (
     CheckpointRecord,
+    averages_of,
     kinds_from,
     kinds_of,
     record_of,
@@ -55,7 +57,7 @@ def _check_given(pipe: object, optimizer: object, state: object) -> None:
     if not isinstance(state, Mapping | None):
         raise OptionError(f'state maps names to objects, as {{"loader": loader}} does, and is {state!r:.60}.')
     for name, kept in (state or {}).items():
-        if not isinstance(kept, Stateful):
+        if not isinstance(kept, Stateful | Average):
             raise OptionError(
                 f"state[{name!r}] is {kept!r:.60} and must have the methods state_dict and load_state_dict."
             )
@@ -83,14 +85,15 @@ class Checkpointer:
         directory: str | Path,
         *,
         optimizer: PipelineOptimizer | None = None,
-        state: Mapping[str, Stateful] | None = None,
+        state: Mapping[str, Stateful | Average] | None = None,
         every: int | None = None,
         keep: int = 3,
         asynchronous: bool = True,
     ):
         """directory: on a disk that all ranks see.
-        state: objects with ``state_dict`` and ``load_state_dict``, by name (schedulers, loaders).  Rank 0's
-            state of them is kept, and all ranks get it, as all ranks of a pipeline take the same batches.
+        state: objects with ``state_dict`` and ``load_state_dict``, by name (schedulers, loaders), and
+            averages of weights (``pipe.average``), of which each rank keeps its part.  Of an object rank 0's
+            state is kept, and all ranks get it, as all ranks of a pipeline take the same batches.
             Where replicas have different ones, that of the first rank of each is kept, for its ranks: such
             a checkpoint resumes with as many replicas.
         every: steps from one checkpoint to the next; None for those of ``save`` alone, and of a SIGTERM.
@@ -105,7 +108,9 @@ class Checkpointer:
         if not isinstance(asynchronous, bool):
             raise OptionError(f"asynchronous is {asynchronous!r} and must be True or False.")
         _check_given(pipe, optimizer, state)
-        self.pipe, self.optimizer, self.user = pipe, optimizer, dict(state or {})
+        self.pipe, self.optimizer = pipe, optimizer
+        given = (state or {}).items()
+        self.user = {name: OfAverage(own) if isinstance(own, Average) else own for name, own in given}
         self.directory, self.every = as_path(directory, "fxpipe.Checkpointer"), every
         self.keep, self.asynchronous = keep, asynchronous
         self._process = pipe.process
@@ -255,6 +260,8 @@ class Checkpointer:
     def _start(self) -> None:
         self._check_run()
         self.wait()
+        if any(isinstance(own, OfAverage) and own.average.is_applied for own in self.user.values()):
+            raise RunError("The weights are those of an average now: write checkpoints outside of applied().")
         self.pipe.check_alike()
         step, state = self.pipe.step_number, self.pipe.model_state
         tensors: dict[str, torch.Tensor | Part] = {}
@@ -264,7 +271,7 @@ class Checkpointer:
         user = kept_state(self._process, own)
         with agreed(self._process, f"begin the checkpoint of step {step}"):
             record = record_of(state, self.optimizer, step, user, tensors)
-            tensors |= tensors_of(state, self.optimizer, self._held)
+            tensors |= tensors_of(state, self.optimizer, self._held) | averages_of(state, self.user)
             if self.asynchronous:
                 tensors = {name: _staged(tensor) for name, tensor in tensors.items()}
         self._writing = self._background.submit(self._write, step, record, tensors)

@@ -27,6 +27,7 @@ from fxpipe.runtime.program.outputs import On, StepResult
 from fxpipe.runtime.program.rank import Runtime
 from fxpipe.runtime.ranks.finite import Check, checked
 from fxpipe.runtime.ranks.recording import checked_record
+from fxpipe.training.average import Average, Decay
 from fxpipe.training.given_values import InMemory
 from fxpipe.training.initialize import initialize_held
 from fxpipe.training.local_runner import LocalResult
@@ -307,6 +308,22 @@ class Pipeline(Views):
         if self.process is not None:
             self._runner.course.optimizer = optimizer
         return optimizer
+
+    def average(self, decay: Decay, *, into: Mapping[str, str] | None = None) -> Average:
+        """An average of the weights over steps, made where they are; all ranks must make the same.
+
+        decay: ``average = decay * average + (1 - decay) * weight`` at each call of its ``step()``, behind the
+            optimizer's; or a function of the number of calls so far.  It begins with the weights of now.
+        into: frozen parameters of the model that are the average of others, as a teacher's of a student's:
+            ``{"teacher.*": "student.*"}``, patterns whose ``*`` stand for the same text.  Ranks that have
+            the one get the other's values from those that have it.
+
+        Without ``into`` each rank keeps the averages of what it trains, in float32 or wider, and the
+        pipeline has them inside of ``with average.applied():``, for ``evaluate``, ``full_state_dict``,
+        ``export``, ``save`` and ``synchronize``.  ``Checkpointer(…, state={"average": average})`` keeps it.
+        Raises OptionError for names that do not fit, and another decay than from 0 to 1.
+        """
+        return Average(self.model_state, decay, into)
 
     def synchronize(self, model: torch.nn.Module | None = None) -> None:
         """Copy each parameter and buffer from the rank that holds it to the model, on every rank.

@@ -13,20 +13,22 @@ from fxpipe.plan.files import as_path
 from fxpipe.runtime.job.tracebacks import brief
 from fxpipe.training.checkpoint import files, tensor_store
 from fxpipe.training.checkpoint.restore import held_in
-from fxpipe.training.checkpoint.training_state import MODEL, OPTIMIZER, CheckpointRecord
+from fxpipe.training.checkpoint.training_state import MODEL, OPTIMIZER, CheckpointRecord, averaged
 
 
 @dataclass(frozen=True, eq=False)
 class Checkpoint:
     """``model``: parameters and buffers by the model's names; of a tensor with two names, one.
     ``optimizer``: parameter -> the optimizer's state of it.  ``groups``: the options of the optimizer's
-    groups.  ``state``: the user's state by name, of replica 0 where replicas have different ones."""
+    groups.  ``state``: the user's state by name, of replica 0 where replicas have different ones.
+    ``averages``: the averages of weights in it, by the same names: parameter -> average."""
 
     step_number: int
     model: dict[str, torch.Tensor]
     optimizer: dict[str, dict[str, Any]]
     groups: list[dict[str, Any]]
     state: dict[str, Any]
+    averages: dict[str, dict[str, torch.Tensor]]
 
 
 @brief
@@ -53,4 +55,9 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
     for name, entries in held.state.items():
         optimizer.setdefault(name, {}).update({e: tensors[f"{OPTIMIZER}{name}.{e}"] for e in entries})
     model = {key.removeprefix(MODEL): t for key, t in tensors.items() if key.startswith(MODEL)}
-    return Checkpoint(held.record.step_number, model, optimizer, held.groups, held.user)
+    averages: dict[str, dict[str, torch.Tensor]] = {}
+    for key in held.user:
+        begin = averaged(key, "")
+        averages[key] = {n.removeprefix(begin): t for n, t in tensors.items() if n.startswith(begin)}
+    averages = {key: values for key, values in averages.items() if values}
+    return Checkpoint(held.record.step_number, model, optimizer, held.groups, held.user, averages)

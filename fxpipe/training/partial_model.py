@@ -292,7 +292,8 @@ class Explanation:
             f"{name or 'This tensor'} is on {self._place(name)}, and rank {rank} holds {stages} "
             f"of this {self.plan.model}: call pipe.full_state_dict(), pipe.evaluate(batch) or "
             "pipe.load_state_dict(state) instead, or pipe.synchronize() first, on all ranks, which fills the "
-            "model until the next step. pipe.parameters and pipe.buffers are what this rank holds."
+            "model until the next step. pipe.parameters and pipe.buffers are what this rank holds; "
+            "pipe.average(…) makes averages of weights."
         )
 
     def _place(self, name: str) -> str:

@@ -28,6 +28,7 @@ from fxpipe.plan.spans import Spans
 from fxpipe.runtime.job.failure import in_short
 from fxpipe.runtime.job.process import Process, agreed
 from fxpipe.strict import Misfit, shown
+from fxpipe.training.average import Average, OfAverage
 from fxpipe.training.checkpoint import files, tensor_store
 from fxpipe.training.checkpoint.plain import from_json
 from fxpipe.training.checkpoint.tensor_store import Stored
@@ -38,6 +39,7 @@ from fxpipe.training.checkpoint.training_state import (
     USER,
     CheckpointRecord,
     TensorKind,
+    averaged,
     class_of,
 )
 from fxpipe.training.model_state import ModelState
@@ -68,6 +70,7 @@ class RankState:
     """What one rank takes from a checkpoint.
 
     ``values``: of the parameters, rows and buffers that it holds.  ``optimizer``: as it takes its state.
+    ``averages``: values of averages of weights, by the name of the user's state.
     """
 
     path: Path
@@ -76,6 +79,7 @@ class RankState:
     values: Mapping[ShardName, torch.Tensor]
     optimizer: dict[str, Any]
     user: dict[str, Any]
+    averages: Mapping[str, Mapping[ShardName, torch.Tensor]]
 
 
 def held_in(path: Path, record: CheckpointRecord) -> CheckpointFiles:
@@ -160,7 +164,30 @@ def contents_for(
         )
         values = dict(zip(names, read, strict=True))
         state = {} if optimizer is None else _optimizer_state(model, optimizer, held, values)
-    return RankState(path, record.step_number, record.run, values, state, given)
+        averages = {
+            key: _averages(key, own.average, model, held)
+            for key, own in user.items()
+            if isinstance(own, OfAverage)
+        }
+    return RankState(path, record.step_number, record.run, values, state, given, averages)
+
+
+def _averages(
+    key: str, own: Average, model: ModelState, held: CheckpointFiles
+) -> dict[ShardName, torch.Tensor]:
+    """Raises Misfit where the checkpoint lacks an average, or has another one."""
+    for name, value in own.values.items():
+        kind = TensorKind(model.plan.whole_layout(name.tensor).shape, str(value.dtype))
+        stored = held.tensors.get(averaged(key, name.tensor))
+        if stored is None or TensorKind(stored.shape, str(stored.dtype)) != kind:
+            there = "none" if stored is None else f"{stored.dtype} of shape {stored.shape}"
+            raise Misfit(
+                f"has {there}, and {kind.dtype} of shape {kind.shape} here", averaged(key, name.tensor)
+            )
+    read = tensor_store.read(
+        held.tensors, [(averaged(key, name.tensor), model.spans_of(name)) for name in own.values]
+    )
+    return dict(zip(own.values, read, strict=True))
 
 
 def restore(
@@ -184,6 +211,9 @@ def restore(
             ):  # of the object that failed, as the error that is raised says
                 back()
         raise
+    for key, averages in contents.averages.items():
+        for name, value in averages.items():
+            user[key].average.values[name].copy_(value)  # type: ignore[attr-defined]
     for name, value in contents.values.items():
         with torch.no_grad(), model.filling(name) as target:
             target.copy_(value)

@@ -18,6 +18,7 @@ from fxpipe.errors import ArtifactError, RunError
 from fxpipe.plan.rows import ShardName
 from fxpipe.plan.version import __version__
 from fxpipe.strict import Misfit, parse_json, structure, unstructure
+from fxpipe.training.average import OfAverage
 from fxpipe.training.checkpoint import files
 from fxpipe.training.checkpoint.plain import to_json
 from fxpipe.training.checkpoint.tensor_store import Part
@@ -25,7 +26,8 @@ from fxpipe.training.model_state import ModelState
 from fxpipe.training.optimizer import PipelineOptimizer
 
 FORMAT = 1
-MODEL, OPTIMIZER, GROUPS, USER = "model.", "optimizer.", "groups.", "user."  # names of tensors begin so
+# Names of tensors begin so.
+MODEL, OPTIMIZER, AVERAGE, GROUPS, USER = "model.", "optimizer.", "average.", "groups.", "user."
 
 
 @dataclass(frozen=True)
@@ -106,6 +108,21 @@ def tensors_of(
             if isinstance(value, torch.Tensor):
                 found[f"{OPTIMIZER}{name.tensor}.{key}"] = part_of(state, name, value)
     return found
+
+
+def averages_of(state: ModelState, user: Mapping[str, object]) -> dict[str, torch.Tensor | Part]:
+    """The averages of weights that are among the user's state, by their names in a checkpoint."""
+    return {
+        averaged(key, name.tensor): part_of(state, name, value)
+        for key, own in user.items()
+        if isinstance(own, OfAverage)
+        for name, value in own.average.values.items()
+    }
+
+
+def averaged(key: str, name: str) -> str:
+    """The name in a checkpoint of a tensor of an average.  key: of the user's state."""
+    return f"{AVERAGE}{key}.{name}"
 
 
 def class_of(optimizer: PipelineOptimizer | None) -> str | None:
