@@ -109,8 +109,9 @@ class Checkpointer:
             raise OptionError(f"asynchronous is {asynchronous!r} and must be True or False.")
         _check_given(pipe, optimizer, state)
         self.pipe, self.optimizer = pipe, optimizer
-        given = (state or {}).items()
-        self.user = {name: OfAverage(own) if isinstance(own, Average) else own for name, own in given}
+        self.user: dict[str, Stateful] = {
+            name: OfAverage(own) if isinstance(own, Average) else own for name, own in (state or {}).items()
+        }
         self.directory, self.every = as_path(directory, "fxpipe.Checkpointer"), every
         self.keep, self.asynchronous = keep, asynchronous
         self._process = pipe.process

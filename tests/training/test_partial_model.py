@@ -1,0 +1,188 @@
+"""Under torchrun: the model in the hands of a script, pipelines that share one, and averages of weights."""
+
+import json
+from pathlib import Path
+
+import partial_model_worker as worker
+import pytest
+import torch
+from launch import forked
+
+import fxpipe
+from fxpipe.errors import OptionError, PartitionError, RunError
+
+pytestmark = [pytest.mark.slow, pytest.mark.waits]
+
+LIMIT = 1e-12
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("partial_model")
+    run = forked(2, worker.main, directory, dtype=torch.float64, logs=directory / "logs")
+    assert run.code == 0, run
+    return directory
+
+
+def text(directory: Path, name: str) -> list:
+    return [json.loads((directory / f"{name}.{rank}.json").read_text()) for rank in range(2)]
+
+
+USES = ("forward", "state_dict", "torch.save", "deepcopy", "load_state_dict", "to")
+
+
+@pytest.mark.parametrize(
+    "use", [f"use {name}" for name in USES] + ["use after a step", "use after an own step"]
+)
+def test_a_use_of_what_other_ranks_have_names_them_and_the_remedy(ranks, use):
+    for number, message in enumerate(text(ranks, use)):
+        assert f"is on rank {1 - number}, and rank {number} holds" in message
+        assert "pipe.full_state_dict()" in message
+        assert "pipe.synchronize()" in message
+
+
+@pytest.mark.parametrize("use", ["use average by hand", "use average in the model"])
+def test_an_average_by_hand_is_an_error_on_each_rank(ranks, use):
+    for message in text(ranks, use):
+        assert message.startswith("RunError")
+        assert "pipe.average(…)" in message
+
+
+@pytest.mark.parametrize("fact", ["counts parameters", "part", "zeros"])
+def test_shapes_are_those_of_the_whole_model(ranks, fact):
+    assert text(ranks, fact) == [True, True]
+
+
+SCRIPTS = (
+    "synchronized", "own optimizer", "split changed", "rows changed", "updated changed", "two lengths",
+    "two players", "plain averages", "split tables averages", "divided averages", "apart taught",
+    "divided taught",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_scripts_have_the_weights_of_plain_torch(ranks, name):
+    for found in text(ranks, name):
+        assert max(map(abs, found if isinstance(found, list) else [found])) <= LIMIT
+
+
+def test_rows_that_other_replicas_have_updated_are_not_read(ranks):
+    for message in text(ranks, "updated use"):
+        assert message.startswith("RunError: Other replicas have newer values of rows of ")
+
+
+def test_a_pipeline_that_is_cut_otherwise_names_both_places(ranks):
+    for message in text(ranks, "cut otherwise"):
+        assert "would be on process 0, and another pipeline" in message
+        assert "has it on process 1" in message
+        assert "like=pipe" in message
+
+
+def test_like_places_tensors_and_counts_steps_as_the_other_pipeline(ranks):
+    assert text(ranks, "like") == [True, True]
+    assert text(ranks, "steps") == [[4, 4], [4, 4]]
+
+
+def test_the_model_is_not_left_with_the_values_of_an_average(ranks):
+    for message in text(ranks, "plain use"):
+        assert "pipe.synchronize()" in message
+    for message in text(ranks, "trained inside"):
+        assert "as before the block again" in message
+
+
+def test_an_average_is_resumed(ranks):
+    for name in ("plain", "split tables", "divided"):
+        assert text(ranks, f"{name} updates") == [2, 2]
+    found = fxpipe.read_checkpoint(ranks / "split tables checkpoints")
+    assert found.state == {"average": {"updates": 2}}
+    assert found.averages["average"].keys() == found.optimizer.keys()
+
+
+# -- in one process ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("into", "message"),
+    [
+        ({}, "into maps names to names"),
+        ({"teacher.*": "student"}, r"as many \*"),
+        ({"master.*": "student.*"}, "No parameter of the model matches 'master"),
+        ({"teacher.*": "pupil.*"}, "which is no parameter of the model"),
+        ({"student.*": "teacher.*"}, "is trained, and is to follow"),
+        ({"teacher.0.0.weight": "last.bias"}, "cannot follow"),
+    ],
+)
+def test_names_that_cannot_follow_others(taught, into, message):
+    with pytest.raises(OptionError, match=message):
+        taught.average(0.9, into=into)
+
+
+@pytest.fixture(scope="module")
+def taught() -> fxpipe.Pipeline:
+    return fxpipe.compile(worker.Taught(), (torch.randn(1, worker.WIDTH),), ranks=2, **worker.SHAPE)
+
+
+@pytest.mark.parametrize("decay", [1.5, -0.1, True, "0.9", lambda updates: 2])
+def test_a_decay_that_is_none(taught, decay):
+    with pytest.raises(OptionError, match="from 0 to 1"):
+        taught.average(decay)
+
+
+def test_an_average_of_all_ranks_in_one_process(taught):
+    average, into = taught.average(0.5), taught.average(0.5, into={"teacher.*": "student.*"})
+    before = {name: value.clone() for name, value in taught.full_state_dict().items()}
+    with torch.no_grad():
+        for name, parameter in taught.parameters.items():
+            if name.startswith("student"):
+                parameter.add_(1)
+    average.step()
+    into.step()
+    now = {name: value.clone() for name, value in taught.full_state_dict().items()}
+    with average.applied():
+        found = taught.full_state_dict()
+    for name in filter(lambda name: name.startswith("student"), before):
+        torch.testing.assert_close(found[name], before[name] + 0.5)
+        other = name.replace("student", "teacher")
+        torch.testing.assert_close(now[other], before[other] + 0.5 * (now[name] - before[other]))
+    assert all(torch.equal(value, now[name]) for name, value in taught.full_state_dict().items())
+    with pytest.raises(RunError, match="without applied"), into.applied():
+        pass
+
+
+class Backwards(worker.Taught):
+    """Uses its parts in another order."""
+
+    def __init__(self, other: worker.Taught) -> None:
+        nn_module = torch.nn.Module
+        nn_module.__init__(self)
+        self.student, self.teacher, self.last = other.student, other.teacher, other.last
+
+    def forward(self, x):
+        return (self.student(self.last(x)) - self.teacher(x)).square().mean()
+
+
+def test_a_step_that_cannot_be_cut_as_another_one_names_the_tensor():
+    model = worker.Taught()
+    x = torch.randn(1, worker.WIDTH)
+    pipe = fxpipe.compile(model, (x,), ranks=2, split_points=["last"], **worker.SHAPE)
+    with pytest.raises(PartitionError, match=r"no stage that has its tensors is left for last_addmm, which uses last\.weight"):
+        fxpipe.compile(Backwards(model), (x,), like=pipe, **worker.SHAPE)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"like": "pipe"}, "must be a pipeline that fxpipe.compile has made"),
+        ({"ranks": 4}, "ranks is 4, and 2 in the pipeline"),
+        ({"grad_dtype": torch.float64}, "grad_dtype"),
+    ],
+)
+def test_options_that_are_not_those_of_the_other_pipeline(taught, options, message):
+    x = torch.randn(1, worker.WIDTH)
+    with pytest.raises(OptionError, match=message):
+        fxpipe.compile(taught.of(), (x,), **{"like": taught, **worker.SHAPE, **options})
+
+
+def test_another_model_is_not_like_a_pipeline(taught):
+    with pytest.raises(OptionError, match="has no tensor of the pipeline"):
+        fxpipe.compile(worker.Taught(), (torch.randn(1, worker.WIDTH),), like=taught, **worker.SHAPE)
