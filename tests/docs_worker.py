@@ -161,6 +161,8 @@ def run(pages: Iterable[str], local: bool | None = None, **defaults: Any) -> Non
             known |= names()
             exec(BEFORE.get(page, ""), known)
             for block in python(page, local):
+                if local is False and "fxpipe.compile(model" in block:  # each has the page's model to itself
+                    known["model"] = Model()
                 exec(compile(block, page, "exec"), known)
                 print("ran", block.splitlines()[0])
     finally:

@@ -96,7 +96,8 @@ def compile(
 ) -> Pipeline:
     """Compile a model into one program per rank.
 
-    model: any module, on the CPU, a GPU, or the meta device; it is not changed.  With DTensors, as torch's
+    model: any module, on the CPU, a GPU, or the meta device; it is not changed, but under torchrun each rank
+        frees what it does not hold, until ``pipe.synchronize()``.  With DTensors, as torch's
         ``parallelize_module`` makes them, each rank has as many processes as their mesh (docs/lanes.md).
     example: one microbatch, a mapping of keyword arguments, or a tuple or list of arguments.
     ranks: of a pipeline, a process each; or a DeviceMesh of (replicas, ranks), or of the ranks of a replica;

@@ -53,11 +53,12 @@ class Pipeline(Views):
     """The result of ``fxpipe.compile`` and ``fxpipe.load``.
 
     ``parameters`` and ``buffers`` are the model's own tensors: training the pipeline trains the model (under
-    torchrun, the part that this rank holds).  If the tensors of the model are replaced, the next step uses
-    the new ones.  ``of``: gives the model, None if there is none; under torchrun a pipeline does not keep it
-    alive.  ``constants``: the model's own tensors whose values programs hold.  ``evaluation``: the forward in
-    eval mode alone on the same tensors, if it was compiled, which has ``is_evaluation``.  ``rows``: of tables
-    of which this rank holds some, as parameters.  ``like``: the pipeline whose steps this one goes on with.
+    torchrun, the part that this rank holds; the rest of the model is freed).  If the tensors of the model
+    are replaced, the next step uses the new ones.  ``of``: gives the model, None if there is none; under
+    torchrun a pipeline does not keep it alive.  ``constants``: the model's own tensors whose values programs
+    hold.  ``evaluation``: the forward in eval mode alone on the same tensors, if it was compiled, which has
+    ``is_evaluation``.  ``rows``: of tables of which this rank holds some, as parameters.  ``like``: the
+    pipeline whose steps this one goes on with.
     """
 
     artifact: Artifact
@@ -328,10 +329,10 @@ class Pipeline(Views):
     def synchronize(self, model: torch.nn.Module | None = None) -> None:
         """Copy each parameter and buffer from the rank that holds it to the model, on every rank.
 
-        Under torchrun a rank trains only the tensors that it holds, and all ranks must call this before the
-        model is used or saved, or before another pipeline of it runs.  model: another one with the same
-        names, for a pipeline that was loaded.  Raises RunError where the model has no memory of its own to
-        copy to.
+        Under torchrun a rank has only the tensors that it holds, and the use of others is an error.  All
+        ranks call this before the model is used or saved, or before a pipeline that evaluates it on other
+        ranks runs.  The next step or update frees the copies.  model: another one with the same names, for
+        a pipeline that was loaded.  Raises RunError where the model has no memory of its own to copy to.
         """
         self.check_alike()
         copy_to_model(self.model_state, model)
