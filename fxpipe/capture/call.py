@@ -12,6 +12,7 @@ from torch import nn
 
 from fxpipe.errors import CaptureError, OptionError
 
+_WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 _LOSS = "a function (output, microbatch) -> loss"
 
 
@@ -20,6 +21,12 @@ def check_call(model: nn.Module, example: Any, loss_fn: Callable[..., Any] | Non
     ``loss_fn``."""
     if loss_fn is not None:
         _check_loss(loss_fn)
+    wrapper = next((x for x in model.modules() if isinstance(x, _WRAPPERS)), None)
+    if wrapper is not None:
+        raise CaptureError(
+            f"The model is wrapped in {type(wrapper).__name__}, which exchanges gradients. Give what it wraps, "
+            "model.module: the replicas of a pipeline train together by themselves (replicas=)."
+        )
     if not isinstance(example, Mapping | tuple | list):
         return  # that is no microbatch at all: ``batch_leaves`` says so
     args, kwargs = arguments(example)

@@ -78,19 +78,19 @@ def explained(error: Exception, provenance: Provenance, of_loss: str) -> Capture
         cause, where = refusals.error, refusals.place
         if isinstance(cause, CaptureError):
             return cause
-        found = _of_a_known_cause(cause, provenance, where) or CaptureError(
+        explanation = _of_a_known_cause(cause, provenance, where) or CaptureError(
             f"The model cannot be traced, in {where}: {type(cause).__name__}: {_first_line(cause)}."
         )
-        text = f"{found} This error is caught, and eager PyTorch does not raise it."
-        return CaptureError(text, found.fixable)
+        text = f"{explanation} This error is caught, and eager PyTorch does not raise it."
+        return CaptureError(text, explanation.fixable)
     if isinstance(error, CaptureError):
         return error
     origin = provenance.last_origin()
     line = _user_line(error) or origin.source
     where = "loss_fn" if of_loss else origin.module
     where += f" ({line})" if line else ""
-    if (found := _of_a_known_cause(error, provenance, where)) is not None:
-        return found
+    if (known := _of_a_known_cause(error, provenance, where)) is not None:
+        return known
     if of_loss:
         return CaptureError(
             f"loss_fn cannot be traced{f', at {line}' if line else ''}: {type(error).__name__}: "
@@ -104,6 +104,7 @@ def explained(error: Exception, provenance: Provenance, of_loss: str) -> Capture
 
 
 def _of_a_known_cause(error: Exception, provenance: Provenance, where: str) -> CaptureError | None:
+    """The explanation of an error whose cause can be told from it."""
     packs = isinstance(error, compat.DATA_DEPENDENT) and "_pack_padded_sequence" in str(error)
     if packs or ("data is not allocated" in str(error) and any("nn/modules/rnn" in x for x in _files(error))):
         return CaptureError(

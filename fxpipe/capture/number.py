@@ -21,8 +21,8 @@ class NumberOfData:
     def __init__(self, tensor: torch.Tensor, refuse: Callable[[], NoReturn]):
         self._tensor, self._refuse = tensor.detach().reshape(()), refuse
 
-    @property
-    def __class__(self) -> type:  # type: ignore[override]
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
         """That of the number, for isinstance."""
         return complex if self._tensor.is_complex() else float
 

@@ -21,10 +21,10 @@ class Text(str):
         made._refuse = refuse
         return made
 
-    def __str__(self) -> Text:  # type: ignore[override]
+    def __str__(self) -> Text:
         return self
 
-    def __format__(self, spec: str) -> Text:  # type: ignore[override]
+    def __format__(self, spec: str) -> Text:
         return self
 
     def __radd__(self, other: str) -> Text:

@@ -2,7 +2,7 @@
 
     get_world_size()     ──►  the number of replicas
     get_rank()           ──►  the replica; the forward must run the same ops with any
-    a collective         ──►  of one replica what it is of one process: nothing, or a copy; of several an error
+    a collective         ──►  nothing, or a copy, as of one process; an error if there are several replicas
 
 The processes that run the stages of a replica are no part of it.
 """
@@ -33,7 +33,7 @@ class World(_ProcessGroup):
 
     def __init__(self, replicas: int | None, provenance: Provenance):
         """replicas: None where their number is chosen later."""
-        super().__init__(0, replicas or 1)
+        super().__init__(0, replicas or 1)  # type: ignore[call-arg]
         self._replicas, self._provenance = replicas, provenance
         self.replica, self.asked = 0, ""
 
@@ -50,7 +50,7 @@ class World(_ProcessGroup):
         return self._replicas
 
     @property
-    def group_name(self) -> str:
+    def group_name(self) -> Any:
         self.refuse_to_communicate("a functional collective")
 
     def again(self) -> None:
@@ -65,8 +65,8 @@ class World(_ProcessGroup):
     def refuse_to_communicate(self, name: str) -> NoReturn:
         self.refuse(
             f"communicates with other processes ({name})",
-            "A program runs the forward of one replica, and replicas exchange gradients alone: take it out of "
-            "the forward. For a loss that is a mean over all replicas let loss_fn return (sum, count).",
+            "A program runs the forward of one replica, and replicas exchange gradients alone: take it out "
+            "of the forward. For a mean over all replicas let loss_fn return (sum, count).",
         )
 
     def end(self, difference: str) -> None:

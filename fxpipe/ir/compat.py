@@ -416,7 +416,8 @@ def default_group(group: Any, is_initialized: bool) -> Iterator[None]:
 
     is_initialized: whether torch.distributed says that there is one.
     """
-    dist, module = torch.distributed, torch.distributed.distributed_c10d
+    dist: Any = torch.distributed
+    module = dist.distributed_c10d
     before, get = dist.group.WORLD, module._get_default_group
     size = vars(dist.ProcessGroup)["size"]  # as the class has it, which binds
 
@@ -427,13 +428,13 @@ def default_group(group: Any, is_initialized: bool) -> Iterator[None]:
     world.pg_map[group] = world.pg_map.get(before, (dist.Backend("gloo"), None))
     world.pg_group_ranks[group] = {0: 0}
     module._get_default_group = lambda: group
-    dist.ProcessGroup.size = size_of  # type: ignore[method-assign, assignment]
+    dist.ProcessGroup.size = size_of
     dist.group.WORLD = group if is_initialized else None
     try:
         yield
     finally:
         dist.group.WORLD, module._get_default_group = before, get
-        dist.ProcessGroup.size = size  # type: ignore[method-assign]
+        dist.ProcessGroup.size = size
         del world.pg_map[group], world.pg_group_ranks[group]
 
 
