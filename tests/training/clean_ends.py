@@ -96,6 +96,8 @@ def main() -> None:
                 what = f"{LAST[number % len(LAST)]}: {code}, {said[-300:]!r}"
                 print(f"run {number}, rank {rank}, {what}", flush=True)
                 failed[what] = failed.get(what, 0) + 1
+        if number % 10 == 9:
+            print(f"{number + 1} runs, load {os.getloadavg()[0]:.1f}", flush=True)
     for process in busy:
         os.kill(process, signal.SIGKILL)
     ends = f"{options.ends} ends of {options.ranks} ranks, {options.busy} busy processes"

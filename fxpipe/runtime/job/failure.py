@@ -127,12 +127,13 @@ class Failures:
         return [replace(s, runs=runs(self._processes.get(rank, ""))) for rank, s in enumerate(known)]
 
     def missing(self) -> dict[int, Sign]:
-        """The ranks that have ended or are gone, where the store is, and the one that has it."""
-        return {
-            rank: replace(sign, beats=rank != self.host)
-            for rank, sign in enumerate(self.remembered())
-            if rank == self.host or sign.runs is False or sign.has_ended
-        }
+        """The ranks that have ended or are gone, where the store is, and the one that has it.  That one alone
+        if it is gone: the others end as it does not answer."""
+        signs = self.remembered()
+        silent = {} if self.host is None else {self.host: replace(signs[self.host], beats=False)}
+        if any(sign.runs is False for sign in silent.values()):
+            return silent
+        return {r: sign for r, sign in enumerate(signs) if sign.runs is False or sign.has_ended} | silent
 
     def survey(self, show: Callable[[], None] | None = None) -> list[Sign]:
         """Per rank its last sign of life, and whether it gives any.
