@@ -237,6 +237,22 @@ def test_who_is_known_to_be_missing_without_a_store(watch_of):
     assert "Rank 1" not in error
 
 
+def test_a_run_that_fails_does_not_wait_for_the_store(watch_of, monkeypatch):
+    """Where the script's own group has a shorter time limit than the store."""
+    monkeypatch.setattr("fxpipe.runtime.job.failure.HURRY", 0.3)
+    watch = watch_of(1, 2)
+
+    class Stopped(dist.HashStore):
+        def check(self, keys):
+            threading.Event().wait()
+
+    watch.failures = Failures(LimitedStore(Stopped(), timedelta(seconds=60)), 1, 2, 0)
+    begun = time.monotonic()
+    error = str(watch.lost(NoAnswer("timed out")))
+    assert error.endswith("The store that the ranks share is gone: no answer for 0:00:00.300000.")
+    assert time.monotonic() - begun < 2.0
+
+
 class BusyStore(dist.HashStore):
     """One that answers nobody for a while, as where the process that has it is not run."""
 

@@ -10,11 +10,13 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 
 import torch.distributed as dist
 
 from fxpipe.errors import FxpipeError
 from fxpipe.runtime.job.life import own_process, runs
+from fxpipe.runtime.job.limited_store import LimitedStore
 from fxpipe.runtime.job.tracebacks import users_part
 from fxpipe.runtime.torch_private import Store
 
@@ -23,6 +25,7 @@ FAILURE = "failure"  # the key of the message
 #: Seconds between two signs of life of a rank, and after which a rank without one counts as silent.
 BEAT, SILENCE = 0.5, 1.3
 FIRST = 1  # the number of a rank's first sign of life
+HURRY = 5.0  # seconds that a run which fails waits for answers of the store
 WATCHED = 4  # ranks that each rank looks at
 ENDED = "has ended"  # the last thing that a rank does
 
@@ -63,6 +66,11 @@ class Failures:
     _own: list[str] = field(default_factory=list)
     _processes: dict[int, str] = field(default_factory=dict)
     _signs: dict[int, Sign] = field(default_factory=dict)
+
+    def hurry(self) -> None:
+        """Wait for answers of the store for seconds, now that the run fails."""
+        if isinstance(self.store, LimitedStore):
+            self.store.hurry(timedelta(seconds=HURRY))
 
     def leave(self, message: str) -> str:
         """Tell the other ranks why this one fails; return the message of the first rank that failed."""

@@ -40,6 +40,10 @@ class LimitedStore(Store):
         """The same store for keys of their own."""
         return LimitedStore(PrefixStore(prefix, self._store), self._limit, self._caller)
 
+    def hurry(self, limit: timedelta) -> None:
+        """Wait no longer than this for answers to later calls."""
+        self._limit = min(limit, self._limit)
+
     def get(self, key: str) -> bytes:
         return self._call(lambda: self._store.get(key))
 
@@ -51,6 +55,12 @@ class LimitedStore(Store):
 
     def compare_set(self, key: str, expected_value: str, desired_value: str) -> bytes:
         return self._call(lambda: self._store.compare_set(key, expected_value, desired_value))
+
+    def list_keys(self) -> list[str]:
+        return self._call(lambda: self._store.list_keys())
+
+    def delete_key(self, key: str) -> bool:
+        return self._call(lambda: self._store.delete_key(key))
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """Wait until the keys are there, for at most the time limit by default."""

@@ -91,7 +91,7 @@ class Process(Collectives):
                 store, rank, ranks = next(rendezvous("env://", timeout=limit))
             # A connection of its own, as one that waits for a key answers no other thread.
             own = LimitedStore(store.clone(), limit)
-            forget = partial(forget_groups, store) if given is not None else lambda: None
+            forget = partial(forget_groups, own) if given is not None else lambda: None
             attempt = agree_on_attempt(own.under("fxpipe"), rank, ranks, limit, when_joined=forget)
         host = None if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True) else 0
         watch = Watch(Failures(own.under(f"fxpipe/{attempt}"), rank, ranks, host), limit)

@@ -149,6 +149,7 @@ class Watch:
         """Tell the other ranks of an error that ends this process, and torchrun's summary of the first of all
         ranks: torchrun takes that of the rank whose end it sees first, which may be another one."""
         self.has_failed = True
+        self.failures.hurry()
         what = f"failed{place_of_error(error)}, {self.progress()}: {type(error).__name__}: {error}"
         if isinstance(error, KeyboardInterrupt):
             what = f"{INTERRUPTED}, {self.progress()}"
@@ -177,6 +178,7 @@ class Watch:
         show: as for ``Failures.survey``.
         """
         doing, rank = self.doing(), self.failures.rank
+        self.failures.hurry()
         try:
             first = self.failures.find()
             if first is None:
