@@ -155,7 +155,7 @@ def train(
         checkpoint_files.complete = wrap(checkpoint_files.complete, "complete")
 
         def at_op(op: str) -> None:
-            if meets(op.rstrip("0123456789.")[:1]):
+            if any(map(meets, op.rstrip("0123456789."))):  # BW is both
                 strike(fault, directory, attempt)
 
         pipe.runtime.record.at_op = at_op

@@ -72,8 +72,7 @@ def fault_of(number: int, ranks: int) -> Fault:
 
 def faults_of_meshes() -> list[tuple[str, Fault, bool]]:
     """Each process of each mesh in each way, with an agent and without, in a random order."""
-    draw = random.Random(0)
-    places = ("F", "B", "W", "optimizer", "loader")
+    draw, places = random.Random(0), ("F", "B", "W", "optimizer", "loader")
     found = [
         (mesh, Fault(rank, kind, draw.choice(places), draw.randrange(1, 4)), agent)
         for mesh in MESHES
