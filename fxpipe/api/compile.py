@@ -38,6 +38,7 @@ from fxpipe.runtime.job.mesh import ranks_and_replicas
 from fxpipe.runtime.job.process import Process, agreed, as_timeout, under_torchrun
 from fxpipe.runtime.job.tracebacks import brief
 from fxpipe.runtime.program.accelerator import check_supported, default_device
+from fxpipe.runtime.program.batch import as_dicts
 from fxpipe.runtime.program.offload import check_tier
 from fxpipe.schedule.formats.handwritten import is_file_name, read_schedule
 from fxpipe.schedule.ops import Schedule, Validation
@@ -225,6 +226,7 @@ def compile(
         request = request_of(devices, *asked, world)
         if isinstance(example, list):  # as DataLoaders give them
             example = tuple(example)
+        example = as_dicts(example)
         options = Options(
             ranks=1 if pipeline_ranks is None else pipeline_ranks,
             microbatches=1 if microbatches is None else microbatches,

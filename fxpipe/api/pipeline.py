@@ -203,14 +203,17 @@ class Pipeline(Views):
         pipeline of one rank runs without it).  If a rank fails, all ranks raise RunError with its message,
         and their processes end soon after, whether or not the error is caught.
         """
-        if outputs is None and not self.artifact.plan.step.has_loss:
-            raise RunError(
-                f"The model has no loss: ask for outputs=[…]. The pipeline gives {', '.join(self.outputs)}."
-            )
+        self._check_asked(outputs)
         result = self._runner.step(batch, outputs or (), outputs_on, checked(check), checked_record(record))
         if result.loss is not None and self._trains:
             result = replace(result, loss=result.loss.as_subclass(StepLoss))
         return _loss(result) if outputs is None else result
+
+    def _check_asked(self, outputs: Sequence[str] | None) -> None:
+        if outputs is None and not self.artifact.plan.step.has_loss:
+            raise RunError(
+                f"The model has no loss: ask for outputs=[…]. The pipeline gives {', '.join(self.outputs)}."
+            )
 
     @property
     def _trains(self) -> bool:
@@ -225,6 +228,8 @@ class Pipeline(Views):
     ) -> torch.Tensor | StepResult:
         """Run the forward alone, in eval mode if the pipeline trains; return the loss of the whole batch.
 
+        batch: the last one of an epoch may have fewer rows: the loss is the mean over those that are there,
+            of which the outputs are.
         outputs, outputs_on: as for ``step``.  The weights are those of the last optimizer step.  Without
         torchrun ``pipe.evaluation.run_local(batch)`` runs all ranks.
         Raises RunError if the pipeline was compiled to train alone.
@@ -239,9 +244,9 @@ class Pipeline(Views):
             pipe = self
         self.updates.settle()
         with pipe.model_state.borrowing(self._runner.gather_parameters()):
-            if outputs is None:
-                return pipe.step(batch)
-            return pipe.step(batch, outputs=outputs, outputs_on=outputs_on)
+            pipe._check_asked(outputs)
+            result = pipe._runner.evaluate(batch, outputs or (), outputs_on)
+            return _loss(result) if outputs is None else result
 
     def ask_to_stop(self) -> None:
         """Ask all ranks to end the run, as a SIGTERM does where a Checkpointer is: ``stops`` tells, on all

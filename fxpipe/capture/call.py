@@ -4,13 +4,14 @@ arguments: the tracer would name neither."""
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from fxpipe.errors import CaptureError, OptionError
+from fxpipe.errors import CaptureError, OptionError, suggested
 
 _WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 _LOSS = "a function (output, microbatch) -> loss"
@@ -29,17 +30,17 @@ def check_call(model: nn.Module, example: Any, loss_fn: Callable[..., Any] | Non
         )
     if not isinstance(example, Mapping | tuple | list):
         return  # that is no microbatch at all: ``batch_leaves`` says so
-    args, kwargs = arguments(example)
+    args, kwargs = arguments(example) if loss_fn is None else arguments_of_forward(model, example)
     problem = misfit(model.forward, args, kwargs) if _calls_forward(model) else None
     if problem is not None:
         text = (
             f"The example does not fit the model: {problem}. The forward is "
             f"{type(model).__name__}.forward{_parameters(model.forward)}, and the example gives "
-            f"{described(args, kwargs)}. All of it goes to the forward."
+            f"{described(args, kwargs)}."
         )
-        if loss_fn is not None:
+        if loss_fn is None:
             text += (
-                " What loss_fn alone needs goes there as well: let the forward take it and leave it unused."
+                " All of it goes to the forward. With a loss_fn, what the forward does not take is for that."
             )
         raise CaptureError(text)
 
@@ -47,6 +48,66 @@ def check_call(model: nn.Module, example: Any, loss_fn: Callable[..., Any] | Non
 def arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The positional and the keyword arguments of the forward that a microbatch is."""
     return ((), dict(example)) if isinstance(example, Mapping) else (tuple(example), {})
+
+
+def arguments_of_forward(model: nn.Module, example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments that ``forward`` has parameters for, of a microbatch whose others are for loss_fn."""
+    args, kwargs = arguments(example)
+    if not _calls_forward(model):
+        return args, kwargs
+    try:
+        known = [*inspect.signature(model.forward).parameters.values()]
+    except (TypeError, ValueError):  # of code that Python cannot look into
+        return args, kwargs
+    kinds = {p.kind for p in known}
+    if inspect.Parameter.VAR_KEYWORD not in kinds:
+        kwargs = {name: value for name, value in kwargs.items() if name in {p.name for p in known}}
+    if inspect.Parameter.VAR_POSITIONAL not in kinds:
+        by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        args = args[: sum(p.kind in by_place for p in known)]
+    return args, kwargs
+
+
+class Read(dict[str, Any]):
+    """The microbatch that loss_fn gets.  ``names``: what it reads of it."""
+
+    def __init__(self, example: Mapping[str, Any]) -> None:
+        super().__init__(example)
+        self.names: set[str] = set()
+
+    def __getitem__(self, name: str) -> Any:
+        self.names.add(name)
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self.names.add(name)
+        return super().get(name, default)
+
+    def pop(self, name: str, *default: Any) -> Any:
+        self.names.add(name)
+        return super().pop(name, *default)
+
+    def __iter__(self) -> Iterator[str]:  # without it dict(…) and **… would read all at once
+        return super().__iter__()
+
+    def values(self) -> Any:
+        self.names.update(self)
+        return super().values()
+
+    def items(self) -> Any:
+        self.names.update(self)
+        return super().items()
+
+
+def warn_of_unread(names: Iterable[str], model: nn.Module) -> None:
+    """Warn of a leaf that nothing reads, and whose name is almost that of a parameter of forward."""
+    for name in sorted(names):
+        if meant := suggested(name, inspect.signature(model.forward).parameters):
+            warnings.warn(
+                f"Nothing reads {name!r} of the example: the forward has no such parameter, nor does loss_fn "
+                f"look at it.{meant}",
+                stacklevel=2,
+            )
 
 
 def misfit(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:

@@ -19,7 +19,7 @@ from torch import nn
 from fxpipe.capture.activations import Activations
 from fxpipe.capture.assigned import Assigned
 from fxpipe.capture.attention_masks import AttentionMasks
-from fxpipe.capture.call import arguments, described
+from fxpipe.capture.call import Read, arguments, arguments_of_forward, described
 from fxpipe.capture.capture_options import CaptureOptions
 from fxpipe.capture.dtensors import local_gradient
 from fxpipe.capture.functional import KeepsState, check_unwritten, declare_writes
@@ -89,6 +89,10 @@ class StepFunction:
         self.snapshot = Snapshot([], [])  # of the model, before the trace
         self.difference = ""  # of a second run from the traced one
         self.of_loss = ""  # while loss_fn runs: its arguments, as text
+        # By place and by name, the arguments of the forward; the rest is for loss_fn.
+        args, kwargs = arguments(example) if loss_fn is None else arguments_of_forward(model, example)
+        self.taken, self.taken_names = len(args), {*kwargs}
+        self.unread: set[str] = set()  # keys of the example that neither forward nor loss_fn reads
         self.asked = ASKED_NOTHING  # see ``Questions``
         self.attention = AttentionMasks(self.provenance.answers.constant, options.rules, options.masks)
         self.masks = self.attention.masks
@@ -211,14 +215,18 @@ class StepFunction:
     def _forward(self, wanted: dict[str, torch.Tensor]) -> Results:
         example = self._example()
         args, kwargs = arguments(example)
+        args, kwargs = args[: self.taken], {name: x for name, x in kwargs.items() if name in self.taken_names}
         with self.activations.kept():
             output = self.model(*args, **kwargs)
         if self.loss_fn is not None:
             self.of_loss = (
                 f"It gets the output, {described([output])}, and the microbatch, {described([example])}."
             )
+            example = Read(example) if isinstance(example, dict) else example
         results = find_results(output, example, self.loss_fn, self.gradients, self.activations)
         self.of_loss = ""
+        if isinstance(example, Read):
+            self.unread = {*[*example]} - self.taken_names - example.names
         for name, value in wanted.items():
             if value.grad is not None:
                 raise CaptureError(

@@ -23,6 +23,7 @@ from torch import fx, nn
 from fxpipe.capture.attention_masks import Masks
 from fxpipe.capture.batch_means import NO_MEANS, BatchMeans, divide_by_batch_means
 from fxpipe.capture.borrow import borrowed
+from fxpipe.capture.call import warn_of_unread
 from fxpipe.capture.capture_options import CAPTURE_ALL, CaptureOptions
 from fxpipe.capture.checkpoint import recorded_checkpoints
 from fxpipe.capture.clean import clean
@@ -43,6 +44,7 @@ from fxpipe.ir.storage import call_nodes, graph_outputs, storage_root
 from fxpipe.plan.dtensors import mesh_of
 from fxpipe.plan.lanes import NO_LANES, LanePlan
 from fxpipe.plan.step import ASKED_NOTHING, Asked
+from fxpipe.runtime.program.batch import batch_leaves
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,6 +58,7 @@ class Captured:
     ``sources``: the model's own tensors that constants are copies of.
     ``asked``: what the forward asks of tensors.
     ``written``: the leaves of the microbatch that it writes to.
+    ``unread``: the leaves of which nothing reads anything.
     ``means``: what the loss divides by.
     ``masks``: what became of those of attention.
     """
@@ -67,6 +70,7 @@ class Captured:
     sources: tuple[weakref.ref[torch.Tensor], ...] = ()
     asked: Asked = ASKED_NOTHING
     written: frozenset[str] = frozenset()
+    unread: frozenset[str] = frozenset()
     means: BatchMeans = NO_MEANS
     masks: Masks = field(default_factory=Masks)
 
@@ -201,8 +205,10 @@ def _traced(
             asked=step.asked,
             written=frozenset(written),
             masks=step.masks,
+            unread=frozenset(n for n, _ in batch_leaves(example) if n.partition(".")[0] in step.unread),
         )
         _check_written(captured.graph, step.registered, replaced)
+        warn_of_unread(step.unread, model)
         watch.warn_of_changes(step.difference, files)  # last: an error says more than they
     return captured
 

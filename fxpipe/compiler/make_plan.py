@@ -70,7 +70,7 @@ def make_plan(
         step=StepSpec(
             ranks=options.ranks,
             microbatches=options.microbatches,
-            batch=batch_spec(given.example, captured.asked, captured.written),
+            batch=batch_spec(given.example, captured.asked, captured.written, captured.unread),
             loss_rank=placement[-1 if loss is None else loss.meta["color"].stage],
             loss_dtype=str(torch.get_default_dtype() if loss is None else loss.meta["val"].dtype),
             has_count=count is not None,

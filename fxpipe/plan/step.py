@@ -38,7 +38,8 @@ class Leaf:
     """One leaf of the example microbatch.  ``shape`` and ``dtype`` for a tensor, else ``value`` as text.
 
     ``requires_grad``: of the example's tensor, if the forward asks for it.  ``written``: whether the forward
-    writes to its memory.  ``strided``: whether it asks for the strides.
+    writes to its memory.  ``strided``: whether it asks for the strides.  ``unread``: whether neither forward
+    nor loss_fn reads it.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Leaf:
     requires_grad: bool | None = None
     written: bool = False
     strided: bool = False
+    unread: bool = False
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from fxpipe.errors import FxpipeError, RunError, number_of
+from fxpipe.errors import BatchError, FxpipeError, RunError, number_of
 from fxpipe.runtime.program.batch import given_leaves
 from fxpipe.runtime.program.comm import NoAnswer
 from fxpipe.runtime.program.outputs import Collected, On, StepResult, requested
@@ -37,6 +37,7 @@ from fxpipe.training.same_batch import (
     options_differ,
     words,
 )
+from fxpipe.training.short_batches import short_batch
 from fxpipe.training.warm_up import WarmUp
 
 
@@ -113,6 +114,32 @@ class Runner(LocalRunner):
             self.course.changes.stepped()
         return StepResult(loss, found)
 
+    def evaluate(self, batch: Any, outputs: Sequence[str], outputs_on: On) -> StepResult:
+        """A step of a forward, or several for a batch with fewer rows."""
+        spec, rt = self.plan.step, self.runtime
+        short = short_batch(spec, batch, outputs)
+        if short is None:
+            return self.step(batch, outputs, outputs_on, None, {})
+        if len(short.steps) > 1 and rt.replicas is not None:
+            raise BatchError(
+                f"{number_of(short.rows, 'row')} take {len(short.steps)} steps here, and perhaps another "
+                f"number in the other replicas: give each a multiple of {short.size}, or drop the last ones."
+            )
+        batches = short.batches(spec, batch)
+        rt.weighted = [(own, w) for own, (_, w) in zip(batches, short.steps, strict=True)]
+        found, sums, counts = [], 0.0, 0.0
+        try:
+            for own, (_, weights) in zip(batches, short.steps, strict=True):
+                rt.weights = weights
+                found.append(self.step(own, outputs, outputs_on, None, {}))
+                sums, counts = sums + rt.total[0], counts + rt.total[1]
+        finally:
+            rt.weighted, rt.weights = (), None
+        loss = found[0].loss
+        if loss is not None:
+            loss = (torch.tensor(sums, dtype=torch.float64) / counts).to(loss.dtype)
+        return StepResult(loss, short.outputs(spec, [step.outputs for step in found]))
+
     def _validate(self, rt: Runtime, finish: list[Finish]) -> bool:
         """Wait for the verdict on the last update; return whether the forwards so far stand."""
         stand = self.updates.stand()
@@ -172,6 +199,8 @@ class Runner(LocalRunner):
             rt.shards = comm.abreast if plan.shard else None
             if comm.on_streams and comm.abreast is not None:
                 self._exchange_once(comm.abreast)
+                with self.process.watch.collective():
+                    rt.mean_over_replicas(torch.zeros(1, dtype=torch.float64, device=self.device))
             if comm.lanes is not None:
                 comm.lanes.waits = partial(setattr, rt, "waiting")
             return rt

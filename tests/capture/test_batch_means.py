@@ -3,6 +3,7 @@ batch, in float64."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fxpipe
+from fxpipe.errors import BatchError
 
 ROWS, LENGTH, WORDS, WIDTH = 2, 5, 12, 8
 Loss = Callable[[torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor]], torch.Tensor]
@@ -140,3 +142,75 @@ def compared(model: nn.Module, batch: Any, microbatches: int = 3, **options: Any
 def test_loss_is_that_of_the_whole_batch(loss):
     torch.manual_seed(0)
     compared(Model(loss).double(), batch_of(6))
+
+
+class Named(Model):
+    """Gives the layer before as well, and a number of each microbatch."""
+
+    def forward(self, x, y):
+        h = torch.tanh(self.hidden(self.embed(x)))
+        return {"loss": self.loss(self.head(h), y, (h, self.weight)), "h": h, "words": (y >= 0).sum()}
+
+
+def test_evaluation_takes_a_short_batch():
+    """Of whole microbatches, of rows that fill one when they are repeated, and of some that need two steps."""
+    torch.manual_seed(0)
+    model, outputs = Named(with_others).double(), ["h", "words"]
+    example = tuple(t[:4] for t in batch_of(8))
+    pipe = fxpipe.compile(
+        model, example, ranks=1, microbatches=2, schedule="1f1b", outputs=outputs, evaluation=True
+    )
+    for rows in (8, 4, 6, 1, 7):
+        batch = tuple(t[:rows] for t in batch_of(9))
+        with torch.no_grad():
+            expected = model(*batch)
+        found = pipe.evaluate(batch, outputs=["h"])
+        torch.testing.assert_close(found.loss, expected["loss"])
+        torch.testing.assert_close(found.outputs["h"], expected["h"])
+        torch.testing.assert_close(pipe.evaluate(batch), expected["loss"])
+    assert pipe.evaluate(tuple(t[:4] for t in batch), outputs=["words"]).outputs["words"].shape == (1,)
+    with pytest.raises(BatchError, match="'words' is of a microbatch, and 7 rows make no whole number"):
+        pipe.evaluate(batch, outputs=["words"])
+    with pytest.raises(
+        BatchError, match=r"labels of -100, a mask of zeros\); pipe.evaluate takes it as it is"
+    ):
+        pipe.step(batch)
+
+
+def test_explain_names_the_divisors(capsys):
+    def longest(logits, y, more):
+        return per_token(logits, y).sum() / (y >= 0).sum(1).max()
+
+    example = tuple(t[:ROWS] for t in batch_of(6))
+    options = {"ranks": 1, "microbatches": 3, "schedule": "1f1b"}
+    fxpipe.compile(Model(masked), example, **options).explain()
+    assert re.search(
+        r"divide by the mean over the batch of model_sum_1 \(test_batch_means.py:\d+\)",
+        capsys.readouterr().out,
+    )
+    with pytest.warns(UserWarning, match="of which fxpipe cannot take the whole batch's"):
+        fxpipe.compile(Model(longest), example, **options).explain()
+    assert "divides its loss by its own" in capsys.readouterr().out
+
+
+def test_means_of_microbatches_are_an_option():
+    torch.manual_seed(0)
+    model, batch = Model(guarded).double(), batch_of(6)
+    example = tuple(t[:ROWS] for t in batch)
+    pipe = fxpipe.compile(model, example, ranks=2, microbatches=3, schedule="1f1b", mean="microbatch")
+    parts = [model(*(t[m : m + ROWS] for t in batch)) for m in range(0, 6, ROWS)]
+    torch.testing.assert_close(pipe.run_local(batch).loss, torch.stack(parts).mean().detach())
+    with pytest.raises(fxpipe.FxpipeError, match="mean is 'rows' and must be 'batch' or 'microbatch'"):
+        fxpipe.compile(model, example, ranks=2, microbatches=3, mean="rows")
+
+
+@pytest.mark.parametrize("shard", [None, "parameters"])
+def test_means_are_over_all_replicas(shard):
+    torch.manual_seed(0)
+    compared(Model(with_others).double(), batch_of(12), replicas=2, shard=shard)
+
+
+@pytest.mark.parametrize("barriers", ["1-barrier", "2-barrier"])
+def test_split_vocabulary(barriers):
+    torch.manual_seed(0)
+    compared(Model(masked).double(), batch_of(6), vocab_parallel=barriers, schedule="1f1b", split_points=None)

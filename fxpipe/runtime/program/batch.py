@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Collection, Mapping
+from dataclasses import fields, is_dataclass
 from enum import Enum
 from numbers import Number
 from types import FunctionType
@@ -24,10 +25,16 @@ _PLAIN = (
 )  # fmt: skip
 
 
-def batch_spec(example: Any, asked: Asked = ASKED_NOTHING, written: Collection[str] = ()) -> BatchSpec:
+def batch_spec(
+    example: Any,
+    asked: Asked = ASKED_NOTHING,
+    written: Collection[str] = (),
+    unread: Collection[str] = (),
+) -> BatchSpec:
     """The description of an example microbatch.
 
-    asked: what the forward decides by.  written: the leaves it writes to.
+    asked: what the forward decides by.  written: the leaves it writes to.  unread: those of which neither it
+    nor the loss reads anything.
     """
     leaves = []
     for name, leaf in batch_leaves(example):
@@ -35,10 +42,10 @@ def batch_spec(example: Any, asked: Asked = ASKED_NOTHING, written: Collection[s
             dense = leaf if is_dense(leaf) else leaf.contiguous()
             history = leaf.requires_grad if asked.requires_grad else None
             shape, stride = tuple(leaf.shape), dense.stride()
-            more = history, name in written, asked.strides and dense is leaf
+            more = history, name in written, asked.strides and dense is leaf, name in unread
             leaves.append(Leaf(name, shape, stride, str(leaf.dtype), "", *more))
         else:
-            leaves.append(Leaf(name, None, (), "", repr(leaf)))
+            leaves.append(Leaf(name, None, (), "", repr(leaf), unread=name in unread))
     return BatchSpec(tuple(leaves))
 
 
@@ -63,12 +70,11 @@ def microbatches_of(
         if leaf.name not in given:
             continue
         value = given[leaf.name]
+        if leaf.unread:
+            continue
         if leaf.shape is None:
             if isinstance(value, torch.Tensor) or repr(value) != leaf.value:
-                raise BatchError(
-                    f"{leaf.name!r} is {_described(value)} and was {leaf.value} in the example. "
-                    "Values that are not tensors are fixed at compilation: compile again for this one."
-                )
+                raise _another_value(leaf, value)
             continue
         _check(leaf, value, microbatches)
         if device is not None and leaf.name in needed:
@@ -85,6 +91,19 @@ def microbatches_of(
             # A program may take views that only the example's strides allow.
             microbatch[leaf.name] = in_strides(piece, leaf.stride)
     return cut
+
+
+def _another_value(leaf: Leaf, value: Any) -> BatchError:
+    text = (
+        f"{leaf.name!r} is {_described(value)} and was {leaf.value} in the example. Values that are not "
+        "tensors are fixed at compilation: "
+    )
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return BatchError(
+            f"{text}give torch.tensor({value!r}), in the example too, for a number that the model computes "
+            "with, or compile again for this one if it decides what the model runs."
+        )
+    return BatchError(f"{text}compile again for this one.")
 
 
 def check_unshared(given: Mapping[str, Any], written: Collection[str], microbatches: int) -> None:
@@ -114,12 +133,12 @@ def rows_of_replica(spec: BatchSpec, batch: Any, microbatches: int, replica: int
         return batch
     whole = microbatches_of(spec, batch, microbatches * replicas, (), None)
     own = whole[replica * microbatches : (replica + 1) * microbatches]
-    kinds = {leaf.name: leaf.shape for leaf in spec.leaves}
+    kinds = {leaf.name: () if leaf.unread else leaf.shape for leaf in spec.leaves}
     found = [
         torch.cat([one[name] for one in own]).requires_grad_(value.requires_grad) if kinds[name] else value
         for name, value in batch_leaves(batch)
     ]
-    return pytree.tree_unflatten(found, pytree.tree_flatten(batch)[1])
+    return pytree.tree_unflatten(found, pytree.tree_flatten(as_dicts(batch))[1])
 
 
 def given_leaves(spec: BatchSpec, batch: Any) -> dict[str, Any]:
@@ -139,8 +158,20 @@ def given_leaves(spec: BatchSpec, batch: Any) -> dict[str, Any]:
     return {name: x for name, x in given.items() if x is not None or kinds[name] is None}
 
 
+def as_dicts(batch: Any) -> Any:
+    """A batch with dicts for mappings of other classes, as tokenizers give them, and for a dataclass."""
+
+    def converted(leaf: Any) -> Any:
+        return {key: as_dicts(value) for key, value in leaf.items()} if isinstance(leaf, Mapping) else leaf
+
+    if is_dataclass(batch) and not isinstance(batch, type | Mapping):
+        batch = {field.name: getattr(batch, field.name) for field in fields(batch)}
+    return pytree.tree_map(converted, batch)
+
+
 def batch_leaves(example: Any) -> list[tuple[str, Any]]:
     """The leaves of a (micro)batch with readable names: ``input_ids``, ``0``, ``image.pixels``."""
+    example = as_dicts(example)
     if not isinstance(example, (Mapping, tuple, list)):
         raise BatchError(
             "A batch, or an example, is a mapping of keyword arguments, or a tuple or list of arguments, not "
@@ -168,6 +199,12 @@ def _key_name(key: Any) -> str:
     return str(key)
 
 
+_REMEDY = (
+    "Drop the last batch of an epoch, or pad it with rows that the loss does not count (labels of -100, a "
+    "mask of zeros); pipe.evaluate takes it as it is."
+)
+
+
 def _check(leaf: Leaf, value: Any, microbatches: int) -> None:
     assert leaf.shape is not None
     if not isinstance(value, torch.Tensor):
@@ -189,10 +226,11 @@ def _check(leaf: Leaf, value: Any, microbatches: int) -> None:
         return
     rows = leaf.shape[0] * microbatches
     if value.dim() == len(leaf.shape) and tuple(value.shape[1:]) == leaf.shape[1:] and value.shape[0] != rows:
-        given, remedy = value.shape[0], "Drop or pad the last batch of an epoch."
+        given, remedy = value.shape[0], _REMEDY
         if given and given % microbatches == 0:
             example = f"an example of {given // microbatches}"
-            remedy = f"If all batches have {given} rows, compile with {example}; else {remedy.lower()}"
+            others = f"{remedy[0].lower()}{remedy[1:]}"
+            remedy = f"If all batches have {given} rows, compile with {example}; else {others}"
         raise BatchError(
             f"{leaf.name!r} has {number_of(given, 'row')}, which do not make "
             f"{number_of(microbatches, 'microbatch')} of {leaf.shape[0]}: {rows} are needed. {remedy}"
@@ -200,7 +238,8 @@ def _check(leaf: Leaf, value: Any, microbatches: int) -> None:
     if tuple(value.shape) != (rows, *leaf.shape[1:]):
         raise BatchError(
             f"{leaf.name!r} has shape {tuple(value.shape)}; {number_of(microbatches, 'microbatch')} of "
-            f"{leaf.shape} make {(rows, *leaf.shape[1:])}."
+            f"{leaf.shape} make {(rows, *leaf.shape[1:])}. A program is for one shape: pad the batch to it, "
+            "or compile once for each length, with the same split_points."
         )
 
 

@@ -32,9 +32,10 @@ class Runtime:
     Gradients accumulate; zero them before the step if needed.  ``replicas``: this rank of all replicas, where
     there are several; ``shards``: the same, if they own rows of parameters; ``buckets``: the accumulators, as
     they are summed over replicas.  ``lanes``: those that share each op with this process, where there are
-    several.  ``device``: where the program runs; None if the batch is always there.  ``waiting``: what the
-    rank waits for, if it does.  ``validate``: waits for the verdict of all ranks on
-    the last update, undoes it if it does not stand, and tells whether it does.
+    several.  ``weighted``: the batches of the steps that are one evaluation, each with what its microbatches
+    count for; ``weights``: that of the next one.  ``device``: where the program runs; None if the batch is
+    always there.  ``waiting``: what the rank waits for, if it does.  ``validate``: waits for the verdict of
+    all ranks on the last update, undoes it if it does not stand, and tells whether it does.
     """
 
     rank: int
@@ -56,6 +57,8 @@ class Runtime:
     shards: Shards | None = None
     buckets: Sequence[GradientBucket] = ()
     validate: Callable[[], bool] | None = None
+    weighted: Sequence[tuple[Any, Sequence[float]]] = ()
+    weights: Sequence[float] | None = None
     _losses: list[torch.Tensor] = field(default_factory=list)
     _counts: list[torch.Tensor] = field(default_factory=list)
     _sharing: Numbers | None = None
@@ -161,17 +164,28 @@ class Runtime:
 
         given: what it takes beside a microbatch, constants or buffers.
         """
-        each = [counts(batch, *given) for batch in batches]
-        found = {name: torch.stack([one[name] for one in each]) for name in each[0]}
-        means = {name: values.double().mean(0) for name, values in found.items()}
-        if self.replicas is not None:
-            self.waiting = _REPLICAS
-            for mean in means.values():
-                flat, number = mean.view(-1), self.replicas.number
-                begins = [flat.numel() * k // number for k in range(number + 1)]
-                self.replicas.wait(self.replicas.reduce(flat, begins, flat, mean=True))
-            self.waiting = None
-        return {name: mean.to(found[name].dtype) for name, mean in means.items()}
+        parts: list[tuple[Sequence[Mapping[str, torch.Tensor]], Sequence[float]]]
+        parts = [(self.microbatches(batch), weights) for batch, weights in self.weighted]
+        parts = parts or [(batches, [1.0] * len(batches))]
+        each = [counts(batch, *given) for own, _ in parts for batch in own]
+        means = {}
+        for name, first in each[0].items():
+            values = torch.stack([one[name] for one in each]).double()
+            share = values.new_tensor([w for own, weights in parts for w in weights])
+            total = torch.cat([torch.tensordot(share, values, 1).view(-1), share.sum().view(1)])
+            if self.replicas is not None:
+                self.waiting = _REPLICAS
+                self.mean_over_replicas(total)
+                self.waiting = None
+            means[name] = (total[:-1] / total[-1]).view(first.shape).to(first.dtype)
+        return means
+
+    def mean_over_replicas(self, numbers: torch.Tensor) -> None:
+        """Let all replicas have the mean of their numbers, which are few."""
+        assert self.replicas is not None
+        flat, replicas = numbers.view(-1), self.replicas.number
+        begins = [flat.numel() * k // replicas for k in range(replicas + 1)]
+        self.replicas.wait(self.replicas.reduce(flat, begins, flat, mean=True))
 
     def receive(self, layouts: Layout | list[Layout], source: int) -> Pending:
         """Allocate the buffers of a message, one or a list, and start to receive it; does not block."""
@@ -354,6 +368,11 @@ class Runtime:
         return (torch.tensor(total, dtype=torch.float64) / count).to(dtype)
 
     @property
+    def total(self) -> tuple[float, float]:
+        """The sum of the losses of the last step and its divisor, on every rank."""
+        return self._total()
+
+    @property
     def _offloading(self) -> Offloader:
         if self.offloader is None:
             raise RunError(
@@ -387,10 +406,13 @@ class Runtime:
         losses = self._losses if self.spec.has_loss else [torch.zeros(())]
 
         def total_and_count() -> torch.Tensor:
-            total = torch.stack([x.double() for x in losses]).sum()
+            sums = torch.stack([x.double() for x in losses])
             # new_full, as new_tensor would wait for the device
-            count = torch.stack(self._counts).sum() if self._counts else total.new_full((), len(losses))
-            return torch.stack([total, count.double()])
+            counts = torch.stack(self._counts).double() if self._counts else sums.new_full(sums.shape, 1)
+            if self.weights is not None:
+                share = sums.new_tensor(self.weights)
+                sums, counts = sums * share, counts * share
+            return torch.stack([sums.sum(), counts.sum()])
 
         return on_host(losses[0].device, total_and_count)
 
