@@ -153,7 +153,7 @@ class Named(Model):
 
 
 def test_evaluation_takes_a_short_batch():
-    """Of whole microbatches, of rows that fill one when they are repeated, and of some that need two steps."""
+    """Of whole microbatches, of rows that fill one when they are repeated, and some for two steps."""
     torch.manual_seed(0)
     model, outputs = Named(with_others).double(), ["h", "words"]
     example = tuple(t[:4] for t in batch_of(8))
