@@ -282,7 +282,8 @@ class Pipeline(Views):
         """An optimizer of this rank's parameters; all ranks must make the same.
 
         cls: a torch optimizer class, called with the parameters and ``options`` (``fused``, ``foreach`` …).
-        groups: other options by name, ``[{"params": ["*.bias", "*norm*"], "weight_decay": 0.0}]``.
+        groups: other options by name, ``[{"params": ["*.bias", "*norm*"], "weight_decay": 0.0}]``, or another
+            class, ``[{"params": ["layers.*.weight"], "class": torch.optim.Muon, "lr": 0.02}]``.
         clip_grad_norm: the largest norm of all gradients of the model, of ``norm_type``.
         skip_nonfinite: leave out (and count in ``skipped``) steps whose gradients hold infinities or NaN, at
             most 100 one after the other, or this number; otherwise they are treated as by

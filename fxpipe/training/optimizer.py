@@ -23,6 +23,7 @@ from fxpipe.training.ahead import Ahead, set_grad
 from fxpipe.training.clipping import Clipping
 from fxpipe.training.pace import Pace
 from fxpipe.training.script_changes import ScriptChanges
+from fxpipe.training.several_optimizers import SeveralOptimizers
 from fxpipe.training.step_loss import NO_SCALER
 from fxpipe.training.undo import Undo
 from fxpipe.training.updates import Updates
@@ -112,6 +113,8 @@ class PipelineOptimizer(Optimizer):
         self._made = False
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self._made = True
+        if script_changes is not None:
+            script_changes.known.add(self)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -347,12 +350,42 @@ class PipelineOptimizer(Optimizer):
             torch._foreach_zero_(grads)
             mark_zeroed(grads)
 
+    def train(self) -> None:
+        """Go on to train after ``eval``; for optimizers that have modes, as schedule-free ones have."""
+        self._switch("train")
+
+    def eval(self) -> None:
+        """Give the parameters the values that are evaluated, and saved, where an optimizer has such."""
+        self._switch("eval")
+
+    @torch.no_grad()
+    def _switch(self, mode: str) -> None:
+        self.settle()
+        self.counts.called(mode)
+        for optimizer in dict.fromkeys(self.of_groups):
+            if callable(switch := getattr(optimizer, mode, None)):
+                switch()
+                self._give_masters()
+                self._changed()
+
+    @property
+    def of_groups(self) -> Sequence[Optimizer]:
+        """The optimizer that updates each group."""
+        if isinstance(self.optimizer, SeveralOptimizers):
+            return self.optimizer.of_groups
+        return [self.optimizer] * len(self.param_groups)
+
+    @property
+    def kind(self) -> str:
+        """The classes of what is wrapped, as text."""
+        return " and ".join(dict.fromkeys(type(optimizer).__name__ for optimizer in self.of_groups))
+
     def options(self) -> dict[str, str]:
         """All that an update depends on beside parameters, gradients and state, as texts by name."""
         rules = self._clipping
         own: dict[str, object] = {"clip_grad_norm": rules.largest, "norm_type": rules.norm_type}
         own |= {"skip_nonfinite": rules.skip_nonfinite, "validation": self._validation}
-        found = {"class": type(self.optimizer).__name__} | {name: _as_text(x) for name, x in own.items()}
+        found = {"class": self.kind} | {name: _as_text(x) for name, x in own.items()}
         for k, group in enumerate(self.param_groups):
             at = f"groups[{k}]." if len(self.param_groups) > 1 else ""
             found |= {f"{at}{name}": _as_text(x) for name, x in group.items() if name != "params"}

@@ -135,8 +135,8 @@ _OPTIMIZER = {
     "before {step}. Call it on all ranks.",
     ADDED: "Rank {rank} adds to the gradients of {own} earlier steps, and rank {first} to those of {theirs}, "
     "in {step}. Call zero_grad() of the optimizer on all ranks.",
-    CALLS: "Rank {rank} has called step(), zero_grad() and load_state_dict() of its optimizer in another "
-    "order than rank {first}, before {step}. Make the same calls on all ranks.",
+    CALLS: "Rank {rank} has called step(), zero_grad(), load_state_dict(), train() or eval() of its "
+    "optimizer in another order than rank {first}, before {step}. Make the same calls on all ranks.",
     OPTIONS: "The optimizer of rank {rank} has other options than that of rank {first} in {step}. "
     + SAME_OPTIONS,
 }

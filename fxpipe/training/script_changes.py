@@ -96,12 +96,14 @@ class _Comparison:
 @dataclass(eq=False)
 class ScriptChanges:
     """Those of this process.  ``allowed``: whether the user has said that they need no values of other ranks.
-    ``knows_norm``: whether he has asked for the norm of all gradients since the last step."""
+    ``knows_norm``: whether he has asked for the norm of all gradients since the last step.  ``known``: the
+    optimizers that call ``compare`` before they update."""
 
     state: ModelState
     rank: int
     allowed: bool = False
     knows_norm: bool = False
+    known: weakref.WeakSet[Optimizer] = field(default_factory=weakref.WeakSet)
     _names: tuple[str, ...] = ()  # of the gradients, if other processes have others
     _turn: int = 0
     _after_step: dict[str, _AfterStep] = field(default_factory=dict)  # of what was not used for an update yet
@@ -114,7 +116,7 @@ class ScriptChanges:
         if is_divided or len({frozenset(own) for own in owned if own}) > 1:
             self._names = self.state.owned_by(self.rank).gradients
             me = weakref.ref(self)
-            handle = before_each_update(lambda optimizer: _used(me, optimizer))
+            handle = before_each_update(lambda optimizer: _follow(me, optimizer))
             weakref.finalize(self, handle.remove)
 
     @cached_property
@@ -142,10 +144,7 @@ class ScriptChanges:
 
     def compare(self, optimizer: Optimizer | None = None, *, gradients_alone: bool = False) -> None:
         """Begin to compare the gradients that are about to be used: by this optimizer, or all."""
-        parameters = {name: self.state.parameter(name) for name in self._after_step}
-        if optimizer is not None:
-            used = {id(p) for group in optimizer.param_groups for p in group["params"]}
-            parameters = {name: p for name, p in parameters.items() if id(p) in used}
+        parameters = self._used(optimizer)
         after_step = {name: self._after_step.pop(name) for name in parameters}
         there = {name: p for name, p in parameters.items() if p.grad is not None}
         written = tuple(after_step[n].is_written(p.grad) for n, p in there.items() if p.grad is not None)
@@ -164,6 +163,18 @@ class ScriptChanges:
             copied = event(self.state.device)
             copied.record()
         self._begun.append(_Comparison(gradients, values, written, self.knows_norm, self.resolution, copied))
+
+    def _used(self, optimizer: Optimizer | None) -> dict[str, Parameter]:
+        """The parameters of this optimizer, or all, whose gradients were not used since the step."""
+        parameters = {name: self.state.parameter(name) for name in self._after_step}
+        if optimizer is None:
+            return parameters
+        used = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        return {name: p for name, p in parameters.items() if id(p) in used}
+
+    def is_used_by(self, optimizer: Optimizer) -> bool:
+        """Whether an optimizer updates by gradients that a step has left."""
+        return bool(self._used(optimizer))
 
     def change(self, *, at_once: bool) -> Change:
         """What was changed before the updates since the last call; all that was, if several were made.
@@ -196,8 +207,15 @@ def _view(tensor: torch.Tensor) -> torch.Tensor:
     return flat[every // 2 :: every][:ELEMENTS]
 
 
-def _used(changes: weakref.ref[ScriptChanges], optimizer: Optimizer) -> None:
-    """Any optimizer is about to update, also one of the user's own."""
+def _follow(changes: weakref.ref[ScriptChanges], optimizer: Optimizer) -> None:
+    """Any optimizer is about to update: one of the user's own compares from now on, behind its hooks."""
+    own = changes()
+    if own is not None and own.is_used_by(optimizer) and optimizer not in own.known:
+        own.known.add(optimizer)
+        optimizer.register_step_pre_hook(lambda updating, *_: _compare(changes, updating))
+
+
+def _compare(changes: weakref.ref[ScriptChanges], optimizer: Optimizer) -> None:
     if (own := changes()) is not None:
         own.compare(optimizer)
 

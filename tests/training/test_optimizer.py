@@ -6,12 +6,16 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import fxpipe
 from fxpipe.errors import OptionError, RunError
+from fxpipe.runtime.torch_private import fake_store
 from fxpipe.training.clipping import Clipping
-from fxpipe.training.make_optimizer import check_separable, grouped
+from fxpipe.training.groups import Group, groups_of, optimizer_of
 from fxpipe.training.optimizer import PipelineOptimizer
+from fxpipe.training.optimizer_trial import check_group
+from fxpipe.training.undo import Undo
 
 CPU = torch.device("cpu")
 
@@ -166,9 +170,12 @@ def test_groups_are_alike_on_all_ranks():
     weight, rows = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))
     held = {"a.weight": weight, "table.weight[0:3]": rows}
     names = ["a.weight", "a.bias", "table.weight"]
-    groups = grouped(held, [{"params": "*.bias", "lr": 1.0}, {"params": ["table.*"], "lr": 2.0}], names)
+    own = [{"params": "*.bias", "lr": 1.0}, {"params": ["table.*"], "lr": 2.0}]
+    groups = optimizer_of(groups_of(torch.optim.SGD, {"lr": 3.0}, own, names), held).param_groups
     assert [group["params"] for group in groups] == [[], [rows], [weight]]
-    assert [group.get("lr") for group in groups] == [1.0, 2.0, None]
+    assert [group["lr"] for group in groups] == [1.0, 2.0, 3.0]
+    all_named = groups_of(torch.optim.SGD, {}, [*own, {"params": "*"}], names)
+    assert [{*group.names} for group in all_named] == [{"a.bias"}, {"table.weight"}, {"a.weight"}]
 
 
 @pytest.mark.parametrize(
@@ -182,7 +189,7 @@ def test_groups_are_alike_on_all_ranks():
 )
 def test_groups_that_are_refused(groups, message):
     with pytest.raises(OptionError, match=message):
-        grouped({}, groups, ["a.weight"])
+        groups_of(torch.optim.SGD, {}, groups, ["a.weight"])
 
 
 def test_groups_cannot_be_added_later():
@@ -191,15 +198,140 @@ def test_groups_cannot_be_added_later():
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
 
 
+def tried(cls, dims=(), ranks=2, shape=(32, 24), **options):
+    check_group(Group(cls, options), {shape, shape[:1]}, dims, CPU, ranks)
+
+
 def test_optimizers_that_need_other_ranks_values():
-    check_separable(torch.optim.AdamW, {"lr": 0.0, "fused": True}, CPU, {0})
-    check_separable(torch.optim.Adafactor, {"lr": 0.1}, CPU, ())
+    tried(torch.optim.AdamW, {0, 1}, lr=0.0, fused=True)
+    tried(torch.optim.Adafactor, lr=0.1)
     with pytest.raises(RunError, match="Adafactor updates rows"):
-        check_separable(torch.optim.Adafactor, {"lr": 0.0}, CPU, {0})
-    with pytest.raises(RunError, match="LBFGS updates a parameter by the values of others"):
-        check_separable(torch.optim.LBFGS, {}, CPU, ())
-    with pytest.raises(RunError, match="LBFGS needs a closure, which it calls several times"):
-        pipeline(Squares()).optimizer(torch.optim.LBFGS)
+        tried(torch.optim.Adafactor, {0}, lr=0.0)
+    for ranks in (1, 2):
+        with pytest.raises(RunError, match="LBFGS evaluates the loss within its update"):
+            tried(torch.optim.LBFGS, ranks=ranks)
+
+
+class Base(torch.optim.Optimizer):
+    def __init__(self, params, lr=0.02, **options):
+        super().__init__(params, {"lr": lr, **options})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                state["steps"] = state.get("steps", 0) + 1
+                p.sub_(group["lr"] * self.update(p.grad, group, state["steps"]))
+
+
+def orthogonal(x):
+    x = x / (x.norm() + 1e-7)
+    for _ in range(5):
+        a = x @ x.T
+        x = 3.4445 * x + (-4.775 * a + 2.0315 * a @ a) @ x
+    return x
+
+
+class Orthogonal(Base):
+    """Muon by a flag of the group."""
+
+    def update(self, grad, group, steps):
+        return orthogonal(grad) if group.get("use_muon") and grad.ndim == 2 else grad
+
+
+class LargeOnes(Base):
+    def update(self, grad, group, steps):
+        return orthogonal(grad) if grad.ndim == 2 and min(grad.shape) >= 16 else grad
+
+
+class Late(Base):
+    def update(self, grad, group, steps):
+        return orthogonal(grad) if steps >= 5 and grad.ndim == 2 else grad
+
+
+class AboveLimit(Base):
+    """Clips the size of a tensor's update."""
+
+    def update(self, grad, group, steps):
+        return grad * 50 / max(1.0, float(grad.square().mean().sqrt()) * 50 / 60.0)
+
+
+class Within(Base):
+    def update(self, grad, group, steps):
+        norm = float(grad.norm())
+        return grad * (1.0 if norm < 0.01 or norm > 5 else 1 / (1 + norm))
+
+
+class ClipsAll(Base):
+    """By the norm of all its parameters, where that is large."""
+
+    def step(self, closure=None):
+        grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        self.norm = float(nn.utils.get_total_norm(grads))
+        super().step()
+
+    def update(self, grad, group, steps):
+        return grad * min(1.0, 100.0 / (self.norm + 1e-9))
+
+
+@pytest.mark.parametrize("cls", [Orthogonal, LargeOnes, Late, AboveLimit, Within])
+def test_rows_that_depend_on_others_in_some_updates_alone(cls):
+    """Above a size, from an update on, by an option of the group: where ranks hold all rows it is allowed."""
+    group = Group(cls, {}, {"use_muon": True})
+    check_group(group, {(32, 24)}, (), CPU, 2)
+    with pytest.raises(RunError, match=f"{cls.__name__} updates rows of a parameter by the values of other"):
+        check_group(group, {(32, 24), (8,)}, {0}, CPU, 2)
+
+
+def test_parameters_that_depend_on_others_in_some_updates_alone():
+    with pytest.raises(RunError, match="ClipsAll updates a parameter by the values of others"):
+        tried(ClipsAll)
+    tried(ClipsAll, ranks=1)
+
+
+class SAM(Base):
+    def __init__(self, params, base_optimizer, strict=True, **options):
+        super().__init__(params, **options)
+        self.base, self.strict = base_optimizer(self.param_groups, lr=0.1), strict
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        assert closure is not None or not self.strict, "SAM requires a closure"
+        if closure is None:
+            return
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        norm = nn.utils.get_total_norm([p.grad for p in parameters])
+        moves = [0.05 * p.grad / norm for p in parameters]
+        torch._foreach_add_(parameters, moves)
+        closure()
+        torch._foreach_sub_(parameters, moves)
+        self.base.step()
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_the_loss_within_an_update(strict):
+    with pytest.raises(RunError, match="SAM evaluates the loss within its update, as SAM and L-BFGS do"):
+        pipeline(Squares()).optimizer(SAM, base_optimizer=torch.optim.SGD, strict=strict)
+
+
+class Gathers(Base):
+    def update(self, grad, group, steps):
+        torch.distributed.all_gather([torch.empty_like(grad)], grad)
+        return grad
+
+
+def test_communication_within_an_update():
+    """It is refused before anything is sent."""
+    torch.distributed.init_process_group("fake", store=fake_store(), rank=0, world_size=1)
+    try:
+        for cls, options in (Gathers, {}), (ZeroRedundancyOptimizer, {"optimizer_class": torch.optim.SGD}):
+            with pytest.raises(
+                RunError, match=rf"{cls.__name__} communicates in its step \((allgather|broadcast)"
+            ):
+                tried(cls, lr=0.1, **options)
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize("given", [lambda parameters: list(parameters), None, "AdamW", nn.Linear])
@@ -229,3 +361,174 @@ def test_the_norm_is_of_all_ranks():
     torch.testing.assert_close(parameter.detach(), torch.tensor([-0.6, 0.0]))
     largest = PipelineOptimizer(inner, {}, [parameter], OtherRanks(7.0), Clipping(1.0, float("inf")))
     assert float(largest.grad_norm()) == 7.0
+
+
+# -- several classes, and modes ----------------------------------------------------------------------------
+
+MATRICES = {"params": ["layers.*.weight"], "class": torch.optim.Muon, "lr": 0.02}
+
+
+def split(model):
+    """The matrices, and all other parameters."""
+    both = ([], [])
+    for name, parameter in model.named_parameters():
+        both[not name.endswith("weight")].append(parameter)
+    return both
+
+
+def plain_step(model, seed, optimizers, largest):
+    loss = (model(batch(seed)["x"][:2]) + model(batch(seed)["x"][2:])) / 2
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), largest)
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+    return loss.detach()
+
+
+def test_muon_for_matrices_and_adamw_for_the_rest(tmp_path):
+    """One norm, one scheduler, one state dict, one checkpoint."""
+    model = Squares()
+    plain = copy.deepcopy(model)
+    pipe = pipeline(model)
+
+    def made():
+        return pipe.optimizer(torch.optim.AdamW, lr=0.01, groups=[MATRICES], clip_grad_norm=0.05)
+
+    matrices, rest = split(plain)
+    theirs = [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(rest, lr=0.01)]
+    ours = made()
+    assert ours.options()["class"] == "Muon and AdamW"
+    rates = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5) for optimizer in (ours, *theirs)]
+    for seed in range(4):
+        loss = ours.step(lambda seed=seed: pipe.step(batch(seed)))
+        torch.testing.assert_close(loss, plain_step(plain, seed, theirs, 0.05))
+        ours.zero_grad()
+        for rate in rates:
+            rate.step()
+        if seed == 1:
+            with fxpipe.Checkpointer(pipe, tmp_path, optimizer=ours, state={"rate": rates[0]}) as checkpoints:
+                checkpoints.save()
+            pipe.step(batch(9))
+            ours.step()
+            ours.zero_grad()
+            ours = made()
+            rates[0] = torch.optim.lr_scheduler.ExponentialLR(ours, 0.5)
+            with fxpipe.Checkpointer(pipe, tmp_path, optimizer=ours, state={"rate": rates[0]}) as checkpoints:
+                assert checkpoints.resume()
+        if seed == 2:
+            state = copy.deepcopy(ours.state_dict())
+            ours.state.clear()
+            ours.load_state_dict(state)
+    for name, expected in plain.named_parameters():
+        torch.testing.assert_close(pipe.parameters[name], expected)
+    assert [group["lr"] for group in ours.param_groups] == [0.02 / 16, 0.01 / 16]
+    other = pipe.optimizer(torch.optim.AdamW, lr=0.01)
+    with (
+        fxpipe.Checkpointer(pipe, tmp_path, optimizer=other) as checkpoints,
+        pytest.raises(fxpipe.ArtifactError, match="state of Muon and AdamW, and this run has AdamW"),
+    ):
+        checkpoints.resume()
+
+
+def test_updates_of_several_classes_are_taken_back():
+    parameters = {f"layers.0.{name}": nn.Parameter(torch.ones(3, 3)) for name in ("weight", "bias")}
+    groups = groups_of(torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}, [MATRICES], parameters)
+    optimizer = optimizer_of(groups, parameters)
+    for parameter in parameters.values():
+        parameter.grad = torch.eye(3)
+    optimizer.step()
+    before, state = copy.deepcopy(parameters), copy.deepcopy([*optimizer.state.values()])
+    undo = Undo.of(optimizer)
+    optimizer.step()
+    undo.take_back(optimizer)
+    for name, parameter in parameters.items():
+        assert torch.equal(parameter, before[name])
+    assert [{k: x.tolist() for k, x in own.items()} for own in optimizer.state.values()] == [
+        {k: x.tolist() for k, x in own.items()} for own in state
+    ]
+    assert all(own.state is optimizer.state for own in optimizer.optimizers)
+
+
+def test_classes_that_get_no_parameters():
+    groups = [MATRICES, {"params": "*.bias", "class": torch.optim.SGD}]
+    with pytest.raises(OptionError, match=r'AdamW gets none. Leave the "class" of one group out.* with lr'):
+        pipeline(Squares()).optimizer(torch.optim.AdamW, lr=0.1, groups=groups)
+    with pytest.raises(OptionError, match=r"Muon cannot be made with no options: .*only supports 2D"):
+        pipeline(Squares()).optimizer(torch.optim.SGD, groups=[{"params": "*", "class": torch.optim.Muon}])
+
+
+class UsesFlag(Base):
+    def __init__(self, groups):
+        for group in groups:
+            assert "use_muon" in group
+        super().__init__(groups)
+
+    def update(self, grad, group, steps):
+        return orthogonal(grad) if group["use_muon"] else grad
+
+
+def test_a_class_whose_groups_all_have_a_flag():
+    groups = [{"params": ["*.weight"], "use_muon": True}, {"params": ["*"], "use_muon": False}]
+    optimizer = pipeline(Squares()).optimizer(UsesFlag, groups=groups)
+    assert [len(group["params"]) for group in optimizer.param_groups] == [2, 2]
+
+
+class Averaging(torch.optim.Optimizer):
+    """Schedule-free: trains between the values and their average, which is evaluated."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr, "train_mode": False, "updates": 0})
+
+    @torch.no_grad()
+    def switch(self, mode, weight):
+        for group in self.param_groups:
+            for p in group["params"] if group["train_mode"] != mode else ():
+                if "z" in self.state[p]:
+                    p.lerp_(self.state[p]["z"], weight)
+            group["train_mode"] = mode
+
+    def train(self):
+        self.switch(True, 0.1)
+
+    def eval(self):
+        self.switch(False, 1 - 1 / 0.9)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            assert group["train_mode"], "not in train mode"
+            group["updates"] += 1
+            for p in group["params"]:
+                z = self.state[p].setdefault("z", p.clone())
+                p.lerp_(z, 1 / group["updates"]).sub_(p.grad, alpha=0.1 * group["lr"])
+                z.sub_(p.grad, alpha=group["lr"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_schedule_free_optimizer(dtype):
+    """Its modes reach it, and masters reach the parameters."""
+    model = Squares().to(dtype)
+    masters = copy.deepcopy(model).float()
+    pipe = fxpipe.compile(
+        model, {"x": torch.ones(2, 4, dtype=dtype)}, ranks=1, microbatches=2, schedule="1f1b", evaluation=True
+    )
+    ours = pipe.optimizer(Averaging, master_weights=dtype is not torch.float32)
+    theirs = Averaging(masters.parameters())
+    given = {name: x.to(dtype) for name, x in batch(0).items()}
+    for _ in range(3):
+        ours.train()
+        theirs.train()
+        pipe.step(given)
+        for name, p in masters.named_parameters():
+            p.grad = pipe.parameters[name].grad.float()
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.eval()
+        ours.zero_grad()
+        expected = copy.deepcopy(masters).to(dtype)(given["x"])
+        torch.testing.assert_close(pipe.evaluate(given), expected.detach())
+        for name, p in masters.named_parameters():
+            assert torch.equal(pipe.parameters[name], p.to(dtype))
+    with pytest.raises(AssertionError, match="not in train mode"):
+        ours.step()

@@ -8,32 +8,40 @@ from functools import cache
 import pytest
 import torch
 from torch import nn
-from zoo import Case, Shape, TiedHead, built_and_compiled, tokens
 
+import fxpipe
 from fxpipe.errors import RunError
+from fxpipe.runtime.torch_private import has_step_hooks
+from fxpipe.training.optimizer import PipelineOptimizer
 from fxpipe.training.same_batch import Facts, difference, words
 from fxpipe.training.script_changes import Change, Kind, ScriptChanges, different_changes
 
-CASE, MICROBATCHES, RANKS = Case(TiedHead, tokens), 2, 2
+RANKS, BATCH = 2, torch.randn(4, 8)
 RESOLUTION = 1e-6
 
 
+class Chain(nn.Sequential):
+    def forward(self, x):
+        return super().forward(x).square().mean()
+
+
 @cache
-def pipeline(ranks=RANKS):
-    return built_and_compiled(CASE, MICROBATCHES, Shape(ranks))[1]
+def pipeline(ranks=RANKS, dtype=torch.float32):
+    model = Chain(*[nn.Linear(8, 8) for _ in range(4)]).to(dtype)
+    return fxpipe.compile(
+        model, (BATCH[:2].to(dtype),), ranks=ranks, microbatches=2, schedule="1f1b", check=False
+    )
 
 
 class Rank:
     """One of two, with the gradients that a step has left it."""
 
     def __init__(self, number, dtype=torch.float32, allowed=False):
-        pipe = pipeline()
+        pipe = pipeline(dtype=dtype)
         self.changes = ScriptChanges(pipe.model_state, number, allowed)
         self.parameters = [pipe.parameter(name) for name in pipe.plan.tensors[number].gradients]
         generator = torch.Generator().manual_seed(number)
         for parameter in self.parameters:
-            parameter.grad = None
-            parameter.grad_dtype = dtype
             parameter.grad = torch.randn(parameter.shape, generator=generator).to(dtype)
         self.changes.stepped()
 
@@ -167,7 +175,7 @@ def test_an_optimizer_of_the_users_own():
     first, second = torch.optim.SGD(rank.parameters[:1], lr=0.0), torch.optim.SGD(rank.parameters[1:], lr=0.0)
     rank.scale(0.5)
     first.step()
-    rank.scale(2.0)  # of what the first has used, too: that is no change before an update
+    rank.scale(3.0)  # of what the first has used, too: that is no change before an update
     second.step()
     assert rank.changes.change(at_once=False) == Change(Kind.GRADIENTS)
     rank.changes.stepped()
@@ -178,6 +186,23 @@ def test_an_optimizer_of_the_users_own():
     assert rank.changes.change(at_once=False) == Change(Kind.FACTOR, 0.5)
 
 
+@pytest.mark.parametrize("own", [True, False])
+def test_a_hook_of_an_optimizer_changes_gradients(own):
+    rank = Rank(0)
+    optimizer = torch.optim.SGD(rank.parameters, lr=0.0)
+    if not own:
+        names = {parameter: str(k) for k, parameter in enumerate(rank.parameters)}
+        optimizer = PipelineOptimizer(optimizer, names, [], None, script_changes=rank.changes)
+    optimizer.register_step_pre_hook(lambda *_: rank.clip(1e-2))
+    optimizer.step()
+    change = rank.changes.change(at_once=False)
+    assert change.kind is Kind.FACTOR
+    assert change.factor < 1e-2
+    optimizer.step()
+    assert rank.changes.change(at_once=False) == Change()
+    assert not has_step_hooks(torch.optim.SGD([nn.Parameter(torch.ones(1))]))
+
+
 def test_values_that_are_not_finite():
     rank = Rank(0)
     for value in (math.nan, math.inf):
@@ -185,7 +210,8 @@ def test_values_that_are_not_finite():
         rank.changes.stepped()
         rank.scale(0.5)
         rank.changes.compare()
-        assert rank.changes.change(at_once=False) == Change(Kind.FACTOR, 0.5)
+        change = rank.changes.change(at_once=False)
+        assert (change.kind, round(change.factor, 9)) == (Kind.FACTOR, 0.5)
 
 
 def test_a_process_that_has_all_gradients_compares_nothing():
@@ -212,7 +238,7 @@ def test_changes_travel_with_a_step():
 
 def test_the_backward_has_run():
     pipe = pipeline(1)
-    loss = pipe.step(CASE.data(MICROBATCHES))
+    loss = pipe.step((BATCH,))
     scaler = torch.amp.GradScaler("cpu")
     for wrong in (loss, loss / 4, scaler.scale(loss), loss.clone()):
         with pytest.raises(RunError, match=r"The backward has run, in pipe\.step, .* go on with opt\.step"):

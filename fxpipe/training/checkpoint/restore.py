@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.stateful import Stateful
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from fxpipe.errors import ArtifactError, number_of
@@ -319,11 +320,12 @@ def _check_optimizer(plan: Plan, optimizer: PipelineOptimizer, held: CheckpointF
     trained = {name.tensor for tensors in plan.tensors for name in tensors.gradients}
     with files.reading(path):
         for k, (given, own) in enumerate(zip(held.groups, groups, strict=True)):
-            for key in optimizer.defaults:
+            kind = optimizer.of_groups[k]
+            for key in kind.defaults:
                 if key not in given:
                     raise Misfit(f"lacks {shown(key)}", _at("groups", k))
-            _check_options(given, own, _optional(optimizer), _at("groups", k))
-            _check_update(optimizer, given, own, held, _at("groups", k))
+            _check_options(given, own, _optional(kind), _at("groups", k))
+            _check_update(optimizer, type(kind), given, own, held, _at("groups", k))
         for name in sorted(held.state.keys() | held.fields.keys()):
             if name not in trained:
                 raise Misfit(f"holds the optimizer's state of {shown(name)}, which it does not train")
@@ -332,9 +334,9 @@ def _check_optimizer(plan: Plan, optimizer: PipelineOptimizer, held: CheckpointF
                 raise Misfit(f"is {shown(steps)}, which is no number of steps", _at("fields", name, STEP))
 
 
-def _optional(optimizer: PipelineOptimizer) -> set[str]:
+def _optional(optimizer: Optimizer) -> set[str]:
     """The options that may be None."""
-    parameters = inspect.signature(type(optimizer.optimizer)).parameters.values()
+    parameters = inspect.signature(type(optimizer)).parameters.values()
     return {parameter.name for parameter in parameters if parameter.default is None}
 
 
@@ -350,6 +352,7 @@ def _check_options(
 
 def _check_update(
     optimizer: PipelineOptimizer,
+    kind: type[Optimizer],
     given: Mapping[str, Any],
     own: Mapping[str, Any],
     held: CheckpointFiles,
@@ -357,7 +360,6 @@ def _check_update(
 ) -> None:
     """Raise Misfit for options of a group that the optimizer refuses, or with which it cannot update."""
     like = own["params"][0].detach() if own["params"] else torch.zeros(2, 2)
-    kind = type(optimizer.optimizer)
     try:
         entries = _entries_of_update(kind, own, like)
     except Exception:  # noqa: BLE001 - a class of the user's, whose updates need more than a small parameter

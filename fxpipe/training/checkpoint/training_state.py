@@ -126,7 +126,7 @@ def averaged(key: str, name: str) -> str:
 
 
 def class_of(optimizer: PipelineOptimizer | None) -> str | None:
-    return None if optimizer is None else type(optimizer.optimizer).__name__
+    return None if optimizer is None else optimizer.kind
 
 
 def part_of(state: ModelState, name: ShardName, tensor: torch.Tensor) -> torch.Tensor | Part:
