@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from fxpipe.errors import (
     ArtifactError,
     BatchError,
+    CallsDifferError,
     CaptureError,
     DeadlockError,
     FxpipeError,
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ArtifactError",
     "BatchError",
+    "CallsDifferError",
     "CaptureError",
     "Checkpoint",
     "Checkpointer",

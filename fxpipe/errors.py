@@ -64,6 +64,10 @@ class RunError(FxpipeError):
     """A rank failed while the programs ran."""
 
 
+class CallsDifferError(RunError):
+    """Ranks make different calls.  All of them raise it, or end with its message."""
+
+
 class VocabularyError(FxpipeError):
     """The vocabulary layers cannot be found, or cannot be split over the ranks."""
 

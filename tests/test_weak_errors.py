@@ -18,6 +18,7 @@ from fxpipe.errors import (
     BatchError,
     CaptureError,
     FxpipeError,
+    LimitError,
     OptionError,
     RunError,
     ScheduleError,
@@ -94,7 +95,18 @@ LOSSES = {
     "another output": (
         nn.MSELoss(),
         CaptureError,
-        r"loss_fn cannot be traced.*\nIt gets the output, dict\(last=\(2, 8\) float32\), and the ",
+        r"loss_fn cannot be traced.*\nIt gets the output, dict\(last=\(2, 8\) float32\), and the whole ",
+    ),
+    "a function of torch": (
+        nn.functional.cross_entropy,
+        CaptureError,
+        r"take the labels out of it, as in loss_fn=lambda output, batch: cross_entropy\(output, batch\[",
+    ),
+    "a number": (lambda o, b: 3.0, CaptureError, r"returned a number.*the tensor itself, without \.item\(\)"),
+    "a number of the data": (
+        lambda o, b: o["last"].sum().item(),
+        CaptureError,
+        r"returned a number.*the tensor itself, without \.item\(\)",
     ),
     "a wrong attribute": (
         lambda o, b: o.logits,
@@ -151,6 +163,7 @@ OPTIONS = {
     "outputs": ({"outputs": 3}, "outputs is 3 and must be a list of names"),
     "fixed": ({"fixed": "x"}, r"fixed is a list of names: give \['x'\]"),
     "limit": ({"memory_limit": "lots"}, "The memory limit is 'lots'"),
+    "limit as a share": ({"memory_limit": 0.5}, "is 0.5, which is in bytes.*such as '16GiB'"),
     "limit of a list": ({"memory_limit": [1, 2]}, r"The memory limit is \[1, 2\]"),
     "evaluation of a forward": ({"gradients": False, "evaluation": True}, "leave out evaluation"),
     "more microbatches than a plan can have": ({"microbatches": 10**9}, "more than 1,000,000 forwards"),
@@ -248,7 +261,32 @@ PIPE = {
     "weights of torch.save": (
         lambda pipe, path: (torch.save({}, path / "x.pt"), pipe.load_state_dict(path / "x.pt")),
         ArtifactError,
-        "or no safetensors file.*or the mapping that torch.load reads",
+        r"x\.pt is a file of torch\.save: give what it holds, torch\.load\('.*x\.pt'\)",
+    ),
+    "a limit in gigabytes": (
+        lambda *_: compiled(memory_limit=80),
+        LimitError,
+        r"is 80 B, and .* A number is in bytes: write '16GiB'",
+    ),
+    "weights within a mapping": (
+        lambda pipe, _: pipe.load_state_dict({"epoch": 3, "model": pipe.state_dict()}),
+        OptionError,
+        r"give the state dict in it, state\['model'\]",
+    ),
+    "weights of torch.compile": (
+        lambda pipe, _: pipe.load_state_dict({f"_orig_mod.{n}": x for n, x in pipe.state_dict().items()}),
+        ArtifactError,
+        r"torch\.compile added to it; take that out: \{name\.replace\('_orig_mod\.', ''\)",
+    ),
+    "weights of a wrapper": (
+        lambda pipe, _: pipe.load_state_dict({f"module.{n}": x for n, x in pipe.state_dict().items()}),
+        ArtifactError,
+        r"or rename them, \{name\.removeprefix\('module\.'\): x for",
+    ),
+    "a dimension that weights fix": (
+        lambda *_: compiled(dimensions={"width": WIDTH}).simulate(sizes={"width": 16}),
+        SizeError,
+        r"with other lengths of width\. Leave what the model's weights or code fix out of dimensions",
     ),
     "checkpoints of a model": (
         lambda _, path: fxpipe.Checkpointer(nn.Linear(2, 2), path),
@@ -356,6 +394,57 @@ def test_an_optimizer_that_cannot_be_made(one, name):
     options, wanted = OPTIMIZERS[name]
     with pytest.raises(OptionError, match=wanted):
         one.optimizer(torch.optim.AdamW, **options)
+
+
+@pytest.mark.parametrize("give", ["by position", "by name"])
+def test_an_optimizer_with_parameters(one, give):
+    parameters = list(one.parameters.values())
+    args, options = ((parameters,), {}) if give == "by position" else ((), {"params": parameters})
+    with pytest.raises(OptionError, match=r"leave out yours\. Other options for some of them: groups=\["):
+        one.optimizer(torch.optim.AdamW, *args, **options)
+
+
+def test_an_op_that_fails_in_a_step_is_told_with_the_line_of_the_model():
+    class Labelled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head = nn.Linear(WIDTH, 4)
+
+        def forward(self, x, y):
+            return nn.functional.cross_entropy(self.head(x), y)  # of this line
+
+    batch = (torch.zeros(4, WIDTH), torch.tensor([0, 1, 2, 4]))
+    pipe = compiled(Labelled(), tuple(t[:2] for t in batch), ranks=1)
+    for step in (pipe.step, pipe.run_local):
+        with pytest.raises(
+            RunError, match=r"in the model itself \(test_weak_errors\.py:(\d+)\), line \d+ of rank0\.py"
+        ) as told:
+            step(batch)
+        number = int(re.search(r"test_weak_errors\.py:(\d+)", str(told.value))[1])
+        assert "# of this line" in Path(__file__).read_text().splitlines()[number - 1]
+
+
+def test_numpy_in_a_forward():
+    class Numbers(Chain):
+        def forward(self, x, y):
+            return super().forward(torch.from_numpy(x.numpy() + 1), y)
+
+    with pytest.raises(
+        CaptureError, match=r"keep it a tensor \(no \.item\(\), float\(\) or \.numpy\(\) there"
+    ):
+        compiled(Numbers(2))
+
+
+def test_errors_print_under_a_public_name():
+    import fxpipe.cli.run_command  # which imports all rooms
+
+    def kinds(kind):
+        return {kind}.union(*(kinds(each) for each in kind.__subclasses__()))
+
+    names = {kind.__name__ for kind in kinds(FxpipeError) if kind.__module__ != "fxpipe.errors"}
+    assert names <= {"NoAnswer", "KeepsState"}, "others take their place before a user sees them"
+    public = {kind.__name__ for kind in kinds(FxpipeError)} - names
+    assert public <= {*fxpipe.__all__}
 
 
 def test_an_optimizer_that_there_is_and_a_state_that_is_none(one):

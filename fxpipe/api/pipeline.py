@@ -269,7 +269,7 @@ class Pipeline(Views):
     def optimizer(
         self,
         cls: Callable[..., torch.optim.Optimizer],
-        *,
+        *parameters: object,
         groups: Sequence[Mapping[str, Any]] = (),
         clip_grad_norm: float | None = None,
         norm_type: float = 2.0,
@@ -297,6 +297,11 @@ class Pipeline(Views):
         Raises RunError for optimizers that update a parameter by values which other ranks hold, and with
         "post" for those whose update cannot be taken back.
         """
+        if parameters or "params" in options:
+            raise OptionError(
+                "pipe.optimizer gives the class the parameters of the model that this rank holds: leave out "
+                'yours. Other options for some of them: groups=[{"params": ["*.bias"], "weight_decay": 0.0}].'
+            )
         optimizer = make_optimizer(
             self.model_state,
             self.runtime.rank,
@@ -383,6 +388,16 @@ class Pipeline(Views):
         with agreed(self.process, "load the state dict"):
             if not isinstance(state, Mapping | str | Path):
                 raise OptionError(f"state is {state!r:.60} and must be a mapping of tensors or a path.")
+            nested = (
+                [key for key, value in state.items() if isinstance(value, Mapping)]
+                if isinstance(state, Mapping)
+                else []
+            )
+            if nested:
+                raise OptionError(
+                    f"state[{nested[0]!r}] is a mapping, not a tensor: give the state dict in it, "
+                    f"state[{nested[0]!r}]."
+                )
             given = Pretrained(Path(state)) if isinstance(state, str | Path) else InMemory(state)
             load_state_dict(self.model_state, given, strict)
         self.share_values()

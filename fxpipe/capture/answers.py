@@ -154,8 +154,8 @@ class Answers:
             source, known = f"the parameter {changing[0].name!r}, which is trained", "it is trained"
         return CaptureError(
             f"The model's code reads the number {number} from {source}, at {self._place()}. A pipeline "
-            f"program is fixed before {known}: keep it a tensor (no .item(), no float(), no "
-            f".numpy() there){self.remedy()}.",
+            f"program is fixed before {known}: keep it a tensor (no .item(), float() or .numpy() "
+            f"there){self.remedy()}.",
             self.fixable(),
         )
 

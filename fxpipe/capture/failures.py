@@ -32,8 +32,8 @@ _UNSUPPORTED = (
     ("compressed tensor", "sparse tensors", _DENSE),
     (
         "NumberOfData",
-        "a floating-point number of the data (.item()), and not to compare it",
-        "Keep it a tensor: no .item() there.",
+        "a floating-point number of the data (.item(), .tolist()), and not to compare it",
+        "Keep it a tensor: no .item() or .tolist() there.",
     ),
     (
         "Creating a new Tensor subclass",

@@ -91,9 +91,14 @@ def sample(
             return ResizedTraces(tuple(lengths), (first, *others), {}, ()).after_rewrite(graph, graphs)
         except (CaptureError, SizeError) as error:
             failure = failure or error
-    raise SizeError(
-        f"Costs for other sizes than the example's are unknown. {failure} Leave dimensions out."
-    ) from failure
+    named = [name for name in lengths if name != MICROBATCH]
+    remedy = "Leave dimensions out."
+    if named and isinstance(failure, CaptureError):
+        remedy = (
+            f"That is with other lengths of {', '.join(named)}. Leave what the model's weights or code fix "
+            "out of dimensions: no batch has another."
+        )
+    raise SizeError(f"Costs for other sizes than the example's are unknown. {failure} {remedy}") from failure
 
 
 def _resized(example: Any, old: Mapping[str, int], new: Mapping[str, int]) -> Any:

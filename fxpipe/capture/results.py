@@ -6,6 +6,7 @@ have the names of their places: ``logits``, ``0``, ``loss_dict.ce``.
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from fxpipe.capture.activations import Activations
 from fxpipe.capture.dtensors import whole
 from fxpipe.capture.named import listed, named_tensors
+from fxpipe.capture.number import NumberOfData
 from fxpipe.errors import CaptureError, suggested
 
 
@@ -112,6 +114,11 @@ def _no_loss(who: str, returned: Any) -> CaptureError:
     kind = f"a tensor of shape {tuple(returned.shape)}" if is_tensor else type(returned).__name__
     scalars = [name for name, x in named_tensors(returned) if _is_scalar(x) and x is not returned]
     has = f" with the scalars {listed(scalars)}" if scalars else ""
+    if isinstance(returned, numbers.Number | NumberOfData):
+        return CaptureError(
+            f"No loss: {who} returned a number, which has no gradient. Let it return the tensor itself, "
+            "without .item() or float()."
+        )
     if who == "loss_fn":
         return CaptureError(
             f"No loss: loss_fn returned {kind}{has}. Let it return a scalar tensor, or "

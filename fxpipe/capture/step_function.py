@@ -220,7 +220,9 @@ class StepFunction:
             output = self.model(*args, **kwargs)
         if self.loss_fn is not None:
             self.of_loss = (
-                f"It gets the output, {described([output])}, and the microbatch, {described([example])}."
+                f"It gets the output, {described([output])}, and the whole microbatch, "
+                f"{described([example])}: take the labels out of it, as in "
+                "loss_fn=lambda output, batch: cross_entropy(output, batch[…])."
             )
             example = Read(example) if isinstance(example, dict) else example
         results = find_results(output, example, self.loss_fn, self.gradients, self.activations)

@@ -32,6 +32,14 @@ SUBCOMMANDS = {
     "completion": ("fxpipe.cli.completion", "print the completion of these commands for a shell"),
 }
 
+#: What a script does, and not the command line: what it would be called -> what to write.
+IN_PYTHON = {
+    "compile": "a script compiles, pipe = fxpipe.compile(model, example, ranks=…, microbatches=…), and "
+    "pipe.save(directory) keeps the result for fxpipe run. fxpipe plan compares meshes for a model.",
+    "train": "a script trains, with pipe.step(batch) under torchrun; fxpipe run trains a saved pipeline.",
+    "version": "fxpipe --version prints it.",
+}
+
 INTERRUPTED = 130
 
 
@@ -43,7 +51,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser([]).print_help()
         return 0
     try:
+        if chosen == "help":
+            parser([]).print_help()
+            return 0
         if chosen is not None and chosen not in SUBCOMMANDS:
+            if chosen in IN_PYTHON:
+                raise FxpipeError(f"there is no command {chosen!r}: {IN_PYTHON[chosen]}")
             known = ", ".join(SUBCOMMANDS)
             raise FxpipeError(
                 f"there is no command {chosen!r}.{suggested(chosen, SUBCOMMANDS)} Commands: {known}"

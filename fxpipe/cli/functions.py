@@ -31,6 +31,9 @@ def called(
     module, _, name = where.partition(":")
     if not (module and name):
         raise error(f"{shown(where)} is no function: write module:function, such as models:large.")
+    if module.endswith(".py"):
+        as_module = os.path.normpath(module.removesuffix(".py")).replace(os.sep, ".").strip(".")
+        raise error(f"{shown(where)} names a file: write the module, {as_module}:{name}.")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:

@@ -291,6 +291,11 @@ def names_of(given: Iterable[str], option: str) -> tuple[str, ...]:
 def limit_of(given: float | str) -> float:
     """``"16GiB"``, ``"800 MB"`` or a number, in bytes.  Raises OptionError for any other text."""
     limit = parse_bytes(str(given))
+    if limit is not None and limit < 1:
+        raise OptionError(
+            f"The memory limit is {given!r}, which is in bytes. Give the bytes of a rank's device, or a text "
+            "such as '16GiB'."
+        )
     if limit is None:
         raise OptionError(
             f"The memory limit is {given!r}; give a number of bytes above 0 or a text such as '16GiB' "

@@ -256,9 +256,10 @@ def activation_budget(limit: float, weights: Sequence[float], units: Units) -> t
     """
     worst = max(range(len(weights)), key=weights.__getitem__)
     if weights[worst] >= limit:
+        unit = " A number is in bytes: write '16GiB' for more." if limit < 1024 else ""
         raise LimitError(
             f"The memory limit is {units.memory(limit)}, and the {WEIGHTS} of rank {worst} alone take "
-            f"{units.limit(weights[worst])}. Raise the limit or use more ranks.",
+            f"{units.limit(weights[worst])}. Raise the limit or use more ranks.{unit}",
             weights[worst],
         )
     return tuple(limit - held for held in weights)

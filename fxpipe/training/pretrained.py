@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import shutil
+import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,8 @@ def _files_of(path: Path) -> dict[str, Path]:
     file = path / WEIGHTS if path.is_dir() else path
     if not file.exists():
         raise ArtifactError(f"{path} is no safetensors file, and no directory with {WEIGHTS} or {INDEX}.")
+    if zipfile.is_zipfile(file):
+        raise ArtifactError(f"{file} is a file of torch.save: give what it holds, torch.load({str(path)!r}).")
     with open_tensors(file, REMEDY) as held:
         return dict.fromkeys(held.keys(), file)
 

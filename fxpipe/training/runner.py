@@ -19,7 +19,7 @@ from fxpipe.runtime.program.outputs import Collected, On, StepResult, requested
 from fxpipe.runtime.program.rank import Runtime
 from fxpipe.runtime.ranks.agreement import check_agreement, check_programs
 from fxpipe.runtime.ranks.connect import connect
-from fxpipe.runtime.ranks.finite import Check
+from fxpipe.runtime.ranks.finite import Check, place_of_failure
 from fxpipe.runtime.ranks.heap import give_back_large_tensors
 from fxpipe.runtime.ranks.load_program import CollectiveCall, Program
 from fxpipe.runtime.ranks.local import LocalComm, LocalWorld
@@ -326,7 +326,8 @@ class Runner(LocalRunner):
         """Notify the other ranks of an error on this rank; return the error to raise."""
         name = self._named(step)
         where = f"in {rt.current_op} of {name}" if rt.current_op else f"at the start of {name}"
-        message = f"Rank {self._number_in_world} failed {where}: {type(error).__name__}: {error}"
+        rank = f"Rank {self._number_in_world}"
+        message = f"{rank} failed {where}{place_of_failure(error)}: {type(error).__name__}: {error}"
         if self.process is not None:
             self.process.watch.failures.leave(message)
         return error if isinstance(error, FxpipeError) else RunError(message)

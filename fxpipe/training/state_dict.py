@@ -161,8 +161,19 @@ def _check_names(plan: Plan, given: GivenValues, names: Mapping[str, str], known
 def _hint(key: str, known: set[str]) -> str:
     """For a name that another beginning makes one of the model's."""
     for name in sorted(known):
+        if (compiled := key.replace("_orig_mod.", "")) != key and compiled == name:
+            return (
+                " torch.compile added to it; take that out: "
+                "{name.replace('_orig_mod.', ''): x for name, x in state.items()}."
+            )
         if name.endswith(f".{key}") or key.endswith(f".{name}"):
-            return f" The model's {name} begins otherwise: compile the model that was saved, or rename them."
+            longer, shorter = (name, key) if len(name) > len(key) else (key, name)
+            first = repr(longer.removesuffix(shorter))
+            renamed = f"{first} + name" if longer == name else f"name.removeprefix({first})"
+            return (
+                f" The model's {name} begins otherwise: compile the model that was saved, or rename them, "
+                f"{{{renamed}: x for name, x in state.items()}}."
+            )
     return ""
 
 

@@ -49,6 +49,23 @@ def test_what_was_probably_meant(capsys, typed, meant):
     assert f"Did you mean {meant}?" in refused(capsys, *typed)
 
 
+@pytest.mark.parametrize(
+    ("typed", "instead"),
+    [
+        ("compile model.py", "pipe = fxpipe.compile("),
+        ("train x", "pipe.step"),
+        ("version", "fxpipe --version"),
+    ],
+)
+def test_what_a_script_does_is_told(capsys, typed, instead):
+    assert instead in refused(capsys, *typed.split())
+
+
+def test_help_is_a_command_too(capsys):
+    assert main(["help"]) == 0
+    assert "simulate" in capsys.readouterr().out
+
+
 def test_an_option_without_a_command(capsys):
     assert refused(capsys, "--nope") == "fxpipe: error: fxpipe has no option '--nope'. See fxpipe --help\n"
 

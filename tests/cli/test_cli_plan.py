@@ -124,6 +124,10 @@ def test_samples_where_the_example_has_no_tokens(capsys):
         (["--devices", "4", "--batch", "32", "--size", "length=8"], "No dimension is called 'length'"),
         (["--devices", "4", "--batch", "32", "--model", f"{__name__}:none"], "There is no function"),
         (
+            ["--devices", "4", "--batch", "32", "--model", "./mine/models.py:Large"],
+            "names a file: write the module, mine.models:Large",
+        ),
+        (
             ["--devices", "4", "--batch", "32", "--model", "mine"],
             "is no function: write module:function",
         ),

@@ -9,16 +9,10 @@ from __future__ import annotations
 
 import torch
 
-from fxpipe.errors import RunError
-
 CALL = 16
 """The words of the call."""
 SPACE = 80
 """The words behind it."""
-
-
-class CallsDifferError(RunError):
-    """Ranks make different calls.  All of them raise it, or end with its message."""
 
 
 def with_call(call: str, words: torch.Tensor) -> torch.Tensor:

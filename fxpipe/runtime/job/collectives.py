@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from fxpipe.runtime.job.calls import CALL, SPACE, CallsDifferError, different_calls, with_call
+from fxpipe.errors import CallsDifferError
+from fxpipe.runtime.job.calls import CALL, SPACE, different_calls, with_call
 from fxpipe.runtime.job.last_works import lasting
 from fxpipe.runtime.job.numbering import Numbering
 from fxpipe.runtime.job.place import called_function

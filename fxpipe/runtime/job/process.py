@@ -19,11 +19,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fxpipe.errors import ArtifactError, OptionError, RunError, number_of
+from fxpipe.errors import ArtifactError, CallsDifferError, OptionError, RunError, number_of
 from fxpipe.plan.number import number
 from fxpipe.runtime.job.attempt import agree_on_attempt, forget_groups
 from fxpipe.runtime.job.backend import RankPlace, backend_of, choose, is_gloo_alone
-from fxpipe.runtime.job.calls import CallsDifferError
 from fxpipe.runtime.job.collectives import Collectives
 from fxpipe.runtime.job.failure import Failures, in_short
 from fxpipe.runtime.job.interface import connecting, set_interface

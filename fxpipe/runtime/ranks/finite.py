@@ -6,6 +6,7 @@ import linecache
 import math
 import re
 import sys
+import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
@@ -16,6 +17,7 @@ import torch
 from fxpipe.errors import OptionError, RunError
 from fxpipe.runtime.program.batch import batch_leaves
 from fxpipe.runtime.program.rank import Runtime
+from fxpipe.runtime.ranks.load_program import PROGRAM
 from fxpipe.runtime.torch_private import TorchDispatchMode, no_modes, pytree
 
 _TORCH = str(Path(str(torch.__file__)).parent)
@@ -105,12 +107,7 @@ class Finite(TorchDispatchMode):
     def _fail(
         self, func: Any, what: str, made: torch.Tensor, where: torch.Tensor, given: list[torch.Tensor]
     ) -> None:
-        frames = [*_program_frames(self._file)]
-        module, line = _place(frames)
-        place = _ROOT if module in ("", _ROOT) else f"the module {module}"
-        place += f" ({line})" if line else ""
-        if frames:
-            place += f", line {frames[0].f_lineno} of {Path(self._file).name.rstrip('>').split()[-1]}"
+        place = _written([*_program_frames(self._file)])
         operands, cause = "it has no operands", ""
         bad = [x for x in given if not x.isfinite().all()]
         if bad:
@@ -126,6 +123,25 @@ class Finite(TorchDispatchMode):
             f"{int(where.sum())} of {made.numel()} values of shape {tuple(made.shape)}, in {place}; "
             f"{operands}."
         )
+
+
+def place_of_failure(error: BaseException) -> str:
+    """``, in`` the module, the line of the model and that of the program whose op failed; empty for an error
+    of no program's op."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    inside = [frame for frame in frames if frame.f_globals.get("__name__", "").startswith(PROGRAM)]
+    return f", in {_written(inside[::-1])}" if inside else ""
+
+
+def _written(frames: list[FrameType]) -> str:
+    """The place of a program's frames, the innermost first, as text."""
+    module, line = _place(frames)
+    place = _ROOT if module in ("", _ROOT) else f"the module {module}"
+    place += f" ({line})" if line else ""
+    if frames:
+        file = Path(frames[0].f_code.co_filename).name.rstrip(">").split()[-1]
+        place += f", line {frames[0].f_lineno} of {file}"
+    return place
 
 
 def _floats(values: Any) -> list[torch.Tensor]:

@@ -16,6 +16,9 @@ from fxpipe.runtime.ranks.program_text import ProgramTraffic, StepText, text_of,
 _EARLIER = {f"fxpipe.runtime.{name}": f"fxpipe.runtime.program.{name}" for name in ("random", "inductor")}
 
 
+PROGRAM = "fxpipe_program_"  # the names of programs, as modules, begin so
+
+
 @dataclass(frozen=True)
 class CollectiveCall:
     """An operation of all ranks.  ``verb``: the method of ``rt``.  ``root``: -1 of an all-gather."""
@@ -50,7 +53,7 @@ def load_program(source: str, filename: str) -> Program:
     Raises ArtifactError if the source is not a program with a ``step``, RunError if its top level fails.
     """
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
-    namespace: dict[str, Any] = {"__name__": f"fxpipe_program_{abs(hash(filename))}", "__file__": filename}
+    namespace: dict[str, Any] = {"__name__": f"{PROGRAM}{abs(hash(filename))}", "__file__": filename}
     try:
         tree = ast.parse(source, filename)
         for node in ast.walk(tree):

@@ -17,6 +17,7 @@ import torch
 from greenlet import greenlet
 
 from fxpipe.errors import DeadlockError, FxpipeError, RunError
+from fxpipe.runtime.ranks.finite import place_of_failure
 from fxpipe.runtime.ranks.local import LocalWorld
 from fxpipe.runtime.torch_private import ThreadState
 
@@ -108,7 +109,8 @@ def run_all(
         raise
     except Exception as error:
         rank = turns.rank
-        raise RunError(f"Rank {rank} failed in {where(rank)}: {type(error).__name__}: {error}") from error
+        place = f"{where(rank)}{place_of_failure(error)}"
+        raise RunError(f"Rank {rank} failed in {place}: {type(error).__name__}: {error}") from error
     finally:
         turns.end()
         torch.set_num_threads(before)
