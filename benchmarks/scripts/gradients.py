@@ -12,7 +12,7 @@ from benchmarks.scripts.models import (
     Regressor,
     numbers,
 )
-from benchmarks.scripts.script import BY_RANK, EVERYWHERE, Run, few, piped, plain
+from benchmarks.scripts.script import BY_RANK, EVERYWHERE, WHOLE_MODEL, Run, few, piped, plain
 
 
 @plain
@@ -366,7 +366,7 @@ def _(run: Run) -> None:
     run.weights(pipe.full_state_dict())
 
 
-@piped(hooks_on_gradients, variant="after compile", error=r"hook")
+@piped(hooks_on_gradients, variant="after compile", error=rf"hook|{WHOLE_MODEL}")
 def _(run: Run) -> None:
     model, data = Regressor(), numbers(3)
     pipe = fxpipe.compile(model, few(data[0]), **run.options)

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 import fxpipe
 from benchmarks.scripts.models import LanguageModel, Regressor, numbers, texts
-from benchmarks.scripts.script import BY_RANK, EVERYWHERE, Run, few, piped, plain
+from benchmarks.scripts.script import BY_RANK, EVERYWHERE, WHOLE_MODEL, Run, few, piped, plain
 
 
 class Orthogonal(torch.optim.Optimizer):
@@ -614,9 +614,7 @@ def _(run: Run) -> None:
     run.weights(pipe.full_state_dict())
 
 
-@piped(
-    penalty_on_weights, variant="added to the loss of a step", equal=True, error=r"backward has run|opt\.step"
-)
+@piped(penalty_on_weights, variant="added to the loss of a step", equal=True, error=WHOLE_MODEL)
 def _(run: Run) -> None:
     model, data = Regressor(), numbers(3)
     pipe = fxpipe.compile(model, few(data[0]), **run.options)
