@@ -145,6 +145,28 @@ def _(run: Run) -> None:
 STILL = {"lr": 0.0, "weight_decay": 0.0}
 
 
+@piped(adversaries, "2", "4", variant="like=", equal=True)
+def _(run: Run) -> None:
+    generator, judge = _players()
+    data = _games()
+    players = Critic(generator, judge), Forger(generator, judge)
+    forger = fxpipe.compile(players[1], few(data[0]), **run.options)
+    critic = fxpipe.compile(players[0], few(data[0]), **run.options, like=forger)
+    opts = {
+        player: forger.optimizer(torch.optim.AdamW, lr=0.05, groups=[{"params": [f"{other}.*"], **STILL}])
+        for player, other in (("judge", "generator"), ("generator", "judge"))
+    }
+    for batch in data:
+        for player, pipe in (("judge", critic), ("generator", forger)):
+            run.note(player, pipe.step(batch))
+            opts[player].step()
+            opts["judge"].zero_grad()
+            opts["generator"].zero_grad()
+    for player in opts:
+        state = forger.full_state_dict()
+        run.weights({k.partition(".")[2]: v for k, v in state.items() if k.startswith(player)}, player)
+
+
 class Game(nn.Module):
     """Both players in one model, whose loss a flag of the batch selects."""
 
@@ -250,6 +272,20 @@ class Values(nn.Module):
 
     def forward(self, state: Tensor, action: Tensor, target: Tensor) -> Tensor:
         return F.smooth_l1_loss(self.network(state).gather(1, action[:, None])[:, 0], target)
+
+
+@piped(losses_in_turns, "2", "4", variant="like=", equal=True)
+def _(run: Run) -> None:
+    model, data = Shared(), numbers(4)
+    heads = [OneHead(model, head) for head in range(2)]
+    first = fxpipe.compile(heads[0], few(data[0]), **run.options)
+    pipes = [first, fxpipe.compile(heads[1], few(data[0]), **run.options, like=first)]
+    opt = first.optimizer(torch.optim.SGD, lr=0.3, momentum=0.9)
+    for i, batch in enumerate(data):
+        run.note("loss", pipes[i % 2].step(batch))
+        opt.step()
+        opt.zero_grad()
+    run.weights({k.removeprefix("model."): v for k, v in first.full_state_dict().items()})
 
 
 @plain

@@ -277,6 +277,19 @@ def _(run: Run) -> None:
     run.weights(short.full_state_dict())
 
 
+@piped(two_lengths, *EVERYWHERE, variant="like=", equal=True)
+def _(run: Run) -> None:
+    model, data = LanguageModel(), _lengths(4)
+    short = fxpipe.compile(model, few(data[0]), **run.options)
+    long = fxpipe.compile(model, few(data[1]), **run.options, like=short)
+    opt = short.optimizer(torch.optim.AdamW, lr=0.05)
+    for i, batch in enumerate(data):
+        run.note("loss", (short, long)[i % 2].step(run.rows(batch)))
+        opt.step()
+        opt.zero_grad()
+    run.weights(short.full_state_dict())
+
+
 @piped(two_lengths, variant="one pipeline", error=r"shape|length|pad")
 def _(run: Run) -> None:
     finetuned(run, LanguageModel(), _lengths(4))

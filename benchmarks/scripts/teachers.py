@@ -12,6 +12,7 @@ import fxpipe
 from benchmarks.scripts.models import OUTPUTS, Classifier, Mlp, Regressor, classes, numbers
 from benchmarks.scripts.script import (
     BATCH,
+    EVERYWHERE,
     WHOLE_MODEL,
     Run,
     few,
@@ -72,6 +73,22 @@ def _(run: Run) -> None:
     with torch.no_grad():
         run.note("evaluation", average(**data[4]))
     run.weights(average.state_dict())
+
+
+@piped(average_of_weights, *EVERYWHERE, variant="pipe.average", equal=True)
+def _(run: Run) -> None:
+    data = numbers(5)
+    pipe = fxpipe.compile(Regressor(), few(data[0]), **run.options, evaluation=True)
+    opt = pipe.optimizer(torch.optim.AdamW, lr=0.05)
+    average = pipe.average(decay=0.9)
+    for batch in data[:4]:
+        run.note("loss", pipe.step(run.rows(batch)))
+        opt.step()
+        opt.zero_grad()
+        average.step()
+    with average.applied():
+        run.note("evaluation", pipe.evaluate(run.rows(data[4])))
+        run.weights(pipe.full_state_dict())
 
 
 @piped(average_of_weights, variant="a shadow by names", error=WHOLE_MODEL)
@@ -163,6 +180,20 @@ def _(run: Run) -> None:
         run.note("loss", pipe.step(batch))
         opt.step()
         opt.zero_grad()
+    run.weights(pipe.full_state_dict())
+
+
+@piped(teacher_that_follows, *EVERYWHERE, variant="pipe.average", equal=True)
+def _(run: Run) -> None:
+    data = [rows | {"y": rows["y"][:, :1].mean().expand(BATCH, 1)} for rows in numbers(4)]
+    pipe = fxpipe.compile(Taught(), few(data[0]), **run.options)
+    opt = pipe.optimizer(torch.optim.AdamW, lr=0.05)
+    average = pipe.average(decay=0.8, into={"teacher.*": "student.*"})
+    for batch in data:
+        run.note("loss", pipe.step(run.rows(batch)))
+        opt.step()
+        opt.zero_grad()
+        average.step()
     run.weights(pipe.full_state_dict())
 
 
