@@ -25,8 +25,8 @@ def check_call(model: nn.Module, example: Any, loss_fn: Callable[..., Any] | Non
     wrapper = next((x for x in model.modules() if isinstance(x, _WRAPPERS)), None)
     if wrapper is not None:
         raise CaptureError(
-            f"The model is wrapped in {type(wrapper).__name__}, which exchanges gradients. Give what it wraps, "
-            "model.module: the replicas of a pipeline train together by themselves (replicas=)."
+            f"The model is wrapped in {type(wrapper).__name__}, which exchanges gradients. Give what it "
+            "wraps, model.module: the replicas of a pipeline train together by themselves (replicas=)."
         )
     if not isinstance(example, Mapping | tuple | list):
         return  # that is no microbatch at all: ``batch_leaves`` says so
