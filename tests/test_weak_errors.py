@@ -63,11 +63,6 @@ def test_an_example_that_does_not_fit_the_forward(name):
         compiled(Two(), example)
 
 
-def test_what_the_loss_alone_needs_is_named():
-    with pytest.raises(CaptureError, match="What loss_fn alone needs goes there as well"):
-        compiled(nn.Linear(WIDTH, WIDTH), (ROWS, ROWS), loss_fn=lambda output, batch: output.sum())
-
-
 def test_a_model_that_takes_anything_is_not_bound():
     class Hooked(Chain):
         pass

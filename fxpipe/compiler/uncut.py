@@ -9,7 +9,7 @@ from torch import fx
 from fxpipe.cost.nodes import NodeSeconds
 from fxpipe.cost.recomputable import recomputable_nodes
 from fxpipe.ir.graph import Free
-from fxpipe.ir.once import once_values
+from fxpipe.ir.once import mean_values, once_values
 from fxpipe.ir.resized import ResizedTraces
 from fxpipe.partition.chain import Chain
 
@@ -30,7 +30,11 @@ class Uncut:
         """The nodes of a copy that are computed once a step, and those that are free."""
         if not self._names:
             found, free = once_values(graph, resized), recomputable_nodes(graph, seconds)
-            self._names = _names(found.keys()), _names(free.anywhere), _names(free.in_stage)
+            self._names = (
+                _names(found.keys() | mean_values(graph)),
+                _names(free.anywhere),
+                _names(free.in_stage),
+            )
         once, anywhere, in_stage = ({n for n in graph.nodes if n.name in names} for names in self._names)
         return once, Free(anywhere, in_stage)
 

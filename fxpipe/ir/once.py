@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from fxpipe.ir.compat import OpOverload, copy_node, input_nodes
-from fxpipe.ir.graph import Input, Kind
+from fxpipe.ir.graph import Input, Kind, batch_mean
 from fxpipe.ir.resized import ResizedTraces, value_key
 from fxpipe.ir.storage import (
     call_nodes,
@@ -57,6 +57,16 @@ def once_values(graph: fx.Graph, resized: ResizedTraces | None) -> dict[fx.Node,
         largest = max(sizes, key=sizes.__getitem__)
         found -= {node for node in found if storage_root(copies[node]) is largest}
     return {node: copies[node] for node in given if node in found}
+
+
+def mean_values(graph: fx.Graph) -> set[fx.Node]:
+    """The means over the batch, and the ops that lead to them alone: before its first op a program has what
+    these give."""
+    found = {*graph.find_nodes(op="call_function", target=batch_mean)}
+    for node in sorted(leading_to(found), reverse=True):
+        if node.op == "call_function" and found.issuperset(node.users):
+            found.add(node)
+    return found
 
 
 def copied(
