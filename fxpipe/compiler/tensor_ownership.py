@@ -105,7 +105,7 @@ def leaves_used(
     """Per rank the leaves of the batch that its sections read."""
     used: list[set[str]] = [set() for _ in range(ranks)]
     for section in sections:
-        used[placement[section.stage]] |= {v.name for v in section.inputs if v.kind is Kind.BATCH}
+        used[placement[section.stage]] |= {v.name for v in section.step_inputs if v.kind is Kind.BATCH}
     return tuple(tuple(sorted(names)) for names in used)
 
 

@@ -214,3 +214,21 @@ def test_means_are_over_all_replicas(shard):
 def test_split_vocabulary(barriers):
     torch.manual_seed(0)
     compared(Model(masked).double(), batch_of(6), vocab_parallel=barriers, schedule="1f1b", split_points=None)
+
+
+def test_the_count_is_no_place_to_cut():
+    """As many stages as ops: those that count leave none empty, and a rank gets the labels that it counts."""
+    torch.manual_seed(0)
+    layers = [layer for _ in range(6) for layer in (nn.Linear(WORDS, WORDS), nn.Tanh())]
+    model, y = nn.Sequential(*layers).double(), torch.tensor([3, -100, 1, 2, 0, -100, 5, 4])
+
+    class Whole(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = model
+
+        def forward(self, x, y):
+            return F.cross_entropy(self.model(x), y)
+
+    batch = torch.randn(8, WORDS, dtype=torch.float64), y
+    compared(Whole(), batch, 4, stages_per_rank=4, schedule="interleaved", split_points=None)
