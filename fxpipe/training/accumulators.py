@@ -52,6 +52,20 @@ def accumulators(state: ModelState, rt: Runtime) -> Finish:
     return _in_buckets(state, rt, rt.replicas.number)
 
 
+def check_rows(state: ModelState, rank: int) -> None:
+    """Raise RunError where the gradients of whole parameters have been zeroed, and those of rows have not: an
+    optimizer of the model's own parameters knows no rows, and would not train them."""
+    grads = {name: state.parameter(name).grad for name in state.owned_by(rank).gradients}
+    rows = [name for name, grad in grads.items() if name.is_part and grad is not None]
+    whole = [name for name in grads if not name.is_part]
+    if rows and whole and all(grads[name] is None for name in whole):
+        raise RunError(
+            f"The gradient of {rows[0]} was not zeroed, and that of {whole[0]} was: this process trains rows "
+            f"of {rows[0].tensor}, which model.parameters() does not have. Make the optimizer by "
+            "pipe.optimizer(cls, …), which has all that it trains."
+        )
+
+
 def zeros(state: ModelState, name: ShardName) -> torch.Tensor:
     """A new accumulator."""
     layout = state.layout(name)

@@ -197,13 +197,13 @@ def watch_updates(state: ModelState) -> None:
     def updated(optimizer: Optimizer, *_: object) -> None:
         living = own()
         if living is None:
+            handle.remove()
             return
         ids = {id(tensor) for tensor in tensors_of(living).values()}
         if any(id(parameter) in ids for group in optimizer.param_groups for parameter in group["params"]):
             living.changed()
 
-    state.watch = register_optimizer_step_post_hook(updated)
-    weakref.finalize(state, state.watch.remove).atexit = False
+    state.watch = handle = register_optimizer_step_post_hook(updated)
 
 
 def registered(model: nn.Module | None) -> dict[str, torch.Tensor]:

@@ -24,7 +24,7 @@ from fxpipe.runtime.ranks.heap import give_back_large_tensors
 from fxpipe.runtime.ranks.load_program import CollectiveCall, Program
 from fxpipe.runtime.ranks.local import LocalComm, LocalWorld
 from fxpipe.runtime.ranks.replicas import DistributedReplicas
-from fxpipe.training.accumulators import Finish, accumulators, begin_buckets, sharded_bucket
+from fxpipe.training.accumulators import Finish, accumulators, begin_buckets, check_rows, sharded_bucket
 from fxpipe.training.course import Course
 from fxpipe.training.local_runner import LocalRunner, in_traced_state
 from fxpipe.training.move_outputs import move_outputs
@@ -88,6 +88,8 @@ class Runner(LocalRunner):
                 self._warm_up.settle(rt, program, batch)
                 asked = "" if outputs_on is None else f"{sorted(rt.collected.wanted)} on {outputs_on}"
                 compare = self._begin_comparison(batch, number, asked)
+                if self.process is not None:
+                    check_rows(self.state, rt.rank)
                 begin_buckets(self.state, rt)
                 finish: list[Finish] = []
                 rt.validate = partial(self._validate, rt, finish)

@@ -1,6 +1,7 @@
 """Under torchrun: the model in the hands of a script, pipelines that share one, and averages of weights."""
 
 import json
+import types
 from pathlib import Path
 
 import partial_model_worker as worker
@@ -10,6 +11,8 @@ from launch import forked
 
 import fxpipe
 from fxpipe.errors import OptionError, PartitionError, RunError
+from fxpipe.plan.rows import ShardName
+from fxpipe.training.accumulators import check_rows
 
 pytestmark = [pytest.mark.slow, pytest.mark.waits]
 
@@ -99,6 +102,21 @@ def test_an_average_is_resumed(ranks):
 
 
 # -- in one process ---------------------------------------------------------------------------------------
+
+
+def test_an_optimizer_of_the_models_parameters_does_not_leave_out_rows():
+    parameters = {ShardName(name): torch.nn.Parameter(torch.ones(2)) for name in ("a", "b", "table[0:2]")}
+    owned = types.SimpleNamespace(gradients=(*parameters,))
+    state = types.SimpleNamespace(owned_by=lambda rank: owned, parameter=parameters.get)
+    check_rows(state, 0)
+    for parameter in parameters.values():
+        parameter.grad = torch.ones(2)
+    check_rows(state, 0)  # another step is added
+    parameters["a"].grad = None
+    check_rows(state, 0)  # one of several optimizers
+    parameters["b"].grad = None
+    with pytest.raises(RunError, match=r"table\[0:2\] was not zeroed, and that of a was.*pipe\.optimizer"):
+        check_rows(state, 0)
 
 
 @pytest.mark.parametrize(
