@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from fxpipe.errors import VocabularyError
+from fxpipe.ir.graph import Kind
 from fxpipe.ir.storage import call_nodes
 
 aten = torch.ops.aten
@@ -33,6 +34,7 @@ _AS_BEFORE = {  # where they leave the vocabulary's dimension whole
     aten.slice_backward.default,
     aten.constant_pad_nd.default,
     aten.clone.default,
+    aten.detach.default,
     aten._to_copy.default,
     aten._log_softmax.default,
     aten._log_softmax_backward_data.default,
@@ -66,6 +68,37 @@ def is_uniform(node: fx.Node, dim: int) -> bool:
     return before.dim() < -dim or before.shape[dim] == 1
 
 
+def is_of_batch(node: fx.Node) -> bool:
+    """Whether a value depends on the batch and constants alone, so that every rank can compute it."""
+    seen, todo = {node}, [node]
+    while todo:
+        each = todo.pop()
+        if each.op == "placeholder" and each.meta["input"].kind not in (Kind.BATCH, Kind.CONSTANT):
+            return False  # also the key of a random op
+        todo += set(each.all_input_nodes) - seen
+        seen.update(todo)
+    return True
+
+
+def is_total(node: fx.Node, axes: dict[fx.Node, int]) -> bool:
+    """Whether a gradient is summed over the vocabulary: of what scales the logits of a token, or of all."""
+    if node.target not in (aten.sum.default, aten.sum.dim_IntList) or not node.meta["origin"].backward:
+        return False
+    scaled: fx.Node = node.args[0]  # type: ignore[assignment]
+    if scaled not in axes:
+        return False
+    dims = [dim % scaled.meta["val"].dim() for dim in node.args[1]] if len(node.args) > 1 else [axes[scaled]]  # type: ignore
+    return axes[scaled] in dims
+
+
+def is_argmax(node: fx.Node, axes: dict[fx.Node, int]) -> bool:
+    """Whether the largest entry over the vocabulary is asked for."""
+    if node.target is not aten.argmax.default or node.args[0] not in axes or len(node.args) < 2:
+        return False
+    logits: fx.Node = node.args[0]  # type: ignore[assignment]
+    return isinstance(node.args[1], int) and node.args[1] % logits.meta["val"].dim() == axes[logits]
+
+
 def whole(node: fx.Node) -> VocabularyError:
     """The error for an op that needs the whole vocabulary in one place."""
     origin = node.meta["origin"]
@@ -86,7 +119,7 @@ def _is_gradient_of_lookup(node: fx.Node, tables: set[fx.Node], size: int) -> bo
 
 def _axis(node: fx.Node, axes: dict[fx.Node, int], size: int) -> int | None:
     """The vocabulary's dimension in the result of an op on values that have one; None if it is summed."""
-    if node.target in LOOKUPS or node.target in PICKS:
+    if node.target in LOOKUPS or node.target in PICKS or is_total(node, axes) or is_argmax(node, axes):
         return None
     args: tuple[Any, ...] = node.args
     if node.target is aten.mm.default:
@@ -206,7 +239,7 @@ def _of_operands(node: fx.Node, axes: dict[fx.Node, int]) -> int | None:
             continue
         if is_uniform(n, place):
             axes[n] = val.dim() + place
-        elif n.op != "placeholder":
+        elif n.op != "placeholder" and not is_of_batch(n):
             return None
     dims: int = node.meta["val"].dim()
     found: int = dims + place

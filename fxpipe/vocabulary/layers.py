@@ -12,7 +12,17 @@ from fxpipe.errors import VocabularyError
 from fxpipe.ir.builder import node_arg
 from fxpipe.ir.graph import Kind
 from fxpipe.ir.storage import call_nodes, graph_outputs
-from fxpipe.vocabulary.axes import LOOKUPS, PICKS, RESHAPES, UNPICKS, vocabulary_axes, whole
+from fxpipe.vocabulary.axes import (
+    LOOKUPS,
+    PICKS,
+    RESHAPES,
+    UNPICKS,
+    is_argmax,
+    is_of_batch,
+    is_total,
+    vocabulary_axes,
+    whole,
+)
 
 aten = torch.ops.aten
 _PROJECTIONS = {aten.mm.default: 1, aten.addmm.default: 2}  # where the table is among the arguments
@@ -25,7 +35,8 @@ class VocabularyLayers:
 
     ``losses``: the log-softmaxes.  ``label_gathers``: the ops that take the labels' entries of one.
     ``vocab_sums``: sums of one over the vocabulary.  ``products``: matrix products over the vocabulary, which
-    give the gradient of the projected values.  ``lookups``: embeddings.
+    give the gradient of the projected values.  ``lookups``: embeddings.  ``totals``: sums of gradients over
+    tokens and vocabulary, for what scales all logits.  ``argmaxes``: the largest of each token's logits.
     """
 
     size: int
@@ -36,6 +47,8 @@ class VocabularyLayers:
     vocab_sums: tuple[fx.Node, ...]
     products: tuple[fx.Node, ...]
     lookups: tuple[fx.Node, ...]
+    totals: tuple[fx.Node, ...]
+    argmaxes: tuple[fx.Node, ...]
 
 
 def find_layers(graph: fx.Graph) -> VocabularyLayers:
@@ -56,7 +69,7 @@ def find_layers(graph: fx.Graph) -> VocabularyLayers:
         if table.meta["val"].shape[0] == size:
             tables |= dict.fromkeys([table, *biases])
     for node in call_nodes(graph):
-        if node.target not in LOOKUPS or not _is_of_batch(node_arg(node, 1)):
+        if node.target not in LOOKUPS or not is_of_batch(node_arg(node, 1)):
             continue
         table = node_arg(node, 0)
         if _is_parameter(table) and table.meta["val"].shape[0] == size:
@@ -81,26 +94,35 @@ def _projection(loss: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
     node, biases = node_arg(loss, 0), list[fx.Node]()
     while node.op == "call_function" and node.target not in _PROJECTIONS:
         inputs = node.all_input_nodes
-        biases += [n for n in inputs if _is_parameter(n) and n.meta["val"].shape == (size,)]
-        values = [n for n in inputs if not _is_parameter(n)]
+        roots = {n: _root(n) for n in inputs}
+        biases += [r for r in roots.values() if _is_parameter(r) and r.meta["val"].shape == (size,)]
+        values = [n for n, root in roots.items() if not (_is_parameter(root) or is_of_batch(n))]
         if not values:
             break
         node = max(values, key=_elements)
     if node.target not in _PROJECTIONS:
         raise _not_projected(loss, "they do not come from a matrix product of two dimensions (nn.Linear, @)")
-    table = node_arg(node, _PROJECTIONS[node.target])
-    if node.target is aten.addmm.default and _is_parameter(node_arg(node, 0)):
-        biases.append(node_arg(node, 0))
-    while table.op == "call_function" and table.target in _OF_TABLES:
-        table = node_arg(table, 0)
+    table = _root(node_arg(node, _PROJECTIONS[node.target]))
+    if node.target is aten.addmm.default and _is_parameter(bias := _root(node_arg(node, 0))):
+        biases.append(bias)
     if not _is_parameter(table):
         raise _not_projected(loss, f"the matrix product {node.name} is not with a parameter")
     shape = tuple(table.meta["val"].shape)
     if shape[0] != size:
+        mask = f"logits.masked_fill(torch.arange({shape[0]}) >= {size}, -torch.inf)"
+        remedy = f". To leave out the last columns, mask them: {mask}" if size < shape[0] else ""
         raise _not_projected(
-            loss, f"its table has shape {shape}, whose first dimension is not that of the {size} logits"
+            loss,
+            f"its table has shape {shape}, whose first dimension is not that of the {size} logits{remedy}",
         )
     return table, biases
+
+
+def _root(node: fx.Node) -> fx.Node:
+    """What a table or a bias is a view or a cast of."""
+    while node.op == "call_function" and node.target in _OF_TABLES:
+        node = node_arg(node, 0)
+    return node
 
 
 def _elements(node: fx.Node) -> int:
@@ -112,13 +134,6 @@ def _elements(node: fx.Node) -> int:
 
 def _is_parameter(node: fx.Node) -> bool:
     return node.op == "placeholder" and node.meta["input"].kind is Kind.PARAMETER
-
-
-def _is_of_batch(node: fx.Node) -> bool:
-    """Whether a value depends on the batch alone, so that every rank can compute it."""
-    if node.op == "placeholder":
-        return node.meta["input"].kind in (Kind.BATCH, Kind.CONSTANT)
-    return all(_is_of_batch(n) for n in node.all_input_nodes)
 
 
 def _not_projected(loss: fx.Node, why: str) -> VocabularyError:
@@ -139,7 +154,7 @@ def _sorted(
     """Sort the uses of tables and logits.  Raises VocabularyError for a use that cannot be split."""
     losses = tuple(n for n in axes if n.target is aten._log_softmax.default)
     logs: set[fx.Node] = set()  # they and views of them
-    label_gathers, vocab_sums, products, lookups = [], [], [], []
+    label_gathers, vocab_sums, products, lookups, totals, argmaxes = [], [], [], [], [], []
     for node in call_nodes(graph):
         if node in axes:
             if node in losses or (node.target in RESHAPES and node.args[0] in logs):
@@ -148,7 +163,11 @@ def _sorted(
                 raise whole(node)
         elif not any(n in axes for n in node.all_input_nodes):
             continue
-        elif node.target in LOOKUPS and _is_of_batch(node_arg(node, 1)):
+        elif is_total(node, axes):
+            totals.append(node)
+        elif is_argmax(node, axes):
+            argmaxes.append(node)
+        elif node.target in LOOKUPS and is_of_batch(node_arg(node, 1)):
             lookups.append(node)
         elif node.target in PICKS and node_arg(node, 0) in logs:
             label_gathers.append(_without_weights(node))
@@ -169,7 +188,16 @@ def _sorted(
         if result is not None and result in axes:
             raise whole(result)
     return VocabularyLayers(
-        size, tables, axes, losses, tuple(label_gathers), tuple(vocab_sums), tuple(products), tuple(lookups)
+        size,
+        tables,
+        axes,
+        losses,
+        tuple(label_gathers),
+        tuple(vocab_sums),
+        tuple(products),
+        tuple(lookups),
+        tuple(totals),
+        tuple(argmaxes),
     )
 
 

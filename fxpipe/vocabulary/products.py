@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import fx
@@ -78,6 +78,7 @@ class OneBarrier:
 
     def before(self, product: fx.Node) -> None:
         shard, logits, rows = self.shard, node_arg(product, 0), self.shard.local(node_arg(product, 1))
+        shard.phase = Phase.F  # of values that the gradient meets on its way: none is made of it
         exponentials, ones, labels, inside = {}, {}, {}, {}
         for start in self._starts(logits):
             parts = self.gradients.parts(start)
@@ -92,13 +93,16 @@ class OneBarrier:
             inside[start] = cast(build, build.call(aten.bitwise_not.default, outside), dtype)
 
         def multiplied(seeds: dict[fx.Node, fx.Node]) -> fx.Node:
-            left = self._carried(logits, shard.size, seeds, lambda n, _: shard.local(n))
+            left = self._carried(logits, shard.size, seeds, lambda value, place, met: value)
             return shard.at(Phase.F, product.meta["origin"]).call(aten.mm.default, left, rows)
 
-        def at_label(n: fx.Node, met: fx.Node) -> fx.Node:
+        def at_label(value: fx.Node, place: int, met: fx.Node) -> fx.Node:
             index = self._moved(met, labels, Phase.F)
-            local = shard.local(n)
-            return shard.at(Phase.F, n.meta["origin"]).call(aten.gather.default, local, self.axes[n], index)
+            shape, build = [*index.meta["val"].shape], shard.at(Phase.F, value.meta["origin"])
+            shape[place] = shard.size
+            if [*value.meta["val"].shape] != shape:
+                value = build.call(aten.expand.default, value, shape)
+            return build.call(aten.gather.default, value, len(shape) + place, index)
 
         slope = self._carried(logits, 1, inside, at_label)
         index = self._moved(logits, labels, Phase.F)
@@ -149,20 +153,26 @@ class OneBarrier:
         node: fx.Node,
         size: int,
         seeds: dict[fx.Node, fx.Node],
-        operand: Callable[[fx.Node, fx.Node], fx.Node],
+        operand: Callable[[fx.Node, int, fx.Node], fx.Node],
     ) -> fx.Node:
         """A value for other gradients of the log-softmaxes, with another size of the vocabulary.
 
-        ``operand``: a value of the forward, for the gradient that it meets.
+        ``operand``: of the shard's part of a value of the forward, of its dimension of the vocabulary,
+        counted from the last, and of the gradient that it meets.
         """
         if node in seeds:
             return seeds[node]
         before = self._before(node)
-        if _scales(node) and not (len(before) == 1 and node.args[0] is before[0] and _is_linear(node)):
+        if _scales(node) and not (len(before) == 1 and _is_linear(node, before[0])):
             raise _not_linear(node)
         ways = {n: self._carried(n, size, seeds, operand) for n in before}
+
+        def part(n: fx.Node) -> fx.Node:
+            place = self.axes[n] - n.meta["val"].dim()
+            return ways[n] if n in ways else operand(self.shard.local(n), place, before[0])
+
         args, kwargs = self.shard.arguments(
-            node, size, lambda n: ways[n] if n in ways else operand(n, before[0])
+            node, size, part, lambda mask, place: operand(mask, place, before[0])
         )
         return self.shard.at(Phase.F, node.meta["origin"]).copy(node, args, kwargs)
 
@@ -183,9 +193,24 @@ def _scales(node: fx.Node) -> bool:
     return node.target in LINEAR or torch.Tag.pointwise in getattr(node.target, "tags", ())
 
 
-def _is_linear(node: fx.Node) -> bool:
-    """In its first argument."""
-    return node.target in LINEAR or node.target.overloadpacket.__name__.endswith("_backward")  # type: ignore
+def _is_linear(node: fx.Node, before: fx.Node) -> bool:
+    """Whether an elementwise op is linear in one of its arguments."""
+    match node.target:
+        case aten.where.self:
+            return any(_is_zero(n) for n in node.args[1:]) and node.args[0] is not before
+        case aten.masked_fill.Scalar:
+            return node.args[0] is before and bool(node.args[2] == 0)
+    is_known = node.target in LINEAR or node.target.overloadpacket.__name__.endswith("_backward")  # type: ignore
+    return is_known and node.args[0] is before
+
+
+def _is_zero(node: Any) -> bool:
+    match node.target:
+        case aten.scalar_tensor.default:
+            return bool(node.args[0] == 0)
+        case aten.full.default:
+            return bool(node.args[1] == 0)
+    return node.target in (aten.zeros.default, aten.zeros_like.default)
 
 
 def _not_linear(node: fx.Node) -> VocabularyError:

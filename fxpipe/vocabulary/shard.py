@@ -12,7 +12,7 @@ from fxpipe.ir.builder import Builder
 from fxpipe.ir.graph import Input, Kind, Origin
 from fxpipe.plan.rows import ShardName
 from fxpipe.schedule.ops import Color, Phase
-from fxpipe.vocabulary.axes import RESHAPES
+from fxpipe.vocabulary.axes import RESHAPES, is_of_batch
 from fxpipe.vocabulary.layers import VocabularyLayers
 
 aten = torch.ops.aten
@@ -83,17 +83,27 @@ class Shard:
         )
 
     def arguments(
-        self, node: fx.Node, size: int, local: Callable[[fx.Node], fx.Node]
+        self,
+        node: fx.Node,
+        size: int,
+        local: Callable[[fx.Node], fx.Node],
+        masked: Callable[[fx.Node, int], fx.Node] = lambda part, place: part,
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """An op's arguments for another size of the vocabulary; ``local`` gives those that have one."""
+        """An op's arguments for another size of the vocabulary; ``local`` gives those that have one.
+
+        ``masked``: what to take of the shard's part of a mask, which every rank has as a whole; its dimension
+        is counted from the last.
+        """
         axis = self.layers.axes[node]
+        is_elementwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
+        place = axis - node.meta["val"].dim() if is_elementwise else 0
 
         def part(n: fx.Node) -> fx.Node:
             if n in self.layers.axes:
                 return local(n)
-            if n.op == "placeholder":
-                return self._part_of_whole(n, node, axis)
-            return n if n.all_input_nodes else self._own(n)
+            if is_elementwise and self._is_mask(n, place):
+                return masked(self._part_of_mask(n, node, place), place)
+            return n if n.all_input_nodes else self._computed_here(n)
 
         args, kwargs = list(fx.map_arg(node.args, part)), dict(fx.map_arg(node.kwargs, part))
         if node.target in _WITH_SIZES:
@@ -102,22 +112,25 @@ class Shard:
             args[1] = changed
         return tuple(args), kwargs
 
-    def _own(self, constant: fx.Node) -> fx.Node:
-        """The shard's own copy of the result of an op without inputs."""
-        if constant not in self._locals:
-            build = self.at(Phase.F, constant.meta["origin"])
-            self._locals[constant] = build.copy(constant, constant.args, constant.kwargs)
-        return self._locals[constant]
+    def _computed_here(self, node: fx.Node) -> fx.Node:
+        """The shard's own copy of a value that depends on the batch and constants alone."""
+        if node.op != "call_function":
+            return node
+        if node not in self._locals:
+            args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), self._computed_here)
+            self._locals[node] = self.at(Phase.F, node.meta["origin"]).copy(node, args, kwargs)
+        return self._locals[node]
 
-    def _part_of_whole(self, n: fx.Node, user: fx.Node, axis: int) -> fx.Node:
-        """The shard's part of a buffer or a mask that all ranks have as a whole."""
-        if torch.Tag.pointwise not in getattr(user.target, "tags", ()):
-            return n
-        place, val = axis - user.meta["val"].dim(), n.meta["val"]
-        if val.dim() < -place or val.shape[place] != self.layers.size:
-            return n
+    def _is_mask(self, n: fx.Node, place: int) -> bool:
+        """Whether a value has an entry for each word, and all ranks have it or can compute it."""
+        val = n.meta["val"]
+        is_large = val.dim() >= -place and val.shape[place] == self.layers.size
+        return is_large and (n.op == "placeholder" or is_of_batch(n))
+
+    def _part_of_mask(self, n: fx.Node, user: fx.Node, place: int) -> fx.Node:
+        whole = self._computed_here(n)
         build = self.at(Phase.F, user.meta["origin"])
-        return build.call(aten.slice.Tensor, n, place, self.begin, self.end)
+        return build.call(aten.slice.Tensor, whole, place, self.begin, self.end)
 
     def per_token(self, node: fx.Node, value: fx.Node, phase: Phase) -> fx.Node:
         """The op applied to a value with size one in place of the vocabulary."""

@@ -67,6 +67,16 @@ class Softmax:
             scores, axis = self.scores(node_arg(total, 0)), layers.axes[node_arg(total, 0)]
             build = self.shard.at(Phase.F, total.meta["origin"])
             found.append(build.call(aten.sum.dim_IntList, scores, [axis], True))
+        for argmax in layers.argmaxes:
+            logits = node_arg(argmax, 0)
+            scores, axis = self.scores(logits), layers.axes[logits]
+            build = self.shard.at(Phase.F, argmax.meta["origin"])
+            row = build.call(aten.argmax.default, scores, axis, True)
+            row = build.call(aten.add.Tensor, row, self.shard.begin)
+            found += [
+                build.call(aten.amax.default, scores, [axis], True),
+                cast(build, row, scores.meta["val"].dtype),
+            ]
         build = self.shard.at(Phase.F, layers.losses[0].meta["origin"])
         return build.call(aten.cat.default, [build.call(aten.reshape.default, f, [-1]) for f in found])
 
@@ -100,6 +110,12 @@ class Softmax:
             value = build.call(aten.sub.Tensor, entry, build.call(aten.mul.Tensor, self._logsum(logs), size))
             value = build.call(aten.view.default, value, list(total.meta["val"].shape))
             self._others[total] = cast(build, value, total.meta["val"].dtype)
+        for argmax in self.layers.argmaxes:  # the first of several, as without shards
+            tops, rows = take(node_arg(argmax, 0)), take(node_arg(argmax, 0))
+            first = build.call(aten.argmax.default, tops, 0, True)
+            value = build.call(aten.gather.default, rows, 0, first)
+            value = build.call(aten.view.default, value, list(argmax.meta["val"].shape))
+            self._others[argmax] = cast(build, value, torch.int64)
 
     def _logsum(self, logs: fx.Node) -> fx.Node:
         """The log-sum-exp of a loss, in the shape of a view of it."""
@@ -154,7 +170,7 @@ class Softmax:
     def _following(self) -> dict[fx.Node, None]:
         """The values that follow from the losses and have no vocabulary dimension."""
         found: dict[fx.Node, None] = {}
-        todo = [*self.layers.label_gathers, *self.layers.vocab_sums]
+        todo = [*self.layers.label_gathers, *self.layers.vocab_sums, *self.layers.argmaxes]
         while todo:
             node = todo.pop()
             other = node.op == "output" or node in self.layers.axes or node in self.layers.products

@@ -58,6 +58,8 @@ def split_vocabulary(graph: fx.Graph, ranks: int, barriers: int) -> Vocabulary:
             p.products.before(product)
     for product in layers.products:
         _add_up(graph, product, [p.products.after(product) for p in parts], _before_projection(product))
+    for total in layers.totals:
+        _add_up(graph, total, [p.total(total) for p in parts], total.meta["origin"])
     _set_outputs(graph, layers, parts)
     in_order(graph)
     drop_dead(graph)
@@ -91,6 +93,12 @@ class _Part:
         gradients = Gradients(shard, self.softmax)
         one = barriers == 1
         self.products: Products = OneBarrier(shard, self.softmax, gradients) if one else TwoBarriers(shard)
+
+    def total(self, node: fx.Node) -> fx.Node:
+        """The shard's summand of a sum of gradients over tokens and vocabulary."""
+        self.shard.phase = Phase.B
+        summands = self.shard.local(node_arg(node, 0))
+        return self.shard.at(Phase.B, node.meta["origin"]).copy(node, (summands, *node.args[1:]), node.kwargs)
 
 
 def _add_up(graph: fx.Graph, old: fx.Node, parts: list[fx.Node], origin: Origin) -> None:

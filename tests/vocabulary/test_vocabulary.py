@@ -277,9 +277,53 @@ def test_infinite_rows_and_nan_stay_where_they_are_without_shards(barriers: str)
             assert torch.allclose(found.grads[name], grad, equal_nan=True), (ids, labels, name)
 
 
+def masked_columns(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """A vocabulary that is padded, and another column for each token that no token may have."""
+    columns = torch.arange(WORDS)
+    other = (columns == (labels[..., None] + 1) % (WORDS - 3)) & (labels[..., None] >= 0)
+    logits = logits.masked_fill(columns >= WORDS - 3, -torch.inf).clamp(max=0.7)
+    return flat(torch.where(other, -1e4, logits), labels.clamp(max=WORDS - 4))
+
+
+class Scaled(Words):
+    """Temperatures that are trained: of all logits, and of each token.  Its accuracy is a result."""
+
+    def __init__(self) -> None:
+        super().__init__(flat)
+        self.temperature = nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> Any:
+        hidden = self.first(self.embedding(ids)).tanh()
+        logits = self.head(hidden) / self.temperature * self.second(hidden)[..., :1].exp()
+        best = logits.detach().argmax(-1)
+        return {"loss": flat(logits, labels), "accuracy": (best == labels).double().mean(), "best": best}
+
+
+@pytest.mark.parametrize("barriers", ["1-barrier", "2-barrier"])
+def test_columns_that_are_masked(barriers: str) -> None:
+    case = words(masked_columns)
+    agrees(case, spread(case, 3, "zb-h1", barriers), 1e-10)
+
+
+@pytest.mark.parametrize("barriers", ["1-barrier", "2-barrier"])
+def test_trained_temperatures_and_an_accuracy(barriers: str) -> None:
+    """Of several largest logits the first counts, as without shards."""
+    case = Case(lambda: Scaled().double(), batch, lambda output, given: output["loss"])
+    pipe = spread(case, 2, "1f1b", barriers, outputs=["accuracy", "best"])
+    agrees(case, pipe, 1e-10)
+    model, data = case.build(), case.data(MICROBATCHES)
+    model.head.weight.data[3] = model.head.weight.data[40] = model.head.weight.data[10]
+    model.head.bias.data.fill_(-2.0)[[3, 10, 40]] = 9.0
+    pipe.load_state_dict(model.state_dict())
+    found, expected = pipe.run_local(data, outputs=["accuracy", "best"]).outputs, model(**data)
+    assert torch.equal(found["best"], expected["best"])
+    assert (found["best"] == 3).any()
+    assert found["accuracy"].mean() == expected["accuracy"]
+
+
 def test_what_one_barrier_cannot_scale_two_can() -> None:
-    case = words(lambda z, y: flat(z.clamp(-0.5, 0.5), y))
-    with pytest.raises(VocabularyError, match=r"aten.where.self .* Ask for vocab_parallel=\"2-barrier\""):
+    case = words(lambda z, y: flat(z + z.tanh(), y))
+    with pytest.raises(VocabularyError, match=r"aten.add.Tensor .* Ask for vocab_parallel=\"2-barrier\""):
         spread(case, 2, "1f1b", "1-barrier")
     agrees(case, spread(case, 2, "1f1b", "2-barrier"), 1e-10)
 
@@ -323,6 +367,17 @@ def test_half_precision_is_as_near_as_one_process() -> None:
 
 
 # -- where the work lies ----------------------------------------------------------------------------------
+
+
+class UnderAutocast(Words):
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().forward(ids, labels)
+
+
+def test_a_head_with_bias_under_autocast() -> None:
+    case = Case(lambda: UnderAutocast(flat), batch)
+    agrees(case, spread(case, 2, "1f1b", "1-barrier"), 2e-2)
 
 
 def test_no_rank_has_logits_of_the_whole_vocabulary() -> None:
