@@ -18,10 +18,10 @@ from fxpipe.training.checkpoint.training_state import MODEL, OPTIMIZER, Checkpoi
 
 @dataclass(frozen=True, eq=False)
 class Checkpoint:
-    """``model``: parameters and buffers by the model's names; of a tensor with two names, one.
-    ``optimizer``: parameter -> the optimizer's state of it.  ``groups``: the options of the optimizer's
-    groups.  ``state``: the user's state by name, of replica 0 where replicas have different ones.
-    ``averages``: the averages of weights in it, by the same names: parameter -> average."""
+    """``model``: the model's state dict, a tensor with two names under both, without buffers that are not
+    persistent.  ``optimizer``: parameter -> the optimizer's state of it.  ``groups``: the options of the
+    optimizer's groups.  ``state``: the user's state by name, of replica 0 where replicas have different
+    ones.  ``averages``: the averages of weights in it, by the same names: parameter -> average."""
 
     step_number: int
     model: dict[str, torch.Tensor]
@@ -30,14 +30,19 @@ class Checkpoint:
     state: dict[str, Any]
     averages: dict[str, dict[str, torch.Tensor]]
 
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """For ``load_state_dict`` of the model in eager PyTorch, which may be strict."""
+        return dict(self.model)
+
 
 @brief
 def read_checkpoint(path: str | Path) -> Checkpoint:
     """Read a checkpoint: a directory ``step-00000500``, or the newest of a directory of checkpoints.
 
-    ``model.load_state_dict(read_checkpoint(path).model, strict=False)`` gives its weights to a model;
-    strictly, where no tensor has two names and all buffers are persistent.  Raises ArtifactError, naming the
-    file, if there is none or it is damaged.
+    ``model.load_state_dict(read_checkpoint(path).state_dict())`` gives its weights to a model; with
+    ``strict=False`` of a checkpoint of an earlier version, where tensors have two names or buffers are not
+    persistent.
+    Raises ArtifactError, naming the file, if there is none or it is damaged.
     """
     path = as_path(path, "fxpipe.read_checkpoint")
     if not (path / files.SUMS).exists():
@@ -54,7 +59,8 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
     optimizer: dict[str, dict[str, Any]] = {name: dict(own) for name, own in held.fields.items()}
     for name, entries in held.state.items():
         optimizer.setdefault(name, {}).update({e: tensors[f"{OPTIMIZER}{name}.{e}"] for e in entries})
-    model = {key.removeprefix(MODEL): t for key, t in tensors.items() if key.startswith(MODEL)}
+    names = held.record.names or [(name, name) for key in tensors if (name := key.removeprefix(MODEL)) != key]
+    model = {name: tensors[MODEL + tensor] for name, tensor in names}
     averages: dict[str, dict[str, torch.Tensor]] = {}
     for key in held.user:
         begin = averaged(key, "")

@@ -12,10 +12,12 @@ import edits
 import pytest
 import run_worker as worker
 import torch
+import torch.distributed.checkpoint as dcp
 from launch import forked
 from recorded_disk import RecordedDisk
 from run_worker import Options, Reader, batch_of, pipeline
 from safetensors.torch import load_file
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
 import fxpipe
 from fxpipe.errors import ArtifactError, OptionError, RunError
@@ -110,14 +112,14 @@ def test_restored_for_each_rank_of_another_plan_it_holds_the_same_bits(trained, 
 
 
 def expected_at_four(trained: Path) -> dict[str, torch.Tensor]:
-    model = fxpipe.read_checkpoint(trained / "checkpoints" / "step-00000004").model
-    return {**model, "head.weight": model["embed.weight"]}
+    return fxpipe.read_checkpoint(trained / "checkpoints" / "step-00000004").state_dict()
 
 
 def test_opened_in_plain_eager(trained):
     found = fxpipe.read_checkpoint(trained / "checkpoints")
     model = Reader()
-    model.load_state_dict({**found.model, "head.weight": found.model["embed.weight"]})
+    model.load_state_dict(found.state_dict())
+    assert [*found.model] == [*model.state_dict()]
     assert same(model.state_dict(), full(trained))
     assert found.step_number == 6
     assert model.seen == 6 * worker.MICROBATCHES
@@ -125,6 +127,34 @@ def test_opened_in_plain_eager(trained):
     assert found.groups[0]["weight_decay"] == 0.0
     assert found.optimizer["embed.weight"]["exp_avg"].shape == (worker.SIZE, worker.WIDTH)
     assert found.optimizer["embed.weight"]["step"] == 6
+
+
+class Positions(torch.nn.Module):
+    """A buffer that is not persistent, and a tensor with two names."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = self.again = torch.nn.Linear(4, 4)
+        self.register_buffer("positions", torch.arange(4.0), persistent=False)
+
+    def forward(self, x):
+        return self.again(self.first(x) * self.positions).square().mean()
+
+
+def test_its_tensors_are_those_of_a_state_dict(tmp_path):
+    """Read by fxpipe, and by torch's own reader."""
+    pipe = fxpipe.compile(Positions(), (torch.ones(2, 4),), ranks=1, microbatches=2)
+    with fxpipe.Checkpointer(pipe, tmp_path) as checkpoints:
+        path = checkpoints.save()
+    model = Positions()
+    model.load_state_dict(fxpipe.read_checkpoint(tmp_path).state_dict())
+    assert same(model.state_dict(), pipe.state_dict())
+    assert not model.state_dict().keys() & {"positions"}
+    read = {
+        f"model.{name}": torch.empty_like(t) for name, t in model.first.state_dict(prefix="first.").items()
+    }
+    dcp.load(read, storage_reader=HuggingFaceStorageReader(str(path)))
+    assert same({name.removeprefix("model.first."): t for name, t in read.items()}, model.first.state_dict())
 
 
 def test_resumed_on_one_rank_it_trains_as_eager(trained, tmp_path):
@@ -142,7 +172,7 @@ def eager_step(path: Path, pipe: fxpipe.Pipeline) -> dict[str, torch.Tensor]:
     """The parameters after one more step, with the gradients of the pipeline, as its dropout is its own."""
     found = fxpipe.read_checkpoint(path)
     model = Reader()
-    model.load_state_dict({**found.model, "head.weight": found.model["embed.weight"]})
+    model.load_state_dict(found.state_dict())
     fresh = pipeline(model, Options(steps=5, schedule="1f1b"), 1)
     grads = fresh.run_local(batch_of(4), step=4).grads
     named = dict(model.named_parameters())

@@ -93,6 +93,9 @@ def held_in(path: Path, record: CheckpointRecord) -> CheckpointFiles:
             )
         tensors = tensor_store.stored(path, files.tensor_files(files.read_sums(path)))
         _check_kinds(record.tensors, tensors)
+        for _, tensor in record.names:
+            if MODEL + tensor not in tensors:
+                raise Misfit(f"has the name {shown(tensor)}, and no file holds it", f"{files.STATE}: names")
         inside = [name for name in tensors if name.startswith((GROUPS, USER))]
         read = tensor_store.read(tensors, [(name, {}) for name in inside])
         extra = dict(zip(inside, read, strict=True))

@@ -56,7 +56,8 @@ class CheckpointRecord:
     ``groups``: the options of the optimizer's groups.  ``fields``: parameter -> its state that is no tensor.
     ``user``: the user's state by name, on rank 0.  These three are as ``plain.py`` gives them.
     ``tensors``: those in the files; ``run``: a name of the run; ``by_replica``: the user's state of each
-    replica, by name, where these differ.  Checkpoints of earlier versions lack these three.
+    replica, by name, where these differ; ``names``: those of a state dict of the model, each with the name of
+    its tensor, as in the plan.  Checkpoints of earlier versions lack these four.
     """
 
     format: int
@@ -71,6 +72,7 @@ class CheckpointRecord:
     tensors: dict[str, TensorKind] = field(default_factory=dict)
     run: str = ""
     by_replica: dict[str, tuple[Any, ...]] = field(default_factory=dict)
+    names: tuple[tuple[str, str], ...] = ()
 
     def as_json(self) -> str:
         return json.dumps(unstructure(self), indent=1)
@@ -186,6 +188,7 @@ def record_of(
         user={"dict": user.first},
         run=state.run,
         by_replica=user.by_replica,
+        names=state.plan.state,
     )
 
 
