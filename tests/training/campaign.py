@@ -213,7 +213,7 @@ def campaign(
             *(path, first, number, steps, batch, bool(groups)),
             dtype=torch.float32,
             logs=path / "logs",
-            limit=60.0 + 30.0 * number,
+            limit=120.0 + 30.0 * faults,
             restarts=number,
         )
         assert run.code == 0, run
