@@ -12,6 +12,7 @@ from torch import nn
 import fxpipe
 from fxpipe.errors import RunError
 from fxpipe.runtime.torch_private import has_step_hooks
+from fxpipe.training import script_changes
 from fxpipe.training.optimizer import PipelineOptimizer
 from fxpipe.training.same_batch import Facts, difference, words
 from fxpipe.training.script_changes import Change, Kind, ScriptChanges, different_changes
@@ -148,6 +149,18 @@ def test_other_changes_are_to_be_declared(way):
     assert found[1].kind in (Kind.GRADIENTS, Kind.WRITTEN)
     assert message(found).startswith("Rank 1 has ")
     assert message(changed(("leave",), way, allowed=True)) is None
+
+
+def test_gradients_of_which_no_element_is_compared(monkeypatch):
+    """Of each tensor it is known whether it was written to."""
+    monkeypatch.setattr(script_changes, "TENSORS", 1)
+    kinds = set()
+    for k in range(len(Rank(0).grads)):
+        rank = Rank(0)
+        rank.grads[k].mul_(0.5)
+        rank.changes.compare()
+        kinds.add(rank.changes.change(at_once=False).kind)
+    assert kinds == {Kind.GRADIENTS, Kind.WRITTEN}
 
 
 def test_parameters_that_are_moved_and_moved_back():
