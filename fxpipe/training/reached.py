@@ -7,13 +7,14 @@ attribute, names that no function has do not count.
 
 from __future__ import annotations
 
+import argparse
 import enum
 import functools
 import os
 import sys
 import threading
 import types
-from collections import deque
+from collections import UserDict, UserList, deque
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -40,14 +41,20 @@ LOSS = "loss_fn"
 CODE = "__code__"
 """The name of a function's code."""
 CONTAINERS = (dict, list, tuple, deque, types.MappingProxyType)
-#: Special methods that a forward does not run, or that set what it keeps.
+#: Methods that make an object: what they set is no state of the forward.
+_CONSTRUCTORS = {"__init__", "__new__", "__post_init__"}
+#: Other special methods that a forward does not run, or that set what it keeps.
 _OTHER_METHODS = {
     f"__{name}__"
     for name in (
-        "init", "new", "init_subclass", "post_init", "setstate", "getstate", "reduce", "reduce_ex", "copy",
-        "deepcopy", "repr", "str", "eq", "hash", "dir", "setattr", "delattr",
+        "init_subclass", "setstate", "getstate", "reduce", "reduce_ex", "copy", "deepcopy", "repr", "str",
+        "eq", "hash", "dir", "setattr", "delattr",
     )
 }  # fmt: skip
+#: Methods of an ``autograd.Function`` that autograd calls.
+_BY_AUTOGRAD = {"forward", "setup_context", "backward", "vjp", "jvp", "vmap"}
+#: Of the standard library, what keeps settings in attributes.
+_KEEPERS = (types.SimpleNamespace, argparse.Namespace, UserDict, UserList)
 #: The contents of longer containers are no settings.
 _MOST_ENTRIES = 1000
 #: What has another value in another context, or in another thread.
@@ -81,6 +88,9 @@ class Reached:
     sets: set[str] = field(default_factory=set)
     _seen: set[int] = field(default_factory=set)
     _of_instances: set[type] = field(default_factory=set)
+    _named: set[type] = field(default_factory=set)  # classes that code names
+    _method_of: dict[int, type] = field(default_factory=dict)  # of these, by id
+    _stored_by: dict[type, set[str]] = field(default_factory=dict)  # attributes that their methods set
     _waiting: dict[str, list[_Found]] = field(default_factory=dict)  # by a name that no function reads
     _todo: list[_Found] = field(default_factory=list)
 
@@ -92,6 +102,10 @@ class Reached:
             while reached._todo:
                 reached._visit(reached._todo.pop())
         reached._waiting.clear()
+        for cls, stored in reached._stored_by.items():
+            # Objects that the forward makes are gone after it: state is what the class itself has.
+            lasts = stored if cls in reached._of_instances else stored & set(dir(cls))
+            reached.sets |= lasts
         return reached
 
     def _visit(self, found: _Found) -> None:
@@ -135,8 +149,8 @@ class Reached:
             for bound in (x.__self__, x.__func__):
                 self._follow(_Found(path, bound, True))
         elif isinstance(x, type):
-            for cls in filter(_is_configuration, x.__mro__):
-                self._hold(cls)
+            for cls in (*x.__mro__, *type(x).__mro__):
+                self._name_class(cls)
         elif isinstance(x, _CACHED):
             self._follow(found._replace(thing=x.__wrapped__))
         elif isinstance(x, functools.partial):
@@ -153,15 +167,32 @@ class Reached:
         self._hold(cls)
         for name, x in vars(cls).items():
             function = function_of(x)
-            if isinstance(function, types.FunctionType) and name not in _OTHER_METHODS:
+            if isinstance(function, types.FunctionType) and name not in _OTHER_METHODS | _CONSTRUCTORS:
                 found = _Found(name, function, True)
                 self._follow(found) if name.startswith("__") else self._wait(name, found)
+
+    def _name_class(self, cls: type) -> None:
+        """The forward may make objects of a class that its code names, and call its methods."""
+        if cls in self._named or not _is_made(cls) or not _is_users(cls):
+            return
+        self._named.add(cls)
+        self._hold(cls)
+        of_autograd = _BY_AUTOGRAD if issubclass(cls, torch.autograd.Function) else ()
+        # The modules of a model are there already, and their constructors read what the forward does not.
+        others = _OTHER_METHODS | _CONSTRUCTORS if issubclass(cls, nn.Module) else _OTHER_METHODS
+        for name, x in vars(cls).items():
+            function = function_of(x)
+            if isinstance(function, types.FunctionType) and name not in others:
+                self._method_of[id(function)] = cls
+                found = _Found(name, function, True)
+                is_called = name.startswith("__") or name in of_autograd
+                self._follow(found) if is_called else self._wait(name, found)
 
     def _hold(self, cls: type) -> None:
         if cls not in self.classes:
             self.classes[cls] = None
             for name, x in vars(cls).items():
-                if not name.startswith("__") and isinstance(x, CONTAINERS):
+                if (not name.startswith("__") and not callable(function_of(x))) or isinstance(x, type):
                     self._wait(name, _Found(f"{class_path(cls)}.{name}", x, True))
 
     def _wait(self, name: str, found: _Found) -> None:
@@ -172,7 +203,12 @@ class Reached:
 
     def _read_names(self, function: types.FunctionType) -> None:
         names = names_in(function.__code__)
-        self.sets |= names.stored | names.rebound
+        self.sets |= names.rebound
+        cls = self._method_of.get(id(function))
+        if cls is None:
+            self.sets |= names.stored
+        elif function.__name__ not in _CONSTRUCTORS:
+            self._stored_by.setdefault(cls, set()).update(names.stored)
         read = names.attributes | names.texts | names.globals | {*function.__code__.co_freevars}
         self.reads |= read
         if read & {"environ", "getenv"}:
@@ -215,12 +251,6 @@ def class_path(cls: type) -> str:
 def _is_made(cls: type) -> bool:
     """By Python code, but torch's own base of modules."""
     return cls is not nn.Module and bool(cls.__flags__ & _HEAP_TYPE)
-
-
-def _is_configuration(cls: type) -> bool:
-    """Whether a class of users may stand for its attributes."""
-    own = (x for name, x in vars(cls).items() if not name.startswith("__"))
-    return _is_made(cls) and _is_users(cls) and any(is_plain(x) or isinstance(x, CONTAINERS) for x in own)
 
 
 def has_attributes(x: Any) -> bool:
@@ -271,7 +301,7 @@ def _has_settings(x: Any, is_far: bool) -> bool:
     if isinstance(x, (nn.Module, torch.Tensor, type, np.ndarray, *PLAIN)):
         return False
     if is_far or isinstance(x, types.ModuleType):
-        return _is_users(x if isinstance(x, types.ModuleType) else type(x))
+        return isinstance(x, _KEEPERS) or _is_users(x if isinstance(x, types.ModuleType) else type(x))
     return has_attributes(x) and (not callable(x) or _is_users(type(x)))
 
 

@@ -1,0 +1,188 @@
+"""Numbers that classes read which the code of a model only names: static methods, constructors, custom
+functions, and objects that the forward makes."""
+
+import argparse
+import dataclasses
+import types
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from fxpipe.training.settings import Settings
+
+BETA = 1.0
+
+
+class Net(nn.Module):
+    def __init__(self, act):
+        super().__init__()
+        self.layer, self.act = nn.Linear(2, 2), act
+
+    def forward(self, x):
+        return self.act(self.layer(x))
+
+
+def function(forward, backward):
+    return type(
+        "Scaled",
+        (torch.autograd.Function,),
+        {"scale": 1.0, "forward": staticmethod(forward), "backward": staticmethod(backward)},
+    )
+
+
+def in_forward():
+    scaled = function(lambda ctx, x: x * scaled.scale, lambda ctx, gradient: gradient)
+    return lambda x: scaled.apply(x), scaled, "scale"
+
+
+def in_backward():
+    scaled = function(lambda ctx, x: x * 1, lambda ctx, gradient: gradient * scaled.scale)
+    return lambda x: scaled.apply(x), scaled, "scale"
+
+
+def in_a_tensor():
+    scaled = function(lambda ctx, x: x * 1, lambda ctx, gradient: gradient * scaled.scale)
+    scaled.scale = torch.tensor(1.0)
+    return lambda x: scaled.apply(x), scaled, "scale"
+
+
+class Ops:
+    scale = 1.0
+
+    class Inner:
+        scale = 1.0
+
+    settings = types.SimpleNamespace(scale=1.0)
+
+    @staticmethod
+    def static(x):
+        return x * Ops.scale
+
+    @classmethod
+    def of_class(cls, x):
+        return x * cls.scale
+
+
+class Inherits(Ops):
+    pass
+
+
+class Made:
+    """Sets ``layer``, as the model has one; its own is gone after the forward."""
+
+    start = 1.0
+
+    def __init__(self):
+        self.layer = Made.start
+
+    def __call__(self, x):
+        return x * self.layer
+
+
+@dataclasses.dataclass
+class Options:
+    beta: float = dataclasses.field(default_factory=lambda: BETA)
+
+
+class Entered:
+    scale = 1.0
+
+    def __enter__(self):
+        return self.scale
+
+    def __exit__(self, *_):
+        pass
+
+
+def entered(x):
+    with Entered() as scale:
+        return x * scale
+
+
+class Layer(nn.Module):
+    scale = 1.0
+
+    def forward(self, x):
+        return x * self.scale
+
+
+class Named(type):
+    @property
+    def beta(cls):
+        return cls._beta
+
+
+class ByItsClass(metaclass=Named):
+    _beta = 1.0
+
+
+ARGUMENTS, SPACE = argparse.Namespace(beta=1.0), types.SimpleNamespace(beta=1.0)
+WAYS = {
+    "function, forward": in_forward,
+    "function, backward": in_backward,
+    "function, a tensor": in_a_tensor,
+    "static method": lambda: (lambda x: Ops.static(x), Ops, "scale"),
+    "class method": lambda: (lambda x: Inherits.of_class(x), Ops, "scale"),
+    "nested class": lambda: (lambda x: x * Ops.Inner.scale, Ops.Inner, "scale"),
+    "object in a class": lambda: (lambda x: x * Ops.settings.scale, Ops.settings, "scale"),
+    "constructor": lambda: (lambda x: Made()(x), Made, "start"),
+    "context": lambda: (entered, Entered, "scale"),
+    "module that is made": lambda: (lambda x: Layer()(x), Layer, "scale"),
+    "metaclass": lambda: (lambda x: x * ByItsClass.beta, ByItsClass, "_beta"),
+    "Namespace": lambda: (lambda x: x * ARGUMENTS.beta, ARGUMENTS, "beta"),
+    "SimpleNamespace": lambda: (lambda x: x * SPACE.beta, SPACE, "beta"),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_number_that_changes(way, monkeypatch):
+    act, owner, name = WAYS[way]()
+    model, before = Net(act), getattr(owner, name)
+    constants = [weakref.ref(before)] if isinstance(before, torch.Tensor) else []
+    settings = Settings(model, constants=constants)
+    assert settings.changes(model) == []
+    monkeypatch.setattr(owner, name, torch.tensor(3.0) if constants else 3.0)
+    assert [change.name.rpartition(".")[2] for change in settings.changes(model)] == [name]
+    monkeypatch.undo()
+    assert settings.changes(model) == []
+
+
+def test_a_tensor_of_a_function_that_is_filled_in_place():
+    act, owner, _ = in_a_tensor()
+    model = Net(act)
+    settings = Settings(model, constants=[weakref.ref(owner.scale)])
+    owner.scale.fill_(3.0)
+    assert "has other values" in str(*settings.changes(model))
+
+
+def test_a_global_that_a_field_of_an_object_is_made_from(monkeypatch):
+    model = Net(lambda x: x * Options().beta)
+    settings = Settings(model)
+    monkeypatch.setitem(globals(), "BETA", 3.0)
+    assert "BETA" in str(*settings.changes(model))
+
+
+class Counts:
+    calls = 0
+
+    @classmethod
+    def act(cls, x):
+        cls.calls += 1
+        return x * (cls.calls > 0)
+
+
+def test_what_a_method_of_a_class_sets_is_its_state():
+    model = Net(lambda x: Counts.act(x))
+    settings = Settings(model)
+    model(torch.ones(1, 2))
+    assert settings.changes(model) == []
+
+
+def test_what_a_constructor_sets_is_no_state_of_the_model():
+    model = Net(lambda x: Made()(x))
+    settings = Settings(model)
+    model.layer = nn.Linear(2, 2).requires_grad_(requires_grad=False)
+    model.layer.forward = lambda x: x
+    assert settings.changes(model)
