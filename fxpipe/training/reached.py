@@ -10,8 +10,10 @@ from __future__ import annotations
 import argparse
 import enum
 import functools
+import inspect
 import os
 import sys
+import sysconfig
 import threading
 import types
 from collections import UserDict, UserList, deque
@@ -65,6 +67,9 @@ _CACHED = type(functools.cache(len))
 _HEAP_TYPE = 1 << 9
 #: Packages whose functions and objects have no settings of a model.
 _OTHERS = frozenset({*sys.stdlib_module_names, "torch", "numpy", "fxpipe", ""}) - {"__main__"}
+
+#: Where installed packages are.
+_INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
 
 
 class _Found(NamedTuple):
@@ -149,7 +154,7 @@ class Reached:
             for bound in (x.__self__, x.__func__):
                 self._follow(_Found(path, bound, True))
         elif isinstance(x, type):
-            for cls in (*x.__mro__, *type(x).__mro__):
+            for cls in inspect.getmro(x) + inspect.getmro(type(x)):
                 self._name_class(cls)
         elif isinstance(x, _CACHED):
             self._follow(found._replace(thing=x.__wrapped__))
@@ -177,6 +182,8 @@ class Reached:
             return
         self._named.add(cls)
         self._hold(cls)
+        if not _may_be_set(cls):
+            return
         of_autograd = _BY_AUTOGRAD if issubclass(cls, torch.autograd.Function) else ()
         # The modules of a model are there already, and their constructors read what the forward does not.
         others = _OTHER_METHODS | _CONSTRUCTORS if issubclass(cls, nn.Module) else _OTHER_METHODS
@@ -251,6 +258,17 @@ def class_path(cls: type) -> str:
 def _is_made(cls: type) -> bool:
     """By Python code, but torch's own base of modules."""
     return cls is not nn.Module and bool(cls.__flags__ & _HEAP_TYPE)
+
+
+def _may_be_set(cls: type) -> bool:
+    """Whether the methods of a class that code names may read what a script sets between steps.
+
+    Libraries name hundreds of classes, of which a model makes few: those of installed packages count if they
+    have numbers, or if autograd calls them.
+    """
+    file = getattr(sys.modules.get(cls.__module__), "__file__", None) or ""
+    numbers = (isinstance(x, int | float | torch.Tensor) for x in vars(cls).values())
+    return not file.startswith(_INSTALLED) or issubclass(cls, torch.autograd.Function) or any(numbers)
 
 
 def has_attributes(x: Any) -> bool:
