@@ -63,7 +63,7 @@ class Questions(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         with self._answers.refusals.of(func, args, kwargs):
-            return self._answered(func, args, kwargs, sys._getframe(1))
+            return self._answered(func, args, kwargs, _reader(sys._getframe(1)))
 
     def _answered(self, func: Any, args: Any, kwargs: Any, reader: FrameType) -> Any:
         if func in _TRUTH and args[0].dtype != torch.bool:
@@ -181,6 +181,13 @@ class Questions(TorchFunctionMode):
         numbers = self._answers.numbers(tensor)
         with compat.no_modes():
             return torch.tensor(numbers, dtype=tensor.dtype, device="cpu").reshape(tensor.shape).numpy()
+
+
+def _reader(frame: FrameType) -> FrameType:
+    """The code that asks, behind modes of torch's functions that were entered later."""
+    while frame.f_code.co_name == "__torch_function__" and frame.f_back is not None:
+        frame = frame.f_back
+    return frame
 
 
 def _copied(tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
