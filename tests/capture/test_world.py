@@ -45,7 +45,7 @@ def gated(loss, x):
 def gathered(loss, x):
     all_rows = [torch.empty_like(x) for _ in range(get_world_size())]
     dist.all_gather(all_rows, x)
-    return loss * torch.cat(all_rows).square().mean() / x.square().mean()
+    return loss + torch.cat(all_rows).mean() - x.mean()
 
 
 def waits(loss, x):
