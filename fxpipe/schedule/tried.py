@@ -15,7 +15,8 @@ Recompute = Annotated[str, Fits(("", "norms", "full").__contains__, "empty, 'nor
 class Tried:
     """A schedule that was tried: its simulated costs, or the reason (``why``) that it was left out.
 
-    ``seconds`` a step; ``peak_memory``: of the rank that needs the most.  ``stages_per_rank`` are the model's
+    ``seconds`` a step; ``peak_memory``: of the rank that needs the most; of one that was left out because it
+    does not fit, the smallest limit that it would keep.  ``stages_per_rank`` are the model's
     own.  ``barriers``: a microbatch, of vocabulary layers split over the ranks, 0 if they are not.
     ``recompute``: the level of recomputation, empty for none.  ``offloaded``: memory offloaded in a step.
     ``period``: seconds a step of many with post-validation, where schedules are compared by it.

@@ -24,6 +24,8 @@ from fxpipe.viz.seam_marks import NAME, many_steps
 from fxpipe.viz.summary import memory_rows
 from fxpipe.viz.terminal import ROWS, terminal
 
+NEAREST = 3  # of the candidates that do not fit, those that are named
+
 
 def explain(plan: Plan, console: Console) -> None:
     """Print the choice and the other candidates, the fastest first, why the rest were excluded, how far the
@@ -50,9 +52,8 @@ def explain(plan: Plan, console: Console) -> None:
             console.print(terminal(line), soft_wrap=True, style="dim")
     if plan.tried:
         console.print(_table(plan))
-    for candidate in plan.tried:
-        if candidate.why:
-            console.print(terminal(f"{_name(candidate)}: {candidate.why}"), soft_wrap=True, style="dim")
+    for line in _left_out(plan):
+        console.print(terminal(line), soft_wrap=True, style="dim")
     console.print(_memory(plan))
     if plan.memory_limit:
         console.print(terminal(f"The memory limit is {plan.memory_limit} on each rank."), soft_wrap=True)
@@ -77,6 +78,20 @@ def _rewritten(rewrite: Rewrite) -> str:
     less += [bytes_text(rewrite.bytes)] if rewrite.bytes else []
     saved = f": {' and '.join(less)} less for a microbatch" if less else ""
     return f"{rewrite.rule}: {number_of(rewrite.ops, 'attention')} {RULES[rewrite.rule]}{saved}."
+
+
+def _left_out(plan: Plan) -> Iterator[str]:
+    """Why candidates were left out: those that do not fit in one line, with what the nearest need."""
+    left = [candidate for candidate in plan.tried if candidate.why]
+    unfit = sorted((c.peak_memory, _name(c)) for c in left if c.peak_memory is not None)
+    if unfit:
+        memory = units_of(plan.memory_limit).memory
+        near = ", ".join(f"{name} from {memory(needs)} on" for needs, name in unfit[:NEAREST])
+        rest = f", {number_of(len(unfit) - NEAREST, 'other')} from more on" if len(unfit) > NEAREST else ""
+        yield f"Do not fit the memory limit: {near}{rest}."
+    for candidate in left:
+        if candidate.peak_memory is None:
+            yield f"{_name(candidate)}: {candidate.why}"
 
 
 def _reason(plan: Plan) -> str:

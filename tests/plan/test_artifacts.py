@@ -432,6 +432,21 @@ def test_loaded_tensors_begin_where_torchs_allocator_lets_them(saved):
     assert {tensor.data_ptr() % 64 for tensor in parameters.values()} == {0}
 
 
+def test_candidates_that_do_not_fit_are_one_line(saved):
+    plan = fxpipe.load(saved("sized")).plan
+    unfit = [
+        Tried(name, 1, "plain", peak_memory=1024.0 * k, why="needs more") for k, name in enumerate("abcde", 4)
+    ]
+    plan = replace(plan, tried=(plan.tried[0], *unfit), memory_limit="3KiB")
+    written = io.StringIO()
+    explain(plan, Console(file=written, markup=False, width=200))
+    assert written.getvalue().count("needs more") == 0
+    (line,) = (x for x in written.getvalue().splitlines() if x.startswith("Do not fit the memory limit"))
+    assert line.endswith(
+        ": a x 1 from 4 KiB on, b x 1 from 5 KiB on, c x 1 from 6 KiB on, 2 others from more on."
+    )
+
+
 def test_loading_runs_no_program(saved, tmp_path):
     directory = saved("offload")
     for rank in range(2):

@@ -145,9 +145,12 @@ class Watch:
 
     # -- what becomes of it -------------------------------------------------------------------------------
 
-    def report(self, error: BaseException) -> None:
+    def report(self, error: BaseException) -> str:
         """Tell the other ranks of an error that ends this process, and torchrun's summary of the first of all
-        ranks: torchrun takes that of the rank whose end it sees first, which may be another one."""
+        ranks: torchrun takes that of the rank whose end it sees first, which may be another one.
+
+        Returns the first of all ranks, as text.
+        """
         self.has_failed = True
         self.failures.hurry()
         what = f"failed{place_of_error(error)}, {self.progress()}: {type(error).__name__}: {error}"
@@ -155,11 +158,13 @@ class Watch:
             what = f"{INTERRUPTED}, {self.progress()}"
         first = self.failures.leave(f"Rank {self.failures.rank} {what}")
         record(error if self.failures.began_here else RunError(first))
+        return first
 
     def ended(self, error: BaseException, show: Callable[[], None]) -> None:
         """Report an error that nobody caught, and show it: whole if it is the first of all ranks, and else in
-        a line, as the others follow from the first.  Ctrl-C reaches all ranks, and one of them says so."""
-        self.report(error)
+        a line, as the others follow from the first; where it is the same, not at all.  Ctrl-C reaches all
+        ranks, and one of them says so."""
+        first = self.report(error)
         is_first = self.failures.began_here
         if isinstance(error, KeyboardInterrupt):
             if is_first:
@@ -167,8 +172,9 @@ class Watch:
         elif is_first:
             show()
         else:
-            text = str(error) if isinstance(error, RunError) else f"{type(error).__name__}: {error}"
-            print(f"fxpipe: rank {self.failures.rank} ends: {text}", file=sys.stderr, flush=True)
+            if not str(error) or str(error) not in first:
+                text = str(error) if isinstance(error, RunError) else f"{type(error).__name__}: {error}"
+                print(f"fxpipe: rank {self.failures.rank} ends: {text}", file=sys.stderr, flush=True)
             self._over.set()
             _await_torchrun()
 

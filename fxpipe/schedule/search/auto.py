@@ -114,7 +114,7 @@ def _built(bounds: Mapping[Problem, float], comparison: Comparison) -> list[Cand
             try:
                 own.append(_candidate(variant, family.name, order_of(family, variant.model)))
             except ScheduleError as error:
-                comparison.leave_out(variant, family.name, str(error))
+                comparison.leave_out(variant, family.name, error)
                 if isinstance(error, LimitError) and not variant.is_extended:
                     comparison.smallest_built.append((error.smallest, variant))
         own.sort(key=lambda one: one.seconds)

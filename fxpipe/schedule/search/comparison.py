@@ -36,9 +36,12 @@ class Comparison:
         """Whether the best schedule is faster than one that takes ``least`` seconds or more."""
         return self.best is not None and least > self.best.key[0] * (1 + 1e-9)
 
-    def leave_out(self, problem: Problem, family: str, why: str) -> None:
+    def leave_out(self, problem: Problem, family: str, why: str | ScheduleError) -> None:
         stages, shape, barriers, recompute = problem.setting
-        row = Tried(family, stages, shape, why=why, barriers=barriers, recompute=recompute)
+        needs = why.smallest if isinstance(why, LimitError) else None
+        row = Tried(
+            family, stages, shape, peak_memory=needs, why=str(why), barriers=barriers, recompute=recompute
+        )
         self.tried[problem, family] = row
 
     def complete(self, candidate: Candidate) -> None:
@@ -49,7 +52,7 @@ class Comparison:
         try:
             orders = insertions(candidate.problem, candidate.family, candidate.order)
         except ScheduleError as error:
-            self.leave_out(candidate.problem, candidate.family, str(error))
+            self.leave_out(candidate.problem, candidate.family, error)
         else:
             self.inserted.append((candidate, orders))
             self._add(candidate, ops_of(best_of(orders)))
