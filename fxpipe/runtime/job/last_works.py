@@ -21,3 +21,9 @@ def lasting(work: dist.Work | None, group: dist.ProcessGroup) -> dist.Work:
     if dist.get_backend(group) == "gloo":
         _last[group.group_name] = work
     return work
+
+
+def destroy(group: dist.ProcessGroup) -> None:
+    """Destroy a group, whose last work would keep its threads and sockets."""
+    _last.pop(group.group_name, None)
+    dist.destroy_process_group(group)

@@ -26,6 +26,7 @@ from fxpipe.runtime.job.backend import RankPlace, backend_of, choose, is_gloo_al
 from fxpipe.runtime.job.collectives import Collectives
 from fxpipe.runtime.job.failure import Failures, in_short
 from fxpipe.runtime.job.interface import connecting, set_interface
+from fxpipe.runtime.job.last_works import destroy
 from fxpipe.runtime.job.limited_store import LimitedStore
 from fxpipe.runtime.job.numbering import Connection
 from fxpipe.runtime.job.watch import Watch
@@ -160,7 +161,7 @@ class Process(Collectives):
 
     def destroy_dropped(self) -> None:
         while self._dropped:
-            dist.destroy_process_group(self._dropped.pop())
+            destroy(self._dropped.pop())
 
     def for_pipeline(self, model: str) -> Process:
         """The same process for the calls of a new pipeline, which all ranks make."""
