@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import re
 from collections.abc import Mapping
+from importlib.metadata import packages_distributions
 from importlib.util import find_spec
 from typing import Annotated
 
@@ -57,12 +58,18 @@ def check_libraries(libraries: Mapping[str, str], where: str) -> None:
 
 
 def import_libraries(libraries: Mapping[str, str], where: str) -> None:
-    """Import what registers the ops that are not registered.  Raises ArtifactError if that fails."""
+    """Import what registers the ops that are not registered, of installed packages alone: a plan is data, and
+    must not choose what of other folders runs.  Raises ArtifactError if that fails."""
     check_libraries(libraries, where)
     for op, module in libraries.items():
         if _is_registered(op):
             continue
         text = f"{where} calls torch.ops.{op}"
+        if module.partition(".")[0] not in packages_distributions():
+            raise ArtifactError(
+                f"{text}, which {module} registers, and that belongs to no installed package: import it "
+                "before, and ask pipe.check() of the loaded pipeline."
+            )
         try:
             importlib.import_module(module)
         except ImportError as error:

@@ -130,10 +130,17 @@ def test_a_library_that_is_missing_is_named(libraries: dict[str, str], says: str
 
 
 def test_a_module_that_registers_its_op_no_longer_is_named() -> None:
-    check_libraries({"nowhere.f": "json.decoder"}, "build/it")  # the program imports it, and says more
-    with pytest.raises(ArtifactError, match=r"the import of json\.decoder no longer registers"):
-        import_libraries({"nowhere.f": "json.decoder"}, "build/it")
+    check_libraries({"nowhere.f": "rich.text"}, "build/it")  # the program imports it, and says more
+    with pytest.raises(ArtifactError, match=r"the import of rich\.text no longer registers"):
+        import_libraries({"nowhere.f": "rich.text"}, "build/it")
     with pytest.raises(
-        ArtifactError, match=r"json\.missing, which registers it, cannot be imported: No module"
+        ArtifactError, match=r"rich\.missing, which registers it, cannot be imported: No module"
     ):
-        import_libraries({"nowhere.f": "json.missing"}, "build/it")
+        import_libraries({"nowhere.f": "rich.missing"}, "build/it")
+
+
+def test_a_plan_runs_no_module_of_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "of_this_folder.py").write_text("raise SystemExit('it ran')")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ArtifactError, match=r"of_this_folder registers, and that belongs to no installed"):
+        import_libraries({"nowhere.f": "of_this_folder"}, "build/it")

@@ -168,11 +168,12 @@ class Runtime:
         parts = [(self.microbatches(batch), weights) for batch, weights in self.weighted]
         parts = parts or [(batches, [1.0] * len(batches))]
         each = [counts(batch, *given) for own, _ in parts for batch in own]
+        weights = [weight for _, own in parts for weight in own]
         means = {}
         for name, first in each[0].items():
-            values = torch.stack([one[name] for one in each]).double()
-            share = values.new_tensor([w for own, weights in parts for w in weights])
-            total = torch.cat([torch.tensordot(share, values, 1).view(-1), share.sum().view(1)])
+            values = torch._foreach_mul([one[name].double() for one in each], weights)
+            total = torch.stack([*values]).sum(0).view(-1)  # no number of the host is copied to a device
+            total = torch.cat([total, total.new_full((1,), sum(weights))])
             if self.replicas is not None:
                 self.waiting = _REPLICAS
                 self.mean_over_replicas(total)
