@@ -63,6 +63,11 @@ def test_an_example_that_does_not_fit_the_forward(name):
         compiled(Two(), example)
 
 
+def test_what_the_loss_alone_needs_is_named():
+    with pytest.raises(CaptureError, match="With a loss_fn, what the forward does not take is for that"):
+        compiled(nn.Linear(WIDTH, WIDTH), (ROWS, ROWS))
+
+
 def test_a_model_that_takes_anything_is_not_bound():
     class Hooked(Chain):
         pass
@@ -437,7 +442,8 @@ def test_errors_print_under_a_public_name():
         return {kind}.union(*(kinds(each) for each in kind.__subclasses__()))
 
     names = {kind.__name__ for kind in kinds(FxpipeError) if kind.__module__ != "fxpipe.errors"}
-    assert names <= {"NoAnswer", "KeepsState"}, "others take their place before a user sees them"
+    caught = {"NoAnswer", "KeepsState", "_CommunicatesError"}
+    assert names <= caught, "others take the place of these before a user sees them"
     public = {kind.__name__ for kind in kinds(FxpipeError)} - names
     assert public <= {*fxpipe.__all__}
 
