@@ -15,9 +15,16 @@ from hypothesis import strategies as st
 
 from fxpipe.errors import BatchError, OptionError, RunError
 from fxpipe.plan.step import BatchSpec
-from fxpipe.runtime.job.attempt import agree_on_attempt, forget_groups
+from fxpipe.runtime.job.attempt import (
+    NCCL_FAILED,
+    agree_on_attempt,
+    check_no_failure_of_nccl,
+    forget_failure_of_nccl,
+    forget_groups,
+)
 from fxpipe.runtime.job.digest import MOST, digest
 from fxpipe.runtime.job.failure import Failures, Sign
+from fxpipe.runtime.job.limited_store import LimitedStore
 from fxpipe.runtime.job.process import as_timeout
 from fxpipe.runtime.job.survey import others_of, shared_survey
 from fxpipe.runtime.program.batch import batch_spec, microbatches_of
@@ -255,6 +262,19 @@ def test_an_attempt_finds_no_groups_of_the_one_before():
     )
     assert sorted(default.list_keys()) == ["5/mine", "mine/0"]
     assert store.check(["another"])
+
+
+def test_the_signal_of_a_failure_in_nccl_that_an_attempt_left():
+    """Torch looks for it in the store without a prefix, and ends each process whose group finds it."""
+    store = dist.HashStore()
+    shared = LimitedStore(dist.PrefixStore("default_pg", dist.PrefixStore("0", store)), SOON)
+    check_no_failure_of_nccl(shared)
+    store.set(NCCL_FAILED, "")
+    with pytest.raises(RunError, match="TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
+        check_no_failure_of_nccl(shared)
+    forget_failure_of_nccl(shared)
+    assert not store.check([NCCL_FAILED])
+    check_no_failure_of_nccl(shared)
 
 
 def test_groups_stay_until_all_have_joined():

@@ -20,12 +20,15 @@ import torch.distributed as dist
 
 from fxpipe.errors import RunError
 from fxpipe.plan.version import __version__
+from fxpipe.runtime.job.limited_store import LimitedStore
 from fxpipe.runtime.program.accelerator import BACKENDS
 from fxpipe.runtime.torch_private import Store
 
 POLL = 0.02  # seconds
 LAST = 5.0  # seconds that rank 0 waits for others where one has another version
 VERSION = f"fxpipe {__version__} and torch {torch.__version__.partition('+')[0]}"
+#: The key by which a rank tells the monitors of all ranks' NCCL groups to write what they know, and to end.
+NCCL_FAILED = "exception_dump"
 #: A key of a process group in the store of the default one: "GROUP//cpu//…", or its own "cpu//…".
 OF_A_GROUP = re.compile(rf"(?:[^/]+//)?(?:{'|'.join(['cpu', *BACKENDS])})//")
 
@@ -70,7 +73,27 @@ def agree_on_attempt(
     return attempt
 
 
-def forget_groups(store: Store) -> None:
+def check_no_failure_of_nccl(store: LimitedStore) -> None:
+    """Raise RunError if an earlier attempt has left NCCL's signal of a failure in the store.
+
+    The monitor of a group that the script has made has seen it by now: torch then ends the process after
+    TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC, whatever it does.
+    """
+    if store.root().check([NCCL_FAILED]):
+        raise RunError(
+            "An earlier attempt of this run has failed in NCCL, and left its signal in the store that the "
+            "attempts of torchrun share. Torch ends a process whose group sees it, after 8 minutes. Start "
+            "torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment, or leave the process "
+            "group to fxpipe (no init_process_group before the first call of fxpipe)."
+        )
+
+
+def forget_failure_of_nccl(store: LimitedStore) -> None:
+    """Delete the signal that an earlier attempt may have left, before this one makes a group of NCCL."""
+    store.root().delete_key(NCCL_FAILED)
+
+
+def forget_groups(store: LimitedStore) -> None:
     """Delete the keys by which processes have connected their groups, from the store of the default group.
 
     All processes call fxpipe, so the groups that they have made so far are connected, and need them no more:

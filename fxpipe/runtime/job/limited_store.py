@@ -40,6 +40,13 @@ class LimitedStore(Store):
         """The same store for keys of their own."""
         return LimitedStore(PrefixStore(prefix, self._store), self._limit, self._caller)
 
+    def root(self) -> LimitedStore:
+        """The same store with the keys of everybody, without a prefix."""
+        store = self._store
+        while isinstance(store, PrefixStore):
+            store = store.underlying_store
+        return LimitedStore(store, self._limit, self._caller)
+
     def hurry(self, limit: timedelta) -> None:
         """Wait no longer than this for answers to later calls."""
         self._limit = min(limit, self._limit)

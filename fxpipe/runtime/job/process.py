@@ -13,7 +13,6 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +20,12 @@ import torch.distributed as dist
 
 from fxpipe.errors import ArtifactError, CallsDifferError, OptionError, RunError, number_of
 from fxpipe.plan.number import number
-from fxpipe.runtime.job.attempt import agree_on_attempt, forget_groups
+from fxpipe.runtime.job.attempt import (
+    agree_on_attempt,
+    check_no_failure_of_nccl,
+    forget_failure_of_nccl,
+    forget_groups,
+)
 from fxpipe.runtime.job.backend import RankPlace, backend_of, choose, is_gloo_alone
 from fxpipe.runtime.job.collectives import Collectives
 from fxpipe.runtime.job.failure import Failures, in_short
@@ -91,7 +95,14 @@ class Process(Collectives):
                 store, rank, ranks = next(rendezvous("env://", timeout=limit))
             # A connection of its own, as one that waits for a key answers no other thread.
             own = LimitedStore(store.clone(), limit)
-            forget = partial(forget_groups, own) if given is not None else lambda: None
+            if given is not None and not is_gloo_alone(given):
+                check_no_failure_of_nccl(own)
+
+            def forget() -> None:
+                forget_failure_of_nccl(own)
+                if given is not None:
+                    forget_groups(own)
+
             attempt = agree_on_attempt(own.under("fxpipe"), rank, ranks, limit, when_joined=forget)
         host = None if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True) else 0
         watch = Watch(Failures(own.under(f"fxpipe/{attempt}"), rank, ranks, host), limit)
