@@ -79,18 +79,23 @@ def run_setting(directory: Path, setting: str, names: list[str]) -> Iterator[tup
         logs = directory / f"logs {setting} {len(list(directory.glob('logs *')))}"
         began, limit = time.monotonic(), LIMIT * (1 + len(rest))
         arguments = str(directory), setting, tuple(rest)
-        run = forked(processes, run_all, *arguments, dtype=torch.float64, logs=logs, limit=limit)
+        try:
+            printed = forked(
+                processes, run_all, *arguments, dtype=torch.float64, logs=logs, limit=limit
+            ).stderr
+        except TimeoutError as error:  # torch's agent, where a process ends behind its script
+            printed = (str(error),)
         over = [name for name in rest if _ended(directory, setting, name, processes)]
         failed = next((name for name in rest if _began(directory, setting, name) and name not in over), None)
         count = f"{len(over) + bool(failed)} scripts in {time.monotonic() - began:.0f} s"
         print(f"{setting}: {count}{f', until {failed}' if failed else ''}", flush=True)
         if failed is None and len(over) < len(rest):
-            raise RuntimeError(f"no script began:\n{run}")
+            raise RuntimeError(f"no script began:\n{printed}")
         if setting == "1" and failed:
-            raise RuntimeError(f"{failed} fails in plain torch:\n{run}")
+            raise RuntimeError(f"{failed} fails in plain torch:\n{printed}")
         yield from ((name, False) for name in over)
         if failed:
-            yield failed, "Timeout (" in "".join(run.stderr)
+            yield failed, "Timeout (" in "".join(printed)
         rest = [name for name in rest if name not in over and name != failed]
 
 
