@@ -142,11 +142,11 @@ def batches_on_devices() -> None:
 
 def _step(shape: Shape, microbatches: int) -> None:
     case = deep(shape.ranks)
-    model, pipe = built_and_compiled(case, microbatches, shape)
+    _, pipe = built_and_compiled(case, microbatches, shape)
     assert pipe.process is not None
     assert pipe.process.backend(pipe.device) == blocking_backend.NAME
     batch = case.data(pipe.replicas * microbatches)
-    expected = eager(model, batch, pipe.replicas * microbatches)
+    expected = eager(case.build(), batch, pipe.replicas * microbatches)
     messages = _watch(pipe.runtime.comm)
     before = _operations(pipe)
     loss = pipe.step({name: x.chunk(pipe.replicas)[pipe.replica] for name, x in batch.items()})
@@ -174,13 +174,14 @@ def trains_in_settled_memory(shapes: list[Shape], microbatches: int, fault: str 
     _undo_settling(fault)
     for shape in shapes:
         case = deep(shape.ranks)
-        model, pipe = built_and_compiled(case, microbatches, shape)
+        _, pipe = built_and_compiled(case, microbatches, shape)
+        held = [*pipe.parameters.values(), *pipe.runtime.constants.values()]
         driver = Driver(SCALE, "" if fault == "pool" else "steps")
         step_memory.device_allocations = lambda _, driver=driver: driver.allocator.asked
         step_memory.memory_pool = lambda _, driver=driver: driver.steps
         step_memory.step_memory.cache_clear()
         batch = case.data(microbatches)
-        driver.hold([*model.parameters(), *batch.values(), *pipe.runtime.constants.values()])
+        driver.hold([*held, *batch.values()])
         optimizer = pipe.optimizer(torch.optim.AdamW, lr=1e-3)
         with driver:
             for _ in range(4):

@@ -22,6 +22,7 @@ import fxpipe
 from fxpipe.cost import describe
 from fxpipe.cost.known_devices import device_named
 from fxpipe.plan.artifact import Plan
+from fxpipe.plan.files import checksum
 from fxpipe.runtime.job.mesh import ranks_and_replicas
 from fxpipe.runtime.job.process import Process
 
@@ -80,6 +81,14 @@ def without_buckets(directory: Path) -> None:
     plan = Plan.from_json(path.read_text(), "")
     tensors = tuple(replace(held, buckets=()) for held in plan.tensors)
     path.write_text(replace(plan, tensors=tensors).to_json())
+    accept(directory)
+
+
+def accept(directory: Path) -> None:
+    """Take the plan as it is now for the one that was saved."""
+    sums = directory / "rank0.sha256"
+    others = [line for line in sums.read_text().splitlines() if not line.endswith("plan.json")]
+    sums.write_text("\n".join([*others, f"{checksum(directory / 'plan.json')}  plan.json\n"]))
 
 
 def differ(directory: Path) -> None:
@@ -98,6 +107,7 @@ def differ(directory: Path) -> None:
         without_buckets(directory / "earlier")
         plan = directory / "other" / "plan.json"
         plan.write_text(plan.read_text().replace('"seed": 0', '"seed": 1'))
+        accept(directory / "other")
     pipe.process.gather(b"")
     calls: dict[str, Callable[[], object]] = {
         "no multiple": lambda: compiled(ranks=3),
