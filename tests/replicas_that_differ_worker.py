@@ -15,6 +15,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from replicas_worker import LENGTH, MICROBATCHES, RANKS, REPLICAS, ROWS, WIDTH, Normed, numbers
+from saved_plan import accept
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -22,7 +23,6 @@ import fxpipe
 from fxpipe.cost import describe
 from fxpipe.cost.known_devices import device_named
 from fxpipe.plan.artifact import Plan
-from fxpipe.plan.files import checksum
 from fxpipe.runtime.job.mesh import ranks_and_replicas
 from fxpipe.runtime.job.process import Process
 
@@ -82,13 +82,6 @@ def without_buckets(directory: Path) -> None:
     tensors = tuple(replace(held, buckets=()) for held in plan.tensors)
     path.write_text(replace(plan, tensors=tensors).to_json())
     accept(directory)
-
-
-def accept(directory: Path) -> None:
-    """Take the plan as it is now for the one that was saved."""
-    sums = directory / "rank0.sha256"
-    others = [line for line in sums.read_text().splitlines() if not line.endswith("plan.json")]
-    sums.write_text("\n".join([*others, f"{checksum(directory / 'plan.json')}  plan.json\n"]))
 
 
 def differ(directory: Path) -> None:

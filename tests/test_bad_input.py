@@ -314,7 +314,7 @@ def test_batch_not_divisible(pipe):
 
 def test_an_example_that_is_the_whole_batch(pipe):
     message = error_of(BatchError, pipe.run_local, numbers(4))
-    assert "If all batches have 4 rows, compile with an example of 1; else drop or pad" in message
+    assert "If all batches have 4 rows, compile with an example of 1; else drop the last batch" in message
 
 
 def test_batch_of_another_width(pipe):

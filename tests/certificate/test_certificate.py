@@ -748,8 +748,8 @@ def test_values_of_other_microbatches_are_one_cause_at_the_line_that_takes_them(
     line, found = problems(
         "tied_head",
         1,
-        r"stage1_backward\(params, batches\[m\]",
-        "stage1_backward(params, batches[(m + 1) % 3]",
+        r"stage1_backward\(params, once, batches\[m\]",
+        "stage1_backward(params, once, batches[(m + 1) % 3]",
     )
     assert [text.partition(":")[2].partition(" ")[0] for text in found] == [f"{line}:"], found
     assert "where the captured step has" in found[0]

@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from saved_plan import write_plan
 from torch import nn
 
 import fxpipe
@@ -125,14 +126,13 @@ def test_saved_plans(post, tmp_path):
     post.save(tmp_path / "saved")
     plan = fxpipe.load(tmp_path / "saved").plan
     assert (plan.validation, plan.costs.update) == ("post", post.plan.costs.update)
-    file = tmp_path / "saved" / "plan.json"
-    data = json.loads(file.read_text())
+    data = json.loads((tmp_path / "saved" / "plan.json").read_text())
     data["costs"]["update"]["seconds"] = [1.0]
-    file.write_text(json.dumps(data))
+    write_plan(tmp_path / "saved", data)
     with pytest.raises(ArtifactError, match=r"costs.update.seconds.*one number for each rank"):
         fxpipe.load(tmp_path / "saved")
     del data["costs"]["update"], data["validation"]  # as earlier versions saved it
-    file.write_text(json.dumps(data))
+    write_plan(tmp_path / "saved", data)
     plan = fxpipe.load(tmp_path / "saved").plan
     assert (plan.validation, plan.costs.update) == ("barrier", Update())
 

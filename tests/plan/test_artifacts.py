@@ -20,6 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 from safetensors.torch import load_file, save_file
+from saved_plan import write_plan
 from zoo import CASES, Case, Chain, Shape, compiled, numbers
 
 import fxpipe
@@ -29,7 +30,7 @@ from fxpipe.cli.data import FileData
 from fxpipe.cli.recorded import recorded_costs
 from fxpipe.errors import ArtifactError, BatchError, FxpipeError, RunError, ScheduleError
 from fxpipe.plan.artifact import FORMAT
-from fxpipe.plan.files import checksum, read_plan
+from fxpipe.plan.files import read_plan
 from fxpipe.plan.recorded import read_spans
 from fxpipe.plan.step import BatchSpec, Leaf
 from fxpipe.schedule.formats.costs_file import read_costs
@@ -89,14 +90,6 @@ def changed(directory: Path, edit: Callable[[Json], Json]) -> None:
     plan = json.loads((directory / "plan.json").read_text())
     new = edit(plan)
     write_plan(directory, plan if new is None else new)
-
-
-def write_plan(directory: Path, plan: Json) -> None:
-    """With its checksum, as one who edits it by hand has to write it."""
-    (directory / "plan.json").write_text(json.dumps(plan))
-    sums = directory / "rank0.sha256"
-    lines = [line for line in sums.read_text().splitlines() if not line.endswith("plan.json")]
-    sums.write_text("\n".join([*lines, f"{checksum(directory / 'plan.json')}  plan.json\n"]))
 
 
 def put(path: str, value: Json) -> Callable[[Json], None]:

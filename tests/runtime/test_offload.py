@@ -79,7 +79,7 @@ def test_the_same_bits_from_less_memory(name, schedule, options):
     assert all(torch.equal(found.grads[key], grad) for key, grad in expected.grads.items())
     before, after = plain.simulate(), light.simulate()
     assert after.seconds == pytest.approx(before.seconds)
-    assert sum(after.peak_memory) < 0.98 * sum(before.peak_memory)
+    assert sum(after.peak_memory) < 0.99 * sum(before.peak_memory)
     for measured, simulated in zip(found.peak_saved, after.peak_memory, strict=True):
         assert measured <= simulated + 0.05 * max(before.peak_memory)
 

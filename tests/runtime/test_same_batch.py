@@ -166,7 +166,7 @@ OTHERS = {
     ),
     "calls": (
         *(Facts(1, calls=k) for k in (-3, 0, 3)),
-        "Rank 2 has called step(), zero_grad() and load_state_dict() of its optimizer in another order than",
+        "Rank 2 has called step(), zero_grad(), load_state_dict(), train() or eval() of its optimizer in ",
     ),
     "options": (
         *(Facts(1, options=k) for k in (-7, 0, 7)),

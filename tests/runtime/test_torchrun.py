@@ -360,7 +360,7 @@ def test_a_bad_batch_on_one_rank(refused):
 
 # -- what fails in the middle -------------------------------------------------------------------------------
 
-BOOM = "Rank 2 failed in B2.1 of step 1: ValueError: boom"
+BOOM = "Rank 2 failed in B2.1 of step 1, in the model itself, line [0-9]+ of rank2.py: ValueError: boom"
 
 
 def seconds_to_end(directory: Path, run: Run) -> float:
@@ -371,12 +371,12 @@ def test_a_rank_that_raises_in_the_middle_of_a_step(tmp_path):
     """Every rank gets the message, and none needs torchrun to end it."""
     run = start(worker.raises, 3, tmp_path)
     assert run.code != 0
-    assert f"RunError: {BOOM}\n" in run.stderr[2]
+    assert re.search(f"RunError: {BOOM}\n", run.stderr[2])
     for rank in (0, 1):
         doing = rf"\(Rank {rank} waits for rank \d, to run .* of step 1\.\)"
         assert re.search(f"{BOOM} {doing}", run.stderr[rank]), run
     assert 'raise ValueError("boom")' in run.stderr[2], "the traceback leads to the place"
-    assert BOOM in run.own[-600:], "torchrun's summary"
+    assert re.search(BOOM, run.own[-700:]), "torchrun's summary"
     assert "Traceback" not in run.stderr[0] + run.stderr[1], "one rank shows it, the others say so in a line"
     assert seconds_to_end(tmp_path, run) < 30
 
@@ -384,8 +384,8 @@ def test_a_rank_that_raises_in_the_middle_of_a_step(tmp_path):
 def test_ranks_end_even_if_the_failing_one_lives_on(tmp_path):
     run = start(worker.raises_and_stays, 3, tmp_path)
     assert run.code != 0
-    message = "Rank 2 failed in F2.2 of step 1: ValueError: boom"
-    assert any(message in run.stderr[rank] for rank in (0, 1)), run
+    message = BOOM.replace("B2.1", "F2.2")
+    assert any(re.search(message, run.stderr[rank]) for rank in (0, 1)), run
     assert seconds_to_end(tmp_path, run) < 30
 
 

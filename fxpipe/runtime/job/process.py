@@ -113,6 +113,7 @@ class Process(Collectives):
             world = dist.group.WORLD
             assert world is not None
             control = world if is_gloo_alone(world) else dist.new_group(backend="gloo", timeout=limit)
+        watch.report_uncaught()
         process = Process(
             world_rank=rank,
             world_size=ranks,

@@ -80,7 +80,8 @@ class Watch:
         self._show()
         self._thread.start()
         atexit.register(self._stop)
-        _report_uncaught(self)
+        self._reports = False
+        self.report_uncaught()
 
     # -- what the rank does -------------------------------------------------------------------------------
 
@@ -177,6 +178,26 @@ class Watch:
                 print(f"fxpipe: rank {self.failures.rank} ends: {text}", file=sys.stderr, flush=True)
             self._over.set()
             _await_torchrun()
+
+    def report_uncaught(self) -> None:
+        """Tell the other ranks of an exception that ends this process, wherever it comes from.
+
+        Again where a process group was made: torch wraps the hook that is there then, keeps what that prints,
+        and shows it once it returns, which may be too late.
+        """
+        before, process = sys.excepthook, os.getpid()
+
+        def hook(kind: type[BaseException], error: BaseException, trace: object) -> None:
+            def show() -> None:
+                before(kind, error, trace)  # type: ignore[arg-type]
+
+            if os.getpid() != process or self._reports:  # the hook of before is inside of torch's
+                show()
+                return
+            self._reports = True
+            self.ended(error, show)
+
+        sys.excepthook = hook
 
     def lost(self, error: NoAnswer, show: Callable[[], None] | None = None) -> RunError:
         """The error to raise on a rank that gets no answer: the first failure of a rank, as far as known.
@@ -335,22 +356,6 @@ def _limit_end() -> None:
 
 
 atexit.register(_limit_end)  # as early as possible: it comes after what other libraries do at the end
-
-
-def _report_uncaught(watch: Watch) -> None:
-    """Tell the other ranks of an exception that ends this process, wherever it comes from."""
-    before, process = sys.excepthook, os.getpid()
-
-    def hook(kind: type[BaseException], error: BaseException, trace: object) -> None:
-        def show() -> None:
-            before(kind, error, trace)  # type: ignore[arg-type]
-
-        if os.getpid() == process:
-            watch.ended(error, show)
-        else:
-            show()
-
-    sys.excepthook = hook
 
 
 def _await_torchrun() -> None:

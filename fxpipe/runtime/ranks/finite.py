@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 
-from fxpipe.errors import OptionError, RunError
+from fxpipe.errors import FxpipeError, OptionError, RunError
 from fxpipe.runtime.program.batch import batch_leaves
 from fxpipe.runtime.program.rank import Runtime
 from fxpipe.runtime.ranks.load_program import PROGRAM
@@ -126,8 +126,10 @@ class Finite(TorchDispatchMode):
 
 
 def place_of_failure(error: BaseException) -> str:
-    """``, in`` the module, the line of the model and that of the program whose op failed; empty for an error
-    of no program's op."""
+    """``, in`` the module, the line of the model and that of the program whose op failed; empty for errors of
+    fxpipe, which name what they are about, and of no program's line."""
+    if isinstance(error, FxpipeError):
+        return ""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     inside = [frame for frame in frames if frame.f_globals.get("__name__", "").startswith(PROGRAM)]
     return f", in {_written(inside[::-1])}" if inside else ""
