@@ -175,7 +175,7 @@ def _(run: Run) -> None:
     averaged_logs,
     "2",
     variant="gradients averaged by hand",
-    error=r"gradient|shard=|clip_grad_norm=",
+    error=r"data parallel training",
     alone=True,
 )
 def _(run: Run) -> None:

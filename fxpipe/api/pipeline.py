@@ -293,7 +293,8 @@ class Pipeline(Views):
         validation: with "post" ranks do not wait for each other before they update (docs/steps.md); by
             default the one of ``compile``.
         changes_gradients: the script changes gradients, or parameters, between ``pipe.step`` and ``step`` by
-            what needs no values of other ranks (docs/training.md); else it may multiply all by one factor.
+            what needs no values of other ranks (docs/training.md); else it may only divide all by the number
+            of steps that add up, or multiply all by what follows ``grad_norm()``.
         Raises RunError for optimizers that update a parameter by values which other ranks hold, and with
         "post" for those whose update cannot be taken back.
         """

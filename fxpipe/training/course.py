@@ -71,6 +71,10 @@ class Course:
         known = plan, stop, number(asked.encode()), *self._of_optimizer(), self._added(), order, changed
         return Facts(*known, *self._known_digests())
 
+    def stepped(self) -> None:
+        """A step has ended, of which ``facts`` were told."""
+        self.changes.stepped(adds=self._steps > 1)
+
     def check(self, process: Process, call: str) -> None:
         """Raise RunError, on all ranks, where their training differs between two steps.  All must call it.
 

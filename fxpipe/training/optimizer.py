@@ -311,7 +311,7 @@ class PipelineOptimizer(Optimizer):
         """Start to compute the norm of all gradients, of which each rank has its number; return the function
         that waits for the other ranks, and gives it."""
         if self._script_changes is not None:
-            self._script_changes.knows_norm = True
+            self._script_changes.norm_asked()
         number = self._number()
         if self._ranks is None:
             return lambda: self._clipping.norm(number)

@@ -113,7 +113,7 @@ class Runner(LocalRunner):
             end()
         self.state.store_buffers(rt)
         if self.process is not None:
-            self.course.changes.stepped()
+            self.course.stepped()
         return StepResult(loss, found)
 
     def evaluate(self, batch: Any, outputs: Sequence[str], outputs_on: On) -> StepResult:

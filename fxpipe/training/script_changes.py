@@ -2,7 +2,8 @@
 
 A rank has the gradients of its part of the model, so what a script computes of "all" gradients is of a part:
 the norm by which ``torch.nn.utils.clip_grad_norm_`` multiplies them, or by which SAM moves parameters.  Each
-rank tells the others what was changed: one factor that all have is right.
+rank tells the others what was changed: one factor that all have is right, if its cause is known.  Where ranks
+average gradients, as data parallel training does, all have a factor that plain torch has not.
 """
 
 from __future__ import annotations
@@ -32,9 +33,10 @@ ROUNDINGS = 4
 
 class Kind(IntEnum):
     """What a rank has changed.  ``ABSENT``: there is nothing by which it could tell.  ``WRITTEN``: gradients
-    were written to without an effect that shows, as where they are multiplied by 1."""
+    were written to without an effect that shows, as where they are multiplied by 1.  ``FACTOR``: they are
+    multiplied by a number that steps or a norm explain; ``OTHER_FACTOR``: by another one."""
 
-    ABSENT, NOTHING, FACTOR, WRITTEN, GRADIENTS, PARAMETERS = range(6)
+    ABSENT, NOTHING, FACTOR, OTHER_FACTOR, WRITTEN, GRADIENTS, PARAMETERS = range(7)
 
 
 class Change(NamedTuple):
@@ -64,14 +66,16 @@ class _AfterStep:
 class _Comparison:
     """Elements of gradients and parameters after a step and before the update, in two rows each.
 
-    ``written``: of each gradient, whether it was written to, or replaced.  ``norm_is_known``: whether the
-    script has the norm of all gradients, so that a factor of 1 is one of all.  ``resolution``: the error that
-    a product may have.  ``copied``: when the elements are on the CPU.
+    ``written``: of each gradient, whether it was written to, or replaced.  ``steps``: whose gradients are
+    there.  ``norm_is_known``: whether the script has the norm of all gradients, so that any factor, 1 too,
+    may be by it.  ``resolution``: the error that a product may have.  ``copied``: when the elements are on
+    the CPU.
     """
 
     gradients: torch.Tensor
     parameters: torch.Tensor
     written: tuple[bool, ...]
+    steps: int
     norm_is_known: bool
     resolution: float
     copied: torch.Event | None
@@ -90,22 +94,29 @@ class _Comparison:
         limit = abs(factor) * self.resolution * before.abs() + torch.finfo(self.gradients.dtype).tiny
         is_product = math.isfinite(factor) and bool(((after - factor * before).abs() <= limit).all())
         in_all = all(self.written) or not any(self.written)  # p.grad.data is written to without a trace
-        return Change(Kind.FACTOR, factor) if is_product and in_all else Change(Kind.GRADIENTS)
+        if not (is_product and in_all):
+            return Change(Kind.GRADIENTS)
+        return Change(Kind.FACTOR if self._explains(factor) else Kind.OTHER_FACTOR, factor)
+
+    def _explains(self, factor: float) -> bool:
+        """Whether it is by the norm of all gradients, the mean over their steps, or 0, for a new sum."""
+        return self.norm_is_known or not factor or abs(factor * self.steps - 1) <= self.resolution
 
 
 @dataclass(eq=False)
 class ScriptChanges:
     """Those of this process.  ``allowed``: whether the user has said that they need no values of other ranks.
-    ``knows_norm``: whether he has asked for the norm of all gradients since the last step.  ``known``: the
-    optimizers that call ``compare`` before they update."""
+    ``known``: the optimizers that call ``compare`` before they update."""
 
     state: ModelState
     rank: int
     allowed: bool = False
-    knows_norm: bool = False
     known: weakref.WeakSet[Optimizer] = field(default_factory=weakref.WeakSet)
     _names: tuple[str, ...] = ()  # of the gradients, if other processes have others
     _turn: int = 0
+    _steps: int = 0  # whose gradients are there
+    _begins: bool = False  # whether the next step begins a new sum
+    _knows_norm: bool = False  # of all gradients, as the last step has left them
     _after_step: dict[str, _AfterStep] = field(default_factory=dict)  # of what was not used for an update yet
     _begun: list[_Comparison] = field(default_factory=list)
     _earlier: list[_Comparison] = field(default_factory=list)
@@ -127,9 +138,10 @@ class ScriptChanges:
         trained = {plan.gradient_dtype(x) for x in dtypes if x.is_floating_point or x.is_complex}
         return ROUNDINGS * max((torch.finfo(dtype).eps for dtype in trained), default=0.0)
 
-    def stepped(self) -> None:
-        """Remember the gradients that a step has left."""
-        self.knows_norm = False
+    def stepped(self, *, adds: bool = False) -> None:
+        """Remember the gradients that a step has left.  adds: whether it has added to those of the last."""
+        self._steps = self._steps + 1 if adds and not self._begins else 1
+        self._knows_norm = self._begins = False
         self._turn += 1
         parameters = {n: p for n in self._names if (p := self.state.parameter(n)).grad is not None}
         every = -(-len(parameters) // TENSORS)
@@ -148,6 +160,7 @@ class ScriptChanges:
         after_step = {name: self._after_step.pop(name) for name in parameters}
         there = {name: p for name, p in parameters.items() if p.grad is not None}
         written = tuple(after_step[n].is_written(p.grad) for n, p in there.items() if p.grad is not None)
+        self._begins |= not gradients_alone or all(written)
         then = [x for name in there if (x := after_step[name].elements) is not None]
         now = _elements([p for name, p in there.items() if after_step[name].elements is not None])
         if self.allowed or not now:
@@ -162,7 +175,16 @@ class ScriptChanges:
         if is_accelerator(self.state.device):
             copied = event(self.state.device)
             copied.record()
-        self._begun.append(_Comparison(gradients, values, written, self.knows_norm, self.resolution, copied))
+        causes = self._steps, self._knows_norm
+        self._begun.append(_Comparison(gradients, values, written, *causes, self.resolution, copied))
+
+    def norm_asked(self) -> None:
+        """The script gets the norm of all gradients: those of the step, unless it has changed them."""
+        then = {name: known.elements[0] for name, known in self._after_step.items() if known.elements}
+        parameters = {name: p for name in then if (p := self.state.parameter(name)).grad is not None}
+        now = [gradient for gradient, _ in _elements([*parameters.values()])]
+        pairs = zip((then[name] for name in parameters), now, strict=True)
+        self._knows_norm |= all(torch.equal(*torch.stack(pair).nan_to_num()) for pair in pairs)
 
     def _used(self, optimizer: Optimizer | None) -> dict[str, Parameter]:
         """The parameters of this optimizer, or all, whose gradients were not used since the step."""
@@ -187,7 +209,7 @@ class ScriptChanges:
             comparisons, self._earlier, self._begun = self._earlier + self._begun, [], []
         changes = {comparison.change() for comparison in comparisons} - {UNKNOWN}
         kind = max((change.kind for change in changes), default=Kind.ABSENT)
-        if kind is Kind.FACTOR and len(changes) > 1:
+        if kind in (Kind.FACTOR, Kind.OTHER_FACTOR) and len(changes) > 1:
             return Change(Kind.GRADIENTS)
         return Change(kind, max((c.factor for c in changes if c.kind is kind), default=1.0))
 
@@ -226,8 +248,9 @@ def different_changes(changes: Sequence[Change], resolution: float, step: str) -
     changes: of all ranks.  resolution: of their factors.  step: the one that follows the update, as text.
     """
     between = f"between pipe.step and the update before {step}"
+    kinds = [change.kind for change in changes]
     for kind, text in _REFUSED.items():
-        if kind in (kinds := [change.kind for change in changes]):
+        if kind in kinds:
             return f"Rank {kinds.index(kind)} has {text.format(between=between)} {_REMEDY}"
     factors = {rank: change.factor for rank, change in enumerate(changes) if change.kind is not Kind.ABSENT}
     first = next(iter(factors), 0)
@@ -237,6 +260,12 @@ def different_changes(changes: Sequence[Change], resolution: float, step: str) -
                 f"Rank {rank} has multiplied its gradients by {factor:.6g} {between}, and rank {first} by "
                 f"{factors[first]:.6g}. {_REMEDY}"
             )
+    if Kind.OTHER_FACTOR in kinds:
+        rank = kinds.index(Kind.OTHER_FACTOR)
+        return (
+            f"Rank {rank} has multiplied its gradients by {factors[rank]:.6g} {between}, as all ranks have. "
+            f"{_FACTOR_REMEDY}"
+        )
     return None
 
 
@@ -250,4 +279,10 @@ _REMEDY = (
     "pipe.optimizer(…, clip_grad_norm=…), and ask for the norm with opt.grad_norm(). What needs no values of "
     "other ranks, such as masks, noise and clip_grad_value_, is allowed with "
     "pipe.optimizer(…, changes_gradients=True)."
+)
+_FACTOR_REMEDY = (
+    "pipe.step leaves the gradients of the whole batch, of all ranks and replicas: leave out their average "
+    "over processes, as data parallel training takes it, and a GradScaler. The mean over the steps whose "
+    "gradients add up is known, and so is what follows opt.grad_norm(). Any other factor, as the inverse "
+    "of a constant in the loss, is allowed with pipe.optimizer(…, changes_gradients=True)."
 )

@@ -1,4 +1,4 @@
-"""What a script changes between a step and the update: one factor on all ranks, or an error."""
+"""What a script changes between a step and the update: one factor of a known cause, or an error."""
 
 import copy
 import io
@@ -37,14 +37,17 @@ def pipeline(ranks=RANKS, dtype=torch.float32):
 class Rank:
     """One of two, with the gradients that a step has left it."""
 
-    def __init__(self, number, dtype=torch.float32, allowed=False):
+    def __init__(self, number, dtype=torch.float32, allowed=False, steps=1):
         pipe = pipeline(dtype=dtype)
         self.changes = ScriptChanges(pipe.model_state, number, allowed)
         self.parameters = [pipe.parameter(name) for name in pipe.plan.tensors[number].gradients]
         generator = torch.Generator().manual_seed(number)
         for parameter in self.parameters:
             parameter.grad = torch.randn(parameter.shape, generator=generator).to(dtype)
-        self.changes.stepped()
+        for step in range(steps):
+            self.changes.compare(gradients_alone=True)
+            self.changes.change(at_once=True)
+            self.changes.stepped(adds=step > 0)
 
     @property
     def grads(self):
@@ -60,6 +63,11 @@ class Rank:
     def scale(self, factor):
         for grad in self.grads:
             grad.mul_(factor)
+
+    def unscale(self):
+        scaler = torch.amp.GradScaler("cpu")
+        scaler.scale(torch.ones(()))
+        scaler.unscale_(torch.optim.SGD(self.parameters))
 
     def scale_data(self, factor):
         for grad in self.grads:
@@ -84,14 +92,15 @@ class Rank:
         pass
 
 
-def changed(*done, dtype=torch.float32, allowed=False, knows_norm=False):
-    """What the ranks have changed.  done: by each rank, a method and its arguments."""
+def changed(*done, dtype=torch.float32, allowed=False, knows_norm=False, steps=1):
+    """What the ranks have changed.  done: by each rank, a method and its arguments.  steps: that add up."""
     found = []
     for number, (name, *arguments) in enumerate(done):
-        rank = Rank(number, dtype, allowed)
+        rank = Rank(number, dtype, allowed, steps)
         before = [p.detach().clone() for p in rank.parameters]
+        if knows_norm:
+            rank.changes.norm_asked()
         getattr(rank, name)(*arguments)
-        rank.changes.knows_norm = knows_norm
         rank.changes.compare()
         for parameter, value in zip(rank.parameters, before, strict=True):
             parameter.data.copy_(value)
@@ -107,13 +116,45 @@ def message(changes, resolution=RESOLUTION):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("way", ["scale", "scale_data", "replace"])
 def test_one_factor_on_all_ranks_is_right(way, dtype):
-    found = changed((way, 0.3), (way, 0.3), dtype=dtype)
+    found = changed((way, 0.3), (way, 0.3), dtype=dtype, knows_norm=True)
     resolution = 4 * torch.finfo(dtype).eps
     assert [kind for kind, _ in found] == [Kind.FACTOR] * 2
     assert all(factor == pytest.approx(0.3, rel=resolution) for _, factor in found)
     assert message(found, resolution) is None
     other = changed((way, 0.3), (way, 0.35), dtype=dtype)
     assert "Rank 1 has multiplied its gradients by 0.3" in message(other, resolution)
+
+
+@pytest.mark.parametrize("by_hand", [("scale", 1 / RANKS), ("scale_data", 1 / RANKS), ("unscale",)])
+def test_a_factor_that_no_step_and_no_norm_explains(by_hand):
+    """An average over processes of the gradient that one of them has, and a scaler."""
+    text = message(changed(by_hand, by_hand))
+    assert text.startswith("Rank 0 has multiplied its gradients by ")
+    assert "leave out their average over processes" in text
+    assert "a GradScaler" in text
+    assert message(changed(by_hand, by_hand, allowed=True)) is None
+
+
+def test_means_over_steps_that_add_up():
+    half = changed(("scale", 0.5), ("scale", 0.5), steps=2)
+    assert half == [(Kind.FACTOR, pytest.approx(0.5))] * 2
+    assert message(half) is None
+    assert "Rank 1 has multiplied" in message(changed(("leave",), ("scale", 0.5), steps=2))
+    rank = Rank(0, steps=2)
+    rank.changes.compare()
+    rank.changes.change(at_once=True)
+    rank.changes.stepped(adds=True)  # to gradients that zero_grad(set_to_none=False) of the model has filled
+    rank.scale(0.5)
+    rank.changes.compare()
+    assert rank.changes.change(at_once=False) == (Kind.OTHER_FACTOR, pytest.approx(0.5))
+
+
+def test_a_norm_of_gradients_that_were_changed_before():
+    rank = Rank(0)
+    rank.scale_data(0.5)
+    rank.changes.norm_asked()
+    rank.changes.compare()
+    assert rank.changes.change(at_once=False) == (Kind.OTHER_FACTOR, pytest.approx(0.5))
 
 
 def test_what_changes_nothing():
@@ -196,7 +237,7 @@ def test_an_optimizer_of_the_users_own():
     rank.scale(0.5)
     for optimizer in (first, second):
         optimizer.step()
-    assert rank.changes.change(at_once=False) == Change(Kind.FACTOR, 0.5)
+    assert rank.changes.change(at_once=False) == (Kind.OTHER_FACTOR, pytest.approx(0.5))
 
 
 @pytest.mark.parametrize("own", [True, False])
@@ -209,7 +250,7 @@ def test_a_hook_of_an_optimizer_changes_gradients(own):
     optimizer.register_step_pre_hook(lambda *_: rank.clip(1e-2))
     optimizer.step()
     change = rank.changes.change(at_once=False)
-    assert change.kind is Kind.FACTOR
+    assert change.kind is Kind.OTHER_FACTOR
     assert change.factor < 1e-2
     optimizer.step()
     assert rank.changes.change(at_once=False) == Change()
@@ -224,7 +265,7 @@ def test_values_that_are_not_finite():
         rank.scale(0.5)
         rank.changes.compare()
         change = rank.changes.change(at_once=False)
-        assert (change.kind, round(change.factor, 9)) == (Kind.FACTOR, 0.5)
+        assert (change.kind, round(change.factor, 9)) == (Kind.OTHER_FACTOR, 0.5)
 
 
 def test_a_process_that_has_all_gradients_compares_nothing():
