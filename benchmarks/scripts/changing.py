@@ -490,7 +490,7 @@ def _(run: Run) -> None:
         run.note("scale", state["criterion.scale"])
 
 
-@piped(trained_criterion, "2", variant="as loss_fn", equal=True, error=r"scale|parameter|loss_fn")
+@piped(trained_criterion, "2", variant="as loss_fn", equal=True, error=r"the loss function's")
 def _(run: Run) -> None:
     data = numbers(3)
     criterion = Uncertain()

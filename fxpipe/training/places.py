@@ -29,7 +29,7 @@ from fxpipe.training.reached import (
     own,
 )
 
-#: Larger arrays are not compared.
+#: Larger arrays are not compared, and of larger tensors the version alone.
 _LARGEST_ARRAY = 1 << 16
 #: What can change without another object in its place, and holds no other objects.
 _BY_VALUE = (set, bytearray, torch.Tensor, np.ndarray)
@@ -46,7 +46,8 @@ class Code(NamedTuple):
 
 
 class Numbers(NamedTuple):
-    """A tensor that is a constant of the program, and how often it was written; or the bytes of an array."""
+    """A tensor that is a constant of the program, how often it was written, and its bytes if they are few; or
+    the bytes of an array."""
 
     kind: str
     ref: Any
@@ -77,7 +78,7 @@ class Compared:
             return Code(f"{x.co_name} ({Path(x.co_filename).name}:{x.co_firstlineno})", _weak(x))
         ref = self.constants.get(id(x))  # another one may have the address of one that is gone
         if isinstance(x, torch.Tensor) and ref is not None and ref() is x and not x.is_inference():
-            return Numbers("a tensor", ref, x._version)
+            return Numbers("a tensor", ref, (x._version, _contents_of(x)))
         if isinstance(x, np.ndarray) and x.nbytes <= _LARGEST_ARRAY and not x.dtype.hasobject:
             return Numbers("an array", None, x.tobytes())
         function = function_of(x)
@@ -97,17 +98,21 @@ class Place:
     values: dict[str, Any] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        owner = self.owner
+        owner, constants = self.owner, self.compared.constants
         self.owner, self._type = _weak(owner), type(owner)
         self._names: list[Any] = []
         self._objects: dict[Any, Any] = {}  # whose contents count as well
         self._by_value: list[tuple[Any, Any]] = []
-        self._modules = [*map(id, owner._modules.values())] if isinstance(owner, nn.Module) else []
+        self._modules: list[int] = []
+        self._constants: list[str] = []  # parameters and buffers of a loss function
+        if isinstance(owner, nn.Module):
+            self._modules += map(id, owner._modules.values())
+            self._constants += (name for name, x in _tensors_of(owner).items() if id(x) in constants)
         reads, is_function = self.compared.reads, isinstance(owner, types.FunctionType)
         holds_read = isinstance(owner, CONTAINERS) and attribute_of(self.path) in reads
         if not is_function and not isinstance(owner, type | torch.Tensor):
             self.values[""] = code(type(owner))
-        for name, x in _contents(owner).items():
+        for name, x in _contents(owner, self._constants).items():
             is_read = is_function or name in reads
             if name in self.compared.sets or (self.is_far and not is_read):
                 continue
@@ -120,13 +125,13 @@ class Place:
                     self._by_value.append((_weak(x), value))
             elif not is_plain(x) and _is_compared(x):
                 self._objects[name] = _weak(x)
-        self._ids = _ids(owner, self._names)
+        self._ids = _ids(owner, self._names, self._constants)
         self._alive = [x for x in self._objects.values() if type(x) is weakref.ref]
 
     def is_same(self) -> bool:
         """Whether it holds the same objects as when this was made, with the same values."""
         owner = strong(self.owner)
-        if type(owner) is not self._type or _ids(owner, self._names) != self._ids:
+        if type(owner) is not self._type or _ids(owner, self._names, self._constants) != self._ids:
             return False
         for ref in self._alive:  # else another one may have taken its address
             if ref() is None:
@@ -143,6 +148,14 @@ class Place:
         return new if same and all(map(operator.is_, new._objects.values(), self._objects.values())) else None
 
 
+def _contents_of(tensor: torch.Tensor) -> bytes | None:
+    """Its bytes, since writing to its ``data`` leaves no trace; None if a step should not read them."""
+    is_plain_one = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
+    if not is_plain_one or tensor.device.type != "cpu" or tensor.nbytes > _LARGEST_ARRAY:
+        return None
+    return tensor.detach().resolve_conj().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
 def code(x: Any) -> Code:
     return Code(name_and_line(x), _weak(x))
 
@@ -156,23 +169,31 @@ def attribute_of(path: str) -> str:
     return next((name for name in reversed(path.split(".")) if not name.isdigit()), "")
 
 
-def _contents(owner: Any) -> Mapping[Any, Any]:
-    """Those that are compared; parameters and buffers of a module stand for themselves."""
+def _tensors_of(module: nn.Module) -> dict[str, Any]:
+    return {**module._parameters, **module._buffers}
+
+
+def _contents(owner: Any, constants: Collection[str] = ()) -> Mapping[Any, Any]:
+    """Those that are compared; parameters and buffers of a module, but constants, stand for themselves."""
     if not isinstance(owner, nn.Module):
         return owner.__dict__ if isinstance(owner, type) else own(owner)
     contents = {name: x for name, x in vars(owner).items() if name not in OF_MODULES}
     for kind, tensors in (("a parameter", owner._parameters), ("a buffer", owner._buffers)):
-        contents |= {name: kind for name, x in tensors.items() if x is not None}
+        contents |= {name: x if name in constants else kind for name, x in tensors.items() if x is not None}
     return contents
 
 
-def _ids(owner: Any, names: Collection[Any]) -> list[int]:
-    """The number of names in an owner, and the addresses of what these stand for."""
+def _ids(owner: Any, names: Collection[Any], constants: Collection[str]) -> list[int]:
+    """The number of names in an owner, and the addresses of what these stand for.
+
+    constants: the names of those of a module's tensors that are constants.
+    """
     if isinstance(owner, nn.Module):
         contents = owner.__dict__
         held = owner._modules.values(), owner._parameters.values()  # properties of a TorchScript module
         absent = [x is None for x in owner._buffers.values()]
-        return [len(contents), *absent, *map(id, chain(map(contents.get, names), *held))]
+        buffers = (x for name, x in owner._buffers.items() if name in constants)
+        return [len(contents), *absent, *map(id, chain(map(contents.get, names), buffers, *held))]
     if isinstance(owner, list | tuple | deque):
         return [*map(id, owner)]
     if isinstance(owner, types.FunctionType) and not owner.__closure__:

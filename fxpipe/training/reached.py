@@ -17,7 +17,7 @@ import sysconfig
 import threading
 import types
 from collections import UserDict, UserList, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from decimal import Decimal
@@ -55,8 +55,10 @@ _OTHER_METHODS = {
 }  # fmt: skip
 #: Methods of an ``autograd.Function`` that autograd calls.
 _BY_AUTOGRAD = {"forward", "setup_context", "backward", "vjp", "jvp", "vmap"}
-#: Of the standard library, what keeps settings in attributes.
-_KEEPERS = (types.SimpleNamespace, argparse.Namespace, UserDict, UserList)
+#: What has settings of an optimizer, of which code reads few.
+_OPTIMIZERS = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
+#: Of the standard library and torch, what keeps settings in attributes.
+_KEEPERS = (types.SimpleNamespace, argparse.Namespace, UserDict, UserList, *_OPTIMIZERS)
 #: The contents of longer containers are no settings.
 _MOST_ENTRIES = 1000
 #: What has another value in another context, or in another thread.
@@ -104,14 +106,35 @@ class Reached:
         reached = Reached()
         for path, thing in (("", model), (LOSS, loss_fn)):
             reached._follow(_Found(path, thing, True))
-            while reached._todo:
-                reached._visit(reached._todo.pop())
+            reached._visit_all()
         reached._waiting.clear()
         for cls, stored in reached._stored_by.items():
             # Objects that the forward makes are gone after it: state is what the class itself has.
             lasts = stored if cls in reached._of_instances else stored & set(dir(cls))
             reached.sets |= lasts
         return reached
+
+    @staticmethod
+    def without_model(
+        owners: Mapping[str, Any], far: Collection[str], reads: Collection[str], loss_fn: Any
+    ) -> Reached:
+        """What the loss function reads, and what is left of a model that is gone: of its functions, their
+        classes, and what these lead to.
+
+        owners: what is left, by the path that it had.  far, reads: see above.
+        """
+        reached = Reached(reads={*reads})
+        reached.owners |= {path: x for path, x in owners.items() if not isinstance(x, type)}
+        reached._seen |= {*map(id, reached.owners.values())}
+        for path, x in owners.items():
+            reached._hold(x) if isinstance(x, type) else reached._enter(path, x, path in far)
+        reached._follow(_Found(LOSS, loss_fn, True))
+        reached._visit_all()
+        return reached
+
+    def _visit_all(self) -> None:
+        while self._todo:
+            self._visit(self._todo.pop())
 
     def _visit(self, found: _Found) -> None:
         path, thing, is_far = found
@@ -121,13 +144,19 @@ class Reached:
         if isinstance(thing, types.FunctionType):
             path, is_far = self._free(name_and_line(thing)), False
             self._read_names(thing)
-        elif not isinstance(thing, torch.Tensor):
+        elif not isinstance(thing, (torch.Tensor, *_OPTIMIZERS)):  # what their methods set is no state
             for cls in type(thing).__mro__:
                 self._visit_class(cls)
+        self._enter(path, thing, is_far)
+
+    def _enter(self, path: str, thing: Any, is_far: bool) -> None:
+        """Follow what it holds."""
         contents = own(thing)
         if contents or not isinstance(thing, types.FunctionType):
             self.owners[path] = thing
-        is_far = is_far and not isinstance(thing, (*CONTAINERS, *_OF_CONTEXTS))
+        is_far = isinstance(thing, _OPTIMIZERS) or (
+            is_far and not isinstance(thing, (*CONTAINERS, *_OF_CONTEXTS))
+        )
         if is_far:
             self.far.add(path)
         is_module = isinstance(thing, nn.Module)
@@ -238,6 +267,10 @@ def own(owner: Any) -> Mapping[Any, Any]:
             return dict(_variables(owner))
         case ContextVar():
             return _value_of(owner)
+        case torch.optim.Optimizer():
+            return {"param_groups": owner.param_groups}
+        case torch.optim.lr_scheduler.LRScheduler():
+            return {**vars(owner), "get_last_lr": owner.get_last_lr()}
         case os._Environ():  # its texts are other objects each time
             return {os.fsdecode(name): value for name, value in os.environb.items()}
         case _:

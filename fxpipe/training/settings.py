@@ -6,7 +6,7 @@
     Block.forward           a method
     config.text.window      4, of an object, a dict or a list in an attribute
     beta in loss (net.py:7)  0.5, a global that the function names, or a variable of its closure
-    weights                 a tensor that is a constant of the program
+    weights                 a tensor that is a constant of the program, also a buffer of the loss function
 
 What the code sets itself outside of constructors is its state, which eager runs change as well: counters,
 flags, lengths of caches.
@@ -68,18 +68,22 @@ class Settings:
         self._now = self._then
         self._paths = {place.path for place in self._places}
 
-    def changes(self, model: nn.Module, *, trains: bool = True) -> list[Change]:
+    def changes(self, model: nn.Module | None, *, trains: bool = True) -> list[Change]:
         """Those since the last call, or since this was made, if a step that trains had them.
 
+        model: None if it is gone: its functions and classes are still there, and what these read.
         trains: whether the mode of the whole model matters.
         """
         other = {place: place.again() for place in self._places if not place.is_same()}
         if not other:
             return []
         if None in other.values():  # other objects: what they lead to is searched
-            places = self._places_of(Reached.of(model, self._loss_fn))
+            places = self._places_of(self._left() if model is None else Reached.of(model, self._loss_fn))
             now: dict[Key, Any] = _described(places)
             keys = {*now, *self._then}
+            if model is None:
+                paths = {place.path for place in places}
+                keys = {key for key in keys if key[0] in paths}
         else:
             places = [other.get(place) or place for place in self._places]
             changed = _described(new for new in other.values() if new is not None)
@@ -120,6 +124,12 @@ class Settings:
             return False  # another function, which is a change of what held it
         is_new = (path, name) not in self._then
         return not is_new or name.isdigit() or (name in self._compared.reads and name not in _OF_TENSORS)
+
+    def _left(self) -> Reached:
+        """What is reached without the model."""
+        left = {place.path: x for place in self._places if (x := strong(place.owner)) is not None}
+        far = {place.path for place in self._places if place.is_far}
+        return Reached.without_model(left, far, self._compared.reads, self._loss_fn)
 
     def _places_of(self, reached: Reached) -> list[Place]:
         owners = [Place(path, x, path in reached.far, self._compared) for path, x in reached.owners.items()]

@@ -75,7 +75,7 @@ class Traced:
                 )
         if model is not None:
             self._check_tied(model)
-        if self._settings is not None and model is not None:
+        if self._settings is not None:
             self._check_settings(self._settings, model, trains)
         registered = hooks_registered()
         known = registered == self._registered and not self._forward and not self._backward
@@ -107,7 +107,7 @@ class Traced:
                         "or undo the change."
                     )
 
-    def _check_settings(self, settings: Settings, model: nn.Module, trains: bool) -> None:
+    def _check_settings(self, settings: Settings, model: nn.Module | None, trains: bool) -> None:
         """Raise RunError where other code would run than when the model was compiled; warn, once for each, of
         other values."""
         for change in settings.changes(model, trains=trains):

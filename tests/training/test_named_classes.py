@@ -1,5 +1,5 @@
 """Numbers that classes read which the code of a model only names: static methods, constructors, custom
-functions, and objects that the forward makes."""
+functions, and objects that the forward makes; and what a loss function reads, also without the model."""
 
 import argparse
 import dataclasses
@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from fxpipe.training.settings import Settings
+from fxpipe.training.unchanged import Traced
 
 BETA = 1.0
 
@@ -147,6 +148,96 @@ def test_a_number_that_changes(way, monkeypatch):
     assert [change.name.rpartition(".")[2] for change in settings.changes(model)] == [name]
     monkeypatch.undo()
     assert settings.changes(model) == []
+    gone = weakref.ref(model)
+    del model
+    assert gone() is None
+    assert settings.changes(None) == []
+    monkeypatch.setattr(owner, name, torch.tensor(5.0) if constants else 5.0)
+    assert [change.name.rpartition(".")[2] for change in settings.changes(None)] == [name]
+
+
+@dataclasses.dataclass(frozen=True)
+class Coefficients:
+    beta: float
+
+
+def test_what_a_loss_function_reads_once_the_model_is_gone(monkeypatch):
+    """Numbers, objects that others replace, and what the forward's code reads beside the model."""
+    beta, schedule = 1.0, types.SimpleNamespace(now=Coefficients(1.0), history=[1.0])
+
+    def loss(output, batch):
+        return beta * schedule.now.beta * schedule.history[-1] * output
+
+    traced = Traced({}, Net(lambda x: x * BETA), loss_fn=loss)
+    traced.check({}, None, (), trains=True)
+    for change, text in [
+        (lambda: schedule.history.append(3.0), r"schedule\.history\.1 was None .* is 3\.0"),
+        (lambda: setattr(schedule, "now", Coefficients(4.0)), r"schedule\.now\.beta was 1\.0 .* is 4\.0"),
+    ]:
+        change()
+        with pytest.warns(UserWarning, match=text):
+            traced.check({}, None, (), trains=True)
+    beta = 2.0
+    with pytest.warns(UserWarning, match=r"beta in .*loss .* was 1\.0 .* is 2\.0"):
+        traced.check({}, None, (), trains=True)
+    settings = Settings(Net(free := lambda x: x * BETA))
+    monkeypatch.setitem(globals(), "BETA", 3.0)
+    assert "BETA" in str(*settings.changes(None))
+    assert free(1.0) == 3.0
+
+
+class Criterion(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("weight", torch.ones(2))
+        self.scale = nn.Parameter(torch.ones(2), requires_grad=False)
+
+    def forward(self, output, batch):
+        return self.scale * self.weight * output
+
+
+def replaced(criterion, name):
+    kind = nn.Parameter if name == "scale" else torch.Tensor
+    setattr(criterion, name, torch.full((2,), 2.0).as_subclass(kind))
+
+
+CHANGES = {
+    "filled": lambda criterion, name: getattr(criterion, name).fill_(2.0),
+    "data": lambda criterion, name: getattr(criterion, name).data.fill_(2.0),
+    "replaced": replaced,
+}
+
+
+@pytest.mark.parametrize("name", ["weight", "scale"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_tensors_of_a_criterion(name, change):
+    for loss_of in (lambda criterion: criterion, lambda criterion: lambda *xs: criterion(*xs)):
+        criterion, model = Criterion(), Net(torch.relu)
+        constants = criterion.weight, criterion.scale
+        settings = Settings(model, loss_of(criterion), [*map(weakref.ref, constants)])
+        assert settings.changes(model) == []
+        CHANGES[change](criterion, name)
+        assert f"{name} has other values than when it was compiled" in str(*settings.changes(model))
+
+
+@pytest.mark.parametrize("read", ["param_groups", "get_last_lr", "optimizer"])
+def test_the_rate_of_another_optimizer(read):
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(()))], lr=0.1)
+    rate = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    loss = {
+        "param_groups": lambda output, batch: optimizer.param_groups[0]["lr"] * output,
+        "get_last_lr": lambda output, batch: rate.get_last_lr()[0] * output,
+        "optimizer": lambda output, batch: rate.optimizer.param_groups[0]["lr"] * output,
+    }[read]
+    model, holder = Net(torch.relu), Net(torch.relu)
+    holder.trainer = optimizer  # which nothing reads
+    settings, others = Settings(model, loss), Settings(holder)
+    optimizer.step()
+    assert settings.changes(model) == []
+    rate.step()
+    (change,) = settings.changes(model)
+    assert (change.before, change.now) == (0.1, 0.05)
+    assert others.changes(holder) == []
 
 
 def test_a_tensor_of_a_function_that_is_filled_in_place():
