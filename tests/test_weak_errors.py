@@ -116,6 +116,37 @@ LOSSES = {
 }
 
 
+class Criterion(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, output, batch):
+        return output["last"].sum() * self.scale
+
+
+def of_variable():
+    weights = nn.Parameter(torch.ones(WIDTH))
+    return lambda output, batch: (output["last"] * weights).sum()
+
+
+TRAINED_LOSSES = {
+    "a module": (Criterion(), r"loss function Criterion trains Criterion\.scale"),
+    "a module in a lambda": (
+        (lambda criterion: lambda output, batch: criterion(output, batch))(Criterion()),
+        r"loss function .*<lambda> trains Criterion\.scale",
+    ),
+    "a variable": (of_variable(), "trains the variable 'weights' of of_variable"),
+}
+
+
+@pytest.mark.parametrize("name", TRAINED_LOSSES)
+def test_a_loss_fn_that_trains(name):
+    loss_fn, wanted = TRAINED_LOSSES[name]
+    with pytest.raises(CaptureError, match=rf"{wanted}.*one nn\.Module, whose forward returns the loss"):
+        compiled(NoLoss(2), loss_fn=loss_fn)
+
+
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_loss_fn_that_is_none(name):
     loss_fn, kind, wanted = LOSSES[name]

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from fxpipe.capture.registered import Registered, overlapping
+from fxpipe.capture.snapshot import Snapshot
 from fxpipe.errors import CaptureError
 from fxpipe.ir import compat
 from fxpipe.ir.graph import Kind, Origin
 
 
-def check_constants(module: fx.GraphModule, tensors: Sequence[Registered]) -> None:
+def check_constants(
+    module: fx.GraphModule,
+    tensors: Sequence[Registered],
+    model: nn.Module,
+    loss_fn: Callable[..., Any] | None,
+) -> None:
     """Raise CaptureError for a tensor that must not be a constant, since a program would keep its current
     value.
 
@@ -51,12 +58,24 @@ def check_constants(module: fx.GraphModule, tensors: Sequence[Registered]) -> No
     for node in nodes:
         held, place = getattr(module, node.target), _place(node)
         if held.requires_grad and held.is_leaf:
+            if loss_fn is not None and not Snapshot.of(model).name_of(held):
+                raise _of_loss(held, model, loss_fn)
             raise CaptureError(
                 f"The forward uses a trainable tensor of shape {tuple(held.shape)} that no module of the "
                 f"model registers{place}. Make it an nn.Parameter of a module (nn.ModuleList and "
-                "nn.ParameterList register what they hold), or call requires_grad_(False). If it is the loss "
-                "function's, make that a module of the model, which returns the loss."
+                "nn.ParameterList register what they hold), or call requires_grad_(False)."
             )
+
+
+def _of_loss(parameter: torch.Tensor, model: nn.Module, loss_fn: Callable[..., Any]) -> CaptureError:
+    """The error for a trainable tensor that the loss function has, or that no object is seen to have."""
+    loss = getattr(loss_fn, "__qualname__", type(loss_fn).__name__)
+    name = Snapshot.of(model, loss_fn).name_of(parameter) or f"a tensor of shape {tuple(parameter.shape)}"
+    return CaptureError(
+        f"The loss function {loss} trains {name}, and a pipeline trains the parameters of its model. Put the "
+        "model and the criterion into one nn.Module, whose forward returns the loss, and compile that alone "
+        "(no loss_fn); or call requires_grad_(False) if it is not to train."
+    )
 
 
 def _place(node: fx.Node) -> str:

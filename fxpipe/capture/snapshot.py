@@ -116,6 +116,15 @@ class Snapshot:
                 snapshot.caches.append((thing, thing.cache_info().misses))
         return snapshot
 
+    def name_of(self, thing: Any) -> str:
+        """What leads to an object, for messages; "" if no place of state has it."""
+        for state in self.states:
+            entries = state.before.items() if isinstance(state.before, dict) else enumerate(state.before)
+            for key, x in entries:
+                if x is thing:
+                    return state.called(key)
+        return ""
+
     def put_in_place(self, replaced: Callable[[Any], Any]) -> None:
         """Put other objects into the entries of dicts, lists and names; None leaves an entry as it is."""
         for state in self.states:

@@ -182,7 +182,7 @@ def _traced(
             raise in_another_thread(mode.elsewhere)
         mode.source = str  # the other one leads to the model, and the graph's tensors to the mode
         replaced = unwritten(module.graph, step.registered)
-        check_constants(module, [r for r in step.registered if r.name not in replaced])
+        check_constants(module, [r for r in step.registered if r.name not in replaced], model, loss_fn)
         if refused and step.difference:  # a state that the first batch alone sets, for example
             raise CaptureError(f"{refused} {step.difference}.")
         files = {node.meta.get("origin", Origin()).source.rpartition(":")[0] for node in module.graph.nodes}
