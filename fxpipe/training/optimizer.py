@@ -21,6 +21,7 @@ from fxpipe.runtime.job.place import called_function
 from fxpipe.runtime.torch_private import has_step_hooks
 from fxpipe.training.ahead import Ahead, set_grad
 from fxpipe.training.clipping import Clipping
+from fxpipe.training.optimizer_state import check_parameters, with_names, without_names
 from fxpipe.training.pace import Pace
 from fxpipe.training.script_changes import ScriptChanges
 from fxpipe.training.several_optimizers import SeveralOptimizers
@@ -293,7 +294,10 @@ class PipelineOptimizer(Optimizer):
 
     def _updated(self) -> list[Parameter]:
         """What the wrapped optimizer updates."""
-        return [updated for group in self.param_groups for updated in group["params"]]
+        return [updated for group in self._updated_by_group() for updated in group]
+
+    def _updated_by_group(self) -> list[list[Parameter]]:
+        return [group["params"] for group in self.param_groups]
 
     def _parameters(self) -> list[Parameter]:
         """The model's parameters, in the same order."""
@@ -398,21 +402,28 @@ class PipelineOptimizer(Optimizer):
         return {**self.state.get(updated, {}), **master}
 
     def state_dict(self) -> dict[str, Any]:
-        """The wrapped optimizer's state of this rank's parameters, and their masters.  ``Checkpointer`` saves
-        that of all ranks, by the model's names."""
+        """The wrapped optimizer's state of this rank's parameters, with their names, and their masters.
+        ``Checkpointer`` saves that of all ranks, by the model's names."""
         self.settle()
         found = self.optimizer.state_dict()
         held = {k: updated for k, updated in enumerate(self._updated()) if updated in self.masters}
-        return {**found, "state": {**found["state"], **{k: self.state_of(x) for k, x in held.items()}}}
+        states = {**found["state"], **{k: self.state_of(x) for k, x in held.items()}}
+        return {
+            **found,
+            "state": states,
+            "param_groups": with_names(found["param_groups"], self._updated_by_group(), self.names),
+        }
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Masters that the state does not hold get the values of the parameters.  Raises OptionError for what
-        is no state of an optimizer."""
+        is no state of an optimizer, and for the state of other parameters: of another rank, or of a pipeline
+        that was cut otherwise."""
         if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
             raise OptionError(
                 f"The optimizer's state is what its state_dict() gives; this is {state_dict!r:.60}."
             )
+        check_parameters(state_dict, self._updated_by_group(), self.names)
         self.settle()
         self.counts.called("load_state_dict")
         states = dict(state_dict["state"])
@@ -426,7 +437,8 @@ class PipelineOptimizer(Optimizer):
                 "parameters, which have fewer bits. Make it with master_weights=True to keep them.",
                 stacklevel=2,
             )
-        self.optimizer.load_state_dict({**state_dict, "state": states})
+        groups = without_names(state_dict["param_groups"])
+        self.optimizer.load_state_dict({**state_dict, "state": states, "param_groups": groups})
         for k, updated in enumerate(self._updated()):
             if updated in self.masters:
                 updated.copy_(masters.get(k, self.masters[updated]))

@@ -44,10 +44,6 @@ class SeveralOptimizers(Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Each optimizer loads what is its own, as its class does it."""
         saved = state_dict["param_groups"]
-        if len(saved) != len(self.of_groups):
-            raise ValueError(
-                f"The state has {len(saved)} groups of parameters, and this optimizer {len(self.of_groups)}."
-            )
         states: dict[Any, Any] = defaultdict(dict)
         for optimizer in self.optimizers:
             groups = [own for own, of in zip(saved, self.of_groups, strict=True) if of is optimizer]

@@ -108,6 +108,42 @@ def test_a_scheduler_and_hooks_take_it_as_any_optimizer():
         )
 
 
+def test_a_state_of_other_parameters_is_refused():
+    pipe = pipeline(Squares())
+    optimizer = pipe.optimizer(torch.optim.SGD, lr=1.0, momentum=0.9)
+    pipe.step(batch(0))
+    optimizer.step()
+    state = optimizer.state_dict()
+    assert "param_names" not in optimizer.param_groups[0]
+    (group,) = state["param_groups"]
+    other = {**group, "param_names": [f"other.{name}" for name in group["param_names"]]}
+    fewer = {**group, "params": group["params"][:1], "param_names": group["param_names"][:1]}
+    unnamed = {name: value for name, value in group.items() if name != "param_names"}
+    first = state["state"][0]["momentum_buffer"]
+    wider = {0: {"momentum_buffer": torch.cat([first, first])}}
+    before = copy.deepcopy(state)
+    assert {type(name) for name in group["param_names"]} == {str}  # torch.load refuses other classes
+    for wrong in (
+        {**state, "param_groups": [other]},
+        {**state, "param_groups": [fewer]},
+        {**state, "param_groups": [group, group]},
+        {"state": wider, "param_groups": [unnamed]},
+    ):
+        with pytest.raises(OptionError, match=r"this rank updates .*fxpipe\.Checkpointer"):
+            optimizer.load_state_dict(wrong)
+    assert equal_states(optimizer.state_dict(), before)
+    optimizer.load_state_dict({**state, "param_groups": [unnamed]})
+    assert equal_states(optimizer.state_dict(), before)
+
+
+def equal_states(found, expected):
+    return found["param_groups"] == expected["param_groups"] and all(
+        torch.equal(found["state"][k][name], value)
+        for k, own in expected["state"].items()
+        for name, value in own.items()
+    )
+
+
 def test_gradients_are_freed_or_zeroed():
     pipe = pipeline(Squares())
     optimizer = pipe.optimizer(torch.optim.SGD, lr=1.0)
