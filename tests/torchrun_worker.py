@@ -286,9 +286,13 @@ def refused(rank: Rank) -> None:
     rank.error("a file", pipe.save, rank.directory / "full" / "file")
     rank.error("loaded", fxpipe.load, rank.directory / "full")
     pipe.save(rank.directory / "new")
-    if rank.number == 1:
-        batch = {name: F.pad(x, (0, 1)) for name, x in batch.items()}
-    ends_with(rank, "one bad batch", pipe, batch)
+    wide = {name: F.pad(x, (0, 1)) for name, x in batch.items()}
+    rank.error("bad batches", pipe.step, wide)
+    rank.error("unknown output", pipe.step, batch, outputs=["logits"])
+    before = pipe.step_number, pipe.process.watch.failures.are_known
+    rank.text("refused", [*before, pipe.step(batch).item()])
+    rank.error("one bad batch", pipe.step, wide if rank.number == 1 else batch)
+    ends_with(rank, "after a failure", pipe, batch)
 
 
 # -- what fails in the middle -----------------------------------------------------------------------------

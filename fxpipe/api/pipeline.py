@@ -200,8 +200,9 @@ class Pipeline(Views):
             for ``fxpipe replay recorded F1.3``.
 
         Gradients are added to the parameters' ``.grad``.  Needs torchrun with one process per rank (a
-        pipeline of one rank runs without it).  If a rank fails, all ranks raise RunError with its message,
-        and their processes end soon after, whether or not the error is caught.
+        pipeline of one rank runs without it).  If all ranks refuse the batch (BatchError), nothing has
+        changed, and a script that catches it may go on with another one.  If a rank fails, all ranks raise
+        RunError with its message, and their processes end soon after, whether or not the error is caught.
         """
         self._check_asked(outputs)
         result = self._runner.step(batch, outputs or (), outputs_on, checked(check), checked_record(record))

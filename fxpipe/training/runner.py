@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from fxpipe.errors import BatchError, FxpipeError, RunError, number_of
-from fxpipe.runtime.program.batch import given_leaves
+from fxpipe.runtime.program.batch import check_batch, given_leaves
 from fxpipe.runtime.program.comm import NoAnswer
 from fxpipe.runtime.program.outputs import Collected, On, StepResult, requested
 from fxpipe.runtime.program.rank import Runtime
@@ -35,6 +35,7 @@ from fxpipe.training.same_batch import (
     any_stops,
     difference,
     options_differ,
+    refusing,
     words,
 )
 from fxpipe.training.short_batches import short_batch
@@ -73,23 +74,27 @@ class Runner(LocalRunner):
         self, batch: Any, outputs: Sequence[str], outputs_on: On, check: Check, record: Mapping[str, Path]
     ) -> StepResult:
         """See ``Pipeline.step``."""
+        if self.process is not None:
+            self.process.watch.check()
         rt, program, spec = self.runtime, self._own_program, self.plan.step
         self._warm_up.run(rt, program, batch, lambda: self._words(Facts(self.artifact.number), batch))
         rt.start()
         number = rt.step_number = self.step_number
         with self._watched(rt, program):
-            try:
+            with self._refused_by_all(rt, number):
                 wanted = requested(outputs, outputs_on, spec.outputs, spec.ranks)
-                rt.collected = Collected.of(wanted, rt.rank, spec.microbatches, self.device)
+                check_batch(spec.batch, batch, spec.microbatches, spec.leaves[rt.rank])
                 self.updates.check()
                 self.state.check_unchanged(self.state.follow_model())
+                if self.process is not None:
+                    check_rows(self.state, rt.rank)
+            try:
+                rt.collected = Collected.of(wanted, rt.rank, spec.microbatches, self.device)
                 self.state.changed()
                 rt.params, rt.buffers = self.state.held_by(rt.rank)
                 self._warm_up.settle(rt, program, batch)
                 asked = "" if outputs_on is None else f"{sorted(rt.collected.wanted)} on {outputs_on}"
                 compare = self._begin_comparison(batch, number, asked)
-                if self.process is not None:
-                    check_rows(self.state, rt.rank)
                 begin_buckets(self.state, rt)
                 finish: list[Finish] = []
                 rt.validate = partial(self._validate, rt, finish)
@@ -285,6 +290,21 @@ class Runner(LocalRunner):
         compares = not self.process.has_different_devices(self.device) and not self.state.borrowed
         return Course(self.state, self.process.rank, compares)
 
+    @contextlib.contextmanager
+    def _refused_by_all(self, rt: Runtime, number: int) -> Iterator[None]:
+        """For the checks of a step, before anything is sent or changed: where all ranks raise in it, the run
+        can go on with another batch; where some do, it has failed."""
+        try:
+            yield
+        except Exception as error:
+            if self.process is None:
+                raise
+            own = words(Facts(self.artifact.number, refuses=True), (), {})
+            ranks = self.process.begin_gather(own, f"step {number}")()
+            if len(refusing(ranks)) < len(ranks):
+                raise self._failure(error, rt, number) from error
+            raise
+
     def _begin_comparison(self, batch: Any, number: int, asked: str) -> Callable[[], None]:
         """Start to compare batch and training with the other ranks; return the function that ends it.
 
@@ -300,6 +320,8 @@ class Runner(LocalRunner):
 
         def compare() -> None:
             ranks = gathered()
+            if refuse := refusing(ranks):
+                raise NoAnswer(f"rank {refuse[0]} does not run {step}")
             self.stops = any_stops(ranks)
             resolution = self.course.changes.resolution
             problem = difference(ranks, leaves, step, facts.names, process.replicas, resolution)

@@ -19,7 +19,8 @@ from fxpipe.training.script_changes import UNKNOWN, Change, Kind, different_chan
 WORDS = SPACE
 #: Of tensors that several ranks hold, the digests that travel in a step.
 DIGESTS = 4
-PLAN, STOP, ASKED, OPTIONS, UPDATES, ADDED, CALLS, CHANGED, FACTOR, SHARED = range(10)  # where they begin
+#: Where each word is, and the first of several.
+PLAN, STOP, REFUSES, ASKED, OPTIONS, UPDATES, ADDED, CALLS, CHANGED, FACTOR, SHARED = range(11)
 LEAVES = SHARED + DIGESTS
 
 ABSENT = 0  # the word of what a rank does not have, or was not given
@@ -35,6 +36,7 @@ class Facts:
     one.  ``calls``: the number of the order of the optimizer's calls.  ``changed``: what the script has
     changed between the last step and its update.
     ``names``: of tensors that several ranks hold, the same on all ranks, and their ``digests``.
+    ``refuses``: whether it does not run the step, as the batch, or what is asked for, is wrong.
     """
 
     plan: int
@@ -47,6 +49,7 @@ class Facts:
     changed: Change = UNKNOWN
     names: tuple[str, ...] = ()
     digests: tuple[int, ...] = ()
+    refuses: bool = False
 
 
 def words(facts: Facts, leaves: Sequence[str], given: Mapping[str, object]) -> torch.Tensor:
@@ -57,7 +60,7 @@ def words(facts: Facts, leaves: Sequence[str], given: Mapping[str, object]) -> t
     found = {name: x for name in leaves if isinstance(x := given.get(name), torch.Tensor)}
     own = torch.zeros(WORDS, dtype=torch.int64, device="cpu")
     optimizer = facts.options, facts.updates, facts.added, facts.calls, facts.changed.kind
-    known = facts.plan, int(facts.stop), facts.asked, *optimizer, ABSENT, *facts.digests
+    known = facts.plan, int(facts.stop), int(facts.refuses), facts.asked, *optimizer, ABSENT, *facts.digests
     own[: len(known)] = own.new_tensor(known)
     own.view(torch.float64)[FACTOR] = facts.changed.factor
     for slot, names in _slots(leaves):
@@ -70,6 +73,11 @@ def words(facts: Facts, leaves: Sequence[str], given: Mapping[str, object]) -> t
 def any_stops(ranks: torch.Tensor) -> bool:
     """Whether a rank was asked to end the run, from the words of all ranks."""
     return bool(ranks[:, STOP].any())
+
+
+def refusing(ranks: torch.Tensor) -> list[int]:
+    """The ranks that do not run the step, from the words of all ranks."""
+    return [rank for rank, refuses in enumerate(ranks[:, REFUSES].tolist()) if refuses]
 
 
 def options_differ(ranks: torch.Tensor) -> bool:

@@ -166,7 +166,8 @@ OTHERS = {
     ),
     "calls": (
         *(Facts(1, calls=k) for k in (-3, 0, 3)),
-        "Rank 2 has called step(), zero_grad(), load_state_dict(), train() or eval() of its optimizer in ",
+        "Rank 2 has called step(), zero_grad(), load_state_dict(), train() or eval() of its optimizer in "
+        "another order than",
     ),
     "options": (
         *(Facts(1, options=k) for k in (-7, 0, 7)),
@@ -194,7 +195,7 @@ def test_more_leaves_than_words():
     assert table(full, full, full, leaves=leaves) is None
     message = table(full, full, changed, leaves=leaves)
     assert message is not None
-    assert "'leaf32' or 'leaf99'" in message
+    assert "'leaf33' or 'leaf99'" in message
     assert table({"leaf28": full["leaf28"]}, full, full, leaves=leaves) is None
 
 

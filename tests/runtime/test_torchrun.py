@@ -349,13 +349,22 @@ def test_saved_after_what_was_refused(refused):
     assert fxpipe.load(refused / "new").plan.ranks == 2
 
 
+def test_what_all_ranks_refuse_leaves_the_run_as_it_was(refused):
+    assert one_message(text(refused, "bad batches", 2)).startswith("BatchError: 'x' has shape (8, 9)")
+    assert "logits" in one_message(text(refused, "unknown output", 2))
+    (loss,) = {t["loss"].item() for t in tensors(refused, "fine", 2)}
+    assert text(refused, "refused", 2) == [[1, False, loss]] * 2
+
+
 def test_a_bad_batch_on_one_rank(refused):
-    """After a step that went well."""
+    """After two steps that went well."""
     first, second = text(refused, "one bad batch", 2)
+    failure = "Rank 1 failed at the start of step 2: BatchError: 'x' has shape (8, 9)"
     assert second.startswith("BatchError: 'x' has shape (8, 9)")
-    assert first.startswith(
-        "RunError: Rank 1 failed at the start of step 1: BatchError: 'x' has shape (8, 9)"
-    )
+    assert first.startswith(f"RunError: {failure}")
+    for message in text(refused, "after a failure", 2):
+        assert message.startswith(f"RunError: {failure}")
+        assert message.endswith("The run has failed: no step can follow.")
 
 
 # -- what fails in the middle -------------------------------------------------------------------------------

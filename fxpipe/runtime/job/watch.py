@@ -144,6 +144,11 @@ class Watch:
             return "before the first step"
         return f"after {number_of(self._trained.step_number, 'step')}"
 
+    def check(self) -> None:
+        """Raise RunError where this rank has told or heard of a failure, also if its script goes on."""
+        if self.failures.are_known:
+            raise RunError(f"{self.failures.find()} The run has failed: no step can follow.")
+
     # -- what becomes of it -------------------------------------------------------------------------------
 
     def report(self, error: BaseException) -> str:

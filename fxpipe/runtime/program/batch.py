@@ -49,13 +49,10 @@ def batch_spec(
     return BatchSpec(tuple(leaves))
 
 
-def microbatches_of(
-    spec: BatchSpec, batch: Any, microbatches: int, needed: Collection[str], device: torch.device | None
-) -> list[dict[str, torch.Tensor]]:
-    """Cut a batch along the leading dimension, and move it to the device.
+def check_batch(spec: BatchSpec, batch: Any, microbatches: int, needed: Collection[str]) -> dict[str, Any]:
+    """The leaves of a batch that are there, after a check that they are like the example's.
 
-    needed: the leaves that must be there; others are checked and cut, but not moved.
-    Raises BatchError, naming the leaf, if the batch is unlike the example.
+    needed: the leaves that must be there.  Raises BatchError, naming the leaf.
     """
     given = given_leaves(spec, batch)
     if not given.keys() >= set(needed):
@@ -65,18 +62,31 @@ def microbatches_of(
             f"this rank needs {_names(needed)}."
         )
     check_unshared(given, {leaf.name for leaf in spec.leaves if leaf.written}, microbatches)
-    cut: list[dict[str, torch.Tensor]] = [{} for _ in range(microbatches)]
     for leaf in spec.leaves:
-        if leaf.name not in given:
+        if leaf.unread or leaf.name not in given:
             continue
         value = given[leaf.name]
-        if leaf.unread:
+        if leaf.shape is not None:
+            _check(leaf, value, microbatches)
+        elif isinstance(value, torch.Tensor) or repr(value) != leaf.value:
+            raise _another_value(leaf, value)
+    return given
+
+
+def microbatches_of(
+    spec: BatchSpec, batch: Any, microbatches: int, needed: Collection[str], device: torch.device | None
+) -> list[dict[str, torch.Tensor]]:
+    """Cut a batch along the leading dimension, and move it to the device.
+
+    needed: the leaves that must be there; others are checked and cut, but not moved.
+    Raises BatchError, naming the leaf, if the batch is unlike the example.
+    """
+    given = check_batch(spec, batch, microbatches, needed)
+    cut: list[dict[str, torch.Tensor]] = [{} for _ in range(microbatches)]
+    for leaf in spec.leaves:
+        if leaf.unread or leaf.shape is None or leaf.name not in given:
             continue
-        if leaf.shape is None:
-            if isinstance(value, torch.Tensor) or repr(value) != leaf.value:
-                raise _another_value(leaf, value)
-            continue
-        _check(leaf, value, microbatches)
+        value = given[leaf.name]
         if device is not None and leaf.name in needed:
             value = value.to(device, non_blocking=value.is_pinned())
         pieces = [value] * microbatches if not leaf.shape else value.split(leaf.shape[0])
