@@ -17,7 +17,7 @@ from torch import fx
 from fxpipe.errors import PartitionError, number_of
 from fxpipe.ir.graph import Color, Free, Phase, read_buffer
 from fxpipe.ir.storage import call_nodes, graph_outputs
-from fxpipe.partition.chain import Chain, CutChain, chain_of, crossing, without_color
+from fxpipe.partition.chain import Chain, CutChain, chain_of, without_color
 from fxpipe.partition.cuts import choose_cuts
 from fxpipe.partition.following import following_cuts
 
@@ -55,17 +55,16 @@ def partition(
     there are places to cut.
     """
     forward = [n for n in without_color(graph) if not n.meta["origin"].backward]
+    if held is not None:
+        forward, cuts = following_cuts(graph, forward, free.in_stage | free.anywhere, held)
     position = {n: i for i, n in enumerate(forward)}
     by_seq: dict[int, int] = {}
     for node in forward:
         by_seq.setdefault(node.meta["origin"].seq, position[node])
     found: CutChain | None = None
-    if held is not None:
-        bytes = crossing(graph, position, dict(position), free.in_stage | free.anywhere).bytes
-        cuts = following_cuts(forward, bytes, free.in_stage | free.anywhere, held)
-    elif split_points is not None:
+    if held is None and split_points is not None:
         cuts = _cuts_by_path(forward, stages, split_points)
-    elif not cuts:
+    elif held is None and not cuts:
         chain = chain or chain_of(graph, position, by_seq, node_seconds, free)
         cuts = _cuts_by_cost(chain, stages, slowness, ranks)
         found = CutChain(chain, cuts)

@@ -1,7 +1,9 @@
 """Cuts a forward where another step of the same model was cut: every tensor is used by a stage that has it.
 
-The two steps may have different ops between the uses of the tensors (dropout in one of them alone): of all
-such cuts those that send the fewest bytes are taken, by dynamic programming.
+The two steps may have different ops between the uses of the tensors (dropout in one of them alone), and may
+use the same tensors more often (a discriminator, of real data and of made ones).  Of the cuts of the order in
+which the forward ran those that send the fewest bytes are taken, by dynamic programming.  Where there are
+none, ops that do not need each other's results are exchanged first.
 """
 
 from __future__ import annotations
@@ -13,37 +15,73 @@ from torch import fx
 
 from fxpipe.errors import PartitionError
 from fxpipe.ir.graph import Kind
+from fxpipe.partition.chain import crossing
 
 
 def following_cuts(
-    forward: Sequence[fx.Node], bytes: Sequence[float], free: Set[fx.Node], held: Sequence[Set[str]]
-) -> tuple[int, ...]:
-    """Return the positions (ascending) after which to cut ``forward`` into one stage for each of ``held``.
+    graph: fx.Graph, forward: Sequence[fx.Node], free: Set[fx.Node], held: Sequence[Set[str]]
+) -> tuple[list[fx.Node], tuple[int, ...]]:
+    """Return the ops of the forward in an order in which they can run, and the positions (ascending) after
+    which to cut it into one stage for each of ``held``.
 
-    bytes: sent across a cut after each position; ``inf`` where no cut may be.  free: ops that move to their
-    users' stages.  held: per stage the names of its parameters and buffers.
+    free: ops that move to their users' stages.  held: per stage the names of its parameters and buffers.
     Raises PartitionError, naming the op, where no cuts leave each tensor with a stage that has it.
     """
+    forward = list(forward)
+    cuts = _fewest_bytes(graph, forward, free, held)
+    if cuts is None:
+        first = _first_stages(forward, free, held)
+        forward.sort(key=first.__getitem__)
+        cuts = _fewest_bytes(graph, forward, free, held)
+    if cuts is None:
+        raise _no_cuts(forward[-1], ())
+    return forward, cuts
+
+
+def _fewest_bytes(
+    graph: fx.Graph, forward: Sequence[fx.Node], free: Set[fx.Node], held: Sequence[Set[str]]
+) -> tuple[int, ...] | None:
+    """The cuts of this order that send the fewest bytes; None if there are none."""
+    position = {node: i for i, node in enumerate(forward)}
+    bytes = crossing(graph, position, dict(position), free).bytes
     best = np.full(len(held), np.inf)  # per stage the fewest bytes, if the position is in it
     best[0] = 0.0
     begins: list[np.ndarray] = []  # per position the stages that begin there then
-    for position, node in enumerate(forward):
-        names = () if node in free else _tensors(node, free)
-        sent = bytes[position - 1] if position else np.inf
+    for i, node in enumerate(forward):
+        sent = bytes[i - 1] if i else np.inf
         before = np.concatenate([[np.inf], best[:-1]]) + sent
         begins.append(before < best)
         best = np.minimum(before, best)
-        best[[any(name not in own for name in names) for own in held]] = np.inf
-        if np.isinf(best).all():
-            raise _no_cuts(node, names)
+        best[[not has for has in _may_be_in(node, free, held)]] = np.inf
     if np.isinf(best[-1]):
-        raise _no_cuts(forward[-1], ())
+        return None
     cuts, stage = [], len(held) - 1
-    for position in range(len(forward) - 1, 0, -1):
-        if begins[position][stage]:
-            cuts.append(position - 1)
+    for i in range(len(forward) - 1, 0, -1):
+        if begins[i][stage]:
+            cuts.append(i - 1)
             stage -= 1
     return tuple(reversed(cuts))
+
+
+def _first_stages(
+    forward: Sequence[fx.Node], free: Set[fx.Node], held: Sequence[Set[str]]
+) -> dict[fx.Node, int]:
+    """Per op the first stage that has its tensors and comes no earlier than what it is computed from."""
+    first: dict[fx.Node, int] = {}
+    for node in forward:
+        earliest = max((first[source] for source in node.all_input_nodes if source in first), default=0)
+        has = _may_be_in(node, free, held)
+        stage = next((stage for stage in range(earliest, len(held)) if has[stage]), None)
+        if stage is None:
+            raise _no_cuts(node, _tensors(node, free))
+        first[node] = stage
+    return first
+
+
+def _may_be_in(node: fx.Node, free: Set[fx.Node], held: Sequence[Set[str]]) -> list[bool]:
+    """Per stage whether it has the tensors that an op uses."""
+    names = () if node in free else _tensors(node, free)
+    return [own.issuperset(names) for own in held]
 
 
 def _tensors(node: fx.Node, free: Set[fx.Node]) -> tuple[str, ...]:
@@ -63,6 +101,8 @@ def _no_cuts(node: fx.Node, names: Sequence[str]) -> PartitionError:
     uses = f", which uses {', '.join(names)}" if names else ""
     return PartitionError(
         "The forward cannot be cut such that each rank uses what it has in the other step: no stage that has "
-        f"its tensors is left for {node.name}{uses} ({node.meta['origin']}). Cut the other step so that its "
-        "stages use the tensors in this order too, by split_points."
+        f"its tensors is left for {node.name}{uses} ({node.meta['origin']}). Compile this pipeline first, and "
+        "the other one with like= it; or let each rank have several stages (schedule='auto', without "
+        "stages_per_rank); or give the pipeline that was compiled first split_points= at which the parts of "
+        "the model are cut in the order in which this one uses them."
     )
