@@ -35,7 +35,7 @@ from fxpipe.training.make_optimizer import make_optimizer
 from fxpipe.training.model_state import ModelState
 from fxpipe.training.optimizer import PipelineOptimizer
 from fxpipe.training.partial_model import register, share_model
-from fxpipe.training.pretrained import Pretrained, export
+from fxpipe.training.pretrained import export, values_at
 from fxpipe.training.runner import Runner
 from fxpipe.training.save import new_directory, save
 from fxpipe.training.shared_values import share_values
@@ -378,9 +378,10 @@ class Pipeline(Views):
     def load_state_dict(self, state: Mapping[str, torch.Tensor] | str | Path, strict: bool = True) -> None:
         """Load values of parameters and buffers; this also gives tensors to a model on the meta device.
 
-        state: of the whole model, or the path of a safetensors file, or of a directory of Hugging Face with
-            one or several of them, of which each rank reads its part.  A tensor with two names may have one
-            of them, and buffers that are not persistent may be missing.
+        state: of the whole model, or the path of a safetensors file, of a directory of Hugging Face with
+            one or several of them, or of a checkpoint that ``torch.distributed.checkpoint`` wrote, of which
+            each rank reads its part.  A tensor with two names may have one of them, and buffers that are not
+            persistent may be missing.
 
         Call it on all ranks, before ``optimizer`` and the first ``step``.
         strict: raise ArtifactError for names that are missing or that the model does not have.
@@ -400,7 +401,7 @@ class Pipeline(Views):
                     f"state[{nested[0]!r}] is a mapping, not a tensor: give the state dict in it, "
                     f"state[{nested[0]!r}]."
                 )
-            given = Pretrained(Path(state)) if isinstance(state, str | Path) else InMemory(state)
+            given = values_at(Path(state)) if isinstance(state, str | Path) else InMemory(state)
             load_state_dict(self.model_state, given, strict)
         self.share_values()
 

@@ -14,6 +14,7 @@ from fxpipe.runtime.job.tracebacks import brief
 from fxpipe.training.checkpoint import files, tensor_store
 from fxpipe.training.checkpoint.restore import held_in
 from fxpipe.training.checkpoint.training_state import MODEL, OPTIMIZER, CheckpointRecord, averaged
+from fxpipe.training.dcp_metadata import METADATA
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +50,9 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
         found = files.newest(path) if path.is_dir() else None
         if found is None:
             saved = " It is a saved pipeline: fxpipe.load." if (path / "plan.json").exists() else ""
-            raise ArtifactError(f"{path} holds no checkpoint.{saved}")
+            if (path / METADATA).exists():
+                saved = " It is one of torch.distributed.checkpoint: pipe.load_state_dict(path) reads it."
+            raise ArtifactError(f"{path} holds no checkpoint of fxpipe.{saved}")
         path = found
     files.verify(path, files.read_sums(path))
     held = held_in(path, CheckpointRecord.from_json(files.read_state(path), path))

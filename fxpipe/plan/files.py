@@ -219,7 +219,7 @@ def _found_instead(directory: Path) -> str:
             "saved, and resume with fxpipe.Checkpointer(pipe, directory).resume(); "
             "fxpipe.read_checkpoint(directory) gives the weights alone"
         )
-    if any(directory.glob("*.safetensors")):
+    if any(directory.glob("*.safetensors")) or any(directory.glob("*.distcp")):
         return (
             "it has weights and no plan.json. Compile the model and give it these: "
             "pipe.load_state_dict(directory)"

@@ -1,5 +1,5 @@
-"""Weights as Hugging Face keeps them: one safetensors file, or several with an index, beside a
-config.json."""
+"""Weights in files: as Hugging Face keeps them, one safetensors file, or several with an index, beside a
+config.json; or a checkpoint of ``torch.distributed.checkpoint``."""
 
 from __future__ import annotations
 
@@ -16,6 +16,9 @@ from fxpipe.errors import ArtifactError
 from fxpipe.plan.files import open_tensors
 from fxpipe.plan.spans import Spans, slices_of
 from fxpipe.strict import MEBIBYTE, Misfit, parse_json, read_text, shown, structure
+from fxpipe.training.dcp_checkpoint import DistributedCheckpoint
+from fxpipe.training.dcp_metadata import METADATA
+from fxpipe.training.given_values import GivenValues
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 #: The bytes of a piece.  A file is opened anew for each: the pages that were read are the process's as long
@@ -72,6 +75,16 @@ class Pretrained:
             del piece
 
 
+def values_at(path: Path) -> GivenValues:
+    """Weights in files, of Hugging Face or of ``torch.distributed.checkpoint``.
+
+    Raises ArtifactError if there are none, or they cannot be read.
+    """
+    if (path / METADATA).exists() and not any((path / name).exists() for name in (WEIGHTS, INDEX)):
+        return DistributedCheckpoint(path)
+    return Pretrained(path)
+
+
 def _layout_in(held: Any, name: str) -> _Layout:
     piece = held.get_slice(name)
     shape = tuple(piece.get_shape())
@@ -84,7 +97,10 @@ def _files_of(path: Path) -> dict[str, Path]:
         return _indexed(path)
     file = path / WEIGHTS if path.is_dir() else path
     if not file.exists():
-        raise ArtifactError(f"{path} is no safetensors file, and no directory with {WEIGHTS} or {INDEX}.")
+        raise ArtifactError(
+            f"{path} is no safetensors file, and no directory with {WEIGHTS}, {INDEX}, or {METADATA} of "
+            "torch.distributed.checkpoint."
+        )
     if zipfile.is_zipfile(file):
         raise ArtifactError(f"{file} is a file of torch.save: give what it holds, torch.load({str(path)!r}).")
     with open_tensors(file, REMEDY) as held:
