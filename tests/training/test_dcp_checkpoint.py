@@ -206,6 +206,7 @@ METADATA = {
     "no metadata": (lambda m: {"table": 1}, "where a Metadata of"),
     "no record": (lambda m: setattr(m, "storage_data", {"table": "a"}), "where a MetadataIndex of"),
     "no mapping": (lambda m: setattr(m, "state_dict_metadata", [1]), "where a mapping must be"),
+    "no name": (lambda m: vars(next(iter(m.storage_data))).update(fqn=[1]), "does not say where 'table' is"),
     "keys": (lambda m: setattr(m, "planner_data", {(1, 2): 3}), "other keys than text"),
     "above": (lambda m: _set(m, relative_path="../__0_0.distcp"), "must be a file of the same directory"),
     "absolute": (lambda m: _set(m, relative_path="/etc/passwd"), "must be a file of the same directory"),
