@@ -29,9 +29,9 @@ LINEAR = {  # in their first argument
     aten._to_copy.default,
     aten.clone.default,
 }
+SLICES = {aten.slice.Tensor: 1, aten.slice_backward.default: 2}  # where their dimension is, then their bounds
 _AS_BEFORE = {  # where they leave the vocabulary's dimension whole
-    aten.slice.Tensor,
-    aten.slice_backward.default,
+    *SLICES,
     aten.constant_pad_nd.default,
     aten.clone.default,
     aten.detach.default,
@@ -66,6 +66,31 @@ def is_uniform(node: fx.Node, dim: int) -> bool:
         return False
     before: torch.Tensor = node.args[0].meta["val"]  # type: ignore[union-attr]
     return before.dim() < -dim or before.shape[dim] == 1
+
+
+def entries(node: fx.Node, axis: int) -> int:
+    """How long a dimension of a value is, or of each of its values."""
+    val = node.meta["val"]
+    length: int = (val[0] if isinstance(val, list | tuple) else val).shape[axis]
+    return length
+
+
+def leaves_out_columns(node: fx.Node, axis: int) -> bool:
+    """Whether an op leaves out the last entries of the vocabulary, or is the gradient of one that does.
+
+    Raises VocabularyError if it leaves out others.
+    """
+    if node.target not in SLICES or entries(node, axis) == entries(node.args[0], axis):  # type: ignore[arg-type]
+        return False
+    at, args = SLICES[node.target], (*node.args, *[None] * 5)
+    if (args[at] or 0) % node.meta["val"].dim() != axis or args[at + 1] or (args[at + 3] or 1) != 1:
+        origin = node.meta["origin"]
+        raise VocabularyError(
+            f"vocab_parallel cannot split {node.target} in {origin.module} ({origin.source or 'autograd'}): "
+            "of the logits it may leave out the last columns alone. To leave out others, mask them: "
+            "logits.masked_fill(mask, -torch.inf), with a mask of the vocabulary's length."
+        )
+    return True
 
 
 def is_of_batch(node: fx.Node) -> bool:
@@ -137,7 +162,8 @@ def _axis(node: fx.Node, axes: dict[fx.Node, int], size: int) -> int | None:
     elif args[0] in axes and node.target in _MOVES:
         return _MOVES[node.target](node, axes[args[0]])
     elif args[0] in axes and node.target in _AS_BEFORE:
-        found = axes[args[0]] if node.meta["val"].shape[axes[args[0]]] == size else None
+        at = axes[args[0]]
+        found = at if leaves_out_columns(node, at) or entries(node, at) == entries(args[0], at) else None
     elif torch.Tag.pointwise in getattr(node.target, "tags", ()):
         found = _of_operands(node, axes)
     else:

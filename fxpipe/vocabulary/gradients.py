@@ -57,7 +57,9 @@ class Gradients:
         if parts.uniform_grad is None:
             assert parts.label_grad is not None, "a gradient has at least one part"
             return parts.label_grad
-        everywhere = build.call(aten.mul.Tensor, parts.uniform_grad, float(self.shard.layers.size))
+        everywhere = build.call(
+            aten.mul.Tensor, parts.uniform_grad, float(self.shard.layers.entries(node_arg(node, 1)))
+        )
         return (
             everywhere
             if parts.label_grad is None

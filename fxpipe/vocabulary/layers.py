@@ -23,10 +23,13 @@ from fxpipe.vocabulary.axes import (
     vocabulary_axes,
     whole,
 )
+from fxpipe.vocabulary.fills import mask_filled_columns
+from fxpipe.vocabulary.padding import pad
 
 aten = torch.ops.aten
 _PROJECTIONS = {aten.mm.default: 1, aten.addmm.default: 2}  # where the table is among the arguments
 _OF_TABLES = RESHAPES | {aten.t.default, aten._to_copy.default, aten.transpose.int, aten.permute.default}
+_OF_TABLES |= {aten.slice.Tensor}
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,6 +40,7 @@ class VocabularyLayers:
     ``vocab_sums``: sums of one over the vocabulary.  ``products``: matrix products over the vocabulary, which
     give the gradient of the projected values.  ``lookups``: embeddings.  ``totals``: sums of gradients over
     tokens and vocabulary, for what scales all logits.  ``argmaxes``: the largest of each token's logits.
+    ``padded``: the length of values that have got the vocabulary's.
     """
 
     size: int
@@ -49,6 +53,11 @@ class VocabularyLayers:
     lookups: tuple[fx.Node, ...]
     totals: tuple[fx.Node, ...]
     argmaxes: tuple[fx.Node, ...]
+    padded: dict[fx.Node, int]
+
+    def entries(self, node: fx.Node) -> int:
+        """How many entries of the vocabulary a value had before ``padding``."""
+        return self.padded.get(node, self.size)
 
 
 def find_layers(graph: fx.Graph) -> VocabularyLayers:
@@ -74,7 +83,9 @@ def find_layers(graph: fx.Graph) -> VocabularyLayers:
         table = node_arg(node, 0)
         if _is_parameter(table) and table.meta["val"].shape[0] == size:
             tables[table] = None
-    return _sorted(graph, size, tuple(tables), vocabulary_axes(graph, set(tables)))
+    mask_filled_columns(graph, size)
+    axes, padded = pad(graph, vocabulary_axes(graph, set(tables)), size)
+    return _sorted(graph, size, tuple(tables), axes, padded)
 
 
 def _is_picked(loss: fx.Node) -> bool:
@@ -91,11 +102,11 @@ def _is_picked(loss: fx.Node) -> bool:
 def _projection(loss: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
     """The table of a loss's logits, and the bias if there is one."""
     size = loss.meta["val"].shape[loss.args[1]]
-    node, biases = node_arg(loss, 0), list[fx.Node]()
+    node, vectors = node_arg(loss, 0), list[fx.Node]()
     while node.op == "call_function" and node.target not in _PROJECTIONS:
         inputs = node.all_input_nodes
         roots = {n: _root(n) for n in inputs}
-        biases += [r for r in roots.values() if _is_parameter(r) and r.meta["val"].shape == (size,)]
+        vectors += roots.values()
         values = [n for n, root in roots.items() if not (_is_parameter(root) or is_of_batch(n))]
         if not values:
             break
@@ -103,19 +114,16 @@ def _projection(loss: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
     if node.target not in _PROJECTIONS:
         raise _not_projected(loss, "they do not come from a matrix product of two dimensions (nn.Linear, @)")
     table = _root(node_arg(node, _PROJECTIONS[node.target]))
-    if node.target is aten.addmm.default and _is_parameter(bias := _root(node_arg(node, 0))):
-        biases.append(bias)
+    if node.target is aten.addmm.default:
+        vectors.append(_root(node_arg(node, 0)))
     if not _is_parameter(table):
         raise _not_projected(loss, f"the matrix product {node.name} is not with a parameter")
     shape = tuple(table.meta["val"].shape)
-    if shape[0] != size:
-        mask = f"logits.masked_fill(torch.arange({shape[0]}) >= {size}, -torch.inf)"
-        remedy = f". To leave out the last columns, mask them: {mask}" if size < shape[0] else ""
+    if shape[0] < size:
         raise _not_projected(
-            loss,
-            f"its table has shape {shape}, whose first dimension is not that of the {size} logits{remedy}",
+            loss, f"its table has shape {shape}, whose first dimension is not that of the {size} logits"
         )
-    return table, biases
+    return table, [v for v in vectors if _is_parameter(v) and v.meta["val"].shape == shape[:1]]
 
 
 def _root(node: fx.Node) -> fx.Node:
@@ -149,7 +157,11 @@ def _place(node: fx.Node) -> str:
 
 
 def _sorted(
-    graph: fx.Graph, size: int, tables: tuple[fx.Node, ...], axes: dict[fx.Node, int]
+    graph: fx.Graph,
+    size: int,
+    tables: tuple[fx.Node, ...],
+    axes: dict[fx.Node, int],
+    padded: dict[fx.Node, int],
 ) -> VocabularyLayers:
     """Sort the uses of tables and logits.  Raises VocabularyError for a use that cannot be split."""
     losses = tuple(n for n in axes if n.target is aten._log_softmax.default)
@@ -198,6 +210,7 @@ def _sorted(
         tuple(lookups),
         tuple(totals),
         tuple(argmaxes),
+        padded,
     )
 
 

@@ -66,6 +66,9 @@ class Softmax:
         for total in layers.vocab_sums:
             scores, axis = self.scores(node_arg(total, 0)), layers.axes[node_arg(total, 0)]
             build = self.shard.at(Phase.F, total.meta["origin"])
+            end = layers.entries(node_arg(total, 0)) - self.shard.begin
+            if end < self.shard.size:  # the logits of the others are -inf
+                scores = build.call(aten.slice.Tensor, scores, axis, 0, max(0, end))
             found.append(build.call(aten.sum.dim_IntList, scores, [axis], True))
         for argmax in layers.argmaxes:
             logits = node_arg(argmax, 0)
@@ -106,7 +109,7 @@ class Softmax:
         for total in self.layers.vocab_sums:
             logs = node_arg(total, 0)
             entry = build.call(aten.sum.dim_IntList, take(logs), [0])
-            size = float(self.layers.size)
+            size = float(self.layers.entries(logs))
             value = build.call(aten.sub.Tensor, entry, build.call(aten.mul.Tensor, self._logsum(logs), size))
             value = build.call(aten.view.default, value, list(total.meta["val"].shape))
             self._others[total] = cast(build, value, total.meta["val"].dtype)

@@ -178,6 +178,34 @@ def of_all_tokens(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return flat(logits, labels, reduction="sum") / (labels >= 0).sum()
 
 
+#: A shard of two has nothing but padding.
+NOT_PADDED = 20
+
+
+def words_of(labels: torch.Tensor) -> torch.Tensor:
+    """Without labels in the padding."""
+    return torch.where(labels < 0, labels, labels % NOT_PADDED)
+
+
+def sliced(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return flat(logits[..., :NOT_PADDED], words_of(labels))
+
+
+def sliced_capped(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """The cap makes the padding's mask finite, if it comes behind that; smoothing takes the sum of all."""
+    columns = torch.arange(NOT_PADDED)
+    capped = 5 * torch.tanh(logits[:, :-1, :NOT_PADDED] / 5)
+    return flat(capped.where(columns != 3, -2.0), words_of(labels[:, 1:]), label_smoothing=0.1)
+
+
+def filled(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """In place, which autograd writes as copies of parts."""
+    logits[..., NOT_PADDED:] = -torch.inf
+    logits[..., 3:5] = 0.5
+    logits[..., 7].fill_(-1e4)
+    return flat(logits, words_of(labels))
+
+
 FORMS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "mean": flat,
     "shifted": shifted,
@@ -190,6 +218,9 @@ FORMS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "no reduction": lambda z, y: flat(z, y, reduction="none").mean(),
     "temperature": lambda z, y: flat(z / 0.7, y),
     "of the last word": lambda z, y: flat(z[:, -1], y[:, -1]),
+    "without the last columns": sliced,
+    "without the last columns, capped, smoothed": sliced_capped,
+    "columns filled in place": filled,
 }
 
 
@@ -288,13 +319,15 @@ def masked_columns(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 class Scaled(Words):
     """Temperatures that are trained: of all logits, and of each token.  Its accuracy is a result."""
 
-    def __init__(self) -> None:
+    def __init__(self, words: int) -> None:
         super().__init__(flat)
+        self.words = words
         self.temperature = nn.Parameter(torch.tensor(0.7))
 
     def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> Any:
         hidden = self.first(self.embedding(ids)).tanh()
-        logits = self.head(hidden) / self.temperature * self.second(hidden)[..., :1].exp()
+        labels = labels.clamp(max=self.words - 1)
+        logits = self.head(hidden)[..., : self.words] / self.temperature * self.second(hidden)[..., :1].exp()
         best = logits.detach().argmax(-1)
         return {"loss": flat(logits, labels), "accuracy": (best == labels).double().mean(), "best": best}
 
@@ -305,15 +338,18 @@ def test_columns_that_are_masked(barriers: str) -> None:
     agrees(case, spread(case, 3, "zb-h1", barriers), 1e-10)
 
 
-@pytest.mark.parametrize("barriers", ["1-barrier", "2-barrier"])
-def test_trained_temperatures_and_an_accuracy(barriers: str) -> None:
-    """Of several largest logits the first counts, as without shards."""
-    case = Case(lambda: Scaled().double(), batch, lambda output, given: output["loss"])
+@pytest.mark.parametrize(
+    ("barriers", "words"), [("1-barrier", WORDS), ("2-barrier", WORDS), ("1-barrier", NOT_PADDED)]
+)
+def test_trained_temperatures_and_an_accuracy(barriers: str, words: int) -> None:
+    """Of several largest logits the first counts, as without shards; those of the padding do not."""
+    case = Case(lambda: Scaled(words).double(), batch, lambda output, given: output["loss"])
     pipe = spread(case, 2, "1f1b", barriers, outputs=["accuracy", "best"])
     agrees(case, pipe, 1e-10)
     model, data = case.build(), case.data(MICROBATCHES)
     model.head.weight.data[3] = model.head.weight.data[40] = model.head.weight.data[10]
     model.head.bias.data.fill_(-2.0)[[3, 10, 40]] = 9.0
+    model.head.bias.data[words:] = 30.0
     pipe.load_state_dict(model.state_dict())
     found, expected = pipe.run_local(data, outputs=["accuracy", "best"]).outputs, model(**data)
     assert torch.equal(found["best"], expected["best"])
@@ -512,6 +548,11 @@ BAD = {
     "no projection": (
         lambda z, y: flat(z.softmax(-1), y),
         "cannot split aten._softmax|not the projection",
+    ),
+    "without the first columns": (lambda z, y: flat(z[..., 1:], y), "may leave out the last columns alone"),
+    "columns filled with logits": (
+        lambda z, y: flat(z.slice_scatter(z[..., :-1], -1, 1), y),
+        r"leave out the last columns|slice_scatter",
     ),
     "log-softmax twice": (
         lambda z, y: flat(z.log_softmax(-1), y),
