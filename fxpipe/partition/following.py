@@ -101,8 +101,8 @@ def _no_cuts(node: fx.Node, names: Sequence[str]) -> PartitionError:
     uses = f", which uses {', '.join(names)}" if names else ""
     return PartitionError(
         "The forward cannot be cut such that each rank uses what it has in the other step: no stage that has "
-        f"its tensors is left for {node.name}{uses} ({node.meta['origin']}). Compile this pipeline first, and "
-        "the other one with like= it; or let each rank have several stages (schedule='auto', without "
+        f"its tensors is left for {node.name}{uses} ({node.meta['origin']}). Compile this pipeline first, "
+        "and the other one with like= it; or let each rank have several stages (schedule='auto', without "
         "stages_per_rank); or give the pipeline that was compiled first split_points= at which the parts of "
         "the model are cut in the order in which this one uses them."
     )
