@@ -10,7 +10,9 @@ batch: (a / n + b / n) / 2 with n = (count of a + count of b) / 2.  The mean of 
 another loss wherever microbatches have different counts.
 
 A divisor must be a sum or a mean over rows of the data (``row_sums.py``), and the loss a linear function of
-what it divides; each term of a sum may have its own.  ``BatchMeans`` names those, and those that stay.
+what it divides; each term of a sum may have its own.  Where a sum over rows is divided by an integer of the
+batch, that is the count of all microbatches, of which each has its share.  ``BatchMeans`` names those, and
+those that stay.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpipe.capture.row_sums import Rows, rows_in
+from fxpipe.capture.row_sums import Rows, named_dims, rows_in
 from fxpipe.ir.builder import Calls, node_arg
 from fxpipe.ir.compat import copy_node, input_nodes
 from fxpipe.ir.graph import Kind, Origin, batch_mean
@@ -62,8 +64,11 @@ class BatchMeans:
 NO_MEANS = BatchMeans()
 
 
-def divide_by_batch_means(graph: fx.Graph) -> BatchMeans:
-    """Rewrite a captured step, forward and backward, whose loss is no (sum, count)."""
+def divide_by_batch_means(graph: fx.Graph, share: float) -> BatchMeans:
+    """Rewrite a captured step, forward and backward, whose loss is no (sum, count).
+
+    share: of a microbatch in the batch, 1 / microbatches.
+    """
     named = graph_outputs(graph)
     if named.loss is None or named.count is not None:
         return NO_MEANS
@@ -72,7 +77,7 @@ def divide_by_batch_means(graph: fx.Graph) -> BatchMeans:
         divisions = [_as_division(tail, each) for each in tail.divisions]
         _keep_for_others(tail, {each.node for each in divisions})
         for each in divisions:
-            _divide_by_mean(tail, each)
+            _divide_by_mean(tail, each, share)
         drop_dead(graph)
     if tail.odd:
         warnings.warn(
@@ -152,16 +157,43 @@ class Tail:
 
     def _divided(self, node: fx.Node) -> Iterator[fx.Node]:
         divisor = node.args[-1]
-        if not isinstance(divisor, fx.Node) or self._is_factor(divisor):
+        is_total = isinstance(divisor, fx.Node) and self.is_total(divisor) and self._sums_rows(node)
+        if not isinstance(divisor, fx.Node) or (not is_total and self._is_factor(divisor)):
             yield from (x for x in node.args[:1] if isinstance(x, fx.Node) and x is not divisor)
             return
         backward = self._backward(node, (aten.div.Tensor,), 1)
-        if self._is_count(divisor) and not node.kwargs and (backward or not self._trains(node)):
+        is_count = is_total or self._is_count(divisor)
+        if is_count and not node.kwargs and (backward or not self._trains(node)):
             self.divisions.append(_Division(node, backward, f"{divisor.name} ({_place(node)})"))
         elif divisor.meta["val"].numel() == 1:
             self.apart.append(f"{divisor.name} ({_place(node)})")
             if divisor in self.rows:
                 self.odd = self.odd or self.apart[-1]
+
+    def is_total(self, node: fx.Node) -> bool:
+        """Whether a value is an integer of the batch, without rows: the number of labels of all microbatches,
+        where a sum over rows is divided by it."""
+        while getattr(node.target, "overloadpacket", None) in _OF_ONE_NUMBER:
+            node = node_arg(node, 0)
+        if node.op != "placeholder" or node.meta["input"].kind is not Kind.BATCH:
+            return False
+        value: torch.Tensor = node.meta["val"]
+        return not (value.dim() or value.is_floating_point() or value.dtype is torch.bool)
+
+    def _sums_rows(self, division: fx.Node) -> bool:
+        """Whether what is divided is a sum over rows, as of the losses of all labels."""
+        node = division.args[0]
+        while isinstance(node, fx.Node):
+            packet = getattr(node.target, "overloadpacket", None)
+            if packet is aten.sum:
+                dims = named_dims(node, node_arg(node, 0).meta["val"].dim())
+                return node not in self.rows and (dims is None or 0 in dims)
+            if _is_loss(node):
+                return bool(node_arg(node, 0).args[3] == _SUM)
+            if packet not in _OF_ONE_NUMBER | {aten.neg, aten.mul}:
+                return False
+            node = node.args[0]
+        return False
 
     def _is_count(self, node: fx.Node) -> bool:
         """Whether a value is a count of data, or one that is kept from being zero."""
@@ -272,7 +304,7 @@ def _keep_for_others(tail: Tail, divisions: Set[fx.Node]) -> None:
     )
 
 
-def _divide_by_mean(tail: Tail, division: _Division) -> None:
+def _divide_by_mean(tail: Tail, division: _Division, share: float) -> None:
     node, calls = division.node, Calls(tail.graph)
     *before, divisor = node.args
     assert isinstance(divisor, fx.Node)
@@ -287,6 +319,8 @@ def _divide_by_mean(tail: Tail, division: _Division) -> None:
     def mean_of(count: fx.Node) -> fx.Node:
         if tail.rows[count] is Rows.SUMMED:
             return call(batch_mean, cast(count, accum_dtype(dtype)))
+        if tail.is_total(count):
+            return call(aten.mul.Tensor, call(batch_mean, cast(count, accum_dtype(dtype))), share)
         first, *others = count.args
         assert isinstance(first, fx.Node)
         value, packet = mean_of(first), count.target.overloadpacket  # type: ignore[union-attr]

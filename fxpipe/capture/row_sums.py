@@ -104,7 +104,7 @@ def _of_rows(node: fx.Node, found: Mapping[fx.Node, Rows], number: int) -> Rows:
         return Rows.MIXED
     if torch.Tag.pointwise in node.target.tags or packet in _COPIES:  # type: ignore[union-attr]
         return Rows.FIRST if all(x.dim() == value.dim() for x in given) else Rows.MIXED
-    dims = _dims(node, given[0].dim())
+    dims = named_dims(node, given[0].dim())
     if dims is None and packet in _SUMS:
         return Rows.SUMMED
     if dims is not None and packet in _ALONG:
@@ -130,7 +130,7 @@ def _of_rows(node: fx.Node, found: Mapping[fx.Node, Rows], number: int) -> Rows:
     return Rows.FIRST if stays else Rows.MIXED
 
 
-def _dims(node: fx.Node, before: int) -> set[int] | None:
+def named_dims(node: fx.Node, before: int) -> set[int] | None:
     """The dimensions that an op names, of its operand or, where it has one more, of its result; None for
     all."""
     schema = node.target._schema.arguments  # type: ignore[union-attr]

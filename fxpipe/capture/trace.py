@@ -196,7 +196,7 @@ def _traced(
         held = (getattr(module, node.target) for node in module.graph.find_nodes(op="get_attr"))
         sources = tuple(map(weakref.ref, held))
         cleaned = clean(module, [x.input for x in given], step.layout, frozen)
-        means = divide_by_batch_means(cleaned[0]) if options.over_batch else NO_MEANS
+        means = divide_by_batch_means(cleaned[0], scale) if options.over_batch else NO_MEANS
         captured = Captured(
             *cleaned,
             means=means,

@@ -81,7 +81,7 @@ def _first_stages(
 def _may_be_in(node: fx.Node, free: Set[fx.Node], held: Sequence[Set[str]]) -> list[bool]:
     """Per stage whether it has the tensors that an op uses."""
     names = () if node in free else _tensors(node, free)
-    return [own.issuperset(names) for own in held]
+    return [own >= {*names} for own in held]
 
 
 def _tensors(node: fx.Node, free: Set[fx.Node]) -> tuple[str, ...]:

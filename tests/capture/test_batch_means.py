@@ -232,3 +232,40 @@ def test_the_count_is_no_place_to_cut():
 
     batch = torch.randn(8, WORDS, dtype=torch.float64), y
     compared(Whole(), batch, 4, stages_per_rank=4, schedule="interleaved", split_points=None)
+
+
+class Counted(Model):
+    """The loss of Hugging Face's models with the number of labels of the whole batch."""
+
+    def forward(self, x, y, number):
+        h = torch.tanh(self.hidden(self.embed(x)))
+        losses = F.cross_entropy(self.head(h).flatten(0, 1), y.flatten(), reduction=self.loss[0])
+        return self.loss[1](losses) / number + 0.1 * h.square().mean()
+
+
+@pytest.mark.parametrize(
+    ("loss", "options"),
+    [
+        (("sum", lambda x: x), {}),
+        (("sum", lambda x: x), {"ranks": 2, "vocab_parallel": "1-barrier"}),
+        (("none", torch.sum), {}),
+        (("none", torch.mean), {}),
+    ],
+    ids=["sum", "vocabulary", "sum of all", "mean"],
+)
+def test_a_number_of_all_labels(loss, options):
+    """A sum over rows has to be divided by each microbatch's share of it, a mean by all of it."""
+    torch.manual_seed(0)
+    model = Counted(loss).double()
+    x, y = torch.randint(WORDS, (6, LENGTH)), torch.randint(WORDS, (6, LENGTH))
+    y[0], y[3, 1:] = -100, -100
+    batch = {"x": x, "y": y, "number": (y != -100).sum()}
+    expected = model(**batch)
+    expected.backward()
+    example = {name: value[:ROWS] if value.dim() else value for name, value in batch.items()}
+    pipe = fxpipe.compile(model, example, **{"ranks": 1, **options}, microbatches=3, schedule="1f1b")
+    result = pipe.run_local(batch)
+    torch.testing.assert_close(result.loss, expected.detach(), rtol=1e-12, atol=0)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(result.grads[name], parameter.grad, rtol=1e-9, atol=1e-12)
+    assert bool(pipe.plan.batch_means) == (loss[1] is not torch.mean)
