@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -140,6 +141,7 @@ def own_optimizer(rank: Rank) -> None:
     script = Script()
     script.optimizer = torch.optim.Adam(script.model.parameters(), lr=0.05)
     script.step()
+    norm_by_hand(rank, script.model)
     script.pipe.step(script.batch)
     script.pipe.synchronize()
     script.optimizer.step()
@@ -147,6 +149,26 @@ def own_optimizer(rank: Rank) -> None:
     script.plain(*script.whole).backward()
     script.plain_optimizer.step()
     rank.text("own optimizer", script.synchronized())
+
+
+class Reads(torch.optim.Optimizer):
+    def __init__(self, parameters: Iterable[nn.Parameter]):
+        super().__init__(parameters, {})
+
+    def step(self) -> None:  # type: ignore[override]
+        self.gradients = [p.grad for p in self.param_groups[0]["params"] if p.grad is not None]
+
+
+def norm_by_hand(rank: Rank, model: nn.Module) -> None:
+    """Of the gradients that are here; an optimizer asks for them, too."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        Reads(model.parameters()).step()
+        model.zero_grad()
+        of_optimizers = len(told)
+        for _ in range(2):
+            sum(p.grad.square().sum() for p in model.parameters() if p.grad is not None)
+    rank.text("norm by hand", [of_optimizers, *(str(warning.message) for warning in told)])
 
 
 def changed_between(rank: Rank, name: str, **options: object) -> None:

@@ -8,6 +8,8 @@ it; its class says that it is elsewhere, and its memory is that of one NaN.
 from __future__ import annotations
 
 import math
+import sys
+from types import FrameType
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -19,11 +21,14 @@ from fxpipe.runtime.torch_private import of_base_class, pytree
 
 
 class Explain(Protocol):
-    """Finds the text of an error for a tensor that is elsewhere.  ``number``: of the pipeline that has it."""
+    """Finds the text of an error for a tensor that is elsewhere.  ``number``: of the pipeline that has it.
+    ``gradient_is_read``: by the code that runs in a frame."""
 
     number: int
 
     def __call__(self, tensor: torch.Tensor, /) -> str: ...
+
+    def gradient_is_read(self, tensor: torch.Tensor, frame: FrameType) -> None: ...
 
 
 class Classes:
@@ -53,6 +58,8 @@ class Elsewhere(torch.Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func == _GRADIENT:
+            cls.explain.gradient_is_read(args[0], sys._getframe(1))
         if func in _READS_NO_VALUES:
             with of_base_class():
                 return func(*args, **(kwargs or {}))
@@ -63,6 +70,7 @@ class Elsewhere(torch.Tensor):
 
 
 _T: Any = torch.Tensor
+_GRADIENT = _T.grad.__get__
 _PROPERTIES = (
     "shape", "dtype", "device", "layout", "ndim", "itemsize", "requires_grad", "grad", "grad_dtype",
     "grad_fn", "is_leaf", "retains_grad", "is_meta", "is_cpu", "is_cuda", "is_sparse", "is_quantized",

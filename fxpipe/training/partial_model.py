@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import json
 import sys
+import traceback
+import warnings
 import weakref
+from types import FrameType
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,6 +22,7 @@ from fxpipe.errors import RunError
 from fxpipe.plan.artifact import Plan
 from fxpipe.plan.kept import kept_slots
 from fxpipe.plan.rows import ShardName
+from fxpipe.runtime.job.place import is_of_user
 from fxpipe.runtime.job.process import Process
 from fxpipe.training.elsewhere import Elsewhere, hide, is_elsewhere, send_away, show
 from fxpipe.training.updates import Updates
@@ -278,6 +282,7 @@ class Explanation:
         assert state.process is not None
         self.plan, self.rank, self.number = state.plan, state.process.rank, state.process.tag
         self.state = weakref.ref(state)
+        self._has_warned = False
 
     def __call__(self, tensor: torch.Tensor) -> str:
         state, rank = self.state(), self.rank
@@ -294,6 +299,27 @@ class Explanation:
             "pipe.load_state_dict(state) instead, or pipe.synchronize() first, on all ranks, which fills the "
             "model until the next step. pipe.parameters and pipe.buffers are what this rank holds; "
             "pipe.average(…) makes averages of weights."
+        )
+
+    def gradient_is_read(self, tensor: torch.Tensor, frame: FrameType) -> None:
+        """Warn the user's code, once, that a norm of the gradients here is of a part of the model.
+
+        Optimizers, also the user's, ask all parameters, and update those that have one.
+        """
+        state = self.state()
+        if self._has_warned or state is None or not (tensor.requires_grad and is_of_user(frame)):
+            return
+        callers = (caller.f_locals.get("self") for caller, _ in traceback.walk_stack(frame))
+        if any(isinstance(caller, Optimizer) for caller in callers):
+            return
+        self._has_warned = True
+        name = _name_of(tensor, state)
+        warnings.warn(
+            f"{name or 'This tensor'} has no gradient on rank {self.rank}, as it is on {self._place(name)}: "
+            "what is computed here of all gradients, such as their norm, is of a part of the model. "
+            "opt.grad_norm() is the norm of all, and opt.last_norm that of the last update with "
+            "clip_grad_norm=; pipe.parameters are what this rank holds.",
+            stacklevel=3,
         )
 
     def _place(self, name: str) -> str:

@@ -51,6 +51,14 @@ def test_an_average_by_hand_is_an_error_on_each_rank(ranks, use):
         assert "pipe.average(…)" in message
 
 
+def test_a_norm_by_hand_is_told_once_that_it_is_of_a_part(ranks):
+    for number, (of_optimizers, *told) in enumerate(text(ranks, "norm by hand")):
+        assert of_optimizers == 0
+        assert len(told) == 1
+        assert f"has no gradient on rank {number}, as it is on rank {1 - number}" in told[0]
+        assert "opt.grad_norm() is the norm of all" in told[0]
+
+
 @pytest.mark.parametrize("fact", ["counts parameters", "part", "zeros"])
 def test_shapes_are_those_of_the_whole_model(ranks, fact):
     assert text(ranks, fact) == [True, True]

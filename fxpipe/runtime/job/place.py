@@ -10,6 +10,7 @@ import threading
 import traceback
 from collections.abc import Iterable
 from pathlib import Path
+from types import FrameType
 
 from fxpipe.errors import FxpipeError
 
@@ -49,6 +50,11 @@ def called_function() -> str:
             found = frame.f_code.co_qualname
         frame = frame.f_back  # type: ignore[assignment]
     return found
+
+
+def is_of_user(frame: FrameType) -> bool:
+    """Whether a frame runs the user's code, and not that of others."""
+    return not frame.f_code.co_filename.startswith((*_OTHERS, "<"))
 
 
 def _innermost(lines: Iterable[tuple[str, int]]) -> str:
