@@ -153,7 +153,9 @@ def _contents_of(tensor: torch.Tensor) -> bytes | None:
     is_plain_one = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
     if not is_plain_one or tensor.device.type != "cpu" or tensor.nbytes > _LARGEST_ARRAY:
         return None
-    return tensor.detach().resolve_conj().reshape(-1).view(torch.uint8).numpy().tobytes()
+    as_written = tensor.detach().resolve_conj().resolve_neg()
+    dense = as_written.reshape(-1).clone(memory_format=torch.contiguous_format)
+    return dense.view(torch.uint8).numpy(force=True).tobytes()
 
 
 def code(x: Any) -> Code:

@@ -240,6 +240,22 @@ def test_the_rate_of_another_optimizer(read):
     assert others.changes(holder) == []
 
 
+def test_constants_of_any_layout():
+    model, pair = Net(torch.relu), torch.tensor([1 + 2j, 3 + 4j])
+    model.tables = [
+        pair.conj(),
+        pair.conj().imag,
+        pair.real.expand(3, 2).bool(),
+        torch.ones(2).bfloat16()[::2],
+    ]
+    settings = Settings(model, constants=[*map(weakref.ref, model.tables)])
+    assert settings.changes(model) == []
+    for table in model.tables:
+        table.data.zero_()
+    found = [change.name for change in settings.changes(model)]
+    assert found == [f"tables.{k}" for k in range(4)]
+
+
 def test_a_tensor_of_a_function_that_is_filled_in_place():
     act, owner, _ = in_a_tensor()
     model = Net(act)
