@@ -30,6 +30,19 @@ LINEAR = {  # in their first argument
     aten.clone.default,
 }
 SLICES = {aten.slice.Tensor: 1, aten.slice_backward.default: 2}  # where their dimension is, then their bounds
+_OF_COLUMNS = {
+    *SLICES,
+    aten.slice_scatter.default,
+    aten.select_scatter.default,
+    aten.split.Tensor,
+    aten.split_with_sizes.default,
+    aten.cat.default,
+    aten.index.Tensor,
+    aten.index_select.default,
+    aten.index_put.default,
+    aten.index_fill.int_Scalar,
+    aten.constant_pad_nd.default,
+}
 _AS_BEFORE = {  # where they leave the vocabulary's dimension whole
     *SLICES,
     aten.constant_pad_nd.default,
@@ -84,12 +97,7 @@ def leaves_out_columns(node: fx.Node, axis: int) -> bool:
         return False
     at, args = SLICES[node.target], (*node.args, *[None] * 5)
     if (args[at] or 0) % node.meta["val"].dim() != axis or args[at + 1] or (args[at + 3] or 1) != 1:
-        origin = node.meta["origin"]
-        raise VocabularyError(
-            f"vocab_parallel cannot split {node.target} in {origin.module} ({origin.source or 'autograd'}): "
-            "of the logits it may leave out the last columns alone. To leave out others, mask them: "
-            "logits.masked_fill(mask, -torch.inf), with a mask of the vocabulary's length."
-        )
+        raise whole(node)
     return True
 
 
@@ -127,10 +135,16 @@ def is_argmax(node: fx.Node, axes: dict[fx.Node, int]) -> bool:
 def whole(node: fx.Node) -> VocabularyError:
     """The error for an op that needs the whole vocabulary in one place."""
     origin = node.meta["origin"]
+    remedy = "Compile without vocab_parallel, or drop that use from the training step."
+    if node.target in _OF_COLUMNS:
+        remedy = (
+            "To leave out columns of the logits, take the first ones, logits[..., :n], or mask others: "
+            "logits.masked_fill(mask, -torch.inf), with a mask of the vocabulary's length."
+        )
     return VocabularyError(
         f"vocab_parallel cannot split {node.target} in {origin.module} "
         f"({origin.source or 'autograd'}): it uses the logits, or the table, beside the projection and the "
-        "cross-entropy. Compile without vocab_parallel, or drop that use from the training step."
+        f"cross-entropy. {remedy}"
     )
 
 

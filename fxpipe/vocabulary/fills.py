@@ -17,31 +17,29 @@ from fxpipe.vocabulary.axes import is_of_batch
 
 aten = torch.ops.aten
 _SCATTERS = {aten.slice_scatter.default, aten.select_scatter.default}
-_EMPTY = {aten.new_empty_strided.default, aten.new_empty.default, aten.empty_like.default}
 
 
-def mask_filled_columns(graph: fx.Graph, size: int) -> None:
-    """size: of the vocabulary; dimensions of other lengths remain as they are."""
-    build, filled = Builder(graph), False
+def mask_filled_columns(graph: fx.Graph, lengths: set[int]) -> None:
+    """lengths: of the vocabulary; dimensions of other lengths remain as they are."""
+    build, before = Builder(graph), len(graph.nodes)
     for node in call_nodes(graph):
         if node.target in _SCATTERS:
-            filled |= _mask(node, size, build)
-    if not filled:
-        return
-    for node in call_nodes(graph):
-        if node.target is aten.copy.default and node_arg(node, 0).target in _EMPTY:
+            _mask(node, lengths, build)
+        elif node.target is aten.copy.default:
             _clone(node, build)
-    in_order(graph)
-    drop_dead(graph)
+    if len(graph.nodes) > before:
+        in_order(graph)
+        drop_dead(graph)
 
 
-def _mask(node: fx.Node, size: int, build: Builder) -> bool:
-    """Let a mask take the place of a scatter of one number; whether it does."""
+def _mask(node: fx.Node, lengths: set[int], build: Builder) -> None:
+    """Let a mask take the place of a scatter of one number."""
     val, filler = node.meta["val"], _number(node_arg(node, 1))
     args: tuple[Any, ...] = (*node.args[2:], *[None] * 4)
     dim, first, last, step = args[:4]
-    if filler is None or val.shape[dim or 0] != size or (step or 1) != 1:
-        return False
+    size: int = val.shape[dim or 0]
+    if filler is None or size not in lengths or (step or 1) != 1:
+        return
     begin, end, _ = slice(first, last).indices(size)
     if node.target is aten.select_scatter.default:
         begin, end = first % size, first % size + 1
@@ -57,7 +55,6 @@ def _mask(node: fx.Node, size: int, build: Builder) -> bool:
     else:
         after = build.call(aten.masked_fill.Scalar, before, mask, filler)
     node.replace_all_uses_with(after)
-    return True
 
 
 def _number(node: fx.Node) -> fx.Node | float | None:
@@ -69,14 +66,14 @@ def _number(node: fx.Node) -> fx.Node | float | None:
             return 0
         case aten.copy.default | aten.fill.Tensor:
             return _number(node_arg(node, 1))
-        case aten.expand.default:
+        case aten.expand.default | aten.clone.default:
             return _number(node_arg(node, 0))
     is_number = node.meta["val"].dim() == 0 and is_of_batch(node)
     return node if is_number else None
 
 
 def _clone(node: fx.Node, build: Builder) -> None:
-    """Of a copy into new memory, as autograd makes it for the gradient of what is written in place."""
+    """Of a copy over a whole value, as autograd makes it for the gradient of what is written in place."""
     source, build.origin = node_arg(node, 1), node.meta["origin"]
     val, other = node.meta["val"], source.meta["val"]
     if (val.shape, val.dtype) == (other.shape, other.dtype):

@@ -83,7 +83,7 @@ def find_layers(graph: fx.Graph) -> VocabularyLayers:
         table = node_arg(node, 0)
         if _is_parameter(table) and table.meta["val"].shape[0] == size:
             tables[table] = None
-    mask_filled_columns(graph, size)
+    mask_filled_columns(graph, {size, *(head.meta["val"].shape[head.args[1]] for head in heads)})
     axes, padded = pad(graph, vocabulary_axes(graph, set(tables)), size)
     return _sorted(graph, size, tuple(tables), axes, padded)
 
