@@ -265,6 +265,72 @@ def two_players(rank: Rank) -> None:
     rank.text("two players", max(found))
 
 
+def judged_first(rank: Rank) -> None:
+    """The judge is called twice in its own step, where both ranks have it; the maker's step follows."""
+    torch.manual_seed(0)
+    own = players()
+    plain = copy.deepcopy(own)
+    batch = torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)
+    first = fxpipe.compile(Judges(*own), rows_of(batch, 0, 1), ranks=2, **SHAPE)
+    second = fxpipe.compile(Makes(*own), rows_of(batch, 0, 1), like=first, **SHAPE)
+    optimizers, theirs = (
+        [torch.optim.Adam(module.parameters(), lr=0.02) for module in modules] for modules in (own, plain)
+    )
+    for turn in (1, 0, 1, 0):
+        (second, first)[turn].step(batch)
+        (Makes, Judges)[turn](*plain)(*batch).backward()
+        for each in (optimizers, theirs):
+            each[turn].step()
+            for optimizer in each:
+                optimizer.zero_grad()
+    second.synchronize()
+    found = [difference(a.state_dict(), b) for a, b in zip(own, plain, strict=True)]
+    rank.text("judged first", max(found))
+
+
+class Heads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.first, self.second = players()[0], nn.Linear(WIDTH, 1), nn.Linear(WIDTH, 1)
+
+
+class Head(nn.Module):
+    def __init__(self, model: Heads, name: str) -> None:
+        super().__init__()
+        self.model, self.name = model, name
+
+    def forward(self, x):
+        return getattr(self.model, self.name)(self.model.trunk(x)).square().mean()
+
+
+def two_heads(rank: Rank) -> None:
+    """Each pipeline uses a head that the other one has for the whole model's sake alone."""
+    model, plain = built(Heads)
+    batch = (torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1)),)
+    first = fxpipe.compile(Head(model, "first"), rows_of(batch, 0, 1), ranks=2, **SHAPE)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
+    second = fxpipe.compile(Head(model, "second"), rows_of(batch, 0, 1), like=first, **SHAPE)
+    theirs = torch.optim.Adam(plain.parameters(), lr=0.02)
+    for name in ("first", "second", "second", "first"):
+        (first if name == "first" else second).step(batch)
+        Head(plain, name)(*batch).backward()
+        for each in (optimizer, theirs):
+            each.step()
+            each.zero_grad()
+    states = [pipe.full_state_dict(rank=None) for pipe in (first, second)]
+    found = [difference({n.removeprefix("model."): t for n, t in s.items()}, plain) for s in states]
+    second.synchronize()
+    rank.text("two heads", [*found, difference(model.state_dict(), plain)])
+    own = first.optimizer(torch.optim.SGD, lr=0.02)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            second.step(batch)
+            own.step()
+            own.zero_grad()
+    rank.text("unused gradients", [str(w.message) for w in caught if "no optimizer" in str(w.message)])
+
+
 def decay(updates: int) -> float:
     return min(0.9, (1 + updates) / (10 + updates))
 
@@ -362,6 +428,8 @@ def main(directory: Path) -> None:
     changed_between(rank, "updated", **REPLICAS, shard="optimizer")
     two_lengths(rank)
     two_players(rank)
+    judged_first(rank)
+    two_heads(rank)
     averages(rank, "plain")
     averages(rank, "split tables", vocab_parallel=True, validation="post")
     averages(rank, "divided", **REPLICAS, shard="optimizer")

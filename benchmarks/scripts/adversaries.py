@@ -152,6 +152,22 @@ def _(run: Run) -> None:
     players = Critic(generator, judge), Forger(generator, judge)
     forger = fxpipe.compile(players[1], few(data[0]), **run.options)
     critic = fxpipe.compile(players[0], few(data[0]), **run.options, like=forger)
+    _by_turns(run, data, critic, forger)
+
+
+@piped(adversaries, "2", "4", variant="like= the discriminator's", equal=True)
+def _(run: Run) -> None:
+    generator, judge = _players()
+    data = _games()
+    critic = fxpipe.compile(Critic(generator, judge), few(data[0]), **run.options)
+    forger = fxpipe.compile(Forger(generator, judge), few(data[0]), **run.options, like=critic)
+    _by_turns(run, data, critic, forger)
+
+
+def _by_turns(
+    run: Run, data: list[dict[str, Tensor]], critic: fxpipe.Pipeline, forger: fxpipe.Pipeline
+) -> None:
+    """Train two pipelines by an optimizer for each player."""
     opts = {
         player: forger.optimizer(torch.optim.AdamW, lr=0.05, groups=[{"params": [f"{other}.*"], **STILL}])
         for player, other in (("judge", "generator"), ("generator", "judge"))
@@ -275,6 +291,20 @@ class Values(nn.Module):
 
 
 @piped(losses_in_turns, "2", "4", variant="like=", equal=True)
+def _(run: Run) -> None:
+    model, data = Shared(), numbers(4)
+    heads = [OneHead(model, head) for head in range(2)]
+    first = fxpipe.compile(heads[0], few(data[0]), **run.options)
+    pipes = [first, fxpipe.compile(heads[1], few(data[0]), **run.options, like=first)]
+    opt = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
+    for i, batch in enumerate(data):
+        run.note("loss", pipes[i % 2].step(batch))
+        opt.step()
+        opt.zero_grad()
+    run.weights({k.removeprefix("model."): v for k, v in first.full_state_dict().items()})
+
+
+@piped(losses_in_turns, "2", "4", variant="the optimizer of one pipeline", warning="no optimizer has used")
 def _(run: Run) -> None:
     model, data = Shared(), numbers(4)
     heads = [OneHead(model, head) for head in range(2)]

@@ -46,10 +46,10 @@ def options_like(options: Options, like: Pipeline, model: nn.Module) -> Options:
             raise OptionError(
                 f"{name} is {own!r}, and {value!r} in the pipeline that this one is to be like."
             )
-    on_ranks = names_by_rank(model, like.model_state)
+    on_ranks, has_on_ranks = names_by_rank(model, like.model_state)
     if not on_ranks:
         raise OptionError(
             f"The {type(model).__name__} has no tensor of the pipeline that this one is to be like."
         )
     split = options.vocab_parallel or (f"{barriers}-barrier" if barriers else False)
-    return replace(options, **theirs, vocab_parallel=split, on_ranks=on_ranks)
+    return replace(options, **theirs, vocab_parallel=split, on_ranks=on_ranks, has_on_ranks=has_on_ranks)

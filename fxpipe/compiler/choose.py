@@ -121,7 +121,9 @@ class Costing:
             ranks = self.tried.placements[of.options.stages][name]
             if cut.vocabulary is not None:
                 ranks = cut.vocabulary.placement(ranks)
-            held = tensor_ownership(model, cut.sections, ranks, options.ranks, options.on_ranks)
+            held = tensor_ownership(
+                model, cut.sections, ranks, options.ranks, options.on_ranks, options.has_on_ranks
+            )
             tensors = tensors_of(model, held)
             live = liveness(cut.graph, cut.sections, cut.edges, ranks)
             costs = section_costs(live, seconds, cluster, ranks, options.ranks_per_machine)

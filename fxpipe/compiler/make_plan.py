@@ -50,7 +50,9 @@ def make_plan(
     model, options = given.model, given.options
     loss, count = graph_outputs(cut.graph).loss, graph_outputs(cut.graph).count
     schedule, placement = timeline.schedule, timeline.schedule.placement
-    tensors = tensor_ownership(model, cut.sections, placement, options.ranks, options.on_ranks)
+    tensors = tensor_ownership(
+        model, cut.sections, placement, options.ranks, options.on_ranks, options.has_on_ranks
+    )
     joint = {(a, b) for collective in collectives for a in collective.sources for b in collective.targets}
     channels = {
         (placement[edge.source.stage], placement[edge.target.stage])

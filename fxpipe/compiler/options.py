@@ -95,7 +95,9 @@ class Options:
     check: bool = True
     without: tuple[str, ...] = ()
     limit_text: str = ""  # the memory limit as it was given
-    on_ranks: tuple[tuple[str, ...], ...] = ()  # the tensors that may lie on each rank, where it is known
+    # With ``like``, per rank the tensors that may be used there, and the parameters that the other one has.
+    on_ranks: tuple[tuple[str, ...], ...] = ()
+    has_on_ranks: tuple[tuple[str, ...], ...] = ()
     validation: Validation = "barrier"
     mean: str = "batch"
 

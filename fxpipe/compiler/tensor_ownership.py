@@ -47,13 +47,21 @@ def tensor_ownership(
     placement: tuple[int, ...],
     ranks: int,
     on_ranks: Sequence[Sequence[str]] = (),
+    has_on_ranks: Sequence[Sequence[str]] = (),
 ) -> tuple[RankTensors, ...]:
     """The tensors of each rank.  Rank 0 also holds unused ones, so that a saved pipeline is complete; or the
-    first rank on which they may lie."""
+    first rank on which they may lie.
+
+    on_ranks, has_on_ranks: as in ``Options``.  What is trained here is, as a tied weight, on all ranks where
+    the other pipeline has it: their copies stay the same.
+    """
     used: list[dict[Kind, set[str]]] = [{k: set() for k in Kind} for _ in range(ranks)]
     for section in sections:
         for value in (*section.step_inputs, *section.outputs):
             used[placement[section.stage]][value.kind].add(value.name)
+    trained = set().union(*(u[Kind.GRADIENT] for u in used))
+    for rank, names in enumerate(has_on_ranks):
+        used[rank][Kind.GRADIENT] |= trained.intersection(names)
     taken = set().union(*(u[Kind.PARAMETER] | u[Kind.GRADIENT] for u in used))
     taken |= {ShardName(name).tensor for name in taken}
     buffers = set().union(*(u[Kind.BUFFER] for u in used))  # with frozen parameters that the step changes
@@ -63,7 +71,6 @@ def tensor_ownership(
         for name in names:
             rank = next((rank for rank, known in enumerate(on_ranks) if name in known), 0)
             used[rank][kind].add(name)
-    accumulated = set().union(*(u[Kind.GRADIENT] for u in used))
     plans = []
     for u in used:
         parameters = u[Kind.PARAMETER] | u[Kind.GRADIENT]
@@ -72,7 +79,7 @@ def tensor_ownership(
                 parameters=_names(parameters),
                 buffers=_names(u[Kind.BUFFER]),
                 constants=_names(u[Kind.CONSTANT]),
-                gradients=_names(parameters & accumulated),
+                gradients=_names(parameters & trained),
             )
         )
     return tuple(plans)

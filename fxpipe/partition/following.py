@@ -34,7 +34,12 @@ def following_cuts(
         forward.sort(key=first.__getitem__)
         cuts = _fewest_bytes(graph, forward, free, held)
     if cuts is None:
-        raise _no_cuts(forward[-1], ())
+        raise PartitionError(
+            "The forward cannot be cut such that each rank uses what it has in the other step: the last of "
+            f"{len(held)} stages would be empty, as no cut leaves them what this step uses. (Of what the "
+            "other step does not use, parameters may be used on any rank, and buffers on rank 0 alone.) "
+            f"{_REMEDY}"
+        )
     return forward, cuts
 
 
@@ -73,7 +78,7 @@ def _first_stages(
         has = _may_be_in(node, free, held)
         stage = next((stage for stage in range(earliest, len(held)) if has[stage]), None)
         if stage is None:
-            raise _no_cuts(node, _tensors(node, free))
+            raise _no_stage(node, _tensors(node, free))
         first[node] = stage
     return first
 
@@ -97,12 +102,16 @@ def _tensors(node: fx.Node, free: Set[fx.Node]) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _no_cuts(node: fx.Node, names: Sequence[str]) -> PartitionError:
+def _no_stage(node: fx.Node, names: Sequence[str]) -> PartitionError:
     uses = f", which uses {', '.join(names)}" if names else ""
     return PartitionError(
         "The forward cannot be cut such that each rank uses what it has in the other step: no stage that has "
-        f"its tensors is left for {node.name}{uses} ({node.meta['origin']}). Compile this pipeline first, "
-        "and the other one with like= it; or let each rank have several stages (schedule='auto', without "
-        "stages_per_rank); or give the pipeline that was compiled first split_points= at which the parts of "
-        "the model are cut in the order in which this one uses them."
+        f"its tensors is left for {node.name}{uses} ({node.meta['origin']}). {_REMEDY}"
     )
+
+
+_REMEDY = (
+    "Compile this pipeline first, and the other one like=this; or let a rank have several stages "
+    "(schedule='auto', no stages_per_rank); or give the pipeline that was compiled first split_points= that "
+    "cut the model in the order in which this one uses its parts."
+)

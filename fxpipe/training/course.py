@@ -66,6 +66,7 @@ class Course:
         """Those of the step that begins.  plan: its number.  stop: whether the rank was asked to end the run.
         asked: outputs that all ranks must ask for alike, as text."""
         order = ABSENT if self._counts is None else self._counts.order
+        self.changes.warn_of_unused()
         self.changes.compare(gradients_alone=True)  # of those to which the step adds
         changed = self.changes.change(at_once=False)
         known = plan, stop, number(asked.encode()), *self._of_optimizer(), self._added(), order, changed

@@ -179,18 +179,30 @@ def updates_of(model: nn.Module) -> Updates:
     return next((other.updates for other in others), Updates())
 
 
-def names_by_rank(model: nn.Module, other: ModelState) -> tuple[tuple[str, ...], ...]:
-    """The names of a model's tensors that each rank of another pipeline has, and on all ranks those that none
-    has; nothing if the model has no tensor of it."""
+def names_by_rank(
+    model: nn.Module, other: ModelState
+) -> tuple[tuple[tuple[str, ...], ...], tuple[tuple[str, ...], ...]]:
+    """Per rank of another pipeline the names of a model's tensors that may be used there, and of the
+    parameters that it has there; nothing if the model has no tensor of it.
+
+    What that one does not use itself, and has on a rank for the whole model's sake, may be used on any.
+    """
     theirs = {id(tensor): name for name, tensor in tensors_of(other).items()}
     names = {name: theirs.get(id(tensor)) for name, tensor in registered(model).items()}
-    known = names_of(other.plan)
+    known, plan = names_of(other.plan), other.plan
     if not known.intersection(names.values()):
-        return ()
-    ranks = ({name.tensor for name in held.state} for held in other.plan.tensors)
-    return tuple(
-        tuple(sorted(name for name, their in names.items() if their in here or their not in known))
-        for here in ranks
+        return (), ()
+    in_stages = {ShardName(name).tensor for stage in plan.stages for name in stage.parameters}
+    buffers = {name.tensor for held in plan.tensors for name in held.buffers}
+    used = in_stages | buffers | changed_by(plan)
+    ranks = [{name.tensor for name in held.state} for held in plan.tensors]
+    whole = [{*held.parameters} for held in plan.tensors]
+    return (
+        tuple(
+            tuple(sorted(n for n, their in names.items() if their in here or their not in used))
+            for here in ranks
+        ),
+        tuple(tuple(sorted(n for n, their in names.items() if their in here)) for here in whole),
     )
 
 

@@ -9,6 +9,7 @@ average gradients, as data parallel training does, all have a factor that plain 
 from __future__ import annotations
 
 import math
+import warnings
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from typing import NamedTuple
 import torch
 from torch.nn import Parameter
 from torch.optim import Optimizer
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from fxpipe.plan.tensors import dtype_of
 from fxpipe.runtime.program.accelerator import event, is_accelerator
@@ -47,6 +49,8 @@ class Change(NamedTuple):
 
 
 UNKNOWN = Change()
+
+_left_by = WeakTensorKeyDictionary()  # gradient -> who compares that of the last step, as a reference
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,6 +121,8 @@ class ScriptChanges:
     _steps: int = 0  # whose gradients are there
     _begins: bool = False  # whether the next step begins a new sum
     _knows_norm: bool = False  # of all gradients, as the last step has left them
+    _left: int = 0  # gradients that the last step has left
+    _has_warned: bool = False
     _after_step: dict[str, _AfterStep] = field(default_factory=dict)  # of what was not used for an update yet
     _begun: list[_Comparison] = field(default_factory=list)
     _earlier: list[_Comparison] = field(default_factory=list)
@@ -153,6 +159,29 @@ class ScriptChanges:
             for name, p in parameters.items()
             if p.grad is not None
         }
+        for name in self.state.owned_by(self.rank).gradients:
+            if (grad := self.state.parameter(name).grad) is not None:
+                _left_by[grad] = weakref.ref(self)
+        self._left = len(self._after_step)
+
+    def warn_of_unused(self) -> None:
+        """Before a step: warn of gradients to which it adds as the last one has left them, where an optimizer
+        has used others of that: no optimizer has their parameters."""
+        if self._has_warned or len(self._after_step) in (0, self._left):
+            return
+        grads = {name: self.state.parameter(name).grad for name in self._after_step}
+        unused = [
+            n for n, grad in grads.items() if grad is not None and not self._after_step[n].is_written(grad)
+        ]
+        if unused:
+            self._has_warned = True
+            warnings.warn(
+                f"{self.state.plan.model} makes gradients of {unused[0]} that no optimizer has used, and "
+                "they add up: one updates other parameters of the step alone. pipe.optimizer has what its "
+                "pipeline trains: make one of this pipeline too, or torch's of model.parameters(); or call "
+                "requires_grad_(False) before you compile.",
+                stacklevel=2,
+            )
 
     def compare(self, optimizer: Optimizer | None = None, *, gradients_alone: bool = False) -> None:
         """Begin to compare the gradients that are about to be used: by this optimizer, or all."""
@@ -187,8 +216,13 @@ class ScriptChanges:
         self._knows_norm |= all(torch.equal(*torch.stack(pair).nan_to_num()) for pair in pairs)
 
     def _used(self, optimizer: Optimizer | None) -> dict[str, Parameter]:
-        """The parameters of this optimizer, or all, whose gradients were not used since the step."""
+        """The parameters of this optimizer, or all, whose gradients were not used since the step, nor left
+        by a step of another pipeline of the model."""
         parameters = {name: self.state.parameter(name) for name in self._after_step}
+        for name, parameter in [*parameters.items()]:
+            last = None if parameter.grad is None else _left_by.get(parameter.grad)
+            if last is not None and last() is not self:
+                del parameters[name], self._after_step[name]
         if optimizer is None:
             return parameters
         used = {id(p) for group in optimizer.param_groups for p in group["params"]}

@@ -66,8 +66,8 @@ def test_shapes_are_those_of_the_whole_model(ranks, fact):
 
 SCRIPTS = (
     "synchronized", "own optimizer", "split changed", "rows changed", "updated changed", "two lengths",
-    "two players", "plain averages", "split tables averages", "divided averages", "apart taught",
-    "divided taught",
+    "two players", "judged first", "two heads", "plain averages", "split tables averages",
+    "divided averages", "apart taught", "divided taught",
 )  # fmt: skip
 
 
@@ -92,6 +92,13 @@ def test_a_pipeline_that_is_cut_otherwise_names_both_places(ranks):
 def test_like_places_tensors_and_counts_steps_as_the_other_pipeline(ranks):
     assert text(ranks, "like") == [True, True]
     assert text(ranks, "steps") == [[4, 4], [4, 4]]
+
+
+def test_gradients_that_no_optimizer_has_are_told(ranks):
+    for number, messages in enumerate(text(ranks, "unused gradients")):
+        assert len(messages) == 1, number
+        assert "Head makes gradients of model.second." in messages[0]
+        assert "make one of this pipeline too" in messages[0]
 
 
 def test_the_model_is_not_left_with_the_values_of_an_average(ranks):
@@ -187,11 +194,33 @@ class Backwards(worker.Taught):
         return (self.student(self.last(x)) - self.teacher(x)).square().mean()
 
 
+@pytest.mark.parametrize("kinds", [(worker.Makes, worker.Judges), (worker.Judges, worker.Makes)])
+def test_a_judge_of_made_and_of_real_ones_is_cut_as_the_makers_step_or_before_it(kinds):
+    """The judge, which is called twice in one of the steps, is on both ranks."""
+    torch.manual_seed(0)
+    maker, judge = (part.double() for part in worker.players())
+    batch = tuple(torch.randn(worker.ROWS, worker.WIDTH, dtype=torch.float64) for _ in range(2))
+    steps = [kind(maker, judge) for kind in kinds]
+    options = {**worker.SHAPE, "check": True}
+    cut = {"split_points": ["judge.1"]} if kinds[0] is worker.Makes else {}
+    first = fxpipe.compile(steps[0], worker.rows_of(batch, 0, 1), ranks=2, **options, **cut)
+    second = fxpipe.compile(steps[1], worker.rows_of(batch, 0, 1), like=first, **options)
+    if kinds[0] is worker.Makes:
+        assert len(second.stages) == 2
+    for pipe, step in ((first, steps[0]), (second, steps[1])):
+        step.zero_grad()
+        step(*batch).backward()
+        grads = pipe.run_local(batch).grads
+        for name, parameter in step.named_parameters():
+            if parameter.grad is not None:
+                torch.testing.assert_close(grads[name], parameter.grad, rtol=1e-12, atol=1e-12)
+
+
 def test_a_step_that_cannot_be_cut_as_another_one_names_the_tensor():
     model = worker.Taught()
     x = torch.randn(1, worker.WIDTH)
     pipe = fxpipe.compile(model, (x,), ranks=2, split_points=["last"], **worker.SHAPE)
-    with pytest.raises(PartitionError, match=r"no stage that has its tensors is left for .*last\.weight"):
+    with pytest.raises(PartitionError, match=r"no stage that has its tensors is left for .*student\.0\.0\.weight.*like=this"):
         fxpipe.compile(Backwards(model), (x,), like=pipe, **worker.SHAPE)
 
 
