@@ -148,8 +148,8 @@ def compile(
         up).  By default the schedule's own.
     split_points: module paths that begin the second and later stages, instead of cuts by cost.
     like: another pipeline, of this model or of one with modules of it, which trains together with this one:
-        for another length, loss, or part that is trained.  Each tensor lies on the ranks that have it there;
-        parameters, ``.grad``, optimizers and the step number are those of both.  By default so are
+        for another length, loss, or part that is trained.  Each tensor that both use lies on the ranks that
+        have it there; parameters, ``.grad`` and the step number are those of both.  By default so are
         ``ranks``, ``replicas``, ``shard``, ``grad_dtype`` and ``vocab_parallel``.  Raises PartitionError,
         naming the tensor, where the model cannot be cut so.
     effort: of the search for a schedule, about the seconds of one core; it uses all cores.  By default two

@@ -60,8 +60,8 @@ def tensor_ownership(
         for value in (*section.step_inputs, *section.outputs):
             used[placement[section.stage]][value.kind].add(value.name)
     trained = set().union(*(u[Kind.GRADIENT] for u in used))
-    for rank, names in enumerate(has_on_ranks):
-        used[rank][Kind.GRADIENT] |= trained.intersection(names)
+    for rank, there in enumerate(has_on_ranks):
+        used[rank][Kind.GRADIENT] |= trained.intersection(there)
     taken = set().union(*(u[Kind.PARAMETER] | u[Kind.GRADIENT] for u in used))
     taken |= {ShardName(name).tensor for name in taken}
     buffers = set().union(*(u[Kind.BUFFER] for u in used))  # with frozen parameters that the step changes

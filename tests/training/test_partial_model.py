@@ -220,7 +220,7 @@ def test_a_step_that_cannot_be_cut_as_another_one_names_the_tensor():
     model = worker.Taught()
     x = torch.randn(1, worker.WIDTH)
     pipe = fxpipe.compile(model, (x,), ranks=2, split_points=["last"], **worker.SHAPE)
-    with pytest.raises(PartitionError, match=r"no stage that has its tensors is left for .*student\.0\.0\.weight.*like=this"):
+    with pytest.raises(PartitionError, match=r"is left for .*student\.0\.0\.weight.*like=this"):
         fxpipe.compile(Backwards(model), (x,), like=pipe, **worker.SHAPE)
 
 
