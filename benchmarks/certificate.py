@@ -2,6 +2,7 @@
 
     python benchmarks/certificate.py --settings 100 --output benchmarks/results/certificate_settings.txt
     python benchmarks/certificate.py --mutations 10000 --output benchmarks/results/certificate_mutations.txt
+    python benchmarks/certificate.py --attribution 200 --output benchmarks/results/certificate_attribution.txt
     python benchmarks/certificate.py --large --output benchmarks/results/certificate_large.txt
 
 ``--settings``: models of ``tests/zoo.py`` and ``tests/models.py`` in random settings, each of which must be
@@ -10,6 +11,8 @@ pieces with ``--tally``.  An edit that is accepted is run, and must give the sam
 outputs and the same messages; where it holds more memory between two ops, sends two values in each other's
 place, or adds to a gradient in another order, which rounds differently, the certificate must say that it runs
 otherwise than the plan ("told").
+``--attribution``: edits of programs of small pipelines that are rejected: whether the first problem is at the
+line that was edited, or names it or what was edited, and how many problems one edit has.
 ``--large``: GPT-2 of 96 layers, 64 ranks and 256 microbatches on the meta device.
 """
 
@@ -20,6 +23,7 @@ import hashlib
 import json
 import os
 import random
+import re
 import signal
 import sys
 import time
@@ -34,7 +38,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from mutations import mutated
+from mutations import edited_lines, mutated
 from report import ROOT, Report
 
 import fxpipe
@@ -293,6 +297,73 @@ def _difference(done: Run | str, expected: Run, is_told: bool) -> str:
     return f"more memory: {done.memory} instead of {expected.memory}" if more and not is_told else ""
 
 
+# -- attribution ------------------------------------------------------------------------------------------
+
+#: One for each kind of program: tied weights over ranks, barriers of a vocabulary, buffers, offloads, several
+#: stages on a rank, random keys.
+SMALL = (
+    Setting("tied_head", 3, {"ranks": 2, "schedule": "zb-h1"}),
+    Setting("gpt2", 2, {"ranks": 2, "schedule": "1f1b"}),
+    Setting("llama", 2, {"ranks": 2, "schedule": "zb-h1", "vocab_parallel": "1-barrier"}),
+    Setting("mixtral", 3, {"ranks": 2, "schedule": "interleaved", "recompute": "norms"}),
+    Setting("gemma2", 2, {"ranks": 3, "schedule": "1f1b", "offload": fxpipe.Offload(0.5, bandwidth=1e12)}),
+    Setting("opt", 3, {"ranks": 2, "schedule": "zb-v"}),
+)
+
+
+def try_attribution(report: Report, count: int, seed: int) -> None:
+    """``count`` edits that are rejected, of all small pipelines."""
+    generator = random.Random(seed)
+    sizes: dict[str, list[int]] = {}
+    places: dict[str, Counter[str]] = {}
+    for setting in SMALL:
+        pipe = pipeline(setting)
+        assert pipe is not None
+        step = reference_of(CapturedStep.from_json(pipe.artifact.captured, "captured.json"), Terms(RULES))
+        left = -(-count // len(SMALL))
+        while left:
+            rank = generator.randrange(pipe.plan.ranks)
+            programs = [*pipe.artifact.programs]
+            kind, done, programs[rank] = mutated(programs[rank], generator)
+            problems = check_against(step, pipe.plan, programs).problems
+            if not problems:
+                continue
+            left -= 1
+            lines = edited_lines(pipe.artifact.programs[rank], programs[rank])
+            place = _place(str(problems[0]), rank, lines, done)
+            places.setdefault(kind, Counter())[place] += 1
+            sizes.setdefault(kind, []).append(len(problems))
+            if place != "at it":
+                where = f"{place}: {setting.name}, {kind}, rank {rank}, lines {sorted(lines)}: {done}"
+                print(where, *problems[:4], sep="\n    ", file=sys.stderr)
+    columns = ("at it", "names it", "elsewhere")
+    rows = [
+        [kind, *(str(places[kind][c]) for c in columns), f"{sum(sizes[kind]) / len(sizes[kind]):.1f}"]
+        for kind in sorted(places)
+    ]
+    together = [size for each in sizes.values() for size in each]
+    sums = [str(sum(each[c] for each in places.values())) for c in columns]
+    report.table(
+        ["edit", *columns, "problems"], [*rows, ["all", *sums, f"{sum(together) / len(together):.1f}"]]
+    )
+    report.line(
+        f"{sum(size == 1 for size in together)} of {len(together)} edits have one problem, "
+        f"{sum(size > 3 for size in together)} more than three, and {max(together)} are the most"
+    )
+
+
+def _place(problem: str, rank: int, lines: set[int], done: str) -> str:
+    """Where the first problem is: at the edit, or elsewhere; "names it": with the line of the edit, or with
+    what was edited, in its text."""
+    at, *others = [int(line) for line in re.findall(rf"(?:rank{rank}\.py:|line )(\d+)", problem)] or [0]
+    if problem.startswith(f"rank{rank}.py:{at}:") and at in lines:
+        return "at it"
+    called = re.sub(r"^(\w+)\((\d+)\)$", r"\1.\2", done)  # F0(1) is the op F0.1
+    names = set(re.findall(r"[\w.]{4,}", called))
+    is_named = {at, *others} & lines or names & set(re.findall(r"[\w.]{4,}", problem))
+    return "names it" if is_named else "elsewhere"
+
+
 # -- a large step -----------------------------------------------------------------------------------------
 
 
@@ -334,6 +405,7 @@ def main() -> None:
     parser.add_argument("--each", type=int, default=100, help="mutations of one pipeline")
     parser.add_argument("--seconds", type=float, default=inf, help="of wall time, for a piece of mutations")
     parser.add_argument("--tally", type=Path, help="a file with the edits of earlier pieces, to add to")
+    parser.add_argument("--attribution", type=int, default=0, help="edits that are rejected")
     parser.add_argument("--large", action="store_true")
     parser.add_argument(
         "--size", type=int, nargs=3, default=(96, 64, 256), help="layers, ranks, microbatches"
@@ -353,6 +425,8 @@ def main() -> None:
         tally.print(report)
         if options.tally:
             tally.save(options.tally)
+    if options.attribution:
+        try_attribution(report, options.attribution, options.seed)
     if options.large:
         try_large(report, *options.size)
     report.save(options.output)

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import ast
 import copy
+import re
 from collections.abc import Callable, Iterator
+from difflib import SequenceMatcher
 from functools import cache
 from random import Random
 from typing import Any
@@ -23,6 +25,29 @@ def mutated(source: str, random: Random) -> tuple[str, str, str]:
         done = MUTATIONS[kind](tree, random)
         if done is not None and (text := ast.unparse(tree)) != _normal(source):
             return kind, done, text
+
+
+def edited_lines(source: str, text: str) -> set[int]:
+    """The lines of a ``mutated`` text that are not the source's.
+
+    Of a line that is missing, those before and behind its place, and the first that reads what it made; of
+    one that is there twice, both.
+    """
+    before, after = _normal(source).splitlines(), text.splitlines()
+    lines = set[int]()
+    for tag, first, _, start, end in SequenceMatcher(None, before, after, autojunk=False).get_opcodes():
+        if tag == "delete":
+            lines |= {start, start + 1}
+            made = re.findall(r"\w{2,}", before[first].partition(" = ")[0]) if " = " in before[first] else ()
+            uses = (k for k in range(start, len(after)) if set(made) & set(re.findall(r"\w+", after[k])))
+            lines.add(1 + next(uses, start))
+        elif tag == "insert":
+            lines |= {*range(start + 1, end + 1)}
+            lines |= {start} if start and after[start - 1] == after[start] else set()
+            lines |= {end + 1} if end < len(after) and after[end] == after[start] else set()
+        elif tag == "replace":
+            lines |= {*range(start + 1, end + 1)}
+    return lines
 
 
 @cache

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from fxpipe.certificate.identities import overlaps, permuted, rows_added
-from fxpipe.certificate.layouts import layout_of, results_of
+from fxpipe.certificate.layouts import Unknown, layout_of, results_of
 from fxpipe.certificate.problems import Line, Rejected
 from fxpipe.certificate.schemas import Schema, arguments_of, draws, schema_of
-from fxpipe.certificate.terms import NUMBER, Layout, Term, Terms, canonical
+from fxpipe.certificate.terms import NUMBER, Layout, Term, Terms, canonical, operands
 from fxpipe.certificate.values import Memory, Offloaded, Pending, Printed, Sum, Unread, Value
 
 
@@ -41,14 +41,22 @@ class Effects:
     checked: list[Checked] = field(default_factory=list)
 
 
+class Note(Protocol):
+    """Reports a problem.  of: terms, of which the first that the captured step does not have may be why."""
+
+    def __call__(self, text: str, cause: str = "", *, of: Sequence[Term] = ()) -> None: ...
+
+
 @dataclass(eq=False, repr=False)
 class Calls:
-    """``line``: of the program that runs.  ``note``: reports a problem there.  ``shapes``: of accumulators.
+    """``line``: of the program that runs, ``step_line``: of its ``step``.  ``note``: reports a problem there.
+    ``shapes``: of accumulators.
     ``effects``: of the section that runs."""
 
     terms: Terms
     line: Callable[[], Line]
-    note: Callable[[str], None]
+    step_line: Callable[[], Line]
+    note: Note
     shapes: dict[str, tuple[int, ...]]
     effects: Effects = field(default_factory=Effects)
     count: int = 0
@@ -80,7 +88,8 @@ class Calls:
         match value:
             case Value():
                 if value.is_stale:
-                    self.note(f"reads {value.term}, whose memory {value.memory.written} has overwritten")
+                    by = value.memory.written
+                    self.note(f"reads {value.term}, whose memory {by} has overwritten", f"writes at {by}")
                 return value.term
             case list() | tuple():
                 return [self.read(each) for each in value]
@@ -150,7 +159,7 @@ class Calls:
         """Torch resizes an ``out=`` of another shape, in memory that stays as large, and converts what an op
         writes to the dtype that is there."""
         if isinstance(target, Value) and layout_of(self.terms, target.term) != layout_of(self.terms, term):
-            self.note(f"writes {term} to {target.term}, which has another shape or dtype")
+            self.note(f"writes {term} to {target.term}, which has another shape or dtype", of=[term])
 
     def _write(self, target: Any) -> Memory:
         if not isinstance(target, Value):
@@ -222,7 +231,11 @@ def op_term(terms: Terms, schema: Schema, given: dict[str, Any]) -> Term:
         found.layout = found.layout or Layout((), dtype)
         return found
 
-    return terms.make(schema.name, arguments_of(schema, given, as_tensor))
+    try:
+        return terms.make(schema.name, arguments_of(schema, given, as_tensor))
+    except Unknown as error:
+        error.of = error.of or tuple(operands(tuple(given.values())))
+        raise
 
 
 def keyed_term(terms: Terms, key: Term, position: int, schema: Schema, given: dict[str, Any]) -> Term:

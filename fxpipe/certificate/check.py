@@ -14,16 +14,26 @@ from dataclasses import replace
 from greenlet import GreenletExit
 
 from fxpipe.certificate.calls import Calls
+from fxpipe.certificate.causes import causes
 from fxpipe.certificate.compare import compared
 from fxpipe.certificate.identities import RULES
 from fxpipe.certificate.layouts import Unknown
 from fxpipe.certificate.memory import unlike_plan
-from fxpipe.certificate.problems import Certificate, Line, Problem, RankProof, Rejected
+from fxpipe.certificate.problems import (
+    NAME,
+    ORDER,
+    Certificate,
+    Line,
+    Problem,
+    RankProof,
+    Rejected,
+    differs_at,
+)
 from fxpipe.certificate.program import Lines, loaded
 from fxpipe.certificate.reference import Reference, reference_of
 from fxpipe.certificate.runtime import Runtime, TermRuntime
 from fxpipe.certificate.sections import Sections
-from fxpipe.certificate.terms import Terms
+from fxpipe.certificate.terms import Term, Terms
 from fxpipe.certificate.values import Held
 from fxpipe.certificate.world import World
 from fxpipe.errors import RunError
@@ -59,13 +69,14 @@ _ASSERT = re.compile(r"\bassert\b")
 def _checked(
     reference: Reference, plan: Plan, programs: Sequence[str], has_asserts: bool = True
 ) -> Certificate:
+    reference.terms.forget_programs()
     reference.terms.line, reference.causes = Lines(plan.ranks), {}
     world = World(plan.ranks)
     ranks = [_rank(rank, plan, reference, world) for rank in range(plan.ranks)]
     world.run([_main(rank, source, has_asserts) for rank, source in zip(ranks, programs, strict=True)])
     if all(rank.ended for rank in ranks):
         world.problems += compared(plan, reference, world, ranks)
-    return _certificate(plan, reference, ranks, world.problems)
+    return _certificate(plan, reference, ranks, causes(plan, ranks, programs, world.problems))
 
 
 def check_artifact(artifact: Artifact, where: str = "captured.json") -> Certificate:
@@ -82,16 +93,15 @@ def check_artifact(artifact: Artifact, where: str = "captured.json") -> Certific
 
 
 def _rank(rank: int, plan: Plan, reference: Reference, world: World) -> TermRuntime:
-    lines, held = reference.terms.line, Held()
+    lines, held = Lines(plan.ranks), Held()
 
-    def note(text: str) -> None:
-        line = lines()
-        world.problems.append(Problem(line.rank, line.number, text))
+    def note(text: str, cause: str = "", *, of: Sequence[Term] = ()) -> None:
+        world.problems.append(_blamed(reference, of, lines(), text, cause).problem)
 
     shapes: dict[str, tuple[int, ...]] = {
         name: plan.layouts[name].shape for name in plan.tensors[rank].gradients
     }
-    calls = Calls(reference.terms, lines, note, shapes)
+    calls = Calls(reference.terms, lines, lines.of_step, note, shapes)
     return TermRuntime(rank, plan, reference, world, calls, Sections(calls, held=held), held)
 
 
@@ -108,17 +118,42 @@ def _main(rt: TermRuntime, source: str, has_asserts: bool) -> Callable[[], None]
         except Rejected:
             raise
         except Unknown as error:
-            raise Rejected(lines.of(error, rt.rank), str(error)) from error
+            raise _blamed(rt.reference, error.of, lines.of(error, rt.rank), str(error)) from error
         except (KeyboardInterrupt, GreenletExit):  # the user's, and that of ranks that are left waiting
             raise
         except KeyError as error:
             text = f"has no value of {error}: an op runs twice, or before what it needs"
-            raise Rejected(lines.of(error, rt.rank), text + lines.called(error, rt.rank)) from error
+            raise _within_op(rt, error, text) from error
         except BaseException as error:  # an edited program may raise anything, also SystemExit
-            text = f"fails: {type(error).__name__}: {error}"
-            raise Rejected(lines.of(error, rt.rank), text) from error
+            raise _within_op(rt, error, f"fails: {type(error).__name__}: {error}") from error
 
     return main
+
+
+def _blamed(reference: Reference, of: Sequence[Term], line: Line, text: str, cause: str = "") -> Rejected:
+    """A problem at a line, or at that of the first value that the captured step does not have, of those that
+    some terms are computed from."""
+    first = reference.terms.first_alone(of)
+    if first is None:
+        return Rejected(line, text, cause)
+    cause = differs_at(first.line)
+    if first.line == line:
+        return Rejected(line, text, cause)
+    if not text.startswith(first.written()):
+        text = f"computes {first.written()}, which the captured step does not have: {line} {text}"
+    return Rejected(first.line, text, cause)
+
+
+def _within_op(rt: TermRuntime, error: BaseException, text: str) -> Rejected:
+    """An error at the line that fails, with the line that calls the section; at the line of ``step`` that
+    calls an op too early, or twice, of an op that lacks a value."""
+    *calls, line = Lines(rt.plan.ranks).passed(error, rt.rank) or [Line(rt.rank, 0)]
+    lacks = (isinstance(error, KeyError) and type(error.args[0]) is int) or "free variable" in str(error)
+    if lacks and len(calls) == 1:
+        return Rejected(calls[0], f"{text} (in line {line.number})", ORDER)
+    names = re.findall(r"'(\w+)'", str(error)) if isinstance(error, NameError) else ()
+    cause = f"{NAME} {names[0]}" if names else ""
+    return Rejected(line, f"{text} (called in line {calls[-1].number})" if calls else text, cause)
 
 
 def _certificate(
@@ -127,7 +162,7 @@ def _certificate(
     predicted = plan.prediction.peak_memory
     return Certificate(
         microbatches=plan.step.microbatches,
-        values=reference.size,
+        values=reference.terms.captured,
         gradients=len(reference.grads),
         buffers=len(reference.buffers),
         outputs=len(reference.outputs),
@@ -135,7 +170,7 @@ def _certificate(
             RankProof(rt.calls.count, rt.sections.number, rt.sent, rt.held.peak[0], int(predicted[rt.rank]))
             for rt in ranks
         ),
-        problems=tuple(dict.fromkeys(sorted(problems)))[:MOST_PROBLEMS],
+        problems=tuple(problems[:MOST_PROBLEMS]),
         split=reference.split,
         otherwise=tuple(dict.fromkeys(sorted(unlike_plan(plan, ranks))))[:MOST_PROBLEMS],
     )

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 
-from fxpipe.certificate.memory import Ranks, planned_ops
-from fxpipe.certificate.problems import Line, Problem
+from fxpipe.certificate.difference import likeness
+from fxpipe.certificate.memory import Ranks, out_of_order, planned_ops
+from fxpipe.certificate.problems import ORDER, Line, Problem, differs_at
 from fxpipe.certificate.reference import Reference
 from fxpipe.certificate.runtime import TermRuntime
-from fxpipe.certificate.sums import GradientSum, Missing
+from fxpipe.certificate.sums import Foreign, GradientSum, Missing
 from fxpipe.certificate.terms import Term
 from fxpipe.certificate.traffic import COLLECTIVE
 from fxpipe.certificate.values import Value
@@ -22,20 +23,20 @@ from fxpipe.plan.tensors import dtype_of
 
 
 def compared(plan: Plan, reference: Reference, world: World, ranks: Ranks) -> list[Problem]:
-    """All problems of steps that ran to their ends."""
-    return [
+    """All problems of steps that ran to their ends, first the values that they compute otherwise."""
+    others = [
         *_losses(plan, reference, ranks),
         *_gradients(plan, reference, ranks),
         *_buffers(plan, reference, ranks),
         *_outputs(plan, reference, ranks),
         *_checks(plan, reference, ranks),
         *_messages(world, ranks),
-        *reference.problems(),
     ]
+    return [*reference.problems(), *others]
 
 
-def _at(line: Line | None, text: str) -> Problem:
-    return Problem(line.rank, line.number, text) if line is not None else Problem(0, 0, text)
+def _at(line: Line | None, text: str, cause: str = "") -> Problem:
+    return Problem(*(line or Line(0, 0)), text, cause)
 
 
 def _times(microbatches: Iterable[int], count: int) -> tuple[list[int], list[int]]:
@@ -109,6 +110,7 @@ def _gradients(plan: Plan, reference: Reference, ranks: Ranks) -> Iterator[Probl
             yield _at(rt.divided, "divides the gradients, and the loss has no count")
         yield from _sums_over_replicas(plan, rt)
     missing: dict[tuple[int, int | None], list[Missing]] = {}
+    foreign: list[Foreign] = []
     for name, own in held.items():
         expected = GradientSum.of(reference.grads.get(name, ()), _accumulated_in(plan, name))
         for rank in own:
@@ -121,10 +123,15 @@ def _gradients(plan: Plan, reference: Reference, ranks: Ranks) -> Iterator[Probl
                 if isinstance(found, Missing):  # of a sum over ranks, on the one that adds it
                     at = rank if found.line is None else found.line.rank
                     missing.setdefault((at, found.microbatch), []).append(found)
+                elif isinstance(found, Foreign):
+                    foreign.append(found)
                 else:
                     yield found
+    for summand in foreign:
+        yield _foreign(summand, missing)
     for (rank, microbatch), summands in missing.items():
-        yield _missing(ranks[rank], planned_ops(plan, rank), microbatch, summands)
+        if summands:
+            yield _missing(ranks[rank], planned_ops(plan, rank), microbatch, summands)
 
 
 def _missing(
@@ -133,13 +140,29 @@ def _missing(
     """The summands that gradients lack of a microbatch, with the ops of it that do not run."""
     first = summands[0]
     ops = [op for op in planned if op not in rt.held.ops and op.endswith(f".{microbatch}")]
+    at = first.line
+    if ops and (number := out_of_order(rt, planned)) is not None:
+        at = rt.held.calls[number]
     text = f"{gradients([each.name for each in summands])} missing "
     text += str(first.term) if len(summands) == 1 else f"summands, as {first.term}"
     if microbatch is not None:
         text += f" of microbatch {microbatch}"
-    return _at(
-        first.line, f"{', '.join(ops)} {'do' if len(ops) > 1 else 'does'} not run: {text}" if ops else text
+    if ops:
+        text = f"{', '.join(ops)} {'do' if len(ops) > 1 else 'does'} not run: {text}"
+    return _at(at, text, ORDER if ops else "")
+
+
+def _foreign(summand: Foreign, missing: Mapping[tuple[int, int | None], list[Missing]]) -> Problem:
+    """A summand that the captured step does not add there; it may be another gradient's, which lacks it."""
+    for each in missing.get((summand.line.rank, None), ()):
+        if likeness(summand.term, each.term):
+            missing[summand.line.rank, None].remove(each)
+            text = f"adds {each.term} to the gradient of {summand.name}, where the captured step adds it to "
+            return _at(summand.line, f"{text}that of {each.name}", differs_at(summand.line))
+    text = (
+        f"the gradient of {summand.name} has {summand.term.written()}, which the captured step does not add"
     )
+    return _at(summand.line, text, differs_at(summand.line))
 
 
 def gradients(names: Sequence[str]) -> str:
@@ -218,10 +241,11 @@ def _checks(plan: Plan, reference: Reference, ranks: Ranks) -> Iterator[Problem]
 def _messages(world: World, ranks: Ranks) -> Iterator[Problem]:
     for key, message in world.sent.items():
         if key[0] != COLLECTIVE:
-            yield _at(message.line, f"sends message {key[2]} to rank {key[1]}, which does not take it")
+            text = f"sends message {key[2]} to rank {key[1]}, which does not take it"
+            yield _at(message.line, text, ORDER)
     for rt in ranks:
         for pending in rt.pending:
-            yield _at(pending.line, "posts a message that it never waits for")
+            yield _at(pending.line, "posts a message that it never waits for", ORDER)
     for (group, number), joined in world.joined.items():
         if len(joined) != len(ranks):
             yield _at(joined[0][2], f"{len(joined)} ranks take part in collective {number} of group {group}")

@@ -9,13 +9,16 @@ from fxpipe.certificate.problems import Line
 from fxpipe.certificate.terms import Term, operands, shown
 
 _DEEPEST = 10_000
+_MUCH = 1_000
 
 
 class Difference(NamedTuple):
-    """``line``: that computes another value, if a program alone has that; ``text``: what, and what is due."""
+    """``line``: that computes another value, if a program alone has that; ``text``: what, and what is due;
+    ``is_shifted``: whether that is the right value of another microbatch."""
 
     line: Line | None
     text: str
+    is_shifted: bool
 
 
 def difference(known: int, found: Term, expected: Term) -> Difference:
@@ -28,7 +31,18 @@ def difference(known: int, found: Term, expected: Term) -> Difference:
     due, verb = _written(other), "computes" if own else "takes"
     name = f" for {other.name}" if other.name not in ("", due) else ""
     text = f"{verb} {_written(one)}, where the captured step has {due}{name}"
-    return Difference(line, text)
+    return Difference(line, text, one.op == "shifted")
+
+
+def likeness(one: Term, other: Term) -> int:
+    """How many of two terms' ops are the same, their own and those of their operands: of several summands
+    that an edit changes, each is compared with its own."""
+    if one.op != other.op:
+        return 0
+    operands = zip(dict(one.arguments).values(), dict(other.arguments).values(), strict=False)
+    return 1 + sum(
+        1 + (a is b) for a, b in operands if isinstance(a, Term) and isinstance(b, Term) and a.op == b.op
+    )
 
 
 def _written(term: Term) -> str:
@@ -56,8 +70,8 @@ def _operands_apart(known: int, found: Term, expected: Term) -> tuple[Term, Term
     if any(term is expected for term in operands(found.arguments)):  # an op more
         return None
     ones, others = dict(found.arguments), dict(expected.arguments)
-    if found.op in IN_ANY_ORDER and (ones["self"] is others["other"] or ones["other"] is others["self"]):
-        ones = {**ones, "self": ones["other"], "other": ones["self"]}
+    if found.op in IN_ANY_ORDER:
+        ones = _in_order(ones, others)
     if ones.keys() != others.keys():
         return None
     pairs = [pair for name in ones for pair in _pairs(ones[name], others[name])]
@@ -68,6 +82,18 @@ def _operands_apart(known: int, found: Term, expected: Term) -> tuple[Term, Term
     if len(apart) > 1 and {id(a) for a, _ in apart} == {id(b) for _, b in apart}:
         return None
     return apart[0] if apart else None
+
+
+def _in_order(ones: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]:
+    """The two operands such that each stands where the one is that it is like."""
+    exchanged = {**ones, "self": ones["other"], "other": ones["self"]}
+
+    def like(arguments: dict[str, Any]) -> int:
+        pairs = [(arguments[name], others[name]) for name in ("self", "other")]
+        same = sum(_MUCH for one, other in pairs if one is other)
+        return same + sum(likeness(*pair) for pair in pairs if all(isinstance(each, Term) for each in pair))
+
+    return exchanged if like(exchanged) > like(ones) else ones
 
 
 def _pairs(one: Any, other: Any) -> list[tuple[Term, Term] | None]:

@@ -11,7 +11,9 @@ from fxpipe.certificate.terms import BATCH_MEAN, NUMBER, Layout, Term, Terms
 
 class Unknown(Exception):
     """A term has no layout: its operands do not fit each other, or the op does not run on the meta device, or
-    the captured step names what this torch does not have."""
+    the captured step names what this torch does not have.  ``of``: the term, or its operands."""
+
+    of: tuple[Term, ...] = ()
 
 
 def layout_of(terms: Terms, term: Term) -> Layout:
@@ -36,7 +38,9 @@ def _compute(terms: Terms, term: Term) -> None:
     try:
         value = _run(terms, term["of"])[term["index"]] if term.op == "item" else _run(terms, term)
     except (RuntimeError, TypeError, ValueError, IndexError) as error:
-        raise Unknown(f"{term.written()} has no shape: {str(error).partition(chr(10))[0]}") from error
+        unknown = Unknown(f"{term.written()} has no shape: {str(error).partition(chr(10))[0]}")
+        unknown.of = (term,)
+        raise unknown from error
     if isinstance(value, torch.Tensor):
         term.layout = Layout(tuple(value.shape), value.dtype)
     elif isinstance(value, tuple | list):

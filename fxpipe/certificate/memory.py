@@ -15,6 +15,7 @@ from fxpipe.plan.artifact import Plan
 from fxpipe.schedule.ops import PHASES, Direction, Op, Phase
 
 Ranks = Sequence[TermRuntime]
+THE_END = "the end"
 ACCURACY = 1.05
 """Of the plan's memory: a storage that two stages of a rank save counts for one of them there."""
 
@@ -50,12 +51,23 @@ def _takes_time(plan: Plan, op: Op) -> bool:
 
 def _order(rt: TermRuntime, planned: Sequence[str]) -> Iterator[Problem]:
     """The first op that is not the plan's."""
-    lines = rt.held.lines
-    for own, due, line in zip_longest(rt.held.ops[:-1], planned, lines):
-        if own != due:
-            number = (line or lines[-1]).number
-            yield Problem(rt.rank, number, f"runs {own or 'nothing'} where the plan has {due or 'nothing'}")
-            return
+    number = out_of_order(rt, planned)
+    if number is not None:
+        yield Problem(rt.rank, rt.held.calls[number].number, unlike_order(rt, planned, number))
+
+
+def out_of_order(rt: TermRuntime, planned: Sequence[str]) -> int | None:
+    """The number of the first op that is not the plan's, of what a program has run so far; at the end that
+    of its end, if ops are missing."""
+    ops = rt.held.ops if rt.ended else [*rt.held.ops, *planned[len(rt.held.ops) :]]
+    due = [*planned, THE_END] if rt.ended else planned
+    return next((k for k, (op, other) in enumerate(zip_longest(ops, due)) if op != other), None)
+
+
+def unlike_order(rt: TermRuntime, planned: Sequence[str], number: int) -> str:
+    due = planned[number] if number < len(planned) else "nothing"
+    op = rt.held.ops[number]
+    return f"runs {'nothing' if op == THE_END else op} where the plan has {due}"
 
 
 def _transfers(rt: TermRuntime, plan: Plan) -> Iterator[Problem]:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from fxpipe.errors import number_of
 from fxpipe.schedule.units import bytes_text
+
+ORDER = "order"
+"""The cause of what an op that runs in another's place, or not at all, may have led to."""
+LAYOUT, NAME = "layout", "name"
+"""What causes begin with, a name behind it: of a message's layout in a program's table, and of a variable
+that is not there."""
 
 
 class Line(NamedTuple):
@@ -19,13 +25,20 @@ class Line(NamedTuple):
         return f"rank{self.rank}.py:{self.number}" if self.number else f"rank{self.rank}.py"
 
 
+def differs_at(line: Line) -> str:
+    """The cause of what follows from a value that the captured step does not have."""
+    return f"differs at {line}"
+
+
 @dataclass(frozen=True, order=True)
 class Problem:
-    """``text``: what the program does at that line, and what the captured step does."""
+    """``text``: what the program does at that line, and what the captured step does.  ``cause``: problems of
+    one cause are told as one (``causes.py``); "" for none that others have, too."""
 
     rank: int
     line: int
     text: str
+    cause: str = field(default="", compare=False)
 
     def __str__(self) -> str:
         return f"{Line(self.rank, self.line)}: {self.text}"
@@ -75,9 +88,9 @@ class Certificate:
 class Rejected(Exception):
     """Ends the check: a program does what no runtime would."""
 
-    def __init__(self, line: Line, text: str) -> None:
+    def __init__(self, line: Line, text: str, cause: str = "") -> None:
         super().__init__(text)
-        self.problem = Problem(line.rank, line.number, text)
+        self.problem = Problem(line.rank, line.number, text, cause)
 
 
 def _lines(found: Certificate) -> list[str]:

@@ -7,7 +7,14 @@ import builtins
 import sys
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from types import BuiltinFunctionType, CodeType, FunctionType, MappingProxyType, ModuleType, SimpleNamespace
+from types import (
+    BuiltinFunctionType,
+    CodeType,
+    FunctionType,
+    MappingProxyType,
+    ModuleType,
+    SimpleNamespace,
+)
 from typing import Any, ClassVar, NoReturn
 
 import torch
@@ -37,24 +44,28 @@ class Lines:
             frame = frame.f_back
         return Line(0, 0)
 
+    def of_step(self) -> Line:
+        """The line of a program's ``step`` that runs, which may call another function."""
+        frame: Any = sys._getframe(1)
+        while frame is not None:
+            rank = self._ranks.get(frame.f_code.co_filename)
+            if rank is not None and frame.f_code.co_name == "step":
+                return Line(rank, frame.f_lineno)
+            frame = frame.f_back
+        return Line(0, 0)
+
     def of(self, error: BaseException, rank: int) -> Line:
         """The innermost line that an error passed."""
-        number, trace = 0, error.__traceback__
+        return (self.passed(error, rank) or [Line(rank, 0)])[-1]
+
+    def passed(self, error: BaseException, rank: int) -> list[Line]:
+        """The lines that an error passed, of ``step`` and the functions that it calls, outermost first."""
+        lines, trace = list[Line](), error.__traceback__
         while trace is not None:
             if trace.tb_frame.f_code.co_filename == file_of(rank):
-                number = trace.tb_lineno
+                lines.append(Line(rank, trace.tb_lineno))
             trace = trace.tb_next
-        return Line(rank, number)
-
-    def called(self, error: BaseException, rank: int) -> str:
-        """The line of ``step`` that led to an error, if it is another one than the innermost."""
-        trace, innermost = error.__traceback__, self.of(error, rank)
-        while trace is not None:
-            code, number = trace.tb_frame.f_code, trace.tb_lineno
-            if code.co_filename == file_of(rank) and code.co_name == "step":
-                return f" (called in line {number})" if number != innermost.number else ""
-            trace = trace.tb_next
-        return ""
+        return lines
 
 
 def file_of(rank: int) -> str:

@@ -10,7 +10,7 @@ from fxpipe.certificate.calls import keyed_term, op_term
 from fxpipe.certificate.captured import decoded, op_named
 from fxpipe.certificate.difference import Difference, difference
 from fxpipe.certificate.layouts import Unknown
-from fxpipe.certificate.problems import Line, Problem
+from fxpipe.certificate.problems import ORDER, Line, Problem, differs_at
 from fxpipe.certificate.schemas import draws, schema_of
 from fxpipe.certificate.terms import BATCH_MEAN, Layout, Term, Terms, canonical
 from fxpipe.errors import ArtifactError, number_of
@@ -21,7 +21,7 @@ from fxpipe.plan.tensors import dtype_of
 @dataclass(eq=False, repr=False)
 class Reference:
     """``loss`` … ``checks``: terms, as ``Outputs`` in ``ir/graph.py`` says.  ``named``: those of all ops.
-    A term is the reference's if its number is below ``size``.  ``causes``: of the results that differ.
+    ``causes``: of the results that differ.
     ``split``: whether its vocabulary layers are split."""
 
     terms: Terms
@@ -33,7 +33,6 @@ class Reference:
     checks: tuple[tuple[Term, Any], ...] = ()
     causes: dict[Difference, list[tuple[str, Line]]] = field(default_factory=dict)
     named: dict[str, Term] = field(default_factory=dict)
-    size: int = 0
     split: bool = False
 
     def input(self, kind: str, name: str) -> Term:
@@ -46,17 +45,21 @@ class Reference:
 
         line: where the result is given.
         """
-        cause = difference(self.size, found, expected)
+        cause = difference(self.terms.captured, found, expected)
         self.causes.setdefault(cause, []).append((what, line))
 
     def problems(self) -> Iterator[Problem]:
-        """One for each difference, however many results it changes."""
-        for cause, changed in self.causes.items():
-            what, line = changed[0]
-            others = len({name for name, _ in changed}) - 1
+        """One for each line that computes or takes another value, however many results it changes."""
+        by_line: dict[Line, list[tuple[Difference, str]]] = {}
+        for each, changed in self.causes.items():
+            for what, line in changed:
+                by_line.setdefault(each.line or line, []).append((each, what))
+        for line, differences in by_line.items():
+            first, what = differences[0]
+            others = len({name for _, name in differences}) - 1
             so = f"{what} and {number_of(others, 'other')}" if others else what
-            at = cause.line or line
-            yield Problem(at.rank, at.number, f"{cause.text}: changes {so}")
+            cause = ORDER if first.is_shifted else differs_at(line)
+            yield Problem(line.rank, line.number, f"{first.text}: changes {so}", cause)
 
 
 def reference_of(step: CapturedStep, terms: Terms) -> Reference:
@@ -84,7 +87,7 @@ def reference_of(step: CapturedStep, terms: Terms) -> Reference:
     found.grads = {name: tuple(values[k] for k in ks) for name, ks in step.grads.items()}
     found.buffers = {name: values[k] for name, k in step.buffers.items()}
     found.checks = tuple(checks[k] for k in step.checks)
-    found.size = len(terms.known)
+    terms.captured = len(terms.known)
     return found
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
-from fxpipe.certificate.problems import Line, Rejected
+from fxpipe.certificate.problems import ORDER, Line, Rejected
 from fxpipe.certificate.terms import BATCH_MEAN, Term
 from fxpipe.certificate.traffic import Traffic
 from fxpipe.certificate.values import Container, Leaves, Memory, Offloaded, Once, Value
@@ -36,8 +36,16 @@ class Runtime:
         return getattr(self._rt, name)
 
 
-Summands = dict[Term, list[tuple[int | None, Line]]]
-"""Term -> each microbatch of which it was added, with the line."""
+class Addition(NamedTuple):
+    """Of a summand of a microbatch, or of all alike (None): the line that calls the section, and the line of
+    the section that adds."""
+
+    microbatch: int | None
+    call: Line
+    line: Line
+
+
+Summands = dict[Term, list[Addition]]
 
 
 @dataclass(eq=False, repr=False)
@@ -80,7 +88,7 @@ class TermRuntime(Traffic):
     def op(self, name: str) -> None:
         if type(name) is not str:
             raise Rejected(self.calls.line(), "begins an op whose name the certificate does not know")
-        self.held.begin(name, self.calls.line())
+        self.held.begin(name, self.calls.line(), self.calls.step_line())
 
     def once(self, compute: Callable[..., Any], *given: Any) -> Once:
         """What ``compute`` gives must be the same for all microbatches."""
@@ -141,7 +149,8 @@ class TermRuntime(Traffic):
         for summary in self.sections.known.values():
             for added in summary.effects.added:
                 if added.name == name:
-                    found.setdefault(added.term, []).extend((m, line) for m, line in summary.calls)
+                    additions = found.setdefault(added.term, [])
+                    additions.extend(Addition(m, call, added.line) for m, call in summary.calls)
         return found
 
     def reduce_gradients(self, bucket: int) -> None:
@@ -186,9 +195,8 @@ class TermRuntime(Traffic):
             key, self.rank, self.calls.line(), f"the gradient of {name} of rank {source}"
         )
         if not isinstance(message.content, tuple) or message.content[0] != name:
-            raise Rejected(
-                self.calls.line(), f"expects the gradient of {name}, and {message.line} sends another value"
-            )
+            text = f"expects the gradient of {name}, and {message.line} sends another value"
+            raise Rejected(self.calls.line(), text, ORDER)
         return message.content[1]  # type: ignore[no-any-return]
 
     def divide_gradients_by_count(self) -> None:
@@ -202,7 +210,7 @@ class TermRuntime(Traffic):
         """A program returns what this gives."""
         self.ended = True
         self.last = self.calls.line()
-        self.held.begin("the end", self.last)
+        self.held.begin("the end", self.last, self.last)
         return self
 
 

@@ -90,9 +90,8 @@ class AsLeaves:
         match result:
             case Value():
                 if result.is_stale:
-                    self._calls.note(
-                        f"gives {result.term}, whose memory {result.memory.written} has overwritten"
-                    )
+                    text = f"gives {result.term}, whose memory {result.memory.written} has overwritten"
+                    self._calls.note(text, f"gives at {self._calls.line()}")
                 memory = result.memory
                 place = self._places.get(memory)
                 if place is None:

@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from fxpipe.certificate.difference import likeness
 from fxpipe.certificate.identities import CAST, PERMUTE, ROWS, permuted, rows_added
 from fxpipe.certificate.problems import Line, Problem
 from fxpipe.certificate.terms import Term, Terms, canonical
 
 if TYPE_CHECKING:
     from fxpipe.certificate.reference import Reference
-    from fxpipe.certificate.runtime import Summands
+    from fxpipe.certificate.runtime import Addition, Summands
 
 
 def leaves(term: Term) -> Iterator[Term]:
@@ -66,6 +67,14 @@ class Missing(NamedTuple):
     microbatch: int | None
 
 
+class Foreign(NamedTuple):
+    """A summand that a program adds, at a line, and the captured step does not."""
+
+    name: str
+    term: Term
+    line: Line
+
+
 @dataclass(frozen=True)
 class GradientSum:
     """``times``: how often each summand is due with every microbatch.  ``dtype``: of the accumulator."""
@@ -84,10 +93,10 @@ class GradientSum:
         name: str,
         total: Summands,
         end: Line | None,
-    ) -> Iterator[Problem | Missing]:
+    ) -> Iterator[Problem | Missing | Foreign]:
         """What differs in a sum that a program has made."""
         known = {form: term for term in self.times for form in added_forms(reference.terms, term, self.dtype)}
-        found: dict[Term, list[tuple[int | None, Line]]] = {}
+        found: Summands = {}
         for term, calls in total.items():
             for leaf in leaves(term):
                 found.setdefault(known.get(leaf, leaf), []).extend(calls)
@@ -97,31 +106,19 @@ class GradientSum:
         able = {form: each for each in short for form in added_forms(reference.terms, each, self.dtype)}
         for term, calls in foreign.items():
             if able:  # one summand may be another thing with some microbatches than with others
-                likeness = {
-                    form: (_likeness(term, form), each not in instead.values()) for form, each in able.items()
+                alike = {
+                    form: (likeness(term, form), each not in instead.values()) for form, each in able.items()
                 }
-                nearest = max(able, key=likeness.__getitem__)
+                nearest = max(able, key=alike.__getitem__)
                 instead[term] = able[nearest]
-                reference.note_difference(f"the gradient of {name}", calls[0][1], term, nearest)
+                reference.note_difference(f"the gradient of {name}", calls[0].line, term, nearest)
             else:
-                text = f"the gradient of {name} has {term.written()}, which the captured step does not add"
-                yield _at(calls[0][1], text)
+                yield Foreign(name, term, calls[0].line)
         for term in self.times.keys() - {*instead.values()}:
             yield from _uneven(name, term, self.times[term], found.get(term, []), microbatches, end)
 
-    def _is_short(self, term: Term, calls: list[tuple[int | None, Line]], microbatches: int) -> bool:
+    def _is_short(self, term: Term, calls: list[Addition], microbatches: int) -> bool:
         return len(calls) < self.times[term] * microbatches
-
-
-def _likeness(one: Term, other: Term) -> int:
-    """How many of two terms' ops are the same, their own and those of their operands: of several summands
-    that an edit changes, each is compared with its own."""
-    if one.op != other.op:
-        return 0
-    operands = zip(dict(one.arguments).values(), dict(other.arguments).values(), strict=False)
-    return 1 + sum(
-        1 + (a is b) for a, b in operands if isinstance(a, Term) and isinstance(b, Term) and a.op == b.op
-    )
 
 
 def _at(line: Line | None, text: str) -> Problem:
@@ -132,12 +129,12 @@ def _uneven(
     name: str,
     term: Term,
     times: int,
-    calls: list[tuple[int | None, Line]],
+    calls: list[Addition],
     microbatches: int,
     end: Line | None,
 ) -> Iterator[Problem | Missing]:
     """Microbatches of which a summand was added too seldom or too often."""
-    last = calls[-1][1] if calls else end
+    last = calls[-1].call if calls else end
     at = partial(_at, last)
     if not calls:
         yield Missing(name, term, last, None)
@@ -148,12 +145,12 @@ def _uneven(
                 f"the gradient of {name} has {term} {len(calls)} times, and {times * microbatches} are due"
             )
         return
-    count = Counter(m for m, _ in calls)
+    count = Counter(each.microbatch for each in calls)
     for m in range(microbatches):
         if count[m] < times:
             yield Missing(name, term, last, m)
         elif count[m] > times:
-            line = [line for other, line in calls if other == m][-1]
+            line = [each.call for each in calls if each.microbatch == m][-1]
             yield _at(
                 line, f"the gradient of {name} has {term} of microbatch {m} {count[m]} times, not {times}"
             )

@@ -6,7 +6,7 @@ A term is of any microbatch: where it depends on the data, a random key or a buf
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -136,13 +136,15 @@ class Terms:
     """The table of all terms.  ``rules``: by op, identities (``identities.py``): functions that give a
     simpler term for arguments, or None.  ``line``: gives the line of the program that runs, None for the
     captured step.  ``views``: the first term of each view, by what it is a view of, and where its elements
-    are.  ``devices``: to which the captured step moves values."""
+    are.  ``devices``: to which the captured step moves values.  ``captured``: the number of its terms, which
+    come first; all others are a program's alone."""
 
     rules: dict[str, Callable[[Terms, str, dict[str, Any]], Term | None]]
     line: Callable[[], Any] = lambda: None
     known: dict[tuple[str, Arguments], Term] = field(default_factory=dict)
     views: dict[Any, Term] = field(default_factory=dict)
     devices: set[Any] = field(default_factory=set)
+    captured: int = 0
 
     def make(self, op: str, arguments: dict[str, Any]) -> Term:
         """The term of an op with canonical arguments, after the identities."""
@@ -159,6 +161,22 @@ class Terms:
             found = Term(len(self.known), op, key[1], varies, line=line or self.line())
             self.known[key] = found
         return found
+
+    def forget_programs(self) -> None:
+        """Drop the terms of programs that were checked before, which have their lines."""
+        for key in [*self.known][self.captured :]:
+            del self.known[key]
+        self.views = {key: term for key, term in self.views.items() if term.number < self.captured}
+
+    def first_alone(self, of: Iterable[Term]) -> Term | None:
+        """The first term that a program alone computes, of those that some terms are computed from."""
+        todo = [term for term in of if term.number >= self.captured]
+        alone = set(todo)
+        for term in todo:
+            fresh = {each for each in operands(term.arguments) if each.number >= self.captured} - alone
+            alone |= fresh
+            todo += fresh
+        return min((term for term in alone if term.line), key=lambda term: term.number, default=None)
 
     def input(self, kind: str, name: str, layout: Layout | None, varies: bool) -> Term:
         found = self.plain(kind, {"name": name})

@@ -7,7 +7,7 @@ from typing import Any
 
 from fxpipe.certificate.inputs import Inputs
 from fxpipe.certificate.layouts import layout_of
-from fxpipe.certificate.problems import Rejected
+from fxpipe.certificate.problems import LAYOUT, ORDER, Rejected
 from fxpipe.certificate.terms import Layout, Term
 from fxpipe.certificate.values import Announced, Memory, Offloaded, Pending, Value
 from fxpipe.certificate.world import Message
@@ -60,13 +60,15 @@ class Traffic(Inputs):
         shape, strides, dtype = layout
         own = layout_of(self.calls.terms, term)
         if 0 not in shape and not is_packed(shape, strides):
-            self.calls.note(f"sends with the strides {tuple(strides)}, which leave gaps or share elements")
+            text = f"sends with the strides {tuple(strides)}, which leave gaps or share elements"
+            self.calls.note(text, f"{LAYOUT} {_name(layout)}")
         if own != Layout(tuple(shape), dtype):
-            self.calls.note(
-                f"sends {term} of shape {own.shape} and {own.dtype} as one of {shape} and {dtype}"
-            )
+            text = f"sends {term} of shape {own.shape} and {own.dtype} as one of {shape} and {dtype}"
+            self.calls.note(text, f"{LAYOUT} {_name(layout)}", of=[term])
 
     def receive(self, layouts: Any, source: int) -> Pending:
+        if source == self.rank:
+            self.calls.note("receives from its own rank", ORDER)
         expected = layouts if isinstance(layouts, list) else [layouts]
         return self._posted([self.world.next_key("to", source, self.rank) for _ in expected], expected)
 
@@ -90,7 +92,8 @@ class Traffic(Inputs):
     def _arrived(self, key: Any, layout: Any, pending: Pending) -> Value:
         line = self.calls.line()
         if key[0] != COLLECTIVE:
-            what = f"message {key[2]} of rank {key[0]}"
+            posted = f", asked for in line {pending.line.number}" if pending.line != line else ""
+            what = f"message {key[2]} of rank {key[0]}{posted}"
             message = self.world.take(key, self.rank, line, what)
         else:
             what = f"collective {key[2]} of group {key[1]}, from rank {key[3]}"
@@ -98,9 +101,12 @@ class Traffic(Inputs):
         is_shared = key[0] == COLLECTIVE  # each rank has a name of its own for its part
         value = message.content
         if not isinstance(value, Value):
-            raise Rejected(line, f"expects {layout}, and {message.line} sends a gradient for its sum")
-        if message.layout != layout or not (is_shared or _name(message.layout) == _name(layout)):
-            self.calls.note(f"expects {layout}, and {message.line} sends {message.layout}")
+            text = f"expects {layout}, and {message.line} sends a gradient for its sum"
+            raise Rejected(line, text, ORDER)
+        is_named = is_shared or _name(message.layout) == _name(layout)
+        if message.layout != layout or not is_named:
+            text = f"expects {layout}, and {message.line} sends {message.layout}"
+            self.calls.note(text, f"{LAYOUT} {_name(layout)}" if is_named else ORDER)
         if message.ahead != pending.ahead:
             asked, sent = ("in", "behind") if pending.ahead else ("behind", "in")
             self.calls.note(

@@ -62,23 +62,26 @@ class Held:
     """The bytes that a rank's program holds between its ops.  ``changes``: behind so many ``ops``.
 
     As in the plan, a message counts from the first section on that uses it, and a part of a collective not
-    before that has begun.  ``lines``: of the ops.  ``dead``: values that were held though nothing read them
-    again, with the numbers of ops that had begun when they were last read, and when they were freed.
+    before that has begun.  ``lines``: of the ops, ``calls``: those of ``step`` that call them.
+    ``dead``: values that were held though nothing read them again, with the numbers of ops that had begun
+    when they were last read, and when they were freed.
     ``wasted``: what else holds memory, as text, with a line.  ``transfers``: how often an offload or a reload
     begins, or is waited for, behind so many ops.  ``idle``: the ops in which no section has run.
     """
 
     ops: list[str] = field(default_factory=list)
     lines: list[Line] = field(default_factory=list)
+    calls: list[Line] = field(default_factory=list)
     changes: Counter[int] = field(default_factory=Counter)
     idle: dict[str, int] = field(default_factory=dict)
     dead: list[tuple[Term | None, int, int]] = field(default_factory=list)
     wasted: dict[str, int] = field(default_factory=dict)
     transfers: Counter[tuple[str, int]] = field(default_factory=Counter)
 
-    def begin(self, op: str, line: Line) -> None:
+    def begin(self, op: str, line: Line, call: Line) -> None:
         self.ops.append(op)
         self.lines.append(line)
+        self.calls.append(call)
         self.idle[op] = line.number
 
     def runs(self, section: str, microbatch: int | None, line: Line) -> None:

@@ -13,7 +13,10 @@ from typing import Any, NamedTuple
 
 from greenlet import getcurrent, greenlet
 
-from fxpipe.certificate.problems import Line, Problem, Rejected
+from fxpipe.certificate.problems import ORDER, Line, Problem, Rejected
+
+#: What a message begins with, of a rank that waits at the end.
+WAITS = "waits forever for"
 
 
 class Message(NamedTuple):
@@ -89,5 +92,5 @@ class World:
             if not ready:
                 for rank in running:
                     _, line, what = self._waits[rank]
-                    self.problems.append(Problem(rank, line.number, f"waits forever for {what}"))
+                    self.problems.append(Problem(rank, line.number, f"{WAITS} {what}", ORDER))
                 return

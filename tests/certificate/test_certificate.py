@@ -206,8 +206,8 @@ EDITS = {
     ),
     "a W is missing": (
         ("tied_head", 0, r"W0\(1\)$", "pass"),
-        r"rank0.py:\d+: W0.1 does not run: the gradients of .*, .* and \d+ others are missing summands, as .*"
-        r" of microbatch 1",
+        r"rank0.py:\d+: runs B0.2 where the plan has W0.1: W0.1 does not run: the gradients of .*, .* and "
+        r"\d+ others are missing summands, as .* of microbatch 1",
     ),
     "a W runs twice": (
         ("tied_head", 1, r"^    (addmm_\(.*\).*\n)", r"    \1    \1"),
@@ -358,7 +358,7 @@ EDITS = {
     ),
     "an op runs twice": (
         ("tied_head", 0, r"W0\(1\)$", "W0(1); W0(1)"),
-        r"rank0.py:\d+: has no value of 1: an op runs twice, or before what it needs \(called in line LINE\)",
+        r"rank0.py:LINE: runs W0.1 where the plan has B0.2: has no value of 1: an op runs twice",
     ),
     "the program ends": (
         ("tied_head", 1, r"^    return rt.finish", r"    raise SystemExit(0)\n\g<0>"),
@@ -441,6 +441,53 @@ def test_a_plan_that_takes_the_loss_for_another_is_told():
     plan = replace(artifact.plan, step=replace(artifact.plan.step, has_count=True))
     found = check_artifact(replace(artifact, plan=plan)).problems
     assert "the plan has a count beside the loss (step.has_count)" in str(found[0])
+
+
+#: As above, of edits that have many consequences; where it is told, "LINE + 1" for a line behind the edit.
+CAUSES = {
+    "a literal": (
+        ("tied_head", 1, "1e-05", "1e-06"),
+        r"\d+: computes native_layer_norm.* changes the loss and",
+    ),
+    "an op of two names": (
+        ("tied_head", 0, r"^(gelu = torch\.ops\.aten\.)\w+\.", r"\1sin."),
+        "LINE: calls aten.sin.default gelu, and line",
+    ),
+    "a shape that a later op cannot take": (
+        ("tied_head", 0, r"= reshape\((\w+), \[10, 8\]\)", r"= reshape(\1, [8, 10])"),
+        r"LINE: computes reshape\(.*\[8, 10\]\), which the captured step does not have: rank0.py:",
+    ),
+    "the gradient of another parameter": (
+        ("tied_head", 0, r'\(grads\["outer.weight"\], t', r'(grads["inner.weight"], t'),
+        "LINE: adds .* to the gradient of .*, where the captured step adds it to that of .* 2 problems from",
+    ),
+    "a message of another layout": (
+        ("tied_head", 0, r'^( *"blocks_2_add": )\(\(2, 5, 8\)', r"\1((2, 5, 9)"),
+        "LINE: has the layout of blocks_2_add, and line ",
+    ),
+    "a variable that is needed": (
+        ("tied_head", 0, r"^    (\w+ = gelu\((\w+)\).*)$", r"    \1\n    del \2"),
+        r"LINE \+ 1: deletes \w+, and line .* fails: ",
+    ),
+    "an op later": (
+        ("tied_head", 1, r"^    B1\(0\)\n    F1\(1\)\n    B1\(1\)\n", "    F1(1)\n    B1(1)\n    B1(0)\n"),
+        "LINE: runs F1.1 where the plan has B1.0: ",
+    ),
+    "an op that others wait for": (
+        ("tied_head", 1, r"B1\(0\)$", "pass"),
+        r"LINE \+ 1: runs F1.1 where the plan has B1.0: ",
+    ),
+    "a message from itself": (("tied_head", 1, r"source=0", "source=1"), "LINE: receives from its own rank"),
+}
+
+
+@pytest.mark.parametrize("edit", CAUSES)
+def test_an_edit_with_consequences_is_told_once_at_its_line(edit):
+    edited, expected = CAUSES[edit]
+    line, (first, *others) = problems(*edited)
+    at = expected.replace(r"LINE \+ 1", str(line + 1)).replace("LINE", str(line))
+    assert re.match(rf"rank{edited[1]}.py:{at}", first), (line, first)
+    assert others == []
 
 
 @pytest.mark.parametrize("call", [r"W0\(1\)$", r"rt\.reduce_gradients\(0\)"])

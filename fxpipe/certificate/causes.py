@@ -1,0 +1,134 @@
+"""Tells of several problems which one the others follow from, and the line where it began."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from operator import itemgetter
+
+from fxpipe.certificate.memory import Ranks, out_of_order, planned_ops, unlike_order
+from fxpipe.certificate.problems import LAYOUT, NAME, ORDER, Line, Problem
+from fxpipe.certificate.runtime import TermRuntime
+from fxpipe.certificate.world import WAITS
+from fxpipe.errors import number_of
+from fxpipe.plan.artifact import Plan
+
+
+def causes(plan: Plan, ranks: Ranks, programs: Sequence[str], problems: Sequence[Problem]) -> list[Problem]:
+    """One problem for each cause.  problems: in the order in which they arose; none of them alone is left
+    out."""
+    if not problems:
+        return []
+    texts = [Text.of(source) for source in programs]
+    return _folded(_placed(each, texts) for each in _of_order(plan, ranks, problems))
+
+
+def _folded(problems: Iterator[Problem]) -> list[Problem]:
+    """Of the problems of a cause the first, with the number of the others."""
+    by_cause: dict[object, list[Problem]] = {}
+    for problem in dict.fromkeys(problems):
+        by_cause.setdefault(problem.cause or problem, []).append(problem)
+    return [
+        replace(first, text=f"{first.text} (and {number_of(len(others), 'problem')} from it)", cause="")
+        if others
+        else replace(first, cause="")
+        for first, *others in by_cause.values()
+    ]
+
+
+def _of_order(plan: Plan, ranks: Ranks, problems: Sequence[Problem]) -> Iterator[Problem]:
+    """What an op out of order may have led to is told where that op runs: a rank waits for what another has
+    not sent, or takes one message for the next."""
+    began: Problem | None = None
+    for rt in ranks:
+        planned = planned_ops(plan, rt.rank)
+        number = out_of_order(rt, planned)
+        if number is not None and began is None:
+            line = rt.held.calls[number]
+            began = Problem(rt.rank, line.number, unlike_order(rt, planned, number), ORDER)
+    if began is None:
+        ran = {str(op) for rt in ranks for op in rt.held.ops}
+        stuck = {rt.rank for rt in ranks if not rt.ended and _is_ready(rt, planned_ops(plan, rt.rank), ran)}
+        problems = sorted(problems, key=lambda each: each.text.startswith(WAITS) and each.rank not in stuck)
+    for problem in problems:
+        if problem.cause == ORDER and began is not None:
+            line = Line(problem.rank, problem.line)
+            where = "" if line == (began.rank, began.line) else f"{line} "
+            yield replace(began, text=f"{began.text}: {where}{problem.text}")
+        else:
+            yield problem
+
+
+def _is_ready(rt: TermRuntime, planned: Sequence[str], ran: Set[str]) -> bool:
+    """Whether the ops have run that a rank's next op needs of other stages: what it waits for should be
+    there."""
+    if len(rt.held.ops) >= len(planned):
+        return False
+    kind, stage, microbatch = re.findall(r"\d+|[A-Z]+", planned[len(rt.held.ops)])
+    before = int(stage) - 1 if kind == "F" else int(stage) + 1
+    kinds = ("F",) if kind == "F" else ("B", "BW")
+    return any(f"{each}{before}.{microbatch}" in ran for each in kinds)
+
+
+@dataclass(frozen=True)
+class Text:
+    """Lines of a program.  ``names``: in each line.  ``aliases``: of ops that are not called as the op, with
+    the line and the op.  ``layouts``: of messages, by their names.  ``deleted``: variables, with the line."""
+
+    names: Mapping[int, Set[str]]
+    aliases: Mapping[str, tuple[int, str]]
+    layouts: Mapping[str, int]
+    deleted: Sequence[tuple[str, int]]
+
+    @staticmethod
+    def of(source: str) -> Text:
+        try:
+            tree = ast.parse(source)
+        except (SyntaxError, ValueError, RecursionError, MemoryError):  # which is the problem
+            return Text({}, {}, {}, ())
+        names, aliases, layouts = dict[int, set[str]](), dict[str, tuple[int, str]](), dict[str, int]()
+        for node in tree.body:
+            match node:
+                case ast.Assign(targets=[ast.Name(id="MESSAGES")], value=ast.Dict(keys=keys)):
+                    layouts |= {str(key.value): key.lineno for key in keys if isinstance(key, ast.Constant)}
+                case ast.Assign(targets=[ast.Name(id=name)], value=ast.Attribute() as value):
+                    op = ast.unparse(value)
+                    if op.startswith("torch.ops.") and not _is_name_of(name, op):
+                        aliases[name] = node.lineno, op.removeprefix("torch.ops.")
+        deleted = list[tuple[str, int]]()
+        for each in ast.walk(tree):
+            if isinstance(each, ast.Name):
+                names.setdefault(each.lineno, set()).add(each.id)
+                if isinstance(each.ctx, ast.Del):
+                    deleted.append((each.id, each.lineno))
+        return Text(names, aliases, layouts, sorted(deleted, key=itemgetter(1)))
+
+
+def _is_name_of(name: str, op: str) -> bool:
+    """Whether an alias is made of an op's name: ``sum_dim_intlist`` of ``torch.ops.aten.sum.dim_IntList``."""
+    _, _, *parts = op.split(".")
+    letters = [re.sub(r"\W|_", "", part).lower() for part in parts if part != "default"]
+    plain = re.sub(r"_\d+$", "", name)
+    ways = {"".join(letters), "".join(letters[1:]), *letters[1:2]}
+    return not ways.isdisjoint(re.sub("_", "", each).lower() for each in (name, plain))
+
+
+def _placed(problem: Problem, texts: Sequence[Text]) -> Problem:
+    """A problem of a line that another line of the program made so: one that names another op, has the layout
+    of a message, or deletes a variable."""
+    text, (kind, _, name) = texts[problem.rank], problem.cause.partition(" ")
+    names = text.names.get(problem.line, set()) & text.aliases.keys()
+    wrong = sorted((*text.aliases[each], each) for each in names)
+    if wrong and wrong[0][0] != problem.line:
+        line, op, alias = wrong[0]
+        return _moved(problem, line, f"calls {op} {alias}", f"alias {alias} of rank {problem.rank}")
+    if kind == LAYOUT and name in text.layouts:
+        return _moved(problem, text.layouts[name], f"has the layout of {name}", problem.cause)
+    before = [line for each, line in text.deleted if kind == NAME and each == name and line < problem.line]
+    return _moved(problem, before[-1], f"deletes {name}", problem.cause) if before else problem
+
+
+def _moved(problem: Problem, line: int, does: str, cause: str) -> Problem:
+    return Problem(problem.rank, line, f"{does}, and line {problem.line} {problem.text}", cause)
