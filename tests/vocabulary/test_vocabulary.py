@@ -188,14 +188,15 @@ def words_of(labels: torch.Tensor) -> torch.Tensor:
 
 
 def sliced(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    return flat(logits[..., :NOT_PADDED], words_of(labels))
+    """And a mask without the padding's columns."""
+    mask = torch.arange(NOT_PADDED) != 3
+    return flat(logits[..., :NOT_PADDED].where(mask, -2.0), words_of(labels))
 
 
 def sliced_capped(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """The cap makes the padding's mask finite, if it comes behind that; smoothing takes the sum of all."""
-    columns = torch.arange(NOT_PADDED)
     capped = 5 * torch.tanh(logits[:, :-1, :NOT_PADDED] / 5)
-    return flat(capped.where(columns != 3, -2.0), words_of(labels[:, 1:]), label_smoothing=0.1)
+    return flat(capped, words_of(labels[:, 1:]), label_smoothing=0.1)
 
 
 def filled(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
