@@ -62,7 +62,7 @@ def test_processes_that_run_and_are_gone():
 def watch_of(monkeypatch):
     """Makes that of a rank of several, whose thread does nothing, and which tells how it would end."""
     monkeypatch.setattr(Watch, "_run", lambda self: None)
-    monkeypatch.setattr(watches, "_report_uncaught", lambda watch: None)
+    monkeypatch.setattr(Watch, "report_uncaught", lambda self: None)
     monkeypatch.setattr(watches.atexit, "register", lambda *_: None)
     monkeypatch.setattr("fxpipe.runtime.job.failure.SILENCE", 0.0)
 
@@ -273,7 +273,7 @@ class BusyStore(dist.HashStore):
 
 
 def test_the_thread_ends_before_the_process_though_the_store_is_busy(monkeypatch):
-    monkeypatch.setattr(watches, "_report_uncaught", lambda watch: None)
+    monkeypatch.setattr(Watch, "report_uncaught", lambda self: None)
     monkeypatch.setattr(watches.atexit, "register", lambda *_: None)
     monkeypatch.setattr(watches, "BEAT", 0.01)
     store = BusyStore()
