@@ -142,7 +142,10 @@ def in_a_rank(directory, shapes, has_group):
     Path(directory, f"{number}.json").write_text(json.dumps(found))
 
 
-@pytest.mark.parametrize(("processes", "shapes", "has_group"), [(4, (2, 4), True), (2, (2,), False)])
+@pytest.mark.parametrize(
+    ("processes", "shapes", "has_group"),
+    [(4, (2, 4), True), pytest.param(2, (2,), False, marks=pytest.mark.variation)],
+)
 def test_under_torchrun(double, tmp_path, processes, shapes, has_group):
     """Two replicas of two ranks, and one pipeline of all ranks."""
     arguments = tmp_path, shapes, has_group

@@ -32,6 +32,7 @@ def test_language_models(model, split):
     check_against_fresh(pipe, fresh, {"microbatch": 5, "sequence": 23})
 
 
+@pytest.mark.variation
 def test_encoder_decoder_with_two_lengths():
     config = hf.T5Config(
         num_layers=1,

@@ -15,7 +15,7 @@ OPTIONS = {"schedule": "zb-v", "ranks": 2, "microbatches": 2, "vocab_parallel": 
 @pytest.mark.parametrize(
     ("more", "found"),
     [
-        ({}, {"error", "backend"}),
+        pytest.param({}, {"error", "backend"}, marks=pytest.mark.variation),
         ({"post": 9}, {"error", "backend"}),
         ({"train": 2}, {"asked", "reserved", "backend"}),
     ],
