@@ -34,12 +34,12 @@ class Masks:
     masks that no call needs."""
 
     needed: list[Mask] = field(default_factory=list)
-    dropped: dict[fx.Node, int] = field(default_factory=dict)
+    dropped: dict[fx.Node, tuple[Mask, int]] = field(default_factory=dict)
     dense: set[fx.Node] = field(default_factory=set)
 
-    @property
-    def bytes(self) -> int:
-        return sum(size for node, size in self.dropped.items() if node not in self.dense)
+    def freed(self, mask: Mask) -> int:
+        """The bytes of the masks that say this, and that no call needs."""
+        return sum(n for node, (says, n) in self.dropped.items() if says == mask and node not in self.dense)
 
 
 class AttentionMasks(TorchFunctionMode):
@@ -110,7 +110,7 @@ class AttentionMasks(TorchFunctionMode):
         if node is not None and says == "dense":
             self.masks.dense.add(node)
         elif node is not None:
-            self.masks.dropped[node] = tensor.numel() * tensor.itemsize
+            self.masks.dropped[node] = says, tensor.numel() * tensor.itemsize
         self.masks.needed.append(says)
         return says
 

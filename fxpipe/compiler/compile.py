@@ -162,14 +162,9 @@ def compile_model(
         )
         compared = tuple(now if each.mesh == own else each for each in meshes)
         device = cluster.name + measured
-        needed = captured.masks.needed
-        rewrites = mask_rewrites(
-            captured.graph,
-            needed.count("causal"),
-            needed.count("none"),
-            captured.masks.bytes,
-            cluster.first,
-        )
+        masks = captured.masks
+        causal, without_mask = ((masks.needed.count(m), masks.freed(m)) for m in ("causal", "none"))
+        rewrites = mask_rewrites(captured.graph, causal, without_mask, cluster.first)
         plan = replace(
             plan,
             work=work,

@@ -121,7 +121,7 @@ def test_a_mask_that_changes_between_layers() -> None:
     model = Changing(make)
     masks = capture(model, (torch.randn(2, LENGTH, WIDTH),), None, 1.0, torch.device("cpu")).masks
     assert masks.needed == ["causal", "dense", "dense"]
-    assert masks.bytes == 0
+    assert masks.freed("causal") == 0
 
 
 def test_the_attention_within_torchs_own_module() -> None:
