@@ -42,11 +42,11 @@ from mutations import edited_lines, mutated
 from report import ROOT, Report
 
 import fxpipe
-from fxpipe.certificate import program
 from fxpipe.certificate.check import check_against, check_artifact
-from fxpipe.certificate.identities import RULES
+from fxpipe.certificate.programs import program
 from fxpipe.certificate.reference import reference_of
-from fxpipe.certificate.terms import Terms
+from fxpipe.certificate.terms.identities import RULES
+from fxpipe.certificate.terms.terms import Terms
 from fxpipe.plan.captured import CapturedStep
 from fxpipe.runtime.ranks.local import LocalComm
 

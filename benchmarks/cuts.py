@@ -1,7 +1,7 @@
 """What moving cuts to where fewer values cross does to drawn settings: the simulated step, and what is sent.
 
 Models of four kinds, ranks, schedules and devices are drawn.  Each setting is compiled with and without
-``fxpipe/compiler/lighter.py``; no model runs, all are on the meta device.
+``fxpipe/compiler/refine_cuts.py``; no model runs, all are on the meta device.
 
     python benchmarks/cuts.py --models 28 --seed 0 --output benchmarks/results/cuts.txt
 """

@@ -17,7 +17,7 @@ import fxpipe
 from fxpipe.schedule.costs import StageCost, Update, chain
 from fxpipe.schedule.simulation.simulator import simulate
 from fxpipe.schedule.simulation.steps import simulate_steps
-from fxpipe.training.pace import BLOCK, BLOCKS, FIRST
+from fxpipe.training.optimizer.speculation_policy import BLOCK, BLOCKS, FIRST
 
 #: The steps before the timed ones; those of "post" have the first trial of whether to go ahead.
 WARM_UP = {"barrier": FIRST, "post": FIRST + BLOCKS * BLOCK + 1}

@@ -52,7 +52,8 @@ MIB = 2**20
 WORKER = "gpu_check_worker.py"
 #: Seconds after which a run of a small model hangs.
 SOON = 180.0
-#: Steps with post-validation; the first that go ahead of a verdict are behind two and six (training/pace.py).
+#: Steps with post-validation; the first that go ahead of a verdict are behind two and six
+#: (``training/optimizer/speculation_policy.py``).
 POST_STEPS = 30
 IN_LITTLE_MEMORY = ("1f1b", "gpipe", "zb-v", "1f1b, vocabulary", "zb-v, vocabulary")
 PARTS = ("local", "processes", "mesh", "memory", "speed")

@@ -150,9 +150,9 @@ def compiles(name: str, file: str) -> None:
 
 def bytes_of(artifact: Any) -> dict[str, int]:
     """What ``send_artifacts`` and the check of messages send, as they send it."""
+    from fxpipe.runtime.program.load_program import load_program
     from fxpipe.runtime.ranks.agreement import check_agreement
-    from fxpipe.runtime.ranks.load_program import load_program
-    from fxpipe.training.parts import send_artifacts
+    from fxpipe.training.model.parts import send_artifacts
 
     kept, broadcast, scattered, gathered = [], [], [], []
     send_artifacts(
@@ -210,12 +210,12 @@ def _cells(given: dict[str, float]) -> list[str]:
 def rank_alone(plan_file: str, directory: str, rank: str, way: str) -> None:
     import torch
 
-    from fxpipe.api.held import held_of
+    from fxpipe.api.rank_tensors import held_of
     from fxpipe.plan.artifact import Plan
-    from fxpipe.training.initialize import initialize_held
-    from fxpipe.training.model_state import ModelState
-    from fxpipe.training.pretrained import Pretrained
-    from fxpipe.training.state_dict import load_state_dict
+    from fxpipe.training.model.initialize import initialize_held
+    from fxpipe.training.model.model_state import ModelState
+    from fxpipe.training.model.state_dict import load_state_dict
+    from fxpipe.training.weights.pretrained import Pretrained
 
     model, plan = _llama(LARGE), Plan.from_json(Path(plan_file).read_text(), plan_file)
     alone = {"world_rank": int(rank), "lane": 0, "lanes": 1, "replica": 0, "replicas": 1}

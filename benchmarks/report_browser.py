@@ -24,8 +24,8 @@ from report import Report
 from torch import nn
 
 import fxpipe
-from fxpipe.plan.files import read_plan
-from fxpipe.plan.recorded import write_spans
+from fxpipe.plan.saved.files import read_plan
+from fxpipe.plan.saved.recorded import write_spans
 from fxpipe.schedule.simulation.simulator import simulate
 from fxpipe.viz.report.write import saved_source, write_report
 

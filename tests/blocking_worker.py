@@ -30,12 +30,12 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from zoo import LIMIT, WIDTH, WORDS, Block, Case, Shape, TiedHead, built_and_compiled, eager, tokens, too_far
 
 import fxpipe
-from fxpipe.compiler.lighter import LighterCuts
+from fxpipe.compiler.refine_cuts import LighterCuts
 from fxpipe.errors import RunError
 from fxpipe.runtime.job.backend import is_gloo_alone
 from fxpipe.runtime.job.process import Process
-from fxpipe.runtime.ranks import connect, distributed, sent, step_memory
-from fxpipe.training import runner, warm_up
+from fxpipe.runtime.ranks import connect, distributed, send_buffers, step_memory
+from fxpipe.training.run import runner, warm_up
 
 #: Every family, by name with stages per rank and placement.
 FAMILIES = {
@@ -237,7 +237,7 @@ def _undo(fault: str) -> None:
     if fault == "lazy":
         connect._first_message = connect._first_broadcast = connect._run_once = lambda *_: None
     elif fault == "waits":
-        sent.SentOnStreams.add = lambda self, work, tensors: work.wait()
+        send_buffers.SentOnStreams.add = lambda self, work, tensors: work.wait()
     elif fault == "order":
         begun = connect.connect
 
@@ -249,7 +249,9 @@ def _undo(fault: str) -> None:
     elif fault == "kinds":
         connect._run_once = lambda *_: None
     elif fault == "kept":
-        sent.SentOnStreams.add = lambda self, work, tensors: self._sent.update({len(self._sent): (work, ())})
+        send_buffers.SentOnStreams.add = lambda self, work, tensors: self._sent.update(
+            {len(self._sent): (work, ())}
+        )
     elif fault == "one":
         distributed.as_one = lambda group, device, start: blocking_backend.All(start())
     elif fault == "lost":

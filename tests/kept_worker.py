@@ -15,7 +15,7 @@ from torch import nn
 from zoo import EFFORT, relative_error, too_far
 
 import fxpipe
-from fxpipe.plan.kept import kept_slots
+from fxpipe.plan.attribute_state import kept_slots
 
 WIDTH, LENGTH, ROWS, MICROBATCHES = 4, 3, 2, 3
 

@@ -19,8 +19,8 @@ from zoo import EFFORT
 import fxpipe
 from fxpipe.capture.trace import Captured
 from fxpipe.compiler import compile as compiler
-from fxpipe.training.ahead import Ahead
-from fxpipe.training.pace import Pace
+from fxpipe.training.model.speculative_update import Ahead
+from fxpipe.training.optimizer.speculation_policy import Pace
 
 PROCESSES, ROWS, MICROBATCHES, STEPS, HALF = 4, 1, 4, 5, 2
 OPTIONS = {"lr": 3e-2, "clip_grad_norm": 0.95}

@@ -22,7 +22,7 @@ from torchrun_worker import Rank
 from zoo import LENGTH, WIDTH, WORDS, Block, Case, Shape, compiled, tokens
 
 import fxpipe
-import fxpipe.plan.files
+import fxpipe.plan.saved.files
 import fxpipe.runtime.job.watch
 from fxpipe.runtime.job.process import Process
 
@@ -186,15 +186,15 @@ def full_disk(rank: Rank) -> None:
     pipe = fxpipe.load(rank.directory / "saved")
     write_part(rank, "loaded", pipe)
     rank.error("all alone", pipe.run_local, batch_of(0))
-    write = fxpipe.plan.files.write_tensors
+    write = fxpipe.plan.saved.files.write_tensors
 
     def fails(*args: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     if rank.number == 0:  # which writes the files of all
-        fxpipe.plan.files.write_tensors = fails
+        fxpipe.plan.saved.files.write_tensors = fails
     rank.error("full disk", pipe.save, rank.directory / "full")
-    fxpipe.plan.files.write_tensors = write
+    fxpipe.plan.saved.files.write_tensors = write
     pipe.save(rank.directory / "not full")
 
 

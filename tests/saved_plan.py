@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from fxpipe.plan.files import checksum
+from fxpipe.plan.saved.files import checksum
 
 
 def write_plan(directory: Path, plan: Any) -> None:

@@ -1,6 +1,6 @@
 """Few and small samples, so that a calibration takes a second."""
 
-from fxpipe.cost import samples
+from fxpipe.cost.calibration import samples
 
 SMALL = {"ELEMENTS": (16, 4096), "ROWS": (8, 16), "LENGTHS": (8, 16), "SIDES": (4, 8)}
 

@@ -20,7 +20,7 @@ from fxpipe.errors import (
     PartitionError,
     RunError,
 )
-from fxpipe.plan import files
+from fxpipe.plan.saved import files
 
 
 def compiled(model=None, example=None, *, ranks=2, microbatches=2, **options):

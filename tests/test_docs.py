@@ -16,7 +16,7 @@ from small_samples import SMALL
 
 import fxpipe
 from fxpipe.cli import main
-from fxpipe.cost import samples
+from fxpipe.cost.calibration import samples
 from fxpipe.cost.device_file import read_device
 from fxpipe.cost.known_devices import CPU
 

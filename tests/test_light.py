@@ -70,7 +70,7 @@ from pathlib import Path
 import torch
 from fxpipe.runtime.program.batch import batch_spec
 from fxpipe.runtime.ranks.local import LocalComm, LocalWorld
-from fxpipe.runtime.ranks.load_program import load_program
+from fxpipe.runtime.program.load_program import load_program
 from fxpipe.runtime.program.rank import Runtime
 from fxpipe.plan.step import StepSpec
 from safetensors.torch import load_file

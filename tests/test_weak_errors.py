@@ -467,7 +467,7 @@ def test_numpy_in_a_forward():
 
 
 def test_errors_print_under_a_public_name():
-    import fxpipe.cli.run_command  # which imports all rooms
+    import fxpipe.cli.run.run_command  # which imports all rooms
 
     def kinds(kind):
         return {kind}.union(*(kinds(each) for each in kind.__subclasses__()))

@@ -22,12 +22,13 @@ from torch import nn
 
 import fxpipe
 from fxpipe.runtime.program.rank import Runtime
-from fxpipe.training import ahead, make_optimizer
-from fxpipe.training.ahead import Ahead
-from fxpipe.training.optimizer import PipelineOptimizer
-from fxpipe.training.pace import Pace
-from fxpipe.training.undo import Undo
-from fxpipe.training.updates import Updates
+from fxpipe.training.model import speculative_update as ahead
+from fxpipe.training.model.pending_update import Updates
+from fxpipe.training.model.rollback import Undo
+from fxpipe.training.model.speculative_update import Ahead
+from fxpipe.training.optimizer import make_optimizer
+from fxpipe.training.optimizer.optimizer import PipelineOptimizer
+from fxpipe.training.optimizer.speculation_policy import Pace
 
 RANKS, MICROBATCHES, ROWS, WIDTH = 4, 6, 2, 4
 POKES = (0.0, 0.0, 0.0, 0.0, 30.0, 3e38, math.inf, math.nan)

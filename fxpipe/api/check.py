@@ -6,9 +6,9 @@ from pathlib import Path
 
 from fxpipe.certificate.check import check_artifact
 from fxpipe.certificate.problems import Certificate
-from fxpipe.plan import files
 from fxpipe.plan.artifact import Artifact
 from fxpipe.plan.libraries import import_libraries
+from fxpipe.plan.saved import files
 from fxpipe.runtime.program import lanes as lanes  # registers ops that a captured step may have
 
 

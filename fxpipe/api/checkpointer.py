@@ -23,12 +23,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.stateful import Stateful
 
 from fxpipe.errors import ArtifactError, FxpipeError, OptionError, RunError, at_least_one
-from fxpipe.plan.files import as_path, checksum, writing
+from fxpipe.plan.saved.files import as_path, checksum, writing
 from fxpipe.runtime.job.collectives import gather_bytes
 from fxpipe.runtime.job.process import agreed, agreed_by
 from fxpipe.runtime.job.tracebacks import brief_methods
 from fxpipe.runtime.program.comm import NoAnswer, answered
-from fxpipe.training.average import Average, OfAverage
 from fxpipe.training.checkpoint import files, tensor_store
 from fxpipe.training.checkpoint.plain import from_json, to_json
 from fxpipe.training.checkpoint.restore import contents_for, restore
@@ -42,7 +41,8 @@ from fxpipe.training.checkpoint.training_state import (
     tensors_of,
 )
 from fxpipe.training.checkpoint.user_state import kept_state, own_state
-from fxpipe.training.optimizer import PipelineOptimizer
+from fxpipe.training.optimizer.average import Average, OfAverage
+from fxpipe.training.optimizer.optimizer import PipelineOptimizer
 
 if TYPE_CHECKING:
     from fxpipe.api.pipeline import Pipeline

@@ -14,10 +14,10 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from fxpipe.api.alike import arguments_of, check_lanes
-from fxpipe.api.held import held_of
 from fxpipe.api.like import check_like, options_like, ranks_like
 from fxpipe.api.pipeline import Pipeline
+from fxpipe.api.rank_consistency import arguments_of, check_lanes
+from fxpipe.api.rank_tensors import held_of
 from fxpipe.compiler.compilation import Compilation
 from fxpipe.compiler.compile import Compiled, compile_model, last_lane_as_text
 from fxpipe.compiler.evaluation import compile_evaluation
@@ -29,10 +29,10 @@ from fxpipe.compiler.progress import Phases
 from fxpipe.cost.describe import described_everywhere
 from fxpipe.cost.device import Device
 from fxpipe.errors import CaptureError, FxpipeError
-from fxpipe.plan import files
 from fxpipe.plan.artifact import Artifact, Plan
 from fxpipe.plan.dtensors import mesh_of
 from fxpipe.plan.meshes import Mesh, TriedMesh
+from fxpipe.plan.saved import files
 from fxpipe.plan.step import Shard
 from fxpipe.runtime.job.mesh import ranks_and_replicas
 from fxpipe.runtime.job.process import Process, agreed, as_timeout, under_torchrun
@@ -42,9 +42,9 @@ from fxpipe.runtime.program.batch import as_dicts
 from fxpipe.runtime.program.offload import check_tier
 from fxpipe.schedule.formats.handwritten import is_file_name, read_schedule
 from fxpipe.schedule.ops import Schedule, Validation
-from fxpipe.training import parts
-from fxpipe.training.partial_model import updates_of
-from fxpipe.training.state_dict import make_whole
+from fxpipe.training.model import parts
+from fxpipe.training.model.partial_model import updates_of
+from fxpipe.training.model.state_dict import make_whole
 from fxpipe.viz.explanation import explain
 
 if TYPE_CHECKING:

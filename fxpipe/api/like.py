@@ -11,7 +11,7 @@ from fxpipe.api.pipeline import Pipeline
 from fxpipe.compiler.options import Options
 from fxpipe.errors import OptionError
 from fxpipe.plan.tensors import dtype_of
-from fxpipe.training.partial_model import names_by_rank
+from fxpipe.training.model.partial_model import names_by_rank
 
 
 def check_like(like: Any) -> None:

@@ -10,16 +10,16 @@ import torch
 from torch import nn
 
 from fxpipe.api.pipeline import Pipeline
-from fxpipe.plan import files
 from fxpipe.plan.artifact import Artifact, Plan
 from fxpipe.plan.libraries import check_libraries
 from fxpipe.plan.rows import joined
+from fxpipe.plan.saved import files
 from fxpipe.plan.tensors import in_strides
 from fxpipe.runtime.job.process import Process, agreed, as_timeout, own_ranks, under_torchrun
 from fxpipe.runtime.job.tracebacks import brief
 from fxpipe.runtime.program.accelerator import default_device
-from fxpipe.training import parts
-from fxpipe.training.accumulators import check_buckets
+from fxpipe.training.model import parts
+from fxpipe.training.model.accumulators import check_buckets
 
 
 @brief

@@ -13,36 +13,36 @@ from typing import Any, TypeVar, overload
 import torch
 from torch import fx
 
-from fxpipe.api.instead import Named
+from fxpipe.api.hints import Named
 from fxpipe.api.views import Views
 from fxpipe.errors import OptionError, RunError
 from fxpipe.ir.graph import Section
-from fxpipe.plan import files
 from fxpipe.plan.artifact import Artifact, Validation
 from fxpipe.plan.libraries import not_imported
-from fxpipe.runtime.job.place import called_function
+from fxpipe.plan.saved import files
+from fxpipe.runtime.debug.finite import Check, checked
+from fxpipe.runtime.debug.recording import checked_record
 from fxpipe.runtime.job.process import Process, agreed
 from fxpipe.runtime.job.tracebacks import brief_methods
+from fxpipe.runtime.job.user_line import called_function
 from fxpipe.runtime.program.outputs import On, StepResult
 from fxpipe.runtime.program.rank import Runtime
-from fxpipe.runtime.ranks.finite import Check, checked
-from fxpipe.runtime.ranks.recording import checked_record
-from fxpipe.training.average import Average, Decay
-from fxpipe.training.given_values import InMemory
-from fxpipe.training.initialize import initialize_held
-from fxpipe.training.local_runner import LocalResult
-from fxpipe.training.make_optimizer import make_optimizer
-from fxpipe.training.model_state import ModelState
-from fxpipe.training.optimizer import PipelineOptimizer
-from fxpipe.training.partial_model import register, share_model
-from fxpipe.training.pretrained import export, values_at
-from fxpipe.training.runner import Runner
-from fxpipe.training.save import new_directory, save
-from fxpipe.training.shared_values import share_values
-from fxpipe.training.state_dict import copy_to_model, full_state_dict, load_state_dict, state_dict
-from fxpipe.training.step_loss import StepLoss
-from fxpipe.training.unchanged import Traced
-from fxpipe.training.updates import Updates
+from fxpipe.training.guards.guards import Traced
+from fxpipe.training.model.initialize import initialize_held
+from fxpipe.training.model.model_state import ModelState
+from fxpipe.training.model.partial_model import register, share_model
+from fxpipe.training.model.pending_update import Updates
+from fxpipe.training.model.save import new_directory, save
+from fxpipe.training.model.shared_values import share_values
+from fxpipe.training.model.state_dict import copy_to_model, full_state_dict, load_state_dict, state_dict
+from fxpipe.training.optimizer.average import Average, Decay
+from fxpipe.training.optimizer.make_optimizer import make_optimizer
+from fxpipe.training.optimizer.optimizer import PipelineOptimizer
+from fxpipe.training.optimizer.step_loss import StepLoss
+from fxpipe.training.run.local_runner import LocalResult
+from fxpipe.training.run.runner import Runner
+from fxpipe.training.weights.pretrained import export, values_at
+from fxpipe.training.weights.tensor_values import InMemory
 
 T = TypeVar("T")
 

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 from fxpipe.errors import ArtifactError
-from fxpipe.plan.files import as_path
+from fxpipe.plan.saved.files import as_path
 from fxpipe.runtime.job.tracebacks import brief
 from fxpipe.training.checkpoint import files, tensor_store
 from fxpipe.training.checkpoint.restore import held_in
 from fxpipe.training.checkpoint.training_state import MODEL, OPTIMIZER, CheckpointRecord, averaged
-from fxpipe.training.dcp_metadata import METADATA
+from fxpipe.training.weights.dcp_metadata import METADATA
 
 
 @dataclass(frozen=True, eq=False)

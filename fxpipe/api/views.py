@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import fx
 
-from fxpipe.api.instead import missing
+from fxpipe.api.hints import missing
 from fxpipe.api.stage import Stage
 from fxpipe.certificate.check import check_artifact
 from fxpipe.certificate.problems import Certificate
 from fxpipe.cost.plan_costs import costs_of
 from fxpipe.errors import OptionError, RunError, at_least_one
 from fxpipe.ir.graph import Section
-from fxpipe.plan import files
 from fxpipe.plan.artifact import Artifact, Plan, Validation
 from fxpipe.plan.memory import rank_memory
+from fxpipe.plan.saved import files
 from fxpipe.runtime.job.process import Process
 from fxpipe.runtime.job.tracebacks import brief_methods
 from fxpipe.schedule.ops import VALIDATIONS, Schedule

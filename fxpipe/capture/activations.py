@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxpipe.capture.dtensors import whole
-from fxpipe.capture.named import OUTPUT, listed, named_tensors
+from fxpipe.capture.lanes.dtensors import whole
+from fxpipe.capture.output_names import OUTPUT, listed, named_tensors
 from fxpipe.errors import CaptureError
 
 

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpipe.capture.buffers import check_buffers
 from fxpipe.capture.functional import is_mutating, writes_to_a_parameter
+from fxpipe.capture.state.changed_buffers import check_buffers
 from fxpipe.errors import CaptureError
 from fxpipe.ir.compat import new_node
 from fxpipe.ir.graph import Input, Kind, Origin, Outputs, module_around

@@ -11,7 +11,7 @@ from fxpipe.errors import CaptureError
 from fxpipe.ir import compat
 
 _DENSE = "Add up over the indices of what is not zero instead (index_add, scatter_add), or keep it dense."
-#: Also in ``buffers.py``, for observers that have run.
+#: Also in ``changed_buffers.py``, for observers that have run.
 ONE_OP = "for fake quantization take a qconfig of version=1, whose observer is one op"
 #: Causes of failed traces: a text in the error or in a file of the traceback -> its meaning, and the remedy.
 _UNSUPPORTED = (

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpipe.capture.same_layouts import give_own_values
+from fxpipe.capture.fake_op_cache import give_own_values
 from fxpipe.capture.traced_nodes import nodes_after
 from fxpipe.errors import CaptureError
 from fxpipe.ir import compat

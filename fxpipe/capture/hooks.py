@@ -16,7 +16,7 @@ import torch
 from torch import fx, nn
 
 from fxpipe.capture.functional import is_mutating
-from fxpipe.capture.registered import Registered
+from fxpipe.capture.state.registered import Registered
 from fxpipe.capture.traced_nodes import last_node, nodes_after
 from fxpipe.ir import compat
 from fxpipe.ir.storage import leading_to

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxpipe.capture.dtensors import like
-from fxpipe.capture.registered import registered
+from fxpipe.capture.lanes.dtensors import like
+from fxpipe.capture.state.registered import registered
 from fxpipe.errors import BatchError, CaptureError
 from fxpipe.ir import compat
 from fxpipe.ir.graph import Input, Kind

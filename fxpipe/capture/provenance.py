@@ -21,14 +21,14 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from fxpipe.capture.answers import Answers
-from fxpipe.capture.dtypes import check_dtypes
-from fxpipe.capture.frozen import warn_of_seed
+from fxpipe.capture.fake_op_cache import SameLayouts
 from fxpipe.capture.functional import writes_to_a_constant
-from fxpipe.capture.replay import Replay, RunOp, key_of
-from fxpipe.capture.same_layouts import SameLayouts
+from fxpipe.capture.reads.kernel_dtypes import check_dtypes
+from fxpipe.capture.reads.specialization import Answers
+from fxpipe.capture.reads.varying_values import Values
+from fxpipe.capture.state.frozen_state import warn_of_seed
+from fxpipe.capture.state.replay import Replay, RunOp, key_of
 from fxpipe.capture.traced_nodes import last_node, nodes_after
-from fxpipe.capture.values import Values
 from fxpipe.errors import CaptureError
 from fxpipe.ir import compat
 from fxpipe.ir.graph import Input, Origin

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import fx
 
-from fxpipe.capture.same_layouts import give_own_values
+from fxpipe.capture.fake_op_cache import give_own_values
 from fxpipe.errors import CaptureError, SizeError
 from fxpipe.ir.compat import pytree
 from fxpipe.ir.resized import ResizedTraces, monomials

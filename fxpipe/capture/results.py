@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from fxpipe.capture.activations import Activations
-from fxpipe.capture.dtensors import whole
-from fxpipe.capture.named import listed, named_tensors
-from fxpipe.capture.number import NumberOfData
+from fxpipe.capture.lanes.dtensors import whole
+from fxpipe.capture.output_names import listed, named_tensors
+from fxpipe.capture.reads.data_scalar import NumberOfData
 from fxpipe.errors import CaptureError, suggested
 
 

@@ -17,27 +17,27 @@ import torch
 from torch import nn
 
 from fxpipe.capture.activations import Activations
-from fxpipe.capture.assigned import Assigned
-from fxpipe.capture.attention_masks import AttentionMasks
 from fxpipe.capture.call import Read, arguments, arguments_of_forward, described
 from fxpipe.capture.capture_options import CaptureOptions
-from fxpipe.capture.dtensors import local_gradient
 from fxpipe.capture.functional import KeepsState, check_unwritten, declare_writes
 from fxpipe.capture.hooks import Hooks
 from fxpipe.capture.inputs import Given
-from fxpipe.capture.kept import Constants, carries_gradients, with_history
-from fxpipe.capture.made import check_made
+from fxpipe.capture.lanes.dtensors import local_gradient
 from fxpipe.capture.provenance import Provenance
-from fxpipe.capture.questions import Questions
-from fxpipe.capture.registered import registered
-from fxpipe.capture.repeat import difference
-from fxpipe.capture.replaced import aliases, put_back, replaced_buffers
-from fxpipe.capture.replay import ForwardRun
+from fxpipe.capture.reads.data_assignment import Assigned
+from fxpipe.capture.reads.tensor_reads import Questions
+from fxpipe.capture.reads.varying_values import Values
+from fxpipe.capture.reads.world import World
 from fxpipe.capture.results import Results, find_results
-from fxpipe.capture.snapshot import Snapshot
+from fxpipe.capture.rules.attention_masks import AttentionMasks
+from fxpipe.capture.state.attribute_state import Constants, carries_gradients, with_history
+from fxpipe.capture.state.lazy_parameters import check_made
+from fxpipe.capture.state.python_state import Snapshot
+from fxpipe.capture.state.registered import registered
+from fxpipe.capture.state.repeat import difference
+from fxpipe.capture.state.replaced_buffers import aliases, put_back, replaced_buffers
+from fxpipe.capture.state.replay import ForwardRun
 from fxpipe.capture.traced_nodes import last_node, nodes_after
-from fxpipe.capture.values import Values
-from fxpipe.capture.world import World
 from fxpipe.errors import CaptureError
 from fxpipe.ir import compat
 from fxpipe.ir.compat import pytree

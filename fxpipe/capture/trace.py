@@ -20,22 +20,22 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from fxpipe.capture.attention_masks import Masks
-from fxpipe.capture.batch_means import NO_MEANS, BatchMeans, divide_by_batch_means
-from fxpipe.capture.borrow import borrowed
 from fxpipe.capture.call import warn_of_unread
 from fxpipe.capture.capture_options import CAPTURE_ALL, CaptureOptions
-from fxpipe.capture.checkpoint import recorded_checkpoints
 from fxpipe.capture.clean import clean
-from fxpipe.capture.constants import check_constants
 from fxpipe.capture.failures import explained, in_another_thread
-from fxpipe.capture.frozen import StateWatch
 from fxpipe.capture.functional import KeepsState, functionalize, overwritten
 from fxpipe.capture.hooks import hook_functions
 from fxpipe.capture.inputs import inputs
-from fxpipe.capture.kept import unwritten
-from fxpipe.capture.registered import Registered, overlapping
-from fxpipe.capture.replaced import put_back
+from fxpipe.capture.reads.checkpoint import recorded_checkpoints
+from fxpipe.capture.rules.attention_masks import Masks
+from fxpipe.capture.rules.batch_means import NO_MEANS, BatchMeans, divide_by_batch_means
+from fxpipe.capture.state.attribute_state import unwritten
+from fxpipe.capture.state.constants import check_constants
+from fxpipe.capture.state.fake_model import borrowed
+from fxpipe.capture.state.frozen_state import StateWatch
+from fxpipe.capture.state.registered import Registered, overlapping
+from fxpipe.capture.state.replaced_buffers import put_back
 from fxpipe.capture.step_function import StepFunction
 from fxpipe.errors import CaptureError
 from fxpipe.ir import compat
@@ -96,7 +96,7 @@ def capture(
         None takes the loss from the output (``results.py``).
     scale: the gradient of the loss that the backward starts from (1 / microbatches; for a loss given
         as (sum, count) it is 1, and the division is the step's last act).
-    kept: names of tensors in plain attributes that other steps change (``plan/kept.py``).
+    kept: names of tensors in plain attributes that other steps change (``plan/attribute_state.py``).
     Raises CaptureError, naming module path and source line, for a model that cannot be traced and a
     loss that is no scalar or needs no gradient.  Warns of Python state that the forward changes.
     """

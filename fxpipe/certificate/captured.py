@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from fxpipe.certificate.layouts import Unknown
+from fxpipe.certificate.terms.layouts import Unknown
 
 _TORCH = (torch.dtype, torch.layout, torch.memory_format)
 

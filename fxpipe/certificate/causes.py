@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from operator import itemgetter
 
-from fxpipe.certificate.memory import Ranks, out_of_order, planned_ops, unlike_order
 from fxpipe.certificate.problems import LAYOUT, NAME, ORDER, Line, Problem
-from fxpipe.certificate.runtime import TermRuntime
-from fxpipe.certificate.world import WAITS
+from fxpipe.certificate.ranks.memory import Ranks, out_of_order, planned_ops, unlike_order
+from fxpipe.certificate.ranks.runtime import TermRuntime
+from fxpipe.certificate.ranks.world import WAITS
 from fxpipe.errors import number_of
 from fxpipe.plan.artifact import Plan
 

@@ -13,12 +13,8 @@ from dataclasses import replace
 
 from greenlet import GreenletExit
 
-from fxpipe.certificate.calls import Calls
 from fxpipe.certificate.causes import causes
 from fxpipe.certificate.compare import compared
-from fxpipe.certificate.identities import RULES
-from fxpipe.certificate.layouts import Unknown
-from fxpipe.certificate.memory import unlike_plan
 from fxpipe.certificate.problems import (
     NAME,
     ORDER,
@@ -29,13 +25,17 @@ from fxpipe.certificate.problems import (
     Rejected,
     differs_at,
 )
-from fxpipe.certificate.program import Lines, loaded
+from fxpipe.certificate.programs.calls import Calls
+from fxpipe.certificate.programs.program import Lines, loaded
+from fxpipe.certificate.programs.sections import Sections
+from fxpipe.certificate.programs.values import Held
+from fxpipe.certificate.ranks.memory import unlike_plan
+from fxpipe.certificate.ranks.runtime import Runtime, TermRuntime
+from fxpipe.certificate.ranks.world import World
 from fxpipe.certificate.reference import Reference, reference_of
-from fxpipe.certificate.runtime import Runtime, TermRuntime
-from fxpipe.certificate.sections import Sections
-from fxpipe.certificate.terms import Term, Terms
-from fxpipe.certificate.values import Held
-from fxpipe.certificate.world import World
+from fxpipe.certificate.terms.identities import RULES
+from fxpipe.certificate.terms.layouts import Unknown
+from fxpipe.certificate.terms.terms import Term, Terms
 from fxpipe.errors import RunError
 from fxpipe.plan.artifact import Artifact, Plan
 from fxpipe.plan.captured import CapturedStep

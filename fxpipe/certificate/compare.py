@@ -7,16 +7,16 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 
-from fxpipe.certificate.difference import likeness
-from fxpipe.certificate.memory import Ranks, out_of_order, planned_ops
 from fxpipe.certificate.problems import ORDER, Line, Problem, differs_at
+from fxpipe.certificate.programs.values import Value
+from fxpipe.certificate.ranks.memory import Ranks, out_of_order, planned_ops
+from fxpipe.certificate.ranks.runtime import TermRuntime
+from fxpipe.certificate.ranks.traffic import COLLECTIVE
+from fxpipe.certificate.ranks.world import World
 from fxpipe.certificate.reference import Reference
-from fxpipe.certificate.runtime import TermRuntime
-from fxpipe.certificate.sums import Foreign, GradientSum, Missing
-from fxpipe.certificate.terms import Term
-from fxpipe.certificate.traffic import COLLECTIVE
-from fxpipe.certificate.values import Value
-from fxpipe.certificate.world import World
+from fxpipe.certificate.terms.difference import likeness
+from fxpipe.certificate.terms.sums import Foreign, GradientSum, Missing
+from fxpipe.certificate.terms.terms import Term
 from fxpipe.plan.artifact import Plan, holders
 from fxpipe.plan.rows import ShardName
 from fxpipe.plan.tensors import dtype_of

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from fxpipe.certificate.calls import keyed_term, op_term
 from fxpipe.certificate.captured import decoded, op_named
-from fxpipe.certificate.difference import Difference, difference
-from fxpipe.certificate.layouts import Unknown
 from fxpipe.certificate.problems import ORDER, Line, Problem, differs_at
-from fxpipe.certificate.schemas import draws, schema_of
-from fxpipe.certificate.terms import BATCH_MEAN, Layout, Term, Terms, canonical
+from fxpipe.certificate.programs.calls import keyed_term, op_term
+from fxpipe.certificate.terms.difference import Difference, difference
+from fxpipe.certificate.terms.layouts import Unknown
+from fxpipe.certificate.terms.schemas import draws, schema_of
+from fxpipe.certificate.terms.terms import BATCH_MEAN, Layout, Term, Terms, canonical
 from fxpipe.errors import ArtifactError, number_of
 from fxpipe.plan.captured import CapturedInput, CapturedOp, CapturedStep
 from fxpipe.plan.tensors import dtype_of

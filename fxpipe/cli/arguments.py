@@ -99,7 +99,7 @@ def working(what: str) -> AbstractContextManager[object]:
 
 def write_picture(path: Path, svg: str) -> None:
     """Write a picture as SVG or PNG, by the suffix.  Raises ArtifactError if that fails."""
-    from fxpipe.plan.files import writing  # it imports torch, which the help does not need
+    from fxpipe.plan.saved.files import writing  # it imports torch, which the help does not need
 
     if path.suffix == ".svg":
         data = svg.encode()

@@ -16,8 +16,8 @@ from rich.table import Table
 
 from fxpipe.cli.arguments import output, positive_int, whole_number
 from fxpipe.compiler.progress import Phases
-from fxpipe.cost.busy import busy_threads
-from fxpipe.cost.calibrate import with_curves
+from fxpipe.cost.calibration.background_load import busy_threads
+from fxpipe.cost.calibration.calibrate import with_curves
 from fxpipe.cost.describe import described_here
 from fxpipe.cost.device import Device, Interconnect
 from fxpipe.cost.device_file import SUFFIX, write_device
@@ -25,7 +25,7 @@ from fxpipe.cost.kinds import COMPUTING, MOVING
 from fxpipe.cost.profile import measured_bandwidth
 from fxpipe.errors import OptionError
 from fxpipe.plan.curve import Curve
-from fxpipe.plan.files import writing
+from fxpipe.plan.saved.files import writing
 from fxpipe.plan.step import Tier
 from fxpipe.runtime.job.process import Process
 from fxpipe.runtime.program.accelerator import default_device, is_accelerator

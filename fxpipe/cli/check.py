@@ -8,7 +8,7 @@ from pathlib import Path
 from fxpipe.api.check import check_saved
 from fxpipe.cli.arguments import working
 from fxpipe.errors import RunError, printable
-from fxpipe.plan.files import evaluation_directory
+from fxpipe.plan.saved.files import evaluation_directory
 
 
 def add_to(parser: argparse.ArgumentParser) -> None:

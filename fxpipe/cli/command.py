@@ -27,7 +27,7 @@ SUBCOMMANDS = {
     "trace": ("fxpipe.cli.trace", "write a saved pipeline's step as a trace for Perfetto"),
     "draw": ("fxpipe.cli.draw", "draw the schedule of a saved pipeline"),
     "diff": ("fxpipe.cli.diff", "compare the decisions of two saved pipelines"),
-    "run": ("fxpipe.cli.run_command", "train a saved pipeline (under torchrun)"),
+    "run": ("fxpipe.cli.run.run_command", "train a saved pipeline (under torchrun)"),
     "replay": ("fxpipe.cli.replay", "run one op of a recorded step alone, in a debugger if asked"),
     "completion": ("fxpipe.cli.completion", "print the completion of these commands for a shell"),
 }

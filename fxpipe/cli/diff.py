@@ -11,7 +11,7 @@ from rich.table import Table
 
 from fxpipe.errors import number_of, printable
 from fxpipe.plan.artifact import Plan
-from fxpipe.plan.files import read_plan
+from fxpipe.plan.saved.files import read_plan
 from fxpipe.schedule.units import bubble_text, bytes_text, seconds_text
 from fxpipe.viz.terminal import terminal
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from fxpipe.cli.arguments import picture, write_picture
 from fxpipe.cost.plan_costs import costs_of
 from fxpipe.errors import printable
-from fxpipe.plan.files import read_plan
+from fxpipe.plan.saved.files import read_plan
 from fxpipe.schedule.simulation.simulator import simulate
 from fxpipe.viz.timeline_picture import timeline_svg
 

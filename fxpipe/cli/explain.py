@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from fxpipe.plan.files import read_plan
+from fxpipe.plan.saved.files import read_plan
 from fxpipe.viz.explanation import explain
 
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from torch import nn
 
 from fxpipe.cli.arguments import memory, non_negative, positive, positive_int
-from fxpipe.cli.functions import called
+from fxpipe.cli.run.functions import called
 from fxpipe.compiler.compilation import Compilation
 from fxpipe.compiler.mesh import checked, compare_meshes, fastest_mesh, planned_step
 from fxpipe.compiler.mesh_request import MeshRequest, request_of, rows_of

@@ -1,4 +1,4 @@
-"""The costs of a recorded run (``plan/recorded.py``)."""
+"""The costs of a recorded run (``plan/saved/recorded.py``)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from fxpipe.cost.profile import with_seconds
 from fxpipe.plan.artifact import Plan
-from fxpipe.plan.recorded import RankSpans, recorded_ops
+from fxpipe.plan.saved.recorded import RankSpans, recorded_ops
 from fxpipe.schedule.costs import Costs, StageCost
 from fxpipe.schedule.ops import PHASES, Color, OpKind, Phase
 

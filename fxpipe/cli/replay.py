@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from fxpipe.errors import RunError
-from fxpipe.runtime.ranks.recording import ResultDigest
-from fxpipe.runtime.ranks.replay import Replayed, read_recorded, replay
+from fxpipe.runtime.debug.recording import ResultDigest
+from fxpipe.runtime.debug.replay import Replayed, read_recorded, replay
 
 
 def add_to(parser: argparse.ArgumentParser) -> None:

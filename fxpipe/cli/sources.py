@@ -13,8 +13,8 @@ from fxpipe.cli.recorded import recorded_costs
 from fxpipe.cost.known_devices import device_named
 from fxpipe.cost.plan_costs import costs_of
 from fxpipe.errors import FxpipeError, number_of
-from fxpipe.plan.files import read_plan
-from fxpipe.plan.recorded import read_spans
+from fxpipe.plan.saved.files import read_plan
+from fxpipe.plan.saved.recorded import read_spans
 from fxpipe.schedule.costs import Costs, StageCost, Update, chain
 from fxpipe.schedule.formats.costs_file import read_costs
 from fxpipe.schedule.ops import MOST_FORWARDS, Schedule

@@ -11,14 +11,14 @@ from torch import fx
 
 from fxpipe.codegen.comments import input_comments
 from fxpipe.codegen.expressions import Aliases, Scope, variable
-from fxpipe.codegen.layers import INDUCTOR, LayerFunctions
-from fxpipe.codegen.lists import Layout, Stack, Taken, layout, taken
-from fxpipe.codegen.loops import Loop, base_name
+from fxpipe.codegen.layers.layer_functions import INDUCTOR, LayerFunctions
+from fxpipe.codegen.layers.loops import Loop, base_name
+from fxpipe.codegen.layers.outline import LATER, Analysis, Repeated
+from fxpipe.codegen.layers.saved_lists import Layout, Stack, Taken, layout, taken
+from fxpipe.codegen.layers.straight_lines import call_lines, is_worth_compiling
 from fxpipe.codegen.nodes import node_lines, place, storages
-from fxpipe.codegen.outline import LATER, Analysis, Repeated
 from fxpipe.codegen.signatures import LISTS, PHASE_NAMES, Signature
 from fxpipe.codegen.statements import Statement, body, unpacking
-from fxpipe.codegen.stretches import call_lines, is_worth_compiling
 from fxpipe.codegen.wrapping import wrapped
 from fxpipe.ir.graph import Section, offload, reload
 from fxpipe.ir.storage import call_nodes

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from fxpipe.codegen.contents import contents
 from fxpipe.codegen.expressions import Aliases
 from fxpipe.codegen.rank_plan import RankPlan
+from fxpipe.codegen.step.contents import contents
 from fxpipe.ir.names import docstring, text_literal
 from fxpipe.plan.libraries import SCRIPT
 

@@ -13,7 +13,7 @@ from torch import fx
 
 from fxpipe.codegen.comments import shape_of
 from fxpipe.codegen.expressions import KEYS, Scope
-from fxpipe.codegen.repeats import leaves
+from fxpipe.codegen.layers.repeats import leaves
 from fxpipe.codegen.statements import Statement
 from fxpipe.codegen.wrapping import WIDTH
 from fxpipe.ir.graph import Origin, offload, reload

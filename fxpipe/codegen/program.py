@@ -6,9 +6,9 @@ from __future__ import annotations
 from fxpipe.codegen.expressions import Aliases
 from fxpipe.codegen.functions import function_sources
 from fxpipe.codegen.head import head_source
-from fxpipe.codegen.once import counts_source, once_source
 from fxpipe.codegen.rank_plan import RankPlan
-from fxpipe.codegen.step import called_ops, step_calls, step_source
+from fxpipe.codegen.step.step import called_ops, step_calls, step_source
+from fxpipe.codegen.step_invariants import counts_source, once_source
 
 
 def program_source(plan: RankPlan) -> str:

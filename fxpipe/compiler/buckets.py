@@ -13,8 +13,8 @@ from fxpipe.ir.graph import Kind, Section
 from fxpipe.plan.artifact import Bucket, Plan, RankTensors, TensorLayout, holders
 from fxpipe.plan.rows import ShardName
 from fxpipe.plan.tensors import dtype_of, gradient_dtype
-from fxpipe.schedule.lowering.bucket_use import BucketUse, once
-from fxpipe.schedule.lowering.bucket_use import per_use as for_each_use
+from fxpipe.schedule.bucket_use import BucketUse, once
+from fxpipe.schedule.bucket_use import per_use as for_each_use
 from fxpipe.schedule.ops import PHASES, Color, Op, Schedule, parse_op
 
 #: A sum over replicas takes as much memory again as its bucket, and links are at their best from far less on.

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from fxpipe.compiler.cut import Cut, Cuts, Stages
-from fxpipe.compiler.lighter import LighterCuts
 from fxpipe.compiler.options import Candidates, Options
 from fxpipe.compiler.passes import CutOptions
 from fxpipe.compiler.progress import Phases
+from fxpipe.compiler.refine_cuts import LighterCuts
 from fxpipe.compiler.tensor_ownership import (
     activation_budget,
     copy_bytes,
@@ -34,7 +34,7 @@ from fxpipe.cost.update import Trained, update_costs
 from fxpipe.errors import DeadlockError, LimitError, PartitionError, ScheduleError
 from fxpipe.ir.liveness import Liveness, liveness
 from fxpipe.partition.cuts import SLACK
-from fxpipe.passes.recompute import Level
+from fxpipe.passes.level.recompute import Level
 from fxpipe.plan.artifact import HeldBytes
 from fxpipe.schedule.bound import lower_bound
 from fxpipe.schedule.candidate import SearchResult

@@ -18,12 +18,11 @@ from torch import fx
 
 from fxpipe.capture.call import check_call
 from fxpipe.capture.capture_options import CaptureOptions
-from fxpipe.capture.lanes import capture_lanes, lane_as_text
+from fxpipe.capture.lanes.joint_graph import capture_lanes, lane_as_text
 from fxpipe.capture.resized import named_lengths, sample
 from fxpipe.capture.scale import LATER
 from fxpipe.capture.trace import Captured, capture
 from fxpipe.capture.underflow import warn_of_float16
-from fxpipe.compiler.all_stages import all_stages, cluster_of, offload_bandwidth
 from fxpipe.compiler.choose import Costing, choose, with_uses
 from fxpipe.compiler.compilation import Compilation
 from fxpipe.compiler.cut import Cuts
@@ -31,6 +30,7 @@ from fxpipe.compiler.generate import generate
 from fxpipe.compiler.options import candidates, check_lanes
 from fxpipe.compiler.passes import StepGraphs
 from fxpipe.compiler.progress import Phases
+from fxpipe.compiler.stage_counts import all_stages, cluster_of, offload_bandwidth
 from fxpipe.compiler.tensor_ownership import check_names, check_state_of_replicas
 from fxpipe.cost.analytic import work_for_any_size
 from fxpipe.cost.cluster import Cluster

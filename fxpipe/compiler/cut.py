@@ -10,14 +10,14 @@ from torch import fx
 
 from fxpipe.compiler.passes import PASSES, CutOptions, Offloaded, StepGraphs, run_passes
 from fxpipe.compiler.progress import Phases
-from fxpipe.compiler.uncut import Uncut
+from fxpipe.compiler.shared_cuts import Uncut
 from fxpipe.cost.nodes import CHEAPER_IN_PLACE
 from fxpipe.errors import PartitionError
 from fxpipe.ir.compat import copy_graph
 from fxpipe.ir.graph import Section
 from fxpipe.ir.resized import ResizedTraces
 from fxpipe.ir.sections import SectionEdge, edges_between, extract
-from fxpipe.passes.recompute import Level
+from fxpipe.passes.level.recompute import Level
 from fxpipe.schedule.stages import Vocabulary
 
 

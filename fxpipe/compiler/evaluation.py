@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from fxpipe.capture.lanes import capture_lanes
+from fxpipe.capture.lanes.joint_graph import capture_lanes
 from fxpipe.compiler.compilation import Compilation
 from fxpipe.compiler.compile import Compiled, traced
 from fxpipe.compiler.cut import cut as cut_at_level

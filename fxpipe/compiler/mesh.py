@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from math import inf
 
 from fxpipe.capture.scale import LATER, choose_microbatches
-from fxpipe.compiler.all_stages import all_stages, cluster_of, offload_bandwidth
 from fxpipe.compiler.choose import Chosen, Costing, choose_below, held_bytes, with_uses
 from fxpipe.compiler.compilation import Compilation
 from fxpipe.compiler.compile import CapturedStep, capture_step
@@ -19,6 +18,7 @@ from fxpipe.compiler.cut import Cuts, Stages
 from fxpipe.compiler.options import Options, candidates, check
 from fxpipe.compiler.passes import StepGraphs
 from fxpipe.compiler.progress import Phases
+from fxpipe.compiler.stage_counts import all_stages, cluster_of, offload_bandwidth
 from fxpipe.compiler.tensor_ownership import check_state_of_replicas
 from fxpipe.cost.profile import known_tensors
 from fxpipe.errors import (

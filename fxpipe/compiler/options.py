@@ -13,7 +13,7 @@ from fxpipe.compiler.passes import PASS_NAMES
 from fxpipe.cost.known_devices import device_names, is_device_name
 from fxpipe.errors import OptionError, at_least_one, number_of, suggested
 from fxpipe.ir.sections import BACKENDS
-from fxpipe.passes.recompute import LEVELS, Level
+from fxpipe.passes.level.recompute import LEVELS, Level
 from fxpipe.plan.lanes import LanePlan
 from fxpipe.plan.rewrites import RULES, Rule
 from fxpipe.plan.step import SHARDS, TIERS, Shard, Tier

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import fx
 
-from fxpipe.compiler.uncut import Uncut
+from fxpipe.compiler.shared_cuts import Uncut
 from fxpipe.cost.nodes import NodeSeconds
 from fxpipe.cost.recomputable import recomputable_nodes
 from fxpipe.errors import PartitionError
@@ -23,28 +23,28 @@ from fxpipe.ir.verify import verify
 from fxpipe.partition.chain import CutChain
 from fxpipe.partition.coloring import partition
 from fxpipe.passes.accept_any_strides import accept_any_strides
-from fxpipe.passes.accumulate_together import accumulate_together
-from fxpipe.passes.compute_marked_values import compute_marked_values
-from fxpipe.passes.compute_once import compute_once
-from fxpipe.passes.copy_given_results import copy_given_results
-from fxpipe.passes.count_beside_loss import count_beside_loss
-from fxpipe.passes.fuse_accumulation import fuse_accumulation
-from fxpipe.passes.hoist_updates import hoist_updates
-from fxpipe.passes.insert_offload import insert_offload
-from fxpipe.passes.join_backward import join_backward
-from fxpipe.passes.key_random_ops import key_random_ops
-from fxpipe.passes.make_contiguous import make_contiguous
-from fxpipe.passes.merge_equal import merge_equal
-from fxpipe.passes.mincut_saved_for_weight import mincut_saved_for_weight
-from fxpipe.passes.read_once import read_once
-from fxpipe.passes.recompute import Level, recompute
-from fxpipe.passes.simplify import simplify
-from fxpipe.passes.simplify_views import simplify_views
-from fxpipe.passes.sink_cheap_values import sink_cheap_values
-from fxpipe.passes.split_backward import split_backward
-from fxpipe.passes.tensors_for_numbers import tensors_for_numbers
-from fxpipe.passes.untie import untie
-from fxpipe.passes.use_inplace_ops import use_inplace_ops
+from fxpipe.passes.captured.compute_marked_values import compute_marked_values
+from fxpipe.passes.captured.hoist_updates import hoist_updates
+from fxpipe.passes.captured.key_random_ops import key_random_ops
+from fxpipe.passes.captured.read_once import read_once
+from fxpipe.passes.captured.simplify import simplify
+from fxpipe.passes.captured.tensors_for_numbers import tensors_for_numbers
+from fxpipe.passes.chosen.accumulate_together import accumulate_together
+from fxpipe.passes.chosen.join_backward import join_backward
+from fxpipe.passes.chosen.simplify_views import simplify_views
+from fxpipe.passes.chosen.use_inplace_ops import use_inplace_ops
+from fxpipe.passes.colored.compute_once import compute_once
+from fxpipe.passes.colored.copy_given_results import copy_given_results
+from fxpipe.passes.colored.count_beside_loss import count_beside_loss
+from fxpipe.passes.colored.merge_equal import merge_equal
+from fxpipe.passes.colored.sink_cheap_values import sink_cheap_values
+from fxpipe.passes.colored.split_backward import split_backward
+from fxpipe.passes.colored.untie import untie
+from fxpipe.passes.level.fuse_accumulation import fuse_accumulation
+from fxpipe.passes.level.make_contiguous import make_contiguous
+from fxpipe.passes.level.mincut_saved_for_weight import mincut_saved_for_weight
+from fxpipe.passes.level.recompute import Level, recompute
+from fxpipe.passes.scheduled.insert_offload import insert_offload
 from fxpipe.schedule.ops import Phase
 from fxpipe.schedule.stages import Vocabulary
 from fxpipe.vocabulary.split import split_vocabulary

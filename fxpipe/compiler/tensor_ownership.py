@@ -14,11 +14,11 @@ from fxpipe.cost.exchange import StageTensors
 from fxpipe.cost.update import Trained
 from fxpipe.errors import CaptureError, LimitError
 from fxpipe.ir.graph import Kind, Section
-from fxpipe.ir.once import once_bytes
+from fxpipe.ir.step_invariants import once_bytes
 from fxpipe.ir.storage import graph_outputs
 from fxpipe.plan.artifact import HeldBytes, RankTensors, TensorLayout, holders
+from fxpipe.plan.attribute_state import kept_tensors, own_of_each_replica
 from fxpipe.plan.dtensors import local
-from fxpipe.plan.kept import kept_tensors, own_of_each_replica
 from fxpipe.plan.rows import ShardName
 from fxpipe.plan.step import OutputSpec
 from fxpipe.plan.tensors import gradient_dtype

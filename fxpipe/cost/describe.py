@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from fxpipe.cost.arithmetic import arithmetic_of
-from fxpipe.cost.calibrate import calibrated
+from fxpipe.cost.calibration.calibrate import calibrated
 from fxpipe.cost.device import Device
 from fxpipe.cost.known_devices import CPU, device_named, is_device_name, reported_device
 from fxpipe.ir.ops import node_flops

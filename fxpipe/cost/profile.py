@@ -18,8 +18,8 @@ from typing import Any, cast
 import torch
 from torch import fx, nn
 
-from fxpipe.cost.busy import busy_threads
-from fxpipe.cost.clock import Timed, medians_in_turns, seconds_until_done
+from fxpipe.cost.calibration.background_load import busy_threads
+from fxpipe.cost.calibration.clock import Timed, medians_in_turns, seconds_until_done
 from fxpipe.cost.device import Device
 from fxpipe.cost.nodes import node_cost
 from fxpipe.errors import ScheduleError
@@ -27,8 +27,8 @@ from fxpipe.ir.graph import Input, Kind, Section
 from fxpipe.ir.ops import is_between_lanes
 from fxpipe.ir.sections import is_compiled
 from fxpipe.ir.storage import call_nodes, storage_root, written_arguments
+from fxpipe.plan.attribute_state import kept_slots, kept_tensors
 from fxpipe.plan.dtensors import local
-from fxpipe.plan.kept import kept_slots, kept_tensors
 from fxpipe.plan.step import Tier
 from fxpipe.plan.tensors import in_strides, storage_bytes
 from fxpipe.runtime.program.accelerator import is_accelerator

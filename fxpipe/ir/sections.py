@@ -18,7 +18,7 @@ from torch import fx
 from fxpipe.errors import VerifyError
 from fxpipe.ir.compat import copy_node
 from fxpipe.ir.graph import Input, Kind, Section, Value, offload, read_buffer, reload
-from fxpipe.ir.once import inputs_behind
+from fxpipe.ir.step_invariants import inputs_behind
 from fxpipe.ir.storage import call_nodes, graph_outputs, is_view
 from fxpipe.plan.tensors import sum_over_ranks
 from fxpipe.runtime.program.checks import expect

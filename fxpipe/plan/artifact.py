@@ -12,22 +12,22 @@ from typing import Annotated
 import torch
 
 from fxpipe.errors import ArtifactError, number_of
-from fxpipe.plan.check import check_plan
 from fxpipe.plan.lanes import NO_LANES, LanePlan
 from fxpipe.plan.libraries import Libraries
 from fxpipe.plan.meshes import TriedMesh
 from fxpipe.plan.number import number
 from fxpipe.plan.rewrites import Rewrite
 from fxpipe.plan.rows import ShardName
+from fxpipe.plan.saved.check import check_plan
 from fxpipe.plan.step import MOST_RANKS, Shard, StepSpec, Tier
 from fxpipe.plan.tensors import Dtype, GradDtype, Shape, Size, dtype_of, gradient_dtype, is_dense
 from fxpipe.plan.version import __version__
 from fxpipe.plan.work import PlanWork
+from fxpipe.schedule.candidate_row import Recompute, Tried
 from fxpipe.schedule.costs import MOST_STAGES, Costs
 from fxpipe.schedule.ops import Schedule, Transfer, parse_ops
 from fxpipe.schedule.ops import Validation as Validation
 from fxpipe.schedule.stages import Vocabulary
-from fxpipe.schedule.tried import Recompute, Tried
 from fxpipe.strict import (
     Fits,
     Misfit,

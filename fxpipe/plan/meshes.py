@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from fxpipe.plan.step import MOST_RANKS, Shard
-from fxpipe.schedule.tried import Recompute
+from fxpipe.schedule.candidate_row import Recompute
 from fxpipe.strict import NonNegative, at_least, between
 
 

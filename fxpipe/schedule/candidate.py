@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from fxpipe.schedule.candidate_row import Tried
 from fxpipe.schedule.engine.order import Order
 from fxpipe.schedule.ops import Schedule
 from fxpipe.schedule.problem import Problem
 from fxpipe.schedule.simulation.steps import simulate_steps
 from fxpipe.schedule.simulation.timeline import Timeline
-from fxpipe.schedule.tried import Tried
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,10 +14,10 @@ from fxpipe.plan.artifact import Plan
 from fxpipe.plan.memory import rank_memory
 from fxpipe.plan.meshes import Mesh, TriedMesh
 from fxpipe.plan.rewrites import RULES, Rewrite
-from fxpipe.schedule.offload.transfers import offload_bytes
+from fxpipe.schedule.candidate_row import Tried
 from fxpipe.schedule.ops import Direction
 from fxpipe.schedule.simulation.simulator import simulate
-from fxpipe.schedule.tried import Tried
+from fxpipe.schedule.simulation.transfers import offload_bytes
 from fxpipe.schedule.units import bubble_text, bytes_text, seconds_text, units_of
 from fxpipe.viz.gap import gap_texts
 from fxpipe.viz.seam_marks import NAME, many_steps

@@ -19,9 +19,9 @@ from typing import NamedTuple
 from fxpipe.plan.artifact import Plan
 from fxpipe.plan.memory import adamw_bytes, held_bytes
 from fxpipe.schedule.dependencies import index
-from fxpipe.schedule.offload.transfers import offload_bytes
 from fxpipe.schedule.ops import PHASES, Color, Direction, Phase, arrival
 from fxpipe.schedule.simulation.timeline import Timeline
+from fxpipe.schedule.simulation.transfers import offload_bytes
 from fxpipe.viz.waits import Runs, runs
 
 

@@ -19,10 +19,10 @@ from fxpipe.plan.artifact import Plan
 from fxpipe.schedule.simulation.steps import Steps
 from fxpipe.schedule.simulation.timeline import Timeline
 from fxpipe.schedule.units import bytes_text, seconds_text
-from fxpipe.viz.boxes import collapse
-from fxpipe.viz.graph_picture import graph_picture
-from fxpipe.viz.render import render
-from fxpipe.viz.section_picture import section_picture
+from fxpipe.viz.graph.boxes import collapse
+from fxpipe.viz.graph.graph_picture import graph_picture
+from fxpipe.viz.graph.render import render
+from fxpipe.viz.graph.section_picture import section_picture
 from fxpipe.viz.timeline_picture import timeline_svg
 
 

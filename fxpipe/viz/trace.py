@@ -18,7 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from fxpipe.plan import files
+from fxpipe.plan.saved import files
 from fxpipe.schedule.costs import Edge
 from fxpipe.schedule.dependencies import index
 from fxpipe.schedule.ops import Color, Direction, arrival

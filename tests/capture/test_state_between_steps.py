@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fxpipe
-from fxpipe.capture.replay import Replay
+from fxpipe.capture.state.replay import Replay
 from fxpipe.capture.trace import capture
 
 WIDTH = 4

@@ -16,12 +16,12 @@ from zoo import WIDTH, Case, Dropout, Shape, check_against_eager, compiled, numb
 import fxpipe
 import fxpipe.ir.liveness
 from fxpipe.certificate.check import check, check_artifact
-from fxpipe.certificate.identities import RULES
-from fxpipe.certificate.plain import NotPlain, form_of
 from fxpipe.certificate.problems import Certificate
+from fxpipe.certificate.programs.plain import NotPlain, form_of
 from fxpipe.certificate.reference import reference_of
-from fxpipe.certificate.schemas import schema_of
-from fxpipe.certificate.terms import Terms, canonical
+from fxpipe.certificate.terms.identities import RULES
+from fxpipe.certificate.terms.schemas import schema_of
+from fxpipe.certificate.terms.terms import Terms, canonical
 from fxpipe.errors import ArtifactError, RunError
 from fxpipe.plan.captured import CapturedStep
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fxpipe.certificate.calls import op_term
-from fxpipe.certificate.identities import RULES
-from fxpipe.certificate.layouts import Unknown, layout_of
-from fxpipe.certificate.schemas import schema_of
-from fxpipe.certificate.terms import Layout, Terms
+from fxpipe.certificate.programs.calls import op_term
+from fxpipe.certificate.terms.identities import RULES
+from fxpipe.certificate.terms.layouts import Unknown, layout_of
+from fxpipe.certificate.terms.schemas import schema_of
+from fxpipe.certificate.terms.terms import Layout, Terms
 
 aten = torch.ops.aten
 FLOAT, WHOLE, COMPLEX = torch.float32, torch.int64, torch.complex64

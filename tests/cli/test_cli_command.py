@@ -11,7 +11,7 @@ from zoo import Chain, numbers
 import fxpipe
 from fxpipe.cli import command, main
 from fxpipe.cli.diff import differences
-from fxpipe.cli.loop import LoopSettings, train
+from fxpipe.cli.run.loop import LoopSettings, train
 from fxpipe.plan.step import counted
 
 TIMES = ["--ranks", "2", "--microbatches", "4", "--forward", "1", "--backward-input", "1"]

@@ -13,9 +13,10 @@ from safetensors.torch import load_file, save_file
 from zoo import CASES, Shape, compiled, cut
 
 import fxpipe
-from fxpipe.cli import loop, main
-from fxpipe.cli.data import data_from
-from fxpipe.cli.loop import LoopSettings, train
+from fxpipe.cli import main
+from fxpipe.cli.run import loop
+from fxpipe.cli.run.data import data_from
+from fxpipe.cli.run.loop import LoopSettings, train
 from fxpipe.errors import BatchError, RunError
 from fxpipe.training.checkpoint import files as checkpoint_files
 

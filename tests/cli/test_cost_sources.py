@@ -13,8 +13,8 @@ import fxpipe
 from fxpipe.cli import main
 from fxpipe.cli.recorded import recorded_costs
 from fxpipe.errors import ArtifactError, ScheduleError
-from fxpipe.plan.files import read_plan
-from fxpipe.plan.recorded import read_spans, write_spans
+from fxpipe.plan.saved.files import read_plan
+from fxpipe.plan.saved.recorded import read_spans, write_spans
 from fxpipe.schedule.costs import StageCost, chain
 from fxpipe.schedule.formats.costs_file import read_costs
 from fxpipe.strict import unstructure

@@ -1,7 +1,7 @@
 """Values in the functions of a step, each of which is freed behind its last reader."""
 
-from fxpipe.codegen.lifetimes import OpFunction, lifetimes
-from fxpipe.codegen.lines import Hole, Use
+from fxpipe.codegen.step.instruction_text import Hole, Use
+from fxpipe.codegen.step.lifetimes import OpFunction, lifetimes
 
 
 def function(name: str, *lines: str) -> OpFunction:

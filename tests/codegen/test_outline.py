@@ -11,8 +11,8 @@ from torch import nn
 from zoo import CASES
 
 import fxpipe
-from fxpipe.codegen import outline, repeats
-from fxpipe.codegen.sequences import loop_head
+from fxpipe.codegen.layers import outline, repeats
+from fxpipe.codegen.layers.sequences import loop_head
 from fxpipe.ir.graph import Origin
 from fxpipe.ir.storage import call_nodes
 

@@ -24,7 +24,7 @@ from fxpipe.compiler.choose import Costing
 from fxpipe.cost.known_devices import CPU
 from fxpipe.errors import LimitError, OptionError, ScheduleError
 from fxpipe.ir.graph import Kind, Phase
-from fxpipe.runtime.ranks.load_program import load_program
+from fxpipe.runtime.program.load_program import load_program
 from fxpipe.schedule.families.registry import FAMILIES
 from fxpipe.schedule.ops import Schedule, parse_order
 

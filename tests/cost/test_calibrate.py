@@ -14,8 +14,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import fxpipe
 from fxpipe.cli import main
 from fxpipe.cli.calibrate import mean_of
-from fxpipe.cost import samples
-from fxpipe.cost.busy import busy_threads
+from fxpipe.cost.calibration import samples
+from fxpipe.cost.calibration.background_load import busy_threads
 from fxpipe.cost.device_file import read_device, write_device
 from fxpipe.cost.kinds import COMPUTING, MOVING, kind_of
 from fxpipe.cost.known_devices import CPU, device_named

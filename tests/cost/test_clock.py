@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fxpipe.cost import clock
-from fxpipe.cost.clock import Timed, median_seconds, medians_in_turns
+from fxpipe.cost.calibration import clock
+from fxpipe.cost.calibration.clock import Timed, median_seconds, medians_in_turns
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import fx, nn
 
-from fxpipe.cost import calibrate, describe
+from fxpipe.cost import describe
 from fxpipe.cost.arithmetic import arithmetic_of
+from fxpipe.cost.calibration import calibrate
 from fxpipe.cost.known_devices import (
     CPU,
     data_sheets,

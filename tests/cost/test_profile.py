@@ -11,7 +11,7 @@ from zoo import Case, Chain, eager, numbers, relative_error
 
 import fxpipe
 from fxpipe.cost import profile
-from fxpipe.cost.clock import Timed
+from fxpipe.cost.calibration.clock import Timed
 
 pytestmark = pytest.mark.usefixtures("double")
 

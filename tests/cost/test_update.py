@@ -16,7 +16,7 @@ from fxpipe.cost.known_devices import CPU, device_named
 from fxpipe.cost.update import Trained, update_costs
 from fxpipe.errors import ArtifactError, OptionError, ScheduleError
 from fxpipe.schedule.costs import Update
-from fxpipe.training.undo import Undo
+from fxpipe.training.model.rollback import Undo
 
 SINGLE, HALF, MASTERED = Trained(1000, 4, 4), Trained(1000, 2, 2), Trained(1000, 2, 4)
 SUMMED = Trained(1000, 4, 8)  # gradients of float64 are handed over in single precision

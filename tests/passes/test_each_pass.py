@@ -22,7 +22,7 @@ from torch.nn import functional as F
 import fxpipe
 from fxpipe.capture.capture_options import CaptureOptions
 from fxpipe.capture.trace import capture
-from fxpipe.certificate import identities
+from fxpipe.certificate.terms import identities
 from fxpipe.compiler import cut, passes
 from fxpipe.compiler.passes import PASS_NAMES, PASSES, CutOptions, Pass, StepGraphs, run_passes
 from fxpipe.cost.known_devices import CPU

@@ -7,7 +7,8 @@ from torch import fx, nn
 import fxpipe
 from fxpipe.ir.graph import Color, Kind, Origin, Outputs, Phase
 from fxpipe.ir.ops import node_flops
-from fxpipe.passes import accumulate_together, fuse_accumulation
+from fxpipe.passes.chosen import accumulate_together
+from fxpipe.passes.level import fuse_accumulation
 
 aten = torch.ops.aten
 WIDTH, ROWS = 8, 6

@@ -6,7 +6,7 @@ from math import inf
 import networkx as nx
 import pytest
 
-from fxpipe.passes.max_flow import sink_side
+from fxpipe.passes.level.max_flow import sink_side
 
 
 def expected(capacities: dict[tuple[int, int], float], source: int, sink: int) -> set[int]:

@@ -13,8 +13,8 @@ from fxpipe.errors import VerifyError
 from fxpipe.ir.graph import Input, Kind, Origin, Outputs
 from fxpipe.ir.storage import call_nodes
 from fxpipe.ir.verify import verify
-from fxpipe.passes.compute_marked_values import compute_marked_values
-from fxpipe.passes.use_inplace_ops import use_inplace_ops
+from fxpipe.passes.captured.compute_marked_values import compute_marked_values
+from fxpipe.passes.chosen.use_inplace_ops import use_inplace_ops
 from fxpipe.schedule.ops import Color, Phase
 
 aten = torch.ops.aten

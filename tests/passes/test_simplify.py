@@ -9,8 +9,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import fxpipe
 from fxpipe.ir.graph import Input, Kind, Origin
 from fxpipe.ir.storage import call_nodes
-from fxpipe.passes.identities import RULES
-from fxpipe.passes.simplify import simplify
+from fxpipe.passes.captured.identities import RULES
+from fxpipe.passes.captured.simplify import simplify
 
 aten = torch.ops.aten
 INF = float("inf")

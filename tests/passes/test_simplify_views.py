@@ -8,7 +8,7 @@ from torch.nn import functional as F
 import fxpipe
 from fxpipe.ir.graph import Input, Kind, Origin
 from fxpipe.ir.storage import call_nodes
-from fxpipe.passes.simplify_views import simplify_views
+from fxpipe.passes.chosen.simplify_views import simplify_views
 from fxpipe.schedule.ops import Color, Phase
 
 aten = torch.ops.aten

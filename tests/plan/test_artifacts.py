@@ -26,16 +26,16 @@ from zoo import CASES, Case, Chain, Shape, compiled, numbers
 import fxpipe
 import fxpipe.ir.liveness
 from fxpipe.cli import main
-from fxpipe.cli.data import FileData
 from fxpipe.cli.recorded import recorded_costs
+from fxpipe.cli.run.data import FileData
 from fxpipe.errors import ArtifactError, BatchError, FxpipeError, RunError, ScheduleError
 from fxpipe.plan.artifact import FORMAT
-from fxpipe.plan.files import read_plan
-from fxpipe.plan.recorded import read_spans
+from fxpipe.plan.saved.files import read_plan
+from fxpipe.plan.saved.recorded import read_spans
 from fxpipe.plan.step import BatchSpec, Leaf
+from fxpipe.schedule.candidate_row import Tried
 from fxpipe.schedule.formats.costs_file import read_costs
 from fxpipe.schedule.formats.handwritten import parse_schedule, read_schedule
-from fxpipe.schedule.tried import Tried
 from fxpipe.viz.explanation import explain
 
 MICROBATCHES = 4

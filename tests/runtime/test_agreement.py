@@ -10,9 +10,9 @@ import pytest
 from zoo import CASES, Shape, compiled
 
 from fxpipe.errors import RunError
+from fxpipe.runtime.program.load_program import load_program
+from fxpipe.runtime.program.program_text import ProgramTraffic
 from fxpipe.runtime.ranks.agreement import check_agreement
-from fxpipe.runtime.ranks.load_program import load_program
-from fxpipe.runtime.ranks.program_text import ProgramTraffic
 
 RANKS = 3
 

@@ -10,7 +10,7 @@ import fxpipe
 from fxpipe.runtime.job import interface
 from fxpipe.runtime.job.calls import CALL, SPACE, different_calls, with_call
 from fxpipe.runtime.job.interface import connecting, matching, set_interface
-from fxpipe.runtime.job.place import called_function
+from fxpipe.runtime.job.user_line import called_function
 from fxpipe.runtime.ranks.connect import _unbound
 
 

@@ -9,7 +9,7 @@ import torch
 from zoo import CASES, Shape, built_and_compiled
 
 from fxpipe.runtime.program.record import Record
-from fxpipe.training.runner import Runner
+from fxpipe.training.run.runner import Runner
 
 M = 4
 

@@ -12,8 +12,8 @@ from torch import nn
 import fxpipe
 from fxpipe.cli.command import INTERRUPTED, main
 from fxpipe.errors import ArtifactError, OptionError
-from fxpipe.runtime.ranks.recording import RECORDED, copied_in_strides
-from fxpipe.runtime.ranks.replay import read_recorded
+from fxpipe.runtime.debug.recording import RECORDED, copied_in_strides
+from fxpipe.runtime.debug.replay import read_recorded
 
 OPS = ("F0.1", "F1.3", "B1.0", "W0.2")
 

@@ -16,7 +16,7 @@ from fxpipe.plan.tensors import sum_over_ranks
 from fxpipe.runtime.program.comm import add_up
 from fxpipe.runtime.ranks import distributed
 from fxpipe.runtime.ranks.distributed import DistributedComm
-from fxpipe.runtime.ranks.sent import SentByThread
+from fxpipe.runtime.ranks.send_buffers import SentByThread
 
 CPU = torch.device("cpu")
 #: Some with fewer elements than ranks, with none, and with others than a multiple of them.

@@ -24,9 +24,9 @@ from races import Access, Places, last_gradients, races
 from fxpipe.codegen.collectives import collectives
 from fxpipe.errors import ScheduleError
 from fxpipe.ir.sections import SectionEdge
+from fxpipe.schedule.bucket_use import once
 from fxpipe.schedule.costs import Costs, Edge, StageCost, chain
 from fxpipe.schedule.families.registry import FAMILIES
-from fxpipe.schedule.lowering.bucket_use import once
 from fxpipe.schedule.lowering.deadlock import prove
 from fxpipe.schedule.lowering.instructions import AllReduceGradient, Programs
 from fxpipe.schedule.lowering.lower import lower, with_gradients

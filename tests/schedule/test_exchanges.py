@@ -7,10 +7,10 @@ from random import Random
 import pytest
 
 from fxpipe.schedule.bound import lower_bound
+from fxpipe.schedule.bucket_use import per_use
 from fxpipe.schedule.check import check_costs
 from fxpipe.schedule.costs import Costs, Exchange, StageCost, chain
 from fxpipe.schedule.engine.order import Order
-from fxpipe.schedule.lowering.bucket_use import per_use
 from fxpipe.schedule.ops import OpKind, parse_ops
 from fxpipe.schedule.problem import Problem, per_rank
 from fxpipe.schedule.search.auto import search

@@ -10,9 +10,9 @@ from executions_campaign import SHARES, VOCABULARIES, cases, check
 from races import DividesAtOnce, last_gradients, races
 from test_schedule_lowering import HEADS, hand, head_edges
 
+from fxpipe.schedule.bucket_use import once
 from fxpipe.schedule.costs import StageCost, chain
 from fxpipe.schedule.families.registry import FAMILIES
-from fxpipe.schedule.lowering.bucket_use import once
 from fxpipe.schedule.lowering.channels import in_rounds
 from fxpipe.schedule.lowering.deadlock import connections_of, prove, stuck_at
 from fxpipe.schedule.lowering.execution import DEVICES, HOSTS, Rank

@@ -33,7 +33,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
 
 import fxpipe
-from fxpipe.runtime.job.life import own_process
+from fxpipe.runtime.job.liveness import own_process
 from fxpipe.training.checkpoint import files as checkpoint_files
 from fxpipe.training.checkpoint import tensor_store
 

@@ -29,7 +29,7 @@ from campaign import EVERY, Fault, save_lanes, train, words
 from launch import forked, without_agent
 from run_worker import Options, Reader, batch_of, pipeline
 
-from fxpipe.runtime.job.life import runs
+from fxpipe.runtime.job.liveness import runs
 
 LIMIT = 90.0  # seconds that a run may take in all, beside those of a busy machine
 STEPS = 12

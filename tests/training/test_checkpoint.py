@@ -24,7 +24,7 @@ from fxpipe.errors import ArtifactError, OptionError, RunError
 from fxpipe.training.checkpoint import files
 from fxpipe.training.checkpoint.restore import contents_for, restore
 from fxpipe.training.checkpoint.training_state import CheckpointRecord, tensors_of
-from fxpipe.training.optimizer import PipelineOptimizer
+from fxpipe.training.optimizer.optimizer import PipelineOptimizer
 
 pytestmark = pytest.mark.slow
 

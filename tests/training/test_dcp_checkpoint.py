@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 import fxpipe
 from fxpipe.errors import ArtifactError
 from fxpipe.plan.spans import PartSpan
-from fxpipe.training.dcp_checkpoint import DistributedCheckpoint
-from fxpipe.training.given_values import are_equal
+from fxpipe.training.weights.dcp_checkpoint import DistributedCheckpoint
+from fxpipe.training.weights.tensor_values import are_equal
 
 ROWS, WIDTH = 12, 6
 

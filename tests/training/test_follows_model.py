@@ -23,8 +23,8 @@ from torch import nn
 from zoo import relative_error, too_far
 
 import fxpipe
-from fxpipe.training.reached import Reached
-from fxpipe.training.settings import Settings
+from fxpipe.training.guards.python_guards import Settings
+from fxpipe.training.guards.reachable import Reached
 
 WIDTH = 8
 

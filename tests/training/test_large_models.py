@@ -16,16 +16,16 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fxpipe
-from fxpipe.api.held import held_of
+from fxpipe.api.rank_tensors import held_of
 from fxpipe.errors import ArtifactError, RunError
 from fxpipe.plan.rows import ShardName
-from fxpipe.training import pretrained
-from fxpipe.training.given_values import InMemory
-from fxpipe.training.initial_values import initialize
-from fxpipe.training.initialize import initialize_held
-from fxpipe.training.model_state import ModelState
-from fxpipe.training.pretrained import Pretrained
-from fxpipe.training.state_dict import load_state_dict
+from fxpipe.training.model.initialize import initialize_held
+from fxpipe.training.model.model_state import ModelState
+from fxpipe.training.model.state_dict import load_state_dict
+from fxpipe.training.weights import pretrained
+from fxpipe.training.weights.initial_values import initialize
+from fxpipe.training.weights.pretrained import Pretrained
+from fxpipe.training.weights.tensor_values import InMemory
 
 WORDS, WIDTH = 24, 8
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from fxpipe.training.settings import Settings
-from fxpipe.training.unchanged import Traced
+from fxpipe.training.guards.guards import Traced
+from fxpipe.training.guards.python_guards import Settings
 
 BETA = 1.0
 

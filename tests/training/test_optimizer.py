@@ -11,11 +11,11 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 import fxpipe
 from fxpipe.errors import OptionError, RunError
 from fxpipe.runtime.torch_private import fake_store
-from fxpipe.training.clipping import Clipping
-from fxpipe.training.groups import Group, groups_of, optimizer_of
-from fxpipe.training.optimizer import PipelineOptimizer
-from fxpipe.training.optimizer_trial import check_group
-from fxpipe.training.undo import Undo
+from fxpipe.training.model.rollback import Undo
+from fxpipe.training.optimizer.clipping import Clipping
+from fxpipe.training.optimizer.groups import Group, groups_of, optimizer_of
+from fxpipe.training.optimizer.optimizer import PipelineOptimizer
+from fxpipe.training.optimizer.optimizer_trial import check_group
 
 CPU = torch.device("cpu")
 

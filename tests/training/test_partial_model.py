@@ -12,7 +12,7 @@ from launch import forked
 import fxpipe
 from fxpipe.errors import OptionError, PartitionError, RunError
 from fxpipe.plan.rows import ShardName
-from fxpipe.training.accumulators import check_rows
+from fxpipe.training.model.accumulators import check_rows
 
 pytestmark = [pytest.mark.slow, pytest.mark.waits]
 

@@ -14,7 +14,7 @@ from zoo import relative_error
 from fxpipe.errors import OptionError
 from fxpipe.plan.artifact import TensorLayout
 from fxpipe.plan.rows import ShardName
-from fxpipe.training.shards import divide
+from fxpipe.training.model.shards import divide
 
 LIMIT = 1e-12
 PROCESSES = RANKS * REPLICAS

@@ -12,10 +12,10 @@ from torch import nn
 import fxpipe
 from fxpipe.errors import RunError
 from fxpipe.runtime.torch_private import has_step_hooks
-from fxpipe.training import script_changes
-from fxpipe.training.optimizer import PipelineOptimizer
-from fxpipe.training.same_batch import Facts, difference, words
-from fxpipe.training.script_changes import Change, Kind, ScriptChanges, different_changes
+from fxpipe.training.optimizer import script_changes
+from fxpipe.training.optimizer.batch_digest import Facts, difference, words
+from fxpipe.training.optimizer.optimizer import PipelineOptimizer
+from fxpipe.training.optimizer.script_changes import Change, Kind, ScriptChanges, different_changes
 
 RANKS, BATCH = 2, torch.randn(4, 8)
 RESOLUTION = 1e-6

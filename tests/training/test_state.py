@@ -9,10 +9,10 @@ from torch import nn
 
 import fxpipe
 from fxpipe.errors import ArtifactError, RunError
-from fxpipe.training.accumulators import accumulators
-from fxpipe.training.given_values import InMemory
-from fxpipe.training.model_state import ModelState
-from fxpipe.training.state_dict import load_state_dict
+from fxpipe.training.model.accumulators import accumulators
+from fxpipe.training.model.model_state import ModelState
+from fxpipe.training.model.state_dict import load_state_dict
+from fxpipe.training.weights.tensor_values import InMemory
 
 
 class Tied(nn.Module):

@@ -11,12 +11,12 @@ from torch.nn import Parameter
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fxpipe.errors import RunError
-from fxpipe.training.ahead import Ahead
-from fxpipe.training.clipping import Clipping
-from fxpipe.training.optimizer import PipelineOptimizer
-from fxpipe.training.pace import BLOCK, BLOCKS, FIRST, PERIOD, Pace
-from fxpipe.training.undo import Undo, check_undoable
-from fxpipe.training.updates import Updates
+from fxpipe.training.model.pending_update import Updates
+from fxpipe.training.model.rollback import Undo, check_undoable
+from fxpipe.training.model.speculative_update import Ahead
+from fxpipe.training.optimizer.clipping import Clipping
+from fxpipe.training.optimizer.optimizer import PipelineOptimizer
+from fxpipe.training.optimizer.speculation_policy import BLOCK, BLOCKS, FIRST, PERIOD, Pace
 
 CPU = torch.device("cpu")
 

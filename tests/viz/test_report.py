@@ -13,7 +13,7 @@ from torch import nn
 import fxpipe
 from fxpipe.cli import main
 from fxpipe.errors import ArtifactError
-from fxpipe.plan.recorded import write_spans
+from fxpipe.plan.saved.recorded import write_spans
 from fxpipe.schedule.units import bytes_text, seconds_text
 from fxpipe.viz.report.data import report_data
 from fxpipe.viz.report.graph_record import (

@@ -11,7 +11,7 @@ from torch import nn
 
 import fxpipe
 from fxpipe.cli import main
-from fxpipe.plan.recorded import write_spans
+from fxpipe.plan.saved.recorded import write_spans
 from fxpipe.schedule.costs import Exchange, Link
 from fxpipe.schedule.ops import Direction, Phase, Transfer
 from fxpipe.viz.report.write import ReportSource

@@ -23,11 +23,11 @@ from fxpipe.schedule.simulation.simulator import simulate
 from fxpipe.schedule.simulation.steps import simulate_steps
 from fxpipe.schedule.stages import Vocabulary
 from fxpipe.schedule.units import PLAIN, bytes_text, flops_text, number_text, seconds_text, ticks
-from fxpipe.viz.boxes import BoxKey, collapse
-from fxpipe.viz.graph_picture import graph_picture
-from fxpipe.viz.layout import lay_out
+from fxpipe.viz.graph.boxes import BoxKey, collapse
+from fxpipe.viz.graph.graph_picture import graph_picture
+from fxpipe.viz.graph.layout import lay_out
+from fxpipe.viz.graph.section_picture import section_picture
 from fxpipe.viz.pictures import draw
-from fxpipe.viz.section_picture import section_picture
 from fxpipe.viz.text_width import text_width
 from fxpipe.viz.timeline_picture import timeline_svg
 

@@ -19,7 +19,7 @@ from zoo import EFFORT, Case, captured_once, eager, relative_error
 import fxpipe
 from fxpipe.errors import PartitionError, VocabularyError
 from fxpipe.plan.tensors import sum_over_ranks
-from fxpipe.runtime.ranks.load_program import load_program
+from fxpipe.runtime.program.load_program import load_program
 from fxpipe.schedule.engine.arrays import schedule_arrays
 
 pytestmark = pytest.mark.slow

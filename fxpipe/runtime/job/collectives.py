@@ -13,7 +13,7 @@ from fxpipe.errors import CallsDifferError
 from fxpipe.runtime.job.calls import CALL, SPACE, different_calls, with_call
 from fxpipe.runtime.job.last_works import lasting
 from fxpipe.runtime.job.numbering import Numbering
-from fxpipe.runtime.job.place import called_function
+from fxpipe.runtime.job.user_line import called_function
 from fxpipe.runtime.job.watch import Watch
 
 #: The most characters of one value in a store: torch's ends the connection of a rank that sends it 8 MiB.

@@ -15,8 +15,8 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from fxpipe.errors import FxpipeError
-from fxpipe.runtime.job.life import own_process, runs
 from fxpipe.runtime.job.limited_store import LimitedStore
+from fxpipe.runtime.job.liveness import own_process, runs
 from fxpipe.runtime.job.tracebacks import users_part
 from fxpipe.runtime.torch_private import Store
 

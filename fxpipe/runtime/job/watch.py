@@ -21,8 +21,8 @@ import torch.distributed as dist
 
 from fxpipe.errors import RunError, number_of
 from fxpipe.runtime.job.failure import BEAT, ENDED, FIRST, WATCHED, Failures, Sign, record
-from fxpipe.runtime.job.place import place_of_error, place_of_main_thread
-from fxpipe.runtime.job.survey import others_of, shared_survey
+from fxpipe.runtime.job.heartbeat_survey import others_of, shared_survey
+from fxpipe.runtime.job.user_line import place_of_error, place_of_main_thread
 from fxpipe.runtime.program.comm import NoAnswer, answered
 
 if TYPE_CHECKING:

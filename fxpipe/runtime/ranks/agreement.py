@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass
 from itertools import zip_longest
 
 from fxpipe.errors import RunError
-from fxpipe.runtime.ranks.program_text import ProgramTraffic, RuntimeCall
+from fxpipe.runtime.program.program_text import ProgramTraffic, RuntimeCall
 
 _Pair = tuple[tuple[int, str], tuple[int, str]]
 """Two ranks whose messages should be the same, each with the key of these in its summary."""

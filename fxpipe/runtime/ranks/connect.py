@@ -33,11 +33,11 @@ from fxpipe.runtime.program.accelerator import (
     synchronize,
 )
 from fxpipe.runtime.program.comm import NoAnswer, answered
+from fxpipe.runtime.program.load_program import CollectiveCall
 from fxpipe.runtime.ranks.distributed import DistributedComm
 from fxpipe.runtime.ranks.lanes import DistributedLanes
-from fxpipe.runtime.ranks.load_program import CollectiveCall
 from fxpipe.runtime.ranks.replicas import DistributedReplicas
-from fxpipe.runtime.ranks.sent import SentByThread, SentOnStreams
+from fxpipe.runtime.ranks.send_buffers import SentByThread, SentOnStreams
 from fxpipe.runtime.torch_private import communicator_error
 
 #: The most that CUDA_DEVICE_MAX_CONNECTIONS can be.

@@ -21,10 +21,10 @@ from fxpipe.runtime.program.comm import (
     new_buffers,
     on_wire,
 )
-from fxpipe.runtime.ranks.beside import beside
 from fxpipe.runtime.ranks.lanes import DistributedLanes
 from fxpipe.runtime.ranks.replicas import DistributedReplicas
-from fxpipe.runtime.ranks.sent import Sent
+from fxpipe.runtime.ranks.send_buffers import Sent
+from fxpipe.runtime.ranks.side_stream import beside
 from fxpipe.runtime.torch_private import all_gather_single, as_one
 
 

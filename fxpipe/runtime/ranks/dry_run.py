@@ -27,9 +27,9 @@ from fxpipe.runtime.program.lanes import AloneLane, running
 from fxpipe.runtime.program.outputs import Collected
 from fxpipe.runtime.program.rank import Runtime
 from fxpipe.runtime.program.record import Record
-from fxpipe.runtime.ranks.beside import beside
-from fxpipe.runtime.ranks.sent import Sent, SentOnStreams
-from fxpipe.runtime.ranks.taken import Event, Key, Releases
+from fxpipe.runtime.ranks.send_buffers import Sent, SentOnStreams
+from fxpipe.runtime.ranks.send_release import Event, Key, Releases
+from fxpipe.runtime.ranks.side_stream import beside
 
 
 def dry_run(

@@ -13,7 +13,7 @@ from fxpipe.runtime.job.last_works import lasting
 from fxpipe.runtime.program.accelerator import own
 from fxpipe.runtime.program.comm import answered, in_memory_order, on_wire
 from fxpipe.runtime.program.replicas import add_shard, copy_from_bucket, in_bucket, shard_of
-from fxpipe.runtime.ranks.beside import Begun, beside
+from fxpipe.runtime.ranks.side_stream import Begun, beside
 from fxpipe.runtime.torch_private import as_one
 
 

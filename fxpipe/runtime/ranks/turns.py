@@ -17,7 +17,7 @@ import torch
 from greenlet import greenlet
 
 from fxpipe.errors import DeadlockError, FxpipeError, RunError
-from fxpipe.runtime.ranks.finite import place_of_failure
+from fxpipe.runtime.debug.finite import place_of_failure
 from fxpipe.runtime.ranks.local import LocalWorld
 from fxpipe.runtime.torch_private import ThreadState
 

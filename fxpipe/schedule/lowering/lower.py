@@ -9,9 +9,9 @@ from math import inf
 from typing import NamedTuple
 
 from fxpipe.errors import ScheduleError
+from fxpipe.schedule.bucket_use import BucketUse
 from fxpipe.schedule.check import check
 from fxpipe.schedule.costs import Edge
-from fxpipe.schedule.lowering.bucket_use import BucketUse
 from fxpipe.schedule.lowering.instructions import (
     AllReduceGradient,
     Collective,

@@ -16,10 +16,10 @@ from typing import NamedTuple
 from fxpipe.errors import LimitError, ScheduleError
 from fxpipe.schedule.costs import Costs, Link
 from fxpipe.schedule.memory_text import ANY_UNIT, MemoryText
-from fxpipe.schedule.offload.transfers import offload_bytes
 from fxpipe.schedule.ops import PHASES, Direction, Phase, Transfer
 from fxpipe.schedule.simulation.simulator import simulate
 from fxpipe.schedule.simulation.timeline import Timeline
+from fxpipe.schedule.simulation.transfers import offload_bytes
 
 HALF, FULL = 0.5, 1.0
 """The shares of PipeOffload's PO-H and PO-F."""

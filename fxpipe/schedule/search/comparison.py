@@ -7,6 +7,7 @@ from math import inf
 
 from fxpipe.errors import LimitError, ScheduleError
 from fxpipe.schedule.candidate import Candidate, SearchResult
+from fxpipe.schedule.candidate_row import Tried
 from fxpipe.schedule.offload.planner import with_offload
 from fxpipe.schedule.ops import RankOps
 from fxpipe.schedule.problem import Problem
@@ -14,7 +15,6 @@ from fxpipe.schedule.search.less_memory import with_less_memory
 from fxpipe.schedule.search.pool import anneal_all, anneal_each
 from fxpipe.schedule.search.vocabulary_passes import best_of, insertions, ops_of
 from fxpipe.schedule.simulation.simulator import simulate
-from fxpipe.schedule.tried import Tried
 
 
 class Comparison:

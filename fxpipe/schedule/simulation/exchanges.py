@@ -9,8 +9,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
 
+from fxpipe.schedule.bucket_use import BucketUse, once, per_use
 from fxpipe.schedule.costs import Costs
-from fxpipe.schedule.lowering.bucket_use import BucketUse, once, per_use
 from fxpipe.schedule.ops import PHASES, Op, OpKind, Phase
 from fxpipe.schedule.simulation.timeline import ExchangeSpan
 

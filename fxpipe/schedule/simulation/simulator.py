@@ -14,11 +14,11 @@ from fxpipe.errors import DeadlockError
 from fxpipe.schedule.check import check_whole
 from fxpipe.schedule.costs import Costs
 from fxpipe.schedule.dependencies import SECTIONS_PER_STAGE, durations, needs, op_of_value, sections
-from fxpipe.schedule.offload.transfers import link_queues, transfer_seconds
 from fxpipe.schedule.ops import Direction, Schedule, Transfer
 from fxpipe.schedule.simulation.exchanges import Exchanges
 from fxpipe.schedule.simulation.run_loop import RunLoop
 from fxpipe.schedule.simulation.timeline import Span, Timeline, TransferSpan
+from fxpipe.schedule.simulation.transfers import link_queues, transfer_seconds
 
 
 @dataclass(frozen=True)

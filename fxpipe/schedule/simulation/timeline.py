@@ -10,11 +10,11 @@ from typing import NamedTuple
 from fxpipe.schedule.bound import lower_bound
 from fxpipe.schedule.costs import Costs
 from fxpipe.schedule.dependencies import sections
-from fxpipe.schedule.offload.transfers import offload_bytes
 from fxpipe.schedule.ops import Direction, Op, OpKind, Schedule, Transfer
 from fxpipe.schedule.simulation.critical import critical_path
 from fxpipe.schedule.simulation.exposed import exposed_communication
 from fxpipe.schedule.simulation.memory import memory_changes
+from fxpipe.schedule.simulation.transfers import offload_bytes
 
 _Changes = Mapping[OpKind, Sequence[tuple[float, float]]]
 """Per kind and stage of an op, the change of live memory at its start and at its end."""

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import IO
 
 from fxpipe.errors import ArtifactError
-from fxpipe.plan.files import checksum, synchronize
+from fxpipe.plan.saved.files import checksum, synchronize
 from fxpipe.strict import MEBIBYTE, Misfit, read_text, shown
 
 PATIENCE = 10.0  # seconds until a file that another process wrote must be visible, or its lock be gone

@@ -29,7 +29,6 @@ from fxpipe.plan.spans import Spans
 from fxpipe.runtime.job.failure import in_short
 from fxpipe.runtime.job.process import Process, agreed
 from fxpipe.strict import Misfit, shown
-from fxpipe.training.average import Average, OfAverage
 from fxpipe.training.checkpoint import files, tensor_store
 from fxpipe.training.checkpoint.plain import from_json
 from fxpipe.training.checkpoint.tensor_store import Stored
@@ -43,8 +42,9 @@ from fxpipe.training.checkpoint.training_state import (
     averaged,
     class_of,
 )
-from fxpipe.training.model_state import ModelState
-from fxpipe.training.optimizer import MASTER, PipelineOptimizer
+from fxpipe.training.model.model_state import ModelState
+from fxpipe.training.optimizer.average import Average, OfAverage
+from fxpipe.training.optimizer.optimizer import MASTER, PipelineOptimizer
 
 STEP = "step"  # the key of torch's optimizers for the number of updates of a parameter
 

@@ -18,12 +18,12 @@ from fxpipe.errors import ArtifactError, RunError
 from fxpipe.plan.rows import ShardName
 from fxpipe.plan.version import __version__
 from fxpipe.strict import Misfit, parse_json, structure, unstructure
-from fxpipe.training.average import OfAverage
 from fxpipe.training.checkpoint import files
 from fxpipe.training.checkpoint.plain import to_json
 from fxpipe.training.checkpoint.tensor_store import Part
-from fxpipe.training.model_state import ModelState
-from fxpipe.training.optimizer import PipelineOptimizer
+from fxpipe.training.model.model_state import ModelState
+from fxpipe.training.optimizer.average import OfAverage
+from fxpipe.training.optimizer.optimizer import PipelineOptimizer
 
 FORMAT = 1
 # Names of tensors begin so.

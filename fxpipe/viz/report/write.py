@@ -9,9 +9,9 @@ from pathlib import Path
 from torch import fx
 
 from fxpipe.ir.graph import Section
-from fxpipe.plan import files
 from fxpipe.plan.artifact import Plan
-from fxpipe.plan.recorded import read_spans, recorded_ops
+from fxpipe.plan.saved import files
+from fxpipe.plan.saved.recorded import read_spans, recorded_ops
 from fxpipe.schedule.simulation.simulator import simulate
 from fxpipe.schedule.simulation.timeline import Span
 from fxpipe.viz.clocks import aligned

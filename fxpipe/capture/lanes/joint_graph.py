@@ -1,0 +1,302 @@
+"""One graph for all lanes of a rank, from traces of a model with DTensors as some of the lanes run it.
+
+before: all_reduce(x, "sum", "12"), wait_tensor(…)     by the name of a process group
+after:  lanes.all_reduce(x, "sum", 2)                  the lanes that run the program
+
+before: sub(index, 0) on lane 0, sub(index, 16) on lane 1
+after:  sub(index, lanes.number(0, 16))
+
+DTensors compute with the number of their lane where they mask an embedding and where they take a share of a
+replicated value.  Traces that differ in anything else are refused.  A value *varies* if lanes may have
+different ones: what is sharded, and what is computed of that up to a collective.  Random ops on values that
+vary draw other numbers on each lane; the loss and the gradients of what all lanes hold must not vary.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from fxpipe.capture.reads.varying_values import FEW
+from fxpipe.capture.trace import Captured
+from fxpipe.errors import CaptureError
+from fxpipe.ir import compat
+from fxpipe.ir.compat import pytree
+from fxpipe.ir.graph import Input, Kind, Origin
+from fxpipe.ir.names import identifier
+from fxpipe.ir.storage import call_nodes, draws_numbers, drop_dead, graph_outputs
+from fxpipe.ir.text import graph_text
+from fxpipe.plan.dtensors import lane_plan, mesh_of
+from fxpipe.plan.lanes import LanePlan
+from fxpipe.runtime.program.lanes import REDUCTIONS
+from fxpipe.runtime.program.random import keyed
+from fxpipe.runtime.torch_private import members_of
+
+aten, lanes = torch.ops.aten, torch.ops.lanes
+#: What all lanes get alike, whatever each gives.
+_EQUAL = (lanes.all_reduce.default, lanes.all_gather.default)
+
+
+def capture_lanes(model: nn.Module, capture: Callable[[], Captured]) -> Captured:
+    """``capture()``; of a model with DTensors the one graph for all of its lanes.
+
+    Raises CaptureError, naming module path and source line, for a model whose lanes run different ops, and
+    for a result that they would not have alike.
+    """
+    mesh = mesh_of(model)
+    if mesh is None:
+        return capture()
+    number = mesh.size()
+    plan, group = lane_plan(model, number), members_of(mesh.get_group().group_name)
+    traces: dict[int, Captured] = {}
+    for lane in sorted({0, min(1, number - 1), number - 1}):
+        with compat.as_lane(type(mesh), number, lane):
+            traces[lane] = capture()
+        _use_lanes(traces[lane].graph, group, number)
+    found = traces[0]
+    _check_constants(traces)
+    _merge({lane: trace.graph for lane, trace in traces.items()}, number)
+    _check_results(found.graph, plan, key_by_lane(found.graph, plan))
+    return replace(found, lanes=plan)
+
+
+def lane_as_text(model: nn.Module, capture: Callable[[], Captured], lane: int) -> str:
+    """What one lane runs, the same on all processes whose models are alike."""
+    mesh = mesh_of(model)
+    lane_plan(model, mesh.size())
+    with compat.as_lane(type(mesh), mesh.size(), lane):
+        found = capture()
+    _use_lanes(found.graph, members_of(mesh.get_group().group_name), mesh.size())
+    constants = {name: value.tolist() for name, value in found.constants.items() if value.numel() <= FEW}
+    return f"{graph_text(found.graph)}\n{constants}"
+
+
+def _use_lanes(graph: fx.Graph, group: list[int], number: int) -> None:
+    """Let collectives be between the lanes that run the program, and end where they begin."""
+    for node in call_nodes(graph):
+        if getattr(node.target, "namespace", "") != "_c10d_functional":
+            continue
+        op, (value, *given) = node.target.overloadpacket.__name__, node.args  # type: ignore[union-attr]
+        if op == "wait_tensor":
+            node.replace_all_uses_with(value)  # type: ignore[arg-type]
+            graph.erase_node(node)
+            continue
+        target, args = _between_lanes(node, op, given, group, number)
+        node.target, node.args, node.kwargs = target, (value, *args), {}
+        val = node.meta["val"]
+        node.meta["val"] = val.new_empty(val.shape)  # contiguous
+
+
+def _between_lanes(
+    node: fx.Node, op: str, given: Sequence[Any], group: list[int], lanes_of_rank: int
+) -> tuple[Any, tuple[Any, ...]]:
+    # Not by name: where there are equal meshes, torch uses the group of any.
+    if (members := members_of(given[-1])) != group:
+        raise CaptureError(
+            f"{op} at {node.meta['origin']} is over the processes {members}, and the mesh of the model's "
+            f"DTensors is of {group}. The lanes of a rank are one group."
+        )
+    match op, given:
+        case "all_reduce", [how, _] if how in REDUCTIONS:
+            return lanes.all_reduce.default, (how, lanes_of_rank)
+        case "all_gather_into_tensor", [number, _]:
+            return lanes.all_gather.default, (number,)
+        case "reduce_scatter_tensor", [how, number, _] if how in REDUCTIONS:
+            return lanes.reduce_scatter.default, (how, number)
+        case "all_to_all_single", [takes, gives, _] if takes == gives and len({*takes}) == 1:
+            return lanes.all_to_all.default, (len(takes),)
+    arguments = ", ".join(map(str, given[:-1]))
+    raise CaptureError(
+        f"The lanes of a rank have no {op}({arguments}), at {node.meta['origin']}. They have all_reduce and "
+        f"reduce_scatter ({', '.join(REDUCTIONS)}), all_gather, and all_to_all of even shares."
+    )
+
+
+def _check_constants(traces: Mapping[int, Captured]) -> None:
+    first = traces[0].constants
+    for lane, other in traces.items():
+        for name, value in first.items():
+            given = other.constants.get(name)
+            if given is None or given.shape != value.shape or not torch.equal(given, value):
+                node = next(
+                    n for n in traces[0].graph.find_nodes(op="placeholder") if n.meta["input"].name == name
+                )
+                where = next(iter(node.users)).meta["origin"]
+                raise CaptureError(
+                    f"Lane {lane} makes another constant than lane 0 ({where}). All lanes run one program: "
+                    "make what differs a DTensor."
+                )
+
+
+def _merge(graphs: Mapping[int, fx.Graph], number: int) -> None:
+    """Change the first lane's graph to that of all lanes."""
+    first, others = graphs[0], {lane: graph for lane, graph in graphs.items() if lane}
+    same: dict[fx.Node, fx.Node] = {}  # node of another lane -> of the first
+    found = [list(first.nodes), *(list(graph.nodes) for graph in others.values())]
+    for node, *theirs in zip(*found, strict=False):
+        arguments = {0: _leaves(node, {})}
+        for lane, other in zip(others, theirs, strict=True):
+            if _kind(other) != _kind(node):
+                raise _differ(node, other, lane)
+            same[other] = node
+            arguments[lane] = _leaves(other, same)
+            if len(arguments[lane]) != len(arguments[0]):
+                raise _differ(node, other, lane)
+        differ = [
+            k
+            for k, own in enumerate(arguments[0])
+            if any(type(given[k]) is not type(own) or given[k] != own for given in arguments.values())
+        ]
+        if differ and not _vary(node, differ, arguments, number):
+            lane = next(lane for lane, given in arguments.items() if given != arguments[0])
+            raise _differ(node, theirs[[*others].index(lane)], lane)
+    drop_dead(first)
+
+
+def _kind(node: fx.Node) -> Any:
+    """What must be equal on all lanes; arguments are compared one by one."""
+    values = pytree.tree_leaves(node.meta.get("val"))
+    layouts = [(tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else type(x) for x in values]
+    return node.op, str(node.target), node.meta.get("input"), node.meta.get("random_position"), layouts
+
+
+def _leaves(node: fx.Node, same: Mapping[fx.Node, fx.Node]) -> list[Any]:
+    mapped = fx.map_arg((node.args, node.kwargs), lambda n: same.get(n, n))
+    return pytree.tree_leaves(mapped)
+
+
+def _differ(node: fx.Node, other: fx.Node | None, lane: int) -> CaptureError:
+    then = "does not" if other is None else f"runs {_text(other)}"
+    return CaptureError(
+        f"Lane 0 runs {_text(node)} and lane {lane} {then} ({node.meta.get('origin', Origin())}). All lanes "
+        "of a rank run one program: let the model's code not depend on the number of its process."
+    )
+
+
+def _text(node: fx.Node) -> str:
+    arguments = ", ".join("…" if isinstance(x, fx.Node) else str(x) for x in node.args)
+    return f"{node.target}({arguments})"
+
+
+def _vary(node: fx.Node, differ: list[int], arguments: Mapping[int, list[Any]], number: int) -> bool:
+    """Give an op the number of its lane where its argument follows from that; whether it does."""
+    if node.target is operator.getitem and _is_share(node, arguments, number):
+        return True
+    leaves = arguments[0]
+    ints = len(differ) == 1 and all(type(given[differ[0]]) is int for given in arguments.values())
+    if not ints or not isinstance(node.target, compat.OpOverload) or list(node.args) != leaves:
+        return False  # a number among other arguments: in a list, or by name
+    (k,) = differ
+    values = {lane: given[k] for lane, given in arguments.items()}
+    last = max(values)
+    step, rest = divmod(values[last] - values[0], last)
+    if rest or any(value != values[0] + lane * step for lane, value in values.items()):
+        return False
+    target = _taking_a_tensor(node.target, k)
+    tensors = [x for x in node.all_input_nodes if isinstance(x.meta["val"], torch.Tensor)]
+    if target is None or not tensors:
+        return False
+    like = tensors[0].meta["val"]
+    with node.graph.inserting_before(node):
+        own = node.graph.create_node(
+            "call_function",
+            lanes.number.default,
+            (values[0], step),
+            {"device": torch.device(like.device)},
+            name="lane_number",
+        )
+    own.meta.update(origin=node.meta["origin"], val=like.new_empty((), dtype=torch.int64))
+    node.target, node.args = target, (*node.args[:k], own, *node.args[k + 1 :])
+    return True
+
+
+def _taking_a_tensor(op: compat.OpOverload, k: int) -> compat.OpOverload | None:
+    """The overload of an op that takes a tensor in the place of a number."""
+    if isinstance(op._schema.arguments[k].type, torch.TensorType):
+        return op
+    other: compat.OpOverload | None = getattr(op.overloadpacket, "Tensor", None)
+    if op._overloadname != "Scalar" or other is None:
+        return None
+    return other if isinstance(other._schema.arguments[k].type, torch.TensorType) else None
+
+
+def _is_share(item: fx.Node, arguments: Mapping[int, list[Any]], number: int) -> bool:
+    """Let an item of an even split, that of its own lane, be the lane's share."""
+    split: Any = item.args[0]
+    if split.target is not aten.split.Tensor or any(given[1] != lane for lane, given in arguments.items()):
+        return False
+    value, _, *dim = split.args
+    if len(split.meta["val"]) != number or len({x.shape for x in split.meta["val"]}) > 1:
+        return False
+    item.target, item.args = lanes.part.default, (value, dim[0] if dim else 0, number)
+    item.meta["val"] = item.meta["val"].new_empty(item.meta["val"].shape)
+    return True
+
+
+def key_by_lane(graph: fx.Graph, plan: LanePlan) -> set[fx.Node]:
+    """Give random ops on values that vary the key of their lane; return all values that vary."""
+    varying: set[fx.Node] = set()
+    key: fx.Node | None = None
+    for node in list(graph.nodes):
+        if node.op == "placeholder":
+            if node.meta["input"].name in plan.shards and node.meta["input"].kind is not Kind.BATCH:
+                varying.add(node)
+            continue
+        if node.op != "call_function" or node.target in _EQUAL:
+            continue
+        own = getattr(node.target, "namespace", "") == "lanes"
+        if not own and varying.isdisjoint(node.all_input_nodes):
+            continue
+        varying.add(node)
+        if draws_numbers(node):
+            key = key or _lane_key(graph)
+            node.args = (key, node.meta["random_position"], node.target, *node.args)
+            node.target = keyed
+    return varying
+
+
+def _lane_key(graph: fx.Graph) -> fx.Node:
+    with graph.inserting_before(call_nodes(graph)[0]):
+        key = graph.placeholder(identifier("lane_key"))
+    key.meta.update(input=Input(Kind.KEY, "lane_key"), val=None, origin=Origin())
+    return key
+
+
+def _check_results(graph: fx.Graph, plan: LanePlan, varying: set[fx.Node]) -> None:
+    """Raise CaptureError for a result that all lanes must have alike and that varies."""
+    named = graph_outputs(graph)
+    results = {"the loss": named.loss, "the count": named.count}
+    results |= {f"the output {name!r}": value for name, value in named.outputs.items()}
+    results |= {f"the new value of the buffer {name!r}": x for name, x in named.buffers.items()}
+    for name in named.buffers.keys() & plan.shards.keys():
+        raise CaptureError(
+            f"The forward changes the buffer {name!r}, of which each lane has a share, at "
+            f"{named.buffers[name].meta['origin']}. Let all lanes hold it whole: Replicate()."
+        )
+    for name, parts in named.grads.items():
+        if name not in plan.shards:
+            results |= {f"the gradient of {name!r}": part for part in parts}
+    for what, value in results.items():
+        if value in varying:
+            raise CaptureError(
+                f"On each lane {what} is another one, a share or a part of a sum, at "
+                f"{_source(value, varying).meta['origin']}. All lanes must have it alike: gather what is "
+                "sharded by the plan of parallelize_module (output_layouts=Replicate()), compute the loss in "
+                "loss_parallel(), or let the plan name the module (SequenceParallel() for a norm)."
+            )
+
+
+def _source(value: Any, varying: set[fx.Node]) -> fx.Node:
+    """The op of the forward that a value that varies comes from, for messages."""
+    node: fx.Node = value
+    while node.op == "call_function" and not node.meta["origin"].source:
+        before = [n for n in node.all_input_nodes if n in varying and n.op == "call_function"]
+        if not before:
+            break
+        node = before[0]
+    return node

@@ -1,0 +1,109 @@
+"""The tensors that a program trains and carries: parameters, buffers, and others that modules keep; all their
+names, and which of them share memory."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from fxpipe.errors import CaptureError
+from fxpipe.ir import compat
+from fxpipe.ir.graph import Kind
+from fxpipe.plan.attribute_state import KeptSlot, kept_slots
+from fxpipe.plan.dtensors import local
+from fxpipe.plan.tensors import storage_bytes
+
+
+@dataclass(frozen=True, eq=False)
+class Registered:
+    """One parameter or buffer; ``name``: its first name; ``slots``: all places that refer to it.
+
+    ``is_kept``: whether it is in a plain attribute.  Such a tensor is replaced, not written to, when a step
+    gives it another value.
+    """
+
+    kind: Kind
+    name: str
+    tensor: torch.Tensor
+    slots: tuple[KeptSlot, ...]
+    is_kept: bool = False
+
+    @property
+    def local(self) -> torch.Tensor:
+        return local(self.tensor)
+
+    def now(self) -> list[torch.Tensor | None]:
+        """The current tensors, one for each slot."""
+        return [slot.get() for slot in self.slots]
+
+
+def registered(model: nn.Module, kept: Collection[str] = ()) -> list[Registered]:
+    """Parameters, then buffers, then the tensors in plain attributes of these names, each once.
+
+    Raises CaptureError for modules whose parameters cannot be followed, and for trainable parameters that
+    share memory without being the same parameter: the ranks could not keep them equal.
+    """
+    slots: dict[int, list[KeptSlot]] = {}
+    for path, module in model.named_modules():
+        _check_module(path, module)
+        for own in ("_parameters", "_buffers"):
+            for key, tensor in getattr(module, own).items():
+                if tensor is not None:
+                    slots.setdefault(id(tensor), []).append(KeptSlot(module, (own, key)))
+    found = []
+    for kind, named in ((Kind.PARAMETER, model.named_parameters()), (Kind.BUFFER, model.named_buffers())):
+        found += [Registered(kind, name, tensor, tuple(slots[id(tensor)])) for name, tensor in named]
+    for x in found:
+        if compat.has_accumulation_hooks(x.tensor):
+            raise CaptureError(
+                f"{x.name!r} has a hook for after its gradient is accumulated, which programs do not call. "
+                "Remove it (the handle's remove()) and do its work after the step, or change each "
+                "microbatch's gradient by register_hook."
+            )
+    for a, b in overlapping(found):
+        if a.tensor.requires_grad or b.tensor.requires_grad:
+            raise CaptureError(
+                f"{a.name!r} and {b.name!r} share memory and are two tensors, which ranks could not keep "
+                "equal. Make them one parameter (self.b = self.a), or copy one of them."
+            )
+    for name, slot in kept_slots(model).items() if kept else ():
+        tensor = slot.get()
+        if name in kept and tensor is not None:
+            found.append(Registered(Kind.BUFFER, name, tensor.detach(), (slot,), is_kept=True))
+    return found
+
+
+def overlapping(tensors: Iterable[Registered]) -> list[tuple[Registered, Registered]]:
+    """Pairs of neighbors in memory that overlap, in the order of the tensors, wherever those lie."""
+    tensors = list(tensors)
+    spans = []
+    for place, x in enumerate(tensors):
+        own = x.local
+        if not own.is_meta and own.layout is torch.strided and own.numel():
+            begin = own.data_ptr()
+            spans.append((own.device.type, begin, begin + storage_bytes(own), place))
+    spans.sort(key=lambda span: span[:3])
+    pairs = []
+    for k, (device, _, end, a) in enumerate(spans):
+        for other, begin, _, b in spans[k + 1 :]:
+            if other != device or begin >= end:
+                break
+            pairs.append((min(a, b), max(a, b)))
+    return [(tensors[a], tensors[b]) for a, b in sorted(pairs)]
+
+
+def _check_module(path: str, module: nn.Module) -> None:
+    where = f"{path!r}" if path else "The model"
+    if isinstance(module, torch.jit.ScriptModule):
+        raise CaptureError(
+            f"{where} is a TorchScript module, whose parameters cannot be followed. Give the Python module "
+            "that it was scripted from."
+        )
+    if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        raise CaptureError(
+            f"{where} is a {type(module).__name__}. fxpipe spreads the model itself: give what it wraps "
+            "(.module)."
+        )

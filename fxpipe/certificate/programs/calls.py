@@ -1,0 +1,248 @@
+"""The ops that a program calls, on terms: what they give, what they write to, what they add to gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from fxpipe.certificate.problems import Line, Rejected
+from fxpipe.certificate.programs.values import Memory, Offloaded, Pending, Printed, Sum, Unread, Value
+from fxpipe.certificate.terms.identities import overlaps, permuted, rows_added
+from fxpipe.certificate.terms.layouts import Unknown, layout_of, results_of
+from fxpipe.certificate.terms.schemas import Schema, arguments_of, draws, schema_of
+from fxpipe.certificate.terms.terms import NUMBER, Layout, Term, Terms, canonical, operands
+
+
+@dataclass(frozen=True)
+class Added:
+    """A summand that an op adds to the accumulator of a gradient."""
+
+    name: str
+    term: Term
+    line: Line
+
+
+@dataclass(frozen=True)
+class Checked:
+    """An ``expect`` of a program: the value, and all that it says of it."""
+
+    term: Term
+    says: Any
+
+
+@dataclass(eq=False, repr=False)
+class Effects:
+    """What a section does beside its results, of its own microbatch."""
+
+    added: list[Added] = field(default_factory=list)
+    checked: list[Checked] = field(default_factory=list)
+
+
+class Note(Protocol):
+    """Reports a problem.  of: terms, of which the first that the captured step does not have may be why."""
+
+    def __call__(self, text: str, cause: str = "", *, of: Sequence[Term] = ()) -> None: ...
+
+
+@dataclass(eq=False, repr=False)
+class Calls:
+    """``line``: of the program that runs, ``step_line``: of its ``step``.  ``note``: reports a problem there.
+    ``shapes``: of accumulators.
+    ``effects``: of the section that runs."""
+
+    terms: Terms
+    line: Callable[[], Line]
+    step_line: Callable[[], Line]
+    note: Note
+    shapes: dict[str, tuple[int, ...]]
+    effects: Effects = field(default_factory=Effects)
+    count: int = 0
+
+    def call(self, op: Any, args: Any, kwargs: Any) -> Any:
+        """Call an OpOverload on values; a Value, a tuple of them, or None."""
+        self.count += 1
+        schema = schema_of(op)
+        given = schema.bind(args, kwargs)
+        if schema.name == "aten._foreach_add" and schema.written:
+            return self._each(given)
+        if any(isinstance(value, Sum) for value in given.values()):
+            return self._to_sum(schema, given)
+        if draws(schema, given):
+            self.note(f"draws random numbers without a key: {schema.name}")
+        return self._result(schema, given, self._made(schema, given))
+
+    def keyed(self, key: Any, position: int, op: Any, args: Any, kwargs: Any) -> Any:
+        """A random op with its key."""
+        self.count += 1
+        schema = schema_of(op.overload)
+        given = schema.bind(args, kwargs)
+        return self._result(
+            schema, given, keyed_term(self.terms, self.read(key), position, schema, self._terms_of(given))
+        )
+
+    def read(self, value: Any) -> Any:
+        """The term of a value that an op reads; of lists of them alike."""
+        match value:
+            case Value():
+                if value.is_stale:
+                    by = value.memory.written
+                    self.note(f"reads {value.term}, whose memory {by} has overwritten", f"writes at {by}")
+                return value.term
+            case list() | tuple():
+                return [self.read(each) for each in value]
+            case Offloaded():
+                raise Rejected(self.line(), f"reads {value.value.term}, which is offloaded")
+            case Pending():
+                raise Rejected(self.line(), "reads a message before it has waited for it")
+            case Sum():
+                raise Rejected(self.line(), f"reads the gradient of {value.name}, which is not complete")
+            case Printed():
+                raise Unread(f"uses {value.text} in an op")
+        return value
+
+    def _terms_of(self, given: dict[str, Any]) -> dict[str, Any]:
+        return {name: self.read(value) for name, value in given.items()}
+
+    def _made(self, schema: Schema, given: dict[str, Any]) -> Term:
+        return op_term(self.terms, schema, self._terms_of(given))
+
+    def _result(self, schema: Schema, given: dict[str, Any], term: Term) -> Any:
+        memory = self._memory(schema, given, term)
+        if schema.results == 1:
+            return Value(term, 0, memory or Memory(root=term))
+        number = schema.results if schema.results > 2 else results_of(self.terms, term)
+        if schema.results == 0 and not schema.written:
+            raise Rejected(self.line(), f"calls {schema.name}, which gives nothing")
+        asked = dict(enumerate(term["output_mask"] or ()))
+        return tuple(
+            # torch gives None for what a mask leaves out
+            None if asked.get(k) == ("bool", False) else self._item(term, k, memory)
+            for k in range(number)
+        )
+
+    def _item(self, term: Term, index: int, memory: Memory | None) -> Value:
+        item = self.terms.item(term, index)
+        return Value(item, 0, memory or Memory(root=item))
+
+    def _memory(self, schema: Schema, given: dict[str, Any], term: Term) -> Memory | None:
+        """That of an argument, which the op views or writes to; None for new memory.  term: the op's."""
+        if len(schema.written) > 1:
+            raise Rejected(
+                self.line(), f"{schema.name} writes to several values, which the certificate does not know"
+            )
+        if schema.written and schema.written[0] in given:
+            target = given[schema.written[0]]
+            read = [value for name, value in given.items() if name != schema.written[0]]
+            self._check_operands(target, read, schema.is_elementwise)
+            if schema.results == 1:
+                self._check_size(target, term)
+            return self._write(target)
+        viewed = given.get(schema.viewed) if schema.viewed is not None else None
+        return viewed.memory if isinstance(viewed, Value) else None
+
+    def _check_operands(self, target: Any, operands: Iterable[Any], is_elementwise: bool) -> None:
+        """An elementwise op may read what it writes to as it is, but not as a view of it, with elements
+        elsewhere; others read elements that they have written."""
+        for operand in operands:
+            if isinstance(operand, (list, tuple)):
+                self._check_operands(target, operand, is_elementwise)
+            if not isinstance(operand, Value) or not isinstance(target, Value):
+                continue
+            is_same = operand.term is target.term and is_elementwise
+            if operand.memory is target.memory and not is_same:
+                self.note(f"writes to {target.term} and reads {operand.term}, in the same memory")
+
+    def _check_size(self, target: Any, term: Term) -> None:
+        """Torch resizes an ``out=`` of another shape, in memory that stays as large, and converts what an op
+        writes to the dtype that is there."""
+        if isinstance(target, Value) and layout_of(self.terms, target.term) != layout_of(self.terms, term):
+            self.note(f"writes {term} to {target.term}, which has another shape or dtype", of=[term])
+
+    def _write(self, target: Any) -> Memory:
+        if not isinstance(target, Value):
+            raise Rejected(self.line(), "writes to what is no tensor")
+        memory = target.memory
+        if memory.keeper:
+            self.note(f"writes to {target.term}, which is {memory.keeper}")
+        if overlaps(self.terms, target.term, memory.root):
+            self.note(f"writes to {target.term}, several of whose elements are one in memory")
+        memory.version += 1
+        memory.written = str(self.line())
+        return memory
+
+    # -- gradients ----------------------------------------------------------------------------------------
+
+    def _to_sum(self, schema: Schema, given: dict[str, Any]) -> Any:
+        """An op on an accumulator: a transposed view, or an addition."""
+        own = next(value for value in given.values() if isinstance(value, Sum))
+        if schema.name in ("aten.t", "aten.transpose"):
+            return Sum(own.name, not own.transposed)
+        sums = [value for value in given.values() if isinstance(value, Sum)]
+        if not schema.written or not isinstance(given.get(schema.written[0]), Sum):
+            return self.read(own)
+        if len({(value.name, value.transposed) for value in sums}) > 1:
+            return self.read(own)
+        given = {name: value for name, value in given.items() if not isinstance(value, Sum)}
+        term = self._summand(schema, own, given)
+        if own.transposed:
+            term = permuted(self.terms, term, (1, 0))
+        self.effects.added.append(Added(own.name, term, self.line()))
+        return own
+
+    def _summand(self, schema: Schema, own: Sum, given: dict[str, Any]) -> Term:
+        terms = self._terms_of(given)
+        make = self.terms.make
+        match schema.name:
+            case "aten.add" if terms.keys() == {"other"} and isinstance(terms["other"], Term):
+                return terms["other"]
+            case "aten.addmm" if terms.keys() <= {"mat1", "mat2", "out_dtype"} and schema.written:
+                wide = {"out_dtype": canonical(terms["out_dtype"])} if "out_dtype" in terms else {}
+                return make("aten.mm", {"self": terms["mat1"], "mat2": terms["mat2"], **wide})
+            case "aten.index_add" if terms.keys() == {"dim", "index", "source"} and terms["dim"] == 0:
+                return rows_added(self.terms, terms["index"], terms["source"], self.shapes[own.name][0])
+        raise Rejected(
+            self.line(), f"does {schema.name} to the gradient of {own.name}: ops add to it, and nothing else"
+        )
+
+    def _each(self, given: dict[str, Any]) -> None:
+        """``_foreach_add_``: to each accumulator its summand."""
+        if given.keys() != {"self", "other"} or len(given["self"]) != len(given["other"]):
+            raise Rejected(self.line(), "adds lists of different lengths, or a multiple")
+        for own, part in zip(given["self"], given["other"], strict=True):
+            if not isinstance(own, Sum):
+                raise Rejected(self.line(), "adds to a value that is no gradient")
+            self._to_sum(_ADD, {"self": own, "other": part})
+
+
+_ADD = schema_of(torch.ops.aten.add_.Tensor)
+
+
+def op_term(terms: Terms, schema: Schema, given: dict[str, Any]) -> Term:
+    """The term of an op on terms and plain arguments.  Raises Unknown where it cannot be."""
+
+    def as_tensor(value: Any, dtype: torch.dtype, is_alone: bool) -> Term:
+        if is_alone:
+            found = terms.plain("aten.scalar_tensor", {"s": canonical(value), "dtype": canonical(dtype)})
+        else:
+            found = terms.plain(NUMBER, {"s": canonical(value)})
+        found.layout = found.layout or Layout((), dtype)
+        return found
+
+    try:
+        return terms.make(schema.name, arguments_of(schema, given, as_tensor))
+    except Unknown as error:
+        error.of = error.of or tuple(operands(tuple(given.values())))
+        raise
+
+
+def keyed_term(terms: Terms, key: Term, position: int, schema: Schema, given: dict[str, Any]) -> Term:
+    """The term of a random op: of its key, its position and its arguments."""
+    plain = op_term(terms, schema, given)
+    parts = {"key": key, "position": position, "op": ("op", plain.op), "given": plain.arguments}
+    found = terms.plain("keyed", parts)
+    if found.layout is None and found.results is None:
+        found.layout, found.results = plain.layout, plain.results
+    return found

@@ -1,0 +1,141 @@
+"""What a program reads of ``rt`` for terms: parameters, gradients, buffers, constants, batch and keys."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from fxpipe.certificate.problems import Rejected
+from fxpipe.certificate.programs.calls import Calls
+from fxpipe.certificate.programs.sections import Sections
+from fxpipe.certificate.programs.values import Container, Held, Leaves, Memory, Sum, Value
+from fxpipe.certificate.ranks.world import World
+from fxpipe.certificate.reference import Reference
+from fxpipe.plan.artifact import Plan, RankTensors
+
+
+@dataclass(eq=False, repr=False)
+class Inputs:
+    """One rank.  ``versions``: how often the program has given a buffer a new value.  ``gathering``: the
+    buckets of parameters that are gathered from other replicas, ``gathered``: the parameters that have
+    arrived.  ``batch``: what its step is given.  ``reads_parameters``: whether it has read one."""
+
+    rank: int
+    plan: Plan
+    reference: Reference
+    world: World
+    calls: Calls
+    sections: Sections
+    held: Held
+    versions: Counter[str] = field(default_factory=Counter)
+    gathering: set[int] = field(default_factory=set)
+    gathered: set[str] = field(default_factory=set)
+    batch: object = field(default_factory=object)
+    reads_parameters: bool = False
+    _buffers: dict[str, Value] = field(default_factory=dict)
+
+    @property
+    def params(self) -> Container:
+        return Container("params", self._parameter)
+
+    @property
+    def constants(self) -> Container:
+        return Container("constants", lambda name: self._input("constant", name, self._tensors.constants))
+
+    @property
+    def buffers(self) -> Container:
+        return Container("buffers", self.buffer, self._set_buffer)
+
+    @property
+    def grads(self) -> Container:
+        return Container("grads", self._gradient)
+
+    def _parameter(self, name: str) -> Value:
+        found = self._input("parameter", name, self._tensors.parameters)
+        self.reads_parameters = True
+        if self.plan.shard and name in self._divided and name not in self.gathered:
+            self.calls.note(f"reads the parameter {name!r} before its rows of other replicas are there")
+        return found
+
+    @property
+    def _tensors(self) -> RankTensors:
+        return self.plan.tensors[self.rank]
+
+    @cached_property
+    def _divided(self) -> frozenset[str]:
+        """The parameters that replicas may have rows of."""
+        return frozenset(name for bucket in self._tensors.exchanged for name in bucket.gradients)
+
+    def _input(self, kind: str, name: str, known: tuple[str, ...]) -> Value:
+        if name not in known:
+            raise Rejected(self.calls.line(), f"reads the {kind} {name!r}, which this rank does not hold")
+        return Value(self.reference.input(kind, name), None, Memory(f"a {kind}"))
+
+    def buffer(self, name: str) -> Value:
+        if name not in self._buffers:
+            term = self.reference.input("buffer", name)
+            if name not in self._tensors.buffers:
+                raise Rejected(self.calls.line(), f"reads the buffer {name!r}, which this rank does not hold")
+            self._buffers[name] = Value(term, 0, Memory("a buffer"))
+        return self._buffers[name]
+
+    def _set_buffer(self, name: str, value: Any) -> None:
+        """The new value of a buffer must be the captured step's, of the microbatch whose turn it is."""
+        number, expected = self.versions[name], self.reference.buffers.get(name)
+        if not isinstance(value, Value) or expected is None:
+            self.calls.note(f"gives the buffer {name!r} a value, and the step does not change it")
+            return
+        what = f"the buffer {name!r}"
+        if value.term is not expected:
+            self.reference.note_difference(what, self.calls.line(), value.term, expected)
+        elif value.microbatch not in (None, number):
+            self.calls.note(f"gives {what} of microbatch {value.microbatch}, where that of {number} is due")
+        self.versions[name] += 1
+        memory = Memory("a buffer")
+        self._buffers[name] = Value(self.reference.input("buffer", name), number + 1, memory)
+
+    def _gradient(self, name: str) -> Sum:
+        if name not in self._tensors.gradients:
+            raise Rejected(
+                self.calls.line(), f"adds to the gradient of {name!r}, which this rank does not hold"
+            )
+        return Sum(name)
+
+    def microbatches(self, batch: Any) -> list[Leaves]:
+        if batch is not self.batch:
+            raise Rejected(self.calls.line(), "takes microbatches of something else than the step's batch")
+
+        def read(name: str, microbatch: int) -> Value:
+            if name not in self.plan.step.leaves[self.rank]:
+                raise Rejected(self.calls.line(), f"reads the leaf {name!r}, which this rank does not get")
+            return Value(self.reference.input("batch", name), microbatch, Memory("the batch"))
+
+        return [Leaves(m, read) for m in range(self.plan.step.microbatches)]
+
+    def key(self, microbatch: int) -> Value:
+        return Value(self.reference.input("key", "key"), microbatch, Memory("a key"))
+
+    def lane_key(self, microbatch: int) -> Value:
+        return Value(self.reference.input("key", "lane_key"), microbatch, Memory("a key"))
+
+    def gather_parameters(self, bucket: int) -> None:
+        self._bucket(bucket, "gathers")
+        self.gathering.add(bucket)
+
+    def wait_parameters(self, bucket: int) -> None:
+        names = self._bucket(bucket, "waits for")
+        if bucket not in self.gathering:
+            self.calls.note(f"waits for the parameters of bucket {bucket}, which it does not gather")
+        self.gathering.discard(bucket)
+        self.gathered.update(names)
+
+    def free_parameters(self, bucket: int) -> None:
+        self.gathered.difference_update(self._bucket(bucket, "frees the parameters of"))
+
+    def _bucket(self, bucket: int, verb: str) -> tuple[str, ...]:
+        buckets = self._tensors.buckets if verb == "sums" else self._tensors.exchanged
+        if not 0 <= bucket < len(buckets):
+            raise Rejected(self.calls.line(), f"{verb} the bucket {bucket}, which the plan does not have")
+        return buckets[bucket].gradients

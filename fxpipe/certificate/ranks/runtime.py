@@ -1,0 +1,236 @@
+"""``rt`` for terms: what a generated program calls, as ``runtime/program/rank.py`` has it for tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from fxpipe.certificate.problems import ORDER, Line, Rejected
+from fxpipe.certificate.programs.values import Container, Leaves, Memory, Offloaded, Once, Value
+from fxpipe.certificate.ranks.traffic import Traffic
+from fxpipe.certificate.ranks.world import Message
+from fxpipe.certificate.terms.terms import BATCH_MEAN, Term
+
+_OF_PROGRAMS = frozenset({
+    "add_loss", "add_output", "all_gather", "all_reduce_gradient", "batch_means", "broadcast", "buffers",
+    "constants",
+    "divide_gradients_by_count", "finish", "free_parameters", "gather", "gather_parameters", "grads",
+    "key", "lane_key", "microbatches", "offload", "once", "op", "params", "rank", "receive", "reduce",
+    "reduce_gradients", "reload", "send", "wait", "wait_all", "wait_gradients", "wait_offload",
+    "wait_parameters", "wait_reload", "warm_up",
+})  # fmt: skip
+
+
+class Runtime:
+    """``rt`` as a program gets it: with what programs use, and nothing else."""
+
+    __slots__ = ("_rt",)
+
+    def __init__(self, rt: TermRuntime) -> None:
+        self._rt = rt
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in _OF_PROGRAMS:
+            raise Rejected(self._rt.calls.line(), f"reads rt.{name}, which is not for programs")
+        return getattr(self._rt, name)
+
+
+class Addition(NamedTuple):
+    """Of a summand of a microbatch, or of all alike (None): the line that calls the section, and the line of
+    the section that adds."""
+
+    microbatch: int | None
+    call: Line
+    line: Line
+
+
+Summands = dict[Term, list[Addition]]
+
+
+@dataclass(eq=False, repr=False)
+class TermRuntime(Traffic):
+    """``losses``, ``outputs``: what the program gives, with the lines.  ``totals``: the gradients that were
+    summed over ranks.  ``summed``: those whose sums over the replicas have begun, with the line and the
+    number of their summands so far.  ``waited``: the line that waited for these.  ``divided``: the line that
+    divided the gradients by the count.  ``last``: the line of its end.  ``number_of_once``: how often it has
+    computed something for the whole step."""
+
+    losses: list[tuple[Value, Value | None, Line]] = field(default_factory=list)
+    outputs: list[tuple[str, Value, Any, Line]] = field(default_factory=list)
+    totals: dict[str, Summands] = field(default_factory=dict)
+    summed: dict[str, tuple[Line, int]] = field(default_factory=dict)
+    waited: Line | None = None
+    divided: Line | None = None
+    ended: bool = False
+    last: Line | None = None
+    number_of_once: int = 0
+
+    def warm_up(self, *made: dict[int, Any]) -> Iterator[None]:
+        """Once, as where the last update stands.  Where it does not, what was sent in a warm-up comes again,
+        to receives that are posted again in warm-ups, and the values in ``made`` are freed."""
+        if not all(type(values) is dict for values in made):
+            raise Rejected(
+                self.calls.line(), "has a warm-up that makes other things than values by microbatch"
+            )
+        if self.reads_parameters:
+            self.calls.note("has read parameters before its warm-up, which an update that is undone changes")
+        self.ahead = True
+        yield
+        self.ahead = False
+        found = sum({memory: memory.bytes for memory in _memories(made) if memory.held}.values())
+        if self.held.now > found:
+            text = f"has a warm-up that makes {self.held.now - found} bytes more than it would free"
+            self.held.wasted[text] = self.calls.line().number
+
+    # -- what it does between its sections -----------------------------------------------------------------
+
+    def op(self, name: str) -> None:
+        if type(name) is not str:
+            raise Rejected(self.calls.line(), "begins an op whose name the certificate does not know")
+        self.held.begin(name, self.calls.line(), self.calls.step_line())
+
+    def once(self, compute: Callable[..., Any], *given: Any) -> Once:
+        """What ``compute`` gives must be the same for all microbatches."""
+        if any(isinstance(each, Container) and each.kind == "params" for each in given):
+            for bucket in [*self.gathering]:
+                self.wait_parameters(bucket)
+        found = compute(*given)
+        if not isinstance(found, dict) or not all(isinstance(value, Value) for value in found.values()):
+            raise Rejected(self.calls.line(), "computes once a step what is no dict of tensors")
+        terms = {}
+        for name, value in found.items():
+            if self._noted(value).term.varies:
+                text = f"computes {name!r} once a step, of which each microbatch has another"
+                raise Rejected(self.calls.line(), text)
+            terms[name] = value.term
+        return self._once(terms)
+
+    def _once(self, terms: dict[str, Term]) -> Once:
+        self.number_of_once += 1
+        values = {
+            name: Value(term, None, Memory("a value of the whole step")) for name, term in terms.items()
+        }
+        return Once(f"once {self.number_of_once}", values)
+
+    def batch_means(self, counts: Callable[..., Any], batches: Any, *given: Any) -> Once:
+        """What ``counts`` gives must be the same of each microbatch, in which it is called once."""
+        numbers = [each.microbatch for each in batches if isinstance(each, Leaves)]
+        if type(batches) is not list or numbers != [*range(self.plan.step.microbatches)]:
+            raise Rejected(self.calls.line(), "takes a mean over other microbatches than those of the batch")
+        means: dict[str, Term] = {}
+        for leaves in batches:
+            found = self.sections.call(getattr(counts, "section", counts), [leaves, *given], (), self.buffer)
+            if not isinstance(found, dict) or not all(isinstance(value, Value) for value in found.values()):
+                raise Rejected(
+                    self.calls.line(), "takes the means over the batch of what is no dict of tensors"
+                )
+            for name, value in found.items():
+                term = self.calls.terms.plain(BATCH_MEAN, {"of": self._noted(value).term})
+                if means.setdefault(name, term) is not term:
+                    raise Rejected(self.calls.line(), f"counts {name!r} of each microbatch in another way")
+        return self._once(means)
+
+    def add_loss(self, loss: Value, count: Value | None = None) -> None:
+        self.losses.append(
+            (self._noted(loss), None if count is None else self._noted(count), self.calls.line())
+        )
+
+    def add_output(self, name: str, value: Value, microbatch: int) -> None:
+        if type(name) is not str:
+            raise Rejected(self.calls.line(), "gives an output whose name the certificate does not know")
+        self.outputs.append((name, self._noted(value), microbatch, self.calls.line()))
+
+    # -- the end ------------------------------------------------------------------------------------------
+
+    def summands(self, name: str) -> Summands:
+        """What the program has added to the gradient of a parameter, with the microbatches and lines."""
+        found: Summands = {}
+        for summary in self.sections.known.values():
+            for added in summary.effects.added:
+                if added.name == name:
+                    additions = found.setdefault(added.term, [])
+                    additions.extend(Addition(m, call, added.line) for m, call in summary.calls)
+        return found
+
+    def reduce_gradients(self, bucket: int) -> None:
+        """All replicas run this program, so the sum is over the same terms of other batches."""
+        line = self.calls.line()
+        for name in self._bucket(bucket, "sums"):
+            if name in self.summed and self.plan.shard != "parameters":
+                self.calls.note(f"sums the gradient of {name} over the replicas again")
+            self.summed[name] = line, self.number_of_summands(name)
+        self.waited = None  # for the last of them
+
+    def wait_gradients(self) -> None:
+        self.waited = self.calls.line()
+
+    def number_of_summands(self, name: str) -> int:
+        return sum(map(len, self.summands(name).values()))
+
+    def all_reduce_gradient(self, name: str, ranks: tuple[int, ...]) -> None:
+        """The first rank adds up those of the others, and sends them the sum."""
+        line = self.calls.line()
+        self._gradient(name)
+        if self.divided is not None or name in self.totals:
+            self.calls.note(f"sums the gradient of {name} again, or after its division")
+        if self._tensors.buckets and self.waited is None:
+            self.calls.note(f"sums the gradient of {name} over ranks before that over the replicas is over")
+        own, first = self.summands(name), ranks[0]
+        if self.rank != first:
+            self.world.send(self.world.next_key("from", self.rank, first), Message((name, own), "", line))
+            key = self.world.next_key("to", first, self.rank)
+            self.totals[name] = self._sum_of(name, key, first)
+            return
+        parts = [own]
+        for rank in ranks[1:]:
+            parts.append(self._sum_of(name, self.world.next_key("to", rank, self.rank), rank))
+        total = joined(parts)
+        for rank in ranks[1:]:
+            self.world.send(self.world.next_key("from", self.rank, rank), Message((name, total), "", line))
+        self.totals[name] = total
+
+    def _sum_of(self, name: str, key: Any, source: int) -> Summands:
+        message = self.world.take(
+            key, self.rank, self.calls.line(), f"the gradient of {name} of rank {source}"
+        )
+        if not isinstance(message.content, tuple) or message.content[0] != name:
+            text = f"expects the gradient of {name}, and {message.line} sends another value"
+            raise Rejected(self.calls.line(), text, ORDER)
+        return message.content[1]  # type: ignore[no-any-return]
+
+    def divide_gradients_by_count(self) -> None:
+        if self.divided is not None:
+            self.calls.note("divides the gradients again")
+        if self._tensors.buckets and self.waited is None:
+            self.calls.note("divides the gradients before their sums over the replicas are over")
+        self.divided = self.calls.line()
+
+    def finish(self) -> TermRuntime:
+        """A program returns what this gives."""
+        self.ended = True
+        self.last = self.calls.line()
+        self.held.begin("the end", self.last, self.last)
+        return self
+
+
+def _memories(values: Any) -> Iterator[Memory]:
+    match values:
+        case Value():
+            yield values.memory
+        case Offloaded():
+            yield values.value.memory
+        case list() | tuple():
+            for each in values:
+                yield from _memories(each)
+        case dict():
+            yield from _memories([*values.values()])
+
+
+def joined(parts: Iterable[Summands]) -> Summands:
+    """Summands of several ranks."""
+    found: Summands = {}
+    for part in parts:
+        for term, times in part.items():
+            found.setdefault(term, []).extend(times)
+    return found

@@ -1,0 +1,105 @@
+"""Explains the difference between what a program computes and what it should."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from fxpipe.certificate.problems import Line
+from fxpipe.certificate.terms.identities import IN_ANY_ORDER
+from fxpipe.certificate.terms.terms import Term, operands, shown
+
+_DEEPEST = 10_000
+_MUCH = 1_000
+
+
+class Difference(NamedTuple):
+    """``line``: that computes another value, if a program alone has that; ``text``: what, and what is due;
+    ``is_shifted``: whether that is the right value of another microbatch."""
+
+    line: Line | None
+    text: str
+    is_shifted: bool
+
+
+def difference(known: int, found: Term, expected: Term) -> Difference:
+    """The first op that differs, for two terms that differ.
+
+    known: the number of terms of the captured step; all others are a program's alone.
+    """
+    line, one, other = _apart(known, found, expected)
+    own = one.line is not None and one.number >= known and one.op != "shifted"
+    due, verb = _written(other), "computes" if own else "takes"
+    name = f" for {other.name}" if other.name not in ("", due) else ""
+    text = f"{verb} {_written(one)}, where the captured step has {due}{name}"
+    return Difference(line, text, one.op == "shifted")
+
+
+def likeness(one: Term, other: Term) -> int:
+    """How many of two terms' ops are the same, their own and those of their operands: of several summands
+    that an edit changes, each is compared with its own."""
+    if one.op != other.op:
+        return 0
+    operands = zip(dict(one.arguments).values(), dict(other.arguments).values(), strict=False)
+    return 1 + sum(
+        1 + (a is b) for a, b in operands if isinstance(a, Term) and isinstance(b, Term) and a.op == b.op
+    )
+
+
+def _written(term: Term) -> str:
+    return f"{shown(term['self'])} of another microbatch" if term.op == "shifted" else term.written()
+
+
+def _apart(known: int, found: Term, expected: Term) -> tuple[Line | None, Term, Term]:
+    """The deepest pair of terms of which one stands in the place of the other, and the line that computes the
+    first of them, or an op of it."""
+    line = None
+    for _ in range(_DEEPEST):
+        if found.number >= known and found.line is not None:
+            line = found.line
+        pair = _operands_apart(known, found, expected)
+        if pair is None:
+            break
+        found, expected = pair
+    return line, found, expected
+
+
+def _operands_apart(known: int, found: Term, expected: Term) -> tuple[Term, Term] | None:
+    """The one pair of operands that differ, where all else is alike; the first of several."""
+    if found.op != expected.op or found.number < known or found.op == "shifted":
+        return None
+    if any(term is expected for term in operands(found.arguments)):  # an op more
+        return None
+    ones, others = dict(found.arguments), dict(expected.arguments)
+    if found.op in IN_ANY_ORDER:
+        ones = _in_order(ones, others)
+    if ones.keys() != others.keys():
+        return None
+    pairs = [pair for name in ones for pair in _pairs(ones[name], others[name])]
+    if any(pair is None for pair in pairs):
+        return None
+    apart = [pair for pair in pairs if pair is not None and pair[0] is not pair[1]]
+    # Exchanged operands are told as they are.
+    if len(apart) > 1 and {id(a) for a, _ in apart} == {id(b) for _, b in apart}:
+        return None
+    return apart[0] if apart else None
+
+
+def _in_order(ones: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]:
+    """The two operands such that each stands where the one is that it is like."""
+    exchanged = {**ones, "self": ones["other"], "other": ones["self"]}
+
+    def like(arguments: dict[str, Any]) -> int:
+        pairs = [(arguments[name], others[name]) for name in ("self", "other")]
+        same = sum(_MUCH for one, other in pairs if one is other)
+        return same + sum(likeness(*pair) for pair in pairs if all(isinstance(each, Term) for each in pair))
+
+    return exchanged if like(exchanged) > like(ones) else ones
+
+
+def _pairs(one: Any, other: Any) -> list[tuple[Term, Term] | None]:
+    """Terms in the same places of two arguments; None where the arguments differ otherwise."""
+    if isinstance(one, Term) and isinstance(other, Term):
+        return [(one, other)]
+    if isinstance(one, tuple) and isinstance(other, tuple) and len(one) == len(other):
+        return [pair for a, b in zip(one, other, strict=True) for pair in _pairs(a, b)]
+    return [] if one == other else [None]

@@ -1,0 +1,410 @@
+"""The identities on terms that the certificate trusts: all of them, one function an op.
+
+Each gives the same bits on both sides, for every input; where that depends on a dtype or a shape, it looks at
+it.  Beside these, terms are equal only if the same ops are applied to equal operands.
+
+    one value           clone, contiguous, alias, detach, lift_fresh, read_buffer of x = x
+                        a cast to x's own dtype = x;  _conj = conj_physical;  _neg_view = neg
+                        _efficientzerotensor = zeros
+    reshapes            view, _unsafe_view, reshape, squeeze, unsqueeze … = reshape to the shape of the result
+                        reshape(reshape(x)) = reshape(x);  reshape to x's own shape = x
+    permutations        t, transpose = permute;  permute(permute(x)) = one;  one that moves none = x
+    views               of the same elements of x, in one order = one;  of all of x, in its order = x
+    parts and joins     a slice of all, or its backward = x;  expand to x's own shape = x;  of two one counts
+                        cat without empty parts;  cat of one = x
+    arithmetic          x * 1 = x / 1 = x - 0 = x ** 1 = -(-x) = not not x = x;  x + 0 = x for integers
+                        a + b = b + a, a * b = b * a but for complex (also bitwise and logical ones)
+    embeddings          embedding_dense_backward(g, i) = rows of g, added at i (as ``index_add_`` does)
+    masks of results    a result of an op with ``output_mask`` does not depend on the others of the mask
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache, reduce
+from math import prod
+from typing import Any
+
+import torch
+
+from fxpipe.certificate.terms.layouts import Unknown, layout_of
+from fxpipe.certificate.terms.terms import NUMBER, Layout, Term, Terms, canonical
+
+Rule = Callable[[Terms, str, dict[str, Any]], Term | None]
+_Step = tuple[str, tuple[tuple[str, Any], ...], int | None]
+"""An op of torch that makes a view, its other arguments, and the number of the part."""
+
+IN_ANY_ORDER = (
+    "aten.add",
+    "aten.mul",
+    "aten.bitwise_and",
+    "aten.bitwise_or",
+    "aten.bitwise_xor",
+    "aten.logical_and",
+    "aten.logical_or",
+)
+RESHAPE, PERMUTE, CAST, ROWS = "reshape", "permute", "cast", "rows_added"
+_PARTS = ("select", "diagonal", "unfold", "view_as_real", "view_as_complex")
+_DIVIDE = ("split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes", "unbind")
+#: Views that never copy -> the op of torch.
+_VIEWS = {RESHAPE: "view", PERMUTE: "permute"} | {
+    f"aten.{name}": name for name in ("expand", "slice", *_PARTS, *_DIVIDE)
+}
+
+
+def _same(terms: Terms, op: str, given: dict[str, Any]) -> Term | None:
+    first = next(iter(given.values()))
+    return first if isinstance(first, Term) else None
+
+
+def _cast(terms: Terms, op: str, given: dict[str, Any]) -> Term | None:
+    source, dtype, device = given["self"], given.get("dtype"), given.get("device")
+    if device is not None and terms.line() is None:
+        terms.devices.add(device)
+    elif device is not None and device not in terms.devices:
+        raise Unknown(f"moves {source} to the device {device[1]}: the captured step moves nothing there")
+    if dtype is None or dtype == canonical(layout_of(terms, source).dtype):
+        return source  # type: ignore[no-any-return]
+    found = terms.plain(CAST, {"self": source, "dtype": dtype})
+    if found.layout is None:
+        found.layout = Layout(layout_of(terms, source).shape, getattr(torch, dtype[1].removeprefix("torch.")))
+    return found
+
+
+# -- shapes -----------------------------------------------------------------------------------------------
+
+
+def _dimension(given: int, rank: int) -> int:
+    """Counted from the first.  Raises Unknown where torch would say that there is none."""
+    rank = max(rank, 1)
+    if not -rank <= given < rank:
+        raise Unknown(f"a tensor of {rank} dimensions has no dimension {given}")
+    return given % rank
+
+
+def _step_of(term: Term) -> tuple[Term, _Step] | None:
+    """What a view, or one of the parts into which an op divides a value, is a view of, and how."""
+    view, part = (term["of"], term["index"]) if term.op == "item" else (term, None)
+    if view.op not in _VIEWS:
+        return None
+    given = dict(view.arguments)
+    return given.pop("self"), (_VIEWS[view.op], tuple(given.items()), part)
+
+
+def _view(terms: Terms, op: str, given: dict[str, Any], layout: Layout | None = None) -> Term:
+    """The first term that has the same elements of the same value: in memory without gaps, to which shape,
+    strides and offset are the same."""
+    term = terms.plain(op, given)
+    term.layout = term.layout or layout
+    steps, values = list[_Step](), [term]
+    while (found := _step_of(values[-1])) is not None:
+        values.append(found[0])
+        steps.append(found[1])
+    if not steps:
+        return term
+    copies, is_all, *place = _place(layout_of(terms, values[-1]), tuple(reversed(steps)))
+    root = values[len(steps) - copies]
+    return root if is_all else terms.views.setdefault((root, *place), term)
+
+
+@lru_cache(maxsize=1 << 14)
+def _place(layout: Layout, steps: tuple[_Step, ...]) -> tuple[Any, ...]:
+    """Of a view of views of a value: how many of them give the memory that it is in, since the last of these
+    is a reshape that copies; whether it is all of that; its dtype, shape, strides and offset there."""
+    value = whole = torch.empty(layout.shape, dtype=layout.dtype, device="meta")
+    copies = 0
+    for number, (name, given, part) in enumerate(steps):
+        view = getattr(torch.ops.aten, name)
+        try:
+            found = view(value, **dict(given))
+        except RuntimeError:
+            copies = number
+            whole = torch.empty(value.shape, dtype=value.dtype, device="meta")
+            found = view(whole, **dict(given))
+        value = found if part is None else found[part]
+    strides = tuple(n for n, length in zip(value.stride(), value.shape, strict=True) if length != 1)
+    is_all = (value.shape, value.dtype) == (whole.shape, whole.dtype) and value.is_contiguous()
+    return copies, is_all, value.dtype, tuple(value.shape), strides, value.storage_offset()
+
+
+def overlaps(terms: Terms, term: Term, root: Term | None) -> bool:
+    """Whether elements of a view of the root, or of what it is itself a view of, are one in its memory, so
+    that torch does not write to it."""
+    steps = []
+    while term is not root and (found := _step_of(term)) is not None:
+        term, step = found
+        steps.append(step)
+    return bool(steps) and 0 in _place(layout_of(terms, term), tuple(reversed(steps)))[4]
+
+
+def reshaped(terms: Terms, source: Term, shape: tuple[int, ...]) -> Term:
+    """Raises Unknown for another number of elements."""
+    while source.op == RESHAPE:
+        source = source["self"]
+    own = layout_of(terms, source)
+    if prod(shape) != prod(own.shape):
+        raise Unknown(f"{source} of {list(own.shape)} cannot be {list(shape)}")
+    if shape == own.shape:
+        return source
+    return _view(terms, RESHAPE, {"self": source, "size": shape}, Layout(shape, own.dtype))
+
+
+def _reshape(terms: Terms, op: str, given: dict[str, Any]) -> Term | None:
+    source, size = given["self"], list(given.get("size", given.get("shape", ())))
+    if "dtype" in given or not isinstance(source, Term) or not all(isinstance(n, int) for n in size):
+        return None  # view of another dtype
+    if -1 in size:
+        elements = prod(layout_of(terms, source).shape)
+        others = prod(n for n in size if n != -1)
+        size[size.index(-1)] = elements // others if others else 0
+    return reshaped(terms, source, tuple(size))
+
+
+def _unsqueeze(terms: Terms, op: str, given: dict[str, Any]) -> Term | None:
+    shape = list(layout_of(terms, given["self"]).shape)
+    shape.insert(_dimension(given["dim"], len(shape) + 1), 1)
+    return reshaped(terms, given["self"], tuple(shape))
+
+
+def _squeeze(terms: Terms, op: str, given: dict[str, Any]) -> Term | None:
+    shape = layout_of(terms, given["self"]).shape
+    dims = given.get("dim", tuple(range(len(shape))))
+    dropped = {_dimension(d, len(shape)) for d in (dims if isinstance(dims, tuple) else (dims,))}
+    kept = tuple(n for d, n in enumerate(shape) if n != 1 or d not in dropped)
+    return reshaped(terms, given["self"], kept)
+
+
+def permuted(terms: Terms, source: Term, dims: tuple[int, ...]) -> Term:
+    if source.op == PERMUTE:
+        dims = tuple(source["dims"][d] for d in dims)
+        source = source["self"]
+    if dims == tuple(range(len(dims))):
+        return source
+    own = layout_of(terms, source)
+    layout = Layout(tuple(own.shape[d] for d in dims), own.dtype)
+    return _view(terms, PERMUTE, {"self": source, "dims": dims}, layout)
+
+
+def _permute(terms: Terms, op: str, given: dict[str, Any]) -> Term | None:
+    rank = len(layout_of(terms, given["self"]).shape)
+    dims = tuple(_dimension(d, rank) for d in given["dims"])
+    if sorted(dims) != list(range(rank)):
+        raise Unknown(f"{list(dims)} is no order of {rank} dimensions")
+    return permuted(terms, given["self"], dims)
+
+
+def _transpose(terms: Terms, op: str, given: dict[str, Any]) -> Term | None:
+    rank = len(layout_of(terms, given["self"]).shape)
+    dims = list(range(rank))
+    if rank:
+        given = {"dim0": 0, "dim1": int(rank > 1)} | given
+        one, other = (_dimension(given[name], rank) for name in ("dim0", "dim1"))
+        dims[one], dims[other] = dims[other], dims[one]
+    return permuted(terms, given["self"], tuple(dims))
+
+
+def _expand(terms: Terms, op: str, given: dict[str, Any]) -> Term | None:
+    source, size = given["self"], given["size"]
+    own = layout_of(terms, source)
+    missing = len(size) - len(own.shape)
+    before = (*[1] * missing, *own.shape)
+    shape = tuple(had if n == -1 else n for had, n in zip(before, size, strict=missing >= 0))
+    fits = all(had in (1, n) for had, n in zip(before, shape, strict=False))
+    if missing < 0 or -1 in size[:missing] or not fits:
+        raise Unknown(f"{source} of {list(own.shape)} cannot be expanded to {list(size)}")
+    while source.op == "aten.expand":
+        source = source["self"]
+    if shape == layout_of(terms, source).shape:
+        return source  # type: ignore[no-any-return]
+    return _view(terms, "aten.expand", {"self": source, "size": shape}, Layout(shape, own.dtype))
+
+
+def _slice(terms: Terms, op: str, given: dict[str, Any]) -> Term | None:
+    own = layout_of(terms, given["self"])
+    dim = _dimension(given.get("dim", 0), len(own.shape))
+    length, step = own.shape[dim], given.get("step", 1)
+    if step < 1:
+        raise Unknown(f"a slice has no step {step}")
+    begin, end = (
+        min(max(n + length if n < 0 else n, 0), length)
+        for n in (given.get("start") or 0, length if given.get("end") is None else given["end"])
+    )
+    if (begin, end, step) == (0, length, 1):
+        return given["self"]  # type: ignore[no-any-return]
+    parts = {"self": given["self"], "dim": dim, "start": begin, "end": end, "step": step}
+    shape = (*own.shape[:dim], max(0, -(-(end - begin) // step)), *own.shape[dim + 1 :])
+    return _view(terms, "aten.slice", parts, Layout(shape, own.dtype))
+
+
+def _cat(terms: Terms, op: str, given: dict[str, Any]) -> Term | None:
+    parts = given["tensors"]
+    layouts = [layout_of(terms, part) for part in parts]
+    kept = tuple(part for part, layout in zip(parts, layouts, strict=True) if prod(layout.shape))
+    promoted = reduce(torch.promote_types, (layout.dtype for layout in layouts))
+    if not kept or any(layout_of(terms, part).dtype != promoted for part in kept):
+        return None
+    if len(kept) == 1:
+        return kept[0]  # type: ignore[no-any-return]
+    return None if len(kept) == len(parts) else terms.plain(op, {**given, "tensors": kept})
+
+
+# -- arithmetic -------------------------------------------------------------------------------------------
+
+
+def number(argument: Any) -> Any:
+    """The number that an argument is; None for other arguments."""
+    if isinstance(argument, Term):
+        return number(argument["s"]) if argument.op == NUMBER else None
+    if isinstance(argument, int):
+        return argument
+    if isinstance(argument, tuple) and argument[:1] == ("bool",):
+        return int(argument[1])
+    if isinstance(argument, tuple) and argument[:1] == ("float",) and argument[1] != "nan":
+        return float.fromhex(argument[1])
+    return None
+
+
+def _is(argument: Any, wanted: int) -> bool:
+    """Whether an argument is this number, and not -0.0."""
+    found = number(argument)
+    return found is not None and found == wanted and str(found) != "-0.0"
+
+
+def _keeps(terms: Terms, source: Any, other: Any) -> bool:
+    """Whether arithmetic of ``source`` with the number ``other`` has the dtype of ``source``, and is not that
+    of complex numbers, which makes NaN of infinities."""
+    if not isinstance(source, Term) or number(source) is not None:
+        return False
+    dtype = layout_of(terms, source).dtype
+    whole = isinstance(number(other), int) and dtype is not torch.bool
+    return not dtype.is_complex and (dtype.is_floating_point or whole)
+
+
+def _is_complex(terms: Terms, given: dict[str, Any]) -> bool:
+    found = (given["self"], given["other"])
+    return any(layout_of(terms, term).dtype.is_complex for term in found if isinstance(term, Term))
+
+
+def _in_any_order(terms: Terms, op: str, given: dict[str, Any]) -> Term:
+    one, other = given["self"], given["other"]
+    if isinstance(one, Term) and isinstance(other, Term) and one.number > other.number:
+        given = {**given, "self": other, "other": one}
+    return terms.plain(op, given)
+
+
+def _mul(terms: Terms, op: str, given: dict[str, Any]) -> Term | None:
+    for one, other in (("self", "other"), ("other", "self")):
+        if _is(given[other], 1) and _keeps(terms, given[one], given[other]):
+            return given[one]  # type: ignore[no-any-return]
+    # Products of complex numbers are rounded differently: one of two products is added without rounding.
+    return None if _is_complex(terms, given) else _in_any_order(terms, op, given)
+
+
+def _div(terms: Terms, op: str, given: dict[str, Any]) -> Term | None:
+    source = given["self"]
+    if "rounding_mode" in given or not (_is(given["other"], 1) and _keeps(terms, source, given["other"])):
+        return None
+    return source if layout_of(terms, source).dtype.is_floating_point else None
+
+
+def _add(terms: Terms, op: str, given: dict[str, Any]) -> Term | None:
+    if "alpha" in given:
+        return None
+    for one, other in (("self", "other"), ("other", "self")):
+        zero = isinstance(number(given[other]), int) and _is(given[other], 0)
+        if zero and _keeps(terms, given[one], given[other]):
+            source: Term = given[one]
+            if not layout_of(terms, source).dtype.is_floating_point:  # -0.0 + 0 is 0.0
+                return source
+    return _in_any_order(terms, op, given)
+
+
+def _sub(terms: Terms, op: str, given: dict[str, Any]) -> Term | None:
+    zero = "alpha" not in given and _is(given["other"], 0)
+    return given["self"] if zero and _keeps(terms, given["self"], given["other"]) else None
+
+
+def _pow(terms: Terms, op: str, given: dict[str, Any]) -> Term | None:
+    base, exponent = given["self"], given["exponent"]
+    return base if _is(exponent, 1) and _keeps(terms, base, exponent) else None
+
+
+def _undone(terms: Terms, op: str, given: dict[str, Any]) -> Term | None:
+    """-(-x), not not x; ``logical_not`` makes booleans of numbers."""
+    inner = given["self"]
+    if not isinstance(inner, Term) or inner.op != op:
+        return None
+    source: Term = inner["self"]
+    return source if layout_of(terms, source).dtype == layout_of(terms, inner).dtype else None
+
+
+def _slice_backward(terms: Terms, op: str, given: dict[str, Any]) -> Term | None:
+    """The gradient of a slice of all."""
+    source: Term = given["grad_output"]
+    whole = layout_of(terms, source).shape == given["input_sizes"] and given["step"] == 1
+    return source if whole else None
+
+
+def _lookup_gradient(terms: Terms, op: str, given: dict[str, Any]) -> Term | None:
+    if given["padding_idx"] != -1 or given["scale_grad_by_freq"] != ("bool", False):
+        return None
+    gradient, index = given["grad_output"], given["indices"]
+    own = layout_of(terms, gradient)
+    rows = reshaped(terms, index, (prod(layout_of(terms, index).shape),))
+    values = reshaped(terms, gradient, (prod(own.shape[:-1]), own.shape[-1]))
+    return rows_added(terms, rows, values, given["num_weights"])
+
+
+def rows_added(terms: Terms, rows: Term, values: Term, size: int) -> Term:
+    """A table of ``size`` rows of zeros, to which values are added at some rows."""
+    found = terms.plain(ROWS, {"rows": rows, "values": values, "size": size})
+    own = layout_of(terms, values)
+    found.layout = found.layout or Layout((size, *own.shape[1:]), own.dtype)
+    return found
+
+
+def _renamed(name: str) -> Rule:
+    return lambda terms, op, given: terms.make(name, given)
+
+
+RULES: dict[str, Rule] = {
+    **dict.fromkeys(
+        (
+            "aten.clone",
+            "aten.contiguous",
+            "aten.alias",
+            "aten.detach",
+            "aten.lift_fresh",
+            "aten.lift_fresh_copy",
+            "read_buffer",
+        ),
+        _same,
+    ),
+    "aten._to_copy": _cast,
+    "aten._conj": _renamed("aten.conj_physical"),
+    "aten._neg_view": _renamed("aten.neg"),
+    "aten._efficientzerotensor": _renamed("aten.zeros"),
+    **dict.fromkeys(
+        ("aten.view", "aten._unsafe_view", "aten.reshape", "aten._reshape_alias"),
+        _reshape,
+    ),
+    "aten.unsqueeze": _unsqueeze,
+    "aten.squeeze": _squeeze,
+    "aten.permute": _permute,
+    "aten.t": _transpose,
+    "aten.transpose": _transpose,
+    "aten.expand": _expand,
+    "aten.slice": _slice,
+    **dict.fromkeys(("item", *(f"aten.{name}" for name in _PARTS)), _view),
+    "aten.cat": _cat,
+    "aten.mul": _mul,
+    "aten.div": _div,
+    "aten.add": _add,
+    "aten.sub": _sub,
+    "aten.pow": _pow,
+    **dict.fromkeys(("aten.neg", "aten.logical_not", "aten.bitwise_not"), _undone),
+    "aten.slice_backward": _slice_backward,
+    **dict.fromkeys(IN_ANY_ORDER[2:], _in_any_order),
+    "aten.embedding_dense_backward": _lookup_gradient,
+}
+"""By functional name of the op."""

@@ -1,0 +1,310 @@
+"""The training loop of ``fxpipe run``: a loaded pipeline trained on the batches of a file or a loader."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+
+from fxpipe.api.checkpointer import Checkpointer
+from fxpipe.cli.run.data import Data
+from fxpipe.errors import RunError
+from fxpipe.plan.saved.files import writing
+from fxpipe.plan.saved.recorded import write_spans
+from fxpipe.plan.step import counted
+
+if TYPE_CHECKING:
+    from fxpipe.api.pipeline import Pipeline
+    from fxpipe.plan.artifact import Validation
+
+logger = logging.getLogger("fxpipe.run")
+
+#: The learning rate, as a factor, where ``done`` of the steps after the warm-up have been made, from 0 to 1.
+DECAYS: dict[str, Callable[[float], float]] = {
+    "constant": lambda done: 1.0,
+    "linear": lambda done: 1.0 - done,
+    "cosine": lambda done: 0.5 * (1.0 + math.cos(math.pi * done)),
+}
+
+
+@dataclass(frozen=True)
+class LoopSettings:
+    """``steps``: in all, those of earlier runs included; None takes every whole batch once.
+
+    ``clip``: the largest norm of the gradients.  ``warmup``: steps in which the learning rate grows.
+    ``master_weights``, ``validation``: see ``Pipeline.optimizer``.
+    ``decay``: its course after that, to zero at the last step; one of ``DECAYS``.
+    ``checkpoints``: a directory; the run goes on from the newest one in it, and writes one at its end.
+    ``every``, ``keep``: see Checkpointer.
+    ``log_every``: steps from one line of the log to the next.
+    ``evaluate_every``: steps from one evaluation to the next; None for one at the end.
+    ``record``: the directory for the times of the last step; see :mod:`fxpipe.cli.recorded`.
+    ``save``: the directory for the trained pipeline.  ``tensorboard``: for the figures of the log.
+    ``log``: the file to which they are appended, one JSON object a line.
+    """
+
+    steps: int | None
+    lr: float
+    clip: float | None = None
+    master_weights: bool = False
+    validation: Validation | None = None
+    warmup: int = 0
+    decay: str = "constant"
+    checkpoints: Path | None = None
+    every: int | None = None
+    keep: int = 3
+    log_every: int = 1
+    evaluate_every: int | None = None
+    record: Path | None = None
+    save: Path | None = None
+    tensorboard: Path | None = None
+    log: Path | None = None
+
+
+def train(pipe: Pipeline, data: Data, settings: LoopSettings, evaluated: Data | None = None) -> None:
+    """Train with AdamW; rank 0 logs.  All ranks must call it with the same arguments.
+
+    evaluated: the data of evaluations, each of which takes every whole batch once.
+    """
+    batches = _batches(pipe, data)  # by all ranks, with --steps too: files must not differ
+    steps = settings.steps or batches
+    if steps is None:
+        raise RunError("The length of the data is not known: give --steps.")
+    evaluations = None if evaluated is None else _batches(pipe, evaluated)
+    if evaluated is not None and evaluations is None:
+        raise RunError("Evaluation takes every batch of its data once: give a safetensors file.")
+    if evaluated is not None and pipe.evaluation is None:
+        raise RunError(
+            "The pipeline has no programs for evaluation: compile and save it with evaluation=True."
+        )
+    leads = pipe.process is None or pipe.process.leads
+    if leads and pipe.process is not None and pipe.replicas > 1:
+        logger.info("%d replicas x %d ranks", pipe.replicas, pipe.artifact.plan.ranks)
+    optimizer = pipe.optimizer(
+        torch.optim.AdamW,
+        lr=settings.lr,
+        clip_grad_norm=settings.clip,
+        master_weights=settings.master_weights,
+        validation=settings.validation,
+    )
+    with ExitStack() as stack:
+        checkpoints = None
+        if settings.checkpoints is not None:
+            checkpoints = Checkpointer(
+                pipe, settings.checkpoints, optimizer=optimizer, state=data.state, every=settings.every,
+                keep=settings.keep,
+            )  # fmt: skip
+            stack.enter_context(checkpoints)
+            if checkpoints.resume() and leads:
+                logger.info("resumed after step %d", pipe.step_number - 1)
+        log = stack.enter_context(_Log(settings, steps, pipe.step_number)) if leads else None
+        begun, clock = pipe.step_number, _Clock(pipe.step_number)
+        # With "post" ranks do not wait for each other, nor does the log: its figures are known a step later.
+        waits = (settings.validation or pipe.artifact.plan.validation) == "barrier"
+        unlogged: list[Callable[[], None]] = []
+        while pipe.step_number < steps:
+            step = pipe.step_number
+            loss = pipe.step(data.batch(step))
+            _empty(unlogged)
+            logs = step % settings.log_every == 0 or step == steps - 1
+            # By the settings of this run, not those of the run that it resumes.
+            lr = settings.lr * _factor(settings, step, steps)
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            # A clipped step knows its own.
+            begins = logs and settings.clip is None
+            norm: Callable[[], Any] = (
+                optimizer.begin_norm() if begins else partial(getattr, optimizer, "last_norm")
+            )
+            optimizer.step()
+            optimizer.zero_grad()
+            if logs:
+                speed = _begin_speed(pipe, clock.seconds_per_step(step + 1))
+                unlogged.append(partial(_log, log, step, {"loss": float(loss), "lr": lr}, norm, speed))
+            if log is not None:
+                log.advance(step + 1)
+            is_due = _is_due(step, steps, settings.evaluate_every)
+            if waits or is_due:
+                _empty(unlogged)
+            if evaluated is not None and evaluations and is_due:
+                with clock.stopped():
+                    figure = evaluate(pipe, evaluated, evaluations)
+                if log is not None:
+                    log.add({"evaluation": figure}, step)
+            if checkpoints is not None:
+                checkpoints.step()
+        at_end = begun < steps and (settings.every is None or steps % settings.every != 0)
+        if checkpoints is not None and at_end:
+            checkpoints.save()
+    if settings.record is not None and pipe.replica == 0:
+        write_spans(settings.record, pipe.runtime.rank, pipe.runtime.record.spans)
+    if settings.save is not None:
+        pipe.save(settings.save)
+        if leads:
+            logger.info("saved: %s", settings.save)
+
+
+def evaluate(pipe: Pipeline, data: Data, batches: int) -> float:
+    """The mean loss of the first batches."""
+    return sum(float(pipe.evaluate(data.batch(k))) for k in range(batches)) / batches
+
+
+def _batches(pipe: Pipeline, data: Data) -> int | None:
+    """The number of whole batches; None if no rank knows it.  Raises RunError where it differs by rank."""
+    if pipe.process is None:
+        return data.once
+    texts = pipe.process.gather(json.dumps(data.once).encode())
+    known = {rank: json.loads(text) for rank, text in enumerate(texts) if text != b"null"}
+    first = next(iter(known.values()), None)
+    for rank, number in known.items():
+        if number != first:
+            raise RunError(
+                f"Rank {rank} has {number} batches of data, and rank {min(known)} has {first}. Give all "
+                "ranks the same rows."
+            )
+    return first
+
+
+def _is_due(step: int, steps: int, every: int | None) -> bool:
+    return step == steps - 1 or (every is not None and (step + 1) % every == 0)
+
+
+def _factor(settings: LoopSettings, step: int, steps: int) -> float:
+    if step < settings.warmup:
+        return (step + 1) / settings.warmup
+    left = max(1, steps - settings.warmup)
+    return DECAYS[settings.decay](min(1.0, (step - settings.warmup) / left))
+
+
+def _empty(unlogged: list[Callable[[], None]]) -> None:
+    """Log what is not yet logged."""
+    for add in unlogged:
+        add()
+    unlogged.clear()
+
+
+def _log(
+    log: _Log | None,
+    step: int,
+    known: dict[str, float],
+    norm: Callable[[], torch.Tensor],
+    speed: Callable[[], dict[str, float]],
+) -> None:
+    """All ranks gather the figures, and the first one has a log."""
+    figures = {**known, "norm": float(norm()), **speed()}
+    if log is not None:
+        log.add(figures, step)
+
+
+def _begin_speed(pipe: Pipeline, seconds: float) -> Callable[[], dict[str, float]]:
+    """Tokens or samples a second of all replicas, and the bubble, measured and predicted; given by a function
+    that waits for the other ranks."""
+    spec = pipe.artifact.plan.step
+    unit, lengths = counted((leaf.shape or (), leaf.dtype) for leaf in spec.batch.leaves)
+    spans = pipe.runtime.record.spans
+    busy = sum(end - start for _, start, end in spans)
+    idle = torch.tensor([1 - busy / (spans[-1][2] - spans[0][1])], dtype=torch.float64)
+    replicas, process = (1, None) if pipe.process is None else (pipe.replicas, pipe.process)
+    gathered = (
+        None if process is None else process.begin_gather(idle.view(torch.int64), "the log of fxpipe run")
+    )
+
+    def speed() -> dict[str, float]:
+        all_idle = idle if gathered is None else gathered()[:, 0].contiguous().view(torch.float64)
+        return {
+            f"{unit}/s": math.prod(lengths) * spec.microbatches * replicas / seconds,
+            "bubble": float(all_idle.max()),
+            "predicted": pipe.artifact.plan.prediction.span_bubble,
+        }
+
+    return speed
+
+
+class _Clock:
+    """Measures the seconds of a step, without those for which it was stopped."""
+
+    def __init__(self, steps: int):
+        """steps: the number of steps that were run before."""
+        self._since, self._steps = time.perf_counter(), steps
+
+    def seconds_per_step(self, steps: int) -> float:
+        """The mean since the last call, after ``steps`` steps in all."""
+        now = time.perf_counter()
+        seconds = (now - self._since) / (steps - self._steps)
+        self._since, self._steps = now, steps
+        return seconds
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        begun = time.perf_counter()
+        yield
+        self._since += time.perf_counter() - begun
+
+
+_FORMATS = {
+    "loss": ".6f",
+    "evaluation": ".6f",
+    "lr": ".2e",
+    "norm": ".3g",
+    "bubble": ".2%",
+    "predicted": ".2%",
+}
+
+
+class _Log:
+    """Shows figures in the log and, if asked to, in TensorBoard; a progress bar on terminals."""
+
+    def __init__(self, settings: LoopSettings, steps: int, done: int):
+        console = Console(stderr=True)
+        self._progress = Progress(console=console, disable=not console.is_terminal)
+        self._bar = self._progress.add_task("train", total=steps, completed=done)
+        self._board = None if settings.tensorboard is None else board_class()(str(settings.tensorboard))
+        self._lines = None
+        if settings.log is not None:
+            with writing(settings.log):
+                self._lines = settings.log.open("a", encoding="utf-8")
+
+    def __enter__(self) -> _Log:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+        if self._board is not None:
+            self._board.close()
+        if self._lines is not None:
+            self._lines.close()
+
+    def add(self, figures: dict[str, float], step: int) -> None:
+        texts = (f"{name} {value:{_FORMATS.get(name, ',.0f')}}" for name, value in figures.items())
+        logger.info("step %d  %s", step, "  ".join(texts))
+        if self._lines is not None:
+            finite = {name: value if math.isfinite(value) else None for name, value in figures.items()}
+            self._lines.write(json.dumps({"step": step, "time": time.time(), **finite}) + "\n")
+            self._lines.flush()  # a run that is killed leaves its lines
+        if self._board is not None:
+            for name, value in figures.items():
+                self._board.add_scalar(name, value, step)
+
+    def advance(self, done: int) -> None:
+        self._progress.update(self._bar, completed=done)
+
+
+def board_class() -> Any:
+    """TensorBoard's writer.  Raises RunError where it is not installed."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise RunError("--tensorboard needs TensorBoard: pip install tensorboard.") from error
+    return SummaryWriter

@@ -1,0 +1,374 @@
+"""A run as a function of its own, called in a loop: the layers of a model are written once.
+
+def blocks_forward(params, key, position, blocks_in):
+    …
+    return add, [norm_mean, …], [act_relu, …]
+
+for i in range(2, 14):
+    blocks_13_add, saved, … = blocks_forward(within(params, f"blocks.{i}"), key, 2 * i, blocks_13_add)
+    saved_blocks.append(saved)
+    …
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, count, takewhile
+
+from torch import fx
+
+from fxpipe.codegen.expressions import CONTAINERS, KEYS, Scope, item, number, variable
+from fxpipe.codegen.layers.layer_functions import LayerFunctions, from_to
+from fxpipe.codegen.layers.outline import Repeated, Slot, Source
+from fxpipe.codegen.layers.repeats import free_numbers
+from fxpipe.codegen.layers.saved_lists import Stack, Taken
+from fxpipe.codegen.layers.sequences import Values, loop_head
+from fxpipe.codegen.nodes import node_lines, place, storages
+from fxpipe.codegen.statements import Statement, body, unpacking
+from fxpipe.codegen.wrapping import wrapped
+from fxpipe.ir.graph import Input, Origin, offload, reload
+from fxpipe.ir.names import comment, identifier
+from fxpipe.ir.sections import computing
+from fxpipe.ir.text import shape_text
+
+CARRY = "carry"  # the list of carried values that the next period frees
+
+
+@dataclass
+class _Arguments:
+    """The arguments of a function, and of its call in the loop: texts around a value that may vary."""
+
+    inner: list[str] = field(default_factory=list)
+    outer: list[tuple[str, str | None, str]] = field(default_factory=list)
+
+    def add(self, inner: str, before: str, varies: str | None = None, behind: str = "") -> None:
+        self.inner.append(inner)
+        self.outer.append((before, varies, behind))
+
+    def of_call(self, texts: Mapping[str, str]) -> str:
+        return ", ".join(a + (texts[varies] if varies else "") + b for a, varies, b in self.outer)
+
+
+class Loop:
+    """The lines of a run.
+
+    ``takes``, ``gives``: what it takes, and what it gives by the name of the list, with the variable of each.
+    ``unpacked``: the stacks whose values are used one by one behind it.  ``compiled``: whether Inductor
+    compiles its section.
+    """
+
+    def __init__(
+        self,
+        run: Repeated,
+        phase: str,
+        scope: Scope,
+        takes: Sequence[tuple[Taken, str]],
+        gives: Sequence[tuple[str, Stack, str]],
+        unpacked: Sequence[Stack],
+        layers: LayerFunctions,
+        compiled: bool,
+    ) -> None:
+        self.run, self.phase, self.scope, self.layers = run, phase, scope, layers
+        self.compiled = compiled and any(computing(run.body))
+        self.takes, self.gives, self.unpacked = takes, gives, unpacked
+        self.paths = [_module(run.period(k)) for k in range(run.run.times)]
+        self.around = _alike([_words(path) for path in self.paths])
+        self.origins = {nodes[1]: nodes for nodes in (run.values(j) for j in range(run.run.period))}
+        self.base = base_name(run)
+        self.texts: dict[fx.Node, str] = {}
+        self.numbers: dict[fx.Node, tuple[str, ...]] = {}
+        self.varying: dict[str, Values] = {}
+        self.used: set[str] = {CARRY}
+        self.arguments = _Arguments()
+        self.carried = _kept(run)
+        self.moved = [slot for slot in run.carried if run.is_moved(slot)]
+
+    def lines(self) -> Iterator[Statement]:
+        """The loop in its section, with what comes before and after it."""
+        self._of_rank()
+        self._shared()
+        self._numbers()
+        unpacked = self._given()
+        returned, targets, after = self._results()
+        name = self._function(unpacked, returned)
+        times = self.run.run.times
+        heading = comment(from_to(self.paths))
+        yield from self._before(heading)
+        head, texts = loop_head(times, self.varying)
+        call = f"{name}({self.arguments.of_call(texts)})"
+        left = f"{', '.join(targets)} = " if targets else ""
+        inner = [f"    {left}{call}", *(f"    {text}" for text in after)]
+        reads = [self._outer(slot.nodes[0]) for slot in self.run.slots if slot.source is Source.SHARED]
+        reads = [text for text in reads if text.isidentifier() and text not in KEYS]
+        reads += [variable for _, variable in self.takes]
+        yield Statement("\n".join([head, *inner]), tuple(reads), heading)
+        yield from self._behind(heading)
+
+    # Arguments
+
+    def _of_rank(self) -> None:
+        """The rank's tensors: those of a module by their names within it, others one by one."""
+        slots = [slot for slot in self.run.slots if slot.source is Source.OF_RANK]
+        split = {slot: _split([_input(node).name for node in slot.nodes]) for slot in slots}
+        modules = Counter(paths for paths, name in split.values() if name and all(paths))
+        module = modules.most_common(1)[0][0] if modules else ()
+        kinds = dict.fromkeys(_input(slot.example).kind for slot in slots if split[slot][0] == module)
+        for kind in sorted(kinds, key=list(CONTAINERS).index):
+            self.varying["at"] = module
+            self.layers.names.uses_within = True
+            self.arguments.add(CONTAINERS[kind], f"within({CONTAINERS[kind]}, ", "at", ")")
+        for slot in slots:
+            kind, (paths, name) = _input(slot.example).kind, split[slot]
+            if paths == module:
+                self.texts[slot.example] = item(kind, name)
+            else:
+                own = self._new(identifier(name or re.sub(r"\d+", "", paths[0].rpartition(".")[2])))
+                self.varying[own] = tuple(_input(node).name for node in slot.nodes)
+                self.arguments.add(own, f"{CONTAINERS[kind]}[", own, "]")
+                self.texts[slot.example] = own
+
+    def _shared(self) -> None:
+        for slot in self.run.slots:
+            if slot.source is Source.SHARED:
+                outer = self._outer(slot.example)
+                own = outer if outer in KEYS else self._new(self._local(slot.nodes))
+                self.arguments.add(own, outer)
+                self.texts[slot.example] = own
+
+    def _numbers(self) -> None:
+        """Numbers that differ from period to period; such that differ alike are one argument."""
+        known: dict[tuple[str, ...], str] = {}
+        for position, node in enumerate(self.run.body):
+            rows = [free_numbers(self.run.period(k)[position]) for k in range(self.run.run.times)]
+            texts = []
+            for values in zip(*rows, strict=True):
+                if len(set(map(repr, values))) == 1:
+                    texts.append(number(values[0]))
+                    continue
+                offset = values[0] if isinstance(values[0], int) else 0
+                alike = tuple(repr(value - offset) for value in values)  # 0, 0.0 and -0.0 differ
+                if alike not in known:
+                    own = self._new("position" if isinstance(values[0], int) else "number")
+                    self.varying[own] = values
+                    self.arguments.add(own, "", own)
+                    known[alike] = own
+                ahead = offset - int(self.varying[known[alike]][0]) if isinstance(values[0], int) else 0
+                texts.append(known[alike] + (f" + {ahead}" if ahead else ""))
+            if rows[0]:
+                self.numbers[node] = tuple(texts)
+
+    def _given(self) -> list[tuple[str, list[str]]]:
+        """The lists that the function unpacks: name, and the names of its values."""
+        for slot, name in _input_names(self.run).items():
+            own = self.texts[slot.example] = self._new(name)
+            self.arguments.add(own, self._final(slot))
+        unpacked: list[tuple[str, list[str]]] = []
+        if self.moved:
+            for slot in self.moved:
+                self.texts[slot.example] = self._new(_prefix(slot.example) + f"{self.base}_in")
+            self.arguments.add(CARRY, CARRY)
+            unpacked.append((CARRY, [self.texts[slot.example] for slot in self.moved]))
+        for taken, stack in self.takes:
+            for k, slot in enumerate(taken.slots):
+                self.texts[slot.example] = self._new(self._taken_name(taken, k))
+            own = self._unused(taken.container)
+            self.arguments.add(own, f"{stack}.pop()")
+            unpacked.append((own, [self.texts[slot.example] for slot in taken.slots]))
+        return unpacked
+
+    def _results(self) -> tuple[list[str], list[str], list[str]]:
+        """What the function returns, the variables that get it, and what the loop does with those."""
+        for node in self.run.body:
+            if node.target in (offload, reload):
+                self.texts[node] = self.texts[node.all_input_nodes[0]]
+            else:
+                self.texts[node] = self._new(self._local(self.origins[node]))
+        returned = [self._result(slot.result) for slot in self.carried]
+        targets = [self._final(slot) for slot in self.carried]
+        if self.moved:
+            returned.append(f"[{', '.join(self._result(slot.result) for slot in self.moved)}]")
+            targets.append(CARRY)
+        after = []
+        for container, stack, name in self.gives:
+            returned.append(f"[{', '.join(self._result(j) for j in stack.values)}]")
+            target = container
+            times = sum(1 for x in targets if x.startswith(target)) + 1
+            target += f"_{times}" if times > 1 else ""
+            targets.append(target)
+            after.append(f"{name}.append({target})")
+        return returned, targets, after
+
+    def _function(self, unpacked: list[tuple[str, list[str]]], returned: list[str]) -> str:
+        scope = Scope(self.scope.names, self.texts, self.numbers)
+        lines = [
+            Statement(text) for name, own in unpacked for text in (unpacking(own, name), f"{name}.clear()")
+        ]
+        returned_values: list[int | Slot] = [slot.result for slot in self.run.carried]
+        returned_values += [value for _, stack, _ in self.gives for value in stack.values]
+        given = {self.run.body[value] for value in returned_values if isinstance(value, int)}
+        lines += node_lines(self.run.body, scope, self._place, given)
+        own = {name for _, names in unpacked for name in names} | {self.texts[n] for n in self.run.body}
+        kept = {self._result(value) for value in returned_values}
+        same = storages(self.run.body, scope)
+        freed = {name: same.get(name, name) for name in own} | dict.fromkeys(self.used - own, "")
+        carried = [(self.texts[slot.example], slot.example.meta["val"]) for slot in self.run.carried]
+        text = [f"    # {name}: {shape_text(value)}" for name, value in carried]
+        text += [wrapped(line) for line in body(lines, kept, freed)]
+        if returned:
+            text.append(wrapped(f"    return {', '.join(returned)}"))
+        name = f"{self.base}_{self.phase}"
+        return self.layers.function(name, self.arguments.inner, text, self.paths, self.compiled)
+
+    # In the section
+
+    def _before(self, heading: str) -> Iterator[Statement]:
+        for slot in self.carried:
+            first, final = self._outer(slot.nodes[0]), self._final(slot)
+            yield Statement(
+                f"{final} = {first}", (first,) if first.isidentifier() else (), heading, frees=True
+            )
+        if self.moved:
+            given = [self._outer(slot.nodes[0]) for slot in self.moved]
+            variables = tuple(text for text in given if text.isidentifier())
+            yield Statement(f"{CARRY} = [{', '.join(given)}]", variables, heading, frees=True)
+        for _, _, name in self.gives:
+            yield Statement(f"{name} = []", (), heading)
+
+    def _behind(self, heading: str) -> Iterator[Statement]:
+        if self.moved:
+            yield Statement(unpacking([self._final(slot) for slot in self.moved], CARRY), (CARRY,), heading)
+        for _, stack, name in self.gives:
+            if stack in self.unpacked:
+                records = [f"({', '.join(map(variable, record))},)" for record in stack.records]
+                yield Statement(unpacking(records, name), (name,), heading)
+
+    def _final(self, slot: Slot) -> str:
+        """The variable of a carried value in the section: that of the last period's result."""
+        return self.scope.text(self.run.values(slot.result)[-1])
+
+    def _outer(self, node: fx.Node) -> str:
+        return self.scope.text(node)
+
+    # Names
+
+    def _result(self, value: int | Slot) -> str:
+        return self.texts[value.example if isinstance(value, Slot) else self.run.body[value]]
+
+    def _new(self, name: str) -> str:
+        return self._unused(self.scope.names.local(variable(name)))
+
+    def _unused(self, name: str) -> str:
+        numbered = (f"{name}_{number}" for number in count(2))
+        found = next(text for text in chain([name], numbered) if text not in self.used)
+        self.used.add(found)
+        return found
+
+    def _taken_name(self, taken: Taken, k: int) -> str:
+        """The name of value k of a record: an input of the periods that give it is called so here, too."""
+        given = None if taken.stack is None else taken.stack.values[k]
+        if taken.stack is not None and isinstance(given, Slot):
+            return _input_names(taken.stack.run)[given]
+        return self._local(taken.slots[k].nodes)
+
+    def _local(self, nodes: Sequence[fx.Node]) -> str:
+        """The name of a value, by period, without the path of the period's module; that of a module outside,
+        which counts the ops of all periods, also without a number."""
+        node, own = nodes[1], _path(nodes[1])
+        bare = node.name.removeprefix("d_").lstrip("_")
+        known = (identifier(".".join(own[k:])).lstrip("_") for k in range(len(own)))
+        prefix = next((word for word in known if bare.startswith(f"{word}_")), None)
+        if prefix is None:
+            return _prefix(node) + _without_number(bare)
+        rest, within = bare[len(prefix) :], self._within(nodes)
+        rest = rest if len({*map(_path, nodes)}) > 1 else _without_number(rest)
+        at_number = not within or within[0].isdigit()  # an identifier begins with a word
+        return f"{_prefix(node)}{identifier(f'{self.base}.{within}' if at_number else within)}{rest}"
+
+    def _place(self, node: fx.Node) -> str:
+        if not any(_path(node)) and not node.meta["origin"].source:
+            return place(node)
+        within = self._within(self.origins[node])
+        return f".{within}" if within else self.base
+
+    def _within(self, nodes: Sequence[fx.Node]) -> str:
+        """The path of a module within that of the period, without the numbers of periods; nothing for that
+        itself, and for one outside."""
+        paths = [_path(node) for node in nodes]
+        words, depth = _alike(paths), len(self.around)
+        is_inside = len({*paths}) > 1 and words[:depth] == self.around
+        return ".".join(words[depth:]) if is_inside else ""
+
+
+def _kept(run: Repeated) -> list[Slot]:
+    """The carried values that the next period does not free."""
+    return [slot for slot in run.carried if not run.is_moved(slot)]
+
+
+def _input_names(run: Repeated) -> dict[Slot, str]:
+    """The names of these values as arguments of a period."""
+    numbered = ((slot, f"_{k}" if k > 1 else "") for k, slot in enumerate(_kept(run), start=1))
+    return {slot: f"{_prefix(slot.example)}{base_name(run)}_in{number}" for slot, number in numbered}
+
+
+def _prefix(node: fx.Node) -> str:
+    return "d_" if node.name.startswith("d_") else ""
+
+
+def base_name(run: Repeated) -> str:
+    """The name of the modules of a run, without their number: ``blocks``."""
+    words = [word for word in _module(run.body).split(".") if word and not word.isdigit()]
+    return identifier(words[-1]) if words else "block"
+
+
+def _path(node: fx.Node) -> tuple[str, ...]:
+    return _words((node.meta.get("origin") or Origin()).path)
+
+
+def _words(path: str) -> tuple[str, ...]:
+    return tuple(path.split(".")) if path else ()
+
+
+def _alike(paths: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
+    """The words of paths in which all agree."""
+    return tuple(column[0] for column in zip(*paths, strict=False) if len(set(column)) == 1)
+
+
+def _without_number(name: str) -> str:
+    return re.sub(r"_\d+$", "", name)
+
+
+def _input(node: fx.Node) -> Input:
+    given: Input = node.meta["input"]
+    return given
+
+
+def _split(names: Sequence[str]) -> tuple[tuple[str, ...], str]:
+    """Names as paths of modules, and the name within a module that all of them end with."""
+    words = [name.split(".") for name in names]
+    backwards = zip(*(reversed(own) for own in words), strict=False)
+    common = sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, backwards))
+    return tuple(".".join(own[: len(own) - common]) for own in words), ".".join(
+        words[0][len(words[0]) - common :]
+    )
+
+
+def _module(nodes: Sequence[fx.Node]) -> str:
+    """The innermost module around most of the nodes.  A list within an item of a list is none: of the modules
+    ``block.3.layer.0`` and ``block.3.layer.1`` it is ``block.3``."""
+    paths = [tuple(path.split(".")) for node in nodes if (path := node.meta["origin"].path)]
+    around = Counter(path[:k] for path in paths for k in range(1, len(path) + 1))
+    most = sorted((len(path), path) for path, number in around.items() if 5 * number > 4 * len(paths))
+    if not most:
+        return ""
+    _, found = most[-1]
+    return ".".join(found[:-1] if _is_inner_list(found, paths) else found)
+
+
+def _is_inner_list(module: tuple[str, ...], paths: Sequence[tuple[str, ...]]) -> bool:
+    """Whether all in a module, which is part of an item of a list, is part of its own items."""
+    inside = [path[len(module) :] for path in paths if path[: len(module)] == module]
+    is_of_item = len(module) > 1 and module[-2].isdigit() and not module[-1].isdigit()
+    return is_of_item and all(path and path[0].isdigit() for path in inside)

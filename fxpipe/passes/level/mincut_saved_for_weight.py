@@ -1,0 +1,69 @@
+"""Chooses the values that W gets from F and B, by bytes.
+
+after:  fewest bytes live between B and W; the cheap ops in between are recomputed in W
+
+The saved values are a minimum cut between the ops that run once (matrix products, reductions, messages of
+other ranks) and W: a view, a cast or an elementwise op may be repeated, which costs the bytes of its inputs
+and its time.  Of equally small cuts the one that repeats the least is taken.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import fx
+
+from fxpipe.ir.storage import call_nodes, drop_dead, is_view, node_bytes
+from fxpipe.passes.level.mincut import to_repeat
+from fxpipe.passes.rewrite import clone_into
+from fxpipe.schedule.ops import Color, Phase
+
+aten = torch.ops.aten
+_CASTS = {aten._to_copy.default}
+
+#: The bytes that repeated ops may read and write for each byte of memory saved.
+_SCALE = 4
+
+
+def mincut_saved_for_weight(graph: fx.Graph) -> None:
+    by_stage: dict[int, list[fx.Node]] = {}
+    for node in call_nodes(graph):
+        if node.meta["color"].phase is Phase.W:
+            by_stage.setdefault(node.meta["color"].stage, []).append(node)
+    for stage, users in by_stage.items():
+        repeated = _to_repeat(users, stage)
+        clones: dict[tuple[Color, fx.Node], fx.Node] = {}
+        for user in users:
+            for node in user.all_input_nodes:
+                if node in repeated:
+                    clone = clone_into(node, Color(stage, Phase.W), user, clones, repeated)
+                    user.replace_input_with(node, clone)
+    drop_dead(graph)
+
+
+def _is_cheap(node: fx.Node, stage: int) -> bool:
+    if node.meta["color"].stage != stage:
+        return False
+    return is_view(node) or node.target in _CASTS or torch.Tag.pointwise in getattr(node.target, "tags", ())
+
+
+def _to_repeat(users: list[fx.Node], stage: int) -> set[fx.Node]:
+    """The nodes outside W that W recomputes."""
+    size = cache(node_bytes)
+
+    def keep(node: fx.Node) -> int | None:
+        # A view keeps its whole storage alive, so only owners of storages are saved.
+        return None if is_view(node) and _is_cheap(node, stage) else _SCALE * size(node)
+
+    def repeat(node: fx.Node) -> int | None:
+        if not _is_cheap(node, stage):
+            return None
+        return 0 if is_view(node) else size(node) + sum(map(size, node.all_input_nodes))
+
+    needed = [n for user in users for n in user.all_input_nodes]
+    return to_repeat([n for n in needed if not _is_w(n)], keep, repeat)
+
+
+def _is_w(node: fx.Node) -> bool:
+    return node.op == "call_function" and node.meta["color"].phase is Phase.W

@@ -1,0 +1,81 @@
+"""Lets B recompute forward values instead of reading saved ones.
+
+before: norm (F) ──► mm (F), norm_backward (B), addmm_ (W)
+after:  norm (F) ──► mm (F);  norm' (B) ──► norm_backward (B), addmm_ (W)
+
+The saved values are a minimum cut between a stage's inputs and its backward: saving a value costs its bytes,
+recomputing it next to nothing, since the user asked for it.  "norms" recomputes all but matrix products,
+convolutions and attention (norms, activations, dropout with its key, casts: 2503.01328), "full" any value if
+fewer bytes are saved then.  B hands recomputed values to W like other values.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Literal
+
+from torch import fx
+
+from fxpipe.ir.graph import read_buffer
+from fxpipe.ir.ops import is_between_lanes, node_flops
+from fxpipe.ir.storage import call_nodes, drop_dead, is_view, leading_to, node_bytes
+from fxpipe.passes.level.mincut import to_repeat
+from fxpipe.passes.rewrite import clone_into
+from fxpipe.plan.tensors import sum_over_ranks
+from fxpipe.schedule.ops import Color, Phase
+
+Level = Literal["norms", "full"]
+LEVELS: tuple[Level, ...] = ("norms", "full")
+
+#: The bytes that recomputed ops may read and write for each byte of memory saved.
+_SCALE = 1000
+
+
+def recompute(graph: fx.Graph, level: Level) -> None:
+    by_stage: dict[int, list[fx.Node]] = {}
+    for node in call_nodes(graph):
+        if node.meta["color"].phase is not Phase.F:
+            by_stage.setdefault(node.meta["color"].stage, []).append(node)
+    for stage, backward in sorted(by_stage.items()):
+        again = _made_again(backward, stage, level)
+        clones: dict[tuple[Color, fx.Node], fx.Node] = {}
+        # B recomputes what it needs itself, and hands that to W, which recomputes the rest.
+        of_b = (user for user in backward if user.meta["color"].phase is Phase.B)
+        in_b = leading_to((node for user in of_b for node in user.all_input_nodes), again.__contains__)
+        for user in backward:
+            for node in user.all_input_nodes:
+                if node in again:
+                    clone = clone_into(node, user.meta["color"], user, clones, again, in_b)
+                    user.replace_input_with(node, clone)
+    drop_dead(graph)
+
+
+def _is_backward(node: fx.Node, stage: int) -> bool:
+    color = node.meta["color"]
+    return color.stage == stage and color.phase is not Phase.F
+
+
+def _made_again(backward: list[fx.Node], stage: int, level: Level) -> set[fx.Node]:
+    forward, size = Color(stage, Phase.F), cache(node_bytes)
+
+    @cache
+    def may(node: fx.Node) -> bool:
+        if node.meta["color"] != forward or node.target in (read_buffer, sum_over_ranks):
+            return False
+        if is_between_lanes(node.target):  # to communicate again costs more than to recompute
+            return False
+        return level == "full" or not node_flops(node)
+
+    def keep(node: fx.Node) -> int | None:
+        is_tuple = isinstance(node.meta["val"], (tuple, list))
+        # A tuple cannot be saved, and a view keeps its base alive.
+        free = may(node) and (is_tuple or is_view(node))
+        return None if free else _SCALE * size(node)
+
+    def repeat(node: fx.Node) -> int | None:
+        if not may(node):
+            return None
+        return 0 if is_view(node) else size(node) + sum(map(size, node.all_input_nodes))
+
+    needed = [n for user in backward for n in user.all_input_nodes if n.op == "call_function"]
+    return to_repeat([n for n in needed if not _is_backward(n, stage)], keep, repeat)

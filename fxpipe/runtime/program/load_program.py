@@ -1,0 +1,95 @@
+"""Loads the source of a program as a function for running, debugging and tracebacks."""
+
+from __future__ import annotations
+
+import ast
+import linecache
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fxpipe.errors import ArtifactError, RunError
+from fxpipe.runtime.program.comm import Layout
+from fxpipe.runtime.program.program_text import ProgramTraffic, StepText, text_of, traffic
+
+#: Modules that saved programs import, under the names that they had in earlier versions.
+_EARLIER = {f"fxpipe.runtime.{name}": f"fxpipe.runtime.program.{name}" for name in ("random", "inductor")}
+
+
+PROGRAM = "fxpipe_program_"  # the names of programs, as modules, begin so
+
+
+@dataclass(frozen=True)
+class CollectiveCall:
+    """An operation of all ranks.  ``verb``: the method of ``rt``.  ``root``: -1 of an all-gather."""
+
+    group: int
+    verb: str
+    root: int
+    layout: Layout
+
+
+@dataclass(frozen=True)
+class Program:
+    """The function ``step(rt, batch)``, the messages that it sends and receives with their layouts, and its
+    ops in order.  ``has_warm_up``: whether it asks itself for the verdict on the last update."""
+
+    step: Callable[[Any, Any], Any]
+    traffic: ProgramTraffic
+    layouts: Mapping[str, Layout]
+    ops: tuple[str, ...]
+    has_warm_up: bool
+
+    def collectives(self) -> list[CollectiveCall]:
+        """Those of its step, each once, in the same order on all ranks; its traffic is known."""
+        calls = [call for call in self.traffic.calls or () if call.group >= 0]
+        found = {CollectiveCall(c.group, c.verb, c.peer, self.layouts[c.names[0]]) for c in calls}
+        return sorted(found, key=str)
+
+
+def load_program(source: str, filename: str) -> Program:
+    """Run the top level of a program.  ``filename``: the file of the source, or a name for it.
+
+    Raises ArtifactError if the source is not a program with a ``step``, RunError if its top level fails.
+    """
+    linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
+    namespace: dict[str, Any] = {"__name__": f"{PROGRAM}{abs(hash(filename))}", "__file__": filename}
+    try:
+        tree = ast.parse(source, filename)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom):
+                node.module = _EARLIER.get(str(node.module), node.module)
+        code = compile(tree, filename, "exec")
+    except SyntaxError as error:
+        raise ArtifactError(
+            f"{filename} is no Python program (line {error.lineno}: {error.msg}). Mend it, or save again."
+        ) from error
+    except (ValueError, RecursionError, MemoryError) as error:
+        raise ArtifactError(f"{filename} is no Python program ({error}). Mend it, or save again.") from error
+    steps = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == "step"]
+    if not steps or not isinstance(steps[-1].body[-1], ast.Return):
+        raise ArtifactError(f"{filename} is cut short: no step(rt, batch) that ends in a return. Save again.")
+    try:
+        exec(code, namespace)
+    except Exception as error:  # an edited head may raise anything
+        is_op = isinstance(error, AttributeError) and "_OpNamespace" in str(error)
+        remedy = "Import the library that registers this op first" if is_op else "Mend it, or save again"
+        raise RunError(
+            f"{filename} fails before its step: {type(error).__name__}: {error}. {remedy}."
+        ) from error
+    found = traffic(tree, namespace)
+    text = StepText(steps[-1])
+    return Program(namespace["step"], found, namespace.get("MESSAGES", {}), _ops(text), text.has_warm_up)
+
+
+def _ops(text: StepText) -> tuple[str, ...]:
+    """The names in the calls ``rt.op("F1.0")``, or ``rt.op(f"F1.{m}")`` in the function ``F1``."""
+    found = (_op(value, arguments) for value, arguments in text.values())
+    return tuple(name for name in found if name is not None)
+
+
+def _op(value: ast.expr, arguments: Mapping[str, object]) -> str | None:
+    match value:
+        case ast.Call(func=ast.Attribute(value=ast.Name(id="rt"), attr="op"), args=[name], keywords=[]):
+            return text_of(name, arguments)
+    return None

@@ -1,0 +1,159 @@
+"""What a program takes from its model once, when it is compiled: which parameters are trained, hooks, and the
+model's Python.
+
+A parameter that is frozen later would still be trained, a hook that is registered later would never run, a
+method that is replaced later would not be called, and a rate of dropout would stay as it was.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Collection, Container, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from fxpipe.errors import RunError
+from fxpipe.runtime.functions import function_name
+from fxpipe.runtime.torch_private import gradient_hooks, hooks_of_all_modules, hooks_registered, module_hooks
+from fxpipe.training.guards.python_guards import Settings
+
+Hooks = dict[str, tuple[int, ...]]
+"""Where hooks are, as text -> their numbers."""
+PARAMETER = "the parameter"
+_REMEDIES = {"training": "call model.train() or model.eval() before each step"}
+
+
+class Traced:
+    """Which parameters a model trains, and its hooks, at the time of its compilation."""
+
+    def __init__(
+        self,
+        parameters: Mapping[str, torch.Tensor],
+        model: nn.Module | None,
+        own: Collection[str] = (),
+        loss_fn: Any = None,
+        constants: Sequence[weakref.ref[torch.Tensor]] = (),
+    ):
+        """parameters: of the pipeline; under torchrun some of the model's.
+        loss_fn, constants: as for ``Settings``.
+        own: the functions of hooks that the forward registers by itself when it runs first, as libraries do
+            that capture outputs: the trace has run them, and a later forward registers them again.
+        """
+        self._own = frozenset(own)
+        named = _named(parameters, model)
+        self._tied = [names for names in _names_of_each(model) if len(names) > 1]
+        self._trained = {name: p.requires_grad for name, p in named.items()}
+        self._registered = hooks_registered()
+        self._forward, self._backward = _hooks(named, model, self._own)
+        self._has_model = model is not None
+        self._settings = None if model is None else Settings(model, loss_fn, constants)
+        self._told: set[str] = set()
+
+    def check(
+        self,
+        parameters: Mapping[str, torch.Tensor],
+        model: nn.Module | None,
+        used: Container[str],
+        *,
+        trains: bool,
+    ) -> None:
+        """Raise RunError, naming the parameter, where they differ now; warn of hooks and settings of modules.
+
+        parameters: the pipeline's and the model's.  used: the names of those that programs use.  trains:
+        whether these have a backward; else only hooks of the forward count.
+        """
+        for name, parameter in parameters.items() if trains else ():
+            before = self._trained.get(name, parameter.requires_grad)
+            if parameter.requires_grad != before and name in used:
+                does = "trains it" if before else "does not train it"
+                raise RunError(
+                    f"requires_grad of the parameter {name} is now {not before}, and the program, compiled "
+                    f"when it was {before}, {does}. Compile the model again."
+                )
+        if model is not None:
+            self._check_tied(model)
+        if self._settings is not None:
+            self._check_settings(self._settings, model, trains)
+        registered = hooks_registered()
+        known = registered == self._registered and not self._forward and not self._backward
+        if known or self._has_model != (model is not None):
+            return
+        hooks = _hooks(parameters, model, self._own)
+        for old, new in [*zip((self._forward, self._backward), hooks, strict=True)][: 1 + trains]:
+            for where in new | old:
+                if old.get(where) != new.get(where):
+                    text = (
+                        f"The hooks of {where} have changed since the model was compiled: those of now do "
+                        "not run. Compile the model again, or undo the change."
+                    )
+                    if where.startswith(PARAMETER):
+                        raise RunError(text)
+                    warnings.warn(
+                        text, stacklevel=2
+                    )  # an eager forward of the model may have registered them
+        self._registered, (self._forward, self._backward) = registered, hooks
+
+    def _check_tied(self, model: nn.Module) -> None:
+        """Raise RunError where one parameter under several names is another one under some of them now."""
+        for first, *others in self._tied:
+            for name in others:
+                if _parameter(model, name) is not _parameter(model, first):
+                    raise RunError(
+                        f"The parameter {name} was {first} too when the model was compiled, "
+                        "and is another one now, which the program does not read. Compile the model again, "
+                        "or undo the change."
+                    )
+
+    def _check_settings(self, settings: Settings, model: nn.Module | None, trains: bool) -> None:
+        """Raise RunError where other code would run than when the model was compiled; warn, once for each, of
+        other values."""
+        for change in settings.changes(model, trains=trains):
+            if change.is_of_code:
+                raise RunError(f"{change} Compile the model again, or undo the change.")
+            if change.name not in self._told:
+                self._told.add(change.name)
+                remedy = _REMEDIES.get(change.name, "make it a buffer of the model, which each step reads")
+                warnings.warn(f"{change} Compile the model again, or {remedy}.", stacklevel=2)
+
+
+def _named(parameters: Mapping[str, torch.Tensor], model: nn.Module | None) -> dict[str, torch.Tensor]:
+    return ({} if model is None else dict(model.named_parameters())) | dict(parameters)
+
+
+def _parameter(model: nn.Module, name: str) -> Any:
+    """None if the model has none of this name."""
+    path, _, own = name.rpartition(".")
+    try:
+        return getattr(model.get_submodule(path), own, None)
+    except AttributeError:
+        return None
+
+
+def _names_of_each(model: nn.Module | None) -> list[list[str]]:
+    """The names of each parameter."""
+    names: dict[int, list[str]] = {}
+    for name, x in () if model is None else model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(x), []).append(name)
+    return [*names.values()]
+
+
+def _hooks(
+    parameters: Mapping[str, torch.Tensor], model: nn.Module | None, own: Container[str]
+) -> tuple[Hooks, Hooks]:
+    """Those of the forward, and those of gradients; but the forward's own."""
+    found: tuple[Hooks, Hooks] = {}, {}
+    for what, hooks in () if model is None else hooks_of_all_modules().items():
+        if hooks:
+            found[what.startswith("backward")][f"all modules ({what})"] = tuple(hooks)
+    for name, module in () if model is None else model.named_modules():
+        for kind, hooks in zip(found, module_hooks(module), strict=True):
+            given = tuple(number for number, function in hooks.items() if function_name(function) not in own)
+            if given:
+                kind[f"the module {name}" if name else "the model"] = given
+    for name, parameter in parameters.items():
+        if given := gradient_hooks(parameter):
+            found[1][f"{PARAMETER} {name}"] = given
+    return found

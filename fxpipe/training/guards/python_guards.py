@@ -1,0 +1,156 @@
+"""The Python that a program takes from its model and its loss function once, when they are compiled.
+
+    drop.p                  0.1
+    blocks.0                the class of a module
+    blocks.0.activation     a function in an attribute
+    Block.forward           a method
+    config.text.window      4, of an object, a dict or a list in an attribute
+    beta in loss (net.py:7)  0.5, a global that the function names, or a variable of its closure
+    weights                 a tensor that is a constant of the program, also a buffer of the loss function
+
+What the code sets itself outside of constructors is its state, which eager runs change as well: counters,
+flags, lengths of caches.
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from fxpipe.training.guards.guard_slots import Code, Compared, Numbers, Place, attribute_of, code, strong
+from fxpipe.training.guards.reachable import (
+    CODE,
+    CONTAINERS,
+    LOSS,
+    Reached,
+    class_path,
+    function_of,
+    is_plain,
+    joined,
+)
+
+#: Names that code reads, of tensors mostly: another object that gets one of them is another matter.
+_OF_TENSORS = frozenset(dir(torch.Tensor))
+Key = tuple[str, str]
+"""The path of an owner (``Reached``) or of a class; and an attribute, "" for its class."""
+
+
+class Change(NamedTuple):
+    """None: there was nothing before, or is nothing now."""
+
+    name: str
+    before: Any
+    now: Any
+    is_of_code: bool
+
+    def __str__(self) -> str:
+        whose = "" if self.name.startswith(LOSS) else "The model's "
+        if isinstance(self.before, Numbers):
+            return f"{whose}{self.name} has other values than when it was compiled: programs run with those."
+        return (
+            f"{whose}{self.name} was {self.before!r} when it was compiled, and is {self.now!r}: "
+            f"programs run with {self.before!r}."
+        )
+
+
+class Settings:
+    """Those of a model and its loss function when this is made, and how they change.
+
+    It does not keep the model.  constants: the tensors that programs hold the values of.
+    """
+
+    def __init__(
+        self, model: nn.Module, loss_fn: Any = None, constants: Sequence[weakref.ref[torch.Tensor]] = ()
+    ):
+        self._loss_fn = loss_fn
+        reached = Reached.of(model, loss_fn)
+        by_id = {id(tensor): ref for ref in constants if (tensor := ref()) is not None}
+        self._compared = Compared(reached.reads, reached.sets, by_id)
+        self._places = self._places_of(reached)
+        self._then: Mapping[Key, Any] = _described(self._places)
+        self._now = self._then
+        self._paths = {place.path for place in self._places}
+
+    def changes(self, model: nn.Module | None, *, trains: bool = True) -> list[Change]:
+        """Those since the last call, or since this was made, if a step that trains had them.
+
+        model: None if it is gone: its functions and classes are still there, and what these read.
+        trains: whether the mode of the whole model matters.
+        """
+        other = {place: place.again() for place in self._places if not place.is_same()}
+        if not other:
+            return []
+        if None in other.values():  # other objects: what they lead to is searched
+            places = self._places_of(self._left() if model is None else Reached.of(model, self._loss_fn))
+            now: dict[Key, Any] = _described(places)
+            keys = {*now, *self._then}
+            if model is None:
+                paths = {place.path for place in places}
+                keys = {key for key in keys if key[0] in paths}
+        else:
+            places = [other.get(place) or place for place in self._places]
+            changed = _described(new for new in other.values() if new is not None)
+            keys = {*changed, *_described(other)}
+            now = {key: x for key, x in self._now.items() if key not in keys} | changed
+        owners = {place.path: strong(place.owner) for place in places}
+        found = []
+        for path, name in keys:
+            before, after = self._then.get((path, name)), now.get((path, name))
+            if before != after and self._matters(path, name, now, trains):
+                owner = owners.get(path)
+                of_class = _of_class(owner, name)
+                before, after = (of_class if x is None else x for x in (before, after))
+                is_function = isinstance(owner, types.FunctionType)
+                called = joined(path, name) or "class"
+                if is_function and name:
+                    called = f"code of {path}" if name == CODE else f"{name} in {path}"
+                is_key = name in self._compared.reads and not name.isdigit()  # a text "1" is no index
+                may_be_unread = is_function or (isinstance(owner, CONTAINERS) and not is_key)
+                is_of_code = not may_be_unread and any(isinstance(x, Code) for x in (before, after))
+                if before != after:
+                    found.append(Change(called, before, after, is_of_code))
+        if trains and not any(change.is_of_code for change in found):
+            self._places, self._now = places, now
+        return sorted(found, key=lambda change: change.name)
+
+    def _matters(self, path: str, name: str, now: Mapping[Key, Any], trains: bool) -> bool:
+        owner = path, ""
+        if (name or path.rpartition(".")[2]) in self._compared.sets:
+            return False
+        if name == "training" and now.get(("", name)) != self._then.get(("", name)):
+            return trains and not path and name in self._compared.reads  # one message for all modules
+        if not name and path not in self._paths:
+            return attribute_of(path) in self._compared.reads
+        if name and (path not in self._paths or now.get(owner) != self._then.get(owner)):
+            return False  # of a new module, of another one, or of its class: a change by itself
+        if name == CODE and (path, CODE) not in now:
+            return False  # another function, which is a change of what held it
+        is_new = (path, name) not in self._then
+        return not is_new or name.isdigit() or (name in self._compared.reads and name not in _OF_TENSORS)
+
+    def _left(self) -> Reached:
+        """What is reached without the model."""
+        left = {place.path: x for place in self._places if (x := strong(place.owner)) is not None}
+        far = {place.path for place in self._places if place.is_far}
+        return Reached.without_model(left, far, self._compared.reads, self._loss_fn)
+
+    def _places_of(self, reached: Reached) -> list[Place]:
+        owners = [Place(path, x, path in reached.far, self._compared) for path, x in reached.owners.items()]
+        classes = {class_path(cls): cls for cls in reached.classes}
+        return owners + [Place(path, cls, True, self._compared) for path, cls in classes.items()]
+
+
+def _described(places: Iterable[Place]) -> dict[Key, Any]:
+    return {(place.path, name): value for place in places for name, value in place.values.items()}
+
+
+def _of_class(owner: Any, name: str) -> Any:
+    """What an attribute is where the object itself has none."""
+    x = inspect.getattr_static(type(owner), name, None) if name else None
+    return x if x is None or is_plain(x) else code(function_of(x)) if callable(function_of(x)) else None

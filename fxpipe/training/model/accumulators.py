@@ -1,0 +1,234 @@
+"""The accumulators of a step, and what becomes of them after it: the gradients in ``.grad`` of parameters.
+
+Accumulators that are summed over replicas lie in buckets, one behind the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from fxpipe.errors import RunError
+from fxpipe.plan.artifact import Plan, holders
+from fxpipe.plan.rows import ShardName
+from fxpipe.plan.tensors import dtype_of
+from fxpipe.runtime.program.rank import Runtime
+from fxpipe.runtime.program.replicas import Accumulators, GradientBucket
+from fxpipe.training.model.shards import Division
+from fxpipe.training.model.speculative_update import set_grad
+from fxpipe.training.model.zeroed import take_zeroed
+
+if TYPE_CHECKING:
+    from fxpipe.training.model.model_state import ModelState
+
+Finish = Callable[[], None]
+
+
+def begin_buckets(state: ModelState, rt: Runtime) -> None:
+    """Give the program the buckets by which it gathers parameters, before it begins."""
+    rt.grads = {}
+    if rt.replicas is not None and state.plan.shard:
+        rt.buckets = [
+            sharded_bucket(state, names, division, rt.replicas.index)
+            for names, division in state.divisions(rt.rank)
+        ]
+
+
+def accumulators(state: ModelState, rt: Runtime) -> Finish:
+    """Give the program its accumulators, of the plan's dtype, when the gradients of the last step have been
+    used; return what is to be done after the step.
+
+    They are the parameters' ``.grad``.  A gradient of an earlier step is counted once by a sum over ranks,
+    and is not divided by this step's count: there the step gets new accumulators, which are added to
+    ``.grad`` after it, or one of the ranks alone keeps it.
+    """
+    if rt.replicas is None:
+        return _apart(state, rt)
+    if state.plan.shard:
+        return _sharded(state, rt, rt.replicas.index)
+    return _in_buckets(state, rt, rt.replicas.number)
+
+
+def check_rows(state: ModelState, rank: int) -> None:
+    """Raise RunError where the gradients of whole parameters have been zeroed, and those of rows have not: an
+    optimizer of the model's own parameters knows no rows, and would not train them."""
+    grads = {name: state.parameter(name).grad for name in state.owned_by(rank).gradients}
+    rows = [name for name, grad in grads.items() if name.is_part and grad is not None]
+    whole = [name for name in grads if not name.is_part]
+    if rows and whole and all(grads[name] is None for name in whole):
+        raise RunError(
+            f"The gradient of {rows[0]} was not zeroed, and that of {whole[0]} was: this process trains rows "
+            f"of {rows[0].tensor}, which model.parameters() does not have. Make the optimizer by "
+            "pipe.optimizer(cls, …), which has all that it trains."
+        )
+
+
+def zeros(state: ModelState, name: ShardName) -> torch.Tensor:
+    """A new accumulator."""
+    layout = state.layout(name)
+    dtype = state.plan.gradient_dtype(dtype_of(layout.dtype))
+    return replace(layout, dtype=str(dtype)).empty(state.device).zero_()
+
+
+def zero_buckets(
+    state: ModelState, rank: int, replicas: int
+) -> tuple[dict[str, torch.Tensor], list[GradientBucket]]:
+    """New accumulators of a rank, in buckets."""
+    made = [_new(state, names, replicas) for names in names_of_buckets(state.plan, rank)]
+    return {name: view for bucket in made for name, view in bucket.views(bucket.whole).items()}, made
+
+
+def names_of_buckets(plan: Plan, rank: int) -> list[tuple[ShardName, ...]]:
+    """The gradients in each bucket of a rank."""
+    return [bucket.gradients for bucket in plan.tensors[rank].buckets]
+
+
+def check_buckets(plan: Plan) -> None:
+    """Raise RunError where the plan has no buckets to sum over replicas."""
+    if any(held.gradients and not held.buckets for held in plan.tensors):
+        raise RunError(
+            "The pipeline was saved by a version of fxpipe that knows no replicas. Compile it again, or "
+            f"start as many processes as it has ranks: {plan.ranks}."
+        )
+
+
+def _apart(state: ModelState, rt: Runtime) -> Finish:
+    trained = holders(held.gradients for held in state.plan.tensors)
+    earlier = {}
+    for name in state.plan.tensors[rt.rank].gradients:
+        parameter = state.parameter(name)
+        grad, dtype = parameter.grad, state.plan.gradient_dtype(parameter.dtype)
+        held = zeros(state, name) if grad is None else grad.to(dtype)
+        if held is not grad:
+            set_grad(parameter, held)
+        rt.grads[name] = held
+        if grad is None or take_zeroed(grad):
+            continue
+        if state.plan.step.has_count:
+            earlier[name] = held
+            rt.grads[name] = zeros(state, name)
+        elif rt.rank != trained[name][0]:  # which has the same one
+            held.zero_()
+
+    def finish() -> None:
+        for name, grad in earlier.items():
+            grad.add_(rt.grads[name])
+
+    return finish
+
+
+def _in_buckets(state: ModelState, rt: Runtime, replicas: int) -> Finish:
+    """All replicas have all gradients, which lie in buckets also between steps."""
+    added: list[tuple[torch.Tensor, torch.Tensor]] = []
+    made = []
+    for names in names_of_buckets(state.plan, rt.rank):
+        parameters = [state.parameter(name) for name in names]
+        grads = [parameter.grad for parameter in parameters]
+        used = [grad is not None and not take_zeroed(grad) for grad in grads]
+        bucket = _new(state, names, replicas)
+        bucket.flat = None if any(used) else _memory_of(grads, bucket)
+        made.append(bucket)
+        views = bucket.views(bucket.whole)
+        for parameter, is_used, (name, view) in zip(parameters, used, views.items(), strict=True):
+            rt.grads[name] = view
+            if is_used and parameter.grad is not None:
+                set_grad(parameter, parameter.grad.to(view.dtype))
+                added.append((parameter.grad, view))
+            elif parameter.grad is None or parameter.grad.data_ptr() != view.data_ptr():
+                set_grad(parameter, view)
+    rt.buckets = made
+
+    def finish() -> None:
+        for grad, view in added:
+            grad.add_(view)
+
+    return finish
+
+
+def _sharded(state: ModelState, rt: Runtime, replica: int) -> Finish:
+    """Each replica has the gradients of its own rows.  With ``shard="optimizer"`` the accumulators stay
+    between steps, and these gradients are a part of them; else each bucket has some from the first op that
+    adds to it until it is summed."""
+    level, kept = state.plan.shard, state.accumulators
+    made, pieces = rt.buckets, []
+    of_gradients = made[: len(names_of_buckets(state.plan, rt.rank))]
+    for k, (bucket, (_, division)) in enumerate(zip(of_gradients, state.divisions(rt.rank), strict=False)):
+        own = division.pieces[replica]
+        for piece in own:
+            parameter = state.parameter(piece.name)
+            if parameter.grad is not None and take_zeroed(parameter.grad):
+                parameter.grad = None
+            elif parameter.grad is not None and level == "optimizer":  # it is a part of what is zeroed here
+                set_grad(parameter, parameter.grad.clone())
+        if level == "optimizer":
+            bucket.flat = kept.setdefault(k, bucket.whole)
+            bucket.flat.zero_()
+        pieces.append(own)
+    rt.grads = Accumulators(of_gradients)
+
+    def finish() -> None:
+        for bucket, own in zip(of_gradients, pieces, strict=True):
+            assert bucket.summed is not None, "the program sums all buckets"
+            first = bucket.begins[replica]
+            for piece in own:
+                parameter = state.parameter(piece.name)
+                given = bucket.summed[piece.begin - first : piece.end - first]
+                grad = given.as_strided(parameter.shape, parameter.stride())
+                if parameter.grad is None:
+                    set_grad(parameter, grad)
+                else:
+                    set_grad(parameter, parameter.grad.to(grad.dtype).add_(grad))
+        rt.buckets, rt.grads = (), {}
+        if state.divides_parameters:
+            rt.params = {}
+
+    return finish
+
+
+def sharded_bucket(
+    state: ModelState, names: tuple[ShardName, ...], division: Division, replica: int
+) -> GradientBucket:
+    """A bucket of which this replica owns rows, without accumulators."""
+    bucket = _new(state, names, len(division.pieces))
+    bucket.begins, bucket.level = division.begins, state.plan.shard
+    if state.divides_parameters:
+        own = division.pieces[replica]
+        bucket.owned = tuple((slice(p.begin, p.end), state.held(p.name)) for p in own)
+        bucket.parameter_dtype = dtype_of(state.layout(names[0]).dtype)
+    else:
+        bucket.parameters = tuple(state.held(name) for name in names)
+    return bucket
+
+
+def _new(state: ModelState, names: tuple[ShardName, ...], replicas: int) -> GradientBucket:
+    """A bucket, whose shards differ by at most one element."""
+    layouts = [state.layout(name) for name in names]
+    size = sum(torch.Size(layout.shape).numel() for layout in layouts)
+    return GradientBucket(
+        names,
+        tuple((layout.shape, layout.stride) for layout in layouts),
+        state.plan.gradient_dtype(dtype_of(layouts[0].dtype)),
+        state.device,
+        None,
+        tuple(size * k // replicas for k in range(replicas + 1)),
+    )
+
+
+def _memory_of(grads: Sequence[torch.Tensor | None], bucket: GradientBucket) -> torch.Tensor | None:
+    """The memory in which the gradients of a bucket lie, one behind the other."""
+    first, size = grads[0], bucket.begins[-1]
+    if first is None or first.dtype != bucket.dtype:
+        return None
+    if first.untyped_storage().nbytes() < (first.storage_offset() + size) * first.itemsize:
+        return None
+    flat = first.as_strided((size,), (1,))
+    fits = zip(grads, bucket.views(flat).values(), strict=True)
+    return flat if all(grad is not None and _is_same(grad, view) for grad, view in fits) else None
+
+
+def _is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors are the same memory in the same layout."""
+    return (a.data_ptr(), a.shape, a.stride(), a.dtype) == (b.data_ptr(), b.shape, b.stride(), b.dtype)

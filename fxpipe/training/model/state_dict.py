@@ -1,0 +1,204 @@
+"""State dicts: the parameters and buffers of the whole model under the names of the model's own state
+dict."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from fxpipe.errors import ArtifactError, RunError
+from fxpipe.plan.artifact import Plan, TensorLayout
+from fxpipe.plan.attribute_state import kept_slots, kept_tensors
+from fxpipe.plan.dtensors import local
+from fxpipe.plan.rows import ShardName
+from fxpipe.plan.spans import place_of
+from fxpipe.plan.tensors import dtype_of
+from fxpipe.runtime.job.process import Process
+from fxpipe.training.model.elsewhere import bring_back, is_elsewhere
+from fxpipe.training.model.model_state import ModelState
+from fxpipe.training.model.partial_model import names_of, pipelines_of, registered, show_stale, tensors_of
+from fxpipe.training.weights.initial_values import initialize
+from fxpipe.training.weights.tensor_values import GivenValues, InMemory, are_equal, copy_to
+
+
+def state_dict(state: ModelState) -> dict[str, torch.Tensor]:
+    """See ``Pipeline.state_dict``."""
+    state.follow_model()
+    held = dict(state.parameters) | state.buffers
+    process = state.process
+    if process is not None and (process.ranks * process.lanes > 1 or state.stale):
+        model = state.of()
+        if not state.synchronized or model is None:
+            raise RunError(
+                "Each rank has trained its part of the model. Call pipe.full_state_dict() on all ranks, or "
+                "pipe.synchronize() first."
+            )
+        held = registered(model)
+    return {key: held[name].detach() for key, name in state.plan.state}
+
+
+def full_state_dict(state: ModelState, rank: int | None) -> dict[str, torch.Tensor]:
+    """See ``Pipeline.full_state_dict``."""
+    wanted = state.process is None or rank in (None, state.process.world_rank)
+    values: dict[str, torch.Tensor] = {}
+    for name, lane, value in state.gathered():
+        if not wanted:
+            continue
+        table, spans = name.tensor, state.spans_of(name, lane)
+        if not spans:
+            values[table] = value.to("cpu", copy=True)
+            continue
+        if table not in values:
+            values[table] = state.plan.whole_layout(table).empty(torch.device("cpu"))
+        place_of(values[table], spans).copy_(value)
+    return {key: values[name] for key, name in state.plan.state} if wanted else {}
+
+
+def copy_to_model(state: ModelState, model: nn.Module | None) -> None:
+    """See ``Pipeline.synchronize``."""
+    own = state.of()
+    target, is_own = (own, True) if model is None else (model, model is own)
+    known = tensors_of(state) if target is None else registered(target)
+    if target is None and state.process is None:
+        return  # all ranks are this process
+    if not known:
+        raise RunError("This pipeline has no model. Give one to copy to: pipe.synchronize(model).")
+    names = state.plan.layouts.keys() & names_of(state.plan)
+    kept = {} if target is None else kept_tensors(target, names - known.keys())
+    slots = kept_slots(target) if target is not None and kept else {}
+    for name in names:
+        tensor, shape = (known | kept).get(name), state.plan.layouts[name].shape
+        if tensor is None or tensor.is_meta or tuple(local(tensor).shape) != shape:
+            raise RunError(f"The model has no {name} of shape {shape} with memory to copy to.")
+    if is_own:
+        show_stale(state)
+    for name, lane, value in state.gathered():
+        if state.process is None:  # the model has the first lane's share
+            value = state.plan.lanes.share(name, value, 0)
+        elif state.has_share_of(name) and lane != state.process.lane:
+            continue
+        if name in kept:
+            if is_elsewhere(kept[name]) or kept[name].data_ptr() != value.data_ptr():
+                slots[name].put(value.to(kept[name].device, copy=True))
+            continue
+        tensor = known[name.tensor]
+        if is_elsewhere(tensor) and is_own:  # of a table with rows here, when these have been read
+            bring_back(tensor, state.layout(ShardName(name.tensor)))
+        part = name.part_of(local(tensor).detach())
+        if part.data_ptr() != value.data_ptr():
+            part.copy_(value)
+    if is_own:
+        state.filled()
+
+
+def make_whole(model: nn.Module, process: Process) -> None:
+    """Before a model is compiled once more: give it the values that pipelines have on other processes."""
+    for state in pipelines_of(model, process):
+        state.updates.settle()
+        copy_to_model(state, None)
+
+
+def load_state_dict(state: ModelState, given: GivenValues, strict: bool) -> None:
+    """See ``Pipeline.load_state_dict``.  All is checked before anything changes; then values are read, and
+    each is where it belongs before the next one is read."""
+    state.follow_model()
+    names = [ShardName(name) for name in (*state.parameters, *state.buffers)]
+    held = {name.tensor for name in names}
+    keys = _keys(state.plan, given, strict, held)
+    made = InMemory(_not_persistent(state, held - keys.keys()))
+    for name in names:
+        if name.tensor in keys:
+            _load(state, name, given, keys[name.tensor])
+        elif name.tensor in made.names():
+            _load(state, name, made, name.tensor)
+    state.changed()
+
+
+def _load(state: ModelState, name: ShardName, given: GivenValues, key: str) -> None:
+    """Give a parameter or buffer that the state has, or the rows of it that this rank holds, its values."""
+    parts = state.rows_held(name)
+    for part in parts or [name]:
+        with state.filling(part) as target:
+            copy_to(target, given, key, state.spans_of(part))
+    if parts and state.parameters[name].is_meta:
+        del state.parameters[name]
+
+
+def _keys(plan: Plan, given: GivenValues, strict: bool, held: set[str]) -> dict[str, str]:
+    """Name -> the given one, of the tensors that this process holds, checked."""
+    names, known = dict(plan.state), names_of(plan)
+    if strict:
+        _check_names(plan, given, names, known)
+    keys: dict[str, str] = {}
+    for key in given.names():
+        name = names.get(key, key)
+        if name not in held:
+            continue
+        _check_layout(plan.whole_layout(name), given, key)
+        if name in keys and not are_equal(given, keys[name], key):
+            raise ArtifactError(
+                f"{key} and {keys[name]} are one tensor in the model, and have two values in "
+                f"{given.source(key)}."
+            )
+        keys[name] = key
+    return keys
+
+
+def _check_names(plan: Plan, given: GivenValues, names: Mapping[str, str], known: set[str]) -> None:
+    for key in given.names():
+        if names.get(key, key) not in known:
+            raise ArtifactError(
+                f"{given.source(key)} holds {key}, which the model does not have.{_hint(key, known)}"
+            )
+    present = {names.get(key, key) for key in given.names()}
+    for name in sorted(set(names.values()) - present):
+        shape = plan.whole_layout(name).shape
+        raise ArtifactError(f"{name}, of shape {shape}, is missing in {given.source(name)}.")
+
+
+def _hint(key: str, known: set[str]) -> str:
+    """For a name that another beginning makes one of the model's."""
+    for name in sorted(known):
+        if (compiled := key.replace("_orig_mod.", "")) != key and compiled == name:
+            return (
+                " torch.compile added to it; take that out: "
+                "{name.replace('_orig_mod.', ''): x for name, x in state.items()}."
+            )
+        if name.endswith(f".{key}") or key.endswith(f".{name}"):
+            longer, shorter = (name, key) if len(name) > len(key) else (key, name)
+            first = repr(longer.removesuffix(shorter))
+            renamed = f"{first} + name" if longer == name else f"name.removeprefix({first})"
+            return (
+                f" The model's {name} begins otherwise: compile the model that was saved, or rename them, "
+                f"{{{renamed}: x for name, x in state.items()}}."
+            )
+    return ""
+
+
+def _check_layout(layout: TensorLayout, given: GivenValues, key: str) -> None:
+    shape, dtype, source = given.shape(key), given.dtype(key), given.source(key)
+    if shape != layout.shape:
+        raise ArtifactError(f"{key}, of shape {layout.shape}, has shape {shape} in {source}.")
+    if not torch.can_cast(dtype, dtype_of(layout.dtype)):
+        raise ArtifactError(
+            f"{key}, of {layout.dtype}, is of {dtype} in {source}, which does not cast to it."
+        )
+
+
+def _not_persistent(state: ModelState, names: set[str]) -> dict[str, torch.Tensor]:
+    """Values of buffers on the meta device that no state dict holds."""
+    wanted = sorted(name for name in names if name in state.buffers and state.buffers[name].is_meta)
+    model = state.of()
+    made = [name for name in wanted if name not in state.kept and model is not None]
+    values = {name: state.plan.layouts[name].empty(state.device) for name in made}
+    written = initialize(model, values) if model is not None and values else set()
+    for name in wanted:
+        if name not in written:
+            kept = "" if model is not None else ", or keep the model until its weights are loaded"
+            raise ArtifactError(
+                f"{name} is on the meta device, and missing in the state dict. Add its value, or make the "
+                f"model with real buffers{kept}."
+            )
+    return values

@@ -1,0 +1,105 @@
+"""Makes the optimizer of a rank's parameters and their masters; all ranks must make the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, get_args
+
+import torch
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from fxpipe.errors import OptionError
+from fxpipe.plan.artifact import Validation, holders
+from fxpipe.plan.rows import ShardName
+from fxpipe.plan.tensors import gradient_dtype
+from fxpipe.runtime.job.process import agreed
+from fxpipe.training.model.model_state import ModelState
+from fxpipe.training.model.pending_update import Updates
+from fxpipe.training.model.rollback import check_undoable
+from fxpipe.training.optimizer.batch_digest import SAME_OPTIONS
+from fxpipe.training.optimizer.clipping import Clipping
+from fxpipe.training.optimizer.groups import groups_of, name_of, optimizer_of
+from fxpipe.training.optimizer.optimizer import PipelineOptimizer
+from fxpipe.training.optimizer.optimizer_trial import check_group, ready
+from fxpipe.training.optimizer.script_changes import ScriptChanges
+
+
+def make_optimizer(
+    state: ModelState,
+    rank: int,
+    cls: Callable[..., Optimizer],
+    options: Mapping[str, Any],
+    groups: Sequence[Mapping[str, Any]],
+    master_weights: bool,
+    validation: Validation,
+    updates: Updates,
+    script_changes: ScriptChanges | None,
+    changes_gradients: bool,
+    **clipping: Any,
+) -> PipelineOptimizer:
+    """The optimizer of a rank, after a check that all ranks make the same; see ``Pipeline.optimizer``.
+
+    clipping: the fields of ``Clipping``.
+    """
+    process, lanes = state.process, state.plan.lanes
+
+    def is_counted(name: ShardName, processes: Sequence[int]) -> bool:
+        """Whether this process counts a gradient in the norm; processes: that have it, or ranks."""
+        if process is None:
+            return processes[0] == rank
+        first = processes[process.lane] if name.tensor in lanes.shards else processes[0]
+        return first == process.world_rank
+
+    with agreed(process, "make its optimizer"):
+        state.follow_model()
+        own = state.owned_by(rank).gradients
+        held: dict[str, Parameter] = {name: state.parameter(name) for name in own}
+        trained = holders(tensors.gradients for tensors in state.owned)
+        all_groups = groups_of(cls, options, groups, {name.tensor for name in trained})
+        for group in all_groups:
+            names = [name for name in trained if name.tensor in group.names]
+            shapes = {state.plan.whole_layout(name.tensor).shape for name in names}
+            dims = {dim for name in names for dim in state.spans_of(name)}
+            check_group(group, shapes, dims, state.device, len(state.owned))
+        if validation not in get_args(Validation):
+            raise OptionError(f'validation is {validation!r} and must be "barrier" or "post".')
+        flags = {"master_weights": master_weights, "changes_gradients": changes_gradients}
+        for name, flag in flags.items():
+            if not isinstance(flag, bool):
+                raise OptionError(f"{name} is {flag!r} and must be True or False.")
+        if validation == "post":
+            for group in all_groups:
+                check_undoable(partial(ready, group), name_of(group.cls), state.device)
+        updated = with_masters(held) if master_weights else held
+        own_optimizer = optimizer_of(all_groups, updated)
+        optimizer = PipelineOptimizer(
+            own_optimizer,
+            {parameter: name for name, parameter in updated.items()},
+            [held[name] for name in own if is_counted(name, trained[name])],
+            process,
+            Clipping(**clipping),
+            masters={updated[name]: own for name, own in held.items() if updated[name] is not own},
+            validation=validation,
+            updates=updates,
+            changed=state.updated,
+            script_changes=script_changes,
+        )
+    if script_changes is not None:
+        script_changes.allowed = changes_gradients
+    if process is not None:
+        given = {"groups": repr([group.get("params") for group in groups])}
+        given |= {name: str(flag) for name, flag in flags.items()}
+        process.check_alike(given | optimizer.options(), "its optimizer", SAME_OPTIONS)
+    return optimizer
+
+
+def with_masters(held: Mapping[str, Parameter]) -> dict[str, Parameter]:
+    """By name what to update: a float32 copy of each parameter with fewer bits, and the others themselves."""
+    found = {}
+    for name, parameter in held.items():
+        dtype = gradient_dtype(parameter.dtype, torch.float32)
+        wide = dtype == parameter.dtype
+        found[name] = parameter if wide else Parameter(parameter.detach().to(dtype))
+    return found

@@ -1,0 +1,322 @@
+"""What the script changes between a step and the update by its gradients.
+
+A rank has the gradients of its part of the model, so what a script computes of "all" gradients is of a part:
+the norm by which ``torch.nn.utils.clip_grad_norm_`` multiplies them, or by which SAM moves parameters.  Each
+rank tells the others what was changed: one factor that all have is right, if its cause is known.  Where ranks
+average gradients, as data parallel training does, all have a factor that plain torch has not.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch.nn import Parameter
+from torch.optim import Optimizer
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from fxpipe.plan.tensors import dtype_of
+from fxpipe.runtime.program.accelerator import event, is_accelerator
+from fxpipe.runtime.torch_private import before_each_update
+from fxpipe.training.model.model_state import ModelState
+
+#: Tensors of which elements are compared, others after each step, and how many elements of each.
+TENSORS, ELEMENTS = 16, 64
+#: The rounding errors that a product of a gradient may have, and those of two ranks' factors.
+ROUNDINGS = 4
+
+
+class Kind(IntEnum):
+    """What a rank has changed.  ``ABSENT``: there is nothing by which it could tell.  ``WRITTEN``: gradients
+    were written to without an effect that shows, as where they are multiplied by 1.  ``FACTOR``: they are
+    multiplied by a number that steps or a norm explain; ``OTHER_FACTOR``: by another one."""
+
+    ABSENT, NOTHING, FACTOR, OTHER_FACTOR, WRITTEN, GRADIENTS, PARAMETERS = range(7)
+
+
+class Change(NamedTuple):
+    """``factor``: by which all gradients were multiplied, where nothing else was changed."""
+
+    kind: Kind = Kind.ABSENT
+    factor: float = 1.0
+
+
+UNKNOWN = Change()
+
+_left_by = WeakTensorKeyDictionary()  # gradient -> who compares that of the last step, as a reference
+
+
+@dataclass(frozen=True, eq=False)
+class _AfterStep:
+    """A gradient as a step has left it.  ``elements``: some of the gradient and of its parameter, if they are
+    compared."""
+
+    tensor: int
+    version: int
+    elements: tuple[torch.Tensor, torch.Tensor] | None
+
+    def is_written(self, grad: torch.Tensor) -> bool:
+        return (id(grad), grad._version) != (self.tensor, self.version)
+
+
+@dataclass(frozen=True, eq=False)
+class _Comparison:
+    """Elements of gradients and parameters after a step and before the update, in two rows each.
+
+    ``written``: of each gradient, whether it was written to, or replaced.  ``steps``: whose gradients are
+    there.  ``norm_is_known``: whether the script has the norm of all gradients, so that any factor, 1 too,
+    may be by it.  ``resolution``: the error that a product may have.  ``copied``: when the elements are on
+    the CPU.
+    """
+
+    gradients: torch.Tensor
+    parameters: torch.Tensor
+    written: tuple[bool, ...]
+    steps: int
+    norm_is_known: bool
+    resolution: float
+    copied: torch.Event | None
+
+    def change(self) -> Change:
+        if self.copied is not None:
+            self.copied.synchronize()
+        if not torch.equal(*self.parameters.nan_to_num()):
+            return Change(Kind.PARAMETERS)
+        before, after = self.gradients[:, self.gradients.isfinite().all(0)].double()
+        if not (before.any() or after.any()):
+            return Change(Kind.ABSENT if any(self.written) else Kind.NOTHING)
+        if torch.equal(before, after):
+            return Change(Kind.WRITTEN if any(self.written) and not self.norm_is_known else Kind.NOTHING)
+        factor = float(before @ after / before.square().sum())
+        limit = abs(factor) * self.resolution * before.abs() + torch.finfo(self.gradients.dtype).tiny
+        is_product = math.isfinite(factor) and bool(((after - factor * before).abs() <= limit).all())
+        in_all = all(self.written) or not any(self.written)  # p.grad.data is written to without a trace
+        if not (is_product and in_all):
+            return Change(Kind.GRADIENTS)
+        return Change(Kind.FACTOR if self._explains(factor) else Kind.OTHER_FACTOR, factor)
+
+    def _explains(self, factor: float) -> bool:
+        """Whether it is by the norm of all gradients, the mean over their steps, or 0, for a new sum."""
+        return self.norm_is_known or not factor or abs(factor * self.steps - 1) <= self.resolution
+
+
+@dataclass(eq=False)
+class ScriptChanges:
+    """Those of this process.  ``allowed``: whether the user has said that they need no values of other ranks.
+    ``known``: the optimizers that call ``compare`` before they update."""
+
+    state: ModelState
+    rank: int
+    allowed: bool = False
+    known: weakref.WeakSet[Optimizer] = field(default_factory=weakref.WeakSet)
+    _names: tuple[str, ...] = ()  # of the gradients, if other processes have others
+    _turn: int = 0
+    _steps: int = 0  # whose gradients are there
+    _begins: bool = False  # whether the next step begins a new sum
+    _knows_norm: bool = False  # of all gradients, as the last step has left them
+    _left: int = 0  # gradients that the last step has left
+    _has_warned: bool = False
+    _after_step: dict[str, _AfterStep] = field(default_factory=dict)  # of what was not used for an update yet
+    _begun: list[_Comparison] = field(default_factory=list)
+    _earlier: list[_Comparison] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        owned, in_lanes = [{*own.gradients} for own in self.state.owned], self.state.plan.lanes.shards
+        is_divided = any(name.tensor in in_lanes for own in owned for name in own)
+        if is_divided or len({frozenset(own) for own in owned if own}) > 1:
+            self._names = self.state.owned_by(self.rank).gradients
+            me = weakref.ref(self)
+            handle = before_each_update(lambda optimizer: _follow(me, optimizer))
+            weakref.finalize(self, handle.remove)
+
+    @cached_property
+    def resolution(self) -> float:
+        """The relative error that a factor may have; the same on all ranks."""
+        plan = self.state.plan
+        dtypes = {dtype_of(layout.dtype) for layout in plan.layouts.values()}
+        trained = {plan.gradient_dtype(x) for x in dtypes if x.is_floating_point or x.is_complex}
+        return ROUNDINGS * max((torch.finfo(dtype).eps for dtype in trained), default=0.0)
+
+    def stepped(self, *, adds: bool = False) -> None:
+        """Remember the gradients that a step has left.  adds: whether it has added to those of the last."""
+        self._steps = self._steps + 1 if adds and not self._begins else 1
+        self._knows_norm = self._begins = False
+        self._turn += 1
+        parameters = {n: p for n in self._names if (p := self.state.parameter(n)).grad is not None}
+        every = -(-len(parameters) // TENSORS)
+        compared = [name for k, name in enumerate(parameters) if (k + self._turn) % every == 0]
+        elements = _elements([parameters[name] for name in compared])
+        known = dict(zip(compared, elements, strict=True))
+        self._after_step = {
+            name: _AfterStep(id(p.grad), p.grad._version, known.get(name))
+            for name, p in parameters.items()
+            if p.grad is not None
+        }
+        for name in self.state.owned_by(self.rank).gradients:
+            if (grad := self.state.parameter(name).grad) is not None:
+                _left_by[grad] = weakref.ref(self)
+        self._left = len(self._after_step)
+
+    def warn_of_unused(self) -> None:
+        """Before a step: warn of gradients to which it adds as the last one has left them, where an optimizer
+        has used others of that: no optimizer has their parameters."""
+        if self._has_warned or len(self._after_step) in (0, self._left):
+            return
+        grads = {name: self.state.parameter(name).grad for name in self._after_step}
+        unused = [
+            n for n, grad in grads.items() if grad is not None and not self._after_step[n].is_written(grad)
+        ]
+        if unused:
+            self._has_warned = True
+            warnings.warn(
+                f"{self.state.plan.model} makes gradients of {unused[0]} that no optimizer has used, and "
+                "they add up: one updates other parameters of the step alone. pipe.optimizer has what its "
+                "pipeline trains: make one of this pipeline too, or torch's of model.parameters(); or call "
+                "requires_grad_(False) before you compile.",
+                stacklevel=2,
+            )
+
+    def compare(self, optimizer: Optimizer | None = None, *, gradients_alone: bool = False) -> None:
+        """Begin to compare the gradients that are about to be used: by this optimizer, or all."""
+        parameters = self._used(optimizer)
+        after_step = {name: self._after_step.pop(name) for name in parameters}
+        there = {name: p for name, p in parameters.items() if p.grad is not None}
+        written = tuple(after_step[n].is_written(p.grad) for n, p in there.items() if p.grad is not None)
+        self._begins |= not gradients_alone or all(written)
+        then = [x for name in there if (x := after_step[name].elements) is not None]
+        now = _elements([p for name, p in there.items() if after_step[name].elements is not None])
+        if self.allowed or not now:
+            return
+        gradients, values = (
+            torch.stack([torch.cat([x[k] for x in each]) for each in (then, now)]) for k in range(2)
+        )
+        if gradients_alone:
+            values = values[:, :0]
+        gradients, values = (x.to("cpu", non_blocking=True) for x in (gradients, values))
+        copied = None
+        if is_accelerator(self.state.device):
+            copied = event(self.state.device)
+            copied.record()
+        causes = self._steps, self._knows_norm
+        self._begun.append(_Comparison(gradients, values, written, *causes, self.resolution, copied))
+
+    def norm_asked(self) -> None:
+        """The script gets the norm of all gradients: those of the step, unless it has changed them."""
+        then = {name: known.elements[0] for name, known in self._after_step.items() if known.elements}
+        parameters = {name: p for name in then if (p := self.state.parameter(name)).grad is not None}
+        now = [gradient for gradient, _ in _elements([*parameters.values()])]
+        pairs = zip((then[name] for name in parameters), now, strict=True)
+        self._knows_norm |= all(torch.equal(*torch.stack(pair).nan_to_num()) for pair in pairs)
+
+    def _used(self, optimizer: Optimizer | None) -> dict[str, Parameter]:
+        """The parameters of this optimizer, or all, whose gradients were not used since the step, nor left
+        by a step of another pipeline of the model."""
+        parameters = {name: self.state.parameter(name) for name in self._after_step}
+        for name, parameter in [*parameters.items()]:
+            last = None if parameter.grad is None else _left_by.get(parameter.grad)
+            if last is not None and last() is not self:
+                del parameters[name], self._after_step[name]
+        if optimizer is None:
+            return parameters
+        used = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        return {name: p for name, p in parameters.items() if id(p) in used}
+
+    def is_used_by(self, optimizer: Optimizer) -> bool:
+        """Whether an optimizer updates by gradients that a step has left."""
+        return bool(self._used(optimizer))
+
+    def change(self, *, at_once: bool) -> Change:
+        """What was changed before the updates since the last call; all that was, if several were made.
+
+        at_once: wait for an accelerator; else it is what there was at the call before.
+        """
+        if is_accelerator(self.state.device) and not at_once:
+            comparisons, self._earlier, self._begun = self._earlier, self._begun, []
+        else:
+            comparisons, self._earlier, self._begun = self._earlier + self._begun, [], []
+        changes = {comparison.change() for comparison in comparisons} - {UNKNOWN}
+        kind = max((change.kind for change in changes), default=Kind.ABSENT)
+        if kind in (Kind.FACTOR, Kind.OTHER_FACTOR) and len(changes) > 1:
+            return Change(Kind.GRADIENTS)
+        return Change(kind, max((c.factor for c in changes if c.kind is kind), default=1.0))
+
+
+def _elements(parameters: Sequence[Parameter]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Copies of some elements of each gradient, and of its parameter."""
+    both = []
+    for tensors in ([p.grad for p in parameters], [p.detach() for p in parameters]):
+        views = [_view(tensor) for tensor in tensors if tensor is not None]
+        both.append(torch.cat(views).split([len(view) for view in views]) if views else ())
+    return [*zip(*both, strict=True)]
+
+
+def _view(tensor: torch.Tensor) -> torch.Tensor:
+    flat = (torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()).reshape(-1)
+    every = max(1, len(flat) // ELEMENTS)
+    return flat[every // 2 :: every][:ELEMENTS]
+
+
+def _follow(changes: weakref.ref[ScriptChanges], optimizer: Optimizer) -> None:
+    """Any optimizer is about to update: one of the user's own compares from now on, behind its hooks."""
+    own = changes()
+    if own is not None and own.is_used_by(optimizer) and optimizer not in own.known:
+        own.known.add(optimizer)
+        optimizer.register_step_pre_hook(lambda updating, *_: _compare(changes, updating))
+
+
+def _compare(changes: weakref.ref[ScriptChanges], optimizer: Optimizer) -> None:
+    if (own := changes()) is not None:
+        own.compare(optimizer)
+
+
+def different_changes(changes: Sequence[Change], resolution: float, step: str) -> str | None:
+    """What the ranks' scripts have changed that they may not, as a message; None if it is one factor at most.
+
+    changes: of all ranks.  resolution: of their factors.  step: the one that follows the update, as text.
+    """
+    between = f"between pipe.step and the update before {step}"
+    kinds = [change.kind for change in changes]
+    for kind, text in _REFUSED.items():
+        if kind in kinds:
+            return f"Rank {kinds.index(kind)} has {text.format(between=between)} {_REMEDY}"
+    factors = {rank: change.factor for rank, change in enumerate(changes) if change.kind is not Kind.ABSENT}
+    first = next(iter(factors), 0)
+    for rank, factor in factors.items():
+        if abs(factor - factors[first]) > resolution * abs(factors[first]):
+            return (
+                f"Rank {rank} has multiplied its gradients by {factor:.6g} {between}, and rank {first} by "
+                f"{factors[first]:.6g}. {_REMEDY}"
+            )
+    if Kind.OTHER_FACTOR in kinds:
+        rank = kinds.index(Kind.OTHER_FACTOR)
+        return (
+            f"Rank {rank} has multiplied its gradients by {factors[rank]:.6g} {between}, as all ranks have. "
+            f"{_FACTOR_REMEDY}"
+        )
+    return None
+
+
+_REFUSED = {
+    Kind.PARAMETERS: "changed parameters {between}, as SAM does.",
+    Kind.GRADIENTS: "changed gradients {between}, and not all of them by one factor.",
+    Kind.WRITTEN: "written to gradients {between}, as torch's clip_grad_norm_ does even if it changes none.",
+}
+_REMEDY = (
+    "A rank has the gradients of its part of the model, and their norm is not the model's: clip with "
+    "pipe.optimizer(…, clip_grad_norm=…), and ask for the norm with opt.grad_norm(). What needs no values of "
+    "other ranks, such as masks, noise and clip_grad_value_, is allowed with "
+    "pipe.optimizer(…, changes_gradients=True)."
+)
+_FACTOR_REMEDY = (
+    "pipe.step leaves the gradients of the whole batch, of all ranks and replicas: leave out their average "
+    "over processes, as data parallel training takes it, and a GradScaler. The mean over the steps whose "
+    "gradients add up is known, and so is what follows opt.grad_norm(). Any other factor, as the inverse "
+    "of a constant in the loss, is allowed with pipe.optimizer(…, changes_gradients=True)."
+)

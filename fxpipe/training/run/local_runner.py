@@ -1,0 +1,270 @@
+"""Runs the programs of all ranks of a pipeline in this process."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial, wraps
+from pathlib import Path
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import torch
+
+from fxpipe.errors import RunError, at_least_one, number_of, printable
+from fxpipe.plan.artifact import Artifact, Plan
+from fxpipe.plan.lanes import LanePlan
+from fxpipe.plan.rows import joined
+from fxpipe.runtime.debug.finite import Check, Finite
+from fxpipe.runtime.debug.recording import Recording, check_ops
+from fxpipe.runtime.job.process import Process
+from fxpipe.runtime.program.accelerator import is_accelerator
+from fxpipe.runtime.program.ambient import as_traced
+from fxpipe.runtime.program.batch import batch_leaves, rows_of_replica
+from fxpipe.runtime.program.comm import Comm
+from fxpipe.runtime.program.lanes import running
+from fxpipe.runtime.program.load_program import Program, load_program
+from fxpipe.runtime.program.offload import TIMEOUT, Offloader, check_tier, open_store
+from fxpipe.runtime.program.outputs import MOST_SHOWN, Collected, requested, shown
+from fxpipe.runtime.program.rank import Runtime
+from fxpipe.runtime.program.record import DeviceClock, HostClock, Record
+from fxpipe.runtime.ranks.agreement import check_agreement
+from fxpipe.runtime.ranks.lanes import LocalLanes
+from fxpipe.runtime.ranks.local import LocalComm, LocalWorld
+from fxpipe.runtime.ranks.local_replicas import LocalReplicas
+from fxpipe.runtime.ranks.tracked_memory import SavedBytes
+from fxpipe.runtime.ranks.turns import run_all
+from fxpipe.training.model.accumulators import zero_buckets
+from fxpipe.training.model.model_state import ModelState
+from fxpipe.training.model.pending_update import Updates
+
+_Runner = TypeVar("_Runner", bound="LocalRunner")
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class LocalResult:
+    """``loss``: of the whole batch, 0-d.  ``grads``: parameter name -> gradient of the mean loss.
+    ``runtimes``: the ranks' runtimes, with their records.  ``peak_saved``: per rank the maximum number of
+    bytes held between two ops, if measured.  ``outputs``: those that were asked for, as in
+    :class:`StepResult`; the loss is None if the model has none."""
+
+    loss: torch.Tensor | None
+    grads: dict[str, torch.Tensor]
+    runtimes: tuple[Runtime, ...]
+    peak_saved: tuple[int, ...]
+    outputs: dict[str, torch.Tensor]
+
+    def __repr__(self) -> str:
+        elements = sum(grad.numel() for grad in self.grads.values())
+        grads = f"grads of {number_of(len(self.grads), 'parameter')} with {number_of(elements, 'element')}"
+        parts = [grads] if self.grads else []
+        if self.peak_saved:
+            parts.append(f"peak_saved={[*self.peak_saved[:MOST_SHOWN]]}")
+        return f"LocalResult({', '.join([*shown(self.loss, self.outputs), *parts])})"
+
+
+def in_traced_state(
+    run: Callable[Concatenate[_Runner, _Arguments], _Result],
+) -> Callable[Concatenate[_Runner, _Arguments], _Result]:
+    """Decorator: a method that runs programs, with torch's global state as in the trace."""
+
+    @wraps(run)
+    def within(runner: _Runner, /, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+        with as_traced(runner.plan.step.default_dtype, runner.device):
+            return run(runner, *args, **kwargs)
+
+    return within
+
+
+@dataclass(eq=False)
+class LocalRunner:
+    """The programs of a pipeline, and the runtimes of its ranks.
+
+    ``directory``: of the programs' files; None if the pipeline was not saved.
+    """
+
+    artifact: Artifact
+    state: ModelState
+    device: torch.device
+    process: Process | None
+    directory: Path | None
+    offload_directory: Path | None
+    first_step: int = 0
+    updates: Updates = field(default_factory=Updates)
+
+    @property
+    def plan(self) -> Plan:
+        return self.artifact.plan
+
+    @in_traced_state
+    def run_local(
+        self,
+        batch: Any,
+        step: int,
+        threads: int,
+        measure_memory: bool,
+        outputs: Sequence[str],
+        check: Check,
+        record: Mapping[str, Path],
+    ) -> LocalResult:
+        """See ``Pipeline.run_local``."""
+        if self.process is not None and self.plan.ranks * self.plan.lanes.number > 1:
+            raise RunError(
+                "run_local runs all ranks in this process, which under torchrun holds the tensors of one of "
+                "them. Call pipe.step(batch) on all ranks, or start the script as one process."
+            )
+        spec = self.plan.step
+        at_least_one("threads", threads)
+        wanted = requested(outputs, None, spec.outputs, spec.ranks)
+        check_ops(record, [op for program in self._local_programs for op in program.ops])
+        self.updates.settle()
+        self.state.check_unchanged(self.state.follow_model())
+        world = LocalWorld(self.plan.ranks, self.plan.replicas, self.plan.lanes.number)
+        runtimes = [
+            self._local_runtime(world, rank, replica, lane)
+            for replica in range(world.replicas)
+            for rank in range(world.ranks)
+            for lane in range(world.lanes)
+        ]
+        mains: list[Callable[[], Any]] = []
+        for number, rt in enumerate(runtimes):
+            rt.step_number = step
+            rt.collected = Collected(wanted)
+            replica = number // (world.ranks * world.lanes)
+            rows = rows_of_replica(spec.batch, batch, spec.microbatches, replica, world.replicas)
+            program = self._recorded(self._local_programs[rt.rank], rt, {} if replica else record, number)
+            mains.append(partial(self._run_program, program, rt, number, rows, check))
+        meters = [SavedBytes(self._given(rt, batch)) for rt in runtimes] if measure_memory else []
+        for number, meter in enumerate(meters):
+            mains[number] = partial(_metered, mains[number], runtimes[number], meter)
+        losses = run_all(
+            world, mains, lambda number: runtimes[number].current_op or "its start", threads, self.device
+        )
+        first = runtimes[: world.ranks * world.lanes]
+        ranks = [first[begin : begin + world.lanes] for begin in range(0, len(first), world.lanes)]
+        gradients = [_whole_gradients(self.plan.lanes, [rt.grads for rt in own]) for own in ranks]
+        found = joined({name: grad for own in reversed(gradients) for name, grad in own.items()})
+        for runtime in first:
+            self.state.store_buffers(runtime)
+        grads = {name: found[name] for name in self.state.parameters if name in found}
+        given = [rt.collected.joined(rt.rank, spec.microbatches) for rt in runtimes[:: world.lanes]]
+        collected = {
+            name: torch.cat([own[name] for own in given if name in own])
+            for name in {name for own in given for name in own}
+        }
+        return LocalResult(
+            losses[0],
+            grads,
+            tuple(runtimes),
+            tuple(m.peak for m in meters),
+            {name: collected[name] for name in wanted},
+        )
+
+    def _local_runtime(self, world: LocalWorld, rank: int, replica: int, lane: int) -> Runtime:
+        comm, offloader = LocalComm(world, rank, replica, lane), self._offloader(rank)
+        self.state.check_values(rank)
+        state = self.state.of_lane(lane)
+        if world.replicas == 1:
+            rt = self._runtime_of(rank, comm, state.zero_gradients(rank), offloader, state)
+        else:
+            grads, buckets = zero_buckets(state, rank, world.replicas)
+            rt = self._runtime_of(rank, comm, grads, offloader, state)
+            rt.replicas, rt.buckets = LocalReplicas(world, rank, replica, lane), buckets
+        rt.lanes = LocalLanes(world, rank, replica, lane) if world.lanes > 1 else None
+        return rt
+
+    def _run_program(
+        self, program: Program, rt: Runtime, number: int, batch: Any, check: Check = None
+    ) -> torch.Tensor | None:
+        """Run a step of a program; return its loss.  number: of the process, in errors."""
+        file = program.step.__code__.co_filename
+        finite = None if check is None else Finite(rt, number, file, batch)
+        with running(rt.lanes), finite or contextlib.nullcontext():
+            loss: torch.Tensor | None = program.step(rt, batch)
+        if finite is not None:
+            finite.check_loss(loss)
+        if rt.replicas is not None:
+            self.state.follow_first_replica(rt)
+        return loss
+
+    def _recorded(self, program: Program, rt: Runtime, record: Mapping[str, Path], number: int) -> Program:
+        """A copy of the program that records those of these ops that it runs.
+
+        number: of the rank or process, in files.
+        """
+        if record and rt.lanes is not None:
+            raise RunError("Ops of lanes cannot be recorded: they need those of the other lanes.")
+        if not record.keys() & {*program.ops}:
+            return program
+        source, dtype = self.artifact.programs[rt.rank], self.plan.step.default_dtype
+        return Recording(record, rt, number, source, dtype).of(self._program(rt.rank))
+
+    @cached_property
+    def _local_programs(self) -> tuple[Program, ...]:
+        """The programs of all ranks."""
+        programs = [self._program(rank) for rank in range(self.plan.ranks)]
+        check_agreement({rank: program.traffic for rank, program in enumerate(programs)}, lambda own: own)
+        return tuple(programs)
+
+    def _program(self, rank: int) -> Program:
+        name = f"rank{rank}.py"
+        if self.directory is None:
+            return load_program(self.artifact.programs[rank], f"<fxpipe {printable(self.plan.model)} {name}>")
+        return load_program(self.artifact.programs[rank], str(self.directory / name))
+
+    def _constants(self, rank: int) -> dict[str, torch.Tensor]:
+        return {n: self.artifact.constants[n].to(self.device) for n in self.plan.tensors[rank].constants}
+
+    def _runtime_of(
+        self,
+        rank: int,
+        comm: Comm,
+        grads: dict[str, torch.Tensor],
+        offloader: Offloader | None,
+        state: ModelState | None = None,
+    ) -> Runtime:
+        """state: that of one lane, where this process runs several."""
+        self.state.check_values(rank)
+        params, buffers = (state or self.state).held_by(rank)
+        return Runtime(
+            rank=rank,
+            spec=self.plan.step,
+            comm=comm,
+            params=params,
+            grads=grads,
+            buffers=buffers,
+            constants=self._constants(rank),
+            step_number=self.first_step,
+            offloader=offloader,
+            device=self.device,
+            record=Record(DeviceClock(self.device) if is_accelerator(self.device) else HostClock()),
+        )
+
+    def _offloader(self, rank: int) -> Offloader | None:
+        tier = self.plan.tier
+        if tier is None or not self.plan.pools[rank]:
+            return None
+        check_tier(tier, self.device, self.offload_directory)
+        timeout = TIMEOUT if self.process is None else self.process.timeout
+        store = open_store(tier, self.plan.pools[rank], self.offload_directory, self.device, timeout)
+        return Offloader(store, self.device)
+
+    @staticmethod
+    def _given(rt: Runtime, batch: Any) -> list[torch.Tensor]:
+        """The tensors that a rank also holds between steps."""
+        held = [*rt.params.values(), *rt.grads.values(), *rt.buffers.values(), *rt.constants.values()]
+        return held + [x for _, x in batch_leaves(batch) if isinstance(x, torch.Tensor)]
+
+
+def _whole_gradients(lanes: LanePlan, given: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Those of a rank, from those of its lanes."""
+    return {name: lanes.joined(name, [grads[name] for grads in given]) for name in given[0]}
+
+
+def _metered(main: Callable[[], Any], rt: Runtime, meter: SavedBytes) -> Any:
+    rt.record.at_op, rt.record.at_arrival = meter.between_ops, meter.arrived
+    rt.record.at_once = meter.ignore
+    with meter:
+        return main()

@@ -1,0 +1,150 @@
+"""What a rank tells the others of its training in each step: of its optimizer, of its gradients, and of the
+tensors that other ranks hold as well.
+
+A rank that makes fewer updates, or others, or changes its copy of a tied weight, would train another model
+than the rest, and the loss would even fall.
+"""
+
+from __future__ import annotations
+
+import json
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from fxpipe.errors import RunError
+from fxpipe.plan.artifact import holders
+from fxpipe.plan.number import number
+from fxpipe.runtime.job.digest import MOST, digest
+from fxpipe.runtime.job.process import Process
+from fxpipe.runtime.program.accelerator import event, is_accelerator
+from fxpipe.training.model.model_state import ModelState
+from fxpipe.training.optimizer.batch_digest import ABSENT, DIGESTS, Facts, difference, words
+from fxpipe.training.optimizer.optimizer import Counts, PipelineOptimizer
+from fxpipe.training.optimizer.script_changes import ScriptChanges
+
+
+@dataclass(eq=False)
+class Course:
+    """Of one pipeline.  ``compares``: whether tensors that several ranks hold must have the same bits."""
+
+    state: ModelState
+    rank: int
+    compares: bool
+    _optimizer: weakref.ref[PipelineOptimizer] | None = None
+    _counts: Counts | None = None  # which outlive it
+    _steps: int = 0  # whose gradients are in .grad
+    _zeroed: int = 0
+    _first: int = 0  # of the tensors in the next step's digests
+    _turn: int = 0  # the number of times that all had theirs
+    _names: tuple[str, ...] = ()
+    _digests: torch.Tensor | None = None
+    _copied: torch.Event | None = None
+    _shared: list[str] = field(default_factory=list)
+    changes: ScriptChanges = field(init=False)
+
+    def __post_init__(self) -> None:
+        shards = self.state.plan.lanes.shards  # of which each lane has other values
+        held = holders(held.state for held in self.state.owned).items()
+        alike = [name for name, processes in held if len(processes) > 1 and name.tensor not in shards]
+        self._shared = [*alike] if self.compares else []
+        self.changes = ScriptChanges(self.state, self.rank)
+
+    @property
+    def optimizer(self) -> PipelineOptimizer | None:
+        """The one that was made last, if it is still there."""
+        return None if self._optimizer is None else self._optimizer()
+
+    @optimizer.setter
+    def optimizer(self, optimizer: PipelineOptimizer) -> None:
+        self._optimizer, self._counts = weakref.ref(optimizer), optimizer.counts
+        self._zeroed = optimizer.counts.zeroed
+
+    def facts(self, plan: int, stop: bool, asked: str) -> Facts:
+        """Those of the step that begins.  plan: its number.  stop: whether the rank was asked to end the run.
+        asked: outputs that all ranks must ask for alike, as text."""
+        order = ABSENT if self._counts is None else self._counts.order
+        self.changes.warn_of_unused()
+        self.changes.compare(gradients_alone=True)  # of those to which the step adds
+        changed = self.changes.change(at_once=False)
+        known = plan, stop, number(asked.encode()), *self._of_optimizer(), self._added(), order, changed
+        return Facts(*known, *self._known_digests())
+
+    def stepped(self) -> None:
+        """A step has ended, of which ``facts`` were told."""
+        self.changes.stepped(adds=self._steps > 1)
+
+    def check(self, process: Process, call: str) -> None:
+        """Raise RunError, on all ranks, where their training differs between two steps.  All must call it.
+
+        call: the one for which they compare it, as text.
+        """
+        changed = self.changes.change(at_once=True)
+        for first in range(0, max(1, len(self._shared)), DIGESTS):
+            names = tuple(self._shared[first : first + DIGESTS])
+            digests = tuple(self._digest(names).tolist()) if names else ()
+            of_optimizer = self._of_optimizer()
+            facts = Facts(0, False, ABSENT, *of_optimizer, changed=changed, names=names, digests=digests)
+            found = process.begin_gather(words(facts, (), {}), call)()
+            if problem := difference(found, (), call, names, resolution=self.changes.resolution):
+                raise RunError(problem)
+
+    def _of_optimizer(self) -> tuple[int, int]:
+        """The number of its options, and one more than that of its updates."""
+        optimizer, counts = self.optimizer, self._counts
+        options = ABSENT if optimizer is None else number(json.dumps(optimizer.options()).encode())
+        return options, ABSENT if counts is None else 1 + counts.updates
+
+    def _added(self) -> int:
+        """The steps whose gradients the next one adds to, and one; ABSENT without gradients."""
+        names = self.state.owned_by(self.rank).gradients
+        if not names:
+            return ABSENT
+        zeroed = self._zeroed if self._counts is None else self._counts.zeroed
+        if zeroed != self._zeroed or all(self.state.parameter(name).grad is None for name in names):
+            self._steps, self._zeroed = 0, zeroed
+        self._steps += 1
+        return self._steps
+
+    def _known_digests(self) -> tuple[tuple[str, ...], tuple[int, ...]]:
+        """Names, the same on all ranks, and the digests of these tensors, of the step before.
+
+        They were begun a step ago, so that no rank waits for its device.
+        """
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._names, () if self._digests is None else tuple(self._digests.tolist())
+
+    def begin_digests(self) -> None:
+        """Begin those for the next step, when the last update stands on all ranks."""
+        shared, first = self._shared, self._first
+        self._names = tuple((shared * 2)[first : first + min(DIGESTS, len(shared))])
+        self._first = (first + DIGESTS) % max(1, len(shared))
+        if self._names:
+            self._digests = self._digest(self._names, self._turn).to("cpu", non_blocking=True)
+            self._turn += first + DIGESTS >= len(shared)
+            if is_accelerator(self.state.device):
+                self._copied = event(self.state.device)
+                self._copied.record()
+
+    def _digest(self, names: Sequence[str], turn: int | None = None) -> torch.Tensor:
+        """The digests of these tensors, ABSENT for those that this rank does not hold.
+
+        turn: take some rows of large ones, each time others; None for all of them.
+        """
+        own, device = {*self.state.owned_by(self.rank).state}, self.state.device
+        process = self.state.process
+        if process is not None and process.lane and is_accelerator(device):
+            own = set()  # where kernels add in any order, lanes differ in the last bits of what they all hold
+        held = [self.state.held(name) if name in own else None for name in names]
+        absent = torch.full((), ABSENT, device=device)
+        found = [absent if t is None or t.is_meta else digest(_rows(t, turn)) for t in held]
+        return torch.stack(found)
+
+
+def _rows(tensor: torch.Tensor, turn: int | None) -> torch.Tensor:
+    """At most MOST rows; those of as many turns as needed are all rows."""
+    apart = -(-len(tensor) // MOST) if tensor.dim() and turn is not None else 1
+    return tensor if apart <= 1 or turn is None else tensor[turn % apart :: apart]

@@ -1,0 +1,363 @@
+"""Runs one rank's program of a pipeline, under torchrun or as the only rank."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fxpipe.errors import BatchError, FxpipeError, RunError, number_of
+from fxpipe.runtime.debug.finite import Check, place_of_failure
+from fxpipe.runtime.program.batch import check_batch, given_leaves
+from fxpipe.runtime.program.comm import NoAnswer
+from fxpipe.runtime.program.load_program import CollectiveCall, Program
+from fxpipe.runtime.program.outputs import Collected, On, StepResult, requested
+from fxpipe.runtime.program.rank import Runtime
+from fxpipe.runtime.ranks.agreement import check_agreement, check_programs
+from fxpipe.runtime.ranks.connect import connect
+from fxpipe.runtime.ranks.heap import give_back_large_tensors
+from fxpipe.runtime.ranks.local import LocalComm, LocalWorld
+from fxpipe.runtime.ranks.replicas import DistributedReplicas
+from fxpipe.training.model.accumulators import Finish, accumulators, begin_buckets, check_rows, sharded_bucket
+from fxpipe.training.optimizer.batch_digest import (
+    SAME_OPTIONS,
+    Facts,
+    all_alike,
+    any_stops,
+    difference,
+    options_differ,
+    refusing,
+    words,
+)
+from fxpipe.training.run.local_runner import LocalRunner, in_traced_state
+from fxpipe.training.run.move_outputs import move_outputs
+from fxpipe.training.run.rank_digests import Course
+from fxpipe.training.run.short_batches import short_batch
+from fxpipe.training.run.warm_up import WarmUp
+
+
+@dataclass(eq=False)
+class Runner(LocalRunner):
+    """``stop_asked``: whether this rank was asked to end the run.  ``stops``: whether one of the ranks was,
+    before the last step; the same on all ranks.  ``is_evaluation``: whether it is that of ``pipe.evaluate``.
+    ``like``: that of the pipeline whose number of the step this one goes on with.
+    """
+
+    stop_asked: bool = False
+    stops: bool = False
+    is_evaluation: bool = False
+    like: Runner | None = None
+
+    @property
+    def step_number(self) -> int:
+        """See ``Pipeline.step_number``."""
+        if self.like is not None:
+            return self.like.step_number
+        return self.runtime.step_number if "runtime" in self.__dict__ else self.first_step
+
+    @step_number.setter
+    def step_number(self, number: int) -> None:
+        if self.like is not None:
+            self.like.step_number = number
+        self.first_step = number
+        if "runtime" in self.__dict__:
+            self.runtime.step_number = number
+
+    @in_traced_state
+    def step(
+        self, batch: Any, outputs: Sequence[str], outputs_on: On, check: Check, record: Mapping[str, Path]
+    ) -> StepResult:
+        """See ``Pipeline.step``."""
+        if self.process is not None:
+            self.process.watch.check()
+        rt, program, spec = self.runtime, self._own_program, self.plan.step
+        self._warm_up.run(rt, program, batch, lambda: self._words(Facts(self.artifact.number), batch))
+        rt.start()
+        number = rt.step_number = self.step_number
+        with self._watched(rt, program):
+            with self._refused_by_all(rt, number):
+                wanted = requested(outputs, outputs_on, spec.outputs, spec.ranks)
+                check_batch(spec.batch, batch, spec.microbatches, spec.leaves[rt.rank])
+                self.updates.check()
+                self.state.check_unchanged(self.state.follow_model())
+                if self.process is not None:
+                    check_rows(self.state, rt.rank)
+            try:
+                rt.collected = Collected.of(wanted, rt.rank, spec.microbatches, self.device)
+                self.state.changed()
+                rt.params, rt.buffers = self.state.held_by(rt.rank)
+                self._warm_up.settle(rt, program, batch)
+                asked = "" if outputs_on is None else f"{sorted(rt.collected.wanted)} on {outputs_on}"
+                compare = self._begin_comparison(batch, number, asked)
+                begin_buckets(self.state, rt)
+                finish: list[Finish] = []
+                rt.validate = partial(self._validate, rt, finish)
+                if not program.has_warm_up:
+                    self.updates.settle()
+                if self.updates.are_settled:
+                    self._begin_gradients(rt, finish)
+                with self._warm_up.memory(number):
+                    recorded = self._recorded(program, rt, record, self._number_in_world)
+                    loss = self._run_program(recorded, rt, self._number_in_world, batch, check)
+                rt.validate = None  # which would keep this and the runtime alive in a circle
+                self.state.refreshed()
+                compare()
+                found = self._outputs(rt, outputs_on)
+            except NoAnswer as error:
+                raise self._no_answer(error) from None
+            except Exception as error:
+                raise self._failure(error, rt, number) from error
+        self.step_number = rt.step_number
+        for end in finish:
+            end()
+        self.state.store_buffers(rt)
+        if self.process is not None:
+            self.course.stepped()
+        return StepResult(loss, found)
+
+    def evaluate(self, batch: Any, outputs: Sequence[str], outputs_on: On) -> StepResult:
+        """A step of a forward, or several for a batch with fewer rows."""
+        spec, rt = self.plan.step, self.runtime
+        short = short_batch(spec, batch, outputs)
+        if short is None:
+            return self.step(batch, outputs, outputs_on, None, {})
+        if len(short.steps) > 1 and rt.replicas is not None:
+            raise BatchError(
+                f"{number_of(short.rows, 'row')} take {len(short.steps)} steps here, and perhaps another "
+                f"number in the other replicas: give each a multiple of {short.size}, or drop the last ones."
+            )
+        batches = short.batches(spec, batch)
+        rt.weighted = [(own, w) for own, (_, w) in zip(batches, short.steps, strict=True)]
+        found, sums, counts = [], 0.0, 0.0
+        try:
+            for own, (_, weights) in zip(batches, short.steps, strict=True):
+                rt.weights = weights
+                found.append(self.step(own, outputs, outputs_on, None, {}))
+                sums, counts = sums + rt.total[0], counts + rt.total[1]
+        finally:
+            rt.weighted, rt.weights = (), None
+        loss = found[0].loss
+        if loss is not None:
+            loss = (torch.tensor(sums, dtype=torch.float64) / counts).to(loss.dtype)
+        return StepResult(loss, short.outputs(spec, [step.outputs for step in found]))
+
+    def _validate(self, rt: Runtime, finish: list[Finish]) -> bool:
+        """Wait for the verdict on the last update; return whether the forwards so far stand."""
+        stand = self.updates.stand()
+        if not finish:
+            self._begin_gradients(rt, finish)
+        return stand
+
+    def _begin_gradients(self, rt: Runtime, finish: list[Finish]) -> None:
+        """Give the program its accumulators; ``finish`` gets what is to be done with them after the step.
+
+        Before the step, where the last gradients are used: inside, memory for them could not be had safely.
+        """
+        finish.append(accumulators(self.state, rt))
+        if self.process is not None:
+            self.course.begin_digests()
+
+    def gather_parameters(self) -> dict[str, torch.Tensor]:
+        """Get the rows of parameters that other replicas own, and have updated since the last step.  All
+        ranks call it alike.
+
+        Returns the parameters that this process does not keep, by name.
+        """
+        state, process = self.state, self.process
+        if process is None or process.replicas == 1 or not (state.stale or state.divides_parameters):
+            return {}
+        shards = self.runtime.shards
+        assert shards is not None
+        found: dict[str, torch.Tensor] = {}
+        with process.watch.collective():
+            for names, division in state.divisions(process.rank):
+                bucket = sharded_bucket(state, names, division, process.replica)
+                given = bucket.parameters or (bucket.own_rows(),)
+                shards.wait(shards.gather(given, bucket.begins))
+                found |= {} if bucket.parameters else bucket.views(given[0])
+        state.refreshed()
+        return found
+
+    def _outputs(self, rt: Runtime, on: On) -> dict[str, torch.Tensor]:
+        """The outputs of the last step that this rank is to have."""
+        wanted, microbatches = rt.collected.wanted, self.plan.step.microbatches
+        found = rt.collected.joined(rt.rank, microbatches)
+        rt.collected = Collected()  # the caller alone keeps them
+        return move_outputs(found, wanted, on, self.process, microbatches, self.device)
+
+    @cached_property
+    def runtime(self) -> Runtime:
+        """The runtime of this process's rank."""
+        plan = self.plan
+        if plan.tier == "disk":
+            give_back_large_tensors()
+        if self.process is not None:
+            offloader = self._offloader(self.process.rank)
+            collectives = self._own_collectives()
+            comm = connect(self.process, self.device, plan.channels, plan.collectives, collectives)
+            rt = self._runtime_of(self.process.rank, comm, {}, offloader)
+            rt.replicas, rt.lanes = comm.abreast, comm.lanes
+            rt.shards = comm.abreast if plan.shard else None
+            if comm.on_streams and comm.abreast is not None:
+                self._exchange_once(comm.abreast)
+                with self.process.watch.collective():
+                    rt.mean_over_replicas(torch.zeros(1, dtype=torch.float64, device=self.device))
+            if comm.lanes is not None:
+                comm.lanes.waits = partial(setattr, rt, "waiting")
+            return rt
+        if plan.ranks * plan.lanes.number > 1:
+            lanes = plan.lanes.number
+            of_lanes = f" of {lanes} lanes" if lanes > 1 else ""
+            raise RunError(
+                f"This pipeline has {number_of(plan.ranks, 'rank')}{of_lanes} and this is one process. Start "
+                f"the script with torchrun --nproc-per-node {plan.ranks * lanes}, or run all ranks here with "
+                "pipe.run_local(batch)."
+            )
+        return self._runtime_of(0, LocalComm(LocalWorld(1), 0), {}, self._offloader(0))
+
+    def _exchange_once(self, replicas: DistributedReplicas) -> None:
+        """Exchange zeros of the size of each bucket: a communicator connects for each kind and size."""
+        assert self.process is not None
+        with self.process.watch.collective():
+            summed = len(self.plan.tensors[self.process.rank].buckets)
+            for k, (names, division) in enumerate(self.state.divisions(self.process.rank)):
+                bucket = sharded_bucket(self.state, names, division, self.process.replica)
+                if k < summed:
+                    replicas.wait(replicas.reduce(bucket.whole, bucket.begins, bucket.whole, mean=False))
+                if self.plan.shard:
+                    given = bucket.whole if k < summed else bucket.own_rows()
+                    replicas.wait(replicas.gather((given,), bucket.begins))
+
+    @cached_property
+    def _own_program(self) -> Program:
+        """The program of this process's rank, after a check that the ranks' programs agree."""
+        if self.process is None:
+            return self._local_programs[0]
+        return self._checked_program[0]
+
+    @cached_property
+    def _checked_program(self) -> tuple[Program, bool]:
+        """The program of this process's rank, and whether the traffic of all ranks' programs is known."""
+        process = self.process
+        assert process is not None
+        with process.agreed("read its program"):
+            program = self._program(process.rank)
+        if process.replicas * process.lanes > 1:
+            text = self.artifact.programs[process.rank]
+            check_programs(text, process.world_rank, process.ranks, process.lanes, process.gather)
+        return program, check_agreement({process.rank: program.traffic}, self._gather_texts)
+
+    def _gather_texts(self, own: list[str]) -> list[str]:
+        assert self.process is not None
+        return [data.decode() for data in self.process.gather_in_replica(own[0].encode())]
+
+    def _own_collectives(self) -> list[CollectiveCall]:
+        """The collectives of a step; none if an edited program does not show them."""
+        program, is_known = self._checked_program
+        return program.collectives() if is_known else []
+
+    def _watched(self, rt: Runtime, program: Program) -> contextlib.AbstractContextManager[None]:
+        """For the time of a step."""
+        if self.process is None:
+            return contextlib.nullcontext()
+        return self.process.watch.step(
+            rt, self.process, program.ops, self._named(rt.step_number), trains=not self.is_evaluation
+        )
+
+    @property
+    def _number_in_world(self) -> int:
+        """Of this process, in messages and files."""
+        return 0 if self.process is None else self.process.world_rank
+
+    def _named(self, step: int) -> str:
+        return f"{'evaluation' if self.is_evaluation else 'step'} {step}"
+
+    @cached_property
+    def _warm_up(self) -> WarmUp:
+        return WarmUp(self.state, self.device, self.process)
+
+    @cached_property
+    def course(self) -> Course:
+        """Of this process's rank, under torchrun."""
+        assert self.process is not None
+        # What is gathered for an evaluation alone is compared as training's.
+        compares = not self.process.has_different_devices(self.device) and not self.state.borrowed
+        return Course(self.state, self.process.rank, compares)
+
+    @contextlib.contextmanager
+    def _refused_by_all(self, rt: Runtime, number: int) -> Iterator[None]:
+        """For the checks of a step, before anything is sent or changed: where all ranks raise in it, the run
+        can go on with another batch; where some do, it has failed."""
+        try:
+            yield
+        except Exception as error:
+            if self.process is None:
+                raise
+            own = words(Facts(self.artifact.number, refuses=True), (), {})
+            ranks = self.process.begin_gather(own, f"step {number}")()
+            if len(refusing(ranks)) < len(ranks):
+                raise self._failure(error, rt, number) from error
+            raise
+
+    def _begin_comparison(self, batch: Any, number: int, asked: str) -> Callable[[], None]:
+        """Start to compare batch and training with the other ranks; return the function that ends it.
+
+        That raises RunError if the ranks differ.  All ranks have sent their words long before it waits.
+        number: of the step.  asked: see ``Course.facts``.
+        """
+        process, leaves = self.process, self.plan.step.batch.tensors
+        if process is None:
+            return lambda: None
+        facts = self.course.facts(self.artifact.number, self.stop_asked, asked)
+        step, own = self._named(number), self._words(facts, batch)
+        gathered = process.begin_gather(own, f"step {number}")
+
+        def compare() -> None:
+            ranks = gathered()
+            if refuse := refusing(ranks):
+                raise NoAnswer(f"rank {refuse[0]} does not run {step}")
+            self.stops = any_stops(ranks)
+            resolution = self.course.changes.resolution
+            problem = difference(ranks, leaves, step, facts.names, process.replicas, resolution)
+            if problem is not None:
+                optimizer = self.course.optimizer
+                if options_differ(ranks):
+                    options = {} if optimizer is None else optimizer.options()
+                    process.check_alike(options, f"the optimizer in {step}", SAME_OPTIONS)
+                raise RunError(problem)
+            first = number == self.first_step and process.leads and process.replicas > 1
+            if first and all_alike(ranks, leaves, process.replicas):
+                warnings.warn(_ALL_ALIKE.format(step=step), stacklevel=2)
+
+        return compare
+
+    def _words(self, facts: Facts, batch: Any) -> torch.Tensor:
+        """The words that this rank compares with those of the others."""
+        spec = self.plan.step.batch
+        return words(facts, spec.tensors, given_leaves(spec, batch))
+
+    def _no_answer(self, error: NoAnswer) -> RunError:
+        """The error to raise if another rank does not answer."""
+        return error if self.process is None else self.process.watch.lost(error)
+
+    def _failure(self, error: Exception, rt: Runtime, step: int) -> Exception:
+        """Notify the other ranks of an error on this rank; return the error to raise."""
+        name = self._named(step)
+        where = f"in {rt.current_op} of {name}" if rt.current_op else f"at the start of {name}"
+        rank = f"Rank {self._number_in_world}"
+        message = f"{rank} failed {where}{place_of_failure(error)}: {type(error).__name__}: {error}"
+        if self.process is not None:
+            self.process.watch.failures.leave(message)
+        return error if isinstance(error, FxpipeError) else RunError(message)
+
+
+_ALL_ALIKE = (
+    "All replicas have the same batch in {step}: what one learns, they all do. Give each its own rows: a "
+    "DistributedSampler takes num_replicas=pipe.replicas and rank=pipe.replica."
+)

@@ -1,0 +1,140 @@
+"""What a checkpoint of ``torch.distributed.checkpoint`` says of its tensors, in the file ``.metadata``."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fxpipe.strict import MEBIBYTE, Misfit, open_regular, shown
+from fxpipe.training.weights.dcp_pickle import Record, numbers, of_kind, read_plain
+
+METADATA = ".metadata"
+LARGEST = 512 * MEBIBYTE
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A part of a tensor, and the bytes of a file of the directory that ``torch.save`` wrote of it."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: str
+    begin: int
+    length: int
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """``chunks``: those with elements; each element of the tensor is in one of them."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    chunks: tuple[Chunk, ...]
+
+
+class Metadata:
+    """The tensors of a checkpoint, by their keys.  Raises Misfit, here and later, for what does not fit."""
+
+    def __init__(self, path: Path) -> None:
+        with open_regular(path) as file:
+            data = file.read(LARGEST + 1)
+        if len(data) > LARGEST:
+            raise Misfit(f"is larger than {LARGEST // MEBIBYTE} MiB, the maximum")
+        root = of_kind(read_plain(data), "Metadata")
+        self._tensors = {
+            key: entry
+            for key, entry in _mapping(root.get("state_dict_metadata")).items()
+            if isinstance(key, str) and isinstance(entry, Record) and entry.kind == "TensorStorageMetadata"
+        }
+        # Without a planner's data the state dict was flat.
+        planned = root.get("planner_data")
+        paths = _mapping(planned) if planned is not None else {}
+        #: Key -> its path in the nested state dict.
+        self.paths = {key: _path(paths.get(key, (key,))) for key in self._tensors}
+        self._places: dict[tuple[str, tuple[int, ...]], Record] = {}
+        for index, info in _mapping(root.get("storage_data")).items():
+            key = of_kind(index, "MetadataIndex").get("fqn")
+            if isinstance(key, str) and key in self._tensors:
+                self._places[key, numbers(index.get("offset"))] = of_kind(info, "_StorageInfo")
+
+    def tensor(self, key: str) -> StoredTensor:
+        """The chunks of one tensor, checked to make it up."""
+        stored = self._tensors[key]
+        shape, dtype = numbers(stored.get("size")), _dtype(stored.get("properties"))
+        records = stored.get("chunks")
+        if not isinstance(records, list):
+            raise Misfit("holds chunks that are no list")
+        records = [of_kind(record, "ChunkStorageMetadata") for record in records]
+        areas = [(numbers(record.get("offsets")), numbers(record.get("sizes"))) for record in records]
+        filled = [(offsets, sizes) for offsets, sizes in areas if math.prod(sizes)]
+        _check_areas(key, shape, filled)
+        return StoredTensor(shape, dtype, tuple(self._chunk(key, *area) for area in filled))
+
+    def _chunk(self, key: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Chunk:
+        info = self._places.get((key, offsets))
+        if info is None:
+            raise Misfit(f"does not say where {shown(key)} is from {offsets}")
+        file, state = info.get("relative_path"), info.state
+        if not isinstance(file, str) or Path(file).name != file or "\0" in file:
+            what = shown(file) if isinstance(file, str) else "no name"
+            raise Misfit(f"has {shown(key)} in {what}, which must be a file of the same directory")
+        if state.get("transform_descriptors"):
+            raise Misfit(f"says that {shown(key)} is compressed: save it without extensions")
+        begin, length = numbers((info.get("offset"), info.get("length")))
+        return Chunk(offsets, sizes, file, begin, length)
+
+
+_Area = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def _check_areas(key: str, shape: tuple[int, ...], areas: list[_Area]) -> None:
+    """Raise Misfit unless each element of a tensor is in one area; an area has offsets and sizes."""
+    for offsets, sizes in areas:
+        inside = len(offsets) == len(sizes) == len(shape)
+        if not inside or any(o + s > n for o, s, n in zip(offsets, sizes, shape, strict=True)):
+            raise Misfit(f"has a part of {shown(key)} from {offsets}, of {sizes}, beyond its shape {shape}")
+    missing = math.prod(shape) - sum(math.prod(sizes) for _, sizes in areas)
+    if missing > 0:
+        raise Misfit(f"lacks {missing} of the {math.prod(shape)} elements of {shown(key)}")
+    # Along the dimension with the most cuts few areas are side by side.
+    dims = sorted(range(len(shape)), key=lambda d: -len({offsets[d] for offsets, _ in areas}))[:1]
+    beside: list[_Area] = []
+    for area in sorted(areas, key=lambda area: [area[0][d] for d in dims]):
+        beside = [(o, s) for o, s in beside if all(o[d] + s[d] > area[0][d] for d in dims)]
+        for other in beside:
+            if common(area, other) is not None:
+                raise Misfit(
+                    f"has two parts of {shown(key)} that overlap, from {other[0]} and from {area[0]}"
+                )
+        beside.append(area)
+
+
+def common(one: _Area, other: _Area) -> _Area | None:
+    """The area that two have in common, if any."""
+    pairs = list(zip(*one, *other, strict=True))
+    begins = tuple(max(a, b) for a, _, b, _ in pairs)
+    sizes = tuple(min(a + m, b + n) - max(a, b) for a, m, b, n in pairs)
+    return (begins, sizes) if all(size > 0 for size in sizes) else None
+
+
+def _mapping(value: Any) -> dict[Any, Any]:
+    if type(value) is not dict:
+        raise Misfit("has something else where a mapping must be")
+    return value
+
+
+def _path(value: Any) -> tuple[str | int, ...]:
+    if type(value) is not tuple or not value or not all(type(name) in (str, int) for name in value):
+        raise Misfit("has something else where a path in the state dict must be")
+    return value
+
+
+def _dtype(properties: Any) -> torch.dtype:
+    state = of_kind(properties, "TensorProperties").state
+    if not isinstance(state, tuple) or not state or not isinstance(state[0], torch.dtype):
+        raise Misfit("has a tensor without a dtype")
+    return state[0]
