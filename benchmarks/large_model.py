@@ -212,7 +212,7 @@ def rank_alone(plan_file: str, directory: str, rank: str, way: str) -> None:
 
     from fxpipe.api.rank_tensors import held_of
     from fxpipe.plan.artifact import Plan
-    from fxpipe.training.model.initialize import initialize_held
+    from fxpipe.training.model.initialize import initialize_model
     from fxpipe.training.model.model_state import ModelState
     from fxpipe.training.model.state_dict import load_state_dict
     from fxpipe.training.weights.pretrained import Pretrained
@@ -226,7 +226,7 @@ def rank_alone(plan_file: str, directory: str, rank: str, way: str) -> None:
     if way == "load":
         load_state_dict(state, Pretrained(Path(directory)), strict=True)
     else:
-        initialize_held(state, None, 0)
+        initialize_model(state, None, 0)
     print(json.dumps(_grown(state, before, begun)))
 
 
@@ -268,8 +268,8 @@ def _resident(field: str) -> int:
 def _grown(state: Any, before: int, begun: float) -> dict[str, float]:
     seconds = time.perf_counter() - begun
     held = state.plan.tensors[state.process.rank].state
-    assert not any(state.held(name).is_meta for name in held)
-    share = sum(state.held(name).nbytes for name in held)
+    assert not any(state.value(name).is_meta for name in held)
+    share = sum(state.value(name).nbytes for name in held)
     return {"share": share, "peak": _resident("VmHWM") - before, "seconds": seconds}
 
 

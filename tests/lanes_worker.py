@@ -19,8 +19,8 @@ from zoo import EFFORT
 import fxpipe
 from fxpipe.capture.trace import Captured
 from fxpipe.compiler import compile as compiler
-from fxpipe.training.model.speculative_update import Ahead
-from fxpipe.training.optimizer.speculation_policy import Pace
+from fxpipe.training.model.speculative_update import SpeculativeUpdate
+from fxpipe.training.optimizer.speculation_policy import SpeculationPolicy
 
 PROCESSES, ROWS, MICROBATCHES, STEPS, HALF = 4, 1, 4, 5, 2
 OPTIONS = {"lr": 3e-2, "clip_grad_norm": 0.95}
@@ -116,17 +116,20 @@ def resumed(pipe: fxpipe.Pipeline, directory: Path, half: Path) -> None:
 def ahead_on_some_lanes(found: dict[str, torch.Tensor]) -> Iterator[None]:
     """Lane 0 goes ahead whenever it may, lane 1 every second time; ``found`` gets the updates taken back."""
     own, calls, back = dist.get_rank() % 2, [], []
-    taken_back = Ahead.taken_back
+    taken_back = SpeculativeUpdate.taken_back
 
-    def goes_ahead(_: Pace) -> bool:
+    def goes_ahead(_: SpeculationPolicy) -> bool:
         calls.append(1)
         return not own or len(calls) % 2 == 0
 
-    def counted(self: Ahead, *given: Any) -> Any:
+    def counted(self: SpeculativeUpdate, *given: Any) -> Any:
         back.append(1)
         return taken_back(self, *given)
 
-    with mock.patch.object(Pace, "goes_ahead", goes_ahead), mock.patch.object(Ahead, "taken_back", counted):
+    with (
+        mock.patch.object(SpeculationPolicy, "goes_ahead", goes_ahead),
+        mock.patch.object(SpeculativeUpdate, "taken_back", counted),
+    ):
         yield
     found["taken back"] = torch.tensor(len(back))
 

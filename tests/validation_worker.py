@@ -23,12 +23,12 @@ from torch import nn
 import fxpipe
 from fxpipe.runtime.program.rank import Runtime
 from fxpipe.training.model import speculative_update as ahead
-from fxpipe.training.model.pending_update import Updates
-from fxpipe.training.model.rollback import Undo
-from fxpipe.training.model.speculative_update import Ahead
+from fxpipe.training.model.pending_update import PendingUpdate
+from fxpipe.training.model.rollback import Rollback
+from fxpipe.training.model.speculative_update import SpeculativeUpdate
 from fxpipe.training.optimizer import make_optimizer
 from fxpipe.training.optimizer.optimizer import PipelineOptimizer
-from fxpipe.training.optimizer.speculation_policy import Pace
+from fxpipe.training.optimizer.speculation_policy import SpeculationPolicy
 
 RANKS, MICROBATCHES, ROWS, WIDTH = 4, 6, 2, 4
 POKES = (0.0, 0.0, 0.0, 0.0, 30.0, 3e38, math.inf, math.nan)
@@ -234,21 +234,21 @@ def fault(function: Callable[[], tuple[Any, str, Any]]) -> Callable[[], tuple[An
 @fault
 def copies_are_freed_early() -> tuple[Any, str, Any]:
     """And their memory is used for something else."""
-    before = Undo.of
+    before = Rollback.of
 
-    def of(optimizer: Any, earlier: Undo | None = None) -> Undo:
+    def of(optimizer: Any, earlier: Rollback | None = None) -> Rollback:
         undo = before(optimizer)
         for value in undo.values:
             value.fill_(3.0)
         return undo
 
-    return Undo, "of", staticmethod(of)
+    return Rollback, "of", staticmethod(of)
 
 
 @fault
 def state_is_not_taken_back() -> tuple[Any, str, Any]:
-    before = Undo.of
-    return Undo, "of", staticmethod(lambda own, _: replace(before(own), state=dict(own.state)))
+    before = Rollback.of
+    return Rollback, "of", staticmethod(lambda own, _: replace(before(own), state=dict(own.state)))
 
 
 @fault
@@ -259,7 +259,7 @@ def gradients_are_those_of_now() -> tuple[Any, str, Any]:
 
 @fault
 def options_are_those_of_now() -> tuple[Any, str, Any]:
-    return Undo, "options_of_then", lambda undo, optimizer: contextlib.nullcontext()
+    return Rollback, "options_of_then", lambda undo, optimizer: contextlib.nullcontext()
 
 
 @fault
@@ -275,7 +275,7 @@ def keys_are_not_those_of_the_first_time() -> tuple[Any, str, Any]:
 
 @fault
 def forwards_are_not_run_again() -> tuple[Any, str, Any]:
-    return Updates, "stand", lambda updates: updates._correct() is None
+    return PendingUpdate, "stand", lambda updates: updates._correct() is None
 
 
 @fault
@@ -300,14 +300,14 @@ def check(
 ) -> None:
     """Print the settings of which a value differs, and with each fault whether one does."""
     pipe, start = compiled(tied, dtype, **options)
-    taken, before = [0], Ahead.taken_back
+    taken, before = [0], SpeculativeUpdate.taken_back
 
-    def counted(ahead: Ahead, *arguments: Any) -> Any:
+    def counted(ahead: SpeculativeUpdate, *arguments: Any) -> Any:
         taken[0] += 1
         return before(ahead, *arguments)
 
-    Ahead.taken_back = counted  # type: ignore[method-assign]
-    Pace.goes_ahead = lambda _: True  # type: ignore[method-assign] - whatever the ranks' pace is here
+    SpeculativeUpdate.taken_back = counted  # type: ignore[method-assign]
+    SpeculationPolicy.goes_ahead = lambda _: True  # type: ignore[method-assign] - whatever the ranks' pace is here
 
     def values(number: int, validation: str) -> list[Any]:
         return [bits(x) for x in train(pipe, start, setting(number), validation)]

@@ -40,7 +40,7 @@ from fxpipe.training.checkpoint.training_state import (
     record_of,
     tensors_of,
 )
-from fxpipe.training.checkpoint.user_state import kept_state, own_state
+from fxpipe.training.checkpoint.user_state import replica_state, state_of_replicas
 from fxpipe.training.optimizer.average import Average, OfAverage
 from fxpipe.training.optimizer.optimizer import PipelineOptimizer
 
@@ -159,7 +159,7 @@ class Checkpointer:
         with agreed(self._process, f"resume from {path}"):
             record = self._verified(path)
         with agreed(self._process, f"resume from {path}"):
-            contents = contents_for(state, self.optimizer, self.user, path, record, self._held)
+            contents = contents_for(state, self.optimizer, self.user, path, record, self._rank)
         restore(state, self.optimizer, self.user, contents)
         self.pipe.step_number = contents.step_number
         return True
@@ -268,11 +268,11 @@ class Checkpointer:
         tensors: dict[str, torch.Tensor | Part] = {}
         with agreed(self._process, f"begin the checkpoint of step {step}"):
             state.follow_model()
-            own = own_state(self._process, self.user)
-        user = kept_state(self._process, own)
+            own = replica_state(self._process, self.user)
+        user = state_of_replicas(self._process, own)
         with agreed(self._process, f"begin the checkpoint of step {step}"):
             record = record_of(state, self.optimizer, step, user, tensors)
-            tensors |= tensors_of(state, self.optimizer, self._held) | averages_of(state, self.user)
+            tensors |= tensors_of(state, self.optimizer, self._rank) | averages_of(state, self.user)
             if self.asynchronous:
                 tensors = {name: _staged(tensor) for name, tensor in tensors.items()}
         self._writing = self._background.submit(self._write, step, record, tensors)
@@ -312,7 +312,7 @@ class Checkpointer:
         return files.path_of(self.directory, step)
 
     @property
-    def _held(self) -> int:
+    def _rank(self) -> int:
         """The rank whose tensors this process holds."""
         return 0 if self._process is None else self._process.rank
 

@@ -28,10 +28,10 @@ from fxpipe.runtime.job.user_line import called_function
 from fxpipe.runtime.program.outputs import On, StepResult
 from fxpipe.runtime.program.rank import Runtime
 from fxpipe.training.guards.guards import Traced
-from fxpipe.training.model.initialize import initialize_held
+from fxpipe.training.model.initialize import initialize_model
 from fxpipe.training.model.model_state import ModelState
 from fxpipe.training.model.partial_model import register, share_model
-from fxpipe.training.model.pending_update import Updates
+from fxpipe.training.model.pending_update import PendingUpdate
 from fxpipe.training.model.save import new_directory, save
 from fxpipe.training.model.shared_values import share_values
 from fxpipe.training.model.state_dict import copy_to_model, full_state_dict, load_state_dict, state_dict
@@ -76,7 +76,7 @@ class Pipeline(Views):
     first_step: int = 0
     evaluation: Pipeline | None = None
     is_evaluation: bool = False
-    updates: Updates = field(default_factory=Updates)
+    updates: PendingUpdate = field(default_factory=PendingUpdate)
     like: Pipeline | None = None
     rows: dict[str, torch.nn.Parameter] = field(default_factory=dict)
     _then: Traced = field(init=False)
@@ -313,14 +313,14 @@ class Pipeline(Views):
             master_weights,
             validation or self.artifact.plan.validation,
             self.updates,
-            None if self.process is None else self._runner.course.changes,
+            None if self.process is None else self._runner.rank_digests.changes,
             changes_gradients,
             largest=clip_grad_norm,
             norm_type=norm_type,
             skip_nonfinite=skip_nonfinite,
         )
         if self.process is not None:
-            self._runner.course.optimizer = optimizer
+            self._runner.rank_digests.optimizer = optimizer
         return optimizer
 
     def average(self, decay: Decay, *, into: Mapping[str, str] | None = None) -> Average:
@@ -424,7 +424,7 @@ class Pipeline(Views):
             own = {"seed": repr(seed), "fn": getattr(fn, "__qualname__", type(fn).__name__)}
             self.process.check_alike(own, "pipe.initialize", "Call it with the same on all ranks.")
         with agreed(self.process, "initialize the model"):
-            initialize_held(self.model_state, fn, seed)
+            initialize_model(self.model_state, fn, seed)
         if self.process is not None and self.process.has_different_devices(self.device):
             self.share_values()  # their generators may differ
 
@@ -456,7 +456,7 @@ class Pipeline(Views):
             return
         with self.process.agreed("use its model"):
             self.model_state.follow_model()
-        self._runner.course.check(self.process, called_function())
+        self._runner.rank_digests.check(self.process, called_function())
 
     def share_values(self) -> None:
         """Give each tensor that several ranks hold the values of the first of them.
@@ -473,7 +473,7 @@ class Pipeline(Views):
         if not state.divides_parameters:
             self._runner.gather_parameters()
         stored = state.stored_by(self.process.rank).state
-        own = self.artifact.constants | {name: state.held(name) for name in stored}
+        own = self.artifact.constants | {name: state.value(name) for name in stored}
         tensors = state.owned if state.divides_parameters else self.process.of_each(plan.tensors)
         share_values(self.process, tensors, own, plan.lanes.shards)
 

@@ -12,7 +12,7 @@ from fxpipe.errors import ArtifactError
 from fxpipe.plan.saved.files import as_path
 from fxpipe.runtime.job.tracebacks import brief
 from fxpipe.training.checkpoint import files, tensor_store
-from fxpipe.training.checkpoint.restore import held_in
+from fxpipe.training.checkpoint.checkpoint_files import checkpoint_files
 from fxpipe.training.checkpoint.training_state import MODEL, OPTIMIZER, CheckpointRecord, averaged
 from fxpipe.training.weights.dcp_metadata import METADATA
 
@@ -55,7 +55,7 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
             raise ArtifactError(f"{path} holds no checkpoint of fxpipe.{saved}")
         path = found
     files.verify(path, files.read_sums(path))
-    held = held_in(path, CheckpointRecord.from_json(files.read_state(path), path))
+    held = checkpoint_files(path, CheckpointRecord.from_json(files.read_state(path), path))
     with files.reading(path):
         read = tensor_store.read(held.tensors, [(name, {}) for name in held.tensors])
     tensors = dict(zip(held.tensors, read, strict=True))

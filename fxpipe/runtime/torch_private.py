@@ -38,6 +38,7 @@ __all__ = [
     "before_each_update",
     "communicator_error",
     "compile_by_inductor",
+    "copy_each",
     "decompositions",
     "default_kernels",
     "default_store",
@@ -54,12 +55,20 @@ __all__ = [
     "members_of",
     "memory_of",
     "module_hooks",
+    "multiply_each",
     "no_modes",
     "of_base_class",
     "pytree",
     "rendezvous",
     "state_hooks",
+    "writes_to",
+    "zero_each",
 ]
+
+# One kernel for all tensors of a list, where an accelerator would start one for each.
+copy_each: Callable[[list[Any], list[Any]], None] = torch._foreach_copy_
+multiply_each: Callable[[list[Any], list[float]], tuple[torch.Tensor, ...]] = torch._foreach_mul
+zero_each: Callable[[list[Any]], None] = torch._foreach_zero_
 
 #: ``dist.all_gather`` to a list of tensors would allocate them once more.  torch 2.13 gave it another name.
 all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -207,6 +216,11 @@ class ThreadState:
         torch.set_grad_enabled(self.grad)
         torch.set_autocast_enabled(self.device_type, self.autocast[0])
         torch.set_autocast_dtype(self.device_type, self.autocast[1])
+
+
+def writes_to(tensor: torch.Tensor) -> int:
+    """How often a tensor's memory was written to in place, as autograd counts it."""
+    return tensor._version
 
 
 def is_profiling() -> bool:

@@ -16,7 +16,7 @@ from fxpipe.cost.known_devices import CPU, device_named
 from fxpipe.cost.update import Trained, update_costs
 from fxpipe.errors import ArtifactError, OptionError, ScheduleError
 from fxpipe.schedule.costs import Update
-from fxpipe.training.model.rollback import Undo
+from fxpipe.training.model.rollback import Rollback
 
 SINGLE, HALF, MASTERED = Trained(1000, 4, 4), Trained(1000, 2, 2), Trained(1000, 2, 4)
 SUMMED = Trained(1000, 4, 8)  # gradients of float64 are handed over in single precision
@@ -40,7 +40,7 @@ def test_copies_have_the_bytes_that_are_predicted():
     optimizer = torch.optim.AdamW([parameter])
     optimizer.step()
     steps = optimizer.state[parameter]["step"].nbytes
-    undo = Undo.of(optimizer)
+    undo = Rollback.of(optimizer)
     kept = [*undo.values, *undo.state[parameter].values()]
     assert sum(x.nbytes for x in kept) == SINGLE.copied + steps
 

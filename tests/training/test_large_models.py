@@ -19,7 +19,7 @@ import fxpipe
 from fxpipe.api.rank_tensors import held_of
 from fxpipe.errors import ArtifactError, RunError
 from fxpipe.plan.rows import ShardName
-from fxpipe.training.model.initialize import initialize_held
+from fxpipe.training.model.initialize import initialize_model
 from fxpipe.training.model.model_state import ModelState
 from fxpipe.training.model.state_dict import load_state_dict
 from fxpipe.training.weights import pretrained
@@ -106,7 +106,7 @@ def state_of(model, pipe, rank, lane=0):
 
 
 def held_values(state):
-    return {name: state.held(name) for name in state.plan.tensors[state.process.rank].state}
+    return {name: state.value(name) for name in state.plan.tensors[state.process.rank].state}
 
 
 def part_of(values, name):
@@ -245,7 +245,7 @@ def initialized(model, ranks, own=None, seed=0, **options):
     pipe = compiled(model, ranks, **options)
     states = [state_of(model, pipe, rank) for rank in range(ranks)]
     for state in states:
-        initialize_held(state, own, seed)
+        initialize_model(state, own, seed)
     return [held_values(state) for state in states]
 
 
@@ -287,7 +287,7 @@ def test_lanes_hold_shares_of_the_same_initial_values():
         assert all(torch.equal(tensor, whole[name]) for name, tensor in pipe.state_dict().items())
         for rank, lane in itertools.product(range(2), range(2)):
             state = state_of(model, pipe, rank, lane)
-            initialize_held(state, None, 0)
+            initialize_model(state, None, 0)
             for name, value in held_values(state).items():
                 assert torch.equal(value, pipe.plan.lanes.share(name, whole[name], lane))
 
@@ -388,7 +388,7 @@ def test_a_model_that_cannot_be_initialized(own, message):
     pipe = compiled(model, 2)
     state = state_of(model, pipe, 1)
     with pytest.raises(RunError, match=re.compile(message, re.S)):
-        initialize_held(state, own, 0)
+        initialize_model(state, own, 0)
     assert all(p.is_meta for p in state.parameters.values())
 
 
@@ -397,6 +397,6 @@ def test_without_a_model_there_is_nothing_to_ask():
     pipe = compiled(model)
     state = ModelState(pipe.plan, *held_of(model, pipe.plan, None), torch.device("cpu"), None, lambda: None)
     with pytest.raises(RunError, match="has no model, or none any more"):
-        initialize_held(state, None, 0)
+        initialize_model(state, None, 0)
     with pytest.raises(ArtifactError, match="keep the model until its weights are loaded"):
         load_state_dict(state, InMemory(Words().state_dict()), strict=True)

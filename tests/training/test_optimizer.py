@@ -11,7 +11,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 import fxpipe
 from fxpipe.errors import OptionError, RunError
 from fxpipe.runtime.torch_private import fake_store
-from fxpipe.training.model.rollback import Undo
+from fxpipe.training.model.rollback import Rollback
 from fxpipe.training.optimizer.clipping import Clipping
 from fxpipe.training.optimizer.groups import Group, groups_of, optimizer_of
 from fxpipe.training.optimizer.optimizer import PipelineOptimizer
@@ -475,7 +475,7 @@ def test_updates_of_several_classes_are_taken_back():
         parameter.grad = torch.eye(3)
     optimizer.step()
     before, state = copy.deepcopy(parameters), copy.deepcopy([*optimizer.state.values()])
-    undo = Undo.of(optimizer)
+    undo = Rollback.of(optimizer)
     optimizer.step()
     undo.take_back(optimizer)
     for name, parameter in parameters.items():

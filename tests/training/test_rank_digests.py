@@ -10,7 +10,7 @@ import fxpipe
 from fxpipe.runtime.job.digest import MOST
 from fxpipe.training.optimizer.batch_digest import ABSENT
 from fxpipe.training.optimizer.optimizer import Counts
-from fxpipe.training.run.rank_digests import Course, _rows
+from fxpipe.training.run.rank_digests import RankDigests, _rows
 
 MICROBATCHES = 2
 CASE = Case(TiedHead, tokens)
@@ -20,7 +20,7 @@ CASE = Case(TiedHead, tokens)
 def one_rank():
     """A pipeline of one rank, and its course as a rank under torchrun has it."""
     _, pipe = built_and_compiled(CASE, MICROBATCHES, Shape(1))
-    return pipe, Course(pipe.model_state, 0, True)
+    return pipe, RankDigests(pipe.model_state, 0, True)
 
 
 def counts(course):
@@ -85,7 +85,7 @@ def test_options_of_now(one_rank):
 def test_digests_are_those_of_tensors_that_several_ranks_hold():
     """A step later than they are made, and none of those that the rank does not hold."""
     model, pipe = built_and_compiled(CASE, MICROBATCHES, Shape(3))
-    ranks = [Course(pipe.model_state, rank, True) for rank in range(3)]
+    ranks = [RankDigests(pipe.model_state, rank, True) for rank in range(3)]
     tied = {name for name, held in pipe.plan.layouts.items() if name in dict(model.named_parameters())}
 
     def facts(rank):
@@ -103,7 +103,7 @@ def test_digests_are_those_of_tensors_that_several_ranks_hold():
         pipe.parameter(first.names[0]).mul_(1.5)
     facts(ranks[0])
     assert facts(ranks[0]).digests != first.digests
-    assert Course(pipe.model_state, 0, False)._shared == []
+    assert RankDigests(pipe.model_state, 0, False)._shared == []
 
 
 def test_all_rows_of_a_large_table_have_their_turn():

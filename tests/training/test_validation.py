@@ -11,12 +11,12 @@ from torch.nn import Parameter
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fxpipe.errors import RunError
-from fxpipe.training.model.pending_update import Updates
-from fxpipe.training.model.rollback import Undo, check_undoable
-from fxpipe.training.model.speculative_update import Ahead
+from fxpipe.training.model.pending_update import PendingUpdate
+from fxpipe.training.model.rollback import Rollback, check_undoable
+from fxpipe.training.model.speculative_update import SpeculativeUpdate
 from fxpipe.training.optimizer.clipping import Clipping
 from fxpipe.training.optimizer.optimizer import PipelineOptimizer
-from fxpipe.training.optimizer.speculation_policy import BLOCK, BLOCKS, FIRST, PERIOD, Pace
+from fxpipe.training.optimizer.speculation_policy import BLOCK, BLOCKS, FIRST, PERIOD, SpeculationPolicy
 
 CPU = torch.device("cpu")
 
@@ -65,7 +65,7 @@ def test_an_update_is_taken_back(cls):
     optimizer = cls([parameter], lr=0.25)
     optimizer.step()
     before = parameter.detach().clone()
-    undo = Undo.of(optimizer)
+    undo = Rollback.of(optimizer)
     state = {key: repr(value) for key, value in optimizer.state[parameter].items()}
     kept = {key: x for key, x in optimizer.state[parameter].items() if isinstance(x, torch.Tensor)}
     optimizer.step()
@@ -86,9 +86,9 @@ def test_copies_take_the_memory_of_earlier_ones():
     parameter = parameter_with_gradient()
     optimizer = torch.optim.AdamW([parameter])
     optimizer.step()
-    first = Undo.of(optimizer)
+    first = Rollback.of(optimizer)
     optimizer.step()
-    again = Undo.of(optimizer, first)
+    again = Rollback.of(optimizer, first)
     assert again.values[0].data_ptr() == first.values[0].data_ptr()
     assert torch.equal(again.values[0], parameter)
     for key, value in optimizer.state[parameter].items():
@@ -102,7 +102,7 @@ def test_copies_take_the_memory_of_earlier_ones():
 TRIAL = BLOCKS * BLOCK
 
 
-def taken(pace: Pace, number: int, seconds: dict[bool, float], wait: float = 1.0) -> list[bool]:
+def taken(pace: SpeculationPolicy, number: int, seconds: dict[bool, float], wait: float = 1.0) -> list[bool]:
     """What a pace decides for so many updates, of steps that take these seconds behind each kind."""
     found = list[bool]()
     for _ in range(number):
@@ -115,18 +115,18 @@ def taken(pace: Pace, number: int, seconds: dict[bool, float], wait: float = 1.0
 
 @pytest.mark.parametrize("better", [False, True])
 def test_ranks_go_ahead_where_a_trial_has_found_shorter_steps(better):
-    found = taken(Pace(), FIRST + 2 * PERIOD, {better: 1.0, not better: 1.1})
+    found = taken(SpeculationPolicy(), FIRST + 2 * PERIOD, {better: 1.0, not better: 1.1})
     in_turns = ([False] * BLOCK + [True] * BLOCK) * (BLOCKS // 2)
     assert found == [False] * FIRST + 2 * (in_turns + [better] * (PERIOD - TRIAL))
 
 
 def test_a_rank_that_copies_for_longer_than_it_waits_does_not_go_ahead():
-    assert not any(taken(Pace(copies=0.2), PERIOD, {False: 1.0, True: 0.5}, wait=0.1))
-    assert any(taken(Pace(copies=0.05), PERIOD, {False: 1.0, True: 0.5}, wait=0.1))
+    assert not any(taken(SpeculationPolicy(copies=0.2), PERIOD, {False: 1.0, True: 0.5}, wait=0.1))
+    assert any(taken(SpeculationPolicy(copies=0.05), PERIOD, {False: 1.0, True: 0.5}, wait=0.1))
 
 
 def test_another_trial_may_come_to_another_result():
-    pace = Pace()
+    pace = SpeculationPolicy()
     assert taken(pace, FIRST + PERIOD, {False: 1.0, True: 0.5})[-1]
     assert not taken(pace, PERIOD, {False: 0.5, True: 1.0})[-1]
 
@@ -134,7 +134,7 @@ def test_another_trial_may_come_to_another_result():
 def test_the_first_update_is_taken_back():
     parameter = parameter_with_gradient()
     optimizer = torch.optim.AdamW([parameter])
-    undo = Undo.of(optimizer)
+    undo = Rollback.of(optimizer)
     optimizer.step()
     undo.take_back(optimizer)
     assert parameter not in optimizer.state
@@ -181,7 +181,7 @@ def test_what_can_be_undone(cls):
 @pytest.mark.parametrize("what", ["parameter", "gradient"])
 def test_a_change_before_the_verdict(what):
     parameter = parameter_with_gradient()
-    ahead = Ahead(lambda: torch.zeros(1, 2), None, [parameter.grad])
+    ahead = SpeculativeUpdate(lambda: torch.zeros(1, 2), None, [parameter.grad])
     ahead.watch("The parameter w", parameter)
     ahead.watch("The gradient of w", parameter.grad)
     ahead.check()
@@ -192,7 +192,7 @@ def test_a_change_before_the_verdict(what):
 
 
 def test_settling_early_leaves_the_repetition_to_the_step():
-    updates, asked = Updates(), []
+    updates, asked = PendingUpdate(), []
     assert updates.stand()
     updates.begin(lambda: bool(asked.append(1)), lambda: None)
     assert not updates.are_settled
@@ -215,7 +215,7 @@ class TwoRanks:
 
 @pytest.mark.parametrize("where", ["own", "wrapped", "all"])
 def test_hooks_see_updates_that_stand(where):
-    number, seen, updates = FIRST + 2 * BLOCK, {}, Updates()
+    number, seen, updates = FIRST + 2 * BLOCK, {}, PendingUpdate()
     for validation in ("barrier", "post"):
         ranks, parameter = TwoRanks(), parameter_with_gradient()
         ranks.numbers = iter([0.0] * (number - 1) + [float("inf")])

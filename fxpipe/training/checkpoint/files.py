@@ -78,9 +78,9 @@ def complete(directory: Path, step: int, state: str, sums: Mapping[str, str]) ->
     _write(draft / STATE, state)
     sums = {**sums, STATE: checksum(draft / STATE)}
     _write(draft / SUMS, "".join(f"{sums[name]}  {name}\n" for name in sorted(sums)))
-    synchronize(draft)
+    synchronize(draft)  # before it gets its name, by which a run that resumes takes it for complete
     hidden = path.with_name(f".{path.name}{REPLACED}")
-    if path.exists():  # of a run that went on from an earlier checkpoint
+    if path.exists():  # of a run that went on from an earlier checkpoint; ``put_back`` knows the hidden name
         path.rename(hidden)
     draft.rename(path)
     synchronize(directory)
@@ -102,10 +102,10 @@ class Lock:
             owner = ""
             with contextlib.suppress(FileNotFoundError):
                 owner = self._path.read_text(errors="replace")
-            own = owner == _who()
-            if own or time.monotonic() > end:
-                who = "another Checkpointer of this process" if own else f"another run ({owner})"
-                what = "close it first" if own else "end that run"
+            is_ours = owner == _who()
+            if is_ours or time.monotonic() > end:
+                who = "another Checkpointer of this process" if is_ours else f"another run ({owner})"
+                what = "close it first" if is_ours else "end that run"
                 raise ArtifactError(
                     f"{directory.absolute()} is in use by {who}. Name another directory, or {what}."
                 )

@@ -66,9 +66,9 @@ def from_json(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
             case list():
                 return [decode(x) for x in value]
             case {**entries} if len(entries) == 1:
-                ((kind, held),) = entries.items()
+                ((kind, content),) = entries.items()
                 if kind in _KINDS:
-                    return _KINDS[kind](held, decode, tensors)
+                    return _KINDS[kind](content, decode, tensors)
         raise Misfit(f"is {shown(value)}, which is no state")
 
     try:

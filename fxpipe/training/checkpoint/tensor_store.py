@@ -51,10 +51,11 @@ class Chunk:
         return tuple(map(add, self.begin, self.shape))
 
     def common(self, begin: Sequence[int], end: Sequence[int]) -> tuple[slice, ...] | None:
-        """What lies also between these two corners, counted in the whole tensor; None for nothing."""
+        """The slices that lie also between these two corners, counted in the whole tensor; None for
+        nothing."""
         lows, highs = map(max, self.begin, begin), map(min, self.end, end)
-        found = tuple(map(slice, lows, highs))
-        return found if all(s.start < s.stop for s in found) else None
+        overlap = tuple(map(slice, lows, highs))
+        return overlap if all(s.start < s.stop for s in overlap) else None
 
 
 @dataclass(frozen=True)
@@ -93,9 +94,9 @@ def stored(directory: Path, names: Iterable[str]) -> dict[str, Stored]:
     parts: dict[str, list[tuple[Chunk, torch.dtype]]] = {}
     for name in sorted(names):
         with _opened(directory / name) as file:
-            offsets, held = _offsets(file.metadata() or {}), set(file.keys())
-            for key in sorted(held ^ offsets.keys()):
-                wrong = "does not hold" if key not in held else "does not say which part it holds of"
+            offsets, keys = _offsets(file.metadata() or {}), set(file.keys())
+            for key in sorted(keys ^ offsets.keys()):
+                wrong = "does not hold" if key not in keys else "does not say which part it holds of"
                 raise Misfit(f"{wrong} {shown(key)}")
             for key, offset in offsets.items():
                 piece = file.get_slice(key)
@@ -105,20 +106,20 @@ def stored(directory: Path, names: Iterable[str]) -> dict[str, Stored]:
                     raise Misfit(f"holds {shown(key)} at {shown(offset)}, which is no place in it")
                 chunk = Chunk(directory / name, tuple(offset), shape)
                 parts.setdefault(key, []).append((chunk, dtype))
-    return {key: _whole(key, found) for key, found in parts.items()}
+    return {key: _whole(key, chunks) for key, chunks in parts.items()}
 
 
 def _offsets(metadata: Mapping[str, str]) -> dict[str, list[int]]:
     """Tensor -> where the part in this file begins in each dimension."""
     try:
-        given = parse_json(metadata.get("DCP_SHARDING_INFO", ""))
-        found = {key: part["saved_offsets"] for key, part in given.items()}
+        parts = parse_json(metadata.get("DCP_SHARDING_INFO", ""))
+        offsets = {key: part["saved_offsets"] for key, part in parts.items()}
     except (Misfit, AttributeError, KeyError, TypeError) as error:
         raise Misfit("does not say which parts it holds: it was not written as a checkpoint") from error
-    for key, offset in found.items():
+    for key, offset in offsets.items():
         if type(offset) is not list or not all(type(n) is int and n >= 0 for n in offset):
             raise Misfit(f"holds {shown(key)} at {shown(offset)}, which is no place")
-    return found
+    return offsets
 
 
 def _whole(name: str, parts: list[tuple[Chunk, torch.dtype]]) -> Stored:
@@ -151,14 +152,14 @@ def read(stored: Mapping[str, Stored], wanted: Sequence[tuple[str, Spans]]) -> l
 
     Raises Misfit, naming the file, for one that cannot be read.
     """
-    found: list[torch.Tensor] = []
+    tensors: list[torch.Tensor] = []
     pieces: dict[Path, list[tuple[str, tuple[slice, ...], torch.Tensor]]] = {}
     for name, spans in wanted:
         entry = stored[name]
-        own = slices_of(entry.shape, spans)
-        begin, end = [s.start for s in own], [s.stop for s in own]
-        target = torch.empty([s.stop - s.start for s in own], dtype=entry.dtype, device="cpu")
-        found.append(target)
+        slices = slices_of(entry.shape, spans)
+        begin, end = [s.start for s in slices], [s.stop for s in slices]
+        target = torch.empty([s.stop - s.start for s in slices], dtype=entry.dtype, device="cpu")
+        tensors.append(target)
         for chunk in entry.chunks:
             common = chunk.common(begin, end)
             if common is not None:
@@ -168,7 +169,7 @@ def read(stored: Mapping[str, Stored], wanted: Sequence[tuple[str, Spans]]) -> l
         with _opened(path) as file:
             for name, inside, place in parts:
                 place.copy_(file.get_slice(name)[inside] if inside else file.get_tensor(name))
-    return found
+    return tensors
 
 
 def _from(slices: Sequence[slice], begin: Sequence[int]) -> tuple[slice, ...]:
@@ -189,7 +190,7 @@ def _opened(path: Path) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def _alone() -> Iterator[None]:
-    """Without torch's warning that a process reads or writes for itself, which is meant."""
+    """Silence torch's warning that a process reads or writes for itself, which is meant."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield

@@ -1,7 +1,7 @@
-"""All that a training run is: parameters, buffers, the optimizer's state, the step's number, the user's
+"""The state of a training run: parameters, buffers, the optimizer's state, the step's number, the user's
 state.
 
-By the model's names, so that another number of ranks or another schedule can take it.
+It stands under the model's names, so that another number of ranks or another schedule can take it.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from fxpipe.training.optimizer.average import OfAverage
 from fxpipe.training.optimizer.optimizer import PipelineOptimizer
 
 FORMAT = 1
-# Names of tensors begin so.
+# The names of tensors begin with what they are of.
 MODEL, OPTIMIZER, AVERAGE, GROUPS, USER = "model.", "optimizer.", "average.", "groups.", "user."
 
 
 @dataclass(frozen=True)
 class UserState:
-    """As ``plain.py`` gives it, by name.  ``first``: of rank 0.  ``by_replica``: of each replica, in order,
-    where it is not the same for all.  ``tensors``: those that this process writes."""
+    """The user's state as ``plain.py`` gives it, by name.  ``first``: of rank 0.  ``by_replica``: of each
+    replica, in order, where it is not the same for all.  ``tensors``: those that this process writes."""
 
     first: dict[str, Any] = field(default_factory=dict)
     by_replica: dict[str, tuple[Any, ...]] = field(default_factory=dict)
@@ -42,7 +42,7 @@ class UserState:
 
 @dataclass(frozen=True)
 class TensorKind:
-    """Of a tensor; ``dtype`` as text: "torch.float32"."""
+    """The shape and dtype of a tensor, whose ``dtype`` is text: "torch.float32"."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -50,7 +50,7 @@ class TensorKind:
 
 @dataclass(frozen=True)
 class CheckpointRecord:
-    """What a checkpoint holds beside tensors; state.json is this and nothing else.
+    """The part of a checkpoint beside its tensors; state.json is this and nothing else.
 
     ``optimizer``: the name of its class; None if there is none.
     ``groups``: the options of the optimizer's groups.  ``fields``: parameter -> its state that is no tensor.
@@ -97,8 +97,8 @@ def tensors_of(
     state: ModelState, optimizer: PipelineOptimizer | None, rank: int
 ) -> dict[str, torch.Tensor | Part]:
     """The tensors that a rank holds, by their names in a checkpoint."""
-    found = {
-        MODEL + name.tensor: part_of(state, name, state.held(name)) for name in state.owned_by(rank).state
+    tensors = {
+        MODEL + name.tensor: part_of(state, name, state.value(name)) for name in state.owned_by(rank).state
     }
     for name, fields in _state_of(optimizer):
         for key, value in fields.items():
@@ -108,17 +108,17 @@ def tensors_of(
                     "a tensor. Checkpoints need keys that are texts without a dot."
                 )
             if isinstance(value, torch.Tensor):
-                found[f"{OPTIMIZER}{name.tensor}.{key}"] = part_of(state, name, value)
-    return found
+                tensors[f"{OPTIMIZER}{name.tensor}.{key}"] = part_of(state, name, value)
+    return tensors
 
 
 def averages_of(state: ModelState, user: Mapping[str, object]) -> dict[str, torch.Tensor | Part]:
     """The averages of weights that are among the user's state, by their names in a checkpoint."""
     return {
         averaged(key, name.tensor): part_of(state, name, value)
-        for key, own in user.items()
-        if isinstance(own, OfAverage)
-        for name, value in own.average.values.items()
+        for key, thing in user.items()
+        if isinstance(thing, OfAverage)
+        for name, value in thing.average.values.items()
     }
 
 
@@ -135,10 +135,10 @@ def part_of(state: ModelState, name: ShardName, tensor: torch.Tensor) -> torch.T
     """A parameter, or a tensor of the optimizer's state of it, as a part of the whole one, along each
     dimension of which this process has a part and the tensor is as long."""
     spans = state.spans_of(name)
-    own = {dim: span for dim, span in spans.items() if tensor.shape[dim : dim + 1] == (span.length,)}
-    offsets = [own[dim].begin if dim in own else 0 for dim in range(tensor.dim())]
-    whole = [own[dim].whole if dim in own else length for dim, length in enumerate(tensor.shape)]
-    return Part(tensor, torch.Size(offsets), torch.Size(whole)) if own else tensor
+    fitting = {dim: span for dim, span in spans.items() if tensor.shape[dim : dim + 1] == (span.length,)}
+    offsets = [fitting[dim].begin if dim in fitting else 0 for dim in range(tensor.dim())]
+    whole = [fitting[dim].whole if dim in fitting else length for dim, length in enumerate(tensor.shape)]
+    return Part(tensor, torch.Size(offsets), torch.Size(whole)) if fitting else tensor
 
 
 def _state_of(optimizer: PipelineOptimizer | None) -> Iterator[tuple[ShardName, dict[str, Any]]]:
@@ -156,12 +156,12 @@ def _state_of(optimizer: PipelineOptimizer | None) -> Iterator[tuple[ShardName, 
 
 def _plain_fields(optimizer: PipelineOptimizer | None) -> dict[str, dict[str, Any]]:
     """The state of this rank's parameters that is no tensor: numbers, mostly."""
-    found = {}
+    fields_by_name = {}
     for name, fields in _state_of(optimizer):
         plain = {key: value for key, value in fields.items() if not isinstance(value, torch.Tensor)}
         if plain:
-            found[name.tensor] = plain
-    return found
+            fields_by_name[name.tensor] = plain
+    return fields_by_name
 
 
 def record_of(

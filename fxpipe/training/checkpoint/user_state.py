@@ -18,7 +18,7 @@ from fxpipe.training.checkpoint.training_state import USER, UserState
 
 
 @dataclass(frozen=True)
-class Own:
+class ReplicaState:
     """The state of this process's replica, by name: as JSON has it, its tensors, and digests of both."""
 
     encoded: dict[str, Any] = field(default_factory=dict)
@@ -26,51 +26,54 @@ class Own:
     digests: dict[str, str] = field(default_factory=dict)
 
 
-def own_state(process: Process | None, user: Mapping[str, Stateful]) -> Own:
-    """On the first rank of each replica; the others keep none.  Raises RunError as ``to_json`` does."""
-    found = Own()
+def replica_state(process: Process | None, user: Mapping[str, Stateful]) -> ReplicaState:
+    """The user's state on the first rank of each replica; the others keep none.  Raises RunError as
+    ``to_json`` does."""
+    ours = ReplicaState()
     if process is not None and process.world_rank != process.number(process.replica, 0, 0):
-        return found
+        return ours
     replica = 0 if process is None else process.replica
     for k, (name, thing) in enumerate(user.items()):
         state, what = thing.state_dict(), f"state[{name!r}]"
-        found.tensors[name] = {}
-        found.encoded[name] = to_json(state, found.tensors[name], f"{USER}{replica}.{k}.", what)
-        found.digests[name] = _digest(state)
-    return found
+        ours.tensors[name] = {}
+        ours.encoded[name] = to_json(state, ours.tensors[name], f"{USER}{replica}.{k}.", what)
+        ours.digests[name] = _digest(state)
+    return ours
 
 
-def kept_state(process: Process | None, own: Own) -> UserState:
-    """What the checkpoint keeps of the state of all replicas.  All ranks must call it.
+def state_of_replicas(process: Process | None, ours: ReplicaState) -> UserState:
+    """The state of all replicas as the checkpoint keeps it.  All ranks must call it.
 
     A replica that lacks an object of rank 0 gets the state of that.
     """
     leads = process is None or process.leads
     by_replica: dict[str, tuple[Any, ...]] = {}
     if process is not None and process.replicas > 1:
-        first, *others = _of_replicas(process, own.digests)
+        first, *others = _of_replicas(process, ours.digests)  # states travel only where their digests differ
         differ = [
-            name for name in first if {found.get(name, first[name]) for found in others} - {first[name]}
+            name for name in first if {digests.get(name, first[name]) for digests in others} - {first[name]}
         ]
         if differ:
-            given = _of_replicas(process, {name: own.encoded[name] for name in differ if name in own.encoded})
-            by_replica = {name: tuple(x.get(name, given[0][name]) for x in given) for name in differ}
-    tensors = [held for name, held in own.tensors.items() if leads or name in by_replica]
+            encoded = _of_replicas(
+                process, {name: ours.encoded[name] for name in differ if name in ours.encoded}
+            )
+            by_replica = {name: tuple(x.get(name, encoded[0][name]) for x in encoded) for name in differ}
+    tensors = [named for name, named in ours.tensors.items() if leads or name in by_replica]
     return UserState(
-        own.encoded if leads else {}, by_replica, {n: t for held in tensors for n, t in held.items()}
+        ours.encoded if leads else {}, by_replica, {n: t for named in tensors for n, t in named.items()}
     )
 
 
-def _of_replicas(process: Process, own: Mapping[str, Any]) -> Sequence[dict[str, Any]]:
-    """What the first rank of each replica gives."""
-    texts = process.gather(json.dumps(own).encode())
+def _of_replicas(process: Process, values: Mapping[str, Any]) -> Sequence[dict[str, Any]]:
+    """The values of the first rank of each replica, by name."""
+    texts = process.gather(json.dumps(values).encode())
     return [json.loads(text) for text in texts[:: process.ranks * process.lanes]]
 
 
 def _digest(state: Any) -> str:
     tensors: dict[str, torch.Tensor] = {}
-    found = hashlib.sha256(json.dumps(to_json(state, tensors, "", "")).encode())
+    sha = hashlib.sha256(json.dumps(to_json(state, tensors, "", "")).encode())
     for tensor in tensors.values():
-        found.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
-        found.update(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
+        sha.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+        sha.update(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return sha.hexdigest()

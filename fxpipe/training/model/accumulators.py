@@ -77,8 +77,8 @@ def zero_buckets(
     state: ModelState, rank: int, replicas: int
 ) -> tuple[dict[str, torch.Tensor], list[GradientBucket]]:
     """New accumulators of a rank, in buckets."""
-    made = [_new(state, names, replicas) for names in names_of_buckets(state.plan, rank)]
-    return {name: view for bucket in made for name, view in bucket.views(bucket.whole).items()}, made
+    buckets = [_new(state, names, replicas) for names in names_of_buckets(state.plan, rank)]
+    return {name: view for bucket in buckets for name, view in bucket.views(bucket.whole).items()}, buckets
 
 
 def names_of_buckets(plan: Plan, rank: int) -> list[tuple[ShardName, ...]]:
@@ -88,7 +88,7 @@ def names_of_buckets(plan: Plan, rank: int) -> list[tuple[ShardName, ...]]:
 
 def check_buckets(plan: Plan) -> None:
     """Raise RunError where the plan has no buckets to sum over replicas."""
-    if any(held.gradients and not held.buckets for held in plan.tensors):
+    if any(rank.gradients and not rank.buckets for rank in plan.tensors):
         raise RunError(
             "The pipeline was saved by a version of fxpipe that knows no replicas. Compile it again, or "
             f"start as many processes as it has ranks: {plan.ranks}."
@@ -96,22 +96,22 @@ def check_buckets(plan: Plan) -> None:
 
 
 def _apart(state: ModelState, rt: Runtime) -> Finish:
-    trained = holders(held.gradients for held in state.plan.tensors)
+    trained = holders(rank.gradients for rank in state.plan.tensors)
     earlier = {}
     for name in state.plan.tensors[rt.rank].gradients:
         parameter = state.parameter(name)
         grad, dtype = parameter.grad, state.plan.gradient_dtype(parameter.dtype)
-        held = zeros(state, name) if grad is None else grad.to(dtype)
-        if held is not grad:
-            set_grad(parameter, held)
-        rt.grads[name] = held
+        accumulator = zeros(state, name) if grad is None else grad.to(dtype)
+        if accumulator is not grad:
+            set_grad(parameter, accumulator)
+        rt.grads[name] = accumulator
         if grad is None or take_zeroed(grad):
             continue
         if state.plan.step.has_count:
-            earlier[name] = held
+            earlier[name] = accumulator
             rt.grads[name] = zeros(state, name)
         elif rt.rank != trained[name][0]:  # which has the same one
-            held.zero_()
+            accumulator.zero_()
 
     def finish() -> None:
         for name, grad in earlier.items():
@@ -123,14 +123,15 @@ def _apart(state: ModelState, rt: Runtime) -> Finish:
 def _in_buckets(state: ModelState, rt: Runtime, replicas: int) -> Finish:
     """All replicas have all gradients, which lie in buckets also between steps."""
     added: list[tuple[torch.Tensor, torch.Tensor]] = []
-    made = []
+    buckets = []
     for names in names_of_buckets(state.plan, rt.rank):
         parameters = [state.parameter(name) for name in names]
         grads = [parameter.grad for parameter in parameters]
         used = [grad is not None and not take_zeroed(grad) for grad in grads]
         bucket = _new(state, names, replicas)
+        # Gradients of an earlier step have been summed over replicas: only those of this step may be again.
         bucket.flat = None if any(used) else _memory_of(grads, bucket)
-        made.append(bucket)
+        buckets.append(bucket)
         views = bucket.views(bucket.whole)
         for parameter, is_used, (name, view) in zip(parameters, used, views.items(), strict=True):
             rt.grads[name] = view
@@ -139,7 +140,7 @@ def _in_buckets(state: ModelState, rt: Runtime, replicas: int) -> Finish:
                 added.append((parameter.grad, view))
             elif parameter.grad is None or parameter.grad.data_ptr() != view.data_ptr():
                 set_grad(parameter, view)
-    rt.buckets = made
+    rt.buckets = buckets
 
     def finish() -> None:
         for grad, view in added:
@@ -152,36 +153,36 @@ def _sharded(state: ModelState, rt: Runtime, replica: int) -> Finish:
     """Each replica has the gradients of its own rows.  With ``shard="optimizer"`` the accumulators stay
     between steps, and these gradients are a part of them; else each bucket has some from the first op that
     adds to it until it is summed."""
-    level, kept = state.plan.shard, state.accumulators
-    made, pieces = rt.buckets, []
-    of_gradients = made[: len(names_of_buckets(state.plan, rt.rank))]
+    level, stored = state.plan.shard, state.accumulators
+    buckets, owned_pieces = rt.buckets, []
+    of_gradients = buckets[: len(names_of_buckets(state.plan, rt.rank))]
     for k, (bucket, (_, division)) in enumerate(zip(of_gradients, state.divisions(rt.rank), strict=False)):
-        own = division.pieces[replica]
-        for piece in own:
+        mine = division.pieces[replica]
+        for piece in mine:
             parameter = state.parameter(piece.name)
             if parameter.grad is not None and take_zeroed(parameter.grad):
                 parameter.grad = None
             elif parameter.grad is not None and level == "optimizer":  # it is a part of what is zeroed here
                 set_grad(parameter, parameter.grad.clone())
         if level == "optimizer":
-            bucket.flat = kept.setdefault(k, bucket.whole)
+            bucket.flat = stored.setdefault(k, bucket.whole)
             bucket.flat.zero_()
-        pieces.append(own)
+        owned_pieces.append(mine)
     rt.grads = Accumulators(of_gradients)
 
     def finish() -> None:
-        for bucket, own in zip(of_gradients, pieces, strict=True):
+        for bucket, shard in zip(of_gradients, owned_pieces, strict=True):
             assert bucket.summed is not None, "the program sums all buckets"
             first = bucket.begins[replica]
-            for piece in own:
+            for piece in shard:
                 parameter = state.parameter(piece.name)
-                given = bucket.summed[piece.begin - first : piece.end - first]
-                grad = given.as_strided(parameter.shape, parameter.stride())
+                rows = bucket.summed[piece.begin - first : piece.end - first]
+                grad = rows.as_strided(parameter.shape, parameter.stride())
                 if parameter.grad is None:
                     set_grad(parameter, grad)
                 else:
                     set_grad(parameter, parameter.grad.to(grad.dtype).add_(grad))
-        rt.buckets, rt.grads = (), {}
+        rt.buckets, rt.grads = (), {}  # let go of the memory of whole buckets before the update
         if state.divides_parameters:
             rt.params = {}
 
@@ -195,11 +196,11 @@ def sharded_bucket(
     bucket = _new(state, names, len(division.pieces))
     bucket.begins, bucket.level = division.begins, state.plan.shard
     if state.divides_parameters:
-        own = division.pieces[replica]
-        bucket.owned = tuple((slice(p.begin, p.end), state.held(p.name)) for p in own)
+        shard = division.pieces[replica]
+        bucket.owned = tuple((slice(p.begin, p.end), state.value(p.name)) for p in shard)
         bucket.parameter_dtype = dtype_of(state.layout(names[0]).dtype)
     else:
-        bucket.parameters = tuple(state.held(name) for name in names)
+        bucket.parameters = tuple(state.value(name) for name in names)
     return bucket
 
 

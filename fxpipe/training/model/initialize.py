@@ -14,7 +14,7 @@ from fxpipe.training.weights.initial_values import RESETS, Initialize, initializ
 from fxpipe.training.weights.tensor_values import InMemory, copy_to
 
 
-def initialize_held(state: ModelState, own: Initialize | None, seed: int) -> None:
+def initialize_model(state: ModelState, function: Initialize | None, seed: int) -> None:
     """See ``Pipeline.initialize``.  Nothing has changed if it fails."""
     model = state.of()
     if model is None:
@@ -31,34 +31,36 @@ def initialize_held(state: ModelState, own: Initialize | None, seed: int) -> Non
         )
     parameters, buffers = dict(state.parameters), dict(state.buffers)
     try:
-        _fill(state, model, on_meta, own, seed)
-    except Exception:
+        _fill(state, model, on_meta, function, seed)
+    except Exception:  # the model's own code may raise anything
         state.take_back(parameters, buffers)
         raise
     state.changed()
 
 
-def _fill(state: ModelState, model: nn.Module, on_meta: set[str], own: Initialize | None, seed: int) -> None:
+def _fill(
+    state: ModelState, model: nn.Module, on_meta: set[str], function: Initialize | None, seed: int
+) -> None:
     names = [name for name in map(ShardName, (*state.parameters, *state.buffers)) if name.tensor in on_meta]
-    held = dict.fromkeys(part for name in names for part in state.rows_held(name) or [name])
-    parts = {name for name in held if name.is_part or state.has_share_of(name)}
+    wanted = dict.fromkeys(part for name in names for part in state.rows_of(name) or [name])
+    parts = {name for name in wanted if name.is_part or state.has_share_of(name)}
     for part in sorted(parts):  # first, while the other tensors take no memory
-        _fill_part(state, model, part, own, seed)
+        _fill_part(state, model, part, function, seed)
     with ExitStack() as stack:
         whole: dict[str, torch.Tensor] = {
-            name: stack.enter_context(state.filling(name)) for name in held if name not in parts
+            name: stack.enter_context(state.filling(name)) for name in wanted if name not in parts
         }
-        _check_written(model, whole.keys() - initialize(model, whole, seed, own))
+        _check_written(model, whole.keys() - initialize(model, whole, seed, function))
     for table in {part.tensor for part in parts if part.is_part} & state.parameters.keys():
         del state.parameters[table]
 
 
 def _fill_part(
-    state: ModelState, model: nn.Module, part: ShardName, own: Initialize | None, seed: int
+    state: ModelState, model: nn.Module, part: ShardName, function: Initialize | None, seed: int
 ) -> None:
     """The rows, or this lane's share, of a whole tensor, which is freed behind."""
     whole = {part.tensor: state.plan.whole_layout(part.tensor).empty(state.device)}
-    _check_written(model, whole.keys() - initialize(model, whole, seed, own))
+    _check_written(model, whole.keys() - initialize(model, whole, seed, function))
     with state.filling(part) as target:
         copy_to(target, InMemory(whole), part.tensor, state.spans_of(part))
 

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import nn
@@ -16,8 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fxpipe.errors import RunError, suggested
 from fxpipe.plan.artifact import Plan, RankTensors, TensorLayout, holders
-from fxpipe.plan.attribute_state import kept_slots, kept_tensors, own_of_each_replica
-from fxpipe.plan.dtensors import is_dtensor, local
+from fxpipe.plan.attribute_state import kept_slots, own_of_each_replica
 from fxpipe.plan.rows import ShardName
 from fxpipe.plan.spans import PartSpan, spans_of
 from fxpipe.runtime.job.process import Process, own_ranks
@@ -25,17 +23,17 @@ from fxpipe.runtime.program.rank import Runtime
 from fxpipe.runtime.torch_private import memory_of
 from fxpipe.training.guards.guards import Traced
 from fxpipe.training.model.accumulators import zeros
-from fxpipe.training.model.elsewhere import Classes, is_elsewhere
+from fxpipe.training.model.elsewhere import Classes
+from fxpipe.training.model.follow_model import follow
 from fxpipe.training.model.partial_model import (
     Explanation,
     free_others,
     hide_stale,
     sharing,
     show_stale,
-    trained_elsewhere,
     watch_updates,
 )
-from fxpipe.training.model.pending_update import Updates
+from fxpipe.training.model.pending_update import PendingUpdate
 from fxpipe.training.model.shards import Division, divide, owned
 
 
@@ -70,15 +68,15 @@ class ModelState:
     borrowed: dict[str, torch.Tensor] = field(default_factory=dict)
     lane: int | None = None
     rows: dict[str, nn.Parameter] = field(default_factory=dict)
-    updates: Updates = field(default_factory=Updates)
+    updates: PendingUpdate = field(default_factory=PendingUpdate)
     registered: dict[str, weakref.ref[torch.Tensor]] = field(default_factory=dict)
     watch: RemovableHandle | None = None
     kept: frozenset[str] = frozenset()  # names of buffers that are in plain attributes of the model's modules
 
     def __post_init__(self) -> None:
         if self.process is not None and self.divides_parameters:
-            own = {name.tensor for name in self.stored_by(self.process.rank).parameters}
-            for name in [name for name in self.parameters if ShardName(name).tensor not in own]:
+            tables = {name.tensor for name in self.stored_by(self.process.rank).parameters}
+            for name in [name for name in self.parameters if ShardName(name).tensor not in tables]:
                 del self.parameters[name]
         if (model := self.of()) is not None:
             registered = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
@@ -86,7 +84,7 @@ class ModelState:
 
     @cached_property
     def classes_elsewhere(self) -> Classes:
-        """Of the model's tensors that this process does not have."""
+        """The classes that the model's tensors get as long as this process does not have them."""
         return Classes(Explanation(self))
 
     @cached_property
@@ -95,7 +93,7 @@ class ModelState:
         if self.process is None:
             return owned(self.plan, 1)
         of_ranks = owned(self.plan, self.process.replicas)
-        return tuple(own for own in of_ranks for _ in range(self.process.lanes))
+        return tuple(tensors for tensors in of_ranks for _ in range(self.process.lanes))
 
     def owned_by(self, rank: int) -> RankTensors:
         """The tensors that this process owns, which has this rank, or all of them."""
@@ -120,17 +118,17 @@ class ModelState:
     def let_go(self) -> None:
         """See ``Pipeline.let_model_go``."""
         for table in list(self.parameters):
-            parts: dict[str, nn.Parameter] = {name: self.parameter(name) for name in self.rows_held(table)}
-            for part in parts.values():
+            parts: dict[str, nn.Parameter] = {name: self.parameter(name) for name in self.rows_of(table)}
+            for part in parts.values():  # views of the table's memory, which is to be freed
                 part.data = part.detach().clone()
             if parts:
                 del self.parameters[table]
                 self.parameters |= parts
 
-    def rows_held(self, table: str) -> list[ShardName]:
+    def rows_of(self, table: str) -> list[ShardName]:
         """The rows that this process holds of a table, or of rows of one; none in a process of all ranks."""
-        held = () if self.process is None else self.stored_by(self.process.rank).parameters
-        return [name for name in held if name.is_part and name != table and ShardName(table).contains(name)]
+        names = () if self.process is None else self.stored_by(self.process.rank).parameters
+        return [name for name in names if name.is_part and name != table and ShardName(table).contains(name)]
 
     def follow_model(self) -> dict[str, nn.Parameter]:
         """Use the tensors that the model holds now; return its parameters, if there is a model.
@@ -138,44 +136,9 @@ class ModelState:
         Raises RunError if a shape, dtype or device changed.
         """
         model = self.of()
-        if model is None:
-            return {}
-        named = dict(model.named_parameters())
-        now = {**named, **dict(model.named_buffers()), **kept_tensors(model, self.kept)}
-        held: tuple[dict[str, Any], ...] = (self.parameters, self.buffers)
-        for mine in held:
-            for own_name, old in list(mine.items()):
-                name = ShardName(own_name).tensor
-                new = now.get(name)
-                if new is not None and (new.is_meta or self._has_all_lanes_of(name)):
-                    continue  # load_state_dict gave the pipeline its own tensors
-                if is_elsewhere(new):
-                    if own_name == name and not self.stale:
-                        raise RunError(trained_elsewhere(name))
-                    continue
-                new = _own_part(new, old)
-                layout = self.plan.layouts.get(name)
-                if layout is None:  # no rank uses it
-                    continue
-                if new is None or (tuple(new.shape), str(new.dtype)) != (layout.shape, layout.dtype):
-                    found = "is gone" if new is None else f"is now {new.dtype} of shape {tuple(new.shape)}"
-                    remedy = "Put such a tensor there, or compile" if name in self.kept else "Compile"
-                    raise RunError(
-                        f"The model's {name}, {layout.dtype} of shape {layout.shape}, {found}. {remedy} the "
-                        "model again."
-                    )
-                if new.device != self.device:
-                    raise RunError(
-                        f"The model's {name} is on {new.device}, and the pipeline was compiled for "
-                        f"{self.device}. Move the model back, or compile it again."
-                    )
-                if own_name != name:  # rows, whose table has values again
-                    self.rows[own_name] = mine.pop(own_name)
-                if new is not old:
-                    mine[name] = new
-        return named
+        return {} if model is None else follow(self, model)
 
-    def _has_all_lanes_of(self, name: str) -> bool:
+    def has_all_lanes_of(self, name: str) -> bool:
         """Whether this process runs all lanes, of which each has another share of the tensor."""
         return self.process is None and self.lane is None and name in self.plan.lanes.shards
 
@@ -184,11 +147,11 @@ class ModelState:
         return self.process is not None and name.tensor in self.plan.lanes.shards
 
     def spans_of(self, name: ShardName, lane: int | None = None) -> dict[int, PartSpan]:
-        """What is held under a name, of the tensor of the whole model; by this process, or by a lane."""
-        if self._has_all_lanes_of(name.tensor):
+        """The part of the whole model's tensor that this process, or a lane, has under a name."""
+        if self.has_all_lanes_of(name.tensor):
             return {}
-        own = self.lane or 0 if self.process is None else self.process.lane
-        return spans_of(self.plan, name, own if lane is None else lane)
+        here = self.lane or 0 if self.process is None else self.process.lane
+        return spans_of(self.plan, name, here if lane is None else lane)
 
     def of_lane(self, lane: int) -> ModelState:
         """The state of one lane, in a process that runs all."""
@@ -208,7 +171,7 @@ class ModelState:
         named: as ``follow_model`` gives them.
         """
         if self.then is not None:
-            trains = any(held.gradients for held in self.plan.tensors)
+            trains = any(rank.gradients for rank in self.plan.tensors)
             self.then.check(named | self.parameters, self.of(), self.plan.layouts, trains=trains)
 
     def parameter(self, name: str) -> torch.nn.Parameter:
@@ -241,7 +204,7 @@ class ModelState:
 
     @contextmanager
     def borrowing(self, parameters: dict[str, torch.Tensor]) -> Iterator[None]:
-        """For a block that uses parameters which this process does not keep."""
+        """Lend a block parameters that this process does not keep."""
         self.borrowed = parameters
         try:
             yield
@@ -252,22 +215,22 @@ class ModelState:
         """The parameter that has these rows, and the first row that it has."""
         if rows.tensor in self.parameters:
             return self.parameters[rows.tensor], 0
-        for held in map(ShardName, self.parameters):
-            if held.contains(rows):
-                return self.parameters[held], held.begin
+        for name in map(ShardName, self.parameters):
+            if name.contains(rows):
+                return self.parameters[name], name.begin
         raise KeyError(rows)
 
-    def held_by(self, rank: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    def params_and_buffers(self, rank: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         """The parameters and buffers that a rank holds, but for parameters that its program gathers."""
-        held = self.plan.tensors[rank]
+        tensors = self.plan.tensors[rank]
         gathered = self._gathered(rank)
         params: dict[str, torch.Tensor] = {}
-        for name in held.parameters:
+        for name in tensors.parameters:
             if name in self.borrowed:
                 params[name] = self.borrowed[name]
             elif name not in gathered:
-                params[name] = self.held(name)
-        return params, {name: self.buffers[name] for name in held.buffers}
+                params[name] = self.value(name)
+        return params, {name: self.buffers[name] for name in tensors.buffers}
 
     def zero_gradients(self, rank: int) -> dict[str, torch.Tensor]:
         """New gradient accumulators for a rank."""
@@ -285,9 +248,9 @@ class ModelState:
         Raises RunError where a buffer is in no state dict: it is each replica's own.
         """
         changed = self._changed(runtime)
-        own = changed.keys() - {name for _, name in self.plan.state}
-        if own:
-            raise RunError(own_of_each_replica(min(own)))
+        private = changed.keys() - {name for _, name in self.plan.state}
+        if private:
+            raise RunError(own_of_each_replica(min(private)))
         if runtime.replicas is not None:
             runtime.replicas.copy_first([*changed.values()])
 
@@ -298,11 +261,11 @@ class ModelState:
     def write(self, values: Mapping[str, torch.Tensor]) -> None:
         """Give buffers other values, in their memory.  A plain attribute gets a new tensor: code may keep the
         old one."""
-        kept = values.keys() & self.kept
-        model = self.of() if kept else None
+        attributes = values.keys() & self.kept
+        model = self.of() if attributes else None
         slots = {} if model is None else kept_slots(model)
         for name, value in values.items():
-            if name not in kept:
+            if name not in attributes:
                 self.buffers[name].copy_(value)
                 continue
             self.buffers[name] = value.detach().to(self.device, copy=True)
@@ -312,8 +275,8 @@ class ModelState:
     def check_values(self, rank: int) -> None:
         """Raise RunError if a tensor of the rank is on the meta device."""
         names = (name for name in self.stored_by(rank).state if name not in self.borrowed)
-        missing = [name for name in names if self.held(name).is_meta]
-        if missing and self._has_all_lanes_of(missing[0]):
+        missing = [name for name in names if self.value(name).is_meta]
+        if missing and self.has_all_lanes_of(missing[0]):
             raise RunError(
                 f"This process runs all lanes, and its model has one lane's share of {missing[0]}. Give the "
                 "whole values, of before parallelize_module, with pipe.load_state_dict(…)."
@@ -357,32 +320,32 @@ class ModelState:
             free_others(self)
 
     def gathered(self) -> Iterator[tuple[ShardName, int, torch.Tensor]]:
-        """Each parameter and buffer as its first holders have it: the name, or that of rows, the lane, and
-        the value; a share for each lane where lanes have shares.
+        """Yield each parameter and buffer as its first holders have it: the name, or that of rows, the lane,
+        and the value; a share for each lane where lanes have shares.
 
         Under torchrun all ranks must call it, and get values as they are sent, one by one.
         """
         self.follow_model()
         for rank in own_ranks(self.process, self.plan.ranks):
             self.check_values(rank)
-        for name, processes in holders(held.state for held in self.owned).items():
+        for name, processes in holders(tensors.state for tensors in self.owned).items():
             if self.process is None:
-                yield name, 0, self.held(name)
+                yield name, 0, self.value(name)
                 continue
             for holder in processes[: self.process.lanes if self.has_share_of(name) else 1]:
-                yield name, holder % self.process.lanes, self._held_by(name, holder)
+                yield name, holder % self.process.lanes, self._broadcast(name, holder)
 
-    def _held_by(self, name: ShardName, holder: int) -> torch.Tensor:
+    def _broadcast(self, name: ShardName, holder: int) -> torch.Tensor:
         """The value of a tensor on a process, on all of them; all call it."""
         assert self.process is not None
         here = self.process.world_rank == holder
-        tensor = self.held(name) if here else self.layout(name).empty(self.device)
+        tensor = self.value(name) if here else self.layout(name).empty(self.device)
         self.process.broadcast_(tensor, holder)
         return tensor
 
     def layout(self, name: ShardName) -> TensorLayout:
-        """Of a parameter, or of any rows of one, or of a buffer."""
-        if self._has_all_lanes_of(name):
+        """The layout of a parameter, of any rows of one, or of a buffer."""
+        if self.has_all_lanes_of(name):
             return self.plan.whole_layout(name)
         if name in self.plan.layouts:
             return self.plan.layouts[name]
@@ -395,19 +358,19 @@ class ModelState:
 
         name: as the plan has it, of a whole parameter or of rows; or of a buffer.
         """
-        own = holders(held.state for held in self.owned)
+        owners = holders(tensors.state for tensors in self.owned)
         lanes = self.plan.lanes.number if self.has_share_of(name) else 1
-        named = [(piece, found) for piece, found in own.items() if name.contains(piece)]
-        return [(process, piece) for piece, found in named for process in found[:lanes]]
+        named = [(piece, processes) for piece, processes in owners.items() if name.contains(piece)]
+        return [(process, piece) for piece, processes in named for process in processes[:lanes]]
 
-    def held(self, name: str) -> torch.Tensor:
+    def value(self, name: str) -> torch.Tensor:
         """The value of a parameter, or of rows of one, or of a buffer, that this rank holds."""
         return memory_of(self.buffers[name] if name in self.buffers else self.parameter(name))
 
     @contextmanager
     def filling(self, name: ShardName) -> Iterator[torch.Tensor]:
-        """For a block that overwrites a parameter, or rows of one, or a buffer, that this rank holds: its
-        memory.  One on the meta device gets some."""
+        """Yield the memory of a parameter, of rows of one, or of a buffer, that this rank holds, to a block
+        that overwrites it.  A tensor on the meta device gets memory first."""
         if name not in self.kept or self.buffers[name].is_meta:
             yield self._memory(name)
             return
@@ -416,18 +379,18 @@ class ModelState:
         self.write({name: value})
 
     def _memory(self, name: ShardName) -> torch.Tensor:
-        held: torch.Tensor = self.buffers[name] if name in self.buffers else self._table(name)[0]
-        if not held.is_meta:
-            return self.held(name)
+        tensor: torch.Tensor = self.buffers[name] if name in self.buffers else self._table(name)[0]
+        if not tensor.is_meta:
+            return self.value(name)
         self.rows.clear()  # of no memory; those with memory are an optimizer's, and stay
         # A process of all ranks holds the other rows as well.
-        made = name if self.process is not None else ShardName(name.tensor)
-        own = self.layout(made).empty(self.device)
+        target = name if self.process is not None else ShardName(name.tensor)
+        memory = self.layout(target).empty(self.device)
         if name in self.buffers:
-            self.buffers[name] = own
+            self.buffers[name] = memory
         else:
-            self.parameters[made] = nn.Parameter(own, held.requires_grad)
-        return self.held(name)
+            self.parameters[target] = nn.Parameter(memory, tensor.requires_grad)
+        return self.value(name)
 
     def take_back(self, parameters: dict[str, nn.Parameter], buffers: dict[str, torch.Tensor]) -> None:
         """Hold the tensors of before an attempt that failed."""
@@ -440,14 +403,3 @@ class ModelState:
     def forget_rows(self) -> None:
         """Rows are parts of other tensors now."""
         self.rows.clear()
-
-
-def _own_part(new: torch.Tensor | None, old: torch.Tensor) -> torch.Tensor | None:
-    """Of a DTensor the part that this process has: ``old``, if it is that already."""
-    if not is_dtensor(new):
-        return new
-    assert new is not None
-    part = local(new).detach()
-    if (part.data_ptr(), part.shape, part.dtype) == (old.data_ptr(), old.shape, old.dtype):
-        return old.requires_grad_(new.requires_grad)
-    return nn.Parameter(part, new.requires_grad) if isinstance(old, nn.Parameter) else part

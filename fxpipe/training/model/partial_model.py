@@ -25,7 +25,7 @@ from fxpipe.plan.rows import ShardName
 from fxpipe.runtime.job.process import Process
 from fxpipe.runtime.job.user_line import is_of_user
 from fxpipe.training.model.elsewhere import Elsewhere, hide, is_elsewhere, send_away, show
-from fxpipe.training.model.pending_update import Updates
+from fxpipe.training.model.pending_update import PendingUpdate
 
 if TYPE_CHECKING:
     from fxpipe.training.model.model_state import ModelState
@@ -40,7 +40,7 @@ def register(state: ModelState) -> None:
     Raises RunError where another one trains tensors of this model that would be on other ranks here.
     """
     state.registered = {name: weakref.ref(tensor) for name, tensor in registered(state.of()).items()}
-    for other in _compiled:
+    for other in _compiled:  # all are compared before any rows are shared, so an error changes nothing
         if text := _difference(state, other):
             raise RunError(text)
     for other in _compiled:
@@ -54,8 +54,8 @@ def share_model(state: ModelState) -> None:
 
 
 def free_others(state: ModelState) -> None:
-    """After a change of values: free the copies of what other ranks have.  A pipeline that only evaluates
-    frees those of tensors that it changes."""
+    """Free the copies of what other ranks have, as values have changed.  A pipeline that only evaluates frees
+    those of tensors that it changes."""
     if any(state.parameters is other.parameters for other in _compiled):
         _free(state, names_of(state.plan) if trains(state.plan) else {*state.plan.changed})
 
@@ -123,11 +123,11 @@ def _common(new: ModelState, other: ModelState) -> list[tuple[str, str]]:
 
 def _parts(state: ModelState, name: str) -> dict[int, frozenset[tuple[int, int]]]:
     """The processes that own a tensor, each with its rows."""
-    held = (
-        (k, frozenset((n.begin, n.end) for n in own.state if n.tensor == name))
-        for k, own in enumerate(state.owned)
+    rows_of = (
+        (k, frozenset((n.begin, n.end) for n in tensors.state if n.tensor == name))
+        for k, tensors in enumerate(state.owned)
     )
-    return {process: rows for process, rows in held if rows}
+    return {process: rows for process, rows in rows_of if rows}
 
 
 def _ranks_text(parts: dict[int, frozenset[tuple[int, int]]]) -> str:
@@ -156,12 +156,12 @@ def _share_rows(new: ModelState, other: ModelState) -> None:
 
 
 def hide_stale(state: ModelState) -> None:
-    """After an update: hide the parameters of which other replicas have rows with newer values."""
+    """Hide the parameters of which other replicas have rows with newer values, after an update."""
     assert state.process is not None
     rank, tensors = state.process.rank, tensors_of(state)
-    own = {*state.owned_by(rank).gradients}
+    current = {*state.owned_by(rank).gradients}
     for name in state.plan.tensors[rank].gradients:
-        if name not in own and name in tensors and not is_elsewhere(tensors[name]):
+        if name not in current and name in tensors and not is_elsewhere(tensors[name]):
             hide(tensors[name], state.classes_elsewhere.of(tensors[name]))
 
 
@@ -172,18 +172,18 @@ def show_stale(state: ModelState) -> None:
         show(tensors[name])
 
 
-def updates_of(model: nn.Module) -> Updates:
+def updates_of(model: nn.Module) -> PendingUpdate:
     """The last update of a pipeline that has tensors of this model; new ones if there is none."""
-    own = {id(tensor) for tensor in registered(model).values()}
-    others = (other for other in _compiled if any(id(tensor) in own for tensor in tensors_of(other).values()))
-    return next((other.updates for other in others), Updates())
+    ids = {id(tensor) for tensor in registered(model).values()}
+    others = (other for other in _compiled if any(id(tensor) in ids for tensor in tensors_of(other).values()))
+    return next((other.updates for other in others), PendingUpdate())
 
 
 def names_by_rank(
     model: nn.Module, other: ModelState
 ) -> tuple[tuple[tuple[str, ...], ...], tuple[tuple[str, ...], ...]]:
-    """Per rank of another pipeline the names of a model's tensors that may be used there, and of the
-    parameters that it has there; nothing if the model has no tensor of it.
+    """The names of a model's tensors that may be used on each rank of another pipeline, and of the parameters
+    that it has there; nothing if the model has no tensor of it.
 
     What that one does not use itself, and has on a rank for the whole model's sake, may be used on any.
     """
@@ -193,10 +193,10 @@ def names_by_rank(
     if not known.intersection(names.values()):
         return (), ()
     in_stages = {ShardName(name).tensor for stage in plan.stages for name in stage.parameters}
-    buffers = {name.tensor for held in plan.tensors for name in held.buffers}
+    buffers = {name.tensor for tensors in plan.tensors for name in tensors.buffers}
     used = in_stages | buffers | changed_by(plan)
-    ranks = [{name.tensor for name in held.state} for held in plan.tensors]
-    whole = [{*held.parameters} for held in plan.tensors]
+    ranks = [{name.tensor for name in tensors.state} for tensors in plan.tensors]
+    whole = [{*tensors.parameters} for tensors in plan.tensors]
     return (
         tuple(
             tuple(sorted(n for n, their in names.items() if their in here or their not in used))
@@ -207,11 +207,11 @@ def names_by_rank(
 
 
 def watch_updates(state: ModelState) -> None:
-    """As long as the model is whole: take a step of any optimizer of its tensors as a change of values."""
-    own = weakref.ref(state)
+    """Take a step of any optimizer of the model's tensors as a change of values, as long as it is whole."""
+    weak_state = weakref.ref(state)  # torch keeps the hook for ever, and must not keep the state
 
     def updated(optimizer: Optimizer, *_: object) -> None:
-        living = own()
+        living = weak_state()
         if living is None:
             handle.remove()
             return
@@ -240,8 +240,8 @@ def pipelines_of(model: nn.Module, process: Process) -> list[ModelState]:
 
     Raises RunError if one is gone.
     """
-    own = {type(x).explain.number for x in registered(model).values() if isinstance(x, Elsewhere)}
-    numbers = {n for given in process.gather(json.dumps([*own]).encode()) for n in json.loads(given)}
+    numbers_here = {type(x).explain.number for x in registered(model).values() if isinstance(x, Elsewhere)}
+    numbers = {n for text in process.gather(json.dumps([*numbers_here]).encode()) for n in json.loads(text)}
     states = {state.process.tag: state for state in _compiled if state.process is not None}
     with process.agreed("compile"):
         if numbers - states.keys():
@@ -255,16 +255,16 @@ def pipelines_of(model: nn.Module, process: Process) -> list[ModelState]:
 
 def names_of(plan: Plan) -> set[str]:
     """The names of the model's parameters and buffers."""
-    return {name.tensor for held in plan.tensors for name in held.state}
+    return {name.tensor for rank in plan.tensors for name in rank.state}
 
 
 def trains(plan: Plan) -> bool:
-    return any(held.gradients for held in plan.tensors)
+    return any(rank.gradients for rank in plan.tensors)
 
 
 def changed_by(plan: Plan) -> set[str]:
     """The names of the tensors to which training gives new values."""
-    return {name.tensor for held in plan.tensors for name in held.gradients} | {*plan.changed}
+    return {name.tensor for rank in plan.tensors for name in rank.gradients} | {*plan.changed}
 
 
 def whole_names(state: ModelState) -> set[str]:
@@ -274,12 +274,12 @@ def whole_names(state: ModelState) -> set[str]:
 
 def _name_of(tensor: torch.Tensor, state: ModelState) -> str:
     model = state.of()
-    kept = {} if model is None else {name: slot.get() for name, slot in kept_slots(model).items()}
-    return next((name for name, x in (tensors_of(state) | kept).items() if x is tensor), "")
+    attributes = {} if model is None else {name: slot.get() for name, slot in kept_slots(model).items()}
+    return next((name for name, x in (tensors_of(state) | attributes).items() if x is tensor), "")
 
 
 def trained_elsewhere(name: str) -> str:
-    """For a pipeline that needs a tensor here which another one changes on another rank."""
+    """The error of a pipeline that needs a tensor here which another one changes on another rank."""
     return (
         f"{name} is trained by another pipeline of this model, which has it on other ranks. Call that one's "
         "synchronize() on all ranks before this one runs, or compile this one with like=pipe, so that each "
@@ -336,7 +336,9 @@ class Explanation:
 
     def _place(self, name: str) -> str:
         ranks = [
-            rank for rank, held in enumerate(self.plan.tensors) if any(n.tensor == name for n in held.state)
+            rank
+            for rank, tensors in enumerate(self.plan.tensors)
+            if any(n.tensor == name for n in tensors.state)
         ]
         if not name or ranks == [self.rank]:
             return "other ranks"

@@ -46,20 +46,22 @@ def _send_plans(artifacts: Sequence[Artifact], process: Process) -> None:
         plan, key = artifact.plan, f"plan/{uuid.uuid4().hex}"
         process.keep(key, plan.to_json())
         # Not the orders, nor the edges, of which a split vocabulary has one for every two ranks.
-        own = replace(plan, order=(), transfers=(), tried=(), meshes=(), costs=replace(plan.costs, edges=()))
-        plans.append({"plan": unstructure(own), "number": artifact.number, "key": key})
+        common = replace(
+            plan, order=(), transfers=(), tried=(), meshes=(), costs=replace(plan.costs, edges=())
+        )
+        plans.append({"plan": unstructure(common), "number": artifact.number, "key": key})
     process.broadcast_bytes(_packed({"plans": plans}))
 
 
 def made_first(make: Callable[[], T], process: Process) -> T:
-    """What rank 0 makes before it sends it; the others call ``wait_for_first`` and receive it.
+    """Make on rank 0 what it sends then; the others call ``wait_for_first`` and receive it.
 
     They raise RunError with the error that this raises.
     """
     try:
         made = make()
     except Exception as error:  # the model's own code may raise anything
-        process.first_is_ready()
+        process.first_is_ready()  # before the broadcast: a wait for it has a time limit, compilation has none
         process.broadcast_bytes(_packed({"error": in_short(error)}))
         raise
     process.first_is_ready()
@@ -67,7 +69,7 @@ def made_first(make: Callable[[], T], process: Process) -> T:
 
 
 def _packed(data: Any) -> bytes:
-    """As JSON, whose names of tensors, those of all ranks, are alike: a tenth of it, compressed."""
+    """Data as compressed JSON: the names of all ranks' tensors are alike, and shrink to a tenth."""
     return zlib.compress(json.dumps(data).encode())
 
 
@@ -89,11 +91,11 @@ def received_mesh(process: Process) -> Mesh:
 
 
 def _received_plans(process: Process) -> list[Artifact]:
-    found = []
-    for given in _received(process)["plans"]:
-        plan, ask = structure(given["plan"], Plan), partial(_ask, process, given["key"])
-        found.append(Artifact(plan, (), {}, given["number"], ask))
-    return found
+    artifacts = []
+    for entry in _received(process)["plans"]:
+        plan, ask = structure(entry["plan"], Plan), partial(_ask, process, entry["key"])
+        artifacts.append(Artifact(plan, (), {}, entry["number"], ask))
+    return artifacts
 
 
 def send_artifacts(artifacts: Sequence[Artifact], process: Process) -> None:
@@ -103,20 +105,20 @@ def send_artifacts(artifacts: Sequence[Artifact], process: Process) -> None:
         programs = (zlib.compress(program.encode()) for program in artifact.programs)
         process.scatter(process.of_each(tuple(programs)))
         each = process.of_each(artifact.plan.tensors)
-        held = ({str(n): artifact.constants[n] for n in own.constants} for own in each)
-        process.scatter(tensors_to_bytes(files.apart(tensors)) for tensors in held)
+        constants = ({str(n): artifact.constants[n] for n in rank.constants} for rank in each)
+        process.scatter(tensors_to_bytes(files.apart(tensors)) for tensors in constants)
 
 
 def received_artifacts(process: Process) -> list[Artifact]:
     """The artifacts that rank 0 sends.  Raises RunError if it could not compile the model."""
-    found = []
+    artifacts = []
     for artifact in _received_plans(process):
         program = zlib.decompress(process.scatter(None)).decode()
         constants = tensors_from_bytes(process.scatter(None))
         programs = tuple(program if rank == process.rank else "" for rank in range(process.ranks))
         laid_out = files.laid_out(constants, artifact.plan)
-        found.append(replace(artifact, programs=programs, constants=laid_out))
-    return found
+        artifacts.append(replace(artifact, programs=programs, constants=laid_out))
+    return artifacts
 
 
 def _ask(process: Process, key: str) -> Plan:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 
 @dataclass(eq=False)
-class Updates:
-    """One for a pipeline and its evaluation.
+class PendingUpdate:
+    """The last update of a pipeline and its evaluation.
 
     An optimizer with ``validation="post"`` updates before all ranks have told whether their gradients are
     finite, and what their norm is.  ``settle`` waits for that, and corrects an update that was wrong.
@@ -35,7 +35,7 @@ class Updates:
             self._check()
 
     def settle(self) -> None:
-        """From here on the parameters are those of the last step.  Waits until all ranks have made it."""
+        """Wait until all ranks have made the last step: from here on the parameters are those behind it."""
         self.check()
         self._correct()
 
@@ -47,6 +47,7 @@ class Updates:
         return stand
 
     def _correct(self) -> None:
+        # Cleared first: a settlement that fails must not be tried again by the next call.
         settle, self._settle, self._check = self._settle, None, None
         if settle is not None and not settle():
             self._repeats = True

@@ -13,13 +13,14 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from fxpipe.errors import RunError
+from fxpipe.runtime.torch_private import copy_each
 
 #: Steps of the trial: as many as an optimizer is expected to take until it uses what it keeps.
 _TRIAL = 12
 
 
 @dataclass(frozen=True, eq=False)
-class Undo:
+class Rollback:
     """What an optimizer had before an update: the values of what it updates, its state of each, and the
     options of its groups."""
 
@@ -29,46 +30,46 @@ class Undo:
 
     @staticmethod
     @torch.no_grad()
-    def of(optimizer: Optimizer, earlier: Undo | None = None) -> Undo:
+    def of(optimizer: Optimizer, earlier: Rollback | None = None) -> Rollback:
         """earlier: one that is needed no more, whose memory the copies take: new memory costs as much time as
         the copies themselves."""
         updated = _updated(optimizer)
         values = tuple(map(torch.empty_like, updated)) if earlier is None else earlier.values
         if updated:
-            torch._foreach_copy_([*values], [p.detach() for p in updated])
+            copy_each([*values], [p.detach() for p in updated])
         known = {} if earlier is None else earlier.state
         state = {
-            p: {key: _given(known.get(p, {}).get(key), x) for key, x in optimizer.state[p].items()}
+            p: {key: _copied(known.get(p, {}).get(key), x) for key, x in optimizer.state[p].items()}
             for p in updated
             if p in optimizer.state
         }
         options = tuple(copy.deepcopy(_options(group)) for group in optimizer.param_groups)
-        return Undo(values, state, options)
+        return Rollback(values, state, options)
 
     @torch.no_grad()
     def take_back(self, optimizer: Optimizer) -> None:
         """Give the optimizer what it had, in the memory that it has now where that fits."""
         updated = _updated(optimizer)
         if updated:
-            torch._foreach_copy_([*updated], [*self.values])
+            copy_each([*updated], [*self.values])
         for parameter in updated:
             if parameter not in self.state:
                 optimizer.state.pop(parameter, None)
                 continue
             now, before = optimizer.state[parameter], self.state[parameter]
-            optimizer.state[parameter] = {key: _given(now.get(key), x) for key, x in before.items()}
+            optimizer.state[parameter] = {key: _copied(now.get(key), x) for key, x in before.items()}
 
     @contextmanager
     def options_of_then(self, optimizer: Optimizer) -> Iterator[None]:
-        """For a block in which the groups have the options that they had: a scheduler may have come since."""
+        """Give the groups the options that they had, for a block: a scheduler may have come since."""
         now = [_options(group) for group in optimizer.param_groups]
         for group, then in zip(optimizer.param_groups, self.options, strict=True):
             group |= then
         try:
             yield
         finally:
-            for group, own in zip(optimizer.param_groups, now, strict=True):
-                group |= own
+            for group, options in zip(optimizer.param_groups, now, strict=True):
+                group |= options
 
 
 def _updated(optimizer: Optimizer) -> list[Parameter]:
@@ -79,7 +80,7 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in group.items() if name != "params"}
 
 
-def _given(memory: Any, value: Any) -> Any:
+def _copied(memory: Any, value: Any) -> Any:
     """A copy of a value: of a tensor in this memory, if it fits."""
     tensors = isinstance(memory, torch.Tensor) and isinstance(value, torch.Tensor)
     fits = tensors and (memory.shape, memory.dtype, memory.device) == (value.shape, value.dtype, value.device)
@@ -102,7 +103,7 @@ def check_undoable(make: Callable[[list[Parameter]], Optimizer], name: str, devi
         for times, table, optimizer in zip((1, 2), tables, optimizers, strict=True):
             table.grad = grad.to(device)
             for again in range(times):
-                undo, attributes = Undo.of(optimizer), _attributes(optimizer)
+                undo, attributes = Rollback.of(optimizer), _attributes(optimizer)
                 optimizer.step()
                 outside |= {k for k, x in _attributes(optimizer).items() if attributes.get(k, x) != x}
                 if again + 1 < times:

@@ -55,8 +55,10 @@ def _write(
     """
     process = state.process
     leads = process is None or process.leads
-    for rank, (program, held) in enumerate(zip(artifact.programs, artifact.plan.tensors, strict=True)):
-        names = held.constants if step_number is None else held.names
+    for rank, (program, rank_tensors) in enumerate(
+        zip(artifact.programs, artifact.plan.tensors, strict=True)
+    ):
+        names = rank_tensors.constants if step_number is None else rank_tensors.names
         tensors = _on_first(artifact, state, rank, names)
         with agreed(process, "save"), files.writing(path):
             if leads:
@@ -70,18 +72,18 @@ def _write(
 def _on_first(
     artifact: Artifact, state: ModelState, rank: int, names: Iterable[ShardName]
 ) -> dict[str, torch.Tensor]:
-    """On rank 0, tensors of a rank, which sends them; the pipeline may have been loaded, and each rank then
-    holds its own constants alone."""
+    """Bring tensors of a rank to rank 0, where this returns them; the pipeline may have been loaded, and each
+    rank then holds its own constants alone."""
     process, plan, constants = state.process, artifact.plan, artifact.plan.tensors[rank].constants
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for name in names:
         if process is None:
-            found[name] = artifact.constants[name] if name in constants else state.held(name)
+            tensors[name] = artifact.constants[name] if name in constants else state.value(name)
             continue
         owners = [(process.number(0, rank, 0), name)] if name in constants else state.pieces(name)
         if owners == [(0, name)]:
             if process.leads:
-                found[name] = artifact.constants[name] if name in constants else state.held(name)
+                tensors[name] = artifact.constants[name] if name in constants else state.value(name)
             continue
         whole = plan.whole_layout(name).empty(state.device) if process.leads else None
         for owner, piece in owners:
@@ -91,8 +93,8 @@ def _on_first(
                 part = place_of(whole, spans, name.begin)
             _send(artifact, state, process, owner, piece, part)
         if whole is not None:
-            found[name] = whole
-    return found
+            tensors[name] = whole
+    return tensors
 
 
 def _send(
@@ -104,13 +106,13 @@ def _send(
     target: torch.Tensor | None,
 ) -> None:
     """Copy a tensor of an owner to its place on the first process; the others do nothing."""
-    held = artifact.constants.get(name) if process.world_rank == owner else None
-    if process.world_rank == owner and held is None:
-        held = state.held(name)
-    if owner == 0 and target is not None and held is not None:
-        target.copy_(held)
-    elif process.world_rank == owner and held is not None:
-        process.send_to(held, owner, 0)
+    source = artifact.constants.get(name) if process.world_rank == owner else None
+    if process.world_rank == owner and source is None:
+        source = state.value(name)
+    if owner == 0 and target is not None and source is not None:
+        target.copy_(source)
+    elif process.world_rank == owner and source is not None:
+        process.send_to(source, owner, 0)
     elif target is not None:
         value = target.contiguous()
         process.send_to(value, owner, 0)
@@ -119,6 +121,8 @@ def _send(
 
 
 def _put_in_place(draft: Path, path: Path) -> None:
+    # A crash at any line leaves the old pipeline or the new one, whole: the files are on the disk before
+    # their directory gets its name, and the old directory is removed only behind that.
     before = path.with_name(f".{path.name}.before")
     shutil.rmtree(before, ignore_errors=True)
     for each in (*draft.rglob("*"), draft):

@@ -73,8 +73,8 @@ def _pieces(
         low, high = max(at, begin), min(at + size, end)
         if low < high:
             first = name.begin + (low - at) // rows[name]
-            own = ShardName.of_rows(name.tensor, first, first + (high - low) // rows[name])
-            yield Piece(name if high - low == size else own, low, high)
+            part = ShardName.of_rows(name.tensor, first, first + (high - low) // rows[name])
+            yield Piece(name if high - low == size else part, low, high)
         at += size
 
 
@@ -86,19 +86,21 @@ def owned(plan: Plan, replicas: int) -> tuple[RankTensors, ...]:
     if not plan.shard or replicas == 1:
         return plan.tensors * replicas
     divisions = [
-        [divide(b.gradients, plan.layouts, replicas) for b in held.exchanged] for held in plan.tensors
+        [divide(b.gradients, plan.layouts, replicas) for b in rank.exchanged] for rank in plan.tensors
     ]
 
-    def of(replica: int, held: RankTensors, own: Sequence[Division]) -> RankTensors:
-        pieces = [[piece.name for piece in division.pieces[replica]] for division in own]
-        trained = tuple(chain(*pieces[: len(held.buckets)]))
-        frozen = chain(*pieces[len(held.buckets) :])
-        whole = set(held.parameters).difference(*(bucket.gradients for bucket in held.exchanged))
+    def of(replica: int, rank_tensors: RankTensors, division_of_buckets: Sequence[Division]) -> RankTensors:
+        pieces = [[piece.name for piece in division.pieces[replica]] for division in division_of_buckets]
+        trained = tuple(chain(*pieces[: len(rank_tensors.buckets)]))
+        frozen = chain(*pieces[len(rank_tensors.buckets) :])
+        whole = set(rank_tensors.parameters).difference(
+            *(bucket.gradients for bucket in rank_tensors.exchanged)
+        )
         parameters = (*sorted(whole), *trained, *frozen)
-        return replace(held, parameters=parameters, gradients=trained, buckets=(), frozen=())
+        return replace(rank_tensors, parameters=parameters, gradients=trained, buckets=(), frozen=())
 
     return tuple(
-        of(replica, held, own)
+        of(replica, rank, buckets)
         for replica in range(replicas)
-        for held, own in zip(plan.tensors, divisions, strict=True)
+        for rank, buckets in zip(plan.tensors, divisions, strict=True)
     )

@@ -18,7 +18,7 @@ from fxpipe.runtime.job.process import Process
 def share_values(
     process: Process,
     tensors: Sequence[RankTensors],
-    own: Mapping[str, torch.Tensor],
+    tensors_here: Mapping[str, torch.Tensor],
     shards: Container[str] = (),
 ) -> None:
     """Give each tensor that several processes hold the values of the first.  All must call this.
@@ -27,11 +27,11 @@ def share_values(
     on one of them (on the meta device) are left out.  shards: the names of those of which each lane has
     another share: it gets that of the same lane.
     """
-    empty = process.gather(json.dumps([name for name, t in own.items() if t.is_meta]).encode())
+    empty = process.gather(json.dumps([name for name, t in tensors_here.items() if t.is_meta]).encode())
     without = {name for names in empty for name in json.loads(names)}
-    for name, found in holders(held.names for held in tensors).items():
+    for name, holding in holders(rank.names for rank in tensors).items():
         lanes = range(process.lanes if name.tensor in shards else 1)
-        for first, *others in (found[lane :: len(lanes)] for lane in lanes) if name not in without else ():
+        for first, *others in (holding[lane :: len(lanes)] for lane in lanes) if name not in without else ():
             for other in others:
                 if process.world_rank in (first, other):
-                    process.send_to(own[name].detach(), first, other)
+                    process.send_to(tensors_here[name].detach(), first, other)

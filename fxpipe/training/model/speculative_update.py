@@ -12,19 +12,22 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from fxpipe.errors import RunError
-from fxpipe.training.model.rollback import Undo
+from fxpipe.runtime.torch_private import writes_to
+from fxpipe.training.model.rollback import Rollback
 
 
 @dataclass(eq=False)
-class Ahead:
-    """``gathered``: waits for the words of all ranks, of each the number of its gradients, and whether it has
+class SpeculativeUpdate:
+    """An update whose verdict is not known yet.
+
+    ``gathered``: waits for the words of all ranks, of each the number of its gradients, and whether it has
     updated.  ``undo``: None if this rank waits before it updates.  ``grads``: those with which the update is
-    made again.  ``zeroes``: whether they are to be zeroed then.  ``begun``: when.  ``default_dtype``: that of
-    the caller.
+    made again.  ``zeroes``: whether they are to be zeroed then.  ``begun``: when the update began.
+    ``default_dtype``: the caller's, which an update that is made again gets as well.
     """
 
     gathered: Callable[[], torch.Tensor]
-    undo: Undo | None
+    undo: Rollback | None
     grads: Sequence[torch.Tensor | None]
     zeroes: bool = False
     begun: float = field(default_factory=time.perf_counter)
@@ -33,12 +36,12 @@ class Ahead:
 
     def watch(self, name: str, tensor: torch.Tensor) -> None:
         """Take the tensor as what may not change until the update stands."""
-        self._versions.append((name, tensor, tensor._version))
+        self._versions.append((name, tensor, writes_to(tensor)))
 
     def check(self) -> None:
         """Raise RunError if one of those tensors was changed."""
         for name, tensor, version in self._versions:
-            if tensor._version != version:
+            if writes_to(tensor) != version:
                 raise RunError(
                     f'{name} was changed after optimizer.step(), and with validation="post" that update may '
                     "still have to be made again. Call optimizer.settle() before you change or read "
@@ -47,7 +50,7 @@ class Ahead:
 
     @contextmanager
     def taken_back(self, optimizer: Optimizer, parameters: Sequence[Parameter]) -> Iterator[None]:
-        """For a block in which the optimizer and the parameters' gradients are as before the update."""
+        """Run a block with the optimizer and the parameters' gradients as they were before the update."""
         assert self.undo is not None
         now, dtype = [p.grad for p in parameters], torch.get_default_dtype()
         torch.set_default_dtype(self.default_dtype)
@@ -70,7 +73,7 @@ def set_grads(parameters: Sequence[Parameter], grads: Sequence[torch.Tensor | No
 def set_grad(parameter: Parameter, grad: torch.Tensor | None) -> None:
     """Set ``.grad``, of any dtype; torch wants that in ``.grad_dtype``, which no earlier ``.grad`` may differ
     from."""
-    parameter.grad = None
+    parameter.grad = None  # or torch refuses the new dtype
     if grad is not None:
         parameter.grad_dtype = grad.dtype
         parameter.grad = grad

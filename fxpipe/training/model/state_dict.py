@@ -20,13 +20,13 @@ from fxpipe.training.model.elsewhere import bring_back, is_elsewhere
 from fxpipe.training.model.model_state import ModelState
 from fxpipe.training.model.partial_model import names_of, pipelines_of, registered, show_stale, tensors_of
 from fxpipe.training.weights.initial_values import initialize
-from fxpipe.training.weights.tensor_values import GivenValues, InMemory, are_equal, copy_to
+from fxpipe.training.weights.tensor_values import InMemory, TensorSource, are_equal, copy_to
 
 
 def state_dict(state: ModelState) -> dict[str, torch.Tensor]:
     """See ``Pipeline.state_dict``."""
     state.follow_model()
-    held = dict(state.parameters) | state.buffers
+    tensors = dict(state.parameters) | state.buffers
     process = state.process
     if process is not None and (process.ranks * process.lanes > 1 or state.stale):
         model = state.of()
@@ -35,8 +35,8 @@ def state_dict(state: ModelState) -> dict[str, torch.Tensor]:
                 "Each rank has trained its part of the model. Call pipe.full_state_dict() on all ranks, or "
                 "pipe.synchronize() first."
             )
-        held = registered(model)
-    return {key: held[name].detach() for key, name in state.plan.state}
+        tensors = registered(model)
+    return {key: tensors[name].detach() for key, name in state.plan.state}
 
 
 def full_state_dict(state: ModelState, rank: int | None) -> dict[str, torch.Tensor]:
@@ -58,18 +58,18 @@ def full_state_dict(state: ModelState, rank: int | None) -> dict[str, torch.Tens
 
 def copy_to_model(state: ModelState, model: nn.Module | None) -> None:
     """See ``Pipeline.synchronize``."""
-    own = state.of()
-    target, is_own = (own, True) if model is None else (model, model is own)
+    compiled = state.of()
+    target, is_own = (compiled, True) if model is None else (model, model is compiled)
     known = tensors_of(state) if target is None else registered(target)
     if target is None and state.process is None:
         return  # all ranks are this process
     if not known:
         raise RunError("This pipeline has no model. Give one to copy to: pipe.synchronize(model).")
     names = state.plan.layouts.keys() & names_of(state.plan)
-    kept = {} if target is None else kept_tensors(target, names - known.keys())
-    slots = kept_slots(target) if target is not None and kept else {}
+    attributes = {} if target is None else kept_tensors(target, names - known.keys())
+    slots = kept_slots(target) if target is not None and attributes else {}
     for name in names:
-        tensor, shape = (known | kept).get(name), state.plan.layouts[name].shape
+        tensor, shape = (known | attributes).get(name), state.plan.layouts[name].shape
         if tensor is None or tensor.is_meta or tuple(local(tensor).shape) != shape:
             raise RunError(f"The model has no {name} of shape {shape} with memory to copy to.")
     if is_own:
@@ -79,9 +79,9 @@ def copy_to_model(state: ModelState, model: nn.Module | None) -> None:
             value = state.plan.lanes.share(name, value, 0)
         elif state.has_share_of(name) and lane != state.process.lane:
             continue
-        if name in kept:
-            if is_elsewhere(kept[name]) or kept[name].data_ptr() != value.data_ptr():
-                slots[name].put(value.to(kept[name].device, copy=True))
+        if name in attributes:
+            if is_elsewhere(attributes[name]) or attributes[name].data_ptr() != value.data_ptr():
+                slots[name].put(value.to(attributes[name].device, copy=True))
             continue
         tensor = known[name.tensor]
         if is_elsewhere(tensor) and is_own:  # of a table with rows here, when these have been read
@@ -94,72 +94,72 @@ def copy_to_model(state: ModelState, model: nn.Module | None) -> None:
 
 
 def make_whole(model: nn.Module, process: Process) -> None:
-    """Before a model is compiled once more: give it the values that pipelines have on other processes."""
+    """Give a model the values that pipelines have on other processes, before it is compiled once more."""
     for state in pipelines_of(model, process):
         state.updates.settle()
         copy_to_model(state, None)
 
 
-def load_state_dict(state: ModelState, given: GivenValues, strict: bool) -> None:
+def load_state_dict(state: ModelState, values: TensorSource, strict: bool) -> None:
     """See ``Pipeline.load_state_dict``.  All is checked before anything changes; then values are read, and
     each is where it belongs before the next one is read."""
     state.follow_model()
     names = [ShardName(name) for name in (*state.parameters, *state.buffers)]
-    held = {name.tensor for name in names}
-    keys = _keys(state.plan, given, strict, held)
-    made = InMemory(_not_persistent(state, held - keys.keys()))
+    tables = {name.tensor for name in names}
+    keys = _keys(state.plan, values, strict, tables)
+    made = InMemory(_not_persistent(state, tables - keys.keys()))
     for name in names:
         if name.tensor in keys:
-            _load(state, name, given, keys[name.tensor])
+            _load(state, name, values, keys[name.tensor])
         elif name.tensor in made.names():
             _load(state, name, made, name.tensor)
     state.changed()
 
 
-def _load(state: ModelState, name: ShardName, given: GivenValues, key: str) -> None:
+def _load(state: ModelState, name: ShardName, values: TensorSource, key: str) -> None:
     """Give a parameter or buffer that the state has, or the rows of it that this rank holds, its values."""
-    parts = state.rows_held(name)
+    parts = state.rows_of(name)
     for part in parts or [name]:
         with state.filling(part) as target:
-            copy_to(target, given, key, state.spans_of(part))
-    if parts and state.parameters[name].is_meta:
+            copy_to(target, values, key, state.spans_of(part))
+    if parts and state.parameters[name].is_meta:  # its rows have values of their own now
         del state.parameters[name]
 
 
-def _keys(plan: Plan, given: GivenValues, strict: bool, held: set[str]) -> dict[str, str]:
+def _keys(plan: Plan, values: TensorSource, strict: bool, tables: set[str]) -> dict[str, str]:
     """Name -> the given one, of the tensors that this process holds, checked."""
     names, known = dict(plan.state), names_of(plan)
     if strict:
-        _check_names(plan, given, names, known)
+        _check_names(plan, values, names, known)
     keys: dict[str, str] = {}
-    for key in given.names():
+    for key in values.names():
         name = names.get(key, key)
-        if name not in held:
+        if name not in tables:
             continue
-        _check_layout(plan.whole_layout(name), given, key)
-        if name in keys and not are_equal(given, keys[name], key):
+        _check_layout(plan.whole_layout(name), values, key)
+        if name in keys and not are_equal(values, keys[name], key):
             raise ArtifactError(
                 f"{key} and {keys[name]} are one tensor in the model, and have two values in "
-                f"{given.source(key)}."
+                f"{values.source(key)}."
             )
         keys[name] = key
     return keys
 
 
-def _check_names(plan: Plan, given: GivenValues, names: Mapping[str, str], known: set[str]) -> None:
-    for key in given.names():
+def _check_names(plan: Plan, values: TensorSource, names: Mapping[str, str], known: set[str]) -> None:
+    for key in values.names():
         if names.get(key, key) not in known:
             raise ArtifactError(
-                f"{given.source(key)} holds {key}, which the model does not have.{_hint(key, known)}"
+                f"{values.source(key)} holds {key}, which the model does not have.{_hint(key, known)}"
             )
-    present = {names.get(key, key) for key in given.names()}
+    present = {names.get(key, key) for key in values.names()}
     for name in sorted(set(names.values()) - present):
         shape = plan.whole_layout(name).shape
-        raise ArtifactError(f"{name}, of shape {shape}, is missing in {given.source(name)}.")
+        raise ArtifactError(f"{name}, of shape {shape}, is missing in {values.source(name)}.")
 
 
 def _hint(key: str, known: set[str]) -> str:
-    """For a name that another beginning makes one of the model's."""
+    """What to do about a name that another beginning makes one of the model's, as a sentence."""
     for name in sorted(known):
         if (compiled := key.replace("_orig_mod.", "")) != key and compiled == name:
             return (
@@ -177,8 +177,8 @@ def _hint(key: str, known: set[str]) -> str:
     return ""
 
 
-def _check_layout(layout: TensorLayout, given: GivenValues, key: str) -> None:
-    shape, dtype, source = given.shape(key), given.dtype(key), given.source(key)
+def _check_layout(layout: TensorLayout, values: TensorSource, key: str) -> None:
+    shape, dtype, source = values.shape(key), values.dtype(key), values.source(key)
     if shape != layout.shape:
         raise ArtifactError(f"{key}, of shape {layout.shape}, has shape {shape} in {source}.")
     if not torch.can_cast(dtype, dtype_of(layout.dtype)):
@@ -196,9 +196,9 @@ def _not_persistent(state: ModelState, names: set[str]) -> dict[str, torch.Tenso
     written = initialize(model, values) if model is not None and values else set()
     for name in wanted:
         if name not in written:
-            kept = "" if model is not None else ", or keep the model until its weights are loaded"
+            remedy = "" if model is not None else ", or keep the model until its weights are loaded"
             raise ArtifactError(
                 f"{name} is on the meta device, and missing in the state dict. Add its value, or make the "
-                f"model with real buffers{kept}."
+                f"model with real buffers{remedy}."
             )
     return values

@@ -11,15 +11,17 @@ from collections.abc import Iterable
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from fxpipe.runtime.torch_private import writes_to
+
 _versions = WeakTensorKeyDictionary()  # gradient -> the number of in-place changes when it was zeroed
 
 
 def mark_zeroed(grads: Iterable[torch.Tensor]) -> None:
     """Remember that they were zeroed just now."""
     for grad in grads:
-        _versions[grad] = grad._version
+        _versions[grad] = writes_to(grad)
 
 
 def take_zeroed(grad: torch.Tensor) -> bool:
     """Whether a gradient is known to be zero; forgets it, as the caller is about to change it."""
-    return bool(_versions.pop(grad, None) == grad._version)
+    return bool(_versions.pop(grad, None) == writes_to(grad))

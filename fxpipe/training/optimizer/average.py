@@ -42,8 +42,8 @@ class Average:
                 for name, value in self._weights():
                     self.values[name] = value.to(gradient_dtype(value.dtype, torch.float32), copy=True)
         if state.process is not None:
-            own = {"decay": "a function" if callable(decay) else repr(decay), "into": repr(into)}
-            state.process.check_alike(own, "pipe.average", "Call it with the same on all ranks.")
+            arguments = {"decay": "a function" if callable(decay) else repr(decay), "into": repr(into)}
+            state.process.check_alike(arguments, "pipe.average", "Call it with the same on all ranks.")
 
     @torch.no_grad()
     def step(self) -> None:
@@ -52,7 +52,7 @@ class Average:
             raise RunError(
                 "The weights are those of the average now: train outside of the block of applied()."
             )
-        self._state.updates.settle()
+        self._state.updates.settle()  # or weights that are taken back would stay in the average
         self._state.follow_model()
         rate = self._rate()
         self.updates += 1
@@ -65,8 +65,8 @@ class Average:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """For a block in which the pipeline's weights are those of the average, to evaluate, export, save or
-        synchronize them.  All ranks enter it."""
+        """Give the pipeline the average's weights for a block that evaluates, exports, saves or synchronizes
+        them.  All ranks enter it."""
         if self.pairs:
             raise RunError(
                 "This average is in parameters of the model, and the pipeline has it without applied()."
@@ -83,6 +83,7 @@ class Average:
             yield
         finally:
             self._state.follow_model()
+            # Compared before they are put back: training in the block would be lost without a word.
             stay = all(_is_same(value, self.values[name]) for name, value in self._weights())
             self._put(before)
             self.is_applied = False
@@ -93,12 +94,12 @@ class Average:
             )
 
     def _weights(self) -> Iterator[tuple[ShardName, torch.Tensor]]:
-        """Those that are trained and that this process updates."""
+        """Yield the weights that are trained and that this process updates, by name."""
         state = self._state
         process = state.process
-        own = state.owned if process is None else (state.owned_by(process.rank),)
-        for name in dict.fromkeys(name for held in own for name in held.gradients):
-            value = state.held(name)
+        owners = state.owned if process is None else (state.owned_by(process.rank),)
+        for name in dict.fromkeys(name for tensors in owners for name in tensors.gradients):
+            value = state.value(name)
             if value.is_meta:
                 raise RunError(
                     f"{name} has no values yet: pipe.load_state_dict(…) or pipe.initialize() gives them."
@@ -121,7 +122,7 @@ class Average:
 
 
 class OfAverage:
-    """What a checkpoint keeps of an average beside its values."""
+    """The state of an average beside its values, as a checkpoint keeps it."""
 
     def __init__(self, average: Average):
         self.average = average

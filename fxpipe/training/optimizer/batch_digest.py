@@ -28,7 +28,7 @@ ABSENT = 0  # the word of what a rank does not have, or was not given
 
 @dataclass(frozen=True)
 class Facts:
-    """What a rank knows before a step, beside the batch.
+    """Facts that a rank knows before a step, beside the batch.
 
     ``plan``: the number of the plan.  ``stop``: whether this rank was asked to end the run.  ``asked``: the
     number of the outputs that all ranks must ask for alike.  ``options``: that of the optimizer's options.
@@ -52,22 +52,22 @@ class Facts:
     refuses: bool = False
 
 
-def words(facts: Facts, leaves: Sequence[str], given: Mapping[str, object]) -> torch.Tensor:
+def words(facts: Facts, leaves: Sequence[str], batch: Mapping[str, object]) -> torch.Tensor:
     """The words of this rank, on the CPU wherever its batch is: a rank that was given no tensor has them too.
 
     leaves: the names of the batch's tensors; the words of many are added up.
     """
-    found = {name: x for name in leaves if isinstance(x := given.get(name), torch.Tensor)}
-    own = torch.zeros(WORDS, dtype=torch.int64, device="cpu")
+    tensors = {name: x for name in leaves if isinstance(x := batch.get(name), torch.Tensor)}
+    row = torch.zeros(WORDS, dtype=torch.int64, device="cpu")
     optimizer = facts.options, facts.updates, facts.added, facts.calls, facts.changed.kind
     known = facts.plan, int(facts.stop), int(facts.refuses), facts.asked, *optimizer, ABSENT, *facts.digests
-    own[: len(known)] = own.new_tensor(known)
-    own.view(torch.float64)[FACTOR] = facts.changed.factor
+    row[: len(known)] = row.new_tensor(known)  # then the factor, whose bits take the word left ABSENT
+    row.view(torch.float64)[FACTOR] = facts.changed.factor
     for slot, names in _slots(leaves):
-        if found.keys() >= set(names):
+        if tensors.keys() >= set(names):
             for name in names:
-                own[slot] += digest(found[name]).cpu()
-    return own
+                row[slot] += digest(tensors[name]).cpu()
+    return row
 
 
 def any_stops(ranks: torch.Tensor) -> bool:
@@ -111,8 +111,8 @@ def difference(
     for slot, text, name in compared:
         rank, first = _other_present([row[slot] for row in table])
         if rank:
-            own, theirs = table[rank][slot] - 1, table[first][slot] - 1
-            return text.format(rank=rank, first=first, own=own, theirs=theirs, step=step, name=name)
+            ours, theirs = table[rank][slot] - 1, table[first][slot] - 1
+            return text.format(rank=rank, first=first, own=ours, theirs=theirs, step=step, name=name)
     factors = ranks[:, FACTOR].contiguous().view(torch.float64).tolist()
     changes = [Change(Kind(row[CHANGED]), factor) for row, factor in zip(table, factors, strict=True)]
     if problem := different_changes(changes, resolution, step):
@@ -130,9 +130,10 @@ def difference(
 def all_alike(ranks: torch.Tensor, leaves: Sequence[str], replicas: int) -> bool:
     """Whether all replicas have the same batch, from the words of all ranks."""
     slots = [slot for slot, _ in _slots(leaves)]
-    own = ranks[:, slots].view(replicas, -1, len(slots))
-    found = torch.where(own.amax(1) > 0, own.amax(1), own.amin(1))  # a rank of a replica has it, or ABSENT
-    return bool(slots) and bool((found == found[0]).all())
+    by_replica = ranks[:, slots].view(replicas, -1, len(slots))
+    largest, least = by_replica.amax(1), by_replica.amin(1)
+    digests = torch.where(largest > 0, largest, least)  # a rank of a replica has it, or ABSENT
+    return bool(slots) and bool((digests == digests[0]).all())
 
 
 SAME_OPTIONS = "Give all ranks the same optimizer, and change its learning rate, or step a scheduler, on all."

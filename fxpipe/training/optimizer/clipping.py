@@ -56,12 +56,12 @@ class Clipping:
 
     def number(self, grads: Sequence[torch.Tensor]) -> torch.Tensor:
         """The number of one rank: the norm is of the sum over ranks, or the largest; 0-d, float64."""
-        own = get_total_norm(grads, float(self.norm_type))
-        own = own.to(grads[0].device if grads else None, torch.float64)
-        return own if self.by_largest else own**self.norm_type
+        norm = get_total_norm(grads, float(self.norm_type))
+        norm = norm.to(grads[0].device if grads else None, torch.float64)
+        return norm if self.by_largest else norm**self.norm_type
 
     def total(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Of the numbers of all ranks, in their order."""
+        """The number of the whole model, from those of all ranks, in their order."""
         return numbers.amax() if self.by_largest else numbers.sum()
 
     def norm(self, total: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,7 @@ def matched(plan: Plan, into: Mapping[str, str]) -> dict[str, str]:
     """
     if not isinstance(into, Mapping) or not into:
         raise OptionError('into maps names to names, as {"teacher.*": "student.*"} does.')
-    known = sorted({name.tensor for held in plan.tensors for name in held.parameters})
+    known = sorted({name.tensor for rank in plan.tensors for name in rank.parameters})
     pairs: dict[str, str] = {}
     for targets, sources in into.items():
         if targets.count("*") != sources.count("*"):
@@ -29,13 +29,13 @@ def matched(plan: Plan, into: Mapping[str, str]) -> dict[str, str]:
                 f"{targets!r} and {sources!r} have not as many *: each stands for the same text."
             )
         pattern = "(.*)".join(map(re.escape, targets.split("*")))
-        found = {name: match.groups() for name in known if (match := re.fullmatch(pattern, name))}
-        if not found:
+        matches = {name: match.groups() for name in known if (match := re.fullmatch(pattern, name))}
+        if not matches:
             raise OptionError(f"No parameter of the model matches {targets!r}.")
         first, *rest = sources.split("*")
-        for name, texts in found.items():
+        for name, texts in matches.items():
             pairs[name] = first + "".join(a + b for a, b in zip(texts, rest, strict=True))
-    trained = {name.tensor for held in plan.tensors for name in held.gradients}
+    trained = {name.tensor for rank in plan.tensors for name in rank.gradients}
     for target, source in pairs.items():
         if source not in known:
             raise OptionError(f"{target} is to follow {source}, which is no parameter of the model.")
@@ -59,26 +59,26 @@ def follow(state: ModelState, target: str, source: str, rate: float) -> None:
     """Move a parameter this far to another one, wherever the two are.  All processes call it alike."""
     process = state.process
     if process is None:
-        state.held(target).lerp_(state.held(source), rate)
+        state.value(target).lerp_(state.value(source), rate)
         return
-    pieces = holders(held.parameters for held in state.owned)
+    pieces = holders(process_tensors.parameters for process_tensors in state.owned)
     for piece, owners in _of(target, pieces):
         for owner in owners:
             here = process.world_rank == owner
-            value = state.held(piece) if here else None
+            value = state.value(piece) if here else None
             for begin, end, part, sender in _senders(state, piece, source, pieces, owner):
                 if not here and process.world_rank != sender:
                     continue
-                theirs = state.held(part) if process.world_rank == sender else None
+                theirs = state.value(part) if process.world_rank == sender else None
                 if theirs is not None:
-                    given = _rows(theirs, begin - part.begin, end - part.begin)
+                    rows = _rows(theirs, begin - part.begin, end - part.begin)
                 else:
                     assert value is not None
-                    given = torch.empty_like(_rows(value, begin - piece.begin, end - piece.begin))
+                    rows = torch.empty_like(_rows(value, begin - piece.begin, end - piece.begin))
                 if sender != owner:
-                    process.send_to(given, sender, owner)
+                    process.send_to(rows, sender, owner)
                 if value is not None:
-                    _rows(value, begin - piece.begin, end - piece.begin).lerp_(given, rate)
+                    _rows(value, begin - piece.begin, end - piece.begin).lerp_(rows, rate)
 
 
 def _of(name: str, pieces: Mapping[ShardName, list[int]]) -> list[tuple[ShardName, list[int]]]:

@@ -36,7 +36,7 @@ class Group:
     names: frozenset[str] = frozenset()
 
     def of(self, parameters: Sequence[Parameter]) -> dict[str, Any]:
-        """As torch takes it, with these parameters."""
+        """The group as torch takes it, with these parameters."""
         return {**self.options, "params": [*parameters]}
 
     def made(self, parameters: Sequence[Parameter]) -> Optimizer:
@@ -47,20 +47,20 @@ class Group:
 def groups_of(
     cls: MakesOptimizer,
     defaults: Mapping[str, Any],
-    given: Any,
+    mappings: Any,
     model_names: Collection[str],
 ) -> list[Group]:
     """The same groups on every rank.
 
-    cls, defaults: of groups that name no class of their own.  given: mappings with ``params``, a pattern as
-    in a shell (``*.bias``) or several, with options, and perhaps with a ``class``.  A parameter belongs to
+    cls, defaults: of groups that name no class of their own.  mappings: mappings with ``params``, a pattern
+    as in a shell (``*.bias``) or several, with options, and perhaps with a ``class``.  A parameter belongs to
     the first group that has its name; those that none has make the last group.  model_names: of all ranks.
     Warns of a pattern that no name of the model matches, and raises OptionError for a group of such patterns.
     """
-    if not isinstance(given, list | tuple) or not all(isinstance(group, Mapping) for group in given):
+    if not isinstance(mappings, list | tuple) or not all(isinstance(group, Mapping) for group in mappings):
         raise OptionError('groups is a list of mappings: [{"params": ["*.bias"], "weight_decay": 0.0}].')
     groups, rest = [], {*model_names}
-    for mapping in given:
+    for mapping in mappings:
         patterns = _patterns(mapping, model_names)
         names = frozenset(name for name in rest if any(fnmatchcase(name, p) for p in patterns))
         options = {name: value for name, value in mapping.items() if name not in ("params", "class")}
@@ -80,8 +80,8 @@ def groups_of(
 
 
 def _patterns(group: Mapping[str, Any], model_names: Collection[str]) -> list[str]:
-    given = group.get("params")
-    several = [given] if isinstance(given, str) else [*given] if isinstance(given, Iterable) else []
+    params = group.get("params")
+    several = [params] if isinstance(params, str) else [*params] if isinstance(params, Iterable) else []
     if not several or not all(isinstance(pattern, str) for pattern in several):
         raise OptionError('A group is a mapping with "params", names or patterns like "*.bias", and options.')
     unmatched = [p for p in several if not any(fnmatchcase(name, p) for name in model_names)]
@@ -106,7 +106,7 @@ def optimizer_of(groups: Sequence[Group], parameters: Mapping[str, Parameter]) -
     optimizers = {
         kind: made(
             kind[0],
-            [own for own, other in zip(as_torch, kinds, strict=True) if other == kind],
+            [options for options, other in zip(as_torch, kinds, strict=True) if other == kind],
             groups[kinds.index(kind)].defaults,
         )
         for kind in dict.fromkeys(kinds)
@@ -127,8 +127,10 @@ def made(cls: MakesOptimizer, groups: Sequence[Mapping[str, Any]], defaults: Map
     try:
         optimizer = None if makes_none else cls(groups, **defaults)
     except (TypeError, ValueError) as error:
-        given = ", ".join(f"{name}={value!r:.40}" for name, value in defaults.items())
-        raise OptionError(f"{name_of(cls)} cannot be made with {given or 'no options'}: {error}.") from error
+        options = ", ".join(f"{name}={value!r:.40}" for name, value in defaults.items())
+        raise OptionError(
+            f"{name_of(cls)} cannot be made with {options or 'no options'}: {error}."
+        ) from error
     if not isinstance(optimizer, Optimizer):
         raise OptionError(
             f"pipe.optimizer takes a class of torch optimizers, such as torch.optim.AdamW; {cls!r:.60} makes "

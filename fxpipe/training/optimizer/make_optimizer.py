@@ -16,7 +16,7 @@ from fxpipe.plan.rows import ShardName
 from fxpipe.plan.tensors import gradient_dtype
 from fxpipe.runtime.job.process import agreed
 from fxpipe.training.model.model_state import ModelState
-from fxpipe.training.model.pending_update import Updates
+from fxpipe.training.model.pending_update import PendingUpdate
 from fxpipe.training.model.rollback import check_undoable
 from fxpipe.training.optimizer.batch_digest import SAME_OPTIONS
 from fxpipe.training.optimizer.clipping import Clipping
@@ -34,7 +34,7 @@ def make_optimizer(
     groups: Sequence[Mapping[str, Any]],
     master_weights: bool,
     validation: Validation,
-    updates: Updates,
+    updates: PendingUpdate,
     script_changes: ScriptChanges | None,
     changes_gradients: bool,
     **clipping: Any,
@@ -54,8 +54,8 @@ def make_optimizer(
 
     with agreed(process, "make its optimizer"):
         state.follow_model()
-        own = state.owned_by(rank).gradients
-        held: dict[str, Parameter] = {name: state.parameter(name) for name in own}
+        owned_names = state.owned_by(rank).gradients
+        parameters: dict[str, Parameter] = {name: state.parameter(name) for name in owned_names}
         trained = holders(tensors.gradients for tensors in state.owned)
         all_groups = groups_of(cls, options, groups, {name.tensor for name in trained})
         for group in all_groups:
@@ -72,15 +72,19 @@ def make_optimizer(
         if validation == "post":
             for group in all_groups:
                 check_undoable(partial(ready, group), name_of(group.cls), state.device)
-        updated = with_masters(held) if master_weights else held
-        own_optimizer = optimizer_of(all_groups, updated)
+        updated = with_masters(parameters) if master_weights else parameters
+        wrapped = optimizer_of(all_groups, updated)
         optimizer = PipelineOptimizer(
-            own_optimizer,
+            wrapped,
             {parameter: name for name, parameter in updated.items()},
-            [held[name] for name in own if is_counted(name, trained[name])],
+            [parameters[name] for name in owned_names if is_counted(name, trained[name])],
             process,
             Clipping(**clipping),
-            masters={updated[name]: own for name, own in held.items() if updated[name] is not own},
+            masters={
+                updated[name]: owned_names
+                for name, owned_names in parameters.items()
+                if updated[name] is not owned_names
+            },
             validation=validation,
             updates=updates,
             changed=state.updated,
@@ -89,17 +93,18 @@ def make_optimizer(
     if script_changes is not None:
         script_changes.allowed = changes_gradients
     if process is not None:
-        given = {"groups": repr([group.get("params") for group in groups])}
-        given |= {name: str(flag) for name, flag in flags.items()}
-        process.check_alike(given | optimizer.options(), "its optimizer", SAME_OPTIONS)
+        arguments = {"groups": repr([group.get("params") for group in groups])}
+        arguments |= {name: str(flag) for name, flag in flags.items()}
+        process.check_alike(arguments | optimizer.options(), "its optimizer", SAME_OPTIONS)
     return optimizer
 
 
-def with_masters(held: Mapping[str, Parameter]) -> dict[str, Parameter]:
-    """By name what to update: a float32 copy of each parameter with fewer bits, and the others themselves."""
-    found = {}
-    for name, parameter in held.items():
+def with_masters(parameters: Mapping[str, Parameter]) -> dict[str, Parameter]:
+    """What to update, by name: a float32 copy of each parameter with fewer bits, and the others
+    themselves."""
+    targets = {}
+    for name, parameter in parameters.items():
         dtype = gradient_dtype(parameter.dtype, torch.float32)
         wide = dtype == parameter.dtype
-        found[name] = parameter if wide else Parameter(parameter.detach().to(dtype))
-    return found
+        targets[name] = parameter if wide else Parameter(parameter.detach().to(dtype))
+    return targets

@@ -14,24 +14,21 @@ from torch.nn import Parameter
 from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 
-from fxpipe.errors import OptionError, RunError
+from fxpipe.errors import RunError
 from fxpipe.plan.artifact import Validation
 from fxpipe.plan.number import number
 from fxpipe.runtime.job.user_line import called_function
-from fxpipe.runtime.torch_private import has_step_hooks
-from fxpipe.training.model.pending_update import Updates
-from fxpipe.training.model.rollback import Undo
-from fxpipe.training.model.speculative_update import Ahead, set_grad
+from fxpipe.runtime.torch_private import copy_each, has_step_hooks, zero_each
+from fxpipe.training.model.pending_update import PendingUpdate
+from fxpipe.training.model.rollback import Rollback
+from fxpipe.training.model.speculative_update import SpeculativeUpdate, set_grad
 from fxpipe.training.model.zeroed import mark_zeroed
 from fxpipe.training.optimizer.clipping import Clipping
-from fxpipe.training.optimizer.optimizer_state import check_parameters, with_names, without_names
+from fxpipe.training.optimizer.optimizer_state import MASTER, check_parameters, named_state, without_masters
 from fxpipe.training.optimizer.script_changes import ScriptChanges
 from fxpipe.training.optimizer.several_optimizers import SeveralOptimizers
-from fxpipe.training.optimizer.speculation_policy import Pace
+from fxpipe.training.optimizer.speculation_policy import SpeculationPolicy
 from fxpipe.training.optimizer.step_loss import NO_SCALER
-
-MASTER = "master_weight"
-"""The name of the master in the state of a parameter."""
 
 
 class Ranks(Protocol):
@@ -89,7 +86,7 @@ class PipelineOptimizer(Optimizer):
         clipping: Clipping = Clipping(),  # noqa: B008 - frozen
         masters: Mapping[Parameter, Parameter] | None = None,
         validation: Validation = "barrier",
-        updates: Updates | None = None,
+        updates: PendingUpdate | None = None,
         changed: Callable[[], None] = lambda: None,
         script_changes: ScriptChanges | None = None,
     ):
@@ -103,13 +100,13 @@ class PipelineOptimizer(Optimizer):
         self.names = dict(names)
         self.counts = Counts()
         self._counted, self._ranks, self._clipping = counted, ranks, clipping
-        self._validation, self._updates, self._changed = validation, updates or Updates(), changed
+        self._validation, self._updates, self._changed = validation, updates or PendingUpdate(), changed
         self._script_changes = script_changes
         self._last_norm: torch.Tensor | None = None
         self._skipped, self._nonfinite = 0, list[float]()  # the norms of updates left out since the last one
-        self._ahead: Ahead | None = None
-        self._pace, self._begun = Pace(), time.perf_counter()  # begun: the last update
-        self._undo: Undo | None = None  # the last one, for its memory
+        self._ahead: SpeculativeUpdate | None = None
+        self._pace, self._begun = SpeculationPolicy(), time.perf_counter()  # begun: the last update
+        self._undo: Rollback | None = None  # the last one, for its memory
         self._numbers: torch.Tensor | None = None  # of all ranks, of the last norm
         self._made = False
         super().__init__(optimizer.param_groups, optimizer.defaults)
@@ -135,7 +132,8 @@ class PipelineOptimizer(Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """What ``GradScaler.step`` asks before it divides gradients that were never multiplied."""
+        """Refuse a GradScaler: its ``step`` asks this before it divides gradients that it never
+        multiplied."""
         raise RunError(NO_SCALER)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -206,28 +204,31 @@ class PipelineOptimizer(Optimizer):
         """Begin to tell all ranks of the gradients of this one; update at once if that is likely to stand."""
         number, now = self._number().cpu(), time.perf_counter()
         seconds, self._begun = number.new_tensor(now - self._begun), now
+        # The policy is asked in any case: all ranks must count the same updates to decide alike.
         goes_ahead = self._pace.goes_ahead() and self._is_likely(number, ranks.world_rank)
         # A hook reads what the update gives, and runs once.
         goes_ahead = goes_ahead and not (has_step_hooks(self) or has_step_hooks(self.optimizer))
         numbers = torch.stack([number, seconds])
         words = torch.cat([numbers.view(torch.int64), torch.tensor([goes_ahead], device="cpu")])
-        gathered = ranks.begin_gather(words, "optimizer.step")
+        gathered = ranks.begin_gather(words, "optimizer.step")  # travels while this rank updates
         updated, parameters = self._updated(), self._parameters()
-        self._ahead = ahead = Ahead(gathered, None, [p.grad for p in parameters])
+        self._ahead = ahead = SpeculativeUpdate(gathered, None, [p.grad for p in parameters])
         if goes_ahead:
             earlier = self._undo
-            ahead.undo = self._undo = Undo.of(self.optimizer, earlier)
+            ahead.undo = self._undo = Rollback.of(self.optimizer, earlier)
             if earlier is not None:  # the first copies take longer: they get their memory
                 self._pace.copies = time.perf_counter() - ahead.begun
             self._update()
-            for held, parameter, grad in zip(updated, parameters, ahead.grads, strict=True):
-                name = self.names[held]
+            for target, parameter, grad in zip(updated, parameters, ahead.grads, strict=True):
+                name = self.names[target]
                 ahead.watch(f"The parameter {name}", parameter)
-                if held is not parameter:
-                    ahead.watch(f"The master of {name}", held)
+                if target is not parameter:
+                    ahead.watch(f"The master of {name}", target)
                 if grad is not None:
                     ahead.watch(f"The gradient of {name}", grad)
-        self._updates.begin(self._settle, ahead.check)
+        self._updates.begin(
+            self._settle, ahead.check
+        )  # behind the update: an error in it leaves none to undo
         if not goes_ahead:
             self.settle()
 
@@ -279,7 +280,7 @@ class PipelineOptimizer(Optimizer):
                 set_grad(updated, grad.to(updated.dtype))
         try:
             self.optimizer.step()
-        finally:
+        finally:  # an error must not leave the user's gradients cast, nor masters with gradients
             for updated, grad in accumulated.items():
                 if updated in self.masters:
                     updated.grad = None
@@ -290,10 +291,10 @@ class PipelineOptimizer(Optimizer):
     @torch.no_grad()
     def _give_masters(self) -> None:
         if self.masters:
-            torch._foreach_copy_([*self.masters.values()], [*self.masters])
+            copy_each([*self.masters.values()], [*self.masters])
 
     def _updated(self) -> list[Parameter]:
-        """What the wrapped optimizer updates."""
+        """The parameters, or masters, that the wrapped optimizer updates."""
         return [updated for group in self._updated_by_group() for updated in group]
 
     def _updated_by_group(self) -> list[list[Parameter]]:
@@ -319,8 +320,8 @@ class PipelineOptimizer(Optimizer):
         number = self._number()
         if self._ranks is None:
             return lambda: self._clipping.norm(number)
-        own = number.cpu().reshape(1).view(torch.int64)
-        gathered = self._ranks.begin_gather(own, called_function())
+        words = number.cpu().reshape(1).view(torch.int64)
+        gathered = self._ranks.begin_gather(words, called_function())
         return lambda: self._norm(gathered()[:, 0].contiguous().view(torch.float64))
 
     @torch.no_grad()
@@ -351,7 +352,7 @@ class PipelineOptimizer(Optimizer):
     def _zero(self) -> None:
         grads = [grad for parameter in self._parameters() if (grad := parameter.grad) is not None]
         if grads:
-            torch._foreach_zero_(grads)
+            zero_each(grads)
             mark_zeroed(grads)
 
     def train(self) -> None:
@@ -385,15 +386,16 @@ class PipelineOptimizer(Optimizer):
         return " and ".join(dict.fromkeys(type(optimizer).__name__ for optimizer in self.of_groups))
 
     def options(self) -> dict[str, str]:
-        """All that an update depends on beside parameters, gradients and state, as texts by name."""
+        """The options on which an update depends, beside parameters, gradients and state, as texts by
+        name."""
         rules = self._clipping
-        own: dict[str, object] = {"clip_grad_norm": rules.largest, "norm_type": rules.norm_type}
-        own |= {"skip_nonfinite": rules.skip_nonfinite, "validation": self._validation}
-        found = {"class": self.kind} | {name: _as_text(x) for name, x in own.items()}
+        clipping: dict[str, object] = {"clip_grad_norm": rules.largest, "norm_type": rules.norm_type}
+        clipping |= {"skip_nonfinite": rules.skip_nonfinite, "validation": self._validation}
+        options = {"class": self.kind} | {name: _as_text(x) for name, x in clipping.items()}
         for k, group in enumerate(self.param_groups):
             at = f"groups[{k}]." if len(self.param_groups) > 1 else ""
-            found |= {f"{at}{name}": _as_text(x) for name, x in group.items() if name != "params"}
-        return found
+            options |= {f"{at}{name}": _as_text(x) for name, x in group.items() if name != "params"}
+        return options
 
     def state_of(self, updated: Parameter) -> dict[str, Any]:
         """The wrapped optimizer's state of what it updates, with the master itself."""
@@ -405,46 +407,32 @@ class PipelineOptimizer(Optimizer):
         """The wrapped optimizer's state of this rank's parameters, with their names, and their masters.
         ``Checkpointer`` saves that of all ranks, by the model's names."""
         self.settle()
-        found = self.optimizer.state_dict()
-        held = {k: updated for k, updated in enumerate(self._updated()) if updated in self.masters}
-        states = {**found["state"], **{k: self.state_of(x) for k, x in held.items()}}
-        return {
-            **found,
-            "state": states,
-            "param_groups": with_names(found["param_groups"], self._updated_by_group(), self.names),
-        }
+        masters = {k: self.state_of(x) for k, x in enumerate(self._updated()) if x in self.masters}
+        return named_state(self.optimizer, masters, self._updated_by_group(), self.names)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Masters that the state does not hold get the values of the parameters.  Raises OptionError for what
         is no state of an optimizer, and for the state of other parameters: of another rank, or of a pipeline
         that was cut otherwise."""
-        if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
-            raise OptionError(
-                f"The optimizer's state is what its state_dict() gives; this is {state_dict!r:.60}."
-            )
         check_parameters(state_dict, self._updated_by_group(), self.names)
         self.settle()
         self.counts.called("load_state_dict")
-        states = dict(state_dict["state"])
-        masters = {k: state[MASTER] for k, state in states.items() if MASTER in state}
-        for k in masters:
-            own = {name: value for name, value in states.pop(k).items() if name != MASTER}
-            states |= {k: own} if own else {}
+        inner, masters = without_masters(state_dict)
         if masters and not self.masters:
             warnings.warn(
                 "The state holds master weights, and this optimizer has none: training goes on with the "
                 "parameters, which have fewer bits. Make it with master_weights=True to keep them.",
                 stacklevel=2,
             )
-        groups = without_names(state_dict["param_groups"])
-        self.optimizer.load_state_dict({**state_dict, "state": states, "param_groups": groups})
+        self.optimizer.load_state_dict(inner)
         for k, updated in enumerate(self._updated()):
             if updated in self.masters:
                 updated.copy_(masters.get(k, self.masters[updated]))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Only for the constructor: all ranks must have the same groups."""
+        """Refuse groups that are added later: torch's constructor alone calls this, as all ranks must have
+        the same groups."""
         if self._made:
             raise RunError("Groups are given when the optimizer is made: pipe.optimizer(…, groups=[…]).")
         self.optimizer.param_groups.append(param_group)

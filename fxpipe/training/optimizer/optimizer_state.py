@@ -10,43 +10,59 @@ from typing import Any
 
 import torch
 from torch.nn import Parameter
+from torch.optim import Optimizer
 
 from fxpipe.errors import OptionError
 
 NAMES = "param_names"  # as torch calls it, in a group of a state
+MASTER = "master_weight"
+"""The name of the master in the state of a parameter."""
 
-Groups = Sequence[Mapping[str, Any]]
 
+def named_state(
+    optimizer: Optimizer,
+    masters: Mapping[int, Any],
+    updated: Sequence[Sequence[Parameter]],
+    names: Mapping[Parameter, str],
+) -> dict[str, Any]:
+    """The state of an optimizer with the names of its parameters, which ``torch.load`` reads.
 
-def with_names(
-    groups: Groups, updated: Sequence[Sequence[Parameter]], names: Mapping[Parameter, str]
-) -> list[dict[str, Any]]:
-    """Groups of a state, each with the names of its parameters, which ``torch.load`` reads.
-
-    updated: by group.
+    masters: the state, by number, of parameters that have one.  updated: by group.
     """
-    pairs = zip(groups, updated, strict=True)
-    return [{**group, NAMES: [str(names[parameter]) for parameter in own]} for group, own in pairs]
+    state = optimizer.state_dict()
+    pairs = zip(state["param_groups"], updated, strict=True)
+    groups = [{**group, NAMES: [str(names[parameter]) for parameter in part]} for group, part in pairs]
+    return {**state, "state": {**state["state"], **masters}, "param_groups": groups}
 
 
-def without_names(groups: Groups) -> list[dict[str, Any]]:
-    """Groups of a state as torch's optimizer has them, whose groups ranks compare."""
-    return [{name: value for name, value in group.items() if name != NAMES} for group in groups]
+def without_masters(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[int, torch.Tensor]]:
+    """A state as torch's optimizer has it, without names, by which ranks' groups would differ; and the
+    masters in it, by number."""
+    states = dict(state["state"])
+    masters = {k: entries[MASTER] for k, entries in states.items() if MASTER in entries}
+    for k in masters:
+        rest = {name: value for name, value in states.pop(k).items() if name != MASTER}
+        states |= {k: rest} if rest else {}
+    groups = [{key: x for key, x in group.items() if key != NAMES} for group in state["param_groups"]]
+    return {**state, "state": states, "param_groups": groups}, masters
 
 
 def check_parameters(
     state: Mapping[str, Any], updated: Sequence[Sequence[Parameter]], names: Mapping[Parameter, str]
 ) -> None:
-    """Raise OptionError for the state of other parameters than those that this rank updates.
+    """Raise OptionError for what is no state, or that of other parameters than those that this rank updates.
 
     A state without names may be one of torch's: its numbers and shapes are compared.
     """
-    groups, own = state["param_groups"], [[names[parameter] for parameter in each] for each in updated]
+    if not isinstance(state, Mapping) or not {"state", "param_groups"} <= state.keys():
+        raise OptionError(f"The optimizer's state is what its state_dict() gives; this is {state!r:.60}.")
+    groups, ours = state["param_groups"], [[names[parameter] for parameter in each] for each in updated]
     theirs = [group.get(NAMES) for group in groups]
-    has_sizes = [len(group["params"]) for group in groups] == [*map(len, own)]
-    if not has_sizes or any(given not in (None, mine) for given, mine in zip(theirs, own, strict=False)):
-        has = _shown([name for given in theirs for name in given or ()]) or "groups of other sizes"
-        raise OptionError(_ANOTHERS.format(has=has, own=_shown([name for mine in own for name in mine])))
+    has_sizes = [len(group["params"]) for group in groups] == [*map(len, ours)]
+    pairs = zip(theirs, ours, strict=False)
+    if not has_sizes or any(saved not in (None, wanted) for saved, wanted in pairs):
+        has = _shown([name for saved in theirs for name in saved or ()]) or "groups of other sizes"
+        raise OptionError(_ANOTHERS.format(has=has, own=_shown([name for wanted in ours for name in wanted])))
     numbers = (number for group in groups for number in group["params"])
     for number, parameter in zip(numbers, (x for each in updated for x in each), strict=True):
         for entry, value in state["state"].get(number, {}).items():
@@ -73,4 +89,4 @@ def _may_be_of(value: Any, parameter: Parameter) -> bool:
     one number for all along some of them."""
     if not isinstance(value, torch.Tensor) or value.dim() != parameter.dim():
         return True
-    return all(size in (1, own) for size, own in zip(value.shape, parameter.shape, strict=True))
+    return all(size in (1, length) for size, length in zip(value.shape, parameter.shape, strict=True))

@@ -1,4 +1,4 @@
-"""What an optimizer's class does, found by trial: whether its update of a parameter needs what no rank has.
+"""Finds by trial what an optimizer's class does: whether its update of a parameter needs what no rank has.
 
 Small tables stand for the parameters.  They have their shapes up to a length, and the size of their gradients
 changes from update to update: a class may treat small tables, small gradients, or first updates otherwise.
@@ -94,7 +94,7 @@ def check_separable(
     several = shapes if len(shapes) > 1 else [*shapes] * 2
     drawn = [_drawn(shape, len(_SIZES), device, k) for k, shape in enumerate(several)]
     starts = [start for start, _ in drawn]
-    updates = [[size * own[k] for _, own in drawn] for k, size in enumerate(_SIZES)]
+    updates = [[size * grads[k] for _, grads in drawn] for k, size in enumerate(_SIZES)]
     name, whole = name_of(group.cls), partial(_Tables, group, starts, 1)
     if _differs(whole(), _Tables(group, starts, 2), updates):
         raise RunError(
@@ -118,14 +118,14 @@ class _Tables:
     def __init__(self, group: Group, starts: Sequence[torch.Tensor], optimizers: int, dim: int | None = None):
         self.dim = [dim if dim is not None and start.dim() > dim else None for start in starts]
         self.parts = [
-            [Parameter(part.clone()) for part in _divided(start, own, optimizers)]
-            for start, own in zip(starts, self.dim, strict=True)
+            [Parameter(part.clone()) for part in _divided(start, along, optimizers)]
+            for start, along in zip(starts, self.dim, strict=True)
         ]
-        mine: list[list[Parameter]] = [[] for _ in range(optimizers)]
+        by_optimizer: list[list[Parameter]] = [[] for _ in range(optimizers)]
         for k, parts in enumerate(self.parts):
             for number, part in enumerate(parts, k if len(parts) == 1 else 0):
-                mine[number % optimizers].append(part)
-        self.optimizers = [ready(group, own) for own in mine if own]
+                by_optimizer[number % optimizers].append(part)
+        self.optimizers = [ready(group, tables) for tables in by_optimizer if tables]
 
     def whole(self) -> list[torch.Tensor]:
         return [
@@ -135,8 +135,8 @@ class _Tables:
 
     def updated(self, grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         for parts, grad, dim in zip(self.parts, grads, self.dim, strict=True):
-            for part, own in zip(parts, _divided(grad, dim, len(parts)), strict=True):
-                part.grad = own.clone()
+            for part, rows in zip(parts, _divided(grad, dim, len(parts)), strict=True):
+                part.grad = rows.clone()
         with _NoCommunication():  # type: ignore[no-untyped-call]
             for optimizer in self.optimizers:
                 optimizer.step()
@@ -153,6 +153,7 @@ def _differs(first: _Tables, second: _Tables, updates: Sequence[Sequence[torch.T
         before = first.whole()
         results = zip(before, first.updated(grads), second.updated(grads), strict=True)
         for then, expected, result in results:
+            # Kernels for other shapes add in another order, so equal updates differ by a few roundings.
             rounding = 8 * torch.finfo(then.dtype).eps * expected.abs().max()
             limit = _LIMIT * (expected - then).abs().max() + rounding
             if not bool(((result - expected).abs() <= limit).all()):
@@ -200,7 +201,7 @@ class _NoCommunication(TorchDispatchMode):
 
 @contextmanager
 def _alone(name: str) -> Iterator[None]:
-    """For trials of a class: raise RunError if it communicates."""
+    """Raise RunError if a class communicates in a trial."""
     try:
         yield
     except _CommunicatesError as error:

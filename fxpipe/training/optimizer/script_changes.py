@@ -24,7 +24,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from fxpipe.plan.tensors import dtype_of
 from fxpipe.runtime.program.accelerator import event, is_accelerator
-from fxpipe.runtime.torch_private import before_each_update
+from fxpipe.runtime.torch_private import before_each_update, writes_to
 from fxpipe.training.model.model_state import ModelState
 
 #: Tensors of which elements are compared, others after each step, and how many elements of each.
@@ -34,9 +34,10 @@ ROUNDINGS = 4
 
 
 class Kind(IntEnum):
-    """What a rank has changed.  ``ABSENT``: there is nothing by which it could tell.  ``WRITTEN``: gradients
-    were written to without an effect that shows, as where they are multiplied by 1.  ``FACTOR``: they are
-    multiplied by a number that steps or a norm explain; ``OTHER_FACTOR``: by another one."""
+    """The kind of change that a rank has made.  ``ABSENT``: there is nothing by which it could tell.
+    ``WRITTEN``: gradients were written to without an effect that shows, as where they are multiplied by 1.
+    ``FACTOR``: they are multiplied by a number that steps or a norm explain; ``OTHER_FACTOR``: by another
+    one."""
 
     ABSENT, NOTHING, FACTOR, OTHER_FACTOR, WRITTEN, GRADIENTS, PARAMETERS = range(7)
 
@@ -63,7 +64,7 @@ class _AfterStep:
     elements: tuple[torch.Tensor, torch.Tensor] | None
 
     def is_written(self, grad: torch.Tensor) -> bool:
-        return (id(grad), grad._version) != (self.tensor, self.version)
+        return (id(grad), writes_to(grad)) != (self.tensor, self.version)
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,8 +110,8 @@ class _Comparison:
 
 @dataclass(eq=False)
 class ScriptChanges:
-    """Those of this process.  ``allowed``: whether the user has said that they need no values of other ranks.
-    ``known``: the optimizers that call ``compare`` before they update."""
+    """The changes that the script makes in this process.  ``allowed``: whether the user has said that they
+    need no values of other ranks.  ``known``: the optimizers that call ``compare`` before they update."""
 
     state: ModelState
     rank: int
@@ -128,9 +129,10 @@ class ScriptChanges:
     _earlier: list[_Comparison] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        owned, in_lanes = [{*own.gradients} for own in self.state.owned], self.state.plan.lanes.shards
-        is_divided = any(name.tensor in in_lanes for own in owned for name in own)
-        if is_divided or len({frozenset(own) for own in owned if own}) > 1:
+        owned = [{*tensors.gradients} for tensors in self.state.owned]
+        in_lanes = self.state.plan.lanes.shards
+        is_divided = any(name.tensor in in_lanes for names in owned for name in names)
+        if is_divided or len({frozenset(names) for names in owned if names}) > 1:
             self._names = self.state.owned_by(self.rank).gradients
             me = weakref.ref(self)
             handle = before_each_update(lambda optimizer: _follow(me, optimizer))
@@ -155,7 +157,7 @@ class ScriptChanges:
         elements = _elements([parameters[name] for name in compared])
         known = dict(zip(compared, elements, strict=True))
         self._after_step = {
-            name: _AfterStep(id(p.grad), p.grad._version, known.get(name))
+            name: _AfterStep(id(p.grad), writes_to(p.grad), known.get(name))
             for name, p in parameters.items()
             if p.grad is not None
         }
@@ -165,8 +167,8 @@ class ScriptChanges:
         self._left = len(self._after_step)
 
     def warn_of_unused(self) -> None:
-        """Before a step: warn of gradients to which it adds as the last one has left them, where an optimizer
-        has used others of that: no optimizer has their parameters."""
+        """Warn, before a step, of gradients to which it adds as the last one has left them, where an
+        optimizer has used others of that: no optimizer has their parameters."""
         if self._has_warned or len(self._after_step) in (0, self._left):
             return
         grads = {name: self.state.parameter(name).grad for name in self._after_step}
@@ -202,7 +204,7 @@ class ScriptChanges:
         gradients, values = (x.to("cpu", non_blocking=True) for x in (gradients, values))
         copied = None
         if is_accelerator(self.state.device):
-            copied = event(self.state.device)
+            copied = event(self.state.device)  # compared when it has passed, so no rank waits for its device
             copied.record()
         causes = self._steps, self._knows_norm
         self._begun.append(_Comparison(gradients, values, written, *causes, self.resolution, copied))
@@ -233,7 +235,7 @@ class ScriptChanges:
         return bool(self._used(optimizer))
 
     def change(self, *, at_once: bool) -> Change:
-        """What was changed before the updates since the last call; all that was, if several were made.
+        """The change before the updates since the last call; of all of them, if several were made.
 
         at_once: wait for an accelerator; else it is what there was at the call before.
         """
@@ -264,20 +266,21 @@ def _view(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _follow(changes: weakref.ref[ScriptChanges], optimizer: Optimizer) -> None:
-    """Any optimizer is about to update: one of the user's own compares from now on, behind its hooks."""
-    own = changes()
-    if own is not None and own.is_used_by(optimizer) and optimizer not in own.known:
-        own.known.add(optimizer)
+    """Let an optimizer that is about to update, if it is the user's own, compare from now on, behind its
+    hooks."""
+    living = changes()
+    if living is not None and living.is_used_by(optimizer) and optimizer not in living.known:
+        living.known.add(optimizer)
         optimizer.register_step_pre_hook(lambda updating, *_: _compare(changes, updating))
 
 
 def _compare(changes: weakref.ref[ScriptChanges], optimizer: Optimizer) -> None:
-    if (own := changes()) is not None:
-        own.compare(optimizer)
+    if (living := changes()) is not None:
+        living.compare(optimizer)
 
 
 def different_changes(changes: Sequence[Change], resolution: float, step: str) -> str | None:
-    """What the ranks' scripts have changed that they may not, as a message; None if it is one factor at most.
+    """Tell in a message what the ranks' scripts have changed that they may not; None for one factor at most.
 
     changes: of all ranks.  resolution: of their factors.  step: the one that follows the update, as text.
     """

@@ -42,11 +42,11 @@ class SeveralOptimizers(Optimizer):
         return loss
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Each optimizer loads what is its own, as its class does it."""
+        """Let each optimizer load its own groups and their state, as its class does it."""
         saved = state_dict["param_groups"]
         states: dict[Any, Any] = defaultdict(dict)
         for optimizer in self.optimizers:
-            groups = [own for own, of in zip(saved, self.of_groups, strict=True) if of is optimizer]
+            groups = [entry for entry, of in zip(saved, self.of_groups, strict=True) if of is optimizer]
             numbers = [number for group in groups for number in group["params"]]
             state = {
                 number: state_dict["state"][number] for number in numbers if number in state_dict["state"]

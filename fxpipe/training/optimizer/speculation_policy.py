@@ -15,7 +15,7 @@ PERIOD = 512
 
 
 @dataclass(eq=False)
-class Pace:
+class SpeculationPolicy:
     """Decides for each update whether this rank makes it ahead of the verdict.
 
     In a trial the ranks wait and go ahead in turns; behind it they do what has made steps shorter.  All ranks

@@ -36,7 +36,7 @@ from fxpipe.runtime.ranks.tracked_memory import SavedBytes
 from fxpipe.runtime.ranks.turns import run_all
 from fxpipe.training.model.accumulators import zero_buckets
 from fxpipe.training.model.model_state import ModelState
-from fxpipe.training.model.pending_update import Updates
+from fxpipe.training.model.pending_update import PendingUpdate
 
 _Runner = TypeVar("_Runner", bound="LocalRunner")
 _Arguments = ParamSpec("_Arguments")
@@ -92,7 +92,7 @@ class LocalRunner:
     directory: Path | None
     offload_directory: Path | None
     first_step: int = 0
-    updates: Updates = field(default_factory=Updates)
+    updates: PendingUpdate = field(default_factory=PendingUpdate)
 
     @property
     def plan(self) -> Plan:
@@ -136,7 +136,7 @@ class LocalRunner:
             rows = rows_of_replica(spec.batch, batch, spec.microbatches, replica, world.replicas)
             program = self._recorded(self._local_programs[rt.rank], rt, {} if replica else record, number)
             mains.append(partial(self._run_program, program, rt, number, rows, check))
-        meters = [SavedBytes(self._given(rt, batch)) for rt in runtimes] if measure_memory else []
+        meters = [SavedBytes(self._tensors_of(rt, batch)) for rt in runtimes] if measure_memory else []
         for number, meter in enumerate(meters):
             mains[number] = partial(_metered, mains[number], runtimes[number], meter)
         losses = run_all(
@@ -144,15 +144,16 @@ class LocalRunner:
         )
         first = runtimes[: world.ranks * world.lanes]
         ranks = [first[begin : begin + world.lanes] for begin in range(0, len(first), world.lanes)]
-        gradients = [_whole_gradients(self.plan.lanes, [rt.grads for rt in own]) for own in ranks]
-        found = joined({name: grad for own in reversed(gradients) for name, grad in own.items()})
+        gradients = [_whole_gradients(self.plan.lanes, [rt.grads for rt in lanes]) for lanes in ranks]
+        # In reverse, as the first rank that holds a tied weight has its sum.
+        by_name = joined({name: grad for grads in reversed(gradients) for name, grad in grads.items()})
         for runtime in first:
             self.state.store_buffers(runtime)
-        grads = {name: found[name] for name in self.state.parameters if name in found}
-        given = [rt.collected.joined(rt.rank, spec.microbatches) for rt in runtimes[:: world.lanes]]
+        grads = {name: by_name[name] for name in self.state.parameters if name in by_name}
+        of_each = [rt.collected.joined(rt.rank, spec.microbatches) for rt in runtimes[:: world.lanes]]
         collected = {
-            name: torch.cat([own[name] for own in given if name in own])
-            for name in {name for own in given for name in own}
+            name: torch.cat([outputs[name] for outputs in of_each if name in outputs])
+            for name in {name for outputs in of_each for name in outputs}
         }
         return LocalResult(
             losses[0],
@@ -227,7 +228,7 @@ class LocalRunner:
     ) -> Runtime:
         """state: that of one lane, where this process runs several."""
         self.state.check_values(rank)
-        params, buffers = (state or self.state).held_by(rank)
+        params, buffers = (state or self.state).params_and_buffers(rank)
         return Runtime(
             rank=rank,
             spec=self.plan.step,
@@ -252,15 +253,17 @@ class LocalRunner:
         return Offloader(store, self.device)
 
     @staticmethod
-    def _given(rt: Runtime, batch: Any) -> list[torch.Tensor]:
+    def _tensors_of(rt: Runtime, batch: Any) -> list[torch.Tensor]:
         """The tensors that a rank also holds between steps."""
-        held = [*rt.params.values(), *rt.grads.values(), *rt.buffers.values(), *rt.constants.values()]
-        return held + [x for _, x in batch_leaves(batch) if isinstance(x, torch.Tensor)]
+        tensors = [*rt.params.values(), *rt.grads.values(), *rt.buffers.values(), *rt.constants.values()]
+        return tensors + [x for _, x in batch_leaves(batch) if isinstance(x, torch.Tensor)]
 
 
-def _whole_gradients(lanes: LanePlan, given: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Those of a rank, from those of its lanes."""
-    return {name: lanes.joined(name, [grads[name] for grads in given]) for name in given[0]}
+def _whole_gradients(
+    lanes: LanePlan, of_lanes: Sequence[Mapping[str, torch.Tensor]]
+) -> dict[str, torch.Tensor]:
+    """The gradients of a rank, from those of its lanes."""
+    return {name: lanes.joined(name, [grads[name] for grads in of_lanes]) for name in of_lanes[0]}
 
 
 def _metered(main: Callable[[], Any], rt: Runtime, meter: SavedBytes) -> Any:

@@ -12,7 +12,7 @@ from fxpipe.runtime.program.outputs import On, empty, joined
 
 
 def move_outputs(
-    found: dict[str, torch.Tensor],
+    computed: dict[str, torch.Tensor],
     wanted: Mapping[str, OutputSpec],
     on: On,
     process: Process | None,
@@ -22,13 +22,13 @@ def move_outputs(
     """The outputs that this rank is to have, of its replica's rows; unless ``on`` is None, all ranks call it
     alike.
 
-    found: those that this rank computed.
+    computed: those that this rank computed.
     """
     if on is None or process is None:
-        return found
+        return computed
     moved = {}
     for name, spec in wanted.items():
-        value = found.get(name)
+        value = computed.get(name)
         if value is None:
             value = joined(empty(spec, microbatches, device))
         data = value.view(-1).view(torch.uint8)  # gloo does not know all dtypes

@@ -1,4 +1,4 @@
-"""What a rank tells the others of its training in each step: of its optimizer, of its gradients, and of the
+"""Digests by which ranks compare their training in each step: of the optimizer, of its gradients, and of the
 tensors that other ranks hold as well.
 
 A rank that makes fewer updates, or others, or changes its copy of a tied weight, would train another model
@@ -27,8 +27,9 @@ from fxpipe.training.optimizer.script_changes import ScriptChanges
 
 
 @dataclass(eq=False)
-class Course:
-    """Of one pipeline.  ``compares``: whether tensors that several ranks hold must have the same bits."""
+class RankDigests:
+    """The digests of one pipeline on one rank.  ``compares``: whether tensors that several ranks hold must
+    have the same bits."""
 
     state: ModelState
     rank: int
@@ -47,8 +48,8 @@ class Course:
 
     def __post_init__(self) -> None:
         shards = self.state.plan.lanes.shards  # of which each lane has other values
-        held = holders(held.state for held in self.state.owned).items()
-        alike = [name for name, processes in held if len(processes) > 1 and name.tensor not in shards]
+        owners = holders(tensors.state for tensors in self.state.owned).items()
+        alike = [name for name, processes in owners if len(processes) > 1 and name.tensor not in shards]
         self._shared = [*alike] if self.compares else []
         self.changes = ScriptChanges(self.state, self.rank)
 
@@ -63,8 +64,8 @@ class Course:
         self._zeroed = optimizer.counts.zeroed
 
     def facts(self, plan: int, stop: bool, asked: str) -> Facts:
-        """Those of the step that begins.  plan: its number.  stop: whether the rank was asked to end the run.
-        asked: outputs that all ranks must ask for alike, as text."""
+        """The facts of the step that begins.  plan: its number.  stop: whether the rank was asked to end the
+        run.  asked: outputs that all ranks must ask for alike, as text."""
         order = ABSENT if self._counts is None else self._counts.order
         self.changes.warn_of_unused()
         self.changes.compare(gradients_alone=True)  # of those to which the step adds
@@ -87,8 +88,8 @@ class Course:
             digests = tuple(self._digest(names).tolist()) if names else ()
             of_optimizer = self._of_optimizer()
             facts = Facts(0, False, ABSENT, *of_optimizer, changed=changed, names=names, digests=digests)
-            found = process.begin_gather(words(facts, (), {}), call)()
-            if problem := difference(found, (), call, names, resolution=self.changes.resolution):
+            table = process.begin_gather(words(facts, (), {}), call)()
+            if problem := difference(table, (), call, names, resolution=self.changes.resolution):
                 raise RunError(problem)
 
     def _of_optimizer(self) -> tuple[int, int]:
@@ -134,17 +135,19 @@ class Course:
 
         turn: take some rows of large ones, each time others; None for all of them.
         """
-        own, device = {*self.state.owned_by(self.rank).state}, self.state.device
+        names_here, device = {*self.state.owned_by(self.rank).state}, self.state.device
         process = self.state.process
         if process is not None and process.lane and is_accelerator(device):
-            own = set()  # where kernels add in any order, lanes differ in the last bits of what they all hold
-        held = [self.state.held(name) if name in own else None for name in names]
+            names_here = (
+                set()
+            )  # where kernels add in any order, lanes differ in the last bits of what they all hold
+        values = [self.state.value(name) if name in names_here else None for name in names]
         absent = torch.full((), ABSENT, device=device)
-        found = [absent if t is None or t.is_meta else digest(_rows(t, turn)) for t in held]
-        return torch.stack(found)
+        digests = [absent if t is None or t.is_meta else digest(_rows(t, turn)) for t in values]
+        return torch.stack(digests)
 
 
 def _rows(tensor: torch.Tensor, turn: int | None) -> torch.Tensor:
-    """At most MOST rows; those of as many turns as needed are all rows."""
+    """Take at most MOST rows of a tensor, in each turn others, until all were taken."""
     apart = -(-len(tensor) // MOST) if tensor.dim() and turn is not None else 1
     return tensor if apart <= 1 or turn is None else tensor[turn % apart :: apart]

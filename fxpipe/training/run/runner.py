@@ -37,7 +37,7 @@ from fxpipe.training.optimizer.batch_digest import (
 )
 from fxpipe.training.run.local_runner import LocalRunner, in_traced_state
 from fxpipe.training.run.move_outputs import move_outputs
-from fxpipe.training.run.rank_digests import Course
+from fxpipe.training.run.rank_digests import RankDigests
 from fxpipe.training.run.short_batches import short_batch
 from fxpipe.training.run.warm_up import WarmUp
 
@@ -91,13 +91,16 @@ class Runner(LocalRunner):
             try:
                 rt.collected = Collected.of(wanted, rt.rank, spec.microbatches, self.device)
                 self.state.changed()
-                rt.params, rt.buffers = self.state.held_by(rt.rank)
+                rt.params, rt.buffers = self.state.params_and_buffers(rt.rank)
                 self._warm_up.settle(rt, program, batch)
                 asked = "" if outputs_on is None else f"{sorted(rt.collected.wanted)} on {outputs_on}"
+                # Sent before the program and read behind it, so that the words travel while it computes.
                 compare = self._begin_comparison(batch, number, asked)
                 begin_buckets(self.state, rt)
                 finish: list[Finish] = []
                 rt.validate = partial(self._validate, rt, finish)
+                # A warm-up computes forwards before the last update stands, and asks ``validate`` behind
+                # them.
                 if not program.has_warm_up:
                     self.updates.settle()
                 if self.updates.are_settled:
@@ -107,19 +110,19 @@ class Runner(LocalRunner):
                     loss = self._run_program(recorded, rt, self._number_in_world, batch, check)
                 rt.validate = None  # which would keep this and the runtime alive in a circle
                 self.state.refreshed()
-                compare()
-                found = self._outputs(rt, outputs_on)
+                compare()  # before outputs move: ranks that differ would wait for other messages
+                results = self._outputs(rt, outputs_on)
             except NoAnswer as error:
                 raise self._no_answer(error) from None
-            except Exception as error:
+            except Exception as error:  # whatever it is, the other ranks must hear of it
                 raise self._failure(error, rt, number) from error
         self.step_number = rt.step_number
         for end in finish:
             end()
         self.state.store_buffers(rt)
         if self.process is not None:
-            self.course.stepped()
-        return StepResult(loss, found)
+            self.rank_digests.stepped()
+        return StepResult(loss, results)
 
     def evaluate(self, batch: Any, outputs: Sequence[str], outputs_on: On) -> StepResult:
         """A step of a forward, or several for a batch with fewer rows."""
@@ -133,19 +136,19 @@ class Runner(LocalRunner):
                 f"number in the other replicas: give each a multiple of {short.size}, or drop the last ones."
             )
         batches = short.batches(spec, batch)
-        rt.weighted = [(own, w) for own, (_, w) in zip(batches, short.steps, strict=True)]
-        found, sums, counts = [], 0.0, 0.0
+        rt.weighted = [(part, w) for part, (_, w) in zip(batches, short.steps, strict=True)]
+        steps, sums, counts = [], 0.0, 0.0
         try:
-            for own, (_, weights) in zip(batches, short.steps, strict=True):
+            for part, (_, weights) in zip(batches, short.steps, strict=True):
                 rt.weights = weights
-                found.append(self.step(own, outputs, outputs_on, None, {}))
+                steps.append(self.step(part, outputs, outputs_on, None, {}))
                 sums, counts = sums + rt.total[0], counts + rt.total[1]
         finally:
             rt.weighted, rt.weights = (), None
-        loss = found[0].loss
+        loss = steps[0].loss
         if loss is not None:
             loss = (torch.tensor(sums, dtype=torch.float64) / counts).to(loss.dtype)
-        return StepResult(loss, short.outputs(spec, [step.outputs for step in found]))
+        return StepResult(loss, short.outputs(spec, [step.outputs for step in steps]))
 
     def _validate(self, rt: Runtime, finish: list[Finish]) -> bool:
         """Wait for the verdict on the last update; return whether the forwards so far stand."""
@@ -161,7 +164,7 @@ class Runner(LocalRunner):
         """
         finish.append(accumulators(self.state, rt))
         if self.process is not None:
-            self.course.begin_digests()
+            self.rank_digests.begin_digests()
 
     def gather_parameters(self) -> dict[str, torch.Tensor]:
         """Get the rows of parameters that other replicas own, and have updated since the last step.  All
@@ -174,22 +177,22 @@ class Runner(LocalRunner):
             return {}
         shards = self.runtime.shards
         assert shards is not None
-        found: dict[str, torch.Tensor] = {}
+        gathered: dict[str, torch.Tensor] = {}
         with process.watch.collective():
             for names, division in state.divisions(process.rank):
                 bucket = sharded_bucket(state, names, division, process.replica)
-                given = bucket.parameters or (bucket.own_rows(),)
-                shards.wait(shards.gather(given, bucket.begins))
-                found |= {} if bucket.parameters else bucket.views(given[0])
+                rows = bucket.parameters or (bucket.own_rows(),)
+                shards.wait(shards.gather(rows, bucket.begins))
+                gathered |= {} if bucket.parameters else bucket.views(rows[0])
         state.refreshed()
-        return found
+        return gathered
 
     def _outputs(self, rt: Runtime, on: On) -> dict[str, torch.Tensor]:
         """The outputs of the last step that this rank is to have."""
         wanted, microbatches = rt.collected.wanted, self.plan.step.microbatches
-        found = rt.collected.joined(rt.rank, microbatches)
+        computed = rt.collected.joined(rt.rank, microbatches)
         rt.collected = Collected()  # the caller alone keeps them
-        return move_outputs(found, wanted, on, self.process, microbatches, self.device)
+        return move_outputs(computed, wanted, on, self.process, microbatches, self.device)
 
     @cached_property
     def runtime(self) -> Runtime:
@@ -231,8 +234,8 @@ class Runner(LocalRunner):
                 if k < summed:
                     replicas.wait(replicas.reduce(bucket.whole, bucket.begins, bucket.whole, mean=False))
                 if self.plan.shard:
-                    given = bucket.whole if k < summed else bucket.own_rows()
-                    replicas.wait(replicas.gather((given,), bucket.begins))
+                    rows = bucket.whole if k < summed else bucket.own_rows()
+                    replicas.wait(replicas.gather((rows,), bucket.begins))
 
     @cached_property
     def _own_program(self) -> Program:
@@ -253,9 +256,9 @@ class Runner(LocalRunner):
             check_programs(text, process.world_rank, process.ranks, process.lanes, process.gather)
         return program, check_agreement({process.rank: program.traffic}, self._gather_texts)
 
-    def _gather_texts(self, own: list[str]) -> list[str]:
+    def _gather_texts(self, texts: list[str]) -> list[str]:
         assert self.process is not None
-        return [data.decode() for data in self.process.gather_in_replica(own[0].encode())]
+        return [data.decode() for data in self.process.gather_in_replica(texts[0].encode())]
 
     def _own_collectives(self) -> list[CollectiveCall]:
         """The collectives of a step; none if an edited program does not show them."""
@@ -263,7 +266,7 @@ class Runner(LocalRunner):
         return program.collectives() if is_known else []
 
     def _watched(self, rt: Runtime, program: Program) -> contextlib.AbstractContextManager[None]:
-        """For the time of a step."""
+        """Let the watch know of the step in a block, so that it can tell what this rank waits for."""
         if self.process is None:
             return contextlib.nullcontext()
         return self.process.watch.step(
@@ -272,7 +275,7 @@ class Runner(LocalRunner):
 
     @property
     def _number_in_world(self) -> int:
-        """Of this process, in messages and files."""
+        """The number of this process, in messages and files."""
         return 0 if self.process is None else self.process.world_rank
 
     def _named(self, step: int) -> str:
@@ -283,24 +286,24 @@ class Runner(LocalRunner):
         return WarmUp(self.state, self.device, self.process)
 
     @cached_property
-    def course(self) -> Course:
-        """Of this process's rank, under torchrun."""
+    def rank_digests(self) -> RankDigests:
+        """The digests of this process's rank, under torchrun."""
         assert self.process is not None
         # What is gathered for an evaluation alone is compared as training's.
         compares = not self.process.has_different_devices(self.device) and not self.state.borrowed
-        return Course(self.state, self.process.rank, compares)
+        return RankDigests(self.state, self.process.rank, compares)
 
     @contextlib.contextmanager
     def _refused_by_all(self, rt: Runtime, number: int) -> Iterator[None]:
-        """For the checks of a step, before anything is sent or changed: where all ranks raise in it, the run
+        """Run the checks of a step, before anything is sent or changed: where all ranks raise in it, the run
         can go on with another batch; where some do, it has failed."""
         try:
             yield
-        except Exception as error:
+        except Exception as error:  # the model's checks may raise anything
             if self.process is None:
                 raise
-            own = words(Facts(self.artifact.number, refuses=True), (), {})
-            ranks = self.process.begin_gather(own, f"step {number}")()
+            refusal = words(Facts(self.artifact.number, refuses=True), (), {})
+            ranks = self.process.begin_gather(refusal, f"step {number}")()
             if len(refusing(ranks)) < len(ranks):
                 raise self._failure(error, rt, number) from error
             raise
@@ -309,24 +312,24 @@ class Runner(LocalRunner):
         """Start to compare batch and training with the other ranks; return the function that ends it.
 
         That raises RunError if the ranks differ.  All ranks have sent their words long before it waits.
-        number: of the step.  asked: see ``Course.facts``.
+        number: of the step.  asked: see ``RankDigests.facts``.
         """
         process, leaves = self.process, self.plan.step.batch.tensors
         if process is None:
             return lambda: None
-        facts = self.course.facts(self.artifact.number, self.stop_asked, asked)
-        step, own = self._named(number), self._words(facts, batch)
-        gathered = process.begin_gather(own, f"step {number}")
+        facts = self.rank_digests.facts(self.artifact.number, self.stop_asked, asked)
+        step, ours = self._named(number), self._words(facts, batch)
+        gathered = process.begin_gather(ours, f"step {number}")
 
         def compare() -> None:
             ranks = gathered()
             if refuse := refusing(ranks):
                 raise NoAnswer(f"rank {refuse[0]} does not run {step}")
             self.stops = any_stops(ranks)
-            resolution = self.course.changes.resolution
+            resolution = self.rank_digests.changes.resolution
             problem = difference(ranks, leaves, step, facts.names, process.replicas, resolution)
             if problem is not None:
-                optimizer = self.course.optimizer
+                optimizer = self.rank_digests.optimizer
                 if options_differ(ranks):
                     options = {} if optimizer is None else optimizer.options()
                     process.check_alike(options, f"the optimizer in {step}", SAME_OPTIONS)

@@ -47,35 +47,36 @@ class ShortBatch:
         ]
 
     def outputs(self, spec: StepSpec, steps: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-        """Of the outputs of all steps those of the rows that are there."""
+        """The outputs of the rows that are there, from those of all steps."""
         order = [row for rows, _ in self.steps for row in rows]
         first = [order.index(row) for row in range(self.rows)]
         shapes = {output.name: output.shape for output in spec.outputs}
-        found = {name: torch.cat([step[name] for step in steps]) for name in steps[0]}
+        values = {name: torch.cat([step[name] for step in steps]) for name in steps[0]}
         return {
             name: self._taken(x, first, shapes[name][0]) if shapes[name] else x[: self.whole]
-            for name, x in found.items()
+            for name, x in values.items()
         }
 
     def _taken(self, value: torch.Tensor, rows: Sequence[int], length: int) -> torch.Tensor:
         """length: of a microbatch."""
         parts = value.unflatten(0, (-1, length // self.size))
-        taken: torch.Tensor = parts[torch.tensor(rows, device=value.device)]
-        return taken.flatten(0, 1)
+        chosen: torch.Tensor = parts[torch.tensor(rows, device=value.device)]
+        return chosen.flatten(0, 1)
 
 
 def short_batch(spec: StepSpec, batch: Any, outputs: Sequence[str]) -> ShortBatch | None:
-    """None for a batch that makes the microbatches of a step, or that no number of rows would fit.
+    """Divide a batch of any number of rows into steps; None for one that makes the microbatches of a step, or
+    that no number of rows would fit.
 
     Raises BatchError for an output that is no part of the rows.
     """
-    given = dict(batch_leaves(batch))
+    leaves = dict(batch_leaves(batch))
     shapes = {leaf.name: leaf.shape for leaf in spec.batch.leaves if leaf.shape and not leaf.unread}
     size = min((shape[0] for shape in shapes.values()), default=1)
     lengths = {
-        name: len(given[name])
+        name: len(leaves[name])
         for name in shapes
-        if isinstance(given.get(name), torch.Tensor) and given[name].dim()
+        if isinstance(leaves.get(name), torch.Tensor) and leaves[name].dim()
     }
     numbers = {lengths[name] * size / shapes[name][0] for name in lengths}
     rows = int(max(numbers, default=0))
@@ -101,4 +102,4 @@ def _steps(rows: int, size: int, microbatches: int) -> tuple[tuple[list[int], tu
         parts += [(filled[k * size : (k + 1) * size], rest / (size * number)) for k in range(number)]
     parts += [(parts[0][0], 0.0)] * (-len(parts) % microbatches)
     steps = (parts[k : k + microbatches] for k in range(0, len(parts), microbatches))
-    return tuple(([row for own, _ in step for row in own], tuple(w for _, w in step)) for step in steps)
+    return tuple(([row for order, _ in step for row in order], tuple(w for _, w in step)) for step in steps)

@@ -31,7 +31,7 @@ MOST_RUNS = 8
 
 @dataclass(eq=False)
 class WarmUp:
-    """Of one pipeline on this rank."""
+    """The runs of one pipeline's program alone, on this rank."""
 
     state: ModelState
     device: torch.device
@@ -54,7 +54,7 @@ class WarmUp:
         on_streams = process.backend(self.device) != "gloo"
         if compiles or on_streams:
             self.state.follow_model()
-            rt.params, rt.buffers = self.state.held_by(rt.rank)
+            rt.params, rt.buffers = self.state.params_and_buffers(rt.rank)
             with process.agreed(RUN_ALONE), process.unhurried():
                 before()
                 grads = self.state.zero_gradients(rt.rank)
@@ -65,7 +65,7 @@ class WarmUp:
                 rt.params = {}
         if on_streams:
             ranks = [events_from(data) for data in process.gather_in_replica(as_bytes(events))]
-            known = [own for own in ranks if own is not None]
+            known = [each for each in ranks if each is not None]
             self._releases = releases(known)[rt.rank] if len(known) == len(ranks) else ()
             assert isinstance(rt.comm, DistributedComm)
             rt.comm.sent = SentOnStreams(self._releases)
@@ -81,7 +81,7 @@ class WarmUp:
         if self._settled_at == memory.grown:
             return
         grads = self.state.zero_gradients(rt.rank)
-        rt.params, _ = self.state.held_by(rt.rank)
+        rt.params, _ = self.state.params_and_buffers(rt.rank)
         rt.params |= self.state.stand_ins(rt.rank)
         for _ in range(MOST_RUNS):
             before = memory.grown
@@ -90,7 +90,7 @@ class WarmUp:
             if memory.grown == before:
                 break
         self._settled_at = memory.grown
-        rt.params, _ = self.state.held_by(rt.rank)
+        rt.params, _ = self.state.params_and_buffers(rt.rank)
 
     @contextlib.contextmanager
     def memory(self, number: int) -> Iterator[None]:

@@ -27,7 +27,7 @@ REMEDY = (
 
 
 class DistributedCheckpoint:
-    """The model's tensors of a directory with ``.metadata``, as :class:`GivenValues`; of a tensor it reads
+    """The model's tensors of a directory with ``.metadata``, as :class:`TensorSource`; of a tensor it reads
     the chunks that hold a part of what is wanted, one at a time."""
 
     def __init__(self, path: Path) -> None:
@@ -112,7 +112,7 @@ def _within(area: tuple[tuple[int, ...], tuple[int, ...]], origin: tuple[int, ..
 
 
 def _loaded(path: Path, chunk: Chunk) -> Any:
-    """What torch.save wrote to these bytes of a file; tensors and plain values alone are unpickled."""
+    """Load what torch.save wrote to these bytes of a file; tensors and plain values alone are unpickled."""
     with open_regular(path) as file:
         file.seek(0, io.SEEK_END)
         if chunk.begin + chunk.length > file.tell():

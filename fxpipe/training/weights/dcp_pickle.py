@@ -65,7 +65,7 @@ def numbers(value: Any) -> tuple[int, ...]:
 
 
 def read_plain(data: bytes) -> Any:
-    """What a pickle of torch's dataclasses, with plain values in them, describes."""
+    """Read a pickle of torch's dataclasses, with plain values in them, as records."""
     try:
         return _Stack().follow(data)
     except Misfit:
@@ -152,7 +152,7 @@ _TAKEN |= {"STACK_GLOBAL": 2, "NEWOBJ": 2, "REDUCE": 2, "BUILD": 1}
 
 
 def _global(module: Any, name: Any) -> torch.dtype | _Callable:
-    """What stands for a class or function that a pickle names."""
+    """The stand-in for a class or function that a pickle names."""
     if type(module) is not str or type(name) is not str:
         raise Misfit("names a class by something else than text")
     dtype = getattr(torch, name, None) if module == "torch" else None

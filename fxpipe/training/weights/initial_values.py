@@ -31,22 +31,22 @@ RESETS = ("reset_parameters", "_reset_parameters")
 
 
 def initialize(
-    model: nn.Module, tensors: Mapping[str, torch.Tensor], seed: int = 0, own: Initialize | None = None
+    model: nn.Module, tensors: Mapping[str, torch.Tensor], seed: int = 0, function: Initialize | None = None
 ) -> set[str]:
     """Overwrite tensors with the initial values of the model's parameters and buffers of these names.
 
     As where a model is made: modules reset themselves, then ``_init_weights`` of the module or of the nearest
-    one around it is called (the protocol of Hugging Face), then ``own``, as by ``model.apply``.  A tensor
-    with two names is given to the module with its first name alone.  The model is not changed.
+    one around it is called (the protocol of Hugging Face), then ``function``, as by ``model.apply``.  A
+    tensor with two names is given to the module with its first name alone.  The model is not changed.
     Returns the names of those that were written.  Raises RunError, naming the module, where a function fails.
     """
     written: set[int] = set()
     with _with_tensors(model, tensors) as names, torch.no_grad():
-        for kind, path, module, function in _calls(model, own):
+        for kind, path, module, call in _calls(model, function):
             with _naming(kind, path, module), _Initializing(f"{seed} {kind} {path}", names, written):
-                function()
-        found = {name: _held(model, name) for name in tensors}
-        for name, value in found.items():  # where a function has put a tensor of its own
+                call()
+        values = {name: _tensor(model, name) for name in tensors}
+        for name, value in values.items():  # where a function has put a tensor of its own
             if value is not None and not value.is_meta and _storage(value) != _storage(tensors[name]):
                 tensors[name].copy_(value)
                 written.add(_storage(tensors[name]))
@@ -54,7 +54,7 @@ def initialize(
 
 
 class _Initializing(TorchDispatchMode):
-    """For one call: keyed random ops, and a record of the storages that ops write to."""
+    """Keys the random ops of one call, and records the storages that its ops write to."""
 
     def __init__(self, call: str, names: Mapping[int, str], written: set[int]) -> None:
         """names: storage -> the tensor of the model that has it."""
@@ -65,15 +65,18 @@ class _Initializing(TorchDispatchMode):
     def __torch_dispatch__(
         self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        given = {**dict(zip((a.name for a in op._schema.arguments), args, strict=False)), **(kwargs or {})}
-        storages = {name: _storage(t) for name, t in given.items() if isinstance(t, torch.Tensor)}
+        arguments = {
+            **dict(zip((a.name for a in op._schema.arguments), args, strict=False)),
+            **(kwargs or {}),
+        }
+        storages = {name: _storage(t) for name, t in arguments.items() if isinstance(t, torch.Tensor)}
         changed = [a.name for a in op._schema.arguments if a.alias_info and a.alias_info.is_write]
         self._written |= {storages[name] for name in changed if name in storages}
         for storage in reversed(storages.values()):  # an op writes to its first
             self._last = self._names.get(storage, self._last)
         if torch.Tag.nondeterministic_seeded not in op.tags:
             return op(*args, **(kwargs or {}))
-        if given.get("generator") is not None:
+        if arguments.get("generator") is not None:
             raise RunError(
                 f"{op} draws from a generator of its own, whose numbers would depend on the tensors that "
                 "this rank holds. Leave out generator=."
@@ -84,12 +87,12 @@ class _Initializing(TorchDispatchMode):
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    found: int = StorageWeakRef(tensor.untyped_storage()).cdata
-    return found
+    address: int = StorageWeakRef(tensor.untyped_storage()).cdata
+    return address
 
 
 def _calls(
-    model: nn.Module, own: Initialize | None
+    model: nn.Module, function: Initialize | None
 ) -> Iterator[tuple[str, str, nn.Module, Callable[[], object]]]:
     """The calls in order: the function's name, the module's path, the module."""
     modules = list(_inside_out(model, "", None, set()))
@@ -100,15 +103,15 @@ def _calls(
     for path, module, around in modules:
         if around is not None:
             yield "_init_weights", path, module, partial(around, module)
-    if own is not None:
+    if function is not None:
         for path, module, _ in modules:
-            yield getattr(own, "__name__", "fn"), path, module, partial(own, module)
+            yield getattr(function, "__name__", "fn"), path, module, partial(function, module)
 
 
 def _inside_out(
     module: nn.Module, path: str, around: Initialize | None, seen: set[nn.Module]
 ) -> Iterator[tuple[str, nn.Module, Initialize | None]]:
-    """Each module once, behind those that it holds, with the ``_init_weights`` that is responsible for it."""
+    """Yield each module once, behind those that it holds, with the ``_init_weights`` responsible for it."""
     if module in seen:
         return
     seen.add(module)
@@ -144,40 +147,40 @@ def _naming(kind: str, path: str, module: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _with_tensors(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Iterator[dict[int, str]]:
-    """For a block: the model holds these tensors by their names, and elsewhere ones without values.
+    """Give the model these tensors by their names for a block, and in all other places ones without values.
 
     Yields the names of all by their storages.
     """
-    before = [(own, dict(own)) for m in model.modules() for own in (m._parameters, m._buffers)]
+    before = [(slots, dict(slots)) for m in model.modules() for slots in (m._parameters, m._buffers)]
     names: dict[int, str] = {}
     made = []  # which keeps the storages apart, also of those that a function replaces
     try:
         for path, module in model.named_modules():
-            for own in (module._parameters, module._buffers):
-                for short, tensor in own.items():
+            for slots in (module._parameters, module._buffers):
+                for short, tensor in slots.items():
                     if tensor is not None:
                         name = f"{path}.{short}" if path else short
                         made.append(_like(tensor, tensors.get(name)))
-                        own[short] = made[-1]
+                        slots[short] = made[-1]
                         names[_storage(made[-1])] = name
         yield names
     finally:
-        for own, entries in before:
-            own.clear()
-            own |= entries
+        for slots, entries in before:
+            slots.clear()
+            slots |= entries
 
 
-def _like(old: torch.Tensor, given: torch.Tensor | None) -> torch.Tensor:
-    """``given``, or a tensor without values, in the place of an old one, with the marks that code has put on
+def _like(old: torch.Tensor, value: torch.Tensor | None) -> torch.Tensor:
+    """``value``, or a tensor without values, in the place of an old one, with the marks that code has put on
     that."""
-    new = torch.empty(old.shape, dtype=old.dtype, device="meta") if given is None else given
+    new = torch.empty(old.shape, dtype=old.dtype, device="meta") if value is None else value
     if isinstance(old, nn.Parameter):
         new = nn.Parameter(new, old.requires_grad)
     new.__dict__.update(old.__dict__)
     return new
 
 
-def _held(model: nn.Module, name: str) -> torch.Tensor | None:
+def _tensor(model: nn.Module, name: str) -> torch.Tensor | None:
     path, _, short = name.rpartition(".")
     module = model.get_submodule(path)
     tensor = module._parameters.get(short, module._buffers.get(short))

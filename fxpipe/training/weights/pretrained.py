@@ -18,7 +18,7 @@ from fxpipe.plan.spans import Spans, slices_of
 from fxpipe.strict import MEBIBYTE, Misfit, parse_json, read_text, shown, structure
 from fxpipe.training.weights.dcp_checkpoint import DistributedCheckpoint
 from fxpipe.training.weights.dcp_metadata import METADATA
-from fxpipe.training.weights.tensor_values import GivenValues
+from fxpipe.training.weights.tensor_values import TensorSource
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 #: The bytes of a piece.  A file is opened anew for each: the pages that were read are the process's as long
@@ -31,7 +31,7 @@ _Layout = tuple[tuple[int, ...], torch.dtype]
 
 
 class Pretrained:
-    """The tensors of a safetensors file, or of a directory of them, as :class:`GivenValues`."""
+    """The tensors of a safetensors file, or of a directory of them, as :class:`TensorSource`."""
 
     def __init__(self, path: Path):
         """Raises ArtifactError if there is no such file, or one that cannot be read."""
@@ -54,8 +54,8 @@ class Pretrained:
     def _layout(self, name: str) -> _Layout:
         file = self._files[name]
         if file not in self._layouts:
-            with open_tensors(file, REMEDY) as held:
-                self._layouts[file] = {n: _layout_in(held, n) for n in held.keys()}  # noqa: SIM118 - no dict
+            with open_tensors(file, REMEDY) as content:
+                self._layouts[file] = {n: _layout_in(content, n) for n in content.keys()}  # noqa: SIM118 - no dict
         if name not in self._layouts[file]:
             raise ArtifactError(f"{file} does not hold {shown(name)}, which the index says it does.")
         return self._layouts[file][name]
@@ -63,19 +63,19 @@ class Pretrained:
     def parts(self, name: str, spans: Spans) -> Iterator[torch.Tensor]:
         shape, dtype = self._layout(name)
         if not shape:
-            with open_tensors(self._files[name], REMEDY) as held:
-                yield held.get_tensor(name)
+            with open_tensors(self._files[name], REMEDY) as content:
+                yield content.get_tensor(name)
             return
         rows, *others = slices_of(shape, spans)
         step = max(1, PIECE // max(1, math.prod(shape[1:]) * dtype.itemsize))
         for first in range(rows.start, rows.stop, step):
-            with open_tensors(self._files[name], REMEDY) as held:
-                piece = held.get_slice(name)[slice(first, min(first + step, rows.stop)), *others]
+            with open_tensors(self._files[name], REMEDY) as content:
+                piece = content.get_slice(name)[slice(first, min(first + step, rows.stop)), *others]
             yield piece
             del piece
 
 
-def values_at(path: Path) -> GivenValues:
+def values_at(path: Path) -> TensorSource:
     """Weights in files, of Hugging Face or of ``torch.distributed.checkpoint``.
 
     Raises ArtifactError if there are none, or they cannot be read.
@@ -85,10 +85,10 @@ def values_at(path: Path) -> GivenValues:
     return Pretrained(path)
 
 
-def _layout_in(held: Any, name: str) -> _Layout:
-    piece = held.get_slice(name)
+def _layout_in(content: Any, name: str) -> _Layout:
+    piece = content.get_slice(name)
     shape = tuple(piece.get_shape())
-    return shape, (piece[0:0] if shape else held.get_tensor(name)).dtype
+    return shape, (piece[0:0] if shape else content.get_tensor(name)).dtype
 
 
 def _files_of(path: Path) -> dict[str, Path]:
@@ -103,8 +103,8 @@ def _files_of(path: Path) -> dict[str, Path]:
         )
     if zipfile.is_zipfile(file):
         raise ArtifactError(f"{file} is a file of torch.save: give what it holds, torch.load({str(path)!r}).")
-    with open_tensors(file, REMEDY) as held:
-        return dict.fromkeys(held.keys(), file)
+    with open_tensors(file, REMEDY) as content:
+        return dict.fromkeys(content.keys(), file)
 
 
 def _indexed(path: Path) -> dict[str, Path]:

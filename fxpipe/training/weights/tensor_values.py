@@ -10,13 +10,13 @@ import torch
 from fxpipe.plan.spans import PartSpan, Spans, place_of
 
 
-class GivenValues(Protocol):
+class TensorSource(Protocol):
     """Tensors by name, of which nothing is read before ``parts``."""
 
     def names(self) -> tuple[str, ...]: ...
 
     def source(self, name: str) -> str:
-        """Where a tensor is or would be, for messages: "the state dict", or a file."""
+        """The place where a tensor is or would be, for messages: "the state dict", or a file."""
         ...
 
     def shape(self, name: str) -> tuple[int, ...]: ...
@@ -51,10 +51,10 @@ class InMemory:
 
 
 @torch.no_grad()
-def copy_to(target: torch.Tensor, given: GivenValues, name: str, spans: Spans) -> None:
+def copy_to(target: torch.Tensor, values: TensorSource, name: str, spans: Spans) -> None:
     """Overwrite a tensor, of whatever device and dtype, with this part of a given one."""
     begin = 0
-    for part in given.parts(name, spans):
+    for part in values.parts(name, spans):
         if target.dim():
             target[begin : begin + len(part)].copy_(part)
             begin += len(part)
@@ -62,15 +62,15 @@ def copy_to(target: torch.Tensor, given: GivenValues, name: str, spans: Spans) -
             target.copy_(part)
 
 
-def are_equal(given: GivenValues, name: str, other: str) -> bool:
+def are_equal(values: TensorSource, name: str, other: str) -> bool:
     """Whether two given tensors have the same dtype, shape and values."""
-    if (given.dtype(name), given.shape(name)) != (given.dtype(other), given.shape(other)):
+    if (values.dtype(name), values.shape(name)) != (values.dtype(other), values.shape(other)):
         return False
     begin, equal = 0, True
-    for piece in given.parts(name, {}):
+    for piece in values.parts(name, {}):
         same = torch.empty_like(piece)
-        rows = {0: PartSpan(begin, len(piece), given.shape(name)[0])} if piece.dim() else {}
-        copy_to(same, given, other, rows)
+        rows = {0: PartSpan(begin, len(piece), values.shape(name)[0])} if piece.dim() else {}
+        copy_to(same, values, other, rows)
         equal = equal and torch.equal(piece, same)
         begin += len(piece) if piece.dim() else 0
     return equal
