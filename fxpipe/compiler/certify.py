@@ -39,15 +39,15 @@ def certified(plan: Plan, programs: tuple[str, ...], captured: CapturedStep) -> 
     Raises VerifyError if it does not hold.
     """
     try:
-        found = check(plan, programs, captured)
+        certificate = check(plan, programs, captured)
     except ArtifactError as error:
         warnings.warn(f"The programs cannot be checked against the captured step: {error}", stacklevel=2)
         return None
-    if not found.holds:
-        lines = "\n".join(f"  {problem}" for problem in found.problems[:MOST_SHOWN])
+    if not certificate.holds:
+        lines = "\n".join(f"  {problem}" for problem in certificate.problems[:MOST_SHOWN])
         raise VerifyError(
             "The programs are not the captured step. This is an error of fxpipe: please report it, with the "
             "model (check=False compiles without this check); of a pass of your own, see docs/certificate.md."
             f"\n{lines}"
         )
-    return found
+    return certificate

@@ -121,10 +121,10 @@ class Costing:
             ranks = self.tried.placements[of.options.stages][name]
             if cut.vocabulary is not None:
                 ranks = cut.vocabulary.placement(ranks)
-            held = tensor_ownership(
+            ownership = tensor_ownership(
                 model, cut.sections, ranks, options.ranks, options.on_ranks, options.has_on_ranks
             )
-            tensors = tensors_of(model, held)
+            tensors = tensors_of(model, ownership)
             live = liveness(cut.graph, cut.sections, cut.edges, ranks)
             costs = section_costs(live, seconds, cluster, ranks, options.ranks_per_machine)
             if self._sizes is not None and cut.resized is not None:
@@ -136,14 +136,14 @@ class Costing:
                 name,
                 ranks,
                 costs,
-                weight_bytes(tensors, held, options.grad_dtype),
-                stage_tensors(tensors, held, cut.sections, options.grad_dtype),
-                trained_parameters(tensors, held, options.grad_dtype),
+                weight_bytes(tensors, ownership, options.grad_dtype),
+                stage_tensors(tensors, ownership, cut.sections, options.grad_dtype),
+                trained_parameters(tensors, ownership, options.grad_dtype),
             )
 
     def balanced(self, of: Stages, chosen: Chosen) -> Stages | None:
         """The same step, cut such that the ranks are balanced, where those of a V placement are uneven."""
-        problem = chosen.found.problem
+        problem = chosen.result.problem
         work = [problem.arrays.work(rank) for rank in range(problem.ranks)]
         if not problem.is_v or max(work) <= (1 + SLACK) * sum(work) / len(work):
             return None
@@ -152,19 +152,19 @@ class Costing:
 
     def lighter(self, of: Stages, chosen: Chosen) -> Stages | None:
         """The same step in as many stages, cut where fewer values cross."""
-        found = chosen.found
+        result = chosen.result
         assert of.step.cut is not None, "it was cut by its costs"
-        vocabulary = found.problem.vocabulary
+        vocabulary = result.problem.vocabulary
         first = 0 if vocabulary is None else vocabulary.embedding_shards
-        asked = found.problem, found.schedule.order, self._cluster
-        cuts = LighterCuts(of.step.cut, first, *asked).moved()
+        scheduled = result.problem, result.schedule.order, self._cluster
+        cuts = LighterCuts(of.step.cut, first, *scheduled).moved()
         if cuts is None:
             return None
-        return self._cut_again(of, replace(of.options, placements=(found.problem.shape,), cuts=cuts))
+        return self._cut_again(of, replace(of.options, placements=(result.problem.shape,), cuts=cuts))
 
-    def _cut_again(self, of: Stages, asked: CutOptions) -> Stages | None:
+    def _cut_again(self, of: Stages, options: CutOptions) -> Stages | None:
         try:
-            return self._cuts.stages_of(of.whole, asked, self.phase)
+            return self._cuts.stages_of(of.whole, options, self.phase)
         except PartitionError:
             return None
 
@@ -176,15 +176,15 @@ class Costing:
         units = units_of(options.limit_text)
         limits, text = None, MemoryText(units)
         if options.memory_limit is not None:
-            held = tuple(own.total for own in held_bytes(placed, options))
-            limits, text = activation_budget(options.memory_limit, held, units), MemoryText(units, held)
+            fixed = tuple(each.total for each in held_bytes(placed, options))
+            limits, text = activation_budget(options.memory_limit, fixed, units), MemoryText(units, fixed)
         cut, costs, divided = placed.cut, placed.costs, options.replicas if options.shard else 1
         if options.gradients:
             costs = replace(costs, update=update_costs(self._cluster, placed.trained, divided))
         if options.replicas > 1:
-            asked = options.replicas, options.shard or "", options.per_use, options.ranks_per_machine
-            found = exchanges(self._cluster, placed.ranks, placed.exchanged, *asked)
-            costs = replace(costs, exchanges=found)
+            replicas = options.replicas, options.shard or "", options.per_use, options.ranks_per_machine
+            exchanged = exchanges(self._cluster, placed.ranks, placed.exchanged, *replicas)
+            costs = replace(costs, exchanges=exchanged)
         if options.offload.share is not None:
             costs = replace(costs, link=Link(1 / self._bandwidth, options.offload.ranks_per_link))
         return Problem(
@@ -207,28 +207,28 @@ class Chosen:
     """A cut on its ranks, its schedule, and the bytes that each rank always holds beside activations."""
 
     placed: Placed
-    found: SearchResult
-    held: tuple[HeldBytes, ...]
+    result: SearchResult
+    fixed: tuple[HeldBytes, ...]
 
     @property
     def memory(self) -> float:
         """Bytes of the rank that needs the most."""
-        return max(a.total + b for a, b in zip(self.held, self.found.timeline.peak_memory, strict=True))
+        return max(a.total + b for a, b in zip(self.fixed, self.result.timeline.peak_memory, strict=True))
 
 
 def held_bytes(placed: Placed, options: Options) -> tuple[HeldBytes, ...]:
     """Per rank the bytes that it holds throughout a step."""
     weights, divided = placed.weights, options.replicas if options.shard else 1
     if options.replicas > 1:
-        asked = options.replicas, options.shard, options.per_use
-        weights = with_replicas(weights, placed.exchanged, placed.ranks, *asked)
+        replicas = options.replicas, options.shard, options.per_use
+        weights = with_replicas(weights, placed.exchanged, placed.ranks, *replicas)
     results = result_bytes(placed.cut.graph, placed.ranks, options.ranks, options.microbatches)
-    elements = (sum(one.elements for one in own) for own in placed.trained)
-    states = [int(options.optimizer_bytes * own / divided) for own in elements]
+    elements = (sum(one.elements for one in each) for each in placed.trained)
+    states = [int(options.optimizer_bytes * each / divided) for each in elements]
     copies = copy_bytes(placed.trained, divided) if options.validation == "post" else [0] * options.ranks
     return tuple(
-        replace(own, results=result, optimizer=state, copies=copied)
-        for own, result, state, copied in zip(weights, results, states, copies, strict=True)
+        replace(each, results=result, optimizer=state, copies=copied)
+        for each, result, state, copied in zip(weights, results, states, copies, strict=True)
     )
 
 
@@ -238,17 +238,17 @@ def choose(options: Options, stages: Sequence[Stages], costing: Costing) -> Chos
     Raises ScheduleError where no schedule keeps the memory limit.
     """
     first, *levels = costing.tried.levels
-    made: dict[tuple[int, str, int, str], tuple[Stages, Placed]] = {}  # by the problem's setting
+    by_setting: dict[tuple[int, str, int, str], tuple[Stages, Placed]] = {}  # by the problem's setting
     bounds: dict[Stages, float] = {}  # seconds, at the first level
     too_heavy: list[LimitError] = []
 
     def at_level(of: Stages, level: Level | None) -> list[Problem]:
-        found, errors = _problems(options, of, costing, level)
-        made.update((problem.setting, (of, placed)) for placed, problem in found)
+        placed_problems, errors = _problems(options, of, costing, level)
+        by_setting.update((problem.setting, (of, placed)) for placed, problem in placed_problems)
         too_heavy.extend(errors)
-        if level == first and found:
-            bounds[of] = _bound(found)
-        return [problem for _, problem in found]
+        if level == first and placed_problems:
+            bounds[of] = _bound(placed_problems)
+        return [problem for _, problem in placed_problems]
 
     def recomputing(beat: float) -> list[Problem]:
         """The other levels, of stages that can be as fast: recomputation adds to the work of each."""
@@ -259,9 +259,9 @@ def choose(options: Options, stages: Sequence[Stages], costing: Costing) -> Chos
     without = [problem for of in stages for problem in at_level(of, first)]
     if not without:
         raise min(too_heavy, key=lambda error: error.smallest)
-    found = fastest(options.schedule, without, effort=options.effort, more=recomputing if levels else None)
-    of, placed = made[found.problem.setting]
-    chosen = Chosen(placed, found, held_bytes(placed, options))
+    result = fastest(options.schedule, without, effort=options.effort, more=recomputing if levels else None)
+    of, placed = by_setting[result.problem.setting]
+    chosen = Chosen(placed, result, held_bytes(placed, options))
     is_given = isinstance(options.schedule, Schedule)
     is_able = of.step.cut is not None and options.costs != "measured"
     return _with_other_cuts(options, of, costing, chosen) if is_able and not is_given else chosen
@@ -285,25 +285,25 @@ def _if_no_slower(
 
     searches: also where the same order is no slower there, for one that is faster yet.
     """
-    found = chosen.found
+    result = chosen.result
     for placed, problem in _problems(options, other, costing, chosen.placed.cut.recompute)[0]:
-        others = _on_other_costs(found, problem, options.effort)
-        able = (one for one in others if keeps(one.timeline, problem.limits) and one.key < found.key)
+        others = _on_other_costs(result, problem, options.effort)
+        able = (one for one in others if keeps(one.timeline, problem.limits) and one.key < result.key)
         best = min(able, key=lambda one: one.key, default=None) if searches else next(able, None)
         if best is not None:
-            row, before = row_of(best), row_of(found)
-            tried = tuple(row if each == before else each for each in found.tried)
+            row, before = row_of(best), row_of(result)
+            tried = tuple(row if each == before else each for each in result.tried)
             return Chosen(placed, replace(best, tried=tried), held_bytes(placed, options))
     return None
 
 
-def _on_other_costs(found: SearchResult, problem: Problem, effort: float | None) -> Iterator[SearchResult]:
+def _on_other_costs(result: SearchResult, problem: Problem, effort: float | None) -> Iterator[SearchResult]:
     """The same order, if it moves nothing to the host, and that of its family for these costs."""
     if problem.offload is None:
         with suppress(DeadlockError):  # a value that skips stages goes another way in another cut
-            yield SearchResult(problem, simulate(found.schedule, problem.costs))
+            yield SearchResult(problem, simulate(result.schedule, problem.costs))
     with suppress(ScheduleError):  # then the family has none within the limits
-        yield fastest(found.schedule.name, [problem], effort=effort)
+        yield fastest(result.schedule.name, [problem], effort=effort)
 
 
 def with_uses(options: Options, choose: Callable[[Options], _T]) -> tuple[Options, _T]:
@@ -326,22 +326,22 @@ def choose_below(options: Options, stages: Sequence[Stages], costing: Costing, b
     if isinstance(options.schedule, Schedule):
         return choose(options, stages, costing)
     first, *levels = costing.tried.levels
-    found, too_heavy = list[tuple[Placed, Problem]](), list[LimitError]()
+    placed_problems, too_heavy = list[tuple[Placed, Problem]](), list[LimitError]()
     bounds = []  # of cuts that are as slow without a limit; recomputation adds to their work
     for of in stages:
-        own, errors = _problems(options, of, costing, first)
+        here, errors = _problems(options, of, costing, first)
         too_heavy += errors
-        if own and levels and _bound(own) >= beat:
-            bounds.append(_bound(own))
+        if here and levels and _bound(here) >= beat:
+            bounds.append(_bound(here))
             continue
-        found += own
+        placed_problems += here
         for level in levels:
-            found += _problems(options, of, costing, level)[0]
+            placed_problems += _problems(options, of, costing, level)[0]
     able: dict[Problem, Placed] = {}
-    for placed, problem in found:
+    for placed, problem in placed_problems:
         least = problem.arrays.smallest_joined
         if not problem.is_extended and any(a > b for a, b in zip(least, problem.limits, strict=True)):
-            need = max(own.total + a for own, a in zip(held_bytes(placed, options), least, strict=True))
+            need = max(fixed.total + a for fixed, a in zip(held_bytes(placed, options), least, strict=True))
             too_heavy.append(LimitError("One microbatch needs more than the memory limit.", need))
         elif problem.bound >= beat:
             bounds.append(problem.bound)
@@ -356,11 +356,11 @@ def choose_below(options: Options, stages: Sequence[Stages], costing: Costing, b
     return Chosen(placed, best, held_bytes(placed, options))
 
 
-def _bound(found: Sequence[tuple[Placed, Problem]]) -> float:
+def _bound(placed_problems: Sequence[tuple[Placed, Problem]]) -> float:
     """Seconds that no schedule beats, whatever memory it has."""
     return min(
         p.work if p.objective == "period" else lower_bound(p.costs, placed.ranks, p.microbatches)
-        for placed, p in found
+        for placed, p in placed_problems
     )
 
 
@@ -368,10 +368,10 @@ def _problems(
     options: Options, stages: Stages, costing: Costing, level: Level | None
 ) -> tuple[list[tuple[Placed, Problem]], list[LimitError]]:
     """The problems of a cut on all placements, and the reasons that others cannot keep the limit."""
-    found, too_heavy = [], []
+    placed_problems, too_heavy = [], []
     for placed in costing(stages, level):
         try:
-            found.append((placed, costing.problem(placed, options)))
+            placed_problems.append((placed, costing.problem(placed, options)))
         except LimitError as error:
             too_heavy.append(error)
-    return found, too_heavy
+    return placed_problems, too_heavy

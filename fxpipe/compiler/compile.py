@@ -68,39 +68,45 @@ class CapturedStep:
     resized: ResizedTraces | None
 
 
-def capture_step(given: Compilation, phase: Phases) -> CapturedStep:
+def capture_step(compilation: Compilation, phase: Phases) -> CapturedStep:
     """The step for any number of ranks and replicas; the gradient of its loss is 1 / microbatches."""
-    model, example, options = given.model, given.example, given.options
-    check_call(model, example, given.loss_fn)
+    model, example, options = compilation.model, compilation.example, compilation.options
+    check_call(model, example, compilation.loss_fn)
     check_names(model)
     phase.expect(1)
     with phase("capture"):
         lengths = None if options.dimensions is None else named_lengths(example, options.dimensions)
-        step = CapturedStep(_captured(given), None) if lengths is None else _captured_at_sizes(given, lengths)
+        step = (
+            CapturedStep(_captured(compilation), None)
+            if lengths is None
+            else _captured_at_sizes(compilation, lengths)
+        )
         check_unshared(dict(batch_leaves(example)), step.captured.written, options.microbatches)
         check_lanes(options, step.captured.lanes)
         warn_of_float16(step.captured.graph)
     return step
 
 
-def _captured(given: Compilation, masks: tuple[Mask, ...] | None = None) -> Captured:
-    return capture_lanes(given.model, lambda: traced(given, masks=masks))
+def _captured(compilation: Compilation, masks: tuple[Mask, ...] | None = None) -> Captured:
+    return capture_lanes(compilation.model, lambda: traced(compilation, masks=masks))
 
 
-def _captured_at_sizes(given: Compilation, lengths: Mapping[str, int]) -> CapturedStep:
+def _captured_at_sizes(compilation: Compilation, lengths: Mapping[str, int]) -> CapturedStep:
     """The step, and its traces at other sizes; what a mask is by value, it has to be in all of them."""
     agreed: tuple[Mask, ...] | None = None
     while True:
         masks: list[tuple[Mask, ...]] = []
 
         def trace(example: Any) -> Captured:
-            captured = _captured(replace(given, example=example), agreed)  # noqa: B023 - called in this round
+            captured = _captured(replace(compilation, example=example), agreed)  # noqa: B023 - called in this round
             masks.append((*captured.masks.needed,))  # noqa: B023
             return captured
 
-        captured = trace(given.example)
+        captured = trace(compilation.example)
         try:
-            resized = sample(captured.graph, given.example, lengths, lambda example: trace(example).graph)
+            resized = sample(
+                captured.graph, compilation.example, lengths, lambda example: trace(example).graph
+            )
         except SizeError:
             if len({*masks}) == 1:
                 raise
@@ -113,7 +119,7 @@ def _captured_at_sizes(given: Compilation, lengths: Mapping[str, int]) -> Captur
 
 @collector_paused()
 def compile_model(
-    given: Compilation,
+    compilation: Compilation,
     phase: Phases,
     devices: Sequence[Sequence[Device]] = (),
     step: CapturedStep | None = None,
@@ -122,11 +128,11 @@ def compile_model(
     """devices: of the processes of each rank, if they differ and the user names none.
     step: if it is captured already.  meshes: those that were compared.
     """
-    model, options, device = given.model, given.options, given.device
+    model, options, device = compilation.model, compilation.options, compilation.device
     tried = candidates(options)
     ways = len(tried.barriers)
     phase.expect(2 + ways + 4 * len(tried.placements) * ways)
-    step = step or capture_step(given, phase)
+    step = step or capture_step(compilation, phase)
     captured, resized = step.captured, step.resized
     if options.replicas > 1:
         check_state_of_replicas(model, captured.graph)
@@ -140,27 +146,27 @@ def compile_model(
     with phase("schedule"):
         # Rewritten and extracted with each level of recomputation that may be the fastest; the candidate and
         # the schedule with the shortest simulated step.
-        known = known_tensors(model, given.example, captured.constants)
+        known = known_tensors(model, compilation.example, captured.constants)
         bandwidth = offload_bandwidth(options, cluster, device)
         costing = Costing(options, tried, cuts, model, cluster, device, known, bandwidth, phase)
-        options, chosen = with_uses(options, lambda own: choose(own, stages, costing))
-        cut, live, found = chosen.placed.cut, chosen.placed.live, chosen.found
+        options, chosen = with_uses(options, lambda variant: choose(variant, stages, costing))
+        cut, live, result = chosen.placed.cut, chosen.placed.live, chosen.result
         work = None
         if cut.resized is not None:
-            work = work_for_any_size(live, cut.graph, cut.resized, cluster, found.schedule.placement)
+            work = work_for_any_size(live, cut.graph, cut.resized, cluster, result.schedule.placement)
 
     def completed(plan: Plan) -> Plan:
         measured = ", sections measured" if options.costs == "measured" else ""
-        own = Mesh(options.ranks, options.replicas, options.microbatches, options.shard or "")
+        mesh = Mesh(options.ranks, options.replicas, options.microbatches, options.shard or "")
         now = TriedMesh(
-            own,
-            found.seconds,
+            mesh,
+            result.seconds,
             chosen.memory,
-            found.schedule.name,
-            found.problem.stages_per_rank,
+            result.schedule.name,
+            result.problem.stages_per_rank,
             cut.recompute or "",
         )
-        compared = tuple(now if each.mesh == own else each for each in meshes)
+        compared = tuple(now if each.mesh == mesh else each for each in meshes)
         device = cluster.name + measured
         masks = captured.masks
         causal, without_mask = ((masks.needed.count(m), masks.freed(m)) for m in ("causal", "none"))
@@ -168,26 +174,28 @@ def compile_model(
         plan = replace(
             plan,
             work=work,
-            tried=found.tried,
+            tried=result.tried,
             meshes=compared,
             device=device,
-            held=chosen.held,
+            held=chosen.fixed,
             rewrites=rewrites,
         )
         if options.memory_limit is None:
             return plan
-        return replace(plan, memory_limit=options.limit_text, limits=found.problem.limits)
+        return replace(plan, memory_limit=options.limit_text, limits=result.problem.limits)
 
     with phase("codegen"):
-        given = replace(given, options=options)
-        cut, artifact = generate(given, captured, cut, live, found.timeline, completed, phase)
+        compilation = replace(compilation, options=options)
+        cut, artifact = generate(compilation, captured, cut, live, result.timeline, completed, phase)
     return Compiled(artifact, cluster, cut.graph, cut.sections, captured.sources)
 
 
-def traced(given: Compilation, kept: Collection[str] = (), masks: tuple[Mask, ...] | None = None) -> Captured:
+def traced(
+    compilation: Compilation, more_buffers: Collection[str] = (), masks: tuple[Mask, ...] | None = None
+) -> Captured:
     """kept: as for ``capture``.  masks: see ``CaptureOptions``."""
-    options = given.options
-    asked = CaptureOptions(
+    options = compilation.options
+    capture_options = CaptureOptions(
         gradients=options.gradients,
         fixed=options.fixed,
         outputs=options.outputs,
@@ -195,14 +203,22 @@ def traced(given: Compilation, kept: Collection[str] = (), masks: tuple[Mask, ..
         rules=options.rules,
         masks=masks,
         replicas=None if options.microbatches == LATER else options.replicas,
-        has_group=given.has_group,
+        has_group=compilation.has_group,
     )
     scale = 1 / options.microbatches
-    return capture(given.model, given.example, given.loss_fn, scale, given.device, asked, kept)
+    return capture(
+        compilation.model,
+        compilation.example,
+        compilation.loss_fn,
+        scale,
+        compilation.device,
+        capture_options,
+        more_buffers,
+    )
 
 
 @collector_paused()
-def last_lane_as_text(given: Compilation) -> str:
+def last_lane_as_text(compilation: Compilation) -> str:
     """What the last lane runs of a model with DTensors, on this process."""
-    number = mesh_of(given.model).size()
-    return lane_as_text(given.model, lambda: traced(given), number - 1)
+    number = mesh_of(compilation.model).size()
+    return lane_as_text(compilation.model, lambda: traced(compilation), number - 1)

@@ -52,13 +52,13 @@ def split(step: StepGraphs, options: CutOptions) -> StepGraphs:
 
     Raises VocabularyError as ``split_vocabulary`` does.
     """
-    own = replace(step, graph=copy_graph(step.graph), uncut=Uncut())
+    whole = replace(step, graph=copy_graph(step.graph), uncut=Uncut())
     if step.resized is not None:
-        own.resized = replace(step.resized, graphs=tuple(map(copy_graph, step.resized.graphs)))
-    run_passes(PASSES.captured, own, options)
-    if own.resized is not None:
-        own.resized = own.resized.after_rewrite(own.graph, own.resized.graphs)
-    return own
+        whole.resized = replace(step.resized, graphs=tuple(map(copy_graph, step.resized.graphs)))
+    run_passes(PASSES.captured, whole, options)
+    if whole.resized is not None:
+        whole.resized = whole.resized.after_rewrite(whole.graph, whole.resized.graphs)
+    return whole
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,12 +76,12 @@ def stages_of(step: StepGraphs, options: CutOptions, phase: Phases) -> Stages:
     step: the result of ``split``, which stays as it is.
     Raises PartitionError as ``partition`` does.
     """
-    own = replace(step, graph=copy_graph(step.graph))
+    colored = replace(step, graph=copy_graph(step.graph))
     with phase("partition"):
-        run_passes(PASSES.partition, own, options)
+        run_passes(PASSES.partition, colored, options)
     with phase("passes"):
-        run_passes(PASSES.colored, own, options)
-    return Stages(own, options, step)
+        run_passes(PASSES.colored, colored, options)
+    return Stages(colored, options, step)
 
 
 def cut(stages: Stages, level: Level | None, phase: Phases, again: bool = True) -> Cut:
@@ -91,16 +91,16 @@ def cut(stages: Stages, level: Level | None, phase: Phases, again: bool = True) 
     """
     options = replace(stages.options, recompute=level)
     with phase("passes"):
-        own = replace(stages.step, graph=copy_graph(stages.step.graph)) if again else stages.step
-        run_passes(PASSES.level, own, options)
-        before_chosen = own.graph
-        if options.runnable or _is_costed(own.graph):
-            own.graph = copy_graph(own.graph)
-            run_passes(PASSES.chosen, own, replace(options, print_after=None))
+        leveled = replace(stages.step, graph=copy_graph(stages.step.graph)) if again else stages.step
+        run_passes(PASSES.level, leveled, options)
+        before_chosen = leveled.graph
+        if options.runnable or _is_costed(leveled.graph):
+            leveled.graph = copy_graph(leveled.graph)
+            run_passes(PASSES.chosen, leveled, replace(options, print_after=None))
     with phase("extract"):
-        sections = extract(own.graph)
-        found = edges_between(sections)
-    return Cut(options, own.vocabulary, own.graph, sections, found, own.resized, before_chosen)
+        sections = extract(leveled.graph)
+        edges = edges_between(sections)
+    return Cut(options, leveled.vocabulary, leveled.graph, sections, edges, leveled.resized, before_chosen)
 
 
 class Cuts:
@@ -121,16 +121,16 @@ class Cuts:
 
     def stages_of(self, step: StepGraphs, options: CutOptions, phase: Phases) -> Stages:
         """``stages_of``, of a result of ``split``."""
-        key = step, options.stages, options.slowness, options.balanced, options.cuts, options.held
+        key = step, options.stages, options.slowness, options.balanced, options.cuts, options.tensors_of
         if key not in self._stages:
             try:
                 self._stages[key] = stages_of(step, options, phase)
             except PartitionError as error:
                 self._stages[key] = error
-        found = self._stages[key]
-        if isinstance(found, PartitionError):
-            raise found
-        return replace(found, options=options)
+        outcome = self._stages[key]
+        if isinstance(outcome, PartitionError):
+            raise outcome
+        return replace(outcome, options=options)
 
     def cut(self, stages: Stages, level: Level | None, phase: Phases, again: bool) -> Cut:
         """``cut``, of a result of ``stages_of``."""

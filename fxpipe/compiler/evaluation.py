@@ -32,14 +32,14 @@ from fxpipe.schedule.simulation.simulator import simulate
 
 
 @collector_paused()
-def compile_evaluation(given: Compilation, phase: Phases, trained: Compiled) -> Artifact:
+def compile_evaluation(compilation: Compilation, phase: Phases, trained: Compiled) -> Artifact:
     """The forward in eval mode for the ranks of a training pipeline: each tensor is used where that has it.
 
     Raises PartitionError where the forward cannot be cut as the training step was.
     """
     cluster, plan = trained.cluster, trained.artifact.plan
     options = replace(
-        given.options,
+        compilation.options,
         gradients=False,
         grad_dtype=None,
         shard=None,
@@ -47,24 +47,24 @@ def compile_evaluation(given: Compilation, phase: Phases, trained: Compiled) -> 
         recompute=False,
         validation="barrier",
     )
-    given, model = replace(given, options=options), given.model
-    own = _model_stages(plan.ordered)
-    asked = CutOptions(
-        len(own),
+    compilation, model = replace(compilation, options=options), compilation.model
+    model_stages = _model_stages(plan.ordered)
+    cut_options = CutOptions(
+        len(model_stages),
         options.ranks,
         cluster.node_seconds(),
         None,
         plan.vocabulary.barriers if plan.vocabulary is not None else None,
-        held=tuple(_tensors_of(stage, trained.sections) for stage in own),
+        tensors_of=tuple(_tensors_of(stage, trained.sections) for stage in model_stages),
         backend=options.backend,
         print_after=options.print_after,
     )
     phase.expect(6)
     with phase("evaluation"), _in_eval_mode(model):
-        kept = {name for held in plan.tensors for name in held.buffers}
-        captured = capture_lanes(model, lambda: traced(given, kept))
+        buffers = {name for rank_tensors in plan.tensors for name in rank_tensors.buffers}
+        captured = capture_lanes(model, lambda: traced(compilation, buffers))
     try:
-        stages = stages_of(split(StepGraphs(captured.graph, None), asked), asked, phase)
+        stages = stages_of(split(StepGraphs(captured.graph, None), cut_options), cut_options, phase)
     except PartitionError as error:
         raise PartitionError(
             f"In eval mode: {error} Or compile model.eval() by itself, with gradients=False."
@@ -74,22 +74,22 @@ def compile_evaluation(given: Compilation, phase: Phases, trained: Compiled) -> 
     seconds = seconds_on(cluster, cut.graph)
     costs = section_costs(live, seconds, cluster, plan.placement, options.ranks_per_machine)
     timelines = [simulate(schedule, costs) for schedule in _forward_schedules(plan.ordered, costs)]
-    timeline = min(timelines, key=lambda found: found.seconds)
+    timeline = min(timelines, key=lambda one: one.seconds)
 
-    def of_training(made: Plan) -> Plan:
-        made = replace(made, model=f"{made.model}, evaluation", device=cluster.name)
-        return with_tensors_of(made, cut.sections, plan)
+    def of_training(plan_made: Plan) -> Plan:
+        plan_made = replace(plan_made, model=f"{plan_made.model}, evaluation", device=cluster.name)
+        return with_tensors_of(plan_made, cut.sections, plan)
 
-    return generate(given, captured, cut, live, timeline, of_training, phase)[1]
+    return generate(compilation, captured, cut, live, timeline, of_training, phase)[1]
 
 
 def _forward_schedules(trained: Schedule, costs: Costs) -> Iterator[Schedule]:
     """Schedules for a step without a backward: the training step's, and all microbatches stage by stage."""
     yield replace(trained, transfers=())
-    own = tuple(trained.placement[stage] for stage in _model_stages(trained))
-    chunks = len(own) // trained.ranks
+    placement = tuple(trained.placement[stage] for stage in _model_stages(trained))
+    chunks = len(placement) // trained.ranks
     for name in PLACEMENTS:
-        if place(name, trained.ranks, chunks) == own:
+        if place(name, trained.ranks, chunks) == placement:
             yield build(
                 "gpipe",
                 ranks=trained.ranks,

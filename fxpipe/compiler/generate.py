@@ -37,7 +37,7 @@ from fxpipe.schedule.simulation.timeline import Timeline
 
 
 def generate(
-    given: Compilation,
+    compilation: Compilation,
     captured: Captured,
     cut: Cut,
     live: Liveness,
@@ -49,11 +49,11 @@ def generate(
 
     completed: the plan with its optional fields.
     """
-    schedule, options = timeline.schedule, given.options
+    schedule, options = timeline.schedule, compilation.options
     _check_buffer_order(cut.graph, schedule)
     joint = _collectives(cut, schedule)
     cut, pools = _finished(cut, live, schedule)
-    plan = completed(make_plan(given, captured, cut, timeline, joint))
+    plan = completed(make_plan(compilation, captured, cut, timeline, joint))
     if pools:
         plan = replace(plan, tier=options.tier, pools=tuple(pool.bytes for pool in pools))
     # The instructions of all ranks, proved to end.
@@ -61,7 +61,7 @@ def generate(
     divides = plan.step.has_count and options.gradients
     buckets = bucket_uses(plan, cut.sections, schedule, per_use=options.per_use)
     instructions = with_gradients(instructions, buckets, tied_gradients(plan.tensors), divides)
-    if any(held.gradients for held in plan.tensors):
+    if any(rank_tensors.gradients for rank_tensors in plan.tensors):
         instructions = with_validation(instructions, schedule.placement)
     prove(instructions, schedule.placement)
     programs = _programs(plan, cut, instructions, pools)
@@ -98,7 +98,7 @@ def _finished(cut: Cut, live: Liveness, schedule: Schedule) -> tuple[Cut, tuple[
     """The cut with the offloads of its schedule in the graph, and each rank's pool of offloaded values."""
     moved = {(t.stage, t.user) for t in schedule.transfers}
     roots = {(stage, user): live.offloadable[stage][user] for stage, user in sorted(moved)}
-    sizes = {key: sum(aligned(node_bytes(root)) for root in found) for key, found in roots.items()}
+    sizes = {key: sum(aligned(node_bytes(root)) for root in values) for key, values in roots.items()}
     joined = frozenset() if compiles(cut.options.backend, Phase.B) else joined_stages(schedule)
     return finished(cut, joined, roots), make_pools(schedule, sizes) if moved else ()
 

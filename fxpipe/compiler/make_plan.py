@@ -36,7 +36,7 @@ from fxpipe.schedule.simulation.timeline import Timeline
 
 
 def make_plan(
-    given: Compilation,
+    compilation: Compilation,
     captured: Captured,
     cut: Cut,
     timeline: Timeline,
@@ -47,7 +47,7 @@ def make_plan(
     captured: with the constants that the model made itself, and its lanes.  collectives: the messages that
     are sent as collectives.
     """
-    model, options = given.model, given.options
+    model, options = compilation.model, compilation.options
     loss, count = graph_outputs(cut.graph).loss, graph_outputs(cut.graph).count
     schedule, placement = timeline.schedule, timeline.schedule.placement
     tensors = tensor_ownership(
@@ -72,7 +72,7 @@ def make_plan(
         step=StepSpec(
             ranks=options.ranks,
             microbatches=options.microbatches,
-            batch=batch_spec(given.example, captured.asked, captured.written, captured.unread),
+            batch=batch_spec(compilation.example, captured.asked, captured.written, captured.unread),
             loss_rank=placement[-1 if loss is None else loss.meta["color"].stage],
             loss_dtype=str(torch.get_default_dtype() if loss is None else loss.meta["val"].dtype),
             has_count=count is not None,
@@ -133,17 +133,17 @@ def with_tensors_of(plan: Plan, sections: Sequence[Section], trained: Plan) -> P
         for rank in range(plan.ranks)
     ]
     tensors = []
-    for rank, (held, theirs) in enumerate(zip(plan.tensors, trained.tensors, strict=True)):
-        parameters = tuple(n for n in held.parameters if (Kind.PARAMETER, n) in used[rank])
-        buffers = tuple(n for n in held.buffers if (Kind.BUFFER, n) in used[rank])
+    for rank, (rank_tensors, theirs) in enumerate(zip(plan.tensors, trained.tensors, strict=True)):
+        parameters = tuple(n for n in rank_tensors.parameters if (Kind.PARAMETER, n) in used[rank])
+        buffers = tuple(n for n in rank_tensors.buffers if (Kind.BUFFER, n) in used[rank])
         missing = {*parameters} - {*theirs.parameters} | {*buffers} - {*theirs.buffers}
         if missing:
             raise PartitionError(
                 f"The forward in eval mode needs {min(missing)!r} on rank {rank}, which does not hold it in "
                 "training. Compile it by itself, with gradients=False."
             )
-        tensors.append(replace(held, parameters=parameters, buffers=buffers))
-    names = {each for held in tensors for name in held.names for each in (name, name.tensor)}
+        tensors.append(replace(rank_tensors, parameters=parameters, buffers=buffers))
+    names = {each for rank_tensors in tensors for name in rank_tensors.names for each in (name, name.tensor)}
     layouts = {name: layout for name, layout in plan.layouts.items() if name in names}
     return replace(plan, tensors=tuple(tensors), layouts=layouts, state=())
 
@@ -156,11 +156,11 @@ def _stage_plans(
         color, path = node.meta["color"], node.meta["origin"].path
         if color.phase is Phase.F and path:
             paths[color.stage].append(path)
-    held: defaultdict[int, set[str]] = defaultdict(set)
+    parameters: defaultdict[int, set[str]] = defaultdict(set)
     for section in sections:
-        held[section.stage].update(v.name for v in section.step_inputs if v.kind is Kind.PARAMETER)
+        parameters[section.stage].update(v.name for v in section.step_inputs if v.kind is Kind.PARAMETER)
     return tuple(
-        StagePlan(stage, rank, own[0], own[-1], tuple(sorted(held[stage])))
+        StagePlan(stage, rank, modules[0], modules[-1], tuple(sorted(parameters[stage])))
         for stage, rank in enumerate(placement)
-        for own in [paths[stage] or [""]]
+        for modules in [paths[stage] or [""]]
     )

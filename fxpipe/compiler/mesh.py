@@ -52,7 +52,7 @@ EFFORT = 0.2
 class PlannedStep:
     """A captured step of a model with its cuts so far, and the options for all of its meshes."""
 
-    given: Compilation
+    compilation: Compilation
     step: CapturedStep
     cuts: Cuts = field(default_factory=Cuts)
 
@@ -81,31 +81,31 @@ def checked(options: Options, wanted: Iterable[TriedMesh]) -> list[TriedMesh]:
 
     Raises that of the first if no mesh is left.
     """
-    found, errors = list[TriedMesh](), list[Exception]()
+    meshes, errors = list[TriedMesh](), list[Exception]()
     for tried in wanted:
         try:
             check(with_mesh(options, tried.mesh))
         except ScheduleError as error:
             errors.append(error)
             tried = replace(tried, why=tried.why or str(error))
-        found.append(tried)
-    if len(errors) == len(found):
+        meshes.append(tried)
+    if len(errors) == len(meshes):
         raise errors[0]
-    if all(tried.why for tried in found):
-        raise OptionError(f"No mesh is possible: {found[-1].why}.")
-    return found
+    if all(tried.why for tried in meshes):
+        raise OptionError(f"No mesh is possible: {meshes[-1].why}.")
+    return meshes
 
 
-def planned_step(given: Compilation, phase: Phases) -> PlannedStep:
+def planned_step(compilation: Compilation, phase: Phases) -> PlannedStep:
     """The step, captured for a number of microbatches that is chosen later."""
-    later = replace(given, options=replace(given.options, microbatches=LATER))
-    return PlannedStep(given, capture_step(later, phase))
+    later = replace(compilation, options=replace(compilation.options, microbatches=LATER))
+    return PlannedStep(compilation, capture_step(later, phase))
 
 
 @collector_paused()
-def choose_mesh(given: Compilation, wanted: Sequence[TriedMesh], phase: Phases) -> MeshChoice:
+def choose_mesh(compilation: Compilation, wanted: Sequence[TriedMesh], phase: Phases) -> MeshChoice:
     """The fastest of the meshes.  Raises ScheduleError, with the reason against each, where none fits."""
-    planned = planned_step(given, phase)
+    planned = planned_step(compilation, phase)
     step, tried = planned.step, compare_meshes(planned, wanted, phase)
     phase.finish("chosen")
     mesh = fastest_mesh(tried).mesh
@@ -124,15 +124,15 @@ def compare_meshes(
     sizes: other lengths than the example's, of a step whose dimensions have names.
     """
     numbers = dict.fromkeys(tried.mesh.ranks for tried in wanted)
-    found, best = list[TriedMesh](), inf
+    results, best = list[TriedMesh](), inf
     phase.expect(len(numbers))
     for ranks in numbers:
         with phase(number_of(ranks, "rank")):
             search = _Search(planned, phase, sizes)
-            for given in (tried for tried in wanted if tried.mesh.ranks == ranks):
-                found.append(given if given.why else search.tried(given.mesh, best))
-                best = min(best, inf if found[-1].seconds is None else found[-1].seconds)
-    return tuple(found)
+            for candidate in (tried for tried in wanted if tried.mesh.ranks == ranks):
+                results.append(candidate if candidate.why else search.tried(candidate.mesh, best))
+                best = min(best, inf if results[-1].seconds is None else results[-1].seconds)
+    return tuple(results)
 
 
 def fastest_mesh(tried: Sequence[TriedMesh]) -> TriedMesh:
@@ -140,8 +140,8 @@ def fastest_mesh(tried: Sequence[TriedMesh]) -> TriedMesh:
 
     Raises ScheduleError, with the reason against each, where there is none.
     """
-    found = [mesh for mesh in tried if mesh.seconds is not None]
-    if not found:
+    possible = [mesh for mesh in tried if mesh.seconds is not None]
+    if not possible:
         needs = [(mesh.memory, mesh.mesh) for mesh in tried if mesh.memory is not None]
         reasons = [f"{mesh.mesh}: {mesh.why}" for mesh in tried if mesh.memory is None]
         if needs:
@@ -152,7 +152,7 @@ def fastest_mesh(tried: Sequence[TriedMesh]) -> TriedMesh:
             "make microbatches smaller, or let activations be recomputed (recompute) or offloaded (offload)."
         )
     levels = ("", *SHARDS)
-    return min(found, key=lambda one: (float(f"{one.seconds:.9g}"), levels.index(one.mesh.shard)))
+    return min(possible, key=lambda one: (float(f"{one.seconds:.9g}"), levels.index(one.mesh.shard)))
 
 
 @dataclass(eq=False)
@@ -163,34 +163,34 @@ class _Search:
     phase: Phases
     sizes: Mapping[str, int] | None
     cuts: tuple[list[Stages], Costing] | None = None
-    found: list[Chosen] = field(default_factory=list)
+    choices: list[Chosen] = field(default_factory=list)
 
     def tried(self, mesh: Mesh, best: float) -> TriedMesh:
         """best: seconds of the fastest mesh so far."""
-        effort = self.planned.given.options.effort
-        options = with_mesh(self.planned.given.options, mesh)
+        effort = self.planned.compilation.options.effort
+        options = with_mesh(self.planned.compilation.options, mesh)
         options = replace(options, effort=EFFORT if effort is None else min(effort, EFFORT))
         try:
             if mesh.replicas > 1:
-                check_state_of_replicas(self.planned.given.model, self.planned.step.captured.graph)
+                check_state_of_replicas(self.planned.compilation.model, self.planned.step.captured.graph)
             self._check_bytes(options)
             stages, costing = self.cuts = self.cuts or self._cut(options)
             chosen: Chosen | float | None = self._as_before(options)
             if chosen is None:
                 # Another level of a mesh with a schedule by name is as good as known.
-                beat = inf if self.found and options.schedule != AUTO else (1 - GAIN) * best
-                chosen = with_uses(options, lambda own: choose_below(own, stages, costing, beat))[1]
+                beat = inf if self.choices and options.schedule != AUTO else (1 - GAIN) * best
+                chosen = with_uses(options, lambda variant: choose_below(variant, stages, costing, beat))[1]
         except LimitError as error:
             return TriedMesh(mesh, memory=error.smallest)
         except (ScheduleError, PartitionError, VocabularyError, CaptureError) as error:
             return TriedMesh(mesh, why=str(error))
         if isinstance(chosen, float):
             return TriedMesh(mesh, bound=chosen)
-        self.found.append(chosen)
-        problem, timeline = chosen.found.problem, chosen.found.timeline
+        self.choices.append(chosen)
+        problem, timeline = chosen.result.problem, chosen.result.timeline
         return TriedMesh(
             mesh,
-            chosen.found.seconds,
+            chosen.result.seconds,
             chosen.memory,
             timeline.schedule.name,
             problem.stages_per_rank,
@@ -199,17 +199,17 @@ class _Search:
 
     def _cut(self, options: Options) -> tuple[list[Stages], Costing]:
         planned, captured, phase = self.planned, self.planned.step.captured, self.phase
-        model, device, tried = planned.given.model, planned.given.device, candidates(options)
+        model, device, tried = planned.compilation.model, planned.compilation.device, candidates(options)
         cluster = cluster_of(options, device, (), captured.graph)
         step = StepGraphs(captured.graph, planned.step.resized)
         ways = len(tried.barriers)
         phase.expect(ways + 2 * ways * len(tried.placements))  # at most: others were made for fewer ranks
         stages = all_stages(step, tried, options, cluster, planned.cuts, phase)
         phase.expect(2 * len(stages) * len(tried.levels))
-        known = known_tensors(model, planned.given.example, captured.constants)
+        known = known_tensors(model, planned.compilation.example, captured.constants)
         bandwidth = offload_bandwidth(options, cluster, device)
-        given = model, cluster, device, known, bandwidth, phase, self.sizes
-        return stages, Costing(options, tried, planned.cuts, *given)
+        shared = model, cluster, device, known, bandwidth, phase, self.sizes
+        return stages, Costing(options, tried, planned.cuts, *shared)
 
     def _check_bytes(self, options: Options) -> None:
         """Raise LimitError, before the step is cut, where some rank has too many bytes of the model: its
@@ -220,7 +220,7 @@ class _Search:
         trained = graph_outputs(self.planned.step.captured.graph).grads
         whole = sum(
             p.nbytes + (name in trained) * p.numel() * gradient_dtype(p.dtype, options.grad_dtype).itemsize
-            for name, p in ((name, local(p)) for name, p in self.planned.given.model.named_parameters())
+            for name, p in ((name, local(p)) for name, p in self.planned.compilation.model.named_parameters())
         )
         least = whole / options.ranks
         if options.shard == "parameters":
@@ -231,15 +231,15 @@ class _Search:
     def _as_before(self, options: Options) -> Chosen | None:
         """The schedule of a mesh that had no less memory for it, if it keeps the limits of this one."""
         assert self.cuts is not None
-        for before in self.found:
+        for before in self.choices:
             try:
                 problem = self.cuts[1].problem(before.placed, options)
             except LimitError:
                 continue
-            had, least = before.found.problem.limits, problem.arrays.smallest_limits
+            had, least = before.result.problem.limits, problem.arrays.smallest_limits
             fits = all(a >= b >= c for a, b, c in zip(had, problem.limits, least, strict=True))
-            if fits and not problem.is_extended and keeps(before.found.timeline, problem.limits):
-                timeline = simulate(before.found.timeline.schedule, problem.costs)
-                found = SearchResult(problem, timeline)
-                return Chosen(before.placed, found, held_bytes(before.placed, options))
+            if fits and not problem.is_extended and keeps(before.result.timeline, problem.limits):
+                timeline = simulate(before.result.timeline.schedule, problem.costs)
+                result = SearchResult(problem, timeline)
+                return Chosen(before.placed, result, held_bytes(before.placed, options))
         return None

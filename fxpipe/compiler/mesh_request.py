@@ -67,10 +67,10 @@ def request_of(
     Raises OptionError for numbers that are no mesh.
     """
     if (microbatches is None) == (batch is None):
-        given = "neither is given" if batch is None else "both are given"
+        which = "neither is given" if batch is None else "both are given"
         raise OptionError(
             "Give microbatches, of each replica, or batch, the rows of a step over all replicas: one of the "
-            f"two, and {given}."
+            f"two, and {which}."
         )
     if ranks is not None and shard != AUTO and devices is None and batch is None:
         return None
@@ -90,11 +90,11 @@ def request_of(
             "step over all replicas, instead."
         )
     shards: tuple[Any, ...] = LEVELS if shard == AUTO else (shard or "",)
-    found = MeshRequest(number, ranks, replicas, batch, microbatches, shards)
-    if next(found.meshes(1), None) is None:
+    request = MeshRequest(number, ranks, replicas, batch, microbatches, shards)
+    if next(request.meshes(1), None) is None:
         of = f"ranks={ranks}" if replicas is None else f"ranks={ranks}, replicas={replicas}"
         raise OptionError(f"{of} is no mesh of {number} devices: these are ranks times replicas.")
-    return found
+    return request
 
 
 def rows_of(example: Any) -> int:

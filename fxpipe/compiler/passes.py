@@ -59,7 +59,7 @@ class CutOptions:
 
     ``stages``: the number of the model's own stages.  ``split_points``: see ``partition``.  ``barriers``: per
     microbatch, of split vocabulary layers; None if they are not split.  ``runnable``: the sections will be
-    run for their costs.  ``recompute``: the level of recomputation.  ``held``, ``slowness``: see
+    run for their costs.  ``recompute``: the level of recomputation.  ``tensors_of``, ``slowness``: see
     ``partition``.  ``balanced``: the rank of each stage, where ranks are balanced.  ``cuts``: where to cut,
     instead of by costs.  ``placements``: the names of those that the cut is for.  ``grad_dtype``,
     ``print_after``: see ``fxpipe.compile``.  ``backend``: that runs the sections.
@@ -72,7 +72,7 @@ class CutOptions:
     barriers: int | None
     runnable: bool = False
     recompute: Level | None = None
-    held: tuple[Set[str], ...] | None = None
+    tensors_of: tuple[Set[str], ...] | None = None
     slowness: tuple[float, ...] = ()
     balanced: tuple[int, ...] = ()
     cuts: tuple[int, ...] = ()
@@ -160,8 +160,8 @@ def _of_graphs(rewrite: Callable[[fx.Graph], None]) -> Pass:
 
 def _split_vocabulary(step: StepGraphs, options: CutOptions) -> None:
     if options.barriers is not None:
-        found = [split_vocabulary(graph, options.ranks, options.barriers) for graph in step.graphs]
-        step.vocabulary = found[0]
+        vocabularies = [split_vocabulary(graph, options.ranks, options.barriers) for graph in step.graphs]
+        step.vocabulary = vocabularies[0]
 
 
 def _sink_cheap_values(step: StepGraphs, options: CutOptions) -> None:
@@ -181,7 +181,7 @@ def _partition(step: StepGraphs, options: CutOptions) -> None:
             options.split_points,
             before=beside.embedding_shards,
             behind=beside.output_shards,
-            held=options.held,
+            tensors_of=options.tensors_of,
             slowness=options.slowness,
             ranks=options.balanced,
             cuts=options.cuts,

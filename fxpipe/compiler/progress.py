@@ -44,9 +44,9 @@ class Phases:
         except BaseException:
             self._bar.stop()
             raise
-        taken = time.perf_counter() - before
-        self.seconds[phase] += taken - self._nested
-        self._nested = outer + taken
+        passed = time.perf_counter() - before
+        self.seconds[phase] += passed - self._nested
+        self._nested = outer + passed
         self._bar.advance(self._task)
         if self._ends and self._bar.finished:
             self.finish("compiled")
@@ -54,6 +54,6 @@ class Phases:
     def finish(self, what: str) -> None:
         """All phases are over, also where more were expected."""
         done = self._bar.tasks[self._task].completed
-        taken = f"{what} in {sum(self.seconds.values()):.1f} s"
-        self._bar.update(self._task, total=done, description=taken)
+        text = f"{what} in {sum(self.seconds.values()):.1f} s"
+        self._bar.update(self._task, total=done, description=text)
         self._bar.stop()

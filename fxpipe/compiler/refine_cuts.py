@@ -26,10 +26,10 @@ Cuts = tuple[int, ...]
 
 @dataclass(frozen=True)
 class LighterCuts:
-    """problem: with the costs of the stages that ``found`` gave, the first of which is stage ``first``.
+    """problem: with the costs of the stages that ``cut_chain`` gave, the first of which is stage ``first``.
     ops: of its schedule."""
 
-    found: CutChain
+    cut_chain: CutChain
     first: int
     problem: Problem
     ops: RankOps
@@ -45,7 +45,7 @@ class LighterCuts:
             bound = lower_bound(costs, problem.placement, problem.microbatches)
             return inf if bound > enough else problem.time_of(order)
 
-        cuts, least = self.found.cuts, None
+        cuts, least = self.cut_chain.cuts, None
         while True:
             for tried in self._lighter(cuts):
                 least = seconds(self.problem.costs) if least is None else least
@@ -54,11 +54,11 @@ class LighterCuts:
                     cuts, least = tried, now
                     break
             else:
-                return cuts if cuts != self.found.cuts else None
+                return cuts if cuts != self.cut_chain.cuts else None
 
     def _lighter(self, cuts: Cuts) -> Iterator[Cuts]:
         """One cut moved, to the nearest places on both sides for each lower weight, the lightest first."""
-        weights = self.found.chain.weights
+        weights = self.cut_chain.chain.weights
         for which, here in enumerate(cuts):
             begin = cuts[which - 1] + 1 if which else 0
             end = cuts[which + 1] if which + 1 < len(cuts) else len(weights) - 1
@@ -70,13 +70,13 @@ class LighterCuts:
     def _estimated(self, cuts: Cuts) -> Costs:
         """The costs if the chain is cut there instead: the times of a stage follow from those of its
         positions, a message from the bytes that cross."""
-        chain, before, costs = self.found.chain, self.found.cuts, self.problem.costs
+        chain, before, costs = self.cut_chain.chain, self.cut_chain.cuts, self.problem.costs
         stages = list(costs.stages)
         growths = (_growth(seconds, before, cuts) for seconds in (chain.forward, chain.backward))
         for stage, (f, b) in enumerate(zip(*growths, strict=True), self.first):
-            own = stages[stage]
+            cost = stages[stage]
             stages[stage] = replace(
-                own, forward=f * own.forward, backward=b * own.backward, weight=b * own.weight
+                cost, forward=f * cost.forward, backward=b * cost.backward, weight=b * cost.weight
             )
         bytes = chain.crossing.bytes
         pairs = enumerate(zip(before, cuts, strict=True), self.first)

@@ -29,9 +29,9 @@ class Uncut:
     ) -> tuple[set[fx.Node], Free]:
         """The nodes of a copy that are computed once a step, and those that are free."""
         if not self._names:
-            found, free = once_values(graph, resized), recomputable_nodes(graph, seconds)
+            once_of, free = once_values(graph, resized), recomputable_nodes(graph, seconds)
             self._names = (
-                _names(found.keys() | mean_values(graph)),
+                _names(once_of.keys() | mean_values(graph)),
                 _names(free.anywhere),
                 _names(free.in_stage),
             )

@@ -48,7 +48,7 @@ def offload_bandwidth(options: Options, cluster: Cluster, device: torch.device) 
 
 
 def all_stages(
-    captured: StepGraphs, tried: Candidates, options: Options, cluster: Cluster, made: Cuts, phase: Phases
+    captured: StepGraphs, tried: Candidates, options: Options, cluster: Cluster, shared: Cuts, phase: Phases
 ) -> list[Stages]:
     """The step cut into stages, for each number of them and of barriers, and where ranks have different
     devices for each placement.
@@ -62,25 +62,25 @@ def all_stages(
     slowness = cluster.slowness(captured.graph)
     steps: dict[int | None, StepGraphs] = {}  # for any number of stages
     for stages, placements in tried.placements.items():
-        found: list[Stages] = []
+        cuts_here: list[Stages] = []
         alike: defaultdict[tuple[tuple[float, ...], Held], list[str]] = defaultdict(list)
         for name, placement in placements.items():
-            held = (
+            tensors_of = (
                 tuple(frozenset(options.on_ranks[rank]) for rank in placement) if options.on_ranks else None
             )
-            alike[of_stages(slowness, placement), held].append(name)
-        for barriers, ((own, held), names) in product(ways, alike.items()):
+            alike[of_stages(slowness, placement), tensors_of].append(name)
+        for barriers, ((slowness_here, tensors_of), names) in product(ways, alike.items()):
             if barriers not in ways:
                 continue  # it did not fit other placements either
-            asked = CutOptions(
+            cut_options = CutOptions(
                 stages,
                 options.ranks,
                 cluster.node_seconds(),
                 options.split_points,
                 barriers,
                 measured,
-                held=held,
-                slowness=own,
+                tensors_of=tensors_of,
+                slowness=slowness_here,
                 placements=tuple(names),
                 grad_dtype=options.grad_dtype,
                 backend=options.backend,
@@ -89,8 +89,8 @@ def all_stages(
             try:
                 if barriers not in steps:
                     with phase("vocabulary"):
-                        steps[barriers] = made.split(captured, asked)
-                found.append(made.stages_of(steps[barriers], asked, phase))
+                        steps[barriers] = shared.split(captured, cut_options)
+                cuts_here.append(shared.stages_of(steps[barriers], cut_options, phase))
             except PartitionError as error:
                 if barriers is not None and options.vocab_parallel == AUTO:
                     ways = tuple(way for way in ways if way != barriers)  # nor does it fit more stages
@@ -98,17 +98,17 @@ def all_stages(
                 if options.on_ranks:  # other placements may fit
                     misfits.append(error)
                     continue
-                if not (cuts or found):
+                if not (cuts or cuts_here):
                     raise
                 # More stages than there are places to cut: the fastest of the fewer is found.
-                return [*cuts, *found]
+                return [*cuts, *cuts_here]
             except VocabularyError as error:
                 if options.vocab_parallel != AUTO:
                     raise
                 ways = tuple(way for way in ways if way != barriers)
                 if ways == (None,):
                     warnings.warn(f"vocab_parallel='auto' goes on without: {error}", stacklevel=2)
-        cuts += found
+        cuts += cuts_here
     if misfits and not cuts:
         raise misfits[0]
     return cuts

@@ -62,14 +62,14 @@ def tensor_ownership(
     trained = set().union(*(u[Kind.GRADIENT] for u in used))
     for rank, there in enumerate(has_on_ranks):
         used[rank][Kind.GRADIENT] |= trained.intersection(there)
-    taken = set().union(*(u[Kind.PARAMETER] | u[Kind.GRADIENT] for u in used))
-    taken |= {ShardName(name).tensor for name in taken}
+    assigned = set().union(*(u[Kind.PARAMETER] | u[Kind.GRADIENT] for u in used))
+    assigned |= {ShardName(name).tensor for name in assigned}
     buffers = set().union(*(u[Kind.BUFFER] for u in used))  # with frozen parameters that the step changes
-    spare_parameters = {n for n, _ in model.named_parameters()} - taken - buffers
+    spare_parameters = {n for n, _ in model.named_parameters()} - assigned - buffers
     spare_buffers = {n for n, _ in model.named_buffers()} - buffers
     for kind, names in ((Kind.PARAMETER, spare_parameters), (Kind.BUFFER, spare_buffers)):
         for name in names:
-            rank = next((rank for rank, known in enumerate(on_ranks) if name in known), 0)
+            rank = next((rank for rank, allowed in enumerate(on_ranks) if name in allowed), 0)
             used[rank][kind].add(name)
     plans = []
     for u in used:
@@ -85,25 +85,25 @@ def tensor_ownership(
     return tuple(plans)
 
 
-def _names(found: Iterable[str]) -> tuple[ShardName, ...]:
-    return tuple(map(ShardName, sorted(found)))
+def _names(names: Iterable[str]) -> tuple[ShardName, ...]:
+    return tuple(map(ShardName, sorted(names)))
 
 
 def state_names(model: nn.Module) -> tuple[tuple[str, str], ...]:
     """The names of the model's state dict, each with the name of its tensor as a parameter or buffer."""
     names = {id(t): name for name, t in (*model.named_parameters(), *model.named_buffers())}
-    found = tuple(
+    pairs = tuple(
         (key, names[id(t)]) for key, t in model.state_dict(keep_vars=True).items() if id(t) in names
     )
-    left = {name for name, _ in model.named_parameters()}.difference(name for _, name in found)
-    return found + tuple((name, name) for name in sorted(left))  # of a model that writes its own state dict
+    left = {name for name, _ in model.named_parameters()}.difference(name for _, name in pairs)
+    return pairs + tuple((name, name) for name in sorted(left))  # of a model that writes its own state dict
 
 
 def check_state_of_replicas(model: nn.Module, graph: fx.Graph) -> None:
     """Raise CaptureError for a tensor that the step changes and that is in no state dict of the model."""
-    own = graph_outputs(graph).buffers.keys() - {name for _, name in state_names(model)}
-    if own:
-        raise CaptureError(own_of_each_replica(min(own)))
+    unsaved = graph_outputs(graph).buffers.keys() - {name for _, name in state_names(model)}
+    if unsaved:
+        raise CaptureError(own_of_each_replica(min(unsaved)))
 
 
 def leaves_used(
@@ -118,12 +118,12 @@ def leaves_used(
 
 def tied_gradients(tensors: tuple[RankTensors, ...]) -> tuple[AllReduceGradient, ...]:
     """The sums of the gradients that several ranks make."""
-    trained = holders(held.gradients for held in tensors)
+    trained = holders(each.gradients for each in tensors)
     return tuple(AllReduceGradient(name, tuple(ranks)) for name, ranks in trained.items() if len(ranks) > 1)
 
 
 def weight_bytes(
-    tensors: Mapping[str, torch.Tensor], held: tuple[RankTensors, ...], grad_dtype: torch.dtype | None
+    tensors: Mapping[str, torch.Tensor], ownership: tuple[RankTensors, ...], grad_dtype: torch.dtype | None
 ) -> tuple[HeldBytes, ...]:
     """Per rank the bytes of its parameters, gradients and buffers.  tensors: as ``tensors_of`` gives them."""
 
@@ -135,13 +135,13 @@ def weight_bytes(
         return sum(tensors[name].nbytes for name in names)
 
     return tuple(
-        HeldBytes(nbytes(own.parameters), sum(map(of_gradient, own.gradients)), nbytes(own.buffers))
-        for own in held
+        HeldBytes(nbytes(each.parameters), sum(map(of_gradient, each.gradients)), nbytes(each.buffers))
+        for each in ownership
     )
 
 
 def trained_parameters(
-    tensors: Mapping[str, torch.Tensor], held: tuple[RankTensors, ...], grad_dtype: torch.dtype | None
+    tensors: Mapping[str, torch.Tensor], ownership: tuple[RankTensors, ...], grad_dtype: torch.dtype | None
 ) -> tuple[tuple[Trained, ...], ...]:
     """Per rank the parameters that it updates.  tensors: as ``tensors_of`` gives them."""
 
@@ -151,7 +151,7 @@ def trained_parameters(
             parameter.numel(), parameter.itemsize, gradient_dtype(parameter.dtype, grad_dtype).itemsize
         )
 
-    return tuple(tuple(map(trained, own.gradients)) for own in held)
+    return tuple(tuple(map(trained, each.gradients)) for each in ownership)
 
 
 def copy_bytes(trained: Sequence[Sequence[Trained]], divided: int = 1) -> tuple[int, ...]:
@@ -160,7 +160,7 @@ def copy_bytes(trained: Sequence[Sequence[Trained]], divided: int = 1) -> tuple[
 
     divided: as for ``update_costs``.
     """
-    return tuple(sum(one.copied for one in own) // divided for own in trained)
+    return tuple(sum(one.copied for one in updated) // divided for updated in trained)
 
 
 def with_replicas(
@@ -176,18 +176,21 @@ def with_replicas(
     stages: as ``stage_tensors`` gives them.  per_use: whether a replica has its rows alone, and whole
     parameters and gradients of the stage that runs, and of the next one.
     """
-    found = []
+    totals = []
     for rank, whole in enumerate(weights):
-        own = [stages[stage] for stage, home in enumerate(placement) if home == rank and stage in stages]
-        own.sort(key=lambda stage: stage.gradients + stage.gathered(shard))
-        gathered, gradients = [stage.gathered(shard) for stage in own], [stage.gradients for stage in own]
+        of_rank = [stages[stage] for stage, home in enumerate(placement) if home == rank and stage in stages]
+        of_rank.sort(key=lambda stage: stage.gradients + stage.gathered(shard))
+        gathered, gradients = (
+            [stage.gathered(shard) for stage in of_rank],
+            [stage.gradients for stage in of_rank],
+        )
         more_parameters = more_gradients = 0
         if per_use:
             more_parameters = sum(gathered) // replicas - sum(gathered[:-2])
             more_gradients = sum(gradients) // replicas - sum(gradients[:-2])
         elif shard == "parameters":  # its rows, beside all that are gathered
             more_parameters = sum(gathered) // replicas
-        found.append(
+        totals.append(
             replace(
                 whole,
                 parameters=whole.parameters + more_parameters,
@@ -195,21 +198,21 @@ def with_replicas(
                 exchange=min(MOST_BYTES, max(gradients, default=0)),
             )
         )
-    return tuple(found)
+    return tuple(totals)
 
 
 def stage_tensors(
     tensors: Mapping[str, torch.Tensor],
-    held: tuple[RankTensors, ...],
+    ownership: tuple[RankTensors, ...],
     sections: Sequence[Section],
     grad_dtype: torch.dtype | None,
 ) -> dict[int, StageTensors]:
     """By stage the bytes of what its replicas exchange.  tensors: as ``tensors_of`` gives them."""
-    trained = {name for own in held for name in own.gradients}
-    made: defaultdict[int, set[str]] = defaultdict(set)
+    trained = {name for each in ownership for name in each.gradients}
+    accumulated: defaultdict[int, set[str]] = defaultdict(set)
     frozen: defaultdict[int, set[str]] = defaultdict(set)
     for section in sections:
-        made[section.stage] |= {value.name for value in section.inputs if value.kind is Kind.GRADIENT}
+        accumulated[section.stage] |= {value.name for value in section.inputs if value.kind is Kind.GRADIENT}
         used = {value.name for value in section.step_inputs if value.kind is Kind.PARAMETER}
         frozen[section.stage] |= used - trained
 
@@ -221,9 +224,9 @@ def stage_tensors(
         return sum(tensors[name].nbytes for name in names)
 
     return {
-        stage: StageTensors(sum(map(of_gradient, own)), nbytes(own), nbytes(frozen[stage]))
-        for stage, own in made.items()
-        if own or frozen[stage]
+        stage: StageTensors(sum(map(of_gradient, gradients)), nbytes(gradients), nbytes(frozen[stage]))
+        for stage, gradients in accumulated.items()
+        if gradients or frozen[stage]
     }
 
 
@@ -252,7 +255,7 @@ def result_bytes(graph: fx.Graph, placement: Sequence[int], ranks: int, microbat
         if (computed := node.meta["input"].computed) is not None:
             for user in node.users:
                 once[placement[user.meta["color"].stage]].add(computed)
-    return tuple(held + once_bytes(own) for held, own in zip(total, once, strict=True))
+    return tuple(size + once_bytes(computed_once) for size, computed_once in zip(total, once, strict=True))
 
 
 def activation_budget(limit: float, weights: Sequence[float], units: Units) -> tuple[float, ...]:
@@ -269,23 +272,23 @@ def activation_budget(limit: float, weights: Sequence[float], units: Units) -> t
             f"{units.limit(weights[worst])}. Raise the limit or use more ranks.{unit}",
             weights[worst],
         )
-    return tuple(limit - held for held in weights)
+    return tuple(limit - weight for weight in weights)
 
 
 def layouts_of(
-    model: nn.Module, held: tuple[RankTensors, ...], constants: Mapping[str, torch.Tensor]
+    model: nn.Module, ownership: tuple[RankTensors, ...], constants: Mapping[str, torch.Tensor]
 ) -> dict[str, TensorLayout]:
     """The layouts of parameters, buffers and constants, and of the rows of a parameter that a rank holds."""
-    used = {name for h in held for name in h.constants}
-    tensors = tensors_of(model, held) | {n: t for n, t in constants.items() if n in used}
+    used = {name for h in ownership for name in h.constants}
+    tensors = tensors_of(model, ownership) | {n: t for n, t in constants.items() if n in used}
     return {name: TensorLayout.from_tensor(tensor) for name, tensor in tensors.items()}
 
 
-def tensors_of(model: nn.Module, held: tuple[RankTensors, ...]) -> dict[str, torch.Tensor]:
+def tensors_of(model: nn.Module, ownership: tuple[RankTensors, ...]) -> dict[str, torch.Tensor]:
     """Parameters, buffers, and the rows of a parameter that a rank holds: of DTensors the own shards."""
     tensors = {n: local(t).detach() for n, t in (*model.named_parameters(), *model.named_buffers())}
-    tensors |= kept_tensors(model, {n for h in held for n in h.buffers} - tensors.keys())
-    for name in {n for h in held for n in h.parameters}:
+    tensors |= kept_tensors(model, {n for h in ownership for n in h.buffers} - tensors.keys())
+    for name in {n for h in ownership for n in h.parameters}:
         if name.is_part:
             tensors[name] = name.part_of(tensors[name.tensor])
     return tensors

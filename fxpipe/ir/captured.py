@@ -42,8 +42,8 @@ def captured_step(graph: fx.Graph, *, split: bool = False) -> CapturedStep:
 
 
 def _input(node: fx.Node) -> CapturedInput:
-    given: Input = node.meta["input"]
-    return CapturedInput(str(given.kind), given.name, *_layout(node.meta.get("val")))
+    step_input: Input = node.meta["input"]
+    return CapturedInput(str(step_input.kind), step_input.name, *_layout(node.meta.get("val")))
 
 
 def _layout(value: Any) -> tuple[tuple[int, ...] | None, str | None]:

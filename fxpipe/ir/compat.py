@@ -205,13 +205,13 @@ def recorded(func: Any, args: Any, kwargs: Any, run: Callable[[Any, Any, Any], t
     """
     tracer = _tracer()
     written = _written(func)
-    known = tracer.tensor_tracker
-    given = None if written is None else _as_nodes((args, kwargs), known, takes_constants=not written)
-    if given is None:
+    tracked = tracer.tensor_tracker
+    operands = None if written is None else _as_nodes((args, kwargs), tracked, takes_constants=not written)
+    if operands is None:
         return func(*args, **kwargs)
     result, value = run(func, args, kwargs)
     name = func.overloadpacket.__name__
-    node = new_node(tracer.graph, "call_function", func, given[0], given[1], name)
+    node = new_node(tracer.graph, "call_function", func, operands[0], operands[1], name)
     node.meta["val"] = value
     proxy: Any = torch.fx.Proxy(node, tracer)
     if isinstance(result, torch.Tensor):
@@ -225,7 +225,7 @@ def recorded(func: Any, args: Any, kwargs: Any, run: Callable[[Any, Any, Any], t
     return result
 
 
-def _as_nodes(arguments: Any, known: MutableMapping[torch.Tensor, Any], takes_constants: bool) -> Any:
+def _as_nodes(arguments: Any, tracked: MutableMapping[torch.Tensor, Any], takes_constants: bool) -> Any:
     """The arguments with the nodes of their tensors; None if one has no node.
 
     takes_constants: also of tensors whose values the trace knows, beside others.  It knows the result of an
@@ -236,11 +236,11 @@ def _as_nodes(arguments: Any, known: MutableMapping[torch.Tensor, Any], takes_co
     def as_node(x: Any) -> Any:
         if type(x) in _PLAIN_TYPES:
             return x
-        found = known[x] if type(x) is FakeTensor else None
-        if found is None:
+        entry = tracked[x] if type(x) is FakeTensor else None
+        if entry is None:
             raise KeyError
-        are_known.add(found.constant is not None)
-        return found.proxy.node
+        are_known.add(entry.constant is not None)
+        return entry.proxy.node
 
     try:
         nodes = torch.fx.node.map_aggregate(arguments, as_node)
@@ -342,19 +342,19 @@ def checkpoints_that_end() -> Iterator[None]:
 
     While the error is alive, torch 2.11 leaves its hooks for saved tensors to later traces and to eager.
     """
-    made: list[Any] = []
+    generators: list[Any] = []
     generator = checkpoint._checkpoint_without_reentrant_generator
 
     def noted(*args: Any, **kwargs: Any) -> Any:
-        made.append(generator(*args, **kwargs))
-        return made[-1]
+        generators.append(generator(*args, **kwargs))
+        return generators[-1]
 
     checkpoint._checkpoint_without_reentrant_generator = noted
     try:
         yield
     finally:
         checkpoint._checkpoint_without_reentrant_generator = generator
-        for each in reversed(made):
+        for each in reversed(generators):
             each.close()
 
 
@@ -384,20 +384,24 @@ def as_lane(meshes: Any, number: int, lane: int) -> Iterator[None]:
     """
 
     def coordinate(mesh: Any) -> Any:
-        own = vars(mesh)["_coordinate_on_dim"]
-        return type(own)((lane,)) if own is not None and tuple(mesh.shape) == (number,) else own
+        coordinates = vars(mesh)["_coordinate_on_dim"]
+        return (
+            type(coordinates)((lane,))
+            if coordinates is not None and tuple(mesh.shape) == (number,)
+            else coordinates
+        )
 
-    def assign(mesh: Any, own: Any) -> None:
-        vars(mesh)["_coordinate_on_dim"] = own
+    def assign(mesh: Any, coordinates: Any) -> None:
+        vars(mesh)["_coordinate_on_dim"] = coordinates
 
     def local_rank(mesh: Any, mesh_dim: Any = None) -> int:
-        own: int = before(mesh, mesh_dim)
-        return lane if tuple(mesh.shape) == (number,) else own
+        rank_in_mesh: int = before(mesh, mesh_dim)
+        return lane if tuple(mesh.shape) == (number,) else rank_in_mesh
 
     def rank(group: Any = None) -> int:
-        own: int = get_rank(group)
+        process: int = get_rank(group)
         is_of_lanes = group is None or torch.distributed.get_world_size(group) == number
-        return own - own_lane + lane if is_of_lanes else own
+        return process - own_lane + lane if is_of_lanes else process
 
     before, get_rank = meshes.get_local_rank, torch.distributed.get_rank
     own_lane = get_rank() % number  # lanes are innermost

@@ -73,14 +73,14 @@ def liveness(
     saves_for_weight: dict[fx.Node, int] = {}
     for stage in sorted({s.stage for s in sections}):
         rank = placement[stage]
-        for roots, first, found in zip(
+        for roots, first, storages in zip(
             _saved(nodes, [s for s in sections if s.stage == stage]),
             (saves_activation, saves_for_weight),
             (saved_activations, saved_for_weight),
             strict=True,
         ):
             owners = {root: _owner(root, rank, placement) for root in roots}
-            found.append(
+            storages.append(
                 {
                     root
                     for root, owner in owners.items()
@@ -139,9 +139,9 @@ def offload_candidates(
     A storage is no candidate if another stage of the same rank reads it as well, if it is small, or if its
     elements do not fill it.
     """
-    found = []
+    candidates = []
     for stage, roots in enumerate(saved):
-        own: dict[Phase, list[fx.Node]] = {Phase.B: [], Phase.W: []}
+        by_phase: dict[Phase, list[fx.Node]] = {Phase.B: [], Phase.W: []}
         for root in sorted(roots):  # in the graph's order
             used = {color.phase for color in _readers(root, stage) if color.stage == stage}
             shared = any(
@@ -150,9 +150,9 @@ def offload_candidates(
             )
             made_here = root.meta["color"].stage == stage or Phase.F in used
             if made_here and not shared and _is_worth(root):
-                own[Phase.B if Phase.B in used else Phase.W].append(root)
-        found.append(own)
-    return tuple(found)
+                by_phase[Phase.B if Phase.B in used else Phase.W].append(root)
+        candidates.append(by_phase)
+    return tuple(candidates)
 
 
 def _readers(root: fx.Node, stage: int | None = None) -> set[Color]:

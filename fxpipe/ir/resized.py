@@ -42,8 +42,8 @@ def value_key(node: fx.Node, args: object, kwargs: object, resized: ResizedTrace
 
     The arguments count as text, in which 0.0, -0.0 and False differ.
     """
-    known = {} if resized is None else resized.resized_values
-    sizes = tuple(other.shape for t in tensors(node) for other in known.get(t, ())) if known else ()
+    sizes_of = {} if resized is None else resized.resized_values
+    sizes = tuple(other.shape for t in tensors(node) for other in sizes_of.get(t, ())) if sizes_of else ()
     return node.target, repr(args), repr(kwargs), sizes
 
 

@@ -79,11 +79,11 @@ def extract(graph: fx.Graph) -> tuple[Section, ...]:
 
 def _foreign(nodes: list[fx.Node]) -> dict[fx.Node, None]:
     """Values of other sections that these nodes use, in order of use."""
-    own = set(nodes)
+    section = set(nodes)
     used: dict[fx.Node, None] = {}
     for node in nodes:
         for n in node.all_input_nodes:
-            if n.op == "call_function" and n not in own:
+            if n.op == "call_function" and n not in section:
                 used[n] = None
     return used
 
@@ -95,7 +95,7 @@ def _section(
     inputs: dict[Color, dict[fx.Node, Color]],
     outputs: dict[Color, dict[fx.Node, None]],
 ) -> Section:
-    own = set(nodes)
+    members = set(nodes)
     placeholders = {n: None for node in nodes for n in node.all_input_nodes if n.op == "placeholder"}
     ins = [_input(n.meta["input"]) for n in placeholders]
     for node, producer in inputs[color].items():
@@ -105,31 +105,31 @@ def _section(
     outs = [(Value(_kind(node), node.name, color), node) for node in outputs[color]]
     named = graph_outputs(graph)
     for kind, result in ((Kind.LOSS, named.loss), (Kind.COUNT, named.count)):
-        if result in own:
+        if result in members:
             outs.append((Value(kind, kind.value), result))
     for node in dict.fromkeys(named.outputs.values()):
         value = _result(graph, node)
-        if node in own and value.kind is Kind.OUTPUT:
+        if node in members and value.kind is Kind.OUTPUT:
             outs.append((value, node))
     for name, node in named.buffers.items():
-        if node in own:
+        if node in members:
             outs.append((Value(Kind.BUFFER, name), node))
-    given, returned = [*placeholders, *inputs[color]], [node for _, node in outs]
+    sources, returned = [*placeholders, *inputs[color]], [node for _, node in outs]
     return Section(
-        color, tuple(ins), tuple(v for v, _ in outs), partial(_graph, color, given, nodes, returned)
+        color, tuple(ins), tuple(v for v, _ in outs), partial(_graph, color, sources, nodes, returned)
     )
 
 
-def _input(given: Input) -> Value:
-    behind = () if given.computed is None else inputs_behind(given)
-    return Value(given.kind, given.name, computed_from=tuple(Value(x.kind, x.name) for x in behind))
+def _input(step_input: Input) -> Value:
+    behind = () if step_input.computed is None else inputs_behind(step_input)
+    return Value(step_input.kind, step_input.name, computed_from=tuple(Value(x.kind, x.name) for x in behind))
 
 
-def _graph(color: Color, given: list[fx.Node], nodes: list[fx.Node], returned: list[fx.Node]) -> fx.Graph:
-    """``nodes`` as a graph of their own, with a placeholder for each of ``given``."""
+def _graph(color: Color, sources: list[fx.Node], nodes: list[fx.Node], returned: list[fx.Node]) -> fx.Graph:
+    """``nodes`` as a graph of their own, with a placeholder for each of ``sources``."""
     new = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
-    for node in given:
+    for node in sources:
         copies[node] = new.placeholder(node.name)
         copies[node].meta = dict(node.meta)
     for node in nodes:

@@ -47,26 +47,26 @@ def once_values(graph: fx.Graph, resized: ResizedTraces | None) -> dict[fx.Node,
 
     resized: the traces at other sizes, at which equal values must be equal, too.
     """
-    given = _given(graph)
-    found = {node for node, made in given.items() if made is _Made.COMPUTED}
-    copies = copied(leading_to(found), fx.Graph(), resized)
-    while found:
-        sizes = _longer_held(found, copies)
-        if _is_share(sum(sizes.values()), graph, given):
+    invariant = _invariants(graph)
+    computed = {node for node, how in invariant.items() if how is _Made.COMPUTED}
+    copies = copied(leading_to(computed), fx.Graph(), resized)
+    while computed:
+        sizes = _unshared_bytes(computed, copies)
+        if _is_share(sum(sizes.values()), graph, invariant):
             break
         largest = max(sizes, key=sizes.__getitem__)
-        found -= {node for node in found if storage_root(copies[node]) is largest}
-    return {node: copies[node] for node in given if node in found}
+        computed -= {node for node in computed if storage_root(copies[node]) is largest}
+    return {node: copies[node] for node in invariant if node in computed}
 
 
 def mean_values(graph: fx.Graph) -> set[fx.Node]:
     """The means over the batch, and the ops that lead to them alone: before its first op a program has what
     these give."""
-    found = {*graph.find_nodes(op="call_function", target=batch_mean)}
-    for node in sorted(leading_to(found), reverse=True):
-        if node.op == "call_function" and found.issuperset(node.users):
-            found.add(node)
-    return found
+    leading = {*graph.find_nodes(op="call_function", target=batch_mean)}
+    for node in sorted(leading_to(leading), reverse=True):
+        if node.op == "call_function" and leading.issuperset(node.users):
+            leading.add(node)
+    return leading
 
 
 def copied(
@@ -89,11 +89,11 @@ def once_bytes(computed: Iterable[fx.Node]) -> int:
     return sum(node_bytes(root) for root in roots if root.op == "call_function")
 
 
-def inputs_behind(given: Input) -> tuple[Input, ...]:
+def inputs_behind(step_input: Input) -> tuple[Input, ...]:
     """The inputs of the step that an input comes from, itself if it is one."""
-    if given.computed is None:
-        return (given,)
-    return tuple(n.meta["input"] for n in sorted(leading_to([given.computed])) if n.op == "placeholder")
+    if step_input.computed is None:
+        return (step_input,)
+    return tuple(n.meta["input"] for n in sorted(leading_to([step_input.computed])) if n.op == "placeholder")
 
 
 class _Made(Enum):
@@ -102,19 +102,19 @@ class _Made(Enum):
     INPUT, FILLED, COMPUTED = range(3)
 
 
-def _given(graph: fx.Graph) -> dict[fx.Node, _Made]:
+def _invariants(graph: fx.Graph) -> dict[fx.Node, _Made]:
     """What no microbatch changes."""
     changed, results = graph_outputs(graph).buffers, set(graph.output_node().all_input_nodes)
-    given: dict[fx.Node, _Made] = {}
+    invariant: dict[fx.Node, _Made] = {}
     for node in graph.nodes:
         inputs = input_nodes(node)
         if node.op == "placeholder":
             kind, name = node.meta["input"].kind, node.meta["input"].name
             if kind is Kind.CONSTANT or (kind is Kind.BUFFER and name not in changed):
-                given[node] = _Made.INPUT
-        elif all(map(given.__contains__, inputs)) and node not in results and _is_pure(node):
-            given[node] = _made(node, [given[n] for n in inputs])
-    return given
+                invariant[node] = _Made.INPUT
+        elif all(map(invariant.__contains__, inputs)) and node not in results and _is_pure(node):
+            invariant[node] = _made(node, [invariant[n] for n in inputs])
+    return invariant
 
 
 def _made(node: fx.Node, inputs: Sequence[_Made]) -> _Made:
@@ -135,24 +135,24 @@ def _is_pure(node: fx.Node) -> bool:
     return is_known and not may_draw_numbers(node.target) and not written(node.target) and bool(tensors(node))
 
 
-def _longer_held(found: Set[fx.Node], copies: Mapping[fx.Node, fx.Node]) -> dict[fx.Node, int]:
+def _unshared_bytes(computed: Set[fx.Node], copies: Mapping[fx.Node, fx.Node]) -> dict[fx.Node, int]:
     """The bytes of the storages that not both forward and backward need, by the node that makes them."""
     users = defaultdict[fx.Node, list[fx.Node]](list)
-    for node in found:
-        users[storage_root(copies[node])] += (user for user in node.users if user not in found)
+    for node in computed:
+        users[storage_root(copies[node])] += (user for user in node.users if user not in computed)
     return {
         root: node_bytes(root)
-        for root, own in users.items()
-        if len({user.meta["origin"].backward for user in own}) == 1
+        for root, readers in users.items()
+        if len({user.meta["origin"].backward for user in readers}) == 1
     }
 
 
-def _is_share(size: int, graph: fx.Graph, given: Container[fx.Node]) -> bool:
+def _is_share(size: int, graph: fx.Graph, invariant: Container[fx.Node]) -> bool:
     """Whether ``size`` is at most the allowed share of what the forward computes of a microbatch."""
     computed = 0
     for node in call_nodes(graph):
         if size <= MOST_SHARE * computed:
             return True
-        if node not in given and not node.meta["origin"].backward and not is_view(node):
+        if node not in invariant and not node.meta["origin"].backward and not is_view(node):
             computed += node_bytes(node)
     return size <= MOST_SHARE * computed

@@ -72,8 +72,8 @@ def argument(node: fx.Node, name: str, default: Any = None) -> Any:
     schema = getattr(node.target, "_schema", None)
     for place, parameter in enumerate(() if schema is None else schema.arguments):
         if parameter.name == name:
-            given = node.args[place] if place < len(node.args) else parameter.default_value
-            return node.kwargs.get(name, given)
+            positional = node.args[place] if place < len(node.args) else parameter.default_value
+            return node.kwargs.get(name, positional)
     return default
 
 
@@ -88,8 +88,8 @@ def written_arguments(target: Any, args: Any, kwargs: Any) -> list[Any]:
     names = written(target)
     if not names:
         return []
-    given = dict(zip((a.name for a in target._schema.arguments), args, strict=False)) | dict(kwargs)
-    return [x for name in names for x in pytree.tree_leaves(given.get(name))]
+    by_name = dict(zip((a.name for a in target._schema.arguments), args, strict=False)) | dict(kwargs)
+    return [x for name in names for x in pytree.tree_leaves(by_name.get(name))]
 
 
 def storage_root(node: fx.Node) -> fx.Node:
@@ -153,8 +153,8 @@ def _turn(node: fx.Node) -> int:
 def tensors(node: fx.Node) -> list[torch.Tensor]:
     """The fake tensors of the node's value (several for an op with a tuple of results)."""
     val = node.meta.get("val")
-    found = val if isinstance(val, (tuple, list)) else [val]
-    return [v for v in found if isinstance(v, torch.Tensor)]
+    values = val if isinstance(val, (tuple, list)) else [val]
+    return [v for v in values if isinstance(v, torch.Tensor)]
 
 
 def node_bytes(node: fx.Node) -> int:
@@ -169,13 +169,13 @@ def leading_to(
     nodes: Iterable[fx.Node], through: Callable[[fx.Node], bool] = lambda node: True
 ) -> set[fx.Node]:
     """These nodes and all that their values come from.  through: which of them to take, and to go on from."""
-    found, todo = set[fx.Node](), [*nodes]
+    nodes_before, todo = set[fx.Node](), [*nodes]
     while todo:
         node = todo.pop()
-        if node not in found and through(node):
-            found.add(node)
+        if node not in nodes_before and through(node):
+            nodes_before.add(node)
             todo += node.all_input_nodes
-    return found
+    return nodes_before
 
 
 def graph_outputs(graph: fx.Graph) -> Outputs:

@@ -26,8 +26,8 @@ def _node(node: fx.Node) -> str:
     color = node.meta.get("color")
     place = "" if color is None else f"{color.phase}{color.stage}"
     if node.op == "placeholder":
-        given = node.meta["input"]
-        value = f"{given.kind}[{text_literal(given.name)}]"
+        step_input = node.meta["input"]
+        value = f"{step_input.kind}[{text_literal(step_input.name)}]"
     else:
         named = [f"{name}={_argument(value)}" for name, value in node.kwargs.items()]
         value = f"{_argument(node.target)}({', '.join([*map(_argument, node.args), *named])})"
@@ -36,13 +36,13 @@ def _node(node: fx.Node) -> str:
 
 
 def _results(graph: fx.Graph) -> list[str]:
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for key, value in graph_outputs(graph)._asdict().items():
         several = value if isinstance(value, dict) else {}
-        found |= {f"{key}[{text_literal(name)}]": part for name, part in several.items()}
+        results |= {f"{key}[{text_literal(name)}]": part for name, part in several.items()}
         if value is not several and value not in (None, ()):
-            found[key] = value
-    return [f"{'':3} {name} = {_argument(value)}" for name, value in found.items()]
+            results[key] = value
+    return [f"{'':3} {name} = {_argument(value)}" for name, value in results.items()]
 
 
 def _argument(value: Any) -> str:

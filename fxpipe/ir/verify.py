@@ -59,31 +59,31 @@ def verify(graph: fx.Graph, after: str, colored: bool = True) -> None:
     _check_writes(writing, after)
     changed = named.buffers
     for node in graph.find_nodes(op="placeholder") if changed else ():
-        given = node.meta["input"]
-        if given.kind is Kind.BUFFER and given.name in changed:
-            _check_buffer(node, changed[given.name], after)
+        step_input = node.meta["input"]
+        if step_input.kind is Kind.BUFFER and step_input.name in changed:
+            _check_buffer(node, changed[step_input.name], after)
 
 
 def _check_nodes(graph: fx.Graph, after: str, colored: bool) -> None:
     """Check that each node follows its arguments and has a unique name and its metadata, of a colored graph
     also a color that its arguments' colors may feed."""
     colors = dict[fx.Node, Color | None]()  # of the nodes so far
-    needed = ("val", "origin", "color") if colored else ("val", "origin")
+    required = ("val", "origin", "color") if colored else ("val", "origin")
     for node in graph.nodes:
         meta = node.meta
         if node.op == "call_function":
-            for name in needed:
+            for name in required:
                 if name not in meta:
                     raise VerifyError(f"After {after}: {node} has no {name}.")
         color = meta.get("color") if colored else None
         for source in input_nodes(node):
             try:
-                given = colors[source]
+                source_color = colors[source]
             except KeyError:
                 raise VerifyError(
                     f"After {after}: {node} uses {source}, which does not come before it."
                 ) from None
-            if given is not color and given is not None and color is not None:
+            if source_color is not color and source_color is not None and color is not None:
                 _check_edge(source, node, after)
         colors[node] = color
     if len({node.name for node in colors}) < len(colors):

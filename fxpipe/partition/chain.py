@@ -75,8 +75,8 @@ def chain_of(
             home[node] = at
         seconds[home[node]] += node_seconds(node)
     whole = _trained_spans(graph, position, by_seq, free.in_stage)
-    sent = crossing(graph, position, home, free.in_stage | free.anywhere, whole)
-    return Chain(forward, backward, sent, _buffer_spans(graph, home))
+    transfers = crossing(graph, position, home, free.in_stage | free.anywhere, whole)
+    return Chain(forward, backward, transfers, _buffer_spans(graph, home))
 
 
 def without_color(graph: fx.Graph) -> list[fx.Node]:

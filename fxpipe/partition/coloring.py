@@ -33,7 +33,7 @@ def partition(
     split_points: Sequence[str] | None = None,
     before: int = 0,
     behind: int = 0,
-    held: Sequence[Set[str]] | None = None,
+    tensors_of: Sequence[Set[str]] | None = None,
     slowness: Sequence[float] = (),
     ranks: Sequence[int] = (),
     cuts: tuple[int, ...] = (),
@@ -55,19 +55,19 @@ def partition(
     there are places to cut.
     """
     forward = [n for n in without_color(graph) if not n.meta["origin"].backward]
-    if held is not None:
-        forward, cuts = following_cuts(graph, forward, free.in_stage | free.anywhere, held)
+    if tensors_of is not None:
+        forward, cuts = following_cuts(graph, forward, free.in_stage | free.anywhere, tensors_of)
     position = {n: i for i, n in enumerate(forward)}
     by_seq: dict[int, int] = {}
     for node in forward:
         by_seq.setdefault(node.meta["origin"].seq, position[node])
-    found: CutChain | None = None
-    if held is None and split_points is not None:
+    cut_chain: CutChain | None = None
+    if tensors_of is None and split_points is not None:
         cuts = _cuts_by_path(forward, stages, split_points)
-    elif held is None and not cuts:
+    elif tensors_of is None and not cuts:
         chain = chain or chain_of(graph, position, by_seq, node_seconds, free)
         cuts = _cuts_by_cost(chain, stages, slowness, ranks)
-        found = CutChain(chain, cuts)
+        cut_chain = CutChain(chain, cuts)
     starts = {c + 1 for c in cuts}
     stage_at = list(accumulate((int(i in starts) for i in range(len(forward))), operator.add))
     stage = {n: stage_at[i] for n, i in position.items()}
@@ -88,7 +88,7 @@ def partition(
         if color.stage < 0:
             node.meta["color"] = Color(before + stages + behind + color.stage, color.phase)
     _check_buffers(graph)
-    return found
+    return cut_chain
 
 
 def _check_buffers(graph: fx.Graph) -> None:
@@ -136,10 +136,10 @@ def _cuts_by_path(forward: list[fx.Node], stages: int, split_points: Sequence[st
     for point in split_points:
         at = next((i for i, p in enumerate(paths) if point and f"{p}.".startswith(f"{point}.")), None)
         if at is None:
-            known = sorted({".".join(p.split(".")[: point.count(".") + 1]) for p in paths if p})
+            modules = sorted({".".join(p.split(".")[: point.count(".") + 1]) for p in paths if p})
             raise PartitionError(
                 f"The split point {point!r} is no module that the forward calls. "
-                f"Modules at that depth: {', '.join(known[:20])}."
+                f"Modules at that depth: {', '.join(modules[:20])}."
             )
         if at == 0:
             raise PartitionError(f"The split point {point!r} would leave the first stage empty.")
@@ -163,12 +163,12 @@ def _color(graph: fx.Graph, stage_of: dict[fx.Node, int], stage_of_seq: dict[int
     for node in ops:
         if node in stage:
             continue
-        known = stage_of_seq.get(node.meta["origin"].seq)
-        if known is None:
+        at = stage_of_seq.get(node.meta["origin"].seq)
+        if at is None:
             inputs = [n for n in node.all_input_nodes if n in stage and n.meta["origin"].backward]
-            known = min((stage[n] for n in inputs), default=None)
-        if known is not None:
-            stage[node] = known
+            at = min((stage[n] for n in inputs), default=None)
+        if at is not None:
+            stage[node] = at
     for node in reversed(ops):
         if node not in stage:
             stage[node] = max((stage[u] for u in node.users if u in stage), default=max(stage.values()))

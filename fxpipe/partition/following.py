@@ -19,48 +19,48 @@ from fxpipe.partition.chain import crossing
 
 
 def following_cuts(
-    graph: fx.Graph, forward: Sequence[fx.Node], free: Set[fx.Node], held: Sequence[Set[str]]
+    graph: fx.Graph, forward: Sequence[fx.Node], free: Set[fx.Node], tensors_of: Sequence[Set[str]]
 ) -> tuple[list[fx.Node], tuple[int, ...]]:
     """Return the ops of the forward in an order in which they can run, and the positions (ascending) after
-    which to cut it into one stage for each of ``held``.
+    which to cut it into one stage for each of ``tensors_of``.
 
     free: ops that move to their users' stages.  held: per stage the names of its parameters and buffers.
     Raises PartitionError, naming the op, where no cuts leave each tensor with a stage that has it.
     """
     forward = list(forward)
-    cuts = _fewest_bytes(graph, forward, free, held)
+    cuts = _fewest_bytes(graph, forward, free, tensors_of)
     if cuts is None:
-        first = _first_stages(forward, free, held)
+        first = _first_stages(forward, free, tensors_of)
         forward.sort(key=first.__getitem__)
-        cuts = _fewest_bytes(graph, forward, free, held)
+        cuts = _fewest_bytes(graph, forward, free, tensors_of)
     if cuts is None:
         raise PartitionError(
             "The forward cannot be cut such that each rank uses what it has in the other step: the last of "
-            f"{len(held)} stages would be empty, as no cut leaves them what this step uses. (Of what the "
-            "other step does not use, parameters may be used on any rank, and buffers on rank 0 alone.) "
+            f"{len(tensors_of)} stages would be empty, as no cut leaves them what this step uses. (Of what "
+            "the other step does not use, parameters may be used on any rank, and buffers on rank 0 alone.) "
             f"{_REMEDY}"
         )
     return forward, cuts
 
 
 def _fewest_bytes(
-    graph: fx.Graph, forward: Sequence[fx.Node], free: Set[fx.Node], held: Sequence[Set[str]]
+    graph: fx.Graph, forward: Sequence[fx.Node], free: Set[fx.Node], tensors_of: Sequence[Set[str]]
 ) -> tuple[int, ...] | None:
     """The cuts of this order that send the fewest bytes; None if there are none."""
     position = {node: i for i, node in enumerate(forward)}
     bytes = crossing(graph, position, dict(position), free).bytes
-    best = np.full(len(held), np.inf)  # per stage the fewest bytes, if the position is in it
+    best = np.full(len(tensors_of), np.inf)  # per stage the fewest bytes, if the position is in it
     best[0] = 0.0
     begins: list[np.ndarray] = []  # per position the stages that begin there then
     for i, node in enumerate(forward):
-        sent = bytes[i - 1] if i else np.inf
-        before = np.concatenate([[np.inf], best[:-1]]) + sent
+        arriving = bytes[i - 1] if i else np.inf
+        before = np.concatenate([[np.inf], best[:-1]]) + arriving
         begins.append(before < best)
         best = np.minimum(before, best)
-        best[[not has for has in _may_be_in(node, free, held)]] = np.inf
+        best[[not has for has in _may_be_in(node, free, tensors_of)]] = np.inf
     if np.isinf(best[-1]):
         return None
-    cuts, stage = [], len(held) - 1
+    cuts, stage = [], len(tensors_of) - 1
     for i in range(len(forward) - 1, 0, -1):
         if begins[i][stage]:
             cuts.append(i - 1)
@@ -69,24 +69,24 @@ def _fewest_bytes(
 
 
 def _first_stages(
-    forward: Sequence[fx.Node], free: Set[fx.Node], held: Sequence[Set[str]]
+    forward: Sequence[fx.Node], free: Set[fx.Node], tensors_of: Sequence[Set[str]]
 ) -> dict[fx.Node, int]:
     """Per op the first stage that has its tensors and comes no earlier than what it is computed from."""
     first: dict[fx.Node, int] = {}
     for node in forward:
         earliest = max((first[source] for source in node.all_input_nodes if source in first), default=0)
-        has = _may_be_in(node, free, held)
-        stage = next((stage for stage in range(earliest, len(held)) if has[stage]), None)
+        has = _may_be_in(node, free, tensors_of)
+        stage = next((stage for stage in range(earliest, len(tensors_of)) if has[stage]), None)
         if stage is None:
             raise _no_stage(node, _tensors(node, free))
         first[node] = stage
     return first
 
 
-def _may_be_in(node: fx.Node, free: Set[fx.Node], held: Sequence[Set[str]]) -> list[bool]:
+def _may_be_in(node: fx.Node, free: Set[fx.Node], tensors_of: Sequence[Set[str]]) -> list[bool]:
     """Per stage whether it has the tensors that an op uses."""
     names = () if node in free else _tensors(node, free)
-    return [own >= {*names} for own in held]
+    return [tensors >= {*names} for tensors in tensors_of]
 
 
 def _tensors(node: fx.Node, free: Set[fx.Node]) -> tuple[str, ...]:

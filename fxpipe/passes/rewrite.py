@@ -30,25 +30,25 @@ def clone_into(
         computes = node_arg(node, 0) if node.target is operator.getitem else node  # tuples are in one section
         return Color(color.stage, Phase.B) if computes in in_b else color
 
-    def known(node: fx.Node, color: Color) -> fx.Node | None:
+    def available(node: fx.Node, color: Color) -> fx.Node | None:
         is_there = node not in repeated or node.meta["color"] == color
         return node if is_there else clones.get((place(node, color), node))
 
     todo = [(node, color)]  # no recursion: the ways of a deep model are long
     while todo:
         one, wanted = todo[-1]
-        own = place(one, wanted)
-        if known(one, wanted) is not None:
+        home = place(one, wanted)
+        if available(one, wanted) is not None:
             todo.pop()
-        elif missing := [(n, own) for n in one.all_input_nodes if known(n, own) is None]:
+        elif missing := [(n, home) for n in one.all_input_nodes if available(n, home) is None]:
             todo += reversed(missing)
         else:
-            inputs = {n: known(n, own) for n in one.all_input_nodes}
+            inputs = {n: available(n, home) for n in one.all_input_nodes}
             behind = inputs[node_arg(one, 0)] if one.target is operator.getitem else None  # its tuple
             with one.graph.inserting_before(before if behind is None else behind.next):
                 clone = copy_node(one.graph, one, inputs.__getitem__)
-            clone.meta["color"] = own
-            clones[(own, one)] = clone
-    found = known(node, color)
-    assert found is not None, "it was cloned"
-    return found
+            clone.meta["color"] = home
+            clones[(home, one)] = clone
+    result = available(node, color)
+    assert result is not None, "it was cloned"
+    return result

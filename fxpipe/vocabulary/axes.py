@@ -162,29 +162,29 @@ def _axis(node: fx.Node, axes: dict[fx.Node, int], size: int) -> int | None:
         return None
     args: tuple[Any, ...] = node.args
     if node.target is aten.mm.default:
-        found, summed = _product(axes.get(args[0]), axes.get(args[1]))
+        axis, summed = _product(axes.get(args[0]), axes.get(args[1]))
         if summed:
             return None
     elif node.target is aten.addmm.default:
-        found, summed = _product(axes.get(args[1]), axes.get(args[2]))
+        axis, summed = _product(axes.get(args[1]), axes.get(args[2]))
         if summed or args[0] not in axes:  # the added value is the bias of every entry
-            found = None
+            axis = None
     elif node.target is aten.cat.default:
-        found = _of_joined(node, [axes.get(n) for n in args[0]])
+        axis = _of_joined(node, [axes.get(n) for n in args[0]])
     elif node.target in UNPICKS:
-        found = axes.get(args[1])
+        axis = axes.get(args[1])
     elif args[0] in axes and node.target in _MOVES:
         return _MOVES[node.target](node, axes[args[0]])
     elif args[0] in axes and node.target in _AS_BEFORE:
         at = axes[args[0]]
-        found = at if leaves_out_columns(node, at) or entries(node, at) == entries(args[0], at) else None
+        axis = at if leaves_out_columns(node, at) or entries(node, at) == entries(args[0], at) else None
     elif torch.Tag.pointwise in getattr(node.target, "tags", ()):
-        found = _of_operands(node, axes)
+        axis = _of_operands(node, axes)
     else:
-        found = None
-    if found is None:
+        axis = None
+    if axis is None:
         raise whole(node)
-    return found
+    return axis
 
 
 def _product(left: int | None, right: int | None) -> tuple[int | None, bool]:
@@ -261,9 +261,9 @@ _MOVES: dict[Any, Callable[[fx.Node, int], int | None]] = {
 }
 
 
-def _of_joined(node: fx.Node, found: list[int | None]) -> int | None:
+def _of_joined(node: fx.Node, axes: list[int | None]) -> int | None:
     along = (node.args[1] if len(node.args) > 1 else 0) % node.meta["val"].dim()
-    return found[0] if len(set(found)) == 1 and found[0] != along else None
+    return axes[0] if len(set(axes)) == 1 and axes[0] != along else None
 
 
 def _of_operands(node: fx.Node, axes: dict[fx.Node, int]) -> int | None:
@@ -282,5 +282,5 @@ def _of_operands(node: fx.Node, axes: dict[fx.Node, int]) -> int | None:
         elif n.op != "placeholder" and not is_of_batch(n):
             return None
     dims: int = node.meta["val"].dim()
-    found: int = dims + place
-    return found
+    axis: int = dims + place
+    return axis

@@ -40,13 +40,13 @@ class Gradients:
     def parts(self, node: fx.Node) -> LossGrad:
         """Of the gradient that a log-softmax's backward is given."""
         if node not in self._parts:
-            found = self._collapsed(node_arg(node, 0))
+            grad = self._collapsed(node_arg(node, 0))
             build = self.shard.at(Phase.B, node.meta["origin"])
             dtype = accum_dtype(node_arg(node, 1).meta["val"].dtype)
             self._parts[node] = replace(
-                found,
-                label_grad=None if found.label_grad is None else cast(build, found.label_grad, dtype),
-                uniform_grad=None if found.uniform_grad is None else cast(build, found.uniform_grad, dtype),
+                grad,
+                label_grad=None if grad.label_grad is None else cast(build, grad.label_grad, dtype),
+                uniform_grad=None if grad.uniform_grad is None else cast(build, grad.uniform_grad, dtype),
             )
         return self._parts[node]
 
@@ -128,13 +128,13 @@ class Gradients:
         label, _, reduction, ignored, count = node.args[2:]
         axis = self.axes[node]
         above, number = self.softmax.local_copy(node_arg(node, 0)), self.softmax.local_copy(count)  # type: ignore[arg-type]
-        kept = self.shard.at(Phase.F, node.meta["origin"]).call(aten.unsqueeze.default, label, axis)
+        labels = self.shard.at(Phase.F, node.meta["origin"]).call(aten.unsqueeze.default, label, axis)
         build = self.shard.at(Phase.B, node.meta["origin"])
         value = build.call(aten.neg.default, above)
         if reduction == 0:
             value = build.call(aten.unsqueeze.default, value, axis)
         elif reduction == 1:
             value = build.call(aten.div.Tensor, value, number)
-        counts = build.call(aten.ne.Scalar, kept, ignored)
+        counts = build.call(aten.ne.Scalar, labels, ignored)
         value = build.call(aten.where.self, counts, value, build.call(aten.zeros_like.default, value))
-        return LossGrad(label_grad=value, label=kept)
+        return LossGrad(label_grad=value, label=labels)

@@ -70,11 +70,11 @@ class OneBarrier:
 
     def _find_way(self) -> set[fx.Node]:
         """Gradients of log-softmaxes, and the values made of them that have a vocabulary dimension."""
-        found: set[fx.Node] = set()
+        way: set[fx.Node] = set()
         for node in self.axes:
-            if node.target is _START or any(n in found for n in node.all_input_nodes):
-                found.add(node)
-        return found
+            if node.target is _START or any(n in way for n in node.all_input_nodes):
+                way.add(node)
+        return way
 
     def before(self, product: fx.Node) -> None:
         shard, logits, rows = self.shard, node_arg(product, 0), self.shard.local(node_arg(product, 1))
@@ -107,8 +107,8 @@ class OneBarrier:
         slope = self._carried(logits, 1, inside, at_label)
         index = self._moved(logits, labels, Phase.F)
         build = shard.at(Phase.F, product.meta["origin"])
-        own = build.call(aten.embedding.default, rows, build.call(aten.reshape.default, index, [-1]))
-        pick = build.call(aten.mul.Tensor, own, slope)
+        label_rows = build.call(aten.embedding.default, rows, build.call(aten.reshape.default, index, [-1]))
+        pick = build.call(aten.mul.Tensor, label_rows, slope)
         if ones and len(ones) < len(inside):
             raise whole(product)
         self._unscaled[product] = _Unscaled(

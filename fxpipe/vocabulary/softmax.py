@@ -45,7 +45,7 @@ class Softmax:
 
     def statistics(self) -> fx.Node:
         """All that the shard finds, in one tensor."""
-        layers, found = self.layers, []
+        layers, results = self.layers, []
         for loss in layers.losses:
             scores, axis = self.scores(loss), layers.axes[loss]
             build = self.shard.at(Phase.F, loss.meta["origin"])
@@ -55,38 +55,38 @@ class Softmax:
             )
             each = build.call(aten.exp.default, build.call(aten.sub.Tensor, scores, top))
             self.maxima[loss], self.exponentials[loss] = top, each
-            found += [top, build.call(aten.sum.dim_IntList, each, [axis], True)]
+            results += [top, build.call(aten.sum.dim_IntList, each, [axis], True)]
         for pick in layers.label_gathers:
             scores, axis = self.scores(node_arg(pick, 0)), layers.axes[node_arg(pick, 0)]
             build = self.shard.at(Phase.F, pick.meta["origin"])
             label = build.call(aten.unsqueeze.default, pick.args[1], axis)
             row, outside = self.shard.nearest_rows(label, build)
             entry = build.call(aten.gather.default, scores, axis, row)
-            found.append(build.call(aten.masked_fill.Scalar, entry, outside, 0))
+            results.append(build.call(aten.masked_fill.Scalar, entry, outside, 0))
         for total in layers.vocab_sums:
             scores, axis = self.scores(node_arg(total, 0)), layers.axes[node_arg(total, 0)]
             build = self.shard.at(Phase.F, total.meta["origin"])
             end = layers.entries(node_arg(total, 0)) - self.shard.begin
             if end < self.shard.size:  # the logits of the others are -inf
                 scores = build.call(aten.slice.Tensor, scores, axis, 0, max(0, end))
-            found.append(build.call(aten.sum.dim_IntList, scores, [axis], True))
+            results.append(build.call(aten.sum.dim_IntList, scores, [axis], True))
         for argmax in layers.argmaxes:
             logits = node_arg(argmax, 0)
             scores, axis = self.scores(logits), layers.axes[logits]
             build = self.shard.at(Phase.F, argmax.meta["origin"])
             row = build.call(aten.argmax.default, scores, axis, True)
             row = build.call(aten.add.Tensor, row, self.shard.begin)
-            found += [
+            results += [
                 build.call(aten.amax.default, scores, [axis], True),
                 cast(build, row, scores.meta["val"].dtype),
             ]
         build = self.shard.at(Phase.F, layers.losses[0].meta["origin"])
-        return build.call(aten.cat.default, [build.call(aten.reshape.default, f, [-1]) for f in found])
+        return build.call(aten.cat.default, [build.call(aten.reshape.default, f, [-1]) for f in results])
 
-    def combine(self, found: list[fx.Node]) -> None:
+    def combine(self, statistics: list[fx.Node]) -> None:
         """Combine the statistics of all shards."""
         build = self.shard.at(Phase.B, self.layers.losses[0].meta["origin"])
-        table, position = build.call(aten.stack.default, found), 0
+        table, position = build.call(aten.stack.default, statistics), 0
 
         def take(node: fx.Node) -> fx.Node:
             nonlocal position
@@ -94,7 +94,7 @@ class Softmax:
             shape[self.layers.axes[node]] = 1
             begin, position = position, position + math.prod(shape)
             part = build.call(aten.slice.Tensor, table, 1, begin, position)
-            return build.call(aten.reshape.default, part, [len(found), *shape])
+            return build.call(aten.reshape.default, part, [len(statistics), *shape])
 
         for loss in self.layers.losses:
             tops, sums = take(loss), take(loss)
@@ -136,12 +136,12 @@ class Softmax:
         if node in self.layers.axes or node in self.layers.products:
             raise whole(node)
         if node.args and node.args[0] in self._entries:  # one of a pick's two results
-            found = self._picked(node_arg(node, 0))[node.args[1]]  # type: ignore[index]
+            local = self._picked(node_arg(node, 0))[node.args[1]]  # type: ignore[index]
         else:
             args, kwargs = fx.map_arg((node.args, node.kwargs), self.local_copy)
-            found = self.shard.at(Phase.B, node.meta["origin"]).copy(node, args, kwargs)
-        self._others[node] = found
-        return found
+            local = self.shard.at(Phase.B, node.meta["origin"]).copy(node, args, kwargs)
+        self._others[node] = local
+        return local
 
     def _picked(self, pick: fx.Node) -> tuple[fx.Node, fx.Node]:
         """The loss and the number of labels that count, as nll_loss gives them."""
@@ -172,12 +172,12 @@ class Softmax:
 
     def _following(self) -> dict[fx.Node, None]:
         """The values that follow from the losses and have no vocabulary dimension."""
-        found: dict[fx.Node, None] = {}
+        following: dict[fx.Node, None] = {}
         todo = [*self.layers.label_gathers, *self.layers.vocab_sums, *self.layers.argmaxes]
         while todo:
             node = todo.pop()
             other = node.op == "output" or node in self.layers.axes or node in self.layers.products
-            if node not in found and not other:
-                found[node] = None
+            if node not in following and not other:
+                following[node] = None
                 todo += node.users
-        return found
+        return following

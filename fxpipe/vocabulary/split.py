@@ -50,9 +50,9 @@ def split_vocabulary(graph: fx.Graph, ranks: int, barriers: int) -> Vocabulary:
     ]
     for lookup in layers.lookups:
         _add_up(graph, lookup, [p.lookups.part(lookup) for p in parts], lookup.meta["origin"])
-    found = [p.softmax.statistics() for p in parts]
+    statistics = [p.softmax.statistics() for p in parts]
     for p in parts:
-        p.softmax.combine(found)
+        p.softmax.combine(statistics)
     for product in layers.products:
         for p in parts:
             p.products.before(product)
@@ -112,18 +112,18 @@ def _add_up(graph: fx.Graph, old: fx.Node, parts: list[fx.Node], origin: Origin)
 
 def _before_projection(product: fx.Node) -> Origin:
     """The origin of the gradient of the projected value: the op that made that value."""
-    own: Origin = product.meta["origin"]
-    made: fx.Node | None = next(
+    projection: Origin = product.meta["origin"]
+    source: fx.Node | None = next(
         n
         for n in call_nodes(product.graph)
-        if n.meta["origin"].seq == own.seq and not n.meta["origin"].backward
+        if n.meta["origin"].seq == projection.seq and not n.meta["origin"].backward
     )
-    while made is not None:
-        made = next((n for n in made.all_input_nodes if n.op == "call_function"), None)
-        if made is not None and made.meta["origin"].seq != own.seq:
-            origin = made.meta["origin"]
+    while source is not None:
+        source = next((n for n in source.all_input_nodes if n.op == "call_function"), None)
+        if source is not None and source.meta["origin"].seq != projection.seq:
+            origin = source.meta["origin"]
             return Origin(origin.path, origin.source, origin.seq, backward=True)
-    return own
+    return projection
 
 
 def _set_outputs(graph: fx.Graph, layers: VocabularyLayers, parts: list[_Part]) -> None:

@@ -48,13 +48,13 @@ def _moves_nothing(views: list[fx.Node], source: fx.Node) -> bool:
     """Whether the last of these views first have all elements of ``source`` in their places: by the strides
     of a tensor without gaps, as those of ``val`` may be others in another step, or stale."""
     val = source.meta["val"]
-    given = value = torch.empty(val.shape, dtype=val.dtype, device="meta")
+    dense = value = torch.empty(val.shape, dtype=val.dtype, device="meta")
     try:
         for view in reversed(views):
             value = view.target(value, *view.args[1:], **view.kwargs)  # type: ignore[operator]
     except RuntimeError:  # a view of other strides alone
         return False
-    return _strides(value) == _strides(given)
+    return _strides(value) == _strides(dense)
 
 
 def _own_shape(node: fx.Node) -> Instead:
@@ -82,25 +82,25 @@ def _view_of_view(node: fx.Node) -> Instead:
 
 def _has_strides(source: fx.Node, inner: fx.Node, val: torch.Tensor) -> bool:
     """Whether a view of ``source`` has the layout of ``val``, as the view of ``inner`` has."""
-    given = source.meta["val"]
-    if given.is_contiguous() and inner.meta["val"].is_contiguous():
+    outer = source.meta["val"]
+    if outer.is_contiguous() and inner.meta["val"].is_contiguous():
         return val.is_contiguous()
     try:
-        return _strides(given.view(val.shape)) == _strides(val)
+        return _strides(outer.view(val.shape)) == _strides(val)
     except RuntimeError:  # the strides of the first view are those of a copy
         return False
 
 
 def _cat_with_nothing(node: fx.Node) -> Instead:
     """The other operands must have the result's dtype, as an empty one takes part in the promotion."""
-    given: Any = node.args[0]
-    full: list[fx.Node] = [n for n in given if n.meta["val"].numel()]
+    operands: Any = node.args[0]
+    full: list[fx.Node] = [n for n in operands if n.meta["val"].numel()]
     if not full or any(n.meta["val"].dtype != node.meta["val"].dtype for n in full):
         return None
     source = full[0]
     if len(full) == 1 and (_can_stand_for(source, node) or _is_attended(source, node)):
         return source
-    return (full, *node.args[1:]) if len(full) < len(given) and _joins_alike(full, node) else None
+    return (full, *node.args[1:]) if len(full) < len(operands) and _joins_alike(full, node) else None
 
 
 def _joins_alike(full: list[fx.Node], node: fx.Node) -> bool:

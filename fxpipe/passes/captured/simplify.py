@@ -41,12 +41,12 @@ def _apply(find: Any, nodes: Sequence[fx.Node], labels: dict[fx.Node, int]) -> b
     """Apply a rule to an op in all graphs, where it does the same to each."""
     if not nodes[0].users or any(user.op == "output" for user in nodes[0].users):
         return False
-    found: list[Instead] = [find(node) for node in nodes]
-    if any(instead is None for instead in found):
+    replacements: list[Instead] = [find(node) for node in nodes]
+    if any(instead is None for instead in replacements):
         return False
-    if len({repr(_operands(instead, labels)) for instead in found}) > 1:
+    if len({repr(_operands(instead, labels)) for instead in replacements}) > 1:
         return False
-    for node, instead in zip(nodes, found, strict=True):
+    for node, instead in zip(nodes, replacements, strict=True):
         rewrite(node, instead)
     return True
 
@@ -64,9 +64,9 @@ def rewrite(node: fx.Node, instead: Instead) -> None:
 
 
 def _operands(instead: Instead, labels: dict[fx.Node, int]) -> list[int]:
-    found: list[int] = []
-    fx.map_arg(instead, lambda node: found.append(labels[node]))
-    return found
+    operands: list[int] = []
+    fx.map_arg(instead, lambda node: operands.append(labels[node]))
+    return operands
 
 
 def _drop(node: fx.Node) -> None:

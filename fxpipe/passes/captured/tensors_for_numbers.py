@@ -32,8 +32,8 @@ def tensors_for_numbers(graph: fx.Graph) -> None:
         if not isinstance(node.target, compat.OpOverload) or compat.takes_numbers(node.target):
             continue
         values: tuple[Any, ...] = node.args
-        for k, (value, given) in enumerate(zip(values, node.target._schema.arguments, strict=False)):
-            if type(value) in _DTYPES and isinstance(given.type, torch.TensorType):
+        for k, (value, parameter) in enumerate(zip(values, node.target._schema.arguments, strict=False)):
+            if type(value) in _DTYPES and isinstance(parameter.type, torch.TensorType):
                 dtype, origin = _DTYPES[type(value)], node.meta["origin"]
                 val = torch.scalar_tensor(value, dtype=dtype)
                 with graph.inserting_before(node):

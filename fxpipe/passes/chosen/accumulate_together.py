@@ -53,7 +53,11 @@ def layers(parameters: Iterable[str]) -> dict[str, str]:
     for name, modules in paths.items():
         for module in modules:
             within[module].append(name.removeprefix(f"{module}."))
-    kinds = {module: (_parent(module), tuple(sorted(own))) for module, own in within.items() if len(own) > 1}
+    kinds = {
+        module: (_parent(module), tuple(sorted(suffixes)))
+        for module, suffixes in within.items()
+        if len(suffixes) > 1
+    }
     count = Counter(kinds.values())
     return {
         name: next((m for m in modules if m in kinds and count[kinds[m]] > 1), "")

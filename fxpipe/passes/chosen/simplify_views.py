@@ -44,12 +44,12 @@ def _is_used_inside(node: fx.Node) -> bool:
 
 def _are_there(node: fx.Node, instead: Instead) -> bool:
     """Whether the section of a node has these values anyway."""
-    found: list[fx.Node] = []
-    fx.map_arg(instead, found.append)
+    values: list[fx.Node] = []
+    fx.map_arg(instead, values.append)
     color = node.meta["color"]
     return all(
         n.op == "placeholder"
         or n.meta["color"] == color
         or any(user.op != "output" and user.meta["color"] == color for user in n.users)
-        for n in found
+        for n in values
     )

@@ -76,8 +76,8 @@ def _out_form(target: Any, device: str) -> tuple[OpOverload, str] | None:
     """The out variant of an elementwise op, and the name of its output argument."""
     if torch.Tag.pointwise in getattr(target, "tags", ()):
         for form in _forms(target.overloadpacket):
-            *given, last = form._schema.arguments
-            if last.kwarg_only and written(form) == (last.name,) and _fits(form, given, target, device):
+            *operands, last = form._schema.arguments
+            if last.kwarg_only and written(form) == (last.name,) and _fits(form, operands, target, device):
                 return form, last.name
     return None
 
@@ -86,8 +86,8 @@ def _out_form(target: Any, device: str) -> tuple[OpOverload, str] | None:
 def _in_place_form(target: Any, device: str) -> OpOverload | None:
     if isinstance(target, OpOverload) and target.namespace == "aten":
         for form in _forms(getattr(torch.ops.aten, f"{target.overloadpacket.__name__}_", None)):
-            given = form._schema.arguments
-            if written(form) == (given[0].name,) and _fits(form, given, target, device):
+            parameters = form._schema.arguments
+            if written(form) == (parameters[0].name,) and _fits(form, parameters, target, device):
                 return form
     return None
 
@@ -96,8 +96,8 @@ def _forms(packet: Any) -> list[OpOverload]:
     return [] if packet is None else [getattr(packet, name) for name in packet.overloads()]
 
 
-def _fits(form: Any, given: list[Argument], target: Any, device: str) -> bool:
+def _fits(form: Any, operands: list[Argument], target: Any, device: str) -> bool:
     """Whether the form accepts the op's arguments and has its own kernel; other forms compute a new tensor
     and copy it."""
-    one, other = ([(a.name, str(a.type)) for a in x] for x in (given, target._schema.arguments))
+    one, other = ([(a.name, str(a.type)) for a in x] for x in (operands, target._schema.arguments))
     return one == other and has_kernel(form, device)

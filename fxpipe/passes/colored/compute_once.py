@@ -37,9 +37,9 @@ def compute_once(graph: fx.Graph, resized: ResizedTraces | None) -> None:
     means = graph.find_nodes(op="call_function", target=batch_mean)
     if not values and not casts and not means:
         return
-    own = next(iter(values.values())).graph if values else fx.Graph()
-    values |= copied(leading_to(casts), own, resized)
-    counts = copied(leading_to(means), own, resized)
+    once = next(iter(values.values())).graph if values else fx.Graph()
+    values |= copied(leading_to(casts), once, resized)
+    counts = copied(leading_to(means), once, resized)
     values |= {node: counts[node] for node in means}
     first = next(n for n in graph.nodes if n.op != "placeholder")
     names = set[str]()
@@ -52,13 +52,13 @@ def compute_once(graph: fx.Graph, resized: ResizedTraces | None) -> None:
             names.add(name)
             with graph.inserting_before(first):
                 inputs[computed] = graph.placeholder(identifier(name))
-            given = Input(Kind.ONCE, name, computed)
-            inputs[computed].meta.update(input=given, val=node.meta["val"], origin=Origin())
+            once_input = Input(Kind.ONCE, name, computed)
+            inputs[computed].meta.update(input=once_input, val=node.meta["val"], origin=Origin())
         node.replace_all_uses_with(inputs[computed], lambda user: user not in values)
-    own.output([*inputs])
-    for each in (own, graph):
+    once.output([*inputs])
+    for each in (once, graph):
         drop_dead(each)
-    accept_any_strides(own)
+    accept_any_strides(once)
 
 
 def _name(computed: fx.Node) -> str:
@@ -83,8 +83,8 @@ def _cast(node: fx.Node) -> str:
         or node.graph.output_node() in node.users
     ):
         return ""
-    given, old, new = source.meta["input"], source.meta["val"], node.meta["val"]
+    parameter, old, new = source.meta["input"], source.meta["val"], node.meta["val"]
     narrower = new.dtype.is_floating_point and new.dtype.itemsize < old.dtype.itemsize
     alike = (old.device, old.layout, old.stride()) == (new.device, new.layout, new.stride())
-    is_worth = given.kind is Kind.PARAMETER and narrower and alike
-    return f"{given.name} as {str(new.dtype).removeprefix('torch.')}" if is_worth else ""
+    is_worth = parameter.kind is Kind.PARAMETER and narrower and alike
+    return f"{parameter.name} as {str(new.dtype).removeprefix('torch.')}" if is_worth else ""

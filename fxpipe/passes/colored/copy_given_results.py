@@ -17,11 +17,11 @@ aten = torch.ops.aten
 
 
 def copy_given_results(graph: fx.Graph) -> None:
-    loss, asked = graph_outputs(graph).loss, graph_outputs(graph).outputs
-    given = [n for n in (loss, *asked.values()) if n is not None and n.op == "placeholder"]
-    copies = {node: _copied(graph, node) for node in dict.fromkeys(given)}
-    found = {name: copies.get(node, node) for name, node in asked.items()}
-    set_outputs(graph, loss=loss and copies.get(loss, loss), outputs=found)
+    loss, requested = graph_outputs(graph).loss, graph_outputs(graph).outputs
+    inputs = [n for n in (loss, *requested.values()) if n is not None and n.op == "placeholder"]
+    copies = {node: _copied(graph, node) for node in dict.fromkeys(inputs)}
+    outputs = {name: copies.get(node, node) for name, node in requested.items()}
+    set_outputs(graph, loss=loss and copies.get(loss, loss), outputs=outputs)
 
 
 def _copied(graph: fx.Graph, node: fx.Node) -> fx.Node:

@@ -57,12 +57,12 @@ def merge_equal(
 def _before_their_layers(graph: fx.Graph, paths: dict[fx.Node, list[str]]) -> None:
     """Move values that several modules share, and what leads to them, before the first of these modules."""
     shared: defaultdict[tuple[Color, str], list[fx.Node]] = defaultdict(list)
-    for node, own in paths.items():
-        if len(set(own)) > 1:
-            shared[node.meta["color"], _first_layer(own)].append(node)
+    for node, modules in paths.items():
+        if len(set(modules)) > 1:
+            shared[node.meta["color"], _first_layer(modules)].append(node)
     if not shared:
         return
-    given = _given(graph)
+    early = _before_section(graph)
     colors = {color for color, _ in shared}
     inside: defaultdict[tuple[Color, str], list[fx.Node]] = defaultdict(list)
     for node in call_nodes(graph):
@@ -70,7 +70,7 @@ def _before_their_layers(graph: fx.Graph, paths: dict[fx.Node, list[str]]) -> No
             for module in _modules(node.meta["origin"].path):
                 inside[node.meta["color"], module].append(node)
     for layer, values in shared.items():
-        movable = [value for value in values if value in given]
+        movable = [value for value in values if value in early]
         moved = leading_to(movable)
         begin = next((node for node in inside[layer] if node not in moved), None)
         if begin is not None:
@@ -92,18 +92,18 @@ def _modules(path: str) -> list[str]:
     return [".".join(parts[: k + 1]) for k in range(len(parts))]
 
 
-def _given(graph: fx.Graph) -> set[fx.Node]:
+def _before_section(graph: fx.Graph) -> set[fx.Node]:
     """The ops that lead to values from what is there when their section begins: inputs of the step, and
     values of other sections."""
-    given: set[fx.Node] = set()
+    early: set[fx.Node] = set()
     for node in graph.nodes:
         color = node.meta.get("color")
         if node.op == "placeholder" or (
             node.op == "call_function"
-            and all(n in given or n.meta.get("color", color) != color for n in node.all_input_nodes)
+            and all(n in early or n.meta.get("color", color) != color for n in node.all_input_nodes)
         ):
-            given.add(node)
-    return given
+            early.add(node)
+    return early
 
 
 def _move(node: fx.Node, place: fx.Node) -> None:

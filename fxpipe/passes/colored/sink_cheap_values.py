@@ -22,8 +22,8 @@ def sink_cheap_values(graph: fx.Graph, free: Free) -> None:
             if node.op != "call_function" or node.meta["color"] == color:
                 continue
             within = node.meta["color"].stage == color.stage
-            known = free.in_stage if within else free.anywhere
-            if node in known:
-                clone = clone_into(node, color, user, clones, known)
+            movable = free.in_stage if within else free.anywhere
+            if node in movable:
+                clone = clone_into(node, color, user, clones, movable)
                 user.replace_input_with(node, clone)
     drop_dead(graph)

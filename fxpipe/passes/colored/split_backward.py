@@ -30,22 +30,22 @@ def split_backward(graph: fx.Graph) -> None:
     on_data = _ops_on_data(graph)
     items = graph.find_nodes(op="call_function", target=operator.getitem)
     # New values of buffers belong to B, which runs in microbatch order.
-    needed = {*graph_outputs(graph).buffers.values()}
-    needed.update(graph.find_nodes(op="call_function", target=read_buffer))
+    in_b = {*graph_outputs(graph).buffers.values()}
+    in_b.update(graph.find_nodes(op="call_function", target=read_buffer))
     color = cache(Color)  # one object a section, as from the partition
     for node in reversed(call_nodes(graph)):
         stage, phase = node.meta["color"].stage, node.meta["color"].phase
         if phase is Phase.F:
             continue
         seq = node.meta["origin"].seq
-        if node in needed:
+        if node in in_b:
             continue
         for user in node.users:
             if user.op == "output":
                 continue
             enters = user.meta["origin"].seq in on_data and user.meta["origin"].seq != seq
-            if user in needed or enters or user.meta["color"].stage != stage:
-                needed.add(node)
+            if user in in_b or enters or user.meta["color"].stage != stage:
+                in_b.add(node)
                 break
         else:
             node.meta["color"] = color(stage, Phase.W)

@@ -15,9 +15,9 @@ aten = torch.ops.aten
 
 
 def untie(graph: fx.Graph) -> None:
-    found = graph_outputs(graph).grads.items()
+    grads = graph_outputs(graph).grads.items()
     set_outputs(
-        graph, grads={name: tuple(s for part in parts for s in _summands(part)) for name, parts in found}
+        graph, grads={name: tuple(s for part in parts for s in _summands(part)) for name, parts in grads}
     )
     drop_dead(graph)
 
@@ -27,6 +27,6 @@ def _summands(node: fx.Node) -> list[fx.Node]:
     is_sum = node.target is aten.add.Tensor and not node.kwargs and node.meta["origin"].seq is None
     if not (is_sum and len(node.users) == 1):
         return [node]
-    found = [s for n in node.args for s in _summands(n)]  # type: ignore[arg-type]
-    stages = {n.meta["color"].stage for n in (node, *found) if n.op != "placeholder"}
-    return found if len(stages) > 1 else [node]
+    summands = [s for n in node.args for s in _summands(n)]  # type: ignore[arg-type]
+    stages = {n.meta["color"].stage for n in (node, *summands) if n.op != "placeholder"}
+    return summands if len(stages) > 1 else [node]

@@ -38,8 +38,8 @@ def fuse_accumulation(graph: fx.Graph, grad_dtype: torch.dtype | None = None) ->
     times = Counter(part for parts in graph_outputs(graph).grads.values() for part in parts)
     for name, parts in graph_outputs(graph).grads.items():
         with graph.inserting_before(first):
-            given = identifier(f"grad_{name}")
-            into = new_node(graph, "placeholder", given, (), {}, given)
+            accumulator = identifier(f"grad_{name}")
+            into = new_node(graph, "placeholder", accumulator, (), {}, accumulator)
         val = parts[0].meta["val"]
         val = val.to(gradient_dtype(val.dtype, grad_dtype))
         into.meta.update(input=Input(Kind.GRADIENT, name), val=val, origin=Origin())

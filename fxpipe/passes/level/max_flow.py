@@ -32,13 +32,13 @@ def sink_side(capacities: Mapping[tuple[Vertex, Vertex], float], source: Vertex,
 
 def _distances(left: Edges, sink: Vertex) -> dict[Vertex, int]:
     """The edges between a vertex and the sink, of all vertices from which something can flow there."""
-    found, reached = {sink: 0}, [sink]
+    distances, reached = {sink: 0}, [sink]
     for head in reached:
         for tail in left[head]:
-            if tail not in found and left[tail][head]:
-                found[tail] = found[head] + 1
+            if tail not in distances and left[tail][head]:
+                distances[tail] = distances[head] + 1
                 reached.append(tail)
-    return found
+    return distances
 
 
 def _fill_shortest_paths(left: Edges, distances: Mapping[Vertex, int], source: Vertex, sink: Vertex) -> None:

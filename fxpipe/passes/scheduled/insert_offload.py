@@ -35,8 +35,8 @@ def insert_offload(graph: fx.Graph, stage: int, user: Phase, roots: Iterable[fx.
                 root = _saved_root(value, stage)
                 if root in users:
                     users[root][node] = None
-    for root, own in users.items():
-        _insert(graph, stage, user, root, list(own))
+    for root, readers in users.items():
+        _insert(graph, stage, user, root, list(readers))
 
 
 def _insert(graph: fx.Graph, stage: int, user: Phase, root: fx.Node, users: list[fx.Node]) -> None:
@@ -78,9 +78,9 @@ def _view(
     if value is root:
         return reloaded
     color = user.meta["color"]
-    known = again.get((value, color))
-    if known is not None:
-        return known
+    earlier = again.get((value, color))
+    if earlier is not None:
+        return earlier
     source = _view(value.all_input_nodes[0], root, reloaded, user, again)
     with value.graph.inserting_before(user):
         view = copy_node(value.graph, value, lambda _: source)
