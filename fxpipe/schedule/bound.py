@@ -36,13 +36,15 @@ def lower_bound(costs: Costs, placement: tuple[int, ...], microbatches: int) -> 
     behind = [exchanges[stage].sum * (kind is OpKind.W) for stage in stages for kind in SECTION_KINDS]
     head, tail = distances(waits, lasts, first, behind)
     bounds = [h + last + t for h, last, t in zip(head, lasts, tail, strict=True)]
-    own: dict[int, list[int]] = {}
+    sections_of: dict[int, list[int]] = {}
     for section in range(len(lasts)):
-        own.setdefault(placement[section // SECTIONS_PER_STAGE], []).append(section)
-    for mine in own.values():
-        work = microbatches * sum(lasts[i] for i in mine)
+        sections_of.setdefault(placement[section // SECTIONS_PER_STAGE], []).append(section)
+    for sections in sections_of.values():
+        work = microbatches * sum(lasts[i] for i in sections)
         bounds.append(
-            min(head[i] for i in mine) + work + min(tail[i] for i in mine if i % SECTIONS_PER_STAGE == _W)
+            min(head[i] for i in sections)
+            + work
+            + min(tail[i] for i in sections if i % SECTIONS_PER_STAGE == _W)
         )
     return max(bounds)
 

@@ -39,10 +39,10 @@ def per_use(ops: Sequence[Op], uses: Callable[[Op], bool], adds: Callable[[Op], 
 def _runs(ops: Sequence[Op], wanted: Callable[[Op], bool]) -> list[tuple[Op, Op]]:
     """The first and the last op of each run of wanted ones, with at most one other between two of them: what
     was freed behind one would be asked for again at once."""
-    found: list[tuple[Op, Op]] = []
+    runs: list[tuple[Op, Op]] = []
     last = -3
     for position, op in enumerate(ops):
         if wanted(op):
-            found.append((found.pop()[0], op) if position - last <= 2 else (op, op))
+            runs.append((runs.pop()[0], op) if position - last <= 2 else (op, op))
             last = position
-    return found
+    return runs

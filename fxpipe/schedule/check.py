@@ -91,21 +91,21 @@ def check_transfers(schedule: Schedule, costs: Costs) -> None:
         for k, op in enumerate(ops)
         for phase in PHASES[op.kind]
     }
-    found: defaultdict[Activation, dict[Direction, Transfer]] = defaultdict(dict)
+    transfers: defaultdict[Activation, dict[Direction, Transfer]] = defaultdict(dict)
     for transfer in schedule.transfers:
         if transfer.user is Phase.F:
             raise ScheduleError(f"schedule {schedule.name}: the user of {transfer} must be B or W")
-        if transfer.direction in found[transfer.activation]:
+        if transfer.direction in transfers[transfer.activation]:
             raise ScheduleError(f"schedule {schedule.name} has {transfer} twice")
         if (transfer.stage, transfer.user, transfer.microbatch) not in position:
             raise ScheduleError(f"schedule {schedule.name}: {transfer} is for an op that no rank runs")
-        found[transfer.activation][transfer.direction] = transfer
-    for (stage, microbatch, user), both in found.items():
+        transfers[transfer.activation][transfer.direction] = transfer
+    for (stage, microbatch, user), directions in transfers.items():
         first, last = position[stage, Phase.F, microbatch], position[stage, user, microbatch]
-        if len(both) < len(Direction):
-            other = Direction.IN if Direction.OUT in both else Direction.OUT
-            raise ScheduleError(f"schedule {schedule.name}: {next(iter(both.values()))} has no {other}")
-        out, back = both[Direction.OUT], both[Direction.IN]
+        if len(directions) < len(Direction):
+            other = Direction.IN if Direction.OUT in directions else Direction.OUT
+            raise ScheduleError(f"schedule {schedule.name}: {next(iter(directions.values()))} has no {other}")
+        out, back = directions[Direction.OUT], directions[Direction.IN]
         if not first < out.begin <= out.end <= back.begin <= back.end <= last:
             raise ScheduleError(
                 f"schedule {schedule.name}: {out} from op {out.begin} to {out.end} and {back} from op "

@@ -82,12 +82,15 @@ def needs(costs: Costs, placement: tuple[int, ...]) -> dict[OpKind, tuple[Needs,
         into = incoming[index(arrival(edge.target))]
         into[source] = max(delay, into.get(source, 0.0))
     return {
-        kind: tuple(_needs_of(incoming, own) for own in per_stage)
+        kind: tuple(_needs_of(incoming, joined) for joined in per_stage)
         for kind, per_stage in sections(stages).items()
     }
 
 
-def _needs_of(incoming: list[dict[int, float]], own: tuple[int, ...]) -> Needs:
+def _needs_of(incoming: list[dict[int, float]], members: tuple[int, ...]) -> Needs:
     return tuple(
-        (source, delay) for section in own for source, delay in incoming[section].items() if source not in own
+        (source, delay)
+        for section in members
+        for source, delay in incoming[section].items()
+        if source not in members
     )

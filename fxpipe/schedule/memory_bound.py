@@ -98,8 +98,8 @@ def _staying(costs: Costs) -> tuple[StageCost, ...]:
 
 def _by_starts(step: _Step, microbatches: int, limits: Sequence[float]) -> float:
     """Rules 1 to 5."""
-    before, after, held = _on_own_rank(step, limits, microbatches)
-    if any(not ways for waits in held.values() for _, ways in waits):
+    before, after, exclusions = _on_own_rank(step, limits, microbatches)
+    if any(not ways for waits in exclusions.values() for _, ways in waits):
         return inf
     starts = [[0.0] * microbatches for _ in step.seconds]
 
@@ -114,7 +114,7 @@ def _by_starts(step: _Step, microbatches: int, limits: Sequence[float]) -> float
             for source, delay in step.waits[s]:
                 x = max(x, end(source, j) + delay)
             x = max(x, end(s, j - 1))
-            for b, ways in held.get(s, ()):
+            for b, ways in exclusions.get(s, ()):
                 x = max(x, _earliest(ways, partial(_at_once, end, b, j)))
             starts[s][j] = x
             left, last = after[s]
@@ -151,12 +151,14 @@ _Held = dict[int, list[tuple[int, list[tuple[int, int]]]]]
 
 def _ways_to_hold(cost: StageCost, room: float, microbatches: int) -> list[tuple[int, int]] | None:
     """The pairs (1 + x, 1 + x + y) of rule 3; None if all others can hold theirs.  room: without ``own``."""
-    saved, kept = cost.saved_activations, cost.saved_for_weight
+    saved, for_weight = cost.saved_activations, cost.saved_for_weight
     most = _fit(room, saved, microbatches)
-    if most >= microbatches and _fit(room, kept, microbatches) >= microbatches:
+    if most >= microbatches and _fit(room, for_weight, microbatches) >= microbatches:
         return None
-    held = range(most + 1) if kept else range(max(0, most), most + 1)  # without W, the most is the weakest
-    numbers = [(x, _fit(room - x * saved, kept, microbatches)) for x in held]
+    alone = (
+        range(most + 1) if for_weight else range(max(0, most), most + 1)
+    )  # without W, the most is the weakest
+    numbers = [(x, _fit(room - x * saved, for_weight, microbatches)) for x in alone]
     return [(1 + x, 1 + x + y) for x, y in numbers]
 
 
@@ -178,38 +180,38 @@ def _on_own_rank(
             follows[source].append(section)
     later = _reached(tuple(reversed(step.order)), follows)
     before, after = [], []
-    held: _Held = {}
+    exclusions: _Held = {}
     for s, rank in enumerate(step.rank):
-        own = [q for q in leads[s] if step.rank[q] == rank]
-        before.append((min(step.head[q] for q in own), sum(step.seconds[q] for q in own)))
-        own = [q for q in later[s] if step.rank[q] == rank]
-        after.append((sum(step.seconds[q] for q in own), min(step.tail[q] for q in own)))
+        beside = [q for q in leads[s] if step.rank[q] == rank]
+        before.append((min(step.head[q] for q in beside), sum(step.seconds[q] for q in beside)))
+        beside = [q for q in later[s] if step.rank[q] == rank]
+        after.append((sum(step.seconds[q] for q in beside), min(step.tail[q] for q in beside)))
         if s % SECTIONS_PER_STAGE == 0 and limits[rank] < inf:
             on_way = [q for q in leads[s] if q % SECTIONS_PER_STAGE == 0 and q + 1 in later[s]]
             on_way = [q for q in on_way if step.rank[q] == rank]
             costs = {q: step.stages[q // SECTIONS_PER_STAGE] for q in on_way}
             room = limits[rank] * (1 + _ROUNDING) - sum(cost.saved_activations for cost in costs.values())
             ways = {q: _ways_to_hold(cost, room, microbatches) for q, cost in costs.items()}
-            held[s] = [(q + 1, pairs) for q, pairs in ways.items() if pairs is not None]
-    return before, after, held
+            exclusions[s] = [(q + 1, pairs) for q, pairs in ways.items() if pairs is not None]
+    return before, after, exclusions
 
 
 def _reached(order: Sequence[int], along: Sequence[Sequence[int]]) -> list[set[int]]:
     """By section, itself and all that are reached; ``order``: those first that others reach."""
-    found: list[set[int]] = [set() for _ in along]
+    reached: list[set[int]] = [set() for _ in along]
     for s in order:
-        found[s] = {s}.union(*(found[q] for q in along[s]))
-    return found
+        reached[s] = {s}.union(*(reached[q] for q in along[s]))
+    return reached
 
 
 def _by_area(step: _Step, microbatches: int, limits: Sequence[float]) -> float:
     """Rule 6."""
-    held: dict[int, list[tuple[float, float]]] = {rank: [] for rank in range(len(limits))}
+    amounts_of: dict[int, list[tuple[float, float]]] = {rank: [] for rank in range(len(limits))}
     ways: dict[int, dict[int, float]] = {}  # from a section's start to that of others
     for stage, cost in enumerate(step.stages):
         f, b, w = sections_of(stage)
         ways[f] = ways.get(f) or _ways(step, f)
-        held[step.rank[f]] += [
+        amounts_of[step.rank[f]] += [
             (cost.saved_activations, ways[f][b] + step.seconds[b]),
             (cost.saved_for_weight, step.seconds[w]),
         ]
@@ -219,14 +221,14 @@ def _by_area(step: _Step, microbatches: int, limits: Sequence[float]) -> float:
             if edge.bytes and step.rank[source] == step.rank[target]:
                 ways[source] = ways.get(source) or _ways(step, source)
                 way = ways[source].get(target, 0.0) - step.seconds[source]
-                held[step.rank[source]].append((edge.bytes, max(0.0, way)))
+                amounts_of[step.rank[source]].append((edge.bytes, max(0.0, way)))
     longest = 0.0
-    for rank, amounts in held.items():
+    for rank, amounts in amounts_of.items():
         area = sum(size * seconds for size, seconds in amounts)
-        own = [s for s in range(len(step.rank)) if step.rank[s] == rank]
+        sections = [s for s in range(len(step.rank)) if step.rank[s] == rank]
         if not area or limits[rank] == inf:
             continue
-        head, tail = min(step.head[s] for s in own), min(step.tail[s] for s in own)
+        head, tail = min(step.head[s] for s in sections), min(step.tail[s] for s in sections)
         most = _multiple(limits[rank], [size for size, _ in amounts])
         longest = max(longest, inf if not most else head + microbatches * area / most + tail)
     return longest
@@ -234,12 +236,12 @@ def _by_area(step: _Step, microbatches: int, limits: Sequence[float]) -> float:
 
 def _ways(step: _Step, start: int) -> dict[int, float]:
     """By section that needs ``start``, the longest path from the one's start to the other's."""
-    found = {start: 0.0}
+    paths_to = {start: 0.0}
     for s in step.order:
-        paths = [found[q] + step.seconds[q] + delay for q, delay in step.waits[s] if q in found]
+        paths = [paths_to[q] + step.seconds[q] + delay for q, delay in step.waits[s] if q in paths_to]
         if paths:
-            found[s] = max(paths)
-    return found
+            paths_to[s] = max(paths)
+    return paths_to
 
 
 def _multiple(limit: float, amounts: Sequence[float]) -> float:

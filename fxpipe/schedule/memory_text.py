@@ -25,13 +25,13 @@ class MemoryText:
     def needs(self, amount: float, rank: int, limit: float) -> str:
         """The activations that a rank needs, and the limit for them: ``3 of memory on rank 0, and the limit
         is 2``."""
-        own, left = self.units.memory(amount), self.units.memory(limit)
+        needed, left = self.units.memory(amount), self.units.memory(limit)
         if not self.beside:
-            return f"{own} of memory on rank {rank}, and the limit is {left}"
-        held = self.units.memory(self.of(rank))
+            return f"{needed} of memory on rank {rank}, and the limit is {left}"
+        weights = self.units.memory(self.of(rank))
         return (
-            f"{own} for activations on rank {rank}, where the memory limit of "
-            f"{self.units.memory(limit + self.of(rank))} leaves {left} beside {held} of {WEIGHTS}"
+            f"{needed} for activations on rank {rank}, where the memory limit of "
+            f"{self.units.memory(limit + self.of(rank))} leaves {left} beside {weights} of {WEIGHTS}"
         )
 
     def whole(self, amounts: Sequence[float]) -> float:

@@ -31,7 +31,7 @@ def place(name: str, ranks: int, stages_per_rank: int) -> tuple[int, ...]:
 
 def stages_of(placement: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
     """Per rank its stages, in model order."""
-    own: list[list[int]] = [[] for _ in range(max(placement) + 1)]
+    stages: list[list[int]] = [[] for _ in range(max(placement) + 1)]
     for stage, rank in enumerate(placement):
-        own[rank].append(stage)
-    return tuple(map(tuple, own))
+        stages[rank].append(stage)
+    return tuple(map(tuple, stages))

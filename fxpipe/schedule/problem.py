@@ -61,8 +61,8 @@ class Problem:
     @cached_property
     def placement(self) -> tuple[int, ...]:
         """The rank of each stage, vocabulary stages included."""
-        own = place(self.shape, self.ranks, self.stages_per_rank)
-        return own if self.vocabulary is None else self.vocabulary.placement(own)
+        model_stages = place(self.shape, self.ranks, self.stages_per_rank)
+        return model_stages if self.vocabulary is None else self.vocabulary.placement(model_stages)
 
     @property
     def is_v(self) -> bool:
@@ -118,7 +118,9 @@ class Problem:
     def work(self) -> float:
         """Seconds of the busiest rank, with its update if the objective has that."""
         arrays = self.arrays
-        return max(self.microbatches * arrays.work(rank) + own for rank, own in enumerate(arrays.update))
+        return max(
+            self.microbatches * arrays.work(rank) + update for rank, update in enumerate(arrays.update)
+        )
 
     @cached_property
     def bound(self) -> float:

@@ -26,20 +26,20 @@ def some_stages(costs: Costs, first: int, last: int) -> Costs:
         for edge in costs.edges
         if first <= edge.source.stage < last and first <= edge.target.stage < last
     )
-    own = costs.exchanges[first:last]
-    return replace(costs, stages=costs.stages[first:last], edges=edges, link=None, exchanges=own)
+    exchanges = costs.exchanges[first:last]
+    return replace(costs, stages=costs.stages[first:last], edges=edges, link=None, exchanges=exchanges)
 
 
 def budget_for_model_stages(
     costs: Costs, vocabulary: Vocabulary, limits: Sequence[float]
 ) -> tuple[float, ...]:
     """Per rank the memory left for the model's stages if the vocabulary stages hold one microbatch."""
-    taken = [0.0] * len(limits)
+    reserved = [0.0] * len(limits)
     count = len(costs.stages)
     for stage in (*range(vocabulary.embedding_shards), *range(count - vocabulary.output_shards, count)):
         rank = stage if stage < vocabulary.embedding_shards else stage - (count - vocabulary.output_shards)
-        taken[rank] += max(costs.stages[stage].saved_activations, costs.stages[stage].saved_for_weight)
-    return tuple(limit - own for limit, own in zip(limits, taken, strict=True))
+        reserved[rank] += max(costs.stages[stage].saved_activations, costs.stages[stage].saved_for_weight)
+    return tuple(limit - shards for limit, shards in zip(limits, reserved, strict=True))
 
 
 def with_output_shards(
@@ -64,9 +64,9 @@ def with_output_shards(
     before = 2 * third if barriers == 1 else third
     head = StageCost(before, max(0.0, seconds - third - before), third, saved, saved)
     shards, edges = range(last + 1, last + 1 + ranks), list(costs.edges)
-    for own in shards:
-        edges.append(edge(Color(last, Phase.F), Color(own, Phase.F)))
-        others = [Color(other, Phase.B) for other in shards if other != own]
-        edges += [edge(Color(own, Phase.F), other) for other in others]
-        edges.append(edge(Color(own, Phase.B), Color(last, Phase.B)))
+    for shard in shards:
+        edges.append(edge(Color(last, Phase.F), Color(shard, Phase.F)))
+        others = [Color(other, Phase.B) for other in shards if other != shard]
+        edges += [edge(Color(shard, Phase.F), other) for other in others]
+        edges.append(edge(Color(shard, Phase.B), Color(last, Phase.B)))
     return replace(costs, stages=(*costs.stages, *(head,) * ranks), edges=tuple(edges))

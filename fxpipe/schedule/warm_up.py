@@ -29,7 +29,7 @@ def warm_up_lengths(schedule: Schedule, edges: Iterable[Edge]) -> tuple[int, ...
     lengths, done = [0] * schedule.ranks, set[tuple[Color, int]]()
     loop = RunLoop[tuple[Color, int]](schedule.ranks)
 
-    def needed(op: Op) -> tuple[Color, int] | None:
+    def missing_for(op: Op) -> tuple[Color, int] | None:
         """What is missing for an op, if anything."""
         values = ((source, op.microbatch) for source in sources[op.stage])
         return next((value for value in values if value not in done), None)
@@ -38,7 +38,7 @@ def warm_up_lengths(schedule: Schedule, edges: Iterable[Edge]) -> tuple[int, ...
         for op in schedule.order[rank][lengths[rank] :]:
             if op.kind is not OpKind.F:
                 return None
-            missing = needed(op)
+            missing = missing_for(op)
             if missing is not None:
                 return missing
             value = Color(op.stage, Phase.F), op.microbatch

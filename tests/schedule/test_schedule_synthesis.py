@@ -159,7 +159,9 @@ def test_the_tail_of_an_op_is_the_longest_path_behind_it(by_makespan, sums):
         if not behind:
             ways.append(0.0 if by_makespan else -done.first[rank])
         if sums and section % 3 == 2 and op % m == m - 1:
-            later = [stage for stage in arrays.own[rank] if done.end[(3 * stage + 3) * m - 1] >= done.end[op]]
+            later = [
+                stage for stage in arrays.placed[rank] if done.end[(3 * stage + 3) * m - 1] >= done.end[op]
+            ]
             ways.append(sums * len(later))
         return max(ways)
 
@@ -321,7 +323,7 @@ def test_improvement_gives_a_whole_order_that_keeps_the_limits_and_is_never_slow
     problem = Problem(4, m, chunks, placement, costs, (limit,) * 4, objective=objective)
     for seed, order in enumerate(drawn_orders(problem, np.random.default_rng(0).random((5, NUMBERS)))):
         better = improve(problem, order, 200_000, seed)
-        for rank, own in enumerate(problem.arrays.own):
+        for rank, own in enumerate(problem.arrays.placed):
             ops = [
                 m * section + j
                 for stage in own

@@ -27,10 +27,10 @@ class ScheduleArrays:
 
     Per section: ``seconds`` to ``rank``, the memory changes ``at_start`` and ``at_end``, ``gathered``, when
     the parameters of its stage are there, and the seconds of the ``sum`` that follows the last of its ops: of
-    the gradients of its stage, if it is a W.  Per rank: its stages (``own``), and the seconds of its
-    ``update`` that count as part of its span.  Per stage: ``hold`` and ``kept``, the most that a rank holds
-    from F to B and from B to W, including values that the stage and later stages of its rank hand each other;
-    ``joined``: instead of both, if B and W are one op.
+    the gradients of its stage, if it is a W.  Per rank: its stages (``placed``), and the seconds of its
+    ``update`` that count as part of its span.  Per stage: ``hold`` and ``hold_for_w``, the most that a rank
+    holds from F to B and from B to W, including values that the stage and later stages of its rank hand each
+    other; ``joined``: instead of both, if B and W are one op.
     """
 
     ranks: int
@@ -41,9 +41,9 @@ class ScheduleArrays:
     feeds: tuple[tuple[tuple[int, float], ...], ...]
     lead: tuple[float, ...]
     rank: tuple[int, ...]
-    own: tuple[tuple[int, ...], ...]
+    placed: tuple[tuple[int, ...], ...]
     hold: tuple[float, ...]
-    kept: tuple[float, ...]
+    hold_for_w: tuple[float, ...]
     joined: tuple[float, ...]
     at_start: tuple[float, ...]
     at_end: tuple[float, ...]
@@ -57,7 +57,7 @@ class ScheduleArrays:
 
     def work(self, rank: int) -> float:
         """Seconds of one microbatch on a rank."""
-        first = [SECTIONS_PER_STAGE * stage for stage in self.own[rank]]
+        first = [SECTIONS_PER_STAGE * stage for stage in self.placed[rank]]
         return sum(sum(self.seconds[s : s + SECTIONS_PER_STAGE]) for s in first)
 
     @cached_property
@@ -72,8 +72,8 @@ class ScheduleArrays:
             section=np.repeat(np.arange(self.sections), self.microbatches),
             rank=np.array(self.rank),
             **self._rows(self.needs, self.feeds),
-            own_at=np.cumsum([0, *map(len, self.own)]),
-            own=np.array([stage for stages in self.own for stage in stages]),
+            placed_at=np.cumsum([0, *map(len, self.placed)]),
+            placed=np.array([stage for stages in self.placed for stage in stages]),
             **dict[str, Any]({name: np.array(getattr(self, name), np.float64) for name in _FLOATS}),
         )
 
@@ -103,16 +103,16 @@ class ScheduleArrays:
     @cached_property
     def smallest_limits(self) -> tuple[float, ...]:
         """Per rank the memory with which it can always progress: one microbatch in all its stages."""
-        return tuple(sum(self.hold[stage] for stage in stages) for stages in self.own)
+        return tuple(sum(self.hold[stage] for stage in stages) for stages in self.placed)
 
     @cached_property
     def smallest_joined(self) -> tuple[float, ...]:
         """``smallest_limits`` of schedules in which all B and W are one op: no schedule needs less."""
-        return tuple(sum(self.joined[stage] for stage in stages) for stages in self.own)
+        return tuple(sum(self.joined[stage] for stage in stages) for stages in self.placed)
 
 
 #: The fields that the tables have as they are.
-_FLOATS = ("seconds", "lead", "at_start", "at_end", "hold", "kept", "update", "gathered", "sum")
+_FLOATS = ("seconds", "lead", "at_start", "at_end", "hold", "hold_for_w", "update", "gathered", "sum")
 
 
 def schedule_arrays(
@@ -136,15 +136,15 @@ def schedule_arrays(
     for section, sources in enumerate(table):
         for source, delay in sources:
             feeds[source].append((section, delay))
-    kept, handed = [cost.saved_for_weight for cost in costs.stages], [0.0 for _ in costs.stages]
+    for_weight, handed = [cost.saved_for_weight for cost in costs.stages], [0.0 for _ in costs.stages]
     for edge in costs.edges:
         if placement[edge.source.stage] == placement[edge.target.stage]:
             # Of the two stages, the earlier one's F runs first and its B last.
             handed[min(edge.source.stage, edge.target.stage)] += edge.bytes
             if edge.target.phase is Phase.W:
-                kept[edge.target.stage] += edge.bytes
+                for_weight[edge.target.stage] += edge.bytes
     at_start, at_end = memory_changes(costs, placement)
-    found = costs.exchanges if exchanges and costs.exchanges else (Exchange(0.0),) * len(placement)
+    exchanged = costs.exchanges if exchanges and costs.exchanges else (Exchange(0.0),) * len(placement)
     return ScheduleArrays(
         ranks=len(ranks),
         stages=len(placement),
@@ -154,18 +154,18 @@ def schedule_arrays(
         feeds=tuple(map(tuple, feeds)),
         lead=tuple(min((seconds[s] + d for s, d in sources), default=0.0) for sources in table),
         rank=tuple(placement[section // SECTIONS_PER_STAGE] for section in range(len(table))),
-        own=stages_of(placement),
+        placed=stages_of(placement),
         hold=tuple(
-            max(cost.saved_activations, own) + more
-            for cost, own, more in zip(costs.stages, kept, handed, strict=True)
+            max(cost.saved_activations, weight) + more
+            for cost, weight, more in zip(costs.stages, for_weight, handed, strict=True)
         ),
-        kept=tuple(kept),
+        hold_for_w=tuple(for_weight),
         joined=tuple(cost.saved_activations + more for cost, more in zip(costs.stages, handed, strict=True)),
         at_start=tuple(at_start),
         at_end=tuple(at_end),
         update=tuple(costs.update_seconds(rank, "post") if updates else 0.0 for rank in ranks),
-        gathered=_gathered([each.gather for each in found], placement),
-        sum=tuple(seconds for each in found for seconds in (0.0, 0.0, each.sum)),
+        gathered=_gathered([each.gather for each in exchanged], placement),
+        sum=tuple(seconds for each in exchanged for seconds in (0.0, 0.0, each.sum)),
     )
 
 
@@ -174,11 +174,11 @@ def _gathered(gathers: Sequence[float], placement: Sequence[int]) -> tuple[float
 
     A rank gathers one stage after the other, in the order of their first F, which is that of the model.
     """
-    now, found = [0.0] * (max(placement) + 1), list[float]()
+    now, ready = [0.0] * (max(placement) + 1), list[float]()
     for rank, seconds in zip(placement, gathers, strict=True):
         now[rank] += seconds
-        found += [now[rank] if seconds else 0.0] * SECTIONS_PER_STAGE
-    return tuple(found)
+        ready += [now[rank] if seconds else 0.0] * SECTIONS_PER_STAGE
+    return tuple(ready)
 
 
 def _in_model_order(table: list[Needs], placement: tuple[int, ...]) -> tuple[Needs, ...]:
@@ -219,8 +219,8 @@ def least_period(arrays: ScheduleArrays, costs: Costs, limits: Sequence[float]) 
     It is the work of the busiest rank; or the memory · seconds that a microbatch takes on a rank at
     least, by the rank's limit.  Raises ScheduleError if the sections need each other in a cycle.
     """
-    held = zip(_held_at_least(arrays, costs), limits, strict=True)
-    return max([arrays.period, *(area / limit for area, limit in held if area)])
+    areas = zip(_held_at_least(arrays, costs), limits, strict=True)
+    return max([arrays.period, *(area / limit for area, limit in areas if area)])
 
 
 def _held_at_least(arrays: ScheduleArrays, costs: Costs) -> list[float]:

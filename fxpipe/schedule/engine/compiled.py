@@ -64,11 +64,13 @@ def _compile_waiting() -> None:
     """Compile all functions that wait for it.  They call each other by names of their modules, which numba
     needs to stand for what it has compiled."""
     with _lock:
-        made: dict[Any, Any] = {loop: _compiled(loop) for loop in _waiting}
-        for loop in made:
+        functions: dict[Any, Any] = {loop: _compiled(loop) for loop in _waiting}
+        for loop in functions:
             names = loop.function.__globals__
-            names.update({name: made[x] for name, x in names.items() if isinstance(x, Loop) and x in made})
-        for loop, function in made.items():
+            names.update(
+                {name: functions[x] for name, x in names.items() if isinstance(x, Loop) and x in functions}
+            )
+        for loop, function in functions.items():
             loop.compiled = function
         _waiting.clear()
 
@@ -102,10 +104,10 @@ def _own_cache() -> Iterator[None]:
     """
     from numba import config
 
-    asked: str = config.CACHE_DIR  # type: ignore[attr-defined]
-    if asked or os.access(_HERE, os.W_OK):
-        config.CACHE_DIR = str(Path(asked or _HERE / "__pycache__") / _SOURCES)  # type: ignore[attr-defined]
+    configured: str = config.CACHE_DIR  # type: ignore[attr-defined]
+    if configured or os.access(_HERE, os.W_OK):
+        config.CACHE_DIR = str(Path(configured or _HERE / "__pycache__") / _SOURCES)  # type: ignore[attr-defined]
     try:
         yield
     finally:
-        config.CACHE_DIR = asked  # type: ignore[attr-defined]
+        config.CACHE_DIR = configured  # type: ignore[attr-defined]

@@ -100,10 +100,10 @@ def dispatch_ops(t, m, due, limits, lookahead, order):
     arrival = np.zeros(sections * m)
     following = np.zeros(sections, np.int64)  # the next microbatch of each
     live, free = np.zeros(ranks), np.zeros(ranks)
-    held = np.zeros(len(t.hold))  # between F and B, per stage
+    active = np.zeros(len(t.hold))  # between F and B, per stage
     filled = np.empty(ranks, np.int64)  # where each rank's next op goes
     for rank in range(ranks):
-        filled[rank] = 3 * m * t.own_at[rank]
+        filled[rank] = 3 * m * t.placed_at[rank]
     wakes = np.zeros(ranks)  # when each rank may next be able to go on
     ready, coming = np.empty(sections, np.int64), np.empty(sections, np.int64)
     comes = np.empty(sections)  # when each op of ``coming`` arrives
@@ -123,9 +123,9 @@ def dispatch_ops(t, m, due, limits, lookahead, order):
             continue
         now, wakes[rank] = wakes[rank], inf
         count, later, soon = 0, 0, inf
-        for at in range(t.own_at[rank], t.own_at[rank + 1]):
+        for at in range(t.placed_at[rank], t.placed_at[rank + 1]):
             for kind in range(3):
-                section = 3 * t.own[at] + kind
+                section = 3 * t.placed[at] + kind
                 j = following[section]
                 if j >= m or (kind == 2 and following[section - 1] <= j):
                     continue
@@ -134,7 +134,9 @@ def dispatch_ops(t, m, due, limits, lookahead, order):
                     # Its arrival is not known yet; ``lead`` bounds it from below.
                     coming[later], comes[later] = op, now + t.lead[section]
                     later += 1
-                elif kind == 0 and not _has_memory(t, rank, at, live[rank], held, limits[rank] * (1 + 1e-9)):
+                elif kind == 0 and not _has_memory(
+                    t, rank, at, live[rank], active, limits[rank] * (1 + 1e-9)
+                ):
                     continue
                 elif arrival[op] > now + epsilon:
                     coming[later], comes[later] = op, arrival[op]
@@ -170,12 +172,12 @@ def dispatch_ops(t, m, due, limits, lookahead, order):
         end = free[rank] = now + t.seconds[section]
         if kind == 0:
             live[rank] += t.hold[stage]
-            held[stage] += t.hold[stage]
+            active[stage] += t.hold[stage]
         elif kind == 1:
-            live[rank] -= t.hold[stage] - t.kept[stage]
-            held[stage] -= t.hold[stage]
+            live[rank] -= t.hold[stage] - t.hold_for_w[stage]
+            active[stage] -= t.hold[stage]
         else:
-            live[rank] -= t.kept[stage]
+            live[rank] -= t.hold_for_w[stage]
         wakes[rank] = end
         for k in range(t.feed_at[section], t.feed_at[section + 1]):
             op = chosen + t.feed_step[k]
@@ -190,17 +192,17 @@ def dispatch_ops(t, m, due, limits, lookahead, order):
 
 
 @compiled
-def _has_memory(t, rank, at, live, held, limit):
-    """Whether an F of the rank's stage ``own[at]`` may start: see :mod:`fxpipe.schedule.engine.dispatch`."""
-    hold = t.hold[t.own[at]]
+def _has_memory(t, rank, at, live, active, limit):
+    """Whether an F of the rank's stage ``k[at]`` may start: see :mod:`fxpipe.schedule.engine.dispatch`."""
+    hold = t.hold[t.placed[at]]
     if live + hold > limit:
         return False
-    needed = hold
-    for own in range(t.own_at[rank], at + 1):
-        needed += held[t.own[own]]
-    for own in range(at + 1, t.own_at[rank + 1]):
-        one = t.hold[t.own[own]]
-        if needed + one > limit:
+    reserved = hold
+    for k in range(t.placed_at[rank], at + 1):
+        reserved += active[t.placed[k]]
+    for k in range(at + 1, t.placed_at[rank + 1]):
+        most = t.hold[t.placed[k]]
+        if reserved + most > limit:
             return False
-        needed += max(held[t.own[own]], one)
+        reserved += max(active[t.placed[k]], most)
     return True

@@ -30,10 +30,10 @@ def run_ops(t, order, m, since, end, cause, first, free, turn):
     its sums over replicas: so ``free`` - ``first`` is its span.  ``turn`` has the ops of all ranks, each
     behind those that it waits for.
     """
-    ranks, kept, done = len(free), 0, 0
+    ranks, unchanged, done = len(free), 0, 0
     at = np.empty(ranks, np.int64)
     for rank in range(ranks):
-        low, high = 3 * m * t.own_at[rank], 3 * m * t.own_at[rank + 1]
+        low, high = 3 * m * t.placed_at[rank], 3 * m * t.placed_at[rank + 1]
         begin, stop = low, high
         if since <= 0:
             high = low
@@ -45,12 +45,12 @@ def run_ops(t, order, m, since, end, cause, first, free, turn):
             else:
                 high = middle
         at[rank] = low
-        kept += low - begin
+        unchanged += low - begin
         free[rank] = end[order[low - 1]] if low > begin else 0.0
         for i in range(low, stop):
             end[order[i]] = -1.0
     i = 0
-    while done < kept:  # what does not stay is overwritten: a branch here is often mispredicted
+    while done < unchanged:  # what does not stay is overwritten: a branch here is often mispredicted
         turn[done] = turn[i]
         done += end[turn[i]] >= 0
         i += 1
@@ -65,7 +65,7 @@ def run_ops(t, order, m, since, end, cause, first, free, turn):
     while count:
         count -= 1
         rank = runnable[count]
-        begin, stop = 3 * m * t.own_at[rank], 3 * m * t.own_at[rank + 1]
+        begin, stop = 3 * m * t.placed_at[rank], 3 * m * t.placed_at[rank + 1]
         i, now = at[rank], free[rank]
         before = order[i - 1] if i > begin else -1
         while i < stop:
@@ -119,10 +119,10 @@ def _last(section, m):
 @compiled_later
 def _summed_behind(t, m, end, section):
     """The seconds of sums over replicas from the last W of a stage on, its own first, one after the other."""
-    rank, own, total = t.rank[section], end[_last(section, m)], 0.0
-    for k in range(t.own_at[rank], t.own_at[rank + 1]):
-        weight = 3 * t.own[k] + 2
-        if end[_last(weight, m)] >= own:
+    rank, last, total = t.rank[section], end[_last(section, m)], 0.0
+    for k in range(t.placed_at[rank], t.placed_at[rank + 1]):
+        weight = 3 * t.placed[k] + 2
+        if end[_last(weight, m)] >= last:
             total += t.sum[weight]
     return total
 
@@ -162,9 +162,9 @@ def judge_ops(t, orders, m, limits, by_makespan):
     for k in range(len(orders)):
         order, within = orders[k], True
         for rank in range(ranks):
-            own = peak_of(t, order[3 * m * t.own_at[rank] : 3 * m * t.own_at[rank + 1]])
-            within = within and own <= limits[rank] * (1 + 1e-9)
-            peaks[k] = max(peaks[k], own)
+            peak = peak_of(t, order[3 * m * t.placed_at[rank] : 3 * m * t.placed_at[rank + 1]])
+            within = within and peak <= limits[rank] * (1 + 1e-9)
+            peaks[k] = max(peaks[k], peak)
         if within and run_ops(t, order, m, 0.0, end, cause, first, free, turn):
             seconds[k] = _objective(first, free, by_makespan)
     return seconds, peaks
@@ -183,7 +183,7 @@ def anneal(t, order, m, limits, by_makespan, good_enough, work, seed, hot, cold)
     for i in range(ops):
         pos[order[i]] = i
     for rank in range(ranks):
-        begin, stop = 3 * m * t.own_at[rank], 3 * m * t.own_at[rank + 1]
+        begin, stop = 3 * m * t.placed_at[rank], 3 * m * t.placed_at[rank + 1]
         keeps_between(t, order, live, begin, begin, stop - 1, inf)
     end, cause, tail = np.empty(ops), np.empty(ops, np.int64), np.zeros(ops)
     first, free, turn = np.empty(ranks), np.empty(ranks), np.empty(ops, np.int64)
@@ -221,7 +221,7 @@ def anneal(t, order, m, limits, by_makespan, good_enough, work, seed, hot, cold)
                 target = source - 1 - random.randrange(_REACH)
         op = order[source]
         rank = t.rank[t.section[op]]
-        begin, stop = 3 * m * t.own_at[rank], 3 * m * t.own_at[rank + 1]
+        begin, stop = 3 * m * t.placed_at[rank], 3 * m * t.placed_at[rank + 1]
         target = max(begin, min(stop - 1, target))
         spent += _REACH
         if source == target or not may_pass(t, order, m, source, target):
@@ -283,7 +283,7 @@ def run_back(t, order, m, pos, low, high, until, end, turn, first, by_makespan, 
     for i in range(max(0, low - 1), high + 1):
         count += _note(changed, order[i], end, until)
     for rank in range(ranks):
-        count += _note(changed, order[3 * m * t.own_at[rank + 1] - 1], end, until)
+        count += _note(changed, order[3 * m * t.placed_at[rank + 1] - 1], end, until)
     for section in range(len(t.sum)):
         if t.sum[section]:
             count += _note(changed, _last(section, m), end, until)
@@ -297,7 +297,7 @@ def run_back(t, order, m, pos, low, high, until, end, turn, first, by_makespan, 
         count -= 1
         section, at = t.section[op], pos[op]
         rank = t.rank[section]
-        if at + 1 < 3 * m * t.own_at[rank + 1]:
+        if at + 1 < 3 * m * t.placed_at[rank + 1]:
             behind = order[at + 1]
             longest = tail[behind] + t.seconds[t.section[behind]]
         else:
@@ -308,7 +308,7 @@ def run_back(t, order, m, pos, low, high, until, end, turn, first, by_makespan, 
             longest = max(longest, t.feed_way[k] + tail[op + t.feed_step[k]])
         if longest != tail[op]:
             tail[op] = longest
-            if at > 3 * m * t.own_at[rank]:
+            if at > 3 * m * t.placed_at[rank]:
                 count += _note(changed, order[at - 1], end, until)
             for k in range(t.need_at[section], t.need_at[section + 1]):
                 count += _note(changed, op + t.need_step[k], end, until)
@@ -391,10 +391,10 @@ def _critical(t, order, m, end, cause, first, free, by_makespan, befores, afters
 @compiled
 def _last_critical(t, order, m, end, free, rank):
     """The last op of the critical path of a rank: the last of all, or one that is followed by sums alone."""
-    for k in range(t.own_at[rank], t.own_at[rank + 1]):
-        section = 3 * t.own[k] + 2
+    for k in range(t.placed_at[rank], t.placed_at[rank + 1]):
+        section = 3 * t.placed[k] + 2
         if t.sum[section]:
             op = _last(section, m)
             if end[op] + _summed_behind(t, m, end, section) >= free[rank] * (1 - 1e-9):
                 return op
-    return order[3 * m * t.own_at[rank + 1] - 1]
+    return order[3 * m * t.placed_at[rank + 1] - 1]

@@ -56,8 +56,8 @@ class Order:
         m = arrays.microbatches
         joined = [
             (SECTIONS_PER_STAGE * op.stage + 1) * m + op.microbatch
-            for own in ops
-            for op in own
+            for rank_ops in ops
+            for op in rank_ops
             if op.kind is OpKind.BW
         ]
         order = cls(arrays, encode(ops, m), np.array(joined, np.int64))
@@ -77,7 +77,7 @@ class Order:
 
     def of_rank(self, rank: int) -> OpIds:
         """The op ids of one rank."""
-        m, at = self.arrays.microbatches, self.arrays.tables.own_at
+        m, at = self.arrays.microbatches, self.arrays.tables.placed_at
         return self.op_ids[3 * m * at[rank] : 3 * m * at[rank + 1]]
 
     def run(self) -> OrderTimes | None:
@@ -94,7 +94,7 @@ class Order:
         Nothing is held between a B and a W that are one op.
         """
         tables, m = self.arrays.tables, self.arrays.microbatches
-        found = []
+        peaks = []
         for rank in range(self.arrays.ranks):
             ops = self.of_rank(rank)
             sections = ops // m
@@ -104,8 +104,8 @@ class Order:
             changes[b + 1, 0] = 0.0
             changes[b + 1, 1] += changes[b, 1]
             changes[b, 1] = 0.0
-            found.append(float(np.cumsum(changes).max(initial=0.0)))
-        return found
+            peaks.append(float(np.cumsum(changes).max(initial=0.0)))
+        return peaks
 
     def fits(self, limits: Sequence[float]) -> bool:
         """Whether all ranks are within their limits, up to rounding."""
@@ -115,8 +115,8 @@ class Order:
 def encode(ops: RankOps, microbatches: int) -> OpIds:
     """Ops to op ids; a BW becomes its B and its W."""
     m, op_ids = microbatches, list[int]()
-    for own in ops:
-        for op in own:
+    for rank_ops in ops:
+        for op in rank_ops:
             first = SECTIONS_PER_STAGE * op.stage
             match op.kind:
                 case OpKind.F:

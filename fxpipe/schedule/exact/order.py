@@ -72,21 +72,21 @@ def exact(
     if start is not None:
         model.begin_with(simulate(start, costs))
     unit = model.unit
-    found = solve(model.model, seconds, lambda value, bound: f"{value * unit:.6g} … {bound * unit:.6g}")
-    if found.infeasible:
+    solved = solve(model.model, seconds, lambda value, bound: f"{value * unit:.6g} … {bound * unit:.6g}")
+    if solved.infeasible:
         raise ScheduleError(
             f"no schedule of this placement keeps the memory limit {memory_limit}: raise it, or leave it out"
         )
-    if found.value is None:
+    if solved.value is None:
         raise ScheduleError(
             f"the exact search found no schedule in {seconds:g} s: give it more seconds, fewer ranks or "
             "microbatches, or a schedule to start from"
         )
-    timeline = simulate(Schedule("exact", placement, microbatches, model.order(found.value)), costs)
+    timeline = simulate(Schedule("exact", placement, microbatches, model.order(solved.value)), costs)
     value, bound = timeline.seconds, lower_bound(costs, placement, microbatches)
     if objective == "span":
         value, bound = timeline.span, max(timeline.busy)
-    return Exact(timeline, value, min(value, max(bound, found.bound * unit)), found.proven)
+    return Exact(timeline, value, min(value, max(bound, solved.bound * unit)), solved.proven)
 
 
 class _Model:
@@ -110,7 +110,8 @@ class _Model:
             for section in range(len(durations))
         ]
         self.owns = [
-            [section for stage in own for section in sections_of(stage)] for own in stages_of(placement)
+            [section for stage in stages_here for section in sections_of(stage)]
+            for stages_here in stages_of(placement)
         ]
         self._keep_order(waits)
 
@@ -121,10 +122,10 @@ class _Model:
                     self.model.add(start >= self.end(source, j) + rounded_down(delay, self.unit))
                 if j:
                     self.model.add(start >= self.end(section, j - 1))
-        for own in self.owns:
+        for sections in self.owns:
             self.model.add_no_overlap(
                 self.model.new_fixed_size_interval_var(start, self.durations[section], "")
-                for section in own
+                for section in sections
                 for start in self.starts[section]
             )
 
@@ -175,10 +176,10 @@ class _Model:
 
     def minimize(self, objective: Objective) -> None:
         goal = self.model.new_int_var(0, self.horizon, objective)
-        for own in self.owns:
-            self.model.add(goal >= self.microbatches * sum(self.durations[section] for section in own))
-            begins = [self.starts[section][0] for section in own] if objective == "span" else [0]
-            for section, begin in product(own, begins):
+        for sections in self.owns:
+            self.model.add(goal >= self.microbatches * sum(self.durations[section] for section in sections))
+            begins = [self.starts[section][0] for section in sections] if objective == "span" else [0]
+            for section, begin in product(sections, begins):
                 self.model.add(goal >= self.end(section, self.microbatches - 1) - begin)
         if objective == "makespan":
             bound = lower_bound(self.costs.of_ops, self.placement, self.microbatches)
@@ -202,8 +203,8 @@ class _Model:
             return start, start + self.durations[section], self.turn[section]
 
         ranks = []
-        for own in self.owns:
-            values = sorted((key(s, j), s, j) for s in own for j in range(self.microbatches))
+        for sections in self.owns:
+            values = sorted((key(s, j), s, j) for s in sections for j in range(self.microbatches))
             ranks.append(
                 tuple(op_of_value(s * self.microbatches + j, self.microbatches) for _, s, j in values)
             )

@@ -60,9 +60,9 @@ def solve(model: Any, seconds: float, text: Callable[[float, float], str]) -> So
                 status.update(f"exact: {text(self.objective_value, self.best_objective_bound)}")
 
         outcome = solver.solve(model, Progress())
-    found = outcome in (cp_model.OPTIMAL, cp_model.FEASIBLE)
+    has_value = outcome in (cp_model.OPTIMAL, cp_model.FEASIBLE)
     return Solved(
-        solver.value if found else None,
+        solver.value if has_value else None,
         solver.best_objective_bound,
         outcome == cp_model.OPTIMAL,
         outcome == cp_model.INFEASIBLE,

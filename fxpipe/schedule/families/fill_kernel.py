@@ -26,13 +26,13 @@ def fill_ops(t, m, fb_order, fb_order_at, chunks, gap):
     following = fb_order_at[:ranks].copy()
     live, free, idle = np.zeros(ranks, np.int64), np.zeros(ranks), np.zeros(ranks)
     for rank in range(ranks):
-        filled[rank] = queued[rank] = 3 * m * t.own_at[rank]
+        filled[rank] = queued[rank] = 3 * m * t.placed_at[rank]
     events = [(0.0, rank) for rank in range(ranks)]
     while len(events):
         now, rank = heapq.heappop(events)
         if free[rank] > now + epsilon:
             continue  # the event is older than the op that the rank runs; the end of that op is another event
-        begin, chosen, ready, full = 3 * m * t.own_at[rank], -1, inf, False
+        begin, chosen, ready, full = 3 * m * t.placed_at[rank], -1, inf, False
         waiting = begin + ran[rank] < queued[rank]
         if following[rank] < fb_order_at[rank + 1]:
             op = fb_order[following[rank]]

@@ -78,7 +78,7 @@ class _State(NamedTuple):
 
 @compiled
 def _fresh(t, m, ranks):
-    begin = 3 * m * t.own_at[:ranks]
+    begin = 3 * m * t.placed_at[:ranks]
     ops = len(t.section)
     return _State(
         np.full(ops, inf),
@@ -107,7 +107,7 @@ def _put(t, s, m, op):
     section = t.section[op]
     rank, stage, kind = t.rank[section], section // 3, section % 3
     start = max(s.clock[rank], _arrival(t, s, m, op))
-    if s.filled[rank] > 3 * m * t.own_at[rank]:
+    if s.filled[rank] > 3 * m * t.placed_at[rank]:
         s.idle[rank] += start - s.clock[rank]
     s.end[op] = s.clock[rank] = start + t.seconds[section]
     s.order[s.filled[rank]] = op
@@ -115,11 +115,11 @@ def _put(t, s, m, op):
     if kind == 0:
         s.live[rank] += t.hold[stage]
     elif kind == 1:
-        s.live[rank] -= t.hold[stage] - t.kept[stage]
+        s.live[rank] -= t.hold[stage] - t.hold_for_w[stage]
         s.pending[s.queued[rank]] = op + m
         s.queued[rank] += 1
     else:
-        s.live[rank] -= t.kept[stage]
+        s.live[rank] -= t.hold_for_w[stage]
 
 
 @compiled
@@ -258,7 +258,7 @@ def _wants_forward(t, s, m, limits, stage, f, b):
     end = clock
     while live + t.hold[stage] > limits[stage] * (1 + 1e-9) and at < s.queued[stage]:
         end += t.seconds[3 * stage + 2]
-        live -= t.kept[stage]
+        live -= t.hold_for_w[stage]
         at += 1
     end = max(end, _arrival(t, s, m, 3 * stage * m + f)) + t.seconds[3 * stage]
     if end <= arrival:

@@ -196,12 +196,12 @@ def order_of(family: Family, problem: Problem) -> Order:
 def check_least(name: str, problem: Problem) -> None:
     """Raise ScheduleError if one microbatch alone exceeds a rank's limit: then no family with B and W apart
     can keep it."""
-    needed = problem.arrays.smallest_limits
-    for rank, (least, limit) in enumerate(zip(needed, problem.limits, strict=True)):
+    smallest = problem.arrays.smallest_limits
+    for rank, (least, limit) in enumerate(zip(smallest, problem.limits, strict=True)):
         if least > limit * (1 + 1e-9):
             raise ScheduleError(
                 f"schedule {name}: one microbatch needs {problem.text.needs(least, rank, limit)}; the "
-                f"smallest limit that B and W apart can keep is {problem.text.enough(needed)}"
+                f"smallest limit that B and W apart can keep is {problem.text.enough(smallest)}"
             )
 
 

@@ -15,13 +15,13 @@ def in_rounds(channels: Iterable[Channel]) -> tuple[Channel, ...]:
     are."""
     rounds: list[tuple[set[int], list[Channel]]] = []
     for channel in sorted(channels):
-        found = next((r for r in rounds if r[0].isdisjoint(channel)), None)
-        if found is None:
-            rounds.append(found := (set(), []))
-        busy, own = found
+        free = next((r for r in rounds if r[0].isdisjoint(channel)), None)
+        if free is None:
+            rounds.append(free := (set(), []))
+        busy, members = free
         busy.update(channel)
-        own.append(channel)
-    return tuple(channel for _, own in rounds for channel in own)
+        members.append(channel)
+    return tuple(channel for _, members in rounds for channel in members)
 
 
 def channel_of(message: Message, placement: Sequence[int]) -> Channel:
@@ -31,12 +31,12 @@ def channel_of(message: Message, placement: Sequence[int]) -> Channel:
 
 def channels_of(programs: Programs, placement: Sequence[int]) -> tuple[Channel, ...]:
     """The channels of lowered programs, in rounds."""
-    found: set[Channel] = set()
+    channels: set[Channel] = set()
     for program in programs:
         for instruction in program:
             match instruction:
                 case PostRecv(messages) | Send(messages):
-                    found.add(channel_of(messages[0], placement))
+                    channels.add(channel_of(messages[0], placement))
                 case AllReduceGradient(_, (first, *others)):
-                    found |= {pair for other in others for pair in ((first, other), (other, first))}
-    return in_rounds(found)
+                    channels |= {pair for other in others for pair in ((first, other), (other, first))}
+    return in_rounds(channels)

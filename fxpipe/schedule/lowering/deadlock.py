@@ -63,12 +63,12 @@ def stuck_at(
     done = set(graph.order())
     if len(done) == len(graph.before):
         return None
-    found = [len(program) for program in programs]
+    positions = [len(program) for program in programs]
     for node in reversed(graph.hosts):
         at, position = graph.at[node]
         if node not in done:
-            found[at] = max(position, 0)
-    return found
+            positions[at] = max(position, 0)
+    return positions
 
 
 def _check_channels(programs: Programs, placement: tuple[int, ...]) -> None:
@@ -96,10 +96,10 @@ def _check_channels(programs: Programs, placement: tuple[int, ...]) -> None:
 def _check_collectives(programs: Programs) -> None:
     """All ranks must join the collectives of a communicator in the same order."""
     joins = [[i for i in program if isinstance(i, StartCollective)] for program in programs]
-    for group in {i.collective.group for own in joins for i in own}:
-        first, *others = ([i for i in own if i.collective.group == group] for own in joins)
-        for rank, own in enumerate(others, 1):
-            for turn, (a, b) in enumerate(zip_longest(first, own)):
+    for group in {i.collective.group for joined in joins for i in joined}:
+        first, *others = ([i for i in joined if i.collective.group == group] for joined in joins)
+        for rank, joined in enumerate(others, 1):
+            for turn, (a, b) in enumerate(zip_longest(first, joined)):
                 if a != b:
                     raise DeadlockError(
                         f"collective {turn} of communicator {group}: rank 0 has '{a or 'none'}', rank {rank} "

@@ -79,13 +79,13 @@ class Execution:
         for node, before in enumerate(self.before):
             for other in before:
                 after[other].append(node)
-        found = [node for node, number in enumerate(left) if number == 0]
-        for node in found:
+        over = [node for node, number in enumerate(left) if number == 0]
+        for node in over:
             for other in after[node]:
                 left[other] -= 1
                 if left[other] == 0:
-                    found.append(other)
-        return found
+                    over.append(other)
+        return over
 
 
 @dataclass(eq=False)
@@ -260,14 +260,14 @@ class Rank:
         return over
 
     def _all_reduce(self, ranks: tuple[int, ...]) -> None:
-        first, own = ranks[0], self.number
-        if own != first:
-            self.message((own, first), True)
-        for other in ranks[1:] if own == first else ranks[:1]:
-            self.wait(self.message((other, own), False))
+        first, here = ranks[0], self.number
+        if here != first:
+            self.message((here, first), True)
+        for other in ranks[1:] if here == first else ranks[:1]:
+            self.wait(self.message((other, here), False))
             self.op()
-        for other in ranks[1:] if own == first else ():
-            self.message((own, other), True)
+        for other in ranks[1:] if here == first else ():
+            self.message((here, other), True)
 
 
 def execution(
@@ -285,10 +285,10 @@ def execution(
     """
     graph, meetings = Execution(), _Meetings()
     for number, program in enumerate(programs):
-        own = rank(number, placement, machine, graph, meetings, program)
+        member = rank(number, placement, machine, graph, meetings, program)
         if connections is not None:
-            own.connect(connections[number])
+            member.connect(connections[number])
         for position, instruction in enumerate(program):
-            own.run(position, instruction)
-        own.end()
+            member.run(position, instruction)
+        member.end()
     return graph

@@ -19,25 +19,25 @@ def levels(schedule: Schedule, edges: Sequence[Edge]) -> dict[Op, int]:
     sources: defaultdict[Color, list[Color]] = defaultdict(list)
     for edge in edges:
         sources[arrival(edge.target)].append(edge.source)
-    made: dict[tuple[Color, int], int] = {}
-    found: dict[Op, int] = {}
+    value_level: dict[tuple[Color, int], int] = {}
+    op_level: dict[Op, int] = {}
     at, level = [0] * schedule.ranks, [0] * schedule.ranks
     loop = RunLoop[tuple[Color, int]](schedule.ranks)
 
     def advance(rank: int) -> tuple[Color, int] | None:
         while at[rank] < len(schedule.order[rank]):
             op = schedule.order[rank][at[rank]]
-            own = [Color(op.stage, phase) for phase in PHASES[op.kind]]
-            needed = [(c, op.microbatch) for color in own for c in sources[color] if c not in own]
-            for value in needed:
-                if value not in made:
+            colors = [Color(op.stage, phase) for phase in PHASES[op.kind]]
+            inputs = [(c, op.microbatch) for color in colors for c in sources[color] if c not in colors]
+            for value in inputs:
+                if value not in value_level:
                     return value
-            found[op] = level[rank] = 1 + max([level[rank], *(made[value] for value in needed)])
+            op_level[op] = level[rank] = 1 + max([level[rank], *(value_level[value] for value in inputs)])
             at[rank] += 1
-            for color in own:
-                made[color, op.microbatch] = level[rank]
+            for color in colors:
+                value_level[color, op.microbatch] = level[rank]
                 loop.happened((color, op.microbatch))
         return None
 
     loop.run(advance)
-    return found
+    return op_level

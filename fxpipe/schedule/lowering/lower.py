@@ -83,17 +83,17 @@ def with_gradients(
     """
     end = (DivideGradients(),) if divides else ()
     return tuple(
-        (*_with_buckets(program, own), *(sums for sums in tied if rank in sums.ranks), *end)
-        for rank, (program, own) in enumerate(zip(programs, buckets, strict=True))
+        (*_with_buckets(program, uses), *(sums for sums in tied if rank in sums.ranks), *end)
+        for rank, (program, uses) in enumerate(zip(programs, buckets, strict=True))
     )
 
 
 def _with_buckets(program: Sequence[Instruction], buckets: Sequence[BucketUse]) -> Iterator[Instruction]:
     ops = [i.op for i in program if isinstance(i, Compute)]
-    needed, freed, summed = (defaultdict[Op, list[int]](list) for _ in range(3))
+    gathered_for, freed, summed = (defaultdict[Op, list[int]](list) for _ in range(3))
     for k, use in enumerate(buckets):
         for first, last in use.spans:
-            needed[first].append(k)
+            gathered_for[first].append(k)
             if use.frees:
                 freed[last].append(k)
         for op in use.sums:
@@ -101,16 +101,16 @@ def _with_buckets(program: Sequence[Instruction], buckets: Sequence[BucketUse]) 
     # With spans until the end of the step nothing is gained by a later start.
     ahead = {op: before for before, op in pairwise(ops)}
     if not any(use.frees for use in buckets):
-        yield from (GatherParameters(k) for op in ops for k in needed.get(op, ()))
+        yield from (GatherParameters(k) for op in ops for k in gathered_for.get(op, ()))
         ahead = {}
     elif ops:
-        yield from map(GatherParameters, needed.get(ops[0], ()))
-    gathers = {before: needed[op] for op, before in ahead.items() if op in needed}
+        yield from map(GatherParameters, gathered_for.get(ops[0], ()))
+    gathers = {before: gathered_for[op] for op, before in ahead.items() if op in gathered_for}
     due: list[Instruction] = []
     for instruction in program:
         if isinstance(instruction, Compute):
             yield from map(GatherParameters, gathers.get(instruction.op, ()))
-            yield from map(WaitParameters, needed.get(instruction.op, ()))
+            yield from map(WaitParameters, gathered_for.get(instruction.op, ()))
         if not isinstance(instruction, Send | StartCollective):
             yield from due
             due = []
@@ -149,30 +149,30 @@ class _Lowering:
             if schedule.placement[edge.source.stage] != schedule.placement[edge.target.stage]:
                 self.outgoing[edge.source].append(edge)
                 self.incoming[arrival(edge.target)].append(edge)
-        self.sent: defaultdict[tuple[int, int], list[Message]] = defaultdict(list)  # channel -> in order
+        self.channels: defaultdict[tuple[int, int], list[Message]] = defaultdict(list)  # channel -> in order
         self.turn: dict[Message, int] = {}  # its position in its channel
         for ops in schedule.order:
             for op in ops:
                 self._register(op)
         rounds = levels(schedule, edges) if collectives else {}
         times = {op: Span(op, 0.0, 0.0) for ops in schedule.order for op in ops}
-        times |= {span.op: span for own in spans for span in own}
+        times |= {span.op: span for rank_spans in spans for span in rank_spans}
         self.starts = {op: (times[op].start, float(level)) for op, level in rounds.items()}
         self.turns = sorted(_turns(schedule, collectives, rounds, times))
 
     def _register(self, op: Op) -> None:
         for channel, messages in self._messages(op, self.outgoing).items():
             for message in messages:
-                self.turn[message] = len(self.sent[channel])
-                self.sent[channel].append(message)
+                self.turn[message] = len(self.channels[channel])
+                self.channels[channel].append(message)
 
     def _messages(self, op: Op, table: dict[Color, list[Edge]]) -> dict[tuple[int, int], list[Message]]:
         """The messages to or from an op, by channel."""
-        found: defaultdict[tuple[int, int], list[Message]] = defaultdict(list)
+        messages: defaultdict[tuple[int, int], list[Message]] = defaultdict(list)
         for phase in PHASES[op.kind]:
             for edge in table.get(Color(op.stage, phase), ()):
-                found[self._channel(edge)].append(Message(edge, op.microbatch))
-        return found
+                messages[self._channel(edge)].append(Message(edge, op.microbatch))
+        return messages
 
     def _channel(self, edge: Edge) -> tuple[int, int]:
         placement = self.schedule.placement
@@ -196,8 +196,8 @@ class _Lowering:
                 yield from self._posts(ops[position + 1], posts, posted)
             yield from transfers.behind(position - 1)
             yield from collectives.in_time(op)
-            needed = (m for messages in self._messages(op, self.incoming).values() for m in messages)
-            for post in dict.fromkeys(posts[message] for message in needed):
+            arriving = (m for messages in self._messages(op, self.incoming).values() for m in messages)
+            for post in dict.fromkeys(posts[message] for message in arriving):
                 if post not in waited:
                     waited.add(post)
                     yield Wait(post.messages)
@@ -214,7 +214,7 @@ class _Lowering:
         """The receives that the op needs and that are not posted yet, and those before them."""
         for channel, messages in self._messages(op, self.incoming).items():
             due = 1 + max(self.turn[message] for message in messages)
-            for _, together in groupby(self.sent[channel][posted[channel] : due], _arrives_with):
+            for _, together in groupby(self.channels[channel][posted[channel] : due], _arrives_with):
                 post = PostRecv(tuple(together))
                 posts.update(dict.fromkeys(post.messages, post))
                 yield post
@@ -271,17 +271,17 @@ def _turns(
     rounds: Mapping[Op, int],
     times: Mapping[Op, Span],
 ) -> Iterator[_Turn]:
-    made = {
+    ends_of = {
         (Color(op.stage, phase), op.microbatch): (span.end, rounds.get(op, inf))
         for op, span in times.items()
         for phase in PHASES[op.kind]
     }
     for collective in collectives:
-        found = []
+        moments = []
         for m in range(schedule.microbatches):
-            ends, last = zip(*(made[color, m] for color in collective.sources), strict=True)
-            found.append(((max(ends), max(last) + 0.5), m))  # before the ops of the next round
-        for turn, (moment, m) in enumerate(sorted(found)):
+            ends, last = zip(*(ends_of[color, m] for color in collective.sources), strict=True)
+            moments.append(((max(ends), max(last) + 0.5), m))  # before the ops of the next round
+        for turn, (moment, m) in enumerate(sorted(moments)):
             yield _Turn(moment, m, collective.number, turn, collective)
 
 
@@ -297,22 +297,22 @@ class _Collectives:
     ) -> None:
         self.starts = starts
         self.turns: defaultdict[int, deque[_Turn]] = defaultdict(deque)  # of each communicator
-        self.own: dict[Collective, Color | None] = {}  # the section that contributes
-        self.takes: defaultdict[Color, list[Collective]] = defaultdict(list)
-        self.made: set[tuple[Color | None, int]] = set()
-        self.taken: Counter[Collective] = Counter()
+        self.source_in: dict[Collective, Color | None] = {}  # the section that contributes
+        self.taken_by: defaultdict[Color, list[Collective]] = defaultdict(list)
+        self.computed: set[tuple[Color | None, int]] = set()
+        self.received: Counter[Collective] = Counter()
         for turn in turns:
             self.turns[turn.collective.group].append(turn)
-            self.own.setdefault(turn.collective, None)
-        for collective in self.own:
+            self.source_in.setdefault(turn.collective, None)
+        for collective in self.source_in:
             for color in collective.sources:
                 if placement[color.stage] == rank:
-                    self.own[collective] = color
-            if collective.kind is CollectiveKind.BROADCAST and self.own[collective]:
+                    self.source_in[collective] = color
+            if collective.kind is CollectiveKind.BROADCAST and self.source_in[collective]:
                 continue  # the sender already has the values
             for color in collective.targets:
                 if placement[color.stage] == rank:
-                    self.takes[color].append(collective)
+                    self.taken_by[color].append(collective)
 
     def at_start(self) -> Iterator[StartCollective]:
         yield from self._joined(self._is_due)
@@ -322,13 +322,13 @@ class _Collectives:
 
     def before(self, op: Op) -> Iterator[WaitCollective]:
         for phase in PHASES[op.kind]:
-            for collective in self.takes.get(Color(op.stage, phase), ()):
+            for collective in self.taken_by.get(Color(op.stage, phase), ()):
                 yield WaitCollective(collective, op.microbatch)
 
     def after(self, op: Op) -> Iterator[StartCollective]:
         for phase in PHASES[op.kind]:
-            self.made.add((Color(op.stage, phase), op.microbatch))
-            self.taken.update(self.takes.get(Color(op.stage, phase), ()))
+            self.computed.add((Color(op.stage, phase), op.microbatch))
+            self.received.update(self.taken_by.get(Color(op.stage, phase), ()))
         yield from self._joined(self._is_due)
 
     def _joined(self, is_wanted: Callable[[_Turn], bool]) -> Iterator[StartCollective]:
@@ -342,9 +342,9 @@ class _Collectives:
                 yield StartCollective(turn.collective, turn.microbatch)
 
     def _is_able(self, turn: _Turn) -> bool:
-        own = self.own[turn.collective]
-        return own is None or (own, turn.microbatch) in self.made
+        source = self.source_in[turn.collective]
+        return source is None or (source, turn.microbatch) in self.computed
 
     def _is_due(self, turn: _Turn) -> bool:
         """Whether it is to be joined as soon as the rank can: one broadcast ahead of those it has taken."""
-        return self.own[turn.collective] is not None or turn.turn <= self.taken[turn.collective]
+        return self.source_in[turn.collective] is not None or turn.turn <= self.received[turn.collective]

@@ -43,9 +43,9 @@ def with_validation(programs: Programs, placement: Sequence[int]) -> Programs:
     ranks = [_Rank(number, program) for number, program in enumerate(programs)]
     while _shortened(ranks, placement):
         pass
-    sent = {message for rank in ranks for message in rank.sent()}
+    early = {message for rank in ranks for message in rank.sent()}
     joined = _joined(ranks)
-    return tuple(_with_validation(rank, sent, joined) for rank in ranks)
+    return tuple(_with_validation(rank, early, joined) for rank in ranks)
 
 
 class _Rank:
@@ -94,25 +94,29 @@ class _Rank:
 
 def _shortened(ranks: Sequence[_Rank], placement: Sequence[int]) -> bool:
     """Shorten each warm-up before the first instruction that is against the rules; whether there is any."""
-    sent = {message for rank in ranks for message in rank.sent()}
-    made = {section for rank in ranks for section in rank.made()}
+    early = {message for rank in ranks for message in rank.sent()}
+    computed = {section for rank in ranks for section in rank.made()}
     # A receive of several messages is one operation: all of them are sent in a warm-up, or none.
     torn: defaultdict[int, set[Message]] = defaultdict(set)
     for rank in ranks:
         for i in rank.program:
-            if isinstance(i, PostRecv) and 0 < len(known := sent.intersection(i.messages)) < len(i.messages):
-                torn[channel_of(i.messages[0], placement)[0]] |= known
+            if isinstance(i, PostRecv) and 0 < len(together := early.intersection(i.messages)) < len(
+                i.messages
+            ):
+                torn[channel_of(i.messages[0], placement)[0]] |= together
     able = {
         what
-        for own in ranks[0].joins.values()
-        for what in takewhile(lambda what: all((color, what[1]) in made for color in what[0].sources), own)
+        for joins in ranks[0].joins.values()
+        for what in takewhile(
+            lambda what: all((color, what[1]) in computed for color in what[0].sources), joins
+        )
     }
-    ends = [_first_wrong(rank, sent, able, torn[rank.number]) for rank in ranks]
+    ends = [_first_wrong(rank, early, able, torn[rank.number]) for rank in ranks]
     shorter = [rank.shorten(end) for rank, end in zip(ranks, ends, strict=True)]
     return any(shorter)
 
 
-def _first_wrong(rank: _Rank, sent: set[Message], able: set[Joined], torn: set[Message]) -> int:
+def _first_wrong(rank: _Rank, early: set[Message], able: set[Joined], torn: set[Message]) -> int:
     """The place of the first op that may not stand in the warm-up, or of its end.
 
     able: collectives that can be joined in the warm-ups of all ranks, with all before them.
@@ -122,7 +126,7 @@ def _first_wrong(rank: _Rank, sent: set[Message], able: set[Joined], torn: set[M
         match i:
             case Compute():
                 op = k
-            case Wait(messages) if not sent.issuperset(messages):
+            case Wait(messages) if not early.issuperset(messages):
                 return k
             case Send(messages) if torn.intersection(messages):
                 return op
@@ -143,18 +147,18 @@ def _joined(ranks: Sequence[_Rank]) -> set[Joined]:
                     begun[collective, m] += 1
                 case WaitCollective(collective, m):
                     waited.add((collective, m))
-    found: set[Joined] = set()
-    for own in ranks[0].joins.values():
-        needed = (k + 1 for k, what in enumerate(own) if what in waited or begun[what] == len(ranks))
-        found.update(own[: max(needed, default=0)])
-    return found
+    early: set[Joined] = set()
+    for joins in ranks[0].joins.values():
+        lengths = (k + 1 for k, what in enumerate(joins) if what in waited or begun[what] == len(ranks))
+        early.update(joins[: max(lengths, default=0)])
+    return early
 
 
-def _with_validation(rank: _Rank, sent: set[Message], joined: set[Joined]) -> tuple[Instruction, ...]:
+def _with_validation(rank: _Rank, early: set[Message], joined: set[Joined]) -> tuple[Instruction, ...]:
     def is_early(i: Instruction) -> bool:
         match i:
             case PostRecv(messages):
-                return sent.issuperset(messages)
+                return early.issuperset(messages)
             case StartCollective(collective, m):
                 return (collective, m) in joined
         return False

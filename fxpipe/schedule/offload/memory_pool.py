@@ -20,18 +20,18 @@ def pools(schedule: Schedule, sizes: Mapping[tuple[int, Phase], int]) -> tuple[P
     """The pool of each rank.  ``sizes``: bytes that a stage offloads per microbatch, by stage and user."""
     until = {t.activation: t.end for t in schedule.transfers if t.direction is Direction.IN}
     ends, offsets = [0] * schedule.ranks, [dict[Activation, int]() for _ in range(schedule.ranks)]
-    taken: list[list[tuple[int, int, int]]] = [[] for _ in range(schedule.ranks)]  # begin, end, until when
+    regions: list[list[tuple[int, int, int]]] = [[] for _ in range(schedule.ranks)]  # begin, end, until when
     for transfer in sorted(schedule.transfers, key=lambda t: t.begin):
         if transfer.direction is Direction.IN:
             continue
         rank, size = schedule.placement[transfer.stage], sizes[transfer.stage, transfer.user]
-        live = sorted(region for region in taken[rank] if region[2] >= transfer.begin)
+        live = sorted(region for region in regions[rank] if region[2] >= transfer.begin)
         at = 0
         for begin, end, _ in live:
             if at + size <= begin:
                 break
             at = max(at, end)
-        taken[rank] = [*live, (at, at + size, until[transfer.activation])]
+        regions[rank] = [*live, (at, at + size, until[transfer.activation])]
         offsets[rank][transfer.activation] = at
         ends[rank] = max(ends[rank], at + size)
-    return tuple(Pool(end, own) for end, own in zip(ends, offsets, strict=True))
+    return tuple(Pool(end, offsets_here) for end, offsets_here in zip(ends, offsets, strict=True))

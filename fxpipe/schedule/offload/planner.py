@@ -114,16 +114,16 @@ def with_offload(
     """
     if isinstance(share, str):
         return offload_within(timeline, limits, text).timeline
-    found = offload(timeline, share).timeline
-    if not keeps(found, limits):
-        peaks = found.peak_memory
+    offloaded = offload(timeline, share).timeline
+    if not keeps(offloaded, limits):
+        peaks = offloaded.peak_memory
         raise LimitError(
             f"schedule {timeline.schedule.name} with {share:.0%} to offload takes {text.enough(peaks)}, "
             f"above the memory limit of {text.limit(limits)}. Offload more, or 'auto', raise the limit, or "
             "recompute",
             text.whole(peaks),
         )
-    return found
+    return offloaded
 
 
 def keeps(timeline: Timeline, limits: Sequence[float]) -> bool:
@@ -152,10 +152,10 @@ class _Planner:
         ]
         transfers: list[tuple[float, Lifetime, Transfer]] = []
         for link in self.links:
-            own = [s for s in carried if self._rank(s) in link]
-            out, back = self._slots(own)
-            positions = self._untangled(own, out, back)
-            for lifetime in own:
+            on_link = [s for s in carried if self._rank(s) in link]
+            out, back = self._slots(on_link)
+            positions = self._untangled(on_link, out, back)
+            for lifetime in on_link:
                 (end, begin), key = positions[lifetime], (lifetime.stage, lifetime.microbatch, lifetime.user)
                 gone = Transfer(Direction.OUT, *key, lifetime.first + 1, end)
                 there = Transfer(Direction.IN, *key, begin, lifetime.last)
@@ -194,25 +194,25 @@ class _Planner:
 
     def _carried(self, wanted: Sequence[Lifetime]) -> list[Lifetime]:
         """As many activations as one link carries in time, long lifetimes first."""
-        kept, dropped = list(wanted), list[Lifetime]()
-        while late := self._late(kept):
+        on_time, dropped = list(wanted), list[Lifetime]()
+        while late := self._late(on_time):
             gone = set(sorted(late, key=lambda lifetime: lifetime.length)[: (len(late) + 1) // 2])
             dropped += gone
-            kept = [lifetime for lifetime in kept if lifetime not in gone]
-        return self._with_more(kept, dropped)  # fewer than half of the late ones may have sufficed
+            on_time = [lifetime for lifetime in on_time if lifetime not in gone]
+        return self._with_more(on_time, dropped)  # fewer than half of the late ones may have sufficed
 
-    def _with_more(self, kept: list[Lifetime], others: list[Lifetime]) -> list[Lifetime]:
-        """``kept`` and as many of the others as the link carries too, long lifetimes first."""
+    def _with_more(self, on_time: list[Lifetime], others: list[Lifetime]) -> list[Lifetime]:
+        """``on_time`` and as many of the others as the link carries too, long lifetimes first."""
         others = sorted(others, key=lambda lifetime: -lifetime.length)
         step = len(others)
         while step:
-            trial = [*kept, *others[:step]]
+            trial = [*on_time, *others[:step]]
             if self._late(trial):
                 step //= 2
             else:
-                kept, others = trial, others[step:]
+                on_time, others = trial, others[step:]
                 step = min(step, len(others))
-        return kept
+        return on_time
 
     def _late(self, lifetimes: Sequence[Lifetime]) -> list[Lifetime]:
         """The activations for which no op runs between the end of the offload and the start of the reload."""
@@ -244,7 +244,7 @@ class _Planner:
 def _lifetimes(timeline: Timeline, rank: int) -> list[list[Lifetime]]:
     """Groups of a rank's lifetimes by stage and user, in microbatch order; the longest group first."""
     first: dict[tuple[int, int], tuple[float, int]] = {}
-    found: dict[tuple[int, Phase], list[Lifetime]] = {}
+    by_use: dict[tuple[int, Phase], list[Lifetime]] = {}
     for position, (op, start, end) in enumerate(timeline.spans[rank]):
         for user in PHASES[op.kind]:
             if user is Phase.F:
@@ -254,21 +254,21 @@ def _lifetimes(timeline: Timeline, rank: int) -> list[list[Lifetime]]:
             if size:
                 begin, behind = first[op.stage, op.microbatch]
                 lifetime = Lifetime(op.stage, op.microbatch, user, begin, start, behind, position, size)
-                found.setdefault((op.stage, user), []).append(lifetime)
-    groups = [sorted(own, key=lambda lifetime: lifetime.microbatch) for own in found.values()]
-    return sorted(groups, key=lambda own: -sum(lifetime.length for lifetime in own))
+                by_use.setdefault((op.stage, user), []).append(lifetime)
+    groups = [sorted(group, key=lambda lifetime: lifetime.microbatch) for group in by_use.values()]
+    return sorted(groups, key=lambda group: -sum(lifetime.length for lifetime in group))
 
 
 def _spread(groups: Sequence[Sequence[Lifetime]], share: float) -> list[Lifetime]:
     """A share of all bytes: whole groups, then evenly spread microbatches of the next group."""
-    left = share * sum(own[0].bytes for own in groups)
+    left = share * sum(group[0].bytes for group in groups)
     wanted = []
-    for own in groups:
-        part = min(1.0, left / own[0].bytes)
+    for group in groups:
+        part = min(1.0, left / group[0].bytes)
         wanted += [
-            lifetime for j, lifetime in enumerate(own) if int((j + 1) * part + 1e-9) > int(j * part + 1e-9)
+            lifetime for j, lifetime in enumerate(group) if int((j + 1) * part + 1e-9) > int(j * part + 1e-9)
         ]
-        left -= part * own[0].bytes
+        left -= part * group[0].bytes
     return wanted
 
 

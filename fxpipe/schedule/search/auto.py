@@ -82,14 +82,16 @@ def frontier(
             under.append(search(limited, effort=effort, seed=seed))
         except ScheduleError as error:
             under.append(error)
-    best = [own for own in under if isinstance(own, SearchResult)]
+    best = [outcome for outcome in under if isinstance(outcome, SearchResult)]
     choices: list[SearchResult | ScheduleError] = []
-    for own, limit in zip(under, memory_limits, strict=True):
-        if isinstance(own, SearchResult):
-            kept = [one for one in best if keeps(one.timeline, per_rank(limit, one.problem.ranks))]
-            choices.append(replace(min((own, *kept), key=lambda found: found.key), tried=own.tried))
+    for outcome, limit in zip(under, memory_limits, strict=True):
+        if isinstance(outcome, SearchResult):
+            fitting = [one for one in best if keeps(one.timeline, per_rank(limit, one.problem.ranks))]
+            choices.append(
+                replace(min((outcome, *fitting), key=lambda result: result.key), tried=outcome.tried)
+            )
         else:
-            choices.append(own)
+            choices.append(outcome)
     return choices
 
 
@@ -102,7 +104,7 @@ def _built(bounds: Mapping[Problem, float], comparison: Comparison) -> list[Cand
     candidates = []
     for variant in sorted(bounds, key=bounds.__getitem__):
         beaten = variant.is_extended and comparison.is_beaten(bounds[variant])
-        own = []
+        orders = []
         for family in families_of(variant):
             if family.is_searched:
                 continue
@@ -112,15 +114,15 @@ def _built(bounds: Mapping[Problem, float], comparison: Comparison) -> list[Cand
                 )
                 continue
             try:
-                own.append(_candidate(variant, family.name, order_of(family, variant.model)))
+                orders.append(_candidate(variant, family.name, order_of(family, variant.model)))
             except ScheduleError as error:
                 comparison.leave_out(variant, family.name, error)
                 if isinstance(error, LimitError) and not variant.is_extended:
                     comparison.smallest_built.append((error.smallest, variant))
-        own.sort(key=lambda one: one.seconds)
-        for one in own[:1]:
+        orders.sort(key=lambda one: one.seconds)
+        for one in orders[:1]:
             comparison.complete(one)
-        candidates += own[1:]
+        candidates += orders[1:]
     return candidates
 
 
@@ -151,9 +153,9 @@ def _searched(
     candidates = []
     for is_beyond in (False, True):
         alike = [variant for variant in able if (variant.offload is not None) == is_beyond]
-        found = find([variant.model for variant in alike], effort, seed) if alike else []
-        fastest = min(filter(None, found), key=lambda one: one.key, default=None)
-        for variant, one in zip(alike, found, strict=True):
+        orders = find([variant.model for variant in alike], effort, seed) if alike else []
+        fastest = min(filter(None, orders), key=lambda one: one.key, default=None)
+        for variant, one in zip(alike, orders, strict=True):
             assert one is not None, "the search has an order where a microbatch fits"
             order = (with_less_memory(one, seed) if one is fastest else one).order
             candidates.append(_candidate(variant, SEARCHED, order))
@@ -162,18 +164,18 @@ def _searched(
 
 def _nothing_fits(variants: Sequence[Problem], comparison: Comparison) -> LimitError:
     one = [(variant.text.whole(variant.model.arrays.smallest_limits), variant) for variant in variants]
-    needed, at = min(one + comparison.smallest_built, key=lambda found: found[0])
+    least, at = min(one + comparison.smallest_built, key=lambda pair: pair[0])
     offloaded = comparison.smallest
     widest = max(variants, key=lambda variant: min(variant.limits))
     limit, units = widest.text.limit(widest.limits), widest.text.units
-    if offloaded < needed:
-        found = f"{units.limit(offloaded)}, with as much offload as the links carry. To need less, recompute"
-        found += " activations"
+    if offloaded < least:
+        way = f"{units.limit(offloaded)}, with as much offload as the links carry. To need less, recompute"
+        way += " activations"
     else:
         shape = f"{number_of(at.stages_per_rank, 'stage')} per rank in {at.shape} placement"
-        found = f"{units.limit(needed)}, with {shape}. To need less, offload or recompute activations"
+        way = f"{units.limit(least)}, with {shape}. To need less, offload or recompute activations"
     return LimitError(
-        f"no schedule keeps the memory limit of {limit}; the smallest that one can keep is {found}, make "
+        f"no schedule keeps the memory limit of {limit}; the smallest that one can keep is {way}, make "
         "microbatches smaller, or use more stages per rank",
-        min(offloaded, needed),
+        min(offloaded, least),
     )

@@ -105,9 +105,9 @@ def _check_family(family: Family, problem: Problem) -> None:
         raise ScheduleError(f"schedule {name} has {has} stages per rank, not {chunks}")
     if not family.has(chunks, problem.shape):
         raise ScheduleError(f"schedule {name} has {family.placement} placement, not {problem.shape}")
-    given = len(problem.model.costs.stages)
-    if given != stages:
+    described = len(problem.model.costs.stages)
+    if described != stages:
         raise ScheduleError(
             f"schedule {name}: {number_of(problem.ranks, 'rank')} of {number_of(chunks, 'stage')} each need "
-            f"the costs of {number_of(stages, 'stage')}, not {given}"
+            f"the costs of {number_of(stages, 'stage')}, not {described}"
         )

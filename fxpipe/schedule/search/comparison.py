@@ -78,9 +78,9 @@ class Comparison:
             # The pool has no work for an order that needs less memory than one at the bound.
             alone += min(together, key=lambda orders: min(one.seconds for one in now(orders)))
         best.update((one.problem, one) for one in anneal_each(now(alone), seed))
-        found = [(candidate, best_of(now(orders))) for candidate, orders in self.inserted]
-        fastest = min((one for _, one in found), key=lambda one: one.seconds)
-        for candidate, one in found:
+        finished = [(candidate, best_of(now(orders))) for candidate, orders in self.inserted]
+        fastest = min((one for _, one in finished), key=lambda one: one.seconds)
+        for candidate, one in finished:
             if one is fastest and candidate.problem.offload is None:  # else transfers make room
                 one = with_less_memory(one, seed)
             self._add(candidate, ops_of(one))
@@ -89,24 +89,24 @@ class Comparison:
         """``ops``: of all stages."""
         problem, family = candidate.problem, candidate.family
         try:
-            found = self._completed(problem, family, ops)
+            result = self._completed(problem, family, ops)
         except ScheduleError as error:
             if isinstance(error, LimitError):
                 self.smallest = min(self.smallest, error.smallest)
             if (problem, family) not in self.tried:
                 self.leave_out(problem, family, str(error))
             return
-        self.tried[problem, family] = row_of(found)
-        self.best = found if self.best is None else min(self.best, found, key=lambda one: one.key)
+        self.tried[problem, family] = row_of(result)
+        self.best = result if self.best is None else min(self.best, result, key=lambda one: one.key)
 
     def _completed(self, problem: Problem, family: str, ops: RankOps) -> SearchResult:
-        found = SearchResult(problem, simulate(problem.schedule(family, ops), problem.costs))
+        result = SearchResult(problem, simulate(problem.schedule(family, ops), problem.costs))
         if problem.offload is None:
-            return found
-        if self.is_beaten(least := found.key[0]):
+            return result
+        if self.is_beaten(least := result.key[0]):
             raise ScheduleError(f"not offloaded: {self.compared(least)}")
         return SearchResult(
-            problem, with_offload(found.timeline, problem.offload, problem.limits, problem.text)
+            problem, with_offload(result.timeline, problem.offload, problem.limits, problem.text)
         )
 
     def compared(self, least: float) -> str:
@@ -115,10 +115,10 @@ class Comparison:
         return f"it takes {time(least)} or more, and another takes {time(self.best.key[0])}"
 
 
-def row_of(found: SearchResult) -> Tried:
+def row_of(result: SearchResult) -> Tried:
     """A candidate as the plan has it."""
-    timeline = found.timeline
-    stages, shape, barriers, recompute = found.problem.setting
+    timeline = result.timeline
+    stages, shape, barriers, recompute = result.problem.setting
     return Tried(
         timeline.schedule.name,
         stages,
@@ -129,5 +129,5 @@ def row_of(found: SearchResult) -> Tried:
         barriers=barriers,
         recompute=recompute,
         offloaded=timeline.moved,
-        period=found.period,
+        period=result.period,
     )

@@ -26,9 +26,9 @@ STAGES_PER_RANK = (1, 2, 4)
 
 def unknown_schedule(name: object) -> str:
     """The message for a schedule that is no family's name."""
-    known = (AUTO, *FAMILIES)
+    names = (AUTO, *FAMILIES)
     return (
-        f"Unknown schedule {name!r}.{suggested(name, known)} Known: {', '.join(known)}; or the path of a "
+        f"Unknown schedule {name!r}.{suggested(name, names)} Known: {', '.join(names)}; or the path of a "
         "schedule as text."
     )
 
@@ -66,32 +66,34 @@ def fastest(
     """
     if schedule == AUTO:
         return search(problems, effort=effort, more=more)
-    found: list[SearchResult] = []
+    results: list[SearchResult] = []
     errors: list[ScheduleError] = []
 
     def attempt(problems: Sequence[Problem]) -> None:
-        for problem in (variant for given in problems for variant in _variants(schedule, given)):
+        for problem in (variant for base in problems for variant in _variants(schedule, base)):
             try:
-                made = schedule if isinstance(schedule, Schedule) else schedule_of(schedule, problem, effort)
-                timeline = simulate(made, problem.costs)
+                candidate = (
+                    schedule if isinstance(schedule, Schedule) else schedule_of(schedule, problem, effort)
+                )
+                timeline = simulate(candidate, problem.costs)
                 if problem.offload is not None:
                     timeline = with_offload(timeline, problem.offload, problem.limits, problem.text)
             except ScheduleError as error:
                 errors.append(error)
             else:
-                found.append(SearchResult(problem, timeline))
+                results.append(SearchResult(problem, timeline))
 
     attempt(problems)
     if more is not None:
-        attempt(more(min((result.seconds for result in found), default=inf)))
-    if not found:
+        attempt(more(min((result.seconds for result in results), default=inf)))
+    if not results:
         over = [error for error in errors if isinstance(error, LimitError)]
         raise min(over, key=lambda error: error.smallest) if over else errors[-1]
-    return min(found, key=lambda result: result.seconds)
+    return min(results, key=lambda result: result.seconds)
 
 
 def _variants(schedule: str | Schedule, problem: Problem) -> list[Problem]:
     """Within the limits without offload, or without limits and then with offload: of a given schedule, which
     cannot be built within the limits, as much as they need."""
-    own = [variant for variant in variants(problem) if variant.slack in (1, inf)]
-    return own[-1:] if isinstance(schedule, Schedule) else own
+    candidates = [variant for variant in variants(problem) if variant.slack in (1, inf)]
+    return candidates[-1:] if isinstance(schedule, Schedule) else candidates

@@ -21,41 +21,41 @@ _MOST = 3_000_000  # looks of annealing under a limit
 _NEAR = 1.05  # of the time: of 23 lists, of 318 drawn, that annealing made fast enough, 22 were as near
 
 
-def with_less_memory(given: Candidate, seed: int = 0) -> Candidate:
+def with_less_memory(fastest: Candidate, seed: int = 0) -> Candidate:
     """The order, or one that is as fast with a lower peak.
 
     The peak is bisected: list scheduling under each limit, with the start times of the order as due dates,
     and annealing of the best list.
     """
-    problem, best, low = given.problem, given, 0.0
-    done = given.order.run()
+    problem, best, low = fastest.problem, fastest, 0.0
+    done = fastest.order.run()
     assert done is not None, "an order that was judged can progress"
     start = done.end - np.repeat(np.array(problem.arrays.seconds), problem.microbatches)
     for _ in range(_STEPS):
         limit = (low + best.peak) / 2
-        found = _found(given, start, limit, seed)
-        if found.seconds <= given.seconds * (1 + 1e-9) and found.peak < best.peak:
-            best = replace(found, problem=problem)
+        lower = _best_under(fastest, start, limit, seed)
+        if lower.seconds <= fastest.seconds * (1 + 1e-9) and lower.peak < best.peak:
+            best = replace(lower, problem=problem)
         else:
             low = limit
     # Orders with equal spans may have different periods, which are simulated once.
-    by_period = problem.objective == "period" and best is not given
-    return given if by_period and _period(best) > _period(given) * (1 + 1e-9) else best
+    by_period = problem.objective == "period" and best is not fastest
+    return fastest if by_period and _period(best) > _period(fastest) * (1 + 1e-9) else best
 
 
-def _found(given: Candidate, due: np.ndarray, limit: float, seed: int) -> Candidate:
+def _best_under(fastest: Candidate, due: np.ndarray, limit: float, seed: int) -> Candidate:
     """The best order under a limit, or where that holds no microbatch under what one needs."""
-    rows = zip(given.problem.arrays.smallest_limits, given.problem.limits, strict=True)
-    problem = given.problem.limited(tuple(max(least, min(limit, own)) for least, own in rows))
+    rows = zip(fastest.problem.arrays.smallest_limits, fastest.problem.limits, strict=True)
+    problem = fastest.problem.limited(tuple(max(least, min(limit, limit_here)) for least, limit_here in rows))
     orders = (dispatch(problem.arrays, due, problem.limits, ahead) for ahead in LOOKAHEADS)
-    lists = filter(None, (judged(problem, given.family, order) for order in orders))
+    lists = filter(None, (judged(problem, fastest.family, order) for order in orders))
     best = min(lists, key=lambda one: one.key, default=None)
     if best is None:
-        return given
-    if not given.seconds < best.seconds < _NEAR * given.seconds:
+        return fastest
+    if not fastest.seconds < best.seconds < _NEAR * fastest.seconds:
         return best
     order = improve(problem, best.order, min(ANNEALED * problem.ops, _MOST), seed)
-    return judged(problem, given.family, order) or best
+    return judged(problem, fastest.family, order) or best
 
 
 def _period(one: Candidate) -> float:

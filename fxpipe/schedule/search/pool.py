@@ -48,13 +48,13 @@ class _Best(dict[Problem, Candidate]):
         """Keep the best of one problem's candidates; return all, the best first, and of equally fast ones
         only the one that needs the least memory.
         """
-        kept: list[Candidate] = []
+        different: list[Candidate] = []
         for one in sorted(filter(None, candidates), key=_KEY):
-            if not kept or one.seconds > kept[-1].seconds * (1 + 1e-9):
-                kept.append(one)
-        for one in kept[:1]:
+            if not different or one.seconds > different[-1].seconds * (1 + 1e-9):
+                different.append(one)
+        for one in different[:1]:
             self[one.problem] = min(self.get(one.problem, one), one, key=_KEY)
-        return kept
+        return different
 
     def can_gain(self, problem: Problem) -> bool:
         """Whether an order of a problem may be faster than the best of all."""
@@ -72,18 +72,21 @@ def find(problems: Sequence[Problem], effort: float | None = None, seed: int = 0
         check_one_microbatch_fits(problems[0].arrays, problems[0].limits, problems[0].text)
     ops = sum(problem.ops for problem in able)
     seconds = min(_EFFORT, _EFFORT_PER_OP * ops) if effort is None else effort
-    known: list[Order | None] = [None] * len(able)
+    spans: list[Order | None] = [None] * len(able)
     if any(len(set(problem.arrays.update)) > 1 for problem in able):
         # The order with the shortest span is one more start: with uneven updates annealing alone finds worse.
         seconds /= 2
         shortest = find([replace(problem, objective="span") for problem in able], seconds, seed)
         both = zip(able, shortest, strict=True)
-        known = [None if own is None else Order(problem.arrays, own.order.op_ids) for problem, own in both]
+        spans = [
+            None if shortest_order is None else Order(problem.arrays, shortest_order.order.op_ids)
+            for problem, shortest_order in both
+        ]
     work = _SPEED * seconds
     drawn = _DRAWN if work > ANNEALED * ops else 1.0
     best, candidates = _Best(), dict[Problem, list[Candidate]]()
     with ThreadPoolExecutor(os.cpu_count()) as threads:
-        for problem, order in zip(able, known, strict=True):
+        for problem, order in zip(able, spans, strict=True):
             begun = [*starts(problem), *filter(None, [order])]
             best.keep(judged(problem, SEARCHED, order) for order in begun)
         for problem in sorted(able, key=lambda problem: problem.bound):
@@ -91,8 +94,8 @@ def find(problems: Sequence[Problem], effort: float | None = None, seed: int = 0
                 candidates[problem] = _draw(problem, best, int(drawn * work / len(able)), seed, threads)
         # Two of every problem and the best others: annealing may change which problem has the fastest order.
         drawings = [candidates.get(problem, []) for problem in able]
-        pool = [found for own in drawings for found in own[:2]]
-        others = sorted((found for own in drawings for found in own[2:]), key=_KEY)
+        pool = [candidate for drawing in drawings for candidate in drawing[:2]]
+        others = sorted((candidate for drawing in drawings for candidate in drawing[2:]), key=_KEY)
         pool += others[: max(0, _WIDTH - len(pool))]
         _halve(pool, best, int((1 - drawn) * work), seed, threads)
     return [best.get(problem) for problem in problems]
@@ -179,13 +182,17 @@ def _draw(
         points, half = random.random((_BATCH, NUMBERS)), _BATCH // 2
         if parents:
             points[half:] = cross(np.array([point for _, point in parents]), half, random)
-        made = [*joined.from_iterable(threads.map(make, np.array_split(points, parts)))]
-        drawn = [(found.seconds, point) for found, point in zip(made, points, strict=True) if found]
+        judged_orders = [*joined.from_iterable(threads.map(make, np.array_split(points, parts)))]
+        drawn = [
+            (candidate.seconds, point)
+            for candidate, point in zip(judged_orders, points, strict=True)
+            if candidate
+        ]
         parents = sorted([*parents, *drawn], key=lambda pair: pair[0])[:_KEPT]
-        near = best.keep([*near, *made[half:]])[:_WIDTH]
-        far = best.keep([*far, *made[:half]])[:_WIDTH]
+        near = best.keep([*near, *judged_orders[half:]])[:_WIDTH]
+        far = best.keep([*far, *judged_orders[:half]])[:_WIDTH]
     in_turn = joined.from_iterable(zip_longest(near, far))
-    return [found for found in in_turn if found][:_WIDTH]
+    return [candidate for candidate in in_turn if candidate][:_WIDTH]
 
 
 def _halve(pool: list[Candidate], best: _Best, work: int, seed: int, threads: ThreadPoolExecutor) -> None:
@@ -195,16 +202,20 @@ def _halve(pool: list[Candidate], best: _Best, work: int, seed: int, threads: Th
     """
     rounds, number = max(1, (len(pool) // _LAST).bit_length()), 0
     for _ in range(rounds):
-        least = min((found.seconds for found in pool), default=inf)
-        pool = [found for found in pool if least > found.problem.bound * (1 + 1e-9)]
+        least = min((candidate.seconds for candidate in pool), default=inf)
+        pool = [candidate for candidate in pool if least > candidate.problem.bound * (1 + 1e-9)]
         if not work or not pool:
             return
         each, seeds = work // (rounds * len(pool)), range(number, number := number + len(pool))
         better = threads.map(
-            lambda found, own, each=each: _annealed(found, each, ((seed << 16) + own) % 2**32), pool, seeds
+            lambda candidate, number_of_seed, each=each: _annealed(
+                candidate, each, ((seed << 16) + number_of_seed) % 2**32
+            ),
+            pool,
+            seeds,
         )
         both = sorted([*pool, *better], key=_KEY)
-        different = {found.seconds: found for found in reversed(both)}
+        different = {candidate.seconds: candidate for candidate in reversed(both)}
         pool = [*different.values()][::-1][: max(1, len(pool) // 2)]
-        for found in both:
-            best.keep([found])
+        for candidate in both:
+            best.keep([candidate])

@@ -89,7 +89,7 @@ def _starts(problem: Problem, family: str, order: Order, limits: Sequence[float]
     listed = schedule_arrays(rest, problem.placement[shards:], problem.microbatches)
     dates = _Dates(order, listed)
     embedded = [_EMBEDDED * hold for hold in arrays.hold[:shards]] or [0.0] * problem.ranks
-    left = [limit - own for limit, own in zip(limits, embedded, strict=True)]
+    left = [limit - shard for limit, shard in zip(limits, embedded, strict=True)]
     barriers = vocabulary.barriers
     levels = [_caps(order, listed, barriers, n, left) for n in range(1 + barriers)]
     candidates = []
@@ -98,8 +98,8 @@ def _starts(problem: Problem, family: str, order: Order, limits: Sequence[float]
         if shards:
             start = _with_embedding_shards(arrays, start, shards)
         bounds = zip(caps, embedded, start.peaks(), strict=True)
-        own = problem.limited(tuple(max(cap + own, peak) for cap, own, peak in bounds))
-        candidate = judged(own, family, start)
+        limited = problem.limited(tuple(max(cap + shard, peak) for cap, shard, peak in bounds))
+        candidate = judged(limited, family, start)
         assert candidate is not None, "a start keeps its own limits"
         candidates.append(candidate)
     return candidates
@@ -136,22 +136,22 @@ def _with_embedding_shards(arrays: ScheduleArrays, order: Order, embedding_shard
         makers = [
             section - before for section, _ in (*arrays.needs[b], *arrays.needs[w]) if section >= before
         ]
-        needed = start[users].min(axis=0, initial=inf) - listed.period
-        wanted = deque(np.minimum.accumulate(needed[::-1])[::-1])
-        given = deque(np.maximum.accumulate(end[makers].max(axis=0, initial=0.0)))
+        needed_at = start[users].min(axis=0, initial=inf) - listed.period
+        wanted = deque(np.minimum.accumulate(needed_at[::-1])[::-1])
+        grads = deque(np.maximum.accumulate(end[makers].max(axis=0, initial=0.0)))
         starts = np.maximum.accumulate(start.ravel()[order.of_rank(rank)])
-        own: list[Op] = []
+        merged: list[Op] = []
         for op, now in zip(ops, starts, strict=True):
             while wanted and wanted[0] <= now:
                 wanted.popleft()
-                own.append(Op(OpKind.F, rank, m - 1 - len(wanted)))
-            while given and given[0] < now:
-                given.popleft()
-                own.append(Op(OpKind.BW, rank, m - 1 - len(given)))
-            own.append(replace(op, stage=op.stage + embedding_shards))
-        own += (Op(OpKind.F, rank, m - left) for left in range(len(wanted), 0, -1))
-        own += (Op(OpKind.BW, rank, m - left) for left in range(len(given), 0, -1))
-        orders.append(tuple(own))
+                merged.append(Op(OpKind.F, rank, m - 1 - len(wanted)))
+            while grads and grads[0] < now:
+                grads.popleft()
+                merged.append(Op(OpKind.BW, rank, m - 1 - len(grads)))
+            merged.append(replace(op, stage=op.stage + embedding_shards))
+        merged += (Op(OpKind.F, rank, m - left) for left in range(len(wanted), 0, -1))
+        merged += (Op(OpKind.BW, rank, m - left) for left in range(len(grads), 0, -1))
+        orders.append(tuple(merged))
     return Order.of(arrays, tuple(orders))
 
 
@@ -159,15 +159,15 @@ def fused(ops: RankOps, embedding_shards: int) -> RankOps:
     """The order in which an embedding shard's B, which is empty, and W are one op if each of its W follows at
     once: all backwards of a shard are ops of one kind."""
     orders = []
-    for own in ops:
-        found: list[Op] = []
-        for op in own:
-            if op.stage < embedding_shards and found and found[-1] == replace(op, kind=OpKind.B):
-                found[-1] = replace(op, kind=OpKind.BW)
+    for rank_ops in ops:
+        joined: list[Op] = []
+        for op in rank_ops:
+            if op.stage < embedding_shards and joined and joined[-1] == replace(op, kind=OpKind.B):
+                joined[-1] = replace(op, kind=OpKind.BW)
             else:
-                found.append(op)
-        mixed = {op.stage for op in found if op.kind is OpKind.W and op.stage < embedding_shards}
-        orders.append(tuple(part for op in found for part in (_parts(op) if op.stage in mixed else [op])))
+                joined.append(op)
+        mixed = {op.stage for op in joined if op.kind is OpKind.W and op.stage < embedding_shards}
+        orders.append(tuple(part for op in joined for part in (_parts(op) if op.stage in mixed else [op])))
     return tuple(orders)
 
 
@@ -182,9 +182,9 @@ def _caps(
     """Per rank the memory limit of list scheduling: so many microbatches ``more`` than in ``order``."""
     caps = []
     rows = zip(order.peaks(), order.arrays.smallest_limits, arrays.smallest_limits, limits, strict=True)
-    for most, own, with_shards, limit in rows:
-        beside = (1 + barriers) * (with_shards - own)
-        caps.append(min(limit, max(most, own) + more * own + beside))
+    for most, without, with_shards, limit in rows:
+        beside = (1 + barriers) * (with_shards - without)
+        caps.append(min(limit, max(most, without) + more * without + beside))
     return tuple(caps)
 
 
@@ -198,12 +198,12 @@ class _Dates:
         start = done.end.reshape(-1, model.microbatches) - np.array(model.seconds)[:, None]
         scale = arrays.period / model.period if model.period else 1.0
         self.period, bottom = arrays.period, 3 * (model.stages - 1)  # the last F of the model
-        alone, own = start_alone(arrays), model.sections
+        alone, sections = start_alone(arrays), model.sections
         behind = alone[bottom + 1] - alone[bottom] - arrays.seconds[bottom]  # the barrier
-        is_forward = np.arange(own) % 3 == 0
+        is_forward = np.arange(sections) % 3 == 0
         body = scale * start + np.where(is_forward, 0.0, behind)[:, None]
-        shards = scale * start[bottom] + (alone[own:] - alone[bottom])[:, None]
-        self.dates, self.first_shard = np.concatenate([body, shards]), own
+        shards = scale * start[bottom] + (alone[sections:] - alone[bottom])[:, None]
+        self.dates, self.first_shard = np.concatenate([body, shards]), sections
 
     def due(self, delay: float) -> Floats:
         """Due dates with T delayed by so many periods."""

@@ -15,12 +15,12 @@ def critical_path(timeline: Timeline) -> tuple[Span, ...]:
     """From an op that starts first to the op that ends last; each starts because the one before it ended
     (on its rank, or elsewhere and its value arrived then)."""
     schedule = timeline.schedule
-    table, own = needs(timeline.costs, schedule.placement), sections(schedule.stages)
+    table, sections_of = needs(timeline.costs, schedule.placement), sections(schedule.stages)
     microbatches = schedule.microbatches
     position_of = array("q", bytes(8 * SECTIONS_PER_STAGE * schedule.stages * microbatches))  # of a value
     for spans in timeline.spans:
         for position, (op, _, _) in enumerate(spans):
-            for section in own[op.kind][op.stage]:
+            for section in sections_of[op.kind][op.stage]:
                 position_of[section * microbatches + op.microbatch] = position
 
     rank = max(range(schedule.ranks), key=lambda r: timeline.spans[r][-1].end if timeline.spans[r] else 0.0)

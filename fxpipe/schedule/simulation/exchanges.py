@@ -62,10 +62,10 @@ class Exchanges:
 
 def _use(ops: Sequence[Op], stage: int, each: bool) -> BucketUse:
     """When a rank needs the parameters of a stage, and sums its gradients."""
-    own = [op for op in ops if op.stage == stage]
-    last = next((op for op in reversed(own) if Phase.W in PHASES[op.kind]), own[-1])
+    stage_ops = [op for op in ops if op.stage == stage]
+    last = next((op for op in reversed(stage_ops) if Phase.W in PHASES[op.kind]), stage_ops[-1])
     if not each:
-        return once(own[0], last)
+        return once(stage_ops[0], last)
     return per_use(
         ops,
         lambda op: op.stage == stage and op.kind is not OpKind.W,

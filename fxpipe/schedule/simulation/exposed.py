@@ -17,12 +17,12 @@ def exposed_communication(timeline: Timeline) -> tuple[float, ...]:
     Faster links would save this time directly.
     """
     schedule = timeline.schedule
-    table, own = needs(timeline.costs, schedule.placement), sections(schedule.stages)
+    table, sections_of = needs(timeline.costs, schedule.placement), sections(schedule.stages)
     microbatches = schedule.microbatches
     ended = array("d", bytes(8 * SECTIONS_PER_STAGE * schedule.stages * microbatches))
     for spans in timeline.spans:
         for op, _, end in spans:
-            for section in own[op.kind][op.stage]:
+            for section in sections_of[op.kind][op.stage]:
                 ended[section * microbatches + op.microbatch] = end
     step_start = min((spans[0].start for spans in timeline.spans if spans), default=0.0)
     exposed = []

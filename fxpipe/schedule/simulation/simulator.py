@@ -85,7 +85,7 @@ class StepRun:
         carried: list[list[TransferSpan]] = [[] for _ in self.spans]
         for span in (span for queue in self.carried for span in queue):
             carried[self.schedule.placement[span.transfer.stage]].append(span)
-        exchanges = tuple(tuple(own.spans) for own in self.exchanges)
+        exchanges = tuple(tuple(exchange.spans) for exchange in self.exchanges)
         transfers = tuple(map(tuple, carried))
         return Timeline(self.schedule, self.costs, spans, transfers, tuple(self.stalled), exchanges)
 

@@ -63,7 +63,10 @@ class Steps:
         bound on the period."""
         last = self.steps[-1]
         spans = zip(last.timeline.spans, last.updates, strict=True)
-        return max((own[-1].end - own[0].start if own else 0.0) + end - start for own, (start, end) in spans)
+        return max(
+            (rank_spans[-1].end - rank_spans[0].start if rank_spans else 0.0) + end - start
+            for rank_spans, (start, end) in spans
+        )
 
     def last(self, number: int) -> Steps:
         """The last steps alone."""
@@ -93,22 +96,23 @@ def simulate_steps(
             )
     lengths = warm_up_lengths(schedule, costs.edges) if validation == "post" else ()
     start: Start | None = None
-    found, states, period = list[Step](), list[tuple[float, ...]](), None
-    while len(found) < steps or (period is None and len(found) < max(_MOST, steps)):
+    records, states, period = list[Step](), list[tuple[float, ...]](), None
+    while len(records) < steps or (period is None and len(records) < max(_MOST, steps)):
         run = StepRun(schedule, costs, start)
         timeline = run.finish()
         ready = _ready(timeline, run)
-        known = _together(ready, costs)
-        begins, full = (ready, known) if validation == "post" else (known, ())
+        validated = _together(ready, costs)
+        begins, full = (ready, validated) if validation == "post" else (validated, ())
         ends = tuple(begin + costs.update_seconds(rank, validation) for rank, begin in enumerate(begins))
         links = tuple(
-            own[-1].end if own else free for own, free in zip(run.carried, run.start.links, strict=True)
+            carried[-1].end if carried else free
+            for carried, free in zip(run.carried, run.start.links, strict=True)
         )
-        found.append(Step(timeline, tuple(map(Interval, begins, ends)), _verdicts(run)))
+        records.append(Step(timeline, tuple(map(Interval, begins, ends)), _verdicts(run)))
         start = Start(ends, links, tuple(zip(lengths, full, strict=True)))
         states.append((*ends, *full, *links))
         period = _repeated(states, schedule.ranks) if period is None else period
-    return Steps(validation, tuple(found), _mean(states) if period is None else period)
+    return Steps(validation, tuple(records), _mean(states) if period is None else period)
 
 
 class SteadyState(NamedTuple):
@@ -135,13 +139,13 @@ def steady_state(schedule: Schedule, costs: Costs, validation: Validation) -> St
 
 def _ready(timeline: Timeline, run: StepRun) -> tuple[float, ...]:
     """Per rank when its gradients are complete, and summed over its replicas."""
-    found = []
+    ready = []
     for rank, (ops, exchanges) in enumerate(zip(timeline.spans, timeline.exchanges, strict=True)):
         waiting, until = run.waits[rank]
-        ends = [run.start.ranks[rank], *(own[-1].end for own in (ops, exchanges) if own)]
+        ends = [run.start.ranks[rank], *(events[-1].end for events in (ops, exchanges) if events)]
         # A rank whose ops are all warm-up waits before its update.
-        found.append(max(ends + [until] * (waiting == len(ops))))
-    return tuple(found)
+        ready.append(max(ends + [until] * (waiting == len(ops))))
+    return tuple(ready)
 
 
 def _together(ready: Sequence[float], costs: Costs) -> tuple[float, ...]:

@@ -67,18 +67,33 @@ class Timeline:
     @cached_property
     def begin(self) -> float:
         """When the first op or exchange starts."""
-        return min(own[0].start for group in (self.spans, self.exchanges) for own in group if own)
+        return min(
+            rank_spans[0].start
+            for group in (self.spans, self.exchanges)
+            for rank_spans in group
+            if rank_spans
+        )
 
     @cached_property
     def seconds(self) -> float:
         """The makespan: from ``begin`` to the last end of an op or an exchange, over all ranks."""
-        return max(own[-1].end for group in (self.spans, self.exchanges) for own in group if own) - self.begin
+        return (
+            max(
+                rank_spans[-1].end
+                for group in (self.spans, self.exchanges)
+                for rank_spans in group
+                if rank_spans
+            )
+            - self.begin
+        )
 
     @cached_property
     def exposed_exchange(self) -> float:
         """Seconds of the makespan in which all ops are over and replicas still exchange."""
-        ops = max(own[-1].end for own in self.spans if own)
-        return max(0.0, max((own[-1].end for own in self.exchanges if own), default=0.0) - ops)
+        ops = max(rank_spans[-1].end for rank_spans in self.spans if rank_spans)
+        return max(
+            0.0, max((rank_spans[-1].end for rank_spans in self.exchanges if rank_spans), default=0.0) - ops
+        )
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
@@ -128,7 +143,7 @@ class Timeline:
         """
         at_start, at_end = memory_changes(self.costs, self.schedule.placement)
         changes = {
-            kind: [(sum(at_start[s] for s in own), sum(at_end[s] for s in own)) for own in per_stage]
+            kind: [(sum(at_start[s] for s in joined), sum(at_end[s] for s in joined)) for joined in per_stage]
             for kind, per_stage in sections(self.schedule.stages).items()
         }
         return tuple(_memory(spans, changes, self._between(rank)) for rank, spans in enumerate(self.spans))
@@ -167,10 +182,10 @@ class Timeline:
         """Per rank the seconds of its offloads and of its reloads."""
         return tuple(
             (
-                sum(end - start for t, start, end in own if t.direction is Direction.OUT),
-                sum(end - start for t, start, end in own if t.direction is Direction.IN),
+                sum(end - start for t, start, end in rank_spans if t.direction is Direction.OUT),
+                sum(end - start for t, start, end in rank_spans if t.direction is Direction.IN),
             )
-            for own in self.transfers
+            for rank_spans in self.transfers
         )
 
     @cached_property

@@ -22,8 +22,8 @@ def link_queues(schedule: Schedule, costs: Costs) -> tuple[tuple[int, ...], ...]
     """Per link and direction, the positions of its transfers in ``schedule.transfers``, in order."""
     if costs.link is None:
         return ()
-    found: defaultdict[tuple[int, Direction], list[int]] = defaultdict(list)
+    queues: defaultdict[tuple[int, Direction], list[int]] = defaultdict(list)
     for k, transfer in enumerate(schedule.transfers):
         rank = schedule.placement[transfer.stage]
-        found[rank // costs.link.ranks, transfer.direction].append(k)
-    return tuple(tuple(queue) for queue in found.values())
+        queues[rank // costs.link.ranks, transfer.direction].append(k)
+    return tuple(tuple(queue) for queue in queues.values())
