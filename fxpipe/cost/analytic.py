@@ -40,8 +40,8 @@ def analytic_seconds(graph: fx.Graph, node_seconds: NodeSeconds) -> dict[Color, 
 
 def seconds_on(cluster: Cluster, graph: fx.Graph) -> SecondsOfRanks:
     """``analytic_seconds`` of every section on each rank."""
-    found = {seconds.device: analytic_seconds(graph, seconds) for seconds in cluster.distinct}
-    return tuple(found[device] for device in cluster.devices)
+    by_device = {seconds.device: analytic_seconds(graph, seconds) for seconds in cluster.distinct}
+    return tuple(by_device[device] for device in cluster.devices)
 
 
 def section_costs(
@@ -68,9 +68,9 @@ def section_costs(
     return Costs(tuple(stages), tuple(edges), ranks_per_machine=ranks_per_machine)
 
 
-def _sized(held: StageBytes[Iterable[fx.Node]], size: Callable[[Iterable[fx.Node]], _T]) -> dict[str, _T]:
+def _sized(storages: StageBytes[Iterable[fx.Node]], size: Callable[[Iterable[fx.Node]], _T]) -> dict[str, _T]:
     """The fields of a stage's memory."""
-    return {name: size(roots) for name, roots in held._asdict().items()}
+    return {name: size(roots) for name, roots in storages._asdict().items()}
 
 
 def work_for_any_size(

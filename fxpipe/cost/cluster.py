@@ -30,9 +30,10 @@ class Cluster:
         names = [device.name for device in self.devices]
         if len(set(names)) == 1:
             return names[0]
-        ranks = {name: [str(rank) for rank, own in enumerate(names) if own == name] for name in names}
+        ranks = {name: [str(rank) for rank, other in enumerate(names) if other == name] for name in names}
         return "; ".join(
-            f"{name} (rank{'s' if len(own) > 1 else ''} {', '.join(own)})" for name, own in ranks.items()
+            f"{name} (rank{'s' if len(numbers) > 1 else ''} {', '.join(numbers)})"
+            for name, numbers in ranks.items()
         )
 
     @property
@@ -81,11 +82,11 @@ def slowest_of_each(devices: Sequence[Sequence[Device]], graph: fx.Graph) -> Clu
 
     devices: of each rank those of its replicas and lanes, which all run its program.
     """
-    if all(len(set(own)) == 1 for own in devices):
-        return Cluster(tuple(own[0] for own in devices))
+    if all(len(set(processes)) == 1 for processes in devices):
+        return Cluster(tuple(processes[0] for processes in devices))
     nodes = call_nodes(graph)
-    times = {device: sum(map(NodeSeconds(device), nodes)) for own in devices for device in own}
-    return Cluster(tuple(max(own, key=times.__getitem__) for own in devices))
+    times = {device: sum(map(NodeSeconds(device), nodes)) for processes in devices for device in processes}
+    return Cluster(tuple(max(processes, key=times.__getitem__) for processes in devices))
 
 
 def of_stages(of_ranks: Sequence[float], placement: Sequence[int]) -> tuple[float, ...]:

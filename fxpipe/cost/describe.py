@@ -39,16 +39,16 @@ def described_here(device: torch.device, arithmetic: Iterable[str] = ("tf32", "b
 
 
 def _measured(device: torch.device, name: str, memory: int, arithmetic: Iterable[str]) -> Device:
-    found = calibrated(device, f"{name} (calibrated)", memory, arithmetic)
-    rates = ", ".join(f"{kind} {rate / 1e12:.3g} TFLOP/s" for kind, rate in found.flops.items())
+    measured = calibrated(device, f"{name} (calibrated)", memory, arithmetic)
+    rates = ", ".join(f"{kind} {rate / 1e12:.3g} TFLOP/s" for kind, rate in measured.flops.items())
     log.warning(
         "No description of %s: its rates were measured (%s, memory %.3g GB/s); its links count as PCIe. "
         "costs= takes the name of a device that is known.",
         name,
         rates,
-        found.memory_bandwidth / 1e9,
+        measured.memory_bandwidth / 1e9,
     )
-    return found
+    return measured
 
 
 def arithmetic_used(graph: fx.Graph) -> set[str]:
@@ -63,8 +63,8 @@ def described_everywhere(
 
     gather: the bytes of all ranks, in order; all of them call this.
     """
-    own = json.dumps(unstructure(described_here(device))).encode()
-    found = [structure(json.loads(given), Device) for given in gather(own)]
+    here = json.dumps(unstructure(described_here(device))).encode()
+    described = [structure(json.loads(text), Device) for text in gather(here)]
     # Calibrations of equal devices differ a little.
-    first = {device.name: device for device in reversed(found)}
-    return tuple(first[device.name] for device in found)
+    first = {device.name: device for device in reversed(described)}
+    return tuple(first[device.name] for device in described)

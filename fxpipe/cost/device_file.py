@@ -50,9 +50,9 @@ def read_device(path: Path) -> DeviceFile:
     """Raises ScheduleError for a file that is not there, or that is no description of a device."""
     try:
         data = parse_json(read_text(path, MOST_BYTES))
-        given = data.get("format") if isinstance(data, dict) else None
-        if given != FORMAT:
-            raise Misfit(f"is {shown(given)} and must be {FORMAT}", "format")
+        version = data.get("format") if isinstance(data, dict) else None
+        if version != FORMAT:
+            raise Misfit(f"is {shown(version)} and must be {FORMAT}", "format")
         return structure(data, DeviceFile)
     except Misfit as error:
         raise ScheduleError(

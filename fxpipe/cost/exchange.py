@@ -42,10 +42,10 @@ def exchanges(
         link = cluster.link_of_replicas(placement[stage], replicas, ranks_per_machine)
         return (replicas - 1) * link.seconds(size / replicas) if size else 0.0
 
-    found = []
+    by_stage = []
     for stage in range(len(placement)):
-        own = tensors.get(stage, StageTensors(0, 0, 0))
-        once = seconds(stage, own.gradients)
+        sizes = tensors.get(stage, StageTensors(0, 0, 0))
+        once = seconds(stage, sizes.gradients)
         whole = Exchange(2 * once)
-        found.append(Exchange(once, seconds(stage, own.gathered(shard)), per_use) if shard else whole)
-    return tuple(found)
+        by_stage.append(Exchange(once, seconds(stage, sizes.gathered(shard)), per_use) if shard else whole)
+    return tuple(by_stage)

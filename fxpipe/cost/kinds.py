@@ -78,12 +78,12 @@ def kind_of(node: fx.Node) -> str:
         return BETWEEN_LANES
     if draws_numbers(node) or node.target is keyed:
         return "random"
-    found = _kind_of_target(node.target)
-    if found == "product" and _least_dimension(node) <= THIN:
+    kind = _kind_of_target(node.target)
+    if kind == "product" and _least_dimension(node) <= THIN:
         return "thin product"
-    if found == "convolution backward" and not cast(list[bool], node.args[-1])[0]:
+    if kind == "convolution backward" and not cast(list[bool], node.args[-1])[0]:
         return "convolution weight"
-    return "strided" if found == "move" and _is_strided(node) else found
+    return "strided" if kind == "move" and _is_strided(node) else kind
 
 
 @cache
@@ -105,12 +105,12 @@ def _least_dimension(node: fx.Node) -> int:
 
 def _is_strided(node: fx.Node) -> bool:
     """Whether an operand of the result's shape lies in another order than the result."""
-    own = tensors(node)
-    if not own or own[0].numel() < 2:
+    results = tensors(node)
+    if not results or results[0].numel() < 2:
         return False
-    order = _order(own[0])
+    order = _order(results[0])
     read = (t for n in node.all_input_nodes for t in tensors(n))
-    return any(t.shape == own[0].shape and 0 not in t.stride() and _order(t) != order for t in read)
+    return any(t.shape == results[0].shape and 0 not in t.stride() and _order(t) != order for t in read)
 
 
 def _order(tensor: torch.Tensor) -> list[int]:

@@ -77,9 +77,9 @@ def device_named(name: str) -> Device:
 def _known_sheet(name: str) -> DataSheet:
     sheet = _sheet_named(name)
     if sheet is None:
-        known = device_names()
+        names = device_names()
         raise ScheduleError(
-            f"No device is called {name!r}.{suggested(name, known)} Known: {', '.join(known)}."
+            f"No device is called {name!r}.{suggested(name, names)} Known: {', '.join(names)}."
         )
     return sheet
 
@@ -101,7 +101,7 @@ def is_device_name(name: str) -> bool:
 
 def _sheet_named(name: str) -> DataSheet | None:
     names = ((_plain(n), sheet) for sheet in data_sheets() for n in (sheet.name, *sheet.also))
-    return next((sheet for known, sheet in names if known == _plain(name)), None)
+    return next((sheet for plain, sheet in names if plain == _plain(name)), None)
 
 
 def reported_device(name: str, memory: float) -> Device | None:
@@ -137,8 +137,8 @@ def _described(sheet: DataSheet) -> Device:
 
 
 def _link(name: str, reached: float) -> Interconnect:
-    found = _table().link[name]
-    return Interconnect(reached * found.bandwidth, found.latency)
+    link = _table().link[name]
+    return Interconnect(reached * link.bandwidth, link.latency)
 
 
 @cache

@@ -71,11 +71,11 @@ class NodeSeconds:
     def __call__(self, node: fx.Node) -> float:
         inputs = input_nodes(node)
         key = (id(node.target), id(node.meta.get("val")), *[id(n.meta.get("val")) for n in inputs])
-        known = self._known.get(key)
-        if known is None:  # with the values, whose ids are theirs as long as they live
+        entry = self._known.get(key)
+        if entry is None:  # with the values, whose ids are theirs as long as they live
             values = [n.meta.get("val") for n in (node, *inputs)]
-            known = self._known[key] = node_cost(node, self.device).seconds, values
-        return known[0]
+            entry = self._known[key] = node_cost(node, self.device).seconds, values
+        return entry[0]
 
 
 def sent_between_lanes(node: fx.Node, size: Callable[[fx.Node], Any] = node_bytes) -> Any:
@@ -83,12 +83,12 @@ def sent_between_lanes(node: fx.Node, size: Callable[[fx.Node], Any] = node_byte
 
     Lanes are neighbors, so the link is that within a machine.  size: as for ``bytes_moved``.
     """
-    lanes, given = cast(int, node.args[-1]), size(cast(fx.Node, node.args[0]))
+    lanes, bytes_in = cast(int, node.args[-1]), size(cast(fx.Node, node.args[0]))
     all_shares: dict[Any, int] = {
         torch.ops.lanes.all_reduce.default: 2,
         torch.ops.lanes.all_gather.default: lanes,
     }
-    return given * Fraction(all_shares.get(node.target, 1) * (lanes - 1), lanes)
+    return bytes_in * Fraction(all_shares.get(node.target, 1) * (lanes - 1), lanes)
 
 
 def is_free(node: fx.Node) -> bool:

@@ -39,8 +39,8 @@ def costs_of(
         if costs.link is not None:
             costs = replace(costs, link=Link(1 / hardware.offload_bandwidth, costs.link.ranks))
         work = known_work(plan.work)
-        own = {rank: work.rates_of(stage) for stage, rank in enumerate(plan.placement)}
-        rates = [own.get(rank, work.rates) for rank in range(plan.ranks)]
+        by_rank = {rank: work.rates_of(stage) for stage, rank in enumerate(plan.placement)}
+        rates = [by_rank.get(rank, work.rates) for rank in range(plan.ranks)]
         costs = replace(costs, update=update_on(costs.update, rates, hardware))
         return work_on(work, hardware).analytic(costs, sizes or {})
     return costs if sizes is None else known_work(plan.work).costs(costs, sizes)
@@ -53,12 +53,12 @@ def _exchanges_on(plan: Plan, device: Device, ranks_per_machine: int | None) -> 
     sizes: dict[int, StageTensors] = {}
     for stage in plan.stages:
         trained = set(plan.tensors[stage.rank].gradients)
-        held = [plan.layouts[name] for name in stage.parameters if name in trained]
+        layouts = [plan.layouts[name] for name in stage.parameters if name in trained]
         gradients = sum(
-            layout.elements * plan.gradient_dtype(dtype_of(layout.dtype)).itemsize for layout in held
+            layout.elements * plan.gradient_dtype(dtype_of(layout.dtype)).itemsize for layout in layouts
         )
         frozen = sum(plan.layouts[name].nbytes for name in stage.parameters if name not in trained)
-        sizes[stage.stage] = StageTensors(gradients, sum(layout.nbytes for layout in held), frozen)
+        sizes[stage.stage] = StageTensors(gradients, sum(layout.nbytes for layout in layouts), frozen)
     per_use = any(exchange.per_use for exchange in plan.costs.exchanges)
     cluster = Cluster((device,) * plan.ranks)
     return exchanges(cluster, plan.placement, sizes, plan.replicas, plan.shard, per_use, ranks_per_machine)

@@ -74,8 +74,8 @@ class Sizes:
         return sum(self._span(self._resized_values[t], node) * t.element_size() for t in tensors(node))
 
     def terms(self, polynomial: Polynomial) -> Terms:
-        found = self._ring(polynomial).terms()
-        return tuple((int(c.numerator), int(c.denominator), *powers) for powers, c in found)
+        terms = self._ring(polynomial).terms()
+        return tuple((int(c.numerator), int(c.denominator), *powers) for powers, c in terms)
 
     def _derive(self, node: fx.Node) -> None:
         """The resized values of a node that a pass added: its op, run on the resized values of its inputs.
@@ -114,16 +114,16 @@ class Sizes:
     def _polynomial(self, values: Numbers, node: fx.Node) -> Polynomial:
         if values not in self._read:
             self._read[values] = self._explained(values)
-        found = self._read[values]
-        if found is None:
+        polynomial = self._read[values]
+        if polynomial is None:
             origin = node.meta.get("origin", Origin())
-            seen = " and ".join(f"{v} at {p}" for v, p in zip(values, self._points, strict=True))
+            values_at = " and ".join(f"{v} at {p}" for v, p in zip(values, self._points, strict=True))
             raise SizeError(
                 f"Costs for other sizes than the example's are unknown: {node.target}, in "
                 f"{origin.module} ({origin.source}), has a size that is no simple polynomial of "
-                f"{', '.join(map(str, self._ring.symbols))}: {seen}. Leave dimensions out."
+                f"{', '.join(map(str, self._ring.symbols))}: {values_at}. Leave dimensions out."
             )
-        return found
+        return polynomial
 
     def _explained(self, values: Numbers) -> Polynomial | None:
         """The polynomial with the fewest terms, and among those the one with the simplest numbers."""
@@ -132,13 +132,13 @@ class Sizes:
         scale = math.lcm(*(Fraction(v).denominator for v in values))
         whole = [int(v * scale) for v in values]
         for terms, monomials_at in enumerate(self._monomials, start=1):
-            found = []
+            candidates = []
             for powers in itertools.combinations(monomials_at, terms):
                 solved = _solved(*(monomials_at[e] for e in powers), values=whole)
                 if solved is not None:
-                    found.append({e: c / scale for e, c in zip(powers, solved, strict=True)})
-            if found:
-                simplest = min(found, key=_complexity)
+                    candidates.append({e: c / scale for e, c in zip(powers, solved, strict=True)})
+            if candidates:
+                simplest = min(candidates, key=_complexity)
                 rational = self._ring.domain
                 return self._ring.from_dict(
                     {e: rational(c.numerator, c.denominator) for e, c in simplest.items()}
@@ -149,17 +149,17 @@ class Sizes:
 def _solved(*columns: tuple[int, ...], values: list[int]) -> list[Fraction] | None:
     """The coefficients, none of them 0, with which one or two columns add up to the values."""
     if len(columns) == 1:
-        found, scale = [values[0]], columns[0][0]
+        numerators, scale = [values[0]], columns[0][0]
     else:
         (a, c, *_), (b, d, *_) = columns
         v, w, *_ = values
-        found, scale = [v * d - b * w, a * w - v * c], a * d - b * c
-    if not scale or not all(found):
+        numerators, scale = [v * d - b * w, a * w - v * c], a * d - b * c
+    if not scale or not all(numerators):
         return None
     for row, v in zip(zip(*columns, strict=True), values, strict=True):
-        if sum(map(operator.mul, row, found)) != v * scale:
+        if sum(map(operator.mul, row, numerators)) != v * scale:
             return None
-    return [Fraction(n, scale) for n in found]
+    return [Fraction(n, scale) for n in numerators]
 
 
 def _complexity(polynomial: dict[tuple[int, ...], Fraction]) -> int:

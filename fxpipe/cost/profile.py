@@ -49,7 +49,7 @@ _FIELDS = {Phase.F: "forward", Phase.B: "backward", Phase.W: "weight"}
 
 def known_tensors(model: nn.Module, example: Any, constants: Mapping[str, torch.Tensor]) -> Known:
     """The tensors that sections can be run on; those on the meta device have no values."""
-    found: dict[Kind, dict[str, torch.Tensor]] = {
+    by_kind: dict[Kind, dict[str, torch.Tensor]] = {
         Kind.PARAMETER: {name: local(p) for name, p in model.named_parameters()},
         Kind.BUFFER: kept_tensors(model, kept_slots(model))
         | {name: local(b) for name, b in model.named_buffers()},
@@ -58,7 +58,7 @@ def known_tensors(model: nn.Module, example: Any, constants: Mapping[str, torch.
     }
     return {
         (kind, name): tensor.detach()
-        for kind, tensors in found.items()
+        for kind, tensors in by_kind.items()
         for name, tensor in tensors.items()
         if not tensor.is_meta
     }
@@ -87,15 +87,17 @@ def measured_seconds(
     of_stage = defaultdict[int, list[Section]](list)
     for section in sections:
         of_stage[section.stage].append(section)
-    found = dict[Color, float]()
+    medians_of = dict[Color, float]()
     with running(AloneLane(0, lanes)), torch.no_grad(), busy_threads(_others(ranks, device)):
-        for own in of_stage.values():
+        for members in of_stage.values():
             # Their inputs are freed before those of the next stage are made.
-            medians = medians_in_turns([_timed(section, device, known, backend) for section in own], device)
-            found |= zip((section.color for section in own), medians, strict=True)
+            medians = medians_in_turns(
+                [_timed(section, device, known, backend) for section in members], device
+            )
+            medians_of |= zip((section.color for section in members), medians, strict=True)
     return {
         color: described.stage_overhead
-        + found[color]
+        + medians_of[color]
         + sum(node_cost(node, described).seconds for node in nodes)
         for color, nodes in between.items()
     }
@@ -115,13 +117,13 @@ def _timed(section: Section, device: torch.device, known: Known, backend: str) -
         function = inductor(function)
     written = _written(graph)
     inputs, overwritten = list[Any](), list[torch.Tensor]()
-    own = torch.Generator(device)  # the user's random numbers stay as they are
+    generator = torch.Generator(device)  # the user's random numbers stay as they are
     for node in graph.find_nodes(op="placeholder"):
-        given = node.meta.get("input")
-        kind = given.kind if isinstance(given, Input) else None
+        step_input = node.meta.get("input")
+        kind = step_input.kind if isinstance(step_input, Input) else None
         value: Any = 0 if kind is Kind.KEY else _known_input(node, device, known)
         if value is None:
-            flat, value = _made_up(node, own)
+            flat, value = _made_up(node, generator)
             if node in written and kind is not Kind.GRADIENT:  # gradients are only added to
                 overwritten.append(flat)
         inputs.append(value)
@@ -129,7 +131,7 @@ def _timed(section: Section, device: torch.device, known: Known, backend: str) -
     def fill_again() -> None:
         """Without this, an op that overwrites its input would work on ever smaller or larger numbers."""
         for flat in overwritten:
-            _fill(flat, own)
+            _fill(flat, generator)
 
     return Timed(partial(_run, section, function, *inputs), fill_again)
 
@@ -146,8 +148,8 @@ def _run(section: Section, function: Callable[..., Any], *inputs: Any) -> None:
 
 def _written(graph: fx.Graph) -> Set[fx.Node]:
     """The owners of the storages that ops of the section overwrite, inputs among them."""
-    found = (x for n in graph.nodes for x in written_arguments(n.target, n.args, n.kwargs))
-    return {storage_root(x) for x in found if isinstance(x, fx.Node)}
+    arguments = (x for n in graph.nodes for x in written_arguments(n.target, n.args, n.kwargs))
+    return {storage_root(x) for x in arguments if isinstance(x, fx.Node)}
 
 
 def _without_checks(graph: fx.Graph) -> fx.Graph:
@@ -173,16 +175,16 @@ def measured_bandwidth(tier: Tier, directory: Path | None, device: torch.device)
 def with_seconds(costs: Costs, seconds: Mapping[Color, float]) -> Costs:
     """The costs with measured times of sections; bytes and edges stay."""
     stages = list(costs.stages)
-    for color, taken in seconds.items():
-        times = {_FIELDS[color.phase]: taken}
+    for color, time in seconds.items():
+        times = {_FIELDS[color.phase]: time}
         stages[color.stage] = replace(stages[color.stage], **times)
     return replace(costs, stages=tuple(stages))
 
 
 def _known_input(node: fx.Node, device: torch.device, known: Known) -> torch.Tensor | None:
     """The tensor of the model or the example that an input stands for.  Sections do not change those."""
-    given = node.meta.get("input")
-    tensor = known.get((given.kind, given.name)) if isinstance(given, Input) else None
+    step_input = node.meta.get("input")
+    tensor = known.get((step_input.kind, step_input.name)) if isinstance(step_input, Input) else None
     like = node.meta["val"]
     if tensor is None or (tensor.shape, tensor.dtype) != (like.shape, like.dtype):
         return None

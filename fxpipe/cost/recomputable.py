@@ -29,12 +29,12 @@ def recomputable_nodes(graph: fx.Graph, seconds: NodeSeconds) -> Free:
     transfer = seconds.device.intra.seconds
     at_hand = frozenset({Kind.BATCH, Kind.CONSTANT, Kind.BUFFER})
     return Free(
-        _found(graph, cost, at_hand, lambda node: max(budget, transfer(node_bytes(node)))),
-        _found(graph, cost, at_hand | {Kind.PARAMETER}, lambda _: budget),
+        _repeatable(graph, cost, at_hand, lambda node: max(budget, transfer(node_bytes(node)))),
+        _repeatable(graph, cost, at_hand | {Kind.PARAMETER}, lambda _: budget),
     )
 
 
-def _found(
+def _repeatable(
     graph: fx.Graph,
     cost: Mapping[fx.Node, float],
     at_hand: Set[Kind],
@@ -46,9 +46,11 @@ def _found(
     kinds: dict[fx.Node, frozenset[Kind]] = {}  # free node -> the kinds of inputs that these read
     for node in graph.nodes:
         if node.op == "placeholder":
-            given = inputs_behind(node.meta["input"])
-            if all(x.kind in at_hand and not (x.kind is Kind.BUFFER and x.name in changed) for x in given):
-                leads[node], kinds[node] = frozenset(), frozenset(x.kind for x in given)
+            inputs_read = inputs_behind(node.meta["input"])
+            if all(
+                x.kind in at_hand and not (x.kind is Kind.BUFFER and x.name in changed) for x in inputs_read
+            ):
+                leads[node], kinds[node] = frozenset(), frozenset(x.kind for x in inputs_read)
         elif all(map(leads.__contains__, inputs := input_nodes(node))) and _may_repeat(node):
             read = frozenset().union(*(kinds[n] for n in inputs))
             if Kind.PARAMETER in read and (Kind.BATCH in read or node_flops(node)):

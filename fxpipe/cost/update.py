@@ -48,8 +48,8 @@ class Trained(NamedTuple):
     def moved(self) -> int:
         """The bytes that a fused update reads and writes: the gradient for the norm, for the update, and when
         it is set to zero; the states and the parameter or its master, whose value the parameter is given."""
-        given = self.parameter if self.master else 0
-        return self.elements * (3 * self.gradient + 2 * (_STATES + 1) * self.state + given)
+        copy = self.parameter if self.master else 0
+        return self.elements * (3 * self.gradient + 2 * (_STATES + 1) * self.state + copy)
 
 
 def update_costs(cluster: Cluster, trained: Sequence[Sequence[Trained]], divided: int = 1) -> Update:
@@ -59,8 +59,8 @@ def update_costs(cluster: Cluster, trained: Sequence[Sequence[Trained]], divided
     """
     pairs = [*zip(cluster.devices, trained, strict=True)]
     return Update(
-        tuple(_seconds(device, [one.moved / divided for one in own]) for device, own in pairs),
-        tuple(_seconds(device, [2 * one.copied / divided for one in own]) for device, own in pairs),
+        tuple(_seconds(device, [one.moved / divided for one in tensors]) for device, tensors in pairs),
+        tuple(_seconds(device, [2 * one.copied / divided for one in tensors]) for device, tensors in pairs),
         max(device.intra.seconds(VERDICT) for device in cluster.devices),
         max(device.inter.seconds(VERDICT) for device in cluster.devices),
     )
@@ -70,14 +70,14 @@ def _seconds(device: Device, moved: Sequence[float]) -> float:
     """moved: the bytes of each parameter that are read and written."""
     if not moved:
         return 0.0
-    return device.stage_overhead + sum(device.seconds(0, own, "float32", "move") for own in moved)
+    return device.stage_overhead + sum(device.seconds(0, size, "float32", "move") for size in moved)
 
 
 def update_on(update: Update, rates: Sequence[Rates], device: Device) -> Update:
     """The update on another device.  rates: of each rank's device in ``update``."""
 
-    def there(seconds: float, own: Rates) -> float:
-        moving = max(0.0, seconds - own.stage_overhead) * own.memory / device.memory_bandwidth
+    def there(seconds: float, before: Rates) -> float:
+        moving = max(0.0, seconds - before.stage_overhead) * before.memory / device.memory_bandwidth
         return device.stage_overhead + moving if seconds else 0.0
 
     return replace(

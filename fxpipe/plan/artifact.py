@@ -107,11 +107,11 @@ class RankTensors:
 
 def holders(names: Iterable[Iterable[ShardName]]) -> dict[ShardName, list[int]]:
     """The ranks that hold each name, in order; ``names``: those of each rank."""
-    found: dict[ShardName, list[int]] = {}
-    for rank, held in enumerate(names):
-        for name in held:
-            found.setdefault(name, []).append(rank)
-    return found
+    ranks_of: dict[ShardName, list[int]] = {}
+    for rank, rank_names in enumerate(names):
+        for name in rank_names:
+            ranks_of.setdefault(name, []).append(rank)
+    return ranks_of
 
 
 @dataclass(frozen=True)
@@ -254,11 +254,11 @@ class Plan:
 
     def whole_layout(self, name: str) -> TensorLayout:
         """The layout of a parameter or buffer of all lanes together."""
-        own = self.layouts[name]
+        layout = self.layouts[name]
         if name not in self.lanes.shards:
-            return own
-        shape = self.lanes.whole_shape(name, own.shape)
-        return replace(own, shape=shape, stride=torch.empty(shape, device="meta").stride())
+            return layout
+        shape = self.lanes.whole_shape(name, layout.shape)
+        return replace(layout, shape=shape, stride=torch.empty(shape, device="meta").stride())
 
     @cached_property
     def ordered(self) -> Schedule:
@@ -283,10 +283,10 @@ class Plan:
         """Raises ArtifactError, naming ``where`` and the field, for a text that is no plan of this format."""
         try:
             data = parse_json(text)
-            found = data.get("format") if isinstance(data, dict) else None
-            if type(found) is not int or found != FORMAT:
+            version = data.get("format") if isinstance(data, dict) else None
+            if type(version) is not int or version != FORMAT:
                 raise ArtifactError(
-                    f"{where} has format {shown(found)} and fxpipe {__version__} reads format {FORMAT}. "
+                    f"{where} has format {shown(version)} and fxpipe {__version__} reads format {FORMAT}. "
                     "Compile and save the pipeline again with this version."
                 )
             plan = structure(data, Plan)

@@ -43,25 +43,25 @@ class KeptSlot:
 
 def kept_slots(model: nn.Module) -> dict[str, KeptSlot]:
     """The places of tensors in plain attributes, by names that no parameter or buffer has."""
-    taken = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
-    found: dict[str, KeptSlot] = {}
+    used = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
+    slots: dict[str, KeptSlot] = {}
     seen: set[int] = set()
     for path, module in model.named_modules():
-        own = ((key, x) for key, x in vars(module).items() if key not in _OWN)
-        for keys in (keys for key, x in own for keys in _keys(x, (key,), seen)):
+        attributes = ((key, x) for key, x in vars(module).items() if key not in _OWN)
+        for keys in (keys for key, x in attributes for keys in _keys(x, (key,), seen)):
             name = ".".join([path, *map(str, keys)] if path else map(str, keys))
-            while name in taken:
+            while name in used:
                 name += "_"
-            taken.add(name)
-            found[name] = KeptSlot(module, keys)
-    return found
+            used.add(name)
+            slots[name] = KeptSlot(module, keys)
+    return slots
 
 
 def kept_tensors(model: nn.Module, names: Collection[str]) -> dict[str, torch.Tensor]:
     """Those of these names that the model has now, without their gradients' history."""
     slots = kept_slots(model) if names else {}
-    found = {name: slot.get() for name, slot in slots.items() if name in names}
-    return {name: x.detach() if x.requires_grad else x for name, x in found.items() if x is not None}
+    values = {name: slot.get() for name, slot in slots.items() if name in names}
+    return {name: x.detach() if x.requires_grad else x for name, x in values.items() if x is not None}
 
 
 def own_of_each_replica(name: str) -> str:

@@ -85,17 +85,17 @@ class CapturedStep:
 
 def _check(step: CapturedStep) -> None:
     """Raise Misfit for another format, and for a value that nothing computes, or nothing before its use."""
-    Fits(lambda found: found == CAPTURED_FORMAT, f"{CAPTURED_FORMAT}").check(step.format, "format")
-    known = len(step.inputs)
+    Fits(lambda version: version == CAPTURED_FORMAT, f"{CAPTURED_FORMAT}").check(step.format, "format")
+    count = len(step.inputs)
     for number, op in enumerate(step.ops):
         for index in values_in([*op.args, *op.kwargs.values()]):
-            if not isinstance(index, int) or not 0 <= index < known:
+            if not isinstance(index, int) or not 0 <= index < count:
                 raise Misfit(f"uses the value {index!r}, which does not come before it", f"ops[{number}]")
-        known += 1
+        count += 1
     results = [step.loss, step.count, *step.outputs.values(), *step.buffers.values(), *step.checks]
     results += [index for summands in step.grads.values() for index in summands]
     for index in results:
-        if index is not None and index >= known:
+        if index is not None and index >= count:
             raise Misfit(f"has the result {index}, which no op computes")
 
 

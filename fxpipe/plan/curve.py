@@ -32,9 +32,9 @@ class Curve:
 
     def seconds(self, size: Any, largest: Callable[..., Any] = max) -> Any:
         """size, largest: numbers, or sympy's expressions and Max."""
-        found, slope = self.points[0][1], 0.0
+        seconds, slope = self.points[0][1], 0.0
         for (start, least), (end, most) in pairwise(self.points):
             steeper = (most - least) / (end - start)
-            found = found + (steeper - slope) * largest(0, size - start)
+            seconds = seconds + (steeper - slope) * largest(0, size - start)
             slope = steeper
-        return found
+        return seconds

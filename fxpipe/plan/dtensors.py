@@ -19,8 +19,8 @@ _SUPPORTED = ("Shard", "Replicate")
 
 
 def is_dtensor_type(kind: type) -> bool:
-    known = sys.modules.get("torch.distributed.tensor")
-    return known is not None and issubclass(kind, known.DTensor)
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and issubclass(kind, module.DTensor)
 
 
 def is_dtensor(tensor: Any) -> bool:
@@ -57,7 +57,7 @@ def mesh_of(model: nn.Module) -> Any:
 
     Raises CaptureError, naming the tensor, for meshes of two dimensions or several meshes.
     """
-    found: tuple[str, Any] | None = None
+    first: tuple[str, Any] | None = None
     for name, tensor in _dtensors(model):
         mesh = tensor.device_mesh
         if mesh.ndim != 1:
@@ -66,13 +66,13 @@ def mesh_of(model: nn.Module) -> Any:
                 'lanes of a rank are one dimension: give parallelize_module a part of the mesh, mesh["tp"]; '
                 "replicas and ranks are fxpipe's own."
             )
-        if found is not None and found[1] != mesh:
+        if first is not None and first[1] != mesh:
             raise CaptureError(
-                f"{found[0]!r} and {name!r} are DTensors on two meshes, {found[1]} and {mesh}. All lanes "
+                f"{first[0]!r} and {name!r} are DTensors on two meshes, {first[1]} and {mesh}. All lanes "
                 "of a rank share each of its ops: put both on one mesh."
             )
-        found = found or (name, mesh)
-    return None if found is None else found[1]
+        first = first or (name, mesh)
+    return None if first is None else first[1]
 
 
 def lane_plan(model: nn.Module, number: int) -> LanePlan:

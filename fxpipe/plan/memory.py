@@ -14,29 +14,29 @@ from fxpipe.plan.tensors import dtype_of
 class RankMemory:
     """Bytes of one rank.
 
-    ``adamw``: see ``adamw_bytes``; 0 where ``held`` has the optimizer's state.
+    ``adamw``: see ``adamw_bytes``; 0 where ``fixed`` has the optimizer's state.
     ``activations``: the most that is held between ops, as simulated.
     """
 
-    held: HeldBytes
+    fixed: HeldBytes
     adamw: int
     activations: float
 
     @property
     def other(self) -> int:
         """Beside parameters and gradients."""
-        return self.held.total - self.held.parameters - self.held.gradients
+        return self.fixed.total - self.fixed.parameters - self.fixed.gradients
 
     @property
     def peak(self) -> float:
-        return self.held.total + self.activations
+        return self.fixed.total + self.activations
 
 
 def rank_memory(plan: Plan, activations: Iterable[float]) -> tuple[RankMemory, ...]:
     """The memory of each rank; activations: the peak of each."""
     return tuple(
-        RankMemory(held, 0 if held.optimizer else adamw_bytes(plan, rank), peak)
-        for rank, (held, peak) in enumerate(zip(held_bytes(plan), activations, strict=True))
+        RankMemory(fixed, 0 if fixed.optimizer else adamw_bytes(plan, rank), peak)
+        for rank, (fixed, peak) in enumerate(zip(held_bytes(plan), activations, strict=True))
     )
 
 
@@ -44,18 +44,18 @@ def held_bytes(plan: Plan) -> tuple[HeldBytes, ...]:
     """Of each rank; where an earlier version made the plan, its tensors alone, as they are in one replica."""
 
     def size(name: str, *, gradient: bool = False) -> int:
-        own = plan.layouts[name]
-        dtype = dtype_of(own.dtype)
+        layout = plan.layouts[name]
+        dtype = dtype_of(layout.dtype)
         itemsize: int = (plan.gradient_dtype(dtype) if gradient else dtype).itemsize
-        return prod(own.shape) * itemsize
+        return prod(layout.shape) * itemsize
 
     return plan.held or tuple(
         HeldBytes(
-            sum(map(size, own.parameters)),
-            sum(size(name, gradient=True) for name in own.gradients),
-            sum(map(size, own.buffers)),
+            sum(map(size, tensors.parameters)),
+            sum(size(name, gradient=True) for name in tensors.gradients),
+            sum(map(size, tensors.buffers)),
         )
-        for own in plan.tensors
+        for tensors in plan.tensors
     )
 
 

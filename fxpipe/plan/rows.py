@@ -23,11 +23,11 @@ class ShardName(str):
     end: int
 
     def __new__(cls, name: str) -> ShardName:
-        made, match = super().__new__(cls, name), _OF_ROWS.fullmatch(name)
-        made.tensor, made.begin, made.end = name, 0, sys.maxsize
+        shard, match = super().__new__(cls, name), _OF_ROWS.fullmatch(name)
+        shard.tensor, shard.begin, shard.end = name, 0, sys.maxsize
         if match:
-            made.tensor, made.begin, made.end = match[1], int(match[2]), int(match[3])
-        return made
+            shard.tensor, shard.begin, shard.end = match[1], int(match[2]), int(match[3])
+        return shard
 
     @classmethod
     def of_rows(cls, tensor: str, begin: int, end: int) -> ShardName:

@@ -26,11 +26,11 @@ Spans = Mapping[int, PartSpan]
 def spans_of(plan: Plan, name: ShardName, lane: int) -> dict[int, PartSpan]:
     """What a lane holds under a name, which may be that of rows of what the lane has."""
     shape, dim = plan.layouts[name.tensor].shape, plan.lanes.shards.get(name.tensor)
-    found = {0: PartSpan(name.begin, name.end - name.begin, shape[0])} if name.is_part else {}
+    spans = {0: PartSpan(name.begin, name.end - name.begin, shape[0])} if name.is_part else {}
     if dim is not None:
-        begin, length, own = found.get(dim, PartSpan(0, shape[dim], shape[dim]))
-        found[dim] = PartSpan(lane * own + begin, length, plan.lanes.number * own)
-    return found
+        begin, length, size = spans.get(dim, PartSpan(0, shape[dim], shape[dim]))
+        spans[dim] = PartSpan(lane * size + begin, length, plan.lanes.number * size)
+    return spans
 
 
 def slices_of(shape: Sequence[int], spans: Spans) -> tuple[slice, ...]:
@@ -39,11 +39,11 @@ def slices_of(shape: Sequence[int], spans: Spans) -> tuple[slice, ...]:
     Of an optimizer's state of a parameter, which may have fewer dimensions, all is held of a dimension that
     is not as long as the parameter's.
     """
-    found = [slice(0, length) for length in shape]
+    slices = [slice(0, length) for length in shape]
     for dim, (begin, length, whole) in spans.items():
         if dim < len(shape) and shape[dim] == whole:
-            found[dim] = slice(begin, begin + length)
-    return tuple(found)
+            slices[dim] = slice(begin, begin + length)
+    return tuple(slices)
 
 
 def place_of(whole: torch.Tensor, spans: Spans, first_row: int = 0) -> torch.Tensor:

@@ -23,8 +23,8 @@ def _is_shape(sizes: tuple[int, ...]) -> bool:
 
 
 def _is_floating(name: str) -> bool:
-    found = dtype_of(name)
-    return found is not None and (found.is_floating_point or found.is_complex)
+    dtype = dtype_of(name)
+    return dtype is not None and (dtype.is_floating_point or dtype.is_complex)
 
 
 IS_DTYPE = Fits(lambda name: dtype_of(name) is not None, "a dtype such as 'torch.float32'")
@@ -80,10 +80,10 @@ def share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
     return bool(second.any())
 
 
-def gradient_dtype(parameter: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
+def gradient_dtype(parameter: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
     """The dtype in which a parameter's gradient is accumulated: the one that was asked for, if the
     parameter's has fewer bits (a complex parameter's gets its parts in that dtype)."""
-    return parameter if asked is None else torch.promote_types(parameter, asked)
+    return parameter if wanted is None else torch.promote_types(parameter, wanted)
 
 
 def accum_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -112,5 +112,5 @@ def in_strides(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
 
 def dtype_of(name: str) -> Any:
     """The dtype named as ``"torch.float32"``; None if there is no such dtype."""
-    found = getattr(torch, name.removeprefix("torch."), None) if name.startswith("torch.") else None
-    return found if isinstance(found, torch.dtype) else None
+    dtype = getattr(torch, name.removeprefix("torch."), None) if name.startswith("torch.") else None
+    return dtype if isinstance(dtype, torch.dtype) else None

@@ -173,8 +173,8 @@ class PlanWork:
         lengths = [Fraction(n) for n in lengths_at(self.lengths, sizes).values()]
         stages = []
         for stage, (cost, work) in enumerate(zip(costs.stages, self.stages, strict=True)):
-            found = self.stage(stage, lengths, max)
-            times = {phase: float(getattr(found, phase)) for phase in PHASE_FIELDS}
+            seconds = self.stage(stage, lengths, max)
+            times = {phase: float(getattr(seconds, phase)) for phase in PHASE_FIELDS}
             stages.append(replace(cost, **times, **_held(work, lengths)))
         return replace(costs, stages=tuple(stages), edges=self._edges(costs, lengths))
 
@@ -199,14 +199,14 @@ class PlanWork:
         return replace(costs, stages=tuple(stages), edges=self._edges(costs, new))
 
     def _edges(self, costs: Costs, lengths: Sequence[Fraction]) -> tuple[Edge, ...]:
-        found = []
+        edges = []
         for edge, terms in zip(costs.edges, self.edges, strict=True):
             moved = float(value_at(terms, lengths))
             ends = [self.rates_of(end.stage).with_message(edge, moved) for end in (edge.source, edge.target)]
             inter = [end.inter_seconds for end in ends if end.inter_seconds is not None]
             slower = max(end.seconds for end in ends)
-            found.append(replace(ends[0], seconds=slower, inter_seconds=max(inter, default=None)))
-        return tuple(found)
+            edges.append(replace(ends[0], seconds=slower, inter_seconds=max(inter, default=None)))
+        return tuple(edges)
 
     def rates_of(self, stage: int) -> Rates:
         return self.stage_rates[stage] if self.stage_rates else self.rates
@@ -235,13 +235,13 @@ def lengths_at(lengths: Mapping[str, int], sizes: Mapping[str, int]) -> dict[str
 
     Raises SizeError for an unknown name and for a length below one.
     """
-    known = ", ".join(f"{name} ({length} in the example)" for name, length in lengths.items())
+    names = ", ".join(f"{name} ({length} in the example)" for name, length in lengths.items())
     for name, length in sizes.items():
         if name not in lengths:
             raise SizeError(
-                f"No dimension is called {name!r}. Known: {known}. (microbatch exists if the example has "
+                f"No dimension is called {name!r}. Known: {names}. (microbatch exists if the example has "
                 "two rows or more; name others in dimensions.)"
             )
         if not isinstance(length, int) or length < 1:
-            raise SizeError(f"{name} is {length!r} and must be a whole number, at least 1. Known: {known}.")
+            raise SizeError(f"{name} is {length!r} and must be a whole number, at least 1. Known: {names}.")
     return {**lengths, **sizes}

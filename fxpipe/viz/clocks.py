@@ -25,23 +25,23 @@ def aligned(timeline: Timeline, spans: Sequence[Sequence[Span]]) -> tuple[tuple[
     bounds = _bounds(timeline, spans)
     shifts = [0.0] * len(spans) if all(b <= 0 for b in bounds.values()) else _middles(len(spans), bounds)
     moved = [[Span(op, s + by, e + by) for op, s, e in own] for own, by in zip(spans, shifts, strict=True)]
-    begin = min((own[0].start for own in moved if own), default=0.0)
-    return tuple(tuple(Span(op, s - begin, e - begin) for op, s, e in own) for own in moved)
+    begin = min((rank_spans[0].start for rank_spans in moved if rank_spans), default=0.0)
+    return tuple(tuple(Span(op, s - begin, e - begin) for op, s, e in rank_spans) for rank_spans in moved)
 
 
 def _bounds(timeline: Timeline, spans: Sequence[Sequence[Span]]) -> dict[tuple[int, int], float]:
     """(a, b) -> the least that must be added to the clock of b beside that of a."""
     table = needs(timeline.costs, timeline.schedule.placement)
     ran = runs(spans)
-    found: dict[tuple[int, int], float] = {}
-    for rank, own in enumerate(spans):
-        for op, start, _ in own:
+    bounds: dict[tuple[int, int], float] = {}
+    for rank, rank_spans in enumerate(spans):
+        for op, start, _ in rank_spans:
             for section, _ in table[op.kind][op.stage]:
                 home, _, giver = ran[section, op.microbatch]
                 if home != rank:
                     least = giver.start - start
-                    found[home, rank] = max(found.get((home, rank), -inf), least)
-    return found
+                    bounds[home, rank] = max(bounds.get((home, rank), -inf), least)
+    return bounds
 
 
 def _middles(ranks: int, bounds: dict[tuple[int, int], float]) -> list[float]:
@@ -55,9 +55,9 @@ def _middles(ranks: int, bounds: dict[tuple[int, int], float]) -> list[float]:
 
 def _longest(ranks: int, bounds: dict[tuple[int, int], float]) -> list[float]:
     """The longest way from rank 0 to each; as many rounds as ranks, as noise may leave a circle."""
-    found = [0.0, *[-inf] * (ranks - 1)]
+    longest = [0.0, *[-inf] * (ranks - 1)]
     for _ in range(ranks):
         for (a, b), bound in bounds.items():
             if b:
-                found[b] = max(found[b], found[a] + bound)
-    return found
+                longest[b] = max(longest[b], longest[a] + bound)
+    return longest

@@ -46,8 +46,8 @@ def explain(plan: Plan, console: Console) -> None:
     if plan.costs.update.seconds:
         console.print(terminal(f"Many steps: {_many_steps(plan)}."), soft_wrap=True)
     if plan.meshes:
-        own = Mesh(plan.ranks, plan.replicas, plan.step.microbatches, plan.shard)
-        console.print(mesh_table(plan.meshes, own))
+        mesh = Mesh(plan.ranks, plan.replicas, plan.step.microbatches, plan.shard)
+        console.print(mesh_table(plan.meshes, mesh))
         for line in reasons(plan.meshes):
             console.print(terminal(line), soft_wrap=True, style="dim")
     if plan.tried:
@@ -144,7 +144,7 @@ def _memory(plan: Plan) -> Table:
 
 def _exchanged(plan: Plan) -> str:
     timeline = simulate(plan.ordered, plan.costs)
-    longest = max(sum(end - start for *_, start, end in own) for own in timeline.exchanges)
+    longest = max(sum(end - start for *_, start, end in rank_spans) for rank_spans in timeline.exchanges)
     what = {"": "sum gradients", "optimizer": "sum gradients and gather parameters"}
     does = what.get(plan.shard, what["optimizer"])
     return (

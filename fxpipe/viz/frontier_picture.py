@@ -79,15 +79,15 @@ def _dots(
     svg: ET.Element, places: list[tuple[float, float, FrontierPoint]], best: set[FrontierPoint], units: Units
 ) -> None:
     """The dots, those of the frontier on top, with labels to their right that do not overlap."""
-    taken = [(x - 4, x + 4, y + 4) for x, y, _ in places]  # left, right, baseline
+    occupied = [(x - 4, x + 4, y + 4) for x, y, _ in places]  # left, right, baseline
     for x, y, point in sorted(places, key=lambda place: (place[2] in best, place[1], place[0])):
         look = {"cx": f"{x:g}", "cy": f"{y:g}", "r": "4", "class": "on" if point in best else "dot"}
         figures = f"{point.name}: {units.memory(point.memory)}, bubble {bubble_text(point.bubble)}"
         ET.SubElement(ET.SubElement(svg, "circle", look), "title").text = printable(figures)
         left, right, base = x + 8, x + 8 + text_width(point.name, FONT), y - 3
-        while any(left < end and right > begin and abs(base - at) < LINE for begin, end, at in taken):
+        while any(left < end and right > begin and abs(base - at) < LINE for begin, end, at in occupied):
             base += 1
-        taken.append((left, right, base))
+        occupied.append((left, right, base))
         if base > y + LINE:
             _line(svg, "lead", x, y, left - 1, base - 4)
         _text(svg, left, base, point.name)

@@ -17,9 +17,9 @@ LEAST = 5e-4
 def bound_within(timeline: Timeline, limits: Sequence[float] | None) -> float:
     """The bound under limits of activations, of each rank; without any, under the schedule's own peaks."""
     schedule = timeline.schedule
-    own = [max(timeline.peak_memory)] * schedule.ranks if limits is None else limits
-    found = lower_bound_within(timeline.costs, schedule.placement, schedule.microbatches, own)
-    return timeline.lower_bound if found == inf else found  # by rounding alone: the schedule keeps its limits
+    largest = [max(timeline.peak_memory)] * schedule.ranks if limits is None else limits
+    bound = lower_bound_within(timeline.costs, schedule.placement, schedule.microbatches, largest)
+    return timeline.lower_bound if bound == inf else bound  # by rounding alone: the schedule keeps its limits
 
 
 def gap_texts(timeline: Timeline, limits: Sequence[float] | None, units: Units) -> tuple[str, str]:

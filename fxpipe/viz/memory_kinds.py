@@ -38,7 +38,7 @@ class MemoryChange(NamedTuple):
     """``bytes`` more (or fewer) of a kind from ``time`` on; ``stage``: whose values they are."""
 
     time: float
-    held: MemoryKind
+    kind: MemoryKind
     stage: int
     bytes: float
 
@@ -62,15 +62,15 @@ def standing(plan: Plan) -> tuple[Standing, ...]:
     """Per rank."""
     return tuple(
         Standing(
-            own.parameters,
-            own.gradients,
-            own.buffers,
+            size.parameters,
+            size.gradients,
+            size.buffers,
             sum(plan.layouts[name].nbytes for name in plan.tensors[rank].constants),
-            own.optimizer or adamw_bytes(plan, rank),
-            own.results + own.exchange + own.copies,
+            size.optimizer or adamw_bytes(plan, rank),
+            size.results + size.exchange + size.copies,
             plan.pools[rank] if plan.pools else 0,
         )
-        for rank, own in enumerate(held_bytes(plan))
+        for rank, size in enumerate(held_bytes(plan))
     )
 
 
@@ -80,11 +80,11 @@ def changes(timeline: Timeline) -> tuple[tuple[MemoryChange, ...], ...]:
     Without RECEIVED they add up to ``timeline.memory``.
     """
     stages = timeline.costs.stages
-    found: list[list[MemoryChange]] = [[] for _ in timeline.spans]
+    by_rank: list[list[MemoryChange]] = [[] for _ in timeline.spans]
     ran = runs(timeline.spans)
-    for rank, own in enumerate(timeline.spans):
-        for op, start, end in own:
-            cost, add = stages[op.stage], found[rank].append
+    for rank, rank_spans in enumerate(timeline.spans):
+        for op, start, end in rank_spans:
+            cost, add = stages[op.stage], by_rank[rank].append
             for phase in PHASES[op.kind]:
                 match phase:
                     case Phase.F:
@@ -94,12 +94,14 @@ def changes(timeline: Timeline) -> tuple[tuple[MemoryChange, ...], ...]:
                         add(MemoryChange(end, MemoryKind.FOR_WEIGHT, op.stage, cost.saved_for_weight))
                     case Phase.W:
                         add(MemoryChange(end, MemoryKind.FOR_WEIGHT, op.stage, -cost.saved_for_weight))
-        _add_transfers(timeline, rank, ran, found[rank])
-    _add_values(timeline, ran, found)
-    return tuple(tuple(sorted((c for c in own if c.bytes), key=lambda c: c.time)) for own in found)
+        _add_transfers(timeline, rank, ran, by_rank[rank])
+    _add_values(timeline, ran, by_rank)
+    return tuple(
+        tuple(sorted((c for c in rank_spans if c.bytes), key=lambda c: c.time)) for rank_spans in by_rank
+    )
 
 
-def _add_transfers(timeline: Timeline, rank: int, ran: Runs, found: list[MemoryChange]) -> None:
+def _add_transfers(timeline: Timeline, rank: int, ran: Runs, rank_changes: list[MemoryChange]) -> None:
     ends = [span.end for span in timeline.spans[rank]]
     over: defaultdict[int, float] = defaultdict(float)  # by position: when its offloads are waited for
     carried = timeline.transfers[rank] if timeline.transfers else ()
@@ -116,29 +118,29 @@ def _add_transfers(timeline: Timeline, rank: int, ran: Runs, found: list[MemoryC
         stage, microbatch, user = activation
         size = offload_bytes(timeline.costs.stages[stage], user)
         b = ran[index(Color(stage, Phase.B)), microbatch][2].end
-        held = MemoryKind.SAVED if user is Phase.B or time < b else MemoryKind.FOR_WEIGHT
-        found.append(MemoryChange(time, held, stage, -size if direction is Direction.OUT else size))
+        kind = MemoryKind.SAVED if user is Phase.B or time < b else MemoryKind.FOR_WEIGHT
+        rank_changes.append(MemoryChange(time, kind, stage, -size if direction is Direction.OUT else size))
         if direction is Direction.OUT and user is Phase.W and time < b <= times[activation, Direction.IN]:
             # From the end of B on, offloaded memory belongs to W.
-            found.append(MemoryChange(b, MemoryKind.SAVED, stage, size))
-            found.append(MemoryChange(b, MemoryKind.FOR_WEIGHT, stage, -size))
+            rank_changes.append(MemoryChange(b, MemoryKind.SAVED, stage, size))
+            rank_changes.append(MemoryChange(b, MemoryKind.FOR_WEIGHT, stage, -size))
 
 
-def _add_values(timeline: Timeline, ran: Runs, found: list[list[MemoryChange]]) -> None:
+def _add_values(timeline: Timeline, ran: Runs, by_rank: list[list[MemoryChange]]) -> None:
     """Values between stages of one rank, and messages from their arrival to the start of their op."""
     placement = timeline.schedule.placement
     for edge in timeline.costs.edges:
         for m in range(timeline.schedule.microbatches):
-            sender, _, given = ran[index(edge.source), m]
-            rank, _, taken = ran[index(arrival(edge.target)), m]
+            sender, _, giver = ran[index(edge.source), m]
+            rank, _, taker = ran[index(arrival(edge.target)), m]
             if sender == rank:
-                held, stage = MemoryKind.HANDED, edge.source.stage
-                since, until = given.end, ran[index(edge.target), m][2].start
+                kind, stage = MemoryKind.HANDED, edge.source.stage
+                since, until = giver.end, ran[index(edge.target), m][2].start
             else:
-                held, stage = MemoryKind.RECEIVED, edge.target.stage
-                since, until = given.end + timeline.costs.message_seconds(edge, placement), taken.start
+                kind, stage = MemoryKind.RECEIVED, edge.target.stage
+                since, until = giver.end + timeline.costs.message_seconds(edge, placement), taker.start
             if since < until:
-                found[rank] += (
-                    MemoryChange(since, held, stage, edge.bytes),
-                    MemoryChange(until, held, stage, -edge.bytes),
+                by_rank[rank] += (
+                    MemoryChange(since, kind, stage, edge.bytes),
+                    MemoryChange(until, kind, stage, -edge.bytes),
                 )

@@ -68,15 +68,15 @@ def _stages(plan: Plan) -> tuple[tuple[str, ...], ...]:
     lines: list[tuple[str, ...]] = []
     for stage, cost in zip(plan.stages, plan.costs.stages, strict=True):
         times = zip("FBW", (cost.forward, cost.backward, cost.weight), strict=True)
-        own = [
+        texts = [
             f"stage {stage.stage} on rank {stage.rank}{_share(plan, stage.stage)}",
             ", ".join(f"{phase} {seconds_text(seconds)}" for phase, seconds in times),
             f"held: F to B {bytes_text(cost.saved_activations)}, B to W {bytes_text(cost.saved_for_weight)}",
         ]
         if plan.transfers:
             until_b, until_w = bytes_text(cost.offloadable), bytes_text(cost.offloadable_for_weight)
-            own.append(f"offloadable: until B {until_b}, until W {until_w}")
-        lines.append(tuple(own))
+            texts.append(f"offloadable: until B {until_b}, until W {until_w}")
+        lines.append(tuple(texts))
     return tuple(lines)
 
 
@@ -99,5 +99,5 @@ def _section(sections: Sequence[Section], wanted: tuple[int, str]) -> Section:
             "This pipeline was loaded, or compiled by another rank, so its sections are not available. "
             "Compile the model in one process and draw that pipeline."
         )
-    known = ", ".join(f"({s.stage}, {str(s.phase)!r})" for s in sections)
-    raise FxpipeError(f"There is no section {wanted!r:.60} to draw. There are: {known}.")
+    names = ", ".join(f"({s.stage}, {str(s.phase)!r})" for s in sections)
+    raise FxpipeError(f"There is no section {wanted!r:.60} to draw. There are: {names}.")

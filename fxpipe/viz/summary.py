@@ -14,7 +14,7 @@ from fxpipe.schedule.units import bubble_text, bytes_text, seconds_text, units_o
 
 def summary(plan: Plan) -> list[str]:
     """At most seven lines: the decisions, the prediction, the memory of the ranks."""
-    found, step = plan.prediction, plan.step
+    predicted, step = plan.prediction, plan.step
     replicas = f", {plan.replicas} replicas" if plan.replicas > 1 else ""
     replicas += f", shard {plan.shard}" if plan.shard else ""
     lanes = f" of {plan.lanes.number} lanes" if plan.lanes.number > 1 else ""
@@ -22,16 +22,16 @@ def summary(plan: Plan) -> list[str]:
     microbatches = number_of(step.microbatches, "microbatch")
     lines = [
         f"{plan.model} on {ranks}{replicas}: {stages}, {microbatches}, schedule {plan.schedule}",
-        f"predicted: step {seconds_text(found.seconds)}, span bubble {bubble_text(found.span_bubble)}"
+        f"predicted: step {seconds_text(predicted.seconds)}, span bubble {bubble_text(predicted.span_bubble)}"
         + (f", costs of {plan.device}" if plan.device else ""),
     ]
-    memory = rank_memory(plan, found.peak_memory)
+    memory = rank_memory(plan, predicted.peak_memory)
     text = units_of(plan.memory_limit).memory
     fullest = max(range(plan.ranks), key=lambda rank: memory[rank].peak)
-    own = memory[fullest]
+    most = memory[fullest]
     lines.append(
-        f"memory: at most {text(own.peak)}, on rank {fullest} (parameters {text(own.held.parameters)}, "
-        f"gradients {text(own.held.gradients)}, activations {text(own.activations)})"
+        f"memory: at most {text(most.peak)}, on rank {fullest} (parameters {text(most.fixed.parameters)}, "
+        f"gradients {text(most.fixed.gradients)}, activations {text(most.activations)})"
         + (f"; limit {plan.memory_limit}" if plan.memory_limit else "")
     )
     if max(each.adamw for each in memory):
@@ -52,9 +52,9 @@ def memory_rows(memory: Sequence[RankMemory], limit: str) -> list[tuple[str, ...
     """A row for each rank, below their names."""
     text = units_of(limit).memory
     rows: list[tuple[str, ...]] = [MEMORY]
-    for rank, own in enumerate(memory):
-        held = own.held
-        sizes = held.parameters, held.gradients, own.other, own.activations, own.peak, own.adamw
+    for rank, total in enumerate(memory):
+        fixed = total.fixed
+        sizes = fixed.parameters, fixed.gradients, total.other, total.activations, total.peak, total.adamw
         rows.append((str(rank), *map(text, sizes)))
     return rows
 

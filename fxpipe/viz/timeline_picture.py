@@ -88,8 +88,8 @@ def timeline_svg(shown: Timeline | Steps, title: str, units: Units = PHYSICAL) -
 
 def _scale(steps: tuple[Step, ...], pixels: float) -> Scale:
     """From the first start to the last end, over all ranks."""
-    starts = [own[0].start for own in steps[0].timeline.spans if own]
-    starts += [own[0].start for own in steps[0].timeline.exchanges if own]
+    starts = [spans[0].start for spans in steps[0].timeline.spans if spans]
+    starts += [spans[0].start for spans in steps[0].timeline.exchanges if spans]
     start = min(starts, default=0.0)
     ends = [update.end for update in steps[-1].updates]
     return Scale(start, max(ends) - start if ends else steps[0].timeline.seconds, pixels)
@@ -148,7 +148,7 @@ def _legend(timeline: Timeline, steps: Steps | None, width: float) -> list[_Key]
     if any(timeline.transfers):
         keys += [("offload", "offload"), ("reload", "reload")]
     if any(timeline.exchanges):
-        exchanged = {span.what for own in timeline.exchanges for span in own}
+        exchanged = {span.what for rank_spans in timeline.exchanges for span in rank_spans}
         keys += [(what, text) for what, text in EXCHANGES.items() if what in exchanged]
     if steps is not None:
         keys += seam_marks.keys(steps.steps)
@@ -186,13 +186,13 @@ def _row(row: ET.Element, steps: tuple[Step, ...], rank: int, scale: Scale, unit
     _text(row, -LEFT + 12, 15, f"rank {rank}")
     ET.SubElement(row, "rect", {"width": f"{scale.pixels}", "height": f"{BAR}", "class": "idle"})
     schedule = steps[0].timeline.schedule
-    own = [stage for stage, home in enumerate(schedule.placement) if home == rank]
-    model_stages = [stage for stage in own if not schedule.is_vocabulary(stage)]
+    stages = [stage for stage, home in enumerate(schedule.placement) if home == rank]
+    model_stages = [stage for stage in stages if not schedule.is_vocabulary(stage)]
     for step in steps:
         for span in step.timeline.spans[rank]:
             late = span.op.stage in model_stages[1:]
             look = f"{role(span.op, schedule)} late" if late else str(role(span.op, schedule))
-            _op(row, span, scale, look, len(own), units)
+            _op(row, span, scale, look, len(stages), units)
         for moved in step.timeline.transfers[rank] if step.timeline.transfers else ():
             _transfer(row, moved, scale, units)
         for exchanged in step.timeline.exchanges[rank] if step.timeline.exchanges else ():

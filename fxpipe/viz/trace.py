@@ -48,16 +48,16 @@ def trace_events(source: ReportSource) -> list[Event]:
     plan, measured = source.plan, source.measured
     timeline = simulate(plan.ordered, plan.costs)
     begin = timeline.begin
-    found = [
+    events = [
         *_names(PREDICTED, f"predicted: {plan.model}, {plan.schedule}", plan.ranks),
         *_step(PREDICTED, timeline, timeline.spans, waits(timeline), begin, source.graph),
         *_links(timeline, begin),
         *_memory(source, timeline, begin),
     ]
     if measured is not None:
-        found += _names(MEASURED, f"measured: {plan.model}, {plan.schedule}", plan.ranks)
-        found += _step(MEASURED, timeline, measured, measured_waits(timeline, measured), 0.0, source.graph)
-    return found
+        events += _names(MEASURED, f"measured: {plan.model}, {plan.schedule}", plan.ranks)
+        events += _step(MEASURED, timeline, measured, measured_waits(timeline, measured), 0.0, source.graph)
+    return events
 
 
 def _names(process: int, name: str, ranks: int) -> Iterator[Event]:
@@ -90,9 +90,9 @@ def _step(
     begin: float,
     graph: GraphRecord | None,
 ) -> Iterator[Event]:
-    for rank, own in enumerate(spans):
+    for rank, rank_spans in enumerate(spans):
         free = begin
-        for (op, start, end), wait in zip(own, causes[rank], strict=True):
+        for (op, start, end), wait in zip(rank_spans, causes[rank], strict=True):
             if _micro(start - free) > _LEAST:
                 name = _waiting(wait, spans)
                 yield _span(
@@ -125,8 +125,8 @@ def _flows(
     """From the end of the op that sends to the begin of the one that takes the message."""
     ran = runs(spans)
     values: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
-    for sent in graph.sent if graph is not None else ():
-        values[sent.source, sent.target].append(f"{sent.name} {sent.shape}")
+    for value in graph.sent if graph is not None else ():
+        values[value.source, value.target].append(f"{value.name} {value.shape}")
     number = 0
     for edge in timeline.costs.edges:
         named = values[_text(edge.source), _text(edge.target)]
@@ -169,26 +169,26 @@ def _links(timeline: Timeline, begin: float) -> Iterator[Event]:
             for direction in Direction
         }
         named["other replicas"] = [(f"{x}, stage {stage}", s, e) for x, stage, s, e in exchanges]
-        for k, (kind, own) in enumerate(named.items(), 1):
+        for k, (kind, spans) in enumerate(named.items(), 1):
             thread = k * ranks + rank + 1
-            if own:
+            if spans:
                 yield from _thread(PREDICTED, thread, f"rank {rank}, {kind}", rank)
-            for name, start, end in own:
+            for name, start, end in spans:
                 yield _span(PREDICTED, thread, name, start - begin, end - begin, kind)
 
 
 def _memory(source: ReportSource, timeline: Timeline, begin: float) -> Iterator[Event]:
     """A counter for each rank, with a series for each kind of memory."""
-    for rank, (held, own) in enumerate(zip(standing(source.plan), changes(timeline), strict=True)):
+    for rank, (fixed, rank_changes) in enumerate(zip(standing(source.plan), changes(timeline), strict=True)):
         levels: dict[str, float] = {
-            name: size for name, size in asdict(held).items() if size and name != "pool"
+            name: size for name, size in asdict(fixed).items() if size and name != "pool"
         }
-        levels |= {str(change.held): 0.0 for change in own}
+        levels |= {str(change.kind): 0.0 for change in rank_changes}
         name = f"memory of rank {rank}"
         at = {0.0: dict(levels)}
-        for time, kind, _, size in own:
+        for time, kind, _, size in rank_changes:
             levels[str(kind)] += size
             at[_micro(time - begin)] = dict(levels)
-        for time, found in at.items():
-            args = {kind: round(size) for kind, size in found.items()}
+        for time, sizes in at.items():
+            args = {kind: round(size) for kind, size in sizes.items()}
             yield {"ph": "C", "name": name, "pid": PREDICTED, "ts": time, "args": args}

@@ -77,18 +77,18 @@ def _waits(
 ) -> tuple[tuple[IdleWait, ...], ...]:
     schedule = timeline.schedule
     table = needs(timeline.costs, schedule.placement)
-    made = runs(all_spans)
+    origins = runs(all_spans)
     beginning = timeline.begin if with_delays else min(spans[0].start for spans in all_spans if spans)
-    found: list[tuple[IdleWait, ...]] = []
+    by_rank: list[tuple[IdleWait, ...]] = []
     for rank, spans in enumerate(all_spans):
         due: defaultdict[int, list[tuple[float, Transfer]]] = defaultdict(list)
         for carried in timeline.transfers[rank] if timeline.transfers and with_delays else ():
             due[carried.transfer.end].append((carried.end, carried.transfer))
-        own, free = [], beginning
+        rank_waits, free = [], beginning
         for position, (op, start, end) in enumerate(spans):
             wait = IdleWait(Cause.RANK, rank, position - 1, free, free)
             for section, delay in table[op.kind][op.stage]:
-                home, at, giver = made[section, op.microbatch]
+                home, at, giver = origins[section, op.microbatch]
                 arrived = giver.end + delay * with_delays
                 if arrived > wait.over:  # of another rank: its own ops were over before
                     wait = IdleWait(Cause.MESSAGE, home, at, giver.end, arrived)
@@ -97,10 +97,10 @@ def _waits(
                     wait = IdleWait(Cause.TRANSFER, rank, -1, over, over, transfer)
             if with_delays and start > wait.over + _EPSILON * timeline.seconds:
                 wait = IdleWait(Cause.EXCHANGE, rank, -1, start, start)
-            own.append(wait)
+            rank_waits.append(wait)
             free = end
-        found.append(tuple(own))
-    return tuple(found)
+        by_rank.append(tuple(rank_waits))
+    return tuple(by_rank)
 
 
 #: Of a step: a gap below this share of it is rounding.
@@ -114,16 +114,16 @@ def passed(timeline: Timeline) -> tuple[dict[int, Passed], ...]:
     """
     schedule = timeline.schedule
     table = needs(timeline.costs, schedule.placement)
-    made = runs(timeline.spans)
+    origins = runs(timeline.spans)
     at_start, _ = memory_changes(timeline.costs, schedule.placement)
     own_sections = sections(schedule.stages)
-    found: list[dict[int, Passed]] = []
+    by_rank: list[dict[int, Passed]] = []
     for rank, spans in enumerate(timeline.spans):
         levels = timeline.memory[rank]
         left: defaultdict[tuple[OpKind, int], list[int]] = defaultdict(list)  # positions, the last one first
         for position in reversed(range(len(spans))):
             left[spans[position].op.kind, spans[position].op.stage].append(position)
-        own: dict[int, Passed] = {}
+        rank_passed: dict[int, Passed] = {}
         level, live, free = 0, 0.0, timeline.begin
         for position, (op, start, end) in enumerate(spans):
             left[op.kind, op.stage].pop()
@@ -131,14 +131,14 @@ def passed(timeline: Timeline) -> tuple[dict[int, Passed], ...]:
                 live, level = levels[level][1], level + 1
             if start > free + _EPSILON * timeline.seconds:
                 heads = [positions[-1] for positions in left.values() if positions]
-                ready = min(((_ready(spans[p].op, table, made), p) for p in heads), default=(inf, -1))
+                ready = min(((_ready(spans[p].op, table, origins), p) for p in heads), default=(inf, -1))
                 if ready[0] < start:
                     other = spans[ready[1]].op
                     more = sum(at_start[s] for s in own_sections[other.kind][other.stage])
-                    own[position] = Passed(ready[1], ready[0], live + more)
+                    rank_passed[position] = Passed(ready[1], ready[0], live + more)
             free = end
-        found.append(own)
-    return tuple(found)
+        by_rank.append(rank_passed)
+    return tuple(by_rank)
 
 
 Runs = dict[tuple[int, int], tuple[int, int, Span]]
@@ -155,10 +155,10 @@ def runs(all_spans: Sequence[Sequence[Span]]) -> Runs:
     }
 
 
-def _ready(op: Op, table: dict[OpKind, tuple[Needs, ...]], made: Runs) -> float:
+def _ready(op: Op, table: dict[OpKind, tuple[Needs, ...]], origins: Runs) -> float:
     """When all values of an op are there."""
     ready = 0.0
     for section, delay in table[op.kind][op.stage]:
-        *_, giver = made[section, op.microbatch]
+        *_, giver = origins[section, op.microbatch]
         ready = max(ready, giver.end + delay)
     return ready

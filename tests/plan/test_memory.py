@@ -48,23 +48,23 @@ def test_what_each_rank_holds():
     )  # fmt: skip
     memory = rank_memory(pipe.plan, pipe.simulate().peak_memory)
     elements = sum(p.numel() for p in model.parameters())
-    assert sum(own.held.parameters for own in memory) == 2 * elements
-    assert sum(own.held.gradients for own in memory) == 4 * elements
+    assert sum(own.fixed.parameters for own in memory) == 2 * elements
+    assert sum(own.fixed.gradients for own in memory) == 4 * elements
     assert sum(own.adamw for own in memory) == 2 * 2 * elements
     assert [own.other for own in memory] == [0, MICROBATCHES * 2 * 8 * 2]
     assert [own.activations for own in memory] == list(pipe.simulate().peak_memory)
     assert all(
-        own.peak == own.held.parameters + own.held.gradients + own.other + own.activations for own in memory
+        own.peak == own.fixed.parameters + own.fixed.gradients + own.other + own.activations for own in memory
     )
 
 
 def test_the_limit_leaves_the_rest_to_activations():
     pipe = compiled(Chain(2), memory_limit="100 kB", validation="post", optimizer_bytes=12)
     memory = rank_memory(pipe.plan, pipe.simulate().peak_memory)
-    assert pipe.plan.limits == tuple(100_000 - own.held.total for own in memory)
-    trained = [own.held.parameters for own in memory]
-    assert [own.held.optimizer for own in memory] == [3 * own for own in trained]
-    assert [own.held.copies for own in memory] == [3 * own for own in trained]  # with AdamW's state
+    assert pipe.plan.limits == tuple(100_000 - own.fixed.total for own in memory)
+    trained = [own.fixed.parameters for own in memory]
+    assert [own.fixed.optimizer for own in memory] == [3 * own for own in trained]
+    assert [own.fixed.copies for own in memory] == [3 * own for own in trained]  # with AdamW's state
     assert [own.adamw for own in memory] == [0, 0]  # counted already
 
 
@@ -75,7 +75,7 @@ def test_what_replicas_hold_in_a_step(shard, parameters):
     """Of two, in shares of what one alone holds: with ZeRO-3 its own rows beside all that it gathers."""
     pipe = compiled(Chain(2), replicas=2, shard=shard)
     whole = sum(pipe.plan.layouts[name].nbytes for name in pipe.plan.tensors[0].parameters)
-    held = rank_memory(pipe.plan, pipe.simulate().peak_memory)[0].held
+    held = rank_memory(pipe.plan, pipe.simulate().peak_memory)[0].fixed
     assert (held.parameters, held.gradients) == (parameters * whole, whole)
     assert held.exchange == whole  # of the stage's one bucket
 
@@ -89,8 +89,8 @@ def test_parameters_that_are_gathered_for_each_use():
     stages = [sum(pipe.plan.layouts[n].nbytes for n in stage.parameters) for stage in pipe.plan.stages]
     for rank, own in enumerate(rank_memory(pipe.plan, pipe.simulate().peak_memory)):
         of_rank = sorted(stages[rank::2])
-        assert own.held.parameters == own.held.gradients == sum(of_rank) // 2 + sum(of_rank[-2:])
-        assert own.held.exchange == of_rank[-1]
+        assert own.fixed.parameters == own.fixed.gradients == sum(of_rank) // 2 + sum(of_rank[-2:])
+        assert own.fixed.exchange == of_rank[-1]
         assert own.peak <= LIMIT
 
 

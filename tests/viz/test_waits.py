@@ -119,7 +119,7 @@ def levels(found, kinds):
     """Per rank, time -> memory of these kinds from then on."""
     result = []
     for own in changes(found):
-        kept = [change for change in own if change.held in kinds]
+        kept = [change for change in own if change.kind in kinds]
         sums = accumulate(change.bytes for change in kept)
         result.append({change.time: level for change, level in zip(kept, sums, strict=True)})
     return result
@@ -148,7 +148,7 @@ def test_kinds_of_memory_add_up_to_the_simulated(family):
 
 def test_messages_that_wait_for_their_op(one_f_one_b):
     """F0.1 arrives on rank 1 at 2.5, and F1.1 begins at 4.5."""
-    received = [c for c in changes(one_f_one_b)[1] if c.held is MemoryKind.RECEIVED]
+    received = [c for c in changes(one_f_one_b)[1] if c.kind is MemoryKind.RECEIVED]
     assert [(c.time, c.stage, c.bytes) for c in received] == [(2.5, 1, 8), (4.5, 1, -8)]
 
 
@@ -157,5 +157,5 @@ def test_values_for_a_stage_of_the_rank():
     back = Edge(Color(1, B), Color(0, B), bytes=8)
     costs = Costs((StageCost(1, 1, 1, 4, 2),) * 2, (edge, back))
     found = timeline_of("F0.0 F0.1 F1.0 BW1.0 BW0.0 F1.1 BW1.1 BW0.1", costs, placement=(0, 0))
-    handed = [c for c in changes(found)[0] if c.held is MemoryKind.HANDED]
+    handed = [c for c in changes(found)[0] if c.kind is MemoryKind.HANDED]
     assert [(c.time, c.bytes) for c in handed[:3]] == [(1, 8), (2, -8), (2, 8)]

@@ -130,10 +130,10 @@ def _in_turns(device: torch.device) -> dict[str, float]:
 def _curve(device: torch.device, kind: str, arithmetic: str, extra: float) -> Curve:
     make = Maker(device, _DTYPES[arithmetic], torch.Generator(device).manual_seed(0))
     with _tf32(arithmetic == "tf32"), torch.no_grad():
-        found = [(size, extra + _seconds(ops, device)) for size, ops in samples(kind, make)]
+        samples_seconds = [(size, extra + _seconds(ops, device)) for size, ops in samples(kind, make)]
     # What is measured of a larger op may be less, by noise.
-    longest = accumulate((seconds for _, seconds in found), max)
-    return Curve(tuple((float(size), t) for (size, _), t in zip(found, longest, strict=True)))
+    longest = accumulate((seconds for _, seconds in samples_seconds), max)
+    return Curve(tuple((float(size), t) for (size, _), t in zip(samples_seconds, longest, strict=True)))
 
 
 def _seconds(ops: Sequence[Callable[[], Any]], device: torch.device) -> float:
@@ -155,11 +155,11 @@ def _op_seconds(op: Callable[[], Any], device: torch.device) -> float:
 def product_rate(device: torch.device, arithmetic: str) -> float:
     """FLOPs a second of a large matrix product."""
     rows, seconds = SMALLEST // 2, 0.0
-    own = torch.Generator(device)  # the user's random numbers stay as they are
+    generator = torch.Generator(device)  # the user's random numbers stay as they are
     with _tf32(arithmetic == "tf32"):
         while seconds < LONG_ENOUGH and rows < LARGEST:
             rows *= 2
-            a, b = torch.randn(2, rows, rows, generator=own, dtype=_DTYPES[arithmetic], device=device)
+            a, b = torch.randn(2, rows, rows, generator=generator, dtype=_DTYPES[arithmetic], device=device)
             seconds = median_seconds(partial(torch.mm, a, b), device, runs=RUNS, seconds=SECONDS)
     return 2 * rows**3 / seconds
 

@@ -56,7 +56,7 @@ def medians_in_turns(
     fitting = int(len(timed) * seconds / max(sum(first), 1e-9))
     more = min(runs, max(FEWEST, fitting)) - 1
     rest = times(timed, device, more)
-    return [statistics.median([own, *rest[k :: len(timed)]]) for k, own in enumerate(first)]
+    return [statistics.median([once, *rest[k :: len(timed)]]) for k, once in enumerate(first)]
 
 
 def seconds_until_done(run: Callable[[], Any], device: torch.device) -> float:

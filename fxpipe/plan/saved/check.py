@@ -76,11 +76,11 @@ def _stages(plan: Plan) -> None:
         require(
             f"costs.update.{name}", number, number in (0, plan.ranks), "one number for each rank, or none"
         )
-    for k, (held, rank) in enumerate(zip(plan.stages, plan.placement, strict=True)):
-        require(f"stages[{k}].stage", held.stage, held.stage == k, f"{k}")
-        require(f"stages[{k}].rank", held.rank, held.rank == rank, f"{rank}, as in placement")
-        own = set(plan.tensors[rank].parameters)
-        _known(f"stages[{k}].parameters", held.parameters, own, f"a parameter of rank {rank}")
+    for k, (record, rank) in enumerate(zip(plan.stages, plan.placement, strict=True)):
+        require(f"stages[{k}].stage", record.stage, record.stage == k, f"{k}")
+        require(f"stages[{k}].rank", record.rank, record.rank == rank, f"{rank}, as in placement")
+        parameters = set(plan.tensors[rank].parameters)
+        _known(f"stages[{k}].parameters", record.parameters, parameters, f"a parameter of rank {rank}")
 
 
 def _vocabulary(plan: Plan) -> None:
@@ -92,8 +92,10 @@ def _vocabulary(plan: Plan) -> None:
     for name in ("embedding_shards", "output_shards"):
         number = getattr(vocabulary, name)
         require(f"vocabulary.{name}", number, number in (0, plan.ranks), f"0 or {plan.ranks}, one a rank")
-    own = plan.placement[vocabulary.embedding_shards : len(plan.placement) - vocabulary.output_shards]
-    fits = bool(own) and vocabulary.placement(own) == plan.placement
+    model_stages = plan.placement[
+        vocabulary.embedding_shards : len(plan.placement) - vocabulary.output_shards
+    ]
+    fits = bool(model_stages) and vocabulary.placement(model_stages) == plan.placement
     require("placement", plan.placement, fits, "the ranks in order for the stages that vocabulary names")
 
 
@@ -109,25 +111,25 @@ def _tensors(plan: Plan) -> None:
     for name, layout in plan.layouts.items():
         _fills(f"layouts[{name!r}]", layout.shape, layout.stride)
     tables = dict[str, set[ShardName]]()
-    for rank, held in enumerate(plan.tensors):
+    for rank, tensors in enumerate(plan.tensors):
         path = f"tensors[{rank}]"
-        _distinct(path, held.names)
-        _distinct(f"{path}.gradients", held.gradients)
+        _distinct(path, tensors.names)
+        _distinct(f"{path}.gradients", tensors.gradients)
         for kind in ("parameters", "buffers", "constants"):
-            _known(f"{path}.{kind}", getattr(held, kind), plan.layouts, "a name in layouts")
-        _known(f"{path}.gradients", held.gradients, set(held.parameters), f"a parameter of rank {rank}")
-        _buckets(f"{path}.buckets", held, plan)
-        _frozen(f"{path}.frozen", held, plan)
-        for name in held.gradients:
+            _known(f"{path}.{kind}", getattr(tensors, kind), plan.layouts, "a name in layouts")
+        _known(f"{path}.gradients", tensors.gradients, set(tensors.parameters), f"a parameter of rank {rank}")
+        _buckets(f"{path}.buckets", tensors, plan)
+        _frozen(f"{path}.frozen", tensors, plan)
+        for name in tensors.gradients:
             IS_FLOATING.check(plan.layouts[name].dtype, f"layouts[{name!r}].dtype")
-        for name in held.parameters:
+        for name in tensors.parameters:
             if name.is_part:
                 written = ShardName.of_rows(name.tensor, name.begin, name.end)
                 require(f"{path}.parameters", name, written == name, f"written {written}")
                 tables.setdefault(name.tensor, set()).add(name)
     for table, parts in tables.items():
         _rows(table, sorted(parts, key=lambda rows: (rows.begin, rows.end)), plan.layouts)
-    spare = plan.layouts.keys() - {name for held in plan.tensors for name in held.names} - set(tables)
+    spare = plan.layouts.keys() - {name for tensors in plan.tensors for name in tensors.names} - set(tables)
     if spare:
         raise Misfit(f"has {shown(min(spare))}, which no rank holds", "layouts")
 
@@ -138,28 +140,28 @@ def _lanes(plan: Plan) -> None:
         require(f"lanes.shards[{name!r}]", dim, dim < dims, f"one of {dims} dimensions")
 
 
-def _buckets(path: str, held: RankTensors, plan: Plan) -> None:
+def _buckets(path: str, tensors: RankTensors, plan: Plan) -> None:
     """Check that the buckets of a rank have each of its gradients once."""
     ops = set(" ".join(plan.order).split())
-    found = [name for bucket in held.buckets for name in bucket.gradients]
-    for k, bucket in enumerate(held.buckets):
+    names = [name for bucket in tensors.buckets for name in bucket.gradients]
+    for k, bucket in enumerate(tensors.buckets):
         dtypes = {
             plan.gradient_dtype(dtype_of(plan.layouts[n].dtype))
             for n in bucket.gradients
-            if n in held.gradients
+            if n in tensors.gradients
         }
         require(f"{path}[{k}].before", bucket.before, bucket.before in ops, "an op in order")
         require(f"{path}[{k}].after", bucket.after, bucket.after in ops, "an op in order")
         require(f"{path}[{k}].gradients", bucket.gradients, len(dtypes) == 1, "gradients of one dtype")
-    fits = not held.buckets or sorted(found) == sorted(held.gradients)
-    require(path, held.buckets, fits, "of each name in gradients once")
+    fits = not tensors.buckets or sorted(names) == sorted(tensors.gradients)
+    require(path, tensors.buckets, fits, "of each name in gradients once")
 
 
-def _frozen(path: str, held: RankTensors, plan: Plan) -> None:
+def _frozen(path: str, tensors: RankTensors, plan: Plan) -> None:
     """Check that these buckets have each name once, of parameters without gradients."""
-    ops, spare = set(" ".join(plan.order).split()), {*held.parameters} - {*held.gradients}
-    _distinct(path, [name for bucket in held.frozen for name in bucket.gradients])
-    for k, bucket in enumerate(held.frozen):
+    ops, spare = set(" ".join(plan.order).split()), {*tensors.parameters} - {*tensors.gradients}
+    _distinct(path, [name for bucket in tensors.frozen for name in bucket.gradients])
+    for k, bucket in enumerate(tensors.frozen):
         _known(f"{path}[{k}].gradients", bucket.gradients, spare, "a parameter without a gradient")
         dtypes = {plan.layouts[name].dtype for name in bucket.gradients}
         require(f"{path}[{k}].gradients", bucket.gradients, len(dtypes) == 1, "parameters of one dtype")
@@ -174,10 +176,10 @@ def _rows(table: str, parts: Sequence[ShardName], layouts: dict[str, TensorLayou
         raise Misfit(f"is missing, but a rank holds {parts[0]}", path)
     whole, end = layouts[table], 0
     for rows in parts:
-        found = layouts[rows]
+        layout = layouts[rows]
         follows = rows.begin == end < rows.end
-        fits = follows and (found.shape, found.dtype) == ((rows.end - end, *whole.shape[1:]), whole.dtype)
-        require(f"layouts[{rows!r}]", found.shape, fits, f"the rows of {table} from {end} on")
+        fits = follows and (layout.shape, layout.dtype) == ((rows.end - end, *whole.shape[1:]), whole.dtype)
+        require(f"layouts[{rows!r}]", layout.shape, fits, f"the rows of {table} from {end} on")
         end = rows.end
     require(f"{path}.shape", whole.shape, whole.shape[:1] == (end,), f"of the {end} rows that ranks hold")
 
@@ -187,7 +189,7 @@ def _state(plan: Plan) -> None:
     tensors = {name for name in plan.layouts if not ShardName(name).is_part}
     for k, (_, name) in enumerate(plan.state):
         require(f"state[{k}][1]", name, name in tensors, "a name in layouts")
-    trained = {name.tensor for held in plan.tensors for name in held.parameters}
+    trained = {name.tensor for rank_tensors in plan.tensors for name in rank_tensors.parameters}
     for name in sorted(trained - {name for _, name in plan.state}) if plan.state else ():
         raise Misfit(f"lacks the parameter {shown(name)}, which no state dict would have", "state")
 
@@ -256,16 +258,16 @@ def _ranks(path: str, rank: int, plan: Plan) -> None:
 
 
 def _as_many(path: str, plan: Plan, number: int, of: str) -> None:
-    found: Any = plan
+    value: Any = plan
     for name in path.split("."):
-        found = getattr(found, name)
-    if len(found) != number:
-        raise Misfit(f"has {len(found)} entries and must have {number}, one for each {of}", path)
+        value = getattr(value, name)
+    if len(value) != number:
+        raise Misfit(f"has {len(value)} entries and must have {number}, one for each {of}", path)
 
 
-def _known(path: str, names: Sequence[str], known: Collection[str], wanted: str) -> None:
+def _known(path: str, names: Sequence[str], allowed: Collection[str], wanted: str) -> None:
     for k, name in enumerate(names):
-        require(f"{path}[{k}]", name, name in known, wanted)
+        require(f"{path}[{k}]", name, name in allowed, wanted)
 
 
 def _distinct(path: str, names: Sequence[Any]) -> None:

@@ -67,11 +67,11 @@ def synchronize(path: Path) -> None:
         os.close(number)
 
 
-def as_path(given: object, what: str, kind: str = "a directory") -> Path:
+def as_path(path: object, what: str, kind: str = "a directory") -> Path:
     """A path that a user gives to ``what``.  Raises OptionError for anything else."""
-    if not isinstance(given, str | os.PathLike):
-        raise OptionError(f"{what} needs the path of {kind}, and got {given!r:.60}.")
-    return Path(given)
+    if not isinstance(path, str | os.PathLike):
+        raise OptionError(f"{what} needs the path of {kind}, and got {path!r:.60}.")
+    return Path(path)
 
 
 def check_free(path: Path, overwrite: bool = False) -> None:
@@ -81,14 +81,14 @@ def check_free(path: Path, overwrite: bool = False) -> None:
     """
     if path.exists() and not path.is_dir():
         raise ArtifactError(f"{path} is a file. Name a new directory.")
-    found = sorted(each.name for each in path.iterdir()) if path.exists() else []
-    if not found:
+    entries = sorted(each.name for each in path.iterdir()) if path.exists() else []
+    if not entries:
         return
-    is_saved = "plan.json" in found
+    is_saved = "plan.json" in entries
     if not overwrite:
         remedy = ", remove it first, or give overwrite=True" if is_saved else ", or remove it first"
         raise ArtifactError(f"{path} is not empty. Name a new directory{remedy}.")
-    others = [name for name in found if not (is_saved and _SAVED.fullmatch(name))]
+    others = [name for name in entries if not (is_saved and _SAVED.fullmatch(name))]
     if others:
         raise ArtifactError(
             f"{path} holds {shown(others[0])}, which is not of a saved pipeline: overwrite=True would remove "
@@ -142,11 +142,11 @@ def _check_evaluation(plan: Plan, trained: Plan, directory: Path) -> None:
         raise ArtifactError(
             f"{directory} has {number_of(plan.ranks, 'rank')}, the pipeline {trained.ranks}. {AGAIN}"
         )
-    for rank, (held, theirs) in enumerate(zip(plan.tensors, trained.tensors, strict=True)):
-        missing = {*held.parameters} - {*theirs.parameters} | {*held.buffers} - {*theirs.buffers}
+    for rank, (tensors, theirs) in enumerate(zip(plan.tensors, trained.tensors, strict=True)):
+        missing = {*tensors.parameters} - {*theirs.parameters} | {*tensors.buffers} - {*theirs.buffers}
         for name in sorted(missing):
             raise ArtifactError(f"{directory} needs {shown(name)}, which rank {rank} does not hold. {AGAIN}")
-        for name in held.state:
+        for name in tensors.state:
             if plan.layouts[name] != trained.layouts[name]:
                 raise ArtifactError(f"{directory} needs {shown(name)} in another layout. {AGAIN}")
 
@@ -273,13 +273,13 @@ def read_tensors(
     by default what all lanes hold together.
     Warns of a program that was edited since it was saved; weights that changed are an ArtifactError.
     """
-    path, held = directory / f"rank{rank}.safetensors", plan.tensors[rank]
+    path, tensors_here = directory / f"rank{rank}.safetensors", plan.tensors[rank]
     if names is None:
-        names = held.names
+        names = tensors_here.names
     with open_tensors(path) as file:
-        found = set(file.keys())
-        for name in sorted(found.symmetric_difference(names)):
-            wrong = "does not hold" if name not in found else "holds, beside what the rank needs,"
+        stored = set(file.keys())
+        for name in sorted(stored.symmetric_difference(names)):
+            wrong = "does not hold" if name not in stored else "holds, beside what the rank needs,"
             raise ArtifactError(f"{path} {wrong} {shown(name)}. {AGAIN}")
         for name in names:
             _check_shape(path, name, file.get_slice(name).get_shape(), plan)
@@ -305,8 +305,8 @@ def _read(file: Any, name: str, plan: Plan, lane: int | None) -> torch.Tensor:
 
 def read_constants(directory: Path, plan: Plan, ranks: Sequence[int]) -> dict[str, torch.Tensor]:
     """Read the tensors of these ranks of programs for evaluation: their constants alone."""
-    held = [read_tensors(directory, plan, rank, plan.tensors[rank].constants) for rank in ranks]
-    return {name: tensor for tensors in held for name, tensor in tensors.items()}
+    by_rank = [read_tensors(directory, plan, rank, plan.tensors[rank].constants) for rank in ranks]
+    return {name: tensor for tensors in by_rank for name, tensor in tensors.items()}
 
 
 def read_step_number(directory: Path, rank: int) -> int:

@@ -58,8 +58,8 @@ def recorded_ops(plan: Plan, spans: Sequence[RankSpans]) -> tuple[tuple[tuple[Op
     Raises ArtifactError if the spans do not belong to this plan.
     """
     return tuple(
-        tuple((_op(plan, rank, name), start, end) for name, start, end in own)
-        for rank, own in enumerate(spans)
+        tuple((_op(plan, rank, name), start, end) for name, start, end in rank_spans)
+        for rank, rank_spans in enumerate(spans)
     )
 
 

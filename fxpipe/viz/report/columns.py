@@ -88,7 +88,7 @@ def change_columns(changes: Sequence[MemoryChange], ticks: Ticks) -> dict[str, A
     times = [0, *(ticks(change.time) for change in changes)]
     return {
         "time": [b - a for a, b in pairwise(times)],
-        "held": "".join(str(HELD.index(change.held)) for change in changes),
+        "held": "".join(str(HELD.index(change.kind)) for change in changes),
         "stage": [change.stage for change in changes],
         "bytes": [round(change.bytes) for change in changes],
     }

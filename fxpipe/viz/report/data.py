@@ -59,7 +59,7 @@ def report_data(
         "names": {
             "kinds": [str(kind) for kind in KINDS],
             "causes": [str(cause) for cause in CAUSES],
-            "held": [str(held) for held in HELD],
+            "held": [str(memory) for memory in HELD],
         },
         "tick": ticks.seconds,
         "predicted": _predicted(timeline, ticks) | {"updates": update_rows(updates, ticks)},
@@ -79,7 +79,7 @@ def report_data(
 
 
 def _makespan(measured: Measured) -> float:
-    return max((own[-1].end for own in measured or () if own), default=0.0)
+    return max((rank_spans[-1].end for rank_spans in measured or () if rank_spans), default=0.0)
 
 
 def _head(plan: Plan, timeline: Timeline) -> dict[str, Any]:
@@ -103,8 +103,8 @@ def _head(plan: Plan, timeline: Timeline) -> dict[str, Any]:
         "span_bubble": timeline.span_bubble,
         "peak_memory": list(timeline.peak_memory),
         "bounds": f"{plan.schedule}: {'; '.join(gap_texts(timeline, limits, units))}",
-        "memory": max((own.peak, rank) for rank, own in enumerate(memory)),
-        "memory_with_adamw": max((own.peak + own.adamw, rank) for rank, own in enumerate(memory)),
+        "memory": max((total.peak, rank) for rank, total in enumerate(memory)),
+        "memory_with_adamw": max((total.peak + total.adamw, rank) for rank, total in enumerate(memory)),
         "memory_limit": plan.memory_limit,
         "decimal": is_decimal(plan.memory_limit),
         "busy": list(timeline.busy),
@@ -118,15 +118,17 @@ def _head(plan: Plan, timeline: Timeline) -> dict[str, Any]:
 
 
 def _predicted(timeline: Timeline, ticks: Ticks) -> dict[str, Any]:
-    position = {span.op: at for own in timeline.spans for at, span in enumerate(own)}
+    position = {span.op: at for rank_spans in timeline.spans for at, span in enumerate(rank_spans)}
     placement, peaks = timeline.schedule.placement, timeline.peak_memory
     return {
         "ranks": [
             op_columns(spans, why, ticks) for spans, why in zip(timeline.spans, waits(timeline), strict=True)
         ],
-        "transfers": [transfer_rows(own, ticks) for own in timeline.transfers],
-        "exchanges": [exchange_rows(own, ticks) for own in timeline.exchanges],
-        "passed": [passed_rows(own, peaks[rank], ticks) for rank, own in enumerate(passed(timeline))],
+        "transfers": [transfer_rows(rank_spans, ticks) for rank_spans in timeline.transfers],
+        "exchanges": [exchange_rows(rank_spans, ticks) for rank_spans in timeline.exchanges],
+        "passed": [
+            passed_rows(rank_spans, peaks[rank], ticks) for rank, rank_spans in enumerate(passed(timeline))
+        ],
         "critical": [[placement[span.op.stage], position[span.op]] for span in timeline.critical_path],
         "seconds": timeline.seconds,
     }
@@ -135,22 +137,24 @@ def _predicted(timeline: Timeline, ticks: Ticks) -> dict[str, Any]:
 def _measured(timeline: Timeline, spans: Sequence[Sequence[Span]], longest: float) -> dict[str, Any]:
     ticks, why = Ticks(0.0, longest), measured_waits(timeline, spans)
     return {
-        "ranks": [op_columns(own, causes, ticks) for own, causes in zip(spans, why, strict=True)],
+        "ranks": [
+            op_columns(rank_spans, causes, ticks) for rank_spans, causes in zip(spans, why, strict=True)
+        ],
         "seconds": _makespan(spans),
-        "busy": [sum(span.end - span.start for span in own) for own in spans],
+        "busy": [sum(span.end - span.start for span in rank_spans) for rank_spans in spans],
     }
 
 
 def _differences(timeline: Timeline, measured: Sequence[Sequence[Span]]) -> list[dict[str, Any]]:
     """Of each stage and kind of op: the predicted seconds, and of those measured the least, the median and
     the largest."""
-    taken: defaultdict[tuple[int, OpKind], list[float]] = defaultdict(list)
+    durations: defaultdict[tuple[int, OpKind], list[float]] = defaultdict(list)
     predicted = {
-        (span.op.stage, span.op.kind): span.end - span.start for own in timeline.spans for span in own
+        (span.op.stage, span.op.kind): span.end - span.start for spans in timeline.spans for span in spans
     }
-    for own in measured:
-        for op, start, end in own:
-            taken[op.stage, op.kind].append(end - start)
+    for spans in measured:
+        for op, start, end in spans:
+            durations[op.stage, op.kind].append(end - start)
     return [
         {
             "stage": stage,
@@ -161,15 +165,15 @@ def _differences(timeline: Timeline, measured: Sequence[Sequence[Span]]) -> list
             "largest": max(times),
         }
         for (stage, kind), times in sorted(
-            taken.items(), key=lambda item: (item[0][0], KINDS.index(item[0][1]))
+            durations.items(), key=lambda item: (item[0][0], KINDS.index(item[0][1]))
         )
     ]
 
 
 def _memory(plan: Plan, timeline: Timeline, ticks: Ticks) -> list[dict[str, Any]]:
     return [
-        asdict(held) | change_columns(own, ticks)
-        for held, own in zip(standing(plan), changes(timeline), strict=True)
+        asdict(fixed) | change_columns(rank_changes, ticks)
+        for fixed, rank_changes in zip(standing(plan), changes(timeline), strict=True)
     ]
 
 
@@ -178,10 +182,10 @@ def _stages(plan: Plan, timeline: Timeline, graph: GraphRecord | None) -> list[d
     if graph is not None:
         for home, phase, count in zip(graph.stage, graph.phase, graph.flops, strict=True):
             flops[home][phase] += count
-    found = []
+    rows = []
     for stage, cost in zip(plan.stages, plan.costs.stages, strict=True):
         elements = [prod(plan.layouts[name].shape) for name in stage.parameters]
-        found.append(
+        rows.append(
             {
                 "stage": stage.stage,
                 "rank": stage.rank,
@@ -194,18 +198,18 @@ def _stages(plan: Plan, timeline: Timeline, graph: GraphRecord | None) -> list[d
             }
             | unstructure(cost)
         )
-    return found
+    return rows
 
 
 def _edges(plan: Plan, graph: GraphRecord | None) -> list[dict[str, Any]]:
     """The messages of a microbatch; ``values``: [name, shape, bytes, op] of each, None if not known."""
     values: defaultdict[tuple[str, str], list[list[Any]]] = defaultdict(list)
-    for sent in graph.sent if graph is not None else ():
-        values[sent.source, sent.target].append([sent.name, sent.shape, sent.bytes, sent.op])
-    found = []
+    for value in graph.sent if graph is not None else ():
+        values[value.source, value.target].append([value.name, value.shape, value.bytes, value.op])
+    rows = []
     for edge in plan.costs.edges:
         source, target = (f"{end.phase}{end.stage}" for end in (edge.source, edge.target))
-        found.append(
+        rows.append(
             {
                 "source": source,
                 "target": target,
@@ -216,7 +220,7 @@ def _edges(plan: Plan, graph: GraphRecord | None) -> list[dict[str, Any]]:
                 "values": None if graph is None else values[source, target],
             }
         )
-    return found
+    return rows
 
 
 def _links(timeline: Timeline) -> dict[str, Any]:
@@ -236,15 +240,15 @@ def _links(timeline: Timeline) -> dict[str, Any]:
         "transfers": [list(busy) for busy in timeline.link_busy],
         "moved": timeline.moved,
         "offloads": sum(t.direction is Direction.OUT for t in timeline.schedule.transfers),
-        "exchanges": [sum(end - start for *_, start, end in own) for own in timeline.exchanges],
+        "exchanges": [sum(end - start for *_, start, end in spans) for spans in timeline.exchanges],
     }
 
 
 def _graph(graph: GraphRecord) -> dict[str, Any]:
-    found: dict[str, Any] = unstructure(graph)
-    found["kept"] = [[k["stage"], k["op"], k["bytes"], k["until"]] for k in found["kept"]]
-    del found["sent"], found["format"]
-    return found
+    data: dict[str, Any] = unstructure(graph)
+    data["kept"] = [[k["stage"], k["op"], k["bytes"], k["until"]] for k in data["kept"]]
+    del data["sent"], data["format"]
+    return data
 
 
 def _unknown(plan: Plan, programs: Sequence[str], graph: GraphRecord | None, measured: Measured) -> list[str]:

@@ -142,8 +142,8 @@ class _Texts:
 
 
 def _target(node: fx.Node) -> str:
-    known = isinstance(node.target, OpOverload)
-    return str(node.target) if known else getattr(node.target, "__name__", str(node.target))
+    is_op = isinstance(node.target, OpOverload)
+    return str(node.target) if is_op else getattr(node.target, "__name__", str(node.target))
 
 
 def _made_by(node: fx.Node) -> fx.Node:
@@ -161,17 +161,17 @@ def _is_weight(node: fx.Node) -> bool:
     return node.op == "placeholder" and node.meta["input"].kind is not Kind.KEY
 
 
-def _numbers(found: Iterable[int]) -> tuple[int, ...]:
-    return tuple(dict.fromkeys(found))
+def _numbers(numbers: Iterable[int]) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(numbers))
 
 
 def _marks(graph: fx.Graph, nodes: Sequence[fx.Node], live: Liveness, plan: Plan) -> dict[fx.Node, int]:
-    found: dict[fx.Node, int] = {}
+    marks: dict[fx.Node, int] = {}
 
     def mark(values: Iterable[fx.Node], bit: int) -> None:
         for value in values:
             if _is_op(value):
-                found[_made_by(value)] = found.get(_made_by(value), 0) | bit
+                marks[_made_by(value)] = marks.get(_made_by(value), 0) | bit
 
     for stage in range(len(live.saved_activations)):
         mark(live.saved_activations[stage], SAVED)
@@ -187,17 +187,17 @@ def _marks(graph: fx.Graph, nodes: Sequence[fx.Node], live: Liveness, plan: Plan
             mark([node], RECOMPUTED)
         if schedule.is_vocabulary(color.stage) or is_between_lanes(node.target):
             mark([node], SHARDED)
-    return found
+    return marks
 
 
 def _kept(graph: fx.Graph, live: Liveness, number: dict[fx.Node, int]) -> Iterable[Kept]:
-    found = [
+    saved_roots = [
         (stage, root, Phase.B) for stage, saved in enumerate(live.saved_activations) for root in sorted(saved)
     ]
-    for stage, root, user in [*found, *_offloaded(graph)]:
+    for stage, root, user in [*saved_roots, *_offloaded(graph)]:
         if _is_op(root):
             later = user is Phase.W or any(
-                storage_root(root) is storage_root(kept) for kept in live.saved_for_weight[stage]
+                storage_root(root) is storage_root(other) for other in live.saved_for_weight[stage]
             )
             yield Kept(stage, number[_made_by(root)], node_bytes(root), "W" if later else "B")
 
@@ -253,14 +253,14 @@ def _check(record: GraphRecord, stages: int) -> None:
         if len(getattr(record, field)) != ops:
             raise Misfit(f"has {len(getattr(record, field))} entries for {ops} ops", field)
     columns = {field: getattr(record, field) for field in ("target", "path", "source", "shape")}
-    columns["weights"] = tuple(k for own in record.weights for k in own)
+    columns["weights"] = tuple(k for row in record.weights for k in row)
     for field, column in columns.items():
         if any(k >= texts for k in column):
             raise Misfit("names a text that is not there", field)
     used = (
-        [k for own in record.inputs for k in own] + [x.op for x in record.kept] + [x.op for x in record.sent]
+        [k for row in record.inputs for k in row] + [x.op for x in record.kept] + [x.op for x in record.sent]
     )
     if any(k >= ops for k in used):
         raise Misfit("names an op that is not there", "inputs")
-    if any(stage >= stages for stage in [*record.stage, *(kept.stage for kept in record.kept)]):
+    if any(stage >= stages for stage in [*record.stage, *(saved.stage for saved in record.kept)]):
         raise Misfit("names a stage that is not there", "stage")

@@ -67,9 +67,9 @@ def measured_step(plan: Plan, directory: Path | None) -> Measured:
     recorded = None if directory is None else read_spans(directory, plan.ranks)
     if recorded is None:
         return None
-    own = [[Span(*span) for span in spans] for spans in recorded_ops(plan, recorded)]
+    measured = [[Span(*span) for span in spans] for spans in recorded_ops(plan, recorded)]
     timeline = simulate(plan.ordered, plan.costs)
-    for rank, (spans, planned) in enumerate(zip(own, timeline.spans, strict=True)):
+    for rank, (spans, planned) in enumerate(zip(measured, timeline.spans, strict=True)):
         if [span.op for span in spans] != [span.op for span in planned]:
             warnings.warn(
                 f"measured{rank}.json has other ops than the plan, or another order, so the measured step is "
@@ -77,7 +77,7 @@ def measured_step(plan: Plan, directory: Path | None) -> Measured:
                 stacklevel=3,
             )
             return None
-    return aligned(timeline, own)
+    return aligned(timeline, measured)
 
 
 def write_report(source: ReportSource, path: Path) -> Path:
