@@ -279,7 +279,7 @@ def compile(
         process.check_alike(own, "the arguments of fxpipe.compile", "Call it with the same on all ranks.")
         make_whole(model, process)
 
-    has_group = torch.distributed.is_initialized() if process is None else process.given is not None
+    has_group = torch.distributed.is_initialized() if process is None else process.users_group is not None
     given = Compilation(model, example, loss_fn, options, device, has_group)
     if process is not None and process.lanes > 1:
         check_lanes(process, lambda: last_lane_as_text(given))

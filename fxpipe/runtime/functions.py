@@ -34,22 +34,22 @@ class CodeNames(NamedTuple):
 
 @functools.lru_cache(4096)
 def names_in(code: types.CodeType) -> CodeNames:
-    found = CodeNames(set(), set(), set(), set(), set())
+    names = CodeNames(set(), set(), set(), set(), set())
     todo = [code]
     while todo:
         code = todo.pop()
         todo += [x for x in code.co_consts if isinstance(x, types.CodeType)]
-        found.texts.update(x for x in code.co_consts if isinstance(x, str))
+        names.texts.update(x for x in code.co_consts if isinstance(x, str))
         for op, name in set(_named(code)) if code.co_names else ():
             kind = (
-                found.globals if op in _GLOBAL else found.stored if op == "STORE_ATTR" else found.attributes
+                names.globals if op in _GLOBAL else names.stored if op == "STORE_ATTR" else names.attributes
             )
             kind.add(name)
             if op == "STORE_GLOBAL":
-                found.rebound.add(name)
+                names.rebound.add(name)
         if code.co_freevars:
-            found.rebound.update(x.argval for x in dis.get_instructions(code) if x.opname == "STORE_DEREF")
-    return found
+            names.rebound.update(x.argval for x in dis.get_instructions(code) if x.opname == "STORE_DEREF")
+    return names
 
 
 def _named(code: types.CodeType) -> Iterator[tuple[str, str]]:
@@ -63,7 +63,7 @@ def _named(code: types.CodeType) -> Iterator[tuple[str, str]]:
 
 
 def unwrapped(function: Any) -> Any:
-    """What is called with arguments bound by ``partial``."""
+    """The function to which ``partial`` has bound arguments."""
     while isinstance(function, partial):
         function = function.func
     return function
@@ -85,8 +85,8 @@ def name_and_line(function: Callable[..., Any]) -> str:
 
 
 def code_of(function: Any) -> Any:
-    """Its code, or that of its class if it is an object that can be called; None if neither is in Python."""
-    found = unwrapped(function)
+    """A function's code, or that of a callable object's class; None if neither is in Python."""
+    target = unwrapped(function)
     # The attribute of the class of functions is a descriptor.
-    codes = (getattr(own, "__code__", None) for own in (found, type(found).__call__))
+    codes = (getattr(callee, "__code__", None) for callee in (target, type(target).__call__))
     return next((code for code in codes if isinstance(code, types.CodeType)), None)

@@ -136,14 +136,14 @@ def hooks_of(module: torch.nn.Module) -> dict[str, Any]:
 
 
 def hooks_of_all_modules() -> dict[str, Any]:
-    """Those that torch calls for every module."""
+    """The hooks that torch calls for every module."""
     return {kind: getattr(nn_module, f"_global_{name}") for kind, name in _HOOKS.items()}
 
 
 def state_hooks(module: torch.nn.Module) -> list[tuple[str, Any]]:
     """Kind and function of the hooks of a module's state dict."""
-    found = ((kind, hook) for kind, name in _STATE_HOOKS.items() for hook in getattr(module, name).values())
-    return [(kind, getattr(hook, "hook", hook)) for kind, hook in found]
+    pairs = ((kind, hook) for kind, name in _STATE_HOOKS.items() for hook in getattr(module, name).values())
+    return [(kind, getattr(hook, "hook", hook)) for kind, hook in pairs]
 
 
 def gradient_hooks(tensor: torch.Tensor) -> tuple[int, ...]:
@@ -151,7 +151,7 @@ def gradient_hooks(tensor: torch.Tensor) -> tuple[int, ...]:
     return (*(tensor._backward_hooks or ()), *(tensor._post_accumulate_grad_hooks or ()))
 
 
-#: Those that ``before_each_update`` has registered, by torch's numbers.
+#: The hooks that ``before_each_update`` has registered, by torch's numbers.
 _before_each_update = set[int]()
 
 
@@ -164,9 +164,9 @@ def before_each_update(function: Callable[[torch.optim.Optimizer], None]) -> Rem
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     """Whether functions of the user's are called before or behind each step of an optimizer."""
-    own = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    of_optimizer = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
     before_all = nn_optimizer._global_optimizer_pre_hooks.keys() - _before_each_update
-    return any((*own, before_all, nn_optimizer._global_optimizer_post_hooks))
+    return any((*of_optimizer, before_all, nn_optimizer._global_optimizer_post_hooks))
 
 
 def hooks_registered() -> int:
@@ -182,8 +182,8 @@ def is_watched() -> bool:
 
 @dataclass(frozen=True)
 class ThreadState:
-    """What with-blocks of torch set for a thread: modes, autocast on one type of device, and whether
-    gradients are recorded."""
+    """The state that with-blocks of torch set for a thread: modes, autocast on one type of device, and
+    whether gradients are recorded."""
 
     dispatch: tuple[Any, ...]
     function: tuple[Any, ...]
@@ -241,7 +241,7 @@ def of_base_class() -> contextlib.AbstractContextManager[None]:
 
 
 def fake_store() -> Store:
-    """For a process group of torch's fake backend, which sends nothing."""
+    """A store for a process group of torch's fake backend, which sends nothing."""
     from torch.testing._internal.distributed.fake_pg import FakeStore  # which registers the backend
 
     return FakeStore()
@@ -286,10 +286,10 @@ def compile_by_inductor(
     from torch import _inductor
 
     graph = fx.Graph()
-    given = graph.placeholder("inputs")
-    given.meta["steal_arg"] = True
+    values = graph.placeholder("inputs")
+    values.meta["steal_arg"] = True
     placeholders = traced.graph.find_nodes(op="placeholder")
-    copies = {n: graph.call_function(operator.getitem, (given, i)) for i, n in enumerate(placeholders)}
+    copies = {n: graph.call_function(operator.getitem, (values, i)) for i, n in enumerate(placeholders)}
     results = graph.graph_copy(traced.graph, copies)
     graph.output(tuple(results))  # type: ignore[arg-type]
     compiled: Callable[..., Any] = _inductor.compile(fx.GraphModule(traced, graph), [list(inputs)])  # type: ignore[list-item]

@@ -23,7 +23,7 @@ from fxpipe.runtime.job.attempt import (
     forget_groups,
 )
 from fxpipe.runtime.job.digest import MOST, digest
-from fxpipe.runtime.job.failure import Failures, Sign
+from fxpipe.runtime.job.failure import Failures, Heartbeat
 from fxpipe.runtime.job.heartbeat_survey import others_of, shared_survey
 from fxpipe.runtime.job.limited_store import LimitedStore
 from fxpipe.runtime.job.process import as_timeout
@@ -397,8 +397,8 @@ def test_one_rank_looks_at_all_others_for_all():
 
 
 def test_ranks_that_do_the_same_are_told_of_once():
-    waits, runs = Sign("1", "waits for rank 9", True), Sign("1", "runs F0.1", True)
-    gone = Sign("1", "runs F0.2", False)
+    waits, runs = Heartbeat("1", "waits for rank 9", True), Heartbeat("1", "runs F0.1", True)
+    gone = Heartbeat("1", "runs F0.2", False)
     survey = [waits, runs, waits, gone, *[waits] * 10]
     killed, rest = others_of(enumerate(survey), 0)
     assert killed.startswith("Rank 3 gives no sign of life any more (killed, or out of memory)")

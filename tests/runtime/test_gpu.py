@@ -25,7 +25,7 @@ from zoo import Shape, eager, relative_error, too_far
 
 import fxpipe
 from fxpipe.runtime.program import offload as offloader_module
-from fxpipe.runtime.program.accelerator import on_host, own, pinned_memory
+from fxpipe.runtime.program.accelerator import on_host, pinned_memory, unowned
 from fxpipe.runtime.program.offload import Host, Offloader, aligned
 from fxpipe.runtime.ranks.step_memory import step_memory
 
@@ -314,7 +314,7 @@ def freed_on_a_busy_stream(hidden: bool) -> bool:
     side, tensor = torch.cuda.Stream(), torch.empty(SIZE, dtype=torch.uint8, device="cuda")
     with torch.cuda.stream(side):
         torch.cuda._sleep(1_000_000_000)
-    (own(tensor) if hidden else tensor).record_stream(side)
+    (unowned(tensor) if hidden else tensor).record_stream(side)
     address = tensor.data_ptr()
     del tensor
     again = torch.empty(SIZE, dtype=torch.uint8, device="cuda")

@@ -169,7 +169,7 @@ def test_only_the_outputs_that_are_asked_for_are_kept():
     assert pipe.step(batch, outputs=[]).outputs == {}
     result = pipe.step(batch, outputs=["hidden.0"])
     assert [*result.outputs] == ["hidden.0"]
-    assert pipe.runtime.collected.found == {}
+    assert pipe.runtime.collected.values == {}
     expected = wanted(model, batch)
     assert too_far(result.outputs, {"hidden.0": expected["hidden.0"]}) == {}
     assert relative_error(result.loss, expected["loss"].mean()) <= LIMIT

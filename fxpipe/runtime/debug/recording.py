@@ -88,7 +88,7 @@ def checked_record(record: Mapping[str, str | Path] | None) -> dict[str, Path]:
     for op in record:
         if not isinstance(op, str) or not re.fullmatch(r"[A-Z]+\d+\.\d+", op):
             raise OptionError(f"record has the op {op!r:.60}; ops are called F1.3: stage 1, microbatch 3.")
-    return {op: as_path(given, "record") for op, given in record.items()}
+    return {op: as_path(directory, "record") for op, directory in record.items()}
 
 
 def check_ops(record: Mapping[str, Path], ops: Sequence[str]) -> None:
@@ -106,10 +106,10 @@ class _Read(dict[str, torch.Tensor]):
         self.copies: dict[str, torch.Tensor] = {}
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        found = super().__getitem__(name)
+        tensor = super().__getitem__(name)
         if name not in self.copies:
-            self.copies[name] = _copy(found)
-        return found
+            self.copies[name] = _copy(tensor)
+        return tensor
 
 
 @dataclass(eq=False)
@@ -152,12 +152,12 @@ class Recording:
             self._op, self._calls, self._tensors = self.rt.current_op, [], []
         dicts = {k: _Read(x) for k, x in enumerate(args) if isinstance(x, dict)}
         before = [None if k in dicts else pytree.tree_map(_copy, x) for k, x in enumerate(args)]
-        given = [dicts.get(k, x) for k, x in enumerate(args)]
+        arguments = [dicts.get(k, x) for k, x in enumerate(args)]
         if not isinstance(function, FunctionType):  # Inductor takes the dicts apart by itself
-            given = [*args]
+            arguments = [*args]
             for read in dicts.values():
                 read.copies = {key: _copy(x) for key, x in read.items()}
-        result = function(*given)
+        result = function(*arguments)
         for k, read in dicts.items():
             before[k] = read.copies
         with no_modes():
@@ -169,7 +169,7 @@ class Recording:
         operands = tuple(map(self._operand, leaves))
         self._calls.append(RecordedCall(name, pytree.treespec_dumps(tree), operands, results))
         directory, program = self.record[self._op], f"rank{self.number}.py"
-        found = RecordedOp(
+        recorded = RecordedOp(
             self._op,
             self.number,
             self.rt.step_number,
@@ -180,7 +180,7 @@ class Recording:
             tuple(self._calls),
         )
         tensors = {str(k): as_bytes(x) for k, x in enumerate(self._tensors)}
-        metadata = {RECORDED: json.dumps(unstructure(found))}
+        metadata = {RECORDED: json.dumps(unstructure(recorded))}
         with writing(directory):
             directory.mkdir(parents=True, exist_ok=True)
             _replace(directory / program, lambda file: file.write_text(self.source))
@@ -229,9 +229,9 @@ def copied_in_strides(tensor: torch.Tensor, stride: Sequence[int]) -> torch.Tens
     """A copy with these strides, also where elements share memory, or where there are gaps."""
     sizes = zip(tensor.shape, stride, strict=True)
     once = [slice(0, 1) if n > 1 and not step else slice(None) for n, step in sizes]
-    given = tensor[tuple(once)]
-    copy = torch.empty_strided(given.shape, stride, dtype=tensor.dtype, device=tensor.device)
-    return copy.copy_(given).expand(tensor.shape)
+    elements = tensor[tuple(once)]
+    copy = torch.empty_strided(elements.shape, stride, dtype=tensor.dtype, device=tensor.device)
+    return copy.copy_(elements).expand(tensor.shape)
 
 
 def _copy(leaf: Any) -> Any:
@@ -249,11 +249,12 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 def digests(
     function: Callable[..., Any], result: Any, before: Sequence[Any], after: Sequence[Any]
 ) -> tuple[ResultDigest, ...]:
-    """Those of what a function returned, and of what it wrote to tensors that its arguments have by name.
+    """The digests of what a function returned, and of what it wrote to tensors that its arguments have by
+    name.
 
     before: the arguments, of which a dict has what was read.
     """
-    found = [
+    results = [
         _digest(pytree.keystr(path), leaf)
         for path, leaf in pytree.tree_flatten_with_path(result)[0]
         if isinstance(leaf, torch.Tensor)
@@ -261,10 +262,10 @@ def digests(
     names = inspect.signature(getattr(function, "function", function)).parameters
     for argument, copies, now in zip(names, before, after, strict=True):
         for name, copy in copies.items() if isinstance(now, dict) else ():
-            own = _digest(f"{argument}[{name!r}]", now[name])
-            if own != _digest(own.name, copy):
-                found.append(own)
-    return tuple(found)
+            written = _digest(f"{argument}[{name!r}]", now[name])
+            if written != _digest(written.name, copy):
+                results.append(written)
+    return tuple(results)
 
 
 def _digest(name: str, tensor: torch.Tensor) -> ResultDigest:

@@ -87,37 +87,37 @@ def replay(
     torch.set_num_threads(max(1, min(recorded.threads, os.cpu_count() or 1)))
     try:
         with as_traced(str(dtype), device):
-            for own in recorded.calls:
-                yield _run(namespace, own, str(path), tensors, device, call)
+            for function_call in recorded.calls:
+                yield _run(namespace, function_call, str(path), tensors, device, call)
     finally:
         torch.set_num_threads(before)
 
 
 def _run(
     namespace: dict[str, Any],
-    own: RecordedCall,
+    recorded: RecordedCall,
     path: str,
     tensors: dict[str, torch.Tensor],
     device: torch.device,
     call: Callable[..., Any],
 ) -> Replayed:
-    function: Any = namespace.get(own.function)
+    function: Any = namespace.get(recorded.function)
     code = getattr(getattr(function, "function", function), "__code__", None)
     if code is None or code.co_filename != path:
-        raise RunError(f"{path} has no function {own.function}, which the op called. Undo the edit.")
-    given, args = (_arguments(own, tensors, device) for _ in range(2))
+        raise RunError(f"{path} has no function {recorded.function}, which the op called. Undo the edit.")
+    before, args = (_arguments(recorded, tensors, device) for _ in range(2))
     result = call(function, *args)
-    found = digests(function, result, given, args)
-    return Replayed(own.function, f"{path}:{code.co_firstlineno}", found, own.results)
+    results = digests(function, result, before, args)
+    return Replayed(recorded.function, f"{path}:{code.co_firstlineno}", results, recorded.results)
 
 
-def _arguments(own: RecordedCall, tensors: dict[str, torch.Tensor], device: torch.device) -> list[Any]:
-    leaves = [_leaf(operand, tensors, device) for operand in own.operands]
+def _arguments(recorded: RecordedCall, tensors: dict[str, torch.Tensor], device: torch.device) -> list[Any]:
+    leaves = [_leaf(operand, tensors, device) for operand in recorded.operands]
     try:
-        found: list[Any] = pytree.tree_unflatten(leaves, pytree.treespec_loads(own.tree))
+        arguments: list[Any] = pytree.tree_unflatten(leaves, pytree.treespec_loads(recorded.tree))
     except (ValueError, KeyError, TypeError, NotImplementedError) as error:
-        raise ArtifactError(f"The arguments of {own.function} are damaged: {error}. {AGAIN}") from error
-    return found
+        raise ArtifactError(f"The arguments of {recorded.function} are damaged: {error}. {AGAIN}") from error
+    return arguments
 
 
 def _leaf(operand: Operand, tensors: dict[str, torch.Tensor], device: torch.device) -> Any:

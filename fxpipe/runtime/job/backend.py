@@ -19,7 +19,7 @@ SHARING = ("NCCL_MULTI_RANK_GPU_ENABLE", "NCCL_HOSTID")
 
 @dataclass(frozen=True)
 class RankPlace:
-    """Where a rank computes.
+    """The place where a rank computes.
 
     ``host``: the machine.  ``kind``: of device, "cuda".  ``name``: of its model.  ``identity``: what tells it
     from others of the machine; "" for the CPU.  ``visible``: the number of devices that the process sees, and
@@ -38,12 +38,12 @@ class RankPlace:
 
     @staticmethod
     def of(device: torch.device) -> RankPlace:
-        name, own = identity(device)
+        name, mark = identity(device)
         return RankPlace(
             socket.gethostname(),
             device.type,
             name,
-            own,
+            mark,
             torch.accelerator.device_count(),
             int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
             any(os.environ.get(name) for name in SHARING),
@@ -59,10 +59,10 @@ class Choice:
     warnings: tuple[str, ...] = ()
 
 
-def choose(places: Sequence[RankPlace], given: str | None = None) -> Choice:
+def choose(places: Sequence[RankPlace], of_group: str | None = None) -> Choice:
     """The backend for ranks at these places, the same on all of them.
 
-    given: that of the process group for their devices, where the user has made one.
+    of_group: that of the process group for their devices, where the user has made one.
 
     The backend of the accelerators needs one for each rank; where ranks share one, messages go through the
     CPU's memory by gloo.  Raises RunError if ranks have different kinds of devices, and if they share one
@@ -77,16 +77,16 @@ def choose(places: Sequence[RankPlace], given: str | None = None) -> Choice:
         )
     kind = places[0].kind
     if kind not in BACKENDS:
-        return Choice(given or "gloo")
+        return Choice(of_group or "gloo")
     mixed = _mixed(places)
     shared = _shared(places)
     if shared is None or places[0].sharing:
-        if given == "gloo":
+        if of_group == "gloo":
             slow = (
                 f"The process group sends from {kind} by gloo, which is slow: make it with {BACKENDS[kind]}."
             )
-            return Choice(given, (slow, *mixed))
-        return Choice(given or BACKENDS[kind], mixed)
+            return Choice(of_group, (slow, *mixed))
+        return Choice(of_group or BACKENDS[kind], mixed)
     first, second = shared
     place = places[first]
     which = f"Ranks {first} and {second} share one {place.name} of {place.host}"
@@ -95,9 +95,9 @@ def choose(places: Sequence[RankPlace], given: str | None = None) -> Choice:
             f"{which}, which shows {place.visible} to each process. Put the model of each rank on a device "
             f"of its own: model.to(f\"{kind}:{{os.environ['LOCAL_RANK']}}\")."
         )
-    if given is not None and given != "gloo":
+    if of_group is not None and of_group != "gloo":
         raise RunError(
-            f"{which}, and {given} needs one for each rank. Start one process for each device, or make no "
+            f"{which}, and {of_group} needs one for each rank. Start one process for each device, or make no "
             "process group: then messages go through the CPU's memory."
         )
     slow = f"{which}: messages between ranks go through the CPU's memory (gloo), which is slow."
@@ -119,9 +119,11 @@ def _mixed(places: Sequence[RankPlace]) -> tuple[str, ...]:
     names = {place.name: rank for rank, place in reversed(list(enumerate(places)))}
     if len(names) == 1:
         return ()
-    found = ", ".join(f"rank {rank} {name}" for name, rank in sorted(names.items(), key=lambda item: item[1]))
+    devices = ", ".join(
+        f"rank {rank} {name}" for name, rank in sorted(names.items(), key=lambda item: item[1])
+    )
     return (
-        f"The ranks have different devices ({found}). Stages are cut and scheduled for the device of each "
+        f"The ranks have different devices ({devices}). Stages are cut and scheduled for the device of each "
         "rank; with costs='measured' for that of rank 0.",
     )
 
@@ -137,6 +139,6 @@ def is_gloo_alone(group: dist.ProcessGroup) -> bool:
 
 
 def _backends(group: dist.ProcessGroup) -> dict[str, str]:
-    """By kind of device."""
+    """The backends of a group, by kind of device."""
     pairs = dist.get_backend_config(group).split(",")  # "cpu:gloo,cuda:nccl"
     return dict(pair.split(":", 1) for pair in pairs)

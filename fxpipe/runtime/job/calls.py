@@ -17,11 +17,11 @@ SPACE = 80
 
 def with_call(call: str, words: torch.Tensor) -> torch.Tensor:
     """``words``, at most SPACE on the CPU, behind the text of a call, which is cut where it is too long."""
-    own = torch.zeros(CALL + SPACE, dtype=torch.int64, device="cpu")
-    text = call.encode(errors="backslashreplace")[: CALL * own.element_size()]
-    own.view(torch.uint8)[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    own[CALL : CALL + len(words)] = words
-    return own
+    row = torch.zeros(CALL + SPACE, dtype=torch.int64, device="cpu")
+    text = call.encode(errors="backslashreplace")[: CALL * row.element_size()]
+    row.view(torch.uint8)[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    row[CALL : CALL + len(words)] = words
+    return row
 
 
 def different_calls(table: torch.Tensor) -> str | None:

@@ -1,4 +1,4 @@
-"""What the processes of a job exchange outside of steps: bytes, tensors and texts."""
+"""Lets the processes of a job exchange bytes, tensors and texts outside of steps."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _SHORT = 8 * (SPACE - 1)  # bytes that come along with their number
 
 def gather_bytes(data: bytes, sizes: Sequence[int], group: dist.ProcessGroup) -> list[bytes]:
     """The bytes of every rank of a group over gloo, whose sizes are known."""
-    own = torch.zeros(max(sizes), dtype=torch.uint8, device="cpu")
-    own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else own[:0]
-    padded = [torch.empty_like(own) for _ in sizes]
-    lasting(dist.all_gather(padded, own, group, async_op=True), group).wait()
+    part = torch.zeros(max(sizes), dtype=torch.uint8, device="cpu")
+    part[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else part[:0]
+    padded = [torch.empty_like(part) for _ in sizes]
+    lasting(dist.all_gather(padded, part, group, async_op=True), group).wait()
     return [p[:size].numpy().tobytes() for p, size in zip(padded, sizes, strict=True)]
 
 
@@ -53,13 +53,13 @@ class Collectives(Numbering):
 
     def broadcast_bytes(self, data: bytes | None) -> bytes:
         """Broadcast bytes from rank 0; the other ranks pass None."""
-        own = data or b""
-        (size, short), *_ = self._exchange(own)
+        content = data or b""
+        (size, short), *_ = self._exchange(content)
         if size <= _SHORT:
             return short
         payload = torch.empty(size, dtype=torch.uint8, device="cpu")
-        if own:
-            payload = torch.frombuffer(bytearray(own), dtype=torch.uint8)
+        if content:
+            payload = torch.frombuffer(bytearray(content), dtype=torch.uint8)
         with self.watch.collective():
             lasting(dist.broadcast(payload, 0, self.control, async_op=True), self.control).wait()
         return payload.numpy().tobytes()
@@ -74,16 +74,16 @@ class Collectives(Numbering):
                 if len(received):
                     dist.recv(received, 0, self.control)
             return received.numpy().tobytes()
-        own = b""
+        first = b""
         for rank, part in enumerate(parts):
             if rank == 0:
-                own = part
+                first = part
                 continue
             with self.watch.collective():
                 dist.send(torch.tensor([len(part)], device="cpu"), rank, self.control)
                 if part:
                     dist.send(torch.frombuffer(bytearray(part), dtype=torch.uint8), rank, self.control)
-        return own
+        return first
 
     def keep(self, key: str, text: str) -> None:
         """Keep a text where each rank can read it, as long as the run lasts."""
@@ -102,17 +102,17 @@ class Collectives(Numbering):
 
     def gather(self, data: bytes) -> list[bytes]:
         """Gather the bytes of every rank on every rank."""
-        found = self._exchange(data)
-        sizes = [size for size, _ in found]
+        parts = self._exchange(data)
+        sizes = [size for size, _ in parts]
         if max(sizes) <= _SHORT:
-            return [short for _, short in found]
+            return [short for _, short in parts]
         with self.watch.collective():
             return gather_bytes(data, sizes, self.control)
 
     def gather_in_replica(self, data: bytes) -> list[bytes]:
         """Gather the bytes of every rank of this replica on its ranks.  All processes call it."""
-        found = self.gather(data)
-        return [found[rank] for rank in self.of_replica(self.replica)]
+        parts = self.gather(data)
+        return [parts[rank] for rank in self.of_replica(self.replica)]
 
     def _exchange(self, data: bytes) -> list[tuple[int, bytes]]:
         """The number of bytes of every rank, and the bytes where they are short enough to come along."""
@@ -120,9 +120,9 @@ class Collectives(Numbering):
         words[0] = len(data)
         if 0 < len(data) <= _SHORT:
             words[1:].view(torch.uint8)[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        found = self.begin_gather(words, called_function())()
-        texts = [row[1:].contiguous().numpy().tobytes() for row in found]
-        return [(size, text[:size]) for size, text in zip(found[:, 0].tolist(), texts, strict=True)]
+        table = self.begin_gather(words, called_function())()
+        texts = [row[1:].contiguous().numpy().tobytes() for row in table]
+        return [(size, text[:size]) for size, text in zip(table[:, 0].tolist(), texts, strict=True)]
 
     def begin_gather(self, words: torch.Tensor, call: str) -> Callable[[], torch.Tensor]:
         """Start to gather a vector of every rank on every rank; return the function that waits for them.
@@ -130,18 +130,19 @@ class Collectives(Numbering):
         words: int64, on the CPU, at most SPACE; the rows of the result have SPACE.  call: the one that all
         ranks make, as text.
         """
-        own = with_call(f"{call} of {self.of}" if self.of else call, words)
-        found = torch.empty((self.world_size, len(own)), dtype=own.dtype, device="cpu")
-        work = lasting(dist.all_gather([*found], own, self.control, async_op=True), self.control)
+        row = with_call(f"{call} of {self.of}" if self.of else call, words)
+        table = torch.empty((self.world_size, len(row)), dtype=row.dtype, device="cpu")
+        # Of one size for all calls, as a collective of two sizes ends the process inside of the backend.
+        work = lasting(dist.all_gather([*table], row, self.control, async_op=True), self.control)
 
         def compared() -> str | None:
-            """For the watch: the rank may wait for a message that no rank sends, as they make other calls."""
+            """Tell the watch of other calls: this rank may wait for a message that no rank sends then."""
             arrived = work.get_future()
             if not arrived.done():
                 return None
             with contextlib.suppress(RuntimeError):  # ``gathered`` raises it
                 arrived.wait()
-                return different_calls(found)
+                return different_calls(table)
             return None
 
         self.watch.comparisons.append(compared)
@@ -152,9 +153,9 @@ class Collectives(Numbering):
                     work.wait()
             finally:
                 self.watch.comparisons.remove(compared)
-            if problem := different_calls(found):
+            if problem := different_calls(table):
                 raise CallsDifferError(problem)
-            return found[:, CALL:]
+            return table[:, CALL:]
 
         return gathered
 

@@ -1,4 +1,4 @@
-"""Failures as all ranks see them: the message of the first that failed, and the signs of life of each."""
+"""Failures as all ranks see them: the message of the first that failed, and the heartbeats of each."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from fxpipe.runtime.torch_private import Store
 
 FAILURE = "failure"  # the key of the message
 
-#: Seconds between two signs of life of a rank, and after which a rank without one counts as silent.
+#: Seconds between two heartbeats of a rank, and after which a rank without one counts as silent.
 BEAT, SILENCE = 0.5, 1.3
-FIRST = 1  # the number of a rank's first sign of life
+FIRST = 1  # the number of a rank's first heartbeat
 HURRY = 5.0  # seconds that a run which fails waits for answers of the store
 WATCHED = 4  # ranks that each rank looks at
 ENDED = "has ended"  # the last thing that a rank does
@@ -33,11 +33,11 @@ log = logging.getLogger("fxpipe")
 
 
 @dataclass(frozen=True)
-class Sign:
-    """A sign of life of a rank: its number as text, and what the rank did.
+class Heartbeat:
+    """A heartbeat of a rank: its number as text, and what the rank did.
 
     ``runs``: whether its process still runs; None if that cannot be seen from here.  ``beats``: whether this
-    was a new sign.
+    was a new heartbeat.
     """
 
     beat: str
@@ -47,7 +47,7 @@ class Sign:
 
     @property
     def has_ended(self) -> bool:
-        """By itself, as far as it could tell."""
+        """Whether the rank has ended by itself, as far as it could tell."""
         return self.doing.startswith(ENDED)
 
 
@@ -62,10 +62,10 @@ class Failures:
     rank: int
     ranks: int
     host: int | None = None
-    _found: list[str] = field(default_factory=list)
-    _own: list[str] = field(default_factory=list)
+    _messages: list[str] = field(default_factory=list)
+    _left: list[str] = field(default_factory=list)
     _processes: dict[int, str] = field(default_factory=dict)
-    _signs: dict[int, Sign] = field(default_factory=dict)
+    _heartbeats: dict[int, Heartbeat] = field(default_factory=dict)
 
     def hurry(self) -> None:
         """Wait for answers of the store for seconds, now that the run fails."""
@@ -77,78 +77,85 @@ class Failures:
         text = message.encode(errors="backslashreplace").decode()
         first = text
         with contextlib.suppress(dist.DistError):  # the store is gone with the others
-            found: bytes = self.store.compare_set(FAILURE, "", text)
-            first = found.decode()
+            # Atomic: of ranks that fail together, all take the message of the same one for the cause.
+            stored: bytes = self.store.compare_set(FAILURE, "", text)
+            first = stored.decode()
         if first == text:
-            self._own.append(text)
-        if not self._found:
-            self._found.append(first)
+            self._left.append(text)
+        if not self._messages:
+            self._messages.append(first)
         return first
 
     @property
     def began_here(self) -> bool:
         """Whether this rank is the first that failed."""
-        return bool(self._own)
+        return bool(self._left)
 
     @property
     def are_known(self) -> bool:
         """Whether this rank has told or heard of a failure."""
-        return bool(self._found)
+        return bool(self._messages)
 
     def find(self) -> str | None:
         """The message of the rank that failed, if one did."""
-        if not self._found and self.store.check([FAILURE]):
-            self._found.append(self.store.get(FAILURE).decode())
-        return next(iter(self._found), None)
+        if not self._messages and self.store.check([FAILURE]):
+            self._messages.append(self.store.get(FAILURE).decode())
+        return next(iter(self._messages), None)
 
     def show(self, beat: int, doing: str) -> None:
-        """Give a sign of life, with what this rank does."""
+        """Give a heartbeat, with what this rank does."""
         if beat == FIRST:
             self.store.set(f"process/{self.rank}", own_process())
         text = f"{beat} {doing}".encode(errors="backslashreplace")
         self.store.set(f"rank/{self.rank}", text.decode())
 
-    def seen(self, rank: int) -> Sign:
-        """The last sign of life of a rank."""
+    def seen(self, rank: int) -> Heartbeat:
+        """The last heartbeat of a rank."""
         beat, _, doing = self._text(f"rank/{rank}").partition(" ")
         if rank not in self._processes and (process := self._text(f"process/{rank}")):
             self._processes[rank] = process
-        self._signs[rank] = Sign(beat, doing or "has not begun", runs(self._processes.get(rank, "")))
-        return self._signs[rank]
+        self._heartbeats[rank] = Heartbeat(
+            beat, doing or "has not begun", runs(self._processes.get(rank, ""))
+        )
+        return self._heartbeats[rank]
 
     def others(self) -> list[int]:
         """The other ranks, from the next one on."""
         return [rank % self.ranks for rank in range(self.rank + 1, self.rank + self.ranks)]
 
     def look(self) -> None:
-        """Remember the signs of rank 0, and the processes of the next ranks: the store may be gone with it.
-        The process that has the store remembers all."""
+        """Remember the heartbeats of rank 0, and the processes of the next ranks: the store may be gone with
+        it.  The process that has the store remembers all."""
         others = self.others()
         for rank in others if self.host == self.rank else {0, *others[:WATCHED]}:
             if rank == 0 or rank not in self._processes:
                 self.seen(rank)
 
-    def remembered(self) -> list[Sign]:
-        """Per rank the last sign of life that was read, where the store is gone, and whether it runs now."""
-        none = Sign("", "has not been looked at", None)
-        known = (self._signs.get(rank, none) for rank in range(self.ranks))
+    def remembered(self) -> list[Heartbeat]:
+        """The last heartbeat that was read of each rank, where the store is gone, and whether it runs now."""
+        none = Heartbeat("", "has not been looked at", None)
+        known = (self._heartbeats.get(rank, none) for rank in range(self.ranks))
         return [replace(s, runs=runs(self._processes.get(rank, ""))) for rank, s in enumerate(known)]
 
-    def missing(self) -> dict[int, Sign]:
+    def missing(self) -> dict[int, Heartbeat]:
         """The ranks that have ended or are gone, where the store is, and the one that has it.  That one alone
         if it is gone: the others end as it does not answer."""
-        signs = self.remembered()
-        silent = {} if self.host is None else {self.host: replace(signs[self.host], beats=False)}
-        if any(sign.runs is False for sign in silent.values()):
+        heartbeats = self.remembered()
+        silent = {} if self.host is None else {self.host: replace(heartbeats[self.host], beats=False)}
+        if any(heartbeat.runs is False for heartbeat in silent.values()):
             return silent
-        return {r: sign for r, sign in enumerate(signs) if sign.runs is False or sign.has_ended} | silent
+        return {
+            r: heartbeat
+            for r, heartbeat in enumerate(heartbeats)
+            if heartbeat.runs is False or heartbeat.has_ended
+        } | silent
 
-    def survey(self, show: Callable[[], None] | None = None) -> list[Sign]:
-        """Per rank its last sign of life, and whether it gives any.
+    def survey(self, show: Callable[[], None] | None = None) -> list[Heartbeat]:
+        """The last heartbeat of each rank, and whether it gives any.
 
         Takes SILENCE seconds; those of one beat, in which the others tell where they are, if a rank is known
         to be gone; less if a message of a failed rank is there before.
-        show: gives a sign of life of this rank, where the thread that calls this would otherwise do so.
+        show: gives a heartbeat of this rank, where the thread that calls this would otherwise do so.
         """
         before = [self.seen(rank) for rank in range(self.ranks)]
         begun = shown = time.monotonic()
@@ -165,8 +172,8 @@ class Failures:
 
     def have_ended(self) -> bool:
         """Whether the processes of all other ranks have, as far as that can be seen from here."""
-        others = (sign for rank, sign in enumerate(self.remembered()) if rank != self.rank)
-        return all(sign.runs is False for sign in others)
+        others = (heartbeat for rank, heartbeat in enumerate(self.remembered()) if rank != self.rank)
+        return all(heartbeat.runs is False for heartbeat in others)
 
     def _text(self, key: str) -> str:
         return self.store.get(key).decode() if self.store.check([key]) else ""

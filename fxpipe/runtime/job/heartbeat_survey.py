@@ -1,4 +1,4 @@
-"""One rank looks at the signs of life of all ranks, for all that want to know of them at the same time.
+"""Lets one rank look at the heartbeats of all ranks, for all that want to know of them at the same time.
 
 Ranks that wait for each other lose an answer, or patience, all at once.  If each looked at all others, the
 store would be asked ranks² times.
@@ -12,33 +12,33 @@ import uuid
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import astuple
 
-from fxpipe.runtime.job.failure import BEAT, SILENCE, Failures, Sign
+from fxpipe.runtime.job.failure import BEAT, SILENCE, Failures, Heartbeat
 from fxpipe.runtime.job.numbering import MOST_NAMED, ranks_named
 
 
-def shared_survey(failures: Failures, reason: str, show: Callable[[], None] | None = None) -> list[Sign]:
+def shared_survey(failures: Failures, reason: str, show: Callable[[], None] | None = None) -> list[Heartbeat]:
     """``failures.survey(show)`` by this rank, or by one that has begun it for the same reason.
 
     Empty if a rank fails meanwhile: its message says more.
     """
     slot = f"survey/{reason}"  # the key of the result that is awaited; empty if there is none
-    store, own = failures.store, f"{slot}/{uuid.uuid4().hex}"
-    current = store.compare_set(slot, "", own).decode()
-    if current != own:
-        found = _received(failures, current, show)
-        if found is not None:
-            return found
+    store, key = failures.store, f"{slot}/{uuid.uuid4().hex}"
+    current = store.compare_set(slot, "", key).decode()
+    if current != key:
+        survey = _received(failures, current, show)
+        if survey is not None:
+            return survey
         # The rank that began it is gone, or another one takes its place.
-        taken = store.compare_set(slot, current, own).decode()
-        if taken != own:
-            return _received(failures, taken, show) or failures.survey(show)
+        owner = store.compare_set(slot, current, key).decode()
+        if owner != key:
+            return _received(failures, owner, show) or failures.survey(show)
     result = failures.survey(show)
-    store.set(own, json.dumps([astuple(sign) for sign in result]))
-    store.compare_set(slot, own, "")
+    store.set(key, json.dumps([astuple(heartbeat) for heartbeat in result]))
+    store.compare_set(slot, key, "")
     return result
 
 
-def _received(failures: Failures, key: str, show: Callable[[], None] | None) -> list[Sign] | None:
+def _received(failures: Failures, key: str, show: Callable[[], None] | None) -> list[Heartbeat] | None:
     """The result of another rank; None if it takes longer than a survey does."""
     begun = shown = time.monotonic()
     while not failures.store.check([key]):
@@ -51,25 +51,25 @@ def _received(failures: Failures, key: str, show: Callable[[], None] | None) -> 
             show()
             shown = now
         time.sleep(0.05)
-    return [Sign(*sign) for sign in json.loads(failures.store.get(key))]
+    return [Heartbeat(*heartbeat) for heartbeat in json.loads(failures.store.get(key))]
 
 
-def others_of(signs: Iterable[tuple[int, Sign]], rank: int) -> tuple[str, str]:
-    """What the signs of ranks tell of those that are gone, and of the others, as sentences of this rank's
-    message."""
+def others_of(heartbeats: Iterable[tuple[int, Heartbeat]], rank: int) -> tuple[str, str]:
+    """Tell, by the heartbeats of ranks, of those that are gone, and of the others, as sentences of this
+    rank's message."""
     gone: list[str] = []
     rest: dict[str, list[int]] = {}  # what a rank does, or its silence -> the ranks
-    for other, sign in signs:
-        last = f"the last was that it {sign.doing}. "
+    for other, heartbeat in heartbeats:
+        last = f"the last was that it {heartbeat.doing}. "
         if other == rank:
             continue
-        if sign.has_ended:
-            gone.append(f"Rank {other} {sign.doing}. ")
-        elif sign.runs is False:
+        if heartbeat.has_ended:
+            gone.append(f"Rank {other} {heartbeat.doing}. ")
+        elif heartbeat.runs is False:
             gone.append(f"Rank {other} gives no sign of life any more (killed, or out of memory); {last}")
-        elif sign.beats:
-            rest.setdefault(sign.doing, []).append(other)
-        elif sign.runs:
+        elif heartbeat.beats:
+            rest.setdefault(heartbeat.doing, []).append(other)
+        elif heartbeat.runs:
             silent = f"gives no sign of life (stopped, or in a long call); {last}".rstrip(" .")
             rest.setdefault(silent, []).append(other)
         else:

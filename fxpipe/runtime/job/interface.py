@@ -23,9 +23,9 @@ def set_interface(environment: MutableMapping[str, str] = os.environ) -> None:
     """Set gloo's interface from nccl's, unless it is set."""
     asked = environment.get(NCCL, "")
     if asked and not environment.get(GLOO):
-        found = matching(asked, [name for _, name in socket.if_nameindex() if _has_address(name)])
-        if found is not None:
-            environment[GLOO] = found
+        interface = matching(asked, [name for _, name in socket.if_nameindex() if _has_address(name)])
+        if interface is not None:
+            environment[GLOO] = interface
 
 
 def _has_address(name: str) -> bool:
@@ -56,7 +56,7 @@ def matching(asked: str, names: Sequence[str]) -> str | None:
 
 @contextmanager
 def connecting() -> Iterator[None]:
-    """Tell of the interface in errors of gloo's connections, from a block that makes a process group."""
+    """Name the interface in errors of gloo's connections, from a block that makes a process group."""
     try:
         yield
     except RuntimeError as error:  # torch's, also where the store has failed

@@ -1,7 +1,7 @@
 """Whether the process of another rank still runs, as far as that can be seen from this machine.
 
 The system knows it however busy the machine is.  A process that is stopped, or in a long call that holds
-Python's lock, gives no sign of life, and runs.
+Python's lock, gives no heartbeat, and runs.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _machine() -> str:
 
 
 def _begun(number: int) -> str:
-    """When a process began, in ticks of the system; "ended" for one that only waits to be reaped."""
+    """The time when a process began, in ticks of the system; "ended" for one that only waits to be reaped."""
     # Before them stands the program's name in parentheses, which may hold anything.
     fields = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()
     state, begun = fields[0], fields[19]

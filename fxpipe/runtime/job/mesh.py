@@ -12,7 +12,7 @@ PIPELINE = "pp"
 
 
 def ranks_and_replicas(
-    given: int | DeviceMesh | None, replicas: int | None, lanes: int = 1
+    size: int | DeviceMesh | None, replicas: int | None, lanes: int = 1
 ) -> tuple[int | None, int | None]:
     """``ranks`` and ``replicas`` of ``compile``, where ``ranks`` may be a mesh.
 
@@ -22,23 +22,23 @@ def ranks_and_replicas(
     it the mesh has the processes of one lane, as ``mesh["pp"]`` and ``mesh["dp", "pp"]`` give them.
     Raises OptionError for a mesh of other processes, naming those that are needed.
     """
-    for name, number in (("ranks", given), ("replicas", replicas)):
+    for name, number in (("ranks", size), ("replicas", replicas)):
         if number is not None and not isinstance(number, DeviceMesh):
             at_least_one(name, number)
-    if not isinstance(given, DeviceMesh):
-        return given, replicas
-    found, names = _of_one_lane(given, lanes)
-    if not found.dim():  # the lanes of one rank alone
-        raise OptionError(_refused(given, lanes))
-    ranks, first = found.shape[-1], int(found.reshape(-1)[0])
-    wanted = first + lanes * torch.arange(found.numel(), device="cpu").view(found.shape)
-    several = found.dim() == 2
+    if not isinstance(size, DeviceMesh):
+        return size, replicas
+    table, names = _of_one_lane(size, lanes)
+    if not table.dim():  # the lanes of one rank alone
+        raise OptionError(_refused(size, lanes))
+    ranks, first = table.shape[-1], int(table.reshape(-1)[0])
+    wanted = first + lanes * torch.arange(table.numel(), device="cpu").view(table.shape)
+    several = table.dim() == 2
     begins_well = (first if several else first % (ranks * lanes)) < lanes
-    if found.dim() not in (1, 2) or not begins_well or not found.equal(wanted) or PIPELINE in names[:-1]:
-        raise OptionError(_refused(given, lanes))
-    if several and replicas not in (None, found.shape[0]):
-        raise OptionError(f"The mesh has {number_of(found.shape[0], 'replica')}, and replicas is {replicas}.")
-    return ranks, found.shape[0] if several else replicas
+    if table.dim() not in (1, 2) or not begins_well or not table.equal(wanted) or PIPELINE in names[:-1]:
+        raise OptionError(_refused(size, lanes))
+    if several and replicas not in (None, table.shape[0]):
+        raise OptionError(f"The mesh has {number_of(table.shape[0], 'replica')}, and replicas is {replicas}.")
+    return ranks, table.shape[0] if several else replicas
 
 
 def _of_one_lane(mesh: DeviceMesh, lanes: int) -> tuple[torch.Tensor, tuple[str, ...]]:

@@ -39,7 +39,7 @@ class Numbering:
 
     @property
     def rank(self) -> int:
-        """Of this process in its pipeline."""
+        """The rank of this process in its pipeline."""
         return self.world_rank // self.lanes % self.ranks
 
     @property
@@ -65,8 +65,8 @@ class Numbering:
 
     def of_replica(self, replica: int, lane: int | None = None) -> list[int]:
         """The processes of a replica, in the order of their ranks; of one lane, by default this one's."""
-        own = self.lane if lane is None else lane
-        return [self.number(replica, rank, own) for rank in range(self.ranks)]
+        of_lane = self.lane if lane is None else lane
+        return [self.number(replica, rank, of_lane) for rank in range(self.ranks)]
 
     def of_rank(self, rank: int, lane: int) -> list[int]:
         """The processes that have this rank and lane of their pipelines, in the order of the replicas."""
@@ -77,7 +77,7 @@ class Numbering:
         return [k for replica in range(self.replicas) for k in self.of_lanes(replica, rank)]
 
     def of_each(self, parts: Sequence[T]) -> list[T]:
-        """What each process gets of the parts of the ranks, in the order of the processes."""
+        """The part that each process gets of those of the ranks, in the order of the processes."""
         return [part for _ in range(self.replicas) for part in parts for _ in range(self.lanes)]
 
     def of_lanes(self, replica: int, rank: int) -> list[int]:
@@ -100,7 +100,7 @@ class Numbering:
         return [number for number in processes if number != self.world_rank]
 
     def described(self, wait: Wait) -> str:
-        """What this process waits for, as text, with the numbers of processes."""
+        """Describe in text what this process waits for, with the numbers of processes."""
         if isinstance(wait.peers, int):
             return wait.what.format(self.number(self.replica, wait.peers, self.lane))
         processes = self.awaited(wait)
@@ -117,7 +117,7 @@ class Numbering:
         if what == "lanes":
             return [self.of_lanes(replica, rank) for replica in replicas for rank in ranks]
         pipelines = [self.of_replica(replica, lane) for replica in replicas for lane in lanes]
-        return pipelines if isinstance(what, int) else [[own[rank] for rank in what] for own in pipelines]
+        return pipelines if isinstance(what, int) else [[row[rank] for rank in what] for row in pipelines]
 
     def check_mesh(self, mesh: Any) -> None:
         """Raise RunError unless the mesh of this process's DTensors, if there is one, is the lanes of its

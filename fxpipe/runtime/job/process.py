@@ -54,16 +54,16 @@ def under_torchrun() -> bool:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Process(Collectives):
-    """Before a pipeline is known, all processes are ranks of one.
+    """This process; before a pipeline is known, all processes are ranks of one.
 
-    ``timeout``: the longest time that this rank waits for another one.  ``given``: the default group if it
-    was there before; else this process made it.  ``tag``: of the messages of a pipeline, which no other one's
-    are taken for.  ``groups``: those of connections, by device and numbers of ranks and lanes; None for one
-    that this process has no part in.
+    ``timeout``: the longest time that this rank waits for another one.  ``users_group``: the default group if
+    the script has made it; else this process made it.  ``tag``: of the messages of a pipeline, which no other
+    one's are taken for.  ``groups``: those of connections, by device and numbers of ranks and lanes; None for
+    one that this process has no part in.
     """
 
     timeout: timedelta
-    given: dist.ProcessGroup | None
+    users_group: dist.ProcessGroup | None
     _turns: Iterator[int] = field(default_factory=itertools.count)
     _pipelines: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     tag: int = 0
@@ -85,29 +85,29 @@ class Process(Collectives):
         select(device)
         if _joined is not None and dist.is_initialized() and dist.group.WORLD is _joined[0]:
             return _joined[1]
-        set_interface()
+        set_interface()  # now, as gloo reads it when a group is made
         limit = timeout or TIMEOUT
-        given = dist.group.WORLD if dist.is_initialized() else None
+        users_group = dist.group.WORLD if dist.is_initialized() else None
         with answered():
-            if given is not None:
+            if users_group is not None:
                 store, rank, ranks = default_store(), dist.get_rank(), dist.get_world_size()
             else:
                 store, rank, ranks = next(rendezvous("env://", timeout=limit))
             # A connection of its own, as one that waits for a key answers no other thread.
-            own = LimitedStore(store.clone(), limit)
-            if given is not None and not is_gloo_alone(given):
-                check_no_failure_of_nccl(own)
+            limited = LimitedStore(store.clone(), limit)
+            if users_group is not None and not is_gloo_alone(users_group):
+                check_no_failure_of_nccl(limited)
 
             def forget() -> None:
-                forget_failure_of_nccl(own)
-                if given is not None:
-                    forget_groups(own)
+                forget_failure_of_nccl(limited)
+                if users_group is not None:
+                    forget_groups(limited)
 
-            attempt = agree_on_attempt(own.under("fxpipe"), rank, ranks, limit, when_joined=forget)
+            attempt = agree_on_attempt(limited.under("fxpipe"), rank, ranks, limit, when_joined=forget)
         host = None if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True) else 0
-        watch = Watch(Failures(own.under(f"fxpipe/{attempt}"), rank, ranks, host), limit)
+        watch = Watch(Failures(limited.under(f"fxpipe/{attempt}"), rank, ranks, host), limit)
         with watch.collective(), connecting():
-            if given is None:
+            if users_group is None:
                 own_keys = PrefixStore(attempt, store)
                 dist.init_process_group("gloo", store=own_keys, rank=rank, world_size=ranks, timeout=limit)
             world = dist.group.WORLD
@@ -120,11 +120,11 @@ class Process(Collectives):
             ranks=ranks,
             timeout=limit,
             control=control,
-            given=given,
+            users_group=users_group,
             watch=watch,
         )
         _joined = dist.group.WORLD, process
-        if given is None:
+        if users_group is None:
             atexit.register(process._leave)
         return process
 
@@ -134,8 +134,8 @@ class Process(Collectives):
         replicas: the number that there must be; any by default.
         Raises RunError where the processes are no such number of pipelines.
         """
-        found = replace(self, ranks=ranks, lanes=lanes)
-        if self.world_size % (ranks * lanes) or replicas not in (None, found.replicas):
+        process = replace(self, ranks=ranks, lanes=lanes)
+        if self.world_size % (ranks * lanes) or replicas not in (None, process.replicas):
             wanted = lanes * (ranks if replicas is None else ranks * replicas)
             several = "" if replicas is not None else ", or a multiple of it for replicas"
             of_lanes = f" of {lanes} lanes" if lanes > 1 else ""
@@ -145,11 +145,11 @@ class Process(Collectives):
                 f"Start it with torchrun --nproc-per-node {wanted}{several}, or "
                 f"compile with ranks={self.world_size // lanes}{'' if replicas is None else ', replicas=1'}."
             )
-        if (ranks, lanes) not in self._pipeline_groups and found.world_size > ranks:
-            own = found.group_of_each(found.members(0))
-            assert own is not None
-            self._pipeline_groups[ranks, lanes] = own
-        return found
+        if (ranks, lanes) not in self._pipeline_groups and process.world_size > ranks:
+            group = process.group_of_each(process.members(0))
+            assert group is not None
+            self._pipeline_groups[ranks, lanes] = group
+        return process
 
     def group_of_each(
         self, members: Iterable[list[int]], backend: str = "gloo", **options: Any
@@ -160,7 +160,7 @@ class Process(Collectives):
         """
         self.destroy_dropped()
         with self.watch.collective(), connecting():
-            made = [dist.new_group(own, self.timeout, backend, **options) for own in members]
+            made = [dist.new_group(processes, self.timeout, backend, **options) for processes in members]
         return next((group for group in made if group is not dist.GroupMember.NON_GROUP_MEMBER), None)
 
     def drop_with(self, owner: object, groups: Iterable[dist.ProcessGroup]) -> Callable[[], object]:
@@ -186,8 +186,8 @@ class Process(Collectives):
 
     def _leave(self) -> None:
         """Let the communicators of accelerators go, where the run did not fail: others may hang in them."""
-        own = dist.is_initialized() and dist.group.WORLD is self.control
-        if own and not self.watch.has_failed and set(self._backends.values()) - {"gloo"}:
+        is_ours = dist.is_initialized() and dist.group.WORLD is self.control
+        if is_ours and not self.watch.has_failed and set(self._backends.values()) - {"gloo"}:
             self.watch.connections.clear()
             dist.destroy_process_group()
 
@@ -197,8 +197,10 @@ class Process(Collectives):
         All ranks must call it.  Raises RunError as :func:`fxpipe.runtime.job.backend.choose` does.
         """
         if device not in self._backends:
-            places = [RankPlace(**json.loads(given)) for given in self.gather(_as_json(RankPlace.of(device)))]
-            choice = choose(places, None if self.given is None else backend_of(self.given, device.type))
+            places = [RankPlace(**json.loads(row)) for row in self.gather(_as_json(RankPlace.of(device)))]
+            choice = choose(
+                places, None if self.users_group is None else backend_of(self.users_group, device.type)
+            )
             if self.leads:
                 for text in choice.warnings:
                     warnings.warn(text, stacklevel=3)
@@ -226,27 +228,27 @@ class Process(Collectives):
         Ranks that end after another one do not show it."""
         try:
             yield
-        except Exception as error:
+        except Exception as error:  # of any kind: it is only told to the other ranks, and raised
             self.watch.ended(error, lambda: None)
             raise
 
     def check_same(self, value: bytes, what: str) -> None:
         """Raise RunError on all ranks if a value differs between them; ``what``: its name."""
         values = self.gather(value)
-        other = [rank for rank, found in enumerate(values) if found != values[0]]
+        other = [rank for rank, x in enumerate(values) if x != values[0]]
         if other:
             raise RunError(f"Rank {other[0]} has another {what} than rank 0. Give all ranks the same.")
 
-    def check_alike(self, own: Mapping[str, str], what: str, remedy: str) -> None:
+    def check_alike(self, entries: Mapping[str, str], what: str, remedy: str) -> None:
         """Raise RunError on all ranks, naming the first entry that differs, unless all have the same.
 
         what: the entries together, as text: "Rank 1 has lr=0.2 in ``what``, and rank 0 …".
         """
-        text = json.dumps(own).encode()
+        text = json.dumps(entries).encode()
         digests = self.gather(str(number(text)).encode())
         if len({*digests}) == 1:
             return
-        table = [json.loads(given) for given in self.gather(text)]
+        table = [json.loads(row) for row in self.gather(text)]
         for rank, theirs in enumerate(table):
             for name in table[0] | theirs:
                 if table[0].get(name) != theirs.get(name):
@@ -259,7 +261,7 @@ class Process(Collectives):
             self.watch.failures.store.set(f"ready/{next(self._turns)}", "")
 
     def wait_for_first(self) -> None:
-        """Wait until rank 0 calls ``first_is_ready``, as long as it gives signs of life.
+        """Wait until rank 0 calls ``first_is_ready``, as long as it gives heartbeats.
 
         Raises RunError if it fails, or gives none for the time limit.
         """
@@ -274,14 +276,14 @@ class Process(Collectives):
         turn = next(self._turns)
         try:
             yield
-        finally:
+        finally:  # also after an error, which agreed() then tells all ranks
             with self.watch.collective():
                 self.watch.failures.store.set(f"ready/{turn}/{self.world_rank}", "")
             for rank in range(self.world_size):
                 self._wait_for(f"ready/{turn}/{rank}", rank)
 
     def _wait_for(self, key: str, rank: int) -> None:
-        """Wait for a key that another rank sets, as long as that gives signs of life."""
+        """Wait for a key that another rank sets, as long as that gives heartbeats."""
         failures = self.watch.failures
         beat, last = "", time.monotonic()
         with self.watch.collective():
@@ -324,7 +326,7 @@ def agreed_by(gather: Callable[[bytes], list[bytes]], what: str) -> Iterator[Non
         yield
     except CallsDifferError:
         raise  # as on the other ranks
-    except Exception as error:
+    except Exception as error:  # of any kind: the other ranks wait for a word of this one
         name = (ArtifactError if isinstance(error, ArtifactError) else RunError).__name__
         with contextlib.suppress(RunError):  # the ranks that are left raise it
             gather(f"{name} {in_short(error)}".encode(errors="backslashreplace"))
@@ -345,12 +347,12 @@ def agreed(process: Process | None, what: str) -> Iterator[None]:
         yield
 
 
-def as_timeout(given: float | timedelta | None) -> timedelta | None:
+def as_timeout(time_limit: float | timedelta | None) -> timedelta | None:
     """A time limit, given in seconds or as a timedelta.  Raises OptionError unless it is above 0."""
-    limit = given
+    limit = time_limit
     most = timedelta.max.total_seconds()
-    if isinstance(given, int | float) and given is not True and 0 < given <= most:
-        limit = timedelta(seconds=given)
+    if isinstance(time_limit, int | float) and time_limit is not True and 0 < time_limit <= most:
+        limit = timedelta(seconds=time_limit)
     if limit is None or (isinstance(limit, timedelta) and limit > timedelta()):
         return limit
-    raise OptionError(f"timeout={given!r} is no time above 0. Give seconds, or a datetime.timedelta.")
+    raise OptionError(f"timeout={time_limit!r} is no time above 0. Give seconds, or a datetime.timedelta.")

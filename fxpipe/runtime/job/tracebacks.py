@@ -88,10 +88,10 @@ def users_part(trace: TracebackType | None) -> TracebackType | None:
         if _is_users(trace.tb_frame.f_code.co_filename):
             frames.append(trace)
         trace = trace.tb_next
-    found: TracebackType | None = None
-    for own in reversed(frames):
-        found = TracebackType(found, own.tb_frame, own.tb_lasti, own.tb_lineno)
-    return found
+    users: TracebackType | None = None
+    for frame in reversed(frames):
+        users = TracebackType(users, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
+    return users
 
 
 def _is_users(file: str) -> bool:

@@ -43,13 +43,13 @@ def place_of_main_thread() -> str:
 
 def called_function() -> str:
     """The function of fxpipe that the user's code, or ``fxpipe run``, has called in this thread."""
-    found, frame = "", sys._getframe(1)
+    name, frame = "", sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
         if file.startswith(_FXPIPE + os.sep) and not file.startswith((_COMMAND, _WRAPPER)):
-            found = frame.f_code.co_qualname
+            name = frame.f_code.co_qualname
         frame = frame.f_back  # type: ignore[assignment]
-    return found
+    return name
 
 
 def is_of_user(frame: FrameType) -> bool:
@@ -58,15 +58,15 @@ def is_of_user(frame: FrameType) -> bool:
 
 
 def _innermost(lines: Iterable[tuple[str, int]]) -> str:
-    found = [(file, line) for file, line in lines if not file.startswith(("<frozen", "<string>"))]
-    own = [(file, line) for file, line in found if not file.startswith(_OTHERS)]
+    known = [(file, line) for file, line in lines if not file.startswith(("<frozen", "<string>"))]
+    users = [(file, line) for file, line in known if not file.startswith(_OTHERS)]
     # ``fxpipe run`` has no code of the user: then what called the runtime.
     callers = [
-        (file, line) for file, line in found if file.startswith(_FXPIPE) and not file.startswith(_HERE)
+        (file, line) for file, line in known if file.startswith(_FXPIPE) and not file.startswith(_HERE)
     ]
-    if not found:
+    if not known:
         return "an unknown place"
-    file, line = (own or callers or found)[-1]
+    file, line = (users or callers or known)[-1]
     text = linecache.getline(file, line).strip()
     shown = text if len(text) <= 60 else f"{text[:59]}…"
     return f"{Path(file).name}:{line}" + (f" ({shown})" if shown else "")

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from fxpipe.errors import RunError, number_of
-from fxpipe.runtime.job.failure import BEAT, ENDED, FIRST, WATCHED, Failures, Sign, record
+from fxpipe.runtime.job.failure import BEAT, ENDED, FIRST, WATCHED, Failures, Heartbeat, record
 from fxpipe.runtime.job.heartbeat_survey import others_of, shared_survey
 from fxpipe.runtime.job.user_line import place_of_error, place_of_main_thread
 from fxpipe.runtime.program.comm import NoAnswer, answered
@@ -39,7 +39,7 @@ GRACE = 3.0
 ALONE = 5.0
 #: Seconds that a rank waits for one whose process is gone; an error of the connection mostly comes before.
 GONE = 1.0
-#: Part of the time limit that it waits for one without sign of life whose process cannot be seen from here.
+#: Part of the time limit that it waits for one without heartbeats whose process cannot be seen from here.
 UNSEEN = 0.1
 #: What is left of Ctrl-C for the other ranks.
 INTERRUPTED = "was interrupted"
@@ -121,7 +121,7 @@ class Watch:
         return self._in_collective or self._wait_in_step() is not None
 
     def doing(self) -> str:
-        """What the rank does or waits for, as text: it continues "rank 3 …"."""
+        """Describe what the rank does or waits for, in text that continues "rank 3 …"."""
         runtime = self._runtime
         if self._in_collective:
             return f"waits for the other ranks at {place_of_main_thread()}"
@@ -218,10 +218,10 @@ class Watch:
                 log.warning("rank %d %s, and got no answer: %s", rank, doing, error)
                 survey = shared_survey(self.failures, "no answer", show)
                 gone, rest = others_of(enumerate(survey), rank)
-                own = f"{gone}Rank {rank} {doing}, and got no answer: {error}.{rest}"
-                first = self.failures.find() or self.failures.leave(own)
-                if first == own:
-                    return RunError(own)
+                message = f"{gone}Rank {rank} {doing}, and got no answer: {error}.{rest}"
+                first = self.failures.find() or self.failures.leave(message)
+                if first == message:
+                    return RunError(message)
         except dist.DistError as no_store:
             gone, rest = others_of(self.failures.missing().items(), rank)
             what = f"{gone}Rank {rank} {doing}, and got no answer: {error}.{rest}"
@@ -231,6 +231,7 @@ class Watch:
     def _run(self) -> None:
         try:
             while not self._over.wait(BEAT):
+                # A failure first: all that follows from it on this rank would be told in its place.
                 if message := self.failures.find():
                     self._end(self._elsewhere(message), GRACE / 2 if self.waits else GRACE)
                 for compared in [*self.comparisons] if self._in_step else ():
@@ -246,14 +247,14 @@ class Watch:
             self._run_alone(error)
 
     def _run_alone(self, error: Exception) -> None:
-        """Without the store: the run is over, or a rank will wait for others that are gone with it, or for
-        the one that has it."""
+        """Watch without the store: the run is over, or a rank will wait for others that are gone with it, or
+        for the one that has it."""
         self._doing, self._waited = "", 0
         while not self._over.wait(BEAT):
             self._count()
-            signs, missing = self.failures.remembered(), self.failures.missing()
-            awaited = {0, *self._awaited(signs.__getitem__)}
-            if self._waited * BEAT >= ALONE and any(r in missing or not signs[r].runs for r in awaited):
+            heartbeats, missing = self.failures.remembered(), self.failures.missing()
+            awaited = {0, *self._awaited(heartbeats.__getitem__)}
+            if self._waited * BEAT >= ALONE and any(r in missing or not heartbeats[r].runs for r in awaited):
                 gone, rest = others_of(missing.items(), self.failures.rank)
                 what = f"{gone}The store that the ranks share is gone: {error}.{rest}"
                 self._end(self._elsewhere(what), 0.0)
@@ -282,29 +283,33 @@ class Watch:
                 "%srank %d %s, for %.0f s now.%s", gone, self.failures.rank, self._doing, seconds, rest
             )
 
-    def _awaited(self, seen: Callable[[int], Sign]) -> dict[int, Sign]:
+    def _awaited(self, seen: Callable[[int], Heartbeat]) -> dict[int, Heartbeat]:
         """The rank that this one waits for.  Of several the next ones that have not ended: others watch the
         rest, and the store is not asked ranks² times."""
         others, wait = self.failures.others(), None if self._in_collective else self._wait_in_step()
         if wait is not None and self._numbering is not None:
             awaited = self._numbering.awaited(wait)
             others = [rank for rank in others if rank in awaited]
-        signs = ((rank, seen(rank)) for rank in others)
-        found = dict(islice(((rank, sign) for rank, sign in signs if not sign.has_ended), WATCHED))
-        return found or {rank: seen(rank) for rank in others[:1]}
+        heartbeats = ((rank, seen(rank)) for rank in others)
+        living = dict(
+            islice(((rank, heartbeat) for rank, heartbeat in heartbeats if not heartbeat.has_ended), WATCHED)
+        )
+        return living or {rank: seen(rank) for rank in others[:1]}
 
     def _check_awaited(self) -> None:
         """End this process if it waits for one that is gone: an error of the connection may be lost."""
         if not self._waited:
             self._quiet.clear()
             return
-        for rank, sign in self._awaited(self.failures.seen).items():
+        for rank, heartbeat in self._awaited(self.failures.seen).items():
             beat, quiet = self._quiet.get(rank, ("", 0))
-            quiet = quiet + 1 if sign.beat == beat else 0
-            self._quiet[rank] = sign.beat, quiet
-            was_killed = sign.runs is False and not sign.has_ended
-            patience = GONE if was_killed else ALONE if sign.has_ended or not sign.beat else self._unseen
-            if (sign.has_ended or not sign.runs) and quiet * BEAT >= patience:
+            quiet = quiet + 1 if heartbeat.beat == beat else 0
+            self._quiet[rank] = heartbeat.beat, quiet
+            was_killed = heartbeat.runs is False and not heartbeat.has_ended
+            patience = (
+                GONE if was_killed else ALONE if heartbeat.has_ended or not heartbeat.beat else self._unseen
+            )
+            if (heartbeat.has_ended or not heartbeat.runs) and quiet * BEAT >= patience:
                 self._end(self.lost(NoAnswer("the connection reports no error"), self._show), 0.0)
 
     def _elsewhere(self, message: str) -> RunError:
@@ -319,11 +324,11 @@ class Watch:
             if INTERRUPTED not in str(error):  # the first one says so
                 print(f"fxpipe: rank {self.failures.rank} ends: {error}", file=sys.stderr, flush=True)
             record(error)
-            sys.stdout.flush()
+            sys.stdout.flush()  # os._exit flushes nothing
             time.sleep(2 * BEAT)  # torchrun ends all ranks with the first: each is to say why before
             self._keep_store()
         finally:
-            os._exit(1)
+            os._exit(1)  # the main thread may hang inside of a backend, where no exception reaches it
 
     def _stop(self) -> None:
         """End the thread: inside torch when the interpreter ends, it would abort the process.  A store that

@@ -82,8 +82,8 @@ def identity(device: torch.device) -> tuple[str, str]:
     """The name of a device, and what tells it from all others of its machine ("" for the CPU)."""
     if not is_accelerator(device):
         return device.type, ""
-    found = torch.get_device_module(device).get_device_properties(device)
-    return found.name, str(getattr(found, "uuid", device.index))
+    properties = torch.get_device_module(device).get_device_properties(device)
+    return properties.name, str(getattr(properties, "uuid", device.index))
 
 
 def memory_size(device: torch.device) -> int:
@@ -124,7 +124,7 @@ def memory_pool(device: torch.device) -> Callable[[], contextlib.AbstractContext
     return partial(torch.cuda.use_mem_pool, torch.cuda.MemPool(), device)
 
 
-def own(tensor: torch.Tensor) -> torch.Tensor:
+def unowned(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory as another tensor, which the caller keeps alive for as long as the memory is used.
 
     A backend of messages tells the allocator to hold a tensor's memory, once the tensor is gone, until all
@@ -166,8 +166,8 @@ def on_host(device: torch.device, function: Callable[[], torch.Tensor]) -> Calla
     not to wait until all activations that are being offloaded have arrived there.
     """
     if not is_accelerator(device):
-        found = function()
-        return lambda: found
+        value = function()
+        return lambda: value
     ready, side = current_stream(device).record_event(), _stream_to_host(device)
     with side:
         side.wait_event(ready)
@@ -186,26 +186,26 @@ def generator(device: torch.device) -> torch.Generator:
     if not is_accelerator(device):
         return torch.default_generator
     index = torch.accelerator.current_device_index() if device.index is None else device.index
-    found: torch.Generator = torch.get_device_module(device).default_generators[index]
-    return found
+    default: torch.Generator = torch.get_device_module(device).default_generators[index]
+    return default
 
 
 def queues(device: torch.device) -> int | None:
     """The number of hardware queues that the environment gives a device; None if it does not say, as when the
     device was in use before fxpipe was imported."""
-    given = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
-    return int(given) if device.type == "cuda" and given.isdigit() else None
+    number = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
+    return int(number) if device.type == "cuda" and number.isdigit() else None
 
 
 @contextlib.contextmanager
 def communicator_settings() -> Iterator[None]:
     """The environment in which communicators are made; the user's own process groups keep theirs."""
-    own = {name: value for name, value in _SETTINGS.items() if name not in os.environ}
-    os.environ.update(own)
+    settings = {name: value for name, value in _SETTINGS.items() if name not in os.environ}
+    os.environ.update(settings)
     try:
         yield
     finally:
-        for name in own:
+        for name in settings:
             del os.environ[name]
 
 

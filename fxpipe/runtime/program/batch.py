@@ -54,23 +54,23 @@ def check_batch(spec: BatchSpec, batch: Any, microbatches: int, needed: Collecti
 
     needed: the leaves that must be there.  Raises BatchError, naming the leaf.
     """
-    given = given_leaves(spec, batch)
-    if not given.keys() >= set(needed):
+    leaves = given_leaves(spec, batch)
+    if not leaves.keys() >= set(needed):
         known = [leaf.name for leaf in spec.leaves]
         raise BatchError(
-            f"The batch has {_names(given)}, but the pipeline was compiled for {_names(known)}, of which "
+            f"The batch has {_names(leaves)}, but the pipeline was compiled for {_names(known)}, of which "
             f"this rank needs {_names(needed)}."
         )
-    check_unshared(given, {leaf.name for leaf in spec.leaves if leaf.written}, microbatches)
+    check_unshared(leaves, {leaf.name for leaf in spec.leaves if leaf.written}, microbatches)
     for leaf in spec.leaves:
-        if leaf.unread or leaf.name not in given:
+        if leaf.unread or leaf.name not in leaves:
             continue
-        value = given[leaf.name]
+        value = leaves[leaf.name]
         if leaf.shape is not None:
             _check(leaf, value, microbatches)
         elif isinstance(value, torch.Tensor) or repr(value) != leaf.value:
             raise _another_value(leaf, value)
-    return given
+    return leaves
 
 
 def microbatches_of(
@@ -81,12 +81,12 @@ def microbatches_of(
     needed: the leaves that must be there; others are checked and cut, but not moved.
     Raises BatchError, naming the leaf, if the batch is unlike the example.
     """
-    given = check_batch(spec, batch, microbatches, needed)
+    leaves = check_batch(spec, batch, microbatches, needed)
     cut: list[dict[str, torch.Tensor]] = [{} for _ in range(microbatches)]
     for leaf in spec.leaves:
-        if leaf.unread or leaf.shape is None or leaf.name not in given:
+        if leaf.unread or leaf.shape is None or leaf.name not in leaves:
             continue
-        value = given[leaf.name]
+        value = leaves[leaf.name]
         if device is not None and leaf.name in needed:
             value = value.to(device, non_blocking=value.is_pinned())
         pieces = [value] * microbatches if not leaf.shape else value.split(leaf.shape[0])
@@ -116,16 +116,16 @@ def _another_value(leaf: Leaf, value: Any) -> BatchError:
     return BatchError(f"{text}compile again for this one.")
 
 
-def check_unshared(given: Mapping[str, Any], written: Collection[str], microbatches: int) -> None:
+def check_unshared(leaves: Mapping[str, Any], written: Collection[str], microbatches: int) -> None:
     """Raise BatchError where the forward writes to memory that it reads as another leaf, or in another
     microbatch: a program gives each its own."""
-    tensors = {name: x for name, x in given.items() if isinstance(x, torch.Tensor)}
+    tensors = {name: x for name, x in leaves.items() if isinstance(x, torch.Tensor)}
     for name in sorted(tensors.keys() & written):
-        own, problem = tensors[name], ""
-        others = [other for other, x in tensors.items() if other != name and share_memory(own, x)]
+        tensor, problem = tensors[name], ""
+        others = [other for other, x in tensors.items() if other != name and share_memory(tensor, x)]
         if others:
             problem = f"shares memory with the leaf {others[0]!r}"
-        elif not own.dim() and microbatches > 1:
+        elif not tensor.dim() and microbatches > 1:
             problem = "has no dimensions, so that all microbatches have the same"
         if problem:
             raise BatchError(
@@ -142,13 +142,13 @@ def rows_of_replica(spec: BatchSpec, batch: Any, microbatches: int, replica: int
     if replicas == 1:
         return batch
     whole = microbatches_of(spec, batch, microbatches * replicas, (), None)
-    own = whole[replica * microbatches : (replica + 1) * microbatches]
+    pieces = whole[replica * microbatches : (replica + 1) * microbatches]
     kinds = {leaf.name: () if leaf.unread else leaf.shape for leaf in spec.leaves}
-    found = [
-        torch.cat([one[name] for one in own]).requires_grad_(value.requires_grad) if kinds[name] else value
+    leaves = [
+        torch.cat([one[name] for one in pieces]).requires_grad_(value.requires_grad) if kinds[name] else value
         for name, value in batch_leaves(batch)
     ]
-    return pytree.tree_unflatten(found, pytree.tree_flatten(as_dicts(batch))[1])
+    return pytree.tree_unflatten(leaves, pytree.tree_flatten(as_dicts(batch))[1])
 
 
 def given_leaves(spec: BatchSpec, batch: Any) -> dict[str, Any]:
@@ -157,15 +157,17 @@ def given_leaves(spec: BatchSpec, batch: Any) -> dict[str, Any]:
     Raises BatchError for a leaf that the example does not have, or that has no values.
     """
     kinds = {leaf.name: leaf.shape for leaf in spec.leaves}
-    given = dict(batch_leaves(batch))
-    if not given.keys() <= kinds.keys():
-        raise BatchError(f"The batch has {_names(given)}, but the pipeline was compiled for {_names(kinds)}.")
-    for name, x in given.items():
+    leaves = dict(batch_leaves(batch))
+    if not leaves.keys() <= kinds.keys():
+        raise BatchError(
+            f"The batch has {_names(leaves)}, but the pipeline was compiled for {_names(kinds)}."
+        )
+    for name, x in leaves.items():
         if isinstance(x, torch.Tensor) and x.is_meta:
             raise BatchError(
                 f"{name!r} is a tensor on the meta device, without values. Give a dense tensor with values."
             )
-    return {name: x for name, x in given.items() if x is not None or kinds[name] is None}
+    return {name: x for name, x in leaves.items() if x is not None or kinds[name] is None}
 
 
 def as_dicts(batch: Any) -> Any:
@@ -236,13 +238,13 @@ def _check(leaf: Leaf, value: Any, microbatches: int) -> None:
         return
     rows = leaf.shape[0] * microbatches
     if value.dim() == len(leaf.shape) and tuple(value.shape[1:]) == leaf.shape[1:] and value.shape[0] != rows:
-        given, remedy = value.shape[0], _REMEDY
-        if given and given % microbatches == 0:
-            example = f"an example of {given // microbatches}"
+        there, remedy = value.shape[0], _REMEDY
+        if there and there % microbatches == 0:
+            example = f"an example of {there // microbatches}"
             others = f"{remedy[0].lower()}{remedy[1:]}"
-            remedy = f"If all batches have {given} rows, compile with {example}; else {others}"
+            remedy = f"If all batches have {there} rows, compile with {example}; else {others}"
         raise BatchError(
-            f"{leaf.name!r} has {number_of(given, 'row')}, which do not make "
+            f"{leaf.name!r} has {number_of(there, 'row')}, which do not make "
             f"{number_of(microbatches, 'microbatch')} of {leaf.shape[0]}: {rows} are needed. {remedy}"
         )
     if tuple(value.shape) != (rows, *leaf.shape[1:]):

@@ -29,7 +29,7 @@ _off = False  # whether values are synthetic
 
 @contextlib.contextmanager
 def unchecked() -> Iterator[None]:
-    """For a block in which values are synthetic: ``expect`` does nothing."""
+    """Let ``expect`` do nothing in a block whose values are synthetic."""
     global _off
     _off = True
     try:
@@ -46,25 +46,25 @@ def expect(value: torch.Tensor, expected: list[bool | int], where: str) -> None:
 def _check(value: torch.Tensor, expected: list[bool | int], where: str) -> None:
     if _off:
         return
-    found = value.reshape(-1).tolist()
-    if found != list(expected) and not _equal(found, expected):
+    values = value.reshape(-1).tolist()
+    if values != list(expected) and not _equal(values, expected):
         remedy = INSTEAD_OF_A_NUMBER
-        if isinstance(found[0], bool):
+        if isinstance(values[0], bool):
             remedy = (
                 "Compile with an example of the same kind as the batches, give a loop a fixed number of "
                 "rounds, or take the branch out of"
             )
         raise RunError(
             f"The model's code reads a value of the data at {where}. The program was compiled for "
-            f"{_shown(expected)}, and this microbatch gives {_shown(found)}: other code would run. {remedy} "
+            f"{_shown(expected)}, and this microbatch gives {_shown(values)}: other code would run. {remedy} "
             "the model."
         )
 
 
-def _equal(found: list[Any], expected: list[Any]) -> bool:
+def _equal(values: list[Any], expected: list[Any]) -> bool:
     """Whether the numbers are the same; unlike in Python's comparison, NaN is the same as NaN."""
-    same = (a == b or (a != a and b != b) for a, b in zip(found, expected, strict=True))
-    return len(found) == len(expected) and all(same)
+    same = (a == b or (a != a and b != b) for a, b in zip(values, expected, strict=True))
+    return len(values) == len(expected) and all(same)
 
 
 def _shown(values: list[Any]) -> str:

@@ -40,7 +40,7 @@ def answered() -> Iterator[None]:
 
 
 class Wait(NamedTuple):
-    """What a rank waits for.
+    """A wait of a rank.
 
     ``what``: as text, in which {} stands for the number of the process of rank ``peers``.  ``peers``: a rank
     of its pipeline, all of them, or this rank in all replicas or lanes; None if it waits for none.
@@ -63,13 +63,14 @@ class Pending:
     """A message being received; ``work`` is the handle of its Comm.
 
     ``buffers``: the tensors of a message, or one from every rank.  ``source``: the rank that sends, or -1 for
-    all.  ``given``: the tensor that this rank has sent itself.  ``adds``: whether their sum is what arrives.
+    all.  ``part``: the tensor that this rank has sent itself, which lives until the others have theirs.
+    ``adds``: whether their sum is what arrives.
     """
 
     buffers: list[torch.Tensor]
     source: int
     work: Any = None
-    given: torch.Tensor | None = None
+    part: torch.Tensor | None = None
     adds: bool = False
 
 
@@ -80,7 +81,7 @@ def new_buffer(layout: Layout, device: torch.device) -> torch.Tensor:
 
 
 def new_buffers(layout: Layout, ranks: int, device: torch.device) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """One memory, as bytes, for a tensor of every rank, and its parts."""
+    """The memory, as bytes, for a tensor of every rank, and its parts."""
     shape, stride, dtype = layout
     whole = torch.empty(ranks * math.prod(shape) * dtype.itemsize, dtype=torch.uint8, device=device)
     return whole, [part.view(dtype).as_strided(shape, stride) for part in whole.view(ranks, -1)]
@@ -107,7 +108,7 @@ class Comm(Protocol):
 
     def reduce(self, tensor: torch.Tensor, layout: Layout, to: int, group: int) -> Pending | None: ...
 
-    def share_numbers(self, given: Numbers | None, source: int) -> Numbers:
+    def share_numbers(self, numbers: Numbers | None, source: int) -> Numbers:
         """Start to give all ranks two float64 numbers of rank ``source``, which alone passes them, on the
         CPU: their sums over the replicas.  The function that it returns waits for them."""
         ...

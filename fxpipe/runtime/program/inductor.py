@@ -58,11 +58,11 @@ class _Compiled:
     checks: tuple[tuple[Any, ...], ...]
 
     def inputs(self, args: Sequence[Any]) -> list[torch.Tensor] | None:
-        """None if the function was compiled for other arguments."""
+        """The inputs among some arguments; None if the function was compiled for other ones."""
         if any(repr(_at(args, place)) != number for place, number in self.numbers):
             return None
-        found = [_at(args, place) for place in self.places]
-        inputs = [as_tensor(value) if isinstance(value, int) else value for value in found]
+        values = [_at(args, place) for place in self.places]
+        inputs = [as_tensor(value) if isinstance(value, int) else value for value in values]
         return inputs if _layouts(inputs) == self.layouts else None
 
 
@@ -81,16 +81,16 @@ class inductor:
 
     def __call__(self, *args: Any) -> Any:
         compiled, inputs = self._for(args)
-        for argument in args:
+        for argument in args:  # before the run, which frees each input after its last use
             if isinstance(argument, list):
                 argument.clear()
         results = list(compiled.run(inputs))
         if is_watched():  # by a measurement of memory, which only sees the results of ops
             results = [x if x is None else torch.ops.aten.alias.default(x) for x in results]
-        own = len(results) - len(compiled.checks)
-        for value, check in zip(results[own:], compiled.checks, strict=True):
+        end = len(results) - len(compiled.checks)
+        for value, check in zip(results[end:], compiled.checks, strict=True):
             expect(value, *check)
-        return pytree.tree_unflatten(results[:own], compiled.tree)
+        return pytree.tree_unflatten(results[:end], compiled.tree)
 
     def _for(self, args: Sequence[Any]) -> tuple[_Compiled, list[torch.Tensor]]:
         """The function as compiled for these arguments, and its inputs among them."""
@@ -125,30 +125,30 @@ class inductor:
 
 def compiled_functions(step: Callable[..., Any]) -> dict[str, inductor]:
     """The functions beside the ``step`` of a program that Inductor compiles, by name."""
-    given = step.__globals__ if isinstance(step, FunctionType) else {}
-    return {name: value for name, value in given.items() if isinstance(value, inductor)}
+    namespace = step.__globals__ if isinstance(step, FunctionType) else {}
+    return {name: value for name, value in namespace.items() if isinstance(value, inductor)}
 
 
 def _layouts(tensors: Sequence[torch.Tensor]) -> list[Any]:
-    """All that compiled code depends on; of the CPU also the number of threads."""
+    """The layouts on which compiled code depends; on the CPU also the number of threads."""
     return [torch.get_num_threads(), *((t.shape, t.stride(), t.dtype) for t in tensors)]
 
 
 def _compile(function: Callable[..., Any], args: Sequence[Any]) -> _Compiled:
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    given = [argument.tensors_by_name() if isinstance(argument, within) else argument for argument in args]
-    found, tree = pytree.tree_flatten_with_path(tuple(given))
-    values = [value for _, value in found]
+    operands = [argument.tensors_by_name() if isinstance(argument, within) else argument for argument in args]
+    paths, tree = pytree.tree_flatten_with_path(tuple(operands))
+    values = [value for _, value in paths]
     varying = [k for k, value in enumerate(values) if not isinstance(value, float)]
     result_tree: Any = None
 
     def flat(*inputs: torch.Tensor) -> list[torch.Tensor]:
         nonlocal result_tree
-        own = [*values]
+        leaves = [*values]
         for k, value in zip(varying, inputs, strict=True):
-            own[k] = value
-        results, result_tree = pytree.tree_flatten(function(*pytree.tree_unflatten(own, tree)))
+            leaves[k] = value
+        results, result_tree = pytree.tree_flatten(function(*pytree.tree_unflatten(leaves, tree)))
         return results
 
     with fake_tensors():
@@ -159,7 +159,7 @@ def _compile(function: Callable[..., Any], args: Sequence[Any]) -> _Compiled:
         used = [i for i, n in enumerate(traced.graph.find_nodes(op="placeholder")) if n.users]
         _drop_unused_inputs(traced.graph)
         traced.recompile()
-    places = [tuple(_key(step) for step in path) for path, _ in found]
+    places = [tuple(_key(step) for step in path) for path, _ in paths]
     inputs = [fakes[i] for i in used]
     return _Compiled(
         tuple(places[varying[i]] for i in used),
@@ -223,8 +223,8 @@ def keep_kernels() -> None:
     and other users may make the folder first.  The folder is the user's, and not one of a saved pipeline,
     since those come from others.
     """
-    given = os.environ.get(_CACHE)
-    if given is not None and given != default_kernels():
+    named = os.environ.get(_CACHE)
+    if named is not None and named != default_kernels():
         return
     caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     folder = Path(caches, "fxpipe", "inductor", _processor())

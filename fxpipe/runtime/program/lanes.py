@@ -96,14 +96,14 @@ REDUCTIONS = tuple(_REDUCTIONS)
 
 
 def _one_op(run: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """In a trace the function is the op of its name."""
+    """Replace the function by the op of its name in a trace."""
 
     @wraps(run)
     def call(x: torch.Tensor, *rest: Any) -> torch.Tensor:
-        found: torch.Tensor = (
+        result: torch.Tensor = (
             getattr(torch.ops.lanes, run.__name__)(x, *rest) if is_fake(x) else run(x, *rest)
         )
-        return found
+        return result
 
     return call
 
@@ -112,12 +112,12 @@ def _one_op(run: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 def all_reduce(x: torch.Tensor, op: str, n: int) -> torch.Tensor:
     lanes, flat = _lanes(), x.contiguous().view(-1)
     slices = [part.contiguous() for part in flat.tensor_split(n)]
-    own = _REDUCTIONS[op](*lanes.exchange(slices))
+    total = _REDUCTIONS[op](*lanes.exchange(slices))
     longest = slices[0].numel()  # of slices that differ by one element
-    padded = own.new_zeros(longest)
-    padded[: own.numel()] = own
-    found = [part[: given.numel()] for part, given in zip(lanes.gather(padded), slices, strict=True)]
-    return torch.cat(found).view(x.shape)
+    padded = total.new_zeros(longest)
+    padded[: total.numel()] = total
+    parts = [part[: like.numel()] for part, like in zip(lanes.gather(padded), slices, strict=True)]
+    return torch.cat(parts).view(x.shape)
 
 
 @_one_op

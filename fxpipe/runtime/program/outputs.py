@@ -38,9 +38,9 @@ MOST_SHOWN = 8
 
 def shown(loss: torch.Tensor | None, outputs: Mapping[str, torch.Tensor]) -> list[str]:
     """A result as texts: the loss, and outputs with their shapes."""
-    own = [f"{name}: {tuple(x.shape)} {x.dtype}" for name, x in outputs.items()]
-    more = [f"… {len(own) - MOST_SHOWN} more"] if len(own) > MOST_SHOWN else []
-    return ["no loss" if loss is None else f"loss={float(loss):.6g}", *own[:MOST_SHOWN], *more]
+    texts = [f"{name}: {tuple(x.shape)} {x.dtype}" for name, x in outputs.items()]
+    more = [f"… {len(texts) - MOST_SHOWN} more"] if len(texts) > MOST_SHOWN else []
+    return ["no loss" if loss is None else f"loss={float(loss):.6g}", *texts[:MOST_SHOWN], *more]
 
 
 @dataclass(eq=False)
@@ -48,16 +48,16 @@ class Collected:
     """The outputs of one step on one rank.  ``wanted``: those to collect, from all ranks, by name."""
 
     wanted: Mapping[str, OutputSpec] = field(default_factory=dict)
-    found: dict[str, torch.Tensor] = field(default_factory=dict)  # with a dimension of microbatches in front
+    values: dict[str, torch.Tensor] = field(default_factory=dict)  # with a dimension of microbatches in front
     _times: Counter[str] = field(default_factory=Counter)
 
     @staticmethod
     def of(
         wanted: Mapping[str, OutputSpec], rank: int, microbatches: int, device: torch.device | None
     ) -> Collected:
-        """With memory for the outputs of a rank, which the caller keeps after the step."""
-        own = (spec for spec in wanted.values() if spec.rank == rank)
-        return Collected(wanted, {spec.name: empty(spec, microbatches, device) for spec in own})
+        """New memory for the outputs of a rank, which the caller keeps after the step."""
+        mine = (spec for spec in wanted.values() if spec.rank == rank)
+        return Collected(wanted, {spec.name: empty(spec, microbatches, device) for spec in mine})
 
     def add(self, name: str, value: torch.Tensor, microbatch: int, microbatches: int) -> None:
         """Raises RunError if an edited program gives another value than the plan has."""
@@ -69,9 +69,9 @@ class Collected:
                 f"The program gives the output {name!r} as {value.dtype} of shape {tuple(value.shape)}; the "
                 f"plan has {spec.dtype} of shape {spec.shape}. Undo the edit, or compile again."
             )
-        if name not in self.found:
-            self.found[name] = value.new_empty((microbatches, *value.shape))
-        self.found[name][microbatch].copy_(value)
+        if name not in self.values:
+            self.values[name] = value.new_empty((microbatches, *value.shape))
+        self.values[name][microbatch].copy_(value)
         self._times[name] += 1
 
     def forget(self) -> None:
@@ -88,7 +88,7 @@ class Collected:
                     f"{microbatches}, and the plan has it on rank {spec.rank}. Undo the edit, or compile "
                     "again."
                 )
-        return {name: joined(value) for name, value in self.found.items()}
+        return {name: joined(value) for name, value in self.values.items()}
 
 
 def empty(spec: OutputSpec, microbatches: int, device: torch.device | None) -> torch.Tensor:
@@ -97,7 +97,7 @@ def empty(spec: OutputSpec, microbatches: int, device: torch.device | None) -> t
 
 
 def joined(value: torch.Tensor) -> torch.Tensor:
-    """Without the dimension of microbatches, if there is another one."""
+    """A value without the dimension of microbatches, if it has another one."""
     return value.flatten(0, 1) if value.dim() > 1 else value
 
 

@@ -60,37 +60,37 @@ def compiled_in_pieces(
         later |= {*reads}
     results: Any = output.args[0]
 
-    def run_all(given: list[torch.Tensor]) -> Sequence[Any]:
-        known = dict(zip(placeholders, given, strict=True))
-        given.clear()
+    def run_all(arguments: list[torch.Tensor]) -> Sequence[Any]:
+        known = dict(zip(placeholders, arguments, strict=True))
+        arguments.clear()
         for piece in pieces:
-            own = [known.pop(x) if x in piece.last else known[x] for x in piece.reads]
-            known.update(zip(piece.gives, piece.run(own), strict=True))
-        found: Sequence[Any] = fx.map_arg(results, known.__getitem__)
-        return found
+            operands = [known.pop(x) if x in piece.last else known[x] for x in piece.reads]
+            known.update(zip(piece.gives, piece.run(operands), strict=True))
+        outcome: Sequence[Any] = fx.map_arg(results, known.__getitem__)
+        return outcome
 
     return run_all
 
 
 def _cut(graph: fx.Graph) -> Iterator[list[fx.Node]]:
     """The ops of the graph in order, cut before and behind those between lanes."""
-    own = list[fx.Node]()
+    stretch = list[fx.Node]()
     for node in graph.nodes:
         if node.op in ("placeholder", "output"):
             continue
         if node.target in FUNCTIONS:
-            yield from filter(None, (own, [node]))
-            own = []
+            yield from filter(None, (stretch, [node]))
+            stretch = []
         else:
-            own.append(node)
-    if own:
-        yield own
+            stretch.append(node)
+    if stretch:
+        yield stretch
 
 
 def _between_lanes(node: fx.Node) -> Run:
     function, rest = FUNCTIONS[node.target], node.args[1:]
 
-    def run(given: list[torch.Tensor]) -> list[torch.Tensor]:
-        return [function(given.pop(), *rest)]
+    def run(operands: list[torch.Tensor]) -> list[torch.Tensor]:
+        return [function(operands.pop(), *rest)]
 
     return run

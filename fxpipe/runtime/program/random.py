@@ -81,11 +81,11 @@ def _as_one_op(op: Any, kind: str) -> Any:
 
 def _device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
     """The device whose generator an op draws from: that of its tensors, or the one it makes tensors on."""
-    found = None
+    device = None
     for value in (*args, *kwargs.values()):
         for tensor in value if isinstance(value, (list, tuple)) else (value,):
             if isinstance(tensor, torch.Tensor):
-                found = tensor.device
-                if is_accelerator(found):  # beside it there may be numbers in tensors of the CPU
-                    return found
-    return found or torch.device(kwargs.get("device") or "cpu")
+                device = tensor.device
+                if is_accelerator(device):  # beside it there may be numbers in tensors of the CPU
+                    return device
+    return device or torch.device(kwargs.get("device") or "cpu")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from fxpipe.runtime.program.offload import Offloader
 from fxpipe.runtime.program.outputs import Collected
 from fxpipe.runtime.program.random import fold
 from fxpipe.runtime.program.record import Record
+from fxpipe.runtime.torch_private import multiply_each
 
 if TYPE_CHECKING:  # most programs run without them
     from fxpipe.runtime.program.lanes import Lanes
@@ -92,7 +94,7 @@ class Runtime:
         self._ahead = {}
         yield
         ahead, self._ahead = self._ahead, None
-        self.record.pause()
+        self.record.pause()  # the wait for the verdict is no part of the last op
         if self.validate is not None and not self.validate():
             self._take_back(ahead, made)
             self.buffers.update(buffers)
@@ -104,7 +106,7 @@ class Runtime:
 
     def _take_back(self, ahead: Mapping[int, Pending], made: Sequence[dict[int, Any]]) -> None:
         """Forget what was computed with weights that do not stand, and what other ranks have sent of it."""
-        for pending in ahead.values():
+        for pending in ahead.values():  # the n-th message of a channel is the n-th receive: none may be left
             self.wait_all(pending)
         for bucket in [*self._gathers]:
             self.wait_parameters(bucket)
@@ -113,6 +115,15 @@ class Runtime:
         self._losses, self._counts = [], []
         self.collected.forget()
         self.record.forget()
+
+    @contextmanager
+    def _waits_for(self, what: Wait) -> Iterator[None]:
+        """Wait in a block, whose time counts for no op.  After an error ``waiting`` stays: messages tell
+        it."""
+        self.record.pause()
+        self.waiting = what
+        yield
+        self.waiting = None
 
     def _posted(self, pending: Pending | None) -> Pending | None:
         """Remember what is to arrive, as long as it may have to come again."""
@@ -140,38 +151,38 @@ class Runtime:
         return fold(self.key(microbatch), self.lanes.index)
 
     def once(
-        self, compute: Callable[..., dict[str, torch.Tensor]], *given: Mapping[str, torch.Tensor]
+        self, compute: Callable[..., dict[str, torch.Tensor]], *tensors: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        """What ``compute`` makes of parameters, buffers or constants, for the whole step.
+        """Run ``compute`` on parameters, buffers or constants, for the whole step.
 
         Waits for what other replicas have updated of any parameter.
         """
-        if any(each is self.params for each in given):
+        if any(each is self.params for each in tensors):
             for bucket in [*self._gathers]:
                 self.wait_parameters(bucket)
-        found = compute(*given)
+        values = compute(*tensors)
         if self.record.at_once is not None:
-            self.record.at_once(found.values())
-        return found
+            self.record.at_once(values.values())
+        return values
 
     def batch_means(
         self,
         counts: Callable[..., dict[str, torch.Tensor]],
         batches: Sequence[Mapping[str, torch.Tensor]],
-        *given: Mapping[str, torch.Tensor],
+        *constants: Mapping[str, torch.Tensor],
     ) -> dict[str, torch.Tensor]:
         """The means, over the microbatches of all replicas, of what ``counts`` finds in each.
 
-        given: what it takes beside a microbatch, constants or buffers.
+        constants: what it takes beside a microbatch; they may be buffers.
         """
         parts: list[tuple[Sequence[Mapping[str, torch.Tensor]], Sequence[float]]]
         parts = [(self.microbatches(batch), weights) for batch, weights in self.weighted]
         parts = parts or [(batches, [1.0] * len(batches))]
-        each = [counts(batch, *given) for own, _ in parts for batch in own]
-        weights = [weight for _, own in parts for weight in own]
+        each = [counts(batch, *constants) for part, _ in parts for batch in part]
+        weights = [weight for _, part in parts for weight in part]
         means = {}
         for name, first in each[0].items():
-            values = torch._foreach_mul([one[name].double() for one in each], weights)
+            values = multiply_each([one[name].double() for one in each], weights)
             total = torch.stack([*values]).sum(0).view(-1)  # no number of the host is copied to a device
             total = torch.cat([total, total.new_full((1,), sum(weights))])
             if self.replicas is not None:
@@ -202,12 +213,10 @@ class Runtime:
     def wait_all(self, pending: Pending) -> list[torch.Tensor]:
         """Block until the tensors of a message have arrived, or the values gathered from all ranks; return
         them, in rank order."""
-        self.record.pause()
-        self.waiting = _source(pending)
-        tensors = self.comm.wait(pending)
+        with self._waits_for(_source(pending)):
+            tensors = self.comm.wait(pending)
         if self._ahead is not None:
             self._ahead.pop(id(pending), None)
-        self.waiting = None
         if self.record.at_arrival is not None:
             for tensor in tensors:
                 self.record.at_arrival(tensor)
@@ -217,8 +226,8 @@ class Runtime:
         self, tensor: torch.Tensor | None, layout: Layout, source: int, group: int
     ) -> Pending | None:
         """Start to broadcast the tensor of rank ``source``; the other ranks get it by ``wait``."""
-        given = None if tensor is None else in_layout(tensor, layout)
-        return self._posted(self.comm.broadcast(given, layout, source, group))
+        sent = None if tensor is None else in_layout(tensor, layout)
+        return self._posted(self.comm.broadcast(sent, layout, source, group))
 
     def gather(self, tensor: torch.Tensor, layout: Layout, to: int, group: int) -> Pending | None:
         """Start to gather every rank's tensor on rank ``to``, which gets them by ``wait_all``."""
@@ -249,10 +258,8 @@ class Runtime:
 
     def wait_offload(self, values: list[Any]) -> None:
         """Wait until the values are offloaded, and free their memory."""
-        self.record.pause()
-        self.waiting = _OFFLOADED
-        self._offloading.wait_offload(values)
-        self.waiting = None
+        with self._waits_for(_OFFLOADED):
+            self._offloading.wait_offload(values)
 
     def reload(self, values: list[Any]) -> None:
         """Start to copy offloaded values back."""
@@ -260,10 +267,8 @@ class Runtime:
 
     def wait_reload(self, values: list[Any]) -> None:
         """Wait until the values are reloaded; the tensors take the places of their handles."""
-        self.record.pause()
-        self.waiting = _OFFLOADED
-        self._offloading.wait_reload(values)
-        self.waiting = None
+        with self._waits_for(_OFFLOADED):
+            self._offloading.wait_reload(values)
 
     def add_loss(self, loss: torch.Tensor, count: torch.Tensor | None = None) -> None:
         """Add the loss of one microbatch; with ``count`` if it is a sum over that many."""
@@ -284,28 +289,27 @@ class Runtime:
         """
         if self.replicas is None:
             return
-        own, mean = self.buckets[bucket], not self.spec.has_count
-        whole, into = own.begin_sum(self.replicas.index)
-        if own.flat is None:  # the accumulators go when they are summed
-            for name in own.names:
+        grads, mean = self.buckets[bucket], not self.spec.has_count
+        whole, into = grads.begin_sum(self.replicas.index)
+        if grads.flat is None:  # the accumulators go when they are summed
+            for name in grads.names:
                 self.grads.pop(name, None)
-        self._sums.append(self.replicas.reduce(whole, own.begins, into, mean=mean))
+        self._sums.append(self.replicas.reduce(whole, grads.begins, into, mean=mean))
 
     def wait_gradients(self) -> None:
         """Wait for the sums over the replicas."""
-        self.record.pause()
-        self.waiting = _REPLICAS
-        for work in self._sums:
-            assert self.replicas is not None
-            self.replicas.wait(work)
-        self._sums, self.waiting = [], None
+        with self._waits_for(_REPLICAS):
+            for work in self._sums:
+                assert self.replicas is not None
+                self.replicas.wait(work)
+        self._sums = []
 
     def gather_parameters(self, bucket: int) -> None:
         """Start to give this replica the rows of parameters that other replicas own."""
         if self.shards is not None:
-            own = self.buckets[bucket]
-            given = own.parameters or (own.own_rows(),)
-            self._gathers[bucket] = given, self.shards.gather(given, own.begins)
+            params = self.buckets[bucket]
+            rows = params.parameters or (params.own_rows(),)
+            self._gathers[bucket] = rows, self.shards.gather(rows, params.begins)
 
     def wait_parameters(self, bucket: int) -> None:
         """Wait for the rows that other replicas own."""
@@ -313,10 +317,8 @@ class Runtime:
             return
         assert self.shards is not None
         (first, *_), work = self._gathers.pop(bucket)
-        self.record.pause()
-        self.waiting = _REPLICAS
-        self.shards.wait(work)
-        self.waiting = None
+        with self._waits_for(_REPLICAS):
+            self.shards.wait(work)
         if not self.buckets[bucket].parameters:
             self.params |= self.buckets[bucket].views(first)
 
@@ -347,14 +349,14 @@ class Runtime:
         """Turn gradients of a sum into those of the mean, for losses given as (sum, count)."""
         _, count = self._total()
         self._flush()  # gradients of tied parameters may still be on their way to other ranks
-        summed = (own.summed for own in self.buckets if own.summed is not None)
+        summed = (each.summed for each in self.buckets if each.summed is not None)
         for grad in self.grads.values() if self.replicas is None else summed:
             grad.div_(count)
 
     def _summed(self, name: str) -> torch.Tensor:
         """The gradient of a parameter, or what this replica has of it after the sum over replicas."""
-        own = next((own.summed for own in self.buckets if name in own.names), None)
-        return self.grads[name] if own is None else own
+        shard = next((shard.summed for shard in self.buckets if name in shard.names), None)
+        return self.grads[name] if shard is None else shard
 
     def finish(self) -> torch.Tensor | None:
         """End the step: wait until all messages are sent; return the loss of the batch, on every rank, if
@@ -399,8 +401,8 @@ class Runtime:
         """Start to give all ranks the loss of the batch."""
         if self._sharing is not None:
             return
-        own = self._own_total() if self.rank == self.spec.loss_rank else None
-        self._sharing = self.comm.share_numbers(own, self.spec.loss_rank)
+        total = self._own_total() if self.rank == self.spec.loss_rank else None
+        self._sharing = self.comm.share_numbers(total, self.spec.loss_rank)
 
     def _own_total(self) -> Numbers:
         """The sum of the losses and its divisor; the function waits until they are on the CPU."""
@@ -420,12 +422,10 @@ class Runtime:
     def _total(self) -> tuple[float, float]:
         """The sum of the losses and its divisor, on every rank."""
         if self._shared is None:
-            self.record.pause()
-            self.waiting = self._loss_of
-            self._share_loss()
-            assert self._sharing is not None
-            self._shared = self._sharing().tolist()
-            self.waiting = None
+            with self._waits_for(self._loss_of):
+                self._share_loss()
+                assert self._sharing is not None
+                self._shared = self._sharing().tolist()
         return self._shared[0], self._shared[1]
 
 

@@ -34,7 +34,7 @@ class Clock(Protocol):
 
 
 class HostClock:
-    """For a device whose ops run in the host."""
+    """Takes the time of the host, for a device whose ops run in it."""
 
     def mark(self) -> float:
         return time.perf_counter()
@@ -47,7 +47,7 @@ class HostClock:
 
 
 class DeviceClock:
-    """For an accelerator: a mark is an event on the stream of the ops, with the host's time."""
+    """Takes the time of an accelerator: a mark is an event on the stream of the ops, with the host's time."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -54,11 +54,11 @@ class GradientBucket:
 
     def views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
         """The gradients, or parameters, in a bucket's memory."""
-        found, begin = {}, flat.storage_offset()
+        views, begin = {}, flat.storage_offset()
         for name, (shape, stride) in zip(self.names, self.layouts, strict=True):
-            found[name] = flat.as_strided(shape, stride, begin)
+            views[name] = flat.as_strided(shape, stride, begin)
             begin += math.prod(shape)
-        return found
+        return views
 
     def own_rows(self) -> torch.Tensor:
         """New memory for all parameters, with the rows that this replica has."""
@@ -68,7 +68,7 @@ class GradientBucket:
         return flat
 
     def begin_sum(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """What replica ``index`` gives to the sum, and the memory for what it gets.
+        """The memory that replica ``index`` gives to the sum, and that for what it gets.
 
         Without accumulators between steps, only the sum keeps them from now on.
         """
@@ -124,7 +124,7 @@ class Replicas(Protocol):
 
 
 class Shards(Replicas, Protocol):
-    """Where replicas own rows of parameters."""
+    """Replicas that own rows of parameters."""
 
     def gather(self, tensors: Sequence[torch.Tensor], begins: Sequence[int]) -> Any:
         """Start to give all replicas the shards of all, in a bucket, or in dense tensors that make one."""
@@ -147,7 +147,7 @@ def add_shard(
     exchange(slices, bucket, [sizes[index]] * number, sizes)
     first, *others = slices.view(number, sizes[index])
     total = first.to(accum_dtype(first.dtype))
-    for other in others:
+    for other in others:  # one by one: the order of the replicas decides the bits
         total.add_(other)
     into.copy_(total.div_(number) if mean else total)
 

@@ -11,7 +11,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class within(Generic[_T]):
-    """Of ``tensors``, those of a module: ``within(params, "blocks.3")["att.weight"]`` is
+    """The ones of ``tensors`` that are a module's: ``within(params, "blocks.3")["att.weight"]`` is
     ``params["blocks.3.att.weight"]``."""
 
     tensors: Mapping[str, _T]
@@ -21,7 +21,7 @@ class within(Generic[_T]):
         return self.tensors[f"{self.module}.{name}"]
 
     def tensors_by_name(self) -> dict[str, _T]:
-        """Those of the module, by their names within it."""
+        """The tensors of the module, by their names within it."""
         start = f"{self.module}."
-        own = (name for name in self.tensors if name.startswith(start))
-        return {name.removeprefix(start): self.tensors[name] for name in own}
+        names = (name for name in self.tensors if name.startswith(start))
+        return {name.removeprefix(start): self.tensors[name] for name in names}

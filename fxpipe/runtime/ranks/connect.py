@@ -75,9 +75,9 @@ def connect(
         all_of_device = [what for *other, what in known if tuple(other) == place] + new
         _check_streams(all_of_device, process.ranks, queues(device))
         _warn_of_few_queues(device)
-        with process.watch.collective(), answered(), communicator_settings(), _unbound(process.given):
+        with process.watch.collective(), answered(), communicator_settings(), _unbound(process.users_group):
             _make_communicators(process, backend, device, new)
-            _wait_for_all(process, device)
+            _wait_for_all(process, device)  # so that no step begins before all connections stand
 
     # Messages of gloo have tags, and its collectives have none: two pipelines share no group of them.
     made: list[dist.ProcessGroup] = []
@@ -122,21 +122,21 @@ def connect(
 
 
 @contextmanager
-def _unbound(given: dist.ProcessGroup | None) -> Iterator[None]:
-    """For a block that makes groups: they are none of the user's default group.
+def _unbound(group: dist.ProcessGroup | None) -> Iterator[None]:
+    """Keep the groups that a block makes apart from the user's default group.
 
     One that is bound to a device is split for each new group, by all of its ranks, also for a pair of them:
     a collective of all ranks for each channel.
     """
-    bound = None if given is None else given.bound_device_id
-    if given is None or bound is None:
+    bound = None if group is None else group.bound_device_id
+    if group is None or bound is None:
         yield
         return
-    given.bound_device_id = None
+    group.bound_device_id = None
     try:
         yield
     finally:
-        given.bound_device_id = bound
+        group.bound_device_id = bound
 
 
 def _make_communicators(
@@ -151,8 +151,8 @@ def _make_communicators(
             continue
         _follow(process, group, device, _described(process, what, backend))
         if isinstance(what, tuple):
-            own = next(pair for pair in members if process.world_rank in pair)
-            _first_message(group, one, process.world_rank, *own)
+            ends = next(pair for pair in members if process.world_rank in pair)
+            _first_message(group, one, process.world_rank, *ends)
         else:
             _first_broadcast(group, one)
 
@@ -168,8 +168,8 @@ def _run_once(comm: DistributedComm, collectives: Sequence[CollectiveCall]) -> N
         value = torch.empty_strided(shape, stride, dtype=dtype, device=comm.device).zero_()
         match collective.verb:
             case "broadcast":
-                given = value if comm.rank == collective.root else None
-                pending = comm.broadcast(given, layout, collective.root, collective.group)
+                sent = value if comm.rank == collective.root else None
+                pending = comm.broadcast(sent, layout, collective.root, collective.group)
             case "gather" | "reduce" as verb:
                 pending = getattr(comm, verb)(value, layout, collective.root, collective.group)
             case _:
@@ -200,7 +200,7 @@ def _follow(process: Process, group: dist.ProcessGroup, device: torch.device, wh
 
 
 def _failure(error: Callable[[], str], what: str, limit: timedelta) -> NoAnswer | None:
-    """What a communicator reports, with what to do."""
+    """The failure that a communicator reports, with what to do."""
     match error():
         case "":
             return None
@@ -227,15 +227,15 @@ def _first_broadcast(group: dist.ProcessGroup, one: torch.Tensor) -> None:
 def _check_streams(connections: Sequence[Connection], ranks: int, queues: int | None) -> None:
     """Raise RunError where streams of a rank would have to share a stream, or a queue of its device."""
     for rank in range(ranks):
-        own = [what for what in connections if not isinstance(what, tuple) or rank in what]
-        number = len(own)
+        of_rank = [what for what in connections if not isinstance(what, tuple) or rank in what]
+        number = len(of_rank)
         fewer = "Use fewer stages a rank, or tie fewer parameters."
         if number > STREAMS:
             raise RunError(
                 f"Rank {rank} has {number} communicators, and torch has {STREAMS} streams for them: two "
                 f"would share one, and wait for each other. {fewer}"
             )
-        needed = number + OWN_STREAMS + len({type(what) for what in own if not isinstance(what, tuple)})
+        needed = number + OWN_STREAMS + len({type(what) for what in of_rank if not isinstance(what, tuple)})
         if queues is not None and queues < needed:
             raise RunError(
                 f"CUDA_DEVICE_MAX_CONNECTIONS={queues} makes the {needed} streams of rank {rank} share "

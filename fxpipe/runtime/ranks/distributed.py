@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from fxpipe.runtime.job.last_works import lasting
-from fxpipe.runtime.program.accelerator import own
+from fxpipe.runtime.program.accelerator import unowned
 from fxpipe.runtime.program.comm import (
     Layout,
     Numbers,
@@ -111,21 +111,21 @@ class DistributedComm:
     def all_gather(self, tensor: torch.Tensor, layout: Layout, group: int) -> Pending:
         whole, buffers = new_buffers(layout, self.ranks, self.wire)
         flat = self._flat(tensor)
-        into, given = self._wired(whole), self._wired(flat)
+        into, sent = self._wired(whole), self._wired(flat)
         with answered():
             within = self.joint[group]
-            work = lasting(all_gather_single(into, given, within, async_op=True), within)
+            work = lasting(all_gather_single(into, sent, within, async_op=True), within)
         return Pending(buffers, -1, [work], flat)
 
     def reduce(self, tensor: torch.Tensor, layout: Layout, to: int, group: int) -> Pending | None:
         flat = self._flat(tensor)
         total = self._buffer(layout) if self.rank == to else None
 
-        def exchange(into: torch.Tensor, given: torch.Tensor, takes: list[int], gives: list[int]) -> None:
+        def exchange(into: torch.Tensor, parts: torch.Tensor, takes: list[int], gives: list[int]) -> None:
             takes, gives = ([n * flat.itemsize for n in sizes] for sizes in (takes, gives))
-            into, given = self._wired(into), self._wired(given)
+            into, parts = self._wired(into), self._wired(parts)
             within = self.joint[group]
-            work = dist.all_to_all_single(into, given, takes, gives, within, async_op=True)
+            work = dist.all_to_all_single(into, parts, takes, gives, within, async_op=True)
             lasting(work, within).wait()
 
         work = beside(self.wire).run(partial(add_up, flat, total, to, self.rank, self.ranks, exchange))
@@ -134,14 +134,14 @@ class DistributedComm:
         self.sent.add(work, [flat])
         return None
 
-    def share_numbers(self, given: Numbers | None, source: int) -> Numbers:
-        found = torch.empty(2, dtype=torch.float64)
+    def share_numbers(self, numbers: Numbers | None, source: int) -> Numbers:
+        totals = torch.empty(2, dtype=torch.float64)
 
         def share() -> None:
-            if given is not None:
-                found.copy_(given() if self.abreast is None else self.abreast.sum_numbers(given()))
+            if numbers is not None:
+                totals.copy_(numbers() if self.abreast is None else self.abreast.sum_numbers(numbers()))
             with answered():
-                work = dist.broadcast(found, group=self.pipeline, async_op=True, group_src=source)
+                work = dist.broadcast(totals, group=self.pipeline, async_op=True, group_src=source)
                 lasting(work, self.pipeline).wait()
 
         # In a thread: a rank gives them when it knows them, and goes on.
@@ -149,7 +149,7 @@ class DistributedComm:
 
         def shared() -> torch.Tensor:
             work.wait()
-            return found
+            return totals
 
         return shared
 
@@ -164,7 +164,7 @@ class DistributedComm:
 
     def _wired(self, tensor: torch.Tensor) -> torch.Tensor:
         """The memory of a tensor, for a process group."""
-        return own(on_wire(tensor)) if self.on_streams else on_wire(tensor)
+        return unowned(on_wire(tensor)) if self.on_streams else on_wire(tensor)
 
     def _each(
         self,

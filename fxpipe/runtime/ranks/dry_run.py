@@ -155,8 +155,8 @@ class _Alone:
         self.events.append(("give", (key,)))
         return Pending([total], -1, (key,), tensor)
 
-    def share_numbers(self, given: Numbers | None, source: int) -> Numbers:
-        return given or partial(torch.ones, 2, dtype=torch.float64)
+    def share_numbers(self, numbers: Numbers | None, source: int) -> Numbers:
+        return numbers or partial(torch.ones, 2, dtype=torch.float64)
 
     def flush(self) -> None:
         if self.sent is not None:

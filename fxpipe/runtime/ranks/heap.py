@@ -14,7 +14,7 @@ LARGE = 1 << 20  # bytes
 
 
 def give_back_large_tensors() -> None:
-    """From now on, allocate tensors of 1 MiB and more in pages of their own, which are freed with them.
+    """Allocate tensors of 1 MiB and more, from now on, in pages of their own, which are freed with them.
 
     This costs time, as the kernel clears new pages.  It does nothing with another C library, or if the user
     has configured the heap by environment variables.

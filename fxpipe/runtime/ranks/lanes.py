@@ -28,24 +28,24 @@ class LocalLanes:
         return self._world.lanes
 
     def exchange(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return [given[self.index] for given in self._given(parts)]
+        return [each[self.index] for each in self._of_all(parts)]
 
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        return [own for (own,) in self._given([tensor])]
+        return [part for (part,) in self._of_all([tensor])]
 
-    def _given(self, tensors: Sequence[torch.Tensor]) -> list[Sequence[torch.Tensor]]:
-        """What each lane gives to its n-th op, in their order."""
+    def _of_all(self, tensors: Sequence[torch.Tensor]) -> list[Sequence[torch.Tensor]]:
+        """The tensors that each lane gives to its n-th op, in the lanes' order."""
         world = self._world
         key: tuple[Hashable, int] = ("lanes", self._replica, self._rank), self._joined
         self._joined += 1
         with no_modes():  # a mode on this thread must see this lane's own tensors only
             world.between.setdefault(key, {})[self.index] = [tensor.clone() for tensor in tensors]
-        given, own = world.between[key], world.number(self._rank, self._replica, self.index)
+        by_lane, number = world.between[key], world.number(self._rank, self._replica, self.index)
         what = f"the lanes of rank {self._rank}"
-        world.wait_until(lambda: len(given) == self.number, own, what)
+        world.wait_until(lambda: len(by_lane) == self.number, number, what)
         if self.index == self.number - 1:
-            del world.between[key]  # ``given`` keeps it for those that have not returned yet
-        return [given[lane] for lane in range(self.number)]
+            del world.between[key]  # ``by_lane`` keeps it for those that have not returned yet
+        return [by_lane[lane] for lane in range(self.number)]
 
 
 @dataclass(eq=False)
@@ -62,17 +62,17 @@ class DistributedLanes:
     def exchange(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         gives = [part.nbytes for part in parts]
         takes = [gives[self.index]] * self.number
-        own = parts[self.index]
-        found = torch.empty(sum(takes), dtype=torch.uint8, device=self.wire)
-        given = torch.cat([on_wire(part).to(self.wire) for part in parts])
-        self._run(lambda: dist.all_to_all_single(found, given, takes, gives, self.group, async_op=True))
-        return self._tensors(found, own)
+        mine = parts[self.index]
+        received = torch.empty(sum(takes), dtype=torch.uint8, device=self.wire)
+        sent = torch.cat([on_wire(part).to(self.wire) for part in parts])
+        self._run(lambda: dist.all_to_all_single(received, sent, takes, gives, self.group, async_op=True))
+        return self._tensors(received, mine)
 
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        given = on_wire(tensor).to(self.wire)
-        found = torch.empty(self.number * given.numel(), dtype=torch.uint8, device=self.wire)
-        self._run(lambda: dist.all_gather([*found.view(self.number, -1)], given, self.group, async_op=True))
-        return self._tensors(found, tensor)
+        sent = on_wire(tensor).to(self.wire)
+        received = torch.empty(self.number * sent.numel(), dtype=torch.uint8, device=self.wire)
+        self._run(lambda: dist.all_gather([*received.view(self.number, -1)], sent, self.group, async_op=True))
+        return self._tensors(received, tensor)
 
     def _run(self, begin: Callable[[], dist.Work | None]) -> None:
         self.waits(_OTHERS)
@@ -80,5 +80,5 @@ class DistributedLanes:
             lasting(begin(), self.group).wait()
         self.waits(None)
 
-    def _tensors(self, found: torch.Tensor, like: torch.Tensor) -> list[torch.Tensor]:
-        return [*found.to(like.device).view(like.dtype).view(self.number, *like.shape)]
+    def _tensors(self, received: torch.Tensor, like: torch.Tensor) -> list[torch.Tensor]:
+        return [*received.to(like.device).view(like.dtype).view(self.number, *like.shape)]

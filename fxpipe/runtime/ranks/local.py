@@ -160,25 +160,25 @@ class LocalComm:
         what = "all ranks" if pending.source < 0 else f"rank {self._numbers[pending.source]}"
         self._world.wait_until(lambda: all(r in joint.get(key, {}) for r in ranks), self._own, what)
         self._world.takers[key] -= 1
-        given = joint.pop(key) if not self._world.takers[key] else joint[key]
-        found = [
-            self._received_as(replace(given[r], flat=given[r].flat.clone()), expected, r)
+        sent = joint.pop(key) if not self._world.takers[key] else joint[key]
+        parts = [
+            self._received_as(replace(sent[r], flat=sent[r].flat.clone()), expected, r)
             for r, expected in zip(ranks, pending.buffers, strict=True)
         ]
-        return [sum_over_ranks(*found)] if pending.adds else found
+        return [sum_over_ranks(*parts)] if pending.adds else parts
 
-    def share_numbers(self, given: Numbers | None, source: int) -> Numbers:
-        if given is not None:
-            self._world.shared[self._own] = given
+    def share_numbers(self, numbers: Numbers | None, source: int) -> Numbers:
+        if numbers is not None:
+            self._world.shared[self._own] = numbers
         world, shared = self._world, self._world.shared
         sources = [world.number(source, replica, self._lane) for replica in range(world.replicas)]
 
-        def found() -> torch.Tensor:
+        def total() -> torch.Tensor:
             what = f"the loss of rank {' and '.join(map(str, sources))}"
             world.wait_until(lambda: shared.keys() >= {*sources}, self._own, what)
             return torch.stack([shared[rank]() for rank in sources]).sum(0)
 
-        return found
+        return total
 
     def flush(self) -> None:
         pass

@@ -1,4 +1,4 @@
-"""One rank of all replicas in this process."""
+"""Sums over replicas that all run in this process."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class LocalReplicas:
         key = self._join(bucket)
 
         def reduced() -> None:
-            given = self._taken(key, bucket)
+            buckets = self._taken(key, bucket)
             for index in range(self.number):
 
                 def exchange(slices: torch.Tensor, *_: object) -> None:
-                    parts = [shard_of(own, begins, index) for own in given]  # noqa: B023 - called at once
+                    parts = [shard_of(each, begins, index) for each in buckets]  # noqa: B023 - called at once
                     torch.cat(parts, out=slices)
 
                 add_shard(bucket, begins, index, exchange, shard_of(into, begins, index), mean=mean)
@@ -55,18 +55,19 @@ class LocalReplicas:
         return key
 
     def _taken(self, key: tuple[Hashable, int], expected: torch.Tensor) -> list[torch.Tensor]:
-        """What all replicas gave, in their order.  Raises RunError where that is no tensor like this one."""
+        """The tensors that all replicas gave, in their order.  Raises RunError where that is no tensor like
+        this one."""
         joint, world = self._world.joint, self._world
-        own = world.number(self._rank, self.index, self._lane)
+        number = world.number(self._rank, self.index, self._lane)
         what = f"rank {self._rank} of all replicas"
-        world.wait_until(lambda: len(joint.get(key, {})) == self.number, own, what)
+        world.wait_until(lambda: len(joint.get(key, {})) == self.number, number, what)
         world.takers[key] -= 1
-        given = joint.pop(key) if not world.takers[key] else joint[key]
+        sent = joint.pop(key) if not world.takers[key] else joint[key]
         layout = (tuple(expected.shape), expected.stride(), expected.dtype)
-        for replica, other in sorted(given.items()):
+        for replica, other in sorted(sent.items()):
             if other.layout != layout:
                 raise RunError(
                     f"Replica {replica} gives {text_of(other.layout)} (shape, strides, dtype) to a sum, and "
                     f"replica {self.index} {text_of(layout)}. Run the same program on all replicas."
                 )
-        return [given[k].flat.as_strided(expected.shape, expected.stride()) for k in range(self.number)]
+        return [sent[k].flat.as_strided(expected.shape, expected.stride()) for k in range(self.number)]

@@ -1,4 +1,4 @@
-"""What messages between two ranks cost, measured: for ``fxpipe calibrate`` under torchrun."""
+"""Measures what messages between two ranks cost, for ``fxpipe calibrate`` under torchrun."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class MessageRates(NamedTuple):
 
 
 def message_rates(process: Process, device: torch.device) -> MessageRates:
-    """Of pairs of neighbors, (0, 1), (2, 3), …, at the same time; those of the slowest pair.
+    """The rates of pairs of neighbors, (0, 1), (2, 3), …, at the same time; those of the slowest pair.
 
     All ranks call it, of which there are at least two; the last of an odd number waits.
     """
@@ -37,12 +37,12 @@ def message_rates(process: Process, device: torch.device) -> MessageRates:
     group = process.control if backend == "gloo" else dist.new_group(backend=backend)
     assert group is not None
     pair = _Pair(device, peer, process.world_rank < peer, group, backend == "gloo")
-    own = torch.zeros(3, dtype=torch.float64, device="cpu")
+    rates = torch.zeros(3, dtype=torch.float64, device="cpu")
     if peer < process.world_size:
         small, large = pair.seconds(SMALL, RUNS), pair.seconds(LARGE, LARGE_RUNS)
-        own = own.new_tensor([small, max(large - small, 1e-9), pair.posting()])
-    lasting(dist.all_reduce(own, dist.ReduceOp.MAX, process.control, async_op=True), process.control).wait()
-    latency, further, posting = own.tolist()
+        rates = rates.new_tensor([small, max(large - small, 1e-9), pair.posting()])
+    lasting(dist.all_reduce(rates, dist.ReduceOp.MAX, process.control, async_op=True), process.control).wait()
+    latency, further, posting = rates.tolist()
     return MessageRates(latency, 4 * (LARGE - SMALL) / further, posting)
 
 
@@ -74,7 +74,7 @@ class _Pair:
             tensor.copy_(value)
 
     def posting(self) -> float:
-        """Of some messages in both directions at once, the seconds of one in each."""
+        """The seconds of one message in each direction, of some in both at once."""
         where = torch.device("cpu") if self.by_host else self.device
         sent, got = (torch.zeros(AT_ONCE, SMALL, device=where) for _ in range(2))
 

@@ -1,4 +1,4 @@
-"""One rank of all replicas, over torch.distributed."""
+"""Sums and gathers over the replicas of one rank, by torch.distributed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from fxpipe.runtime.job.last_works import lasting
-from fxpipe.runtime.program.accelerator import own
+from fxpipe.runtime.program.accelerator import unowned
 from fxpipe.runtime.program.comm import answered, in_memory_order, on_wire
 from fxpipe.runtime.program.replicas import add_shard, copy_from_bucket, in_bucket, shard_of
 from fxpipe.runtime.ranks.side_stream import Begun, beside
@@ -31,7 +31,7 @@ class DistributedReplicas:
     group: dist.ProcessGroup
     control: dist.ProcessGroup
     on_streams: bool
-    _kept: list[tuple[Begun, tuple[torch.Tensor, ...]]] = field(default_factory=list)
+    _under_way: list[tuple[Begun, tuple[torch.Tensor, ...]]] = field(default_factory=list)
 
     def reduce(self, bucket: torch.Tensor, begins: Sequence[int], into: torch.Tensor, *, mean: bool) -> Begun:
         return self._beside(partial(self._reduce, bucket, begins, into, mean=mean), bucket)
@@ -53,28 +53,28 @@ class DistributedReplicas:
 
     def sum_numbers(self, numbers: torch.Tensor) -> torch.Tensor:
         """The sum of float64 numbers of all replicas, on the CPU."""
-        found = numbers.new_empty((self.number, *numbers.shape))
+        table = numbers.new_empty((self.number, *numbers.shape))
         with answered():
-            work = dist.all_gather([*found], numbers, self.control, async_op=True)
+            work = dist.all_gather([*table], numbers, self.control, async_op=True)
             lasting(work, self.control).wait()
-        return found.sum(0)
+        return table.sum(0)
 
     def _beside(self, run: Callable[[], None], *tensors: torch.Tensor) -> Begun:
         """Start ``run``, and keep what it works on until it is over on the device."""
         work = beside(self.wire, "replicas").run(run)
-        self._kept = [(other, kept) for other, kept in self._kept if not other.is_over()]
-        self._kept.append((work, tensors))
+        self._under_way = [entry for entry in self._under_way if not entry[0].is_over()]
+        self._under_way.append((work, tensors))
         return work
 
     def _reduce(self, bucket: torch.Tensor, begins: Sequence[int], into: torch.Tensor, mean: bool) -> None:
-        wired, own = bucket.to(self.wire), shard_of(bucket, begins, self.index)
-        shares, adds = into is bucket, into.data_ptr() != own.data_ptr()
+        wired, mine = bucket.to(self.wire), shard_of(bucket, begins, self.index)
+        shares, adds = into is bucket, into.data_ptr() != mine.data_ptr()
         shard = shard_of(wired, begins, self.index)
 
-        def exchange(into: torch.Tensor, given: torch.Tensor, takes: list[int], gives: list[int]) -> None:
+        def exchange(into: torch.Tensor, parts: torch.Tensor, takes: list[int], gives: list[int]) -> None:
             takes, gives = ([n * bucket.itemsize for n in sizes] for sizes in (takes, gives))
-            into, given = self._wired(into), self._wired(given)
-            work = dist.all_to_all_single(into, given, takes, gives, self.group, async_op=True)
+            into, parts = self._wired(into), self._wired(parts)
+            work = dist.all_to_all_single(into, parts, takes, gives, self.group, async_op=True)
             lasting(work, self.group).wait()
 
         add_shard(wired, begins, self.index, exchange, shard, mean=mean)
@@ -110,4 +110,4 @@ class DistributedReplicas:
 
     def _wired(self, tensor: torch.Tensor) -> torch.Tensor:
         """The memory of a tensor, for a process group."""
-        return own(on_wire(tensor)) if self.on_streams else on_wire(tensor)
+        return unowned(on_wire(tensor)) if self.on_streams else on_wire(tensor)

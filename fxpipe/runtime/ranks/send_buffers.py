@@ -33,7 +33,7 @@ class Sent(Protocol):
 
 
 class SentOnStreams:
-    """For backends that send on streams of their own, where nothing blocks the host.
+    """Keeps tensors for backends that send on streams of their own, where nothing blocks the host.
 
     A wait makes the stream of the computation wait: inside a step it would stop all that comes after a send
     until the other rank receives.  So a message is waited for where another one that has arrived proves that
@@ -73,7 +73,7 @@ class SentOnStreams:
 
 
 class SentByThread:
-    """For gloo, whose sends cannot be asked whether they are over: a thread waits for them.
+    """Keeps tensors for gloo, whose sends cannot be asked whether they are over: a thread waits for them.
 
     The thread is woken once ``ENOUGH`` bytes have accumulated, since waking it for every small message would
     cost more than the memory is worth.
@@ -114,4 +114,4 @@ class SentByThread:
 def _wait_for_all(sent: list[tuple[Any, Sequence[torch.Tensor]]]) -> None:
     while sent:
         sent[0][0].wait()
-        del sent[0]
+        del sent[0]  # frees its tensors while the next one is still on its way

@@ -33,13 +33,13 @@ def events_from(data: bytes) -> list[Event] | None:
 
 
 def releases(ranks: Sequence[Sequence[Event]]) -> list[list[list[int]]]:
-    """Per rank its releases.  What no wait proves to be taken is kept until the end of the step."""
+    """The releases of each rank.  What no wait proves to be taken is kept until the end of the step."""
     givers, takers = _partners(ranks)
-    given: Counter[Key] = Counter()
+    times_given: Counter[Key] = Counter()
     proof: defaultdict[Key, list[int]] = defaultdict(lambda: [0] * len(ranks))
     clocks = [[0] * len(ranks) for _ in ranks]  # per rank the number of waits of each that are over
-    kept: list[dict[int, list[tuple[int, int]]]] = [{} for _ in ranks]
-    numbers, at, found = [0] * len(ranks), [0] * len(ranks), [list[list[int]]() for _ in ranks]
+    open_sends: list[dict[int, list[tuple[int, int]]]] = [{} for _ in ranks]
+    numbers, at, released = [0] * len(ranks), [0] * len(ranks), [list[list[int]]() for _ in ranks]
     moves = True
     while moves:
         moves = False
@@ -48,33 +48,35 @@ def releases(ranks: Sequence[Sequence[Event]]) -> list[list[list[int]]]:
             while at[rank] < len(events):
                 verb, keys = events[at[rank]]
                 if verb == "take":
-                    if any(given[key] < givers[key] for key in keys):
-                        break
+                    if any(times_given[key] < givers[key] for key in keys):
+                        break  # the next rank goes on: this wait is not over in any order
                     for key in keys:
                         clock[:] = map(max, clock, proof[key])
                     clock[rank] += 1
-                    over = [n for n, needed in kept[rank].items() if all(clock[r] >= w for r, w in needed)]
+                    over = [
+                        n for n, needed in open_sends[rank].items() if all(clock[r] >= w for r, w in needed)
+                    ]
                     for number in over:
-                        del kept[rank][number]
-                    found[rank].append(over)
+                        del open_sends[rank][number]
+                    released[rank].append(over)
                 else:
                     for key in keys:
                         proof[key] = [*map(max, clock, proof[key])]
-                        given[key] += 1
+                        times_given[key] += 1
                     if verb == "keep":
                         needed = [taker for key in keys for taker in takers[key]]
                         if needed:
-                            kept[rank][numbers[rank]] = needed
+                            open_sends[rank][numbers[rank]] = needed
                         numbers[rank] += 1
                 at[rank] += 1
                 moves = True
-    return found
+    return released
 
 
 def _partners(
     ranks: Sequence[Sequence[Event]],
 ) -> tuple[Counter[Key], defaultdict[Key, list[tuple[int, int]]]]:
-    """By tensor the number of ranks that give it, and those that take it, each with the number of its waits
+    """The number of ranks that give each tensor, and those that take it, each with the number of its waits
     that are over then."""
     givers: Counter[Key] = Counter()
     takers: defaultdict[Key, list[tuple[int, int]]] = defaultdict(list)

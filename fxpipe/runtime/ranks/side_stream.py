@@ -26,7 +26,8 @@ class Begun:
 
 
 class OnStream:
-    """The memory of a function's own tensors goes to later ones of its stream, which are behind their use."""
+    """Runs functions on a stream of a device.  The memory of their tensors goes to later ones of that stream,
+    which are behind their use."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._stream = device, stream(device)
@@ -71,5 +72,5 @@ class InThread:
 def beside(
     device: torch.device, what: Literal["sums", "replicas", "numbers", "sends"] = "sums"
 ) -> OnStream | InThread:
-    """That of a device, for all programs of the process: they run one after the other."""
+    """The side stream of a device, for all programs of the process: they run one after the other."""
     return OnStream(device) if is_accelerator(device) else InThread(f"fxpipe-{what}")

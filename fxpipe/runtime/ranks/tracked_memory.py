@@ -17,14 +17,14 @@ class SavedBytes(TorchDispatchMode):
     the next op do not count until that op has saved them.
     """
 
-    def __init__(self, given: Iterable[torch.Tensor]):
+    def __init__(self, uncounted: Iterable[torch.Tensor]):
         super().__init__()  # type: ignore[no-untyped-call]
         self._held: list[torch.Tensor] = []  # kept alive, so that no new storage gets one of their addresses
         self._ignored: set[int] = set()
         self._live: dict[int, tuple[StorageWeakRef, int]] = {}
         self._arrived: set[int] = set()
         self.peak = 0
-        self.ignore(given)
+        self.ignore(uncounted)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -35,10 +35,10 @@ class SavedBytes(TorchDispatchMode):
 
     def ignore(self, tensors: Iterable[torch.Tensor]) -> None:
         """Do not count these tensors either."""
-        held = list(tensors)
-        self._held += held
-        self._ignored |= {t.untyped_storage()._cdata for t in held}
-        self._live = {key: found for key, found in self._live.items() if key not in self._ignored}
+        added = list(tensors)
+        self._held += added
+        self._ignored |= {t.untyped_storage()._cdata for t in added}
+        self._live = {key: entry for key, entry in self._live.items() if key not in self._ignored}
 
     def _watch(self, tensor: torch.Tensor) -> int:
         storage = tensor.untyped_storage()

@@ -1,5 +1,5 @@
-"""Several ranks take turns in the caller's thread: each has a stack of its own, and one that must wait lets
-the next go on.
+"""Lets several ranks take turns in the caller's thread: each has a stack of its own, and one that must wait
+lets the next go on.
 
 So debuggers, profilers and torch's modes, which all belong to a thread, see the ops of all ranks.
 """
@@ -107,7 +107,7 @@ def run_all(
         turns.run()
     except (FxpipeError, BdbQuit):  # the latter leaves a debugger
         raise
-    except Exception as error:
+    except Exception as error:  # an edited program may raise anything
         rank = turns.rank
         place = f"{where(rank)}{place_of_failure(error)}"
         raise RunError(f"Rank {rank} failed in {place}: {type(error).__name__}: {error}") from error
@@ -119,7 +119,7 @@ def run_all(
 
 
 def _line(frame: FrameType | None) -> str:
-    """Of the program that waits, as text."""
+    """The line of the program that waits, as text."""
     while frame is not None and frame.f_code.co_filename.startswith(_FXPIPE):
         frame = frame.f_back
     if frame is None:
