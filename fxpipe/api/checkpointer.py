@@ -56,10 +56,10 @@ def _check_given(pipe: object, optimizer: object, state: object) -> None:
         raise OptionError(f"optimizer is what pipe.optimizer(…) makes, and not {type(optimizer).__name__}.")
     if not isinstance(state, Mapping | None):
         raise OptionError(f'state maps names to objects, as {{"loader": loader}} does, and is {state!r:.60}.')
-    for name, kept in (state or {}).items():
-        if not isinstance(kept, Stateful | Average):
+    for name, thing in (state or {}).items():
+        if not isinstance(thing, Stateful | Average):
             raise OptionError(
-                f"state[{name!r}] is {kept!r:.60} and must have the methods state_dict and load_state_dict."
+                f"state[{name!r}] is {thing!r:.60} and must have the methods state_dict and load_state_dict."
             )
 
 
@@ -110,7 +110,8 @@ class Checkpointer:
         _check_given(pipe, optimizer, state)
         self.pipe, self.optimizer = pipe, optimizer
         self.user: dict[str, Stateful] = {
-            name: OfAverage(own) if isinstance(own, Average) else own for name, own in (state or {}).items()
+            name: OfAverage(thing) if isinstance(thing, Average) else thing
+            for name, thing in (state or {}).items()
         }
         self.directory, self.every = as_path(directory, "fxpipe.Checkpointer"), every
         self.keep, self.asynchronous = keep, asynchronous
@@ -121,16 +122,16 @@ class Checkpointer:
         # Of its own, as the background thread uses it while the main thread uses the others.
         self._group: dist.ProcessGroup | None = None
         if self._process is not None:
-            given = {"optimizer": "None" if optimizer is None else "given", "every": str(every)}
+            arguments = {"optimizer": "None" if optimizer is None else "given", "every": str(every)}
             # Also whether all ranks make one: a new group does not tell.
-            self._process.check_alike(given, "its Checkpointer", "Give all ranks the same.")
+            self._process.check_alike(arguments, "its Checkpointer", "Give all ranks the same.")
             with self._process.watch.collective():
                 self._group = self._process.group_of_each([[*range(self._processes)]])
             assert self._group is not None
             self._drop_group = self._process.drop_with(self, [self._group])
         self._lock: files.Lock | None = None
         self._is_closed = False
-        self._is_own = False  # whether the checkpoints in the directory are known to be this run's
+        self._is_this_run = False  # whether the checkpoints in the directory are known to be this run's
         try:
             self._check_directory()
         except FxpipeError:
@@ -150,8 +151,8 @@ class Checkpointer:
         Raises ArtifactError, before anything has changed, for one that is damaged, naming the file, and for
         one of another model, naming the first tensor that differs.
         """
-        found = files.newest(self.directory) if self._number == 0 else None
-        name = self._from_first("" if found is None else found.name)
+        newest = files.newest(self.directory) if self._number == 0 else None
+        name = self._from_first("" if newest is None else newest.name)
         if not name:
             return False
         path, state = self.directory / name, self.pipe.model_state
@@ -165,13 +166,13 @@ class Checkpointer:
         return True
 
     def step(self) -> None:
-        """After each step of the optimizer: write a checkpoint if one is due.
+        """Write a checkpoint if one is due; call it behind each step of the optimizer.
 
         After a SIGTERM to any rank, all write one and end their processes with exit code 143.
         Raises RunError if the last one could not be written.
         """
         self._check_run()
-        if self._writing is not None and self._writing.done():
+        if self._writing is not None and self._writing.done():  # so that its error comes early
             self.wait()
         if self.pipe.stops():
             self.save()
@@ -244,7 +245,7 @@ class Checkpointer:
         another run, which would stay instead of this one's if they are newer."""
         if self._is_closed:
             raise RunError(f"The Checkpointer of {self.directory} is closed. Make another one to write more.")
-        if self._is_own:
+        if self._is_this_run:
             return
         with agreed(self._process, "write a checkpoint"):
             path = files.newest(self.directory) if self._number == 0 else None
@@ -256,24 +257,24 @@ class Checkpointer:
                     f"{path} is of another run. Call resume() to go on from it, name another directory, or "
                     "remove it."
                 )
-        self._is_own = True
+        self._is_this_run = True
 
     def _start(self) -> None:
         self._check_run()
         self.wait()
-        if any(isinstance(own, OfAverage) and own.average.is_applied for own in self.user.values()):
+        if any(isinstance(thing, OfAverage) and thing.average.is_applied for thing in self.user.values()):
             raise RunError("The weights are those of an average now: write checkpoints outside of applied().")
         self.pipe.check_alike()
         step, state = self.pipe.step_number, self.pipe.model_state
         tensors: dict[str, torch.Tensor | Part] = {}
         with agreed(self._process, f"begin the checkpoint of step {step}"):
             state.follow_model()
-            own = replica_state(self._process, self.user)
-        user = state_of_replicas(self._process, own)
+            ours = replica_state(self._process, self.user)
+        user = state_of_replicas(self._process, ours)  # outside of ``agreed``, as all ranks exchange in it
         with agreed(self._process, f"begin the checkpoint of step {step}"):
             record = record_of(state, self.optimizer, step, user, tensors)
             tensors |= tensors_of(state, self.optimizer, self._rank) | averages_of(state, self.user)
-            if self.asynchronous:
+            if self.asynchronous:  # copied before this returns: the next step overwrites what is written
                 tensors = {name: _staged(tensor) for name, tensor in tensors.items()}
         self._writing = self._background.submit(self._write, step, record, tensors)
 
@@ -294,16 +295,16 @@ class Checkpointer:
             tensor_store.write(tensors, draft, self._group)
         with self._agreed("compute checksums"):
             kinds = kinds_of(tensors)
-            own = json.dumps([self._sums(draft), record.fields, kinds])
+            written = json.dumps([self._sums(draft), record.fields, kinds])
         sums: dict[str, str] = {}
         fields: dict[str, Any] = {}
         kinds = {}
-        for text in self._gather(own.encode()):
-            found, held, stored = json.loads(text)
-            sums |= found
-            fields |= from_json(held, {})
+        for text in self._gather(written.encode()):
+            part_sums, plain, stored = json.loads(text)
+            sums |= part_sums
+            fields |= from_json(plain, {})
             kinds |= kinds_from(stored)
-        with self._agreed("complete"):
+        with self._agreed("complete"):  # all have written and synchronized their files
             if self._number == 0:
                 encoded = to_json(fields, None, "", "the optimizer's state")
                 whole = dataclasses.replace(record, fields=encoded, tensors=kinds)
@@ -336,7 +337,7 @@ class Checkpointer:
         return CheckpointRecord.from_json(files.read_state(path), path)
 
     def _check_directory(self) -> None:
-        """All ranks must see what rank 0 writes."""
+        """Raise ArtifactError unless all ranks see what rank 0 writes."""
         probe = self.directory / f".probe-{self._from_first(secrets.token_hex(8))}"
         with agreed(self._process, f"write to {self.directory}"), writing(self.directory):
             if self._number == 0:

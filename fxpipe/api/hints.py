@@ -1,4 +1,4 @@
-"""What users ask a pipeline for because a model has it, and what a pipeline has instead."""
+"""Hints for users who ask a pipeline for what a model has: what a pipeline has instead."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ def check_like(like: Any) -> None:
 
 
 def ranks_like(like: Pipeline, ranks: Any, replicas: int | None) -> tuple[Any, int | None]:
-    """Those of the other pipeline, where none are given."""
+    """The ranks and replicas of the other pipeline, where the caller names none."""
     return (like.artifact.plan.ranks, like.replicas) if ranks is None else (ranks, replicas)
 
 
@@ -41,10 +41,10 @@ def options_like(options: Options, like: Pipeline, model: nn.Module) -> Options:
         "grad_dtype": dtype_of(plan.grad_dtype) if plan.grad_dtype else None,
     }
     for name, value in theirs.items():
-        own = getattr(options, name)
-        if own != value and own is not None:
+        option = getattr(options, name)
+        if option != value and option is not None:
             raise OptionError(
-                f"{name} is {own!r}, and {value!r} in the pipeline that this one is to be like."
+                f"{name} is {option!r}, and {value!r} in the pipeline that this one is to be like."
             )
     on_ranks, has_on_ranks = names_by_rank(model, like.model_state)
     if not on_ranks:

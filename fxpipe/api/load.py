@@ -58,10 +58,10 @@ def load(
         artifacts = parts.share_plans(plans, process)
         process = process.with_ranks(artifacts[0].plan.ranks, lanes=artifacts[0].plan.lanes.number)
     plan = artifacts[0].plan
-    own = own_ranks(process, plan.ranks)
+    ranks = own_ranks(process, plan.ranks)
     with agreed(process, f"load {directory}"):
         check_libraries(plan.libraries, str(directory))
-        programs = range(plan.ranks) if leads else own  # rank 0 saves those of all
+        programs = range(plan.ranks) if leads else ranks  # rank 0 saves those of all
         artifact, *forward = (
             replace(
                 artifact,
@@ -71,11 +71,11 @@ def load(
             for path, artifact in zip(texts, artifacts, strict=True)
         )
         parameters, buffers, constants = _read_tensors(directory, plan, process, device)
-        step_number = files.read_step_number(directory, own[0])
+        step_number = files.read_step_number(directory, ranks[0])
         if process is not None and process.replicas > 1:
             check_buckets(plan)
         evaluation = files.evaluation_directory(directory)
-        forward = [replace(a, constants=files.read_constants(evaluation, a.plan, own)) for a in forward]
+        forward = [replace(a, constants=files.read_constants(evaluation, a.plan, ranks)) for a in forward]
     pipe = Pipeline(
         replace(artifact, constants=constants),
         parameters,
@@ -87,7 +87,7 @@ def load(
         first_step=step_number,
     )
     pipe = pipe.with_evaluation(forward[0]) if forward else pipe
-    pipe.let_model_go()
+    pipe.let_model_go()  # rows become parameters of their own, before any are compared by name
     pipe.share_values()
     return pipe
 
@@ -100,13 +100,13 @@ def _read_tensors(
     buffers: dict[str, torch.Tensor] = {}
     constants: dict[str, torch.Tensor] = {}
     for rank in own_ranks(process, plan.ranks):
-        held = plan.tensors[rank]
+        names = plan.tensors[rank]
         tensors = files.read_tensors(directory, plan, rank, lane=None if process is None else process.lane)
-        for name in held.parameters:
-            trained = name in held.gradients
+        for name in names.parameters:
+            trained = name in names.gradients
             parameters.setdefault(name, nn.Parameter(tensors[name].to(device), requires_grad=trained))
-        buffers |= {name: tensors[name].to(device) for name in held.buffers}
-        constants |= {name: tensors[name] for name in held.constants}
+        buffers |= {name: tensors[name].to(device) for name in names.buffers}
+        constants |= {name: tensors[name] for name in names.constants}
     if process is None:
         parameters = {
             name: nn.Parameter(in_strides(t.detach(), plan.whole_layout(name).stride), t.requires_grad)

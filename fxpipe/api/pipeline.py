@@ -123,8 +123,8 @@ class Pipeline(Views):
 
     @cached_property
     def model_state(self) -> ModelState:
-        given = self.artifact.plan, self.parameters, self.buffers, self.device, self.process, self.of
-        return ModelState(*given, self._then, rows=self.rows, updates=self.updates)
+        parts = self.artifact.plan, self.parameters, self.buffers, self.device, self.process, self.of
+        return ModelState(*parts, self._then, rows=self.rows, updates=self.updates)
 
     @cached_property
     def _runner(self) -> Runner:
@@ -218,7 +218,7 @@ class Pipeline(Views):
 
     @property
     def _trains(self) -> bool:
-        return any(held.gradients for held in self.artifact.plan.tensors)
+        return any(rank.gradients for rank in self.artifact.plan.tensors)
 
     @overload
     def evaluate(self, batch: Any) -> torch.Tensor: ...
@@ -401,8 +401,8 @@ class Pipeline(Views):
                     f"state[{nested[0]!r}] is a mapping, not a tensor: give the state dict in it, "
                     f"state[{nested[0]!r}]."
                 )
-            given = values_at(Path(state)) if isinstance(state, str | Path) else InMemory(state)
-            load_state_dict(self.model_state, given, strict)
+            values = values_at(Path(state)) if isinstance(state, str | Path) else InMemory(state)
+            load_state_dict(self.model_state, values, strict)
         self.share_values()
 
     def initialize(self, fn: Callable[[torch.nn.Module], object] | None = None, *, seed: int = 0) -> None:
@@ -421,8 +421,8 @@ class Pipeline(Views):
         Raises RunError, naming it, for a parameter or buffer that none of these functions writes.
         """
         if self.process is not None:
-            own = {"seed": repr(seed), "fn": getattr(fn, "__qualname__", type(fn).__name__)}
-            self.process.check_alike(own, "pipe.initialize", "Call it with the same on all ranks.")
+            arguments = {"seed": repr(seed), "fn": getattr(fn, "__qualname__", type(fn).__name__)}
+            self.process.check_alike(arguments, "pipe.initialize", "Call it with the same on all ranks.")
         with agreed(self.process, "initialize the model"):
             initialize_model(self.model_state, fn, seed)
         if self.process is not None and self.process.has_different_devices(self.device):
@@ -473,9 +473,9 @@ class Pipeline(Views):
         if not state.divides_parameters:
             self._runner.gather_parameters()
         stored = state.stored_by(self.process.rank).state
-        own = self.artifact.constants | {name: state.value(name) for name in stored}
+        tensors_here = self.artifact.constants | {name: state.value(name) for name in stored}
         tensors = state.owned if state.divides_parameters else self.process.of_each(plan.tensors)
-        share_values(self.process, tensors, own, plan.lanes.shards)
+        share_values(self.process, tensors, tensors_here, plan.lanes.shards)
 
     def save(self, path: str | Path, *, overwrite: bool = False) -> None:
         """Write programs, plan, weights with their checksums, and pictures to a new directory.
@@ -496,7 +496,7 @@ class Pipeline(Views):
 
 
 def _named(tensors: dict[str, T]) -> Named[str, T]:
-    """The same object for the pipeline of the evaluation."""
+    """The mapping that a pipeline shares with its evaluation: one object, made once."""
     return tensors if isinstance(tensors, Named) else Named(tensors)
 
 

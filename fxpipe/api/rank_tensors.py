@@ -18,17 +18,17 @@ def held_of(
 ) -> tuple[dict[str, nn.Parameter], dict[str, torch.Tensor]]:
     """The parameters and buffers of the model that a rank needs; of all ranks, with None."""
     needed = plan.tensors if rank is None else (plan.tensors[rank],)
-    names = {each for held in needed for name in held.state for each in (name, name.tensor)}
+    names = {each for tensors in needed for name in tensors.state for each in (name, name.tensor)}
     # Frozen parameters that the step changes are buffers of the pipeline.
-    changed = {name for held in plan.tensors for name in held.buffers}
+    changed = {name for tensors in plan.tensors for name in tensors.buffers}
     registered = (*model.named_parameters(), *model.named_buffers())
-    held = {n: _held_part(n, t, plan, rank is None) for n, t in registered if n in names}
+    parts = {n: _part_of(n, t, plan, rank is None) for n, t in registered if n in names}
     trained = {n for n, _ in model.named_parameters()} - changed
-    parameters: dict[str, Any] = {n: t for n, t in held.items() if n in trained}
-    buffers = {n: t for n, t in held.items() if n not in trained}
-    kept = {n for held in needed for n in held.buffers} - buffers.keys()
-    buffers |= kept_tensors(model, kept)
-    if missing := kept - buffers.keys():
+    parameters: dict[str, Any] = {n: t for n, t in parts.items() if n in trained}
+    buffers = {n: t for n, t in parts.items() if n not in trained}
+    attributes = {n for tensors in needed for n in tensors.buffers} - buffers.keys()
+    buffers |= kept_tensors(model, attributes)
+    if missing := attributes - buffers.keys():
         raise CaptureError(
             f"The model of this rank has no {min(missing)}, which that of rank 0 keeps. Run the model on one "
             "batch on all ranks before you compile it."
@@ -36,8 +36,8 @@ def held_of(
     return parameters, buffers
 
 
-def _held_part(name: str, tensor: torch.Tensor, plan: Plan, alone: bool) -> torch.Tensor:
-    """Of a DTensor the part of this process; the whole of it, without values yet, where it runs all lanes."""
+def _part_of(name: str, tensor: torch.Tensor, plan: Plan, alone: bool) -> torch.Tensor:
+    """The part of a DTensor that this process has; the whole, without values yet, where it runs all lanes."""
     if not is_dtensor(tensor):
         return tensor
     part = local(tensor).detach()

@@ -32,7 +32,7 @@ class Checkpoint:
     averages: dict[str, dict[str, torch.Tensor]]
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """For ``load_state_dict`` of the model in eager PyTorch, which may be strict."""
+        """The state dict for ``load_state_dict`` of the model in eager PyTorch, which may be strict."""
         return dict(self.model)
 
 
@@ -47,26 +47,28 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
     """
     path = as_path(path, "fxpipe.read_checkpoint")
     if not (path / files.SUMS).exists():
-        found = files.newest(path) if path.is_dir() else None
-        if found is None:
+        newest = files.newest(path) if path.is_dir() else None
+        if newest is None:
             saved = " It is a saved pipeline: fxpipe.load." if (path / "plan.json").exists() else ""
             if (path / METADATA).exists():
                 saved = " It is one of torch.distributed.checkpoint: pipe.load_state_dict(path) reads it."
             raise ArtifactError(f"{path} holds no checkpoint of fxpipe.{saved}")
-        path = found
+        path = newest
     files.verify(path, files.read_sums(path))
-    held = checkpoint_files(path, CheckpointRecord.from_json(files.read_state(path), path))
+    checkpoint = checkpoint_files(path, CheckpointRecord.from_json(files.read_state(path), path))
     with files.reading(path):
-        read = tensor_store.read(held.tensors, [(name, {}) for name in held.tensors])
-    tensors = dict(zip(held.tensors, read, strict=True))
-    optimizer: dict[str, dict[str, Any]] = {name: dict(own) for name, own in held.fields.items()}
-    for name, entries in held.state.items():
+        read = tensor_store.read(checkpoint.tensors, [(name, {}) for name in checkpoint.tensors])
+    tensors = dict(zip(checkpoint.tensors, read, strict=True))
+    optimizer: dict[str, dict[str, Any]] = {name: dict(fields) for name, fields in checkpoint.fields.items()}
+    for name, entries in checkpoint.state.items():
         optimizer.setdefault(name, {}).update({e: tensors[f"{OPTIMIZER}{name}.{e}"] for e in entries})
-    names = held.record.names or [(name, name) for key in tensors if (name := key.removeprefix(MODEL)) != key]
+    stored = [key.removeprefix(MODEL) for key in tensors if key.startswith(MODEL)]
+    names = checkpoint.record.names or [(name, name) for name in stored]
     model = {name: tensors[MODEL + tensor] for name, tensor in names}
     averages: dict[str, dict[str, torch.Tensor]] = {}
-    for key in held.user:
+    for key in checkpoint.user:
         begin = averaged(key, "")
         averages[key] = {n.removeprefix(begin): t for n, t in tensors.items() if n.startswith(begin)}
     averages = {key: values for key, values in averages.items() if values}
-    return Checkpoint(held.record.step_number, model, optimizer, held.groups, held.user, averages)
+    step = checkpoint.record.step_number
+    return Checkpoint(step, model, optimizer, checkpoint.groups, checkpoint.user, averages)

@@ -34,5 +34,5 @@ class Stage:
         return expressions(known_work(self.work), self.index)
 
     def __repr__(self) -> str:
-        held = number_of(len(self.parameters), "parameter")
-        return f"Stage({self.index}, rank {self.rank}: {held}; {costs_text(self.costs)})"
+        parameters = number_of(len(self.parameters), "parameter")
+        return f"Stage({self.index}, rank {self.rank}: {parameters}; {costs_text(self.costs)})"

@@ -1,4 +1,4 @@
-"""What a pipeline shows of itself: its plan, stages and predictions, pictures, a report and a trace."""
+"""Shows a pipeline: its plan, stages and predictions, pictures, a report and a trace."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Views:
         return "\n  ".join([f"Pipeline of {lines[0]}", *lines[1:]])
 
     def _repr_html_(self) -> str:
-        """For notebooks: the same with the memory of each rank."""
+        """The text of ``repr`` with the memory of each rank, for notebooks."""
         from fxpipe.viz.summary import as_html, memory_rows, summary
 
         plan = self.artifact.plan
@@ -85,7 +85,8 @@ class Views:
 
     @property
     def plan(self) -> Plan:
-        """All decisions and predictions; under torchrun the ops of other ranks are fetched here, once."""
+        """The plan: all decisions and predictions.  Under torchrun the ops of other ranks are fetched here,
+        once."""
         return self.artifact.whole_plan
 
     @property
@@ -229,7 +230,7 @@ class Views:
         return live_source(self.plan, self.artifact.programs, self.graph, self.sections, self.directory)
 
     def _write_views(self, directory: Path) -> None:
-        """What ``save`` writes to be looked at: the pictures, and the graph for the report."""
+        """Write what is to be looked at, for ``save``: the pictures, and the graph for the report."""
         from fxpipe.viz.report.graph_record import graph_record, write_graph
 
         self.draw(directory)
