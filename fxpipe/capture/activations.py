@@ -1,4 +1,4 @@
-"""What modules return in the forward, for outputs that are named after them: ``blocks.3``.
+"""Keeps what modules return in the forward, for outputs that are named after them: ``blocks.3``.
 
 ``blocks.3.0`` is the first tensor of a tuple, and ``norm#1`` what the second call of a module returns.
 """
@@ -58,7 +58,7 @@ class Activations:
 
     @property
     def modules(self) -> dict[str, nn.Module]:
-        """By path, each under all of its paths."""
+        """The modules by path, each under all of its paths."""
         return {path: x for path, x in self.model.named_modules(remove_duplicate=False) if path}
 
     def find(self, name: str) -> torch.Tensor | None:
@@ -71,8 +71,8 @@ class Activations:
             return None
         result = self._call(place)
         tensors = result.tensors
-        if (found := tensors.get(place.item or OUTPUT)) is not None:
-            return found
+        if (tensor := tensors.get(place.item or OUTPUT)) is not None:
+            return tensor
         if place.item:
             what = f"has no {place.item!r} in what it returns"
         else:
@@ -114,7 +114,7 @@ def _keeping(results: list[_Result]) -> Callable[[nn.Module, Any, Any], None]:
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    """As the module returned it: later ops may write to it.  Capture leaves these copies out again."""
+    """A copy of what the module returned, as later ops may write to it.  Capture leaves it out again."""
     if tensor.layout is not torch.strided or tensor.is_nested:
         return tensor  # which is refused as an output
     copied: torch.Tensor = torch.ops.aten.lift_fresh_copy(whole(tensor.detach()))

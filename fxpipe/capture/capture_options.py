@@ -1,4 +1,4 @@
-"""What of a step is captured, and what the trace may know."""
+"""Says what of a step is captured, and what the trace may know."""
 
 from __future__ import annotations
 

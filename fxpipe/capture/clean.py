@@ -44,7 +44,7 @@ def clean(
     short = short_paths({n.meta["origin"].path for n in module.graph.nodes if "origin" in n.meta})
     graph = fx.Graph()
     constants: dict[str, torch.Tensor] = {}
-    names = {given.name for given in inputs}
+    names = {source.name for source in inputs}
     new: dict[fx.Node, fx.Node] = {}
     written: dict[str, fx.Node] = {}  # buffer name -> its last value
     checks: list[fx.Node] = []
@@ -55,22 +55,22 @@ def clean(
     changed = {n.args[0] for n in module.graph.find_nodes(op="call_function", target=aten.copy_.default)}
     for node in module.graph.nodes:
         if node.op == "placeholder":
-            given = next(remaining)
-            is_changed = node in changed or given.name in layout["buffers"]
-            if given.kind is Kind.PARAMETER and given.name in frozen and is_changed:
-                given = Input(Kind.BUFFER, given.name)
-            by_placeholder[node] = given
-            new[node] = _placeholder(graph, given, node.meta.get("val"))
+            source = next(remaining)
+            is_changed = node in changed or source.name in layout["buffers"]
+            if source.kind is Kind.PARAMETER and source.name in frozen and is_changed:
+                source = Input(Kind.BUFFER, source.name)
+            by_placeholder[node] = source
+            new[node] = _placeholder(graph, source, node.meta.get("val"))
     known: dict[int, fx.Node] = {}
     for node in module.graph.find_nodes(op="get_attr"):
-        held = getattr(module, node.target)
-        if id(held) not in known:
+        constant = getattr(module, node.target)
+        if id(constant) not in known:
             name = f"constant_{len(constants)}"
             while name in names:  # a file of weights has one place for each name
                 name += "_"
-            constants[name] = held.detach().clone()  # the model may go on to write to its own
-            known[id(held)] = _placeholder(graph, Input(Kind.CONSTANT, name), constants[name])
-        new[node] = known[id(held)]
+            constants[name] = constant.detach().clone()  # the model may go on to write to its own
+            known[id(constant)] = _placeholder(graph, Input(Kind.CONSTANT, name), constants[name])
+        new[node] = known[id(constant)]
 
     for node in module.graph.nodes:
         if node.op == "output":
@@ -87,11 +87,11 @@ def clean(
         elif node.target is aten.t.default and new[node.args[0]].target is aten.t.default:
             new[node] = new[node.args[0]].args[0]  # type: ignore[assignment]
         elif node.target is aten.copy_.default and node.args[0] in by_placeholder:
-            given = by_placeholder[node.args[0]]
-            if given.kind is Kind.PARAMETER:
-                raise writes_to_a_parameter(given.name, _origin(node.args[1]))
-            if given.kind is Kind.BUFFER:
-                written[given.name] = new[node.args[1]]
+            source = by_placeholder[node.args[0]]
+            if source.kind is Kind.PARAMETER:
+                raise writes_to_a_parameter(source.name, _origin(node.args[1]))
+            if source.kind is Kind.BUFFER:
+                written[source.name] = new[node.args[1]]
             new[node] = new[node.args[1]]
         elif is_mutating(node):
             raise CaptureError(
@@ -113,9 +113,9 @@ def clean(
     return graph, constants
 
 
-def _placeholder(graph: fx.Graph, given: Input, val: Any) -> fx.Node:
-    node = graph.placeholder(identifier(given.name))
-    node.meta.update(input=given, val=val, origin=Origin())
+def _placeholder(graph: fx.Graph, source: Input, val: Any) -> fx.Node:
+    node = graph.placeholder(identifier(source.name))
+    node.meta.update(input=source, val=val, origin=Origin())
     return node
 
 

@@ -15,6 +15,7 @@ from torch import fx
 
 from fxpipe.ir import compat
 from fxpipe.ir.compat import FakeTensor
+from fxpipe.runtime.torch_private import storage_number
 
 
 class _Layout(NamedTuple):
@@ -63,21 +64,21 @@ class SameLayouts:
         value = compat.node_value(result)
         if key not in self._known:
             is_same = before == [_form(x, []) for x in tensors]
-            found = _known(func, result, tensors) if is_same else None
-            self._known[key] = None if found is None else (found, value)
+            layouts = _known(func, result, tensors) if is_same else None
+            self._known[key] = None if layouts is None else (layouts, value)
         return result, value
 
 
 def give_own_values(graph: fx.Graph) -> None:
-    """Where a tensor has to tell a node: each node gets a value of its own."""
+    """Give each node a value of its own, for readers that tell nodes apart by their tensors."""
     for node in graph.nodes:
         if node.op != "call_function" or "val" not in node.meta:  # of a check, for example
             continue
         if node.target is operator.getitem:
             node.meta["val"] = node.args[0].meta["val"][node.args[1]]
         else:
-            own = compat.pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, node.meta["val"])
-            node.meta["val"] = own
+            copies = compat.pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, node.meta["val"])
+            node.meta["val"] = copies
 
 
 def _made(known: _Result, tensors: list[FakeTensor]) -> Any:
@@ -85,8 +86,8 @@ def _made(known: _Result, tensors: list[FakeTensor]) -> Any:
         return known.made(tensors)
     if isinstance(known, int):
         return tensors[known]
-    given: Any = type(known)
-    return given(None if x is None else x.made(tensors) for x in known)
+    kind: Any = type(known)
+    return kind(None if x is None else x.made(tensors) for x in known)
 
 
 def _form(value: Any, tensors: list[FakeTensor]) -> Any:
@@ -119,11 +120,7 @@ def _known(func: Any, result: Any, tensors: list[FakeTensor]) -> _Result | None:
     parts = [None if x is None else _as_made(x, tensors) for x in result]
     if any(a is not None and b is None for a, b in zip(result, parts, strict=True)):
         return None
-    new = [
-        x.untyped_storage()._cdata
-        for x, part in zip(result, parts, strict=True)
-        if part and part.base is None
-    ]
+    new = [storage_number(x) for x, part in zip(result, parts, strict=True) if part and part.base is None]
     return type(result)(parts) if len({*new}) == len(new) else None
 
 
@@ -131,10 +128,10 @@ def _as_made(result: torch.Tensor, tensors: list[FakeTensor]) -> _Tensor | None:
     """The result as ``_Tensor`` makes it; None if that is something else."""
     if type(result) is not FakeTensor or result.layout is not torch.strided or result.constant is not None:
         return None
-    storages = [x.untyped_storage()._cdata for x in tensors]
-    own = result.untyped_storage()._cdata
-    base = storages.index(own) if own in storages else None
-    found = _Tensor(result.fake_mode, _layout(result), base)
+    storages = [storage_number(x) for x in tensors]
+    memory = storage_number(result)
+    base = storages.index(memory) if memory in storages else None
+    results = _Tensor(result.fake_mode, _layout(result), base)
     if any(result is x for x in tensors):
         return None
-    return found if _form(found.made(tensors), []) == _form(result, []) else None
+    return results if _form(results.made(tensors), []) == _form(result, []) else None

@@ -25,6 +25,7 @@ from fxpipe.capture.traced_nodes import nodes_after
 from fxpipe.errors import CaptureError
 from fxpipe.ir import compat
 from fxpipe.ir.storage import call_nodes, is_view, storage_root, written, written_arguments
+from fxpipe.runtime.torch_private import schema_of
 
 aten = torch.ops.aten
 
@@ -41,14 +42,14 @@ class KeepsState(CaptureError):
 
 
 def is_mutating(node: fx.Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
+    schema = schema_of(node.target)
     return schema is not None and schema.is_mutable
 
 
 def overwritten(node: fx.Node) -> list[fx.Node]:
     """The values that a node writes to."""
-    found = written_arguments(node.target, node.args, node.kwargs)
-    return [x for x in found if isinstance(x, fx.Node)]
+    values = written_arguments(node.target, node.args, node.kwargs)
+    return [x for x in values if isinstance(x, fx.Node)]
 
 
 def functionalize(module: fx.GraphModule, inputs: list[Any]) -> fx.GraphModule:
@@ -70,6 +71,8 @@ def functionalize(module: fx.GraphModule, inputs: list[Any]) -> fx.GraphModule:
         for node in left:
             _replace_alone(node, known)
         return module
+    # Torch's own functionalization last: it traces every op that meets a write again, which takes the
+    # longest.
     give_own_values(module.graph)  # by which the new trace finds the nodes
     retrace = _Retrace(module)
     with torch.no_grad():
@@ -142,7 +145,7 @@ def _writes_to_unshared(node: fx.Node) -> bool:
     if not isinstance(value, fx.Node) or value.op != "call_function" or storage_root(value) is not value:
         return False
     maker = value.args[0] if value.target is operator.getitem else value
-    first = node.target._schema.arguments[0].name  # type: ignore[union-attr]
+    first = schema_of(node.target).arguments[0].name
     return (
         written(node.target) == (first,)
         and _returns_argument(node.target)
@@ -168,7 +171,7 @@ def _writes_to_inputs_last(node: fx.Node) -> bool:
 
 def _returns_argument(target: Any) -> bool:
     """Whether what an op returns is an argument that it wrote to."""
-    schema = getattr(target, "_schema", None)
+    schema = schema_of(target)
     return schema is not None and any(
         r.alias_info is not None and r.alias_info.is_write for r in schema.returns
     )
@@ -197,8 +200,8 @@ def _traced_alone(node: fx.Node) -> fx.Graph | None:
         return None
 
     def op(*values: torch.Tensor) -> Any:
-        given = dict(zip(sources, values, strict=True))
-        return node.target(*fx.map_arg(node.args, given.get), **fx.map_arg(node.kwargs, given.get))  # type: ignore
+        by_node = dict(zip(sources, values, strict=True))
+        return node.target(*fx.map_arg(node.args, by_node.get), **fx.map_arg(node.kwargs, by_node.get))  # type: ignore
 
     with torch.no_grad():  # a trace tells its arguments apart by their tensors
         traced = compat.make_fx(torch.func.functionalize(op))(*(x.detach() for x in values)).graph
@@ -341,7 +344,7 @@ def _last_writes(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
 
 
 def memory_roots(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
-    """Each op -> the op in whose memory its result lies; itself, if it made memory of its own."""
+    """The op in whose memory each op's result lies; itself, if it made memory of its own."""
     roots: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         shared = memory_of(node)

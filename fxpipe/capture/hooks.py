@@ -73,11 +73,11 @@ class Hooks:
 
     def follow_gradients(self, registered: Sequence[Registered], wanted: Mapping[str, torch.Tensor]) -> bool:
         """Give the fake parameters the gradients' hooks of the real ones; whether there are any."""
-        given = [(r.name, hook) for r in registered for hook in compat.gradient_hooks(r.tensor)]
-        for name, hook in given:
+        hooks = [(r.name, hook) for r in registered for hook in compat.gradient_hooks(r.tensor)]
+        for name, hook in hooks:
             if name in wanted:
                 wanted[name].register_hook(self.noted("hook", f"the gradient of {name}", hook))
-        return bool(given)
+        return bool(hooks)
 
     def __enter__(self) -> Hooks:
         for owner, kind, hooks in self._all():

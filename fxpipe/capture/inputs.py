@@ -20,6 +20,7 @@ from fxpipe.ir.graph import Input, Kind
 from fxpipe.plan.dtensors import local
 from fxpipe.plan.tensors import is_dense
 from fxpipe.runtime.program.batch import batch_leaves
+from fxpipe.runtime.torch_private import storage_number
 
 #: Maximum number of elements of an input whose values are part of the program.
 LARGEST_FIXED = 4096
@@ -27,7 +28,7 @@ LARGEST_FIXED = 4096
 
 @dataclass(frozen=True, eq=False)
 class Given:
-    """One placeholder of the trace, with its tensor.
+    """A placeholder of the trace, with its tensor.
 
     ``fake``: the tensor in the model's hands, a DTensor where the model has one.  ``local``: the one of the
     trace, which is the same where it is none.
@@ -60,9 +61,9 @@ def inputs(
         )
 
     def fake(name: str, tensor: torch.Tensor) -> torch.Tensor:
-        if (own := _own_ops(type(tensor))) is not None:
+        if (base := _own_ops(type(tensor))) is not None:
             raise CaptureError(
-                f"{name!r} is a {own.__name__}, a subclass of torch.Tensor with ops of its own, which a "
+                f"{name!r} is a {base.__name__}, a subclass of torch.Tensor with ops of its own, which a "
                 "program would leave out. Give a plain tensor: x.as_subclass(torch.Tensor)."
             )
         if tensor.layout is not torch.strided or tensor.is_nested:
@@ -76,23 +77,23 @@ def inputs(
                 return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
         return mode.from_tensor(tensor.detach() if is_dense(tensor) else tensor.detach().contiguous())
 
-    given: list[Given] = []
+    traced: list[Given] = []
 
     def add(kind: Kind, name: str, real: torch.Tensor, stand_in: torch.Tensor) -> None:
         fix = kind is Kind.BATCH and name in fixed
         for attribute, value in vars(real).items():  # set by the model on the tensor
             setattr(stand_in, attribute, value)
-        own = local(stand_in)
-        given.append(Given(Input(kind, name), real, stand_in, own, own.untyped_storage()._cdata, fix))
+        part = local(stand_in)
+        traced.append(Given(Input(kind, name), real, stand_in, part, storage_number(part), fix))
 
-    for found in registered(model, kept):
-        stand_in = like(found.tensor, fake(found.name, found.local))
-        if found.kind is Kind.PARAMETER:
-            stand_in.requires_grad_(found.tensor.requires_grad)
+    for entry in registered(model, kept):
+        stand_in = like(entry.tensor, fake(entry.name, entry.local))
+        if entry.kind is Kind.PARAMETER:
+            stand_in.requires_grad_(entry.tensor.requires_grad)
             compat.mark_as_parameter(stand_in)
-        elif found.is_kept:
-            stand_in.requires_grad_(kept[found.name])
-        add(found.kind, found.name, found.tensor, stand_in)
+        elif entry.is_kept:
+            stand_in.requires_grad_(kept[entry.name])
+        add(entry.kind, entry.name, entry.tensor, stand_in)
     leaves = dict(batch_leaves(example))
     for name in fixed:
         if not isinstance(leaves.get(name), torch.Tensor):
@@ -109,7 +110,7 @@ def inputs(
     for name, leaf in leaves.items():
         if isinstance(leaf, torch.Tensor):
             add(Kind.BATCH, name, leaf, fake(name, leaf).requires_grad_(leaf.requires_grad))
-    return given
+    return traced
 
 
 def _own_ops(cls: type) -> type | None:

@@ -31,5 +31,5 @@ def named_tensors(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tenso
 
 
 def listed(names: Iterable[str]) -> str:
-    given = list(names)
-    return ", ".join(given[:40]) + (f" and {len(given) - 40} more" if len(given) > 40 else "")
+    texts = list(names)
+    return ", ".join(texts[:40]) + (f" and {len(texts) - 40} more" if len(texts) > 40 else "")

@@ -24,7 +24,7 @@ from torch import fx, nn
 from fxpipe.capture.fake_op_cache import SameLayouts
 from fxpipe.capture.functional import writes_to_a_constant
 from fxpipe.capture.reads.kernel_dtypes import check_dtypes
-from fxpipe.capture.reads.specialization import Answers
+from fxpipe.capture.reads.specialization import Specialization
 from fxpipe.capture.reads.varying_values import Values
 from fxpipe.capture.state.frozen_state import warn_of_seed
 from fxpipe.capture.state.replay import Replay, RunOp, key_of
@@ -60,7 +60,7 @@ class Provenance(compat.TorchDispatchMode):
     ):
         super().__init__()  # type: ignore[no-untyped-call]
         this = weakref.proxy(self)  # without a circle, which would keep the model until it is collected
-        self.answers = Answers(inputs, lambda: this.place(), most_checks)
+        self.answers = Specialization(inputs, lambda: this.place(), most_checks)
         self._paths: list[str] = []
         self._seq: int | None = None  # of the op that runs backward
         self._last_seq: int | None = None  # of the last one that did

@@ -39,37 +39,37 @@ def named_lengths(example: Any, dimensions: Mapping[str, int]) -> dict[str, int]
             f"dimensions maps names to lengths, as {{'sequence': 256}} does; it is {dimensions!r}."
         )
     shapes = {n: tuple(x.shape) for n, x in batch_leaves(example) if isinstance(x, torch.Tensor) and x.dim()}
-    found = (
+    example_has = (
         f"The example has {', '.join(f'{name} {shape}' for name, shape in shapes.items()) or 'no tensors'}."
     )
     rows = {shape[0] for shape in shapes.values()}
     if len(rows) != 1:
         raise SizeError(
-            f"There is no one leading length to call {MICROBATCH!r}: leave dimensions out. {found}"
+            f"There is no one leading length to call {MICROBATCH!r}: leave dimensions out. {example_has}"
         )
     if MICROBATCH in dimensions:
         raise SizeError(
-            f"{MICROBATCH!r} is always the leading dimension: leave it out of dimensions. {found}"
+            f"{MICROBATCH!r} is always the leading dimension: leave it out of dimensions. {example_has}"
         )
     lengths = {n for shape in shapes.values() for n in shape[1:] if n > 1}
     for name, length in dimensions.items():
         if type(length) is not int:
-            raise SizeError(f"{name!r} is to be {length!r} long and must be a whole number. {found}")
+            raise SizeError(f"{name!r} is to be {length!r} long and must be a whole number. {example_has}")
         if length not in lengths:
             raise SizeError(
                 f"{name!r} is to be {length!r} long, and no dimension but the leading one is, or it is one. "
-                f"{found}"
+                f"{example_has}"
             )
     if len(set(dimensions.values())) < len(dimensions):
         raise SizeError(
             f"Two names for one length cannot be told apart: {dict(dimensions)}. Give an example in which "
-            f"these lengths differ. {found}"
+            f"these lengths differ. {example_has}"
         )
     named = {MICROBATCH: rows.pop(), **dimensions}
     if named[MICROBATCH] == 1:
         del named[MICROBATCH]
     if not named:
-        raise SizeError(f"There is no length to name: give an example of two rows or more. {found}")
+        raise SizeError(f"There is no length to name: give an example of two rows or more. {example_has}")
     return named
 
 

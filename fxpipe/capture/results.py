@@ -61,8 +61,8 @@ def find_results(
             raise _no_loss("the model", output)
     if loss is not None:
         loss = _checked(loss, source, gradients)
-    own = {"loss": loss, "count": count}
-    return Results(loss, count, _requested(activations, own, named))
+    of_loss = {"loss": loss, "count": count}
+    return Results(loss, count, _requested(activations, of_loss, named))
 
 
 def _parts(returned: Any) -> tuple[Any, Any, Mapping[str, Any]]:
@@ -87,8 +87,8 @@ def _loss_in(output: Any, optional: bool) -> tuple[torch.Tensor | None, str]:
     A tensor is a loss if it has one element; of an ``optional`` loss, if it is 0-d.
     """
     if isinstance(output, torch.Tensor):
-        found = output.dim() == 0 if optional else output.numel() == 1
-        return (output if found else None), "the model returned"
+        is_loss = output.dim() == 0 if optional else output.numel() == 1
+        return (output if is_loss else None), "the model returned"
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(loss, torch.Tensor):
         return loss, "the model's output has as its .loss"
@@ -148,8 +148,8 @@ def _checked(loss: torch.Tensor, source: str, gradients: bool) -> torch.Tensor:
     return loss.reshape(()) if loss.dim() else loss
 
 
-def _count(given: Any, gradients: bool) -> torch.Tensor:
-    count: torch.Tensor = whole(torch.as_tensor(given))
+def _count(returned: Any, gradients: bool) -> torch.Tensor:
+    count: torch.Tensor = whole(torch.as_tensor(returned))
     if count.numel() != 1 or count.is_complex():
         raise CaptureError(
             "The count that loss_fn returned is no number, but "
@@ -166,27 +166,27 @@ def _count(given: Any, gradients: bool) -> torch.Tensor:
 
 def _requested(
     activations: Activations,
-    own: Mapping[str, torch.Tensor | None],
+    of_loss: Mapping[str, torch.Tensor | None],
     named: Sequence[tuple[str, torch.Tensor]],
 ) -> dict[str, torch.Tensor]:
-    """The outputs that are asked for; ``own`` come before those of the same name in ``named``, and these
+    """The outputs that are asked for; ``of_loss`` come before those of the same name in ``named``, and these
     before those of modules."""
     asked = activations.asked
-    found = {name: x for name, x in own.items() if x is not None}
-    several = {name for name in asked if name not in found and [n for n, _ in named].count(name) > 1}
+    known = {name: x for name, x in of_loss.items() if x is not None}
+    several = {name for name in asked if name not in known and [n for n, _ in named].count(name) > 1}
     if several:
         raise CaptureError(
             f"There are two outputs called {min(several)!r}, in the model's output and the metrics of "
             "loss_fn. Rename one of them."
         )
-    found = dict(named) | found
+    known = dict(named) | known
     results = {}
     for name in asked:
-        value = found[name] if name in found else activations.find(name)
+        value = known[name] if name in known else activations.find(name)
         if value is None:
             raise CaptureError(
-                f"There is no output {name!r}.{suggested(name, [*found, *activations.modules])} "
-                f"Known: {listed(found)}, and the paths of modules."
+                f"There is no output {name!r}.{suggested(name, [*known, *activations.modules])} "
+                f"Known: {listed(known)}, and the paths of modules."
             )
         if value.layout is not torch.strided or value.is_nested:
             raise CaptureError(f"The output {name!r} is sparse or nested: return a dense tensor.")

@@ -24,8 +24,8 @@ from fxpipe.capture.hooks import Hooks
 from fxpipe.capture.inputs import Given
 from fxpipe.capture.lanes.dtensors import local_gradient
 from fxpipe.capture.provenance import Provenance
-from fxpipe.capture.reads.data_assignment import Assigned
-from fxpipe.capture.reads.tensor_reads import Questions
+from fxpipe.capture.reads.data_assignment import DataAssignments
+from fxpipe.capture.reads.tensor_reads import TensorReads
 from fxpipe.capture.reads.varying_values import Values
 from fxpipe.capture.reads.world import World
 from fxpipe.capture.results import Results, find_results
@@ -49,7 +49,7 @@ from fxpipe.runtime.program.checks import expect_op
 
 @dataclass(frozen=True, eq=False)
 class _Step:
-    """One run of the step: results, gradients and replaced buffers by name.
+    """The results of a run of the step: its outputs, gradients and replaced buffers by name.
 
     ``state``: the constants of modules that it replaced.
     ``run``: without the backward, unless that runs code of the model (``backward``).
@@ -72,19 +72,19 @@ class StepFunction:
         example: Any,
         loss_fn: Any,
         scale: float,
-        given: list[Given],
+        traced_inputs: list[Given],
         options: CaptureOptions,
         most_checks: float,
         kept: Mapping[str, bool],
     ):
-        self.model, self.loss_fn, self.scale, self.given = model, loss_fn, scale, given
+        self.model, self.loss_fn, self.scale, self.inputs = model, loss_fn, scale, traced_inputs
         self.hooks = Hooks(model, options.gradients)
         self.gradients, self.activations = options.gradients, Activations(model, options.outputs)
-        self.fixed = {x.input.name: x.real.reshape(-1).tolist() for x in given if x.fixed}
+        self.fixed = {x.input.name: x.real.reshape(-1).tolist() for x in traced_inputs if x.fixed}
         self.registered = registered(model, kept)
         self.constants = Constants(model, kept)
         self.leaves, self.spec = pytree.tree_flatten(example)
-        self.provenance = Provenance(model, [(x.input, local(x.real)) for x in given], most_checks)
+        self.provenance = Provenance(model, [(x.input, local(x.real)) for x in traced_inputs], most_checks)
         self.world = World(options.replicas, self.provenance)
         self.snapshot = Snapshot([], [])  # of the model, before the trace
         self.difference = ""  # of a second run from the traced one
@@ -93,42 +93,42 @@ class StepFunction:
         args, kwargs = arguments(example) if loss_fn is None else arguments_of_forward(model, example)
         self.taken, self.taken_names = len(args), {*kwargs}
         self.unread: set[str] = set()  # keys of the example that neither forward nor loss_fn reads
-        self.asked = ASKED_NOTHING  # see ``Questions``
+        self.asked = ASKED_NOTHING  # see ``TensorReads``
         self.attention = AttentionMasks(self.provenance.answers.constant, options.rules, options.masks)
         self.masks = self.attention.masks
         self.layout: dict[str, Any] = {}  # what the flat outputs of the traced graph are
 
     def __call__(self, *values: torch.Tensor) -> list[torch.Tensor]:
-        trained = [x for x in self.given if x.input.kind is Kind.PARAMETER and x.fake.requires_grad]
+        trained = [x for x in self.inputs if x.input.kind is Kind.PARAMETER and x.fake.requires_grad]
         wanted = {x.input.name: x.fake for x in trained}
-        questions = Questions(self.provenance, self.hooks)
-        questions.with_gradients = frozenset(
-            id(x.fake) for x in self.given if x.real.is_leaf and x.real.grad is not None
+        reads = TensorReads(self.provenance, self.hooks)
+        reads.with_gradients = frozenset(
+            id(x.fake) for x in self.inputs if x.real.is_leaf and x.real.grad is not None
         )
-        questions.hooked = self.hooks.follow_gradients(self.registered, wanted)
-        with self.hooks, self.provenance, questions, self.attention:
-            first = self._step(wanted, self.gradients, questions)
+        reads.hooked = self.hooks.follow_gradients(self.registered, wanted)
+        with self.hooks, self.provenance, reads, self.attention:
+            first = self._step(wanted, self.gradients, reads)
         self.masks = self.attention.masks
         check_made(self.model, self.registered, self.provenance.answers)
         declare_writes(compat.traced_graph())
         check_unwritten(compat.traced_graph(), compat.traced_constants())
-        self.asked = questions.asked
-        results, found, replaced = first.results, first.gradients, first.buffers
+        self.asked = reads.asked
+        results, gradients, replaced = first.results, first.gradients, first.buffers
         self.layout = {
             "loss": results.loss is not None,
             "count": results.count is not None,
             "outputs": list(results.outputs),
-            "grads": list(found),
+            "grads": list(gradients),
             "buffers": list(replaced),
-            "aliases": aliases(self.registered, self.given, replaced, questions.assigned),
+            "aliases": aliases(self.registered, self.inputs, replaced, reads.assigned),
         }
         numbers = [x.detach() for x in (results.loss, results.count) if x is not None]
         outputs = [x.detach() for x in results.outputs.values()]
-        flat = [*numbers, *outputs, *found.values(), *replaced.values()]
-        if not self.snapshot.is_whole or self.snapshot.is_changed() or questions.text or self.world.asked:
+        flat = [*numbers, *outputs, *gradients.values(), *replaced.values()]
+        if not self.snapshot.is_whole or self.snapshot.is_changed() or reads.text or self.world.asked:
             reshaped = self.constants.reshaped()
             try:
-                self.difference = self._repeat(first, flat, wanted, questions)
+                self.difference = self._repeat(first, flat, wanted, reads)
                 if first.state:  # the second run may have read another one, of the same value
                     raise KeepsState("")
             except KeepsState as error:
@@ -137,15 +137,15 @@ class StepFunction:
                 raise
         return flat
 
-    def _step(self, wanted: dict[str, torch.Tensor], backward: bool, questions: Questions) -> _Step:
-        questions.assigned = Assigned()
+    def _step(self, wanted: dict[str, torch.Tensor], backward: bool, reads: TensorReads) -> _Step:
+        reads.assigned = DataAssignments()
         results = self._forward(wanted)
         scale = 1.0 if results.count is not None else self.scale
         gradients: dict[str, torch.Tensor] = {}
         if backward:
-            gradients, backward = self._gradients(results.loss, wanted, scale, questions)
+            gradients, backward = self._gradients(results.loss, wanted, scale, reads)
         self.provenance.answers.refusals.end()
-        buffers = replaced_buffers(self.registered, self.given, questions.assigned)
+        buffers = replaced_buffers(self.registered, self.inputs, reads.assigned)
         named: dict[str, torch.Tensor | None] = {"loss": results.loss, "count": results.count}
         named |= {f"the output {name!r}": x for name, x in results.outputs.items()}
         named |= {f"the buffer {name!r}": x for name, x in buffers.items()}
@@ -161,17 +161,18 @@ class StepFunction:
         first: _Step,
         traced: list[torch.Tensor],
         wanted: dict[str, torch.Tensor],
-        questions: Questions,
+        reads: TensorReads,
     ) -> str:
         """Run the step again, as the next one would run, and take it out of the graph; ``difference``.
 
         traced: the results of the trace, which stay as they are.
         """
+        # What of the first run the tracer knows by its tensors is noted before the second one changes them.
         last = last_node()
         nodes = [compat.traced_node(x) for x in traced]
-        put_back(self.registered, self.given)
+        put_back(self.registered, self.inputs)
         for x, placeholder in zip(
-            self.given, compat.traced_graph().find_nodes(op="placeholder"), strict=False
+            self.inputs, compat.traced_graph().find_nodes(op="placeholder"), strict=False
         ):
             x.fake.grad = None
             compat.track(x.local, placeholder)
@@ -187,22 +188,22 @@ class StepFunction:
                         f"({node.meta.get('origin', Origin())}): no step would train it. Make it beforehand, "
                         "or run the model on one batch before you compile it."
                     )
-        inputs = [(x.input, local(x.real)) for x in self.given]
+        inputs = [(x.input, local(x.real)) for x in self.inputs]
         values = partial(Values, inputs, first.run.results)
-        self.provenance.repeat(first.run.calls, [x.local for x in self.given], values)
-        questions.again = True
+        self.provenance.repeat(first.run.calls, [x.local for x in self.inputs], values)
+        reads.again = True
         self.attention.begin()
         self.world.again()
         shown = contextlib.redirect_stdout(io.StringIO())
-        with warnings.catch_warnings(), shown, self.provenance, questions, self.attention:
+        with warnings.catch_warnings(), shown, self.provenance, reads, self.attention:
             warnings.simplefilter("ignore")  # they were given in the first run
-            second = self._step(wanted, first.backward, questions)
-        found = difference(first.run, second.run, inputs, kept)
-        self.world.end(found)
-        if found and questions.text:
+            second = self._step(wanted, first.backward, reads)
+        problem = difference(first.run, second.run, inputs, kept)
+        self.world.end(problem)
+        if problem and reads.text:
             raise CaptureError(
-                f"The model's code reads the text of a tensor, which it makes at {questions.text}. A program "
-                f"is fixed before the data is known: compare tensors instead. ({found}.)"
+                f"The model's code reads the text of a tensor, which it makes at {reads.text}. A program "
+                f"is fixed before the data is known: compare tensors instead. ({problem}.)"
             )
         graph = compat.traced_graph()
         for node in reversed(nodes_after(last)):
@@ -210,7 +211,7 @@ class StepFunction:
         for tensor, node in zip(traced, nodes, strict=True):
             if node is not None:
                 compat.track(tensor, node)
-        return found
+        return problem
 
     def _forward(self, wanted: dict[str, torch.Tensor]) -> Results:
         example = self._example()
@@ -241,12 +242,12 @@ class StepFunction:
     def _example(self) -> Any:
         """The microbatch with fake tensors, and with real ones for fixed inputs."""
         tensors = []
-        for given in self.given:
-            if given.input.kind is Kind.BATCH:
-                tensors.append(given.real.detach().clone() if given.fixed else given.fake)
-                if given.fixed:
-                    name = given.input.name
-                    expect_op(given.fake, self.fixed[name], f"the fixed input {name!r}")
+        for traced in self.inputs:
+            if traced.input.kind is Kind.BATCH:
+                tensors.append(traced.real.detach().clone() if traced.fixed else traced.fake)
+                if traced.fixed:
+                    name = traced.input.name
+                    expect_op(traced.fake, self.fixed[name], f"the fixed input {name!r}")
         remaining = iter(tensors)
         leaves = [next(remaining) if isinstance(x, torch.Tensor) else x for x in self.leaves]
         return pytree.tree_unflatten(leaves, self.spec)
@@ -256,13 +257,13 @@ class StepFunction:
         loss: torch.Tensor | None,
         wanted: dict[str, torch.Tensor],
         scale: float,
-        questions: Questions,
+        reads: TensorReads,
     ) -> tuple[dict[str, torch.Tensor], bool]:
         """The gradients by name, and whether the backward may run code of the model."""
         assert loss is not None, "find_results raises where gradients need one"
-        carried = with_history(self.registered, self.given)
+        carried = with_history(self.registered, self.inputs)
         self.provenance.backward_from(loss)
-        runs_code = questions.hooked or self.provenance.backward_runs_code
+        runs_code = reads.hooked or self.provenance.backward_runs_code
         self.provenance.compares = runs_code
         with torch.autocast(loss.device.type, enabled=False):
             seed = torch.full((), scale, dtype=loss.dtype, device=loss.device)
@@ -272,8 +273,8 @@ class StepFunction:
         for (r, _), grad in zip(carried, grads[len(wanted) :], strict=True):
             if grad is not None:
                 raise carries_gradients(r)
-        found = zip(wanted.items(), grads, strict=False)
-        total = {name: local_gradient(grad, x) for (name, x), grad in found if grad is not None}
+        pairs = zip(wanted.items(), grads, strict=False)
+        total = {name: local_gradient(grad, x) for (name, x), grad in pairs if grad is not None}
         for name, value in wanted.items():
             if value.grad is not None:  # the backward of a custom function called backward()
                 added = local_gradient(value.grad, value)

@@ -103,17 +103,17 @@ def capture(
     trace = partial(_traced, model, example, loss_fn, scale, device, options)
     attempt = partial(_attempt, trace, dict.fromkeys(kept, False))
     try:
-        found = attempt(contextlib.nullcontext, inf)
+        first = attempt(contextlib.nullcontext, inf)
     except CaptureError:
         with contextlib.suppress(CaptureError):
             return attempt(compat.compiling_flag, inf)
         raise
-    checks = found.checks - len(options.fixed)
+    checks = first.checks - len(options.fixed)  # those of fixed inputs are in any trace
     if checks > 0:  # the model's branch for compilers may depend less on data
         with contextlib.suppress(CaptureError):
             other = attempt(compat.compiling_flag, checks - 1)
-            return min(found, other, key=lambda captured: captured.checks)
-    return found
+            return min(first, other, key=lambda captured: captured.checks)
+    return first
 
 
 def _attempt(
@@ -148,15 +148,15 @@ def _traced(
     """most_checks: of the data, besides those of ``fixed`` inputs; with more the trace is given up.
     kept: as for ``inputs``.  refused: what was wrong with a trace that had them as constants."""
     mode = compat.FakeMode()
-    given = inputs(model, example, mode, device, options.fixed, kept)
-    step = StepFunction(model, example, loss_fn, scale, given, options, most_checks, kept)
+    traced_inputs = inputs(model, example, mode, device, options.fixed, kept)
+    step = StepFunction(model, example, loss_fn, scale, traced_inputs, options, most_checks, kept)
     mode.source = step.provenance.source
-    fakes = {id(r.tensor): x.fake for r, x in zip(step.registered, given, strict=False)}
-    values = [x.local for x in given]
+    fakes = {id(r.tensor): x.fake for r, x in zip(step.registered, traced_inputs, strict=False)}
+    values = [x.local for x in traced_inputs]
     with borrowed(model, loss_fn, fakes, step.provenance) as snapshot:
         watch, before = StateWatch(snapshot), hook_functions(model)
         step.snapshot = snapshot
-        put_back(step.registered, given)
+        put_back(step.registered, traced_inputs)
 
         as_written = compat.plain_kernels(), compat.modules_without_code(), compat.uncompiled()
         checkpoints = compat.checkpoints_that_end(), recorded_checkpoints(step.provenance)
@@ -171,7 +171,7 @@ def _traced(
                 step.provenance.communicates = step.world.refuse_to_communicate
             try:
                 module = compat.make_fx(step)(*values)
-            except Exception as error:
+            except Exception as error:  # the model's own code may raise anything
                 if mode.elsewhere:
                     raise in_another_thread(mode.elsewhere) from error
                 if isinstance(error, KeepsState) and error.tensor is not None:
@@ -188,14 +188,14 @@ def _traced(
         files = {node.meta.get("origin", Origin()).source.rpartition(":")[0] for node in module.graph.nodes}
         step.hooks.warn(module.graph)
         memory = {storage_root(x) for node in call_nodes(module.graph) for x in overwritten(node)}
-        leaves = zip(module.graph.find_nodes(op="placeholder"), given, strict=True)
+        leaves = zip(module.graph.find_nodes(op="placeholder"), traced_inputs, strict=True)
         written = {x.input.name for node, x in leaves if x.input.kind is Kind.BATCH and node in memory}
         with compat.plain_kernels(), compat.modules_without_code(), mode:
             module = functionalize(module, values)
         frozen = {r.name for r in step.registered if not r.tensor.requires_grad}
-        held = (getattr(module, node.target) for node in module.graph.find_nodes(op="get_attr"))
-        sources = tuple(map(weakref.ref, held))
-        cleaned = clean(module, [x.input for x in given], step.layout, frozen)
+        constants = (getattr(module, node.target) for node in module.graph.find_nodes(op="get_attr"))
+        sources = tuple(map(weakref.ref, constants))
+        cleaned = clean(module, [x.input for x in traced_inputs], step.layout, frozen)
         means = divide_by_batch_means(cleaned[0], scale) if options.over_batch else NO_MEANS
         captured = Captured(
             *cleaned,

@@ -58,9 +58,13 @@ __all__ = [
     "multiply_each",
     "no_modes",
     "of_base_class",
+    "overload_name",
     "pytree",
     "rendezvous",
+    "schema_of",
     "state_hooks",
+    "storage_number",
+    "tensors_by_kind",
     "writes_to",
     "zero_each",
 ]
@@ -216,6 +220,28 @@ class ThreadState:
         torch.set_grad_enabled(self.grad)
         torch.set_autocast_enabled(self.device_type, self.autocast[0])
         torch.set_autocast_dtype(self.device_type, self.autocast[1])
+
+
+def schema_of(op: Any) -> Any:
+    """The schema of an op of torch; None of any other function."""
+    return getattr(op, "_schema", None)
+
+
+def overload_name(op: Any) -> str:
+    """The name of an op's overload: "default", "Tensor"."""
+    name: str = op._overloadname
+    return name
+
+
+def tensors_by_kind(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A module's own parameters, and its own buffers, by name, to be changed in place."""
+    return module._parameters, module._buffers
+
+
+def storage_number(tensor: torch.Tensor) -> int:
+    """A number that no other storage has as long as this tensor's lives."""
+    number: int = tensor.untyped_storage()._cdata
+    return number
 
 
 def writes_to(tensor: torch.Tensor) -> int:

@@ -229,7 +229,9 @@ def test_who_is_known_to_be_missing_without_a_store(watch_of):
         def check(self, keys):
             raise NoStore("no answer for 0:01:00")
 
-    watch.failures = Failures(Gone(), 2, 4, 0, _processes=failures._processes, _heartbeats=failures._heartbeats)
+    watch.failures = Failures(
+        Gone(), 2, 4, 0, _processes=failures._processes, _heartbeats=failures._heartbeats
+    )
     error = str(watch.lost(NoAnswer("timed out")))
     assert error.startswith("Rank 3 gives no sign of life any more (killed")
     assert "got no answer: timed out. Rank 0 gives no sign of life (stopped, or in a long call)" in error

@@ -18,10 +18,10 @@ def like(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
     if not is_dtensor(tensor):
         return part
     spec: Any = tensor
-    found: torch.Tensor = type(spec).from_local(
+    distributed: torch.Tensor = type(spec).from_local(
         part, spec.device_mesh, spec.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
     )
-    return found
+    return distributed
 
 
 def local_gradient(grad: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
@@ -33,16 +33,16 @@ def local_gradient(grad: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
     if not is_dtensor(of):
         return whole(grad)
     spec: Any = of
-    given: Any = grad
+    distributed: Any = grad
     with torch.no_grad():
-        found: torch.Tensor = given.redistribute(placements=spec.placements).to_local()
-    return found
+        part: torch.Tensor = distributed.redistribute(placements=spec.placements).to_local()
+    return part
 
 
 def whole(value: torch.Tensor) -> torch.Tensor:
     """The tensor that a DTensor stands for, equal on all lanes; other tensors as they are."""
     if not is_dtensor(value):
         return value
-    given: Any = value
-    found: torch.Tensor = given.full_tensor()
-    return found
+    distributed: Any = value
+    full: torch.Tensor = distributed.full_tensor()
+    return full

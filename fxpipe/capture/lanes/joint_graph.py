@@ -1,4 +1,4 @@
-"""One graph for all lanes of a rank, from traces of a model with DTensors as some of the lanes run it.
+"""Makes one graph for all lanes of a rank, from traces of a model with DTensors as some of the lanes run it.
 
 before: all_reduce(x, "sum", "12"), wait_tensor(…)     by the name of a process group
 after:  lanes.all_reduce(x, "sum", 2)                  the lanes that run the program
@@ -35,7 +35,7 @@ from fxpipe.plan.dtensors import lane_plan, mesh_of
 from fxpipe.plan.lanes import LanePlan
 from fxpipe.runtime.program.lanes import REDUCTIONS
 from fxpipe.runtime.program.random import keyed
-from fxpipe.runtime.torch_private import members_of
+from fxpipe.runtime.torch_private import members_of, overload_name, schema_of
 
 aten, lanes = torch.ops.aten, torch.ops.lanes
 #: What all lanes get alike, whatever each gives.
@@ -54,26 +54,27 @@ def capture_lanes(model: nn.Module, capture: Callable[[], Captured]) -> Captured
     number = mesh.size()
     plan, group = lane_plan(model, number), members_of(mesh.get_group().group_name)
     traces: dict[int, Captured] = {}
+    # Three lanes tell whether a number grows evenly with the lane; more would only take time.
     for lane in sorted({0, min(1, number - 1), number - 1}):
         with compat.as_lane(type(mesh), number, lane):
             traces[lane] = capture()
         _use_lanes(traces[lane].graph, group, number)
-    found = traces[0]
+    joint = traces[0]
     _check_constants(traces)
     _merge({lane: trace.graph for lane, trace in traces.items()}, number)
-    _check_results(found.graph, plan, key_by_lane(found.graph, plan))
-    return replace(found, lanes=plan)
+    _check_results(joint.graph, plan, key_by_lane(joint.graph, plan))
+    return replace(joint, lanes=plan)
 
 
 def lane_as_text(model: nn.Module, capture: Callable[[], Captured], lane: int) -> str:
-    """What one lane runs, the same on all processes whose models are alike."""
+    """The step that one lane runs, as text, the same on all processes whose models are alike."""
     mesh = mesh_of(model)
     lane_plan(model, mesh.size())
     with compat.as_lane(type(mesh), mesh.size(), lane):
-        found = capture()
-    _use_lanes(found.graph, members_of(mesh.get_group().group_name), mesh.size())
-    constants = {name: value.tolist() for name, value in found.constants.items() if value.numel() <= FEW}
-    return f"{graph_text(found.graph)}\n{constants}"
+        trace = capture()
+    _use_lanes(trace.graph, members_of(mesh.get_group().group_name), mesh.size())
+    constants = {name: value.tolist() for name, value in trace.constants.items() if value.numel() <= FEW}
+    return f"{graph_text(trace.graph)}\n{constants}"
 
 
 def _use_lanes(graph: fx.Graph, group: list[int], number: int) -> None:
@@ -81,27 +82,27 @@ def _use_lanes(graph: fx.Graph, group: list[int], number: int) -> None:
     for node in call_nodes(graph):
         if getattr(node.target, "namespace", "") != "_c10d_functional":
             continue
-        op, (value, *given) = node.target.overloadpacket.__name__, node.args  # type: ignore[union-attr]
+        op, (value, *arguments) = node.target.overloadpacket.__name__, node.args  # type: ignore[union-attr]
         if op == "wait_tensor":
             node.replace_all_uses_with(value)  # type: ignore[arg-type]
             graph.erase_node(node)
             continue
-        target, args = _between_lanes(node, op, given, group, number)
+        target, args = _between_lanes(node, op, arguments, group, number)
         node.target, node.args, node.kwargs = target, (value, *args), {}
         val = node.meta["val"]
         node.meta["val"] = val.new_empty(val.shape)  # contiguous
 
 
 def _between_lanes(
-    node: fx.Node, op: str, given: Sequence[Any], group: list[int], lanes_of_rank: int
+    node: fx.Node, op: str, arguments: Sequence[Any], group: list[int], lanes_of_rank: int
 ) -> tuple[Any, tuple[Any, ...]]:
     # Not by name: where there are equal meshes, torch uses the group of any.
-    if (members := members_of(given[-1])) != group:
+    if (members := members_of(arguments[-1])) != group:
         raise CaptureError(
             f"{op} at {node.meta['origin']} is over the processes {members}, and the mesh of the model's "
             f"DTensors is of {group}. The lanes of a rank are one group."
         )
-    match op, given:
+    match op, arguments:
         case "all_reduce", [how, _] if how in REDUCTIONS:
             return lanes.all_reduce.default, (how, lanes_of_rank)
         case "all_gather_into_tensor", [number, _]:
@@ -110,9 +111,9 @@ def _between_lanes(
             return lanes.reduce_scatter.default, (how, number)
         case "all_to_all_single", [takes, gives, _] if takes == gives and len({*takes}) == 1:
             return lanes.all_to_all.default, (len(takes),)
-    arguments = ", ".join(map(str, given[:-1]))
+    texts = ", ".join(map(str, arguments[:-1]))
     raise CaptureError(
-        f"The lanes of a rank have no {op}({arguments}), at {node.meta['origin']}. They have all_reduce and "
+        f"The lanes of a rank have no {op}({texts}), at {node.meta['origin']}. They have all_reduce and "
         f"reduce_scatter ({', '.join(REDUCTIONS)}), all_gather, and all_to_all of even shares."
     )
 
@@ -121,8 +122,8 @@ def _check_constants(traces: Mapping[int, Captured]) -> None:
     first = traces[0].constants
     for lane, other in traces.items():
         for name, value in first.items():
-            given = other.constants.get(name)
-            if given is None or given.shape != value.shape or not torch.equal(given, value):
+            theirs = other.constants.get(name)
+            if theirs is None or theirs.shape != value.shape or not torch.equal(theirs, value):
                 node = next(
                     n for n in traces[0].graph.find_nodes(op="placeholder") if n.meta["input"].name == name
                 )
@@ -137,8 +138,8 @@ def _merge(graphs: Mapping[int, fx.Graph], number: int) -> None:
     """Change the first lane's graph to that of all lanes."""
     first, others = graphs[0], {lane: graph for lane, graph in graphs.items() if lane}
     same: dict[fx.Node, fx.Node] = {}  # node of another lane -> of the first
-    found = [list(first.nodes), *(list(graph.nodes) for graph in others.values())]
-    for node, *theirs in zip(*found, strict=False):
+    nodes = [list(first.nodes), *(list(graph.nodes) for graph in others.values())]
+    for node, *theirs in zip(*nodes, strict=False):
         arguments = {0: _leaves(node, {})}
         for lane, other in zip(others, theirs, strict=True):
             if _kind(other) != _kind(node):
@@ -149,17 +150,17 @@ def _merge(graphs: Mapping[int, fx.Graph], number: int) -> None:
                 raise _differ(node, other, lane)
         differ = [
             k
-            for k, own in enumerate(arguments[0])
-            if any(type(given[k]) is not type(own) or given[k] != own for given in arguments.values())
+            for k, x in enumerate(arguments[0])
+            if any(type(y[k]) is not type(x) or y[k] != x for y in arguments.values())
         ]
         if differ and not _vary(node, differ, arguments, number):
-            lane = next(lane for lane, given in arguments.items() if given != arguments[0])
+            lane = next(lane for lane, y in arguments.items() if y != arguments[0])
             raise _differ(node, theirs[[*others].index(lane)], lane)
     drop_dead(first)
 
 
 def _kind(node: fx.Node) -> Any:
-    """What must be equal on all lanes; arguments are compared one by one."""
+    """The parts of a node that must be equal on all lanes; arguments are compared one by one."""
     values = pytree.tree_leaves(node.meta.get("val"))
     layouts = [(tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else type(x) for x in values]
     return node.op, str(node.target), node.meta.get("input"), node.meta.get("random_position"), layouts
@@ -188,11 +189,11 @@ def _vary(node: fx.Node, differ: list[int], arguments: Mapping[int, list[Any]], 
     if node.target is operator.getitem and _is_share(node, arguments, number):
         return True
     leaves = arguments[0]
-    ints = len(differ) == 1 and all(type(given[differ[0]]) is int for given in arguments.values())
+    ints = len(differ) == 1 and all(type(x[differ[0]]) is int for x in arguments.values())
     if not ints or not isinstance(node.target, compat.OpOverload) or list(node.args) != leaves:
         return False  # a number among other arguments: in a list, or by name
     (k,) = differ
-    values = {lane: given[k] for lane, given in arguments.items()}
+    values = {lane: x[k] for lane, x in arguments.items()}
     last = max(values)
     step, rest = divmod(values[last] - values[0], last)
     if rest or any(value != values[0] + lane * step for lane, value in values.items()):
@@ -203,32 +204,33 @@ def _vary(node: fx.Node, differ: list[int], arguments: Mapping[int, list[Any]], 
         return False
     like = tensors[0].meta["val"]
     with node.graph.inserting_before(node):
-        own = node.graph.create_node(
+        lane_number = node.graph.create_node(
             "call_function",
             lanes.number.default,
             (values[0], step),
             {"device": torch.device(like.device)},
             name="lane_number",
         )
-    own.meta.update(origin=node.meta["origin"], val=like.new_empty((), dtype=torch.int64))
-    node.target, node.args = target, (*node.args[:k], own, *node.args[k + 1 :])
+    lane_number.meta.update(origin=node.meta["origin"], val=like.new_empty((), dtype=torch.int64))
+    node.target, node.args = target, (*node.args[:k], lane_number, *node.args[k + 1 :])
     return True
 
 
 def _taking_a_tensor(op: compat.OpOverload, k: int) -> compat.OpOverload | None:
     """The overload of an op that takes a tensor in the place of a number."""
-    if isinstance(op._schema.arguments[k].type, torch.TensorType):
+    if isinstance(schema_of(op).arguments[k].type, torch.TensorType):
         return op
     other: compat.OpOverload | None = getattr(op.overloadpacket, "Tensor", None)
-    if op._overloadname != "Scalar" or other is None:
+    if overload_name(op) != "Scalar" or other is None:
         return None
-    return other if isinstance(other._schema.arguments[k].type, torch.TensorType) else None
+    return other if isinstance(schema_of(other).arguments[k].type, torch.TensorType) else None
 
 
 def _is_share(item: fx.Node, arguments: Mapping[int, list[Any]], number: int) -> bool:
     """Let an item of an even split, that of its own lane, be the lane's share."""
     split: Any = item.args[0]
-    if split.target is not aten.split.Tensor or any(given[1] != lane for lane, given in arguments.items()):
+    items = {lane: leaves[1] for lane, leaves in arguments.items()}
+    if split.target is not aten.split.Tensor or any(k != lane for lane, k in items.items()):
         return False
     value, _, *dim = split.args
     if len(split.meta["val"]) != number or len({x.shape for x in split.meta["val"]}) > 1:
@@ -249,8 +251,8 @@ def key_by_lane(graph: fx.Graph, plan: LanePlan) -> set[fx.Node]:
             continue
         if node.op != "call_function" or node.target in _EQUAL:
             continue
-        own = getattr(node.target, "namespace", "") == "lanes"
-        if not own and varying.isdisjoint(node.all_input_nodes):
+        is_of_lanes = getattr(node.target, "namespace", "") == "lanes"
+        if not is_of_lanes and varying.isdisjoint(node.all_input_nodes):
             continue
         varying.add(node)
         if draws_numbers(node):

@@ -12,19 +12,19 @@ from fxpipe.errors import CaptureError
 from fxpipe.ir import compat
 
 
-class Assigned:
+class DataAssignments:
     """The tensors that were assigned to, each with what it is now, and the place of the assignment."""
 
     def __init__(self) -> None:
-        self._found: dict[int, tuple[torch.Tensor, torch.Tensor, str]] = {}
+        self._assigned: dict[int, tuple[torch.Tensor, torch.Tensor, str]] = {}
 
     def data(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """What was last assigned to the tensor's ``.data``, if anything was."""
-        return self._found[id(tensor)][1] if id(tensor) in self._found else None
+        """The tensor that was last assigned to this one's ``.data``, if any was."""
+        return self._assigned[id(tensor)][1] if id(tensor) in self._assigned else None
 
     def place(self, tensor: torch.Tensor) -> str:
         """The place of that assignment."""
-        return self._found[id(tensor)][2]
+        return self._assigned[id(tensor)][2]
 
     def assign(self, tensor: torch.Tensor, data: torch.Tensor, place: str) -> None:
         """place: of the code that assigns, for messages.
@@ -45,5 +45,5 @@ class Assigned:
             with torch.no_grad():
                 tensor.copy_(data)
             return
-        self._found[id(tensor)] = tensor, data, place
+        self._assigned[id(tensor)] = tensor, data, place  # the tensor too, so that its id stays its own
         compat.track(tensor, now)

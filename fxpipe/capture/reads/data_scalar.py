@@ -23,7 +23,7 @@ class NumberOfData:
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        """That of the number, for isinstance."""
+        """The class of the number, for isinstance."""
         return complex if self._tensor.is_complex() else float
 
     def __getattr__(self, name: str) -> Any:

@@ -35,14 +35,14 @@ class Example:
     def sources(self, node: fx.Node) -> frozenset[Input]:
         """The inputs on which the node's value depends, ``RANDOM`` among them."""
         needed = _needed(node)
-        given = frozenset(x for x, _ in self._given(needed).values())
-        return given | {RANDOM} if any(draws_numbers(n) for n in needed) else given
+        inputs = frozenset(x for x, _ in self._inputs_of(needed).values())
+        return inputs | {RANDOM} if any(draws_numbers(n) for n in needed) else inputs
 
     def is_made_from_nothing(self, node: fx.Node) -> bool:
         """Whether the value is computed from literals alone."""
         return all(n.op == "call_function" and not draws_numbers(n) for n in _needed(node))
 
-    def _given(self, needed: set[fx.Node]) -> dict[fx.Node, tuple[Input, torch.Tensor]]:
+    def _inputs_of(self, needed: set[fx.Node]) -> dict[fx.Node, tuple[Input, torch.Tensor]]:
         graph = next(iter(needed)).graph
         placeholders = zip(graph.find_nodes(op="placeholder"), self._inputs, strict=False)
         return {n: x for n, x in placeholders if n in needed}
@@ -62,10 +62,10 @@ class Example:
                 f"The model's code reads a value that lanes have summed or gathered, at {place}. A trace has "
                 "the values of one of them: keep it a tensor (no .item(), no Python branch there)."
             )
-        given = self._given(needed)
-        sources = frozenset(x for x, _ in given.values())
+        inputs = self._inputs_of(needed)
+        sources = frozenset(x for x, _ in inputs.values())
         with compat.no_modes(), torch.no_grad():
-            reals = {n: _real(tensor, place) for n, (_, tensor) in given.items()}
+            reals = {n: _real(tensor, place) for n, (_, tensor) in inputs.items()}
             if not any(draws_numbers(n) for n in needed):
                 # Values that are written to are recomputed for every read.
                 writes = any(is_mutating(n) for n in needed)
@@ -90,13 +90,13 @@ def _random_branch(value: torch.Tensor, place: str) -> CaptureError:
     )
 
 
-def _real(given: torch.Tensor, place: str) -> torch.Tensor:
-    if given.is_meta:
+def _real(tensor: torch.Tensor, place: str) -> torch.Tensor:
+    if tensor.is_meta:
         raise CaptureError(
             f"The model's code reads a value of the data, at {place}, and the model or the example is on the "
             "meta device, which has none. Give both values, or take the branch out of the model."
         )
-    return given.detach()
+    return tensor.detach()
 
 
 def _drawn(

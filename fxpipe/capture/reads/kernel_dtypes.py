@@ -71,10 +71,10 @@ def check_dtypes(func: Any, args: Any, place: Callable[[], str]) -> None:
             f"The classes of a loss are of {args[1].dtype}, at {place()}, which its kernel does not take. "
             "Give them as torch.int64."
         )
-    given = [x for x in pytree.tree_leaves(args) if isinstance(x, torch.Tensor)]
+    tensors = [x for x in pytree.tree_leaves(args) if isinstance(x, torch.Tensor)]
     if func not in _PRODUCTS:
-        given = [x for x in given if x.is_floating_point() or x.is_complex()]
-    dtypes = list(dict.fromkeys(x.dtype for x in given))
+        tensors = [x for x in tensors if x.is_floating_point() or x.is_complex()]
+    dtypes = list(dict.fromkeys(x.dtype for x in tensors))
     if len(dtypes) < 2 or (func in _NORMS and torch.float64 not in dtypes):
         return
     raise CaptureError(

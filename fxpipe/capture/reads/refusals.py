@@ -39,10 +39,10 @@ class Refusals:
 
     @contextlib.contextmanager
     def of(self, func: Any, args: Any, kwargs: Any) -> Iterator[None]:
-        """For a block that runs an op, or answers a question, for the model's code."""
+        """Judge the errors of a block that runs an op, or answers a question, for the model's code."""
         try:
             yield
-        except Exception as error:
+        except Exception as error:  # of any kind, as the model's code may catch any
             # What an op itself runs is judged with the op.
             if self.error is None and compat.is_tracing() and not self._raises_in_eager(func, args, kwargs):
                 self._note(error)

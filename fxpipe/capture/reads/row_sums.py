@@ -14,13 +14,14 @@ from torch import fx
 from fxpipe.ir.compat import OpOverload, input_nodes
 from fxpipe.ir.graph import Kind
 from fxpipe.ir.storage import graph_outputs, may_draw_numbers
+from fxpipe.runtime.torch_private import schema_of
 
 aten = torch.ops.aten
 
 
 class Rows(Enum):
-    """What a value has of the rows of a microbatch: nothing; a part for each, in its first dimension, one
-    behind the other; their sum or mean; anything else."""
+    """The rows of a microbatch in a value: none; a part for each, in its first dimension, one behind the
+    other; their sum or mean; anything else."""
 
     NONE, FIRST, SUMMED, MIXED = range(4)
 
@@ -39,41 +40,41 @@ LARGEST_EPSILON = 1e-3
 
 
 def rows_in(graph: fx.Graph) -> dict[fx.Node, Rows]:
-    """Of each value that follows from the batch, constants and buffers that stay, what it has of the rows."""
+    """The rows in each value that follows from the batch, constants and buffers that stay."""
     changed = graph_outputs(graph).buffers
-    found: dict[fx.Node, Rows] = {}
+    rows: dict[fx.Node, Rows] = {}
     leaves = [n for n in graph.find_nodes(op="placeholder") if n.meta["input"].kind is Kind.BATCH]
     number = min((n.meta["val"].shape[0] for n in leaves if n.meta["val"].dim()), default=1)
     for node in graph.nodes:
         if node.op == "placeholder":
-            given = node.meta["input"]
-            if given.kind is Kind.BATCH:
-                found[node] = Rows.FIRST if node.meta["val"].dim() else Rows.NONE
-            elif given.kind is Kind.CONSTANT or (given.kind is Kind.BUFFER and given.name not in changed):
-                found[node] = Rows.NONE
+            source = node.meta["input"]
+            if source.kind is Kind.BATCH:
+                rows[node] = Rows.FIRST if node.meta["val"].dim() else Rows.NONE
+            elif source.kind is Kind.CONSTANT or (source.kind is Kind.BUFFER and source.name not in changed):
+                rows[node] = Rows.NONE
         elif node.op != "call_function" or may_draw_numbers(node.target):
             continue
-        elif all(n in found for n in input_nodes(node)):
-            found[node] = _rows_of(node, found, number)
-    return found
+        elif all(n in rows for n in input_nodes(node)):
+            rows[node] = _rows_of(node, rows, number)
+    return rows
 
 
-def _rows_of(node: fx.Node, found: Mapping[fx.Node, Rows], number: int) -> Rows:
+def _rows_of(node: fx.Node, rows: Mapping[fx.Node, Rows], number: int) -> Rows:
     """number: of the rows of a microbatch."""
-    states = {found[n] for n in input_nodes(node)}
+    states = {rows[n] for n in input_nodes(node)}
     if states <= {Rows.NONE}:
         return Rows.NONE
     if Rows.MIXED in states or not isinstance(node.target, OpOverload):
         return next(iter(states)) if len(states) == 1 else Rows.MIXED  # an item of several results
     if Rows.SUMMED in states:
-        return Rows.SUMMED if _is_linear(node, found) else Rows.MIXED
-    return _of_rows(node, found, number)
+        return Rows.SUMMED if _is_linear(node, rows) else Rows.MIXED
+    return _of_rows(node, rows, number)
 
 
-def _is_linear(node: fx.Node, found: Mapping[fx.Node, Rows]) -> bool:
+def _is_linear(node: fx.Node, rows: Mapping[fx.Node, Rows]) -> bool:
     """Whether an op on sums over rows gives one."""
     packet = node.target.overloadpacket  # type: ignore[union-attr]
-    summed = [isinstance(x, fx.Node) and found[x] is Rows.SUMMED for x in node.args]
+    summed = [isinstance(x, fx.Node) and rows[x] is Rows.SUMMED for x in node.args]
     match packet:
         case aten._to_copy:
             dtype = node.meta["val"].dtype
@@ -87,36 +88,36 @@ def _is_linear(node: fx.Node, found: Mapping[fx.Node, Rows]) -> bool:
             return all(summed[:2]) or summed[1 if packet is aten.sub else 0]
         case aten.mul:
             return sum(summed[:2]) == 1 and all(
-                found[x] in (Rows.NONE, Rows.SUMMED) for x in input_nodes(node)
+                rows[x] in (Rows.NONE, Rows.SUMMED) for x in input_nodes(node)
             )
         case aten.div:
             return "rounding_mode" not in node.kwargs and summed[0] and not any(summed[1:])
         case aten.stack | aten.cat:
-            return all(found[x] is Rows.SUMMED for x in input_nodes(node))
+            return all(rows[x] is Rows.SUMMED for x in input_nodes(node))
     return False
 
 
-def _of_rows(node: fx.Node, found: Mapping[fx.Node, Rows], number: int) -> Rows:
-    """Of an op on values with a part for each row, and on others that have nothing of them."""
+def _of_rows(node: fx.Node, rows: Mapping[fx.Node, Rows], number: int) -> Rows:
+    """The rows in the result of an op on values with a part for each row, and on others without rows."""
     packet, value = node.target.overloadpacket, node.meta["val"]  # type: ignore[union-attr]
-    given = [n.meta["val"] for n in input_nodes(node) if found[n] is Rows.FIRST]
-    if not all(isinstance(x, torch.Tensor) for x in given):
+    operands = [n.meta["val"] for n in input_nodes(node) if rows[n] is Rows.FIRST]
+    if not all(isinstance(x, torch.Tensor) for x in operands):
         return Rows.MIXED
     if torch.Tag.pointwise in node.target.tags or packet in _COPIES:  # type: ignore[union-attr]
-        return Rows.FIRST if all(x.dim() == value.dim() for x in given) else Rows.MIXED
-    dims = named_dims(node, given[0].dim())
+        return Rows.FIRST if all(x.dim() == value.dim() for x in operands) else Rows.MIXED
+    dims = named_dims(node, operands[0].dim())
     if dims is None and packet in _SUMS:
         return Rows.SUMMED
     if dims is not None and packet in _ALONG:
         if 0 in dims and packet in _SUMS:
             return Rows.SUMMED
-        stays = (packet is aten.slice and value.shape == given[0].shape) or (
+        stays = (packet is aten.slice and value.shape == operands[0].shape) or (
             packet is aten.squeeze and number == 1  # all of it is of the one row
         )
         return Rows.FIRST if 0 not in dims or stays else Rows.MIXED
     match packet:
         case aten.expand:
-            stays = value.dim() == given[0].dim()
+            stays = value.dim() == operands[0].dim()
         case aten.permute:
             stays = node.args[1][0] == 0  # type: ignore[index]
         case aten.transpose:
@@ -124,7 +125,7 @@ def _of_rows(node: fx.Node, found: Mapping[fx.Node, Rows], number: int) -> Rows:
         case aten.constant_pad_nd:
             stays = len(node.args[1]) < 2 * value.dim()  # type: ignore[arg-type]
         case aten.embedding | aten.index:  # of a table
-            stays = found[node.args[0]] is Rows.NONE and value.shape[:1] == given[0].shape[:1]  # type: ignore
+            stays = rows[node.args[0]] is Rows.NONE and value.shape[:1] == operands[0].shape[:1]  # type: ignore
         case _:
             stays = packet in _VIEWS and value.dim() > 0 and value.shape[0] % number == 0
     return Rows.FIRST if stays else Rows.MIXED
@@ -133,7 +134,7 @@ def _of_rows(node: fx.Node, found: Mapping[fx.Node, Rows], number: int) -> Rows:
 def named_dims(node: fx.Node, before: int) -> set[int] | None:
     """The dimensions that an op names, of its operand or, where it has one more, of its result; None for
     all."""
-    schema = node.target._schema.arguments  # type: ignore[union-attr]
+    schema = schema_of(node.target).arguments
     named = {a.name: a.default_value for a in schema if a.has_default_value()}
     named |= {a.name: x for a, x in zip(schema, node.args, strict=False)} | dict(node.kwargs)
     dims = named.get("dim")

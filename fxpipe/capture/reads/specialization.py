@@ -34,7 +34,7 @@ aten = torch.ops.aten
 Sources = frozenset[Input]
 
 
-class Answers:
+class Specialization:
     """inputs: the kind of each placeholder of the trace, and its real tensor.
     place: returns the current place in the model's code.
     most_checks: the trace ends with a CaptureError when it needs more.
@@ -93,8 +93,8 @@ class Answers:
         if func is aten.masked_select.default:
             tensor, mask = torch.broadcast_tensors(*args)
             return self._indexed(tensor, [mask])
-        given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-        if not all(map(self.is_lasting, given)):
+        tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        if not all(map(self.is_lasting, tensors)):
             return self._counted(*args, **kwargs) if func is aten.bincount.default else None
 
         def real(tensor: torch.Tensor) -> torch.Tensor:
@@ -179,8 +179,8 @@ class Answers:
                 return None
             with compat.no_modes():
                 places += picked.unbind(1)
-        found: torch.Tensor = aten.index.Tensor(tensor, places)
-        return found
+        items: torch.Tensor = aten.index.Tensor(tensor, places)
+        return items
 
     def _counted(
         self, tensor: torch.Tensor, weights: torch.Tensor | None = None, minlength: int = 0
@@ -216,8 +216,8 @@ class Answers:
     def _hold(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
         """Add a check that a tensor has this value, which becomes a constant of the program."""
         with compat.no_modes():
-            held = value.clone()
-        self._expect(aten.all.default(aten.eq.Tensor(tensor, held)), [True])
+            constant = value.clone()
+        self._expect(aten.all.default(aten.eq.Tensor(tensor, constant)), [True])
 
     def _expect(self, tensor: torch.Tensor, numbers: list[Any]) -> None:
         """Let the program check that a tensor has these elements."""

@@ -54,7 +54,7 @@ def _is_class(node: ast.expr) -> bool:
 
 
 def _names_a_tensor(node: ast.expr) -> bool:
-    """Also a tuple with a tensor's class, for ``in``."""
+    """Whether an expression names a tensor's class, or, for ``in``, a tuple with one."""
     match node:
         case ast.Tuple(elts=several) | ast.List(elts=several) | ast.Set(elts=several):
             return any(map(_names_a_tensor, several))

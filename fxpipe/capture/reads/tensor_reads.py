@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from fxpipe.capture.hooks import Hooks
 from fxpipe.capture.provenance import Provenance
 from fxpipe.capture.reads.checkpoint import HISTORY
-from fxpipe.capture.reads.data_assignment import Assigned
+from fxpipe.capture.reads.data_assignment import DataAssignments
 from fxpipe.capture.reads.tensor_text import OTHER_TEXT, Text, without_values
 from fxpipe.errors import CaptureError
 from fxpipe.ir import compat
@@ -43,7 +43,7 @@ _FROM_DATA = (torch.tensor, torch.as_tensor, torch.asarray)
 _TRUTH = (torch.Tensor.__bool__, torch.Tensor.is_nonzero, torch.is_nonzero)
 
 
-class Questions(TorchFunctionMode):
+class TensorReads(TorchFunctionMode):
     """While entered, intercepts reads of tensors, and assignments to ``.data``, that do not pass the
     dispatcher.  ``assigned``: those of the run.  ``with_gradients``: ids of what has a ``.grad`` before.
     ``asked``: by what else than values the code decides.  ``text``: the first place that makes text of a
@@ -52,7 +52,7 @@ class Questions(TorchFunctionMode):
     def __init__(self, provenance: Provenance, hooks: Hooks):
         super().__init__()
         self._hooks = hooks
-        self._provenance, self._answers, self.assigned = provenance, provenance.answers, Assigned()
+        self._provenance, self._answers, self.assigned = provenance, provenance.answers, DataAssignments()
         self.with_gradients = frozenset[int]()
         self.asked = ASKED_NOTHING
         self.hooked = False  # whether there are hooks of the backward
@@ -140,7 +140,7 @@ class Questions(TorchFunctionMode):
             )
         )
 
-    def __enter__(self) -> Questions:
+    def __enter__(self) -> TensorReads:
         self._replace(torch.UntypedStorage, "data_ptr", _UNKNOWN[torch.Tensor.data_ptr], through_torch=False)
         for owner, name in itertools.product((torch.UntypedStorage, torch.TypedStorage), _OF_BYTES):
             if hasattr(owner, name):

@@ -50,7 +50,7 @@ for _name in {*dir(str)} - ({*dir(object)} - _READ) - {"__getnewargs__"}:
 
 
 def without_values(tensor: torch.Tensor) -> str:
-    """What a traced tensor shows."""
+    """The text that a traced tensor shows."""
     layout = f"size={tuple(tensor.shape)}, dtype={tensor.dtype}"
     return f"tensor({layout}: fxpipe traces the forward, and there are no values yet)"
 

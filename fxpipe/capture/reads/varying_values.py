@@ -49,14 +49,13 @@ class Values:
         self._ops: set[fx.Node] = set()  # those that vary
         self._names: dict[Any, int] = {}  # of a computation -> its number
         self._numbers: dict[fx.Node, int] = {}
-        self._read: dict[
-            tuple[fx.Node | None, fx.Node], int
-        ] = {}  # op, argument -> the argument's number then
+        # op, argument -> the argument's number then
+        self._read: dict[tuple[fx.Node | None, fx.Node], int] = {}
         self._equal: dict[tuple[int, int], bool] = {}
         self._written = {self._roots[x] for n in self._graph.nodes for x in overwritten(n)}
-        for node, (given, tensor) in zip(self._graph.find_nodes(op="placeholder"), inputs, strict=False):
-            changes = node in self._written or f"the buffer {given.name!r}" in results
-            if given.kind is Kind.BATCH or tensor.requires_grad or changes:
+        for node, (source, tensor) in zip(self._graph.find_nodes(op="placeholder"), inputs, strict=False):
+            changes = node in self._written or f"the buffer {source.name!r}" in results
+            if source.kind is Kind.BATCH or tensor.requires_grad or changes:
                 self.varying.add(node)
         self._find_varying()
 
@@ -66,7 +65,7 @@ class Values:
         contents: dict[fx.Node, int] = {}  # other memory that was written -> the number of its contents
         for node in self._graph.nodes:
             if node.op != "call_function":
-                self._numbers[node] = self._name(self._held(node) if node.op == "get_attr" else node)
+                self._numbers[node] = self._name(self._key_of(node) if node.op == "get_attr" else node)
                 continue
             reads = [] if node.target in _OF_A_SHAPE else self.reads(node)
             targets = {self._roots[x] for x in overwritten(node)}
@@ -90,13 +89,13 @@ class Values:
     def _name(self, computation: Any) -> int:
         return self._names.setdefault(computation, len(self._names))
 
-    def _held(self, constant: fx.Node) -> Any:
+    def _key_of(self, constant: fx.Node) -> Any:
         """A key for a constant: its contents if they are few, as numbers in Python code become tensors."""
-        held = getattr(self._constants, constant.target)  # type: ignore[arg-type]
-        if isinstance(held, torch.Tensor) and held.numel() <= FEW and held.layout is torch.strided:
+        value = getattr(self._constants, constant.target)  # type: ignore[arg-type]
+        if isinstance(value, torch.Tensor) and value.numel() <= FEW and value.layout is torch.strided:
             with compat.no_modes(), compat.no_function_modes():
-                return held.dtype, held.shape, repr(held.tolist()) if not held.is_meta else id(held)
-        return id(held)
+                return value.dtype, value.shape, repr(value.tolist()) if not value.is_meta else id(value)
+        return id(value)
 
     def number(self, value: fx.Node) -> int | None:
         """The same for the results of equal computations that do not vary; None for others."""
@@ -112,29 +111,29 @@ class Values:
     @staticmethod
     def reads(op: fx.Node) -> list[fx.Node]:
         """The arguments whose values an op reads."""
-        found = op.all_input_nodes
-        return [x for x in found if x is not op.args[0]] if op.target in OVERWRITES else found
+        arguments = op.all_input_nodes
+        return [x for x in arguments if x is not op.args[0]] if op.target in OVERWRITES else arguments
 
     def relevant(self, ops: Sequence[fx.Node], results: Iterable[fx.Node | None]) -> list[fx.Node]:
         """The varying ops of a run that lead to its results or write to buffers."""
         needed = {x for x in results if x is not None}
         memory = {self._roots[x] for x in needed} | {x for x in self.varying if x.op == "placeholder"}
-        found = []
+        relevant = []
         for op in reversed(ops):
             if op in needed or any(self._roots[x] in memory for x in overwritten(op)):
                 needed.update(op.all_input_nodes)
                 memory.update(self._roots[x] for x in op.all_input_nodes)
                 if op in self._ops:
-                    found.append(op)
-        return found[::-1]
+                    relevant.append(op)
+        return relevant[::-1]
 
     def equal(self, a: fx.Node, b: fx.Node, at: Readers) -> bool:
         """Whether two values that do not vary are equal, each as an op reads it."""
         places = (a, at[0]), (b, at[1])
         x, y = (self._read.get((op, n)) or self._name((self._numbers[n], None)) for n, op in places)
         if x != y and (x, y) not in self._equal:
-            found = [self._example.value(n, self._constants, "", op)[0] for n, op in places]
-            self._equal[x, y] = same_numbers(*found)
+            values = [self._example.value(n, self._constants, "", op)[0] for n, op in places]
+            self._equal[x, y] = same_numbers(*values)
         return x == y or self._equal[x, y]
 
 

@@ -1,4 +1,4 @@
-"""What torch.distributed answers in a trace: the world of a model is that of its replicas.
+"""Answers for torch.distributed in a trace: the world of a model is that of its replicas.
 
     get_world_size()     ──►  the number of replicas
     get_rank()           ──►  the replica; the forward must run the same ops with any

@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from fxpipe.ir import compat
 from fxpipe.plan.rewrites import Mask, Rule
+from fxpipe.runtime.torch_private import writes_to
 
 #: The rule that drops a mask which says this.
 RULES: dict[Mask, Rule] = {"none": "empty-masks", "causal": "causal-masks"}
@@ -30,8 +31,8 @@ _attention = F.scaled_dot_product_attention
 
 @dataclass
 class Masks:
-    """What became of the masks of a forward: what each call with a mask needs, in order, and the bytes of the
-    masks that no call needs."""
+    """The masks of a forward: what each call with a mask needs, in order, and the bytes of the masks that no
+    call needs."""
 
     needed: list[Mask] = field(default_factory=list)
     dropped: dict[fx.Node, tuple[Mask, int]] = field(default_factory=dict)
@@ -92,13 +93,13 @@ class AttentionMasks(TorchFunctionMode):
         return _attention(query, key, value, attn_mask, dropout_p, is_causal, **others)
 
     def _needed_of(self, tensor: torch.Tensor, square: bool) -> Mask:
-        """What a call needs of its mask.  square: whether there are as many queries as keys, without which
-        kernels differ in what is causal."""
+        """The part of its mask that a call needs.  square: whether there are as many queries as keys, without
+        which kernels differ in what is causal."""
         node = compat.traced_node(tensor) if isinstance(tensor, compat.FakeTensor) else None
         says: Mask = "dense"
         if node is not None and not tensor.requires_grad:
             # Layers share a mask, which an op in place may have changed in between.
-            at = node, tensor._version
+            at = node, writes_to(tensor)
             if at not in self._said:
                 constant = self._constant(tensor)
                 self._said[at] = "dense" if constant is None else _said_by(constant)
@@ -116,7 +117,7 @@ class AttentionMasks(TorchFunctionMode):
 
 
 def _said_by(mask: torch.Tensor) -> Mask:
-    """What a mask [..., queries, keys] says that is True, or 0 beside -inf, where a query may look."""
+    """Read a mask [..., queries, keys] that is True, or 0 beside -inf, where a query may look."""
     with compat.no_modes():
         may_look = mask if mask.dtype is torch.bool else mask == 0
         if mask.dtype is not torch.bool and not ((mask == -torch.inf) | may_look).all():

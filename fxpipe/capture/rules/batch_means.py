@@ -355,15 +355,15 @@ def _is_loss(node: fx.Node) -> bool:
 
 
 def _same_for_all(graph: fx.Graph) -> set[fx.Node]:
-    """What follows from parameters, constants, and numbers of the batch, and is the same for all of its
-    microbatches."""
+    """The values that follow from parameters, constants, and numbers of the batch, and are the same for all
+    of its microbatches."""
     changed = graph_outputs(graph).buffers
     same: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op == "placeholder":
-            given = node.meta["input"]
-            has_rows = given.kind is Kind.BATCH and node.meta["val"].dim() > 0
-            if not has_rows and given.kind is not Kind.KEY and given.name not in changed:
+            source = node.meta["input"]
+            has_rows = source.kind is Kind.BATCH and node.meta["val"].dim() > 0
+            if not has_rows and source.kind is not Kind.KEY and source.name not in changed:
                 same.add(node)
         elif same.issuperset(input_nodes(node)) and not may_draw_numbers(node.target):
             same.add(node)

@@ -12,13 +12,13 @@ import torch
 from torch import nn
 
 from fxpipe.capture.functional import is_mutating
-from fxpipe.capture.reads.specialization import Answers
+from fxpipe.capture.reads.specialization import Specialization
 from fxpipe.capture.state.registered import Registered
 from fxpipe.errors import CaptureError
 from fxpipe.ir import compat
 
 
-def check_made(model: nn.Module, before: Sequence[Registered], answers: Answers) -> None:
+def check_made(model: nn.Module, before: Sequence[Registered], answers: Specialization) -> None:
     """Raise CaptureError for state that the traced forward added to the model; ``before``: its tensors."""
     known = {(id(slot.module), slot.keys) for x in before for slot in x.slots}
     for path, module in model.named_modules():
@@ -37,7 +37,7 @@ def check_made(model: nn.Module, before: Sequence[Registered], answers: Answers)
                     )
 
 
-def _is_state(buffer: torch.Tensor, answers: Answers) -> bool:
+def _is_state(buffer: torch.Tensor, answers: Specialization) -> bool:
     """Whether the forward wrote to a new buffer, or computed it of what changes."""
     node = compat.traced_node(buffer)
     return node is not None and (is_mutating(node) or not answers.is_lasting(buffer))

@@ -8,7 +8,7 @@ import torch
 
 from fxpipe.capture.functional import writes_to_a_parameter
 from fxpipe.capture.inputs import Given
-from fxpipe.capture.reads.data_assignment import Assigned
+from fxpipe.capture.reads.data_assignment import DataAssignments
 from fxpipe.capture.state.registered import Registered
 from fxpipe.errors import CaptureError
 from fxpipe.ir.graph import Kind
@@ -16,7 +16,7 @@ from fxpipe.plan.dtensors import local
 
 
 def replaced_buffers(
-    tensors: Sequence[Registered], given: Sequence[Given], assigned: Assigned
+    tensors: Sequence[Registered], given: Sequence[Given], assigned: DataAssignments
 ) -> dict[str, torch.Tensor]:
     """The buffers that the forward replaced.  Raises CaptureError for a change that is not supported."""
     replaced = {}
@@ -57,7 +57,7 @@ def aliases(
     tensors: Sequence[Registered],
     given: Sequence[Given],
     replaced: dict[str, torch.Tensor],
-    assigned: Assigned,
+    assigned: DataAssignments,
 ) -> list[tuple[str, str]]:
     """Pairs of names: the forward gave the second, a buffer, the memory of the first.
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from fxpipe.runtime.program.accelerator import generator, is_accelerator
+from fxpipe.runtime.torch_private import schema_of
 
 _MASK = (1 << 64) - 1
 _library = torch.library.Library("fxpipe", "FRAGMENT")
@@ -65,7 +66,7 @@ def _as_one_op(op: Any, kind: str) -> Any:
     ``kind``: of the position, "int" or "Tensor".
     """
     name = f"keyed{'_at' if kind == 'Tensor' else ''}_{re.sub(r'[^a-zA-Z0-9]+', '_', op.name())}"
-    arguments_and_result = str(op._schema).partition("(")[2]
+    arguments_and_result = str(schema_of(op)).partition("(")[2]
     _library.define(f"{name}(Tensor random_key, {kind} random_position, {arguments_and_result}")
 
     def run(key: torch.Tensor, position: int | torch.Tensor, /, *args: Any, **kwargs: Any) -> Any:

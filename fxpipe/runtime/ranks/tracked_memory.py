@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fxpipe.runtime.torch_private import StorageWeakRef, TorchDispatchMode, pytree
+from fxpipe.runtime.torch_private import StorageWeakRef, TorchDispatchMode, pytree, storage_number
 
 
 class SavedBytes(TorchDispatchMode):
@@ -37,7 +37,7 @@ class SavedBytes(TorchDispatchMode):
         """Do not count these tensors either."""
         added = list(tensors)
         self._held += added
-        self._ignored |= {t.untyped_storage()._cdata for t in added}
+        self._ignored |= {storage_number(t) for t in added}
         self._live = {key: entry for key, entry in self._live.items() if key not in self._ignored}
 
     def _watch(self, tensor: torch.Tensor) -> int:

@@ -23,7 +23,7 @@ from fxpipe.errors import RunError
 from fxpipe.plan.number import number
 from fxpipe.runtime.job.failure import in_short
 from fxpipe.runtime.program.random import keyed
-from fxpipe.runtime.torch_private import StorageWeakRef, TorchDispatchMode
+from fxpipe.runtime.torch_private import StorageWeakRef, TorchDispatchMode, schema_of, tensors_by_kind
 
 Initialize = Callable[[nn.Module], object]
 RESETS = ("reset_parameters", "_reset_parameters")
@@ -66,11 +66,11 @@ class _Initializing(TorchDispatchMode):
         self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         arguments = {
-            **dict(zip((a.name for a in op._schema.arguments), args, strict=False)),
+            **dict(zip((a.name for a in schema_of(op).arguments), args, strict=False)),
             **(kwargs or {}),
         }
         storages = {name: _storage(t) for name, t in arguments.items() if isinstance(t, torch.Tensor)}
-        changed = [a.name for a in op._schema.arguments if a.alias_info and a.alias_info.is_write]
+        changed = [a.name for a in schema_of(op).arguments if a.alias_info and a.alias_info.is_write]
         self._written |= {storages[name] for name in changed if name in storages}
         for storage in reversed(storages.values()):  # an op writes to its first
             self._last = self._names.get(storage, self._last)
@@ -151,12 +151,12 @@ def _with_tensors(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Iter
 
     Yields the names of all by their storages.
     """
-    before = [(slots, dict(slots)) for m in model.modules() for slots in (m._parameters, m._buffers)]
+    before = [(slots, dict(slots)) for m in model.modules() for slots in tensors_by_kind(m)]
     names: dict[int, str] = {}
     made = []  # which keeps the storages apart, also of those that a function replaces
     try:
         for path, module in model.named_modules():
-            for slots in (module._parameters, module._buffers):
+            for slots in tensors_by_kind(module):
                 for short, tensor in slots.items():
                     if tensor is not None:
                         name = f"{path}.{short}" if path else short
@@ -183,5 +183,6 @@ def _like(old: torch.Tensor, value: torch.Tensor | None) -> torch.Tensor:
 def _tensor(model: nn.Module, name: str) -> torch.Tensor | None:
     path, _, short = name.rpartition(".")
     module = model.get_submodule(path)
-    tensor = module._parameters.get(short, module._buffers.get(short))
+    parameters, buffers = tensors_by_kind(module)
+    tensor = parameters.get(short, buffers.get(short))
     return None if tensor is None else tensor.detach()
