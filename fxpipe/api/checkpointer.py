@@ -110,8 +110,7 @@ class Checkpointer:
         _check_given(pipe, optimizer, state)
         self.pipe, self.optimizer = pipe, optimizer
         self.user: dict[str, Stateful] = {
-            name: OfAverage(thing) if isinstance(thing, Average) else thing
-            for name, thing in (state or {}).items()
+            name: OfAverage(x) if isinstance(x, Average) else x for name, x in (state or {}).items()
         }
         self.directory, self.every = as_path(directory, "fxpipe.Checkpointer"), every
         self.keep, self.asynchronous = keep, asynchronous

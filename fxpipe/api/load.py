@@ -24,10 +24,7 @@ from fxpipe.training.model.accumulators import check_buckets
 
 @brief
 def load(
-    path: str | Path,
-    *,
-    offload_directory: str | Path | None = None,
-    timeout: float | timedelta | None = None,
+    path: str | Path, *, offload_directory: str | Path | None = None, timeout: float | timedelta | None = None
 ) -> Pipeline:
     """Load a saved pipeline with its weights; its programs run as they are now, edits included.
 

@@ -19,10 +19,11 @@ from fxpipe.training.weights.dcp_metadata import METADATA
 
 @dataclass(frozen=True, eq=False)
 class Checkpoint:
-    """``model``: the model's state dict, a tensor with two names under both, without buffers that are not
-    persistent.  ``optimizer``: parameter -> the optimizer's state of it.  ``groups``: the options of the
-    optimizer's groups.  ``state``: the user's state by name, of replica 0 where replicas have different
-    ones.  ``averages``: the averages of weights in it, by the same names: parameter -> average."""
+    """A checkpoint in memory.  ``model``: the model's state dict, a tensor with two names under both, without
+    buffers that are not persistent.  ``optimizer``: parameter -> the optimizer's state of it.  ``groups``:
+    the options of the optimizer's groups.  ``state``: the user's state by name, of replica 0 where replicas
+    have different ones.  ``averages``: the averages of weights in it, by the same names: parameter ->
+    average."""
 
     step_number: int
     model: dict[str, torch.Tensor]

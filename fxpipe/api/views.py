@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import fx
 
 from fxpipe.api.hints import missing
-from fxpipe.api.stage import Stage
 from fxpipe.certificate.check import check_artifact
 from fxpipe.certificate.problems import Certificate
-from fxpipe.cost.plan_costs import costs_of
-from fxpipe.errors import OptionError, RunError, at_least_one
+from fxpipe.cost.plan_costs import costs_of, expressions, known_work
+from fxpipe.errors import OptionError, RunError, at_least_one, number_of
 from fxpipe.ir.graph import Section
 from fxpipe.plan.artifact import Artifact, Plan, Validation
 from fxpipe.plan.memory import rank_memory
 from fxpipe.plan.saved import files
+from fxpipe.plan.work import Expressions, PlanWork
 from fxpipe.runtime.job.process import Process
 from fxpipe.runtime.job.tracebacks import brief_methods
+from fxpipe.schedule.costs import StageCost
 from fxpipe.schedule.ops import VALIDATIONS, Schedule
 from fxpipe.schedule.simulation.simulator import simulate
 from fxpipe.schedule.simulation.steps import Steps, simulate_steps
 from fxpipe.schedule.simulation.timeline import Timeline
+from fxpipe.viz.summary import as_html, costs_text, memory_rows, summary
 
 #: What the classes of fxpipe use of a pipeline, and its users do not.
 _INTERNAL = {
@@ -36,10 +40,35 @@ if TYPE_CHECKING:
     from fxpipe.viz.report.write import ReportSource
 
 
+@dataclass(frozen=True, eq=False, repr=False)
+class Stage:
+    """A stage of a pipeline, as a user sees it: the names of its parameters, the costs with which the
+    schedule was made, and its sections (none if the pipeline was loaded, or compiled by another rank)."""
+
+    index: int
+    rank: int
+    parameters: tuple[str, ...]
+    costs: StageCost
+    sections: tuple[Section, ...]
+    work: PlanWork | None
+
+    @cached_property
+    def expressions(self) -> Expressions:
+        """The costs as sympy expressions of the named lengths.
+
+        Raises SizeError where the pipeline was compiled without ``dimensions``.
+        """
+        return expressions(known_work(self.work), self.index)
+
+    def __repr__(self) -> str:
+        parameters = number_of(len(self.parameters), "parameter")
+        return f"Stage({self.index}, rank {self.rank}: {parameters}; {costs_text(self.costs)})"
+
+
 @brief_methods
 class Views:
-    """``graph``, ``sections``: of the captured step; none if the pipeline was loaded, or compiled by another
-    rank."""
+    """The properties by which a pipeline shows itself.  ``graph``, ``sections``: of the captured step; none
+    if the pipeline was loaded, or compiled by another rank."""
 
     artifact: Artifact
     graph: fx.Graph | None
@@ -48,8 +77,6 @@ class Views:
     process: Process | None
 
     def __repr__(self) -> str:
-        from fxpipe.viz.summary import summary
-
         lines = summary(self.artifact.plan)
         if self.process is not None:
             lines.append(f"this process is rank {self.process.rank} of replica {self.process.replica}")
@@ -57,8 +84,6 @@ class Views:
 
     def _repr_html_(self) -> str:
         """The text of ``repr`` with the memory of each rank, for notebooks."""
-        from fxpipe.viz.summary import as_html, memory_rows, summary
-
         plan = self.artifact.plan
         memory = rank_memory(plan, plan.prediction.peak_memory)
         return as_html(summary(plan), memory_rows(memory, plan.memory_limit))

@@ -20,7 +20,8 @@ from fxpipe.errors import CaptureError
 
 @dataclass(frozen=True)
 class _Place:
-    """``call``: the number of the module's call; None if it is the only one.  ``item``: of its result."""
+    """A tensor that a module returns.  ``call``: the number of the module's call; None if it is the only one.
+    ``item``: of its result."""
 
     path: str
     call: int | None
@@ -29,7 +30,8 @@ class _Place:
 
 @dataclass(frozen=True, eq=False)
 class _Result:
-    """``tensors``: by their names in the result; copies, which later ops do not write to."""
+    """The result of one call of a module.  ``tensors``: by their names in the result; copies, which later ops
+    do not write to."""
 
     kind: str
     tensors: dict[str, torch.Tensor]
@@ -37,7 +39,8 @@ class _Result:
 
 @dataclass(eq=False)
 class Activations:
-    """``asked``: names of outputs, of which some may be modules'."""
+    """The results of modules that are asked for by name.  ``asked``: names of outputs, of which some may be
+    modules'."""
 
     model: nn.Module
     asked: Sequence[str]

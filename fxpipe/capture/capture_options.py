@@ -10,7 +10,7 @@ from fxpipe.plan.rewrites import RULES, Mask, Rule
 
 @dataclass(frozen=True, kw_only=True)
 class CaptureOptions:
-    """``gradients``: False traces the loss alone.
+    """The options of a capture.  ``gradients``: False traces the loss alone.
     ``fixed``: names of the example's tensors whose values are part of the program.
     ``outputs``: names of values of the forward that the graph gives as well.
     ``over_batch``: whether the means of the loss are those of the batch (``batch_means.py``).

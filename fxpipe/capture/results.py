@@ -22,8 +22,8 @@ from fxpipe.errors import CaptureError, suggested
 
 @dataclass(frozen=True, eq=False)
 class Results:
-    """``loss``: 0-d; None if there is none and none is needed.  ``count``: of a loss given as (sum, count).
-    ``outputs``: the requested ones, by name."""
+    """The results of a forward.  ``loss``: 0-d; None if there is none and none is needed.  ``count``: of a
+    loss given as (sum, count).  ``outputs``: the requested ones, by name."""
 
     loss: torch.Tensor | None
     count: torch.Tensor | None
@@ -31,14 +31,11 @@ class Results:
 
 
 def find_results(
-    output: Any,
-    example: Any,
-    loss_fn: Callable[..., Any] | None,
-    gradients: bool,
-    activations: Activations,
+    output: Any, example: Any, loss_fn: Callable[..., Any] | None, gradients: bool, activations: Activations
 ) -> Results:
-    """output: of the model.  activations: what its modules returned, with the names of the outputs that are
-    asked for; without gradients these make the loss optional.
+    """Find the loss and the outputs of a microbatch.  output: of the model.  activations: what its modules
+    returned, with the names of the outputs that are asked for; without gradients these make the loss
+    optional.
 
     Raises CaptureError, with the remedy, where there is no loss, or none that can be trained, and for an
     unknown name in ``asked``, with the known ones.

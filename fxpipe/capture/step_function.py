@@ -157,11 +157,7 @@ class StepFunction:
         return _Step(results, gradients, buffers, state, backward, ForwardRun(self.provenance.calls, nodes))
 
     def _repeat(
-        self,
-        first: _Step,
-        traced: list[torch.Tensor],
-        wanted: dict[str, torch.Tensor],
-        reads: TensorReads,
+        self, first: _Step, traced: list[torch.Tensor], wanted: dict[str, torch.Tensor], reads: TensorReads
     ) -> str:
         """Run the step again, as the next one would run, and take it out of the graph; ``difference``.
 
@@ -253,11 +249,7 @@ class StepFunction:
         return pytree.tree_unflatten(leaves, self.spec)
 
     def _gradients(
-        self,
-        loss: torch.Tensor | None,
-        wanted: dict[str, torch.Tensor],
-        scale: float,
-        reads: TensorReads,
+        self, loss: torch.Tensor | None, wanted: dict[str, torch.Tensor], scale: float, reads: TensorReads
     ) -> tuple[dict[str, torch.Tensor], bool]:
         """The gradients by name, and whether the backward may run code of the model."""
         assert loss is not None, "find_results raises where gradients need one"

@@ -145,8 +145,9 @@ def _traced(
     kept: Mapping[str, bool],
     refused: str,
 ) -> Captured:
-    """most_checks: of the data, besides those of ``fixed`` inputs; with more the trace is given up.
-    kept: as for ``inputs``.  refused: what was wrong with a trace that had them as constants."""
+    """Trace the step once.  most_checks: of the data, besides those of ``fixed`` inputs; with more the trace
+    is given up.  kept: as for ``inputs``.  refused: what was wrong with a trace that had them as
+    constants."""
     mode = compat.FakeMode()
     traced_inputs = inputs(model, example, mode, device, options.fixed, kept)
     step = StepFunction(model, example, loss_fn, scale, traced_inputs, options, most_checks, kept)

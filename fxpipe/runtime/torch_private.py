@@ -26,48 +26,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as no_modes
 from torch.utils.hooks import RemovableHandle
 
-__all__ = [
-    "PrefixStore",
-    "StorageWeakRef",
-    "Store",
-    "ThreadState",
-    "TorchDispatchMode",
-    "all_gather_single",
-    "as_one",
-    "as_plain",
-    "before_each_update",
-    "communicator_error",
-    "compile_by_inductor",
-    "copy_each",
-    "decompositions",
-    "default_kernels",
-    "default_store",
-    "fake_store",
-    "fake_tensors",
-    "gradient_hooks",
-    "has_step_hooks",
-    "hooks_of",
-    "hooks_of_all_modules",
-    "hooks_registered",
-    "is_fake",
-    "is_profiling",
-    "is_watched",
-    "members_of",
-    "memory_of",
-    "module_hooks",
-    "multiply_each",
-    "no_modes",
-    "of_base_class",
-    "overload_name",
-    "pytree",
-    "rendezvous",
-    "schema_of",
-    "state_hooks",
-    "storage_number",
-    "tensors_by_kind",
-    "writes_to",
-    "zero_each",
-]
+# The names of torch that others import from here; those below are this file's own.
+__all__ = ["PrefixStore", "StorageWeakRef", "Store", "TorchDispatchMode", "no_modes", "pytree", "rendezvous"]
 
 # One kernel for all tensors of a list, where an accelerator would start one for each.
 copy_each: Callable[[list[Any], list[Any]], None] = torch._foreach_copy_

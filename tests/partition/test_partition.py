@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from zoo import CASES, Chain, captured_once, numbers
 
 import fxpipe
-from fxpipe.api.stage import Stage
+from fxpipe.api.views import Stage
 from fxpipe.cost.known_devices import CPU
 from fxpipe.cost.nodes import node_cost
 from fxpipe.errors import PartitionError

@@ -27,7 +27,7 @@ class DataAssignments:
         return self._assigned[id(tensor)][2]
 
     def assign(self, tensor: torch.Tensor, data: torch.Tensor, place: str) -> None:
-        """place: of the code that assigns, for messages.
+        """Take a tensor as the new data of another one.  place: of the code that assigns, for messages.
 
         Raises CaptureError for data of another shape, dtype or device.
         """

@@ -16,7 +16,8 @@ import torch
 
 
 class NumberOfData:
-    """``tensor``: one element.  ``refuse``: called by all but comparisons and conversions to integers."""
+    """A number that stands for a tensor's value.  ``tensor``: one element.  ``refuse``: called by all but
+    comparisons and conversions to integers."""
 
     def __init__(self, tensor: torch.Tensor, refuse: Callable[[], NoReturn]):
         self._tensor, self._refuse = tensor.detach().reshape(()), refuse

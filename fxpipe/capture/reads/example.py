@@ -26,7 +26,8 @@ _META = torch.device("meta")
 
 
 class Example:
-    """inputs: the kind of each placeholder of the graph, and its real tensor, in order."""
+    """Computes values of the example.  inputs: the kind of each placeholder of the graph, and its real
+    tensor, in order."""
 
     def __init__(self, inputs: Sequence[tuple[Input, torch.Tensor]]):
         self._inputs = inputs

@@ -22,8 +22,8 @@ from fxpipe.ir.compat import pytree
 
 
 class Refusals:
-    """``error``: the first one that is refused, raised at ``place``.  ``is_caught``: whether the model's code
-    went on."""
+    """The errors that a trace must not let pass.  ``error``: the first one that is refused, raised at
+    ``place``.  ``is_caught``: whether the model's code went on."""
 
     def __init__(self, place: Callable[[], str], value: Callable[[torch.Tensor], torch.Tensor | None]):
         """place: gives the current place in the model's code.  value: gives what a traced tensor is with the

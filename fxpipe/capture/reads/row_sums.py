@@ -60,7 +60,7 @@ def rows_in(graph: fx.Graph) -> dict[fx.Node, Rows]:
 
 
 def _rows_of(node: fx.Node, rows: Mapping[fx.Node, Rows], number: int) -> Rows:
-    """number: of the rows of a microbatch."""
+    """The rows in the result of an op.  number: of the rows of a microbatch."""
     states = {rows[n] for n in input_nodes(node)}
     if states <= {Rows.NONE}:
         return Rows.NONE

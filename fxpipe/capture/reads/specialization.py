@@ -35,9 +35,9 @@ Sources = frozenset[Input]
 
 
 class Specialization:
-    """inputs: the kind of each placeholder of the trace, and its real tensor.
-    place: returns the current place in the model's code.
-    most_checks: the trace ends with a CaptureError when it needs more.
+    """Gives the model's code values, and adds checks of them.  inputs: the kind of each placeholder of the
+    trace, and its real tensor.  place: returns the current place in the model's code.  most_checks: the trace
+    ends with a CaptureError when it needs more.
 
     ``refusals``: what the model's code gets instead of values."""
 

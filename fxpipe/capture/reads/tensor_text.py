@@ -16,7 +16,7 @@ class Text(str):
 
     @staticmethod
     def of(text: str, refuse: Callable[[], NoReturn]) -> Text:
-        """refuse: raises the error."""
+        """Make text of a plain one.  refuse: raises the error."""
         made = Text(text)
         made._refuse = refuse
         return made

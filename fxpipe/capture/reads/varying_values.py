@@ -36,8 +36,8 @@ FEW = 16
 
 
 class Values:
-    """``varying``: those that depend on the microbatch, trained parameters, buffers that the step changes, or
-    random numbers, and those whose memory gets such values.
+    """The values of a trace, by whether they vary.  ``varying``: those that depend on the microbatch, trained
+    parameters, buffers that the step changes, or random numbers, and those whose memory gets such values.
     """
 
     def __init__(self, inputs: Sequence[tuple[Input, torch.Tensor]], results: Iterable[str]):

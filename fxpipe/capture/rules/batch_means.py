@@ -93,8 +93,9 @@ def divide_by_batch_means(graph: fx.Graph, share: float) -> BatchMeans:
 
 @dataclass(frozen=True, eq=False)
 class _Division:
-    """``node``: an op that divides by a count, or a mean cross-entropy, which does.  ``backward``: the ops
-    that differentiate it, each with the place of the count among its arguments.  ``text``: the count."""
+    """A division of the loss.  ``node``: an op that divides by a count, or a mean cross-entropy, which does.
+    ``backward``: the ops that differentiate it, each with the place of the count among its arguments.
+    ``text``: the count."""
 
     node: fx.Node
     backward: tuple[tuple[fx.Node, int], ...]

@@ -46,8 +46,8 @@ class Operand:
 
 @dataclass(frozen=True)
 class ResultDigest:
-    """``name``: the place in what the function returned, ``[1][0]``, or of what it wrote,
-    ``grads['weight']``."""
+    """The digest of one result.  ``name``: the place in what the function returned, ``[1][0]``, or of what it
+    wrote, ``grads['weight']``."""
 
     name: str
     shape: tuple[int, ...]
@@ -57,7 +57,8 @@ class ResultDigest:
 
 @dataclass(frozen=True)
 class RecordedCall:
-    """``tree``: of the arguments, as pytree writes it, with the operands as its leaves."""
+    """One call of a program's function.  ``tree``: of the arguments, as pytree writes it, with the operands
+    as its leaves."""
 
     function: str
     tree: str

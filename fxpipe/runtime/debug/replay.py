@@ -35,8 +35,8 @@ AGAIN = "Record the op again, by record= of pipe.step or pipe.run_local."
 
 @dataclass(frozen=True)
 class Replayed:
-    """``line``: of the function, as file and number.  ``results``: what it gives now, ``recorded``: in the
-    step."""
+    """One function that ran again.  ``line``: of the function, as file and number.  ``results``: what it
+    gives now, ``recorded``: in the step."""
 
     function: str
     line: str

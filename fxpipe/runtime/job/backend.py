@@ -53,7 +53,7 @@ class RankPlace:
 
 @dataclass(frozen=True)
 class Choice:
-    """``backend``: "nccl" or "gloo".  ``warnings``: for rank 0 to say."""
+    """The backend that carries messages.  ``backend``: "nccl" or "gloo".  ``warnings``: for rank 0 to say."""
 
     backend: str
     warnings: tuple[str, ...] = ()
@@ -119,9 +119,7 @@ def _mixed(places: Sequence[RankPlace]) -> tuple[str, ...]:
     names = {place.name: rank for rank, place in reversed(list(enumerate(places)))}
     if len(names) == 1:
         return ()
-    devices = ", ".join(
-        f"rank {rank} {name}" for name, rank in sorted(names.items(), key=lambda item: item[1])
-    )
+    devices = ", ".join(f"rank {rank} {name}" for rank, name in sorted((k, n) for n, k in names.items()))
     return (
         f"The ranks have different devices ({devices}). Stages are cut and scheduled for the device of each "
         "rank; with costs='measured' for that of rank 0.",

@@ -32,9 +32,10 @@ def gather_bytes(data: bytes, sizes: Sequence[int], group: dist.ProcessGroup) ->
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Collectives(Numbering):
-    """``control``: a group of all ranks over gloo alone, for whatever is not a message of a step: no backend
-    of an accelerator ever carries it, wherever its tensors are.  ``pipeline``: the same for the ranks of this
-    replica and lane alone.  ``of``: the pipeline whose calls these are, as text; "" for those of none yet.
+    """The collectives of a job outside of steps.  ``control``: a group of all ranks over gloo alone, for
+    whatever is not a message of a step: no backend of an accelerator ever carries it, wherever its tensors
+    are.  ``pipeline``: the same for the ranks of this replica and lane alone.  ``of``: the pipeline whose
+    calls these are, as text; "" for those of none yet.
 
     What ranks exchange begins with the call that they make (:mod:`fxpipe.runtime.job.calls`): that of
     ``begin_gather``, ``gather`` and ``broadcast_bytes``, which raise CallsDifferError on all ranks where they

@@ -114,9 +114,8 @@ class Failures:
         beat, _, doing = self._text(f"rank/{rank}").partition(" ")
         if rank not in self._processes and (process := self._text(f"process/{rank}")):
             self._processes[rank] = process
-        self._heartbeats[rank] = Heartbeat(
-            beat, doing or "has not begun", runs(self._processes.get(rank, ""))
-        )
+        is_running = runs(self._processes.get(rank, ""))
+        self._heartbeats[rank] = Heartbeat(beat, doing or "has not begun", is_running)
         return self._heartbeats[rank]
 
     def others(self) -> list[int]:
@@ -144,11 +143,7 @@ class Failures:
         silent = {} if self.host is None else {self.host: replace(heartbeats[self.host], beats=False)}
         if any(heartbeat.runs is False for heartbeat in silent.values()):
             return silent
-        return {
-            r: heartbeat
-            for r, heartbeat in enumerate(heartbeats)
-            if heartbeat.runs is False or heartbeat.has_ended
-        } | silent
+        return {r: h for r, h in enumerate(heartbeats) if h.runs is False or h.has_ended} | silent
 
     def survey(self, show: Callable[[], None] | None = None) -> list[Heartbeat]:
         """The last heartbeat of each rank, and whether it gives any.
@@ -194,10 +189,7 @@ def record(error: BaseException) -> None:
     lines = traceback.TracebackException(type(error), error, trace).format(chain=False)
     text = {
         "message": f"{type(error).__name__}: {error}",
-        "extraInfo": {
-            "py_callstack": "".join(lines),
-            "timestamp": str(int(time.time())),
-        },
+        "extraInfo": {"py_callstack": "".join(lines), "timestamp": str(int(time.time()))},
     }
     draft = f"{file}.draft"
     try:

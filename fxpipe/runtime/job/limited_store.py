@@ -29,7 +29,8 @@ class NoStore(dist.DistNetworkError):
 
 
 class LimitedStore(Store):
-    """``store``: one that nothing else uses: as it waits for a key, it answers no other thread."""
+    """A store whose calls end after a time limit.  ``store``: one that nothing else uses: as it waits for a
+    key, it answers no other thread."""
 
     def __init__(self, store: Store, limit: timedelta, caller: _Caller | None = None) -> None:
         super().__init__()

@@ -198,9 +198,8 @@ class Process(Collectives):
         """
         if device not in self._backends:
             places = [RankPlace(**json.loads(row)) for row in self.gather(_as_json(RankPlace.of(device)))]
-            choice = choose(
-                places, None if self.users_group is None else backend_of(self.users_group, device.type)
-            )
+            group = self.users_group
+            choice = choose(places, None if group is None else backend_of(group, device.type))
             if self.leads:
                 for text in choice.warnings:
                     warnings.warn(text, stacklevel=3)

@@ -291,9 +291,7 @@ class Watch:
             awaited = self._numbering.awaited(wait)
             others = [rank for rank in others if rank in awaited]
         heartbeats = ((rank, seen(rank)) for rank in others)
-        living = dict(
-            islice(((rank, heartbeat) for rank, heartbeat in heartbeats if not heartbeat.has_ended), WATCHED)
-        )
+        living = dict(islice(((rank, h) for rank, h in heartbeats if not h.has_ended), WATCHED))
         return living or {rank: seen(rank) for rank in others[:1]}
 
     def _check_awaited(self) -> None:
@@ -306,9 +304,8 @@ class Watch:
             quiet = quiet + 1 if heartbeat.beat == beat else 0
             self._quiet[rank] = heartbeat.beat, quiet
             was_killed = heartbeat.runs is False and not heartbeat.has_ended
-            patience = (
-                GONE if was_killed else ALONE if heartbeat.has_ended or not heartbeat.beat else self._unseen
-            )
+            is_silent = heartbeat.has_ended or not heartbeat.beat
+            patience = GONE if was_killed else ALONE if is_silent else self._unseen
             if (heartbeat.has_ended or not heartbeat.runs) and quiet * BEAT >= patience:
                 self._end(self.lost(NoAnswer("the connection reports no error"), self._show), 0.0)
 

@@ -17,7 +17,8 @@ from fxpipe.runtime.program.accelerator import current
 
 @contextlib.contextmanager
 def as_traced(default_dtype: str, device: torch.device) -> Iterator[None]:
-    """default_dtype: as text, "torch.float32"; the result dtype of divided integers, ranges, fresh zeros."""
+    """Run a block with torch's global state as in the trace.  default_dtype: as text, "torch.float32"; the
+    result dtype of divided integers, ranges, fresh zeros."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype_of(default_dtype))
     try:

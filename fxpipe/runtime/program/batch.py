@@ -26,10 +26,7 @@ _PLAIN = (
 
 
 def batch_spec(
-    example: Any,
-    asked: Asked = ASKED_NOTHING,
-    written: Collection[str] = (),
-    unread: Collection[str] = (),
+    example: Any, asked: Asked = ASKED_NOTHING, written: Collection[str] = (), unread: Collection[str] = ()
 ) -> BatchSpec:
     """The description of an example microbatch.
 
@@ -159,9 +156,8 @@ def given_leaves(spec: BatchSpec, batch: Any) -> dict[str, Any]:
     kinds = {leaf.name: leaf.shape for leaf in spec.leaves}
     leaves = dict(batch_leaves(batch))
     if not leaves.keys() <= kinds.keys():
-        raise BatchError(
-            f"The batch has {_names(leaves)}, but the pipeline was compiled for {_names(kinds)}."
-        )
+        has = _names(leaves)
+        raise BatchError(f"The batch has {has}, but the pipeline was compiled for {_names(kinds)}.")
     for name, x in leaves.items():
         if isinstance(x, torch.Tensor) and x.is_meta:
             raise BatchError(

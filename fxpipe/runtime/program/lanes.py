@@ -29,7 +29,8 @@ from fxpipe.runtime.torch_private import is_fake
 
 
 class Lanes(Protocol):
-    """``index``: of this lane of its rank, and ``number``: of all.  All lanes call the same, in one order."""
+    """The lanes of a rank, for one of them.  ``index``: of this lane of its rank, and ``number``: of all.
+    All lanes call the same, in one order."""
 
     @property
     def index(self) -> int: ...

@@ -22,7 +22,8 @@ from fxpipe.runtime.program.comm import Exchange, in_memory_order
 
 @dataclass(eq=False)
 class GradientBucket:
-    """``flat``: the memory of its gradients.  ``begins``: where the shards begin, and the end of the last.
+    """A bucket of gradients, or of frozen parameters.  ``flat``: the memory of its gradients.  ``begins``:
+    where the shards begin, and the end of the last.
 
     None for memory that is made when it is needed, of ``dtype`` on ``device``.  ``layouts``: the shapes and
     strides of the gradients, and of their parameters.
@@ -97,7 +98,8 @@ class Accumulators(dict[str, torch.Tensor]):
 
 
 class Replicas(Protocol):
-    """``index``: of this replica.  ``number``: of all.  All replicas call the same, in the same order."""
+    """The replicas of a rank, for one of them.  ``index``: of this replica.  ``number``: of all.  All
+    replicas call the same, in the same order."""
 
     @property
     def index(self) -> int: ...

@@ -10,19 +10,9 @@ import torch
 import torch.distributed as dist
 
 from fxpipe.runtime.job.last_works import lasting
-from fxpipe.runtime.program.accelerator import unowned
-from fxpipe.runtime.program.comm import (
-    Layout,
-    Numbers,
-    Pending,
-    add_up,
-    answered,
-    new_buffer,
-    new_buffers,
-    on_wire,
-)
+from fxpipe.runtime.program.comm import Layout, Numbers, Pending, add_up, answered, new_buffer, new_buffers
 from fxpipe.runtime.ranks.lanes import DistributedLanes
-from fxpipe.runtime.ranks.replicas import DistributedReplicas
+from fxpipe.runtime.ranks.replicas import DistributedReplicas, exchanges, wired
 from fxpipe.runtime.ranks.send_buffers import Sent
 from fxpipe.runtime.ranks.side_stream import beside
 from fxpipe.runtime.torch_private import all_gather_single, as_one
@@ -30,7 +20,8 @@ from fxpipe.runtime.torch_private import all_gather_single, as_one
 
 @dataclass(eq=False)
 class DistributedComm:
-    """``device``: of the program; ``wire``: the one from whose memory the process groups send.
+    """The messages of a rank in several processes.  ``device``: of the program; ``wire``: the one from whose
+    memory the process groups send.
 
     Ranks are those of a pipeline; ``processes``: of each the number of its process.
     ``channels``: (from, to) -> the process group of its messages.  ``joint``: those of the collectives.
@@ -120,14 +111,7 @@ class DistributedComm:
     def reduce(self, tensor: torch.Tensor, layout: Layout, to: int, group: int) -> Pending | None:
         flat = self._flat(tensor)
         total = self._buffer(layout) if self.rank == to else None
-
-        def exchange(into: torch.Tensor, parts: torch.Tensor, takes: list[int], gives: list[int]) -> None:
-            takes, gives = ([n * flat.itemsize for n in sizes] for sizes in (takes, gives))
-            into, parts = self._wired(into), self._wired(parts)
-            within = self.joint[group]
-            work = dist.all_to_all_single(into, parts, takes, gives, within, async_op=True)
-            lasting(work, within).wait()
-
+        exchange = exchanges(self.joint[group], flat.itemsize, self.on_streams)
         work = beside(self.wire).run(partial(add_up, flat, total, to, self.rank, self.ranks, exchange))
         if total is not None:
             return Pending([total], -1, [work], flat)
@@ -163,8 +147,7 @@ class DistributedComm:
         return tensor if self.wire == self.device else tensor.cpu()
 
     def _wired(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The memory of a tensor, for a process group."""
-        return unowned(on_wire(tensor)) if self.on_streams else on_wire(tensor)
+        return wired(tensor, self.on_streams)
 
     def _each(
         self,

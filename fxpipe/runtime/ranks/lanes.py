@@ -50,8 +50,9 @@ class LocalLanes:
 
 @dataclass(eq=False)
 class DistributedLanes:
-    """``wire``: the device from whose memory ``group`` sends.  ``waits``: is told when this lane begins to
-    wait for the others, and with None when it has what they give."""
+    """The lanes of a rank in several processes.  ``wire``: the device from whose memory ``group`` sends.
+    ``waits``: is told when this lane begins to wait for the others, and with None when it has what they
+    give."""
 
     index: int
     number: int

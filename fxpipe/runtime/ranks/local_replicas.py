@@ -25,7 +25,8 @@ class LocalReplicas:
     def reduce(
         self, bucket: torch.Tensor, begins: Sequence[int], into: torch.Tensor, *, mean: bool
     ) -> Callable[[], None]:
-        """``into``: the bucket, as all replicas here have the same parameters."""
+        """Sum a bucket over replicas.  ``into``: the bucket, as all replicas here have the same
+        parameters."""
         key = self._join(bucket)
 
         def reduced() -> None:

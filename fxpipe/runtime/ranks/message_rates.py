@@ -20,8 +20,9 @@ RUNS, LARGE_RUNS, AT_ONCE = 100, 16, 16
 
 
 class MessageRates(NamedTuple):
-    """``latency``: seconds of a message of a few bytes.  ``bandwidth``: further bytes a second, one way.
-    ``posting``: seconds that a rank is busy with sending one message and receiving another."""
+    """The costs of messages.  ``latency``: seconds of a message of a few bytes.  ``bandwidth``: further bytes
+    a second, one way.  ``posting``: seconds that a rank is busy with sending one message and receiving
+    another."""
 
     latency: float
     bandwidth: float
@@ -48,7 +49,8 @@ def message_rates(process: Process, device: torch.device) -> MessageRates:
 
 @dataclass(frozen=True)
 class _Pair:
-    """``first``: whether this is the rank that sends first.  ``by_host``: messages go through its memory."""
+    """Two ranks that measure their messages.  ``first``: whether this is the rank that sends first.
+    ``by_host``: messages go through its memory."""
 
     device: torch.device
     peer: int

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from fxpipe.runtime.job.last_works import lasting
 from fxpipe.runtime.program.accelerator import unowned
-from fxpipe.runtime.program.comm import answered, in_memory_order, on_wire
+from fxpipe.runtime.program.comm import Exchange, answered, in_memory_order, on_wire
 from fxpipe.runtime.program.replicas import add_shard, copy_from_bucket, in_bucket, shard_of
 from fxpipe.runtime.ranks.side_stream import Begun, beside
 from fxpipe.runtime.torch_private import as_one
@@ -19,8 +19,9 @@ from fxpipe.runtime.torch_private import as_one
 
 @dataclass(eq=False)
 class DistributedReplicas:
-    """``wire``: the device from whose memory ``group`` sends.  ``control``: of the same processes, over gloo,
-    for numbers of the host.  ``on_streams``: whether ``group`` sends on streams of a device.
+    """The replicas of a rank in several processes.  ``wire``: the device from whose memory ``group`` sends.
+    ``control``: of the same processes, over gloo, for numbers of the host.  ``on_streams``: whether ``group``
+    sends on streams of a device.
 
     What it starts runs beside the ops of the program, one after the other.
     """
@@ -67,23 +68,17 @@ class DistributedReplicas:
         return work
 
     def _reduce(self, bucket: torch.Tensor, begins: Sequence[int], into: torch.Tensor, mean: bool) -> None:
-        wired, mine = bucket.to(self.wire), shard_of(bucket, begins, self.index)
+        whole, mine = bucket.to(self.wire), shard_of(bucket, begins, self.index)
         shares, adds = into is bucket, into.data_ptr() != mine.data_ptr()
-        shard = shard_of(wired, begins, self.index)
-
-        def exchange(into: torch.Tensor, parts: torch.Tensor, takes: list[int], gives: list[int]) -> None:
-            takes, gives = ([n * bucket.itemsize for n in sizes] for sizes in (takes, gives))
-            into, parts = self._wired(into), self._wired(parts)
-            work = dist.all_to_all_single(into, parts, takes, gives, self.group, async_op=True)
-            lasting(work, self.group).wait()
-
-        add_shard(wired, begins, self.index, exchange, shard, mean=mean)
+        shard = shard_of(whole, begins, self.index)
+        exchange = exchanges(self.group, bucket.itemsize, self.on_streams)
+        add_shard(whole, begins, self.index, exchange, shard, mean=mean)
         if shares:
-            self._share(wired, begins)
+            self._share(whole, begins)
         if adds and not shares:
             into.add_(shard.to(into.device))
-        elif wired is not bucket:
-            into.copy_(wired if shares else shard)
+        elif whole is not bucket:
+            into.copy_(whole if shares else shard)
 
     def _gather(self, tensors: Sequence[torch.Tensor], begins: Sequence[int]) -> None:
         is_bucket = len(tensors) == 1 and tensors[0].device == self.wire
@@ -104,10 +99,22 @@ class DistributedReplicas:
             work.wait()
 
     def _begin_broadcast(self, tensor: torch.Tensor, source: int) -> dist.Work | None:
-        wired = self._wired(tensor)
-        work: dist.Work | None = dist.broadcast(wired, group=self.group, async_op=True, group_src=source)
+        data = wired(tensor, self.on_streams)
+        work: dist.Work | None = dist.broadcast(data, group=self.group, async_op=True, group_src=source)
         return work
 
-    def _wired(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The memory of a tensor, for a process group."""
-        return unowned(on_wire(tensor)) if self.on_streams else on_wire(tensor)
+
+def wired(tensor: torch.Tensor, on_streams: bool) -> torch.Tensor:
+    """The memory of a tensor, for a process group."""
+    return unowned(on_wire(tensor)) if on_streams else on_wire(tensor)
+
+
+def exchanges(group: dist.ProcessGroup, itemsize: int, on_streams: bool) -> Exchange:
+    """A function that exchanges parts of tensors of such elements between the ranks of a group."""
+
+    def exchange(into: torch.Tensor, parts: torch.Tensor, takes: list[int], gives: list[int]) -> None:
+        takes, gives = ([n * itemsize for n in sizes] for sizes in (takes, gives))
+        to, source = wired(into, on_streams), wired(parts, on_streams)
+        lasting(dist.all_to_all_single(to, source, takes, gives, group, async_op=True), group).wait()
+
+    return exchange

@@ -53,9 +53,8 @@ def releases(ranks: Sequence[Sequence[Event]]) -> list[list[list[int]]]:
                     for key in keys:
                         clock[:] = map(max, clock, proof[key])
                     clock[rank] += 1
-                    over = [
-                        n for n, needed in open_sends[rank].items() if all(clock[r] >= w for r, w in needed)
-                    ]
+                    sends = open_sends[rank].items()
+                    over = [n for n, needed in sends if all(clock[r] >= w for r, w in needed)]
                     for number in over:
                         del open_sends[rank][number]
                     released[rank].append(over)

@@ -18,8 +18,8 @@ from fxpipe.runtime.program.accelerator import current_stream, is_accelerator, s
 
 @dataclass(frozen=True, eq=False)
 class Begun:
-    """``wait``: lets the ops that come next wait until the function is over; raises what it raised.
-    ``is_over``: whether it is, on the device too."""
+    """A function that has begun beside the ops.  ``wait``: lets the ops that come next wait until the
+    function is over; raises what it raised.  ``is_over``: whether it is, on the device too."""
 
     wait: Callable[[], object]
     is_over: Callable[[], bool]

@@ -20,7 +20,7 @@ from fxpipe.runtime.program.accelerator import device_allocations, memory_pool
 
 
 class StepMemory:
-    """``grown``: how often the device was asked for memory for the pool."""
+    """A pool for the tensors of steps.  ``grown``: how often the device was asked for memory for the pool."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._pool = device, memory_pool(device)

@@ -25,7 +25,7 @@ _FXPIPE = str(Path(__file__).parents[2])
 
 
 class _Wait(NamedTuple):
-    """``what``: that comes when ``is_over``, as text."""
+    """A wait of a rank.  ``what``: that comes when ``is_over``, as text."""
 
     is_over: Callable[[], bool]
     what: str

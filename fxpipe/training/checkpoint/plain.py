@@ -79,11 +79,11 @@ def from_json(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
 
 _Decode = Callable[[Any], Any]
 _KINDS: dict[str, Callable[[Any, _Decode, Mapping[str, torch.Tensor]], Any]] = {
-    "float": lambda held, decode, tensors: float(held),
-    "bytes": lambda held, decode, tensors: bytes.fromhex(held),
-    "tensor": lambda held, decode, tensors: tensors[held],
-    "tuple": lambda held, decode, tensors: tuple(decode(x) for x in held),
-    "dict": lambda held, decode, tensors: {k: decode(x) for k, x in held.items()},
-    "items": lambda held, decode, tensors: {decode(k): decode(x) for k, x in held},
-    "Counter": lambda held, decode, tensors: Counter({decode(k): decode(x) for k, x in held}),
+    "float": lambda content, decode, tensors: float(content),
+    "bytes": lambda content, decode, tensors: bytes.fromhex(content),
+    "tensor": lambda content, decode, tensors: tensors[content],
+    "tuple": lambda content, decode, tensors: tuple(decode(x) for x in content),
+    "dict": lambda content, decode, tensors: {k: decode(x) for k, x in content.items()},
+    "items": lambda content, decode, tensors: {decode(k): decode(x) for k, x in content},
+    "Counter": lambda content, decode, tensors: Counter({decode(k): decode(x) for k, x in content}),
 }

@@ -336,9 +336,8 @@ def _optimizer_state(
         for entry in checkpoint.state.get(name.tensor, ()):
             entries.append((k, entry))
             wanted.append((f"{OPTIMIZER}{name.tensor}.{entry}", model.spans_of(name)))
-    state = {
-        k: dict(fields) for k, name in enumerate(names) if (fields := checkpoint.fields.get(name.tensor))
-    }
+    plain = checkpoint.fields
+    state = {k: dict(plain[name.tensor]) for k, name in enumerate(names) if plain.get(name.tensor)}
     for (k, entry), value in zip(entries, tensor_store.read(checkpoint.tensors, wanted), strict=True):
         place = f"{OPTIMIZER}{names[k].tensor}.{entry}"
         if entry == STEP and not _is_count(value):

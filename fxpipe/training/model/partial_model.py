@@ -335,11 +335,8 @@ class Explanation:
         )
 
     def _place(self, name: str) -> str:
-        ranks = [
-            rank
-            for rank, tensors in enumerate(self.plan.tensors)
-            if any(n.tensor == name for n in tensors.state)
-        ]
+        names = [{n.tensor for n in tensors.state} for tensors in self.plan.tensors]
+        ranks = [rank for rank, on_rank in enumerate(names) if name in on_rank]
         if not name or ranks == [self.rank]:
             return "other ranks"
         return f"rank {ranks[0]}" if len(ranks) == 1 else f"the ranks {', '.join(map(str, ranks))}"

@@ -46,9 +46,8 @@ def _send_plans(artifacts: Sequence[Artifact], process: Process) -> None:
         plan, key = artifact.plan, f"plan/{uuid.uuid4().hex}"
         process.keep(key, plan.to_json())
         # Not the orders, nor the edges, of which a split vocabulary has one for every two ranks.
-        common = replace(
-            plan, order=(), transfers=(), tried=(), meshes=(), costs=replace(plan.costs, edges=())
-        )
+        costs = replace(plan.costs, edges=())
+        common = replace(plan, order=(), transfers=(), tried=(), meshes=(), costs=costs)
         plans.append({"plan": unstructure(common), "number": artifact.number, "key": key})
     process.broadcast_bytes(_packed({"plans": plans}))
 

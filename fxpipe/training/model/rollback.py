@@ -31,8 +31,8 @@ class Rollback:
     @staticmethod
     @torch.no_grad()
     def of(optimizer: Optimizer, earlier: Rollback | None = None) -> Rollback:
-        """earlier: one that is needed no more, whose memory the copies take: new memory costs as much time as
-        the copies themselves."""
+        """Copy what an update will change.  earlier: one that is needed no more, whose memory the copies
+        take: new memory costs as much time as the copies themselves."""
         updated = _updated(optimizer)
         values = tuple(map(torch.empty_like, updated)) if earlier is None else earlier.values
         if updated:

@@ -63,10 +63,7 @@ def _rows(layout: TensorLayout) -> int:
 
 
 def _pieces(
-    sizes: Mapping[ShardName, int],
-    rows: Mapping[ShardName, int],
-    begin: int,
-    end: int,
+    sizes: Mapping[ShardName, int], rows: Mapping[ShardName, int], begin: int, end: int
 ) -> Iterator[Piece]:
     at = 0
     for name, size in sizes.items():
@@ -93,9 +90,8 @@ def owned(plan: Plan, replicas: int) -> tuple[RankTensors, ...]:
         pieces = [[piece.name for piece in division.pieces[replica]] for division in division_of_buckets]
         trained = tuple(chain(*pieces[: len(rank_tensors.buckets)]))
         frozen = chain(*pieces[len(rank_tensors.buckets) :])
-        whole = set(rank_tensors.parameters).difference(
-            *(bucket.gradients for bucket in rank_tensors.exchanged)
-        )
+        divided = (bucket.gradients for bucket in rank_tensors.exchanged)
+        whole = set(rank_tensors.parameters).difference(*divided)
         parameters = (*sorted(whole), *trained, *frozen)
         return replace(rank_tensors, parameters=parameters, gradients=trained, buckets=(), frozen=())
 

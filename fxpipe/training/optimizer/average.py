@@ -25,8 +25,9 @@ Decay = float | Callable[[int], float]
 
 
 class Average:
-    """``updates``: how often ``step`` was called.  ``values``: the averages that this process has, by name or
-    by that of rows.  ``pairs``: where they are parameters of the model, these, each with what it follows.
+    """An average of weights on the ranks that have them.  ``updates``: how often ``step`` was called.
+    ``values``: the averages that this process has, by name or by that of rows.  ``pairs``: where they are
+    parameters of the model, these, each with what it follows.
     """
 
     def __init__(self, state: ModelState, decay: Decay, into: Mapping[str, str] | None = None):

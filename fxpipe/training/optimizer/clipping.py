@@ -18,9 +18,9 @@ MOST_SKIPPED = 100
 
 @dataclass(frozen=True)
 class Clipping:
-    """``largest``: the norm to which gradients are clipped, if they are.  ``norm_type``: see
-    ``torch.nn.utils.clip_grad_norm_``.  ``skip_nonfinite``: whether updates by infinities or NaN are left
-    out; a number: at most so many one after the other.
+    """What is done with gradients by their norm.  ``largest``: the norm to which gradients are clipped, if
+    they are.  ``norm_type``: see ``torch.nn.utils.clip_grad_norm_``.  ``skip_nonfinite``: whether updates by
+    infinities or NaN are left out; a number: at most so many one after the other.
     """
 
     largest: float | None = None

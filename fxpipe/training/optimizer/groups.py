@@ -27,8 +27,8 @@ MakesOptimizer = Callable[..., Optimizer]
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """``cls``: makes the optimizer of the group.  ``defaults``: what it is made with.  ``options``: of the
-    group alone.  ``names``: those of its parameters, on all ranks."""
+    """A group of parameters on all ranks.  ``cls``: makes the optimizer of the group.  ``defaults``: what it
+    is made with.  ``options``: of the group alone.  ``names``: those of its parameters, on all ranks."""
 
     cls: MakesOptimizer
     defaults: Mapping[str, Any]
@@ -45,10 +45,7 @@ class Group:
 
 
 def groups_of(
-    cls: MakesOptimizer,
-    defaults: Mapping[str, Any],
-    mappings: Any,
-    model_names: Collection[str],
+    cls: MakesOptimizer, defaults: Mapping[str, Any], mappings: Any, model_names: Collection[str]
 ) -> list[Group]:
     """The same groups on every rank.
 
@@ -128,9 +125,8 @@ def made(cls: MakesOptimizer, groups: Sequence[Mapping[str, Any]], defaults: Map
         optimizer = None if makes_none else cls(groups, **defaults)
     except (TypeError, ValueError) as error:
         options = ", ".join(f"{name}={value!r:.40}" for name, value in defaults.items())
-        raise OptionError(
-            f"{name_of(cls)} cannot be made with {options or 'no options'}: {error}."
-        ) from error
+        text = f"{name_of(cls)} cannot be made with {options or 'no options'}: {error}."
+        raise OptionError(text) from error
     if not isinstance(optimizer, Optimizer):
         raise OptionError(
             f"pipe.optimizer takes a class of torch optimizers, such as torch.optim.AdamW; {cls!r:.60} makes "
@@ -153,8 +149,8 @@ def _check_options(
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in known.values()):
         return
     names = [name for name in known if name != "params"]
-    own = {name for group in groups for name in group.keys() - {"params"} - known.keys()}
-    in_groups = {name for name in own if suggested(name, names)}
+    others = {name for group in groups for name in group.keys() - {"params"} - known.keys()}
+    in_groups = {name for name in others if suggested(name, names)}
     for name in (defaults.keys() - known.keys()) | in_groups:
         meant = suggested(name, (*names, *_OWN))
         raise OptionError(f"{name_of(cls)} has no option {name!r}.{meant} It has {', '.join(names)}.")

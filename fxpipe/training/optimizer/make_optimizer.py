@@ -80,11 +80,7 @@ def make_optimizer(
             [parameters[name] for name in owned_names if is_counted(name, trained[name])],
             process,
             Clipping(**clipping),
-            masters={
-                updated[name]: owned_names
-                for name, owned_names in parameters.items()
-                if updated[name] is not owned_names
-            },
+            masters={updated[name]: p for name, p in parameters.items() if updated[name] is not p},
             validation=validation,
             updates=updates,
             changed=state.updated,

@@ -226,9 +226,8 @@ class PipelineOptimizer(Optimizer):
                     ahead.watch(f"The master of {name}", target)
                 if grad is not None:
                     ahead.watch(f"The gradient of {name}", grad)
-        self._updates.begin(
-            self._settle, ahead.check
-        )  # behind the update: an error in it leaves none to undo
+        # Behind the update, as an error in that leaves none to be settled.
+        self._updates.begin(self._settle, ahead.check)
         if not goes_ahead:
             self.settle()
 

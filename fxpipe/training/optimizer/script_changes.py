@@ -43,7 +43,8 @@ class Kind(IntEnum):
 
 
 class Change(NamedTuple):
-    """``factor``: by which all gradients were multiplied, where nothing else was changed."""
+    """The change of one rank.  ``factor``: by which all gradients were multiplied, where nothing else was
+    changed."""
 
     kind: Kind = Kind.ABSENT
     factor: float = 1.0

@@ -10,8 +10,8 @@ from torch.optim import Optimizer
 
 
 class SeveralOptimizers(Optimizer):
-    """``of_groups``: the optimizer that updates each group.  It has the same mapping of options as its group
-    here, and all of them have one state."""
+    """Optimizers that are stepped as one.  ``of_groups``: the optimizer that updates each group.  It has the
+    same mapping of options as its group here, and all of them have one state."""
 
     def __init__(self, of_groups: Sequence[Optimizer]):
         """of_groups: each of them as often as it has groups, in their order."""

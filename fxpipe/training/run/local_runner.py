@@ -45,10 +45,10 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True, eq=False, repr=False)
 class LocalResult:
-    """``loss``: of the whole batch, 0-d.  ``grads``: parameter name -> gradient of the mean loss.
-    ``runtimes``: the ranks' runtimes, with their records.  ``peak_saved``: per rank the maximum number of
-    bytes held between two ops, if measured.  ``outputs``: those that were asked for, as in
-    :class:`StepResult`; the loss is None if the model has none."""
+    """The result of a step of all ranks in this process.  ``loss``: of the whole batch, 0-d.  ``grads``:
+    parameter name -> gradient of the mean loss.  ``runtimes``: the ranks' runtimes, with their records.
+    ``peak_saved``: per rank the maximum number of bytes held between two ops, if measured.  ``outputs``:
+    those that were asked for, as in :class:`StepResult`; the loss is None if the model has none."""
 
     loss: torch.Tensor | None
     grads: dict[str, torch.Tensor]
@@ -206,7 +206,7 @@ class LocalRunner:
     def _local_programs(self) -> tuple[Program, ...]:
         """The programs of all ranks."""
         programs = [self._program(rank) for rank in range(self.plan.ranks)]
-        check_agreement({rank: program.traffic for rank, program in enumerate(programs)}, lambda own: own)
+        check_agreement({rank: program.traffic for rank, program in enumerate(programs)}, lambda texts: texts)
         return tuple(programs)
 
     def _program(self, rank: int) -> Program:
@@ -226,7 +226,7 @@ class LocalRunner:
         offloader: Offloader | None,
         state: ModelState | None = None,
     ) -> Runtime:
-        """state: that of one lane, where this process runs several."""
+        """The runtime of a rank.  state: that of one lane, where this process runs several."""
         self.state.check_values(rank)
         params, buffers = (state or self.state).params_and_buffers(rank)
         return Runtime(

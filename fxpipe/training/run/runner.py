@@ -17,7 +17,7 @@ from fxpipe.runtime.debug.finite import Check, place_of_failure
 from fxpipe.runtime.program.batch import check_batch, given_leaves
 from fxpipe.runtime.program.comm import NoAnswer
 from fxpipe.runtime.program.load_program import CollectiveCall, Program
-from fxpipe.runtime.program.outputs import Collected, On, StepResult, requested
+from fxpipe.runtime.program.outputs import Collected, On, StepResult, empty, joined, requested
 from fxpipe.runtime.program.rank import Runtime
 from fxpipe.runtime.ranks.agreement import check_agreement, check_programs
 from fxpipe.runtime.ranks.connect import connect
@@ -36,7 +36,6 @@ from fxpipe.training.optimizer.batch_digest import (
     words,
 )
 from fxpipe.training.run.local_runner import LocalRunner, in_traced_state
-from fxpipe.training.run.move_outputs import move_outputs
 from fxpipe.training.run.rank_digests import RankDigests
 from fxpipe.training.run.short_batches import short_batch
 from fxpipe.training.run.warm_up import WarmUp
@@ -44,9 +43,10 @@ from fxpipe.training.run.warm_up import WarmUp
 
 @dataclass(eq=False)
 class Runner(LocalRunner):
-    """``stop_asked``: whether this rank was asked to end the run.  ``stops``: whether one of the ranks was,
-    before the last step; the same on all ranks.  ``is_evaluation``: whether it is that of ``pipe.evaluate``.
-    ``like``: that of the pipeline whose number of the step this one goes on with.
+    """Runs the program of this process's rank.  ``stop_asked``: whether this rank was asked to end the run.
+    ``stops``: whether one of the ranks was, before the last step; the same on all ranks.  ``is_evaluation``:
+    whether it is that of ``pipe.evaluate``.  ``like``: that of the pipeline whose number of the step this one
+    goes on with.
     """
 
     stop_asked: bool = False
@@ -188,11 +188,27 @@ class Runner(LocalRunner):
         return gathered
 
     def _outputs(self, rt: Runtime, on: On) -> dict[str, torch.Tensor]:
-        """The outputs of the last step that this rank is to have."""
-        wanted, microbatches = rt.collected.wanted, self.plan.step.microbatches
+        """The outputs of the last step that this rank is to have, of its replica's rows.  Unless ``on`` is
+        None, all ranks call it alike."""
+        wanted, microbatches, process = rt.collected.wanted, self.plan.step.microbatches, self.process
         computed = rt.collected.joined(rt.rank, microbatches)
         rt.collected = Collected()  # the caller alone keeps them
-        return move_outputs(computed, wanted, on, self.process, microbatches, self.device)
+        if on is None or process is None:
+            return computed
+        moved = {}
+        for name, spec in wanted.items():
+            value = computed.get(name)
+            if value is None:
+                value = joined(empty(spec, microbatches, self.device))
+            data = value.view(-1).view(torch.uint8)  # gloo does not know all dtypes
+            if on == "all":
+                process.broadcast_in_replica_(data, spec.rank)
+            elif spec.rank != on and process.rank in (spec.rank, on):
+                ranks = process.of_replica(process.replica)
+                process.send_to(data, ranks[spec.rank], ranks[on])
+            if on in ("all", process.rank):
+                moved[name] = value
+        return moved
 
     @cached_property
     def runtime(self) -> Runtime:

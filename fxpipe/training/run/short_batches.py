@@ -22,8 +22,9 @@ from fxpipe.runtime.torch_private import pytree
 
 @dataclass(frozen=True)
 class ShortBatch:
-    """``steps``: the rows of each, and what each of its microbatches counts for.  ``whole``: the number of
-    whole microbatches.  ``rows``: of the batch, ``size``: of a microbatch."""
+    """A batch as steps of whole microbatches.  ``steps``: the rows of each, and what each of its microbatches
+    counts for.  ``whole``: the number of whole microbatches.  ``rows``: of the batch, ``size``: of a
+    microbatch."""
 
     steps: tuple[tuple[list[int], tuple[float, ...]], ...]
     rows: int
@@ -58,7 +59,7 @@ class ShortBatch:
         }
 
     def _taken(self, value: torch.Tensor, rows: Sequence[int], length: int) -> torch.Tensor:
-        """length: of a microbatch."""
+        """The parts of a value that belong to these rows.  length: of a microbatch."""
         parts = value.unflatten(0, (-1, length // self.size))
         chosen: torch.Tensor = parts[torch.tensor(rows, device=value.device)]
         return chosen.flatten(0, 1)

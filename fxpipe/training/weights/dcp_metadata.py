@@ -29,7 +29,8 @@ class Chunk:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """``chunks``: those with elements; each element of the tensor is in one of them."""
+    """A tensor in the files of a checkpoint.  ``chunks``: those with elements; each element of the tensor is
+    in one of them."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype

@@ -65,12 +65,10 @@ class _Initializing(TorchDispatchMode):
     def __torch_dispatch__(
         self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        arguments = {
-            **dict(zip((a.name for a in schema_of(op).arguments), args, strict=False)),
-            **(kwargs or {}),
-        }
+        schema = schema_of(op).arguments
+        arguments = {a.name: x for a, x in zip(schema, args, strict=False)} | (kwargs or {})
         storages = {name: _storage(t) for name, t in arguments.items() if isinstance(t, torch.Tensor)}
-        changed = [a.name for a in schema_of(op).arguments if a.alias_info and a.alias_info.is_write]
+        changed = [a.name for a in schema if a.alias_info and a.alias_info.is_write]
         self._written |= {storages[name] for name in changed if name in storages}
         for storage in reversed(storages.values()):  # an op writes to its first
             self._last = self._names.get(storage, self._last)
