@@ -55,12 +55,13 @@ def partition(
     there are places to cut.
     """
     forward = [n for n in without_color(graph) if not n.meta["origin"].backward]
+    differentiated: dict[int, fx.Node] = {}
+    for node in forward:  # as they ran: an op that autograd does not record has the number of one before it
+        differentiated.setdefault(node.meta["origin"].seq, node)
     if tensors_of is not None:
         forward, cuts = following_cuts(graph, forward, free.in_stage | free.anywhere, tensors_of)
     position = {n: i for i, n in enumerate(forward)}
-    by_seq: dict[int, int] = {}
-    for node in forward:
-        by_seq.setdefault(node.meta["origin"].seq, position[node])
+    by_seq = {seq: position[node] for seq, node in differentiated.items()}
     cut_chain: CutChain | None = None
     if tensors_of is None and split_points is not None:
         cuts = _cuts_by_path(forward, stages, split_points)

@@ -8,6 +8,7 @@ import partial_model_worker as worker
 import pytest
 import torch
 from launch import forked
+from torch.nn import functional
 
 import fxpipe
 from fxpipe.errors import OptionError, PartitionError, RunError
@@ -214,6 +215,31 @@ def test_a_judge_of_made_and_of_real_ones_is_cut_as_the_makers_step_or_before_it
         for name, parameter in step.named_parameters():
             if parameter.grad is not None:
                 torch.testing.assert_close(grads[name], parameter.grad, rtol=1e-12, atol=1e-12)
+
+
+class JudgesRealFirst(worker.Judges):
+    """It makes between two calls of the judge, and without gradients."""
+
+    def forward(self, noise, real):
+        of_real = functional.softplus(-self.judge(real)).mean()
+        with torch.no_grad():
+            made = self.maker(noise)
+        return of_real + functional.softplus(self.judge(made)).mean()
+
+
+def test_gradients_of_ops_behind_which_the_cut_moves_others_stay_with_them():
+    """Ops without a gradient have autograd's number of the op before them, and are moved before it."""
+    torch.manual_seed(0)
+    maker, judge = (part.double() for part in worker.players())
+    batch = tuple(torch.randn(worker.ROWS, worker.WIDTH, dtype=torch.float64) for _ in range(2))
+    example, options = worker.rows_of(batch, 0, 1), {**worker.SHAPE, "check": True}
+    makes, judges = worker.Makes(maker, judge), JudgesRealFirst(maker, judge)
+    first = fxpipe.compile(makes, example, ranks=2, split_points=["judge"], **options)
+    second = fxpipe.compile(judges, example, like=first, **options)
+    judges(*batch).backward()
+    grads = second.run_local(batch).grads
+    for name, parameter in judge.named_parameters():
+        torch.testing.assert_close(grads[f"judge.{name}"], parameter.grad, rtol=1e-12, atol=1e-12)
 
 
 def test_a_step_that_cannot_be_cut_as_another_one_names_the_tensor():
