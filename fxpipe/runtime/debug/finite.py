@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import linecache
 import math
-import re
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
@@ -15,6 +14,9 @@ from typing import Any, Literal
 import torch
 
 from fxpipe.errors import FxpipeError, OptionError, RunError
+from fxpipe.plan.program import records as r
+from fxpipe.plan.program.parse import parse
+from fxpipe.plan.program.performed import text_of
 from fxpipe.runtime.program.batch import batch_leaves
 from fxpipe.runtime.program.load_program import PROGRAM
 from fxpipe.runtime.program.rank import Runtime
@@ -22,10 +24,6 @@ from fxpipe.runtime.torch_private import TorchDispatchMode, no_modes, pytree
 
 _TORCH = str(Path(str(torch.__file__)).parent)
 _ROOT = "the model itself"
-#: A comment of a program, with the line of the model.
-_MODULE = re.compile(rf"^\s+# ({_ROOT}|\S+)(?:  \((.*)\))?$")
-_LAYER = re.compile(r'within\(\w+, f?"([^"]*)"\)')
-_FIELD = re.compile(r"\{(\w+)\}")
 _MOST_NAMED = 3  # tensors in a message
 
 Check = Literal["finite"] | None
@@ -189,19 +187,26 @@ def _place(frames: list[FrameType]) -> tuple[str, str]:
     """
     if not frames:
         return "", ""
-    module, line = _comment(frames[0])
+    program = parse("".join(linecache.getlines(frames[0].f_code.co_filename)))
+    module, line = _comment(program, frames[0])
     for frame in frames[1:]:
-        file, first = frame.f_code.co_filename, frame.f_lineno
-        call = _LAYER.search("".join(linecache.getline(file, first + k) for k in range(3)))
-        if call is not None:
-            layer = _FIELD.sub(lambda field, f=frame: str(f.f_locals.get(field[1], field[0])), call[1])
+        layer = _layer(program, frame)
+        if layer is not None:
             return layer + (module if module.startswith(".") else ""), line
     return module, line
 
 
-def _comment(frame: FrameType) -> tuple[str, str]:
-    for number in range(frame.f_lineno, frame.f_code.co_firstlineno, -1):
-        found = _MODULE.match(linecache.getline(frame.f_code.co_filename, number).rstrip())
-        if found is not None:
-            return found[1], found[2] or ""
-    return "", ""
+def _layer(program: r.Program, frame: FrameType) -> str | None:
+    """The module whose tensors the call in a frame's line takes."""
+    calls = [each for each in r.parts(program.body) if isinstance(each, r.Call)]
+    for each in r.parts(tuple(call.arguments for call in calls if call.line == frame.f_lineno)):
+        match each:
+            case r.Call(function=r.Name(id="within"), arguments=(_, module)):
+                return text_of(module, frame.f_locals)
+    return None
+
+
+def _comment(program: r.Program, frame: FrameType) -> tuple[str, str]:
+    """The last comment above a frame's line, in its function."""
+    above = [c for c in program.comments if frame.f_code.co_firstlineno < c.line <= frame.f_lineno]
+    return (above[-1].module, above[-1].source) if above else ("", "")

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import ast
 import linecache
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from fxpipe.errors import ArtifactError, RunError
+from fxpipe.plan.program import records as r
+from fxpipe.plan.program.parse import compiled, parse
+from fxpipe.plan.program.performed import Performed
 from fxpipe.runtime.program.comm import Layout
-from fxpipe.runtime.program.program_text import ProgramTraffic, StepText, text_of, traffic
-
-#: Modules that saved programs import, under the names that they had in earlier versions.
-_EARLIER = {f"fxpipe.runtime.{name}": f"fxpipe.runtime.program.{name}" for name in ("random", "inductor")}
-
+from fxpipe.runtime.program.program_text import ProgramTraffic, traffic
 
 PROGRAM = "fxpipe_program_"  # the names of programs, as modules, begin so
 
@@ -55,19 +53,15 @@ def load_program(source: str, filename: str) -> Program:
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
     namespace: dict[str, Any] = {"__name__": f"{PROGRAM}{abs(hash(filename))}", "__file__": filename}
     try:
-        tree = ast.parse(source, filename)
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ImportFrom):
-                node.module = _EARLIER.get(str(node.module), node.module)
-        code = compile(tree, filename, "exec")
+        code = compiled(source, filename)
     except SyntaxError as error:
         raise ArtifactError(
             f"{filename} is no Python program (line {error.lineno}: {error.msg}). Mend it, or save again."
         ) from error
     except (ValueError, RecursionError, MemoryError) as error:
         raise ArtifactError(f"{filename} is no Python program ({error}). Mend it, or save again.") from error
-    steps = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == "step"]
-    if not steps or not isinstance(steps[-1].body[-1], ast.Return):
+    step = parse(source).step
+    if step is None or not isinstance(step.body[-1], r.Return | r.Outside):
         raise ArtifactError(f"{filename} is cut short: no step(rt, batch) that ends in a return. Save again.")
     try:
         exec(code, namespace)
@@ -77,19 +71,7 @@ def load_program(source: str, filename: str) -> Program:
         raise RunError(
             f"{filename} fails before its step: {type(error).__name__}: {error}. {remedy}."
         ) from error
-    found = traffic(tree, namespace)
-    text = StepText(steps[-1])
-    return Program(namespace["step"], found, namespace.get("MESSAGES", {}), _ops(text), text.has_warm_up)
-
-
-def _ops(text: StepText) -> tuple[str, ...]:
-    """The names in the calls ``rt.op("F1.0")``, or ``rt.op(f"F1.{m}")`` in the function ``F1``."""
-    found = (_op(value, arguments) for value, arguments in text.values())
-    return tuple(name for name in found if name is not None)
-
-
-def _op(value: ast.expr, arguments: Mapping[str, object]) -> str | None:
-    match value:
-        case ast.Call(func=ast.Attribute(value=ast.Name(id="rt"), attr="op"), args=[name], keywords=[]):
-            return text_of(name, arguments)
-    return None
+    performed, messages = Performed(step), namespace.get("MESSAGES", {})
+    return Program(
+        namespace["step"], traffic(performed, messages), messages, performed.ops, performed.has_warm_up
+    )

@@ -1,19 +1,19 @@
-"""Where the programs of a pipeline run each op: lines of their text, which is searched and never run."""
+"""Where the programs of a pipeline run each op: lines of their text, which is read and never run."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
+
+from fxpipe.plan.program import records as r
+from fxpipe.plan.program.parse import parse
+from fxpipe.plan.program.performed import Performed
 
 MOST_LINES = 14
 """Of the text of a function that is shown."""
 
-_OP = r"(?:F|BW|B|W)[0-9]{1,9}"
-_FUNCTION = re.compile(r"def (\w+)\(")
-_OF_OP = re.compile(rf"    def ({_OP})\(")
-_CALL = re.compile(rf"\b({_OP})\(([0-9]{{1,9}})\b")
+_OP = re.compile(r"(?:F|BW|B|W)[0-9]{1,9}")
 
 
 @dataclass(frozen=True)
@@ -33,31 +33,36 @@ class OpLines:
 
 def places(program: str) -> dict[str, OpLines]:
     """By stage and kind (``"F1"``) where a rank's program runs its ops; empty for a text without them."""
-    lines = program.splitlines()
-    functions = {match[1]: k for k, line in enumerate(lines) if (match := _FUNCTION.match(line))}
-    if "step" not in functions:
+    read = parse(program)
+    if read.step is None:
         return {}
-    step = range(
-        functions["step"] + 1, functions["step"] + 1 + len([*_body(lines, functions["step"], "    ")])
-    )
+    lines, calls = program.splitlines(), _calls(read.step)
+    return {
+        name: OpLines(
+            function.line,
+            _shown(lines[function.line - 1 : function.end]),
+            calls.get(name, {}),
+            _section(function, read.functions),
+        )
+        for name, function in Performed(read.step).functions.items()
+        if _OP.fullmatch(name)
+    }
+
+
+def _calls(step: r.Function) -> dict[str, dict[int, int]]:
+    """By function, the lines of its calls with a number."""
     calls: dict[str, dict[int, int]] = {}
-    for k in step:
-        for name, microbatch in _CALL.findall(lines[k]):
-            calls.setdefault(name, {}).setdefault(int(microbatch), k + 1)
-    found = {}
-    for k in step:
-        if match := _OF_OP.match(lines[k]):
-            own = [lines[k], *_body(lines, k, "        ")]
-            called = (functions[name] + 1 for name in re.findall(r"\w+", "\n".join(own)) if name in functions)
-            found[match[1]] = OpLines(k + 1, _shown(own), calls.get(match[1], {}), next(called, 0))
-    return found
+    for each in r.parts(step.body):
+        match each:
+            case r.Call(r.Name(name), (r.Literal(int(microbatch)), *_), line=line):
+                calls.setdefault(name, {}).setdefault(microbatch, line)
+    return calls
 
 
-def _body(lines: Sequence[str], head: int, margin: str) -> Iterator[str]:
-    """The lines behind a function's first one that belong to it."""
-    return takewhile(lambda line: not line.strip() or line.startswith(margin), lines[head + 1 :])
+def _section(function: r.Function, functions: Mapping[str, r.Function]) -> int:
+    names = (each.id for each in r.parts(function.body) if isinstance(each, r.Name))
+    return next((functions[name].line for name in names if name in functions), 0)
 
 
-def _shown(own: Sequence[str]) -> str:
-    text = "\n".join([line[4:] for line in own[:MOST_LINES]] + ["…"] * (len(own) > MOST_LINES))
-    return text.rstrip()
+def _shown(lines: Sequence[str]) -> str:
+    return "\n".join([line[4:] for line in lines[:MOST_LINES]] + ["…"] * (len(lines) > MOST_LINES))

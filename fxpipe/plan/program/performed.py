@@ -1,0 +1,126 @@
+"""What a program's ``step`` does, in order, as far as its text shows it.
+
+A function of ``step``, as ``F1`` for the ops F1.0, F1.1, …, is called in lines of its own, with numbers.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from fxpipe.plan.program import records as r
+
+Numbers = Mapping[str, object]
+"""The arguments of the function around a line."""
+
+
+@dataclass(frozen=True, eq=False)
+class Performed:
+    """The lines of a program's ``step``."""
+
+    step: r.Function
+
+    @cached_property
+    def functions(self) -> dict[str, r.Function]:
+        return {each.name: each for each in self.step.body if isinstance(each, r.Function)}
+
+    @property
+    def has_warm_up(self) -> bool:
+        """Whether it begins with the loop in which a rank runs ahead of the verdict on the last update."""
+        return any(isinstance(each, r.For) and _is_warm_up(each) for each in self.step.body)
+
+    @property
+    def ops(self) -> tuple[str, ...]:
+        """The names in the calls ``rt.op("F1.0")``, or ``rt.op(f"F1.{m}")`` in the function ``F1``."""
+        found = (_op(value, numbers) for value, numbers in self.values())
+        return tuple(name for name in found if name is not None)
+
+    def values(self) -> Iterator[tuple[r.Expression, Numbers]]:
+        """What is computed, in order."""
+        for value in _values(self.step.body):
+            yield value, {}
+            called = self._called(value)
+            if called is not None:
+                function, numbers = called
+                for inner in _values(function.body):
+                    yield inner, numbers
+
+    def lines(self) -> list[r.Expression]:
+        """What is computed in lines of ``step`` and of its functions, each line once."""
+        return [value for each in (self.step, *self.functions.values()) for value in _values(each.body)]
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the functions of ``step`` are called in lines of their own alone, and run to their ends,
+        and the grammar has all that it does."""
+        calls = [called[0].name for v in _values(self.step.body) if (called := self._called(v)) is not None]
+        inside = [*r.parts(self.step.body)]
+        named = [each.id for each in inside if isinstance(each, r.Name) and each.id in self.functions]
+        defined = Counter(each.name for each in inside if isinstance(each, r.Function))
+        returns = [each for f in self.functions.values() for each in f.body if isinstance(each, r.Return)]
+        is_known = not any(isinstance(each, r.Outside) for each in inside)
+        is_plain = not returns and all(defined[name] == 1 for name in self.functions)
+        return Counter(calls) == Counter(named) and is_known and is_plain
+
+    def _called(self, value: r.Expression) -> tuple[r.Function, dict[str, object]] | None:
+        """The function of ``step`` that is called, with its arguments, if they are literals."""
+        match value:
+            case r.Call(function=r.Name(id=name), arguments=arguments, named=()) if name in self.functions:
+                function = self.functions[name]
+                numbers = [each.value for each in arguments if isinstance(each, r.Literal)]
+                if len(numbers) == len(arguments) == len(function.parameters):
+                    return function, dict(zip(function.parameters, numbers, strict=True))
+        return None
+
+
+def _values(body: Sequence[r.Statement]) -> Iterator[r.Expression]:
+    for each in body:
+        match each:
+            case r.Do(value=value) | r.Assign(value=value):
+                yield value
+            case r.For(body=inner) if _is_warm_up(each):
+                yield from _values(inner)
+
+
+def _is_warm_up(loop: r.For) -> bool:
+    """Whether a loop runs once: a second time it does all of it again."""
+    return isinstance(loop.iterable, r.Call) and loop.iterable.function == r.OfRuntime("warm_up")
+
+
+def _op(value: r.Expression, numbers: Numbers) -> str | None:
+    match value:
+        case r.Call(function=r.OfRuntime(name="op"), arguments=(name,), named=()):
+            return text_of(name, numbers)
+    return None
+
+
+def text_of(value: r.Expression, values: Numbers) -> str | None:
+    """The text that a literal, or an f-string of names and numbers, is; None for any other expression.
+
+    values: of the names.
+    """
+    match value:
+        case r.Literal(value=str(text)):
+            return text
+        case r.Text(parts=parts):
+            texts = [_number(part, values) for part in parts]
+            return None if None in texts else "".join(map(str, texts))
+    return None
+
+
+def _number(value: r.Expression, values: Numbers) -> object:
+    match value:
+        case r.Literal(value=number):
+            return number
+        case r.Name(id=name):
+            return values.get(name)
+        case r.Arithmetic(operator="+" | "-" | "*" as sign, left=left, right=right) if right is not None:
+            a, b = _number(left, values), _number(right, values)
+            return _OPERATORS[sign](a, b) if isinstance(a, int) and isinstance(b, int) else None
+    return None
+
+
+_OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
