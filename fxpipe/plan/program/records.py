@@ -13,14 +13,10 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
+from fxpipe.plan.program.verbs import ATTRIBUTES, VERBS
+
 #: What a program may read and call of ``rt``.
-OF_RUNTIME = frozenset({
-    "add_loss", "add_output", "all_gather", "all_reduce_gradient", "batch_means", "broadcast", "buffers",
-    "constants", "divide_gradients_by_count", "finish", "free_parameters", "gather", "gather_parameters",
-    "grads", "key", "lane_key", "microbatches", "offload", "once", "op", "params", "rank", "receive",
-    "reduce", "reduce_gradients", "reload", "send", "wait", "wait_all", "wait_gradients", "wait_offload",
-    "wait_parameters", "wait_reload", "warm_up",
-})  # fmt: skip
+OF_RUNTIME = ATTRIBUTES | VERBS.keys()
 #: What a program may call of its lists and dicts.
 METHODS = frozenset({"append", "clear", "insert", "pop", "reverse"})
 

@@ -10,10 +10,10 @@ import torch
 from fxpipe.errors import RunError
 from fxpipe.plan.program import records as r
 from fxpipe.plan.program.performed import Performed
+from fxpipe.plan.program.verbs import VERBS
 
-_COLLECTIVES = ("broadcast", "gather", "all_gather", "reduce")
-_PEER = {"send": "to", "receive": "source", "gather": "to", "reduce": "to", "broadcast": "source"}
-_VERBS = frozenset((*_PEER, *_COLLECTIVES))
+#: The verbs by which ranks exchange messages.
+_OF_MESSAGES = {name: verb for name, verb in VERBS.items() if verb.peer or verb.is_collective}
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def traffic(performed: Performed, messages: Any) -> ProgramTraffic:
     }
     asked = [each.name for each in r.parts(performed.step) if isinstance(each, r.OfRuntime)]
     # Complete if ``calls`` has every call that sends or receives.
-    if sum(name in _VERBS for name in asked) != len(calls) or not performed.is_complete:
+    if sum(name in _OF_MESSAGES for name in asked) != len(calls) or not performed.is_complete:
         return ProgramTraffic(layouts, None)
     return ProgramTraffic(
         layouts, tuple(calls[id(value)] for value, _ in performed.values() if id(value) in calls)
@@ -81,16 +81,14 @@ def _layout(name: Any, layout: Any) -> str:
 def _call(value: r.Expression) -> RuntimeCall | None:
     """The call that an expression makes; None if its text does not show message, peer and group."""
     match value:
-        case r.Call(function=r.OfRuntime(name=verb), arguments=arguments, named=named) if verb in _VERBS:
+        case r.Call(r.OfRuntime(name), arguments, named) if name in _OF_MESSAGES:
+            verb = _OF_MESSAGES[name]
             items = (item for each in arguments for item in _items(each))
-            names = tuple(name for item in items if (name := _message(item)))
-            numbers = {name: number for name, each in named if (number := _number(each)) is not None}
-            wanted = {_PEER[verb]} if verb in _PEER else set()
-            wanted |= {"group"} if verb in _COLLECTIVES else set()
-            if names and numbers.keys() == wanted:
-                return RuntimeCall(
-                    verb, names, numbers.get(_PEER.get(verb, ""), -1), numbers.get("group", -1)
-                )
+            names = tuple(text for item in items if (text := _message(item)))
+            numbers = {key: number for key, each in named if (number := _number(each)) is not None}
+            group = "group" if verb.is_collective else ""
+            if names and numbers.keys() == {verb.peer, group} - {""}:
+                return RuntimeCall(verb.name, names, numbers.get(verb.peer, -1), numbers.get(group, -1))
     return None
 
 

@@ -1,0 +1,70 @@
+"""The verbs of programs: what the text of a program calls of ``rt``, in one table.
+
+``runtime/program/rank.py`` has each as a method on tensors, ``certificate/ranks/`` on terms, under the same
+arguments; ``codegen/step/`` writes the calls.  The parser takes no other verb, and the readers of messages
+know from the table which argument is the other rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Verb:
+    """A method of ``rt``.
+
+    arguments: their names, as programs and both runtimes have them; ``*made`` takes any number.
+    waits_for: what a rank may wait for within the call; "" where it never waits.
+    peer: the argument that is the number of the other rank, or of the root of a collective; "" if none is.
+    is_collective: whether all ranks of a group call it, in the same order.
+    """
+
+    name: str
+    arguments: tuple[str, ...] = ()
+    waits_for: str = ""
+    peer: str = ""
+    is_collective: bool = False
+
+
+VERBS = {
+    verb.name: verb
+    for verb in (
+        # Ops, and what they read and give.
+        Verb("op", ("name",)),
+        Verb("microbatches", ("batch",)),
+        Verb("key", ("microbatch",)),
+        Verb("lane_key", ("microbatch",)),
+        Verb("once", ("compute", "*tensors"), waits_for="rows of other replicas"),
+        Verb("batch_means", ("counts", "batches", "*constants"), waits_for="the sums over the replicas"),
+        Verb("add_loss", ("loss", "count")),
+        Verb("add_output", ("name", "value", "microbatch")),
+        # Messages: a receive and a collective return what has yet to arrive.
+        Verb("receive", ("layouts", "source"), peer="source"),
+        Verb("send", ("values", "layouts", "to"), peer="to"),
+        Verb("wait", ("pending",), waits_for="a message"),
+        Verb("wait_all", ("pending",), waits_for="messages"),
+        Verb("broadcast", ("tensor", "layout", "source", "group"), peer="source", is_collective=True),
+        Verb("gather", ("tensor", "layout", "to", "group"), peer="to", is_collective=True),
+        Verb("all_gather", ("tensor", "layout", "group"), is_collective=True),
+        Verb("reduce", ("tensor", "layout", "to", "group"), peer="to", is_collective=True),
+        # Saved activations in host memory.
+        Verb("offload", ("values", "at")),
+        Verb("wait_offload", ("values",), waits_for="a copy"),
+        Verb("reload", ("values",)),
+        Verb("wait_reload", ("values",), waits_for="a copy"),
+        # Parameters and gradients that replicas, or several stages, have in common.
+        Verb("gather_parameters", ("bucket",)),
+        Verb("wait_parameters", ("bucket",), waits_for="rows of other replicas"),
+        Verb("free_parameters", ("bucket",)),
+        Verb("reduce_gradients", ("bucket",)),
+        Verb("wait_gradients", waits_for="the sums over the replicas"),
+        Verb("all_reduce_gradient", ("name", "ranks"), waits_for="the gradients of other ranks"),
+        Verb("divide_gradients_by_count", waits_for="the counts of all ranks"),
+        # The step.
+        Verb("warm_up", ("*made",), waits_for="the verdict on the last update"),
+        Verb("finish", waits_for="the loss"),
+    )
+}  # fmt: skip
+#: What programs read of ``rt`` without a call.
+ATTRIBUTES = frozenset({"buffers", "constants", "grads", "params", "rank"})
