@@ -35,9 +35,13 @@ def with_buckets(
     A gradient that several ranks make is alone in its bucket: its shards are then the same on all of them.
     So is a frozen parameter that several ranks use.
     """
-    made = {s.color: [v.name for v in s.inputs if v.kind is Kind.GRADIENT] for s in sections}
+    accumulated = {s.color: [v.name for v in s.inputs if v.kind is Kind.GRADIENT] for s in sections}
     used = {s.color: [v.name for v in s.step_inputs if v.kind is Kind.PARAMETER] for s in sections}
-    shared = {name for name, ranks in holders(held.parameters for held in tensors).items() if len(ranks) > 1}
+    shared = {
+        name
+        for name, ranks in holders(rank_tensors.parameters for rank_tensors in tensors).items()
+        if len(ranks) > 1
+    }
 
     def dtype(name: str) -> torch.dtype:
         return gradient_dtype(dtype_of(layouts[name].dtype), grad_dtype)
@@ -45,38 +49,42 @@ def with_buckets(
     def nbytes(name: str) -> int:
         return torch.Size(layouts[name].shape).numel() * dtype(name).itemsize
 
-    def buckets(held: RankTensors, ops: Sequence[Op]) -> Iterator[Bucket]:
+    def buckets(rank_tensors: RankTensors, ops: Sequence[Op]) -> Iterator[Bucket]:
         # Another rank makes what is not made here: a parameter that is used on this one alone.
-        last = dict.fromkeys(held.gradients, len(ops) - 1) | _positions(ops, made)
+        last = dict.fromkeys(rank_tensors.gradients, len(ops) - 1) | _positions(ops, accumulated)
         first = _positions(ops[::-1], used)  # from the end
 
         def together(name: str) -> tuple[int, str, str, str]:
             return last[name], str(dtype(name)), layouts[name].dtype, name if name in shared else ""
 
         for (position, *_), names in groupby(sorted(last, key=together), together):
-            for own in _cut(names, nbytes):
-                before = max((first[name] for name in own if name in first), default=len(ops) - 1 - position)
-                yield Bucket(str(ops[-1 - before]), str(ops[position]), tuple(map(ShardName, own)))
+            for members in _cut(names, nbytes):
+                before = max(
+                    (first[name] for name in members if name in first), default=len(ops) - 1 - position
+                )
+                yield Bucket(str(ops[-1 - before]), str(ops[position]), tuple(map(ShardName, members)))
 
-    def frozen(held: RankTensors, ops: Sequence[Op]) -> Iterator[Bucket]:
+    def frozen(rank_tensors: RankTensors, ops: Sequence[Op]) -> Iterator[Bucket]:
         first, last = _positions(ops[::-1], used), _positions(ops, used)
-        wanted = (name for name in held.parameters if name in last and name not in held.gradients)
+        wanted = (
+            name for name in rank_tensors.parameters if name in last and name not in rank_tensors.gradients
+        )
 
         def together(name: str) -> tuple[int, str, str]:
             return -first[name], layouts[name].dtype, name if name in shared else ""
 
         for (before, *_), names in groupby(sorted(wanted, key=together), together):
-            for own in _cut(names, lambda name: layouts[name].nbytes):
-                end = max(last[name] for name in own)
-                yield Bucket(str(ops[before - 1]), str(ops[end]), tuple(map(ShardName, own)))
+            for members in _cut(names, lambda name: layouts[name].nbytes):
+                end = max(last[name] for name in members)
+                yield Bucket(str(ops[before - 1]), str(ops[end]), tuple(map(ShardName, members)))
 
     return tuple(
         replace(
-            held,
-            buckets=tuple(buckets(held, ops)),
-            frozen=tuple(frozen(held, ops)) if divides_frozen else (),
+            rank_tensors,
+            buckets=tuple(buckets(rank_tensors, ops)),
+            frozen=tuple(frozen(rank_tensors, ops)) if divides_frozen else (),
         )
-        for held, ops in zip(tensors, schedule.order, strict=True)
+        for rank_tensors, ops in zip(tensors, schedule.order, strict=True)
     )
 
 
@@ -87,52 +95,46 @@ def bucket_uses(
 
     Those of frozen parameters are not summed.
     """
-    found = _uses_once(plan) if not per_use else _uses_each(plan, sections, schedule)
-    return tuple(
-        tuple(use if k < len(held.buckets) else use._replace(sums=()) for k, use in enumerate(uses))
-        for held, uses in zip(plan.tensors, found, strict=True)
-    )
-
-
-def _uses_once(plan: Plan) -> Iterator[list[BucketUse]]:
-    for held in plan.tensors:
-        ends = [(parse_op(bucket.before), parse_op(bucket.after)) for bucket in held.exchanged]
-        yield [once(before if plan.shard else None, after) for before, after in ends]
-
-
-def _uses_each(plan: Plan, sections: Sequence[Section], schedule: Schedule) -> Iterator[list[BucketUse]]:
     used = {s.color: {v.name for v in s.step_inputs if v.kind is Kind.PARAMETER} for s in sections}
-    made = {s.color: {v.name for v in s.inputs if v.kind is Kind.GRADIENT} for s in sections}
+    accumulated = {s.color: {v.name for v in s.inputs if v.kind is Kind.GRADIENT} for s in sections}
 
     def touches(names: Mapping[Color, set[str]], bucket: Bucket) -> Callable[[Op], bool]:
-        colors = {color for color, own in names.items() if not own.isdisjoint(bucket.gradients)}
+        colors = {color for color, members in names.items() if not members.isdisjoint(bucket.gradients)}
         return lambda op: any(Color(op.stage, phase) in colors for phase in PHASES[op.kind])
 
-    for held, ops in zip(plan.tensors, schedule.order, strict=True):
-        yield [
-            for_each_use(ops, touches(used, bucket), touches(made, bucket), parse_op(bucket.after))
-            for bucket in held.exchanged
-        ]
+    def use_of(bucket: Bucket, ops: Sequence[Op]) -> BucketUse:
+        last = parse_op(bucket.after)
+        if per_use:
+            return for_each_use(ops, touches(used, bucket), touches(accumulated, bucket), last)
+        return once(parse_op(bucket.before) if plan.shard else None, last)
+
+    return tuple(
+        (
+            *(use_of(bucket, ops) for bucket in tensors.buckets),
+            *(use_of(bucket, ops)._replace(sums=()) for bucket in tensors.frozen),
+        )
+        for tensors, ops in zip(plan.tensors, schedule.order, strict=True)
+    )
 
 
 def _positions(ops: Sequence[Op], names: Mapping[Color, Sequence[str]]) -> dict[str, int]:
     """The position of the last of the ops whose sections have each name."""
-    found: dict[str, int] = {}
+    positions: dict[str, int] = {}
     for position, op in enumerate(ops):
         for phase in PHASES[op.kind]:
-            found |= dict.fromkeys(names.get(Color(op.stage, phase), ()), position)
-    return found
+            positions |= dict.fromkeys(names.get(Color(op.stage, phase), ()), position)
+    return positions
 
 
 def _cut(names: Iterator[str], nbytes: Callable[[str], int]) -> Iterator[list[str]]:
     """The names in order, cut into lists of at most MOST_BYTES, or of one name."""
-    found: list[str] = []
+    members: list[str] = []
     total = 0
     for name in names:
-        own = nbytes(name)
-        if found and total + own > MOST_BYTES:
-            yield found
-            found, total = [], 0
-        found.append(name)
-        total += own
-    yield found
+        size = nbytes(name)
+        if members and total + size > MOST_BYTES:
+            yield members
+            members, total = [], 0
+        members.append(name)
+        total += size
+    yield members

@@ -11,7 +11,7 @@ from replicas_worker import CASES, MICROBATCHES, RANKS, REPLICAS, Case
 from safetensors.torch import load_file
 from zoo import relative_error
 
-from fxpipe.errors import OptionError
+from fxpipe.errors import OptionError, RunError
 from fxpipe.plan.artifact import TensorLayout
 from fxpipe.plan.rows import ShardName
 from fxpipe.training.model.shards import divide
@@ -99,6 +99,18 @@ def test_other_keys_for_each_replica():
     pipe, batch = case.compiled(case.made(), REPLICAS), case.batches()[0]
     keys = [rt.key(0) for rt in pipe.run_local(batch).runtimes]
     assert keys[0] == keys[1] != keys[RANKS] == keys[RANKS + 1]
+
+
+def test_the_number_of_another_bucket_is_an_error():
+    """Python would take the last bucket for -1, and a sum of frozen parameters would be one of zeros."""
+    case = Case(worker.Tied)
+    rt = case.compiled(case.made(), REPLICAS).run_local(case.batches()[0]).runtimes[0]
+    for number in (-1, len(rt.buckets)):
+        with pytest.raises(RunError, match=f"the bucket {number} of {len(rt.buckets)}"):
+            rt.reduce_gradients(number)
+    rt.buckets[0].is_frozen = True
+    with pytest.raises(RunError, match="no gradients to sum"):
+        rt.reduce_gradients(0)
 
 
 def test_shards_are_of_whole_rows():

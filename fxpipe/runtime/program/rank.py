@@ -23,7 +23,7 @@ from fxpipe.runtime.torch_private import multiply_each
 
 if TYPE_CHECKING:  # most programs run without them
     from fxpipe.runtime.program.lanes import Lanes
-    from fxpipe.runtime.program.replicas import GradientBucket, Replicas, Shards
+    from fxpipe.runtime.program.replicas import Bucket, Replicas, Shards
 
 
 @dataclass(eq=False)
@@ -57,7 +57,7 @@ class Runtime:
     collected: Collected = field(default_factory=Collected)
     replicas: Replicas | None = None
     shards: Shards | None = None
-    buckets: Sequence[GradientBucket] = ()
+    buckets: Sequence[Bucket] = ()
     validate: Callable[[], bool] | None = None
     weighted: Sequence[tuple[Any, Sequence[float]]] = ()
     weights: Sequence[float] | None = None
@@ -289,12 +289,14 @@ class Runtime:
         """
         if self.replicas is None:
             return
-        grads, mean = self.buckets[bucket], not self.spec.has_count
-        whole, into = grads.begin_sum(self.replicas.index)
-        if grads.flat is None:  # the accumulators go when they are summed
-            for name in grads.names:
+        summed, mean = self._bucket(bucket), not self.spec.has_count
+        if summed.is_frozen:
+            raise RunError(f"The bucket {bucket} has no gradients to sum: its parameters are frozen.")
+        whole, into = summed.begin_sum(self.replicas.index)
+        if summed.flat is None:  # the accumulators go when they are summed
+            for name in summed.names:
                 self.grads.pop(name, None)
-        self._sums.append(self.replicas.reduce(whole, grads.begins, into, mean=mean))
+        self._sums.append(self.replicas.reduce(whole, summed.begins, into, mean=mean))
 
     def wait_gradients(self) -> None:
         """Wait for the sums over the replicas."""
@@ -307,9 +309,9 @@ class Runtime:
     def gather_parameters(self, bucket: int) -> None:
         """Start to give this replica the rows of parameters that other replicas own."""
         if self.shards is not None:
-            params = self.buckets[bucket]
-            rows = params.parameters or (params.own_rows(),)
-            self._gathers[bucket] = rows, self.shards.gather(rows, params.begins)
+            gathered = self._bucket(bucket)
+            tensors = gathered.parameters or (gathered.own_rows(),)
+            self._gathers[bucket] = tensors, self.shards.gather(tensors, gathered.begins)
 
     def wait_parameters(self, bucket: int) -> None:
         """Wait for the rows that other replicas own."""
@@ -319,14 +321,19 @@ class Runtime:
         (first, *_), work = self._gathers.pop(bucket)
         with self._waits_for(_REPLICAS):
             self.shards.wait(work)
-        if not self.buckets[bucket].parameters:
-            self.params |= self.buckets[bucket].views(first)
+        if not self._bucket(bucket).parameters:
+            self.params |= self._bucket(bucket).views(first)
 
     def free_parameters(self, bucket: int) -> None:
         """Free the parameters of a bucket, but for the rows that this replica owns."""
         if self.shards is not None:
-            for name in self.buckets[bucket].names:
+            for name in self._bucket(bucket).names:
                 del self.params[name]
+
+    def _bucket(self, number: int) -> Bucket:
+        if not 0 <= number < len(self.buckets):
+            raise RunError(f"The program names the bucket {number} of {len(self.buckets)}.")
+        return self.buckets[number]
 
     def all_reduce_gradient(self, name: str, ranks: tuple[int, ...]) -> None:
         """Sum the gradient of a parameter that several ranks hold; all of them get the same bits.

@@ -11,38 +11,50 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from fxpipe.plan.rows import ShardName
 from fxpipe.plan.step import Shard
 from fxpipe.plan.tensors import accum_dtype
 from fxpipe.runtime.program.comm import Exchange, in_memory_order
 
 
+class Piece(NamedTuple):
+    """Rows of a parameter in a bucket.  ``name``: of the rows; that of the parameter, if they are all of it.
+    ``begin``, ``end``: of its elements in the bucket."""
+
+    name: ShardName
+    begin: int
+    end: int
+
+
 @dataclass(eq=False)
-class GradientBucket:
-    """A bucket of gradients, or of frozen parameters.  ``flat``: the memory of its gradients.  ``begins``:
-    where the shards begin, and the end of the last.
+class Bucket:
+    """A bucket of a plan in this process: its memory, its division by the replicas, and its use.
 
+    ``flat``: the memory of its gradients.  ``begins``: where the shards begin, and the end of the last.
     None for memory that is made when it is needed, of ``dtype`` on ``device``.  ``layouts``: the shapes and
-    strides of the gradients, and of their parameters.
+    strides of the gradients, and of their parameters.  ``is_frozen``: whether it has parameters alone.
 
-    ``level``: what replicas divide between them.  ``parameters``: those of the gradients, where each replica
-    has all of them and has updated rows alone.  ``owned``: else the rows of them that this replica has, each
-    with its place in the bucket, of ``parameter_dtype``.  ``summed``: the gradients that this replica has
-    after the sum.
+    ``level``: what replicas divide between them.  ``pieces``: the rows that this replica owns, in its shard.
+    ``parameters``: those of the gradients, where each replica has all of them and has updated rows alone.
+    ``owned``: else the rows that this replica has, of ``parameter_dtype``, one for each piece.
+    ``summed``: the gradients that this replica has after the sum.
     """
 
-    names: tuple[str, ...]
+    names: tuple[ShardName, ...]
     layouts: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
     dtype: torch.dtype
     device: torch.device
     flat: torch.Tensor | None
     begins: tuple[int, ...]
     level: Shard = ""
+    is_frozen: bool = False
+    pieces: tuple[Piece, ...] = ()
     parameters: tuple[torch.Tensor, ...] = ()
-    owned: tuple[tuple[slice, torch.Tensor], ...] = ()
+    owned: tuple[torch.Tensor, ...] = ()
     parameter_dtype: torch.dtype | None = None
     summed: torch.Tensor | None = None
 
@@ -55,17 +67,17 @@ class GradientBucket:
 
     def views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
         """The gradients, or parameters, in a bucket's memory."""
-        views, begin = {}, flat.storage_offset()
+        tensors, begin = dict[str, torch.Tensor](), flat.storage_offset()
         for name, (shape, stride) in zip(self.names, self.layouts, strict=True):
-            views[name] = flat.as_strided(shape, stride, begin)
+            tensors[name] = flat.as_strided(shape, stride, begin)
             begin += math.prod(shape)
-        return views
+        return tensors
 
     def own_rows(self) -> torch.Tensor:
         """New memory for all parameters, with the rows that this replica has."""
         flat = torch.empty(self.begins[-1], dtype=self.parameter_dtype, device=self.device)
-        for place, rows in self.owned:
-            flat[place].copy_(in_memory_order(rows).view(-1))
+        for piece, rows in zip(self.pieces, self.owned, strict=True):
+            flat[piece.begin : piece.end].copy_(in_memory_order(rows).view(-1))
         return flat
 
     def begin_sum(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -87,9 +99,9 @@ class GradientBucket:
 class Accumulators(dict[str, torch.Tensor]):
     """The accumulators of a program in buckets, each of which is made when an op first adds to it."""
 
-    def __init__(self, buckets: Sequence[GradientBucket]) -> None:
+    def __init__(self, buckets: Sequence[Bucket]) -> None:
         super().__init__()
-        self._buckets = {name: bucket for bucket in buckets for name in bucket.names}
+        self._buckets: dict[str, Bucket] = {name: bucket for bucket in buckets for name in bucket.names}
 
     def __missing__(self, name: str) -> torch.Tensor:
         bucket = self._buckets[name]

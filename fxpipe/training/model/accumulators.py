@@ -16,8 +16,8 @@ from fxpipe.plan.artifact import Plan, holders
 from fxpipe.plan.rows import ShardName
 from fxpipe.plan.tensors import dtype_of
 from fxpipe.runtime.program.rank import Runtime
-from fxpipe.runtime.program.replicas import Accumulators, GradientBucket
-from fxpipe.training.model.shards import Division
+from fxpipe.runtime.program.replicas import Accumulators, Bucket, Replicas
+from fxpipe.training.model.shards import divide
 from fxpipe.training.model.speculative_update import set_grad
 from fxpipe.training.model.zeroed import take_zeroed
 
@@ -31,10 +31,7 @@ def begin_buckets(state: ModelState, rt: Runtime) -> None:
     """Give the program the buckets by which it gathers parameters, before it begins."""
     rt.grads = {}
     if rt.replicas is not None and state.plan.shard:
-        rt.buckets = [
-            sharded_bucket(state, names, division, rt.replicas.index)
-            for names, division in state.divisions(rt.rank)
-        ]
+        rt.buckets = sharded_buckets(state, rt.rank, rt.replicas)
 
 
 def accumulators(state: ModelState, rt: Runtime) -> Finish:
@@ -73,9 +70,7 @@ def zeros(state: ModelState, name: ShardName) -> torch.Tensor:
     return replace(layout, dtype=str(dtype)).empty(state.device).zero_()
 
 
-def zero_buckets(
-    state: ModelState, rank: int, replicas: int
-) -> tuple[dict[str, torch.Tensor], list[GradientBucket]]:
+def zero_buckets(state: ModelState, rank: int, replicas: int) -> tuple[dict[str, torch.Tensor], list[Bucket]]:
     """New accumulators of a rank, in buckets."""
     buckets = [_new(state, names, replicas) for names in names_of_buckets(state.plan, rank)]
     return {name: view for bucket in buckets for name, view in bucket.views(bucket.whole).items()}, buckets
@@ -153,29 +148,25 @@ def _sharded(state: ModelState, rt: Runtime, replica: int) -> Finish:
     """Each replica has the gradients of its own rows.  With ``shard="optimizer"`` the accumulators stay
     between steps, and these gradients are a part of them; else each bucket has some from the first op that
     adds to it until it is summed."""
-    level, stored = state.plan.shard, state.accumulators
-    buckets, owned_pieces = rt.buckets, []
-    of_gradients = buckets[: len(names_of_buckets(state.plan, rt.rank))]
-    for k, (bucket, (_, division)) in enumerate(zip(of_gradients, state.divisions(rt.rank), strict=False)):
-        mine = division.pieces[replica]
-        for piece in mine:
+    level = state.plan.shard
+    buckets = [bucket for bucket in rt.buckets if not bucket.is_frozen]
+    for bucket in buckets:
+        for piece in bucket.pieces:
             parameter = state.parameter(piece.name)
             if parameter.grad is not None and take_zeroed(parameter.grad):
                 parameter.grad = None
             elif parameter.grad is not None and level == "optimizer":  # it is a part of what is zeroed here
                 set_grad(parameter, parameter.grad.clone())
         if level == "optimizer":
-            bucket.flat = stored.setdefault(k, bucket.whole)
+            bucket.flat = state.accumulators.setdefault(bucket.names, bucket.whole)
             bucket.flat.zero_()
-        owned_pieces.append(mine)
-    rt.grads = Accumulators(of_gradients)
+    rt.grads = Accumulators(buckets)
 
     def finish() -> None:
-        for bucket, shard in zip(of_gradients, owned_pieces, strict=True):
+        for bucket in buckets:
             assert bucket.summed is not None, "the program sums all buckets"
-            first = bucket.begins[replica]
-            for piece in shard:
-                parameter = state.parameter(piece.name)
+            for piece in bucket.pieces:
+                parameter, first = state.parameter(piece.name), bucket.begins[replica]
                 rows = bucket.summed[piece.begin - first : piece.end - first]
                 grad = rows.as_strided(parameter.shape, parameter.stride())
                 if parameter.grad is None:
@@ -189,26 +180,32 @@ def _sharded(state: ModelState, rt: Runtime, replica: int) -> Finish:
     return finish
 
 
-def sharded_bucket(
-    state: ModelState, names: tuple[ShardName, ...], division: Division, replica: int
-) -> GradientBucket:
-    """A bucket of which this replica owns rows, without accumulators."""
-    bucket = _new(state, names, len(division.pieces))
-    bucket.begins, bucket.level = division.begins, state.plan.shard
+def sharded_buckets(state: ModelState, rank: int, replicas: Replicas) -> list[Bucket]:
+    """The buckets of a rank by their numbers, without accumulators; this replica owns rows of each."""
+    tensors = state.plan.tensors[rank]
+    frozen = [_sharded_bucket(state, bucket.gradients, replicas) for bucket in tensors.frozen]
+    for bucket in frozen:
+        bucket.is_frozen = True
+    return [*(_sharded_bucket(state, bucket.gradients, replicas) for bucket in tensors.buckets), *frozen]
+
+
+def _sharded_bucket(state: ModelState, names: tuple[ShardName, ...], replicas: Replicas) -> Bucket:
+    bucket, division = _new(state, names, replicas.number), divide(names, state.plan.layouts, replicas.number)
+    bucket.begins, bucket.pieces = division.begins, division.pieces[replicas.index]
+    bucket.level = state.plan.shard
     if state.divides_parameters:
-        shard = division.pieces[replica]
-        bucket.owned = tuple((slice(p.begin, p.end), state.value(p.name)) for p in shard)
+        bucket.owned = tuple(state.value(piece.name) for piece in bucket.pieces)
         bucket.parameter_dtype = dtype_of(state.layout(names[0]).dtype)
     else:
         bucket.parameters = tuple(state.value(name) for name in names)
     return bucket
 
 
-def _new(state: ModelState, names: tuple[ShardName, ...], replicas: int) -> GradientBucket:
+def _new(state: ModelState, names: tuple[ShardName, ...], replicas: int) -> Bucket:
     """A bucket, whose shards differ by at most one element."""
     layouts = [state.layout(name) for name in names]
     size = sum(torch.Size(layout.shape).numel() for layout in layouts)
-    return GradientBucket(
+    return Bucket(
         names,
         tuple((layout.shape, layout.stride) for layout in layouts),
         state.plan.gradient_dtype(dtype_of(layouts[0].dtype)),
@@ -218,7 +215,7 @@ def _new(state: ModelState, names: tuple[ShardName, ...], replicas: int) -> Grad
     )
 
 
-def _memory_of(grads: Sequence[torch.Tensor | None], bucket: GradientBucket) -> torch.Tensor | None:
+def _memory_of(grads: Sequence[torch.Tensor | None], bucket: Bucket) -> torch.Tensor | None:
     """The memory in which the gradients of a bucket lie, one behind the other."""
     first, size = grads[0], bucket.begins[-1]
     if first is None or first.dtype != bucket.dtype:

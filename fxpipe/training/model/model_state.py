@@ -34,7 +34,7 @@ from fxpipe.training.model.partial_model import (
     watch_updates,
 )
 from fxpipe.training.model.pending_update import PendingUpdate
-from fxpipe.training.model.shards import Division, divide, owned
+from fxpipe.training.model.shards import owned
 
 
 @dataclass(eq=False)
@@ -46,8 +46,8 @@ class ModelState:
     process, whose tensors may be replaced between two steps; None if there is none (any more): under torchrun
     a pipeline does not keep it alive, as a rank needs only its part.  ``synchronized``: whether the model of
     each rank has the trained values of all ranks.  ``stale``: whether other replicas have
-    rows of parameters with newer values.  ``accumulators``: by bucket, those that stay between steps
-    beside ``.grad``.  ``run``: a name of the run, the same after it was resumed.
+    rows of parameters with newer values.  ``accumulators``: by the names of a bucket, those that stay between
+    steps beside ``.grad``.  ``run``: a name of the run, the same after it was resumed.
     ``then``: its hooks and frozen parameters when it was compiled.  ``lane``: that of a state of one lane,
     made by a process that runs all.  ``rows``: the parameters of rows of tables.  ``registered``: the model's
     tensors under torchrun, which may live longer than a module around them.  ``watch``: of updates by any
@@ -64,7 +64,7 @@ class ModelState:
     synchronized: bool = False
     run: str = field(default_factory=lambda: secrets.token_hex(8))
     stale: bool = False
-    accumulators: dict[int, torch.Tensor] = field(default_factory=dict)
+    accumulators: dict[tuple[ShardName, ...], torch.Tensor] = field(default_factory=dict)
     borrowed: dict[str, torch.Tensor] = field(default_factory=dict)
     lane: int | None = None
     rows: dict[str, nn.Parameter] = field(default_factory=dict)
@@ -98,12 +98,6 @@ class ModelState:
     def owned_by(self, rank: int) -> RankTensors:
         """The tensors that this process owns, which has this rank, or all of them."""
         return self.owned[rank if self.process is None else self.process.world_rank]
-
-    def divisions(self, rank: int) -> list[tuple[tuple[ShardName, ...], Division]]:
-        """The buckets of a rank, as replicas divide them: those of gradients, and of frozen parameters."""
-        replicas = 1 if self.process is None else self.process.replicas
-        buckets = [bucket.gradients for bucket in self.plan.tensors[rank].exchanged]
-        return [(names, divide(names, self.plan.layouts, replicas)) for names in buckets]
 
     @property
     def divides_parameters(self) -> bool:

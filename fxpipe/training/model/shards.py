@@ -8,22 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, pairwise
+from functools import cache
+from itertools import pairwise
 
 import torch
 
-from fxpipe.plan.artifact import Plan, RankTensors, TensorLayout
+from fxpipe.plan.artifact import Bucket, Plan, RankTensors, TensorLayout
 from fxpipe.plan.rows import ShardName
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Rows of a parameter in a bucket.  ``name``: of the rows; that of the parameter, if they are all of it.
-    ``begin``, ``end``: of its elements in the bucket."""
-
-    name: ShardName
-    begin: int
-    end: int
+from fxpipe.runtime.program.replicas import Piece
 
 
 @dataclass(frozen=True)
@@ -82,21 +74,18 @@ def owned(plan: Plan, replicas: int) -> tuple[RankTensors, ...]:
     """
     if not plan.shard or replicas == 1:
         return plan.tensors * replicas
-    divisions = [
-        [divide(b.gradients, plan.layouts, replicas) for b in rank.exchanged] for rank in plan.tensors
-    ]
 
-    def of(replica: int, rank_tensors: RankTensors, division_of_buckets: Sequence[Division]) -> RankTensors:
-        pieces = [[piece.name for piece in division.pieces[replica]] for division in division_of_buckets]
-        trained = tuple(chain(*pieces[: len(rank_tensors.buckets)]))
-        frozen = chain(*pieces[len(rank_tensors.buckets) :])
-        divided = (bucket.gradients for bucket in rank_tensors.exchanged)
-        whole = set(rank_tensors.parameters).difference(*divided)
-        parameters = (*sorted(whole), *trained, *frozen)
-        return replace(rank_tensors, parameters=parameters, gradients=trained, buckets=(), frozen=())
+    @cache
+    def division(bucket: Bucket) -> Division:
+        return divide(bucket.gradients, plan.layouts, replicas)
 
-    return tuple(
-        of(replica, rank, buckets)
-        for replica in range(replicas)
-        for rank, buckets in zip(plan.tensors, divisions, strict=True)
-    )
+    def of(replica: int, tensors: RankTensors) -> RankTensors:
+        def rows(buckets: Sequence[Bucket]) -> tuple[ShardName, ...]:
+            return tuple(piece.name for each in buckets for piece in division(each).pieces[replica])
+
+        whole = set(tensors.parameters).difference(*(bucket.gradients for bucket in tensors.exchanged))
+        trained = rows(tensors.buckets)
+        parameters = (*sorted(whole), *trained, *rows(tensors.frozen))
+        return replace(tensors, parameters=parameters, gradients=trained, buckets=(), frozen=())
+
+    return tuple(of(replica, tensors) for replica in range(replicas) for tensors in plan.tensors)

@@ -24,7 +24,13 @@ from fxpipe.runtime.ranks.connect import connect
 from fxpipe.runtime.ranks.heap import give_back_large_tensors
 from fxpipe.runtime.ranks.local import LocalComm, LocalWorld
 from fxpipe.runtime.ranks.replicas import DistributedReplicas
-from fxpipe.training.model.accumulators import Finish, accumulators, begin_buckets, check_rows, sharded_bucket
+from fxpipe.training.model.accumulators import (
+    Finish,
+    accumulators,
+    begin_buckets,
+    check_rows,
+    sharded_buckets,
+)
 from fxpipe.training.optimizer.batch_digest import (
     SAME_OPTIONS,
     Facts,
@@ -179,8 +185,7 @@ class Runner(LocalRunner):
         assert shards is not None
         gathered: dict[str, torch.Tensor] = {}
         with process.watch.collective():
-            for names, division in state.divisions(process.rank):
-                bucket = sharded_bucket(state, names, division, process.replica)
+            for bucket in sharded_buckets(state, process.rank, shards):
                 rows = bucket.parameters or (bucket.own_rows(),)
                 shards.wait(shards.gather(rows, bucket.begins))
                 gathered |= {} if bucket.parameters else bucket.views(rows[0])
@@ -244,14 +249,12 @@ class Runner(LocalRunner):
         """Exchange zeros of the size of each bucket: a communicator connects for each kind and size."""
         assert self.process is not None
         with self.process.watch.collective():
-            summed = len(self.plan.tensors[self.process.rank].buckets)
-            for k, (names, division) in enumerate(self.state.divisions(self.process.rank)):
-                bucket = sharded_bucket(self.state, names, division, self.process.replica)
-                if k < summed:
+            for bucket in sharded_buckets(self.state, self.process.rank, replicas):
+                if not bucket.is_frozen:
                     replicas.wait(replicas.reduce(bucket.whole, bucket.begins, bucket.whole, mean=False))
                 if self.plan.shard:
-                    rows = bucket.whole if k < summed else bucket.own_rows()
-                    replicas.wait(replicas.gather((rows,), bucket.begins))
+                    given = bucket.own_rows() if bucket.is_frozen else bucket.whole
+                    replicas.wait(replicas.gather((given,), bucket.begins))
 
     @cached_property
     def _own_program(self) -> Program:
