@@ -62,6 +62,12 @@ def functionalize(module: fx.GraphModule, inputs: list[Any]) -> fx.GraphModule:
                 f"{node.target} writes to its arguments, which can be followed for torch's own ops alone "
                 f"({node.meta['origin']}). Let the op return what it would write."
             )
+        # Functionalization computes both new values from the old one, and the last of them stays.
+        if len({*overwritten(node)}) < len(overwritten(node)):
+            raise CaptureError(
+                f"{node.target} writes to one tensor twice, which cannot be followed "
+                f"({node.meta['origin']}). Let it write to each tensor once."
+            )
     known: dict[str, fx.Graph | None] = {}
     for node in _mutating(module.graph):
         if _writes_to_unshared(node):
@@ -157,7 +163,7 @@ def _writes_to_unshared(node: fx.Node) -> bool:
 def _writes_to_inputs_last(node: fx.Node) -> bool:
     """Whether the op writes to placeholders alone, which have no views and are not used any more."""
     inputs = overwritten(node)
-    if not inputs or len(set(inputs)) < len(inputs):
+    if not inputs:
         return False
     if _returns_argument(node.target) and any(
         is_view(user) or is_mutating(user) or user.target is operator.getitem for user in node.users

@@ -14,6 +14,7 @@ from torch import fx, nn
 
 from fxpipe.capture import functional
 from fxpipe.capture.trace import Captured, capture
+from fxpipe.errors import CaptureError
 from fxpipe.ir import compat
 from fxpipe.ir.storage import call_nodes
 
@@ -121,6 +122,13 @@ def seen_before(h: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     return h * row.sum()
 
 
+def evaluated() -> nn.Module:
+    """A batch norm that is frozen within a training step: its backward reads the running statistics."""
+    norm = nn.BatchNorm1d(6).eval()
+    norm.running_mean, norm.running_var = torch.linspace(-1, 1, 6), torch.linspace(0.5, 3, 6)
+    return norm
+
+
 ALONE = {
     "dropped": dropped,
     "masked": masked,
@@ -128,6 +136,7 @@ ALONE = {
     "its like": added_to_its_like,
     "other dtype": other_dtype,
     "batch norm": nn.Sequential(nn.BatchNorm1d(6), nn.ReLU(inplace=True)),
+    "batch norm in evaluation": evaluated(),
     "counted": Buffer(counted),
     "overwritten": Buffer(overwritten),
 }
@@ -182,13 +191,16 @@ def test_the_same_graph_as_of_a_second_trace(name: str, monkeypatch: pytest.Monk
         assert names(found) == names(expected)
 
 
-@pytest.mark.parametrize("name", ["itself", "its like", "rows", "item of several", "alike in rows"])
+NUMBERS = ["itself", "its like", "rows", "item of several", "alike in rows", "batch norm in evaluation"]
+
+
+@pytest.mark.parametrize("name", NUMBERS)
 def test_numbers_are_those_of_eager(name: str) -> None:
     found, x = captured(ALL[name]), torch.randn(5, 4)
     torch.manual_seed(0)
     model = Net(ALL[name])
     inputs = [n.meta["input"] for n in found.graph.find_nodes(op="placeholder")]
-    values = {**dict(model.named_parameters()), "x": x}
+    values = {**dict(model.named_parameters()), **dict(model.named_buffers()), "x": x}
     module = fx.GraphModule(nn.Module(), found.graph)
     outputs = module(*(values[given.name].detach() for given in inputs))
     loss = model(x)
@@ -214,6 +226,24 @@ def test_only_what_shares_memory_takes_a_second_trace(name: str, monkeypatch: py
         copied = Counter(str(node.target) for node in retrace._copies)
         assert (copied["aten.addmm.default"], copied["aten.mm.default"]) == (2, 3)  # of both linear layers
         assert not any(functional.is_mutating(node) for node in retrace._copies)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda value, h: torch._foreach_add_([value, value], 1.0),
+        lambda value, h: torch.batch_norm(h, None, None, value, value, True, 0.1, 1e-5, False),
+    ],
+)
+def test_an_op_that_writes_twice_to_one_tensor_is_refused(write: Callable[..., Any]) -> None:
+    """Eager adds 2; torch's functionalization computes both values from the old one, which adds 1."""
+
+    def change(h: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        write(value, h.detach())
+        return h * value
+
+    with pytest.raises(CaptureError, match="writes to one tensor twice"):
+        captured(Buffer(change))
 
 
 def test_values_that_are_traced_again_keep_their_layout() -> None:
