@@ -15,7 +15,9 @@ from fxpipe.schedule.lowering.deadlock import prove
 from fxpipe.schedule.lowering.instructions import (
     Compute,
     Instruction,
+    Message,
     PostRecv,
+    Programs,
     Send,
     StartCollective,
     Validate,
@@ -112,8 +114,26 @@ def in_programs(schedule: Schedule, costs: Costs) -> tuple[int, ...]:
     programs = with_validation(programs, schedule.placement)
     prove(programs, schedule.placement)
     prove(tuple(repeated(program, schedule.microbatches) for program in programs), schedule.placement)
-    before = [takewhile(lambda i: not isinstance(i, Validate), program) for program in programs]
-    return tuple(sum(isinstance(i, Compute) for i in own) for own in before)
+    before = warm_ups(programs)
+    assert messages_of(before, Send) == messages_of(before, PostRecv)
+    return tuple(sum(isinstance(i, Compute) for i in warm_up) for warm_up in before)
+
+
+def warm_ups(programs: Programs) -> list[list[Instruction]]:
+    return [[*takewhile(lambda i: not isinstance(i, Validate), program)] for program in programs]
+
+
+def messages_of(programs: list[list[Instruction]], kind: type[Send | PostRecv]) -> set[Message]:
+    return {message for program in programs for i in program if isinstance(i, kind) for message in i.messages}
+
+
+def test_a_receive_of_what_a_warm_up_sends_and_what_it_does_not():
+    """F1 takes the values of F0 and of B0 as one operation, so F0 sends its own behind the verdict, too."""
+    schedule = hand("F0.0 BW0.0\nF1.0 BW1.0", (0, 1), 1)
+    edges = tuple(Edge(Color(0, phase), Color(1, Phase.F)) for phase in (Phase.F, Phase.B))
+    programs = with_validation(lower(schedule, edges), schedule.placement)
+    assert [len(warm_up) for warm_up in warm_ups(programs)] == [0, 0]
+    prove(tuple(repeated(program, 1) for program in programs), schedule.placement)
 
 
 def repeated(program: Sequence[Instruction], microbatches: int) -> tuple[Instruction, ...]:
