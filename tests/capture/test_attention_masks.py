@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import fxpipe
 from fxpipe.capture.trace import capture
-from fxpipe.errors import OptionError
+from fxpipe.errors import OptionError, SizeError
 from fxpipe.ir.ops import is_causal, node_flops
 from fxpipe.viz.explanation import explain
 
@@ -186,3 +186,24 @@ def test_at_other_sizes_a_mask_is_dropped_where_it_is_so_in_all() -> None:
     x = torch.randn(2, 12, WIDTH)  # of which fxpipe takes shorter ones, within the window as well
     pipe = fxpipe.compile(Windowed(), (x,), ranks=1, microbatches=1, dimensions={"length": 12})
     assert [r.ops for r in pipe.plan.rewrites] == [2]
+
+
+def test_a_number_of_masks_that_depends_on_the_length():
+    """The traces at other sizes never agree on these masks, so another try would be without end."""
+
+    class Repeated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            length = x.shape[1]
+            x = self.layer(x)
+            for _ in range(length // 4):
+                mask = torch.ones(length, length, dtype=torch.bool).tril()
+                x = x + F.scaled_dot_product_attention(x, x, x, mask)
+            return x.square().mean()
+
+    x = torch.randn(2, 12, WIDTH)
+    with pytest.raises(SizeError, match="made of other ops at other sizes"):
+        fxpipe.compile(Repeated(), (x,), ranks=1, microbatches=1, dimensions={"length": 12})
