@@ -90,7 +90,7 @@ class Costing:
         phase: Phases,
         sizes: Mapping[str, int] | None = None,
     ) -> None:
-        """sizes: other lengths than the example's, of a step whose dimensions have names."""
+        """The costs are at ``sizes``: other lengths than the example's, if dimensions have names."""
         self._options, self.tried, self._cuts = options, tried, cuts
         self._model, self._cluster = model, cluster
         self._device, self._known, self._bandwidth = device, known, bandwidth
@@ -142,7 +142,7 @@ class Costing:
             )
 
     def balanced(self, of: Stages, chosen: Chosen) -> Stages | None:
-        """The same step, cut such that the ranks are balanced, where those of a V placement are uneven."""
+        """Cut the step such that the ranks are balanced, where those of a V placement are uneven."""
         problem = chosen.result.problem
         work = [problem.arrays.work(rank) for rank in range(problem.ranks)]
         if not problem.is_v or max(work) <= (1 + SLACK) * sum(work) / len(work):
@@ -151,7 +151,7 @@ class Costing:
         return self._cut_again(of, replace(of.options, placements=(problem.shape,), balanced=ranks))
 
     def lighter(self, of: Stages, chosen: Chosen) -> Stages | None:
-        """The same step in as many stages, cut where fewer values cross."""
+        """Cut the step in as many stages where fewer values cross."""
         result = chosen.result
         assert of.step.cut is not None, "it was cut by its costs"
         vocabulary = result.problem.vocabulary
@@ -298,7 +298,7 @@ def _if_no_slower(
 
 
 def _on_other_costs(result: SearchResult, problem: Problem, effort: float | None) -> Iterator[SearchResult]:
-    """The same order, if it moves nothing to the host, and that of its family for these costs."""
+    """Yield the order on these costs, if it moves nothing to the host, and that of its family for them."""
     if problem.offload is None:
         with suppress(DeadlockError):  # a value that skips stages goes another way in another cut
             yield SearchResult(problem, simulate(result.schedule, problem.costs))

@@ -14,8 +14,9 @@ from fxpipe.compiler.options import Options
 
 @dataclass(frozen=True, eq=False)
 class Compilation:
-    """``example``: one microbatch.  ``loss_fn``: as for ``fxpipe.compile``.  ``device``: of the model.
-    ``has_group``: whether the script has made torch.distributed's default process group."""
+    """What a user compiles.  ``example``: one microbatch.  ``loss_fn``: as for ``fxpipe.compile``.
+     ``device``: of the model. ``has_group``: whether the script has made torch.distributed's default process
+    group."""
 
     model: nn.Module
     example: Any

@@ -8,9 +8,8 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
-from fxpipe.compiler.passes import PASSES, CutOptions, Offloaded, StepGraphs, run_passes
+from fxpipe.compiler.passes import PASSES, CutOptions, Offloaded, StepGraphs, Uncut, run_passes
 from fxpipe.compiler.progress import Phases
-from fxpipe.compiler.shared_cuts import Uncut
 from fxpipe.cost.nodes import CHEAPER_IN_PLACE
 from fxpipe.errors import PartitionError
 from fxpipe.ir.compat import copy_graph

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
@@ -9,22 +10,25 @@ from itertools import pairwise
 from torch import fx
 
 from fxpipe.capture.trace import Captured
+from fxpipe.certificate.check import check
 from fxpipe.codegen.collectives import collectives
 from fxpipe.codegen.program import program_source
 from fxpipe.codegen.rank_plan import RankPlan
 from fxpipe.codegen.signatures import signatures
 from fxpipe.compiler.buckets import bucket_uses
-from fxpipe.compiler.certify import captured_as_data, certified
 from fxpipe.compiler.compilation import Compilation
 from fxpipe.compiler.cut import Cut, finished
 from fxpipe.compiler.make_plan import make_plan
 from fxpipe.compiler.progress import Phases
 from fxpipe.compiler.tensor_ownership import tied_gradients
-from fxpipe.errors import ScheduleError, number_of
+from fxpipe.errors import ArtifactError, ScheduleError, VerifyError, number_of
+from fxpipe.ir.captured import captured_step
+from fxpipe.ir.compat import copy_graph
 from fxpipe.ir.liveness import Liveness
 from fxpipe.ir.sections import compiles, is_compiled, requested_outputs
 from fxpipe.ir.storage import call_nodes, graph_outputs, node_bytes
 from fxpipe.plan.artifact import Artifact, Plan
+from fxpipe.plan.captured import CapturedStep
 from fxpipe.runtime.program.offload import aligned
 from fxpipe.schedule.lowering.deadlock import prove
 from fxpipe.schedule.lowering.instructions import Collective, Programs
@@ -34,6 +38,10 @@ from fxpipe.schedule.offload.memory_pool import Pool
 from fxpipe.schedule.offload.memory_pool import pools as make_pools
 from fxpipe.schedule.ops import PHASES, Phase, Schedule
 from fxpipe.schedule.simulation.timeline import Timeline
+from fxpipe.vocabulary.split import split_vocabulary
+
+#: Problems of the certificate that an error shows.
+MOST_SHOWN = 8
 
 
 def generate(
@@ -66,9 +74,9 @@ def generate(
     prove(instructions, schedule.placement)
     programs = _programs(plan, cut, instructions, pools)
     with phase("check"):
-        step = captured_as_data(captured.graph, cut)
+        step = _captured_as_data(captured.graph, cut)
         if step is not None and options.check:
-            certified(plan, programs, step)
+            _check_programs(plan, programs, step)
     text = "" if step is None else step.to_json()
     return cut, Artifact(plan, programs, captured.constants, plan.number, captured=text)
 
@@ -147,3 +155,33 @@ def _programs(plan: Plan, cut: Cut, instructions: Programs, pools: tuple[Pool, .
             )
         )
     return tuple(programs)
+
+
+def _captured_as_data(graph: fx.Graph, cut: Cut) -> CapturedStep | None:
+    """The captured graph as data, with its vocabulary layers split if those of the cut are; None, with a
+    warning, where an argument of an op has no form as data."""
+    barriers = cut.options.barriers
+    if barriers is not None:
+        graph = copy_graph(graph)
+        split_vocabulary(graph, cut.options.ranks, barriers)
+    try:
+        return captured_step(graph, split=barriers is not None)
+    except TypeError as error:
+        warnings.warn(f"The programs cannot be checked against the captured step: {error}.", stacklevel=2)
+        return None
+
+
+def _check_programs(plan: Plan, programs: tuple[str, ...], captured: CapturedStep) -> None:
+    """Raise VerifyError if the certificate of the programs does not hold; warn where it is not understood."""
+    try:
+        certificate = check(plan, programs, captured)
+    except ArtifactError as error:
+        warnings.warn(f"The programs cannot be checked against the captured step: {error}", stacklevel=2)
+        return
+    if not certificate.holds:
+        lines = "\n".join(f"  {problem}" for problem in certificate.problems[:MOST_SHOWN])
+        raise VerifyError(
+            "The programs are not the captured step. This is an error of fxpipe: please report it, with the "
+            "model (check=False compiles without this check); of a pass of your own, see docs/certificate.md."
+            f"\n{lines}"
+        )

@@ -136,7 +136,7 @@ def compare_meshes(
 
 
 def fastest_mesh(tried: Sequence[TriedMesh]) -> TriedMesh:
-    """Of equally fast ones that which divides the least.
+    """The fastest mesh; of equally fast ones the one that divides the least.
 
     Raises ScheduleError, with the reason against each, where there is none.
     """
@@ -166,7 +166,7 @@ class _Search:
     choices: list[Chosen] = field(default_factory=list)
 
     def tried(self, mesh: Mesh, best: float) -> TriedMesh:
-        """best: seconds of the fastest mesh so far."""
+        """Search one mesh.  best: seconds of the fastest mesh so far."""
         effort = self.planned.compilation.options.effort
         options = with_mesh(self.planned.compilation.options, mesh)
         options = replace(options, effort=EFFORT if effort is None else min(effort, EFFORT))

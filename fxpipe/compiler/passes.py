@@ -13,14 +13,15 @@ from typing import NamedTuple
 import torch
 from torch import fx
 
-from fxpipe.compiler.shared_cuts import Uncut
 from fxpipe.cost.nodes import NodeSeconds
 from fxpipe.cost.recomputable import recomputable_nodes
 from fxpipe.errors import PartitionError
+from fxpipe.ir.graph import Free
 from fxpipe.ir.resized import ResizedTraces
+from fxpipe.ir.step_invariants import mean_values, once_values
 from fxpipe.ir.text import graph_text
 from fxpipe.ir.verify import verify
-from fxpipe.partition.chain import CutChain
+from fxpipe.partition.chain import Chain, CutChain
 from fxpipe.partition.coloring import partition
 from fxpipe.passes.accept_any_strides import accept_any_strides
 from fxpipe.passes.captured.compute_marked_values import compute_marked_values
@@ -80,6 +81,35 @@ class CutOptions:
     grad_dtype: torch.dtype | None = None
     backend: str = "eager"
     print_after: str | None = None
+
+
+class Uncut:
+    """What is known before a cut, by the names of nodes: each cut is of a copy of the same graph.
+
+    chain: the forward, where a cut by its costs has been found.
+    """
+
+    def __init__(self) -> None:
+        self.chain: Chain | None = None
+        self._names: tuple[frozenset[str], ...] = ()
+
+    def free(
+        self, graph: fx.Graph, resized: ResizedTraces | None, seconds: NodeSeconds
+    ) -> tuple[set[fx.Node], Free]:
+        """The nodes of a copy that are computed once a step, and those that are free."""
+        if not self._names:
+            once_of, free = once_values(graph, resized), recomputable_nodes(graph, seconds)
+            self._names = (
+                _names(once_of.keys() | mean_values(graph)),
+                _names(free.anywhere),
+                _names(free.in_stage),
+            )
+        once, anywhere, in_stage = ({n for n in graph.nodes if n.name in names} for names in self._names)
+        return once, Free(anywhere, in_stage)
+
+
+def _names(nodes: Set[fx.Node]) -> frozenset[str]:
+    return frozenset(node.name for node in nodes)
 
 
 @dataclass(eq=False)
@@ -149,7 +179,7 @@ def _of_graph(rewrite: Callable[[fx.Graph], None]) -> Pass:
 
 
 def _of_graphs(rewrite: Callable[[fx.Graph], None]) -> Pass:
-    """The same, for the graph and its traces at other sizes."""
+    """A pass that rewrites the graph and its traces at other sizes alike."""
 
     def run(step: StepGraphs, options: CutOptions) -> None:
         for graph in step.graphs:

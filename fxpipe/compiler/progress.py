@@ -18,7 +18,7 @@ class Phases:
     those of the phases within them."""
 
     def __init__(self, title: str, *, ends: bool = True):
-        """ends: with the last phase that is expected; else ``finish`` is called."""
+        """The display ends with the last expected phase if ``ends``; else ``finish`` is called."""
         self._ends = ends
         console = Console(stderr=True)
         self._bar = Progress(
@@ -30,7 +30,7 @@ class Phases:
         self._nested = 0.0  # seconds of the phases within the current one
 
     def expect(self, count: int) -> None:
-        """So many phases are still to come."""
+        """Note that so many phases are still to come."""
         done = self._bar.tasks[self._task].completed
         self._bar.update(self._task, total=done + count)
 
@@ -41,7 +41,7 @@ class Phases:
         self._bar.start()
         try:
             yield
-        except BaseException:
+        except BaseException:  # also Ctrl-C: a bar that goes on would overwrite what the terminal says next
             self._bar.stop()
             raise
         passed = time.perf_counter() - before

@@ -26,8 +26,8 @@ Cuts = tuple[int, ...]
 
 @dataclass(frozen=True)
 class LighterCuts:
-    """problem: with the costs of the stages that ``cut_chain`` gave, the first of which is stage ``first``.
-    ops: of its schedule."""
+    """The search for lighter cuts.  problem: with the costs of the stages that ``cut_chain`` gave, the first
+    of which is stage ``first``. ops: of its schedule."""
 
     cut_chain: CutChain
     first: int
@@ -40,7 +40,7 @@ class LighterCuts:
         order = self.problem.order(self.ops)
 
         def seconds(costs: Costs, enough: float = inf) -> float:
-            """Of the schedule without transfers; ``inf`` where it is above ``enough``."""
+            """The seconds of the schedule without transfers; ``inf`` where it is above ``enough``."""
             problem = replace(self.problem, costs=costs)
             bound = lower_bound(costs, problem.placement, problem.microbatches)
             return inf if bound > enough else problem.time_of(order)
@@ -86,7 +86,8 @@ class LighterCuts:
         )
 
     def _grown(self, edge: Edge, growth: Mapping[int, float]) -> Edge:
-        """growth: of the message behind each stage.  One that skips stages stays as it is."""
+        """The edge with the bytes that cross now.  growth: that of the message behind each stage.  One that
+        skips stages stays as it is."""
         source, target = edge.source.stage, edge.target.stage
         behind = min(source, target)
         if abs(source - target) != 1 or behind not in growth:
@@ -97,7 +98,7 @@ class LighterCuts:
 
 
 def _ever_lighter(weights: Sequence[tuple[float, ...]], places: Sequence[int]) -> Iterator[int]:
-    """Those that weigh less than all before them."""
+    """The places that weigh less than all before them."""
     lightest = weights[places[0]]
     for place in places:
         if weights[place] < lightest:
@@ -106,6 +107,6 @@ def _ever_lighter(weights: Sequence[tuple[float, ...]], places: Sequence[int]) -
 
 
 def _growth(seconds: Sequence[float], before: Cuts, after: Cuts) -> list[float]:
-    """Of each stage the seconds of its positions, relative to those with the cuts ``before``."""
+    """The seconds of each stage's positions, relative to those with the cuts ``before``."""
     old, new = (np.add.reduceat(seconds, [0, *(cut + 1 for cut in cuts)]) for cuts in (before, after))
     return [float(n / o) if o else 1.0 for o, n in zip(old, new, strict=True)]

@@ -207,7 +207,7 @@ def stage_tensors(
     sections: Sequence[Section],
     grad_dtype: torch.dtype | None,
 ) -> dict[int, StageTensors]:
-    """By stage the bytes of what its replicas exchange.  tensors: as ``tensors_of`` gives them."""
+    """The bytes that the replicas of each stage exchange.  tensors: as ``tensors_of`` gives them."""
     trained = {name for each in ownership for name in each.gradients}
     accumulated: defaultdict[int, set[str]] = defaultdict(set)
     frozen: defaultdict[int, set[str]] = defaultdict(set)

@@ -15,7 +15,7 @@ from fxpipe.ir.storage import call_nodes
 
 @dataclass(frozen=True, eq=False)
 class Cluster:
-    """``devices``: one for each rank."""
+    """The devices of a pipeline.  ``devices``: one for each rank."""
 
     devices: tuple[Device, ...]
 

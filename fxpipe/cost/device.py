@@ -26,7 +26,8 @@ class Interconnect:
 
 @dataclass(frozen=True)
 class Device:
-    """``flops``: arithmetic (see ``arithmetic.py``) -> FLOPs a second that large matrix products reach.
+    """A device as costs see it.  ``flops``: arithmetic (see ``arithmetic.py``) -> FLOPs a second that large
+    matrix products reach.
 
     ``memory_bandwidth``: bytes a second from and to device memory; ``memory_size``: its bytes.
     ``intra`` and ``inter``: the links to a rank of the same machine and of another one.
@@ -50,8 +51,8 @@ class Device:
     curves: Mapping[str, Curve] = field(default_factory=dict, hash=False)
 
     def seconds(self, flops: float, bytes: float, arithmetic: str, kind: str = "") -> float:
-        """By the measured curve of the kind; else the roofline: the slower of computing and moving, and no
-        faster than a launch."""
+        """The seconds of an op by the measured curve of its kind; else by the roofline: the slower of
+        computing and moving, and no faster than a launch."""
         roofline = self.rate(arithmetic), self.memory_bandwidth, self.launch
         return float(op_seconds(flops, bytes, arithmetic, kind, roofline, self.curves))
 

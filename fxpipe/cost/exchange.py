@@ -18,7 +18,7 @@ class StageTensors(NamedTuple):
     frozen: int
 
     def gathered(self, shard: str | None) -> int:
-        """Of the parameters that a replica gets of others."""
+        """The bytes of the parameters that a replica gets of others."""
         return self.parameters + (self.frozen if shard == "parameters" else 0)
 
 

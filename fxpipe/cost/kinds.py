@@ -99,7 +99,7 @@ def _kind_of_target(target: Any) -> str:
 
 
 def _least_dimension(node: fx.Node) -> int:
-    """Of the matrices of a product."""
+    """The smallest dimension of the matrices of a product."""
     return min((n for x in (node, *node.all_input_nodes) for t in tensors(x) for n in t.shape), default=0)
 
 

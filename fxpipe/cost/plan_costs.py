@@ -76,7 +76,7 @@ def known_work(work: PlanWork | None) -> PlanWork:
 
 
 def work_on(work: PlanWork, device: Device) -> PlanWork:
-    """The same work with the rates of another device."""
+    """The work with the rates of another device."""
 
     def there(ops: tuple[Work, ...]) -> tuple[Work, ...]:
         return tuple(replace(op, rate=device.rate(op.arithmetic)) for op in ops)

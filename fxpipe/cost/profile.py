@@ -104,7 +104,7 @@ def measured_seconds(
 
 
 def _others(ranks: int, device: torch.device) -> int:
-    """Of so many ranks those that compute beside this one on the cores of this machine."""
+    """The number of ranks, of so many, that compute beside this one on the cores of this machine."""
     if is_accelerator(device):
         return 0
     return max(1, min(ranks, len(os.sched_getaffinity(0)) // torch.get_num_threads())) - 1
@@ -129,7 +129,7 @@ def _timed(section: Section, device: torch.device, known: Known, backend: str) -
         inputs.append(value)
 
     def fill_again() -> None:
-        """Without this, an op that overwrites its input would work on ever smaller or larger numbers."""
+        """An op that overwrites its input would else work on ever smaller or larger numbers."""
         for flat in overwritten:
             _fill(flat, generator)
 

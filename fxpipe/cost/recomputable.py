@@ -40,7 +40,8 @@ def _repeatable(
     at_hand: Set[Kind],
     most: Callable[[fx.Node], float],
 ) -> set[fx.Node]:
-    """``most``: maximum seconds of all ops that lead to a value."""
+    """The ops that are cheaper to recompute than to send.  ``most``: maximum seconds of all ops that lead to
+    a value."""
     changed = set(graph_outputs(graph).buffers)
     leads: dict[fx.Node, frozenset[fx.Node]] = {}  # free node -> the ops that lead to it, itself included
     kinds: dict[fx.Node, frozenset[Kind]] = {}  # free node -> the kinds of inputs that these read

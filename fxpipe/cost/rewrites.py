@@ -14,7 +14,7 @@ from fxpipe.plan.rewrites import Rewrite
 def mask_rewrites(
     graph: fx.Graph, causal: tuple[int, int], without_mask: tuple[int, int], device: Device
 ) -> tuple[Rewrite, ...]:
-    """Those of masks of attention.
+    """The rewrites of attention by what its masks are.
 
     causal, without_mask: the number of calls whose masks were causal, and masked nothing, and the bytes of
     these masks.  A kernel that knows causality does half of the work: the other half is saved.

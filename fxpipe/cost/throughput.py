@@ -1,4 +1,4 @@
-"""How much of its data, and of its devices' arithmetic, a step gets done in a second."""
+"""The data that a step gets done in a second, and its share of the devices' arithmetic."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Throughput:
     peak_seconds: float
 
     def per_second(self, tried: TriedMesh) -> float:
-        """Of all replicas, in the simulated step."""
+        """The units that all replicas get done in a second of the simulated step."""
         assert tried.seconds
         return self.count * tried.mesh.microbatches * tried.mesh.replicas / tried.seconds
 
@@ -56,7 +56,8 @@ def throughputs(
     device: str,
     sizes: Sequence[Mapping[str, int]],
 ) -> list[Throughput]:
-    """For each of the lengths, of a captured step before rewrites: FLOPs of a recomputation do not count.
+    """The throughput at each of the lengths, of a captured step before rewrites: FLOPs of a recomputation do
+    not count.
 
     device: by name.  resized: the step at other lengths, which lengths other than the example's need.
     Raises SizeError for an unknown name, and for a length below one.

@@ -67,7 +67,7 @@ def update_costs(cluster: Cluster, trained: Sequence[Sequence[Trained]], divided
 
 
 def _seconds(device: Device, moved: Sequence[float]) -> float:
-    """moved: the bytes of each parameter that are read and written."""
+    """The seconds of an update.  moved: the bytes of each parameter that are read and written."""
     if not moved:
         return 0.0
     return device.stage_overhead + sum(device.seconds(0, size, "float32", "move") for size in moved)

@@ -63,7 +63,7 @@ class Calls:
     def __call__(
         self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None, **meta: Any
     ) -> fx.Node:
-        """meta: of the node, at least its origin."""
+        """Add a node.  meta: that of the node, at least its origin."""
         name = op_name(target, meta["origin"], self._short)
         node: fx.Node = new_node(self.graph, "call_function", target, args, dict(kwargs or {}), name)
         node.meta.update(meta)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxpipe.ir.compat import schema_of
 from fxpipe.ir.graph import Input, Outputs
 from fxpipe.plan.captured import CAPTURED_FORMAT, CapturedInput, CapturedOp, CapturedStep
 
@@ -68,7 +69,7 @@ def _op(node: fx.Node, numbers: dict[fx.Node, int]) -> CapturedOp:
 def _target(target: Any) -> str:
     if target is operator.getitem:
         return "getitem"
-    return str(target) if hasattr(target, "_schema") else str(target.__name__)
+    return str(target) if schema_of(target) else str(target.__name__)
 
 
 def encoded(argument: Any, numbers: dict[fx.Node, int]) -> Any:
@@ -88,6 +89,6 @@ def encoded(argument: Any, numbers: dict[fx.Node, int]) -> Any:
             return {"device": argument.type}
         case _ if isinstance(argument, torch.dtype | torch.layout | torch.memory_format):
             return {"torch": str(argument)}
-        case _ if hasattr(argument, "_schema"):
+        case _ if schema_of(argument):
             return {"op": str(argument)}
     raise TypeError(f"No data for an argument of type {type(argument).__name__}: {argument!r}")

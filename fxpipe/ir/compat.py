@@ -107,6 +107,15 @@ def compiling_flag() -> Iterator[None]:
         module._is_compiling_flag = before
 
 
+def schema_of(target: Any) -> Any:
+    """The schema of an op; None for a function that is no op."""
+    return getattr(target, "_schema", None)
+
+
+def overload_name(op: OpOverload) -> str:
+    return op._overloadname
+
+
 def current_sequence_number() -> int:
     """The sequence number of the last autograd node of this thread."""
     autograd: Any = torch.autograd
@@ -143,7 +152,7 @@ def is_tracing() -> bool:
 
 
 def _tracer() -> Any:
-    """That of the running make_fx trace."""
+    """The tracer of the running make_fx trace."""
     mode = get_proxy_mode()
     assert mode is not None, "no make_fx trace is running"
     return mode.tracer
@@ -175,7 +184,7 @@ def proxies() -> MutableMapping[torch.Tensor, Any]:
 
 
 def untraced() -> contextlib.AbstractContextManager[object]:
-    """For a block whose ops the running trace is not to record."""
+    """Record none of a block's ops in the running trace."""
     return proxy_tensor.disable_proxy_modes_tracing()
 
 

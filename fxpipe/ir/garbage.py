@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def collector_paused() -> Iterator[None]:
-    """Without the collector, and at the end one collection of what was made meanwhile.
+    """Pause the collector, and at the end collect once what was made meanwhile.
 
     Graphs are many small objects that refer to each other and live until the end: repeated scans of a graph
     take a sixth of the time of ``compile`` and find no garbage.  What was there before, all of torch for

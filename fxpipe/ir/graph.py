@@ -64,7 +64,7 @@ class Kind(StrEnum):
 
 
 def read_buffer(buffer: _T) -> _T:
-    """In the graph: the value of a buffer that the step changes, as the microbatch before left it.
+    """An op of the graph: the value of a buffer that the step changes, as the microbatch before left it.
 
     The one user of the buffer's placeholder, in the section that gives the new value; all other ops use this
     node, so that whoever reads the buffer later, or again, gets the value of its own microbatch.
@@ -73,17 +73,17 @@ def read_buffer(buffer: _T) -> _T:
 
 
 def offload(value: _T) -> _T:
-    """In the graph: a value that can be offloaded; B and W use only the ``reload`` of the result."""
+    """An op of the graph: a value that can be offloaded; B and W use only the ``reload`` of the result."""
     return value
 
 
 def reload(offloaded: _T) -> _T:
-    """In the graph: the value that was given to ``offload``."""
+    """An op of the graph: the value that was given to ``offload``."""
     return offloaded
 
 
 def batch_mean(value: _T) -> _T:
-    """In the graph: the mean of a value over all microbatches of the batch, of all replicas.
+    """An op of the graph: the mean of a value over all microbatches of the batch, of all replicas.
 
     It follows from data alone, so that a program computes it before its first op.
     """
@@ -92,7 +92,7 @@ def batch_mean(value: _T) -> _T:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a node comes from.
+    """The place that a node comes from.
 
     ``path`` is the module path (``"transformer.h.3.attn"``, "" for the model itself), ``source`` the
     user's ``file:line``, ``seq`` autograd's sequence number of the forward op that the node is part
@@ -105,7 +105,7 @@ class Origin:
     backward: bool = False
 
     def __str__(self) -> str:
-        """For messages."""
+        """The place as messages name it."""
         return f"{self.module}, {self.source or 'an unknown line'}"
 
     @property

@@ -38,7 +38,7 @@ class ResizedTraces:
 
 
 def value_key(node: fx.Node, args: object, kwargs: object, resized: ResizedTraces | None) -> Hashable:
-    """The same for ops that are the same with the same arguments, at other sizes as well.
+    """A key that ops have in common which do the same with the same arguments, at other sizes as well.
 
     The arguments count as text, in which 0.0, -0.0 and False differ.
     """

@@ -97,7 +97,7 @@ def inputs_behind(step_input: Input) -> tuple[Input, ...]:
 
 
 class _Made(Enum):
-    """How a value comes about: it is an input of the step, one number everywhere, or computed."""
+    """The way a value comes about: it is an input of the step, one number everywhere, or computed."""
 
     INPUT, FILLED, COMPUTED = range(3)
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpipe.ir.compat import pytree
+from fxpipe.ir.compat import pytree, schema_of
 from fxpipe.ir.graph import Outputs, offload, read_buffer, reload
 from fxpipe.plan.tensors import storage_bytes
 from fxpipe.schedule.ops import Color, Phase
@@ -40,7 +40,7 @@ def is_view(node: fx.Node) -> bool:
 def _returns_view(target: fx.node.Target) -> bool:
     if target in _SILENT_VIEWS:
         return True
-    schema = getattr(target, "_schema", None)
+    schema = schema_of(target)
     return schema is not None and any(
         r.alias_info is not None and not r.alias_info.is_write for r in schema.returns
     )
@@ -49,7 +49,7 @@ def _returns_view(target: fx.node.Target) -> bool:
 @cache
 def written(target: fx.node.Target) -> tuple[str, ...]:
     """The arguments that an op writes to."""
-    schema = getattr(target, "_schema", None)
+    schema = schema_of(target)
     if schema is None or not schema.is_mutable:
         return ()
     return tuple(a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write)
@@ -69,7 +69,7 @@ def draws_numbers(node: fx.Node) -> bool:
 
 def argument(node: fx.Node, name: str, default: Any = None) -> Any:
     """An op's argument by its name; ``default`` for an op that takes none of this name."""
-    schema = getattr(node.target, "_schema", None)
+    schema = schema_of(node.target)
     for place, parameter in enumerate(() if schema is None else schema.arguments):
         if parameter.name == name:
             positional = node.args[place] if place < len(node.args) else parameter.default_value
@@ -88,7 +88,7 @@ def written_arguments(target: Any, args: Any, kwargs: Any) -> list[Any]:
     names = written(target)
     if not names:
         return []
-    by_name = dict(zip((a.name for a in target._schema.arguments), args, strict=False)) | dict(kwargs)
+    by_name = dict(zip((a.name for a in schema_of(target).arguments), args, strict=False)) | dict(kwargs)
     return [x for name in names for x in pytree.tree_leaves(by_name.get(name))]
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpipe.ir.compat import OpOverload
+from fxpipe.ir.compat import OpOverload, overload_name
 from fxpipe.ir.names import text_literal
 from fxpipe.ir.storage import graph_outputs
 
@@ -50,8 +50,7 @@ def _argument(value: Any) -> str:
         case fx.Node():
             return value.name
         case OpOverload():
-            overload = "" if value._overloadname == "default" else f".{value._overloadname}"
-            return f"{value.overloadpacket.__name__}{overload}"
+            return f"{value.overloadpacket.__name__}.{overload_name(value)}".removesuffix(".default")
         case list():
             return f"[{', '.join(map(_argument, value))}]"
         case tuple():

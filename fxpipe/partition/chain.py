@@ -18,8 +18,8 @@ _Amount = TypeVar("_Amount", int, float)
 
 
 class Crossing(NamedTuple):
-    """Of a cut behind each position: the values that it would send, and their bytes; ``inf`` where no cut is
-    allowed.  And the modules that it would divide: none between two layers of the model itself."""
+    """The values that a cut behind each position would send, and their bytes; ``inf`` where no cut is
+    allowed.  The modules that it would divide: none between two layers of the model itself."""
 
     values: list[float]
     bytes: list[float]
@@ -28,8 +28,9 @@ class Crossing(NamedTuple):
 
 @dataclass(frozen=True)
 class Chain:
-    """forward, backward: the seconds of each position's op, and of the backward ops that differentiate it.
-    buffers: the first and last positions at which the forward reads or writes each changed buffer."""
+    """The forward as a chain of ops.  forward, backward: the seconds of each position's op, and of the
+    backward ops that differentiate it. buffers: the first and last positions at which the forward reads or
+    writes each changed buffer."""
 
     forward: list[float]
     backward: list[float]
@@ -42,7 +43,7 @@ class Chain:
 
     @cached_property
     def weights(self) -> list[tuple[float, float, float]]:
-        """Of a cut behind each position: values, bytes, modules."""
+        """What a cut behind each position weighs: values, bytes, modules."""
         return list(zip(*self.crossing, strict=True))
 
 
@@ -60,7 +61,8 @@ def chain_of(
     node_seconds: Callable[[fx.Node], float],
     free: Free,
 ) -> Chain:
-    """position: of the forward's nodes.  by_seq: the first position of each of autograd's numbers."""
+    """Make the chain of a graph's ops without a color.  position: of the forward's nodes.  by_seq: the first
+    position of each of autograd's numbers."""
     forward, backward = [0.0] * len(position), [0.0] * len(position)
     home = dict(position)  # forward and backward ops alike: the position whose stage they go with
     accumulated = {node for parts in graph_outputs(graph).grads.values() for node in parts}
@@ -90,7 +92,8 @@ def crossing(
     free: Set[fx.Node],
     whole: Iterable[tuple[int, int]] = (),
 ) -> Crossing:
-    """whole: the first and last positions between which no cut may be."""
+    """The values that cross each position.  whole: the first and last positions between which no cut may be;
+    none by default."""
     count, size = [0.0] * (len(position) + 1), [0.0] * (len(position) + 1)
     barred = [0] * (len(position) + 1)
     last_use: dict[fx.Node, int] = {}
@@ -118,13 +121,13 @@ def crossing(
     ]
 
     def where_allowed(amounts: list[float]) -> list[float]:
-        return [math.inf if no else amount for no, amount in zip(shut, accumulate(amounts), strict=False)]
+        return [math.inf if no else amount for no, amount in zip(shut, accumulate(amounts[:-1]), strict=True)]
 
     return Crossing(where_allowed(count), where_allowed(size), _divided(position))
 
 
 def _divided(position: Iterable[fx.Node]) -> list[float]:
-    """Behind each position the number of modules around both that op and the next one."""
+    """The number of modules around both the op at each position and the next one."""
     origins = [node.meta["origin"] for node in position]
     return [*(float(modules_around(*pair)) for pair in pairwise(origins)), *([0.0] if origins else [])]
 
@@ -132,7 +135,7 @@ def _divided(position: Iterable[fx.Node]) -> list[float]:
 def _trained_spans(
     graph: fx.Graph, position: dict[fx.Node, int], by_seq: dict[int, int], of_parameters: Set[fx.Node]
 ) -> Iterator[tuple[int, int]]:
-    """From the first node of each forward op to its node that reads a trained parameter.
+    """The spans from the first node of each forward op to its node that reads a trained parameter.
 
     An op on DTensors is several nodes.  Its backward goes with the first: a cut between the two would put the
     parameter on two ranks.  of_parameters: values of parameters alone, which are computed at their uses.

@@ -1,4 +1,4 @@
-"""Shared by passes: recomputing a value in another section."""
+"""The recomputation of a value in another section, which several passes share."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ def holders(names: Iterable[Iterable[ShardName]]) -> dict[ShardName, list[int]]:
 
 @dataclass(frozen=True)
 class TensorLayout:
-    """How a tensor that a rank holds lies in memory.  ``dtype`` as text: "torch.float32"."""
+    """The layout of a tensor that a rank holds.  ``dtype`` as text: "torch.float32"."""
 
     shape: Shape
     stride: tuple[Size, ...]
@@ -124,7 +124,8 @@ class TensorLayout:
 
     @staticmethod
     def from_tensor(tensor: torch.Tensor) -> TensorLayout:
-        """As it is, or contiguous where it does not fill its memory (a file cannot hold that)."""
+        """The layout as it is, or contiguous where the tensor does not fill its memory (a file cannot hold
+        that)."""
         dense = tensor if is_dense(tensor) else torch.empty(tensor.shape, device="meta")
         return TensorLayout(tuple(tensor.shape), dense.stride(), str(tensor.dtype))
 
@@ -144,7 +145,7 @@ class TensorLayout:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Of the simulator, in seconds and bytes."""
+    """What the simulator predicts, in seconds and bytes."""
 
     seconds: Annotated[float, Fits(lambda seconds: seconds > 0, "above 0")]
     span_bubble: Share
@@ -300,7 +301,8 @@ class Plan:
 
 @dataclass(frozen=True, eq=False)
 class Artifact:
-    """``programs``: the source of every rank's program.  ``constants``: tensors the model made itself.
+    """What a compilation gives.  ``programs``: the source of every rank's program.  ``constants``: tensors
+    the model made itself.
 
     Under torchrun only rank 0 has all of it.  The other ranks have their own constants and program (the texts
     of the others are empty), and a plan without ``order`` and ``transfers``, which grow with ranks times

@@ -58,14 +58,15 @@ def kept_slots(model: nn.Module) -> dict[str, KeptSlot]:
 
 
 def kept_tensors(model: nn.Module, names: Collection[str]) -> dict[str, torch.Tensor]:
-    """Those of these names that the model has now, without their gradients' history."""
+    """The tensors of these names that the model has now, without their gradients' history."""
     slots = kept_slots(model) if names else {}
     values = {name: slot.get() for name, slot in slots.items() if name in names}
     return {name: x.detach() if x.requires_grad else x for name, x in values.items() if x is not None}
 
 
 def own_of_each_replica(name: str) -> str:
-    """Why a tensor that a step changes, and that is in no state dict, is not for several replicas."""
+    """The reason that a tensor which a step changes, and which is in no state dict, is not for several
+    replicas."""
     return (
         f"The step changes {name}, which is in no state dict of the model: each replica would go on with its "
         "own, as it depends on the rows that it was given. Train it with one replica, or register it as a "

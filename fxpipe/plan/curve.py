@@ -19,7 +19,7 @@ def _ascends(points: tuple[tuple[float, float], ...]) -> bool:
 
 @dataclass(frozen=True)
 class Curve:
-    """``points``: (FLOPs or bytes, seconds), both ascending.
+    """Seconds by size.  ``points``: (FLOPs or bytes, seconds), both ascending.
 
     Below the first size an op takes the first one's seconds, and above the last size each further unit of
     size as long as between the last two.
@@ -31,7 +31,7 @@ class Curve:
     ]
 
     def seconds(self, size: Any, largest: Callable[..., Any] = max) -> Any:
-        """size, largest: numbers, or sympy's expressions and Max."""
+        """The seconds at a size.  size, largest: numbers, or sympy's expressions and Max."""
         seconds, slope = self.points[0][1], 0.0
         for (start, least), (end, most) in pairwise(self.points):
             steeper = (most - least) / (end - start)

@@ -18,8 +18,8 @@ from fxpipe.strict import between
 
 @dataclass(frozen=True)
 class LanePlan:
-    """``number``: of lanes of each rank.  ``shards``: the parameters and buffers of which each lane holds a
-    share, and the dimension that is shared out, evenly; all lanes hold the others whole."""
+    """The lanes of each rank.  ``number``: of them.  ``shards``: the parameters and buffers of which each
+    lane holds a share, and the dimension that is shared out, evenly; all lanes hold the others whole."""
 
     number: Annotated[int, between(1, MOST_RANKS)]
     shards: dict[str, Annotated[int, between(0, MOST_DIMENSIONS)]] = field(default_factory=dict)

@@ -34,7 +34,8 @@ def imported(libraries: Mapping[str, str]) -> set[str]:
 
 
 def not_imported(libraries: Mapping[str, str]) -> list[str]:
-    """For each op that no program can import: which one, and what has to be done to run it elsewhere."""
+    """A message for each op that no program can import: which one, and what has to be done to run it
+    elsewhere."""
     return [
         f"torch.ops.{op}, which {_registrar(module)} registers: {_REMEDY}"
         for op, module in libraries.items()

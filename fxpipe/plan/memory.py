@@ -24,7 +24,7 @@ class RankMemory:
 
     @property
     def other(self) -> int:
-        """Beside parameters and gradients."""
+        """The bytes beside parameters and gradients."""
         return self.fixed.total - self.fixed.parameters - self.fixed.gradients
 
     @property

@@ -20,7 +20,7 @@ class Mesh:
     shard: Shard = ""
 
     def __str__(self) -> str:
-        """``8 x 4 optimizer``: ranks, replicas, what is divided."""
+        """The text is like ``8 x 4 optimizer``: ranks, replicas, what is divided."""
         return f"{self.ranks} x {self.replicas} {self.shard}".rstrip()
 
 

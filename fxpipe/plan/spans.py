@@ -12,7 +12,7 @@ from fxpipe.plan.rows import ShardName
 
 
 class PartSpan(NamedTuple):
-    """``begin`` and ``length``: of a part of a dimension that is ``whole`` long."""
+    """A part of a dimension that is ``whole`` long, by its ``begin`` and ``length``."""
 
     begin: int
     length: int

@@ -96,7 +96,7 @@ class Work:
     kind: str = ""
 
     def seconds(self, lengths: Sequence[Any], rates: Rates, largest: Callable[..., Any]) -> Any:
-        """Of one of the ops."""
+        """The seconds of one of the ops."""
         flops, moved = value_at(self.flops, lengths), value_at(self.bytes, lengths)
         if self.kind == BETWEEN_LANES:
             return rates.latency + moved / rates.link
@@ -154,7 +154,8 @@ class Expressions:
 
 @dataclass(frozen=True)
 class PlanWork:
-    """``lengths``: name -> length in the example.  ``edges``: the bytes of ``Costs.edges``, in order.
+    """The work of a plan at any size.  ``lengths``: name -> length in the example.  ``edges``: the bytes of
+    ``Costs.edges``, in order.
 
     ``rates``: of rank 0's device.  ``stage_rates``: of the device of each stage; empty if all are alike.
     """

@@ -50,7 +50,7 @@ def lower_bound(costs: Costs, placement: tuple[int, ...], microbatches: int) -> 
 
 
 def work_and_waits(costs: Costs, placement: tuple[int, ...]) -> tuple[list[float], list[Needs]]:
-    """By section, its seconds and its dependencies."""
+    """The seconds and the dependencies of each section."""
     table, times = needs(costs, placement), durations(costs)
     stages = range(len(placement))
     waits = [table[kind][stage] for stage in stages for kind in SECTION_KINDS]

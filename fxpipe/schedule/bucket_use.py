@@ -1,4 +1,4 @@
-"""When the ops of a rank use the parameters of a bucket, and make its gradients."""
+"""A bucket's use: the ops of a rank that need its parameters, and those that add to its gradients."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from fxpipe.schedule.ops import Op
 
 
 class BucketUse(NamedTuple):
-    """``spans``: the first and the last op between which the parameters are needed of other replicas; none
-    where each has all of them.  ``frees``: whether they are freed behind each span.  ``sums``: the ops behind
-    which what was added to the gradients is summed over the replicas; none of frozen parameters."""
+    """The exchanges of a bucket with other replicas.  ``spans``: the first and the last op between which the
+    parameters are needed of other replicas; none where each has all of them.  ``frees``: whether they are
+    freed behind each span.  ``sums``: the ops behind which what was added to the gradients is summed over the
+    replicas; none of frozen parameters."""
 
     spans: tuple[tuple[Op, Op], ...]
     sums: tuple[Op, ...]

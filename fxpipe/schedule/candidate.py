@@ -58,7 +58,7 @@ class SearchResult:
 
     @property
     def seconds(self) -> float:
-        """Of a step: one by itself, or one of many where the period is the objective."""
+        """The seconds of a step by itself, or of one of many where the period is the objective."""
         return self.timeline.seconds if self.period is None else self.period
 
     @cached_property

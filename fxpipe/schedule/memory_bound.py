@@ -59,8 +59,8 @@ def lower_bound_within(
 
 @dataclass(frozen=True)
 class _Step:
-    """By section: the rank, the seconds, what it needs, the longest path to its start and from its end.
-    By stage: the costs, with the bytes alone that stay on the rank."""
+    """A step as the rules read it: each section's rank, seconds, needs, and longest path to its start and
+    from its end; each stage's costs, with the bytes alone that stay on the rank."""
 
     rank: tuple[int, ...]
     seconds: list[float]
@@ -163,7 +163,7 @@ def _ways_to_hold(cost: StageCost, room: float, microbatches: int) -> list[tuple
 
 
 def _fit(room: float, size: float, most: int) -> int:
-    """How many fit into a room, at most ``most``; -1 where it is negative."""
+    """The number that fits into a room, at most ``most``; -1 where the room is negative."""
     if room < -_ROUNDING * abs(size):
         return -1
     return most if size * most <= room else floor(room / size + _ROUNDING)
@@ -172,7 +172,7 @@ def _fit(room: float, size: float, most: int) -> int:
 def _on_own_rank(
     step: _Step, limits: Sequence[float], microbatches: int
 ) -> tuple[list[tuple[float, float]], list[tuple[float, float]], _Held]:
-    """By section (head, before) of rule 4 and (after, tail) of rule 5, and by F what rule 3 compares."""
+    """The (head, before) of rule 4 and (after, tail) of rule 5 by section, and what rule 3 compares by F."""
     leads = _reached(step.order, [[s for s, _ in sources] for sources in step.waits])
     follows: list[list[int]] = [[] for _ in step.waits]
     for section, sources in enumerate(step.waits):
@@ -197,7 +197,7 @@ def _on_own_rank(
 
 
 def _reached(order: Sequence[int], along: Sequence[Sequence[int]]) -> list[set[int]]:
-    """By section, itself and all that are reached; ``order``: those first that others reach."""
+    """Each section with all that it reaches; ``order``: those first that others reach."""
     reached: list[set[int]] = [set() for _ in along]
     for s in order:
         reached[s] = {s}.union(*(reached[q] for q in along[s]))
@@ -235,7 +235,7 @@ def _by_area(step: _Step, microbatches: int, limits: Sequence[float]) -> float:
 
 
 def _ways(step: _Step, start: int) -> dict[int, float]:
-    """By section that needs ``start``, the longest path from the one's start to the other's."""
+    """The longest path from the start of ``start`` to that of each section that needs it."""
     paths_to = {start: 0.0}
     for s in step.order:
         paths = [paths_to[q] + step.seconds[q] + delay for q, delay in step.waits[s] if q in paths_to]

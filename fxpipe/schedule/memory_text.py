@@ -1,4 +1,4 @@
-"""How errors speak of memory: in the user's units, and with what a rank holds beside activations."""
+"""Errors speak of memory in the user's units, and name what a rank holds beside activations."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ WEIGHTS = "parameters, gradients, buffers and outputs"
 
 @dataclass(frozen=True)
 class MemoryText:
-    """``beside``: per rank the memory that it holds throughout, which is in no limit of activations; empty
-    where there is none."""
+    """The words of errors on memory.  ``beside``: per rank the memory that it holds throughout, which is in
+    no limit of activations; empty where there is none."""
 
     units: Units = PLAIN
     beside: tuple[float, ...] = ()

@@ -137,7 +137,7 @@ class Schedule:
     transfers: tuple[Transfer, ...] = ()
 
     def __repr__(self) -> str:
-        """Without the ops, of which there may be a million."""
+        """The text has no ops, of which there may be a million."""
         ops = sum(map(len, self.order))
         things = {"rank": self.ranks, "stage": self.stages, "microbatch": self.microbatches, "op": ops}
         return f"Schedule({self.name}: {', '.join(number_of(n, thing) for thing, n in things.items())})"

@@ -11,7 +11,7 @@ def plain(ranks: int, stages_per_rank: int) -> tuple[int, ...]:
 
 
 def v_shape(ranks: int, stages_per_rank: int) -> tuple[int, ...]:
-    """Down and back up: 0 … p-1, p-1 … 0 (2405.15362); more stages go on in zigzag."""
+    """Stages go down the ranks and back up: 0 … p-1, p-1 … 0 (2405.15362); more stages go on in zigzag."""
     down = tuple(range(ranks))
     return tuple(rank for chunk in range(stages_per_rank) for rank in (down[::-1] if chunk % 2 else down))
 

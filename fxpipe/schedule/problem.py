@@ -138,18 +138,17 @@ class Problem:
         return least_period(self.arrays, self.costs, self.limits)
 
     def limited(self, limits: tuple[float, ...]) -> Problem:
-        """The same problem with other limits."""
         other = replace(self, limits=limits)
         other.__dict__["arrays"] = self.arrays  # they do not depend on the limits
         return other
 
     def capped_to(self, microbatches: float) -> Problem:
-        """The same problem with limits of at most so many microbatches' activations."""
+        """This problem with limits of at most so many microbatches' activations."""
         caps = (microbatches * least for least in self.arrays.smallest_limits)
         return self.limited(tuple(map(min, self.limits, caps)))
 
     def with_mean_costs(self) -> Problem:
-        """The same problem with the mean times for all stages; memory stays."""
+        """This problem with the mean times for all stages; memory stays."""
         stages = self.costs.stages
         names = ("forward", "backward", "weight")
         mean = {name: sum(getattr(stage, name) for stage in stages) / len(stages) for name in names}

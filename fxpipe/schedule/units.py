@@ -115,7 +115,7 @@ DECIMAL = Units(seconds_text, decimal_bytes_text, decimal_bytes_limit_text)
 
 
 def units_of(limit: str) -> Units:
-    """Those in which a limit is written."""
+    """The units in which a limit is written."""
     return DECIMAL if is_decimal(limit) else PHYSICAL
 
 

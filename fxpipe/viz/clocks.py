@@ -30,7 +30,7 @@ def aligned(timeline: Timeline, spans: Sequence[Sequence[Span]]) -> tuple[tuple[
 
 
 def _bounds(timeline: Timeline, spans: Sequence[Sequence[Span]]) -> dict[tuple[int, int], float]:
-    """(a, b) -> the least that must be added to the clock of b beside that of a."""
+    """The least that must be added to the clock of b beside that of a, by (a, b)."""
     table = needs(timeline.costs, timeline.schedule.placement)
     ran = runs(spans)
     bounds: dict[tuple[int, int], float] = {}

@@ -81,7 +81,8 @@ def _rewritten(rewrite: Rewrite) -> str:
 
 
 def _left_out(plan: Plan) -> Iterator[str]:
-    """Why candidates were left out: those that do not fit in one line, with what the nearest need."""
+    """The reasons that candidates were left out: of those that do not fit in one line, with what the nearest
+    need."""
     left = [candidate for candidate in plan.tried if candidate.why]
     unfit = sorted((c.peak_memory, _name(c)) for c in left if c.peak_memory is not None)
     if unfit:
@@ -117,7 +118,7 @@ def _sorted(tried: tuple[Tried, ...]) -> list[Tried]:
 
 
 def _longer(candidate: Tried, plan: Plan) -> str:
-    """By how much a candidate's step is longer than the fastest."""
+    """The share by which a candidate's step is longer than the fastest."""
     assert candidate.compared is not None
     best = _sorted(plan.tried)[0].compared
     return f"{candidate.compared / best - 1:.1%}" if best else "–"
@@ -201,7 +202,7 @@ def _table(plan: Plan) -> Table:
 
 
 def _plain_table(*names: str) -> Table:
-    """With lines below the head alone, which leaves more of 80 columns."""
+    """A table with a line below its head alone, which leaves more of 80 columns."""
     table = Table(*names, box=SIMPLE_HEAD, pad_edge=False, show_edge=False, collapse_padding=True)
     table.caption_justify = "left"
     return table
@@ -239,7 +240,7 @@ def mesh_table(
 
 
 def reasons(tried: Sequence[TriedMesh]) -> list[str]:
-    """Why meshes were left out, those with one reason together."""
+    """The reasons that meshes were left out, those with one reason together."""
     alike: dict[str, list[str]] = {}
     for one in tried:
         if one.why:

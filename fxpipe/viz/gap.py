@@ -1,5 +1,5 @@
-"""How far a schedule is from the bounds on all schedules, as a sentence: what a longer search or more memory
-can gain at most."""
+"""A sentence on the distance of a schedule from the bounds on all schedules: what a longer search or more
+memory can gain at most."""
 
 from __future__ import annotations
 

@@ -48,7 +48,8 @@ def draw_seam(
     begin: float,
     units: Units,
 ) -> None:
-    """In the row of a rank, whose ops are ``bar`` pixels high.  begin: the time where the picture begins."""
+    """Draw the seam of two steps in the row of a rank, whose ops are ``bar`` pixels high.  begin: the time
+    where the picture begins."""
     update, verdict = step.updates[rank], step.verdicts[rank]
     if update.end > update.start:
         tip = f"update from {units.time(update.start - begin)}, {units.time(update.end - update.start)}"

@@ -13,7 +13,7 @@ from fxpipe.schedule.units import bubble_text, bytes_text, seconds_text, units_o
 
 
 def summary(plan: Plan) -> list[str]:
-    """At most seven lines: the decisions, the prediction, the memory of the ranks."""
+    """The decisions, the prediction and the memory of the ranks in at most seven lines."""
     predicted, step = plan.prediction, plan.step
     replicas = f", {plan.replicas} replicas" if plan.replicas > 1 else ""
     replicas += f", shard {plan.shard}" if plan.shard else ""
@@ -43,7 +43,7 @@ def summary(plan: Plan) -> list[str]:
 
 
 def costs_text(cost: StageCost) -> str:
-    """Of one microbatch on a stage: "F 1.2 ms, B 1.4 ms, W 1.1 ms; saves 12 MiB a microbatch"."""
+    """The costs of one microbatch on a stage: "F 1.2 ms, B 1.4 ms, W 1.1 ms; saves 12 MiB a microbatch"."""
     f, b, w = map(seconds_text, (cost.forward, cost.backward, cost.weight))
     return f"F {f}, B {b}, W {w}; saves {bytes_text(cost.saved_activations)} a microbatch"
 

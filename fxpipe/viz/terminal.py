@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import groupby
+from itertools import groupby, pairwise
 
 from rich.style import Style
 from rich.text import Text
@@ -33,7 +33,7 @@ def timeline_text(timeline: Timeline, width: int, colored: bool) -> Text:
     shown = ranks if len(ranks) <= ROWS else [*ranks[: ROWS // 2], *ranks[-ROWS // 2 :]]
     label = len(str(ranks[-1])) + 1
     text = Text(no_wrap=True, overflow="crop")
-    for before, rank in zip([-1, *shown], shown, strict=False):
+    for before, rank in pairwise([-1, *shown]):
         if rank != before + 1:
             text.append(f"{'…':<{label}}{number_of(rank - before - 1, 'more rank')}\n", "dim")
         text.append(f"{rank:<{label}}", "dim")

@@ -87,7 +87,7 @@ def timeline_svg(shown: Timeline | Steps, title: str, units: Units = PHYSICAL) -
 
 
 def _scale(steps: tuple[Step, ...], pixels: float) -> Scale:
-    """From the first start to the last end, over all ranks."""
+    """The scale from the first start to the last end, over all ranks."""
     starts = [spans[0].start for spans in steps[0].timeline.spans if spans]
     starts += [spans[0].start for spans in steps[0].timeline.exchanges if spans]
     start = min(starts, default=0.0)
@@ -140,7 +140,7 @@ class _Key(NamedTuple):
 
 
 def _legend(timeline: Timeline, steps: Steps | None, width: float) -> list[_Key]:
-    """As many lines as hold the entries in a picture of this width."""
+    """The entries in as many lines as hold them in a picture of this width."""
     schedule = timeline.schedule
     roles = {role(span.op, schedule) for spans in timeline.spans for span in spans}
     keys = [(str(shown), f"{shown} {MEANING[shown]}") for shown in Role if shown in roles]

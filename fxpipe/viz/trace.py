@@ -122,7 +122,7 @@ def _flows(
     begin: float,
     graph: GraphRecord | None,
 ) -> Iterator[Event]:
-    """From the end of the op that sends to the begin of the one that takes the message."""
+    """The arrows from the end of the op that sends to the begin of the one that takes the message."""
     ran = runs(spans)
     values: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
     for value in graph.sent if graph is not None else ():

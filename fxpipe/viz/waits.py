@@ -1,4 +1,4 @@
-"""Why each op of a step began when it did, and what its rank waited for while it was idle.
+"""The cause of each op's begin in a step, and what its rank waited for while it was idle.
 
     rank 5:  … F5.2 |  idle: waits for B6.0 of rank 6  | B5.0 …
 
@@ -64,7 +64,7 @@ def waits(timeline: Timeline) -> tuple[tuple[IdleWait, ...], ...]:
 
 
 def measured_waits(timeline: Timeline, spans: Sequence[Sequence[Span]]) -> tuple[tuple[IdleWait, ...], ...]:
-    """The same of a measured step with the ops of ``timeline`` and aligned clocks.
+    """The waits of a measured step with the ops of ``timeline`` and aligned clocks.
 
     A message's time on its way is unknown there: it counts as arrived when the op that gave it was over.
     Transfers and exchanges are not recorded, so that gaps of theirs have the cause RANK.
@@ -146,7 +146,7 @@ Runs = dict[tuple[int, int], tuple[int, int, Span]]
 
 
 def runs(all_spans: Sequence[Sequence[Span]]) -> Runs:
-    """Of the spans of each rank."""
+    """The place and time at which each value was computed, by the spans of each rank."""
     return {
         (index(Color(span.op.stage, phase)), span.op.microbatch): (rank, position, span)
         for rank, spans in enumerate(all_spans)
@@ -156,7 +156,7 @@ def runs(all_spans: Sequence[Sequence[Span]]) -> Runs:
 
 
 def _ready(op: Op, table: dict[OpKind, tuple[Needs, ...]], origins: Runs) -> float:
-    """When all values of an op are there."""
+    """The time at which all values of an op are there."""
     ready = 0.0
     for section, delay in table[op.kind][op.stage]:
         *_, giver = origins[section, op.microbatch]

@@ -82,7 +82,7 @@ def is_uniform(node: fx.Node, dim: int) -> bool:
 
 
 def entries(node: fx.Node, axis: int) -> int:
-    """How long a dimension of a value is, or of each of its values."""
+    """The length of a dimension of a value, or of each of its values."""
     val = node.meta["val"]
     length: int = (val[0] if isinstance(val, list | tuple) else val).shape[axis]
     return length
@@ -188,7 +188,7 @@ def _axis(node: fx.Node, axes: dict[fx.Node, int], size: int) -> int | None:
 
 
 def _product(left: int | None, right: int | None) -> tuple[int | None, bool]:
-    """Of a matrix product: the dimension, and whether the vocabulary is summed over."""
+    """The vocabulary's dimension in a matrix product, and whether the product sums over it."""
     if (left, right) == (1, 0):
         return None, True
     if left == 0 and right is None:

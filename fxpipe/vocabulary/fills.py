@@ -20,7 +20,8 @@ _SCATTERS = {aten.slice_scatter.default, aten.select_scatter.default}
 
 
 def mask_filled_columns(graph: fx.Graph, lengths: set[int]) -> None:
-    """lengths: of the vocabulary; dimensions of other lengths remain as they are."""
+    """Turn numbers that are filled into columns of the vocabulary into masks.  lengths: those of the
+    vocabulary; dimensions of other lengths remain as they are."""
     build, before = Builder(graph), len(graph.nodes)
     for node in call_nodes(graph):
         if node.target in _SCATTERS:

@@ -38,7 +38,7 @@ class Gradients:
         shard.makers[aten._log_softmax_backward_data.default] = self._of_logits
 
     def parts(self, node: fx.Node) -> LossGrad:
-        """Of the gradient that a log-softmax's backward is given."""
+        """The parts of the gradient that a log-softmax's backward takes."""
         if node not in self._parts:
             grad = self._collapsed(node_arg(node, 0))
             build = self.shard.at(Phase.B, node.meta["origin"])

@@ -34,7 +34,8 @@ _OF_TABLES |= {aten.slice.Tensor}
 
 @dataclass(frozen=True, eq=False)
 class VocabularyLayers:
-    """``axes``: which dimension of a value is the vocabulary, ``size`` its length.
+    """The vocabulary layers of a step.  ``axes``: which dimension of a value is the vocabulary, ``size`` its
+    length.
 
     ``losses``: the log-softmaxes.  ``label_gathers``: the ops that take the labels' entries of one.
     ``vocab_sums``: sums of one over the vocabulary.  ``products``: matrix products over the vocabulary, which
@@ -56,7 +57,7 @@ class VocabularyLayers:
     padded: dict[fx.Node, int]
 
     def entries(self, node: fx.Node) -> int:
-        """How many entries of the vocabulary a value had before ``padding``."""
+        """The number of entries of the vocabulary that a value had before ``padding``."""
         return self.padded.get(node, self.size)
 
 

@@ -20,7 +20,8 @@ _WITH_SIZES = RESHAPES | {aten.expand.default, aten.slice_backward.default, aten
 
 
 class Shard:
-    """``makers``: how the part of a value is made that is not the same op on parts, by the op's target.
+    """One rank's part of the vocabulary layers.  ``makers``: how the part of a value is made that is not the
+    same op on parts, by the op's target.
 
     ``phase``: that of backward ops that are made from now on.
     """
@@ -45,7 +46,7 @@ class Shard:
         return ShardName.of_rows(table, self.begin, self.end)
 
     def at(self, phase: Phase, origin: Origin, stage: int | None = None) -> Builder:
-        """To build ops in a phase of the head's stage, or of another one."""
+        """A builder of ops in a phase of the head's stage, or of another one."""
         self._build.color = Color(self.head_stage if stage is None else stage, phase)
         self._build.origin = origin
         return self._build

@@ -17,7 +17,6 @@ from fxpipe.schedule.lowering.instructions import Compute, Message, PostRecv, Se
 from fxpipe.schedule.lowering.lower import lower
 from fxpipe.schedule.ops import PHASES, Color, Phase, Schedule
 from fxpipe.schedule.search.build import build
-from fxpipe.schedule.simulation.critical import critical_path
 from fxpipe.schedule.simulation.simulator import simulate
 from fxpipe.schedule.stages import Vocabulary
 from fxpipe.schedule.vocabulary_costs import with_output_shards
@@ -80,7 +79,7 @@ def check_times(schedule: Schedule, costs: Costs) -> None:
     assert 0 <= timeline.span_bubble <= timeline.makespan_bubble + 1e-9
     for spans in timeline.spans:
         assert all(before.end <= after.start for before, after in pairwise(spans))
-    path = critical_path(timeline)
+    path = timeline.critical_path
     assert path[0].start == 0
     assert path[-1].end == max(spans[-1].end for spans in timeline.spans)
 

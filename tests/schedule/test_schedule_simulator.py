@@ -7,7 +7,6 @@ from fxpipe.schedule.bound import lower_bound
 from fxpipe.schedule.costs import Costs, Edge, StageCost, chain
 from fxpipe.schedule.ops import Color, Phase, Schedule, parse_order
 from fxpipe.schedule.search.build import build
-from fxpipe.schedule.simulation.critical import critical_path
 from fxpipe.schedule.simulation.simulator import simulate
 
 
@@ -32,7 +31,7 @@ def test_times_of_two_ranks_with_communication():
     assert timeline.busy == (8, 10)
     assert timeline.span_bubble == pytest.approx(5 / 15)
     assert timeline.makespan_bubble == pytest.approx(5 / 15)
-    assert [str(op) for op, _, _ in critical_path(timeline)] == (
+    assert [str(op) for op, _, _ in timeline.critical_path] == (
         ["F0.0", "F1.0", "BW1.0", "F1.1", "BW1.1", "BW0.1"]
     )
 

@@ -141,7 +141,7 @@ def _seconds(ops: Sequence[Callable[[], Any]], device: torch.device) -> float:
 
 
 def _op_seconds(op: Callable[[], Any], device: torch.device) -> float:
-    """Of one of many calls, one behind the other, as in a step."""
+    """The seconds of one of many calls, one behind the other, as in a step."""
     once = median_seconds(op, device, runs=RUNS, seconds=SECONDS)
     calls = min(MOST_CALLS, max(1, math.ceil(BATCH / max(once, 1e-9))))
 

@@ -69,7 +69,7 @@ def seconds_until_done(run: Callable[[], Any], device: torch.device) -> float:
 
 
 def _times_on_cpu(timed: Sequence[Timed], device: torch.device, rounds: int) -> list[float]:
-    """Of each run, in the order of the runs."""
+    """The seconds of each run, in the order of the runs."""
     times, is_alone = [], torch.get_num_threads() == 1
     for one in rounds * [*timed]:
         one.before()
@@ -81,7 +81,7 @@ def _times_on_cpu(timed: Sequence[Timed], device: torch.device, rounds: int) -> 
 
 
 def _waits() -> int:
-    """How often this thread has given its core away by itself."""
+    """The number of times that this thread has given its core away by itself."""
     return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
 
 

@@ -70,7 +70,7 @@ def _copy_of_all(node: fx.Node) -> Instead:
 
 
 def _view_of_view(node: fx.Node) -> Instead:
-    """Only where the first view has no other use: else a cut between the two would send both."""
+    """The first view must have no other use: else a cut between the two would send both."""
     inner = _operand(node)
     if inner is None or inner.target not in _REGROUPS or len(inner.users) > 1:
         return None
@@ -165,7 +165,7 @@ def _is_tensor(argument: Any) -> TypeGuard[fx.Node]:
 
 
 def _strides(value: torch.Tensor) -> list[int]:
-    """Without those of dimensions that have one element, which say nothing."""
+    """The strides of dimensions with several elements; those of one element say nothing."""
     return [stride for stride, length in zip(value.stride(), value.shape, strict=True) if length != 1]
 
 

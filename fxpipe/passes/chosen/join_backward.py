@@ -19,7 +19,7 @@ from fxpipe.schedule.ops import Color, Phase
 
 
 def join_backward(graph: fx.Graph, stages: Set[int]) -> None:
-    """stages: those whose schedule has no op for W alone."""
+    """Give W's ops to B.  stages: those whose schedule has no op for W alone."""
     backward = {stage: Color(stage, Phase.B) for stage in stages}  # one object a section
     for node in call_nodes(graph):
         if node.meta["color"].stage in stages and node.meta["color"].phase is not Phase.F:

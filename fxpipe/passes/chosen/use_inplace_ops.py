@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpipe.ir.compat import Argument, OpOverload, has_kernel, pytree
+from fxpipe.ir.compat import Argument, OpOverload, has_kernel, pytree, schema_of
 from fxpipe.ir.sections import compiles
 from fxpipe.ir.storage import call_nodes, is_view, last_uses, node_bytes, storage_roots, written
 from fxpipe.plan.tensors import is_dense
@@ -67,7 +67,7 @@ def _write_over(node: fx.Node, free: list[fx.Node]) -> None:
 
 
 def _times(operand: Any, node: fx.Node) -> int:
-    """How often the operand is an argument of the op: ``addmm_(x, a, x)`` would read its own output."""
+    """The number of times that the op has the operand: ``addmm_(x, a, x)`` would read its own output."""
     return sum(x is operand for x in pytree.tree_leaves((node.args, node.kwargs)))
 
 
@@ -76,7 +76,7 @@ def _out_form(target: Any, device: str) -> tuple[OpOverload, str] | None:
     """The out variant of an elementwise op, and the name of its output argument."""
     if torch.Tag.pointwise in getattr(target, "tags", ()):
         for form in _forms(target.overloadpacket):
-            *operands, last = form._schema.arguments
+            *operands, last = schema_of(form).arguments
             if last.kwarg_only and written(form) == (last.name,) and _fits(form, operands, target, device):
                 return form, last.name
     return None
@@ -86,7 +86,7 @@ def _out_form(target: Any, device: str) -> tuple[OpOverload, str] | None:
 def _in_place_form(target: Any, device: str) -> OpOverload | None:
     if isinstance(target, OpOverload) and target.namespace == "aten":
         for form in _forms(getattr(torch.ops.aten, f"{target.overloadpacket.__name__}_", None)):
-            parameters = form._schema.arguments
+            parameters = schema_of(form).arguments
             if written(form) == (parameters[0].name,) and _fits(form, parameters, target, device):
                 return form
     return None
@@ -99,5 +99,5 @@ def _forms(packet: Any) -> list[OpOverload]:
 def _fits(form: Any, operands: list[Argument], target: Any, device: str) -> bool:
     """Whether the form accepts the op's arguments and has its own kernel; other forms compute a new tensor
     and copy it."""
-    one, other = ([(a.name, str(a.type)) for a in x] for x in (operands, target._schema.arguments))
+    one, other = ([(a.name, str(a.type)) for a in x] for x in (operands, schema_of(target).arguments))
     return one == other and has_kernel(form, device)

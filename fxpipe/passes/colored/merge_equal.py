@@ -34,8 +34,8 @@ def merge_equal(
     resized: ResizedTraces | None = None,
     which: Callable[[fx.Node], bool] = lambda node: True,
 ) -> None:
-    """sections: where to merge, by default everywhere.  resized: the traces at other sizes.  which: of the
-    ops to merge."""
+    """Merge equal ops.  sections: where to merge, by default everywhere.  resized: the traces at other sizes.
+    which: of the ops to merge."""
     first: dict[Hashable, fx.Node] = {}
     paths: dict[fx.Node, list[str]] = {}  # of the modules that share a value
     for node in call_nodes(graph):

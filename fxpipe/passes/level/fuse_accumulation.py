@@ -32,7 +32,6 @@ _ADDMM = aten.addmm.dtype_out
 
 
 def fuse_accumulation(graph: fx.Graph, grad_dtype: torch.dtype | None = None) -> None:
-    """grad_dtype: see ``fxpipe.compile``."""
     first = next(n for n in graph.nodes if n.op != "placeholder")
     calls, fused = Calls(graph), dict[str, tuple[fx.Node, ...]]()
     times = Counter(part for parts in graph_outputs(graph).grads.values() for part in parts)

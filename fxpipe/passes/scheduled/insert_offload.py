@@ -74,7 +74,7 @@ def _view(
     user: fx.Node,
     again: dict[tuple[fx.Node, Color], fx.Node],
 ) -> fx.Node:
-    """The same view of the reloaded value, in the section of its user."""
+    """A copy of a view, of the reloaded value, in the section of its user."""
     if value is root:
         return reloaded
     color = user.meta["color"]

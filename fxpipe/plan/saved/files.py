@@ -132,7 +132,7 @@ def write_tensors(
 
 
 def evaluation_directory(directory: Path) -> Path:
-    """Of the programs of ``pipe.evaluate``, within a saved pipeline."""
+    """The directory of the programs of ``pipe.evaluate``, within a saved pipeline."""
     return directory / "evaluation"
 
 

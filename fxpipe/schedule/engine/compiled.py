@@ -47,7 +47,8 @@ _lock, _gone_through = Lock(), 0
 
 
 def compiled(function: Callable[..., Any]) -> Loop:
-    """Compiled without the GIL.  Cached on disk, unless the disk cannot be written to.
+    """Let numba compile a function that runs without the GIL.  The result is cached on disk if that can be
+    written to.
 
     A function whose name begins with an underscore can be called by others only, which take its code in:
     annealing takes a twentieth less time so.  Without wrappers for Python the compilation takes four fifths.
@@ -56,7 +57,7 @@ def compiled(function: Callable[..., Any]) -> Loop:
 
 
 def compiled_later(function: Callable[..., Any]) -> Loop:
-    """The same, for a function that may run as Python as well: it draws no random numbers."""
+    """``compiled``, for a function that may run as Python as well: it draws no random numbers."""
     return Loop(function, begins_in_python=True)
 
 

@@ -151,7 +151,7 @@ def score(first, free, by_makespan):
 
 @compiled
 def judge_ops(t, orders, m, limits, by_makespan):
-    """Of each order, a row, the makespan, or the longest span of a rank, and the largest peak of a rank.
+    """The time (the makespan, or the longest span of a rank) and the largest peak of each order, a row.
 
     The time is infinite if a rank exceeds its limit by more than rounding, or if the orders block each other.
     """

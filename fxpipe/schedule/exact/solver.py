@@ -1,4 +1,4 @@
-"""Shared by the exact searches: OR-tools' CP-SAT, the conversion of times to integers, a progress line."""
+"""What the exact searches share: OR-tools' CP-SAT, the conversion of times to integers, a progress line."""
 
 from __future__ import annotations
 
@@ -85,7 +85,8 @@ def unit_of(numbers: Iterable[float]) -> float:
 
 
 def rounded_down(number: float, unit: float) -> int:
-    """In whole units; a number below a whole one by floating-point error alone counts as that whole one."""
+    """The number in whole units; one that is below a whole one by floating-point error alone counts as that
+    whole one."""
     return math.floor(number / unit + 1e-6)
 
 

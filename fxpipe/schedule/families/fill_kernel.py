@@ -12,9 +12,8 @@ from fxpipe.schedule.engine.compiled import compiled
 
 @compiled
 def fill_ops(t, m, fb_order, fb_order_at, chunks, gap):
-    """See ``families.weights.fill_bubbles``.  Rank r's part of the fb_order begins at ``fb_order_at[r]``;
-    ``gap`` is 0 for any, 1 for whole, 2 for balanced.  The order, and whether it has all ops.
-    """
+    """Return the order of ``families.weights.fill_bubbles``, and whether it has all ops.  Rank r's part of
+    the fb_order begins at ``fb_order_at[r]``; ``gap`` is 0 for any, 1 for whole, 2 for balanced."""
     ranks, epsilon, left = len(fb_order_at) - 1, 0.0, len(t.section)
     for seconds in t.seconds:
         epsilon += 1e-9 * seconds

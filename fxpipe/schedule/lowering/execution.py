@@ -43,7 +43,7 @@ Connections = Sequence[Sequence[Channel | Collective]]
 
 @dataclass(frozen=True)
 class Machine:
-    """How ranks wait.
+    """A machine, by how its ranks wait.
 
     ``hosts_wait``: a wait blocks the host, which runs the ops itself, as on a CPU; else it holds up the
     stream of the ops.  ``run_ahead``: the host waits until at most that many ops are started and not over.
@@ -61,11 +61,10 @@ DEVICES = Machine("devices", run_ahead=4)
 
 @dataclass(eq=False)
 class Execution:
-    """``before``: per node the nodes that must be over before it.  ``at``: per node the rank, and the
-    position of the instruction in its program; -1 for connections.  ``hosts``: the nodes of hosts, in their
-    order.  ``streams``: per node at which a kernel is over, or a message delivered, its stream or channel,
-    with the position there.
-    """
+    """A graph of events.  ``before``: per node the nodes that must be over before it.  ``at``: per node the
+    rank, and the position of the instruction in its program; -1 for connections.  ``hosts``: the nodes of
+    hosts, in their order.  ``streams``: per node at which a kernel is over, or a message delivered, its
+    stream or channel, with the position there."""
 
     before: list[list[int]] = field(default_factory=list)
     at: list[tuple[int, int]] = field(default_factory=list)
@@ -96,7 +95,7 @@ class _Meetings:
     turns: defaultdict[Hashable, int] = field(default_factory=lambda: defaultdict(int))
 
     def next(self, key: Hashable) -> int:
-        """How often the key was asked for before."""
+        """Count the times that a key was asked for before."""
         self.turns[key] += 1
         return self.turns[key] - 1
 

@@ -27,7 +27,8 @@ class CollectiveKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """``sources`` and ``targets``: one section, or one on every rank in the ranks' order.
+    """A message from or to all ranks.  ``sources`` and ``targets``: one section, or one on every rank in the
+    ranks' order.
 
     ``number`` identifies the collective.
     """
@@ -95,7 +96,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class _OnChannel:
-    """``messages``: of one channel, in its order."""
+    """An instruction on ``messages`` of one channel, in its order."""
 
     messages: tuple[Message, ...]
     verb: ClassVar[str]
@@ -147,7 +148,7 @@ class WaitTransfer:
 
 @dataclass(frozen=True, slots=True)
 class _OfBucket:
-    """``bucket``: the number of a bucket of gradients and their parameters."""
+    """An instruction on the bucket of gradients and their parameters that has the number ``bucket``."""
 
     bucket: int
     verb: ClassVar[str]

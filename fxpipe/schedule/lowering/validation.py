@@ -49,8 +49,8 @@ def with_validation(programs: Programs, placement: Sequence[int]) -> Programs:
 
 
 class _Rank:
-    """``length``: the number of instructions in the warm-up, which ends behind what follows an op.
-    ``joins``: the collectives of each communicator, in order."""
+    """A rank's program and where its warm-up ends.  ``length``: the number of instructions in the warm-up,
+    which ends behind what follows an op. ``joins``: the collectives of each communicator, in order."""
 
     def __init__(self, number: int, program: Sequence[Instruction]) -> None:
         self.number, self.program = number, program

@@ -193,7 +193,7 @@ class _Planner:
         return end, bisect_right(self.ends[rank], back + self.epsilon)
 
     def _carried(self, wanted: Sequence[Lifetime]) -> list[Lifetime]:
-        """As many activations as one link carries in time, long lifetimes first."""
+        """The activations that one link carries in time, long lifetimes first."""
         on_time, dropped = list(wanted), list[Lifetime]()
         while late := self._late(on_time):
             gone = set(sorted(late, key=lambda lifetime: lifetime.length)[: (len(late) + 1) // 2])

@@ -1,4 +1,4 @@
-"""``schedule="auto"``: the fastest schedule over all families, placements and stages per rank."""
+"""The search of ``schedule="auto"``: the fastest schedule of all families, placements and stages per rank."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ class Comparison:
             self._add(candidate, ops_of(one))
 
     def _add(self, candidate: Candidate, ops: RankOps) -> None:
-        """``ops``: of all stages."""
+        """Compare a candidate's order ``ops`` of all stages with the best so far, or note why it has none."""
         problem, family = candidate.problem, candidate.family
         try:
             result = self._completed(problem, family, ops)

@@ -38,7 +38,7 @@ class Exchanges:
             self._gather(op, begin)
 
     def begin(self, op: Op, start: float) -> float:
-        """When an op can begin that could begin at ``start``; what the next one needs is asked for then."""
+        """Return when an op begins that could begin at ``start``, and ask for what the next one needs."""
         start = max(start, self._ready.get(op, 0.0))
         if op in self._next:
             self._gather(self._next[op], start)
@@ -61,7 +61,7 @@ class Exchanges:
 
 
 def _use(ops: Sequence[Op], stage: int, each: bool) -> BucketUse:
-    """When a rank needs the parameters of a stage, and sums its gradients."""
+    """The ops around which a rank needs the parameters of a stage, and behind which it sums its gradients."""
     stage_ops = [op for op in ops if op.stage == stage]
     last = next((op for op in reversed(stage_ops) if Phase.W in PHASES[op.kind]), stage_ops[-1])
     if not each:

@@ -51,7 +51,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Steps:
-    """``period``: the seconds a step, once the steps repeat."""
+    """Consecutive steps.  ``period``: the seconds a step, once the steps repeat."""
 
     validation: Validation
     steps: tuple[Step, ...] = field(repr=False)
@@ -81,7 +81,7 @@ class Steps:
 def simulate_steps(
     schedule: Schedule, costs: Costs, validation: Validation = "barrier", steps: int = 1
 ) -> Steps:
-    """So many steps, or more: as many as are simulated until they repeat.
+    """Simulate so many steps, or more: as many as it takes until they repeat.
 
     Raises ScheduleError and DeadlockError as ``simulate`` does, and where the costs have the updates of
     another number of ranks.
@@ -116,8 +116,8 @@ def simulate_steps(
 
 
 class SteadyState(NamedTuple):
-    """``period``: the seconds a step of many.  ``updates``, ``messages``: by how much it would be shorter if
-    updates with their copies, or messages of verdicts, took no time."""
+    """What many steps cost.  ``period``: the seconds of each.  ``updates``, ``messages``: by how much it
+    would be shorter if updates with their copies, or messages of verdicts, took no time."""
 
     period: float
     updates: float

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -9,10 +10,8 @@ from typing import NamedTuple
 
 from fxpipe.schedule.bound import lower_bound
 from fxpipe.schedule.costs import Costs
-from fxpipe.schedule.dependencies import sections
+from fxpipe.schedule.dependencies import SECTIONS_PER_STAGE, needs, sections
 from fxpipe.schedule.ops import Direction, Op, OpKind, Schedule, Transfer
-from fxpipe.schedule.simulation.critical import critical_path
-from fxpipe.schedule.simulation.exposed import exposed_communication
 from fxpipe.schedule.simulation.memory import memory_changes
 from fxpipe.schedule.simulation.transfers import offload_bytes
 
@@ -21,7 +20,7 @@ _Changes = Mapping[OpKind, Sequence[tuple[float, float]]]
 
 
 class Span(NamedTuple):
-    """When an op ran, in the unit of the costs (seconds)."""
+    """The time in which an op ran, in the unit of the costs (seconds)."""
 
     op: Op
     start: float
@@ -29,7 +28,7 @@ class Span(NamedTuple):
 
 
 class TransferSpan(NamedTuple):
-    """When a transfer occupied its link."""
+    """The time in which a transfer occupied its link."""
 
     transfer: Transfer
     start: float
@@ -37,7 +36,7 @@ class TransferSpan(NamedTuple):
 
 
 class ExchangeSpan(NamedTuple):
-    """When the replicas of a rank exchanged what they have of a stage."""
+    """The time in which the replicas of a rank exchanged what they have of a stage."""
 
     what: str  # "sum" or "gather"
     stage: int
@@ -66,7 +65,7 @@ class Timeline:
 
     @cached_property
     def begin(self) -> float:
-        """When the first op or exchange starts."""
+        """The start of the first op or exchange."""
         return min(
             rank_spans[0].start
             for group in (self.spans, self.exchanges)
@@ -107,13 +106,58 @@ class Timeline:
 
     @cached_property
     def exposed_communication(self) -> tuple[float, ...]:
-        """The part of ``idle`` in which the inputs of the rank's next op are computed and in transit."""
-        return exposed_communication(self)
+        """Per rank the idle seconds in which all inputs of its next op are computed, and some are in transit.
+
+        Faster links would save this time directly.
+        """
+        schedule = self.schedule
+        table, sections_of = needs(self.costs, schedule.placement), sections(schedule.stages)
+        microbatches = schedule.microbatches
+        ended = array("d", bytes(8 * SECTIONS_PER_STAGE * schedule.stages * microbatches))
+        for spans in self.spans:
+            for op, _, end in spans:
+                for section in sections_of[op.kind][op.stage]:
+                    ended[section * microbatches + op.microbatch] = end
+        step_start = min((spans[0].start for spans in self.spans if spans), default=0.0)
+        exposed = []
+        for spans in self.spans:
+            total, free = 0.0, step_start
+            for op, start, end in spans:
+                for section, _ in table[op.kind][op.stage]:
+                    free = max(free, ended[section * microbatches + op.microbatch])
+                total += max(0.0, start - free)
+                free = end
+            exposed.append(total)
+        return tuple(exposed)
 
     @cached_property
     def critical_path(self) -> tuple[Span, ...]:
-        """The chain of ops that determines the makespan; see :mod:`fxpipe.schedule.simulation.critical`."""
-        return critical_path(self)
+        """The ops from one that starts first to the one that ends last; each starts because the one before it
+        ended (on its rank, or elsewhere and its value arrived then)."""
+        schedule = self.schedule
+        table, sections_of = needs(self.costs, schedule.placement), sections(schedule.stages)
+        microbatches = schedule.microbatches
+        position_of = array("q", bytes(8 * SECTIONS_PER_STAGE * schedule.stages * microbatches))  # of a value
+        for spans in self.spans:
+            for position, (op, _, _) in enumerate(spans):
+                for section in sections_of[op.kind][op.stage]:
+                    position_of[section * microbatches + op.microbatch] = position
+
+        rank = max(range(schedule.ranks), key=lambda r: self.spans[r][-1].end if self.spans[r] else 0.0)
+        at: tuple[int, int] | None = rank, len(self.spans[rank]) - 1
+        path: list[Span] = []
+        while at is not None:
+            rank, position = at
+            span = self.spans[rank][position]
+            path.append(span)
+            # For each dependency: the time at which it let the op start, and the position where it ran.
+            causes = [(self.spans[rank][position - 1].end, (rank, position - 1))] if position else []
+            for section, delay in table[span.op.kind][span.op.stage]:
+                holder = schedule.placement[section // SECTIONS_PER_STAGE]
+                source = position_of[section * microbatches + span.op.microbatch]
+                causes.append((self.spans[holder][source].end + delay, (holder, source)))
+            at = max(causes)[1] if causes else None
+        return tuple(reversed(path))
 
     @cached_property
     def span(self) -> float:
@@ -130,7 +174,7 @@ class Timeline:
 
     @cached_property
     def makespan_bubble(self) -> float:
-        """The same rate with the makespan in place of the span."""
+        """The idle share of the ranks in the makespan, instead of in the span."""
         return _bubble(self.seconds, max(self.busy))
 
     @cached_property
@@ -149,8 +193,8 @@ class Timeline:
         return tuple(_memory(spans, changes, self._between(rank)) for rank, spans in enumerate(self.spans))
 
     def _between(self, rank: int) -> list[list[tuple[float, float]]]:
-        """After each op (time, change) of live memory by the offloads that are waited for there, and then by
-        the reloads that start there."""
+        """The (time, change) of live memory after each op: by the offloads that are waited for there, and
+        then by the reloads that start there."""
         waited = [
             span.end for span in self.spans[rank]
         ]  # when all offloads waited for after an op have ended
@@ -207,7 +251,8 @@ def _bubble(whole: float, work: float) -> float:
 def _memory(
     spans: tuple[Span, ...], changes: _Changes, between: list[list[tuple[float, float]]]
 ) -> tuple[tuple[float, float], ...]:
-    """``between``: further changes after each op, before the next one starts."""
+    """The changes of a rank's memory.  ``between``: further changes after each op, before the next one
+    starts."""
     live, steps = 0.0, []
     for (op, start, end), further in zip(spans, between, strict=True):
         at_start, at_end = changes[op.kind][op.stage]

@@ -36,14 +36,14 @@ def op_columns(spans: Sequence[Span], waits: Sequence[IdleWait], ticks: Ticks) -
     from_rank, from_position: of the op that gave the message which it waited for, as differences to its own.
     made: the ticks from the end of that op (or of the other cause) to the op's start.
     """
-    ends = [0, *(ticks(span.end) for span in spans)]
+    ends = [ticks(span.end) for span in spans]
     starts = [ticks(span.start) for span in spans]
     return {
         "kind": "".join(str(KINDS.index(span.op.kind)) for span in spans),
         "stage": [span.op.stage for span in spans],
         "microbatch": [span.op.microbatch for span in spans],
-        "gap": [start - end for start, end in zip(starts, ends, strict=False)],
-        "length": [end - start for start, end in zip(starts, ends[1:], strict=True)],
+        "gap": [start - end for start, end in zip(starts, [0, *ends][:-1], strict=True)],
+        "length": [end - start for start, end in zip(starts, ends, strict=True)],
         "cause": "".join(str(CAUSES.index(wait.cause)) for wait in waits),
         "from_rank": [_given(wait, wait.rank) for wait in waits],
         "from_position": [_given(wait, wait.position - k) for k, wait in enumerate(waits)],

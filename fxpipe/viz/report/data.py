@@ -47,8 +47,8 @@ Measured = Sequence[Sequence[Span]] | None
 def report_data(
     plan: Plan, programs: Sequence[str], graph: GraphRecord | None, measured: Measured = None
 ) -> dict[str, Any]:
-    """programs: of each rank, empty where it is not known.  graph: None for a pipeline that was saved by an
-    earlier version."""
+    """The report's data as JSON.  programs: of each rank, empty where it is not known.  graph: None for a
+    pipeline that was saved by an earlier version."""
     timeline = simulate(plan.ordered, plan.costs)
     updates = simulate_steps(plan.ordered, plan.costs, plan.validation, 1).steps[0].updates
     ends = (update.end - timeline.begin for update in updates if update.end > update.start)
@@ -146,8 +146,8 @@ def _measured(timeline: Timeline, spans: Sequence[Sequence[Span]], longest: floa
 
 
 def _differences(timeline: Timeline, measured: Sequence[Sequence[Span]]) -> list[dict[str, Any]]:
-    """Of each stage and kind of op: the predicted seconds, and of those measured the least, the median and
-    the largest."""
+    """The predicted seconds of each stage and kind of op, and of those measured the least, the median and the
+    largest."""
     durations: defaultdict[tuple[int, OpKind], list[float]] = defaultdict(list)
     predicted = {
         (span.op.stage, span.op.kind): span.end - span.start for spans in timeline.spans for span in spans

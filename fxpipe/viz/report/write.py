@@ -31,7 +31,7 @@ class ReportSource:
 
 
 def saved_source(directory: Path) -> ReportSource:
-    """Of a saved pipeline, with its recorded step if there is one.
+    """The source of a saved pipeline, with its recorded step if there is one.
 
     Raises ArtifactError for files that are missing or damaged.
     """
@@ -49,7 +49,7 @@ def live_source(
     sections: tuple[Section, ...],
     directory: Path | None,
 ) -> ReportSource:
-    """Of a pipeline in memory: compiled, or loaded from a directory."""
+    """The source of a pipeline in memory: compiled, or loaded from a directory."""
     record = None
     if graph is not None:
         record = graph_record(graph, sections, plan)
