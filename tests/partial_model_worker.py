@@ -136,6 +136,25 @@ def model_in_hands(rank: Rank) -> None:
     rank.text("synchronized", [*differences, script.synchronized()])
 
 
+def old_state_dicts(rank: Rank) -> None:
+    """They are taken while the model is whole, and saved after a step."""
+    model, _ = built()
+    before = model.state_dict()
+    pipe = fxpipe.compile(model, rows_of(words(), 0, 1), ranks=2, **SHAPE)
+    optimizer = pipe.optimizer(torch.optim.Adam, lr=0.05)
+    rank.error("state dict before a step", lambda: copy.deepcopy(before))
+    pipe.step(words())
+    optimizer.step()
+    rank.error("state dict of before compile", lambda: torch.save(before, io.BytesIO()))
+    pipe.synchronize()
+    after = model.state_dict()
+    values = copy.deepcopy(after)
+    pipe.step(words())
+    optimizer.step()
+    rank.error("state dict of after synchronize", lambda: [value.sum() for value in after.values()])
+    rank.error("copy of a state dict", lambda: [value.sum() for value in values.values()])
+
+
 def own_optimizer(rank: Rank) -> None:
     """Made of the model's parameters: it trains what the rank holds, and copies of the rest are gone then."""
     script = Script()
@@ -422,6 +441,7 @@ def teacher(rank: Rank, name: str, **options: object) -> None:
 def main(directory: Path) -> None:
     rank = Rank(directory)
     model_in_hands(rank)
+    old_state_dicts(rank)
     own_optimizer(rank)
     changed_between(rank, "split", vocab_parallel=True)
     changed_between(rank, "rows", **REPLICAS, shard="parameters")

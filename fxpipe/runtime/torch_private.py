@@ -220,6 +220,16 @@ def memory_of(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach()
 
 
+def holders_of_memory(memory: torch.UntypedStorage) -> int:
+    """The number of tensors and others that have it, beside this object."""
+    return int(torch._C._storage_Use_Count(memory._cdata)) - 1
+
+
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Whether a tensor of torch's own class has memory, and does not stand for one in a transform."""
+    return bool(torch._C._has_storage(tensor))
+
+
 def of_base_class() -> contextlib.AbstractContextManager[None]:
     """Inside of it functions take tensors of subclasses as torch's own, and give such."""
     context: contextlib.AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()

@@ -45,6 +45,15 @@ def test_a_use_of_what_other_ranks_have_names_them_and_the_remedy(ranks, use):
         assert "pipe.synchronize()" in message
 
 
+@pytest.mark.parametrize("when", ["before compile", "after synchronize"])
+def test_a_state_dict_is_no_mixture_of_old_and_new_values(ranks, when):
+    for message in text(ranks, f"state dict of {when}"):
+        assert "would keep old values, as another rank trains it" in message
+        assert "copy.deepcopy(model.state_dict())" in message
+    for whole in ("state dict before a step", "copy of a state dict"):
+        assert text(ranks, whole) == ["no error", "no error"]
+
+
 @pytest.mark.parametrize("use", ["use average by hand", "use average in the model"])
 def test_an_average_by_hand_is_an_error_on_each_rank(ranks, use):
     for message in text(ranks, use):

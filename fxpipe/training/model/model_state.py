@@ -23,6 +23,7 @@ from fxpipe.runtime.program.rank import Runtime
 from fxpipe.runtime.torch_private import memory_of
 from fxpipe.training.guards.guards import Traced
 from fxpipe.training.model.accumulators import zeros
+from fxpipe.training.model.aliases import Aliases
 from fxpipe.training.model.elsewhere import Classes
 from fxpipe.training.model.follow_model import follow
 from fxpipe.training.model.partial_model import (
@@ -86,6 +87,11 @@ class ModelState:
     def classes_elsewhere(self) -> Classes:
         """The classes that the model's tensors get as long as this process does not have them."""
         return Classes(Explanation(self))
+
+    @cached_property
+    def aliases(self) -> Aliases:
+        """Other tensors of the memory of these."""
+        return Aliases(Explanation(self))
 
     @cached_property
     def owned(self) -> tuple[RankTensors, ...]:

@@ -58,6 +58,7 @@ def free_others(state: ModelState) -> None:
     those of tensors that it changes."""
     if any(state.parameters is other.parameters for other in _compiled):
         _free(state, names_of(state.plan) if trains(state.plan) else {*state.plan.changed})
+        state.aliases.hide()
 
 
 def _free(state: ModelState, names: set[str]) -> None:
@@ -75,11 +76,16 @@ def _free(state: ModelState, names: set[str]) -> None:
         for name, tensor in tensors_of(other).items()
         if name in whole_names(other)
     }
+    leaving: dict[str, torch.Tensor] = {}
     for name in names - whole_names(state) & tensors.keys():
         tensor = tensors[name]
         is_anothers = id(tensor) in others and name not in changed
         if not (tensor.is_meta or is_elsewhere(tensor) or is_anothers):
-            send_away(tensor, state.classes_elsewhere.of(tensor))
+            leaving[name] = tensor
+    trained = {name: tensor for name, tensor in leaving.items() if name in changed}
+    state.aliases.add(trained, {id(tensor) for tensor in tensors.values()})
+    for tensor in leaving.values():
+        send_away(tensor, state.classes_elsewhere.of(tensor))
     model = state.of()
     if model is not None and (unregistered := names - whole_names(state) - tensors.keys()):
         for name, slot in kept_slots(model).items():
