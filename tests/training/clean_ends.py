@@ -79,10 +79,12 @@ def main() -> None:
     options = parser.parse_args()
     folder = Path(tempfile.mkdtemp())
     pipeline(Reader(), Options(steps=STEPS), options.ranks).save(folder / "saved")
-    busy = [os.fork() for _ in range(options.busy)]
-    if not all(busy):
-        spin()
-        return
+    busy: list[int] = []
+    for _ in range(options.busy):
+        busy.append(os.fork())
+        if not busy[-1]:
+            spin()
+            return
     failed: dict[str, int] = {}
     for number in range(options.ends // options.ranks):
         processes = begin(folder, number, options.ranks)
