@@ -51,6 +51,7 @@ def load(
     if process is None:
         artifacts = [Artifact(plan, (), {}, plan.number) for plan in plans]
     else:
+        # Each rank reads files of its own disk.
         process.check_same(files.checksum_of(texts), f"{directory / 'plan.json'}")
         artifacts = parts.share_plans(plans, process)
         process = process.with_ranks(artifacts[0].plan.ranks, lanes=artifacts[0].plan.lanes.number)

@@ -33,8 +33,13 @@ from fxpipe.training.model.model_state import ModelState
 from fxpipe.training.model.partial_model import register, share_model
 from fxpipe.training.model.pending_update import PendingUpdate
 from fxpipe.training.model.save import new_directory, save
-from fxpipe.training.model.shared_values import share_values
-from fxpipe.training.model.state_dict import copy_to_model, full_state_dict, load_state_dict, state_dict
+from fxpipe.training.model.state_dict import (
+    copy_to_model,
+    full_state_dict,
+    load_state_dict,
+    share_values,
+    state_dict,
+)
 from fxpipe.training.optimizer.average import Average, Decay
 from fxpipe.training.optimizer.make_optimizer import make_optimizer
 from fxpipe.training.optimizer.optimizer import PipelineOptimizer
@@ -207,7 +212,7 @@ class Pipeline(Views):
         self._check_asked(outputs)
         result = self._runner.step(batch, outputs or (), outputs_on, checked(check), checked_record(record))
         if result.loss is not None and self._trains:
-            result = replace(result, loss=result.loss.as_subclass(StepLoss))
+            result = replace(result, loss=result.loss.as_subclass(StepLoss))  # its backward() has run
         return _loss(result) if outputs is None else result
 
     def _check_asked(self, outputs: Sequence[str] | None) -> None:
@@ -461,8 +466,8 @@ class Pipeline(Views):
     def share_values(self) -> None:
         """Give each tensor that several ranks hold the values of the first of them.
 
-        ``compile``, ``load`` and ``load_state_dict`` do it.  Call it, on all ranks, after values were changed
-        in other ways.
+        ``compile``, ``load`` and ``load_state_dict`` do it; call it, on all ranks, after other changes of
+        values.
         """
         self.updates.settle()
         if self.process is None:

@@ -110,8 +110,7 @@ class Views:
 
     @property
     def plan(self) -> Plan:
-        """The plan: all decisions and predictions.  Under torchrun the ops of other ranks are fetched here,
-        once."""
+        """All decisions and predictions; under torchrun this fetches the ops of other ranks, once."""
         return self.artifact.whole_plan
 
     @property

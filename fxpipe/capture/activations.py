@@ -30,8 +30,7 @@ class _Place:
 
 @dataclass(frozen=True, eq=False)
 class _Result:
-    """The result of one call of a module.  ``tensors``: by their names in the result; copies, which later ops
-    do not write to."""
+    """The result of one call of a module.  ``tensors``: copies by their names in the result."""
 
     kind: str
     tensors: dict[str, torch.Tensor]
@@ -39,8 +38,7 @@ class _Result:
 
 @dataclass(eq=False)
 class Activations:
-    """The results of modules that are asked for by name.  ``asked``: names of outputs, of which some may be
-    modules'."""
+    """The results of modules that are asked for by name.  ``asked``: names, some of modules."""
 
     model: nn.Module
     asked: Sequence[str]

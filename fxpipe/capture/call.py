@@ -18,7 +18,7 @@ _LOSS = "a function (output, microbatch) -> loss"
 
 
 def check_call(model: nn.Module, example: Any, loss_fn: Callable[..., Any] | None) -> None:
-    """Raise CaptureError for an example that ``forward`` does not take, OptionError for what is no
+    """Raise CaptureError for an example that ``forward`` does not take, OptionError for a wrong
     ``loss_fn``."""
     if loss_fn is not None:
         _check_loss(loss_fn)

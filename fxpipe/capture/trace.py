@@ -146,8 +146,7 @@ def _traced(
     refused: str,
 ) -> Captured:
     """Trace the step once.  most_checks: of the data, besides those of ``fixed`` inputs; with more the trace
-    is given up.  kept: as for ``inputs``.  refused: what was wrong with a trace that had them as
-    constants."""
+    is given up.  kept: as for ``inputs``.  refused: what was wrong with them as constants."""
     mode = compat.FakeMode()
     traced_inputs = inputs(model, example, mode, device, options.fixed, kept)
     step = StepFunction(model, example, loss_fn, scale, traced_inputs, options, most_checks, kept)

@@ -26,8 +26,7 @@ _META = torch.device("meta")
 
 
 class Example:
-    """Computes values of the example.  inputs: the kind of each placeholder of the graph, and its real
-    tensor, in order."""
+    """Computes values of the example.  inputs: the placeholders' kinds and real tensors, in order."""
 
     def __init__(self, inputs: Sequence[tuple[Input, torch.Tensor]]):
         self._inputs = inputs

@@ -28,8 +28,8 @@ _ProcessGroup = torch.distributed.ProcessGroup
 
 
 class World(_ProcessGroup):
-    """The default process group of a trace.  ``replica``: that of this run.  ``asked``: the first place that
-    asked for it."""
+    """The process group of a trace.  ``replica``: that of this run.  ``asked``: the first place that asked
+    for it."""
 
     def __init__(self, replicas: int | None, provenance: Provenance):
         """replicas: None where their number is chosen later."""

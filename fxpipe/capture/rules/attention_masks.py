@@ -31,8 +31,7 @@ _attention = F.scaled_dot_product_attention
 
 @dataclass
 class Masks:
-    """The masks of a forward: what each call with a mask needs, in order, and the bytes of the masks that no
-    call needs."""
+    """The masks of a forward: what each call with one needs, in order, and the bytes that no call needs."""
 
     needed: list[Mask] = field(default_factory=list)
     dropped: dict[fx.Node, tuple[Mask, int]] = field(default_factory=dict)

@@ -356,8 +356,7 @@ def _is_loss(node: fx.Node) -> bool:
 
 
 def _same_for_all(graph: fx.Graph) -> set[fx.Node]:
-    """The values that follow from parameters, constants, and numbers of the batch, and are the same for all
-    of its microbatches."""
+    """The values of parameters, constants, and numbers of the batch that all of its microbatches share."""
     changed = graph_outputs(graph).buffers
     same: set[fx.Node] = set()
     for node in graph.nodes:

@@ -172,7 +172,7 @@ def _caller() -> FrameType:
 
 
 def _program_frames(file: str) -> Iterator[FrameType]:
-    """Yield the frames of the program, the innermost first."""
+    """Those of the program, the innermost first."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_filename == file:

@@ -57,8 +57,7 @@ class ResultDigest:
 
 @dataclass(frozen=True)
 class RecordedCall:
-    """One call of a program's function.  ``tree``: of the arguments, as pytree writes it, with the operands
-    as its leaves."""
+    """One call of a program's function.  ``tree``: of the arguments, by pytree, with operands as leaves."""
 
     function: str
     tree: str
@@ -250,8 +249,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 def digests(
     function: Callable[..., Any], result: Any, before: Sequence[Any], after: Sequence[Any]
 ) -> tuple[ResultDigest, ...]:
-    """The digests of what a function returned, and of what it wrote to tensors that its arguments have by
-    name.
+    """The digests of what a function returned, and wrote to tensors that its arguments have by name.
 
     before: the arguments, of which a dict has what was read.
     """

@@ -169,7 +169,7 @@ class Collectives(Numbering):
         self._broadcast(tensor, self.of_replica(self.replica)[rank], self.pipeline)
 
     def _broadcast(self, tensor: torch.Tensor, source: int, group: dist.ProcessGroup) -> None:
-        value = tensor.contiguous().cpu()
+        value = tensor.contiguous().cpu()  # gloo's groups send from there
         with self.watch.collective():
             lasting(dist.broadcast(value, source, group, async_op=True), group).wait()
         if value is not tensor:

@@ -36,8 +36,8 @@ log = logging.getLogger("fxpipe")
 class Heartbeat:
     """A heartbeat of a rank: its number as text, and what the rank did.
 
-    ``runs``: whether its process still runs; None if that cannot be seen from here.  ``beats``: whether this
-    was a new heartbeat.
+    ``runs``: whether its process still runs; None if that cannot be seen from here.  ``beats``: whether it is
+    new.
     """
 
     beat: str

@@ -120,8 +120,7 @@ class Numbering:
         return pipelines if isinstance(what, int) else [[row[rank] for rank in what] for row in pipelines]
 
     def check_mesh(self, mesh: Any) -> None:
-        """Raise RunError unless the mesh of this process's DTensors, if there is one, is the lanes of its
-        rank."""
+        """Raise RunError unless the mesh of this process's DTensors, if any, is the lanes of its rank."""
         wanted = self.of_lanes(self.replica, self.rank)
         if mesh is not None and mesh.mesh.tolist() != wanted:
             raise RunError(

@@ -104,6 +104,7 @@ class Process(Collectives):
                     forget_groups(limited)
 
             attempt = agree_on_attempt(limited.under("fxpipe"), rank, ranks, limit, when_joined=forget)
+        # The agent's store outlives the ranks; else it ends with rank 0.
         host = None if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True) else 0
         watch = Watch(Failures(limited.under(f"fxpipe/{attempt}"), rank, ranks, host), limit)
         with watch.collective(), connecting():

@@ -210,7 +210,7 @@ class Watch:
         show: as for ``Failures.survey``.
         """
         doing, rank = self.doing(), self.failures.rank
-        self.failures.hurry()
+        self.failures.hurry()  # a store that is gone as well must not hold up the error
         try:
             first = self.failures.find()
             if first is None:
@@ -331,7 +331,7 @@ class Watch:
         """End the thread: inside torch when the interpreter ends, it would abort the process.  A store that
         was busy for longer than ``GRACE`` has answered the thread, too, once it answers this one."""
         self._over.set()
-        self._thread.join(GRACE)
+        self._thread.join(GRACE)  # before the last word, which its next beat would overwrite
         with contextlib.suppress(dist.DistError):
             self.failures.show(self._beat + 1, f"{ENDED}, {self.progress()}")
         self._thread.join(GRACE)

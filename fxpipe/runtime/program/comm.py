@@ -136,6 +136,7 @@ def add_up(
     size = flat.numel()
     sizes = [size * (r + 1) // ranks - size * r // ranks for r in range(ranks)]
     needed = ranks * sizes[rank]
+    # The memory of the result serves for the slices, which are summed before it is written.
     slices = into[:needed] if into.numel() >= needed else flat.new_empty(needed)
     exchange(slices, flat, [sizes[rank]] * ranks, sizes)
     added = sum_over_ranks(*slices.view(ranks, sizes[rank]))

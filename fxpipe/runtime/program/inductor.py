@@ -235,7 +235,7 @@ def keep_kernels() -> None:
 
 
 def _processor() -> str:
-    """A name for the instructions of this machine: kernels are compiled for them, and machines may share a
+    """A name for this machine's instructions: kernels are compiled for them, and machines may share a
     home."""
     text = platform.machine()
     with contextlib.suppress(OSError):

@@ -115,7 +115,7 @@ def all_reduce(x: torch.Tensor, op: str, n: int) -> torch.Tensor:
     slices = [part.contiguous() for part in flat.tensor_split(n)]
     total = _REDUCTIONS[op](*lanes.exchange(slices))
     longest = slices[0].numel()  # of slices that differ by one element
-    padded = total.new_zeros(longest)
+    padded = total.new_zeros(longest)  # a gather takes tensors of one shape
     padded[: total.numel()] = total
     parts = [part[: like.numel()] for part, like in zip(lanes.gather(padded), slices, strict=True)]
     return torch.cat(parts).view(x.shape)

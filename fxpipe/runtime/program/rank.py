@@ -118,8 +118,7 @@ class Runtime:
 
     @contextmanager
     def _waits_for(self, what: Wait) -> Iterator[None]:
-        """Wait in a block, whose time counts for no op.  After an error ``waiting`` stays: messages tell
-        it."""
+        """Wait in a block, whose time counts for no op.  After an error ``waiting`` stays, for messages."""
         self.record.pause()
         self.waiting = what
         yield
@@ -211,8 +210,8 @@ class Runtime:
         return tensor
 
     def wait_all(self, pending: Pending) -> list[torch.Tensor]:
-        """Block until the tensors of a message have arrived, or the values gathered from all ranks; return
-        them, in rank order."""
+        """Block until the tensors of a message, or values of all ranks, have arrived; return them, in rank
+        order."""
         with self._waits_for(_source(pending)):
             tensors = self.comm.wait(pending)
         if self._ahead is not None:
@@ -240,8 +239,7 @@ class Runtime:
         return pending
 
     def reduce(self, tensor: torch.Tensor, layout: Layout, to: int, group: int) -> Pending | None:
-        """Start to add up every rank's tensor, in rank order, for rank ``to``, which gets the sum by
-        ``wait``."""
+        """Start to add up every rank's tensor, in rank order; rank ``to`` gets the sum by ``wait``."""
         return self._posted(self.comm.reduce(in_layout(tensor, layout), layout, to, group))
 
     def send(
@@ -366,8 +364,8 @@ class Runtime:
         return self.grads[name] if shard is None else shard
 
     def finish(self) -> torch.Tensor | None:
-        """End the step: wait until all messages are sent; return the loss of the batch, on every rank, if
-        there is one."""
+        """End the step when all messages are sent; return the loss of the batch, if there is one, on every
+        rank."""
         total, count = self._total()
         self._flush()
         self.record.end()

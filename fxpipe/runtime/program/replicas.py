@@ -90,7 +90,7 @@ class Bucket:
         if self.level in ("", "optimizer"):
             self.summed = shard if self.level else whole
             return whole, self.summed
-        self.flat = None
+        self.flat = None  # the sum alone keeps it, until it is over
         if self.summed is None:
             self.summed = torch.zeros_like(shard)
         return whole, self.summed

@@ -39,8 +39,7 @@ def dry_run(
     grads: dict[str, torch.Tensor],
     releases: Releases | None = None,
 ) -> list[Event] | None:
-    """Run a step of a rank on zeros in place of messages.  It leaves no trace but in ``grads``, its
-    accumulators.
+    """Run a step of a rank on zeros in place of messages, which leaves a trace in ``grads`` alone.
 
     releases: where the step lets what it sends go; by default it keeps nothing.
     Returns the rank's events, or None after a warning of an edited program that cannot run on zeros.  Raises

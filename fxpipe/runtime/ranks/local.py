@@ -160,7 +160,7 @@ class LocalComm:
         what = "all ranks" if pending.source < 0 else f"rank {self._numbers[pending.source]}"
         self._world.wait_until(lambda: all(r in joint.get(key, {}) for r in ranks), self._own, what)
         self._world.takers[key] -= 1
-        sent = joint.pop(key) if not self._world.takers[key] else joint[key]
+        sent = joint.pop(key) if not self._world.takers[key] else joint[key]  # the last taker frees it
         parts = [
             self._received_as(replace(sent[r], flat=sent[r].flat.clone()), expected, r)
             for r, expected in zip(ranks, pending.buffers, strict=True)

@@ -25,8 +25,7 @@ class LocalReplicas:
     def reduce(
         self, bucket: torch.Tensor, begins: Sequence[int], into: torch.Tensor, *, mean: bool
     ) -> Callable[[], None]:
-        """Sum a bucket over replicas.  ``into``: the bucket, as all replicas here have the same
-        parameters."""
+        """Sum a bucket over replicas, into itself: all replicas here have the same parameters."""
         key = self._join(bucket)
 
         def reduced() -> None:
@@ -56,8 +55,7 @@ class LocalReplicas:
         return key
 
     def _taken(self, key: tuple[Hashable, int], expected: torch.Tensor) -> list[torch.Tensor]:
-        """The tensors that all replicas gave, in their order.  Raises RunError where that is no tensor like
-        this one."""
+        """The tensors of all replicas, in their order.  Raises RunError for one that is not like this one."""
         joint, world = self._world.joint, self._world
         number = world.number(self._rank, self.index, self._lane)
         what = f"rank {self._rank} of all replicas"

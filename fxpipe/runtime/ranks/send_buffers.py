@@ -23,8 +23,8 @@ class Sent(Protocol):
         ...
 
     def arrived(self) -> None:
-        """Let the tensors of messages go that are taken by now: the rank has waited for a message, or for
-        values of all ranks."""
+        """Let the tensors of messages go that are taken by now, as the rank has waited for a message or for
+        all."""
         ...
 
     def join(self) -> None:

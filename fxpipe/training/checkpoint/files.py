@@ -132,7 +132,7 @@ class Lock:
         if not self._file.closed:
             with contextlib.suppress(OSError):
                 if _is_at(self._file, self._path):
-                    self._path.unlink()
+                    self._path.unlink()  # while it is locked: who locks it next sees that it is gone
                 fcntl.flock(self._file, fcntl.LOCK_UN)  # also for processes forked since
             self._file.close()
 
@@ -163,8 +163,7 @@ def keep_newest(directory: Path, number: int) -> None:
 
 
 def read_state(path: Path) -> str:
-    """The text of state.json.  Raises ArtifactError if it, or the list of checksums, is missing or
-    changed."""
+    """The text of state.json.  Raises ArtifactError if it, or the list of checksums, is lost or changed."""
     verify(path, {STATE: read_sums(path)[STATE]})
     with reading(path):
         return read_text(path / STATE, 256 * MEBIBYTE)

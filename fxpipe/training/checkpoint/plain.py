@@ -24,7 +24,7 @@ def to_json(value: Any, tensors: dict[str, torch.Tensor] | None, prefix: str, wh
 
     def encode(value: Any, path: str) -> Any:
         match value:
-            case None | bool() | str():
+            case None | bool() | str():  # before int, of which bool is a subclass
                 return value
             case int():
                 return int(value)

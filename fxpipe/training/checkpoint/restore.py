@@ -285,8 +285,7 @@ def _check_update(
 
 
 def _entries_of_update(kind: type[Any], group: Mapping[str, Any], like: torch.Tensor) -> set[str]:
-    """The entries that an optimizer with the options of a group keeps of a small parameter after an
-    update."""
+    """The entries that an optimizer with a group's options keeps of a small parameter after an update."""
     parameter = torch.nn.Parameter(like.new_zeros([min(2, length) for length in like.shape]))
     parameter.grad = torch.zeros_like(parameter)
     options = {key: value for key, value in group.items() if key != "params"}

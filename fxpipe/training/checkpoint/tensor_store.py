@@ -51,8 +51,7 @@ class Chunk:
         return tuple(map(add, self.begin, self.shape))
 
     def common(self, begin: Sequence[int], end: Sequence[int]) -> tuple[slice, ...] | None:
-        """The slices that lie also between these two corners, counted in the whole tensor; None for
-        nothing."""
+        """The slices of the whole tensor that lie also between these two corners; None for nothing."""
         lows, highs = map(max, self.begin, begin), map(min, self.end, end)
         overlap = tuple(map(slice, lows, highs))
         return overlap if all(s.start < s.stop for s in overlap) else None
@@ -132,7 +131,7 @@ def _whole(name: str, parts: list[tuple[Chunk, torch.dtype]]) -> Stored:
         overlaps = any(other.common(chunk.begin, chunk.end) is not None for other in chunks[:k])
         if len(dims) > 1 or kind != dtype or overlaps:
             raise _does_not_fit(name, chunk, kind, dtype, shape)
-    if sum(prod(chunk.shape) for chunk in chunks) != prod(shape):
+    if sum(prod(chunk.shape) for chunk in chunks) != prod(shape):  # without overlaps: some are missing
         raise _does_not_fit(name, chunks[-1], dtype, dtype, shape)
     return Stored(shape, dtype, chunks)
 
@@ -165,7 +164,7 @@ def read(stored: Mapping[str, Stored], wanted: Sequence[tuple[str, Spans]]) -> l
             if common is not None:
                 place = target[_from(common, begin)] if begin else target
                 pieces.setdefault(chunk.file, []).append((name, _from(common, chunk.begin), place))
-    for path, parts in pieces.items():
+    for path, parts in pieces.items():  # each file is opened once, however many tensors are in it
         with _opened(path) as file:
             for name, inside, place in parts:
                 place.copy_(file.get_slice(name)[inside] if inside else file.get_tensor(name))

@@ -1,5 +1,4 @@
-"""The state of a training run: parameters, buffers, the optimizer's state, the step's number, the user's
-state.
+"""The state of a training run: parameters, buffers, the optimizer's and the user's state, the step's number.
 
 It stands under the model's names, so that another number of ranks or another schedule can take it.
 """
@@ -171,8 +170,7 @@ def record_of(
     user: UserState,
     tensors: dict[str, Any],
 ) -> CheckpointRecord:
-    """The record, with the fields of this rank's parameters.  tensors: gets those of the groups and the
-    user."""
+    """The record, with the fields of this rank's parameters.  tensors: gets those of groups and user."""
     tensors |= user.tensors
     groups = [] if optimizer is None else optimizer.param_groups
     options = [{key: value for key, value in group.items() if key != "params"} for group in groups]

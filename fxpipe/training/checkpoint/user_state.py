@@ -27,8 +27,7 @@ class ReplicaState:
 
 
 def replica_state(process: Process | None, user: Mapping[str, Stateful]) -> ReplicaState:
-    """The user's state on the first rank of each replica; the others keep none.  Raises RunError as
-    ``to_json`` does."""
+    """The user's state on the first rank of each replica.  Raises RunError as ``to_json`` does."""
     ours = ReplicaState()
     if process is not None and process.world_rank != process.number(process.replica, 0, 0):
         return ours

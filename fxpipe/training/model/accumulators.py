@@ -5,11 +5,12 @@ Accumulators that are summed over replicas lie in buckets, one behind the other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from fxpipe.errors import RunError
 from fxpipe.plan.artifact import Plan, holders
@@ -17,14 +18,19 @@ from fxpipe.plan.rows import ShardName
 from fxpipe.plan.tensors import dtype_of
 from fxpipe.runtime.program.rank import Runtime
 from fxpipe.runtime.program.replicas import Accumulators, Bucket, Replicas
+from fxpipe.runtime.torch_private import writes_to
 from fxpipe.training.model.shards import divide
 from fxpipe.training.model.speculative_update import set_grad
-from fxpipe.training.model.zeroed import take_zeroed
 
 if TYPE_CHECKING:
     from fxpipe.training.model.model_state import ModelState
 
 Finish = Callable[[], None]
+
+#: Gradients that were zeroed -> how often they had been written to then.  A step whose gradients are changed
+#: as a whole, divided by a count, must not change those of earlier steps with them.  Where there are none it
+#: needs no second set of accumulators.
+_zeroed = WeakTensorKeyDictionary()
 
 
 def begin_buckets(state: ModelState, rt: Runtime) -> None:
@@ -230,3 +236,14 @@ def _memory_of(grads: Sequence[torch.Tensor | None], bucket: Bucket) -> torch.Te
 def _is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors are the same memory in the same layout."""
     return (a.data_ptr(), a.shape, a.stride(), a.dtype) == (b.data_ptr(), b.shape, b.stride(), b.dtype)
+
+
+def mark_zeroed(grads: Iterable[torch.Tensor]) -> None:
+    """Remember that they were zeroed just now."""
+    for grad in grads:
+        _zeroed[grad] = writes_to(grad)
+
+
+def take_zeroed(grad: torch.Tensor) -> bool:
+    """Whether a gradient is known to be zero; forgets it, as the caller is about to change it."""
+    return bool(_zeroed.pop(grad, None) == writes_to(grad))

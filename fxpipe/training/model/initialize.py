@@ -52,7 +52,7 @@ def _fill(
         }
         _check_written(model, whole.keys() - initialize(model, whole, seed, function))
     for table in {part.tensor for part in parts if part.is_part} & state.parameters.keys():
-        del state.parameters[table]
+        del state.parameters[table]  # on the meta device still: its rows stand for it
 
 
 def _fill_part(

@@ -78,7 +78,7 @@ class ModelState:
         if self.process is not None and self.divides_parameters:
             tables = {name.tensor for name in self.stored_by(self.process.rank).parameters}
             for name in [name for name in self.parameters if ShardName(name).tensor not in tables]:
-                del self.parameters[name]
+                del self.parameters[name]  # another replica stores it, and steps gather it
         if (model := self.of()) is not None:
             registered = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
             self.kept = frozenset(self.buffers.keys() - registered)
@@ -293,7 +293,7 @@ class ModelState:
         self.changed()
         self.stale = bool(self.plan.shard)
         if self.stale and self.process is not None:
-            for other in sharing(self):
+            for other in sharing(self):  # they have the same tensors under names of their own
                 other.stale = True
         if self.stale and self.process is not None and not self.divides_parameters:
             hide_stale(self)
@@ -307,7 +307,7 @@ class ModelState:
     def filled(self) -> None:
         """The model of this rank has the values of all ranks."""
         self.synchronized = True
-        if self.process is not None and self.watch is None:
+        if self.process is not None and self.watch is None:  # a script's own optimizer may change it now
             watch_updates(self)
 
     def changed(self) -> None:

@@ -107,7 +107,7 @@ def _difference(new: ModelState, other: ModelState) -> str:
         changed = name in changed_by(new.plan), theirs in changed_by(other.plan)
         here, there = _parts(new, name), _parts(other, theirs)
         alike = here == there
-        if changed == (False, True):
+        if changed == (False, True):  # which reads it alone, and may do so on fewer ranks
             alike = here.items() <= there.items()
         elif changed == (True, False):
             alike = there.items() <= here.items()

@@ -21,8 +21,8 @@ _TRIAL = 12
 
 @dataclass(frozen=True, eq=False)
 class Rollback:
-    """What an optimizer had before an update: the values of what it updates, its state of each, and the
-    options of its groups."""
+    """The optimizer before an update: the values of what it updates, its state of each, its groups'
+    options."""
 
     values: tuple[torch.Tensor, ...]
     state: Mapping[Parameter, dict[str, Any]]

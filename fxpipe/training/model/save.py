@@ -81,7 +81,7 @@ def _on_first(
             tensors[name] = artifact.constants[name] if name in constants else state.value(name)
             continue
         owners = [(process.number(0, rank, 0), name)] if name in constants else state.pieces(name)
-        if owners == [(0, name)]:
+        if owners == [(0, name)]:  # nobody has to send it
             if process.leads:
                 tensors[name] = artifact.constants[name] if name in constants else state.value(name)
             continue

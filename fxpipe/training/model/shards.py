@@ -37,12 +37,12 @@ def divide(names: Sequence[ShardName], layouts: Mapping[str, TensorLayout], repl
         begin, target = 0, total * replica // replicas
         for name in names:
             if begin + sizes[name] > target:
-                begin += round((target - begin) / rows[name]) * rows[name]
+                begin += round((target - begin) / rows[name]) * rows[name]  # the row nearest to an even share
                 break
             begin += sizes[name]
         begins.append(begin)
     begins.append(total)
-    empty = [Piece(name, 0, 0) for name in names if not sizes[name]]
+    empty = [Piece(name, 0, 0) for name in names if not sizes[name]]  # which no span of elements has
     pieces = [(*_pieces(sizes, rows, *shard),) for shard in pairwise(begins)]
     return Division(tuple(begins), ((*empty, *pieces[0]), *pieces[1:]))
 

@@ -71,8 +71,7 @@ def set_grads(parameters: Sequence[Parameter], grads: Sequence[torch.Tensor | No
 
 
 def set_grad(parameter: Parameter, grad: torch.Tensor | None) -> None:
-    """Set ``.grad``, of any dtype; torch wants that in ``.grad_dtype``, which no earlier ``.grad`` may differ
-    from."""
+    """Set ``.grad``, of any dtype, which torch wants in ``.grad_dtype``."""
     parameter.grad = None  # or torch refuses the new dtype
     if grad is not None:
         parameter.grad_dtype = grad.dtype

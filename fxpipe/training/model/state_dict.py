@@ -1,15 +1,15 @@
-"""State dicts: the parameters and buffers of the whole model under the names of the model's own state
-dict."""
+"""State dicts: the parameters and buffers of the whole model by the names of its own state dict."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Container, Mapping, Sequence
 
 import torch
 from torch import nn
 
 from fxpipe.errors import ArtifactError, RunError
-from fxpipe.plan.artifact import Plan, TensorLayout
+from fxpipe.plan.artifact import Plan, RankTensors, TensorLayout, holders
 from fxpipe.plan.attribute_state import kept_slots, kept_tensors
 from fxpipe.plan.dtensors import local
 from fxpipe.plan.rows import ShardName
@@ -44,7 +44,7 @@ def full_state_dict(state: ModelState, rank: int | None) -> dict[str, torch.Tens
     wanted = state.process is None or rank in (None, state.process.world_rank)
     values: dict[str, torch.Tensor] = {}
     for name, lane, value in state.gathered():
-        if not wanted:
+        if not wanted:  # it takes part, as each value comes by a broadcast
             continue
         table, spans = name.tensor, state.spans_of(name, lane)
         if not spans:
@@ -98,6 +98,31 @@ def make_whole(model: nn.Module, process: Process) -> None:
     for state in pipelines_of(model, process):
         state.updates.settle()
         copy_to_model(state, None)
+
+
+def share_values(
+    process: Process,
+    tensors: Sequence[RankTensors],
+    tensors_here: Mapping[str, torch.Tensor],
+    shards: Container[str] = (),
+) -> None:
+    """Give each tensor that several processes hold the values of the first.  All must call this.
+
+    Ranks that build their model without a seed begin with different values, and each trains its own copy: a
+    tied weight has the same gradient on all of its ranks, and would stay different for ever.
+
+    tensors: the names by process.  own: the tensors of this one, overwritten in place.  Those without values
+    on one of them (on the meta device) are left out.  shards: the names of those of which each lane has
+    another share: it gets that of the same lane.
+    """
+    empty = process.gather(json.dumps([name for name, t in tensors_here.items() if t.is_meta]).encode())
+    without = {name for names in empty for name in json.loads(names)}
+    for name, holding in holders(rank.names for rank in tensors).items():
+        lanes = range(process.lanes if name.tensor in shards else 1)
+        for first, *others in (holding[lane :: len(lanes)] for lane in lanes) if name not in without else ():
+            for other in others:
+                if process.world_rank in (first, other):
+                    process.send_to(tensors_here[name].detach(), first, other)
 
 
 def load_state_dict(state: ModelState, values: TensorSource, strict: bool) -> None:

@@ -99,7 +99,7 @@ def difference(
     resolution: that of the factors by which the ranks' scripts have multiplied gradients.
     """
     table: list[list[int]] = ranks.tolist()
-    if rank := _other([row[PLAN] for row in table]):
+    if rank := _other([row[PLAN] for row in table]):  # first: with another plan all other words differ
         return f"Rank {rank} has another plan than rank 0. Compile, or load, the same pipeline on all ranks."
     if rank := _other([row[ASKED] for row in table]):
         return (
@@ -174,8 +174,7 @@ def _other(values: Sequence[int]) -> int:
 
 
 def _other_present(values: Sequence[int]) -> tuple[int, int]:
-    """The first rank whose value differs from the first that there is, and the rank of that; rank 0 if none
-    differs."""
+    """The first rank whose value differs from the first that there is, or 0, and the rank of that."""
     first = next((rank for rank, value in enumerate(values) if value != ABSENT), 0)
     return _other([value or values[first] for value in values]), first
 

@@ -62,6 +62,7 @@ def follow(state: ModelState, target: str, source: str, rate: float) -> None:
         state.value(target).lerp_(state.value(source), rate)
         return
     pieces = holders(process_tensors.parameters for process_tensors in state.owned)
+    # All processes run through the same pieces, so that their sends and receives meet in one order.
     for piece, owners in _of(target, pieces):
         for owner in owners:
             here = process.world_rank == owner

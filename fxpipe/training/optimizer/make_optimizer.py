@@ -96,8 +96,7 @@ def make_optimizer(
 
 
 def with_masters(parameters: Mapping[str, Parameter]) -> dict[str, Parameter]:
-    """What to update, by name: a float32 copy of each parameter with fewer bits, and the others
-    themselves."""
+    """The tensors to update: a float32 copy of each parameter with fewer bits, and the others themselves."""
     targets = {}
     for name, parameter in parameters.items():
         dtype = gradient_dtype(parameter.dtype, torch.float32)

@@ -19,10 +19,10 @@ from fxpipe.plan.artifact import Validation
 from fxpipe.plan.number import number
 from fxpipe.runtime.job.user_line import called_function
 from fxpipe.runtime.torch_private import copy_each, has_step_hooks, zero_each
+from fxpipe.training.model.accumulators import mark_zeroed
 from fxpipe.training.model.pending_update import PendingUpdate
 from fxpipe.training.model.rollback import Rollback
 from fxpipe.training.model.speculative_update import SpeculativeUpdate, set_grad
-from fxpipe.training.model.zeroed import mark_zeroed
 from fxpipe.training.optimizer.clipping import Clipping
 from fxpipe.training.optimizer.optimizer_state import MASTER, check_parameters, named_state, without_masters
 from fxpipe.training.optimizer.script_changes import ScriptChanges
@@ -132,8 +132,7 @@ class PipelineOptimizer(Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Refuse a GradScaler: its ``step`` asks this before it divides gradients that it never
-        multiplied."""
+        """Refuse a GradScaler, whose ``step`` asks this: it would divide what it never multiplied."""
         raise RunError(NO_SCALER)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -385,8 +384,7 @@ class PipelineOptimizer(Optimizer):
         return " and ".join(dict.fromkeys(type(optimizer).__name__ for optimizer in self.of_groups))
 
     def options(self) -> dict[str, str]:
-        """The options on which an update depends, beside parameters, gradients and state, as texts by
-        name."""
+        """The options on which an update depends, as texts by name."""
         rules = self._clipping
         clipping: dict[str, object] = {"clip_grad_norm": rules.largest, "norm_type": rules.norm_type}
         clipping |= {"skip_nonfinite": rules.skip_nonfinite, "validation": self._validation}
@@ -430,8 +428,7 @@ class PipelineOptimizer(Optimizer):
                 updated.copy_(masters.get(k, self.masters[updated]))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse groups that are added later: torch's constructor alone calls this, as all ranks must have
-        the same groups."""
+        """Refuse later groups, as all ranks must have the same; torch's constructor calls this."""
         if self._made:
             raise RunError("Groups are given when the optimizer is made: pipe.optimizer(…, groups=[…]).")
         self.optimizer.param_groups.append(param_group)

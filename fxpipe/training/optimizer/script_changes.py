@@ -43,8 +43,7 @@ class Kind(IntEnum):
 
 
 class Change(NamedTuple):
-    """The change of one rank.  ``factor``: by which all gradients were multiplied, where nothing else was
-    changed."""
+    """The change of one rank.  ``factor``: by which all gradients were multiplied, if that is all."""
 
     kind: Kind = Kind.ABSENT
     factor: float = 1.0
@@ -57,8 +56,7 @@ _left_by = WeakTensorKeyDictionary()  # gradient -> who compares that of the las
 
 @dataclass(frozen=True, eq=False)
 class _AfterStep:
-    """A gradient as a step has left it.  ``elements``: some of the gradient and of its parameter, if they are
-    compared."""
+    """A gradient as a step has left it.  ``elements``: some of it and of its parameter, if compared."""
 
     tensor: int
     version: int
@@ -267,8 +265,7 @@ def _view(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _follow(changes: weakref.ref[ScriptChanges], optimizer: Optimizer) -> None:
-    """Let an optimizer that is about to update, if it is the user's own, compare from now on, behind its
-    hooks."""
+    """Let an optimizer of the user's, which is about to update, compare from now on, behind its hooks."""
     living = changes()
     if living is not None and living.is_used_by(optimizer) and optimizer not in living.known:
         living.known.add(optimizer)

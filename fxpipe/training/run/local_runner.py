@@ -142,7 +142,7 @@ class LocalRunner:
         losses = run_all(
             world, mains, lambda number: runtimes[number].current_op or "its start", threads, self.device
         )
-        first = runtimes[: world.ranks * world.lanes]
+        first = runtimes[: world.ranks * world.lanes]  # of replica 0: all replicas have the same sums
         ranks = [first[begin : begin + world.lanes] for begin in range(0, len(first), world.lanes)]
         gradients = [_whole_gradients(self.plan.lanes, [rt.grads for rt in lanes]) for lanes in ranks]
         # In reverse, as the first rank that holds a tied weight has its sum.

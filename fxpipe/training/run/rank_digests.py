@@ -28,8 +28,7 @@ from fxpipe.training.optimizer.script_changes import ScriptChanges
 
 @dataclass(eq=False)
 class RankDigests:
-    """The digests of one pipeline on one rank.  ``compares``: whether tensors that several ranks hold must
-    have the same bits."""
+    """The digests of one pipeline on one rank.  ``compares``: whether ranks must have the same bits."""
 
     state: ModelState
     rank: int

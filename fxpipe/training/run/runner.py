@@ -51,8 +51,7 @@ from fxpipe.training.run.warm_up import WarmUp
 class Runner(LocalRunner):
     """Runs the program of this process's rank.  ``stop_asked``: whether this rank was asked to end the run.
     ``stops``: whether one of the ranks was, before the last step; the same on all ranks.  ``is_evaluation``:
-    whether it is that of ``pipe.evaluate``.  ``like``: that of the pipeline whose number of the step this one
-    goes on with.
+    whether it is that of ``pipe.evaluate``.  ``like``: that whose number of the step this one goes on with.
     """
 
     stop_asked: bool = False
@@ -142,6 +141,7 @@ class Runner(LocalRunner):
                 f"number in the other replicas: give each a multiple of {short.size}, or drop the last ones."
             )
         batches = short.batches(spec, batch)
+        # All steps at once, as means over the batch count the rows of all of them.
         rt.weighted = [(part, w) for part, (_, w) in zip(batches, short.steps, strict=True)]
         steps, sums, counts = [], 0.0, 0.0
         try:
@@ -173,8 +173,7 @@ class Runner(LocalRunner):
             self.rank_digests.begin_digests()
 
     def gather_parameters(self) -> dict[str, torch.Tensor]:
-        """Get the rows of parameters that other replicas own, and have updated since the last step.  All
-        ranks call it alike.
+        """Get the rows of parameters that other replicas own, and have updated.  All ranks call it alike.
 
         Returns the parameters that this process does not keep, by name.
         """

@@ -22,9 +22,8 @@ from fxpipe.runtime.torch_private import pytree
 
 @dataclass(frozen=True)
 class ShortBatch:
-    """A batch as steps of whole microbatches.  ``steps``: the rows of each, and what each of its microbatches
-    counts for.  ``whole``: the number of whole microbatches.  ``rows``: of the batch, ``size``: of a
-    microbatch."""
+    """A batch in whole microbatches.  ``steps``: the rows of each, and what each of its microbatches counts
+    for.  ``whole``: the number of whole microbatches.  ``rows``: of the batch, ``size``: of a microbatch."""
 
     steps: tuple[tuple[list[int], tuple[float, ...]], ...]
     rows: int

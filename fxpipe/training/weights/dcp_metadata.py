@@ -29,8 +29,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in the files of a checkpoint.  ``chunks``: those with elements; each element of the tensor is
-    in one of them."""
+    """A tensor in the files of a checkpoint.  ``chunks``: each element is in one of them."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype

@@ -162,15 +162,14 @@ def _with_tensors(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Iter
                         slots[short] = made[-1]
                         names[_storage(made[-1])] = name
         yield names
-    finally:
+    finally:  # the model keeps its own tensors, which lists of the script may hold
         for slots, entries in before:
             slots.clear()
             slots |= entries
 
 
 def _like(old: torch.Tensor, value: torch.Tensor | None) -> torch.Tensor:
-    """``value``, or a tensor without values, in the place of an old one, with the marks that code has put on
-    that."""
+    """``value``, or a tensor without values, with the marks that code has put on the old one."""
     new = torch.empty(old.shape, dtype=old.dtype, device="meta") if value is None else value
     if isinstance(old, nn.Parameter):
         new = nn.Parameter(new, old.requires_grad)

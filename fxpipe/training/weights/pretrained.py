@@ -72,7 +72,7 @@ class Pretrained:
             with open_tensors(self._files[name], REMEDY) as content:
                 piece = content.get_slice(name)[slice(first, min(first + step, rows.stop)), *others]
             yield piece
-            del piece
+            del piece  # before the next one is read: a rank has memory for one
 
 
 def values_at(path: Path) -> TensorSource:
