@@ -31,7 +31,7 @@ def check_call(model: nn.Module, example: Any, loss_fn: Callable[..., Any] | Non
     if not isinstance(example, Mapping | tuple | list):
         return  # that is no microbatch at all: ``batch_leaves`` says so
     args, kwargs = arguments(example) if loss_fn is None else arguments_of_forward(model, example)
-    problem = misfit(model.forward, args, kwargs) if _calls_forward(model) else None
+    problem = mismatch(model.forward, args, kwargs) if _calls_forward(model) else None
     if problem is not None:
         text = (
             f"The example does not fit the model: {problem}. The forward is "
@@ -110,7 +110,7 @@ def warn_of_unread(names: Iterable[str], model: nn.Module) -> None:
             )
 
 
-def misfit(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
+def mismatch(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
     """The reason why a function does not take these arguments; None if it does, or if that is unknown."""
     if not all(isinstance(name, str) for name in kwargs):
         return "its keys are not all texts"
@@ -147,7 +147,7 @@ def _check_loss(loss_fn: Callable[..., Any]) -> None:
     if isinstance(loss_fn, type):
         raise OptionError(f"loss_fn is the class {loss_fn.__name__} and must be {_LOSS}.")
     function = loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn
-    problem = misfit(function, ("output", "microbatch"), {})
+    problem = mismatch(function, ("output", "microbatch"), {})
     if problem is not None:
         raise OptionError(
             f"loss_fn{_parameters(function)} must be {_LOSS}; called with these two: {problem}."

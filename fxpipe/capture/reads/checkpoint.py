@@ -99,10 +99,14 @@ class _Recorded:
                 preserve_rng_state=preserve_rng_state,
                 determinism_check="none",
             )
-        return tuple(_own(x) for x in output) if isinstance(output, tuple) else _own(output)
+        return (
+            tuple(_without_history(x) for x in output)
+            if isinstance(output, tuple)
+            else _without_history(output)
+        )
 
 
-def _own(result: Any) -> Any:
+def _without_history(result: Any) -> Any:
     if isinstance(result, torch.Tensor):
         return result
     return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, result)

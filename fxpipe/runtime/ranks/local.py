@@ -80,7 +80,7 @@ class LocalComm:
     def __init__(self, world: LocalWorld, rank: int, replica: int = 0, lane: int = 0):
         self._world, self._rank, self._lane = world, rank, lane
         self._numbers = [world.number(k, replica, lane) for k in range(world.ranks)]  # in the world
-        self._own = self._numbers[rank]
+        self._number = self._numbers[rank]
         self._received: Counter[int] = Counter()
         self._sent: Counter[int] = Counter()
         self._joined: Counter[int] = Counter()
@@ -100,8 +100,8 @@ class LocalComm:
             return self._wait_for_collective(pending)
         messages, source = self._world.messages, pending.source
         sender = self._numbers[source]
-        keys = [(sender, self._own, number) for number in pending.work]
-        self._world.wait_until(lambda: all(key in messages for key in keys), self._own, f"rank {sender}")
+        keys = [(sender, self._number, number) for number in pending.work]
+        self._world.wait_until(lambda: all(key in messages for key in keys), self._number, f"rank {sender}")
         pairs = zip(keys, pending.buffers, strict=True)
         return [self._received_as(messages.pop(key), expected, source) for key, expected in pairs]
 
@@ -110,14 +110,14 @@ class LocalComm:
         if sent.layout != layout:
             raise RunError(
                 f"Rank {self._numbers[source]} sent a tensor of shape, strides and dtype "
-                f"{text_of(sent.layout)}, and rank {self._own} expects {text_of(layout)}. Edit both programs "
-                "alike."
+                f"{text_of(sent.layout)}, and rank {self._number} expects {text_of(layout)}. Edit both "
+                "programs alike."
             )
         return sent.flat.as_strided(expected.shape, expected.stride())
 
     def send(self, tensors: Sequence[torch.Tensor], to: int) -> None:
         for tensor in tensors:
-            self._world.messages[self._own, self._numbers[to], self._sent[to]] = FlatMessage.of(tensor)
+            self._world.messages[self._number, self._numbers[to], self._sent[to]] = FlatMessage.of(tensor)
             self._sent[to] += 1
 
     def broadcast(
@@ -158,7 +158,7 @@ class LocalComm:
         key, ranks = pending.work
         joint = self._world.joint
         what = "all ranks" if pending.source < 0 else f"rank {self._numbers[pending.source]}"
-        self._world.wait_until(lambda: all(r in joint.get(key, {}) for r in ranks), self._own, what)
+        self._world.wait_until(lambda: all(r in joint.get(key, {}) for r in ranks), self._number, what)
         self._world.takers[key] -= 1
         sent = joint.pop(key) if not self._world.takers[key] else joint[key]  # the last taker frees it
         parts = [
@@ -169,13 +169,13 @@ class LocalComm:
 
     def share_numbers(self, numbers: Numbers | None, source: int) -> Numbers:
         if numbers is not None:
-            self._world.shared[self._own] = numbers
+            self._world.shared[self._number] = numbers
         world, shared = self._world, self._world.shared
         sources = [world.number(source, replica, self._lane) for replica in range(world.replicas)]
 
         def total() -> torch.Tensor:
             what = f"the loss of rank {' and '.join(map(str, sources))}"
-            world.wait_until(lambda: shared.keys() >= {*sources}, self._own, what)
+            world.wait_until(lambda: shared.keys() >= {*sources}, self._number, what)
             return torch.stack([shared[rank]() for rank in sources]).sum(0)
 
         return total

@@ -19,7 +19,9 @@ class SavedBytes(TorchDispatchMode):
 
     def __init__(self, uncounted: Iterable[torch.Tensor]):
         super().__init__()  # type: ignore[no-untyped-call]
-        self._held: list[torch.Tensor] = []  # kept alive, so that no new storage gets one of their addresses
+        self._kept_alive: list[
+            torch.Tensor
+        ] = []  # kept alive, so that no new storage gets one of their addresses
         self._ignored: set[int] = set()
         self._live: dict[int, tuple[StorageWeakRef, int]] = {}
         self._arrived: set[int] = set()
@@ -36,7 +38,7 @@ class SavedBytes(TorchDispatchMode):
     def ignore(self, tensors: Iterable[torch.Tensor]) -> None:
         """Do not count these tensors either."""
         added = list(tensors)
-        self._held += added
+        self._kept_alive += added
         self._ignored |= {storage_number(t) for t in added}
         self._live = {key: entry for key, entry in self._live.items() if key not in self._ignored}
 

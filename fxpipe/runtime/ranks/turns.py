@@ -42,8 +42,8 @@ class _Turns:
         self.results: list[Any] = [None] * len(mains)
         self._where, self._device_type = where, device_type
         self._waits: dict[int, _Wait] = {}
-        self._own = ThreadState.now(device_type)
-        self._states = [self._own] * len(mains)
+        self._callers_state = ThreadState.now(device_type)
+        self._states = [self._callers_state] * len(mains)
 
     def wait_until(self, is_over: Callable[[], bool], rank: int, what: str) -> None:
         if not is_over():
@@ -70,12 +70,12 @@ class _Turns:
 
     def _turn(self, rank: int, switch: Callable[[], Any]) -> None:
         self.rank = rank
-        self._states[rank].set(self._own)
+        self._states[rank].set(self._callers_state)
         try:
             self.results[rank] = switch()
         finally:
             self._states[rank] = ThreadState.now(self._device_type)
-            self._own.set(self._states[rank])
+            self._callers_state.set(self._states[rank])
 
     def _waiting(self, rank: int) -> str:
         what, line = self._waits[rank].what, _line(self.stacks[rank].gr_frame)
