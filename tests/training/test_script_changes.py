@@ -240,6 +240,43 @@ def test_an_optimizer_of_the_users_own():
     assert rank.changes.change(at_once=False) == (Kind.OTHER_FACTOR, pytest.approx(0.5))
 
 
+class ClipsAll(torch.optim.SGD):
+    """Clips by the norm of all that it updates."""
+
+    def step(self, closure=None):
+        nn.utils.clip_grad_norm_(self.param_groups[0]["params"], 1.0)
+        return super().step(closure)
+
+
+class NeedsMore(ClipsAll):
+    """Cannot be made again by its options."""
+
+    def __init__(self, params, base, **options):
+        super().__init__(params, **options)
+        self.base = base
+
+
+def test_an_optimizer_of_the_users_own_that_needs_what_other_ranks_have():
+    rank = Rank(0)
+    before = [p.detach().clone() for p in rank.parameters]
+    with pytest.raises(RunError, match="ClipsAll updates a parameter by the values of others, which other r"):
+        ClipsAll(rank.parameters, lr=0.1).step()
+    assert all(map(torch.equal, before, rank.parameters))
+    ClipsAll(rank.parameters[:2], lr=0.0).step()  # what it updates may be here alone
+    rank = Rank(0)
+    NeedsMore(rank.parameters, base=None, lr=0.0).step()
+    assert rank.changes.change(at_once=False) == Change(Kind.NOTHING)
+
+
+def test_an_optimizer_compares_once_before_each_update(monkeypatch):
+    rank, compared = Rank(0), []
+    monkeypatch.setattr(ScriptChanges, "compare", lambda _, optimizer: compared.append(optimizer))
+    optimizer = torch.optim.SGD(rank.parameters, lr=0.0)
+    for _ in range(3):
+        optimizer.step()
+    assert compared == [optimizer] * 3
+
+
 @pytest.mark.parametrize("own", [True, False])
 def test_a_hook_of_an_optimizer_changes_gradients(own):
     rank = Rank(0)

@@ -6,6 +6,7 @@ changes from update to update: a class may treat small tables, small gradients, 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 from torch.nn import Parameter
+from torch.optim import Optimizer
 
 from fxpipe.errors import RunError
 from fxpipe.runtime.program.accelerator import is_accelerator
@@ -38,12 +40,38 @@ def check_group(
     shapes: of the parameters.  dims: along which ranks have parts of them.  ranks: the processes that update.
     """
     group = replace(group, defaults=_with_rate(group.defaults), options=_with_rate(group.options))
-    cut = {tuple(min(length, _LENGTH) for length in shape) for shape in shapes} or {(8, 8)}
-    tables = [max(shape for shape in cut if len(shape) == n) for n in sorted({*map(len, cut)})]
+    tables = _tables(shapes)
     with torch.random.fork_rng([device] if is_accelerator(device) else []), _alone(name_of(group.cls)):
         check_closure(group, tables[-1], device)
         if ranks > 1:
             check_separable(group, tables, dims, device)
+
+
+def check_users_optimizer(
+    optimizer: Optimizer, shapes: Iterable[Sequence[int]], dims: Collection[int], device: torch.device
+) -> None:
+    """Raise RunError for an optimizer of the user's own that cannot update its parameters on one rank alone.
+
+    shapes, dims: as above.  One that cannot be made again by its options is not tried.
+    """
+    cls, tables = type(optimizer), _tables(shapes)
+    names = inspect.signature(cls).parameters.keys() & optimizer.defaults.keys()
+    defaults = _with_rate({name: optimizer.defaults[name] for name in names})
+    with torch.random.fork_rng([device] if is_accelerator(device) else []), _alone(name_of(cls)):
+        for group in optimizer.param_groups:
+            options = _with_rate({name: value for name, value in group.items() if name != "params"})
+            try:
+                check_separable(Group(cls, defaults, options), tables, dims, device)
+            except RunError:
+                raise
+            except Exception:  # noqa: BLE001 - a class of the user's, which may need more than its options
+                return
+
+
+def _tables(shapes: Iterable[Sequence[int]]) -> list[Shape]:
+    """Of each number of dimensions the largest, up to a length."""
+    cut = {tuple(min(length, _LENGTH) for length in shape) for shape in shapes} or {(8, 8)}
+    return [max(shape for shape in cut if len(shape) == n) for n in sorted({*map(len, cut)})]
 
 
 def check_closure(group: Group, shape: Shape, device: torch.device) -> None:
@@ -177,8 +205,12 @@ def _with_rate(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def ready(group: Group, tables: Sequence[Parameter]) -> Any:
-    """An optimizer of the group, ready to train: one that is schedule-free has a mode for that."""
-    optimizer = group.made(tables)
+    """An optimizer of the group, ready to train."""
+    return in_train_mode(group.made(tables))
+
+
+def in_train_mode(optimizer: Any) -> Any:
+    """The optimizer, in the mode in which it updates: one that is schedule-free has another one."""
     if callable(train := getattr(optimizer, "train", None)):
         train()
     return optimizer

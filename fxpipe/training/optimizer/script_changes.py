@@ -22,10 +22,13 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from fxpipe.plan.rows import ShardName
 from fxpipe.plan.tensors import dtype_of
 from fxpipe.runtime.program.accelerator import event, is_accelerator
 from fxpipe.runtime.torch_private import before_each_update, writes_to
+from fxpipe.training.model.elsewhere import is_elsewhere
 from fxpipe.training.model.model_state import ModelState
+from fxpipe.training.optimizer.optimizer_trial import check_users_optimizer
 
 #: Tensors of which elements are compared, others after each step, and how many elements of each.
 TENSORS, ELEMENTS = 16, 64
@@ -233,6 +236,15 @@ class ScriptChanges:
         """Whether an optimizer updates by gradients that a step has left."""
         return bool(self._used(optimizer))
 
+    def check(self, optimizer: Optimizer) -> None:
+        """Raise RunError for an optimizer of the user's own that has a part of what it updates here, and
+        needs all of it."""
+        updated = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+        trained = [self.state.parameter(name) for name in self._names]
+        if any(map(is_elsewhere, updated.values())) or {*map(id, trained)} <= updated.keys():
+            dims = {dim for name in self._names for dim in self.state.spans_of(ShardName(name))}
+            check_users_optimizer(optimizer, [p.shape for p in trained], dims, self.state.device)
+
     def change(self, *, at_once: bool) -> Change:
         """The change before the updates since the last call; of all of them, if several were made.
 
@@ -269,6 +281,7 @@ def _follow(changes: weakref.ref[ScriptChanges], optimizer: Optimizer) -> None:
     living = changes()
     if living is not None and living.is_used_by(optimizer) and optimizer not in living.known:
         living.known.add(optimizer)
+        living.check(optimizer)
         optimizer.register_step_pre_hook(lambda updating, *_: _compare(changes, updating))
 
 
