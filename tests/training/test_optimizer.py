@@ -568,3 +568,24 @@ def test_a_schedule_free_optimizer(dtype):
             assert torch.equal(pipe.parameters[name], p.to(dtype))
     with pytest.raises(AssertionError, match="not in train mode"):
         ours.step()
+
+
+def test_a_schedule_free_optimizer_is_resumed_in_the_mode_in_which_it_was_saved(tmp_path):
+    """Its authors ask for eval() before a checkpoint, and the trial of its options makes an update."""
+    finals = []
+    for saves in (True, False):
+        torch.manual_seed(0)
+        pipe = pipeline(Squares())
+        optimizer = pipe.optimizer(Averaging)
+        with fxpipe.Checkpointer(pipe, tmp_path, optimizer=optimizer) as checkpoints:
+            assert checkpoints.resume() != saves
+            for step in range(pipe.step_number, 3):
+                optimizer.train()
+                pipe.step(batch(step))
+                optimizer.step()
+                optimizer.zero_grad()
+                optimizer.eval()
+                if saves and step == 1:
+                    checkpoints.save()
+        finals.append(pipe.full_state_dict())
+    assert all(torch.equal(value, finals[1][name]) for name, value in finals[0].items())

@@ -43,6 +43,7 @@ from fxpipe.training.model.model_state import ModelState
 from fxpipe.training.optimizer.average import Average, OfAverage
 from fxpipe.training.optimizer.optimizer import PipelineOptimizer
 from fxpipe.training.optimizer.optimizer_state import MASTER
+from fxpipe.training.optimizer.optimizer_trial import in_train_mode
 
 STEP = "step"  # the key of torch's optimizers for the number of updates of a parameter
 
@@ -290,7 +291,7 @@ def _entries_of_update(kind: type[Any], group: Mapping[str, Any], like: torch.Te
     parameter.grad = torch.zeros_like(parameter)
     options = {key: value for key, value in group.items() if key != "params"}
     known = {key: options[key] for key in inspect.signature(kind).parameters if key in options}
-    trial = kind([{"params": [parameter], **options}], **known)
+    trial = in_train_mode(kind([{"params": [parameter], **options}], **known))
     trial.step()
     return {*trial.state[parameter]}
 
