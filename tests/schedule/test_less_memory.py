@@ -49,6 +49,38 @@ def test_vocabulary_stages_hold_few_microbatches():
     assert max(found.peak_memory) < 11
 
 
+@pytest.mark.parametrize(
+    ("shape", "microbatches", "times", "update"),
+    [
+        ("plain", 9, [(3, 0, 1), (2, 1, 1), (0.5, 1, 0), (0.5, 3, 3)], Update((0.5, 3), (0.0,) * 2)),
+        (
+            "v",
+            6,
+            [(2, 1, 2), (1, 1, 1), (0.5, 0, 3), (0.5, 3, 1), (0, 0, 3), (1, 2, 0)],
+            Update((0, 3, 1), (0.0,) * 3, 2),
+        ),
+        (
+            "v",
+            4,
+            [(1, 2, 0), (0.5, 1, 1), (0, 1, 3), (1, 3, 2), (1, 0, 3), (1, 1, 3)],
+            Update((2, 1, 0), (0.0,) * 3, 1),
+        ),
+    ],
+)
+def test_an_order_with_less_memory_and_a_longer_period_is_not_taken(shape, microbatches, times, update):
+    """Its span is as short, but many of its steps, one behind the other, take longer."""
+    ranks = len(update.seconds)
+    costs = replace(chain([StageCost(*each, 1.0, 0.5) for each in times], 0.1), update=update)
+    problem = Problem(ranks, microbatches, 2, shape, costs, per_rank(None, ranks), objective="period")
+    (one,) = find([problem], effort=0.005)
+
+    def period(candidate):
+        schedule = problem.schedule("zb", candidate.order.ops)
+        return SearchResult(problem, simulate(schedule, costs)).seconds
+
+    assert period(with_less_memory(one)) <= period(one) * (1 + 1e-9)
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_no_order_gets_slower_or_larger(data):

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from itertools import pairwise
+from unittest import mock
 
 import pytest
 from hypothesis import example, given, settings
@@ -12,7 +13,15 @@ from fxpipe.cli.command import main
 from fxpipe.errors import ScheduleError
 from fxpipe.schedule.candidate import SearchResult
 from fxpipe.schedule.costs import Costs, Edge, StageCost, chain
-from fxpipe.schedule.offload.planner import FULL, HALF, OffloadPlan, offload, offload_within, with_link
+from fxpipe.schedule.offload.planner import (
+    FULL,
+    HALF,
+    OffloadPlan,
+    _Planner,
+    offload,
+    offload_within,
+    with_link,
+)
 from fxpipe.schedule.ops import PHASES, Color, Direction, Phase, Transfer
 from fxpipe.schedule.problem import Problem
 from fxpipe.schedule.search.auto import search
@@ -183,6 +192,34 @@ def test_any_schedule_any_share(name, ranks, microbatches, k, share, kept, shari
     assert plan.moved <= plan.asked
     for less, most in zip(plan.timeline.peak_memory, found.peak_memory, strict=True):
         assert less <= most + 1e-9
+
+
+@pytest.mark.parametrize(("ranks", "link", "moved"), [(1, 0.7, 2), (2, 0.7, 6), (2, 1.3, 3)])
+def test_what_was_dropped_is_tried_again(ranks, link, moved):
+    """Half of the late activations are dropped at once; of six microbatches, one or two of these fit."""
+    before = timeline("gpipe", ranks, 6, 1, link)
+    plan = offload(before, FULL)
+    check(plan, before)
+    assert plan.moved == moved
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.sampled_from(["1f1b", "interleaved", "gpipe", "dualpipe-v"]),
+    st.integers(1, 4),
+    st.integers(1, 9),
+    st.floats(0.1, 2),
+    st.floats(0, 1),
+    st.integers(1, 3),
+)
+def test_a_second_try_carries_no_less(name, ranks, microbatches, k, share, sharing):
+    before = timeline(name, ranks, microbatches, 1 if name in ("1f1b", "gpipe") else 2, k, sharing)
+    with mock.patch.object(_Planner, "_with_more", lambda self, on_time, others: on_time):
+        without = offload(before, share)
+    plan = offload(before, share)
+    assert without.asked == plan.asked
+    assert without.moved <= plan.moved
+    assert plan.timeline.seconds <= without.timeline.seconds * (1 + 1e-9)
 
 
 def test_a_slower_link_stalls_what_was_planned_for_a_faster_one():

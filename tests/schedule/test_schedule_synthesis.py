@@ -8,9 +8,12 @@ from functools import cache
 from itertools import pairwise
 from math import inf
 from random import Random
+from unittest import mock
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from fxpipe.errors import ScheduleError
 from fxpipe.schedule.costs import Costs, Edge, Exchange, StageCost, chain
@@ -24,6 +27,7 @@ from fxpipe.schedule.families.greedy import zero_bubble, zero_bubble_v
 from fxpipe.schedule.ops import Color, Phase, order_text, parse_order
 from fxpipe.schedule.placement import place
 from fxpipe.schedule.problem import Problem, per_rank
+from fxpipe.schedule.search import pool
 from fxpipe.schedule.search.auto import frontier, search
 from fxpipe.schedule.search.build import build
 from fxpipe.schedule.search.due_dates import cross, start_alone, timetable
@@ -488,6 +492,21 @@ def test_edges_in_a_cycle_are_an_error():
     cyclic = Problem(2, 2, 1, "plain", replace(costs, edges=(*costs.edges, back)), (inf, inf))
     with pytest.raises(ScheduleError, match=r"form a cycle: .*F0"):
         find([cyclic])
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.data())
+def test_a_search_that_anneals_is_no_slower_than_one_that_does_not(data):
+    ranks, microbatches = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 8))
+    times = st.floats(0, 4).map(lambda time: round(time, 2))
+    stages = [StageCost(*(data.draw(times) for _ in range(3)), 1.0, 0.5) for _ in range(ranks)]
+    limit = data.draw(st.none() | st.floats(1, 6))
+    problem = Problem(ranks, microbatches, 1, "plain", chain(stages, 0.1), per_rank(limit, ranks))
+    (one,) = find([problem], effort=0.01)
+    with mock.patch.object(pool, "improve", lambda problem, order, work, seed: order):
+        (without,) = find([problem], effort=0.01)
+    assert one.seconds <= without.seconds
+    assert one.order.fits(problem.limits)
 
 
 def test_more_effort_finds_more():
