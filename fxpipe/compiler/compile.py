@@ -75,12 +75,10 @@ def capture_step(compilation: Compilation, phase: Phases) -> CapturedStep:
     check_names(model)
     phase.expect(1)
     with phase("capture"):
-        lengths = None if options.dimensions is None else named_lengths(example, options.dimensions)
-        step = (
-            CapturedStep(_captured(compilation), None)
-            if lengths is None
-            else _captured_at_sizes(compilation, lengths)
-        )
+        if options.dimensions is None:
+            step = CapturedStep(_captured(compilation), None)
+        else:
+            step = _captured_at_sizes(compilation, named_lengths(example, options.dimensions))
         check_unshared(dict(batch_leaves(example)), step.captured.written, options.microbatches)
         check_lanes(options, step.captured.lanes)
         warn_of_float16(step.captured.graph)

@@ -44,6 +44,7 @@ def accept_any_strides(graph: fx.Graph) -> None:
     call = Calls(graph)
     for node in call_nodes(graph):
         if node.target in _VIEWS:
+            # A view raises where strides are others than in the trace; a reshape copies then.
             node.target, node.args = aten.reshape.default, node.args[:2]
         elif node.target in _BY_STRIDE or node.target in _BY_LAYOUT or _is_custom(node.target):
             for source in node.all_input_nodes:

@@ -20,11 +20,14 @@ from fxpipe.ir.storage import graph_outputs
 def hoist_updates(graph: fx.Graph) -> None:
     others = {*pytree.tree_leaves(tuple(graph_outputs(graph)._replace(buffers={})))}
     alone: set[fx.Node] = set()
+    # Users come first, so that a whole chain that ends in a buffer is alone.
     for node in reversed(graph.nodes):
         is_forward = node.op == "call_function" and not node.meta["origin"].backward
         if is_forward and node not in others and all(u in alone or u.op == "output" for u in node.users):
             alone.add(node)
     for node in [n for n in graph.nodes if n in alone]:
+        # The order of the graph decides where the cut can be: behind its operand, the op is in the same
+        # stage.
         last = max(node.all_input_nodes, default=node)  # in the graph's order
         if last.op == "call_function" and last is not node:
             last.append(node)

@@ -39,6 +39,7 @@ def _view_of_all(node: fx.Node) -> Instead:
         source = source.all_input_nodes[0]
         if _is_tensor(source) and _is_alike(source, node) and _moves_nothing(views, source):
             return source
+        # Then both this view and the one between would be sent where a cut falls between them.
         if _is_tensor(source) and source.target not in _PERMUTES and len(source.users) > 1:
             return None
     return None
@@ -48,6 +49,7 @@ def _moves_nothing(views: list[fx.Node], source: fx.Node) -> bool:
     """Whether the last of these views first have all elements of ``source`` in their places: by the strides
     of a tensor without gaps, as those of ``val`` may be others in another step, or stale."""
     val = source.meta["val"]
+    # On the meta device: only strides are asked for.
     dense = value = torch.empty(val.shape, dtype=val.dtype, device="meta")
     try:
         for view in reversed(views):
@@ -72,6 +74,7 @@ def _copy_of_all(node: fx.Node) -> Instead:
 def _view_of_view(node: fx.Node) -> Instead:
     """The first view must have no other use: else a cut between the two would send both."""
     inner = _operand(node)
+    # Only where elements keep their order are two reshapes one.
     if inner is None or inner.target not in _REGROUPS or len(inner.users) > 1:
         return None
     source, val = _operand(inner), node.meta["val"]
@@ -83,6 +86,7 @@ def _view_of_view(node: fx.Node) -> Instead:
 def _has_strides(source: fx.Node, inner: fx.Node, val: torch.Tensor) -> bool:
     """Whether a view of ``source`` has the layout of ``val``, as the view of ``inner`` has."""
     outer = source.meta["val"]
+    # The usual case, without a trial.
     if outer.is_contiguous() and inner.meta["val"].is_contiguous():
         return val.is_contiguous()
     try:
@@ -190,6 +194,7 @@ def _holds_no_more(source: fx.Node, copy: fx.Node) -> bool:
     """Whether saving ``source`` takes no more bytes than saving its copy.  A view keeps all of its storage:
     that is no loss if it is an input, or kept for the backward anyway."""
     root = storage_root(source)
+    # An input is there for the whole step.
     if root.op == "placeholder" or node_bytes(root) <= node_bytes(copy):
         return True
     return any(user is not copy and user.meta["origin"].backward for user in _readers(root))

@@ -21,6 +21,7 @@ def key_random_ops(graph: fx.Graph) -> None:
     random = [node for node in call_nodes(graph) if draws_numbers(node)]
     if not random:
         return
+    # One key for all: the position of each op, in its arguments, tells their numbers apart.
     with graph.inserting_before(call_nodes(graph)[0]):
         key = graph.placeholder(identifier("key"))
     key.meta.update(input=Input(Kind.KEY, "key"), val=None, origin=Origin())

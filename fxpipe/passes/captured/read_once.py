@@ -31,15 +31,18 @@ def read_once(graph: fx.Graph) -> None:
         if buffer is None:  # no op reads it
             continue
         users = [n for n in (*buffer.users, graph_outputs(graph).buffers[name]) if n.op == "call_function"]
+        # At the first use, so that the read is in the stage that has it; later ones get the value sent.
         first = min(users, key=position.__getitem__, default=first_op)
         with graph.inserting_before(first):
             read = graph.create_node("call_function", read_buffer, (buffer,), name=f"{buffer.name}_now")
         read.meta.update(val=buffer.meta["val"], origin=first.meta["origin"])
         buffer.replace_all_uses_with(read, lambda user, read=read: user is not read)
+        # Between two whole numbers, so that the others need not be numbered again.
         reads[name], position[read] = read, position[first] - 0.5
     values = {}
     for name, value in graph_outputs(graph).buffers.items():
         root = storage_root(value)
+        # Else the new value would be the memory of an input, or of another buffer.
         computed = root.op != "placeholder" and root.target is not read_buffer
         values[name] = value if computed else _copy(graph, value, reads.get(name), first_op)
     set_outputs(graph, buffers=values)

@@ -35,11 +35,13 @@ def accumulate_together(graph: fx.Graph) -> None:
     for node in sums:
         total = node_arg(node, 0).meta["val"]
         layer = layer_of[_parameter(node)]
+        # By layer, so that layers which are alike keep the same ops, and are one function in the program.
         alike[node.meta["color"], total.dtype, total.device, layer].append(node)
     call, instead = Calls(graph), dict[fx.Node, fx.Node]()
     for (*_, layer), nodes in alike.items():
         if len(nodes) > 1:
             instead |= dict.fromkeys(nodes, _joined(call, nodes, layer))
+    # The op gives nothing, so the output names it in the place of each sum.
     output = graph.output_node()
     output.args = fx.map_arg(output.args, lambda node: instead.get(node, node))
     for node in instead:
@@ -84,6 +86,7 @@ def _parameter(node: fx.Node) -> str:
 def _is_small_sum(node: fx.Node) -> bool:
     """Whether the op adds a small gradient, of its accumulator's dtype, as the only one of its parameter."""
     into, part = node_arg(node, 0), node_arg(node, 1)
+    # Of a parameter with several summands, the order of the sums is the order of the bits.
     if into.op != "placeholder" or into.meta["input"].kind is not Kind.GRADIENT or len(into.users) > 1:
         return False
     a, b = into.meta["val"], part.meta["val"]

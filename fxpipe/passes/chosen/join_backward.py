@@ -24,4 +24,5 @@ def join_backward(graph: fx.Graph, stages: Set[int]) -> None:
     for node in call_nodes(graph):
         if node.meta["color"].stage in stages and node.meta["color"].phase is not Phase.F:
             node.meta["color"] = backward[node.meta["color"].stage]
+    # What W had recomputed for itself is in B already.
     merge_equal(graph, {*backward.values()})

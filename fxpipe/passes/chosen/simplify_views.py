@@ -22,9 +22,11 @@ from fxpipe.passes.colored.merge_equal import merge_equal
 
 def simplify_views(graph: fx.Graph) -> None:
     for node in call_nodes(graph):  # what a rule makes of a view, the rules for its users see
+        # Another view in its place would else be another message, or another saved value.
         if is_view(node) and _is_used_inside(node):
             while any(_apply(find, node) for find in RULES_OF.get(node.target, ())):
                 pass
+    # Simpler views of one value are often equal.
     merge_equal(graph, which=is_view)
 
 

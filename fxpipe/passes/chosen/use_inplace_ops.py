@@ -28,12 +28,14 @@ def use_inplace_ops(graph: fx.Graph, backend: str = "eager") -> None:
     roots = storage_roots(graph)
     last = last_uses(graph, roots)
     for node in call_nodes(graph):
+        # Inductor plans the memory of its sections by itself.
         if is_view(node) or compiles(backend, node.meta["color"].phase):
             continue
         used = [roots[n] for n in node.all_input_nodes]
         free = [
             n
             for n, root in zip(node.all_input_nodes, used, strict=True)
+            # A second operand in the same memory would be read after it is overwritten.
             if last.get(root) is node and used.count(root) == 1 and _same_place(n, root, node)
         ]
         if free:
@@ -48,6 +50,7 @@ def _same_place(operand: fx.Node, root: fx.Node, result: fx.Node) -> bool:
         and isinstance(b, torch.Tensor)
         and (a.dtype, a.device, a.shape, a.stride()) == (b.dtype, b.device, b.shape, b.stride())
         and is_dense(a)
+        # Else the result would keep a larger storage alive.
         and node_bytes(root) == node_bytes(operand)
     )
 

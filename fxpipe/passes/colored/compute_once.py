@@ -38,6 +38,8 @@ def compute_once(graph: fx.Graph, resized: ResizedTraces | None) -> None:
     if not values and not casts and not means:
         return
     once = next(iter(values.values())).graph if values else fx.Graph()
+    # A cast reads a parameter, which no microbatch changes, though the optimizer does: it is made anew each
+    # step.
     values |= copied(leading_to(casts), once, resized)
     counts = copied(leading_to(means), once, resized)
     values |= {node: counts[node] for node in means}
@@ -58,6 +60,7 @@ def compute_once(graph: fx.Graph, resized: ResizedTraces | None) -> None:
     once.output([*inputs])
     for each in (once, graph):
         drop_dead(each)
+    # Its inputs may lie in memory in other ways than in the trace.
     accept_any_strides(once)
 
 

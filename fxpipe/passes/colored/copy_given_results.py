@@ -26,6 +26,7 @@ def copy_given_results(graph: fx.Graph) -> None:
 
 def _copied(graph: fx.Graph, node: fx.Node) -> fx.Node:
     forward = [n for n in call_nodes(graph) if n.meta["color"].phase is Phase.F]
+    # Where the input is needed anyway; a rank that does not use it need not get it.
     at = next((n for n in forward if n in node.users), forward[-1])
     meta = {"val": node.meta["val"], "origin": at.meta["origin"], "color": at.meta["color"]}
     with graph.inserting_before(graph.output_node()):

@@ -24,6 +24,7 @@ def count_beside_loss(graph: fx.Graph) -> None:
     both = {"loss": named.loss, "count": named.count}
     colors = [n.meta["color"] for n in both.values() if n.op == "call_function"]
     stage = max(color.stage for color in colors)
+    # A program adds up loss and count together, behind one section.
     phase = max((color.phase for color in colors), key=list(Phase).index)
     for key, node in both.items():
         if node.op == "call_function" and node.meta["color"] == Color(stage, phase):

@@ -41,16 +41,19 @@ def merge_equal(
     for node in call_nodes(graph):
         if sections is not None and node.meta["color"] not in sections:
             continue
+        # Two draws of random numbers are equal ops with other results.
         if not which(node) or not _may_merge(node):
             continue
         # The parts of a sum of all ranks are sent to the stage that uses it: none is a part of two such sums.
         sums = tuple(user.meta["color"] for user in node.users if user.target is sum_over_ranks)
+        # Per section: over two of them, a value would have to be sent or saved.
         key = node.meta["color"], sums, value_key(node, node.args, node.kwargs, resized)
         equal = first.setdefault(key, node)
         if equal is not node:
             paths.setdefault(equal, [equal.meta["origin"].path]).append(node.meta["origin"].path)
             node.replace_all_uses_with(equal)
             graph.erase_node(node)
+    # Else the first layer alone would compute it, and would have other ops than the next ones.
     _before_their_layers(graph, paths)
 
 
@@ -70,6 +73,7 @@ def _before_their_layers(graph: fx.Graph, paths: dict[fx.Node, list[str]]) -> No
             for module in _modules(node.meta["origin"].path):
                 inside[node.meta["color"], module].append(node)
     for layer, values in shared.items():
+        # Others need a value that is computed between the layers.
         movable = [value for value in values if value in early]
         moved = leading_to(movable)
         begin = next((node for node in inside[layer] if node not in moved), None)

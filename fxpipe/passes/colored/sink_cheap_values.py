@@ -22,6 +22,7 @@ def sink_cheap_values(graph: fx.Graph, free: Free) -> None:
             if node.op != "call_function" or node.meta["color"] == color:
                 continue
             within = node.meta["color"].stage == color.stage
+            # From a stage to another one, only what every rank can compute.
             movable = free.in_stage if within else free.anywhere
             if node in movable:
                 clone = clone_into(node, color, user, clones, movable)

@@ -33,6 +33,7 @@ def split_backward(graph: fx.Graph) -> None:
     in_b = {*graph_outputs(graph).buffers.values()}
     in_b.update(graph.find_nodes(op="call_function", target=read_buffer))
     color = cache(Color)  # one object a section, as from the partition
+    # Users first: an op belongs to B if anything of B needs it, and to W else.
     for node in reversed(call_nodes(graph)):
         stage, phase = node.meta["color"].stage, node.meta["color"].phase
         if phase is Phase.F:
@@ -43,6 +44,7 @@ def split_backward(graph: fx.Graph) -> None:
         for user in node.users:
             if user.op == "output":
                 continue
+            # Such a user is the backward of an op on data: its gradient goes on to the layers before it.
             enters = user.meta["origin"].seq in on_data and user.meta["origin"].seq != seq
             if user in in_b or enters or user.meta["color"].stage != stage:
                 in_b.add(node)
@@ -66,6 +68,7 @@ def _ops_on_data(graph: fx.Graph) -> set[int]:
             seq = node.meta["origin"].seq
             if any(n in data for n in node.all_input_nodes):
                 data.add(node)
+                # An op of several nodes has one number; its first node tells whether it is on data.
                 if seq not in parameters_only:
                     ops.add(seq)
             elif seq not in ops:

@@ -28,5 +28,6 @@ def _summands(node: fx.Node) -> list[fx.Node]:
     if not (is_sum and len(node.users) == 1):
         return [node]
     summands = [s for n in node.args for s in _summands(n)]  # type: ignore[arg-type]
+    # Within one stage autograd's own order of the sum is kept, with its bits.
     stages = {n.meta["color"].stage for n in (node, *summands) if n.op != "placeholder"}
     return summands if len(stages) > 1 else [node]

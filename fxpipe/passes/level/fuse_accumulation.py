@@ -34,6 +34,7 @@ _ADDMM = aten.addmm.dtype_out
 def fuse_accumulation(graph: fx.Graph, grad_dtype: torch.dtype | None = None) -> None:
     first = next(n for n in graph.nodes if n.op != "placeholder")
     calls, fused = Calls(graph), dict[str, tuple[fx.Node, ...]]()
+    # A gradient of two parameters is needed twice, so it cannot be a part of one addition.
     times = Counter(part for parts in graph_outputs(graph).grads.values() for part in parts)
     for name, parts in graph_outputs(graph).grads.items():
         with graph.inserting_before(first):
@@ -45,6 +46,7 @@ def fuse_accumulation(graph: fx.Graph, grad_dtype: torch.dtype | None = None) ->
         last: dict[Color, fx.Node] = {}
         for part in parts:
             color = Color(part.meta["color"].stage, Phase.W)
+            # In the order of the summands, as sums of floats depend on it.
             with graph.inserting_before(max(part, last.get(color, part)).next):
                 last[color] = _accumulated(calls, into, part, times[part] == 1)
             fused[name] = (*fused.get(name, ()), last[color])
@@ -67,6 +69,7 @@ def _accumulated(calls: Calls, into: fx.Node, part: fx.Node, once: bool) -> fx.N
         target.meta["val"] = total.t()
     if once and len(source.users) == 1 and source.meta["color"] == color:
         if source.target is aten.mm.default:
+            # ``addmm_`` computes and adds in one kernel, without memory for the product.
             if source.meta["val"].dtype == total.dtype:
                 return call(aten.addmm_.default, target, *source.args)
             if _is_widened(source.meta["val"], total):

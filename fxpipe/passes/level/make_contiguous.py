@@ -22,6 +22,7 @@ def make_contiguous(graph: fx.Graph) -> None:
         far = [
             u for u in node.users if u.op != "output" and u.meta["color"].stage != node.meta["color"].stage
         ]
+        # A dense value carries each element once as it is.
         if not far or is_dense(node.meta["val"]):
             continue
         val = node.meta["val"]

@@ -22,10 +22,12 @@ def sink_side(capacities: Mapping[tuple[Vertex, Vertex], float], source: Vertex,
     left: Edges = {}
     for (tail, head), capacity in capacities.items():
         left.setdefault(tail, {})[head] = capacity + left.get(tail, {}).get(head, 0)
+        # The way back, by which a later path can take flow from an edge again.
         left.setdefault(head, {}).setdefault(tail, 0)
     while True:
         distances = _distances(left, sink)
         if source not in distances:
+            # Nothing more flows: what can still reach the sink is on its side of the cut.
             return set(distances)
         _fill_shortest_paths(left, distances, source, sink)
 
@@ -48,6 +50,7 @@ def _fill_shortest_paths(left: Edges, distances: Mapping[Vertex, int], source: V
     while path:
         at = path[-1]
         if at not in nearer:
+            # Made once for each vertex and length: edges that turn out full are dropped for good.
             nearer[at] = [head for head in left[at] if distances.get(head) == distances[at] - 1]
         heads = nearer[at]
         if at == sink:

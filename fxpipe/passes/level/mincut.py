@@ -36,6 +36,7 @@ def to_repeat(needed: Iterable[fx.Node], keep: Price, repeat: Price) -> set[fx.N
         capacities[tail, head] = inf if price is None else price
 
     for node in todo:
+        # It is needed, so the cut must come behind it: its value is saved, or what it is recomputed from.
         edge(source, (node, ENTRY), None)
     seen, able = set[fx.Node](), set[fx.Node]()  # able: those that may be repeated
     while todo:
@@ -45,16 +46,19 @@ def to_repeat(needed: Iterable[fx.Node], keep: Price, repeat: Price) -> set[fx.N
         seen.add(node)
         again = repeat(node)
         if again is None:
+            # It cannot be repeated, so it can only be saved.
             edge((node, ENTRY), sink, keep(node))
             continue
         able.add(node)
         edge((node, ENTRY), (node, EXIT), keep(node))
+        # A free repetition has no edge: nothing is gained by not repeating it.
         if again:
             edge((node, EXIT), sink, again)
         for n in node.all_input_nodes:
             if n.op == "call_function":
                 edge((node, EXIT), (n, ENTRY), None)
                 todo.append(n)
+    # Without an edge to the sink nothing has a price.
     if not able or not any(head is sink for _, head in capacities):
         return able
     far = sink_side(capacities, source, sink)

@@ -45,6 +45,7 @@ def mincut_saved_for_weight(graph: fx.Graph) -> None:
 def _is_cheap(node: fx.Node, stage: int) -> bool:
     if node.meta["color"].stage != stage:
         return False
+    # A matrix product again would cost more time than its memory is worth.
     return is_view(node) or node.target in _CASTS or torch.Tag.pointwise in getattr(node.target, "tags", ())
 
 

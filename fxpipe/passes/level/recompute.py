@@ -64,6 +64,7 @@ def _made_again(backward: list[fx.Node], stage: int, level: Level) -> set[fx.Nod
             return False
         if is_between_lanes(node.target):  # to communicate again costs more than to recompute
             return False
+        # What is no matrix product takes little time.
         return level == "full" or not node_flops(node)
 
     def keep(node: fx.Node) -> int | None:

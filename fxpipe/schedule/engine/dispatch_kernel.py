@@ -38,10 +38,12 @@ NUMBERS = W + 1
 def draw_ops(t, table, m, points):
     """An order per point, by list scheduling with its due dates."""
     due, orders = np.empty(len(t.section)), np.empty((len(points), len(t.section)), np.int64)
+    # An F always waits for ops that are due earlier: what it computes too soon only takes memory.
     lookahead = np.array((1.001, 0.0, 0.0))
     for k in range(len(points)):
         x = points[k]
         _write_due_dates(table, m, x, due)
+        # At 0 a rank never idles while it could compute, at 1 it lets nothing wait: the best is in between.
         lookahead[1], lookahead[2] = 0.7 * x[B], 0.7 * x[W]
         dispatch_ops(t, m, due, table.limits, lookahead, orders[k])
     return orders
@@ -51,6 +53,7 @@ def draw_ops(t, table, m, points):
 def _write_due_dates(table, m, x, due):
     """Writes the due date of every op: the way of a lone microbatch, slowed and repeated."""
     ranks, sections, steps = len(table.limits), len(table.alone), table.steps
+    # Squared, so that most draws are close to the least period, where the fast orders are.
     period = table.period * (1 + 0.25 * x[SLOW] ** 2)
     # The pace: microbatches at the head and at the tail may come faster one after the other.
     begins, begin = np.empty(m), 0.0
@@ -70,6 +73,8 @@ def _write_due_dates(table, m, x, due):
     last = 0.0
     for section in range(sections):
         start = table.alone[section] + waits[table.step[section]]
+        # No op waits for a W: half of the draws leave it beside its B, the others put it off by up to three
+        # periods.
         if section % 3 == 2:
             start += 3 * _half(x[WEIGHT]) * period
         for j in range(m):
@@ -77,6 +82,7 @@ def _write_due_dates(table, m, x, due):
         last = max(last, start + begins[m - 1])
     for section in range(2, sections, 3):
         for j in range(max(0, m - int(2 * _half(x[LATE]) * ranks)), m):
+            # At the end no F needs their memory any more.
             due[section * m + j] += 2 * last  # the last W behind all else
 
 
@@ -96,6 +102,8 @@ def dispatch_ops(t, m, due, limits, lookahead, order):
         epsilon += 1e-9 * seconds
     missing = np.empty(sections * m, np.int64)
     for op in range(sections * m):
+        # A counter of missing inputs: the last one that comes makes the op ready, without a look at the
+        # others.
         missing[op] = t.need_at[t.section[op] + 1] - t.need_at[t.section[op]]
     arrival = np.zeros(sections * m)
     following = np.zeros(sections, np.int64)  # the next microbatch of each
@@ -109,6 +117,7 @@ def dispatch_ops(t, m, due, limits, lookahead, order):
     comes = np.empty(sections)  # when each op of ``coming`` arrives
     now, waits, left = 0.0, True, sections * m
     while left:
+        # A scan instead of a heap: wakes of one rank change often, and there are few ranks.
         rank = 0
         for other in range(1, ranks):
             if wakes[other] < wakes[rank]:
@@ -127,6 +136,7 @@ def dispatch_ops(t, m, due, limits, lookahead, order):
             for kind in range(3):
                 section = 3 * t.placed[at] + kind
                 j = following[section]
+                # A W whose B has not run is not looked out for: nothing is kept free for it.
                 if j >= m or (kind == 2 and following[section - 1] <= j):
                     continue
                 op = section * m + j
@@ -139,6 +149,7 @@ def dispatch_ops(t, m, due, limits, lookahead, order):
                 ):
                     continue
                 elif arrival[op] > now + epsilon:
+                    # It is known to come: it may be worth to keep the rank free for it.
                     coming[later], comes[later] = op, arrival[op]
                     later += 1
                     soon = min(soon, arrival[op])
@@ -153,7 +164,9 @@ def dispatch_ops(t, m, due, limits, lookahead, order):
                     least = i
             op = ready[least]
             count -= 1
+            # The order of the rest does not matter, so the last one takes its place.
             ready[least] = ready[count]
+            # Until then the rank would be busy with the op, as far as it looks ahead.
             until = now + t.seconds[t.section[op]] * lookahead[t.section[op] % 3] - epsilon
             chosen = op
             if waits:
@@ -162,6 +175,7 @@ def dispatch_ops(t, m, due, limits, lookahead, order):
                         chosen = -1
                         break
         if chosen < 0:
+            # The next known arrival wakes it; one that is not known yet does so when it becomes known, below.
             wakes[rank] = soon
             continue
         section = t.section[chosen]
@@ -174,6 +188,7 @@ def dispatch_ops(t, m, due, limits, lookahead, order):
             live[rank] += t.hold[stage]
             active[stage] += t.hold[stage]
         elif kind == 1:
+            # From here on only what W reads is left.
             live[rank] -= t.hold[stage] - t.hold_for_w[stage]
             active[stage] -= t.hold[stage]
         else:
@@ -184,17 +199,20 @@ def dispatch_ops(t, m, due, limits, lookahead, order):
             missing[op] -= 1
             arrival[op] = max(arrival[op], end + t.feed_delay[k])
             other = t.feed_rank[k]
+            # A busy rank looks for arrivals anyway at the end of its op.
             if other != rank and not missing[op] and free[other] <= now + epsilon:
                 wakes[other] = min(wakes[other], arrival[op])
         left -= 1
+        # An op ran, so values may arrive that let the others keep to their due dates again.
         waits = True
     return True
 
 
 @compiled
 def _has_memory(t, rank, at, live, active, limit):
-    """Whether an F of the rank's stage ``k[at]`` may start: see :mod:`fxpipe.schedule.engine.dispatch`."""
+    """Whether an F of the stage ``placed[at]`` may start: see :mod:`fxpipe.schedule.engine.dispatch`."""
     hold = t.hold[t.placed[at]]
+    # What is live includes what waits for W alone, which ``active`` does not.
     if live + hold > limit:
         return False
     reserved = hold
@@ -204,5 +222,7 @@ def _has_memory(t, rank, at, live, active, limit):
         most = t.hold[t.placed[k]]
         if reserved + most > limit:
             return False
+        # Later stages must be able to finish a microbatch, else their B, which this F's B waits for, may
+        # never come.
         reserved += max(active[t.placed[k]], most)
     return True

@@ -35,6 +35,7 @@ def run_ops(t, order, m, since, end, cause, first, free, turn):
     for rank in range(ranks):
         low, high = 3 * m * t.placed_at[rank], 3 * m * t.placed_at[rank + 1]
         begin, stop = low, high
+        # A whole run: there are no ends to bisect.
         if since <= 0:
             high = low
         # Ends rise along a rank's order, so the ops that stay as they are come first.
@@ -48,6 +49,7 @@ def run_ops(t, order, m, since, end, cause, first, free, turn):
         unchanged += low - begin
         free[rank] = end[order[low - 1]] if low > begin else 0.0
         for i in range(low, stop):
+            # Negative marks an op that has not run yet, which no end of one can be.
             end[order[i]] = -1.0
     i = 0
     while done < unchanged:  # what does not stay is overwritten: a branch here is often mispredicted
@@ -67,11 +69,13 @@ def run_ops(t, order, m, since, end, cause, first, free, turn):
         rank = runnable[count]
         begin, stop = 3 * m * t.placed_at[rank], 3 * m * t.placed_at[rank + 1]
         i, now = at[rank], free[rank]
+        # The cause of an op that starts when its rank is free, unless a later arrival takes its place.
         before = order[i - 1] if i > begin else -1
         while i < stop:
             op = order[i]
             section = t.section[op]
             start, why, missing = now, before, -1
+            # No op causes it: the critical path begins here.
             if t.gathered[section] > start:
                 start, why = t.gathered[section], -1
             for k in range(t.need_at[section], t.need_at[section + 1]):
@@ -84,15 +88,18 @@ def run_ops(t, order, m, since, end, cause, first, free, turn):
                 if arrival > start:
                     start, why = arrival, source
             if missing >= 0:
+                # One of its inputs is enough: when that is there, the rank looks for the next one.
                 waits_for[rank] = missing
                 break
             now = start + t.seconds[section]
             end[op], cause[op], turn[done] = now, why, op
             done += 1
             if i == begin:
+                # In steady state the update of the step before stands between two steps of a rank.
                 first[rank] = start - t.update[rank]
             for k in range(t.feed_at[section], t.feed_at[section + 1]):
                 other = t.feed_rank[k]
+                # Its ready time is found when the rank takes its turn: here it only becomes runnable.
                 if waits_for[other] == op:
                     waits_for[other] = -1
                     runnable[count] = other
@@ -101,11 +108,13 @@ def run_ops(t, order, m, since, end, cause, first, free, turn):
             i += 1
         at[rank], free[rank] = i, now
     for rank in range(ranks):
+        # Nobody is left to compute what it waits for.
         if waits_for[rank] >= 0:
             return False
     for section in range(len(t.sum)):
         if t.sum[section]:
             rank = t.rank[section]
+            # A rank's step is not over before its last gradients are summed.
             free[rank] = max(free[rank], end[_last(section, m)] + _summed_behind(t, m, end, section))
     return True
 
@@ -122,6 +131,7 @@ def _summed_behind(t, m, end, section):
     rank, last, total = t.rank[section], end[_last(section, m)], 0.0
     for k in range(t.placed_at[rank], t.placed_at[rank + 1]):
         weight = 3 * t.placed[k] + 2
+        # Sums share one link of the rank: those of stages that end later queue behind this one.
         if end[_last(weight, m)] >= last:
             total += t.sum[weight]
     return total
@@ -134,6 +144,7 @@ def peak_of(t, ops):
     for op in ops:
         section = t.section[op]
         live += t.at_start[section]
+        # What an op makes is live beside what it frees while it runs, so the peak may be at its start.
         most = max(most, live)
         live += t.at_end[section]
         most = max(most, live)
@@ -146,6 +157,8 @@ def score(first, free, by_makespan):
     total = 0.0
     for rank in range(len(free)):
         total += free[rank] - first[rank]
+    # Where several ranks are as slow, only a change of all of them improves the objective; the mean shows
+    # progress.
     return _objective(first, free, by_makespan) + TIE_BREAK * total / len(free)
 
 
@@ -184,6 +197,7 @@ def anneal(t, order, m, limits, by_makespan, good_enough, work, seed, hot, cold)
         pos[order[i]] = i
     for rank in range(ranks):
         begin, stop = 3 * m * t.placed_at[rank], 3 * m * t.placed_at[rank + 1]
+        # Without a limit: this only fills in ``live``, on which later moves build.
         keeps_between(t, order, live, begin, begin, stop - 1, inf)
     end, cause, tail = np.empty(ops), np.empty(ops, np.int64), np.zeros(ops)
     first, free, turn = np.empty(ranks), np.empty(ranks), np.empty(ops, np.int64)
@@ -196,6 +210,7 @@ def anneal(t, order, m, limits, by_makespan, good_enough, work, seed, hot, cold)
     heads, lasts = np.empty(ops, np.int64), np.empty(ops, np.int64)
     arcs, blocks = _critical(t, order, m, end, cause, first, free, by_makespan, befores, afters, heads, lasts)
     cool, spent, temperature, next_cooling = np.log(cold / hot), 0, hot, 0
+    # Without arcs no op of the critical path has a neighbor on its rank, so no move shortens it.
     while arcs and spent < work and best > good_enough:
         if spent >= next_cooling:  # in steps, since an exponential for every move takes time
             temperature = hot * np.exp(cool * spent / work)
@@ -206,9 +221,11 @@ def anneal(t, order, m, limits, by_makespan, good_enough, work, seed, hot, cold)
             head, last = pos[heads[k]], pos[lasts[k]]
             by = random.randrange(_REACH)
             if random.random() < 0.5:
+                # Close to the end of the run, so that the jump out of it is short.
                 source = max(head, last - 1 - by)
                 target = last + random.randrange(_REACH - by)
             else:
+                # The same at its head.
                 source = min(last, head + 1 + by)
                 target = head - random.randrange(_REACH - by)
         else:
@@ -223,13 +240,16 @@ def anneal(t, order, m, limits, by_makespan, good_enough, work, seed, hot, cold)
         rank = t.rank[t.section[op]]
         begin, stop = 3 * m * t.placed_at[rank], 3 * m * t.placed_at[rank + 1]
         target = max(begin, min(stop - 1, target))
+        # Also of moves that are refused, so that the search ends where none is possible.
         spent += _REACH
         if source == target or not may_pass(t, order, m, source, target):
             continue
         low, high = min(source, target), max(source, target)
+        # Nothing that ended before the first moved op began can change.
         since, until = end[order[low]] - t.seconds[t.section[order[low]]], end[order[high]]
         # The most that is accepted (Metropolis), drawn first, so that the estimate alone can reject.
         most = value - temperature * np.log(random.random())
+        # In place, and back if it is refused: a copy of the order would cost more than the move.
         shift(order, pos, source, target)
         new, runs = inf, False
         if keeps_between(t, order, live, begin, low, high, limits[rank] * (1 + 1e-9)):
@@ -237,6 +257,7 @@ def anneal(t, order, m, limits, by_makespan, good_enough, work, seed, hot, cold)
             longest = _path_through(
                 t, order, m, pos, rest, begin, stop, low, high, end, tail, moved_end, moved_tail
             )
+            # The estimate has no tie break; the one of the order before stands in for it.
             if longest + value - _objective(first, free, by_makespan) <= most:
                 spent += ops // 2  # on the average a move changes the times of half of the ops
                 if run_ops(t, order, m, since, end, cause, first, free, turn):
@@ -250,11 +271,13 @@ def anneal(t, order, m, limits, by_makespan, good_enough, work, seed, hot, cold)
             continue
         value = new
         spent += ops // 2
+        # The moved ops may end later than those that stood there before.
         until = max(until, end[order[high]])
         run_back(t, order, m, pos, low, high, until, end, turn, first, by_makespan, changed, tail)
         arcs, blocks = _critical(
             t, order, m, end, cause, first, free, by_makespan, befores, afters, heads, lasts
         )
+        # By more than rounding, since a copy of the order takes time.
         if value < best * (1 - 1e-12):
             best = value
             copy(order, best_order)
@@ -283,10 +306,12 @@ def run_back(t, order, m, pos, low, high, until, end, turn, first, by_makespan, 
     for i in range(max(0, low - 1), high + 1):
         count += _note(changed, order[i], end, until)
     for rank in range(ranks):
+        # For the span, its tail depends on the start of the rank's first op, which may have moved.
         count += _note(changed, order[3 * m * t.placed_at[rank + 1] - 1], end, until)
     for section in range(len(t.sum)):
         if t.sum[section]:
             count += _note(changed, _last(section, m), end, until)
+    # From the end of ``turn``: then all that an op's tail depends on is up to date.
     i = len(turn)
     while count:
         i -= 1
@@ -306,6 +331,7 @@ def run_back(t, order, m, pos, low, high, until, end, turn, first, by_makespan, 
             longest = max(longest, _summed_behind(t, m, end, section))
         for k in range(t.feed_at[section], t.feed_at[section + 1]):
             longest = max(longest, t.feed_way[k] + tail[op + t.feed_step[k]])
+        # Only a changed tail changes others, which keeps this to few of the ops.
         if longest != tail[op]:
             tail[op] = longest
             if at > 3 * m * t.placed_at[rank]:
@@ -317,6 +343,7 @@ def run_back(t, order, m, pos, low, high, until, end, turn, first, by_makespan, 
 @compiled
 def _note(changed, op, end, until):
     """Notes an op that ends by ``until``; 1 if it was not noted."""
+    # Without a branch, which would often be mispredicted.
     new = (end[op] <= until) & (1 - changed[op])
     changed[op] |= new
     return new
@@ -333,6 +360,8 @@ def _path_through(t, order, m, pos, rest, begin, stop, low, high, end, tail, mov
         section = t.section[op]
         for k in range(t.need_at[section], t.need_at[section + 1]):
             source = op + t.need_step[k]
+            # A source among the moved ops has its new end.  One that the move put behind its user blocks the
+            # rank, which the run finds.
             inside = low <= pos[source] < i
             now = max(now, (moved_end[source] if inside else end[source]) + t.need_delay[k])
         now = max(now, t.gathered[section]) + t.seconds[section]
@@ -367,6 +396,7 @@ def _critical(t, order, m, end, cause, first, free, by_makespan, befores, afters
     for rank in range(len(free)):
         if free[rank] - (0.0 if by_makespan else first[rank]) >= worst:
             equals += 1
+            # Reservoir sampling, without a list of the worst ranks.
             if random.random() * equals < 1:  # each of the worst ranks is as likely
                 at = rank
     op, arcs, blocks = _last_critical(t, order, m, end, free, at), 0, 0
@@ -377,9 +407,11 @@ def _critical(t, order, m, end, cause, first, free, by_makespan, befores, afters
             befores[arcs], afters[arcs] = before, op
             arcs += 1
         else:
+            # A run of one op has no other place to jump to within itself.
             if last != op:
                 heads[blocks], lasts[blocks] = op, last
                 blocks += 1
+            # The path comes from another rank: a new run begins there.
             last = before
         op = before
     if last != op:

@@ -14,6 +14,8 @@ def may_pass(t, order, m, source, target):
     step = 1 if target > source else -1
     for i in range(source + step, target + step, step):
         other = t.section[order[i]]
+        # Ops of a section are alike, so another order of them gains nothing; F, B and W of a microbatch
+        # depend on each other.
         if other == section or (first <= other < first + 3 and order[i] - other * m == j):
             return False
     return True
@@ -37,6 +39,8 @@ def keeps_between(t, order, live, begin, low, high, limit):
     for i in range(low, high + 1):
         section = t.section[order[i]]
         now += t.at_start[section]
+        # All are written even if one exceeds the limit: a refused move writes them once more, from the old
+        # order.
         within = within and now <= limit
         now += t.at_end[section]
         within = within and now <= limit

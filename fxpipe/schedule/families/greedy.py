@@ -52,6 +52,7 @@ def _v(
     best, allowed, least = None, np.full(arrays.ranks, -1.0), inf
     for _ in range(_IMPROVED):
         order, idle = zero_bubble_v_ops(arrays.tables, m, bounds, fill_forward, fill_backward, allowed)
+        # A run that shortens nothing gives the next one the same idle times, so no later one would.
         if not len(order) or idle.max() >= least:
             break
         best, allowed, least = order, idle, idle.max()
@@ -107,6 +108,7 @@ def _put(t, s, m, op):
     section = t.section[op]
     rank, stage, kind = t.rank[section], section // 3, section % 3
     start = max(s.clock[rank], _arrival(t, s, m, op))
+    # Before its first op a rank waits in any schedule, so this counts for nobody.
     if s.filled[rank] > 3 * m * t.placed_at[rank]:
         s.idle[rank] += start - s.clock[rank]
     s.end[op] = s.clock[rank] = start + t.seconds[section]
@@ -116,6 +118,7 @@ def _put(t, s, m, op):
         s.live[rank] += t.hold[stage]
     elif kind == 1:
         s.live[rank] -= t.hold[stage] - t.hold_for_w[stage]
+        # The W of the same microbatch: its section follows that of B.
         s.pending[s.queued[rank]] = op + m
         s.queued[rank] += 1
     else:
@@ -139,6 +142,7 @@ def _fill_whole(t, s, m, rank, arrival):
     """Run W ops that end before the arrival."""
     while _has_weight(s, rank):
         section = t.section[s.pending[s.ran[rank]]]
+        # By rounding alone a W that fits exactly would be refused.
         if s.clock[rank] + t.seconds[section] > arrival * (1 + 1e-12):
             break
         _put_weight(t, s, m, rank)
@@ -172,14 +176,17 @@ def zero_bubble_ops(t, m, limits, overshoot, prioritize, greedy):
     none = s.order[:0]
     f, b = np.ones(p, np.int64), np.ones(p, np.int64)
     for stage in range(p):
+        # Not one microbatch fits, which no order can change.
         if t.hold[stage] > limits[stage] * (1 + 1e-9):
             return none
         _put(t, s, m, 3 * stage * m)
     # How many F each stage runs before its first B, counted as if none had to wait for its input.
+    # The end of the first B on the last stage, from which those of the others follow back up the stages.
     last = s.clock[p - 1] + t.seconds[3 * p - 2]
     for stage in range(p - 2, -1, -1):
         forward, clock = t.seconds[3 * stage], s.clock[stage]
         arrival = last + _delay(t, 3 * stage + 1)
+        # As many as memory allows before the first B arrives: an F more would be idle time else.
         while f[stage] < m and (f[stage] + 1) * t.hold[stage] <= limits[stage] * (1 + 1e-9):
             if (clock if overshoot else clock + forward) >= arrival + (0.0 if overshoot else 1e-9 * arrival):
                 break
@@ -187,6 +194,7 @@ def zero_bubble_ops(t, m, limits, overshoot, prioritize, greedy):
             clock += forward
         last = max(clock, arrival) + t.seconds[3 * stage + 1]
     for stage in range(1, p):
+        # A stage cannot run an F that the stage before it has not run, whose own one more is on its way.
         f[stage] = max(1, min(f[stage], f[stage - 1] - 1))
     for stage in range(p):
         for j in range(1, f[stage]):
@@ -199,9 +207,11 @@ def zero_bubble_ops(t, m, limits, overshoot, prioritize, greedy):
             wants[stage] = 1
         if prioritize:
             for stage in range(p - 1):
+                # The next stage has an F to go on with, so this one may leave one out.
                 if f[stage] < m and f[stage] - f[stage + 1] >= 2:
                     wants[stage] = _wants_forward(t, s, m, limits, stage, f[stage], b[stage])
             for stage in range(p - 2, -1, -1):
+                # Without an F for the next stage, the memory of this one's would wait.
                 wants[stage] = min(wants[stage], wants[stage + 1])
         for stage in range(p):
             if wants[stage] and f[stage] < m:
@@ -213,11 +223,13 @@ def zero_bubble_ops(t, m, limits, overshoot, prioritize, greedy):
                 f[stage] += 1
         for stage in range(p - 1, -1, -1):
             op = (3 * stage + 1) * m + b[stage]
+            # It has run out of microbatches in flight: this pattern does not go on.
             if f[stage] <= b[stage]:
                 return none
             _fill_before(t, s, m, stage, op, greedy)
             _put(t, s, m, op)
             b[stage] += 1
+            # Nobody waits for a B of the first stage, so without an F left its W can follow at once.
             if stage == 0 and f[0] == m:
                 _put_weight(t, s, m, 0)
     _put_rest(t, s, m)
@@ -238,6 +250,7 @@ def _fill_before(t, s, m, rank, op, greedy):
     arrival = _arrival(t, s, m, op)
     _fill_whole(t, s, m, rank, arrival)
     gap = arrival - s.clock[rank]
+    # The rank that idles the most sets the time, so others may idle as long for free.
     if _has_weight(s, rank) and gap > 0 and (greedy or gap > s.idle.max() - s.idle[rank]):
         _put_weight(t, s, m, rank)
 
@@ -252,15 +265,18 @@ def _wants_forward(t, s, m, limits, stage, f, b):
         + t.seconds[3 * following + 1]
         + _delay(t, 3 * stage + 1)
     )
+    # B is there already: it goes first, as the ranks before it wait for it.
     if arrival <= clock:
         return 0
     live, at = s.live[stage], s.ran[stage]
     end = clock
+    # The F would need as many W before it as make room for it.
     while live + t.hold[stage] > limits[stage] * (1 + 1e-9) and at < s.queued[stage]:
         end += t.seconds[3 * stage + 2]
         live -= t.hold_for_w[stage]
         at += 1
     end = max(end, _arrival(t, s, m, 3 * stage * m + f)) + t.seconds[3 * stage]
+    # It ends in the gap before B, so it delays nothing.
     if end <= arrival:
         return 1
     return 0 if arrival - clock <= s.idle.max() - s.idle[stage] else 1
@@ -306,6 +322,7 @@ def zero_bubble_v_ops(t, m, limits, fill_forward, fill_backward, allowed):
         _forward(t, s, m, f, 1, rank)
     chunk = 0
     for rank in range(1, p):
+        # Every rank enters the steady state with as many F as the one before it.
         while f[0, rank] + f[1, rank] < f[0, rank - 1] + f[1, rank - 1] or f[1, rank] <= f[1, rank - 1] < m:
             for below in range(p - 1, rank - 1, -1):
                 _forward(t, s, m, f, chunk, below)
@@ -319,12 +336,14 @@ def zero_bubble_v_ops(t, m, limits, fill_forward, fill_backward, allowed):
             elif rank == p - 1 or b[1, rank] >= m:
                 first[rank] = True
             else:
+                # Of the first chunk, the gradient comes from the next rank.
                 first[rank] = s.end[(3 * (rank + 1) + 1) * m + b[0, rank]] < inf
         for turn in range(2 * p):
             rank, chunk = (p - 1 - turn, 0) if turn < p else (turn - p, 1)
             if first[rank] != (chunk == 0) or b[chunk, rank] >= m:
                 continue
             op = (3 * _stage(p, chunk, rank) + 1) * m + b[chunk, rank]
+            # Its own F or its gradient is not there yet and comes later in this pattern: it blocks.
             if s.end[op - m] == inf or _arrival(t, s, m, op) == inf:
                 return none, s.idle
             _fill_v(t, s, m, rank, op, chunk == 0 or fill_backward, allowed)
@@ -361,6 +380,7 @@ def _fill_v(t, s, m, rank, op, partial, allowed):
     arrival = _arrival(t, s, m, op)
     _fill_whole(t, s, m, rank, arrival)
     if partial and _has_weight(s, rank):
+        # It may idle as long as any rank does in this run, or as it had left in the run before.
         slack = max(s.idle.max(), allowed.max() - allowed[rank]) - s.idle[rank]
         if arrival - s.clock[rank] > slack:
             _put_weight(t, s, m, rank)

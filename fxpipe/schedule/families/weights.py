@@ -55,6 +55,7 @@ def fill_bubbles(
     orders = []
     for gap in gaps:
         order, whole = fill_ops(arrays.tables, m, op_ids, starts, chunks, list(Gap).index(gap))
+        # In such an order a W is never waited for, so nothing can block.
         assert whole, "an order of F and B within the chunks can progress"
         orders.append(Order(arrays, order))
     return orders

@@ -47,8 +47,10 @@ def search(
 
     build_all(problems)
     if more is not None:
+        # Only now is there a schedule that further problems have to beat.
         build_all(more(inf if comparison.best is None else comparison.best.key[0]))
     candidates += _searched(bounds, comparison, effort, seed)
+    # The fastest estimates first: the sooner the best is complete, the more of the others are beaten.
     for one in sorted(candidates, key=lambda one: one.seconds):
         if one.problem.is_extended and comparison.is_beaten(one.seconds):
             why = f"not completed: by estimate {comparison.compared(one.seconds)}"
@@ -86,6 +88,7 @@ def frontier(
     choices: list[SearchResult | ScheduleError] = []
     for outcome, limit in zip(under, memory_limits, strict=True):
         if isinstance(outcome, SearchResult):
+            # Whatever limit it was found under: only its peak counts.
             fitting = [one for one in best if keeps(one.timeline, per_rank(limit, one.problem.ranks))]
             choices.append(
                 replace(min((outcome, *fitting), key=lambda result: result.key), tried=outcome.tried)
@@ -103,6 +106,7 @@ def _built(bounds: Mapping[Problem, float], comparison: Comparison) -> list[Cand
     """
     candidates = []
     for variant in sorted(bounds, key=bounds.__getitem__):
+        # Others are complete as they are built, which takes no time to speak of.
         beaten = variant.is_extended and comparison.is_beaten(bounds[variant])
         orders = []
         for family in families_of(variant):
@@ -120,6 +124,8 @@ def _built(bounds: Mapping[Problem, float], comparison: Comparison) -> list[Cand
                 if isinstance(error, LimitError) and not variant.is_extended:
                     comparison.smallest_built.append((error.smallest, variant))
         orders.sort(key=lambda one: one.seconds)
+        # One of each variant is enough to beat other variants by; the rest wait until they are known to
+        # matter.
         for one in orders[:1]:
             comparison.complete(one)
         candidates += orders[1:]
@@ -151,9 +157,12 @@ def _searched(
         else:
             comparison.leave_out(variant, SEARCHED, why)
     candidates = []
+    # Orders beyond the limits, which offload brings below them, are faster: in one pool they would get all
+    # the work.
     for is_beyond in (False, True):
         alike = [variant for variant in able if (variant.offload is not None) == is_beyond]
         orders = find([variant.model for variant in alike], effort, seed) if alike else []
+        # In the fastest alone, since less memory takes annealing under many limits.
         fastest = min(filter(None, orders), key=lambda one: one.key, default=None)
         for variant, one in zip(alike, orders, strict=True):
             assert one is not None, "the search has an order where a microbatch fits"

@@ -65,8 +65,10 @@ class Comparison:
         for candidate, orders in self.inserted:
             if candidate.problem.offload is None or not candidate.problem.is_limited:
                 together.append(orders)
+            # What is beaten by an estimate from below cannot win.
             elif not self.is_beaten(candidate.seconds):
                 alone += orders
+        # Each of its orders has a problem of its own, with its limits, so the problem is its name.
         best = {one.problem: one for _, orders in self.inserted for one in orders}
 
         def now(orders: Iterable[Candidate]) -> list[Candidate]:
@@ -93,6 +95,7 @@ class Comparison:
         except ScheduleError as error:
             if isinstance(error, LimitError):
                 self.smallest = min(self.smallest, error.smallest)
+            # An annealed order that fails does not take the row of the one that it came from.
             if (problem, family) not in self.tried:
                 self.leave_out(problem, family, str(error))
             return
@@ -103,6 +106,7 @@ class Comparison:
         result = SearchResult(problem, simulate(problem.schedule(family, ops), problem.costs))
         if problem.offload is None:
             return result
+        # Transfers never make a step faster, so the plan for them can be left out.
         if self.is_beaten(least := result.key[0]):
             raise ScheduleError(f"not offloaded: {self.compared(least)}")
         return SearchResult(

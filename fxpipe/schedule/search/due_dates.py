@@ -30,6 +30,7 @@ def timetable(problem: Problem) -> Timetable:
     """The part that all due dates of a problem share."""
     arrays, alone = problem.arrays, start_alone(problem.arrays)
     begin, steps = alone.copy(), 2 * arrays.stages
+    # The steps of the way are those of F and B: a W has no place of its own there.
     begin[2::3] = begin[1::3]  # W is on its way beside its B
     order = np.unique(begin)
     return Timetable(

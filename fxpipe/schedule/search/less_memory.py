@@ -30,6 +30,7 @@ def with_less_memory(fastest: Candidate, seed: int = 0) -> Candidate:
     problem, best, low = fastest.problem, fastest, 0.0
     done = fastest.order.run()
     assert done is not None, "an order that was judged can progress"
+    # With its own start times as due dates, list scheduling gives an order like it wherever memory allows.
     start = done.end - np.repeat(np.array(problem.arrays.seconds), problem.microbatches)
     for _ in range(_STEPS):
         limit = (low + best.peak) / 2

@@ -26,11 +26,15 @@ def improve(problem: Problem, order: Order, work: int, seed: int = 0) -> Order:
     """
     done, arrays = order.run(), order.arrays
     assert done is not None, "an order to improve can progress"
+    # Temperatures are in this unit, so that they suit steps of any length.
     unit = float(np.mean(arrays.seconds))
+    # Close to the bound, a worse order would not be made up for.
     gain, short = problem.time(done) - problem.bound, work / len(order.op_ids)
     hot = max(1e-3 * unit, min(_HOT * unit, _GAIN * gain, _SHORT * unit * short))
     limits, goal = np.asarray(problem.limits, np.float64), (problem.by_makespan, problem.good_enough)
     op_ids = anneal(
+        # F, B and W of a microbatch keep their order in every move, so what they need of each other never
+        # binds.
         arrays.tables_between_stages,
         order.op_ids,
         arrays.microbatches,

@@ -50,6 +50,7 @@ class _Best(dict[Problem, Candidate]):
         """
         different: list[Candidate] = []
         for one in sorted(filter(None, candidates), key=_KEY):
+            # They are sorted by seconds, then by peak: of equals the first needs the least.
             if not different or one.seconds > different[-1].seconds * (1 + 1e-9):
                 different.append(one)
         for one in different[:1]:
@@ -75,20 +76,20 @@ def find(problems: Sequence[Problem], effort: float | None = None, seed: int = 0
     spans: list[Order | None] = [None] * len(able)
     if any(len(set(problem.arrays.update)) > 1 for problem in able):
         # The order with the shortest span is one more start: with uneven updates annealing alone finds worse.
+        # The two searches together take the effort that was asked for.
         seconds /= 2
         shortest = find([replace(problem, objective="span") for problem in able], seconds, seed)
         both = zip(able, shortest, strict=True)
-        spans = [
-            None if shortest_order is None else Order(problem.arrays, shortest_order.order.op_ids)
-            for problem, shortest_order in both
-        ]
+        spans = [Order(problem.arrays, one.order.op_ids) if one else None for problem, one in both]
     work = _SPEED * seconds
+    # See ``ANNEALED``: with less, drawing alone finds more.
     drawn = _DRAWN if work > ANNEALED * ops else 1.0
     best, candidates = _Best(), dict[Problem, list[Candidate]]()
     with ThreadPoolExecutor(os.cpu_count()) as threads:
         for problem, order in zip(able, spans, strict=True):
             begun = [*starts(problem), *filter(None, [order])]
             best.keep(judged(problem, SEARCHED, order) for order in begun)
+        # The most promising first: what it finds may leave out others.
         for problem in sorted(able, key=lambda problem: problem.bound):
             if problem not in best or best.can_gain(problem):
                 candidates[problem] = _draw(problem, best, int(drawn * work / len(able)), seed, threads)
@@ -96,6 +97,7 @@ def find(problems: Sequence[Problem], effort: float | None = None, seed: int = 0
         drawings = [candidates.get(problem, []) for problem in able]
         pool = [candidate for drawing in drawings for candidate in drawing[:2]]
         others = sorted((candidate for drawing in drawings for candidate in drawing[2:]), key=_KEY)
+        # A fixed number, so that the work for each does not shrink with the problems.
         pool += others[: max(0, _WIDTH - len(pool))]
         _halve(pool, best, int((1 - drawn) * work), seed, threads)
     return [best.get(problem) for problem in problems]
@@ -127,6 +129,7 @@ def anneal_all(
 
 def anneal_each(candidates: Sequence[Candidate], seed: int = 0) -> list[Candidate]:
     """Anneal each order as if it were alone."""
+    # Of each, whatever the others are: they do not compete for it.
     work = int(_SPEED * _EFFORT_PER_ORDER)
 
     def better(one: Candidate) -> Candidate:
@@ -144,9 +147,11 @@ def judged(problem: Problem, family: str, order: Order) -> Candidate | None:
 def judged_all(problem: Problem, family: str, orders: Sequence[Order]) -> list[Candidate | None]:
     """``judged``, of orders with the same arrays."""
     limits, m = np.array(problem.limits, np.float64), problem.microbatches
+    # One call of the compiled loop for all, which lets go of the GIL.
     rows = np.stack([order.op_ids for order in orders])
     seconds, peaks = judge_ops(orders[0].arrays.tables, rows, m, limits, problem.by_makespan)
     return [
+        # Equal times that differ by rounding are equal keys, of which the peak decides.
         Candidate(problem, family, order, float(f"{took:.12g}"), float(peak)) if took < inf else None
         for order, took, peak in zip(orders, seconds, peaks, strict=True)
     ]
@@ -167,6 +172,7 @@ def _draw(
     """
     m, arrays, random = problem.microbatches, problem.arrays, np.random.default_rng(seed)
     table = timetable(problem)
+    # Few draws tell nothing, and the work of many is better spent on annealing.
     draws = max(_FEWEST, min(_MOST, work // (_LISTED * problem.ops)))
     parts = min(_BATCH, 2 * (os.cpu_count() or 1))
     near, far = best.keep([best.get(problem)]), list[Candidate]()
@@ -177,17 +183,15 @@ def _draw(
         return judged_all(problem, SEARCHED, [Order(arrays, order) for order in orders])
 
     for _ in range(0, draws, _BATCH):
+        # It is at the bound: no draw is faster.
         if problem in best and best[problem].is_optimal:
             break
         points, half = random.random((_BATCH, NUMBERS)), _BATCH // 2
         if parents:
+            # The other half stays plain, so that the parents do not become alike.
             points[half:] = cross(np.array([point for _, point in parents]), half, random)
         judged_orders = [*joined.from_iterable(threads.map(make, np.array_split(points, parts)))]
-        drawn = [
-            (candidate.seconds, point)
-            for candidate, point in zip(judged_orders, points, strict=True)
-            if candidate
-        ]
+        drawn = [(one.seconds, point) for one, point in zip(judged_orders, points, strict=True) if one]
         parents = sorted([*parents, *drawn], key=lambda pair: pair[0])[:_KEPT]
         near = best.keep([*near, *judged_orders[half:]])[:_WIDTH]
         far = best.keep([*far, *judged_orders[:half]])[:_WIDTH]
@@ -202,19 +206,19 @@ def _halve(pool: list[Candidate], best: _Best, work: int, seed: int, threads: Th
     """
     rounds, number = max(1, (len(pool) // _LAST).bit_length()), 0
     for _ in range(rounds):
+        # An order of a problem whose bound is beaten cannot become the fastest.
         least = min((candidate.seconds for candidate in pool), default=inf)
         pool = [candidate for candidate in pool if least > candidate.problem.bound * (1 + 1e-9)]
         if not work or not pool:
             return
+        # Each order has random numbers of its own, whichever thread anneals it: the result is the same on any
+        # machine.
         each, seeds = work // (rounds * len(pool)), range(number, number := number + len(pool))
         better = threads.map(
-            lambda candidate, number_of_seed, each=each: _annealed(
-                candidate, each, ((seed << 16) + number_of_seed) % 2**32
-            ),
-            pool,
-            seeds,
+            lambda one, turn, each=each: _annealed(one, each, ((seed << 16) + turn) % 2**32), pool, seeds
         )
         both = sorted([*pool, *better], key=_KEY)
+        # Orders as fast as another are mostly the same one: a second would only take its share of the work.
         different = {candidate.seconds: candidate for candidate in reversed(both)}
         pool = [*different.values()][::-1][: max(1, len(pool) // 2)]
         for candidate in both:
