@@ -220,28 +220,18 @@ def compile_once(
     import torch
 
     from fxpipe.compiler.compile import compile_model
-    from fxpipe.compiler.options import Options, as_offload
+    from fxpipe.compiler.options import Options, settle
     from fxpipe.compiler.progress import Phases
+    from fxpipe.plan.meshes import Mesh
 
     made, example = _gpt2(layers, dropout) if model == "gpt2" else _small_ops(layers)
     if trace_alone:
         return {"processor": _torch_trace(made, example)}
-    options = Options(
-        ranks=RANKS,
-        microbatches=MICROBATCHES,
-        schedule=schedule,
-        stages_per_rank=None,
-        placement=None,
-        split_points=None,
-        memory_limit=memory_limit,
-        costs="analytic",
-        seed=0,
-        offload=as_offload(offload, torch.device("cpu")),
-        **settings,
-    )
+    options = Options(schedule=schedule, memory_limit=memory_limit, offload=offload, **settings)
+    settled = settle(options, Mesh(RANKS, 1, MICROBATCHES), torch.device("cpu"))
     phase = Phases("")
     before, processor = time.perf_counter(), time.process_time()
-    given = made, example, None, options, torch.device("cpu")
+    given = made, example, None, settled, torch.device("cpu")
     try:
         from fxpipe.compiler.compilation import Compilation
 

@@ -201,7 +201,7 @@ def test_unknown_schedule_lists_the_known_ones():
 def test_unknown_placement_lists_the_known_ones():
     message = error_of(OptionError, compiled, placement="w")
     assert "'w'" in message
-    assert "plain, v" in message
+    assert "'plain', 'v'" in message
 
 
 @pytest.mark.parametrize("value", [0, -1])

@@ -1,7 +1,6 @@
 """The Python and the commands of pages run as they stand there; excerpts and tables are those of the code."""
 
 import contextlib
-import inspect
 import io
 import re
 from pathlib import Path
@@ -167,16 +166,3 @@ def test_excerpts_of_programs_are_those_of_the_goldens():
             for lines in filter(None, part.split("\n\n")):
                 assert lines in rest, f"not behind what stands above it in {title}: {lines}"
                 rest = rest[rest.index(lines) + len(lines) :]
-
-
-def test_defaults_in_the_table_of_options():
-    rows = re.findall(r"^\| (`\w+`.*?) \| (`.*?`) \| ", (ROOT / "README.md").read_text(), re.MULTILINE)
-    table: dict[str, str] = {}
-    for options, defaults in rows:
-        table |= zip(options.split(", "), defaults.split(", "), strict=True)
-    known = inspect.signature(fxpipe.compile).parameters.values()
-    defaults = {f"`{p.name}`": p.default for p in known if p.kind is p.KEYWORD_ONLY}
-    assert defaults.keys() - table.keys() == {"`ranks`", "`microbatches`", "`loss_fn`"}
-    for name, value in table.items():
-        default = defaults[name]
-        assert value == (f'`"{default}"`' if isinstance(default, str) else f"`{default}`"), name

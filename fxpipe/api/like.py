@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from fxpipe.api.pipeline import Pipeline
-from fxpipe.compiler.options import Options
+from fxpipe.compiler.options import Settings
 from fxpipe.errors import OptionError
 from fxpipe.plan.tensors import dtype_of
 from fxpipe.training.model.partial_model import names_by_rank
@@ -27,29 +27,31 @@ def ranks_like(like: Pipeline, ranks: Any, replicas: int | None) -> tuple[Any, i
     return (like.artifact.plan.ranks, like.replicas) if ranks is None else (ranks, replicas)
 
 
-def options_like(options: Options, like: Pipeline, model: nn.Module) -> Options:
-    """The options with those of the other pipeline on which its tensors and gradients depend.
+def settings_like(options: Settings, like: Pipeline, model: nn.Module) -> Settings:
+    """The settings with those of the other pipeline on which its tensors and gradients depend.
 
     Raises OptionError for other ones, and for a model that has no tensor of the other one's.
     """
     plan = like.artifact.plan
     barriers = 0 if plan.vocabulary is None else plan.vocabulary.barriers
-    theirs: dict[str, Any] = {
-        "ranks": plan.ranks,
-        "replicas": like.replicas,
-        "shard": plan.shard or None,
-        "grad_dtype": dtype_of(plan.grad_dtype) if plan.grad_dtype else None,
-    }
-    for name, value in theirs.items():
-        option = getattr(options, name)
-        if option != value and option is not None:
+    grad_dtype = dtype_of(plan.grad_dtype) if plan.grad_dtype else None
+    mesh = replace(options.mesh, ranks=plan.ranks, replicas=like.replicas, shard=plan.shard)
+    for name, asked, other in (
+        ("ranks", options.mesh.ranks, mesh.ranks),
+        ("replicas", options.mesh.replicas, mesh.replicas),
+        ("shard", options.mesh.shard or None, mesh.shard or None),
+        ("grad_dtype", options.grad_dtype, grad_dtype),
+    ):
+        if asked is not None and asked != other:
             raise OptionError(
-                f"{name} is {option!r}, and {value!r} in the pipeline that this one is to be like."
+                f"{name} is {asked!r}, and {other!r} in the pipeline that this one is to be like."
             )
     on_ranks, has_on_ranks = names_by_rank(model, like.model_state)
     if not on_ranks:
         raise OptionError(
             f"The {type(model).__name__} has no tensor of the pipeline that this one is to be like."
         )
-    split = options.vocab_parallel or (f"{barriers}-barrier" if barriers else False)
-    return replace(options, **theirs, vocab_parallel=split, on_ranks=on_ranks, has_on_ranks=has_on_ranks)
+    theirs: dict[str, Any] = {"mesh": mesh, "grad_dtype": grad_dtype}
+    if barriers and not options.vocab_parallel:
+        theirs["vocab_parallel"] = f"{barriers}-barrier"
+    return replace(options, **theirs, on_ranks=on_ranks, has_on_ranks=has_on_ranks)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from fxpipe.compiler.options import Options
+from fxpipe.compiler.options import Settings
 from fxpipe.errors import CaptureError
 from fxpipe.plan.dtensors import is_dtensor
 from fxpipe.runtime.job.process import Process
@@ -20,7 +20,7 @@ from fxpipe.runtime.ranks.agreement import first_difference
 
 
 def arguments_of(
-    model: nn.Module, example: Any, loss_fn: Callable[..., Any] | None, options: Options
+    model: nn.Module, example: Any, loss_fn: Callable[..., Any] | None, options: Settings
 ) -> dict[str, str]:
     """The arguments of ``compile`` that must be alike on all ranks, all but values, as texts by name."""
     texts = {f.name: repr(getattr(options, f.name)) for f in fields(options) if f.name not in _OWN}
@@ -39,7 +39,7 @@ def arguments_of(
 
 
 #: Options that differ between machines.
-_OWN = ("ranks_per_machine", "offload")
+_OWN = ("ranks_per_machine", "offload", "mesh")
 
 
 def check_lanes(process: Process, traced: Callable[[], str]) -> None:

@@ -5,23 +5,25 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from rich.console import Console
 from torch import nn
 
+from fxpipe.api.arguments import DOCS
 from fxpipe.cli.arguments import memory, non_negative, positive, positive_int
 from fxpipe.cli.run.functions import called
 from fxpipe.compiler.compilation import Compilation
 from fxpipe.compiler.mesh import checked, compare_meshes, fastest_mesh, planned_step
 from fxpipe.compiler.mesh_request import MeshRequest, request_of, rows_of
-from fxpipe.compiler.options import Options, as_offload
+from fxpipe.compiler.options import Options, Settings, settle
 from fxpipe.compiler.progress import Phases
 from fxpipe.cost.known_devices import device_named, device_names
 from fxpipe.cost.throughput import Throughput, throughputs
 from fxpipe.errors import OptionError, number_of
-from fxpipe.plan.meshes import TriedMesh
+from fxpipe.plan.meshes import Mesh, TriedMesh
 from fxpipe.plan.step import SHARDS
 from fxpipe.schedule.units import number_text
 from fxpipe.viz.explanation import mesh_table, reasons
@@ -44,26 +46,20 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         help="a Python function that returns (model, example), or (model, example, loss_fn)",
     )
     add("--device", required=True, metavar="NAME", help=f"one of: {', '.join(device_names())}")
-    add("--devices", type=positive_int, metavar="N", help="number of devices: ranks times replicas")
-    add("--ranks", type=positive_int, metavar="P", help="of each pipeline (what is fastest)")
-    add("--replicas", type=positive_int, metavar="D", help="pipelines that train together")
+    _add_option(parser, "devices", type=positive_int, metavar="N")
+    _add_option(parser, "ranks", type=positive_int, metavar="P")
+    _add_option(parser, "replicas", type=positive_int, metavar="D")
     add("--nodes", type=positive_int, default=1, metavar="N", help="machines that have the devices (1)")
-    add("--batch", type=positive_int, metavar="ROWS", help="of a step, over all replicas")
-    add("--microbatches", type=positive_int, metavar="M", help="instead of --batch: of each replica")
-    add("--memory-limit", type=memory, metavar="BYTES", help="of each device, such as 80GiB (none)")
-    add(
-        "--optimizer-bytes",
-        type=non_negative,
-        default=8.0,
-        metavar="X",
-        help="optimizer state for each element of a parameter (8: AdamW in float32; 12 with master weights)",
-    )
-    add("--shard", choices=("auto", "none", *SHARDS), default="auto", help="what replicas divide (auto)")
-    add("--grad-dtype", choices=DTYPES, help="dtype of accumulated gradients (that of the parameters)")
-    add("--schedule", default="auto", metavar="NAME", help="a family of schedules (auto)")
-    add("--recompute", choices=("norms", "full", "auto"), help="recompute values in the backward (nothing)")
-    add("--vocab-parallel", choices=("1-barrier", "2-barrier", "auto"), help="split the vocabulary layers")
-    add("--effort", type=positive, metavar="S", help="of each search: about the seconds of one core")
+    _add_option(parser, "batch", type=positive_int, metavar="ROWS")
+    _add_option(parser, "microbatches", type=positive_int, metavar="M")
+    _add_option(parser, "memory_limit", type=memory, metavar="BYTES")
+    _add_option(parser, "optimizer_bytes", type=non_negative, default=8.0, metavar="X")
+    _add_option(parser, "shard", choices=("auto", "none", *SHARDS), default="auto")
+    _add_option(parser, "grad_dtype", choices=DTYPES)
+    _add_option(parser, "schedule", default="auto", metavar="NAME")
+    _add_option(parser, "recompute", choices=("norms", "full", "auto"))
+    _add_option(parser, "vocab_parallel", choices=("1-barrier", "2-barrier", "auto"))
+    _add_option(parser, "effort", type=positive, metavar="S")
     add(
         "--dimension",
         type=_length,
@@ -84,29 +80,37 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     add("--json", action="store_true", help="print one JSON object")
 
 
+def _add_option(parser: argparse.ArgumentParser, name: str, **settings: Any) -> None:
+    """An option of ``fxpipe.compile``; its help is the first sentence of its documentation there."""
+    text = DOCS[name].split(". ")[0].rstrip(".").replace("`", "").replace("%", "%%")
+    default = f" ({settings['default']})" if "default" in settings else ""
+    flag = f"--{name.replace('_', '-')}"
+    parser.add_argument(flag, help=f"{text[0].lower()}{text[1:]}{default}", **settings)
+
+
 def _plan(options: argparse.Namespace) -> None:
     device_named(options.device)  # before the model is made
     shard = None if options.shard == "none" else options.shard
     numbers = options.devices, options.ranks, options.replicas, options.microbatches, options.batch
     request = request_of(*numbers, shard, None) or _by_hand(options, shard)
-    asked = _options(options, request)
+    settings = _settings(options, request)
     model, example, loss_fn = _model(options.model)
     device, phase = torch.device("cpu"), Phases(f"fxpipe plan {type(model).__name__}", ends=False)
-    checked(asked, request.meshes(rows_of(example)))
-    planned = planned_step(Compilation(model, example, loss_fn, asked, device), phase)
+    checked(settings, request.meshes(rows_of(example)))
+    planned = planned_step(Compilation(model, example, loss_fn, settings, device), phase)
     step = planned.step
     sizes = [{}, *({name: length} for name, length in options.size)]
     given = step.captured.graph, step.resized, example, options.device
     found = []
     for at, size in zip(throughputs(*given, sizes), sizes, strict=True):
-        wanted = checked(asked, request.meshes(at.rows))
+        wanted = checked(settings, request.meshes(at.rows))
         found.append((at, compare_meshes(planned, wanted, phase, size or None)))
     phase.finish("planned")
     if options.json:
         print(json.dumps([_as_json(at, tried) for at, tried in found]))
         return
     console = Console()
-    devices, per_node = request.devices, asked.ranks_per_machine
+    devices, per_node = request.devices, settings.ranks_per_machine
     console.print(
         terminal(
             f"{type(model).__name__} on {devices} x {device_named(options.device).name}"
@@ -165,29 +169,23 @@ def _model(where: str) -> tuple[nn.Module, Any, Callable[..., Any] | None]:
     return model, example, loss_fn[0] if loss_fn else None
 
 
-def _options(options: argparse.Namespace, request: MeshRequest) -> Options:
+def _settings(options: argparse.Namespace, request: MeshRequest) -> Settings:
     if request.devices % options.nodes:
         raise OptionError(f"{request.devices} devices are no multiple of {options.nodes} nodes.")
-    return Options(
-        ranks=1,
-        microbatches=1,
+    asked = Options(
         schedule=options.schedule,
-        stages_per_rank=None,
-        placement=None,
-        split_points=None,
         memory_limit=options.memory_limit,
-        limit_text="" if options.memory_limit is None else options.memory_limit.unit,
         costs=options.device,
-        seed=0,
         optimizer_bytes=options.optimizer_bytes,
         grad_dtype=DTYPES.get(options.grad_dtype),
         recompute=options.recompute or False,
         vocab_parallel=options.vocab_parallel or False,
-        offload=as_offload(False, torch.device("cpu")),
         dimensions=dict(options.dimension) if options.dimension or options.size else None,
         effort=options.effort,
         ranks_per_machine=request.devices // options.nodes,
     )
+    settings = settle(asked, Mesh(1, 1, 1), torch.device("cpu"))
+    return replace(settings, limit_text="" if options.memory_limit is None else options.memory_limit.unit)
 
 
 def _by_hand(options: argparse.Namespace, shard: str | None) -> MeshRequest:

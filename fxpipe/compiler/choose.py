@@ -10,8 +10,9 @@ from typing import TypeVar
 import torch
 from torch import nn
 
+from fxpipe.compiler.candidates import Candidates
 from fxpipe.compiler.cut import Cut, Cuts, Stages
-from fxpipe.compiler.options import Candidates, Options
+from fxpipe.compiler.options import Settings
 from fxpipe.compiler.passes import CutOptions
 from fxpipe.compiler.progress import Phases
 from fxpipe.compiler.refine_cuts import LighterCuts
@@ -79,7 +80,7 @@ class Costing:
 
     def __init__(
         self,
-        options: Options,
+        options: Settings,
         tried: Candidates,
         cuts: Cuts,
         model: nn.Module,
@@ -112,9 +113,9 @@ class Costing:
                 cluster.first,
                 self._known,
                 options.backend,
-                options.ranks_per_machine or options.ranks,
+                options.ranks_per_machine or options.mesh.ranks,
             )
-            seconds: SecondsOfRanks = (measured,) * options.ranks
+            seconds: SecondsOfRanks = (measured,) * options.mesh.ranks
         else:
             seconds = seconds_on(cluster, cut.graph)
         for name in of.options.placements:
@@ -122,7 +123,7 @@ class Costing:
             if cut.vocabulary is not None:
                 ranks = cut.vocabulary.placement(ranks)
             ownership = tensor_ownership(
-                model, cut.sections, ranks, options.ranks, options.on_ranks, options.has_on_ranks
+                model, cut.sections, ranks, options.mesh.ranks, options.on_ranks, options.has_on_ranks
             )
             tensors = tensors_of(model, ownership)
             live = liveness(cut.graph, cut.sections, cut.edges, ranks)
@@ -168,7 +169,7 @@ class Costing:
         except PartitionError:
             return None
 
-    def problem(self, placed: Placed, options: Options) -> Problem:
+    def problem(self, placed: Placed, options: Settings) -> Problem:
         """What a schedule has to do; ``options`` say how many replicas there are, and what they divide.
 
         Raises LimitError where the memory limit leaves nothing for activations.
@@ -178,27 +179,27 @@ class Costing:
         if options.memory_limit is not None:
             fixed = tuple(each.total for each in held_bytes(placed, options))
             limits, text = activation_budget(options.memory_limit, fixed, units), MemoryText(units, fixed)
-        cut, costs, divided = placed.cut, placed.costs, options.replicas if options.shard else 1
+        cut, costs, mesh = placed.cut, placed.costs, options.mesh
         if options.gradients:
-            costs = replace(costs, update=update_costs(self._cluster, placed.trained, divided))
-        if options.replicas > 1:
-            replicas = options.replicas, options.shard or "", options.per_use, options.ranks_per_machine
+            costs = replace(costs, update=update_costs(self._cluster, placed.trained, mesh.divisor))
+        if mesh.replicas > 1:
+            replicas = mesh.replicas, mesh.shard, options.per_use, options.ranks_per_machine
             exchanged = exchanges(self._cluster, placed.ranks, placed.exchanged, *replicas)
             costs = replace(costs, exchanges=exchanged)
         if options.offload.share is not None:
             costs = replace(costs, link=Link(1 / self._bandwidth, options.offload.ranks_per_link))
         return Problem(
-            options.ranks,
-            options.microbatches,
-            cut.stages // options.ranks,
+            mesh.ranks,
+            mesh.microbatches,
+            cut.stages // mesh.ranks,
             placed.shape,
             costs,
-            per_rank(limits, options.ranks),
+            per_rank(limits, mesh.ranks),
             cut.vocabulary,
             offload=options.offload.share,
             recompute=cut.recompute or "",
             text=text,
-            objective="period" if options.validation == "post" else "makespan",
+            objective=options.objective,
         )
 
 
@@ -216,23 +217,23 @@ class Chosen:
         return max(a.total + b for a, b in zip(self.fixed, self.result.timeline.peak_memory, strict=True))
 
 
-def held_bytes(placed: Placed, options: Options) -> tuple[HeldBytes, ...]:
+def held_bytes(placed: Placed, options: Settings) -> tuple[HeldBytes, ...]:
     """Per rank the bytes that it holds throughout a step."""
-    weights, divided = placed.weights, options.replicas if options.shard else 1
-    if options.replicas > 1:
-        replicas = options.replicas, options.shard, options.per_use
+    weights, mesh = placed.weights, options.mesh
+    if mesh.replicas > 1:
+        replicas = mesh.replicas, mesh.shard, options.per_use
         weights = with_replicas(weights, placed.exchanged, placed.ranks, *replicas)
-    results = result_bytes(placed.cut.graph, placed.ranks, options.ranks, options.microbatches)
+    results = result_bytes(placed.cut.graph, placed.ranks, mesh.ranks, mesh.microbatches)
     elements = (sum(one.elements for one in each) for each in placed.trained)
-    states = [int(options.optimizer_bytes * each / divided) for each in elements]
-    copies = copy_bytes(placed.trained, divided) if options.validation == "post" else [0] * options.ranks
+    states = [int(options.optimizer_bytes * each / mesh.divisor) for each in elements]
+    copies = copy_bytes(placed.trained, mesh.divisor) if options.updates_ahead else [0] * mesh.ranks
     return tuple(
         replace(each, results=result, optimizer=state, copies=copied)
         for each, result, state, copied in zip(weights, results, states, copies, strict=True)
     )
 
 
-def choose(options: Options, stages: Sequence[Stages], costing: Costing) -> Chosen:
+def choose(options: Settings, stages: Sequence[Stages], costing: Costing) -> Chosen:
     """The cut with the shortest simulated step on its ranks, and its schedule.
 
     Raises ScheduleError where no schedule keeps the memory limit.
@@ -267,7 +268,7 @@ def choose(options: Options, stages: Sequence[Stages], costing: Costing) -> Chos
     return _with_other_cuts(options, of, costing, chosen) if is_able and not is_given else chosen
 
 
-def _with_other_cuts(options: Options, of: Stages, costing: Costing, chosen: Chosen) -> Chosen:
+def _with_other_cuts(options: Settings, of: Stages, costing: Costing, chosen: Chosen) -> Chosen:
     """What was chosen, with other cuts where a step takes no longer with them."""
     # With balanced ranks other orders are fast; with lighter messages costs hardly change.
     for cut_again, searches in ((costing.balanced, True), (costing.lighter, False)):
@@ -279,7 +280,7 @@ def _with_other_cuts(options: Options, of: Stages, costing: Costing, chosen: Cho
 
 
 def _if_no_slower(
-    options: Options, other: Stages, costing: Costing, chosen: Chosen, searches: bool
+    options: Settings, other: Stages, costing: Costing, chosen: Chosen, searches: bool
 ) -> Chosen | None:
     """The schedule on another cut; None if it takes longer, or as long with more memory.
 
@@ -306,19 +307,22 @@ def _on_other_costs(result: SearchResult, problem: Problem, effort: float | None
         yield fastest(result.schedule.name, [problem], effort=effort)
 
 
-def with_uses(options: Options, choose: Callable[[Options], _T]) -> tuple[Options, _T]:
+def with_uses(options: Settings, choose: Callable[[Settings], _T]) -> tuple[Settings, _T]:
     """What ``choose`` gives.  Parameters that replicas divide are gathered once a step if that keeps the
     limit, else for each use; the options say which."""
     try:
         return options, choose(options)
     except ScheduleError:
-        if options.shard != "parameters" or options.memory_limit is None or options.replicas == 1:
+        mesh = options.mesh
+        if not mesh.divides_parameters or options.memory_limit is None or mesh.replicas == 1:
             raise
         options = replace(options, per_use=True)
         return options, choose(options)
 
 
-def choose_below(options: Options, stages: Sequence[Stages], costing: Costing, beat: float) -> Chosen | float:
+def choose_below(
+    options: Settings, stages: Sequence[Stages], costing: Costing, beat: float
+) -> Chosen | float:
     """``choose``, or seconds that no schedule beats, where these are not below ``beat``.
 
     Raises LimitError where not one microbatch fits, and ScheduleError as ``choose``.
@@ -365,7 +369,7 @@ def _bound(placed_problems: Sequence[tuple[Placed, Problem]]) -> float:
 
 
 def _problems(
-    options: Options, stages: Stages, costing: Costing, level: Level | None
+    options: Settings, stages: Stages, costing: Costing, level: Level | None
 ) -> tuple[list[tuple[Placed, Problem]], list[LimitError]]:
     """The problems of a cut on all placements, and the reasons that others cannot keep the limit."""
     placed_problems, too_heavy = [], []

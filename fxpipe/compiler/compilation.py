@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxpipe.compiler.options import Options
+from fxpipe.compiler.options import Settings
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,6 +21,6 @@ class Compilation:
     model: nn.Module
     example: Any
     loss_fn: Callable[..., Any] | None
-    options: Options
+    options: Settings
     device: torch.device
     has_group: bool = False

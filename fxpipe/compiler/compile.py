@@ -23,11 +23,12 @@ from fxpipe.capture.resized import named_lengths, sample
 from fxpipe.capture.scale import LATER
 from fxpipe.capture.trace import Captured, capture
 from fxpipe.capture.underflow import warn_of_float16
+from fxpipe.compiler.candidates import candidates
 from fxpipe.compiler.choose import Costing, choose, with_uses
 from fxpipe.compiler.compilation import Compilation
 from fxpipe.compiler.cut import Cuts
 from fxpipe.compiler.generate import generate
-from fxpipe.compiler.options import candidates, check_lanes
+from fxpipe.compiler.options import check_lanes
 from fxpipe.compiler.passes import StepGraphs
 from fxpipe.compiler.progress import Phases
 from fxpipe.compiler.stage_counts import all_stages, cluster_of, offload_bandwidth
@@ -43,7 +44,7 @@ from fxpipe.ir.graph import Section
 from fxpipe.ir.resized import ResizedTraces
 from fxpipe.plan.artifact import Artifact, Plan
 from fxpipe.plan.dtensors import mesh_of
-from fxpipe.plan.meshes import Mesh, TriedMesh
+from fxpipe.plan.meshes import TriedMesh
 from fxpipe.plan.rewrites import Mask
 from fxpipe.runtime.program.batch import batch_leaves, check_unshared
 
@@ -79,7 +80,7 @@ def capture_step(compilation: Compilation, phase: Phases) -> CapturedStep:
             step = CapturedStep(_captured(compilation), None)
         else:
             step = _captured_at_sizes(compilation, named_lengths(example, options.dimensions))
-        check_unshared(dict(batch_leaves(example)), step.captured.written, options.microbatches)
+        check_unshared(dict(batch_leaves(example)), step.captured.written, options.mesh.microbatches)
         check_lanes(options, step.captured.lanes)
         warn_of_float16(step.captured.graph)
     return step
@@ -132,7 +133,7 @@ def compile_model(
     phase.expect(2 + ways + 4 * len(tried.placements) * ways)
     step = step or capture_step(compilation, phase)
     captured, resized = step.captured, step.resized
-    if options.replicas > 1:
+    if options.mesh.replicas > 1:
         check_state_of_replicas(model, captured.graph)
 
     cluster = cluster_of(options, device, devices, captured.graph)
@@ -155,16 +156,15 @@ def compile_model(
 
     def completed(plan: Plan) -> Plan:
         measured = ", sections measured" if options.costs == "measured" else ""
-        mesh = Mesh(options.ranks, options.replicas, options.microbatches, options.shard or "")
         now = TriedMesh(
-            mesh,
+            options.mesh,
             result.seconds,
             chosen.memory,
             result.schedule.name,
             result.problem.stages_per_rank,
             cut.recompute or "",
         )
-        compared = tuple(now if each.mesh == mesh else each for each in meshes)
+        compared = tuple(now if each.mesh == options.mesh else each for each in meshes)
         device = cluster.name + measured
         masks = captured.masks
         causal, without_mask = ((masks.needed.count(m), masks.freed(m)) for m in ("causal", "none"))
@@ -200,10 +200,10 @@ def traced(
         over_batch=options.mean == "batch",
         rules=options.rules,
         masks=masks,
-        replicas=None if options.microbatches == LATER else options.replicas,
+        replicas=None if options.mesh.microbatches == LATER else options.mesh.replicas,
         has_group=compilation.has_group,
     )
-    scale = 1 / options.microbatches
+    scale = 1 / options.mesh.microbatches
     return capture(
         compilation.model,
         compilation.example,

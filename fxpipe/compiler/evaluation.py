@@ -42,7 +42,7 @@ def compile_evaluation(compilation: Compilation, phase: Phases, trained: Compile
         compilation.options,
         gradients=False,
         grad_dtype=None,
-        shard=None,
+        mesh=replace(compilation.options.mesh, shard=""),
         offload=Offload(share=None),
         recompute=False,
         validation="barrier",
@@ -51,7 +51,7 @@ def compile_evaluation(compilation: Compilation, phase: Phases, trained: Compile
     model_stages = _model_stages(plan.ordered)
     cut_options = CutOptions(
         len(model_stages),
-        options.ranks,
+        options.mesh.ranks,
         cluster.node_seconds(),
         None,
         plan.vocabulary.barriers if plan.vocabulary is not None else None,

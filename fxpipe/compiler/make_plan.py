@@ -47,11 +47,11 @@ def make_plan(
     captured: with the constants that the model made itself, and its lanes.  collectives: the messages that
     are sent as collectives.
     """
-    model, options = compilation.model, compilation.options
+    model, options, mesh = compilation.model, compilation.options, compilation.options.mesh
     loss, count = graph_outputs(cut.graph).loss, graph_outputs(cut.graph).count
     schedule, placement = timeline.schedule, timeline.schedule.placement
     tensors = tensor_ownership(
-        model, cut.sections, placement, options.ranks, options.on_ranks, options.has_on_ranks
+        model, cut.sections, placement, mesh.ranks, options.on_ranks, options.has_on_ranks
     )
     joint = {(a, b) for collective in collectives for a in collective.sources for b in collective.targets}
     channels = {
@@ -70,15 +70,15 @@ def make_plan(
         placement=placement,
         order=tuple(order_text(schedule.order).splitlines()),
         step=StepSpec(
-            ranks=options.ranks,
-            microbatches=options.microbatches,
+            ranks=mesh.ranks,
+            microbatches=mesh.microbatches,
             batch=batch_spec(compilation.example, captured.asked, captured.written, captured.unread),
             loss_rank=placement[-1 if loss is None else loss.meta["color"].stage],
             loss_dtype=str(torch.get_default_dtype() if loss is None else loss.meta["val"].dtype),
             has_count=count is not None,
             seed=options.seed,
             default_dtype=str(torch.get_default_dtype()),
-            leaves=leaves_used(cut.sections, placement, options.ranks),
+            leaves=leaves_used(cut.sections, placement, mesh.ranks),
             outputs=outputs_of(cut.graph, placement),
             has_loss=loss is not None,
         ),
@@ -93,7 +93,7 @@ def make_plan(
             schedule,
             layouts,
             options.grad_dtype,
-            divides_frozen=options.shard == "parameters",
+            divides_frozen=mesh.divides_parameters,
         ),
         layouts=layouts,
         prediction=Prediction(
@@ -101,8 +101,8 @@ def make_plan(
         ),
         recompute=cut.recompute or "",
         transfers=schedule.transfers,
-        replicas=options.replicas,
-        shard=options.shard or "",
+        replicas=mesh.replicas,
+        shard=mesh.shard,
         state=state_names(model),
         lanes=captured.lanes,
         own_hooks=captured.own_hooks,

@@ -11,11 +11,12 @@ from dataclasses import dataclass, field, replace
 from math import inf
 
 from fxpipe.capture.scale import LATER, choose_microbatches
+from fxpipe.compiler.candidates import candidates
 from fxpipe.compiler.choose import Chosen, Costing, choose_below, held_bytes, with_uses
 from fxpipe.compiler.compilation import Compilation
 from fxpipe.compiler.compile import CapturedStep, capture_step
 from fxpipe.compiler.cut import Cuts, Stages
-from fxpipe.compiler.options import Options, candidates, check
+from fxpipe.compiler.options import Settings, check
 from fxpipe.compiler.passes import StepGraphs
 from fxpipe.compiler.progress import Phases
 from fxpipe.compiler.stage_counts import all_stages, cluster_of, offload_bandwidth
@@ -66,17 +67,7 @@ class MeshChoice:
     tried: tuple[TriedMesh, ...]
 
 
-def with_mesh(options: Options, mesh: Mesh) -> Options:
-    return replace(
-        options,
-        ranks=mesh.ranks,
-        replicas=mesh.replicas,
-        microbatches=mesh.microbatches,
-        shard=mesh.shard or None,
-    )
-
-
-def checked(options: Options, wanted: Iterable[TriedMesh]) -> list[TriedMesh]:
+def checked(options: Settings, wanted: Iterable[TriedMesh]) -> list[TriedMesh]:
     """The meshes, those that do not go with other options with the reason.
 
     Raises that of the first if no mesh is left.
@@ -84,7 +75,7 @@ def checked(options: Options, wanted: Iterable[TriedMesh]) -> list[TriedMesh]:
     meshes, errors = list[TriedMesh](), list[Exception]()
     for tried in wanted:
         try:
-            check(with_mesh(options, tried.mesh))
+            check(replace(options, mesh=tried.mesh))
         except ScheduleError as error:
             errors.append(error)
             tried = replace(tried, why=tried.why or str(error))
@@ -98,7 +89,8 @@ def checked(options: Options, wanted: Iterable[TriedMesh]) -> list[TriedMesh]:
 
 def planned_step(compilation: Compilation, phase: Phases) -> PlannedStep:
     """The step, captured for a number of microbatches that is chosen later."""
-    later = replace(compilation, options=replace(compilation.options, microbatches=LATER))
+    options = compilation.options
+    later = replace(compilation, options=replace(options, mesh=replace(options.mesh, microbatches=LATER)))
     return PlannedStep(compilation, capture_step(later, phase))
 
 
@@ -168,8 +160,8 @@ class _Search:
     def tried(self, mesh: Mesh, best: float) -> TriedMesh:
         """Search one mesh.  best: seconds of the fastest mesh so far."""
         effort = self.planned.compilation.options.effort
-        options = with_mesh(self.planned.compilation.options, mesh)
-        options = replace(options, effort=EFFORT if effort is None else min(effort, EFFORT))
+        effort = EFFORT if effort is None else min(effort, EFFORT)
+        options = replace(self.planned.compilation.options, mesh=mesh, effort=effort)
         try:
             if mesh.replicas > 1:
                 check_state_of_replicas(self.planned.compilation.model, self.planned.step.captured.graph)
@@ -197,7 +189,7 @@ class _Search:
             chosen.placed.cut.recompute or "",
         )
 
-    def _cut(self, options: Options) -> tuple[list[Stages], Costing]:
+    def _cut(self, options: Settings) -> tuple[list[Stages], Costing]:
         planned, captured, phase = self.planned, self.planned.step.captured, self.phase
         model, device, tried = planned.compilation.model, planned.compilation.device, candidates(options)
         cluster = cluster_of(options, device, (), captured.graph)
@@ -211,7 +203,7 @@ class _Search:
         shared = model, cluster, device, known, bandwidth, phase, self.sizes
         return stages, Costing(options, tried, planned.cuts, *shared)
 
-    def _check_bytes(self, options: Options) -> None:
+    def _check_bytes(self, options: Settings) -> None:
         """Raise LimitError, before the step is cut, where some rank has too many bytes of the model: its
         share of all, or two of its stages, where parameters are gathered for single ops."""
         tried = candidates(options)
@@ -222,13 +214,13 @@ class _Search:
             p.nbytes + (name in trained) * p.numel() * gradient_dtype(p.dtype, options.grad_dtype).itemsize
             for name, p in ((name, local(p)) for name, p in self.planned.compilation.model.named_parameters())
         )
-        least = whole / options.ranks
-        if options.shard == "parameters":
-            least *= min(1.0, 2 * options.ranks / max(tried.placements))
+        least = whole / options.mesh.ranks
+        if options.mesh.divides_parameters:
+            least *= min(1.0, 2 * options.mesh.ranks / max(tried.placements))
         if least > options.memory_limit:
             raise LimitError("Parameters and gradients alone need more than the memory limit.", least)
 
-    def _as_before(self, options: Options) -> Chosen | None:
+    def _as_before(self, options: Settings) -> Chosen | None:
         """The schedule of a mesh that had no less memory for it, if it keeps the limits of this one."""
         assert self.cuts is not None
         for before in self.choices:

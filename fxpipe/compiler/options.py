@@ -1,35 +1,36 @@
-"""The user's options, and their validation."""
+"""The options that the compiler reads: the one source of their docs, types and checks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+import ast
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import pairwise
 from math import inf
 from pathlib import Path
+from textwrap import dedent
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import torch
 
 from fxpipe.compiler.passes import PASS_NAMES
 from fxpipe.cost.known_devices import device_names, is_device_name
 from fxpipe.errors import OptionError, at_least_one, number_of, suggested
-from fxpipe.ir.sections import BACKENDS
-from fxpipe.passes.level.recompute import LEVELS, Level
+from fxpipe.passes.level.recompute import Level
 from fxpipe.plan.lanes import LanePlan
+from fxpipe.plan.meshes import Mesh
 from fxpipe.plan.rewrites import RULES, Rule
-from fxpipe.plan.step import SHARDS, TIERS, Shard, Tier
+from fxpipe.plan.step import Tier
 from fxpipe.plan.tensors import GRAD_DTYPES
 from fxpipe.runtime.program.offload import default_tier
 from fxpipe.schedule.families.registry import FAMILIES
+from fxpipe.schedule.formats.handwritten import is_file_name, read_schedule
 from fxpipe.schedule.offload.planner import FULL
-from fxpipe.schedule.ops import MOST_FORWARDS, VALIDATIONS, Schedule, Validation
-from fxpipe.schedule.placement import PLACEMENTS, place
-from fxpipe.schedule.search.fastest import AUTO, stages_and_placements, unknown_schedule
+from fxpipe.schedule.ops import MOST_FORWARDS, Objective, Schedule, Validation
+from fxpipe.schedule.search.fastest import AUTO, unknown_schedule
 from fxpipe.schedule.units import BYTES, parse_bytes
-
-BARRIERS: dict[str | bool, int] = {"1-barrier": 1, "2-barrier": 2, True: 1}
-
-MEANS = ("batch", "microbatch")
-"""Of what a loss that divides by a count of data is the mean."""
 
 
 @dataclass(frozen=True)
@@ -54,62 +55,153 @@ class Offload:
     bandwidth: float | None = None
     ranks_per_link: int = 1
 
-
-def as_offload(offload: Offload | bool | float | str, device: torch.device) -> Offload:
-    """``offload`` as a record: the share a number, ``"auto"`` or None, the tier the device's."""
-    asked = offload if isinstance(offload, Offload) else Offload(share=offload)
-    share = None if asked.share is False else FULL if asked.share is True else asked.share
-    return replace(asked, share=share, tier=asked.tier or default_tier(device))
+    def on(self, device: torch.device) -> Offload:
+        """The same with the share as a number, ``"auto"`` or None, and the tier of the device."""
+        share = None if self.share is False else FULL if self.share is True else self.share
+        return replace(self, share=share, tier=self.tier or default_tier(device))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Options:
-    """See ``fxpipe.compile``; None leaves the choice to the compiler.  ``memory_limit`` is in bytes."""
+    """The text below a field is its documentation everywhere: in ``help(fxpipe.compile)``, in the table of
+    docs/reference.md, and, its first sentence, in the help of commands that take the option."""
 
-    ranks: int
-    microbatches: int
-    schedule: str | Schedule
-    stages_per_rank: int | None
-    placement: str | None
-    split_points: tuple[str, ...] | None
-    memory_limit: float | None
-    costs: str | tuple[str, ...]
-    seed: int
-    replicas: int = 1
-    shard: Shard | None = None
-    optimizer_bytes: float = 0.0  # of an optimizer's state, for each element of a trained parameter
-    per_use: bool = False  # of parameters that replicas divide: gathered for single ops, to keep the limit
-    vocab_parallel: str | bool = False
+    # The step
+    mean: Literal["batch", "microbatch"] = "batch"
+    """What a loss is the mean of, where it divides by a number of labels, as a cross-entropy with ignored
+    ones does, or by the sum of a mask. ``"batch"``: it divides by that of the whole batch, so that loss and
+    gradients are the whole batch's. ``"microbatch"``: each microbatch divides by its own, as in a loop of
+    plain torch that accumulates gradients; the step takes the mean of these (docs/training.md)."""
     gradients: bool = True
+    """Whether the step has a backward. False compiles the forward alone, for evaluation of ``model.eval()``:
+    ``pipe.step`` and ``run_local`` then give the loss. The pipeline works on the model's own weights. With
+    ``outputs`` it needs no loss."""
     grad_dtype: torch.dtype | None = None
-    recompute: str | bool = False
-    offload: Offload = Offload(share=None)
-    dimensions: Mapping[str, int] | None = None
-    fixed: tuple[str, ...] = ()
-    outputs: tuple[str, ...] = ()
+    """The dtype of accumulated gradients, where that of parameters has fewer bits: they are accumulated over
+    the microbatches, summed over ranks and clipped in it. ``torch.float32`` for a model of bfloat16, which
+    loses bits from about 16 microbatches on. By default each parameter's own. ``.grad`` and
+    ``run_local(…).grads`` have it; ``pipe.optimizer`` hands them over in the dtype of what it updates."""
+    outputs: Sequence[str] = ()
+    """Names of values that ``pipe.step(batch, outputs=[…])`` can give beside the loss: tensors in the model's
+    output (``"logits"``, ``"0"`` of a tuple, ``"losses.ce"``; ``"output"`` if it is one tensor), metrics of
+    ``loss_fn``, ``"loss"`` and ``"count"``, those of each microbatch, and the results of modules by their
+    paths (``"blocks.3"``; ``"norm#1"`` of the second call)."""
     evaluation: bool = False
+    """Whether to make the programs of ``pipe.evaluate`` as well: the forward in eval mode alone, for the same
+    ranks, which hold its tensors already. The model is traced once more."""
+    seed: int = 0
+    """The seed of dropout and other random ops. Their numbers depend on it, the step and the microbatch
+    alone."""
+    fixed: Sequence[str] = ()
+    """Names of tensors of the example whose values are part of the program, for models whose Python code
+    decides by them in ways that a trace cannot follow (``["image_grid_thw"]``). Every microbatch must hold
+    the same values, else RunError."""
+
+    # The schedule
+    schedule: str | Schedule | Path = AUTO
+    """The name of a family of schedules (docs/schedules.md), or ``"auto"``, the one with the shortest
+    simulated step over all families, placements and one, two or four stages per rank. Also a Schedule, or the
+    path of a schedule as text or as torch's CSV (``"mine.txt"``)."""
+    validation: Validation = "barrier"
+    """When ranks update their parameters: the ``validation`` of the optimizer with which the pipeline is to
+    train, for the schedule (docs/steps.md). With ``"post"`` a rank begins the next step before the others
+    have ended this one: the schedule is then the one with the shortest simulated time a step of many, instead
+    of that of one by itself."""
+    stages_per_rank: int | None = None
+    """The number of stages on each rank. By default what suits the schedule."""
+    placement: Literal["plain", "v"] | None = None
+    """The rank of each stage: ``plain`` (stage s on rank s mod ranks) or ``v`` (down the ranks and back up).
+    By default what suits the schedule."""
+    split_points: Sequence[str] | None = None
+    """Paths of the modules that begin the second and later stages. By default the model is cut by cost."""
     effort: float | None = None
+    """The effort of a search for a schedule: about the seconds of one core, and it uses all cores. By default
+    two milliseconds for every op (stage, phase, microbatch) of all placements, and 8 seconds at most."""
+    costs: str | Sequence[str] = "analytic"
+    """The times that the schedule is made for: ``analytic`` (FLOPs and bytes on a description of the device
+    at hand), ``measured`` (each section timed on it), or the name of a device on which the pipeline is to run
+    later, ``"H100"``, which need not be here, the file of a calibrated one, ``"cpu.json"``, or a list with
+    one for each rank (docs/costs.md). Under torchrun, analytic times of a stage are those on its own rank's
+    device."""
     ranks_per_machine: int | None = None
-    backend: str = "eager"
+    """The number of ranks that share a machine: messages between machines take the time of the network. By
+    default torchrun's ``--nproc-per-node``, and without torchrun one machine has all ranks."""
+    dimensions: Mapping[str, int] | None = None
+    """Names for lengths of the example, ``{"sequence": 256}``, so that ``pipe.simulate`` can predict costs
+    for other lengths: every dimension that is 256 long gets that name, but the leading one is ``microbatch``.
+    The model is traced twice more, at other lengths; raises SizeError if its ops differ."""
+
+    # Memory
+    memory_limit: float | str | None = None
+    """The memory of each rank, in bytes or as ``"16GiB"``: for its parameters, gradients and buffers, and the
+    values saved between ops; with ``validation="post"`` also for copies of what an update changes. Leave room
+    for the memory of a single op, and for the optimizer's state, unless ``optimizer_bytes`` counts it."""
+    optimizer_bytes: float = 0.0
+    """The optimizer's state for each element of a trained parameter, in bytes: 8 for AdamW in float32, 12
+    with ``master_weights``."""
+    vocab_parallel: Literal["1-barrier", "2-barrier", "auto"] | bool = False
+    """Whether to split the output layer with its cross-entropy, and the input embedding, over all ranks.
+    ``"1-barrier"`` (or True) or ``"2-barrier"`` (ranks wait for each other once or twice a microbatch; the
+    second needs less work before the first barrier and holds a microbatch more), or ``"auto"``
+    (docs/vocabulary.md)."""
+    recompute: Level | Literal["auto", False] = False
+    """Which forward values the backward recomputes instead of reading saved ones; gradients are
+    bit-identical. ``"norms"`` (all but matrix products, convolutions and attention), ``"full"``, or
+    ``"auto"``, the fastest of none and these within ``memory_limit``, as simulated."""
+    offload: Offload | bool | float | Literal["auto"] = False
+    """Which saved activations leave the rank until the backward needs them, for pinned memory (GPU) or a file
+    (CPU): an :class:`fxpipe.Offload`, or its ``share`` alone, True, ``0.5``, or ``"auto"``, as much as
+    ``memory_limit`` requires (docs/offload.md)."""
+
+    # The programs
+    backend: Literal["eager", "inductor"] = "eager"
+    """What runs the ops. ``"inductor"``: before its first step each rank compiles the forward and backward of
+    its stages with Inductor, PyTorch's own compiler, which fuses their ops; weight gradients stay eager
+    (docs/inductor.md). Random numbers are the same, other results differ by rounding."""
     print_after: str | None = None
+    """The name of a rewrite, after which the graph is printed, one line a node, for each candidate
+    (``"untie"``; docs/architecture.md lists them, and so does the error for another name)."""
+    without: Sequence[Rule] = ()
+    """Names of rules that are not to be applied. By their values ``"causal-masks"`` and ``"empty-masks"`` of
+    attention are dropped, so that it runs by a kernel that knows causality, or that has no mask
+    (docs/models.md); ``fxpipe explain`` tells what they save."""
     check: bool = True
-    without: tuple[str, ...] = ()
-    limit_text: str = ""  # the memory limit as it was given
-    # With ``like``, per rank the tensors that may be used there, and the parameters that the other one has.
+    """Whether to prove that the programs are the captured step (docs/certificate.md). False leaves it to
+    ``pipe.check()`` and ``fxpipe check``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(Options):
+    """Options as the compiler reads them: numbers for texts, what they leave to the device, and the mesh.
+
+    ``limit_text``: the memory limit as the user wrote it.  ``per_use``: whether parameters that replicas
+    divide are gathered for single ops, to keep the limit.  ``on_ranks``, ``has_on_ranks``: with ``like``, per
+    rank the tensors that may be used there, and the parameters that the other pipeline has.
+    """
+
+    mesh: Mesh
+    outputs: tuple[str, ...] = ()
+    fixed: tuple[str, ...] = ()
+    without: tuple[Rule, ...] = ()
+    schedule: str | Schedule = AUTO
+    split_points: tuple[str, ...] | None = None
+    costs: str | tuple[str, ...] = "analytic"
+    memory_limit: float | None = None
+    limit_text: str = ""
+    offload: Offload = Offload(share=None)
+    per_use: bool = False
     on_ranks: tuple[tuple[str, ...], ...] = ()
     has_on_ranks: tuple[tuple[str, ...], ...] = ()
-    validation: Validation = "barrier"
-    mean: str = "batch"
 
     @property
     def tier(self) -> Tier:
         """The offload store."""
-        assert self.offload.tier is not None, "as_offload gives the device's"
+        assert self.offload.tier is not None, "settings have the device's"
         return self.offload.tier
 
     @property
     def rules(self) -> tuple[Rule, ...]:
-        """Those that may give the step other kernels."""
+        """The rules that may give the step other kernels."""
         return tuple(rule for rule in RULES if rule not in self.without)
 
     @property
@@ -117,11 +209,74 @@ class Options:
         directory = self.offload.directory
         return None if directory is None else Path(directory)
 
+    @property
+    def updates_ahead(self) -> bool:
+        """Whether ranks update before the gradients of all are known to be right."""
+        return self.validation == "post"
 
-def check(options: Options) -> None:
+    @property
+    def objective(self) -> Objective:
+        """What the schedule makes short."""
+        return "period" if self.updates_ahead else "makespan"
+
+
+def settle(options: Options, mesh: Mesh, device: torch.device) -> Settings:
+    """The options for a mesh and a device.  Raises OptionError for values that no option can have."""
+    check_choices(options)
+    limit, costs, offload = options.memory_limit, options.costs, options.offload
+    split_points, schedule = options.split_points, options.schedule
+    settled: dict[str, Any] = {field.name: getattr(options, field.name) for field in fields(Options)} | {
+        "outputs": tuple(dict.fromkeys(names_of(options.outputs, "outputs"))),
+        "fixed": names_of(options.fixed, "fixed"),
+        "without": names_of(options.without, "without"),
+        "schedule": read_schedule(schedule) if is_file_name(schedule) else schedule,
+        "split_points": None if split_points is None else names_of(split_points, "split_points"),
+        "costs": tuple(costs) if isinstance(costs, list | tuple) else costs,
+        "memory_limit": None if limit is None else limit_of(limit),
+        "limit_text": "" if limit is None else str(limit),
+        "offload": (offload if isinstance(offload, Offload) else Offload(offload)).on(device),
+    }
+    return Settings(mesh=mesh, **settled)
+
+
+def docs_of(record: type) -> dict[str, str]:
+    """The texts below the fields of a record, in its source, by field; none where there is no source."""
+    try:
+        tree = ast.parse(dedent(inspect.getsource(record)))
+    except OSError:
+        return {}
+    assert isinstance(tree.body[0], ast.ClassDef)
+    docs = {}
+    for field, text in pairwise(tree.body[0].body):
+        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
+            docs[ast.unparse(field.target)] = " ".join(ast.literal_eval(text.value).split())
+    return docs
+
+
+def check_choices(options: Options) -> None:
+    """Raise OptionError for an option whose type lists its values, and that has another one."""
+    for name, kind in get_type_hints(type(options)).items():
+        value, choices = getattr(options, name), _choices(kind)
+        if choices and not any(type(value) is type(choice) and value == choice for choice in choices):
+            *most, last = map(repr, choices)
+            raise OptionError(
+                f"{name} is {value!r} and must be {', '.join(most)} or {last}."
+                f"{suggested(value, [choice for choice in choices if isinstance(choice, str)])}"
+            )
+
+
+def _choices(kind: Any) -> tuple[Any, ...]:
+    """The values that a type lists; none for a type that has others."""
+    if kind in (bool, type(None)):
+        return (True, False) if kind is bool else (None,)
+    if get_origin(kind) is Literal:
+        return get_args(kind)
+    parts = [_choices(part) for part in get_args(kind)] if get_origin(kind) in (Union, UnionType) else [()]
+    return tuple(choice for part in parts for choice in part) if all(parts) else ()
+
+
+def check(options: Settings) -> None:
     """Raise OptionError for options that are wrong for any model."""
-    if options.backend not in BACKENDS:
-        raise OptionError(f"backend is {options.backend!r} and must be {' or '.join(map(repr, BACKENDS))}.")
     if options.print_after not in (None, *PASS_NAMES):
         raise OptionError(
             f"print_after is {options.print_after!r} and must be the name of a pass."
@@ -133,65 +288,10 @@ def check(options: Options) -> None:
                 f"without has {rule!r} and takes the names of rules.{suggested(rule, RULES)} Known: "
                 f"{', '.join(RULES)}."
             )
-    for name in ("gradients", "evaluation", "check"):
-        if not isinstance(getattr(options, name), bool):
-            raise OptionError(f"{name} is {getattr(options, name)!r} and must be True or False.")
-    for name in (
-        "ranks",
-        "replicas",
-        "microbatches",
-        "stages_per_rank",
-        "ranks_per_machine",
-        "ranks_per_link",
-    ):
-        value = getattr(options.offload if name == "ranks_per_link" else options, name)
-        chosen = name in ("stages_per_rank", "ranks_per_machine") and value is None
-        if not chosen:
-            at_least_one(name, value)
-    stages = options.ranks * (options.stages_per_rank or 1)
-    if stages * options.microbatches > MOST_FORWARDS:
-        raise OptionError(
-            f"{number_of(options.microbatches, 'microbatch')} on {number_of(stages, 'stage')} are more than "
-            f"{MOST_FORWARDS:,} forwards a step. Take fewer, larger microbatches, or accumulate the "
-            "gradients of several steps."
-        )
-    if options.shard not in (None, *SHARDS):
-        raise OptionError(
-            f"shard is {options.shard!r} and must be None or {' or '.join(map(repr, SHARDS))}: what replicas "
-            "divide between them."
-        )
-    if options.validation not in VALIDATIONS:
-        raise OptionError(
-            f"validation is {options.validation!r} and must be {' or '.join(map(repr, VALIDATIONS))}: when "
-            "ranks update their parameters."
-        )
-    if options.mean not in MEANS:
-        raise OptionError(
-            f"mean is {options.mean!r} and must be {' or '.join(map(repr, MEANS))}: of what a loss that "
-            "divides by the number of its labels is the mean."
-        )
-    if options.validation == "post" and not options.gradients:
+    _check_numbers(options)
+    if options.updates_ahead and not options.gradients:
         raise OptionError("Without gradients nothing is updated: leave out validation.")
-    state = options.optimizer_bytes
-    if not (isinstance(state, int | float) and 0 <= state < inf):
-        raise OptionError(
-            f"optimizer_bytes is {state!r} and must be what the optimizer keeps for each element of a "
-            "parameter, in bytes: 8 for AdamW in float32."
-        )
-    if type(options.seed) is not int or not -(2**63) <= options.seed < 2**63:
-        raise OptionError(f"seed is {options.seed!r} and must be a whole number of 64 bits.")
-    effort = options.effort
-    if effort is not None and not (isinstance(effort, int | float) and 0 < effort < inf):
-        raise OptionError(f"effort is {effort!r} and must be a number of seconds above 0.")
     _check_costs(options)
-    if options.vocab_parallel not in (False, AUTO, *BARRIERS):
-        raise OptionError(
-            f"vocab_parallel is {options.vocab_parallel!r} and must be True, False, 'auto', '1-barrier' or "
-            "'2-barrier'."
-        )
-    if options.recompute not in (False, AUTO, *LEVELS):
-        known = ", ".join(repr(level) for level in (*LEVELS, AUTO))
-        raise OptionError(f"recompute is {options.recompute!r} and must be False or one of {known}.")
     if options.fixed and options.dimensions is not None:
         raise OptionError(
             "dimensions traces the model at other lengths, at which the values of fixed inputs would not "
@@ -207,18 +307,13 @@ def check(options: Options) -> None:
     if options.grad_dtype is not None and not options.gradients:
         raise OptionError("Without gradients nothing is accumulated: leave out grad_dtype.")
     _check_offload(options)
-    if options.placement not in (None, *PLACEMENTS):
-        raise OptionError(
-            f"Unknown placement {options.placement!r}.{suggested(options.placement, PLACEMENTS)} "
-            f"Known: {', '.join(PLACEMENTS)}."
-        )
     if isinstance(options.schedule, Schedule):
-        _check_given(options, options.schedule)
+        _check_whole(options, options.schedule)
     elif options.schedule not in (AUTO, *FAMILIES):
         raise OptionError(unknown_schedule(options.schedule))
 
 
-def check_lanes(options: Options, lanes: LanePlan) -> None:
+def check_lanes(options: Settings, lanes: LanePlan) -> None:
     """Raise OptionError for an option that a model with DTensors cannot have."""
     if lanes.number > 1 and options.vocab_parallel is not False:
         raise OptionError(
@@ -227,7 +322,36 @@ def check_lanes(options: Options, lanes: LanePlan) -> None:
         )
 
 
-def _check_costs(options: Options) -> None:
+def _check_numbers(options: Settings) -> None:
+    mesh = options.mesh
+    numbers = {"ranks": mesh.ranks, "replicas": mesh.replicas, "microbatches": mesh.microbatches}
+    numbers["ranks_per_link"] = options.offload.ranks_per_link
+    for name in ("stages_per_rank", "ranks_per_machine"):
+        if getattr(options, name) is not None:
+            numbers[name] = getattr(options, name)
+    for name, value in numbers.items():
+        at_least_one(name, value)
+    stages = mesh.ranks * (options.stages_per_rank or 1)
+    if stages * mesh.microbatches > MOST_FORWARDS:
+        raise OptionError(
+            f"{number_of(mesh.microbatches, 'microbatch')} on {number_of(stages, 'stage')} are more than "
+            f"{MOST_FORWARDS:,} forwards a step. Take fewer, larger microbatches, or accumulate the "
+            "gradients of several steps."
+        )
+    state = options.optimizer_bytes
+    if not (isinstance(state, int | float) and 0 <= state < inf):
+        raise OptionError(
+            f"optimizer_bytes is {state!r} and must be what the optimizer keeps for each element of a "
+            "parameter, in bytes: 8 for AdamW in float32."
+        )
+    if type(options.seed) is not int or not -(2**63) <= options.seed < 2**63:
+        raise OptionError(f"seed is {options.seed!r} and must be a whole number of 64 bits.")
+    effort = options.effort
+    if effort is not None and not (isinstance(effort, int | float) and 0 < effort < inf):
+        raise OptionError(f"effort is {effort!r} and must be a number of seconds above 0.")
+
+
+def _check_costs(options: Settings) -> None:
     costs, known = options.costs, ", ".join(device_names())
     if isinstance(costs, tuple):
         unknown = [name for name in costs if not (isinstance(name, str) and is_device_name(name))]
@@ -236,9 +360,9 @@ def _check_costs(options: Options) -> None:
             raise OptionError(
                 f"costs has {unknown[0]!r} and must have names of devices.{like} Known: {known}."
             )
-        if len(costs) != options.ranks:
+        if len(costs) != options.mesh.ranks:
             raise OptionError(
-                f"costs names {number_of(len(costs), 'device')} for {number_of(options.ranks, 'rank')}: "
+                f"costs names {number_of(len(costs), 'device')} for {number_of(options.mesh.ranks, 'rank')}: "
                 "name one for each."
             )
     elif not isinstance(costs, str) or not (costs in ("analytic", "measured") or is_device_name(costs)):
@@ -248,7 +372,7 @@ def _check_costs(options: Options) -> None:
         )
 
 
-def _check_offload(options: Options) -> None:
+def _check_offload(options: Settings) -> None:
     share, tier, bandwidth = options.offload.share, options.offload.tier, options.offload.bandwidth
     if isinstance(share, str):
         known = share == AUTO
@@ -256,8 +380,10 @@ def _check_offload(options: Options) -> None:
         known = share is None or (isinstance(share, (int, float)) and 0 <= share <= 1)
     if not known:
         raise OptionError(f"offload is {share!r} and must be True, False, 'auto', or a share from 0 to 1.")
-    if tier is not None and tier not in TIERS:
-        raise OptionError(f"The tier of offload is {tier!r} and must be {' or '.join(map(repr, TIERS))}.")
+    if tier not in (None, *get_args(Tier)):
+        raise OptionError(
+            f"The tier of offload is {tier!r} and must be {' or '.join(map(repr, get_args(Tier)))}."
+        )
     if bandwidth is not None and not (isinstance(bandwidth, int | float) and 0 < bandwidth < inf):
         raise OptionError(f"The bandwidth of offload is {bandwidth!r} and must be bytes a second, above 0.")
     if share == AUTO and options.memory_limit is None:
@@ -266,12 +392,13 @@ def _check_offload(options: Options) -> None:
         raise OptionError("Without gradients nothing is saved: leave out offload.")
 
 
-def _check_given(options: Options, schedule: Schedule) -> None:
-    """A given schedule decides the numbers of ranks, microbatches and stages."""
-    for name, found in (("ranks", schedule.ranks), ("microbatches", schedule.microbatches)):
-        if getattr(options, name) != found:
+def _check_whole(options: Settings, schedule: Schedule) -> None:
+    """Raise OptionError for an option that a schedule by hand decides, as ranks, stages and memory."""
+    for name, number in (("ranks", schedule.ranks), ("microbatches", schedule.microbatches)):
+        if getattr(options.mesh, name) != number:
             raise OptionError(
-                f"The schedule {schedule.name} is for {found} {name}, and {name} is {getattr(options, name)}."
+                f"The schedule {schedule.name} is for {number} {name}, and {name} is "
+                f"{getattr(options.mesh, name)}."
             )
     for name in ("stages_per_rank", "placement", "memory_limit"):
         if name == "memory_limit" and options.offload.share == AUTO:
@@ -280,69 +407,27 @@ def _check_given(options: Options, schedule: Schedule) -> None:
             raise OptionError(f"The schedule {schedule.name} is given whole: leave out {name}.")
 
 
-def names_of(given: Iterable[str], option: str) -> tuple[str, ...]:
+def names_of(names: Iterable[str], option: str) -> tuple[Any, ...]:
     """The names that an option lists.  Raises OptionError for anything else, and for one text."""
-    if isinstance(given, str):
-        raise OptionError(f"{option} is a list of names: give {[given]}.")
-    names = tuple(given) if isinstance(given, Iterable) else None
-    if names is None or not all(isinstance(name, str) for name in names):
-        raise OptionError(f"{option} is {given!r:.200} and must be a list of names.")
-    return names
+    if isinstance(names, str):
+        raise OptionError(f"{option} is a list of names: give {[names]}.")
+    listed = tuple(names) if isinstance(names, Iterable) else None
+    if listed is None or not all(isinstance(name, str) for name in listed):
+        raise OptionError(f"{option} is {names!r:.200} and must be a list of names.")
+    return listed
 
 
-def limit_of(given: float | str) -> float:
+def limit_of(text: float | str) -> float:
     """``"16GiB"``, ``"800 MB"`` or a number, in bytes.  Raises OptionError for any other text."""
-    limit = parse_bytes(str(given))
+    limit = parse_bytes(str(text))
     if limit is not None and limit < 1:
         raise OptionError(
-            f"The memory limit is {given!r}, which is in bytes. Give the bytes of a rank's device, or a text "
+            f"The memory limit is {text!r}, which is in bytes. Give the bytes of a rank's device, or a text "
             "such as '16GiB'."
         )
     if limit is None:
         raise OptionError(
-            f"The memory limit is {given!r}; give a number of bytes above 0 or a text such as '16GiB' "
+            f"The memory limit is {text!r}; give a number of bytes above 0 or a text such as '16GiB' "
             f"(units: {', '.join(name for name in BYTES if name)})."
         )
     return limit
-
-
-@dataclass(frozen=True)
-class Candidates:
-    """The candidate decisions of a compilation.
-
-    ``placements``: the model's stages -> the names of their placements, each with the rank of every stage.
-    ``barriers``: a microbatch, of vocabulary layers split over the ranks; None if they are not split.
-    ``levels``: of recomputation; None for none.
-    """
-
-    placements: Mapping[int, Mapping[str, tuple[int, ...]]]
-    barriers: tuple[int | None, ...]
-    levels: tuple[Level | None, ...]
-
-
-def candidates(options: Options) -> Candidates:
-    """All combinations of these are tried; of stages only as many as the model can be cut into."""
-    schedule, ranks = options.schedule, options.ranks
-    placements: dict[int, dict[str, tuple[int, ...]]] = {}
-    if isinstance(schedule, Schedule):
-        placements[schedule.stages] = {"": schedule.placement}
-    else:
-        per_rank = options.stages_per_rank
-        if schedule == AUTO and per_rank is None:
-            if options.split_points is not None:
-                per_rank = max(1, (len(options.split_points) + 1) // ranks)
-            elif ranks == 1:
-                per_rank = 1
-        for stages, name in stages_and_placements(schedule, per_rank, options.placement):
-            placements.setdefault(ranks * stages, {})[name] = place(name, ranks, stages)
-    barriers: tuple[int | None, ...] = (None,)
-    if ranks > 1 and options.vocab_parallel is not False:
-        tried = {**BARRIERS, AUTO: (None, 1, 2)}[options.vocab_parallel]
-        barriers = tried if isinstance(tried, tuple) else (tried,)
-    levels: tuple[Level | None, ...] = (None,)
-    if options.gradients and options.recompute is not False:
-        every = (None, *LEVELS)
-        levels = tuple(level for level in every if options.recompute in (AUTO, level))
-    if options.memory_limit is None and options.recompute == AUTO:
-        levels = (None,)  # nothing to gain: recomputation takes time for less memory
-    return Candidates(placements, barriers, levels)

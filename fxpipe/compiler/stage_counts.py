@@ -10,8 +10,9 @@ from itertools import product
 import torch
 from torch import fx
 
+from fxpipe.compiler.candidates import Candidates
 from fxpipe.compiler.cut import Cuts, Stages
-from fxpipe.compiler.options import Candidates, Options
+from fxpipe.compiler.options import Settings
 from fxpipe.compiler.passes import CutOptions, StepGraphs
 from fxpipe.compiler.progress import Phases
 from fxpipe.cost.cluster import Cluster, of_stages, slowest_of_each
@@ -27,17 +28,17 @@ Held = tuple[frozenset[str], ...] | None
 
 
 def cluster_of(
-    options: Options, device: torch.device, devices: Sequence[Sequence[Device]], graph: fx.Graph
+    options: Settings, device: torch.device, devices: Sequence[Sequence[Device]], graph: fx.Graph
 ) -> Cluster:
     """The devices that the costs are of.  devices: of the processes of each rank, if they are known."""
     if isinstance(options.costs, tuple):
         return Cluster(tuple(map(device_named, options.costs)))
     if devices and options.costs == "analytic":
         return slowest_of_each(devices, graph)
-    return Cluster((describe(options.costs, device, graph),) * options.ranks)
+    return Cluster((describe(options.costs, device, graph),) * options.mesh.ranks)
 
 
-def offload_bandwidth(options: Options, cluster: Cluster, device: torch.device) -> float:
+def offload_bandwidth(options: Settings, cluster: Cluster, device: torch.device) -> float:
     """Bytes a second, one way, to the offload store."""
     offload = options.offload
     if offload.bandwidth is not None:
@@ -48,7 +49,7 @@ def offload_bandwidth(options: Options, cluster: Cluster, device: torch.device) 
 
 
 def all_stages(
-    captured: StepGraphs, tried: Candidates, options: Options, cluster: Cluster, shared: Cuts, phase: Phases
+    captured: StepGraphs, tried: Candidates, options: Settings, cluster: Cluster, shared: Cuts, phase: Phases
 ) -> list[Stages]:
     """The step cut into stages, for each number of them and of barriers, and where ranks have different
     devices for each placement.
@@ -74,7 +75,7 @@ def all_stages(
                 continue  # it did not fit other placements either
             cut_options = CutOptions(
                 stages,
-                options.ranks,
+                options.mesh.ranks,
                 cluster.node_seconds(),
                 options.split_points,
                 barriers,

@@ -24,8 +24,6 @@ from fxpipe.plan.tensors import sum_over_ranks
 from fxpipe.runtime.program.checks import expect
 from fxpipe.schedule.ops import Color, Phase, arrival
 
-#: How a program runs its sections: op by op, or F and B as Inductor compiles them.
-BACKENDS = ("eager", "inductor")
 _NO_WORK = (read_buffer, expect, offload, reload, operator.getitem)
 ORDER = (Phase.F, Phase.B, Phase.W)
 

@@ -19,6 +19,15 @@ class Mesh:
     microbatches: Annotated[int, at_least(1)]
     shard: Shard = ""
 
+    @property
+    def divisor(self) -> int:
+        """The number of replicas that share an optimizer's state: 1 if each has all of it."""
+        return self.replicas if self.shard else 1
+
+    @property
+    def divides_parameters(self) -> bool:
+        return self.shard == "parameters"
+
     def __str__(self) -> str:
         """The text is like ``8 x 4 optimizer``: ranks, replicas, what is divided."""
         return f"{self.ranks} x {self.replicas} {self.shard}".rstrip()

@@ -12,9 +12,7 @@ from fxpipe.strict import between
 MOST_RANKS = 1 << 16
 
 Tier = Literal["host", "disk"]
-TIERS: tuple[Tier, ...] = ("host", "disk")
 """The offload stores: pinned memory beside a GPU, a file beside the CPU."""
-
 
 Shard = Literal["", "optimizer", "gradients", "parameters"]
 """What replicas divide between them, with all that stands before it: the optimizer's state, the gradients

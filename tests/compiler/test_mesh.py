@@ -210,7 +210,7 @@ def test_nothing_fits():
         ({"devices": 0}, "devices is 0 and must be a whole number"),
         ({"ranks": 3, "devices": 4, "batch": ROWS}, "ranks=3 is no mesh of 4 devices"),
         ({"replicas": 3}, "is no mesh of 4 devices"),
-        ({"shard": "weights"}, "shard is 'weights' and must be None or 'optimizer'"),
+        ({"shard": "weights"}, "shard is 'weights' and must be 'optimizer', 'gradients'"),
         ({"optimizer_bytes": -1}, "optimizer_bytes is -1"),
     ],
 )

@@ -139,5 +139,8 @@ def test_more_replicas_than_rows():
 
 def test_an_unknown_level():
     case = Case(worker.Normed, worker.numbers, options={"shard": "weights"})
-    with pytest.raises(OptionError, match="shard is 'weights' and must be None or 'optimizer'"):
+    with pytest.raises(
+        OptionError,
+        match="shard is 'weights' and must be 'optimizer', 'gradients', 'parameters', 'auto' or None",
+    ):
         case.compiled(case.made(), 2)

@@ -17,7 +17,6 @@ from types import FunctionType, TracebackType
 from typing import ParamSpec, TypeVar
 
 from fxpipe.errors import FxpipeError, OptionError, VerifyError, suggested
-from fxpipe.runtime.functions import code_of
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -32,14 +31,13 @@ def brief(function: Callable[P, T]) -> Callable[P, T]:
 
     So does that for an option that it does not have.
     """
-    code = code_of(function)
-    takes_any = code.co_flags & inspect.CO_VARKEYWORDS
-    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    names = inspect.signature(function).parameters
+    takes_any = any(each.kind is each.VAR_KEYWORD for each in names.values())
 
     @functools.wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> T:
         try:
-            for name in kwargs.keys() - names if kwargs and not takes_any else ():
+            for name in kwargs.keys() - names.keys() if kwargs and not takes_any else ():
                 called_as = function.__qualname__.removesuffix(".__init__")
                 raise OptionError(f"{called_as} has no option {name!r}.{suggested(name, names)}")
             return function(*args, **kwargs)

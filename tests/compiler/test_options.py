@@ -1,0 +1,82 @@
+"""The docs of options are their docstring, table and help; type checkers know their names and values."""
+
+import inspect
+import re
+import subprocess
+import sys
+
+import pytest
+from docs_worker import ROOT
+
+import fxpipe
+from fxpipe.api.arguments import DOCS
+from fxpipe.plan.meshes import Mesh
+from scripts.site_docstrings import as_markdown
+
+
+def table_of_options() -> str:
+    """The options of ``compile`` as a table of Markdown, from their docs."""
+    rows = ["| option | default | |", "|---|---|---|"]
+    for name, option in inspect.signature(fxpipe.compile).parameters.items():
+        if option.kind is option.KEYWORD_ONLY:
+            default = f'"{option.default}"' if isinstance(option.default, str) else option.default
+            rows.append(f"| `{name}` | `{default}` | {as_markdown(DOCS[name])} |")
+    return "\n".join(rows)
+
+
+def test_the_table_of_options_is_that_of_their_docs(request):
+    page = ROOT / "docs/reference.md"
+    before, rest = page.read_text().split("### Options of `compile`\n\n")
+    table, after = rest.split("\n\n::: fxpipe.load")
+    if request.config.getoption("--update-golden"):
+        page.write_text(f"{before}### Options of `compile`\n\n{table_of_options()}\n\n::: fxpipe.load{after}")
+    else:
+        assert table == table_of_options()
+
+
+def test_each_option_is_documented():
+    assert [*DOCS] == [*inspect.signature(fxpipe.compile).parameters][2:]
+    assert all((text[0] == "`" or text[0].isupper()) and text.endswith((".", ")")) for text in DOCS.values())
+    for name, text in DOCS.items():
+        shown = re.search(
+            rf"^    {name}: (.*?)(?=\n    \S|\n\n)", fxpipe.compile.__doc__, re.DOTALL | re.MULTILINE
+        )
+        assert " ".join(shown[1].split()) == text
+
+
+WRONG = """
+import fxpipe
+from torch import nn
+
+def compiled(model: nn.Module) -> fxpipe.Pipeline:
+    fxpipe.compile(model, (), ranks=2, microbatches=4, recompute="norms", schedule="1f1b", offload=0.5)
+    fxpipe.compile(model, (), ranks=2, microbatches=4, recompute="norm")
+    fxpipe.compile(model, (), rank=2, microbatches=4)
+    return fxpipe.compile(model, (), 2)
+"""
+
+
+@pytest.mark.slow
+def test_a_type_checker_knows_the_options(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(WRONG)
+    checked = subprocess.run(
+        [sys.executable, "-m", "mypy", "--strict", "--config-file=", str(script)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
+    errors = re.findall(r"script.py:(\d+): error: (.*?)  \[", checked.stdout)
+    assert [line for line, _ in errors] == ["7", "8", "9", "9"], checked.stdout
+    assert "expected \"Literal['norms', 'full', 'auto', False]\"" in errors[0][1]
+    assert 'did you mean "ranks"?' in errors[1][1]
+
+
+def test_what_a_mesh_divides():
+    assert [Mesh(2, 4, 1, shard).divisor for shard in ("", "optimizer", "gradients", "parameters")] == [
+        1,
+        4,
+        4,
+        4,
+    ]
+    assert [Mesh(2, 4, 1, shard).divides_parameters for shard in ("gradients", "parameters")] == [False, True]
