@@ -25,7 +25,6 @@ from fxpipe.schedule.stages import Vocabulary
 from fxpipe.schedule.units import PLAIN, bytes_text, flops_text, number_text, seconds_text, ticks
 from fxpipe.viz.graph.boxes import BoxKey, collapse
 from fxpipe.viz.graph.graph_picture import graph_picture
-from fxpipe.viz.graph.layout import lay_out
 from fxpipe.viz.graph.section_picture import section_picture
 from fxpipe.viz.pictures import draw
 from fxpipe.viz.text_width import text_width
@@ -140,31 +139,43 @@ def test_batch_and_loss_stand_at_their_boxes(pipe):
 # The collapsed picture
 
 
-def test_layout_is_a_grid(pipe):
+def picture(pipe):
     boxes = collapse(pipe.graph, per_section=3)
-    layout = lay_out(boxes, 2, letters=10)
-    centers = layout.centers
-    assert len(set(centers.values())) == len(boxes.boxes)
-    assert centers[place(0, F, "0")].y == centers[place(0, B, "0")].y < centers[place(0, W, "0")].y
-    assert centers[place(0, W, "0")].y < centers[place(0, F, "1")].y
-    assert centers[place(0, F, "0")].x < centers[place(0, W, "0")].x < centers[place(0, B, "0")].x
-    for place_, at in centers.items():
-        frame = layout.frames[place_.color.stage]
-        assert frame.left < at.x < frame.right
-        assert frame.top < at.y < frame.bottom
+    return graph_picture(boxes, ("Blocks & more",), (("stage 0 on rank 0",), ("stage 1 on rank 1",)))
+
+
+@pytest.mark.skipif(shutil.which("dot") is None, reason="needs graphviz")
+def test_dot_lays_out_rows_of_modules_downwards_as_the_forward_runs(pipe):
+    plain = picture(pipe).pipe(format="plain", encoding="utf-8")
+    centers = {
+        name: (float(x), float(y))
+        for name, x, y in re.findall(r"^node (b\d+) (\S+) (\S+)", plain, re.MULTILINE)
+    }
+    places = [box.place for box in collapse(pipe.graph, per_section=3).boxes]
+    x, y = ({place: centers[f"b{i}"][axis] for i, place in enumerate(places)} for axis in (0, 1))
+    assert len(set(centers.values())) == len(places)
+    for stage, path in ((0, "1"), (1, "2"), (1, "3")):
+        forward, backward, weights = (place(stage, phase, path) for phase in (F, B, W))
+        assert y[forward] == y[backward] > y[weights]
+        assert x[forward] != x[backward]
+    rows = [place(0, F, "0"), place(0, F, "1"), place(1, F, "2"), place(1, F, "3"), place(1, F, "")]
+    assert [y[row] for row in rows] == sorted((y[row] for row in rows), reverse=True)
+    assert min(y[p] for p in places if p.color.stage == 0) > max(y[p] for p in places if p.color.stage == 1)
 
 
 def test_graph_source_says_what_is_in_a_box_and_on_an_edge(pipe):
-    boxes = collapse(pipe.graph, per_section=3)
-    source = graph_picture(boxes, ("Blocks & more",), (("stage 0 on rank 0",), ("stage 1 on rank 1",))).source
+    boxes, source = collapse(pipe.graph, per_section=3), picture(pipe).source
     assert "Blocks &amp; more" in source
     assert 'label="stage 1 on rank 1"' in source
-    assert source.count("fixedsize=true") == len(boxes.boxes)
-    assert source.count("->") == len(boxes.flows) + len(boxes.batch) + len(boxes.results)
-    sent = [line for line in source.splitlines() if "->" in line and "penwidth=4.0" in line]
+    assert source.count("group=") == len(boxes.boxes)
+    edges = [line for line in source.splitlines() if "->" in line]
+    assert len(edges) == len(boxes.flows) + len(boxes.batch) + len(boxes.results)
+    sent = [line for line in edges if "penwidth=4.0" in line]
     assert len(sent) == 2
-    assert all(">128 B<" in line for line in sent)
+    assert all('label="128 B"' in line for line in sent)
     assert {re.search(r'color="(#\w+)"', line)[1] for line in sent} == {"#56B4E9", "#E69F00"}
+    # That of the gradient stands from its target to its source.
+    assert ["dir=back" in line for line in sorted(sent, key=lambda line: "#E69F00" in line)] == [False, True]
 
 
 # One section

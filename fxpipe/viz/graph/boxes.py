@@ -65,6 +65,12 @@ class Flow:
         """Whether the values cross between two stages."""
         return self.source.color.stage != self.target.color.stage
 
+    @property
+    def is_to_weights(self) -> bool:
+        """Whether a module's F or B hands the values to its W."""
+        same = not self.crosses and self.source.path == self.target.path
+        return same and self.target.color.phase is Phase.W
+
 
 @dataclass(frozen=True)
 class Boxes:
