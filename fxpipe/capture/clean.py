@@ -18,12 +18,13 @@ import torch
 from torch import fx
 
 from fxpipe.capture.functional import is_mutating, writes_to_a_parameter
+from fxpipe.capture.gradient_names import GradientNames, root
 from fxpipe.capture.state.changed_buffers import check_buffers
 from fxpipe.errors import CaptureError
 from fxpipe.ir.compat import new_node
 from fxpipe.ir.graph import Input, Kind, Origin, Outputs, module_around
 from fxpipe.ir.names import identifier
-from fxpipe.ir.node_names import SAME_VALUE, node_name, short_paths
+from fxpipe.ir.node_names import node_name, short_paths
 from fxpipe.ir.storage import drop_dead
 from fxpipe.runtime.program.checks import expect, expect_op
 
@@ -40,8 +41,9 @@ def clean(
     frozen: names of parameters that are not trained.  One that the forward writes to is a buffer by another
     name (the key encoder of a momentum encoder).
     """
-    _place_sums(module.graph)
     short = short_paths({n.meta["origin"].path for n in module.graph.nodes if "origin" in n.meta})
+    gradients = GradientNames(module.graph, _gradients(module.graph, layout), short)
+    _place_sums(module.graph)
     graph = fx.Graph()
     constants: dict[str, torch.Tensor] = {}
     names = {source.name for source in inputs}
@@ -78,14 +80,13 @@ def clean(
         if node.op != "call_function" or node.target in _NO_VALUE:
             continue
         if node.target is expect_op:
-            new[node] = _copied(graph, node, new, short)
+            new[node] = _copied(graph, node, new, node_name(node, _origin(node), short))
             new[node].target = expect
             checks.append(new[node])
             continue
-        if node.target in SAME_VALUE:
-            new[node] = fx.map_arg(node.args[0], new.__getitem__)
-        elif node.target is aten.t.default and new[node.args[0]].target is aten.t.default:
-            new[node] = new[node.args[0]].args[0]  # type: ignore[assignment]
+        source = root(node)
+        if source != node:
+            new[node] = new[source]
         elif node.target is aten.copy_.default and node.args[0] in by_placeholder:
             source = by_placeholder[node.args[0]]
             if source.kind is Kind.PARAMETER:
@@ -98,7 +99,11 @@ def clean(
                 f"{node.target} writes in place and could not be made functional ({node.meta['origin']})."
             )
         else:
-            new[node] = _copied(graph, node, new, short)
+            gradient = gradients.of(node, new)
+            name = node_name(node, _origin(node), short) if gradient is None else gradient.name
+            new[node] = _copied(graph, node, new, name)
+            if gradient is not None:
+                new[node].meta["gradient"] = gradient
 
     written = {x.name: written[x.name] for x in by_placeholder.values() if x.name in written}
     for pair in layout["aliases"]:
@@ -119,12 +124,10 @@ def _placeholder(graph: fx.Graph, source: Input, val: Any) -> fx.Node:
     return node
 
 
-def _copied(graph: fx.Graph, node: fx.Node, new: dict[fx.Node, fx.Node], short: dict[str, str]) -> fx.Node:
+def _copied(graph: fx.Graph, node: fx.Node, new: dict[fx.Node, fx.Node], name: str) -> fx.Node:
     args, kwargs = (fx.map_arg(x, new.__getitem__) for x in (node.args, node.kwargs))
-    origin = node.meta.get("origin", Origin())
-    name = node_name(node, origin, short)
     copy: fx.Node = new_node(graph, "call_function", node.target, args, kwargs, name)
-    copy.meta.update(origin=origin, val=node.meta.get("val"))
+    copy.meta.update(origin=_origin(node), val=node.meta.get("val"))
     if "random_position" in node.meta:
         copy.meta["random_position"] = node.meta["random_position"]
     return copy
@@ -137,7 +140,7 @@ def _place_sums(graph: fx.Graph) -> None:
     forward, added = defaultdict[int, list[fx.Node]](list), dict[fx.Node, list[str]]()
     for node in graph.nodes:
         origin = _origin(node)
-        if origin.backward and not origin.path and not origin.source:
+        if origin.is_of_autograd:
             added[node] = [p for n in node.all_input_nodes for p in added.get(n, [_origin(n).path])]
         elif not origin.backward and origin.seq is not None:
             forward[origin.seq].append(node)
@@ -168,6 +171,13 @@ def _read_in(forward: Mapping[int, list[fx.Node]], seq: int | None) -> str:
 
 def _is_forward(node: fx.Node) -> bool:
     return node.op == "call_function" and not _origin(node).backward
+
+
+def _gradients(graph: fx.Graph, layout: dict[str, Any]) -> dict[str, fx.Node]:
+    """The nodes of the gradients of parameters, by name."""
+    (flat,) = graph.output_node().args
+    first = sum(1 for key in ("loss", "count") if layout[key]) + len(layout["outputs"])
+    return dict(zip(layout["grads"], flat[first:], strict=False))  # type: ignore[arg-type, index]
 
 
 def _outputs(

@@ -21,6 +21,7 @@ import torch
 from torch import fx
 
 from fxpipe.capture.fake_op_cache import give_own_values
+from fxpipe.capture.gradient_names import MARKS
 from fxpipe.capture.traced_nodes import nodes_after
 from fxpipe.errors import CaptureError
 from fxpipe.ir import compat
@@ -302,8 +303,9 @@ class _Retrace(fx.Interpreter):
             self._label_new_nodes(write)
 
     def _label_new_nodes(self, n: fx.Node) -> None:
+        marks = () if n in self._written else MARKS  # of the memory before or behind a write
         for node in nodes_after(self._seen, compat.traced_graph()):
-            for key in ("origin", "random_position"):
+            for key in ("origin", "random_position", *marks):
                 if key in n.meta:
                     node.meta[key] = n.meta[key]
             self._seen = node

@@ -23,6 +23,7 @@ from torch import fx, nn
 
 from fxpipe.capture.fake_op_cache import SameLayouts
 from fxpipe.capture.functional import writes_to_a_constant
+from fxpipe.capture.gradient_names import mark_gradients, mark_results
 from fxpipe.capture.reads.kernel_dtypes import check_dtypes
 from fxpipe.capture.reads.specialization import Specialization
 from fxpipe.capture.reads.varying_values import Values
@@ -152,6 +153,7 @@ class Provenance(compat.TorchDispatchMode):
     def backward_from(self, loss: torch.Tensor) -> None:
         """Treat all further nodes as backward nodes, and track the recorded op of each."""
         self._backward = True
+        mark_results(loss)
         seen = set()
         todo = [loss.grad_fn]
         while todo:
@@ -168,11 +170,13 @@ class Provenance(compat.TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default and isinstance(args[0], compat.FakeTensor):
             return args[0].device  # it knows, and is asked about twice an op
+        kwargs = kwargs or {}
+        if compat.is_tracing() and not self._backward:
+            mark_results((args, kwargs))
         if any(map(is_dtensor_type, types)):
             return NotImplemented  # it comes back with ops on the parts
         if not compat.is_tracing():
-            return func(*args, **(kwargs or {}))
-        kwargs = kwargs or {}
+            return func(*args, **kwargs)
         with self.answers.refusals.of(func, args, kwargs):
             return self._run(func, args, kwargs)
 
@@ -274,7 +278,10 @@ class _SetSeq:
     def __init__(self, provenance: Provenance, seq: int | None):
         self._provenance, self._seq = provenance, seq
 
-    def __call__(self, *gradients: Any) -> None:
+    def __call__(self, gradients: Any, *of_outputs: Any) -> None:
+        """Follow autograd, which calls this before it differentiates an op, with the gradients of the op's
+        outputs, and behind that, with those of its inputs first."""
         self._provenance._seq = self._seq
         if self._seq is not None:
             self._provenance._last_seq = self._seq
+            mark_gradients(self._seq, gradients)

@@ -12,7 +12,7 @@ from torch import fx
 from fxpipe.codegen.comments import input_comments
 from fxpipe.codegen.expressions import Aliases, Scope, variable
 from fxpipe.codegen.layers.layer_functions import INDUCTOR, LayerFunctions
-from fxpipe.codegen.layers.loops import Loop, base_name
+from fxpipe.codegen.layers.loops import ForwardNames, Loop, base_name, input_names
 from fxpipe.codegen.layers.outline import LATER, Analysis, Repeated
 from fxpipe.codegen.layers.saved_lists import Layout, Stack, Taken, layout, taken
 from fxpipe.codegen.layers.straight_lines import call_lines, is_worth_compiling
@@ -45,12 +45,16 @@ def function_sources(
 class _Lists:
     """The runs of a rank's sections, and the entries of the lists between these.
 
-    ``inner``: the stacks of values that are used behind their run in the same section.
+    ``forward``: gets its ``results`` while the functions are written.  ``inner``: the stacks of values that
+    are used behind their run in the same section.
     """
 
     def __init__(self, sections: Sequence[Section], calls: Mapping[Color, Signature], names: Aliases) -> None:
         self.names = names
         self.runs = {s.color: _runs(s, calls[s.color]) for s in sections}
+        forward = (run for color, runs in self.runs.items() if color.phase is Phase.F for run in runs)
+        named = (named for run in forward for named in input_names(run).items())
+        self.forward = ForwardNames({node.name: name for slot, name in named for node in slot.nodes}, {})
         self.layouts: dict[tuple[int, str], Layout] = {}
         self.inner = {color: layout((), LATER, own, own) for color, own in self.runs.items()}
         self._stacks: dict[tuple[Stack | Taken, str], str] = {}
@@ -224,7 +228,15 @@ class _Function:
         unpacked = [stack for stack in later if stack not in passed]
         yield from (line for each in taken if each.container == LATER for line in self._stacked(each))
         yield from Loop(
-            run, self._phase(run), self.scope, takes, gives, unpacked, self.layers, self.compiled
+            run,
+            self._phase(run),
+            self.scope,
+            takes,
+            gives,
+            unpacked,
+            self.lists.forward,
+            self.layers,
+            self.compiled,
         ).lines()
         for stack in later:
             if stack in passed:

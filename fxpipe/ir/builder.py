@@ -12,7 +12,7 @@ from torch import fx
 from fxpipe.ir.compat import new_node
 from fxpipe.ir.graph import Origin
 from fxpipe.ir.names import identifier
-from fxpipe.ir.node_names import op_name, short_paths
+from fxpipe.ir.node_names import BACKWARD, op_name, short_paths
 from fxpipe.ir.storage import call_nodes
 from fxpipe.schedule.ops import Color
 
@@ -42,7 +42,8 @@ class Builder:
         """A name from the module and the op."""
         place = "_".join(self.origin.path.split(".")[-2:]) or "model"
         packet = getattr(target, "overloadpacket", target)
-        return identifier(f"{'d_' if self.origin.backward else ''}{place}_{packet.__name__.strip('_')}")
+        name = identifier(f"{place}_{packet.__name__.strip('_')}")
+        return BACKWARD + name.lstrip("_") if self.origin.backward else name
 
     def copy(self, node: fx.Node, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> fx.Node:
         """Append the same op on other arguments."""

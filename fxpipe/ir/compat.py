@@ -501,12 +501,29 @@ def call_targets(graph: torch.fx.Graph) -> list[Any]:
     return [target for op, target in graph._find_nodes_lookup_table.table if op == "call_function"]
 
 
+def rename(node: torch.fx.Node, name: str) -> None:
+    """Give a node this name, or one like it that no other node has."""
+    node._rename(name)
+
+
+def take_name(node: torch.fx.Node, old: torch.fx.Node) -> None:
+    """Give a node the name of one that it replaces, and what that says of gradients."""
+    name = old.name
+    rename(old, f"{name}_replaced")
+    node.name = name
+    if "gradient" in old.meta:
+        node.meta["gradient"] = old.meta["gradient"]
+
+
 def copy_node(
-    graph: torch.fx.Graph, node: torch.fx.Node, copies: Callable[[torch.fx.Node], Any]
+    graph: torch.fx.Graph, node: torch.fx.Node, copies: Callable[[torch.fx.Node], Any], name: str = ""
 ) -> torch.fx.Node:
-    """``graph.node_copy(node, copies)`` in a third of its time, for arguments without symbolic numbers."""
+    """``graph.node_copy(node, copies)`` in a third of its time, for arguments without symbolic numbers.
+
+    name: that of the copy, if it is not the node's.
+    """
     args, kwargs = (torch.fx.map_arg(x, copies) for x in (node.args, node.kwargs))
-    copy: torch.fx.Node = new_node(graph, node.op, node.target, args, kwargs, node.name, node.type)
+    copy: torch.fx.Node = new_node(graph, node.op, node.target, args, kwargs, name or node.name, node.type)
     copy.meta.update(node.meta)
     return copy
 

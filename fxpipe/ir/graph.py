@@ -9,6 +9,9 @@ The training step is one ``torch.fx.Graph``.  Three pieces of metadata hang on i
 ``node.meta["color"]``
     a :class:`Color`: the stage and phase that run it (absent before partitioning).
 
+A node of the backward that is the gradient of a value also has ``node.meta["gradient"]``, a
+:class:`~fxpipe.ir.node_names.Gradient`.
+
 A placeholder also carries ``node.meta["input"]``, an :class:`Input`.  The output node's single
 argument is an :class:`Outputs`.
 
@@ -107,6 +110,11 @@ class Origin:
     def __str__(self) -> str:
         """The place as messages name it."""
         return f"{self.module}, {self.source or 'an unknown line'}"
+
+    @property
+    def is_of_autograd(self) -> bool:
+        """Whether autograd's engine made the op, which is of no line of the model: a sum of gradients."""
+        return self.backward and not self.path and not self.source
 
     @property
     def module(self) -> str:

@@ -1,11 +1,18 @@
-"""The names of nodes: the module that computes a value, and the op, or the op's name for the value."""
+"""The names of nodes: the module that computes a value, and the op, or the op's name for the value.
+
+h_3_mlp_mul        a value of the forward: the module, and the op
+d_h_3_mlp_mul      its gradient: whatever begins with d_ is the gradient of what follows
+d_h_3_add_via_mul  a summand of the gradient of h_3_add, which comes from its use in the op mul
+bwd_h_3_mlp_sum    any other value that the backward computes
+"""
 
 from __future__ import annotations
 
 import operator
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Mapping, Set
+from dataclasses import dataclass
 
 import torch
 from torch import fx
@@ -19,22 +26,61 @@ aten = torch.ops.aten
 #: Ops whose result is their operand.
 SAME_VALUE = {aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default, aten.lift_fresh.default}
 
+#: Begins the names of values of the backward that are no gradients.
+BACKWARD = "bwd_"
 
-def node_name(node: fx.Node, origin: Origin, short: dict[str, str]) -> str:
-    """``d_h_3_ln_1_layer_norm``: the gradient of h.3.ln_1 that its op computes.  short: by module path."""
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """A value of the forward, or a parameter: its name, and the path of its module."""
+
+    name: str
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class Gradient:
+    """What a node of the backward is (``meta["gradient"]``): the gradient of a value, or a summand of that.
+
+    ``via``: of a summand, the use of the value that it comes from: a module, or an op.
+    """
+
+    of: Named
+    via: str = ""
+
+    @property
+    def name(self) -> str:
+        return gradient_name(self.of.name, self.via)
+
+
+def gradient_name(value: str, via: str) -> str:
+    return f"d_{value.lstrip('_')}" + (f"_via_{via}" if via else "")
+
+
+def node_name(node: fx.Node, origin: Origin, short: Mapping[str, str]) -> str:
+    """The name of a node that is no gradient.  short: by module path."""
     what = _item(node) if node.target is operator.getitem else _op(node.target)
     if isinstance(node.meta.get("val"), tuple | list):
         what += "_results"  # so that the first of them can have the op's name
     return _name(what, origin, short)
 
 
-def op_name(target: object, origin: Origin, short: dict[str, str]) -> str:
+def op_name(target: object, origin: Origin, short: Mapping[str, str]) -> str:
     """The same of a new op with one result."""
     return _name(_op(target), origin, short)
 
 
-def _name(what: str, origin: Origin, short: dict[str, str]) -> str:
-    return identifier(f"{'d_' if origin.backward else ''}{short.get(origin.path) or 'model'}.{what}")
+def parameter_name(name: str, short: Mapping[str, str]) -> Named:
+    """A parameter, with a name like those of values of its module."""
+    path, _, leaf = name.rpartition(".")
+    return Named(identifier(f"{short.get(path) or path}.{leaf}"), path)
+
+
+def _name(what: str, origin: Origin, short: Mapping[str, str]) -> str:
+    name = identifier(f"{short.get(origin.path) or 'model'}.{what}")
+    if origin.backward:
+        return BACKWARD + name.lstrip("_")
+    return f"model_{name}" if name.startswith(("d_", BACKWARD)) else name
 
 
 def short_paths(paths: Set[str]) -> dict[str, str]:

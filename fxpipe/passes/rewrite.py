@@ -46,7 +46,9 @@ def clone_into(
             inputs = {n: available(n, home) for n in one.all_input_nodes}
             behind = inputs[node_arg(one, 0)] if one.target is operator.getitem else None  # its tuple
             with one.graph.inserting_before(before if behind is None else behind.next):
-                clone = copy_node(one.graph, one, inputs.__getitem__)
+                # d_x_1 would be the gradient of x_1.
+                name = f"{one.name}_again" if "gradient" in one.meta else one.name
+                clone = copy_node(one.graph, one, inputs.__getitem__, name)
             clone.meta["color"] = home
             clones[(home, one)] = clone
     result = available(node, color)

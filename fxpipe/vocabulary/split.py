@@ -19,6 +19,7 @@ from torch import fx
 
 from fxpipe.errors import VocabularyError
 from fxpipe.ir.builder import Builder, in_order, node_arg
+from fxpipe.ir.compat import rename, take_name
 from fxpipe.ir.graph import Origin
 from fxpipe.ir.storage import call_nodes, drop_dead, graph_outputs, set_outputs
 from fxpipe.plan.tensors import sum_over_ranks
@@ -102,12 +103,19 @@ class _Part:
 
 
 def _add_up(graph: fx.Graph, old: fx.Node, parts: list[fx.Node], origin: Origin) -> None:
-    """Let the sum of the ranks' parts take the place of a value; it is made on the way to its use."""
+    """Let the sum of the ranks' parts take the place of a value, and its name; it is made on the way to its
+    use."""
     build = Builder(graph)
     build.origin = origin
     total = parts[0] if len(parts) == 1 else build.call(sum_over_ranks, *parts)
     # Later ops need a node of the model's own.
-    old.replace_all_uses_with(build.call(aten.view.default, total, list(old.meta["val"].shape)))
+    view = build.call(aten.view.default, total, list(old.meta["val"].shape))
+    old.replace_all_uses_with(view)
+    if "gradient" in old.meta:
+        for part in parts:
+            rename(part, f"{old.name}_part")
+    has_shape = total not in parts and total.meta["val"].shape == view.meta["val"].shape
+    take_name(total if has_shape else view, old)
 
 
 def _before_projection(product: fx.Node) -> Origin:

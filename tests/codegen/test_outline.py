@@ -1,5 +1,6 @@
 """Layers that repeat are written once, and the step is the same bit for bit."""
 
+import copy
 import re
 from typing import Any
 
@@ -328,3 +329,42 @@ def test_a_long_chain_of_equal_ops_is_looked_at_in_a_time_that_grows_with_it():
         assert repeats.repeats(call_nodes(graph), none) == []
         looks[length] = sum(looked)
     assert 0 < looks[200] <= 2.1 * looks[100]
+
+
+class Streams(nn.Module):
+    """Layers with two streams, of which each reads the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = {"inner": nn.Linear(6, WIDTH), "outer": nn.Linear(WIDTH, 6)}
+        self.blocks = nn.ModuleList(nn.ModuleDict(copy.deepcopy(layer)) for _ in range(8))
+
+    def forward(self, x, y):
+        other = x[:, :6]
+        for block in self.blocks:
+            x = x + block["inner"](other).tanh()
+            other = other + block["outer"](x).tanh()
+        return F.mse_loss(x, y) + other.sum()
+
+
+def test_gradients_of_layers_have_the_names_of_their_values():
+    """Also of several carried ones: d_blocks_in_2 is the gradient of blocks_in_2."""
+    batch = {"x": torch.randn(2, WIDTH), "y": torch.randn(2, WIDTH)}
+    model = Streams()
+    options = {"ranks": 1, "microbatches": 1, "schedule": "zb-h1"}
+    (program,) = fxpipe.compile(model, batch, **options).artifact.programs
+    forward, backward = (
+        re.search(rf"^def blocks_{phase}\(.*?(?=^def )", program, re.DOTALL | re.MULTILINE).group()
+        for phase in ("forward", "backward")
+    )
+    assert dict(re.findall(r"# (\w+): f32\[2, (\d)\]", forward)) == {"blocks_in": "6", "blocks_in_2": "8"}
+    assert "return model_add_2, model_add," in forward
+    assert "model_add_2 = add(blocks_in, " in forward
+    assert dict(re.findall(r"# (\w+): f32\[2, (\d)\]", backward)) == {
+        "d_model_add_2": "6",
+        "d_model_add": "8",
+    }
+    assert "d_blocks_in = add_out(d_model_add_2, d_blocks_in_via_inner," in backward
+    assert "d_blocks_in_2 = add_out(d_model_add, d_blocks_in_2_via_outer," in backward
+    assert 'd_blocks_in_via_inner = mm(d_inner_addmm, params["inner.weight"])' in backward
+    assert "return [d_blocks_in, d_blocks_in_2]," in backward

@@ -243,7 +243,7 @@ def test_new_ops_are_named_after_modules():
     """Not by fx, after the op with its overload: ``clone_default_1``."""
     for file in GOLDEN.iterdir():
         for name in re.findall(r"^\+(?:[FBW]-?\d+)? +(\w+) = [\w.]+\(", file.read_text(), re.MULTILINE):
-            assert re.match("(d_)?(model|first|last|head)_|[a-z]+_now$", name), (file.stem, name)
+            assert re.match("(d_|bwd_)?(model|first|last|head)_|[a-z]+_now$", name), (file.stem, name)
 
 
 def test_every_pass_has_its_golden():

@@ -233,7 +233,7 @@ def test_a_section_forgets_what_its_stretch_frees():
     assert (
         "    carry = [blocks_5_add]\n"
         "    del blocks_5_add\n"
-        "    d_model_mse_loss_backward = stage1_backward_1(batch, carry)\n"
+        "    d_blocks_5_add = stage1_backward_1(batch, carry)\n"
     ) in pipe.artifact.programs[1]
 
 

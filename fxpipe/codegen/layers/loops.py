@@ -27,12 +27,15 @@ from fxpipe.codegen.layers.repeats import free_numbers
 from fxpipe.codegen.layers.saved_lists import Stack, Taken
 from fxpipe.codegen.layers.sequences import Values, loop_head
 from fxpipe.codegen.nodes import node_lines, place, storages
+from fxpipe.codegen.signatures import PHASE_NAMES
 from fxpipe.codegen.statements import Statement, body, unpacking
 from fxpipe.codegen.wrapping import wrapped
-from fxpipe.ir.graph import Input, Origin, offload, reload
+from fxpipe.ir.graph import Input, offload, reload
 from fxpipe.ir.names import comment, identifier
+from fxpipe.ir.node_names import BACKWARD, Gradient, Named, gradient_name
 from fxpipe.ir.sections import computing
 from fxpipe.ir.text import shape_text
+from fxpipe.schedule.ops import Phase
 
 CARRY = "carry"  # the list of carried values that the next period frees
 
@@ -52,11 +55,23 @@ class _Arguments:
         return ", ".join(a + (texts[varies] if varies else "") + b for a, varies, b in self.outer)
 
 
+@dataclass(frozen=True)
+class ForwardNames:
+    """The names of values of the forward in the functions of its layers.
+
+    ``inputs``: of what a layer takes of the one before.  ``results``: of what it computes.
+    """
+
+    inputs: dict[str, str]
+    results: dict[str, str]
+
+
 class Loop:
     """The lines of a run.
 
     ``takes``, ``gives``: what it takes, and what it gives by the name of the list, with the variable of each.
-    ``unpacked``: the stacks whose values are used one by one behind it.  ``compiled``: whether Inductor
+    ``unpacked``: the stacks whose values are used one by one behind it.  ``forward``: to which a run of the
+    forward adds.  ``compiled``: whether Inductor
     compiles its section.
     """
 
@@ -68,6 +83,7 @@ class Loop:
         takes: Sequence[tuple[Taken, str]],
         gives: Sequence[tuple[str, Stack, str]],
         unpacked: Sequence[Stack],
+        forward: ForwardNames,
         layers: LayerFunctions,
         compiled: bool,
     ) -> None:
@@ -84,6 +100,8 @@ class Loop:
         self.used: set[str] = {CARRY}
         self.arguments = _Arguments()
         self.carried = _kept(run)
+        self.forward = forward
+        self.inputs = dict(_names_of_inputs(run, forward.inputs))
         self.moved = [slot for slot in run.carried if run.is_moved(slot)]
 
     def lines(self) -> Iterator[Statement]:
@@ -162,13 +180,13 @@ class Loop:
 
     def _given(self) -> list[tuple[str, list[str]]]:
         """The lists that the function unpacks: name, and the names of its values."""
-        for slot, name in _input_names(self.run).items():
-            own = self.texts[slot.example] = self._new(name)
+        for slot in self.carried:
+            own = self.texts[slot.example] = self._new(self._carried_name(slot))
             self.arguments.add(own, self._final(slot))
         unpacked: list[tuple[str, list[str]]] = []
         if self.moved:
             for slot in self.moved:
-                self.texts[slot.example] = self._new(_prefix(slot.example) + f"{self.base}_in")
+                self.texts[slot.example] = self._new(self._carried_name(slot))
             self.arguments.add(CARRY, CARRY)
             unpacked.append((CARRY, [self.texts[slot.example] for slot in self.moved]))
         for taken, stack in self.takes:
@@ -186,6 +204,9 @@ class Loop:
                 self.texts[node] = self.texts[node.all_input_nodes[0]]
             else:
                 self.texts[node] = self._new(self._local(self.origins[node]))
+        if self.phase == PHASE_NAMES[Phase.F]:
+            texts = ((node, self.texts[nodes[1]]) for nodes in self.origins.values() for node in nodes)
+            self.forward.results.update((node.name, text) for node, text in texts)
         returned = [self._result(slot.result) for slot in self.carried]
         targets = [self._final(slot) for slot in self.carried]
         if self.moved:
@@ -266,38 +287,58 @@ class Loop:
         self.used.add(found)
         return found
 
+    def _carried_name(self, slot: Slot) -> str:
+        """The name of what a period takes of the one before: of a gradient, that of what its layer gives."""
+        return self._local(slot.nodes) if gradients(slot.nodes) else input_names(self.run)[slot]
+
     def _taken_name(self, taken: Taken, k: int) -> str:
         """The name of value k of a record: an input of the periods that give it is called so here, too."""
-        given = None if taken.stack is None else taken.stack.values[k]
-        if taken.stack is not None and isinstance(given, Slot):
-            return _input_names(taken.stack.run)[given]
+        value = None if taken.stack is None else taken.stack.values[k]
+        if taken.stack is not None and isinstance(value, Slot) and not gradients(value.nodes):
+            return input_names(taken.stack.run)[value]
         return self._local(taken.slots[k].nodes)
 
     def _local(self, nodes: Sequence[fx.Node]) -> str:
         """The name of a value, by period, without the path of the period's module; that of a module outside,
         which counts the ops of all periods, also without a number."""
-        node, own = nodes[1], _path(nodes[1])
-        bare = node.name.removeprefix("d_").lstrip("_")
-        known = (identifier(".".join(own[k:])).lstrip("_") for k in range(len(own)))
+        if which := gradients(nodes):
+            via = {each.via for each in which}  # of a module outside: numbered over all periods
+            text = which[1].via if len(via) == 1 else _without_number(which[1].via)
+            return gradient_name(self._local_value([each.of for each in which]), text)
+        prefix = _prefix(nodes[1])
+        return prefix + self._local_value(
+            [Named(node.name.removeprefix(prefix), node.meta["origin"].path) for node in nodes]
+        )
+
+    def _local_value(self, values: Sequence[Named]) -> str:
+        """The same of a value of the forward."""
+        if (names := tuple(value.name for value in values)) in self.inputs:
+            return self.inputs[names]
+        texts = {self.forward.results.get(name, "") for name in names} - {""}
+        if len(texts) == 1:
+            return texts.pop()
+        path = _words(values[1].path)
+        bare = names[1].lstrip("_")
+        known = (identifier(".".join(path[k:])).lstrip("_") for k in range(len(path)))
         prefix = next((word for word in known if bare.startswith(f"{word}_")), None)
         if prefix is None:
-            return _prefix(node) + _without_number(bare)
-        rest, within = bare[len(prefix) :], self._within(nodes)
-        rest = rest if len({*map(_path, nodes)}) > 1 else _without_number(rest)
+            return _without_number(bare)
+        paths = [value.path for value in values]
+        rest, within = bare[len(prefix) :], self._within(paths)
+        rest = rest if len({*paths}) > 1 else _without_number(rest)
         at_number = not within or within[0].isdigit()  # an identifier begins with a word
-        return f"{_prefix(node)}{identifier(f'{self.base}.{within}' if at_number else within)}{rest}"
+        return f"{identifier(f'{self.base}.{within}' if at_number else within)}{rest}"
 
     def _place(self, node: fx.Node) -> str:
-        if not any(_path(node)) and not node.meta["origin"].source:
+        if not node.meta["origin"].path and not node.meta["origin"].source:
             return place(node)
-        within = self._within(self.origins[node])
+        within = self._within([node.meta["origin"].path for node in self.origins[node]])
         return f".{within}" if within else self.base
 
-    def _within(self, nodes: Sequence[fx.Node]) -> str:
-        """The path of a module within that of the period, without the numbers of periods; nothing for that
-        itself, and for one outside."""
-        paths = [_path(node) for node in nodes]
-        words, depth = _alike(paths), len(self.around)
+    def _within(self, paths: Sequence[str]) -> str:
+        """The path of a module, by period, within that of the period, without the numbers of periods; nothing
+        for that itself, and for one outside."""
+        words, depth = _alike([_words(path) for path in paths]), len(self.around)
         is_inside = len({*paths}) > 1 and words[:depth] == self.around
         return ".".join(words[depth:]) if is_inside else ""
 
@@ -307,24 +348,34 @@ def _kept(run: Repeated) -> list[Slot]:
     return [slot for slot in run.carried if not run.is_moved(slot)]
 
 
-def _input_names(run: Repeated) -> dict[Slot, str]:
-    """The names of these values as arguments of a period."""
-    numbered = ((slot, f"_{k}" if k > 1 else "") for k, slot in enumerate(_kept(run), start=1))
+def input_names(run: Repeated) -> dict[Slot, str]:
+    """The names of carried values as arguments of a period."""
+    numbered = ((slot, f"_{k}" if k > 1 else "") for k, slot in enumerate(run.carried, start=1))
     return {slot: f"{_prefix(slot.example)}{base_name(run)}_in{number}" for slot, number in numbered}
 
 
+def _names_of_inputs(run: Repeated, inputs: Mapping[str, str]) -> Iterator[tuple[tuple[str, ...], str]]:
+    """The values, by period, whose gradients a period of a backward gives to the next: what its layer takes,
+    with the names of that in the forward, ``inputs``."""
+    for slot, name in input_names(run).items():
+        if which := gradients(run.values(slot.result)):
+            yield tuple(each.of.name for each in which), inputs.get(which[1].of.name, name)
+
+
+def gradients(nodes: Sequence[fx.Node]) -> list[Gradient]:
+    """What values, by period, are gradients of; empty if they are none."""
+    which = [node.meta.get("gradient") for node in nodes]
+    return [each for each in which if each is not None] if all(which) else []
+
+
 def _prefix(node: fx.Node) -> str:
-    return "d_" if node.name.startswith("d_") else ""
+    return BACKWARD if node.name.startswith(BACKWARD) else ""
 
 
 def base_name(run: Repeated) -> str:
     """The name of the modules of a run, without their number: ``blocks``."""
     words = [word for word in _module(run.body).split(".") if word and not word.isdigit()]
     return identifier(words[-1]) if words else "block"
-
-
-def _path(node: fx.Node) -> tuple[str, ...]:
-    return _words((node.meta.get("origin") or Origin()).path)
 
 
 def _words(path: str) -> tuple[str, ...]:

@@ -1,0 +1,136 @@
+"""The forward value to which each gradient of the backward belongs.
+
+While the step is traced, ``mark_results`` says at nodes which output of an op of autograd each is, and
+``mark_gradients``, called before autograd differentiates an op, which nodes are the gradients of the op's
+outputs.  Autograd adds the gradients of all uses of a value first: so these are whole gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpipe.ir import compat
+from fxpipe.ir.graph import Origin
+from fxpipe.ir.names import identifier
+from fxpipe.ir.node_names import SAME_VALUE, Gradient, Named, parameter_name
+from fxpipe.plan.dtensors import local
+
+aten = torch.ops.aten
+
+#: In ``meta``, the sequence number of an op of autograd, and the number of one of its outputs.
+_RESULT, _GRADIENT = "result_of", "gradient_of"
+#: What a node that replaces another one keeps of it.
+MARKS = (_RESULT, _GRADIENT)
+
+
+def mark_results(values: Any) -> None:
+    """Let the nodes of tensors of the running trace say which op of autograd gave each."""
+    for value in compat.pytree.tree_leaves(values):
+        if isinstance(value, torch.Tensor) and value.grad_fn is not None:
+            _mark(value, _RESULT, (compat.sequence_number(value.grad_fn), value.output_nr))
+
+
+def mark_gradients(sequence_number: int, gradients: Sequence[torch.Tensor | None]) -> None:
+    """Let the nodes of the gradients of an op's outputs say so."""
+    for number, gradient in enumerate(gradients):
+        if gradient is not None:
+            _mark(gradient, _GRADIENT, (sequence_number, number))
+
+
+def _mark(tensor: torch.Tensor, key: str, output: tuple[int, int]) -> None:
+    """An op that gives its gradient to its inputs as it is has marked it first: it is the op's."""
+    node = compat.traced_node(local(tensor))
+    if node is not None:
+        node.meta.setdefault(key, output)
+
+
+class GradientNames:
+    """What the nodes of a traced graph are gradients of.
+
+    ``parameters``: the nodes of the gradients of parameters, by name.  ``short``: paths of modules in names.
+    """
+
+    def __init__(self, graph: fx.Graph, parameters: Mapping[str, fx.Node], short: Mapping[str, str]) -> None:
+        # After ``functionalize`` several nodes can stand for one, of which the last has the result.
+        self._results = {node.meta[_RESULT]: root(node) for node in graph.nodes if _RESULT in node.meta}
+        of = {node.meta[_GRADIENT]: root(node) for node in graph.nodes if _GRADIENT in node.meta}
+        values = {node: self._results[key] for key, node in reversed(of.items()) if key in self._results}
+        named = {root(node): parameter_name(name, short) for name, node in parameters.items()}
+        self._values: dict[fx.Node, fx.Node | Named] = {**named, **values}
+        self._uses = {seq: node for (seq, _), node in reversed(self._results.items())}
+        self._short = short
+        self._sums = {summand: node for node in self._values for summand in _summands(node)}
+
+    def of(self, node: fx.Node, new: Mapping[fx.Node, fx.Node]) -> Gradient | None:
+        """What a node is the gradient of, or a summand of that; ``new``: the nodes that have names."""
+        if node in self._values:
+            return Gradient(_named(self._values[node], new))
+        if node in self._sums and self._use(node) is not None:
+            return Gradient(_named(self._values[self._sums[node]], new), self._via(node, new))
+        return None
+
+    def _use(self, summand: fx.Node) -> fx.Node | None:
+        """The op of the forward that gives a summand."""
+        return self._uses.get(_origin(summand).seq)
+
+    def _via(self, node: fx.Node, new: Mapping[fx.Node, fx.Node]) -> str:
+        """The use that a summand comes from: its module, if no other summand of the value comes from there,
+        else its name in the module."""
+        summands = [x for x, total in self._sums.items() if total is self._sums[node]]
+        here = new[self._uses[_origin(node).seq]]
+        others = [new[use] for x in summands if (use := self._use(x)) and use is not self._use(node)]
+        elsewhere = {text for other in others for text in self._texts(other)}
+        text = next((text for text in self._texts(here) if text not in elsewhere), here.name)
+        is_second = any(self._use(x) is self._use(node) and x < node for x in summands)  # of x * x
+        return text + ("_too" if is_second else "")
+
+    def _texts(self, use: fx.Node) -> tuple[str, str]:
+        """The last part of the path of a use's module, and the use's name in the module."""
+        path = _origin(use).path
+        inside = use.name.removeprefix(f"{identifier(self._short.get(path) or 'model')}_")
+        module = path.rpartition(".")[2]
+        return (inside if not module or module.isdigit() else identifier(module).lstrip("_")), inside
+
+
+def _summands(node: fx.Node) -> Iterator[fx.Node]:
+    """The operands of a sum of autograd's engine, which adds two at a time."""
+    todo = [node]
+    while todo:
+        one = todo.pop()
+        if _is_sum(one):
+            todo += map(root, one.all_input_nodes)
+        elif one is not node:
+            yield one
+
+
+def _is_sum(node: fx.Node) -> bool:
+    """Whether autograd's engine added the gradients of several uses of a value."""
+    return node.target is aten.add.Tensor and _origin(node).is_of_autograd
+
+
+def root(node: fx.Node) -> fx.Node:
+    """The node that has a node's value: not one that passes it on, or transposes it once more."""
+    while True:
+        source = node.args[0] if node.args else None
+        if node.target in SAME_VALUE:
+            node = source  # type: ignore[assignment]
+        elif node.target is aten.t.default and root(source).target is aten.t.default:  # type: ignore[arg-type]
+            node = root(source).args[0]  # type: ignore[arg-type, assignment]
+        else:
+            return node
+
+
+def _named(value: fx.Node | Named, new: Mapping[fx.Node, fx.Node]) -> Named:
+    if isinstance(value, Named):
+        return value
+    node = new[value]
+    return Named(node.name, _origin(node).path)
+
+
+def _origin(node: fx.Node) -> Origin:
+    origin: Origin = node.meta.get("origin", Origin())
+    return origin
