@@ -42,8 +42,8 @@ from mutations import edited_lines, mutated
 from report import ROOT, Report
 
 import fxpipe
+from fxpipe.certificate import check as checking
 from fxpipe.certificate.check import check_against, check_artifact
-from fxpipe.certificate.programs import program
 from fxpipe.certificate.reference import reference_of
 from fxpipe.certificate.terms.identities import RULES
 from fxpipe.certificate.terms.terms import Terms
@@ -234,7 +234,7 @@ class Tally:
 
 def try_mutations(tally: Tally, count: int, seed: int, each: int, seconds: float, path: Path | None) -> None:
     """``each`` edits of every pipeline, for at most so many seconds."""
-    program.parsed = lru_cache(8)(program.parsed)  # of several programs one has changed
+    checking.parse = lru_cache(8)(checking.parse)  # of several programs one has changed
     signal.signal(signal.SIGALRM, _endless)
     generator = random.Random(seed)
     made, left, end = pipelines(seed, (2, 3)), count, time.monotonic() + seconds

@@ -89,6 +89,46 @@ def test_parts_of_torch(rooms, part, exceptions):
     assert users == exceptions
 
 
+#: The readers of Python's text: the parser of programs, and what reads the model's code and the user's.
+READERS = {
+    "capture/reads/tensor_classes.py": {"ast"},
+    "capture/state/frozen_state.py": {"ast"},
+    "cli/run/data.py": {"ast"},
+    "plan/program/parse.py": {"ast", "compile"},
+    "plan/program/shown.py": {"ast"},
+    "runtime/functions.py": {"dis"},
+    "schedule/engine/compiled.py": {"compile"},
+}
+#: Who knows programs and has a regular expression, of names alone.
+WITH_PATTERNS = {"certificate/causes.py", "plan/program/parse.py", "viz/report/program_lines.py"}
+
+
+def _parses(path: Path) -> set[str]:
+    """What a file has that reads or runs a text as Python."""
+    tree = ast.parse(path.read_text())
+    called = {
+        node.func.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+    }
+    return ({"ast", "tokenize", "symtable", "dis"} & _imports(path)) | ({"compile", "eval"} & called)
+
+
+def test_one_parser_reads_programs():
+    """Others ask its records; the certificate runs no text."""
+    files = {str(path.relative_to(ROOT / "fxpipe")): path for path in (ROOT / "fxpipe").rglob("*.py")}
+    assert {name: parses for name, path in files.items() if (parses := _parses(path))} == READERS
+    of_programs = {
+        name
+        for name, path in files.items()
+        if any(each.startswith("fxpipe.plan.program") for each in _imports(path))
+        or name == "plan/program/parse.py"
+    }
+    assert {name for name in of_programs if "re" in _imports(files[name])} == WITH_PATTERNS
+    runs = {name for name, path in files.items() if re.search(r"\bexec\(", path.read_text())}
+    assert not any(name.startswith(("certificate", "plan")) for name in runs)
+
+
 def test_the_number_of_rooms_and_of_imports_between_them():
     rooms: dict[str, set[str]] = {}
     for path in (ROOT / "fxpipe").rglob("*.py"):

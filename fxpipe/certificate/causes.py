@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ast
 import re
-from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
-from operator import itemgetter
+from collections.abc import Iterator, Sequence, Set
+from dataclasses import replace
 
 from fxpipe.certificate.problems import LAYOUT, NAME, ORDER, Line, Problem
 from fxpipe.certificate.ranks.memory import Ranks, out_of_order, planned_ops, unlike_order
@@ -14,15 +12,17 @@ from fxpipe.certificate.ranks.runtime import TermRuntime
 from fxpipe.certificate.ranks.world import WAITS
 from fxpipe.errors import number_of
 from fxpipe.plan.artifact import Plan
+from fxpipe.plan.program import records as r
 
 
-def causes(plan: Plan, ranks: Ranks, programs: Sequence[str], problems: Sequence[Problem]) -> list[Problem]:
+def causes(
+    plan: Plan, ranks: Ranks, programs: Sequence[r.Program], problems: Sequence[Problem]
+) -> list[Problem]:
     """One problem for each cause.  problems: in the order in which they arose; none of them alone is left
     out."""
     if not problems:
         return []
-    texts = [Text.of(source) for source in programs]
-    return _folded(_placed(each, texts) for each in _of_order(plan, ranks, problems))
+    return _folded(_placed(each, programs[each.rank]) for each in _of_order(plan, ranks, problems))
 
 
 def _folded(problems: Iterator[Problem]) -> list[Problem]:
@@ -72,62 +72,33 @@ def _is_ready(rt: TermRuntime, planned: Sequence[str], ran: Set[str]) -> bool:
     return any(f"{each}{before}.{microbatch}" in ran for each in kinds)
 
 
-@dataclass(frozen=True)
-class Text:
-    """Lines of a program.  ``names``: in each line.  ``aliases``: of ops that are not called as the op, with
-    the line and the op.  ``layouts``: of messages, by their names.  ``deleted``: variables, with the line."""
-
-    names: Mapping[int, Set[str]]
-    aliases: Mapping[str, tuple[int, str]]
-    layouts: Mapping[str, int]
-    deleted: Sequence[tuple[str, int]]
-
-    @staticmethod
-    def of(source: str) -> Text:
-        try:
-            tree = ast.parse(source)
-        except (SyntaxError, ValueError, RecursionError, MemoryError):  # which is the problem
-            return Text({}, {}, {}, ())
-        names, aliases, layouts = dict[int, set[str]](), dict[str, tuple[int, str]](), dict[str, int]()
-        for node in tree.body:
-            match node:
-                case ast.Assign(targets=[ast.Name(id="MESSAGES")], value=ast.Dict(keys=keys)):
-                    layouts |= {str(key.value): key.lineno for key in keys if isinstance(key, ast.Constant)}
-                case ast.Assign(targets=[ast.Name(id=name)], value=ast.Attribute() as value):
-                    op = ast.unparse(value)
-                    if op.startswith("torch.ops.") and not _is_name_of(name, op):
-                        aliases[name] = node.lineno, op.removeprefix("torch.ops.")
-        deleted = list[tuple[str, int]]()
-        for each in ast.walk(tree):
-            if isinstance(each, ast.Name):
-                names.setdefault(each.lineno, set()).add(each.id)
-                if isinstance(each.ctx, ast.Del):
-                    deleted.append((each.id, each.lineno))
-        return Text(names, aliases, layouts, sorted(deleted, key=itemgetter(1)))
-
-
 def _is_name_of(name: str, op: str) -> bool:
-    """Whether an alias is made of an op's name: ``sum_dim_intlist`` of ``torch.ops.aten.sum.dim_IntList``."""
-    _, _, *parts = op.split(".")
-    letters = [re.sub(r"\W|_", "", part).lower() for part in parts if part != "default"]
+    """Whether an alias is made of an op's name: ``sum_dim_intlist`` of ``aten.sum.dim_IntList``."""
+    letters = [re.sub(r"\W|_", "", part).lower() for part in op.split(".") if part != "default"]
     plain = re.sub(r"_\d+$", "", name)
     ways = {"".join(letters), "".join(letters[1:]), *letters[1:2]}
     return not ways.isdisjoint(re.sub("_", "", each).lower() for each in (name, plain))
 
 
-def _placed(problem: Problem, texts: Sequence[Text]) -> Problem:
+def _placed(problem: Problem, program: r.Program) -> Problem:
     """A problem of a line that another line of the program made so: one that names another op, has the layout
     of a message, or deletes a variable."""
-    text, (kind, _, name) = texts[problem.rank], problem.cause.partition(" ")
-    names = text.names.get(problem.line, set()) & text.aliases.keys()
-    wrong = sorted((*text.aliases[each], each) for each in names)
+    kind, _, name = problem.cause.partition(" ")
+    names = program.names.get(problem.line, frozenset())
+    aliases = {alias: op for alias, op in program.aliases.items() if alias in names}
+    wrong = sorted(
+        (op.line, op.name, alias) for alias, op in aliases.items() if not _is_name_of(alias, op.name)
+    )
     if wrong and wrong[0][0] != problem.line:
         line, op, alias = wrong[0]
         return _moved(problem, line, f"calls {op} {alias}", f"alias {alias} of rank {problem.rank}")
-    if kind == LAYOUT and name in text.layouts:
-        return _moved(problem, text.layouts[name], f"has the layout of {name}", problem.cause)
-    before = [line for each, line in text.deleted if kind == NAME and each == name and line < problem.line]
-    return _moved(problem, before[-1], f"deletes {name}", problem.cause) if before else problem
+    if kind == LAYOUT and name in program.message_lines:
+        return _moved(problem, program.message_lines[name], f"has the layout of {name}", problem.cause)
+    if kind == NAME:
+        before = [each.line for each in program.deleted if each.id == name and each.line < problem.line]
+        if before:
+            return _moved(problem, max(before), f"deletes {name}", problem.cause)
+    return problem
 
 
 def _moved(problem: Problem, line: int, does: str, cause: str) -> Problem:

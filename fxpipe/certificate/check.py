@@ -1,17 +1,13 @@
 """Proves that the programs of all ranks are the captured step, or says where they are not.
 
-The programs run on terms, all ranks in turns (``world.py``), and what they give at the end is compared with
-the captured step's own terms, of every microbatch.  Nothing here is shared with the passes, the lowering and
-the code generation.
+The programs are evaluated on terms, all ranks in turns (``world.py``), and what they give at the end is
+compared with the captured step's own terms, of every microbatch.  Nothing here is shared with the passes, the
+lowering and the code generation.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-
-from greenlet import GreenletExit
 
 from fxpipe.certificate.causes import causes
 from fxpipe.certificate.compare import compared
@@ -26,11 +22,11 @@ from fxpipe.certificate.problems import (
     differs_at,
 )
 from fxpipe.certificate.programs.calls import Calls
-from fxpipe.certificate.programs.program import Lines, loaded
+from fxpipe.certificate.programs.evaluate import Evaluator, Stack, Unbound
 from fxpipe.certificate.programs.sections import Sections
 from fxpipe.certificate.programs.values import Held
 from fxpipe.certificate.ranks.memory import unlike_plan
-from fxpipe.certificate.ranks.runtime import Runtime, TermRuntime
+from fxpipe.certificate.ranks.runtime import TermRuntime
 from fxpipe.certificate.ranks.world import World
 from fxpipe.certificate.reference import Reference, reference_of
 from fxpipe.certificate.terms.identities import RULES
@@ -40,6 +36,8 @@ from fxpipe.errors import RunError
 from fxpipe.plan.artifact import Artifact, Plan
 from fxpipe.plan.captured import CapturedStep
 from fxpipe.plan.libraries import imported
+from fxpipe.plan.program.parse import parse
+from fxpipe.plan.program.records import Program
 
 MOST_PROBLEMS = 100
 
@@ -54,29 +52,23 @@ def check(plan: Plan, programs: Sequence[str], captured: CapturedStep) -> Certif
 
 def check_against(reference: Reference, plan: Plan, programs: Sequence[str]) -> Certificate:
     """``check``, for a captured step on terms, which may serve for many texts."""
-    proof = _checked(reference, plan, programs)
-    if not proof.holds or not any(map(_ASSERT.search, programs)):
-        return proof
-    without = _checked(reference, plan, programs, has_asserts=False)
-    text = " (under python -O, which leaves out what an assert does)"
-    problems = tuple(replace(problem, text=problem.text + text) for problem in without.problems)
-    return replace(proof, problems=problems)
-
-
-_ASSERT = re.compile(r"\bassert\b")
-
-
-def _checked(
-    reference: Reference, plan: Plan, programs: Sequence[str], has_asserts: bool = True
-) -> Certificate:
-    reference.terms.forget_programs()
-    reference.terms.line, reference.causes = Lines(plan.ranks), {}
+    read = [parse(source) for source in programs]
     world = World(plan.ranks)
-    ranks = [_rank(rank, plan, reference, world) for rank in range(plan.ranks)]
-    world.run([_main(rank, source, has_asserts) for rank, source in zip(ranks, programs, strict=True)])
-    if all(rank.ended for rank in ranks):
-        world.problems += compared(plan, reference, world, ranks)
-    return _certificate(plan, reference, ranks, causes(plan, ranks, programs, world.problems))
+    stacks = [Stack(rank) for rank in range(plan.ranks)]
+    ranks = [_rank(stack, plan, reference, world) for stack in stacks]
+    reference.terms.forget_programs()
+    reference.terms.line, reference.causes = lambda: stacks[world.running](), {}
+    # What a program means whose lines are not all known, nobody can say.
+    world.problems += [
+        Problem(rank, each.line, f"is outside of what is checked: {each.what}")
+        for rank, program in enumerate(read)
+        for each in program.outside
+    ]
+    if not world.problems:
+        world.run([_main(*each) for each in zip(ranks, stacks, read, strict=True)])
+        if all(rank.ended for rank in ranks):
+            world.problems += compared(plan, reference, world, ranks)
+    return _certificate(plan, reference, ranks, causes(plan, ranks, read, world.problems))
 
 
 def check_artifact(artifact: Artifact, where: str = "captured.json") -> Certificate:
@@ -92,40 +84,40 @@ def check_artifact(artifact: Artifact, where: str = "captured.json") -> Certific
     return check(artifact.plan, artifact.programs, CapturedStep.from_json(artifact.captured, where))
 
 
-def _rank(rank: int, plan: Plan, reference: Reference, world: World) -> TermRuntime:
-    lines, held = Lines(plan.ranks), Held()
+def _rank(stack: Stack, plan: Plan, reference: Reference, world: World) -> TermRuntime:
+    held = Held()
 
     def note(text: str, cause: str = "", *, of: Sequence[Term] = ()) -> None:
-        world.problems.append(_blamed(reference, of, lines(), text, cause).problem)
+        world.problems.append(_blamed(reference, of, stack(), text, cause).problem)
 
     shapes: dict[str, tuple[int, ...]] = {
-        name: plan.layouts[name].shape for name in plan.tensors[rank].gradients
+        name: plan.layouts[name].shape for name in plan.tensors[stack.rank].gradients
     }
-    calls = Calls(reference.terms, lines, lines.of_step, note, shapes)
-    return TermRuntime(rank, plan, reference, world, calls, Sections(calls, held=held), held)
+    calls = Calls(reference.terms, stack, stack.of_step, note, shapes)
+    sections = Sections(calls, lambda name: rt.buffer(name), held=held)
+    rt = TermRuntime(stack.rank, plan, reference, world, calls, sections, held)
+    return rt
 
 
-def _main(rt: TermRuntime, source: str, has_asserts: bool) -> Callable[[], None]:
-    """Runs the program of a rank."""
-    lines = Lines(rt.plan.ranks)
+def _main(rt: TermRuntime, stack: Stack, program: Program) -> Callable[[], None]:
+    """Evaluates the program of a rank."""
 
     def main() -> None:
         try:
-            modules = imported(rt.plan.libraries)
-            step = loaded(source, rt.rank, rt.sections, rt.buffer, modules, has_asserts)
-            if step(Runtime(rt), rt.batch) is not rt or not rt.ended:
+            evaluator = Evaluator(program, stack, rt.sections, imported(rt.plan.libraries))
+            if evaluator.step(rt, rt.batch) is not rt or not rt.ended:
                 raise Rejected(Line(rt.rank, 0), "does not end with `return rt.finish()`")
         except Rejected:
             raise
         except Unknown as error:
-            raise _blamed(rt.reference, error.of, lines.of(error, rt.rank), str(error)) from error
-        except (KeyboardInterrupt, GreenletExit):  # the user's, and that of ranks that are left waiting
-            raise
+            raise _blamed(rt.reference, error.of, stack(), str(error)) from error
+        except Unbound as error:
+            raise _within_op(stack, error, f"fails: {error}") from error
         except KeyError as error:
             text = f"has no value of {error}: an op runs twice, or before what it needs"
-            raise _within_op(rt, error, text) from error
-        except BaseException as error:  # an edited program may raise anything, also SystemExit
-            raise _within_op(rt, error, f"fails: {type(error).__name__}: {error}") from error
+            raise _within_op(stack, error, text) from error
+        except Exception as error:  # an edited program may do anything with its values
+            raise _within_op(stack, error, f"fails: {type(error).__name__}: {error}") from error
 
     return main
 
@@ -144,15 +136,15 @@ def _blamed(reference: Reference, of: Sequence[Term], line: Line, text: str, cau
     return Rejected(first.line, text, cause)
 
 
-def _within_op(rt: TermRuntime, error: BaseException, text: str) -> Rejected:
+def _within_op(stack: Stack, error: Exception, text: str) -> Rejected:
     """An error at the line that fails, with the line that calls the section; at the line of ``step`` that
     calls an op too early, or twice, of an op that lacks a value."""
-    *calls, line = Lines(rt.plan.ranks).passed(error, rt.rank) or [Line(rt.rank, 0)]
-    lacks = (isinstance(error, KeyError) and type(error.args[0]) is int) or "free variable" in str(error)
+    *calls, line = stack.lines()
+    unbound = error if isinstance(error, Unbound) else None
+    lacks = unbound.is_around if unbound else isinstance(error, KeyError) and type(error.args[0]) is int
     if lacks and len(calls) == 1:
         return Rejected(calls[0], f"{text} (in line {line.number})", ORDER)
-    names = re.findall(r"'(\w+)'", str(error)) if isinstance(error, NameError) else ()
-    cause = f"{NAME} {names[0]}" if names else ""
+    cause = f"{NAME} {unbound.name}" if unbound else ""
     return Rejected(line, f"{text} (called in line {calls[-1].number})" if calls else text, cause)
 
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from fxpipe.certificate.problems import Line, Rejected
-from fxpipe.certificate.programs.values import Memory, Offloaded, Pending, Printed, Sum, Unread, Value
+from fxpipe.certificate.programs.values import FOLLOWS, Memory, Offloaded, Pending, Printed, Sum, Value
 from fxpipe.certificate.terms.identities import overlaps, permuted, rows_added
 from fxpipe.certificate.terms.layouts import Unknown, layout_of, results_of
 from fxpipe.certificate.terms.schemas import Schema, arguments_of, draws, schema_of
@@ -100,7 +100,7 @@ class Calls:
             case Sum():
                 raise Rejected(self.line(), f"reads the gradient of {value.name}, which is not complete")
             case Printed():
-                raise Unread(f"uses {value.text} in an op")
+                raise Rejected(self.line(), f"uses {value.text} in an op: {FOLLOWS}")
         return value
 
     def _terms_of(self, given: dict[str, Any]) -> dict[str, Any]:

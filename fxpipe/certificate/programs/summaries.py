@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from types import FunctionType
-from typing import Any, NoReturn
+from typing import Any
 
 from fxpipe.certificate.problems import Line, Rejected
 from fxpipe.certificate.programs.calls import Calls, Effects
-from fxpipe.certificate.programs.plain import NotPlain, form_of
-from fxpipe.certificate.programs.values import Held, Memory, Offloaded, Printed, Sum, Value
+from fxpipe.certificate.programs.values import FOLLOWS, Held, Memory, Offloaded, Printed, Sum, Value, written
 from fxpipe.certificate.terms.layouts import layout_of
-from fxpipe.certificate.terms.terms import Term
+from fxpipe.certificate.terms.terms import Term, canonical
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,37 +52,36 @@ class Summary:
 
 @dataclass(eq=False, repr=False)
 class Given:
-    """The arguments of a call, in a form that is equal for calls of other microbatches."""
+    """The arguments of a call, in a form that is equal for calls of other microbatches.  ``memories``: with
+    their numbers."""
 
     own: int | None
-    memories: list[Memory] = field(default_factory=list)
+    memories: dict[Memory, int] = field(default_factory=dict)
     lists: list[list[Any]] = field(default_factory=list)
 
 
-def is_stateless(value: Any) -> bool:
-    """Whether a value is an op, or a section: what a call of it does, its arguments say."""
-    return getattr(value if isinstance(value, FunctionType) else type(value), "is_stateless", False) is True
-
-
-def refuse(calls: Calls, what: str) -> NoReturn:
-    raise Rejected(calls.line(), f"{what}, which can change from call to call and is not checked")
+def plain_form(calls: Calls, value: Any, does: str) -> Any:
+    """Equal for two plain values, ops or functions where no program can tell one from the other: 1, 1.0 and
+    True differ, 0.0 and -0.0 too.  Raises Rejected for what else a program may have."""
+    if getattr(value, "is_stateless", False):
+        return value
+    try:
+        return canonical(value)
+    except TypeError as error:
+        why = FOLLOWS if isinstance(value, Printed) else "it can change from call to call"
+        text = f"{does} {written(value)}, which is not checked: {why}"
+        raise Rejected(calls.line(), text) from error
 
 
 class AsLeaves:
     """Results as a summary keeps them."""
 
-    def __init__(
-        self,
-        calls: Calls,
-        places: dict[Memory, int],
-        lists: Sequence[list[Any]],
-        dicts: Iterable[dict[Any, Any]],
-    ) -> None:
-        """places: the numbers of the arguments' memories.  lists, dicts: among the arguments."""
+    def __init__(self, calls: Calls, places: dict[Memory, int], lists: Sequence[list[Any]]) -> None:
+        """places: the numbers of the arguments' memories.  lists: among the arguments."""
         self._calls, self._places, self._new = calls, places, 0
-        # By identity, with the lists and dicts that have it.
+        # By identity, with the list that has it.
         self._lists = {id(each): (each, ListLeaf(k)) for k, each in enumerate(lists)}
-        self._dicts = {id(each): each for each in dicts}
+        self._dicts: dict[int, Any] = {}
 
     def of(self, result: Any) -> Any:
         match result:
@@ -108,16 +105,12 @@ class AsLeaves:
                 return tuple(self.of(each) for each in result)
             case dict():
                 if id(result) in self._dicts:
-                    refuse(self._calls, "returns a dict twice, or one that it was given")
+                    raise Rejected(self._calls.line(), "returns a dict twice, which is not checked")
                 self._dicts[id(result)] = result
                 return {name: self.of(each) for name, each in result.items()}
-            case Printed() | Sum() | Offloaded():
+            case Sum() | Offloaded():
                 return result
-        if not is_stateless(result):
-            try:
-                form_of(result)
-            except NotPlain as error:
-                refuse(self._calls, f"returns {error}")
+        plain_form(self._calls, result, "returns")
         return result
 
     def _bytes(self, value: Value) -> int:
@@ -126,19 +119,20 @@ class AsLeaves:
 
 @dataclass(eq=False, repr=False)
 class Rebuilt:
-    """Results of a summary as values of the microbatch of the call.  ``before``: how often the memories of
-    the arguments had been written to."""
+    """Results of a summary as values of the microbatch of the call.  ``known``: the memories of the
+    arguments, ``before``: how often they had been written to."""
 
     given: Given
+    known: list[Memory]
     before: list[int]
     held: Held
     memories: dict[int, Memory] = field(default_factory=dict)
     lists: dict[ListLeaf, list[Any]] = field(default_factory=dict)
 
     def of(self, part: Any) -> Any:
+        if type(part) is Leaf:  # almost all are
+            return self._value(part)
         match part:
-            case Leaf():
-                return self._value(part)
             case ListLeaf(given=None):
                 if part not in self.lists:
                     made = self.lists[part] = list[Any]()
@@ -154,7 +148,7 @@ class Rebuilt:
 
     def _value(self, leaf: Leaf) -> Value:
         if leaf.memory >= 0:
-            value = Value(leaf.term, self.given.own, self.given.memories[leaf.memory])
+            value = Value(leaf.term, self.given.own, self.known[leaf.memory])
             value.version = self.before[leaf.memory] + leaf.versions
             return value
         memory = self.memories.get(leaf.memory)

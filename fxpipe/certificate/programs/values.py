@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import inspect
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import GetSetDescriptorType
 from typing import Any
 
-import torch
-
 from fxpipe.certificate.problems import Line
-from fxpipe.certificate.terms.layouts import Unknown
-from fxpipe.certificate.terms.terms import Layout, Term
+from fxpipe.certificate.terms.terms import Term
+
+#: Why a program cannot use what it computes of a tensor otherwise.
+FOLLOWS = "the check follows the ops of torch.ops, and knows no numbers"
 
 
 class Memory:
@@ -121,117 +119,14 @@ class Value:
     def is_stale(self) -> bool:
         return self.version != self.memory.version
 
-    @property
-    def shape(self) -> torch.Size:
-        return torch.Size(self._layout("shape").shape)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._layout("dtype").dtype
-
-    def __getattr__(self, name: str) -> Any:
-        return _method(self, name)
-
-    def _layout(self, name: str) -> Layout:
-        if self.term.layout is None:
-            raise Unread(f"reads .{name} of {self.term}", name)
-        return self.term.layout
-
-
-class Unread(Unknown, AttributeError):
-    """A program does with a tensor what is no op of ``torch.ops``."""
-
-    def __init__(self, what: str, name: str = "") -> None:
-        super().__init__(f"{what}: the check follows the ops of torch.ops, and knows no numbers", name=name)
-
-
-def is_printed_method(name: str) -> bool:
-    """Whether a method of tensors, or a function of that name, gives something and changes nothing."""
-    op = getattr(torch.ops.aten, name, None)
-    schemas = () if op is None else [getattr(op, each)._schema for each in op.overloads()]
-    gives = any(
-        schema.returns
-        and not schema.is_mutable
-        and schema.arguments
-        and "Tensor" in str(schema.arguments[0].type)
-        for schema in schemas
-    )
-    return name in _GIVES_NUMBERS or gives
-
-
-_GIVES_NUMBERS = (
-    "bool", "cpu", "data_ptr", "dim", "double", "element_size", "float", "get_device", "int", "is_contiguous",
-    "long", "ndimension", "nelement", "numpy", "size", "storage_offset", "stride", "tolist", "type",
-)  # fmt: skip
-
-
-#: What reading changes nothing.
-_ATTRIBUTES = frozenset(
-    name
-    for name in dir(torch.Tensor)
-    if not name.startswith("_")
-    and isinstance(inspect.getattr_static(torch.Tensor, name), property | GetSetDescriptorType)
-)
-
 
 class Printed:
-    """What a program computes of a tensor without ``torch.ops``, which it may print.  ``text``: how."""
+    """What a program computes of a tensor without an op, which it may print.  ``text``: how."""
 
     __slots__ = ("text",)
 
     def __init__(self, text: str) -> None:
         self.text = text
-
-    @classmethod
-    def function(cls, name: str, *own: object) -> Callable[..., Printed]:
-        def call(*given: object, **named: object) -> Printed:
-            if "out" in named:
-                raise Unread(f"writes with torch.{name}")
-            return cls(f"{name}({', '.join(map(_text, (*own, *given, *named.values())))})")
-
-        return call
-
-    def __getattr__(self, name: str) -> Any:
-        return _method(self, name)
-
-
-def _text(value: object) -> str:
-    """For messages."""
-    match value:
-        case Printed():
-            return value.text
-        case Value():
-            return str(value.term)
-        case Sum():
-            return f"the gradient of {value.name}"
-        case Container():
-            return value.kind
-        case Within():
-            return f"{value.container.kind} of {value.module}"
-        case Leaves():
-            return "the batch"
-    return str(value)
-
-
-def _method(value: object, name: str) -> Any:
-    if name in _ATTRIBUTES:
-        return Printed(f"{name}({_text(value)})")
-    if not is_printed_method(name):
-        raise Unread(f"reads .{name} of {_text(value)}", name)
-    return Printed.function(name, value)
-
-
-def _method_of_dict(value: object, name: str) -> Any:
-    if name not in ("keys", "values", "items"):
-        raise Unread(f"reads .{name} of {_text(value)}", name)
-    return Printed.function(name, value)
-
-
-def _refused(name: str) -> Callable[..., Any]:
-    def refused(value: object, *_: object) -> Any:
-        raise Unread(f"computes {name} of {_text(value)}")
-
-    return refused
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -240,9 +135,6 @@ class Sum:
 
     name: str
     transposed: bool = False
-
-    def __getattr__(self, name: str) -> Any:
-        return _method(self, name)
 
 
 @dataclass(eq=False, repr=False)
@@ -254,9 +146,6 @@ class Leaves:
 
     def __getitem__(self, name: str) -> Value:
         return self.read(name, self.microbatch)
-
-    def __getattr__(self, name: str) -> Any:
-        return _method_of_dict(self, name)
 
 
 @dataclass(eq=False, repr=False)
@@ -275,9 +164,6 @@ class Container:
             raise TypeError(f"a program does not replace {self.kind}")
         self.write(name, value)
 
-    def __getattr__(self, name: str) -> Any:
-        return _method_of_dict(self, name)
-
 
 class Once(Container):
     """What is computed once a step: two such dicts make one."""
@@ -286,9 +172,7 @@ class Once(Container):
         super().__init__(kind, values.__getitem__)
         self.values = values
 
-    def __or__(self, other: object) -> Once:
-        if not isinstance(other, Once):
-            raise Unread(f"computes or of {_text(self)}")
+    def joined(self, other: Once) -> Once:
         return Once(f"{self.kind}, {other.kind}", {**self.values, **other.values})
 
 
@@ -341,23 +225,22 @@ class Within:
     def __getitem__(self, name: str) -> Any:
         return self.container[f"{self.module}.{name}"]
 
-    def __getattr__(self, name: str) -> Any:
-        return _method_of_dict(self, name)
 
-
-_ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "matmul", "pow", "and", "or", "xor")
-_COMPARISONS = ("neg", "abs", "invert", "lt", "le", "gt", "ge", "eq", "ne", "getitem", "round")
-_NUMBERS = ("bool", "int", "float", "complex", "index", "len", "iter", "contains", "setitem", "delitem")
-_OF_DICTS = ("iter", "len", "contains", "eq", "ne", "or", "ror", "hash")
-for _class in (Value, Printed, Sum):
-    for _name in _ARITHMETIC:
-        setattr(_class, f"__{_name}__", Printed.function(_name))
-        setattr(_class, f"__r{_name}__", Printed.function(f"r{_name}"))
-        setattr(_class, f"__i{_name}__", _refused(f"i{_name}"))  # it would change all views as well
-    for _name in _COMPARISONS:
-        setattr(_class, f"__{_name}__", Printed.function(_name))
-    for _name in (*_NUMBERS, "hash"):
-        setattr(_class, f"__{_name}__", _refused(_name))
-for _dict in (Container, Leaves, Within):
-    for _name in _OF_DICTS:
-        setattr(_dict, f"__{_name}__", _refused(_name))
+def written(value: object) -> str:
+    """For messages."""
+    match value:
+        case Printed():
+            return value.text
+        case Value():
+            return str(value.term)
+        case Sum():
+            return f"the gradient of {value.name}"
+        case Container():
+            return value.kind
+        case Within():
+            return f"{value.container.kind} of {value.module}"
+        case Leaves():
+            return "the batch"
+        case None | bool() | int() | float() | str():
+            return str(value)
+    return f"a {type(value).__name__}"

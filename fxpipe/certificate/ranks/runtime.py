@@ -7,33 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from fxpipe.certificate.problems import ORDER, Line, Rejected
+from fxpipe.certificate.programs.sections import Called
 from fxpipe.certificate.programs.values import Container, Leaves, Memory, Offloaded, Once, Value
 from fxpipe.certificate.ranks.traffic import Traffic
 from fxpipe.certificate.ranks.world import Message
 from fxpipe.certificate.terms.terms import BATCH_MEAN, Term
-
-_OF_PROGRAMS = frozenset({
-    "add_loss", "add_output", "all_gather", "all_reduce_gradient", "batch_means", "broadcast", "buffers",
-    "constants",
-    "divide_gradients_by_count", "finish", "free_parameters", "gather", "gather_parameters", "grads",
-    "key", "lane_key", "microbatches", "offload", "once", "op", "params", "rank", "receive", "reduce",
-    "reduce_gradients", "reload", "send", "wait", "wait_all", "wait_gradients", "wait_offload",
-    "wait_parameters", "wait_reload", "warm_up",
-})  # fmt: skip
-
-
-class Runtime:
-    """``rt`` as a program gets it: with what programs use, and nothing else."""
-
-    __slots__ = ("_rt",)
-
-    def __init__(self, rt: TermRuntime) -> None:
-        self._rt = rt
-
-    def __getattr__(self, name: str) -> Any:
-        if name not in _OF_PROGRAMS:
-            raise Rejected(self._rt.calls.line(), f"reads rt.{name}, which is not for programs")
-        return getattr(self._rt, name)
 
 
 class Addition(NamedTuple):
@@ -75,13 +53,13 @@ class TermRuntime(Traffic):
             )
         if self.reads_parameters:
             self.calls.note("has read parameters before its warm-up, which an update that is undone changes")
-        self.ahead = True
+        self.ahead, line = True, self.calls.line()
         yield
         self.ahead = False
         found = sum({memory: memory.bytes for memory in _memories(made) if memory.held}.values())
         if self.held.now > found:
             text = f"has a warm-up that makes {self.held.now - found} bytes more than it would free"
-            self.held.wasted[text] = self.calls.line().number
+            self.held.wasted[text] = line.number
 
     # -- what it does between its sections -----------------------------------------------------------------
 
@@ -113,14 +91,14 @@ class TermRuntime(Traffic):
         }
         return Once(f"once {self.number_of_once}", values)
 
-    def batch_means(self, counts: Callable[..., Any], batches: Any, *given: Any) -> Once:
+    def batch_means(self, counts: Called, batches: Any, *given: Any) -> Once:
         """What ``counts`` gives must be the same of each microbatch, in which it is called once."""
         numbers = [each.microbatch for each in batches if isinstance(each, Leaves)]
         if type(batches) is not list or numbers != [*range(self.plan.step.microbatches)]:
             raise Rejected(self.calls.line(), "takes a mean over other microbatches than those of the batch")
         means: dict[str, Term] = {}
         for leaves in batches:
-            found = self.sections.call(getattr(counts, "section", counts), [leaves, *given], (), self.buffer)
+            found = self.sections.call(counts, [leaves, *given])
             if not isinstance(found, dict) or not all(isinstance(value, Value) for value in found.values()):
                 raise Rejected(
                     self.calls.line(), "takes the means over the batch of what is no dict of tensors"

@@ -3,18 +3,31 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from fxpipe.certificate.problems import LAYOUT, ORDER, Rejected
 from fxpipe.certificate.programs.values import Announced, Memory, Offloaded, Pending, Value
 from fxpipe.certificate.ranks.inputs import Inputs
 from fxpipe.certificate.ranks.world import Message
 from fxpipe.certificate.terms.layouts import layout_of
-from fxpipe.certificate.terms.terms import Layout, Term
+from fxpipe.certificate.terms.terms import Layout, Term, Terms
 from fxpipe.plan.tensors import is_packed
 
 COLLECTIVE = "collective"
 _ALIGNMENT = 512  # bytes, of the values in an offload pool
+
+
+@dataclass(frozen=True, repr=False)
+class SumOverRanks:
+    """The function of the values of all ranks that a reduce is."""
+
+    terms: Terms
+    name: ClassVar[str] = "sum_over_ranks"
+
+    def run(self, *parts: Value) -> Value:
+        term = self.terms.plain(self.name, {"parts": tuple(part.term for part in parts)})
+        term.layout = term.layout or parts[0].term.layout
+        return Value(term, 0, Memory(root=term))
 
 
 @dataclass(eq=False, repr=False)
@@ -116,12 +129,7 @@ class Traffic(Inputs):
 
     def _summed(self, parts: list[Value]) -> Value:
         """The sum of a value of every rank, in rank order."""
-        return self.sections.call(self._sum_over_ranks, parts, (), self.buffer)  # type: ignore[no-any-return]
-
-    def _sum_over_ranks(self, *parts: Value) -> Value:
-        term = self.calls.terms.plain("sum_over_ranks", {"parts": tuple(part.term for part in parts)})
-        term.layout = term.layout or parts[0].term.layout
-        return Value(term, 0, Memory(root=term))
+        return self.sections.call(SumOverRanks(self.calls.terms), parts)  # type: ignore[no-any-return]
 
     def broadcast(self, tensor: Any, layout: Any, source: int, group: int) -> Pending | None:
         key = self._join(group, "broadcast", source)

@@ -40,9 +40,11 @@ class _Wait(NamedTuple):
 @dataclass(eq=False, repr=False)
 class World:
     """``sent``: what was sent and not taken yet, by its key: (from, to, number), or of a collective
-    (COLLECTIVE, group, number, from).  ``joined``: per collective what each rank took it for."""
+    (COLLECTIVE, group, number, from).  ``joined``: per collective what each rank took it for.  ``running``:
+    the rank whose turn it is."""
 
     ranks: int
+    running: int = 0
     sent: dict[Any, Message] = field(default_factory=dict)
     numbers: Counter[Any] = field(default_factory=Counter)
     joined: dict[Any, list[Any]] = field(default_factory=dict)
@@ -88,6 +90,7 @@ class World:
             ready = [r for r in running if r not in self._waits or self._waits[r].key in self.sent]
             for rank in ready:
                 self._waits.pop(rank, None)
+                self.running = rank
                 stacks[rank].switch()
             if not ready:
                 for rank in running:

@@ -107,7 +107,7 @@ class _Parser:
         try:
             reader = _STATEMENTS.get(type(node))
             if reader is None:
-                _refuse(f"a {_noun(node)}", node)
+                _refuse(_noun(node), node)
             found = reader(self, node)
             if self.depth == 0 and not isinstance(found, r.Import | r.Function | r.Skipped):
                 _check_top(found, node)
@@ -154,7 +154,7 @@ class _Parser:
                 return r.Item(self.expression(node.value), self.expression(node.slice))
             case ast.Tuple(elts=items) | ast.List(elts=items):
                 return r.Sequence(tuple(map(self._target, items)), is_list=False)
-        _refuse(f"an assignment to a {_noun(node)}", node)
+        _refuse(f"an assignment to {_noun(node)}", node)
 
     def _bind(self, name: str, node: ast.AST) -> None:
         if name in _RESERVED or name.startswith("__"):
@@ -167,7 +167,7 @@ class _Parser:
             targets = targets[0].elts
         for target in targets:
             if not isinstance(target, ast.Name):
-                _refuse(f"a del of a {_noun(target)}", node)
+                _refuse(f"a del of {_noun(target)}", node)
             self._bind(target.id, node)
             names.append(r.Name(target.id, target.lineno))
         return r.Delete(tuple(names), node.lineno)
@@ -208,7 +208,7 @@ class _Parser:
         for value in values:
             shown = names_shown(value, self.bound)
             if shown is None:
-                _refuse(f"a {_noun(node)} of what is not only looked at: {ast.unparse(value):.60}", value)
+                _refuse(f"{_noun(node)} of what is more than looked at, {ast.unparse(value):.60}", value)
             names += shown
         return r.Skipped(tuple(names), node.lineno)
 
@@ -268,7 +268,7 @@ class _Parser:
     def expression(self, node: ast.expr) -> r.Expression:
         reader = _EXPRESSIONS.get(type(node))
         if reader is None:
-            _refuse(f"a {_noun(node)}", node)
+            _refuse(_noun(node), node)
         found: r.Expression = reader(self, node)
         return found
 
@@ -354,7 +354,7 @@ class _Parser:
 
     def _unary(self, node: ast.UnaryOp) -> r.Expression:
         if not isinstance(node.op, ast.USub):
-            _refuse(f"the operator {_noun(node.op)}", node)
+            _refuse(f"the operator {ast.unparse(node):.60}", node)
         of = self.expression(node.operand)
         if isinstance(of, r.Literal) and type(of.value) in (int, float, complex):
             return r.Literal(-of.value)
@@ -363,7 +363,7 @@ class _Parser:
     def _binary(self, node: ast.BinOp) -> r.Expression:
         symbol = _OPERATORS.get(type(node.op))
         if symbol is None or (symbol == "%" and isinstance(node.left, ast.Constant | ast.JoinedStr)):
-            _refuse(f"the operator {_noun(node.op)}", node)
+            _refuse(f"the operator {ast.unparse(node):.60}", node)
         return r.Arithmetic(symbol, self.expression(node.left), self.expression(node.right))
 
     def _call(self, node: ast.Call) -> r.Expression:
@@ -430,10 +430,23 @@ def _dotted(node: ast.expr) -> str:
 
 
 def _noun(node: ast.AST) -> str:
-    """What a node is, as Python calls it: "with", "list comprehension"."""
-    name = type(node).__name__
-    known = {"FormattedValue": "text", "Expr": "line", "GeneratorExp": "generator", "NamedExpr": "walrus"}
-    return known.get(name, re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name).lower())
+    """What a node is: "a while", "an if"."""
+    kind = type(node)
+    name = _NOUNS.get(kind, re.sub(r"(?<=[a-z])(?=[A-Z])", " ", kind.__name__).lower())
+    return f"a{'n' if name[0] in 'aeiou' else ''} {name}"
+
+
+_NOUNS: dict[type[ast.AST], str] = {
+    ast.AnnAssign: "assignment with a type",
+    ast.AugAssign: "assignment to what was there before",
+    ast.ClassDef: "class",
+    ast.DictComp: "loop in a dict",
+    ast.Expr: "print",
+    ast.FormattedValue: "text",
+    ast.GeneratorExp: "generator",
+    ast.IfExp: "value with a condition",
+    ast.NamedExpr: "assignment in a line",
+}
 
 
 def _comments(source: str) -> Iterator[r.Comment]:
