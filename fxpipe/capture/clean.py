@@ -84,15 +84,15 @@ def clean(
             new[node].target = expect
             checks.append(new[node])
             continue
-        source = root(node)
-        if source != node:
-            new[node] = new[source]
+        viewed = root(node)
+        if viewed != node:
+            new[node] = new[viewed]
         elif node.target is aten.copy_.default and node.args[0] in by_placeholder:
-            source = by_placeholder[node.args[0]]
-            if source.kind is Kind.PARAMETER:
-                raise writes_to_a_parameter(source.name, _origin(node.args[1]))
-            if source.kind is Kind.BUFFER:
-                written[source.name] = new[node.args[1]]
+            target = by_placeholder[node.args[0]]
+            if target.kind is Kind.PARAMETER:
+                raise writes_to_a_parameter(target.name, _origin(node.args[1]))
+            if target.kind is Kind.BUFFER:
+                written[target.name] = new[node.args[1]]
             new[node] = new[node.args[1]]
         elif is_mutating(node):
             raise CaptureError(
