@@ -1,6 +1,6 @@
 """Reads untrusted files as plain data: regular files of bounded size, strict JSON, fields of the right types.
 
-Every function raises ``Misfit``.  Its callers turn that into the error of their file, and say what to do.
+Every function raises ``Mismatch``.  Its callers turn that into the error of their file, and say what to do.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ MOST_VALUES = 8_000_000
 LARGEST_INT, LARGEST_FLOAT = 2**63 - 1, 1e30
 
 
-class Misfit(ValueError):
+class Mismatch(ValueError):
     """The contents of a file are not as expected.  ``path``: of the field, such as ``step.ranks``."""
 
     def __init__(self, wrong: str, path: str = "") -> None:
         super().__init__(f"{path} {wrong}" if path else wrong)
         self.wrong, self.path = wrong, path
 
-    def within(self, path: str) -> Misfit:
+    def within(self, path: str) -> Mismatch:
         """The same of a value that is at ``path`` in a larger one."""
         joint = "." if path and self.path and not self.path.startswith("[") else ""
-        return Misfit(self.wrong, f"{path}{joint}{self.path}")
+        return Mismatch(self.wrong, f"{path}{joint}{self.path}")
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Fits:
     wanted: str
 
     def check(self, value: Any, path: str = "") -> Any:
-        """Return the value.  Raises Misfit if it does not fit."""
+        """Return the value.  Raises Mismatch if it does not fit."""
         require(path, value, self.fits(value), self.wanted)
         return value
 
@@ -71,9 +71,9 @@ Share = Annotated[float, between(0, 1)]
 
 
 def require(path: str, value: Any, fits: bool, wanted: str) -> None:
-    """Raise Misfit, naming the field at ``path`` and its value, unless the value ``fits``."""
+    """Raise Mismatch, naming the field at ``path`` and its value, unless the value ``fits``."""
     if not fits:
-        raise Misfit(f"is {shown(value)} and must be {wanted}", path)
+        raise Mismatch(f"is {shown(value)} and must be {wanted}", path)
 
 
 def shown(value: Any) -> str:
@@ -87,14 +87,14 @@ def shown(value: Any) -> str:
 
 
 def open_regular(path: Path) -> BufferedReader:
-    """Open a file for reading.  Raises Misfit if it is not a regular file (after symbolic links)."""
+    """Open a file for reading.  Raises Mismatch if it is not a regular file (after symbolic links)."""
     try:
         file = open(path, "rb", opener=_without_waiting)  # noqa: SIM115 - the caller closes it
     except (OSError, ValueError) as error:
-        raise Misfit(f"cannot be read: {getattr(error, 'strerror', None) or error}") from error
+        raise Mismatch(f"cannot be read: {getattr(error, 'strerror', None) or error}") from error
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
-        raise Misfit("is not a regular file")
+        raise Mismatch("is not a regular file")
     return file
 
 
@@ -104,31 +104,31 @@ def _without_waiting(path: str, flags: int) -> int:
 
 
 def read_text(path: Path, most: int) -> str:
-    """The text of a regular file of at most ``most`` bytes, in UTF-8.  Raises Misfit."""
+    """The text of a regular file of at most ``most`` bytes, in UTF-8.  Raises Mismatch."""
     with open_regular(path) as file:
         data = file.read(most + 1)
     if len(data) > most:
-        raise Misfit(f"is larger than {most // MEBIBYTE} MiB, the maximum")
+        raise Mismatch(f"is larger than {most // MEBIBYTE} MiB, the maximum")
     try:
         return data.decode()
     except UnicodeDecodeError as error:
-        raise Misfit(f"is not UTF-8 text: byte {error.start} is {data[error.start]:#04x}") from error
+        raise Mismatch(f"is not UTF-8 text: byte {error.start} is {data[error.start]:#04x}") from error
 
 
 def parse_json(text: str) -> Any:
-    """Parse JSON.  Raises Misfit for other text, NaN, infinity, repeated keys and too many values."""
+    """Parse JSON.  Raises Mismatch for other text, NaN, infinity, repeated keys and too many values."""
     if sum(map(text.count, "[{,")) > MOST_VALUES:
-        raise Misfit(f"holds more than {MOST_VALUES} values, the maximum")
+        raise Mismatch(f"holds more than {MOST_VALUES} values, the maximum")
     try:
         return json.loads(text, object_pairs_hook=_once, parse_constant=_no_number)
     except json.JSONDecodeError as error:
-        raise Misfit(f"is not JSON: {error}") from error
+        raise Mismatch(f"is not JSON: {error}") from error
     except RecursionError:
-        raise Misfit("is JSON that is nested too deeply") from None
+        raise Mismatch("is JSON that is nested too deeply") from None
     except ValueError as error:
-        if isinstance(error, Misfit):
+        if isinstance(error, Mismatch):
             raise
-        raise Misfit("holds a number with too many digits") from error
+        raise Mismatch("holds a number with too many digits") from error
 
 
 def structure(data: Any, kind: type[_T], path: str = "") -> _T:
@@ -136,12 +136,12 @@ def structure(data: Any, kind: type[_T], path: str = "") -> _T:
     and plain values.
 
     Every field without a default must be present, no other key may be, and each value must have exactly the
-    type of its field and keep the conditions (``Fits``) there.  Raises Misfit for the first violation.
+    type of its field and keep the conditions (``Fits``) there.  Raises Mismatch for the first violation.
     path: of ``data`` in its file, for messages.
     """
     try:
         return _reader(kind)(data)  # type: ignore[no-any-return, arg-type]
-    except Misfit as error:
+    except Mismatch as error:
         raise error.within(path) from None
 
 
@@ -165,12 +165,12 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         seen: set[str] = set()
         again = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise Misfit(f"has the key {shown(again)} twice in one object")
+        raise Mismatch(f"has the key {shown(again)} twice in one object")
     return found
 
 
 def _no_number(text: str) -> Any:
-    raise Misfit(f"holds {text}, which is not a number")
+    raise Mismatch(f"holds {text}, which is not a number")
 
 
 def _is_int(value: Any) -> bool:
@@ -198,7 +198,7 @@ _PLAIN: dict[Any, _Reader] = {
 
 @cache
 def _reader(kind: Any) -> _Reader:
-    """The function that converts plain data to ``kind``; it raises Misfit with the path in that data."""
+    """The function that converts plain data to ``kind``; it raises Mismatch with the path in that data."""
     origin, arguments = get_origin(kind), get_args(kind)
     if kind in _PLAIN:
         return _PLAIN[kind]
@@ -231,10 +231,10 @@ def _record_reader(kind: Any) -> _Reader:
         _OBJECT.check(value)
         for name in required:
             if name not in value:
-                raise Misfit("is missing", name)
+                raise Mismatch("is missing", name)
         for name in value:
             if name not in readers:
-                raise Misfit(f"has the unknown field {shown(name)}")
+                raise Mismatch(f"has the unknown field {shown(name)}")
         return kind(**{name: _at(name, readers[name], entry) for name, entry in value.items()})
 
     return read
@@ -256,5 +256,5 @@ def _at(place: str | int, reader: _Reader, entry: Any) -> Any:
     """Read an entry; ``place``: its index in a list, or its path from the object that holds it."""
     try:
         return reader(entry)
-    except Misfit as error:
+    except Mismatch as error:
         raise error.within(f"[{place}]" if isinstance(place, int) else place) from None

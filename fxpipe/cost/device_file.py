@@ -10,7 +10,7 @@ from pathlib import Path
 from fxpipe.cost.device import Device
 from fxpipe.errors import ScheduleError
 from fxpipe.plan.version import __version__
-from fxpipe.strict import MEBIBYTE, Misfit, parse_json, read_text, shown, structure, unstructure
+from fxpipe.strict import MEBIBYTE, Mismatch, parse_json, read_text, shown, structure, unstructure
 
 FORMAT = 1
 SUFFIX = ".json"
@@ -52,9 +52,9 @@ def read_device(path: Path) -> DeviceFile:
         data = parse_json(read_text(path, MOST_BYTES))
         version = data.get("format") if isinstance(data, dict) else None
         if version != FORMAT:
-            raise Misfit(f"is {shown(version)} and must be {FORMAT}", "format")
+            raise Mismatch(f"is {shown(version)} and must be {FORMAT}", "format")
         return structure(data, DeviceFile)
-    except Misfit as error:
+    except Mismatch as error:
         raise ScheduleError(
             f"{path} describes no device: {error}. Write one with fxpipe calibrate {path}, or give the name "
             "of a known device."

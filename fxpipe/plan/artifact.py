@@ -30,7 +30,7 @@ from fxpipe.schedule.ops import Validation as Validation
 from fxpipe.schedule.stages import Vocabulary
 from fxpipe.strict import (
     Fits,
-    Misfit,
+    Mismatch,
     NonNegative,
     Share,
     between,
@@ -292,7 +292,7 @@ class Plan:
                 )
             plan = structure(data, Plan)
             check_plan(plan)
-        except Misfit as error:
+        except Mismatch as error:
             raise ArtifactError(
                 f"{where} is damaged: {error}. Undo the edit, or save the pipeline again."
             ) from error

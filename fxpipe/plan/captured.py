@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 from fxpipe.errors import ArtifactError
 from fxpipe.plan.tensors import Dtype, Shape
-from fxpipe.strict import Fits, Misfit, between, entries, parse_json, structure
+from fxpipe.strict import Fits, Mismatch, between, entries, parse_json, structure
 
 CAPTURED_FORMAT = 1
 MOST_OPS = 1 << 20
@@ -76,7 +76,7 @@ class CapturedStep:
         try:
             step = structure(parse_json(text), CapturedStep)
             _check(step)
-        except Misfit as error:
+        except Mismatch as error:
             raise ArtifactError(
                 f"{where} is damaged: {error}. Undo the edit, or save the pipeline again."
             ) from error
@@ -84,19 +84,19 @@ class CapturedStep:
 
 
 def _check(step: CapturedStep) -> None:
-    """Raise Misfit for another format, and for a value that nothing computes, or nothing before its use."""
+    """Raise Mismatch for another format, and for a value that nothing computes, or nothing before its use."""
     Fits(lambda version: version == CAPTURED_FORMAT, f"{CAPTURED_FORMAT}").check(step.format, "format")
     count = len(step.inputs)
     for number, op in enumerate(step.ops):
         for index in values_in([*op.args, *op.kwargs.values()]):
             if not isinstance(index, int) or not 0 <= index < count:
-                raise Misfit(f"uses the value {index!r}, which does not come before it", f"ops[{number}]")
+                raise Mismatch(f"uses the value {index!r}, which does not come before it", f"ops[{number}]")
         count += 1
     results = [step.loss, step.count, *step.outputs.values(), *step.buffers.values(), *step.checks]
     results += [index for summands in step.grads.values() for index in summands]
     for index in results:
         if index is not None and index >= count:
-            raise Misfit(f"has the result {index}, which no op computes")
+            raise Mismatch(f"has the result {index}, which no op computes")
 
 
 def values_in(argument: Any) -> list[Any]:

@@ -10,7 +10,7 @@ from fxpipe.schedule.bound import lower_bound
 from fxpipe.schedule.costs import Costs
 from fxpipe.schedule.dependencies import SECTIONS_PER_STAGE, op_of_value, sections
 from fxpipe.schedule.ops import PHASES, Activation, Direction, Op, Phase, Schedule, Transfer
-from fxpipe.strict import Misfit, require
+from fxpipe.strict import Mismatch, require
 
 
 def check(schedule: Schedule) -> None:
@@ -115,7 +115,7 @@ def check_transfers(schedule: Schedule, costs: Costs) -> None:
 
 
 def check_costs(costs: Costs, path: str = "") -> None:
-    """Raise Misfit unless edges join existing stages without a cycle.
+    """Raise Mismatch unless edges join existing stages without a cycle.
 
     path: of the costs in their file, such as ``costs.``.
     """
@@ -129,4 +129,4 @@ def check_costs(costs: Costs, path: str = "") -> None:
     try:
         lower_bound(costs, tuple(range(len(costs.stages))), 1)
     except ScheduleError as error:
-        raise Misfit(f"are invalid: {error}", f"{path}edges") from error
+        raise Mismatch(f"are invalid: {error}", f"{path}edges") from error

@@ -19,7 +19,7 @@ from fxpipe.schedule.search.local_search import improve
 from fxpipe.schedule.search.pool import find
 from fxpipe.schedule.simulation.simulator import simulate
 from fxpipe.schedule.simulation.timeline import Timeline
-from fxpipe.strict import Misfit
+from fxpipe.strict import Mismatch
 
 
 def step(
@@ -132,7 +132,7 @@ def test_a_stage_without_gradients_is_not_summed():
 def test_costs_have_an_exchange_of_each_stage_or_none():
 
     costs = Costs((StageCost(1.0, 1.0, 1.0),) * 2, (), exchanges=(Exchange(1.0),))
-    with pytest.raises(Misfit, match="exchanges is 1 and must be one of each stage, or none"):
+    with pytest.raises(Mismatch, match="exchanges is 1 and must be one of each stage, or none"):
         check_costs(costs)
 
 

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 from fxpipe.plan.spans import PartSpan
-from fxpipe.strict import Misfit
+from fxpipe.strict import Mismatch
 from fxpipe.training.checkpoint import tensor_store
 
 WHOLE = torch.arange(24.0).view(4, 6)
@@ -64,5 +64,5 @@ def test_of_a_dimension_of_another_length_all_is_read(tmp_path):
     [GRID[:-1], GRID[1:], (*GRID, box(0, 1, 0, 1)), (box(0, 4, 0, 4), box(0, 4, 3, 6)), (box(1, 4, 0, 6),)],
 )
 def test_parts_that_overlap_or_leave_holes_are_refused(tmp_path, parts):
-    with pytest.raises(Misfit, match=r"\d\.safetensors has a part of .*w.* that does not fit the others"):
+    with pytest.raises(Mismatch, match=r"\d\.safetensors has a part of .*w.* that does not fit the others"):
         tensor_store.stored(tmp_path, written(tmp_path, *parts))

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fxpipe.plan.rows import ShardName, joined
-from fxpipe.strict import Misfit, structure, unstructure
+from fxpipe.strict import Mismatch, structure, unstructure
 from fxpipe.vocabulary.split import shard_bounds
 
 
@@ -49,5 +49,5 @@ def test_the_name_of_rows_is_a_text_in_files() -> None:
     assert [type(name) for name in names] == [ShardName, ShardName]
     assert [type(name) for name in unstructure(names)] == [str, str]
     assert pickle.loads(pickle.dumps(names[0])).begin == names[0].begin
-    with pytest.raises(Misfit, match=r"\[0\] is 1 and must be a string"):
+    with pytest.raises(Mismatch, match=r"\[0\] is 1 and must be a string"):
         structure([1], tuple[ShardName, ...])

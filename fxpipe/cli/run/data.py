@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from fxpipe.cli.run.functions import called
 from fxpipe.errors import BatchError, number_of
 from fxpipe.plan.step import BatchSpec, Leaf
-from fxpipe.strict import Misfit, open_regular, shown
+from fxpipe.strict import Mismatch, open_regular, shown
 
 
 class Data(Protocol):
@@ -60,8 +60,8 @@ class FileData:
             open_regular(path).close()
             file: Any = safe_open(path, "pt")
             held = set(file.keys())
-        except (Misfit, OSError, SafetensorError) as error:
-            wrong = error if isinstance(error, Misfit) else f"cannot be read as a safetensors file: {error}"
+        except (Mismatch, OSError, SafetensorError) as error:
+            wrong = error if isinstance(error, Mismatch) else f"cannot be read as a safetensors file: {error}"
             raise BatchError(f"{path} {wrong}") from error
         for leaf in tensors:
             if leaf.name not in held:

@@ -18,14 +18,14 @@ from fxpipe.plan.tensors import IS_DTYPE, IS_FLOATING, MOST_DIMENSIONS, dtype_of
 from fxpipe.plan.work import PHASE_FIELDS, PlanWork, Terms
 from fxpipe.schedule.check import check_costs, check_whole
 from fxpipe.schedule.costs import Costs, StageBytes
-from fxpipe.strict import Misfit, between, require, shown, structure, unstructure
+from fxpipe.strict import Mismatch, between, require, shown, structure, unstructure
 
 if TYPE_CHECKING:
     from fxpipe.plan.artifact import Plan, RankTensors, TensorLayout
 
 
 def check_plan(plan: Plan) -> None:
-    """Raise Misfit, naming the field, if the plan is inconsistent."""
+    """Raise Mismatch, naming the field, if the plan is inconsistent."""
     for check in (
         _step,
         _stages,
@@ -104,7 +104,7 @@ def _schedule(plan: Plan) -> None:
     try:
         check_whole(plan.ordered, plan.costs)
     except FxpipeError as error:
-        raise Misfit(f"or transfers are inconsistent with the plan: {error}", "order") from error
+        raise Mismatch(f"or transfers are inconsistent with the plan: {error}", "order") from error
 
 
 def _tensors(plan: Plan) -> None:
@@ -131,7 +131,7 @@ def _tensors(plan: Plan) -> None:
         _rows(table, sorted(parts, key=lambda rows: (rows.begin, rows.end)), plan.layouts)
     spare = plan.layouts.keys() - {name for tensors in plan.tensors for name in tensors.names} - set(tables)
     if spare:
-        raise Misfit(f"has {shown(min(spare))}, which no rank holds", "layouts")
+        raise Mismatch(f"has {shown(min(spare))}, which no rank holds", "layouts")
 
 
 def _lanes(plan: Plan) -> None:
@@ -173,7 +173,7 @@ def _rows(table: str, parts: Sequence[ShardName], layouts: dict[str, TensorLayou
     """Check that the ranks hold every row of the table once."""
     path = f"layouts[{table!r}]"
     if table not in layouts:
-        raise Misfit(f"is missing, but a rank holds {parts[0]}", path)
+        raise Mismatch(f"is missing, but a rank holds {parts[0]}", path)
     whole, end = layouts[table], 0
     for rows in parts:
         layout = layouts[rows]
@@ -191,7 +191,7 @@ def _state(plan: Plan) -> None:
         require(f"state[{k}][1]", name, name in tensors, "a name in layouts")
     trained = {name.tensor for rank_tensors in plan.tensors for name in rank_tensors.parameters}
     for name in sorted(trained - {name for _, name in plan.state}) if plan.state else ():
-        raise Misfit(f"lacks the parameter {shown(name)}, which no state dict would have", "state")
+        raise Mismatch(f"lacks the parameter {shown(name)}, which no state dict would have", "state")
 
 
 def _channels(plan: Plan) -> None:
@@ -223,8 +223,8 @@ def _work(plan: Plan) -> None:
             require(f"work.{path}[{k}]", term, len(term) == numbers, f"of {numbers} numbers")
     try:
         structure(unstructure(work.costs(plan.costs, {})), Costs, "costs")
-    except Misfit as error:
-        raise Misfit(f"does not give the costs of the example: {error}", "work") from error
+    except Mismatch as error:
+        raise Mismatch(f"does not give the costs of the example: {error}", "work") from error
 
 
 def _terms(work: PlanWork) -> Iterator[tuple[str, Terms]]:
@@ -243,7 +243,7 @@ def _terms(work: PlanWork) -> Iterator[tuple[str, Terms]]:
 def _fills(path: str, shape: tuple[int, ...], stride: tuple[int, ...]) -> None:
     """Check the strides of a tensor that fills its memory, in any order of dimensions."""
     if len(stride) != len(shape):
-        raise Misfit(
+        raise Mismatch(
             f"has {len(stride)} entries and must have {len(shape)}, one for each dimension", f"{path}.stride"
         )
     size = 1
@@ -262,7 +262,7 @@ def _as_many(path: str, plan: Plan, number: int, of: str) -> None:
     for name in path.split("."):
         value = getattr(value, name)
     if len(value) != number:
-        raise Misfit(f"has {len(value)} entries and must have {number}, one for each {of}", path)
+        raise Mismatch(f"has {len(value)} entries and must have {number}, one for each {of}", path)
 
 
 def _known(path: str, names: Sequence[str], allowed: Collection[str], wanted: str) -> None:
@@ -273,4 +273,4 @@ def _known(path: str, names: Sequence[str], allowed: Collection[str], wanted: st
 def _distinct(path: str, names: Sequence[Any]) -> None:
     twice = [name for name, times in Counter(names).items() if times > 1]
     if twice:
-        raise Misfit(f"has {shown(twice[0])} twice", path)
+        raise Mismatch(f"has {shown(twice[0])} twice", path)

@@ -29,7 +29,7 @@ from fxpipe.plan.artifact import Artifact, Plan
 from fxpipe.plan.rows import ShardName
 from fxpipe.plan.spans import slices_of, spans_of
 from fxpipe.plan.tensors import dtype_of
-from fxpipe.strict import MEBIBYTE, Misfit, open_regular, read_text, shown
+from fxpipe.strict import MEBIBYTE, Mismatch, open_regular, read_text, shown
 
 MOST_PLAN_BYTES, MOST_PROGRAM_BYTES = 32 * MEBIBYTE, 64 * MEBIBYTE
 STEP, CAPTURED, PLAN = "step_number", "captured.json", "plan.json"
@@ -233,7 +233,7 @@ def _plan_text(directory: Path) -> str:
         raise ArtifactError(f"{directory} holds no saved pipeline: {_found_instead(directory)}.")
     try:
         return read_text(path, MOST_PLAN_BYTES)
-    except Misfit as error:
+    except Mismatch as error:
         raise ArtifactError(f"{path} {error}. {AGAIN}") from error
 
 
@@ -244,7 +244,7 @@ def read_captured(directory: Path) -> str:
         return ""
     try:
         return read_text(path, MOST_PROGRAM_BYTES)
-    except Misfit as error:
+    except Mismatch as error:
         raise ArtifactError(f"{path} {error}. {AGAIN}") from error
 
 
@@ -260,7 +260,7 @@ def read_programs(directory: Path, plan: Plan, ranks: Sequence[int]) -> tuple[st
 def _program(path: Path) -> str:
     try:
         return read_text(path, MOST_PROGRAM_BYTES)
-    except Misfit as error:
+    except Mismatch as error:
         raise ArtifactError(f"{path} is no program: it {error}. Mend it, or save again.") from error
 
 
@@ -335,10 +335,10 @@ def open_tensors(path: Path, remedy: str = AGAIN) -> Iterator[Any]:
         open_regular(path).close()
         with safe_open(path, "pt") as file:
             yield file
-    except (Misfit, OSError, SafetensorError) as error:
+    except (Mismatch, OSError, SafetensorError) as error:
         wrong = (
             error
-            if isinstance(error, Misfit)
+            if isinstance(error, Mismatch)
             else f"is damaged or cut short, or no safetensors file: {error}"
         )
         raise ArtifactError(f"{path} {wrong}. {remedy}") from error
@@ -350,7 +350,7 @@ def _check_sums(directory: Path, rank: int) -> None:
     path = directory / f"rank{rank}.sha256"
     try:
         lines = read_text(path, MEBIBYTE).splitlines()
-    except Misfit as error:
+    except Mismatch as error:
         raise ArtifactError(f"{path} {error}. {AGAIN}") from error
     sums = {name: checksum for checksum, _, name in (line.partition("  ") for line in lines)}
     program, weights = f"rank{rank}.py", f"rank{rank}.safetensors"
@@ -359,7 +359,7 @@ def _check_sums(directory: Path, rank: int) -> None:
             raise ArtifactError(f"{path} is damaged or cut short: it has no checksum of {name}. {AGAIN}")
         try:
             differs = checksum(directory / name) != sums[name]
-        except (Misfit, OSError) as error:
+        except (Mismatch, OSError) as error:
             raise ArtifactError(f"{directory / name} {error}. {AGAIN}") from error
         if differs and name == program:
             warnings.warn(
@@ -375,6 +375,6 @@ def _check_sums(directory: Path, rank: int) -> None:
 
 
 def checksum(path: Path) -> str:
-    """The SHA-256 of a regular file, as sha256sum writes it.  Raises Misfit if it is none."""
+    """The SHA-256 of a regular file, as sha256sum writes it.  Raises Mismatch if it is none."""
     with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

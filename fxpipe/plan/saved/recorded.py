@@ -14,7 +14,7 @@ from pathlib import Path
 from fxpipe.errors import ArtifactError, ScheduleError
 from fxpipe.plan.artifact import Plan
 from fxpipe.schedule.ops import Op, parse_op
-from fxpipe.strict import MEBIBYTE, Misfit, parse_json, read_text, shown, structure
+from fxpipe.strict import MEBIBYTE, Mismatch, parse_json, read_text, shown, structure
 
 MOST_BYTES = 32 * MEBIBYTE
 
@@ -42,12 +42,12 @@ def _read(file: Path) -> RankSpans:
     try:
         data = parse_json(read_text(file, MOST_BYTES))
         if not isinstance(data, dict):
-            raise Misfit(f"is {shown(data)} and must be an object with spans")
+            raise Mismatch(f"is {shown(data)} and must be an object with spans")
         spans = structure(data.get("spans") or [], tuple[tuple[str, float, float], ...], "spans")
         for k, (_, start, end) in enumerate(spans):
             if end < start:
-                raise Misfit(f"ends at {end}, before it starts, at {start}", f"spans[{k}]")
-    except Misfit as error:
+                raise Mismatch(f"ends at {end}, before it starts, at {start}", f"spans[{k}]")
+    except Mismatch as error:
         raise ArtifactError(f"{file} is damaged: {error}. Record the run again, or remove it.") from error
     return spans
 

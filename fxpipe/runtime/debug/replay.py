@@ -27,7 +27,7 @@ from fxpipe.runtime.debug.recording import (
 from fxpipe.runtime.program.ambient import as_traced
 from fxpipe.runtime.program.load_program import load_program
 from fxpipe.runtime.torch_private import pytree
-from fxpipe.strict import MEBIBYTE, Misfit, parse_json, read_text, structure
+from fxpipe.strict import MEBIBYTE, Mismatch, parse_json, read_text, structure
 
 _MOST = 256 * MEBIBYTE
 AGAIN = "Record the op again, by record= of pipe.step or pipe.run_local."
@@ -65,7 +65,7 @@ def read_recorded(directory: Path, op: str, rank: int | None) -> tuple[RecordedO
             text = (file.metadata() or {}).get(RECORDED, "")
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
         return structure(parse_json(text), RecordedOp), tensors
-    except Misfit as error:
+    except Mismatch as error:
         raise ArtifactError(f"{path} is damaged: {error}. {AGAIN}") from error
 
 
@@ -80,7 +80,7 @@ def replay(
     try:
         source = read_text(path, _MOST)
         device, dtype = torch.device(recorded.device), dtype_of(recorded.default_dtype)
-    except (Misfit, OSError, RuntimeError, KeyError) as error:
+    except (Mismatch, OSError, RuntimeError, KeyError) as error:
         raise ArtifactError(f"{path} cannot be replayed: {error}. {AGAIN}") from error
     namespace = namespace_of(load_program(source, str(path)))
     before = torch.get_num_threads()

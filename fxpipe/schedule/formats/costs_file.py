@@ -19,7 +19,7 @@ from pathlib import Path
 from fxpipe.errors import ScheduleError
 from fxpipe.schedule.check import check_costs
 from fxpipe.schedule.costs import Costs, chain
-from fxpipe.strict import MEBIBYTE, Misfit, parse_json, read_text, structure
+from fxpipe.strict import MEBIBYTE, Mismatch, parse_json, read_text, structure
 
 MOST_BYTES = 8 * MEBIBYTE
 
@@ -38,7 +38,7 @@ def read_costs(path: Path, seconds: float = 0.0, inter_seconds: float | None = N
         if is_chain:
             costs = replace(costs, edges=chain(costs.stages, seconds, 0.0, inter_seconds).edges)
         check_costs(costs)
-    except Misfit as error:
+    except Mismatch as error:
         raise ScheduleError(
             f"{path} holds no valid costs: {error}. docs/simulate.md describes the fields."
         ) from error

@@ -20,7 +20,7 @@ from fxpipe.errors import ScheduleError
 from fxpipe.schedule.check import check
 from fxpipe.schedule.formats.torch_csv import csv_text, looks_like_csv, parse_csv
 from fxpipe.schedule.ops import RankOps, Schedule, order_text, parse_order
-from fxpipe.strict import MEBIBYTE, Misfit, read_text
+from fxpipe.strict import MEBIBYTE, Mismatch, read_text
 
 MOST_BYTES = 16 * MEBIBYTE
 
@@ -40,7 +40,7 @@ def read_schedule(path: Path | str) -> Schedule:
     path = Path(path)
     try:
         text = read_text(path, MOST_BYTES)
-    except Misfit as error:
+    except Mismatch as error:
         raise ScheduleError(
             f"schedule file {path} {error}. docs/schedules.md describes the two formats."
         ) from error

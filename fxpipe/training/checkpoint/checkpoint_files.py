@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fxpipe.strict import Misfit, shown
+from fxpipe.strict import Mismatch, shown
 from fxpipe.training.checkpoint import files, tensor_store
 from fxpipe.training.checkpoint.plain import from_json
 from fxpipe.training.checkpoint.tensor_store import Stored
@@ -45,14 +45,14 @@ def checkpoint_files(path: Path, record: CheckpointRecord) -> CheckpointFiles:
     with files.reading(path):
         step = files.step_of(path)
         if step not in (None, record.step_number):
-            raise Misfit(
+            raise Mismatch(
                 f"is {record.step_number}, in the checkpoint of step {step}", f"{files.STATE}: step_number"
             )
         tensors = tensor_store.stored(path, files.tensor_files(files.read_sums(path)))
         _check_kinds(record.tensors, tensors)
         for _, tensor in record.names:
             if MODEL + tensor not in tensors:
-                raise Misfit(f"has the name {shown(tensor)}, and no file holds it", f"{files.STATE}: names")
+                raise Mismatch(f"has the name {shown(tensor)}, and no file holds it", f"{files.STATE}: names")
         inside = [name for name in tensors if name.startswith((GROUPS, USER))]
         read = tensor_store.read(tensors, [(name, {}) for name in inside])
         extra = dict(zip(inside, read, strict=True))
@@ -72,7 +72,7 @@ def checkpoint_files(path: Path, record: CheckpointRecord) -> CheckpointFiles:
         for name, entries in fields.items():
             for entry in entries:
                 if entry in state.get(name, ()):
-                    raise Misfit(f"holds {shown(entry)}, which is a tensor", at("fields", name))
+                    raise Mismatch(f"holds {shown(entry)}, which is a tensor", at("fields", name))
         return CheckpointFiles(path, record, groups, fields, user, by_replica, tensors, state)
 
 
@@ -84,8 +84,8 @@ def at(field: str, *keys: str | int) -> str:
 def _plain(encoded: Any, tensors: Mapping[str, torch.Tensor], place: str) -> Any:
     try:
         return from_json(encoded, tensors)
-    except Misfit as error:
-        raise Misfit(str(error), place) from error
+    except Mismatch as error:
+        raise Mismatch(str(error), place) from error
 
 
 def _decoded(name: str, encoded: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
@@ -95,7 +95,7 @@ def _decoded(name: str, encoded: Any, tensors: Mapping[str, torch.Tensor]) -> An
         isinstance(entry, dict) and all(isinstance(key, str) for key in entry) for entry in objects
     ):
         wanted = {"groups": "a list of objects", "fields": "an object of objects", "user": "an object"}[name]
-        raise Misfit(f"is {shown(value)} and must be {wanted}", at(name))
+        raise Mismatch(f"is {shown(value)} and must be {wanted}", at(name))
     return value
 
 
@@ -117,4 +117,4 @@ def _check_kinds(expected: Mapping[str, TensorKind], tensors: Mapping[str, Store
                 if there is None
                 else f"its file holds {there.dtype} of shape {there.shape}"
             )
-            raise Misfit(f"{listed}, and {actual}", at("tensors", name))
+            raise Mismatch(f"{listed}, and {actual}", at("tensors", name))

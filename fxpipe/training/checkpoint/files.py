@@ -22,7 +22,7 @@ from typing import IO
 
 from fxpipe.errors import ArtifactError
 from fxpipe.plan.saved.files import checksum, synchronize
-from fxpipe.strict import MEBIBYTE, Misfit, read_text, shown
+from fxpipe.strict import MEBIBYTE, Mismatch, read_text, shown
 
 PATIENCE = 10.0  # seconds until a file that another process wrote must be visible, or its lock be gone
 SUMS, STATE = "SHA256SUMS", "state.json"
@@ -179,13 +179,13 @@ def read_sums(path: Path) -> dict[str, str]:
         for number, line in enumerate(lines, 1):
             match = re.fullmatch(r"([0-9a-f]{64})  ([^/]+)", line)
             if match is None or match[2] in sums:
-                raise Misfit(f"line {number} is no checksum of another file", f"{SUMS}:")
+                raise Mismatch(f"line {number} is no checksum of another file", f"{SUMS}:")
             sums[match[2]] = match[1]
         for name in sorted({STATE, *sums}):
             if not os.path.lexists(path / name):
-                raise Misfit(f"{shown(name)} is missing")
+                raise Mismatch(f"{shown(name)} is missing")
             if name not in sums:
-                raise Misfit(f"{SUMS} does not list {name}")
+                raise Mismatch(f"{SUMS} does not list {name}")
     return sums
 
 
@@ -199,16 +199,16 @@ def verify(path: Path, sums: Mapping[str, str]) -> None:
     for name, expected in sums.items():
         with reading(path / name):
             if checksum(path / name) != expected:
-                raise Misfit(f"is damaged: its checksum is not the one in {SUMS}")
+                raise Mismatch(f"is damaged: its checksum is not the one in {SUMS}")
 
 
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Raise ArtifactError, naming a file of a checkpoint or its directory, for a Misfit or an error of the
+    """Raise ArtifactError, naming a file of a checkpoint or its directory, for a Mismatch or an error of the
     system in the block, with what to do."""
     try:
         yield
-    except (Misfit, OSError) as error:
+    except (Mismatch, OSError) as error:
         is_file = step_of(path) is None and step_of(path.parent) is not None
         what, owner = (str(path), path.parent) if is_file else (f"{path}:", path)
         raise ArtifactError(f"{what} {error}. {_instead(owner)}") from error

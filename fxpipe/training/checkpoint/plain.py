@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fxpipe.errors import RunError
-from fxpipe.strict import Misfit, shown
+from fxpipe.strict import Mismatch, shown
 
 
 def to_json(value: Any, tensors: dict[str, torch.Tensor] | None, prefix: str, what: str) -> Any:
@@ -57,7 +57,7 @@ def to_json(value: Any, tensors: dict[str, torch.Tensor] | None, prefix: str, wh
 
 
 def from_json(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """The inverse.  Raises Misfit for what ``to_json`` does not give."""
+    """The inverse.  Raises Mismatch for what ``to_json`` does not give."""
 
     def decode(value: Any) -> Any:
         match value:
@@ -69,12 +69,12 @@ def from_json(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
                 ((kind, content),) = entries.items()
                 if kind in _KINDS:
                     return _KINDS[kind](content, decode, tensors)
-        raise Misfit(f"is {shown(value)}, which is no state")
+        raise Mismatch(f"is {shown(value)}, which is no state")
 
     try:
         return decode(value)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise error if isinstance(error, Misfit) else Misfit(f"is no state: {error!r:.80}") from error
+        raise error if isinstance(error, Mismatch) else Mismatch(f"is no state: {error!r:.80}") from error
 
 
 _Decode = Callable[[Any], Any]

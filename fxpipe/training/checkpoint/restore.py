@@ -28,7 +28,7 @@ from fxpipe.plan.rows import ShardName
 from fxpipe.plan.spans import Spans
 from fxpipe.runtime.job.failure import in_short
 from fxpipe.runtime.job.process import Process, agreed
-from fxpipe.strict import Misfit, shown
+from fxpipe.strict import Mismatch, shown
 from fxpipe.training.checkpoint import files, tensor_store
 from fxpipe.training.checkpoint.checkpoint_files import CheckpointFiles, at, checkpoint_files
 from fxpipe.training.checkpoint.training_state import (
@@ -99,7 +99,7 @@ def contents_for(
         for name, thing in user.items():
             if isinstance(thing, LRScheduler):  # which takes whatever it is given
                 if not isinstance(states[name], dict):
-                    raise Misfit(f"is {shown(states[name])} and must be an object", at("user", name))
+                    raise Mismatch(f"is {shown(states[name])} and must be an object", at("user", name))
                 _check_options(states[name], thing.state_dict(), (), at("user", name))
     if record.seed != plan.step.seed:
         warnings.warn(
@@ -125,13 +125,13 @@ def contents_for(
 def _averages(
     key: str, average: Average, model: ModelState, checkpoint: CheckpointFiles
 ) -> dict[ShardName, torch.Tensor]:
-    """Raises Misfit where the checkpoint lacks an average, or has another one."""
+    """Raises Mismatch where the checkpoint lacks an average, or has another one."""
     for name, value in average.values.items():
         kind = TensorKind(model.plan.whole_layout(name.tensor).shape, str(value.dtype))
         stored = checkpoint.tensors.get(averaged(key, name.tensor))
         if stored is None or TensorKind(stored.shape, str(stored.dtype)) != kind:
             there = "none" if stored is None else f"{stored.dtype} of shape {stored.shape}"
-            raise Misfit(
+            raise Mismatch(
                 f"has {there}, and {kind.dtype} of shape {kind.shape} here", averaged(key, name.tensor)
             )
     read = tensor_store.read(
@@ -234,15 +234,15 @@ def _check_optimizer(plan: Plan, optimizer: PipelineOptimizer, checkpoint: Check
             kind = optimizer.of_groups[k]
             for key in kind.defaults:
                 if key not in saved:
-                    raise Misfit(f"lacks {shown(key)}", at("groups", k))
+                    raise Mismatch(f"lacks {shown(key)}", at("groups", k))
             _check_options(saved, group, _optional(kind), at("groups", k))
             _check_update(optimizer, type(kind), saved, group, checkpoint, at("groups", k))
         for name in sorted(checkpoint.state.keys() | checkpoint.fields.keys()):
             if name not in trained:
-                raise Misfit(f"holds the optimizer's state of {shown(name)}, which it does not train")
+                raise Mismatch(f"holds the optimizer's state of {shown(name)}, which it does not train")
             steps = checkpoint.fields.get(name, {}).get(STEP, 0)
             if not _is_count(steps):
-                raise Misfit(f"is {shown(steps)}, which is no number of steps", at("fields", name, STEP))
+                raise Mismatch(f"is {shown(steps)}, which is no number of steps", at("fields", name, STEP))
 
 
 def _optional(optimizer: Optimizer) -> set[str]:
@@ -254,11 +254,11 @@ def _optional(optimizer: Optimizer) -> set[str]:
 def _check_options(
     saved: Mapping[str, Any], here: Mapping[str, Any], optional: Collection[str], place: str
 ) -> None:
-    """Raise Misfit for a value that cannot take the place of the one that is here."""
+    """Raise Mismatch for a value that cannot take the place of the one that is here."""
     for key in saved.keys() & here.keys():
         left_out = saved[key] is None and key in optional
         if not left_out and not _fits(saved[key], here[key]):
-            raise Misfit(f"is {shown(saved[key])}, and {shown(here[key])} here", f"{place}[{key!r}]")
+            raise Mismatch(f"is {shown(saved[key])}, and {shown(here[key])} here", f"{place}[{key!r}]")
 
 
 def _check_update(
@@ -269,7 +269,7 @@ def _check_update(
     checkpoint: CheckpointFiles,
     place: str,
 ) -> None:
-    """Raise Misfit for options of a group that the optimizer refuses, or with which it cannot update."""
+    """Raise Mismatch for options of a group that the optimizer refuses, or with which it cannot update."""
     like = group["params"][0].detach() if group["params"] else torch.zeros(2, 2)
     try:
         entries = _entries_of_update(kind, group, like)
@@ -278,11 +278,13 @@ def _check_update(
     try:
         entries = _entries_of_update(kind, saved, like) - entries
     except Exception as error:  # a class of the user's may raise anything
-        raise Misfit(f"has options that {kind.__name__} fails with: {error!r}", place) from error
+        raise Mismatch(f"has options that {kind.__name__} fails with: {error!r}", place) from error
     for name in {ShardName(optimizer.names[p]).tensor for p in group["params"]} if entries else ():
         there = {*checkpoint.state.get(name, ()), *checkpoint.fields.get(name, ())}
         if there and (missing := sorted(entries - there)):
-            raise Misfit(f"has options that need {shown(missing[0])}, which the state of {name} lacks", place)
+            raise Mismatch(
+                f"has options that need {shown(missing[0])}, which the state of {name} lacks", place
+            )
 
 
 def _entries_of_update(kind: type[Any], group: Mapping[str, Any], like: torch.Tensor) -> set[str]:
@@ -326,7 +328,7 @@ def _optimizer_state(
     checkpoint: CheckpointFiles,
     values: Mapping[ShardName, torch.Tensor],
 ) -> dict[str, Any]:
-    """The state of this rank's parameters as ``load_state_dict`` takes it.  Raises Misfit for values of
+    """The state of this rank's parameters as ``load_state_dict`` takes it.  Raises Mismatch for values of
     another form than the optimizer's."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     names = [ShardName(optimizer.names[parameter]) for parameter in parameters]
@@ -341,9 +343,9 @@ def _optimizer_state(
     for (k, entry), value in zip(entries, tensor_store.read(checkpoint.tensors, wanted), strict=True):
         place = f"{OPTIMIZER}{names[k].tensor}.{entry}"
         if entry == STEP and not _is_count(value):
-            raise Misfit(f"is {shown(value.tolist())}, which is no number of steps", place)
+            raise Mismatch(f"is {shown(value.tolist())}, which is no number of steps", place)
         if entry == MASTER and value.shape != parameters[k].shape:
-            raise Misfit(
+            raise Mismatch(
                 f"has shape {tuple(value.shape)}, and the parameter {tuple(parameters[k].shape)}", place
             )
         state.setdefault(k, {})[entry] = value

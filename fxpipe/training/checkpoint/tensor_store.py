@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from fxpipe.plan.spans import Spans, slices_of
-from fxpipe.strict import Misfit, open_regular, parse_json, shown
+from fxpipe.strict import Mismatch, open_regular, parse_json, shown
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def write(
 def stored(directory: Path, names: Iterable[str]) -> dict[str, Stored]:
     """The tensors in these files of a directory.
 
-    Raises Misfit, naming the file, for one that is no safetensors file of a checkpoint, or whose part of a
+    Raises Mismatch, naming the file, for one that is no safetensors file of a checkpoint, or whose part of a
     tensor does not fit the other parts.
     """
     parts: dict[str, list[tuple[Chunk, torch.dtype]]] = {}
@@ -96,13 +96,13 @@ def stored(directory: Path, names: Iterable[str]) -> dict[str, Stored]:
             offsets, keys = _offsets(file.metadata() or {}), set(file.keys())
             for key in sorted(keys ^ offsets.keys()):
                 wrong = "does not hold" if key not in keys else "does not say which part it holds of"
-                raise Misfit(f"{wrong} {shown(key)}")
+                raise Mismatch(f"{wrong} {shown(key)}")
             for key, offset in offsets.items():
                 piece = file.get_slice(key)
                 shape = tuple(piece.get_shape())
                 dtype = (piece[0:0] if shape else file.get_tensor(key)).dtype
                 if len(offset) != len(shape):
-                    raise Misfit(f"holds {shown(key)} at {shown(offset)}, which is no place in it")
+                    raise Mismatch(f"holds {shown(key)} at {shown(offset)}, which is no place in it")
                 chunk = Chunk(directory / name, tuple(offset), shape)
                 parts.setdefault(key, []).append((chunk, dtype))
     return {key: _whole(key, chunks) for key, chunks in parts.items()}
@@ -113,16 +113,16 @@ def _offsets(metadata: Mapping[str, str]) -> dict[str, list[int]]:
     try:
         parts = parse_json(metadata.get("DCP_SHARDING_INFO", ""))
         offsets = {key: part["saved_offsets"] for key, part in parts.items()}
-    except (Misfit, AttributeError, KeyError, TypeError) as error:
-        raise Misfit("does not say which parts it holds: it was not written as a checkpoint") from error
+    except (Mismatch, AttributeError, KeyError, TypeError) as error:
+        raise Mismatch("does not say which parts it holds: it was not written as a checkpoint") from error
     for key, offset in offsets.items():
         if type(offset) is not list or not all(type(n) is int and n >= 0 for n in offset):
-            raise Misfit(f"holds {shown(key)} at {shown(offset)}, which is no place")
+            raise Mismatch(f"holds {shown(key)} at {shown(offset)}, which is no place")
     return offsets
 
 
 def _whole(name: str, parts: list[tuple[Chunk, torch.dtype]]) -> Stored:
-    """Raises Misfit unless the parts have each element of a tensor once."""
+    """Raises Mismatch unless the parts have each element of a tensor once."""
     parts = sorted(parts, key=lambda part: (part[0].begin, part[0].shape))
     dtype, chunks = parts[0][1], tuple(chunk for chunk, _ in parts)
     dims = {len(chunk.shape) for chunk in chunks}
@@ -138,8 +138,8 @@ def _whole(name: str, parts: list[tuple[Chunk, torch.dtype]]) -> Stored:
 
 def _does_not_fit(
     name: str, chunk: Chunk, kind: torch.dtype, dtype: torch.dtype, shape: tuple[int, ...]
-) -> Misfit:
-    return Misfit(
+) -> Mismatch:
+    return Mismatch(
         f"has a part of {shown(name)} that does not fit the others: {kind} {chunk.shape} at {chunk.begin}, "
         f"where all parts together are {dtype} {shape}",
         chunk.file.name,
@@ -149,7 +149,7 @@ def _does_not_fit(
 def read(stored: Mapping[str, Stored], wanted: Sequence[tuple[str, Spans]]) -> list[torch.Tensor]:
     """Tensors, on the CPU, or parts of them: of each its name, and what is wanted of its dimensions.
 
-    Raises Misfit, naming the file, for one that cannot be read.
+    Raises Mismatch, naming the file, for one that cannot be read.
     """
     tensors: list[torch.Tensor] = []
     pieces: dict[Path, list[tuple[str, tuple[slice, ...], torch.Tensor]]] = {}
@@ -182,9 +182,9 @@ def _opened(path: Path) -> Iterator[Any]:
         open_regular(path).close()
         with safe_open(path, "pt") as file:
             yield file
-    except (Misfit, OSError, SafetensorError) as error:
-        wrong = str(error) if isinstance(error, Misfit) else f"is no safetensors file: {error}"
-        raise Misfit(wrong, path.name) from error
+    except (Mismatch, OSError, SafetensorError) as error:
+        wrong = str(error) if isinstance(error, Mismatch) else f"is no safetensors file: {error}"
+        raise Mismatch(wrong, path.name) from error
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ import torch
 from fxpipe.errors import ArtifactError, RunError
 from fxpipe.plan.rows import ShardName
 from fxpipe.plan.version import __version__
-from fxpipe.strict import Misfit, parse_json, structure, unstructure
+from fxpipe.strict import Mismatch, parse_json, structure, unstructure
 from fxpipe.training.checkpoint import files
 from fxpipe.training.checkpoint.plain import to_json
 from fxpipe.training.checkpoint.tensor_store import Part
@@ -82,8 +82,8 @@ class CheckpointRecord:
         with files.reading(path):
             try:
                 record = structure(parse_json(text), CheckpointRecord)
-            except Misfit as error:
-                raise Misfit(str(error), files.STATE) from error
+            except Mismatch as error:
+                raise Mismatch(str(error), files.STATE) from error
         if record.format != FORMAT:
             raise ArtifactError(
                 f"{path} has format {record.format} and fxpipe {__version__} reads format {FORMAT}. Read it "

@@ -14,7 +14,7 @@ import torch
 
 from fxpipe.errors import ArtifactError
 from fxpipe.plan.spans import Spans, slices_of
-from fxpipe.strict import Misfit, open_regular, shown
+from fxpipe.strict import Mismatch, open_regular, shown
 from fxpipe.training.weights.dcp_metadata import METADATA, Chunk, Metadata, StoredTensor, common
 
 #: The names under which scripts save the state dict of a model beside others.
@@ -36,7 +36,7 @@ class DistributedCheckpoint:
         try:
             self._metadata = Metadata(path / METADATA)
             self._keys = _keys_of_model(self._metadata.paths)
-        except Misfit as error:
+        except Mismatch as error:
             raise self._refused(error) from error
         self._tensors: dict[str, StoredTensor] = {}
 
@@ -56,11 +56,11 @@ class DistributedCheckpoint:
         if name not in self._tensors:
             try:
                 self._tensors[name] = self._metadata.tensor(self._keys[name])
-            except Misfit as error:
+            except Mismatch as error:
                 raise self._refused(error) from error
         return self._tensors[name]
 
-    def _refused(self, error: Misfit) -> ArtifactError:
+    def _refused(self, error: Mismatch) -> ArtifactError:
         return ArtifactError(f"{self._path / METADATA} {error}. {REMEDY}")
 
     def parts(self, name: str, spans: Spans) -> Iterator[torch.Tensor]:
@@ -95,7 +95,7 @@ class DistributedCheckpoint:
         file = self._path / chunk.file
         try:
             part = _loaded(file, chunk)
-        except Misfit as error:
+        except Mismatch as error:
             raise ArtifactError(f"{file} {error}, where it should have {name}. {REMEDY}") from error
         if not isinstance(part, torch.Tensor) or part.layout != torch.strided or part.is_meta:
             raise ArtifactError(f"{file} holds something else than {name} from byte {chunk.begin} on.")
@@ -116,20 +116,20 @@ def _loaded(path: Path, chunk: Chunk) -> Any:
     with open_regular(path) as file:
         file.seek(0, io.SEEK_END)
         if chunk.begin + chunk.length > file.tell():
-            raise Misfit(f"is cut short: it has {file.tell()} of {chunk.begin + chunk.length} bytes")
+            raise Mismatch(f"is cut short: it has {file.tell()} of {chunk.begin + chunk.length} bytes")
         file.seek(chunk.begin)
         data = io.BytesIO(file.read(chunk.length))
     try:
         with zipfile.ZipFile(data) as archive:
             entries = archive.infolist()
         if any(e.compress_type != zipfile.ZIP_STORED or e.file_size > chunk.length for e in entries):
-            raise Misfit("is compressed")
+            raise Mismatch("is compressed")
         data.seek(0)
         return torch.load(data, map_location="cpu", weights_only=True)
-    except Misfit:
+    except Mismatch:
         raise
     except (*_DAMAGED, RuntimeError, OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise Misfit(f"is damaged from byte {chunk.begin} on, or not of torch.save") from error
+        raise Mismatch(f"is damaged from byte {chunk.begin} on, or not of torch.save") from error
 
 
 def _keys_of_model(paths: dict[str, tuple[str | int, ...]]) -> dict[str, str]:
@@ -145,5 +145,5 @@ def _keys_of_model(paths: dict[str, tuple[str | int, ...]]) -> dict[str, str]:
     if not names or len(least) > 1:
         which, candidates = ("several state dicts", least) if names else ("no state dict", above)
         mappings = ", ".join(sorted({shown("/".join(map(str, p))) for p in candidates})[:4]) or "none"
-        raise Misfit(f"has {which} of a model, {' or '.join(NESTED)}: its tensors are in {mappings}")
+        raise Mismatch(f"has {which} of a model, {' or '.join(NESTED)}: its tensors are in {mappings}")
     return names

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fxpipe.strict import MEBIBYTE, Misfit, open_regular, shown
+from fxpipe.strict import MEBIBYTE, Mismatch, open_regular, shown
 from fxpipe.training.weights.dcp_pickle import Record, numbers, of_kind, read_plain
 
 METADATA = ".metadata"
@@ -37,13 +37,13 @@ class StoredTensor:
 
 
 class Metadata:
-    """The tensors of a checkpoint, by their keys.  Raises Misfit, here and later, for what does not fit."""
+    """The tensors of a checkpoint, by their keys.  Raises Mismatch, here and later, for what does not fit."""
 
     def __init__(self, path: Path) -> None:
         with open_regular(path) as file:
             data = file.read(LARGEST + 1)
         if len(data) > LARGEST:
-            raise Misfit(f"is larger than {LARGEST // MEBIBYTE} MiB, the maximum")
+            raise Mismatch(f"is larger than {LARGEST // MEBIBYTE} MiB, the maximum")
         root = of_kind(read_plain(data), "Metadata")
         self._tensors = {
             key: entry
@@ -67,7 +67,7 @@ class Metadata:
         shape, dtype = numbers(stored.get("size")), _dtype(stored.get("properties"))
         records = stored.get("chunks")
         if not isinstance(records, list):
-            raise Misfit("holds chunks that are no list")
+            raise Mismatch("holds chunks that are no list")
         records = [of_kind(record, "ChunkStorageMetadata") for record in records]
         areas = [(numbers(record.get("offsets")), numbers(record.get("sizes"))) for record in records]
         filled = [(offsets, sizes) for offsets, sizes in areas if math.prod(sizes)]
@@ -77,13 +77,13 @@ class Metadata:
     def _chunk(self, key: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Chunk:
         info = self._places.get((key, offsets))
         if info is None:
-            raise Misfit(f"does not say where {shown(key)} is from {offsets}")
+            raise Mismatch(f"does not say where {shown(key)} is from {offsets}")
         file, state = info.get("relative_path"), info.state
         if not isinstance(file, str) or Path(file).name != file or "\0" in file:
             what = shown(file) if isinstance(file, str) else "no name"
-            raise Misfit(f"has {shown(key)} in {what}, which must be a file of the same directory")
+            raise Mismatch(f"has {shown(key)} in {what}, which must be a file of the same directory")
         if state.get("transform_descriptors"):
-            raise Misfit(f"says that {shown(key)} is compressed: save it without extensions")
+            raise Mismatch(f"says that {shown(key)} is compressed: save it without extensions")
         begin, length = numbers((info.get("offset"), info.get("length")))
         return Chunk(offsets, sizes, file, begin, length)
 
@@ -92,14 +92,14 @@ _Area = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def _check_areas(key: str, shape: tuple[int, ...], areas: list[_Area]) -> None:
-    """Raise Misfit unless each element of a tensor is in one area; an area has offsets and sizes."""
+    """Raise Mismatch unless each element of a tensor is in one area; an area has offsets and sizes."""
     for offsets, sizes in areas:
         inside = len(offsets) == len(sizes) == len(shape)
         if not inside or any(o + s > n for o, s, n in zip(offsets, sizes, shape, strict=True)):
-            raise Misfit(f"has a part of {shown(key)} from {offsets}, of {sizes}, beyond its shape {shape}")
+            raise Mismatch(f"has a part of {shown(key)} from {offsets}, of {sizes}, beyond its shape {shape}")
     missing = math.prod(shape) - sum(math.prod(sizes) for _, sizes in areas)
     if missing > 0:
-        raise Misfit(f"lacks {missing} of the {math.prod(shape)} elements of {shown(key)}")
+        raise Mismatch(f"lacks {missing} of the {math.prod(shape)} elements of {shown(key)}")
     # Along the dimension with the most cuts few areas are side by side.
     dims = sorted(range(len(shape)), key=lambda d: -len({offsets[d] for offsets, _ in areas}))[:1]
     beside: list[_Area] = []
@@ -107,7 +107,7 @@ def _check_areas(key: str, shape: tuple[int, ...], areas: list[_Area]) -> None:
         beside = [(o, s) for o, s in beside if all(o[d] + s[d] > area[0][d] for d in dims)]
         for other in beside:
             if common(area, other) is not None:
-                raise Misfit(
+                raise Mismatch(
                     f"has two parts of {shown(key)} that overlap, from {other[0]} and from {area[0]}"
                 )
         beside.append(area)
@@ -123,18 +123,18 @@ def common(one: _Area, other: _Area) -> _Area | None:
 
 def _mapping(value: Any) -> dict[Any, Any]:
     if type(value) is not dict:
-        raise Misfit("has something else where a mapping must be")
+        raise Mismatch("has something else where a mapping must be")
     return value
 
 
 def _path(value: Any) -> tuple[str | int, ...]:
     if type(value) is not tuple or not value or not all(type(name) in (str, int) for name in value):
-        raise Misfit("has something else where a path in the state dict must be")
+        raise Mismatch("has something else where a path in the state dict must be")
     return value
 
 
 def _dtype(properties: Any) -> torch.dtype:
     state = of_kind(properties, "TensorProperties").state
     if not isinstance(state, tuple) or not state or not isinstance(state[0], torch.dtype):
-        raise Misfit("has a tensor without a dtype")
+        raise Mismatch("has a tensor without a dtype")
     return state[0]

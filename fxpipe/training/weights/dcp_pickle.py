@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from fxpipe.strict import LARGEST_INT, Misfit, shown
+from fxpipe.strict import LARGEST_INT, Mismatch, shown
 
 #: Of modules below torch.distributed, where they have moved from release to release.
 _DATACLASSES = {
@@ -41,7 +41,7 @@ class Record:
 
     def get(self, name: str) -> Any:
         if not isinstance(self.state, dict) or name not in self.state:
-            raise Misfit(f"holds a {self.kind} without {name}")
+            raise Mismatch(f"holds a {self.kind} without {name}")
         return self.state[name]
 
 
@@ -52,15 +52,15 @@ class _Callable:
 
 def of_kind(value: Any, kind: str) -> Record:
     if not isinstance(value, Record) or value.kind != kind:
-        raise Misfit(f"has something else where a {kind} of torch.distributed.checkpoint must be")
+        raise Mismatch(f"has something else where a {kind} of torch.distributed.checkpoint must be")
     return value
 
 
 def numbers(value: Any) -> tuple[int, ...]:
     if type(value) is not tuple or len(value) > 64:
-        raise Misfit("has something else where a shape or a place must be")
+        raise Mismatch("has something else where a shape or a place must be")
     if not all(type(number) is int and 0 <= number <= LARGEST_INT for number in value):
-        raise Misfit("has a shape or a place that is not of whole numbers of at most 63 bits, 0 or more")
+        raise Mismatch("has a shape or a place that is not of whole numbers of at most 63 bits, 0 or more")
     return value
 
 
@@ -68,10 +68,10 @@ def read_plain(data: bytes) -> Any:
     """Read a pickle of torch's dataclasses, with plain values in them, as records."""
     try:
         return _Stack().follow(data)
-    except Misfit:
+    except Mismatch:
         raise
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise Misfit(f"is damaged, or no pickle: {type(error).__name__}") from error
+        raise Mismatch(f"is damaged, or no pickle: {type(error).__name__}") from error
 
 
 class _Stack:
@@ -102,7 +102,7 @@ class _Stack:
                 return self._values.pop()
             elif name not in ("PROTO", "FRAME"):
                 self._combine(name, argument)
-        raise Misfit("is cut short")
+        raise Mismatch("is cut short")
 
     def _combine(self, name: str, argument: Any) -> None:
         """An operation that takes values from the stack."""
@@ -130,9 +130,9 @@ class _Stack:
         elif name in _TAKEN:
             begin = len(self._values) - _TAKEN[name]
         else:
-            raise Misfit(f"is not as torch writes it: the operation {name} of a pickle")
+            raise Mismatch(f"is not as torch writes it: the operation {name} of a pickle")
         if begin < 0:
-            raise Misfit("is damaged")
+            raise Mismatch("is damaged")
         last = self._values[begin:]
         del self._values[begin:]
         return last
@@ -154,7 +154,7 @@ _TAKEN |= {"STACK_GLOBAL": 2, "NEWOBJ": 2, "REDUCE": 2, "BUILD": 1}
 def _global(module: Any, name: Any) -> torch.dtype | _Callable:
     """The stand-in for a class or function that a pickle names."""
     if type(module) is not str or type(name) is not str:
-        raise Misfit("names a class by something else than text")
+        raise Mismatch("names a class by something else than text")
     dtype = getattr(torch, name, None) if module == "torch" else None
     if isinstance(dtype, torch.dtype):
         return dtype
@@ -164,7 +164,7 @@ def _global(module: Any, name: Any) -> torch.dtype | _Callable:
         or (module, name) in (("torch", "Size"), ("torch.serialization", "_get_layout"))
     )
     if not known:
-        raise Misfit(
+        raise Mismatch(
             f"holds {shown(f'{module}.{name}')}, which torch.distributed.checkpoint itself does not write"
         )
     return _Callable(name)
@@ -172,7 +172,7 @@ def _global(module: Any, name: Any) -> torch.dtype | _Callable:
 
 def _made(function: Any, arguments: Any) -> Any:
     if not isinstance(function, _Callable) or type(arguments) is not tuple:
-        raise Misfit("makes an object of something else than a class")
+        raise Mismatch("makes an object of something else than a class")
     if function.kind == "Size":
         return numbers(*arguments)
     return Record(function.kind, arguments)
@@ -182,5 +182,5 @@ def _set(mapping: Any, pairs: list[Any]) -> None:
     keys = pairs[::2]
     # The hash of other values can take forever.
     if type(mapping) is not dict or not all(isinstance(key, str | Record) for key in keys):
-        raise Misfit("holds a mapping with other keys than text and records")
+        raise Mismatch("holds a mapping with other keys than text and records")
     mapping.update(zip(keys, pairs[1::2], strict=True))

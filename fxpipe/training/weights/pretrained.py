@@ -15,7 +15,7 @@ import torch
 from fxpipe.errors import ArtifactError
 from fxpipe.plan.saved.files import open_tensors
 from fxpipe.plan.spans import Spans, slices_of
-from fxpipe.strict import MEBIBYTE, Misfit, parse_json, read_text, shown, structure
+from fxpipe.strict import MEBIBYTE, Mismatch, parse_json, read_text, shown, structure
 from fxpipe.training.weights.dcp_checkpoint import DistributedCheckpoint
 from fxpipe.training.weights.dcp_metadata import METADATA
 from fxpipe.training.weights.tensor_values import TensorSource
@@ -115,8 +115,8 @@ def _indexed(path: Path) -> dict[str, Path]:
         )
         for file in names.values():
             if Path(file).name != file:
-                raise Misfit(f"is {shown(file)} and must be a file of the same directory", "weight_map")
-    except Misfit as error:
+                raise Mismatch(f"is {shown(file)} and must be a file of the same directory", "weight_map")
+    except Mismatch as error:
         raise ArtifactError(f"{path / INDEX}: {error}.") from error
     return {name: path / file for name, file in names.items()}
 

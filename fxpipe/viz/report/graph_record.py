@@ -24,7 +24,7 @@ from fxpipe.ir.storage import call_nodes, is_view, node_bytes, root_within, stor
 from fxpipe.ir.text import shape_text
 from fxpipe.plan.artifact import Plan
 from fxpipe.schedule.ops import Phase
-from fxpipe.strict import MEBIBYTE, Misfit, between, entries, parse_json, read_text, structure, unstructure
+from fxpipe.strict import MEBIBYTE, Mismatch, between, entries, parse_json, read_text, structure, unstructure
 
 NAME = "graph.json"
 FORMAT = 1
@@ -238,29 +238,29 @@ def read_graph(directory: Path, stages: int) -> GraphRecord | None:
     try:
         record = structure(parse_json(read_text(path, MOST_BYTES)), GraphRecord)
         _check(record, stages)
-    except Misfit as error:
+    except Mismatch as error:
         raise ArtifactError(f"{path} is damaged: {error}. Remove it, or save the pipeline again.") from error
     return record
 
 
 def _check(record: GraphRecord, stages: int) -> None:
-    """Raise Misfit for another format, columns of different lengths, and numbers that name nothing."""
+    """Raise Mismatch for another format, columns of different lengths, and numbers that name nothing."""
     if record.format != FORMAT:
-        raise Misfit(f"has the format {record.format}, and {FORMAT} can be read")
+        raise Mismatch(f"has the format {record.format}, and {FORMAT} can be read")
     ops, texts = len(record.name), len(record.texts)
     for field in ("target", "stage", "phase", "path", "source", "shape", "flops", "bytes", "marks", "inputs",
                   "weights"):  # fmt: skip
         if len(getattr(record, field)) != ops:
-            raise Misfit(f"has {len(getattr(record, field))} entries for {ops} ops", field)
+            raise Mismatch(f"has {len(getattr(record, field))} entries for {ops} ops", field)
     columns = {field: getattr(record, field) for field in ("target", "path", "source", "shape")}
     columns["weights"] = tuple(k for row in record.weights for k in row)
     for field, column in columns.items():
         if any(k >= texts for k in column):
-            raise Misfit("names a text that is not there", field)
+            raise Mismatch("names a text that is not there", field)
     used = (
         [k for row in record.inputs for k in row] + [x.op for x in record.kept] + [x.op for x in record.sent]
     )
     if any(k >= ops for k in used):
-        raise Misfit("names an op that is not there", "inputs")
+        raise Mismatch("names an op that is not there", "inputs")
     if any(stage >= stages for stage in [*record.stage, *(saved.stage for saved in record.kept)]):
-        raise Misfit("names a stage that is not there", "stage")
+        raise Mismatch("names a stage that is not there", "stage")
