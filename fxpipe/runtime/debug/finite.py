@@ -60,13 +60,13 @@ class Finite(TorchDispatchMode):
                 self._check(func, _floats((args, kwargs)), _floats(result), (args, kwargs))
         return result
 
-    def _check(self, func: Any, given: list[torch.Tensor], made: list[torch.Tensor], arguments: Any) -> None:
+    def _check(self, func: Any, inputs: list[torch.Tensor], made: list[torch.Tensor], arguments: Any) -> None:
         for number, tensor in enumerate(made):
             if tensor.isnan().any():
-                self._fail(func, "NaN", tensor, tensor.isnan(), _apart(given, tensor))
+                self._fail(func, "NaN", tensor, tensor.isnan(), _apart(inputs, tensor))
             # A fused op gives infinities beside its result, as the logarithm of an empty sum.
             if number == 0 and tensor.isinf().any():
-                operands = _apart(given, tensor)
+                operands = _apart(inputs, tensor)
                 numbers = [x for x in pytree.tree_leaves(arguments) if isinstance(x, float)]
                 infinite = {_storage(x) for x in operands if x.isinf().any()}  # those of a mask are meant
                 if infinite & self._parameters or not (infinite or any(map(math.isinf, numbers))):
@@ -103,18 +103,18 @@ class Finite(TorchDispatchMode):
         return f"Not finite before the step: {', '.join(texts)}{more}. "
 
     def _fail(
-        self, func: Any, what: str, made: torch.Tensor, where: torch.Tensor, given: list[torch.Tensor]
+        self, func: Any, what: str, made: torch.Tensor, where: torch.Tensor, values: list[torch.Tensor]
     ) -> None:
         place = _written([*_program_frames(self._file)])
         operands, cause = "it has no operands", ""
-        bad = [x for x in given if not x.isfinite().all()]
+        bad = [x for x in values if not x.isfinite().all()]
         if bad:
             cause = self._given_causes(bad)
             operands = "an operand is not finite" + (
                 "" if cause else ", as another rank sent it or as written"
             )
-        elif given:
-            ranges = ", ".join(f"{float(x.min()):.3g} to {float(x.max()):.3g}" for x in given if x.numel())
+        elif values:
+            ranges = ", ".join(f"{float(x.min()):.3g} to {float(x.max()):.3g}" for x in values if x.numel())
             operands = f"its operands are finite, from {ranges}"
         raise RunError(
             f"{cause}Rank {self._number}, {self._rt.current_op}: {func} gives the first {what}, in "
@@ -158,9 +158,9 @@ def _storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _apart(given: list[torch.Tensor], made: torch.Tensor) -> list[torch.Tensor]:
+def _apart(operands: list[torch.Tensor], made: torch.Tensor) -> list[torch.Tensor]:
     """The operands that the op has not overwritten."""
-    return [x for x in given if _storage(x) != _storage(made)]
+    return [x for x in operands if _storage(x) != _storage(made)]
 
 
 def _caller() -> FrameType:
@@ -172,7 +172,7 @@ def _caller() -> FrameType:
 
 
 def _program_frames(file: str) -> Iterator[FrameType]:
-    """Those of the program, the innermost first."""
+    """Yield the frames of the program, the innermost first."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_filename == file:

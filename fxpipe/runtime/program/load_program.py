@@ -39,7 +39,7 @@ class Program:
     has_warm_up: bool
 
     def collectives(self) -> list[CollectiveCall]:
-        """Those of its step, each once, in the same order on all ranks; its traffic is known."""
+        """The collectives of its step, each once, in the same order on all ranks; its traffic is known."""
         calls = [call for call in self.traffic.calls or () if call.group >= 0]
         found = {CollectiveCall(c.group, c.verb, c.peer, self.layouts[c.names[0]]) for c in calls}
         return sorted(found, key=str)

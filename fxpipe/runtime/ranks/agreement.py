@@ -42,15 +42,14 @@ class TrafficSummary:
     digests: dict[str, str]
 
 
-def check_agreement(own: Mapping[int, ProgramTraffic], gather: Callable[[list[str]], list[str]]) -> bool:
+def check_agreement(here: Mapping[int, ProgramTraffic], gather: Callable[[list[str]], list[str]]) -> bool:
     """Raise RunError, naming the message, both ranks and both layouts, if the programs do not agree.
 
-    own: the traffic of the ranks of this process.  gather: takes a text of each of them, and gives those of
-    all ranks.
-    Returns whether the calls of all ranks are known.
+    here: the traffic of the ranks of this process.  gather: takes a text of each of them, and gives
+    those of all ranks.  Returns whether the calls of all ranks are known.
     """
-    messages = {rank: _messages(rank, traffic) for rank, traffic in own.items()}
-    summaries = [_summary(own[rank], messages[rank]) for rank in own]
+    messages = {rank: _messages(rank, traffic) for rank, traffic in here.items()}
+    summaries = [_summary(here[rank], messages[rank]) for rank in here]
     known, balances, groups = zip(*map(json.loads, gather([*map(_in_short, summaries)])), strict=True)
     if all(known) and not sum(balances) and len({*groups}) == 1:
         return True
@@ -59,10 +58,10 @@ def check_agreement(own: Mapping[int, ProgramTraffic], gather: Callable[[list[st
     ]
     _check_layouts(ranks)
     for what, pair in _differences(ranks):
-        asked = [{key: messages[rank].get(key, []) for r, key in pair if r == rank} for rank in own]
-        found = [json.loads(text) for text in gather([*map(json.dumps, asked)])]
+        asked = [{key: messages[rank].get(key, []) for r, key in pair if r == rank} for rank in here]
+        lists = [json.loads(text) for text in gather([*map(json.dumps, asked)])]
         (rank, sent), (other, received) = pair
-        for k, (a, b) in enumerate(zip_longest(found[rank][sent], found[other][received], fillvalue="none")):
+        for k, (a, b) in enumerate(zip_longest(lists[rank][sent], lists[other][received], fillvalue="none")):
             if a != b:
                 raise RunError(
                     f"{what.format(k)} is {a} in the program of rank {rank}, and {b} in that of rank "
@@ -82,12 +81,12 @@ def check_programs(
     """
     digests = gather(hashlib.sha256(program.encode()).digest())
     like = [number // lanes % ranks * lanes for number in range(len(digests))]  # which runs the same
-    other = next((number for number, own in enumerate(digests) if own != digests[like[number]]), None)
+    other = next((number for number, digest in enumerate(digests) if digest != digests[like[number]]), None)
     if other is None:
         return
     first = like[other]
     texts = gather(program.encode() if process in (first, other) else b"")
-    line, found, expected = first_difference(texts[other], texts[first])
+    line, line_here, expected = first_difference(texts[other], texts[first])
 
     def named(number: int) -> str:
         lane = f", lane {number % lanes}" if lanes > 1 else ""
@@ -95,7 +94,7 @@ def check_programs(
 
     raise RunError(
         f"Rank {named(other)}, runs another rank{first // lanes}.py than rank {named(first)}: line {line} is "
-        f"{found}, and there {expected}. Give all machines the same files: replicas and "
+        f"{line_here}, and there {expected}. Give all machines the same files: replicas and "
         "lanes run the same programs."
     )
 
@@ -107,36 +106,36 @@ def first_difference(one: bytes, other: bytes) -> tuple[int, str, str]:
     return next((k, f"{a[:100]!r}", f"{b[:100]!r}") for k, (a, b) in lines if a != b)
 
 
-def _messages(rank: int, own: ProgramTraffic) -> dict[str, list[str]]:
+def _messages(rank: int, traffic: ProgramTraffic) -> dict[str, list[str]]:
     """The messages of a rank as text, in order; the keys are as in a TrafficSummary."""
-    found: defaultdict[str, list[str]] = defaultdict(list)
-    for call in own.calls or ():
+    messages: defaultdict[str, list[str]] = defaultdict(list)
+    for call in traffic.calls or ():
         if call.group >= 0:
-            found[f"group {call.group}"].append(_joined(call, own))
+            messages[f"group {call.group}"].append(_joined(call, traffic))
         elif call.verb == "send":
-            found[f"send {rank} {call.peer}"].extend(_described(call, own))
+            messages[f"send {rank} {call.peer}"].extend(_described(call, traffic))
         else:
-            found[f"receive {call.peer} {rank}"].extend(_described(call, own))
-    return found
+            messages[f"receive {call.peer} {rank}"].extend(_described(call, traffic))
+    return messages
 
 
-def _summary(own: ProgramTraffic, messages: Mapping[str, list[str]]) -> TrafficSummary:
+def _summary(traffic: ProgramTraffic, messages: Mapping[str, list[str]]) -> TrafficSummary:
     return TrafficSummary(
-        own.layouts, own.calls is not None, {key: _digest(found) for key, found in messages.items()}
+        traffic.layouts, traffic.calls is not None, {key: _digest(texts) for key, texts in messages.items()}
     )
 
 
-def _in_short(own: TrafficSummary) -> str:
+def _in_short(summary: TrafficSummary) -> str:
     """Whether the calls are known, the sum over channels, and a digest of the collectives."""
     balance, groups = 0, []
-    for key, digest in own.digests.items():
+    for key, digest in summary.digests.items():
         kind, _, ends = key.partition(" ")
         if kind == "group":
             groups.append(f"{key} {digest}")
         else:
             number = int(_digest([ends, digest]), 16)
             balance += number if kind == "send" else -number
-    return json.dumps([own.is_known, balance, _digest(sorted(groups))])
+    return json.dumps([summary.is_known, balance, _digest(sorted(groups))])
 
 
 def _digest(messages: list[str]) -> str:
@@ -145,7 +144,7 @@ def _digest(messages: list[str]) -> str:
 
 def _differences(ranks: Sequence[TrafficSummary]) -> Iterator[tuple[str, _Pair]]:
     """The channels and groups whose messages differ, as text, among the ranks whose calls are known."""
-    known = [rank for rank, own in enumerate(ranks) if own.is_known]
+    known = [rank for rank, summary in enumerate(ranks) if summary.is_known]
     none = _digest([])
     for key in dict.fromkeys(key for rank in known for key in ranks[rank].digests):
         kind, *numbers = key.split()
@@ -166,8 +165,8 @@ def _differences(ranks: Sequence[TrafficSummary]) -> Iterator[tuple[str, _Pair]]
 
 def _check_layouts(ranks: Sequence[TrafficSummary]) -> None:
     first: dict[str, tuple[int, str]] = {}
-    for rank, own in enumerate(ranks):
-        for name, layout in own.layouts.items():
+    for rank, summary in enumerate(ranks):
+        for name, layout in summary.layouts.items():
             other, known = first.setdefault(name, (rank, layout))
             if known != layout:
                 raise RunError(
@@ -176,13 +175,13 @@ def _check_layouts(ranks: Sequence[TrafficSummary]) -> None:
                 )
 
 
-def _joined(call: RuntimeCall, own: ProgramTraffic) -> str:
+def _joined(call: RuntimeCall, traffic: ProgramTraffic) -> str:
     """A collective as text, without the name of a value of all ranks, which each calls by another."""
     named = f" {call.names[0]!r}" if call.verb == "broadcast" else ""
     peer = f" of rank {call.peer}" if call.peer >= 0 else ""
-    return f"a {call.verb.replace('_', '-')}{peer}{named}, {own.layouts[call.names[0]]}"
+    return f"a {call.verb.replace('_', '-')}{peer}{named}, {traffic.layouts[call.names[0]]}"
 
 
-def _described(call: RuntimeCall, own: ProgramTraffic) -> list[str]:
+def _described(call: RuntimeCall, traffic: ProgramTraffic) -> list[str]:
     """The values of a message; the other rank may send or receive them in other groups."""
-    return [f"{name!r}, {own.layouts[name]}," for name in call.names]
+    return [f"{name!r}, {traffic.layouts[name]}," for name in call.names]

@@ -69,7 +69,7 @@ def check_users_optimizer(
 
 
 def _tables(shapes: Iterable[Sequence[int]]) -> list[Shape]:
-    """Of each number of dimensions the largest, up to a length."""
+    """The largest shape of each number of dimensions, up to a length."""
     cut = {tuple(min(length, _LENGTH) for length in shape) for shape in shapes} or {(8, 8)}
     return [max(shape for shape in cut if len(shape) == n) for n in sorted({*map(len, cut)})]
 

@@ -252,8 +252,8 @@ class Runner(LocalRunner):
                 if not bucket.is_frozen:
                     replicas.wait(replicas.reduce(bucket.whole, bucket.begins, bucket.whole, mean=False))
                 if self.plan.shard:
-                    given = bucket.own_rows() if bucket.is_frozen else bucket.whole
-                    replicas.wait(replicas.gather((given,), bucket.begins))
+                    rows = bucket.own_rows() if bucket.is_frozen else bucket.whole
+                    replicas.wait(replicas.gather((rows,), bucket.begins))
 
     @cached_property
     def _own_program(self) -> Program:
