@@ -107,6 +107,7 @@ class Costing:
     def _all(self, of: Stages, cut: Cut) -> Iterator[Placed]:
         options, cluster, model = self._options, self._cluster, self._model
         if options.costs == "measured":
+            # On this device alone: the others are taken to be as fast.
             measured = measured_seconds(
                 cut.sections,
                 self._device,
@@ -126,6 +127,7 @@ class Costing:
                 model, cut.sections, ranks, options.mesh.ranks, options.on_ranks, options.has_on_ranks
             )
             tensors = tensors_of(model, ownership)
+            # By placement, as what two stages of a rank share is in memory once.
             live = liveness(cut.graph, cut.sections, cut.edges, ranks)
             costs = section_costs(live, seconds, cluster, ranks, options.ranks_per_machine)
             if self._sizes is not None and cut.resized is not None:
@@ -146,6 +148,7 @@ class Costing:
         """Cut the step such that the ranks are balanced, where those of a V placement are uneven."""
         problem = chosen.result.problem
         work = [problem.arrays.work(rank) for rank in range(problem.ranks)]
+        # In plain placement, balanced stages are balanced ranks.
         if not problem.is_v or max(work) <= (1 + SLACK) * sum(work) / len(work):
             return None
         ranks = self.tried.placements[of.options.stages][problem.shape]
@@ -254,6 +257,7 @@ def choose(options: Settings, stages: Sequence[Stages], costing: Costing) -> Cho
     def recomputing(beat: float) -> list[Problem]:
         """The other levels, of stages that can be as fast: recomputation adds to the work of each."""
         able = [of for of, bound in bounds.items() if bound <= beat]
+        # Known only now; the display counts them in.
         costing.phase.expect(2 + 2 * len(able) * len(levels))
         return [problem for of in able for level in levels for problem in at_level(of, level)]
 
@@ -264,6 +268,7 @@ def choose(options: Settings, stages: Sequence[Stages], costing: Costing) -> Cho
     of, placed = by_setting[result.problem.setting]
     chosen = Chosen(placed, result, held_bytes(placed, options))
     is_given = isinstance(options.schedule, Schedule)
+    # The sections of other cuts would have to be measured, too.
     is_able = of.step.cut is not None and options.costs != "measured"
     return _with_other_cuts(options, of, costing, chosen) if is_able and not is_given else chosen
 
@@ -292,6 +297,7 @@ def _if_no_slower(
         able = (one for one in others if keeps(one.timeline, problem.limits) and one.key < result.key)
         best = min(able, key=lambda one: one.key, default=None) if searches else next(able, None)
         if best is not None:
+            # The table of candidates shows what is run, not what it was found with.
             row, before = row_of(best), row_of(result)
             tried = tuple(row if each == before else each for each in result.tried)
             return Chosen(placed, replace(best, tried=tried), held_bytes(placed, options))
@@ -335,6 +341,7 @@ def choose_below(
     for of in stages:
         here, errors = _problems(options, of, costing, first)
         too_heavy += errors
+        # More work cannot make it faster, so its other levels need not be made.
         if here and levels and _bound(here) >= beat:
             bounds.append(_bound(here))
             continue
@@ -344,6 +351,7 @@ def choose_below(
     able: dict[Problem, Placed] = {}
     for placed, problem in placed_problems:
         least = problem.arrays.smallest_joined
+        # Known without a search, which would fail on it.
         if not problem.is_extended and any(a > b for a, b in zip(least, problem.limits, strict=True)):
             need = max(fixed.total + a for fixed, a in zip(held_bytes(placed, options), least, strict=True))
             too_heavy.append(LimitError("One microbatch needs more than the memory limit.", need))

@@ -15,8 +15,10 @@ from fxpipe.compiler.options import Settings
 @dataclass(frozen=True, eq=False)
 class Compilation:
     """What a user compiles.  ``example``: one microbatch.  ``loss_fn``: as for ``fxpipe.compile``.
-     ``device``: of the model. ``has_group``: whether the script has made torch.distributed's default process
-    group."""
+
+    ``device``: of the model.  ``has_group``: whether the script has made torch.distributed's default process
+    group.
+    """
 
     model: nn.Module
     example: Any

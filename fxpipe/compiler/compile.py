@@ -69,49 +69,48 @@ class CapturedStep:
     resized: ResizedTraces | None
 
 
-def capture_step(compilation: Compilation, phase: Phases) -> CapturedStep:
+def capture_step(request: Compilation, phase: Phases) -> CapturedStep:
     """The step for any number of ranks and replicas; the gradient of its loss is 1 / microbatches."""
-    model, example, options = compilation.model, compilation.example, compilation.options
-    check_call(model, example, compilation.loss_fn)
+    model, example, options = request.model, request.example, request.options
+    check_call(model, example, request.loss_fn)
     check_names(model)
     phase.expect(1)
     with phase("capture"):
         if options.dimensions is None:
-            step = CapturedStep(_captured(compilation), None)
+            step = CapturedStep(_captured(request), None)
         else:
-            step = _captured_at_sizes(compilation, named_lengths(example, options.dimensions))
+            step = _captured_at_sizes(request, named_lengths(example, options.dimensions))
         check_unshared(dict(batch_leaves(example)), step.captured.written, options.mesh.microbatches)
         check_lanes(options, step.captured.lanes)
         warn_of_float16(step.captured.graph)
     return step
 
 
-def _captured(compilation: Compilation, masks: tuple[Mask, ...] | None = None) -> Captured:
-    return capture_lanes(compilation.model, lambda: traced(compilation, masks=masks))
+def _captured(request: Compilation, masks: tuple[Mask, ...] | None = None) -> Captured:
+    return capture_lanes(request.model, lambda: traced(request, masks=masks))
 
 
-def _captured_at_sizes(compilation: Compilation, lengths: Mapping[str, int]) -> CapturedStep:
+def _captured_at_sizes(request: Compilation, lengths: Mapping[str, int]) -> CapturedStep:
     """The step, and its traces at other sizes; what a mask is by value, it has to be in all of them."""
     agreed: tuple[Mask, ...] | None = None
     while True:
         masks: list[tuple[Mask, ...]] = []
 
         def trace(example: Any) -> Captured:
-            captured = _captured(replace(compilation, example=example), agreed)  # noqa: B023 - called in this round
+            captured = _captured(replace(request, example=example), agreed)  # noqa: B023 - called in this round
             masks.append((*captured.masks.needed,))  # noqa: B023
             return captured
 
-        captured = trace(compilation.example)
+        captured = trace(request.example)
         try:
-            resized = sample(
-                captured.graph, compilation.example, lengths, lambda example: trace(example).graph
-            )
+            resized = sample(captured.graph, request.example, lengths, lambda example: trace(example).graph)
         except SizeError:
             # Where the number of calls depends on the length, no agreement makes the traces alike.
             if len({*masks}) == 1 or len({*map(len, masks)}) > 1:
                 raise
         if len({*masks}) == 1:
             return CapturedStep(captured, resized)
+        # What only some sizes allow is left to the kernel of any mask, so that all traces have the same ops.
         agreed = tuple(
             a if all(a == b for b in others) else "dense" for a, *others in zip(*masks, strict=True)
         )
@@ -119,7 +118,7 @@ def _captured_at_sizes(compilation: Compilation, lengths: Mapping[str, int]) -> 
 
 @collector_paused()
 def compile_model(
-    compilation: Compilation,
+    request: Compilation,
     phase: Phases,
     devices: Sequence[Sequence[Device]] = (),
     step: CapturedStep | None = None,
@@ -127,12 +126,13 @@ def compile_model(
 ) -> Compiled:
     """Compile for one mesh.  devices: of the processes of each rank, if they differ and the user names none.
     step: if it is captured already.  meshes: those that were compared."""
-    model, options, device = compilation.model, compilation.options, compilation.device
+    model, options, device = request.model, request.options, request.device
     tried = candidates(options)
     ways = len(tried.barriers)
     phase.expect(2 + ways + 4 * len(tried.placements) * ways)
-    step = step or capture_step(compilation, phase)
+    step = step or capture_step(request, phase)
     captured, resized = step.captured, step.resized
+    # Before the cut: nothing that follows could make up for it.
     if options.mesh.replicas > 1:
         check_state_of_replicas(model, captured.graph)
 
@@ -145,7 +145,7 @@ def compile_model(
     with phase("schedule"):
         # Rewritten and extracted with each level of recomputation that may be the fastest; the candidate and
         # the schedule with the shortest simulated step.
-        known = known_tensors(model, compilation.example, captured.constants)
+        known = known_tensors(model, request.example, captured.constants)
         bandwidth = offload_bandwidth(options, cluster, device)
         costing = Costing(options, tried, cuts, model, cluster, device, known, bandwidth, phase)
         options, chosen = with_uses(options, lambda variant: choose(variant, stages, costing))
@@ -164,6 +164,7 @@ def compile_model(
             result.problem.stages_per_rank,
             cut.recompute or "",
         )
+        # The chosen mesh was compared with little effort; this is what all effort has given.
         compared = tuple(now if each.mesh == options.mesh else each for each in meshes)
         device = cluster.name + measured
         masks = captured.masks
@@ -183,16 +184,16 @@ def compile_model(
         return replace(plan, memory_limit=options.limit_text, limits=result.problem.limits)
 
     with phase("codegen"):
-        compilation = replace(compilation, options=options)
-        cut, artifact = generate(compilation, captured, cut, live, result.timeline, completed, phase)
+        request = replace(request, options=options)
+        cut, artifact = generate(request, captured, cut, live, result.timeline, completed, phase)
     return Compiled(artifact, cluster, cut.graph, cut.sections, captured.sources)
 
 
 def traced(
-    compilation: Compilation, more_buffers: Collection[str] = (), masks: tuple[Mask, ...] | None = None
+    request: Compilation, buffers: Collection[str] = (), masks: tuple[Mask, ...] | None = None
 ) -> Captured:
-    """Capture the step in this process.  kept: as for ``capture``.  masks: see ``CaptureOptions``."""
-    options = compilation.options
+    """Capture the step in this process.  buffers: ``kept`` of ``capture``.  masks: see ``CaptureOptions``."""
+    options = request.options
     capture_options = CaptureOptions(
         gradients=options.gradients,
         fixed=options.fixed,
@@ -201,22 +202,15 @@ def traced(
         rules=options.rules,
         masks=masks,
         replicas=None if options.mesh.microbatches == LATER else options.mesh.replicas,
-        has_group=compilation.has_group,
+        has_group=request.has_group,
     )
     scale = 1 / options.mesh.microbatches
-    return capture(
-        compilation.model,
-        compilation.example,
-        compilation.loss_fn,
-        scale,
-        compilation.device,
-        capture_options,
-        more_buffers,
-    )
+    call = request.model, request.example, request.loss_fn
+    return capture(*call, scale, request.device, capture_options, buffers)
 
 
 @collector_paused()
-def last_lane_as_text(compilation: Compilation) -> str:
+def last_lane_as_text(request: Compilation) -> str:
     """What the last lane runs of a model with DTensors, on this process."""
-    number = mesh_of(compilation.model).size()
-    return lane_as_text(compilation.model, lambda: traced(compilation), number - 1)
+    number = mesh_of(request.model).size()
+    return lane_as_text(request.model, lambda: traced(request), number - 1)

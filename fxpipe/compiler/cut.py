@@ -90,9 +90,11 @@ def cut(stages: Stages, level: Level | None, phase: Phases, again: bool = True) 
     """
     options = replace(stages.options, recompute=level)
     with phase("passes"):
+        # A level changes the graph, and the next one begins with the same stages.
         leveled = replace(stages.step, graph=copy_graph(stages.step.graph)) if again else stages.step
         run_passes(PASSES.level, leveled, options)
         before_chosen = leveled.graph
+        # In a copy: the chosen cut goes through these passes once more, with its schedule.
         if options.runnable or _is_costed(leveled.graph):
             leveled.graph = copy_graph(leveled.graph)
             run_passes(PASSES.chosen, leveled, replace(options, print_after=None))
@@ -113,6 +115,7 @@ class Cuts:
 
     def split(self, step: StepGraphs, options: CutOptions) -> StepGraphs:
         """``split``, of the same step."""
+        # Its shards depend on the number of ranks, so other numbers cannot use it.
         if options.barriers is not None:
             return split(step, options)
         self._split = self._split or split(step, options)
@@ -125,6 +128,7 @@ class Cuts:
             try:
                 self._stages[key] = stages_of(step, options, phase)
             except PartitionError as error:
+                # That it cannot be cut is found once, too.
                 self._stages[key] = error
         outcome = self._stages[key]
         if isinstance(outcome, PartitionError):
@@ -151,6 +155,7 @@ def finished(cut: Cut, joined: frozenset[int], offloaded: Offloaded) -> Cut:
     """
     step = StepGraphs(cut.before_chosen, cut.resized, cut.vocabulary, joined=joined)
     run_passes(PASSES.chosen, step, cut.options)
+    # The passes rewrite a graph in place, so its nodes have the names that the schedule's values have.
     named = {node.name: node for node in step.graph.nodes}
     step.offloaded = {key: [named[root.name] for root in roots] for key, roots in offloaded.items()}
     run_passes(PASSES.scheduled, step, cut.options)

@@ -32,28 +32,29 @@ from fxpipe.schedule.simulation.simulator import simulate
 
 
 @collector_paused()
-def compile_evaluation(compilation: Compilation, phase: Phases, trained: Compiled) -> Artifact:
+def compile_evaluation(request: Compilation, phase: Phases, trained: Compiled) -> Artifact:
     """The forward in eval mode for the ranks of a training pipeline: each tensor is used where that has it.
 
     Raises PartitionError where the forward cannot be cut as the training step was.
     """
     cluster, plan = trained.cluster, trained.artifact.plan
     options = replace(
-        compilation.options,
+        request.options,
         gradients=False,
         grad_dtype=None,
-        mesh=replace(compilation.options.mesh, shard=""),
+        mesh=replace(request.options.mesh, shard=""),
         offload=Offload(share=None),
         recompute=False,
         validation="barrier",
     )
-    compilation, model = replace(compilation, options=options), compilation.model
+    request, model = replace(request, options=options), request.model
     model_stages = _model_stages(plan.ordered)
     cut_options = CutOptions(
         len(model_stages),
         options.mesh.ranks,
         cluster.node_seconds(),
         None,
+        # The shards of the vocabulary are those of training, and so are their stages.
         plan.vocabulary.barriers if plan.vocabulary is not None else None,
         tensors_of=tuple(_tensors_of(stage, trained.sections) for stage in model_stages),
         backend=options.backend,
@@ -62,7 +63,7 @@ def compile_evaluation(compilation: Compilation, phase: Phases, trained: Compile
     phase.expect(6)
     with phase("evaluation"), _in_eval_mode(model):
         buffers = {name for rank_tensors in plan.tensors for name in rank_tensors.buffers}
-        captured = capture_lanes(model, lambda: traced(compilation, buffers))
+        captured = capture_lanes(model, lambda: traced(request, buffers))
     try:
         stages = stages_of(split(StepGraphs(captured.graph, None), cut_options), cut_options, phase)
     except PartitionError as error:
@@ -73,6 +74,7 @@ def compile_evaluation(compilation: Compilation, phase: Phases, trained: Compile
     live = liveness(cut.graph, cut.sections, cut.edges, plan.placement)
     seconds = seconds_on(cluster, cut.graph)
     costs = section_costs(live, seconds, cluster, plan.placement, options.ranks_per_machine)
+    # Without a backward, the order of training leaves gaps where that would be.
     timelines = [simulate(schedule, costs) for schedule in _forward_schedules(plan.ordered, costs)]
     timeline = min(timelines, key=lambda one: one.seconds)
 
@@ -80,7 +82,7 @@ def compile_evaluation(compilation: Compilation, phase: Phases, trained: Compile
         plan_made = replace(plan_made, model=f"{plan_made.model}, evaluation", device=cluster.name)
         return with_tensors_of(plan_made, cut.sections, plan)
 
-    return generate(compilation, captured, cut, live, timeline, of_training, phase)[1]
+    return generate(request, captured, cut, live, timeline, of_training, phase)[1]
 
 
 def _forward_schedules(trained: Schedule, costs: Costs) -> Iterator[Schedule]:

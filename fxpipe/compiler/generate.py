@@ -45,7 +45,7 @@ MOST_SHOWN = 8
 
 
 def generate(
-    compilation: Compilation,
+    request: Compilation,
     captured: Captured,
     cut: Cut,
     live: Liveness,
@@ -57,20 +57,24 @@ def generate(
 
     completed: the plan with its optional fields.
     """
-    schedule, options = timeline.schedule, compilation.options
+    schedule, options = timeline.schedule, request.options
+    # Before the passes: an error of the schedule needs no program.
     _check_buffer_order(cut.graph, schedule)
     joint = _collectives(cut, schedule)
     cut, pools = _finished(cut, live, schedule)
-    plan = completed(make_plan(compilation, captured, cut, timeline, joint))
+    plan = completed(make_plan(request, captured, cut, timeline, joint))
     if pools:
         plan = replace(plan, tier=options.tier, pools=tuple(pool.bytes for pool in pools))
     # The instructions of all ranks, proved to end.
     instructions = lower(schedule, timeline.costs.edges, joint, timeline.spans)
     divides = plan.step.has_count and options.gradients
     buckets = bucket_uses(plan, cut.sections, schedule, per_use=options.per_use)
+    # After the lowering, which knows ops and messages alone.
     instructions = with_gradients(instructions, buckets, tied_gradients(plan.tensors), divides)
+    # Without an update there is no verdict to wait for.
     if any(rank_tensors.gradients for rank_tensors in plan.tensors):
         instructions = with_validation(instructions, schedule.placement)
+    # What is proved is what the programs are written from.
     prove(instructions, schedule.placement)
     programs = _programs(plan, cut, instructions, pools)
     with phase("check"):
@@ -88,6 +92,7 @@ def _check_buffer_order(graph: fx.Graph, schedule: Schedule) -> None:
         rank = schedule.placement[stage]
         ops = [op for op in schedule.order[rank] if op.stage == stage and phase in PHASES[op.kind]]
         for before, op in pairwise(ops):
+            # The buffer would have what an earlier microbatch had left.
             if op.microbatch < before.microbatch:
                 raise ScheduleError(
                     f"The schedule {schedule.name} runs {before} before {op}, and stage {stage} "
@@ -118,6 +123,7 @@ def joined_stages(schedule: Schedule) -> frozenset[int]:
 
 def _programs(plan: Plan, cut: Cut, instructions: Programs, pools: tuple[Pool, ...]) -> tuple[str, ...]:
     crossing = {name for edge in cut.edges for name in edge.names}
+    # For the receives: shape, strides and dtype of each value that crosses.
     fakes = {n.name: n.meta["val"] for n in call_nodes(cut.graph) if n.name in crossing}
     compiled = frozenset(s.color for s in cut.sections if is_compiled(s, cut.options.backend))
     calls, programs = signatures(cut.sections), []

@@ -36,7 +36,7 @@ from fxpipe.schedule.simulation.timeline import Timeline
 
 
 def make_plan(
-    compilation: Compilation,
+    request: Compilation,
     captured: Captured,
     cut: Cut,
     timeline: Timeline,
@@ -47,7 +47,7 @@ def make_plan(
     captured: with the constants that the model made itself, and its lanes.  collectives: the messages that
     are sent as collectives.
     """
-    model, options, mesh = compilation.model, compilation.options, compilation.options.mesh
+    model, options, mesh = request.model, request.options, request.options.mesh
     loss, count = graph_outputs(cut.graph).loss, graph_outputs(cut.graph).count
     schedule, placement = timeline.schedule, timeline.schedule.placement
     tensors = tensor_ownership(
@@ -60,6 +60,7 @@ def make_plan(
         if (edge.source, edge.target) not in joint
     }
     for tied in tied_gradients(tensors):
+        # The first rank gets the others' gradients, and sends the sum back.
         channels |= {(a, b) for r in tied.ranks[1:] for a, b in ((r, tied.ranks[0]), (tied.ranks[0], r))}
     layouts = layouts_of(model, tensors, captured.constants)
     return Plan(
@@ -72,7 +73,7 @@ def make_plan(
         step=StepSpec(
             ranks=mesh.ranks,
             microbatches=mesh.microbatches,
-            batch=batch_spec(compilation.example, captured.asked, captured.written, captured.unread),
+            batch=batch_spec(request.example, captured.asked, captured.written, captured.unread),
             loss_rank=placement[-1 if loss is None else loss.meta["color"].stage],
             loss_dtype=str(torch.get_default_dtype() if loss is None else loss.meta["val"].dtype),
             has_count=count is not None,
@@ -162,5 +163,6 @@ def _stage_plans(
     return tuple(
         StagePlan(stage, rank, modules[0], modules[-1], tuple(sorted(parameters[stage])))
         for stage, rank in enumerate(placement)
+        # A stage may be of the model's own ops alone, which are in no module.
         for modules in [paths[stage] or [""]]
     )

@@ -87,17 +87,18 @@ def checked(options: Settings, wanted: Iterable[TriedMesh]) -> list[TriedMesh]:
     return meshes
 
 
-def planned_step(compilation: Compilation, phase: Phases) -> PlannedStep:
+def planned_step(request: Compilation, phase: Phases) -> PlannedStep:
     """The step, captured for a number of microbatches that is chosen later."""
-    options = compilation.options
-    later = replace(compilation, options=replace(options, mesh=replace(options.mesh, microbatches=LATER)))
-    return PlannedStep(compilation, capture_step(later, phase))
+    # One capture for all meshes: their numbers of microbatches differ in one factor of the loss.
+    options = request.options
+    later = replace(request, options=replace(options, mesh=replace(options.mesh, microbatches=LATER)))
+    return PlannedStep(request, capture_step(later, phase))
 
 
 @collector_paused()
-def choose_mesh(compilation: Compilation, wanted: Sequence[TriedMesh], phase: Phases) -> MeshChoice:
+def choose_mesh(request: Compilation, wanted: Sequence[TriedMesh], phase: Phases) -> MeshChoice:
     """The fastest of the meshes.  Raises ScheduleError, with the reason against each, where none fits."""
-    planned = planned_step(compilation, phase)
+    planned = planned_step(request, phase)
     step, tried = planned.step, compare_meshes(planned, wanted, phase)
     phase.finish("chosen")
     mesh = fastest_mesh(tried).mesh
@@ -123,6 +124,7 @@ def compare_meshes(
             search = _Search(planned, phase, sizes)
             for candidate in (tried for tried in wanted if tried.mesh.ranks == ranks):
                 results.append(candidate if candidate.why else search.tried(candidate.mesh, best))
+                # What has been found leaves out meshes that cannot be faster.
                 best = min(best, inf if results[-1].seconds is None else results[-1].seconds)
     return tuple(results)
 
@@ -160,6 +162,7 @@ class _Search:
     def tried(self, mesh: Mesh, best: float) -> TriedMesh:
         """Search one mesh.  best: seconds of the fastest mesh so far."""
         effort = self.planned.compilation.options.effort
+        # A search with all effort for each would take minutes.
         effort = EFFORT if effort is None else min(effort, EFFORT)
         options = replace(self.planned.compilation.options, mesh=mesh, effort=effort)
         try:
@@ -207,6 +210,7 @@ class _Search:
         """Raise LimitError, before the step is cut, where some rank has too many bytes of the model: its
         share of all, or two of its stages, where parameters are gathered for single ops."""
         tried = candidates(options)
+        # A split vocabulary is on all ranks, so no share of the model is known before the cut.
         if options.memory_limit is None or tried.barriers != (None,):
             return
         trained = graph_outputs(self.planned.step.captured.graph).grads

@@ -104,6 +104,7 @@ class Uncut:
                 _names(free.anywhere),
                 _names(free.in_stage),
             )
+        # By name, as each cut has a copy of the graph with nodes of its own.
         once, anywhere, in_stage = ({n for n in graph.nodes if n.name in names} for names in self._names)
         return once, Free(anywhere, in_stage)
 
@@ -190,6 +191,7 @@ def _of_graphs(rewrite: Callable[[fx.Graph], None]) -> Pass:
 
 def _split_vocabulary(step: StepGraphs, options: CutOptions) -> None:
     if options.barriers is not None:
+        # The traces at other sizes are split alike, so all have the same stages.
         vocabularies = [split_vocabulary(graph, options.ranks, options.barriers) for graph in step.graphs]
         step.vocabulary = vocabularies[0]
 
@@ -206,6 +208,7 @@ def _partition(step: StepGraphs, options: CutOptions) -> None:
         step.cut = partition(
             step.graph,
             options.stages,
+            # Once a step is nothing beside all microbatches.
             lambda node: 0.0 if node in once else options.seconds(node),
             replace(free, anywhere=free.anywhere | once),
             options.split_points,
@@ -224,6 +227,7 @@ def _partition(step: StepGraphs, options: CutOptions) -> None:
             f"{error} With vocab_parallel the stages share what is left of the model without its "
             "vocabulary layers: or leave it out."
         ) from error
+    # The next number of stages is cut from the same chain.
     if step.cut is not None:
         step.uncut.chain = step.cut.chain
 
@@ -288,6 +292,7 @@ def run_passes(group: Sequence[Pass], step: StepGraphs, options: CutOptions) -> 
             colored = each not in PASSES.captured
             for graph in (step.graph,) if colored else step.graphs:
                 verify(graph, ran, colored)
+            # The error names the passes that have run since the last check.
             since = each.name
         if is_printed:
             print(f"After {each.name}, stages: {options.stages}\n{graph_text(step.graph)}\n")

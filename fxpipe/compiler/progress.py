@@ -36,6 +36,7 @@ class Phases:
 
     @contextlib.contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
+        # Phases nest; each counts the time that is in no phase within it.
         before, outer, self._nested = time.perf_counter(), self._nested, 0.0
         self._bar.update(self._task, description=phase)
         self._bar.start()

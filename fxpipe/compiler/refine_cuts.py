@@ -48,7 +48,9 @@ class LighterCuts:
         cuts, least = self.cut_chain.cuts, None
         while True:
             for tried in self._lighter(cuts):
+                # Only if there is a cut to compare with: many models have none.
                 least = seconds(self.problem.costs) if least is None else least
+                # Above this bound the run can be left out.
                 now = seconds(self._estimated(tried), least)
                 if now <= least:
                     cuts, least = tried, now
@@ -60,6 +62,7 @@ class LighterCuts:
         """One cut moved, to the nearest places on both sides for each lower weight, the lightest first."""
         weights = self.cut_chain.chain.weights
         for which, here in enumerate(cuts):
+            # A stage keeps at least one position.
             begin = cuts[which - 1] + 1 if which else 0
             end = cuts[which + 1] if which + 1 < len(cuts) else len(weights) - 1
             left = _ever_lighter(weights, range(here, begin - 1, -1))
@@ -90,6 +93,7 @@ class LighterCuts:
         skips stages stays as it is."""
         source, target = edge.source.stage, edge.target.stage
         behind = min(source, target)
+        # What it carries does not depend on one cut alone.
         if abs(source - target) != 1 or behind not in growth:
             return edge
         moved, ranks = edge.bytes * growth[behind], self.problem.placement

@@ -69,6 +69,7 @@ def all_stages(
             tensors_of = (
                 tuple(frozenset(options.on_ranks[rank]) for rank in placement) if options.on_ranks else None
             )
+            # Placements in which each stage is as fast are cut alike, and need one cut.
             alike[of_stages(slowness, placement), tensors_of].append(name)
         for barriers, ((slowness_here, tensors_of), names) in product(ways, alike.items()):
             if barriers not in ways:
@@ -90,6 +91,7 @@ def all_stages(
             try:
                 if barriers not in steps:
                     with phase("vocabulary"):
+                        # Once for all numbers of stages.
                         steps[barriers] = shared.split(captured, cut_options)
                 cuts_here.append(shared.stages_of(steps[barriers], cut_options, phase))
             except PartitionError as error:

@@ -63,6 +63,7 @@ def tensor_ownership(
     for rank, there in enumerate(has_on_ranks):
         used[rank][Kind.GRADIENT] |= trained.intersection(there)
     assigned = set().union(*(u[Kind.PARAMETER] | u[Kind.GRADIENT] for u in used))
+    # A table of which ranks hold rows is not unused.
     assigned |= {ShardName(name).tensor for name in assigned}
     buffers = set().union(*(u[Kind.BUFFER] for u in used))  # with frozen parameters that the step changes
     spare_parameters = {n for n, _ in model.named_parameters()} - assigned - buffers
@@ -72,6 +73,7 @@ def tensor_ownership(
             rank = next((rank for rank, allowed in enumerate(on_ranks) if name in allowed), 0)
             used[rank][kind].add(name)
     plans = []
+    # As a name has one kind on a rank, sets suffice.
     for u in used:
         parameters = u[Kind.PARAMETER] | u[Kind.GRADIENT]
         plans.append(
@@ -127,17 +129,25 @@ def weight_bytes(
 ) -> tuple[HeldBytes, ...]:
     """Per rank the bytes of its parameters, gradients and buffers.  tensors: as ``tensors_of`` gives them."""
 
-    def of_gradient(name: str) -> int:
-        parameter = tensors[name]
-        return parameter.numel() * gradient_dtype(parameter.dtype, grad_dtype).itemsize
-
-    def nbytes(names: Iterable[str]) -> int:
-        return sum(tensors[name].nbytes for name in names)
-
     return tuple(
-        HeldBytes(nbytes(each.parameters), sum(map(of_gradient, each.gradients)), nbytes(each.buffers))
+        HeldBytes(
+            _nbytes(tensors, each.parameters),
+            _gradient_bytes(tensors, each.gradients, grad_dtype),
+            _nbytes(tensors, each.buffers),
+        )
         for each in ownership
     )
+
+
+def _nbytes(tensors: Mapping[str, torch.Tensor], names: Iterable[str]) -> int:
+    return sum(tensors[name].nbytes for name in names)
+
+
+def _gradient_bytes(
+    tensors: Mapping[str, torch.Tensor], names: Iterable[str], grad_dtype: torch.dtype | None
+) -> int:
+    parameters = (tensors[name] for name in names)
+    return sum(p.numel() * gradient_dtype(p.dtype, grad_dtype).itemsize for p in parameters)
 
 
 def trained_parameters(
@@ -179,11 +189,10 @@ def with_replicas(
     totals = []
     for rank, whole in enumerate(weights):
         of_rank = [stages[stage] for stage, home in enumerate(placement) if home == rank and stage in stages]
+        # The two largest last: a rank has whole parameters of the stage that runs and of the next one.
         of_rank.sort(key=lambda stage: stage.gradients + stage.gathered(shard))
-        gathered, gradients = (
-            [stage.gathered(shard) for stage in of_rank],
-            [stage.gradients for stage in of_rank],
-        )
+        gathered = [stage.gathered(shard) for stage in of_rank]
+        gradients = [stage.gradients for stage in of_rank]
         more_parameters = more_gradients = 0
         if per_use:
             more_parameters = sum(gathered) // replicas - sum(gathered[:-2])
@@ -215,16 +224,12 @@ def stage_tensors(
         accumulated[section.stage] |= {value.name for value in section.inputs if value.kind is Kind.GRADIENT}
         used = {value.name for value in section.step_inputs if value.kind is Kind.PARAMETER}
         frozen[section.stage] |= used - trained
-
-    def of_gradient(name: str) -> int:
-        parameter = tensors[name]
-        return parameter.numel() * gradient_dtype(parameter.dtype, grad_dtype).itemsize
-
-    def nbytes(names: Iterable[str]) -> int:
-        return sum(tensors[name].nbytes for name in names)
-
     return {
-        stage: StageTensors(sum(map(of_gradient, gradients)), nbytes(gradients), nbytes(frozen[stage]))
+        stage: StageTensors(
+            _gradient_bytes(tensors, gradients, grad_dtype),
+            _nbytes(tensors, gradients),
+            _nbytes(tensors, frozen[stage]),
+        )
         for stage, gradients in accumulated.items()
         if gradients or frozen[stage]
     }

@@ -34,6 +34,7 @@ def analytic_seconds(graph: fx.Graph, node_seconds: NodeSeconds) -> dict[Color, 
     seconds: dict[Color, float] = {}
     for node in call_nodes(graph):
         color = node.meta["color"]
+        # Once a section, whatever is in it: the call and its messages.
         seconds[color] = seconds.get(color, overhead) + node_seconds(node)
     return seconds
 
@@ -58,6 +59,7 @@ def section_costs(
 
     stages = []
     for stage, rank in enumerate(placement):
+        # A stage without ops of a phase has no section of it.
         times = [seconds[rank].get(Color(stage, phase), 0.0) for phase in Phase]
         stages.append(StageCost(*times, **_sized(live.held(stage), size)))
     edges = []
@@ -84,6 +86,7 @@ def work_for_any_size(
     devices = [cluster.devices[rank] for rank in placement]
 
     def work(stage: int, phase: Phase) -> tuple[Work, ...]:
+        # Layers are alike, so a few terms with a number stand for thousands of ops.
         alike: Counter[tuple[Polynomial, Polynomial, str, str]] = Counter()
         for node in live.ops[Color(stage, phase)]:
             kind = kind_of(node)

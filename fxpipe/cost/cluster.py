@@ -71,9 +71,11 @@ class Cluster:
 
     def link_of_replicas(self, rank: int, replicas: int, ranks_per_machine: int | None) -> Interconnect:
         """The link over which a rank of all replicas exchanges: between machines, if they are on several."""
+        # Replicas are outermost: the same rank of the next replica is a whole pipeline further on.
         last = rank + (replicas - 1) * len(self.devices)
         size = ranks_per_machine or last + 1
         device = self.devices[rank]
+        # If the last replica is on the machine of the first, so are those between.
         return device.intra if rank // size == last // size else device.inter
 
 
@@ -85,6 +87,7 @@ def slowest_of_each(devices: Sequence[Sequence[Device]], graph: fx.Graph) -> Clu
     if all(len(set(processes)) == 1 for processes in devices):
         return Cluster(tuple(processes[0] for processes in devices))
     nodes = call_nodes(graph)
+    # Which device is slower depends on the model: by all of its ops.
     times = {device: sum(map(NodeSeconds(device), nodes)) for processes in devices for device in processes}
     return Cluster(tuple(max(processes, key=times.__getitem__) for processes in devices))
 

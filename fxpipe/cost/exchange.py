@@ -40,12 +40,14 @@ def exchanges(
 
     def seconds(stage: int, size: float) -> float:
         link = cluster.link_of_replicas(placement[stage], replicas, ranks_per_machine)
+        # As many messages as other replicas, each of a shard.
         return (replicas - 1) * link.seconds(size / replicas) if size else 0.0
 
     by_stage = []
     for stage in range(len(placement)):
         sizes = tensors.get(stage, StageTensors(0, 0, 0))
         once = seconds(stage, sizes.gradients)
+        # Without shards the sums go back to all, which moves as much again.
         whole = Exchange(2 * once)
         by_stage.append(Exchange(once, seconds(stage, sizes.gathered(shard)), per_use) if shard else whole)
     return tuple(by_stage)

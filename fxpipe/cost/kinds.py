@@ -76,9 +76,11 @@ def kind_of(node: fx.Node) -> str:
         return VIEW
     if is_between_lanes(node.target):
         return BETWEEN_LANES
+    # Before all else: the numbers take longer than what is done with them.
     if draws_numbers(node) or node.target is keyed:
         return "random"
     kind = _kind_of_target(node.target)
+    # Such a product is bound by memory, far below the rate of large ones.
     if kind == "product" and _least_dimension(node) <= THIN:
         return "thin product"
     if kind == "convolution backward" and not cast(list[bool], node.args[-1])[0]:
@@ -110,6 +112,7 @@ def _is_strided(node: fx.Node) -> bool:
         return False
     order = _order(results[0])
     read = (t for n in node.all_input_nodes for t in tensors(n))
+    # An expanded operand is read from cache, in whatever order.
     return any(t.shape == results[0].shape and 0 not in t.stride() and _order(t) != order for t in read)
 
 

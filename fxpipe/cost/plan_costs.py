@@ -40,6 +40,7 @@ def costs_of(
             costs = replace(costs, link=Link(1 / hardware.offload_bandwidth, costs.link.ranks))
         work = known_work(plan.work)
         by_rank = {rank: work.rates_of(stage) for stage, rank in enumerate(plan.placement)}
+        # A rank without stages has none of its own.
         rates = [by_rank.get(rank, work.rates) for rank in range(plan.ranks)]
         costs = replace(costs, update=update_on(costs.update, rates, hardware))
         return work_on(work, hardware).analytic(costs, sizes or {})

@@ -129,8 +129,10 @@ class Sizes:
         """The polynomial with the fewest terms, and among those the one with the simplest numbers."""
         if len(set(values)) == 1 and values[0] == int(values[0]):
             return int(values[0])
+        # In whole numbers, in which a solution is exact or none.
         scale = math.lcm(*(Fraction(v).denominator for v in values))
         whole = [int(v * scale) for v in values]
+        # Few terms first: with enough of them, any numbers have a polynomial.
         for terms, monomials_at in enumerate(self._monomials, start=1):
             candidates = []
             for powers in itertools.combinations(monomials_at, terms):
@@ -138,6 +140,7 @@ class Sizes:
                 if solved is not None:
                     candidates.append({e: c / scale for e, c in zip(powers, solved, strict=True)})
             if candidates:
+                # Of several that fit all points, the plain one is what the model's code says.
                 simplest = min(candidates, key=_complexity)
                 rational = self._ring.domain
                 return self._ring.from_dict(

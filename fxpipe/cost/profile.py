@@ -88,16 +88,16 @@ def measured_seconds(
     for section in sections:
         of_stage[section.stage].append(section)
     medians_of = dict[Color, float]()
+    # The other ranks of this machine compute as well, which slows caches and memory down.
     with running(AloneLane(0, lanes)), torch.no_grad(), busy_threads(_others(ranks, device)):
-        for members in of_stage.values():
+        for each in of_stage.values():
             # Their inputs are freed before those of the next stage are made.
-            medians = medians_in_turns(
-                [_timed(section, device, known, backend) for section in members], device
-            )
-            medians_of |= zip((section.color for section in members), medians, strict=True)
+            medians = medians_in_turns([_timed(section, device, known, backend) for section in each], device)
+            medians_of |= zip((section.color for section in each), medians, strict=True)
     return {
         color: described.stage_overhead
         + medians_of[color]
+        # A lane alone has nobody to exchange with, so this part is computed.
         + sum(node_cost(node, described).seconds for node in nodes)
         for color, nodes in between.items()
     }
@@ -107,10 +107,12 @@ def _others(ranks: int, device: torch.device) -> int:
     """The number of ranks, of so many, that compute beside this one on the cores of this machine."""
     if is_accelerator(device):
         return 0
+    # More than the machine has cores for would measure a machine that is overloaded.
     return max(1, min(ranks, len(os.sched_getaffinity(0)) // torch.get_num_threads())) - 1
 
 
 def _timed(section: Section, device: torch.device, known: Known, backend: str) -> Timed:
+    # The checks of data would fail on values that are made up.
     graph = _without_checks(section.graph)
     function: Callable[..., Any] = fx.GraphModule(nn.Module(), graph).forward
     if is_compiled(section, backend):
@@ -125,6 +127,7 @@ def _timed(section: Section, device: torch.device, known: Known, backend: str) -
         if value is None:
             flat, value = _made_up(node, generator)
             if node in written and kind is not Kind.GRADIENT:  # gradients are only added to
+                # Other inputs stay as they are, so that only these need be made again before each run.
                 overwritten.append(flat)
         inputs.append(value)
 

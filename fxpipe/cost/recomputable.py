@@ -25,6 +25,7 @@ def recomputable_nodes(graph: fx.Graph, seconds: NodeSeconds) -> Free:
     (a view, a cast) is free as well; a value computed from parameters and the batch never is.
     """
     cost = {n: seconds(n) for n in call_nodes(graph)}
+    # A share of the step: what is repeated in each stage must not count.
     budget = MAX_SHARE * sum(cost.values())
     transfer = seconds.device.intra.seconds
     at_hand = frozenset({Kind.BATCH, Kind.CONSTANT, Kind.BUFFER})
@@ -40,20 +41,18 @@ def _repeatable(
     at_hand: Set[Kind],
     most: Callable[[fx.Node], float],
 ) -> set[fx.Node]:
-    """The ops that are cheaper to recompute than to send.  ``most``: maximum seconds of all ops that lead to
-    a value."""
+    """The ops that take at most ``most`` seconds with all that leads to them."""
     changed = set(graph_outputs(graph).buffers)
     leads: dict[fx.Node, frozenset[fx.Node]] = {}  # free node -> the ops that lead to it, itself included
     kinds: dict[fx.Node, frozenset[Kind]] = {}  # free node -> the kinds of inputs that these read
     for node in graph.nodes:
         if node.op == "placeholder":
-            inputs_read = inputs_behind(node.meta["input"])
-            if all(
-                x.kind in at_hand and not (x.kind is Kind.BUFFER and x.name in changed) for x in inputs_read
-            ):
-                leads[node], kinds[node] = frozenset(), frozenset(x.kind for x in inputs_read)
+            roots = inputs_behind(node.meta["input"])
+            if all(x.kind in at_hand and not (x.kind is Kind.BUFFER and x.name in changed) for x in roots):
+                leads[node], kinds[node] = frozenset(), frozenset(x.kind for x in roots)
         elif all(map(leads.__contains__, inputs := input_nodes(node))) and _may_repeat(node):
             read = frozenset().union(*(kinds[n] for n in inputs))
+            # A stage would need parameters of another one, or repeat a matrix product.
             if Kind.PARAMETER in read and (Kind.BATCH in read or node_flops(node)):
                 continue
             way = frozenset([node]).union(*(leads[n] for n in inputs))

@@ -62,12 +62,13 @@ def throughputs(
     device: by name.  resized: the step at other lengths, which lengths other than the example's need.
     Raises SizeError for an unknown name, and for a length below one.
     """
-    sizes_of = None if resized is None else Sizes(graph, resized)
+    named = None if resized is None else Sizes(graph, resized)
     lengths = {} if resized is None else dict(zip(resized.names, resized.points[0], strict=True))
     flops: defaultdict[str, Any] = defaultdict(int)
     for node in call_nodes(graph):
-        number = node_flops(node) if sizes_of is None else node_flops(node, sizes_of.shapes)
+        number = node_flops(node) if named is None else node_flops(node, named.shapes)
         if number:
+            # By arithmetic, as each has a peak of its own.
             flops[arithmetic_of(node)] += number
     tensors = (x for _, x in batch_leaves(example) if isinstance(x, torch.Tensor))
     unit, shape = counted((x.shape, str(x.dtype)) for x in tensors)
@@ -79,8 +80,7 @@ def throughputs(
         others = [at.get(names.get(n, ""), n) for n in shape[1:]]
         values = [Fraction(n) for n in at.values()]
         seconds = sum(
-            (float(n) if sizes_of is None else float(value_at(sizes_of.terms(n), values)))
-            / peak_rate(device, kind)
+            (float(n) if named is None else float(value_at(named.terms(n), values))) / peak_rate(device, kind)
             for kind, n in flops.items()
         )
         results.append(Throughput(at, rows, rows * prod(others), unit, seconds))

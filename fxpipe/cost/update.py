@@ -77,6 +77,7 @@ def update_on(update: Update, rates: Sequence[Rates], device: Device) -> Update:
     """The update on another device.  rates: of each rank's device in ``update``."""
 
     def there(seconds: float, before: Rates) -> float:
+        # The part that moves bytes scales with the memory's bandwidth, the overhead does not.
         moving = max(0.0, seconds - before.stage_overhead) * before.memory / device.memory_bandwidth
         return device.stage_overhead + moving if seconds else 0.0
 

@@ -29,6 +29,7 @@ class Builder:
 
     def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
         """Append an op on nodes and plain values; its value is computed on fake tensors."""
+        # On fake tensors, so that shapes and dtypes are torch's own.
         values, named = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
         val = target(*values, **named)
         with self.graph.inserting_before(self.graph.output_node()):
@@ -79,6 +80,7 @@ def in_order(graph: fx.Graph) -> None:
         while todo:
             missing = [n for n in todo[-1].all_input_nodes if n not in done]
             if missing:
+                # Depth first without recursion: chains of a deep model are longer than Python's stack.
                 todo.append(missing[0])
                 continue
             ready = todo.pop()

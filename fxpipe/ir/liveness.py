@@ -71,6 +71,7 @@ def liveness(
     # The first stage of a rank that saves a storage, of those that the rank made.
     saves_activation: dict[fx.Node, int] = {}
     saves_for_weight: dict[fx.Node, int] = {}
+    # In the model's order, so that ``setdefault`` finds the first stage that saves a storage.
     for stage in sorted({s.stage for s in sections}):
         rank = placement[stage]
         for roots, first, storages in zip(
@@ -79,6 +80,7 @@ def liveness(
             (saved_activations, saved_for_weight),
             strict=True,
         ):
+            # Two stages may save different views of one storage, which is in memory once.
             owners = {root: _owner(root, rank, placement) for root in roots}
             storages.append(
                 {
@@ -94,6 +96,7 @@ def liveness(
             # Of two stages of a rank the first holds longest: from before the other's F until after its B.
             outer = min(edge.source.stage, edge.target.stage)
             values = {_owner(value, rank, placement) for value in values}
+            # What the first stage saves anyway is in memory all that time, and counts there.
             values = {owner for owner in values if saves_activation.get(owner, outer + 1) > outer}
         sent.append(values)
     offloadable = offload_candidates(saved_activations, placement)
@@ -123,6 +126,7 @@ def _saved(nodes: dict[str, fx.Node], sections: Iterable[Section]) -> tuple[set[
             if value.kind is Kind.VALUE and value.producer:
                 root = root_within(nodes[value.name], section.stage)
                 if root.op != "placeholder":
+                    # Only what F made or received is there from F on.
                     if value.producer == Color(section.stage, Phase.F):
                         activations.add(root)
                     if section.phase is Phase.W:
@@ -144,10 +148,12 @@ def offload_candidates(
         by_phase: dict[Phase, list[fx.Node]] = {Phase.B: [], Phase.W: []}
         for root in sorted(roots):  # in the graph's order
             used = {color.phase for color in _readers(root, stage) if color.stage == stage}
+            # Another stage's op would read it while it is away.
             shared = any(
                 color.stage != stage and placement[color.stage] == placement[stage]
                 for color in _readers(storage_root(root))
             )
+            # What another stage sends for B alone is not there from F on.
             made_here = root.meta["color"].stage == stage or Phase.F in used
             if made_here and not shared and _is_worth(root):
                 by_phase[Phase.B if Phase.B in used else Phase.W].append(root)

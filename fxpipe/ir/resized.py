@@ -49,6 +49,7 @@ def value_key(node: fx.Node, args: object, kwargs: object, resized: ResizedTrace
 
 def monomials(count: int, terms: int) -> list[tuple[int, ...]]:
     """The exponents of the monomials of ``count`` lengths that a size of one term or two may have."""
+    # Fewer for sums of two terms of many lengths, whose pairs would be too many to try.
     degree = max(3, count) if terms == 1 or count <= 3 else 2
     return [e for e in itertools.product(range(degree + 1), repeat=count) if sum(e) <= degree]
 
@@ -56,6 +57,7 @@ def monomials(count: int, terms: int) -> list[tuple[int, ...]]:
 def _matched(graph: fx.Graph, other: fx.Graph) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """The tensors of two graphs, side by side."""
     same: dict[fx.Node, fx.Node] = {}
+    # Traces of the same ops have them in the same order.
     for a, b in itertools.zip_longest(graph.nodes, other.nodes):
         if (
             a is None

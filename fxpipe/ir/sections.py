@@ -46,6 +46,7 @@ def extract(graph: fx.Graph) -> tuple[Section, ...]:
     """Cut the graph into its sections, ordered by stage and phase."""
     by_color: dict[Color, list[fx.Node]] = defaultdict(list)
     for node in call_nodes(graph):
+        # The message adds up the parts, so no section has this op.
         if node.target is not sum_over_ranks:
             by_color[node.meta["color"]].append(node)
     phases: dict[int, list[Phase]] = defaultdict(list)
@@ -62,10 +63,13 @@ def extract(graph: fx.Graph) -> tuple[Section, ...]:
             for node in wanted[color]:
                 parts = _summands(node) or (node,)
                 home = parts[0].meta["color"]
+                # What one section of a stage has received, the later ones get from it, without another
+                # message.
                 producer = home if home.stage == stage else arrived.setdefault(node, home)
                 inputs[color][node] = producer
                 for part in parts if producer == home else (node,):
                     outputs[part.meta["color"] if producer == home else producer][part] = None
+                # From now on this section is where the value comes from on this stage.
                 if home.stage != stage and producer == home:
                     arrived[node] = color
     return tuple(
@@ -105,6 +109,7 @@ def _section(
     for kind, result in ((Kind.LOSS, named.loss), (Kind.COUNT, named.count)):
         if result in members:
             outs.append((Value(kind, kind.value), result))
+    # Two names of one value are one result.
     for node in dict.fromkeys(named.outputs.values()):
         value = _result(graph, node)
         if node in members and value.kind is Kind.OUTPUT:
@@ -132,6 +137,7 @@ def _graph(color: Color, sources: list[fx.Node], nodes: list[fx.Node], returned:
         copies[node].meta = dict(node.meta)
     for node in nodes:
         copies[node] = copy_node(new, node, copies.__getitem__)
+    # Programs, plans and pictures find a value by its name.
     renamed = [n for n in copies if copies[n].name != n.name]
     if renamed:
         raise VerifyError(f"{renamed[0].name} was renamed in section {color}: names must be unique.")
@@ -184,6 +190,7 @@ def edges_between(sections: tuple[Section, ...]) -> tuple[SectionEdge, ...]:
         for value in section.inputs:
             for source in value.sources:
                 if source.producer is not None and source.producer.stage != section.stage:
+                    # By where they arrive, so that B and W of a stage get their values in one message.
                     ends = source.producer, arrival(section.color)
                     names[ends].append(source.name)
                     if value.summands:

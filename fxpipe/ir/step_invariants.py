@@ -54,6 +54,7 @@ def once_values(graph: fx.Graph, resized: ResizedTraces | None) -> dict[fx.Node,
         sizes = _unshared_bytes(computed, copies)
         if _is_share(sum(sizes.values()), graph, invariant):
             break
+        # The largest first, as it leaves room for the most others.
         largest = max(sizes, key=sizes.__getitem__)
         computed -= {node for node in computed if storage_root(copies[node]) is largest}
     return {node: copies[node] for node in invariant if node in computed}
@@ -63,6 +64,7 @@ def mean_values(graph: fx.Graph) -> set[fx.Node]:
     """The means over the batch, and the ops that lead to them alone: before its first op a program has what
     these give."""
     leading = {*graph.find_nodes(op="call_function", target=batch_mean)}
+    # Users first: an op is part of it if all that use it are.
     for node in sorted(leading_to(leading), reverse=True):
         if node.op == "call_function" and leading.issuperset(node.users):
             leading.add(node)
@@ -77,6 +79,7 @@ def copied(
     for node in sorted(nodes):
         args, kwargs = (fx.map_arg(x, copies.__getitem__) for x in (node.args, node.kwargs))
         key = node.meta["input"] if node.op == "placeholder" else value_key(node, args, kwargs, resized)
+        # Of equal values, such as the masks of all layers, one is held.
         if key not in first:
             first[key] = copy_node(graph, node, copies.__getitem__)
         copies[node] = first[key]
@@ -139,6 +142,7 @@ def _unshared_bytes(computed: Set[fx.Node], copies: Mapping[fx.Node, fx.Node]) -
     """The bytes of the storages that not both forward and backward need, by the node that makes them."""
     users = defaultdict[fx.Node, list[fx.Node]](list)
     for node in computed:
+        # By storage, as a view holds all of it.
         users[storage_root(copies[node])] += (user for user in node.users if user not in computed)
     return {
         root: node_bytes(root)
@@ -151,6 +155,7 @@ def _is_share(size: int, graph: fx.Graph, invariant: Container[fx.Node]) -> bool
     """Whether ``size`` is at most the allowed share of what the forward computes of a microbatch."""
     computed = 0
     for node in call_nodes(graph):
+        # As soon as it is known: a large graph need not be added up.
         if size <= MOST_SHARE * computed:
             return True
         if node not in invariant and not node.meta["origin"].backward and not is_view(node):

@@ -72,6 +72,7 @@ def argument(node: fx.Node, name: str, default: Any = None) -> Any:
     schema = schema_of(node.target)
     for place, parameter in enumerate(() if schema is None else schema.arguments):
         if parameter.name == name:
+            # A trace leaves out arguments that have their default.
             positional = node.args[place] if place < len(node.args) else parameter.default_value
             return node.kwargs.get(name, positional)
     return default
@@ -94,6 +95,7 @@ def written_arguments(target: Any, args: Any, kwargs: Any) -> list[Any]:
 
 def storage_root(node: fx.Node) -> fx.Node:
     """The node that allocated the storage of this node's value."""
+    # A view of a view lies in the same storage.
     while node.op == "call_function" and is_view(node):
         node = _viewed(node)
     return node
@@ -131,8 +133,10 @@ def last_uses(graph: fx.Graph, roots: Mapping[fx.Node, fx.Node]) -> dict[fx.Node
             if root.op != "call_function" or root.target is read_buffer:  # the buffer is the model's
                 continue
             before = last.setdefault(root, root)
+            # Stages run in any order, so a use in another one has no place among the others.
             if before is None or node.op == "output" or _stage(node) != _stage(root):
                 last[root] = None
+            # The graph has W's ops between those of B.
             elif _turn(node) >= _turn(before):
                 last[root] = node
     return last
@@ -189,6 +193,7 @@ def set_outputs(graph: fx.Graph, **changed: Any) -> None:
 
 def drop_dead(graph: fx.Graph) -> None:
     """Erase ops and placeholders without users.  Every op is pure until accumulation is fused."""
+    # Users first: an op whose last user goes is dead then, too.
     for node in reversed(list(graph.nodes)):
         if node.op != "output" and not node.users:
             graph.erase_node(node)

@@ -39,6 +39,7 @@ def verify(graph: fx.Graph, after: str, colored: bool = True) -> None:
     colored: False for a graph before the partition, of which the first holds, and in which no op writes.
     """
     _check_nodes(graph, after, colored)
+    # By target, as most ops have no rules.
     special = [
         node
         for target in call_targets(graph)
@@ -83,6 +84,7 @@ def _check_nodes(graph: fx.Graph, after: str, colored: bool) -> None:
                 raise VerifyError(
                     f"After {after}: {node} uses {source}, which does not come before it."
                 ) from None
+            # Colors are one object a section, so most edges need no comparison.
             if source_color is not color and source_color is not None and color is not None:
                 _check_edge(source, node, after)
         colors[node] = color
@@ -114,6 +116,7 @@ def _check_writes(writing: list[fx.Node], after: str) -> None:
     graph = over[0][0].graph
     last = last_uses(graph, storage_roots(graph))
     for node, root in over:
+        # A later reader would get the new value; a reader of another stage may run at any time.
         if last.get(root) is not node:
             raise VerifyError(f"After {after}: {node} ({node.target}) writes over {root}, which is needed.")
 
@@ -162,4 +165,5 @@ def may_feed(a: Color, b: Color) -> bool:
         return b.phase is not Phase.F or a.stage <= b.stage
     if a.phase is Phase.B:
         return b.phase is not Phase.F and a.stage >= b.stage
+    # W feeds nothing else: it may run at any later time.
     return a == b

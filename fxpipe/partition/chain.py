@@ -92,8 +92,7 @@ def crossing(
     free: Set[fx.Node],
     whole: Iterable[tuple[int, int]] = (),
 ) -> Crossing:
-    """The values that cross each position.  whole: the first and last positions between which no cut may be;
-    none by default."""
+    """The values that cross each position.  whole: first and last positions between which no cut may be."""
     count, size = [0.0] * (len(position) + 1), [0.0] * (len(position) + 1)
     barred = [0] * (len(position) + 1)
     last_use: dict[fx.Node, int] = {}

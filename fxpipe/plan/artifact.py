@@ -124,8 +124,8 @@ class TensorLayout:
 
     @staticmethod
     def from_tensor(tensor: torch.Tensor) -> TensorLayout:
-        """The layout as it is, or contiguous where the tensor does not fill its memory (a file cannot hold
-        that)."""
+        """The layout, contiguous where the tensor does not fill its memory (a file cannot hold that)."""
+        # On the meta device: only its strides are asked for.
         dense = tensor if is_dense(tensor) else torch.empty(tensor.shape, device="meta")
         return TensorLayout(tuple(tensor.shape), dense.stride(), str(tensor.dtype))
 
@@ -272,6 +272,7 @@ class Plan:
     @property
     def number(self) -> int:
         """A number that tells plans apart by their decisions, not by their predictions."""
+        # Their order depends on the cut alone, which is told by other fields.
         layouts = sorted(self.layouts.items())
         decisions = (self.step, self.placement, self.order, self.transfers, self.tensors, layouts)
         return number(repr((self.model, *decisions)).encode())
@@ -285,6 +286,7 @@ class Plan:
         try:
             data = parse_json(text)
             version = data.get("format") if isinstance(data, dict) else None
+            # Before the fields: those of another format may be others.
             if type(version) is not int or version != FORMAT:
                 raise ArtifactError(
                     f"{where} has format {shown(version)} and fxpipe {__version__} reads format {FORMAT}. "

@@ -31,6 +31,7 @@ class KeptSlot:
         thing: Any = self.module.__dict__
         for key in self.keys:
             try:
+                # What led there may have been replaced, or may have become shorter.
                 thing = _entries(thing)[key]
             except (LookupError, TypeError):
                 return None
@@ -50,6 +51,7 @@ def kept_slots(model: nn.Module) -> dict[str, KeptSlot]:
         attributes = ((key, x) for key, x in vars(module).items() if key not in _OWN)
         for keys in (keys for key, x in attributes for keys in _keys(x, (key,), seen)):
             name = ".".join([path, *map(str, keys)] if path else map(str, keys))
+            # An attribute can be called like a path: ``a.b`` of the model, ``b`` of ``a``.
             while name in used:
                 name += "_"
             used.add(name)
@@ -65,8 +67,7 @@ def kept_tensors(model: nn.Module, names: Collection[str]) -> dict[str, torch.Te
 
 
 def own_of_each_replica(name: str) -> str:
-    """The reason that a tensor which a step changes, and which is in no state dict, is not for several
-    replicas."""
+    """The reason against several replicas where a step changes a tensor that is in no state dict."""
     return (
         f"The step changes {name}, which is in no state dict of the model: each replica would go on with its "
         "own, as it depends on the rows that it was given. Train it with one replica, or register it as a "
@@ -85,9 +86,11 @@ def _keys(thing: Any, above: tuple[Any, ...], seen: set[int]) -> Iterator[tuple[
     if isinstance(thing, torch.Tensor):
         yield above
     elif isinstance(entries, (dict, list, tuple, deque)) and id(thing) not in seen:
+        # A tuple cannot contain itself, and equal ones are often one object.
         if not isinstance(thing, tuple):
             seen.add(id(thing))
         for key, x in entries.items() if isinstance(entries, dict) else enumerate(entries):
+            # Others have no text that leads back to them.
             if isinstance(key, (str, int)):
                 yield from _keys(x, (*above, key), seen)
 
@@ -101,4 +104,5 @@ def _with(thing: Any, keys: tuple[Any, ...], tensor: torch.Tensor) -> Any:
         _entries(thing)[keys[0]] = new
         return thing
     items = [*thing[: keys[0]], new, *thing[keys[0] + 1 :]]
+    # A named tuple takes its fields one by one.
     return type(thing)._make(items) if hasattr(thing, "_make") else type(thing)(items)

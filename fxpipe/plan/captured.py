@@ -89,6 +89,7 @@ def _check(step: CapturedStep) -> None:
     count = len(step.inputs)
     for number, op in enumerate(step.ops):
         for index in values_in([*op.args, *op.kwargs.values()]):
+            # Untrusted: the certificate looks values up by these numbers.
             if not isinstance(index, int) or not 0 <= index < count:
                 raise Mismatch(f"uses the value {index!r}, which does not come before it", f"ops[{number}]")
         count += 1

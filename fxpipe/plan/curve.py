@@ -35,6 +35,7 @@ class Curve:
         seconds, slope = self.points[0][1], 0.0
         for (start, least), (end, most) in pairwise(self.points):
             steeper = (most - least) / (end - start)
+            # A sum of ramps instead of cases, so that it is an expression of sympy's as well.
             seconds = seconds + (steeper - slope) * largest(0, size - start)
             slope = steeper
         return seconds

@@ -19,6 +19,7 @@ _SUPPORTED = ("Shard", "Replicate")
 
 
 def is_dtensor_type(kind: type) -> bool:
+    # Not imported: without it no tensor is a DTensor, and it takes long to load.
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and issubclass(kind, module.DTensor)
 
@@ -92,5 +93,6 @@ def lane_plan(model: nn.Module, number: int) -> LanePlan:
                     f"{name!r} of shape {tuple(tensor.shape)} is {placement}, and {length} cannot be shared "
                     f"evenly by {number} lanes. Pad it to a multiple of {number}, or use other lanes."
                 )
+            # Shard(-1) is the last dimension.
             shards[name] = placement.dim % tensor.dim()
     return LanePlan(number, shards)

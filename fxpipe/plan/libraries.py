@@ -34,8 +34,7 @@ def imported(libraries: Mapping[str, str]) -> set[str]:
 
 
 def not_imported(libraries: Mapping[str, str]) -> list[str]:
-    """A message for each op that no program can import: which one, and what has to be done to run it
-    elsewhere."""
+    """A message for each op that no program can import: which one, and what to do to run it elsewhere."""
     return [
         f"torch.ops.{op}, which {_registrar(module)} registers: {_REMEDY}"
         for op, module in libraries.items()
@@ -51,6 +50,7 @@ def check_libraries(libraries: Mapping[str, str], where: str) -> None:
     """
     for op, module in libraries.items():
         package = "" if module == SCRIPT else module.partition(".")[0]
+        # Only looked for: to import it here would run its code before the user has asked for a step.
         if not _is_registered(op) and not (package and find_spec(package)):
             remedy = f"there is no {package!r} here: pip install {package}" if package else _REMEDY
             raise ArtifactError(
@@ -66,6 +66,7 @@ def import_libraries(libraries: Mapping[str, str], where: str) -> None:
         if _is_registered(op):
             continue
         text = f"{where} calls torch.ops.{op}"
+        # A folder beside the script could have any name that a plan gives.
         if module.partition(".")[0] not in packages_distributions():
             raise ArtifactError(
                 f"{text}, which {module} registers, and that belongs to no installed package: import it "

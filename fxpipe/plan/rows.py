@@ -24,6 +24,7 @@ class ShardName(str):
 
     def __new__(cls, name: str) -> ShardName:
         shard, match = super().__new__(cls, name), _OF_ROWS.fullmatch(name)
+        # No number of rows is needed to name all of them.
         shard.tensor, shard.begin, shard.end = name, 0, sys.maxsize
         if match:
             shard.tensor, shard.begin, shard.end = match[1], int(match[2]), int(match[3])

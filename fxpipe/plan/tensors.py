@@ -47,6 +47,7 @@ def storage_bytes(tensor: torch.Tensor) -> int:
     """The bytes that the elements of a tensor span in memory (an expanded dimension adds none)."""
     if tensor.is_contiguous():  # the usual case, and frequent
         return tensor.numel() * tensor.element_size()
+    # Strides of no elements span nothing.
     if tensor.numel() == 0:
         return 0
     span = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
@@ -61,6 +62,7 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 def is_packed(shape: Sequence[int], strides: Sequence[int]) -> bool:
     """Whether elements with these strides have no holes between them and no overlap."""
+    # From the narrowest stride on, each is as wide as all before it together.
     dims = sorted((s, n) for s, n in zip(strides, shape, strict=True) if n > 1)
     sizes = [n for _, n in dims]
     return all(s == math.prod(sizes[:i]) for i, (s, _) in enumerate(dims))
@@ -70,10 +72,13 @@ def share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether an element of one tensor is one of the other, too; of other sizes, whether it may be."""
     begin, size = min(a.data_ptr(), b.data_ptr()), a.element_size()
     ends = [x.data_ptr() + storage_bytes(x) for x in (a, b)]
+    # Blocks that do not meet share nothing, and meta tensors have no memory.
     if a.is_meta or a.device != b.device or max(a.data_ptr(), b.data_ptr()) >= min(ends):
         return False
+    # Elements that lie across each other cannot be marked one by one.
     if b.element_size() != size or (a.data_ptr() - b.data_ptr()) % size:
         return True
+    # A mark for each element of both blocks: strides may interleave without a common element.
     memory = torch.zeros((max(ends) - begin) // size, dtype=torch.bool, device="cpu")
     first, second = (memory.as_strided(x.shape, x.stride(), (x.data_ptr() - begin) // size) for x in (a, b))
     first.fill_(True)
@@ -97,6 +102,7 @@ def sum_over_ranks(*parts: torch.Tensor) -> torch.Tensor:
     In a graph it is no op of a section: the section that uses it gets the sum as an input, and the other
     sections give the parts.
     """
+    # A copy, as the part itself may be sent, or saved.
     total = parts[0].to(accum_dtype(parts[0].dtype), copy=True)
     for part in parts[1:]:
         total.add_(part)

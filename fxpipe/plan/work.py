@@ -52,6 +52,7 @@ Length = Annotated[int, between(1, MOST_LENGTH)]
 def value_at(terms: Terms, lengths: Sequence[Any]) -> Any:
     """The polynomial's value for lengths that are fractions or symbols; exact."""
     values = (n * prod(x**k for x, k in zip(lengths, powers, strict=True)) / d for n, d, *powers in terms)
+    # Of the type of the lengths, also where there is no term.
     return sum(values, start=0 * lengths[0])
 
 
@@ -119,6 +120,7 @@ def op_seconds(
     view without a curve takes no time, any other op that of the roofline.
     """
     rate, memory, launch = roofline
+    # Ops that compute have a curve for each arithmetic, by FLOPs.
     if (curve := curves.get(f"{kind} {arithmetic}")) is not None:
         return largest(curve.seconds(flops, largest), bytes / memory)
     if (curve := curves.get(kind)) is not None:
@@ -194,6 +196,7 @@ class PlanWork:
             times = {
                 phase: getattr(cost, phase) * (getattr(after, phase) / getattr(before, phase))
                 for phase in PHASE_FIELDS
+                # A phase without ops takes no time at any size.
                 if getattr(before, phase)
             }
             stages.append(replace(cost, **times, **_held(work, new)))
@@ -201,6 +204,7 @@ class PlanWork:
 
     def _edges(self, costs: Costs, lengths: Sequence[Fraction]) -> tuple[Edge, ...]:
         edges = []
+        # By the slower of both ends, as a message needs both.
         for edge, terms in zip(costs.edges, self.edges, strict=True):
             moved = float(value_at(terms, lengths))
             ends = [self.rates_of(end.stage).with_message(edge, moved) for end in (edge.source, edge.target)]
@@ -216,6 +220,7 @@ class PlanWork:
         none, work, rates = 0 * lengths[0], self.stages[stage], self.rates_of(stage)
 
         def seconds(ops: tuple[Work, ...]) -> Any:
+            # A phase without ops is no section.
             overhead = rates.stage_overhead if ops else 0
             times = (op.count * op.seconds(lengths, rates, largest) for op in ops)
             return sum(times, start=none + overhead)

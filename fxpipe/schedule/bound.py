@@ -39,12 +39,10 @@ def lower_bound(costs: Costs, placement: tuple[int, ...], microbatches: int) -> 
     sections_of: dict[int, list[int]] = {}
     for section in range(len(lasts)):
         sections_of.setdefault(placement[section // SECTIONS_PER_STAGE], []).append(section)
-    for sections in sections_of.values():
-        work = microbatches * sum(lasts[i] for i in sections)
+    for mine in sections_of.values():
+        work = microbatches * sum(lasts[i] for i in mine)
         bounds.append(
-            min(head[i] for i in sections)
-            + work
-            + min(tail[i] for i in sections if i % SECTIONS_PER_STAGE == _W)
+            min(head[i] for i in mine) + work + min(tail[i] for i in mine if i % SECTIONS_PER_STAGE == _W)
         )
     return max(bounds)
 

@@ -87,10 +87,7 @@ def needs(costs: Costs, placement: tuple[int, ...]) -> dict[OpKind, tuple[Needs,
     }
 
 
-def _needs_of(incoming: list[dict[int, float]], members: tuple[int, ...]) -> Needs:
+def _needs_of(incoming: list[dict[int, float]], run: tuple[int, ...]) -> Needs:
     return tuple(
-        (source, delay)
-        for section in members
-        for source, delay in incoming[section].items()
-        if source not in members
+        (source, delay) for section in run for source, delay in incoming[section].items() if source not in run
     )

@@ -155,10 +155,8 @@ def _ways_to_hold(cost: StageCost, room: float, microbatches: int) -> list[tuple
     most = _fit(room, saved, microbatches)
     if most >= microbatches and _fit(room, for_weight, microbatches) >= microbatches:
         return None
-    alone = (
-        range(most + 1) if for_weight else range(max(0, most), most + 1)
-    )  # without W, the most is the weakest
-    numbers = [(x, _fit(room - x * saved, for_weight, microbatches)) for x in alone]
+    least = 0 if for_weight else max(0, most)  # without W, the most is the weakest
+    numbers = [(x, _fit(room - x * saved, for_weight, microbatches)) for x in range(least, most + 1)]
     return [(1 + x, 1 + x + y) for x, y in numbers]
 
 

@@ -117,10 +117,8 @@ class Problem:
     @property
     def work(self) -> float:
         """Seconds of the busiest rank, with its update if the objective has that."""
-        arrays = self.arrays
-        return max(
-            self.microbatches * arrays.work(rank) + update for rank, update in enumerate(arrays.update)
-        )
+        arrays, m = self.arrays, self.microbatches
+        return max(m * arrays.work(rank) + update for rank, update in enumerate(arrays.update))
 
     @cached_property
     def bound(self) -> float:

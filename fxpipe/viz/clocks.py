@@ -24,9 +24,9 @@ def aligned(timeline: Timeline, spans: Sequence[Sequence[Span]]) -> tuple[tuple[
     """
     bounds = _bounds(timeline, spans)
     shifts = [0.0] * len(spans) if all(b <= 0 for b in bounds.values()) else _middles(len(spans), bounds)
-    moved = [[Span(op, s + by, e + by) for op, s, e in own] for own, by in zip(spans, shifts, strict=True)]
-    begin = min((rank_spans[0].start for rank_spans in moved if rank_spans), default=0.0)
-    return tuple(tuple(Span(op, s - begin, e - begin) for op, s, e in rank_spans) for rank_spans in moved)
+    moved = [[Span(op, s + by, e + by) for op, s, e in row] for row, by in zip(spans, shifts, strict=True)]
+    begin = min((row[0].start for row in moved if row), default=0.0)
+    return tuple(tuple(Span(op, s - begin, e - begin) for op, s, e in row) for row in moved)
 
 
 def _bounds(timeline: Timeline, spans: Sequence[Sequence[Span]]) -> dict[tuple[int, int], float]:
@@ -34,11 +34,13 @@ def _bounds(timeline: Timeline, spans: Sequence[Sequence[Span]]) -> dict[tuple[i
     table = needs(timeline.costs, timeline.schedule.placement)
     ran = runs(spans)
     bounds: dict[tuple[int, int], float] = {}
-    for rank, rank_spans in enumerate(spans):
-        for op, start, _ in rank_spans:
+    for rank, row in enumerate(spans):
+        for op, start, _ in row:
             for section, _ in table[op.kind][op.stage]:
                 home, _, giver = ran[section, op.microbatch]
                 if home != rank:
+                    # Not from its end: how long the message was on its way is not known, and less than
+                    # nothing it was not.
                     least = giver.start - start
                     bounds[home, rank] = max(bounds.get((home, rank), -inf), least)
     return bounds
@@ -47,6 +49,7 @@ def _bounds(timeline: Timeline, spans: Sequence[Sequence[Span]]) -> dict[tuple[i
 def _middles(ranks: int, bounds: dict[tuple[int, int], float]) -> list[float]:
     """Per rank the middle between the earliest and the latest clock; rank 0 keeps its own."""
     earliest = _longest(ranks, bounds)
+    # Backwards, the same bounds say how late a clock may be at most.
     latest = _longest(ranks, {(b, a): bound for (a, b), bound in bounds.items()})
     return [
         0.0 if -inf in (low, high) else (low - high) / 2 for low, high in zip(earliest, latest, strict=True)
@@ -58,6 +61,7 @@ def _longest(ranks: int, bounds: dict[tuple[int, int], float]) -> list[float]:
     longest = [0.0, *[-inf] * (ranks - 1)]
     for _ in range(ranks):
         for (a, b), bound in bounds.items():
+            # Rank 0 keeps its clock.
             if b:
                 longest[b] = max(longest[b], longest[a] + bound)
     return longest

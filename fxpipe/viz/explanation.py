@@ -39,6 +39,7 @@ def explain(plan: Plan, console: Console) -> None:
         console.print(terminal(_rewritten(rewrite)), soft_wrap=True)
     if plan.replicas > 1:
         console.print(terminal(_exchanged(plan)), soft_wrap=True)
+    # Simulated again: a plan has the costs and the order, and no times of ops.
     timeline = simulate(plan.ordered, plan.costs)
     limits = plan.limits if len(plan.limits) == plan.ranks else None
     bounds, gains = gap_texts(timeline, limits, units_of(plan.memory_limit))
@@ -81,9 +82,9 @@ def _rewritten(rewrite: Rewrite) -> str:
 
 
 def _left_out(plan: Plan) -> Iterator[str]:
-    """The reasons that candidates were left out: of those that do not fit in one line, with what the nearest
-    need."""
+    """The reasons that candidates were left out; of those that do not fit, the nearest in one line."""
     left = [candidate for candidate in plan.tried if candidate.why]
+    # By what they need: the nearest to the limit is the one to make room for.
     unfit = sorted((c.peak_memory, _name(c)) for c in left if c.peak_memory is not None)
     if unfit:
         memory = units_of(plan.memory_limit).memory
@@ -101,6 +102,7 @@ def _reason(plan: Plan) -> str:
     what = f"{plan.model} on {size}: {plan.schedule}"
     if not plan.tried:
         return f"{what}, as it was asked for; a step is simulated to take {step}{_moved(plan)}."
+    # The plan has them in the order in which they were tried.
     best, *others = _sorted(plan.tried)
     if plan.validation == "post" and best.compared is not None:
         step = f"{seconds_text(best.compared)}, one of many,"
@@ -225,6 +227,7 @@ def mesh_table(
     for column in table.columns[3:]:
         column.justify = "right"
         column.no_wrap = True
+    # One that was left out stands at what it takes at least, behind a mesh that takes as long.
     for one in sorted(tried, key=lambda one: (one.seconds or one.bound or inf, one.seconds is None)):
         mesh, least = one.mesh, "" if one.seconds is not None else "≥ "
         seconds, memory = one.bound if one.seconds is None else one.seconds, one.memory

@@ -36,6 +36,7 @@ class FrontierPoint:
 def frontier(points: Sequence[FrontierPoint]) -> tuple[FrontierPoint, ...]:
     """The Pareto frontier, sorted by memory: no other point is better in one and as good in the other."""
     best: list[FrontierPoint] = []
+    # In this order, a point is on the frontier if its bubble is the smallest so far.
     for point in sorted(points, key=lambda p: (p.memory, p.bubble)):
         equal = best and (point.memory, point.bubble) == (best[-1].memory, best[-1].bubble)
         if not best or point.bubble < best[-1].bubble or equal:
@@ -47,6 +48,7 @@ def frontier_svg(points: Sequence[FrontierPoint], title: str, bubble: str, units
     """The source of the picture.  bubble: the name of the bubble, for the axis."""
     most, worst = max(p.memory for p in points), max(p.bubble for p in points)
     across, up = ticks(most * 1.05 or 1.0, 10), ticks(worst * 1.1 or 1.0, 8)
+    # A little beyond the last point, and not zero where all points are.
     right, top = max(across[-1], most * 1.05) or 1.0, max(up[-1], worst * 1.1) or 1.0
     svg = ET.Element("svg", {"xmlns": "http://www.w3.org/2000/svg", **_box()})
     ET.SubElement(svg, "style").text = STYLE
@@ -80,11 +82,13 @@ def _dots(
 ) -> None:
     """The dots, those of the frontier on top, with labels to their right that do not overlap."""
     occupied = [(x - 4, x + 4, y + 4) for x, y, _ in places]  # left, right, baseline
+    # What is drawn later lies on top.
     for x, y, point in sorted(places, key=lambda place: (place[2] in best, place[1], place[0])):
         look = {"cx": f"{x:g}", "cy": f"{y:g}", "r": "4", "class": "on" if point in best else "dot"}
         figures = f"{point.name}: {units.memory(point.memory)}, bubble {bubble_text(point.bubble)}"
         ET.SubElement(ET.SubElement(svg, "circle", look), "title").text = printable(figures)
         left, right, base = x + 8, x + 8 + text_width(point.name, FONT), y - 3
+        # Down until it is free: the dots are above, so a line can lead there.
         while any(left < end and right > begin and abs(base - at) < LINE for begin, end, at in occupied):
             base += 1
         occupied.append((left, right, base))

@@ -82,8 +82,9 @@ def changes(timeline: Timeline) -> tuple[tuple[MemoryChange, ...], ...]:
     stages = timeline.costs.stages
     by_rank: list[list[MemoryChange]] = [[] for _ in timeline.spans]
     ran = runs(timeline.spans)
-    for rank, rank_spans in enumerate(timeline.spans):
-        for op, start, end in rank_spans:
+    # An op's memory begins or ends with it, as in ``Timeline.memory``.
+    for rank, row in enumerate(timeline.spans):
+        for op, start, end in row:
             cost, add = stages[op.stage], by_rank[rank].append
             for phase in PHASES[op.kind]:
                 match phase:
@@ -96,9 +97,7 @@ def changes(timeline: Timeline) -> tuple[tuple[MemoryChange, ...], ...]:
                         add(MemoryChange(end, MemoryKind.FOR_WEIGHT, op.stage, -cost.saved_for_weight))
         _add_transfers(timeline, rank, ran, by_rank[rank])
     _add_values(timeline, ran, by_rank)
-    return tuple(
-        tuple(sorted((c for c in rank_spans if c.bytes), key=lambda c: c.time)) for rank_spans in by_rank
-    )
+    return tuple(tuple(sorted((c for c in row if c.bytes), key=lambda c: c.time)) for row in by_rank)
 
 
 def _add_transfers(timeline: Timeline, rank: int, ran: Runs, rank_changes: list[MemoryChange]) -> None:
@@ -107,6 +106,7 @@ def _add_transfers(timeline: Timeline, rank: int, ran: Runs, rank_changes: list[
     carried = timeline.transfers[rank] if timeline.transfers else ()
     for transfer, _, end in carried:
         if transfer.direction is Direction.OUT:
+            # The memory is free when the rank has waited for the offload, not when that is over.
             over[transfer.end - 1] = max(over[transfer.end - 1], end, ends[transfer.end - 1])
     times = {
         (t.activation, t.direction): over[t.end - 1]
@@ -133,12 +133,14 @@ def _add_values(timeline: Timeline, ran: Runs, by_rank: list[list[MemoryChange]]
         for m in range(timeline.schedule.microbatches):
             sender, _, giver = ran[index(edge.source), m]
             rank, _, taker = ran[index(arrival(edge.target)), m]
+            # Nothing is sent, so the value is in memory from when it is made.
             if sender == rank:
                 kind, stage = MemoryKind.HANDED, edge.source.stage
                 since, until = giver.end, ran[index(edge.target), m][2].start
             else:
                 kind, stage = MemoryKind.RECEIVED, edge.target.stage
                 since, until = giver.end + timeline.costs.message_seconds(edge, placement), taker.start
+            # Of no time, it would only make a notch.
             if since < until:
                 by_rank[rank] += (
                     MemoryChange(since, kind, stage, edge.bytes),

@@ -48,12 +48,12 @@ def draw_seam(
     begin: float,
     units: Units,
 ) -> None:
-    """Draw the seam of two steps in the row of a rank, whose ops are ``bar`` pixels high.  begin: the time
-    where the picture begins."""
+    """Draw the seam in the row of a rank, whose ops are ``bar`` pixels high.  begin: that of the picture."""
     update, verdict = step.updates[rank], step.verdicts[rank]
     if update.end > update.start:
         tip = f"update from {units.time(update.start - begin)}, {units.time(update.end - update.start)}"
         x, end = _box(row, update, bar, "update", scale, tip)
+        # A letter that does not fit would cover the ops beside it.
         if end - x >= _LEAST:
             ET.SubElement(row, "text", {"x": f"{(x + end) / 2:.5g}", "y": "15", "class": "o"}).text = "O"
     if verdict is None:
@@ -61,6 +61,7 @@ def draw_seam(
     if verdict.end > verdict.start:
         tip = f"waits for the verdict from {units.time(verdict.start - begin)}"
         _box(row, verdict, bar, "wait", scale, f"{tip}, {units.time(verdict.end - verdict.start)}")
+    # The line stands also where no rank had to wait.
     x = scale(verdict.end)
     place = {"x1": f"{x:g}", "x2": f"{x:g}", "y1": f"{-_BEYOND}", "y2": f"{bar + _BEYOND}"}
     line = ET.SubElement(row, "line", place | {"class": "verdict"})

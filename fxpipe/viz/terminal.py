@@ -30,6 +30,7 @@ def timeline_text(timeline: Timeline, width: int, colored: bool) -> Text:
     with its letter: ``F0··F1··B0··``.
     """
     ranks = range(timeline.schedule.ranks)
+    # The first and the last ranks: those between look like their neighbors.
     shown = ranks if len(ranks) <= ROWS else [*ranks[: ROWS // 2], *ranks[-ROWS // 2 :]]
     label = len(str(ranks[-1])) + 1
     text = Text(no_wrap=True, overflow="crop")
@@ -57,6 +58,7 @@ def _blocks(timeline: Timeline, rank: int, width: int) -> Iterator[tuple[Op | No
     def ops() -> Iterator[Op | None]:
         position = 0
         for cell in range(width):
+            # By its middle, a cell belongs to one op; ops shorter than a cell may not show.
             time = begin + (cell + 0.5) / width * timeline.seconds
             while position < len(spans) and spans[position].end <= time:
                 position += 1
@@ -75,6 +77,7 @@ def _block(timeline: Timeline, op: Op | None, cells: int, colored: bool) -> tupl
     if not colored:
         text = f"{_letter(shown)}{number}"
         return (text if len(text) <= cells else _letter(shown)).ljust(cells, "·"), Style()
+    # By shade alone: the letters of two stages are the same.
     earlier = [s for s in range(op.stage) if schedule.placement[s] == schedule.placement[op.stage]]
     late = not schedule.is_vocabulary(op.stage) and any(not schedule.is_vocabulary(s) for s in earlier)
     shade = palette.tint(color(shown), 0.22 * (op.microbatch % 2) + 0.4 * late)

@@ -22,6 +22,5 @@ _OF_LETTER = {letter: ems for ems, letters in _EMS.items() for letter in letters
 
 
 def text_width(text: str, size: float) -> float:
-    """The width in DejaVu Sans, the widest of the fonts that stand in for Helvetica, rounded up; size: of the
-    font."""
+    """The width in DejaVu Sans, the widest font that stands in for Helvetica, rounded up."""
     return size * sum(_OF_LETTER.get(letter, 1.0) for letter in text)

@@ -64,6 +64,7 @@ def timeline_svg(shown: Timeline | Steps, title: str, units: Units = PHYSICAL) -
     timeline = steps[0].timeline
     ranks = timeline.schedule.ranks
     longest = len(steps) * max(map(len, timeline.spans), default=0)
+    # Wide enough for the numbers in the ops, up to what a browser still draws fast.
     pixels = min(max(NARROWEST, longest * OP_WIDTH), WIDEST)
     scale = _scale(steps, pixels)
     pitch = _pitch(timeline)
@@ -89,6 +90,7 @@ def timeline_svg(shown: Timeline | Steps, title: str, units: Units = PHYSICAL) -
 def _scale(steps: tuple[Step, ...], pixels: float) -> Scale:
     """The scale from the first start to the last end, over all ranks."""
     starts = [spans[0].start for spans in steps[0].timeline.spans if spans]
+    # Replicas may gather parameters before the first op.
     starts += [spans[0].start for spans in steps[0].timeline.exchanges if spans]
     start = min(starts, default=0.0)
     ends = [update.end for update in steps[-1].updates]
@@ -159,6 +161,7 @@ def _legend(timeline: Timeline, steps: Steps | None, width: float) -> list[_Key]
     x, line, placed = 12.0, 0, list[_Key]()
     for style, text in [*keys, ("", note)]:
         end = x + BOX * bool(style) + text_width(text, FONT)
+        # An entry that does not fit begins the next line.
         if placed and end > width - 12:
             x, end, line = 12.0, end - x + 12, line + 1
         placed.append(_Key(style, text, x, line))
@@ -208,6 +211,7 @@ def _op(row: ET.Element, span: Span, scale: Scale, look: str, chunks: int, units
     drawn = ET.SubElement(row, "rect", rect)
     start = units.time(span.start - scale.start)
     ET.SubElement(drawn, "title").text = f"{span.op} from {start}, {units.time(span.end - span.start)}"
+    # The longest text that fits; the tip has all of it.
     texts = (_number(span.op, chunks), f"{span.op.microbatch}")
     text = next((text for text in texts if len(text) * LETTER <= end - x - 1), "")
     if text:
@@ -240,6 +244,7 @@ def _number(op: Op, chunks: int) -> str:
 
 
 def _memory(row: ET.Element, timelines: list[Timeline], rank: int, scale: Scale, units: Units) -> None:
+    # One scale for all ranks, so that they compare.
     top, peak = max(timelines[0].peak_memory), timelines[0].peak_memory[rank]
     base = BAR + _links(timelines[0]) + 4 + MEMORY
 

@@ -93,6 +93,7 @@ def _step(
     for rank, rank_spans in enumerate(spans):
         free = begin
         for (op, start, end), wait in zip(rank_spans, causes[rank], strict=True):
+            # Shorter gaps are rounding, and would be most of the events.
             if _micro(start - free) > _LEAST:
                 name = _waiting(wait, spans)
                 yield _span(
@@ -126,6 +127,7 @@ def _flows(
     ran = runs(spans)
     values: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
     for value in graph.sent if graph is not None else ():
+        # Where the graph was saved, arrows tell the tensors that they carry.
         values[value.source, value.target].append(f"{value.name} {value.shape}")
     number = 0
     for edge in timeline.costs.edges:
@@ -154,6 +156,7 @@ def _message(edge: Edge, named: list[str]) -> dict[str, Any]:
 def _inside(span: Span, begin: float, last: bool) -> float:
     """A time within a span, near its end or its begin: a flow belongs to the span around its time."""
     start, end = _micro(span.start - begin), _micro(span.end - begin)
+    # A thousandth, so that it is inside after rounding, too.
     near = (end - start) / 1000
     return round(end - near if last else start + near, 3)
 
@@ -170,6 +173,7 @@ def _links(timeline: Timeline, begin: float) -> Iterator[Event]:
         }
         named["other replicas"] = [(f"{x}, stage {stage}", s, e) for x, stage, s, e in exchanges]
         for k, (kind, spans) in enumerate(named.items(), 1):
+            # Threads of ops come first, so each kind has its own block of numbers.
             thread = k * ranks + rank + 1
             if spans:
                 yield from _thread(PREDICTED, thread, f"rank {rank}, {kind}", rank)
@@ -188,6 +192,7 @@ def _memory(source: ReportSource, timeline: Timeline, begin: float) -> Iterator[
         at = {0.0: dict(levels)}
         for time, kind, _, size in rank_changes:
             levels[str(kind)] += size
+            # Of several changes at one moment the last level counts.
             at[_micro(time - begin)] = dict(levels)
         for time, sizes in at.items():
             args = {kind: round(size) for kind, size in sizes.items()}

@@ -86,6 +86,7 @@ def _waits(
             due[carried.transfer.end].append((carried.end, carried.transfer))
         rank_waits, free = [], beginning
         for position, (op, start, end) in enumerate(spans):
+            # Until something else proves to be later, the op begins when the one before it is over.
             wait = IdleWait(Cause.RANK, rank, position - 1, free, free)
             for section, delay in table[op.kind][op.stage]:
                 home, at, giver = origins[section, op.microbatch]
@@ -95,6 +96,7 @@ def _waits(
             for over, transfer in due.get(position, ()):
                 if over > wait.over:
                     wait = IdleWait(Cause.TRANSFER, rank, -1, over, over, transfer)
+            # Nothing else makes an op of the simulator wait.
             if with_delays and start > wait.over + _EPSILON * timeline.seconds:
                 wait = IdleWait(Cause.EXCHANGE, rank, -1, start, start)
             rank_waits.append(wait)
@@ -126,12 +128,15 @@ def passed(timeline: Timeline) -> tuple[dict[int, Passed], ...]:
         rank_passed: dict[int, Passed] = {}
         level, live, free = 0, 0.0, timeline.begin
         for position, (op, start, end) in enumerate(spans):
+            # What is left of each kind and stage stands behind this op.
             left[op.kind, op.stage].pop()
+            # The memory at the beginning of the gap.
             while level < len(levels) and levels[level][0] <= free:
                 live, level = levels[level][1], level + 1
             if start > free + _EPSILON * timeline.seconds:
                 heads = [positions[-1] for positions in left.values() if positions]
                 ready = min(((_ready(spans[p].op, table, origins), p) for p in heads), default=(inf, -1))
+                # Else nothing was ready before the op that ran.
                 if ready[0] < start:
                     other = spans[ready[1]].op
                     more = sum(at_start[s] for s in own_sections[other.kind][other.stage])

@@ -96,6 +96,7 @@ def leaves_out_columns(node: fx.Node, axis: int) -> bool:
     if node.target not in SLICES or entries(node, axis) == entries(node.args[0], axis):  # type: ignore[arg-type]
         return False
     at, args = SLICES[node.target], (*node.args, *[None] * 5)
+    # Padding can only stand for the last entries: the shards of the first ranks stay as they are.
     if (args[at] or 0) % node.meta["val"].dim() != axis or args[at + 1] or (args[at + 3] or 1) != 1:
         raise whole(node)
     return True
@@ -108,6 +109,7 @@ def is_of_batch(node: fx.Node) -> bool:
         each = todo.pop()
         if each.op == "placeholder" and each.meta["input"].kind not in (Kind.BATCH, Kind.CONSTANT):
             return False  # also the key of a random op
+        # Values have many users in common, and each is looked at once.
         todo += set(each.all_input_nodes) - seen
         seen.update(todo)
     return True
@@ -120,6 +122,7 @@ def is_total(node: fx.Node, axes: dict[fx.Node, int]) -> bool:
     scaled: fx.Node = node.args[0]  # type: ignore[assignment]
     if scaled not in axes:
         return False
+    # A sum without dimensions is over all of them.
     dims = [dim % scaled.meta["val"].dim() for dim in node.args[1]] if len(node.args) > 1 else [axes[scaled]]  # type: ignore
     return axes[scaled] in dims
 
@@ -150,6 +153,7 @@ def whole(node: fx.Node) -> VocabularyError:
 
 def _is_gradient_of_lookup(node: fx.Node, tables: set[fx.Node], size: int) -> bool:
     """Whether a node is the gradient of a lookup, which has a vocabulary dimension but no such input."""
+    # The number of rows, its third argument, tells it from the gradient of another table.
     if node.target is not aten.embedding_dense_backward.default or node.args[2] != size:
         return False
     users = [user for table in tables for user in table.users]
@@ -167,6 +171,7 @@ def _axis(node: fx.Node, axes: dict[fx.Node, int], size: int) -> int | None:
             return None
     elif node.target is aten.addmm.default:
         axis, summed = _product(axes.get(args[1]), axes.get(args[2]))
+        # A bias that is not split would be added by each rank to its own columns alone.
         if summed or args[0] not in axes:  # the added value is the bias of every entry
             axis = None
     elif node.target is aten.cat.default:
@@ -183,6 +188,7 @@ def _axis(node: fx.Node, axes: dict[fx.Node, int], size: int) -> int | None:
     else:
         axis = None
     if axis is None:
+        # An op that is not known may read the whole vocabulary, so it is refused, and not guessed at.
         raise whole(node)
     return axis
 
@@ -203,6 +209,7 @@ def _through_view(node: fx.Node, at: int) -> int:
     before: Sequence[int] = node.args[0].meta["val"].shape  # type: ignore[union-attr]
     after: Sequence[int] = node.meta["val"].shape
     for k, length in enumerate(after):
+        # As many elements before it: then it is the same dimension, whatever the others became.
         if length == before[at] and math.prod(after[:k]) == math.prod(before[:at]):
             return k
     raise whole(node)
@@ -225,6 +232,7 @@ def _through_select(node: fx.Node, at: int) -> int:
     dim: int = node.args[1] % node.args[0].meta["val"].dim()  # type: ignore
     if dim == at:
         raise whole(node)
+    # The dimension that is taken out moves those behind it forward.
     return at - (dim < at)
 
 
@@ -245,6 +253,7 @@ def _through_sum(node: fx.Node, at: int) -> int | None:
     if at in summed:
         return None
     keeps = len(node.args) > 2 and node.args[2]
+    # So do those that are summed.
     return at if keeps else at - sum(dim < at for dim in summed)
 
 
@@ -263,6 +272,7 @@ _MOVES: dict[Any, Callable[[fx.Node, int], int | None]] = {
 
 def _of_joined(node: fx.Node, axes: list[int | None]) -> int | None:
     along = (node.args[1] if len(node.args) > 1 else 0) % node.meta["val"].dim()
+    # Joined along the vocabulary, the columns of a rank would be no shard of the result.
     return axes[0] if len(set(axes)) == 1 and axes[0] != along else None
 
 
@@ -270,6 +280,7 @@ def _of_operands(node: fx.Node, axes: dict[fx.Node, int]) -> int | None:
     """The vocabulary dimension of broadcast operands, aligned at their last dimensions.  An operand without
     one must be uniform along it, or available on every rank."""
     places = {axes[n] - n.meta["val"].dim() for n in node.all_input_nodes if n in axes}
+    # Two operands with the vocabulary in different dimensions make a matrix of words by words.
     if len(places) != 1:
         return None
     (place,) = places
@@ -278,6 +289,7 @@ def _of_operands(node: fx.Node, axes: dict[fx.Node, int]) -> int | None:
         if n in axes or val.dim() < -place or val.shape[place] == 1:
             continue
         if is_uniform(n, place):
+            # Its part is the same value expanded to fewer columns.
             axes[n] = val.dim() + place
         elif n.op != "placeholder" and not is_of_batch(n):
             return None

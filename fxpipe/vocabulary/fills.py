@@ -28,6 +28,7 @@ def mask_filled_columns(graph: fx.Graph, lengths: set[int]) -> None:
             _mask(node, lengths, build)
         elif node.target is aten.copy.default:
             _clone(node, build)
+    # Else nothing was found, and the order of the nodes is as it was.
     if len(graph.nodes) > before:
         in_order(graph)
         drop_dead(graph)
@@ -39,12 +40,14 @@ def _mask(node: fx.Node, lengths: set[int], build: Builder) -> None:
     args: tuple[Any, ...] = (*node.args[2:], *[None] * 4)
     dim, first, last, step = args[:4]
     size: int = val.shape[dim or 0]
+    # Only a mask along the vocabulary has to be cut in shards.
     if filler is None or size not in lengths or (step or 1) != 1:
         return
     begin, end, _ = slice(first, last).indices(size)
     if node.target is aten.select_scatter.default:
         begin, end = first % size, first % size + 1
     build.origin = node.meta["origin"]
+    # By index and not as a constant: a constant of this length would be saved with the pipeline.
     index = build.call(aten.arange.default, size, device=val.device)
     mask = build.call(aten.ge.Scalar, index, begin)
     if end < size:

@@ -29,6 +29,8 @@ def pad(
     if not shorter:
         return axes, {}
     padding = _Padding(graph, axes, size, shorter)
+    # Dropping columns first, so that all values have the table's length, and shards of it have the same
+    # bounds.
     for node in [n for n, at in axes.items() if leaves_out_columns(n, at)]:
         padding.drop(node)
     for node in shorter.keys() & axes.keys():
@@ -69,6 +71,7 @@ class _Padding:
             place = axis - val.dim()
             for n in node.all_input_nodes:
                 other = n.meta["val"]
+                # A mask or weights of each word, which must be as long as the logits are now.
                 if n not in self.axes and other.dim() >= -place and other.shape[place] == val.shape[axis] > 1:
                     node.replace_input_with(n, self._operand(n, node, place))
         many = isinstance(val, list | tuple)
@@ -90,6 +93,7 @@ class _Padding:
         masked: dict[tuple[fx.Node, int], fx.Node] = {}
         for node, length in self._readers.items():
             logits = node_arg(node, 0)
+            # Several readers of the same columns share the mask.
             if (logits, length) not in masked:
                 masked[logits, length] = self._fill(logits, length, -torch.inf, node)
             node.replace_input_with(logits, masked[logits, length])
@@ -106,6 +110,7 @@ class _Padding:
         if length not in self._masks:
             index = self._build.call(aten.arange.default, self.size, device=val.device)
             self._masks[length] = self._build.call(aten.ge.Scalar, index, length)
+        # It is broadcast over the tokens.
         shape: list[Any] = [1] * (val.dim() - axis)
         shape[0] = self.size
         mask = self._build.call(aten.view.default, self._masks[length], shape)

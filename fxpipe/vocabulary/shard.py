@@ -55,6 +55,7 @@ class Shard:
         """The shard's rows of a table."""
         if node not in self._tables:
             name, val = node.meta["input"].name, node.meta["val"]
+            # Beside the whole table, which is dropped when nothing reads it any more.
             with self.graph.inserting_before(node):
                 new = self.graph.placeholder(f"{node.name}_{self.begin}_{self.end}")
             new.meta.update(node.meta, input=Input(Kind.PARAMETER, self.rows(name)))
@@ -72,6 +73,7 @@ class Shard:
                 self._locals[node] = make(node)
             else:
                 args, kwargs = self.arguments(node, self.size, self.local)
+                # A backward value made of the table alone is there from the start, so F can make it.
                 late = node.meta["origin"].backward and not self._is_of_table(node)
                 build = self.at(self.phase if late else Phase.F, node.meta["origin"])
                 self._locals[node] = build.copy(node, args, kwargs)
@@ -104,10 +106,12 @@ class Shard:
                 return local(n)
             if is_elementwise and self._is_mask(n, place):
                 return masked(self._part_of_mask(n, node, place), place)
+            # An op without inputs, such as an arange, costs less than a message.
             return n if n.all_input_nodes else self._computed_here(n)
 
         args, kwargs = list(fx.map_arg(node.args, part)), dict(fx.map_arg(node.kwargs, part))
         if node.target in _WITH_SIZES:
+            # These ops name the sizes of their result, which are those of all columns.
             changed = list(args[1])  # type: ignore[arg-type]
             changed[axis] = size
             args[1] = changed
@@ -125,6 +129,7 @@ class Shard:
     def _is_mask(self, n: fx.Node, place: int) -> bool:
         """Whether a value has an entry for each word, and all ranks have it or can compute it."""
         val = n.meta["val"]
+        # A size of one is broadcast: it is the same on all ranks.
         is_large = val.dim() >= -place and val.shape[place] == self.layers.size
         return is_large and (n.op == "placeholder" or is_of_batch(n))
 

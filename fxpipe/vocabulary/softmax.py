@@ -54,6 +54,7 @@ class Softmax:
                 aten.clamp_min.default, build.call(aten.amax.default, scores, [axis], True), least
             )
             each = build.call(aten.exp.default, build.call(aten.sub.Tensor, scores, top))
+            # The backward needs the exponentials again: they are saved, not recomputed.
             self.maxima[loss], self.exponentials[loss] = top, each
             results += [top, build.call(aten.sum.dim_IntList, each, [axis], True)]
         for pick in layers.label_gathers:
@@ -62,6 +63,7 @@ class Softmax:
             label = build.call(aten.unsqueeze.default, pick.args[1], axis)
             row, outside = self.shard.nearest_rows(label, build)
             entry = build.call(aten.gather.default, scores, axis, row)
+            # One rank has the label; the others add zero, so a sum over the ranks finds it.
             results.append(build.call(aten.masked_fill.Scalar, entry, outside, 0))
         for total in layers.vocab_sums:
             scores, axis = self.scores(node_arg(total, 0)), layers.axes[node_arg(total, 0)]
@@ -75,12 +77,14 @@ class Softmax:
             scores, axis = self.scores(logits), layers.axes[logits]
             build = self.shard.at(Phase.F, argmax.meta["origin"])
             row = build.call(aten.argmax.default, scores, axis, True)
+            # The index in the whole vocabulary.
             row = build.call(aten.add.Tensor, row, self.shard.begin)
             results += [
                 build.call(aten.amax.default, scores, [axis], True),
                 cast(build, row, scores.meta["val"].dtype),
             ]
         build = self.shard.at(Phase.F, layers.losses[0].meta["origin"])
+        # One tensor, and so one message at the barrier.
         return build.call(aten.cat.default, [build.call(aten.reshape.default, f, [-1]) for f in results])
 
     def combine(self, statistics: list[fx.Node]) -> None:
@@ -99,6 +103,7 @@ class Softmax:
         for loss in self.layers.losses:
             tops, sums = take(loss), take(loss)
             top = build.call(aten.amax.default, tops, [0])
+            # Each shard has subtracted its own maximum; this brings its sum to that of all.
             share = build.call(aten.exp.default, build.call(aten.sub.Tensor, tops, top))
             total = build.call(aten.sum.dim_IntList, build.call(aten.mul.Tensor, sums, share), [0])
             self.logsums[loss] = build.call(aten.add.Tensor, top, build.call(aten.log.default, total))
@@ -131,6 +136,7 @@ class Softmax:
         value itself where it is neither."""
         if node in self._others:
             return self._others[node]
+        # What comes before the losses is the model's own: each rank gets it as a message.
         if node.op != "call_function" or not (node in self._after or node.meta["origin"].backward):
             return node
         if node in self.layers.axes or node in self.layers.products:
@@ -138,6 +144,7 @@ class Softmax:
         if node.args and node.args[0] in self._entries:  # one of a pick's two results
             local = self._picked(node_arg(node, 0))[node.args[1]]  # type: ignore[index]
         else:
+            # Every rank computes it from the statistics of all, instead of waiting for one that does.
             args, kwargs = fx.map_arg((node.args, node.kwargs), self.local_copy)
             local = self.shard.at(Phase.B, node.meta["origin"]).copy(node, args, kwargs)
         self._others[node] = local
@@ -151,6 +158,7 @@ class Softmax:
         each = build.call(aten.squeeze.dim, self._entries[pick], self.layers.axes[logs])
         each = build.call(aten.neg.default, each)
         counts = build.call(aten.ne.Scalar, label, ignored)
+        # Not a product with zero: the entry of an ignored label may be infinite.
         each = build.call(aten.where.self, counts, each, build.call(aten.zeros_like.default, each))
         count = cast(build, build.call(aten.sum.default, counts), each.meta["val"].dtype)
         if reduction:
@@ -165,6 +173,7 @@ class Softmax:
             for user in list(node.users):
                 if user.op != "call_function" or user in self._after or "color" in user.meta:
                     continue
+                # Ops on values with a vocabulary dimension have copies on every rank.
                 if user not in self.layers.axes and not any(
                     n in self.layers.axes for n in user.all_input_nodes
                 ):

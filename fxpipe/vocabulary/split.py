@@ -49,8 +49,10 @@ def split_vocabulary(graph: fx.Graph, ranks: int, barriers: int) -> Vocabulary:
     parts = [
         _Part(Shard(graph, layers, bounds[r], bounds[r + 1], r, r - ranks), barriers) for r in range(ranks)
     ]
+    # Lookups first: what they give is what the other layers start from.
     for lookup in layers.lookups:
         _add_up(graph, lookup, [p.lookups.part(lookup) for p in parts], lookup.meta["origin"])
+    # Of all ranks before any combines them, as each of them needs all.
     statistics = [p.softmax.statistics() for p in parts]
     for p in parts:
         p.softmax.combine(statistics)
@@ -58,6 +60,7 @@ def split_vocabulary(graph: fx.Graph, ranks: int, barriers: int) -> Vocabulary:
         for p in parts:
             p.products.before(product)
     for product in layers.products:
+        # Only then: it takes the product out of the graph, which ``before`` of another one may read.
         _add_up(graph, product, [p.products.after(product) for p in parts], _before_projection(product))
     for total in layers.totals:
         _add_up(graph, total, [p.total(total) for p in parts], total.meta["origin"])
@@ -78,6 +81,7 @@ def shard_bounds(size: int, ranks: int) -> list[int]:
             "ranks. Compile without vocab_parallel, or with fewer ranks."
         )
     unit = _UNIT
+    # A unit more or less must be a small share of a rank's rows.
     while unit > 1 and unit * ranks > _EVEN * size:
         unit //= 2
     units = -(-size // unit)
@@ -93,6 +97,7 @@ class _Part:
         self.softmax = Softmax(shard)
         gradients = Gradients(shard, self.softmax)
         one = barriers == 1
+        # With one barrier the products come before it, unscaled; with two, they wait for the statistics.
         self.products: Products = OneBarrier(shard, self.softmax, gradients) if one else TwoBarriers(shard)
 
     def total(self, node: fx.Node) -> fx.Node:
@@ -147,6 +152,7 @@ def _set_outputs(graph: fx.Graph, layers: VocabularyLayers, parts: list[_Part]) 
         leaves = [leaf for summand in summands for leaf in _leaves(summand, layers)]
         for part in parts:
             part.shard.phase = Phase.W
+            # Each rank trains its own rows, as a parameter of its own.
             grads[part.shard.rows(name)] = tuple(part.shard.local(leaf) for leaf in leaves)
     set_outputs(
         graph,

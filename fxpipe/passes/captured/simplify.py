@@ -26,8 +26,7 @@ for _rule in RULES:
 
 
 def simplify(graphs: Sequence[fx.Graph]) -> None:
-    """Apply the rules until none applies.  graphs: a step and its traces at other sizes, whose nodes match in
-    order."""
+    """Apply the rules until none applies.  graphs: a step and its traces, whose nodes match in order."""
     labels = {node: k for graph in graphs for k, node in enumerate(graph.nodes)}
     changed = True
     while changed:

@@ -32,9 +32,8 @@ def tensors_for_numbers(graph: fx.Graph) -> None:
         if not isinstance(node.target, compat.OpOverload) or compat.takes_numbers(node.target):
             continue
         values: tuple[Any, ...] = node.args
-        for k, (value, parameter) in enumerate(
-            zip(values, compat.schema_of(node.target).arguments, strict=False)
-        ):
+        parameters = compat.schema_of(node.target).arguments
+        for k, (value, parameter) in enumerate(zip(values, parameters, strict=False)):
             if type(value) in _DTYPES and isinstance(parameter.type, torch.TensorType):
                 dtype, origin = _DTYPES[type(value)], node.meta["origin"]
                 val = torch.scalar_tensor(value, dtype=dtype)

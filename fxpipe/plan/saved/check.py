@@ -86,20 +86,20 @@ def _stages(plan: Plan) -> None:
 def _vocabulary(plan: Plan) -> None:
     vocabulary = plan.vocabulary
     most = 0 if vocabulary is None else 6 * 3 * len(plan.placement)  # each direction between any two phases
+    # Each is a communicator, which a loaded plan makes its ranks connect.
     between(0, most).check(plan.collectives, "collectives")
     if vocabulary is None:
         return
     for name in ("embedding_shards", "output_shards"):
         number = getattr(vocabulary, name)
         require(f"vocabulary.{name}", number, number in (0, plan.ranks), f"0 or {plan.ranks}, one a rank")
-    model_stages = plan.placement[
-        vocabulary.embedding_shards : len(plan.placement) - vocabulary.output_shards
-    ]
-    fits = bool(model_stages) and vocabulary.placement(model_stages) == plan.placement
+    model = plan.placement[vocabulary.embedding_shards : len(plan.placement) - vocabulary.output_shards]
+    fits = bool(model) and vocabulary.placement(model) == plan.placement
     require("placement", plan.placement, fits, "the ranks in order for the stages that vocabulary names")
 
 
 def _schedule(plan: Plan) -> None:
+    # Before the order, which is checked by them.
     check_costs(plan.costs, "costs.")
     try:
         check_whole(plan.ordered, plan.costs)
@@ -124,6 +124,7 @@ def _tensors(plan: Plan) -> None:
             IS_FLOATING.check(plan.layouts[name].dtype, f"layouts[{name!r}].dtype")
         for name in tensors.parameters:
             if name.is_part:
+                # ``a[00:4]`` would be a second name of the same rows.
                 written = ShardName.of_rows(name.tensor, name.begin, name.end)
                 require(f"{path}.parameters", name, written == name, f"written {written}")
                 tables.setdefault(name.tensor, set()).add(name)
@@ -222,6 +223,7 @@ def _work(plan: Plan) -> None:
         for k, term in enumerate(terms):
             require(f"work.{path}[{k}]", term, len(term) == numbers, f"of {numbers} numbers")
     try:
+        # By the same bounds as costs from a file, which a polynomial could leave.
         structure(unstructure(work.costs(plan.costs, {})), Costs, "costs")
     except Mismatch as error:
         raise Mismatch(f"does not give the costs of the example: {error}", "work") from error

@@ -47,8 +47,7 @@ _lock, _gone_through = Lock(), 0
 
 
 def compiled(function: Callable[..., Any]) -> Loop:
-    """Let numba compile a function that runs without the GIL.  The result is cached on disk if that can be
-    written to.
+    """Let numba compile a function, without the GIL and cached on disk, unless that cannot be written to.
 
     A function whose name begins with an underscore can be called by others only, which take its code in:
     annealing takes a twentieth less time so.  Without wrappers for Python the compilation takes four fifths.
@@ -65,13 +64,11 @@ def _compile_waiting() -> None:
     """Compile all functions that wait for it.  They call each other by names of their modules, which numba
     needs to stand for what it has compiled."""
     with _lock:
-        functions: dict[Any, Any] = {loop: _compiled(loop) for loop in _waiting}
-        for loop in functions:
+        done: dict[Any, Any] = {loop: _compiled(loop) for loop in _waiting}
+        for loop in done:
             names = loop.function.__globals__
-            names.update(
-                {name: functions[x] for name, x in names.items() if isinstance(x, Loop) and x in functions}
-            )
-        for loop, function in functions.items():
+            names.update({name: done[x] for name, x in names.items() if isinstance(x, Loop) and x in done})
+        for loop, function in done.items():
             loop.compiled = function
         _waiting.clear()
 

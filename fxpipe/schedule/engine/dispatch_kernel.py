@@ -108,7 +108,7 @@ def dispatch_ops(t, m, due, limits, lookahead, order):
     arrival = np.zeros(sections * m)
     following = np.zeros(sections, np.int64)  # the next microbatch of each
     live, free = np.zeros(ranks), np.zeros(ranks)
-    active = np.zeros(len(t.hold))  # between F and B, per stage
+    used = np.zeros(len(t.hold))  # between F and B, per stage
     filled = np.empty(ranks, np.int64)  # where each rank's next op goes
     for rank in range(ranks):
         filled[rank] = 3 * m * t.placed_at[rank]
@@ -144,9 +144,7 @@ def dispatch_ops(t, m, due, limits, lookahead, order):
                     # Its arrival is not known yet; ``lead`` bounds it from below.
                     coming[later], comes[later] = op, now + t.lead[section]
                     later += 1
-                elif kind == 0 and not _has_memory(
-                    t, rank, at, live[rank], active, limits[rank] * (1 + 1e-9)
-                ):
+                elif kind == 0 and not _has_memory(t, rank, at, live[rank], used, limits[rank] * (1 + 1e-9)):
                     continue
                 elif arrival[op] > now + epsilon:
                     # It is known to come: it may be worth to keep the rank free for it.
@@ -186,11 +184,11 @@ def dispatch_ops(t, m, due, limits, lookahead, order):
         end = free[rank] = now + t.seconds[section]
         if kind == 0:
             live[rank] += t.hold[stage]
-            active[stage] += t.hold[stage]
+            used[stage] += t.hold[stage]
         elif kind == 1:
             # From here on only what W reads is left.
             live[rank] -= t.hold[stage] - t.hold_for_w[stage]
-            active[stage] -= t.hold[stage]
+            used[stage] -= t.hold[stage]
         else:
             live[rank] -= t.hold_for_w[stage]
         wakes[rank] = end
@@ -209,20 +207,20 @@ def dispatch_ops(t, m, due, limits, lookahead, order):
 
 
 @compiled
-def _has_memory(t, rank, at, live, active, limit):
+def _has_memory(t, rank, at, live, used, limit):
     """Whether an F of the stage ``placed[at]`` may start: see :mod:`fxpipe.schedule.engine.dispatch`."""
     hold = t.hold[t.placed[at]]
-    # What is live includes what waits for W alone, which ``active`` does not.
+    # What is live includes what waits for W alone, which ``used`` does not.
     if live + hold > limit:
         return False
     reserved = hold
     for k in range(t.placed_at[rank], at + 1):
-        reserved += active[t.placed[k]]
+        reserved += used[t.placed[k]]
     for k in range(at + 1, t.placed_at[rank + 1]):
         most = t.hold[t.placed[k]]
         if reserved + most > limit:
             return False
         # Later stages must be able to finish a microbatch, else their B, which this F's B waits for, may
         # never come.
-        reserved += max(active[t.placed[k]], most)
+        reserved += max(used[t.placed[k]], most)
     return True

@@ -110,8 +110,7 @@ class _Model:
             for section in range(len(durations))
         ]
         self.owns = [
-            [section for stage in stages_here for section in sections_of(stage)]
-            for stages_here in stages_of(placement)
+            [section for stage in row for section in sections_of(stage)] for row in stages_of(placement)
         ]
         self._keep_order(waits)
 

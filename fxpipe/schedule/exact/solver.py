@@ -85,8 +85,7 @@ def unit_of(numbers: Iterable[float]) -> float:
 
 
 def rounded_down(number: float, unit: float) -> int:
-    """The number in whole units; one that is below a whole one by floating-point error alone counts as that
-    whole one."""
+    """The number in whole units; one below a whole one by floating-point error alone counts as that."""
     return math.floor(number / unit + 1e-6)
 
 

@@ -76,8 +76,7 @@ def one_f_one_b(problem: Problem) -> RankOps:
 
 
 def gis(problem: Problem) -> RankOps:
-    """GIS has a split backward; by default it takes the best group size from p/2 to p whose order fits
-    memory."""
+    """GIS has a split backward, by default in the best groups of p/2 to p whose order fits memory."""
     p = problem.ranks
     if problem.group is not None:
         least = ceil(p / 2)

@@ -95,21 +95,17 @@ class _Rank:
 def _shortened(ranks: Sequence[_Rank], placement: Sequence[int]) -> bool:
     """Shorten each warm-up before the first instruction that is against the rules; whether there is any."""
     early = {message for rank in ranks for message in rank.sent()}
-    computed = {section for rank in ranks for section in rank.made()}
+    done = {section for rank in ranks for section in rank.made()}
     # A receive of several messages is one operation: all of them are sent in a warm-up, or none.
     torn: defaultdict[int, set[Message]] = defaultdict(set)
     for rank in ranks:
         for i in rank.program:
-            if isinstance(i, PostRecv) and 0 < len(together := early.intersection(i.messages)) < len(
-                i.messages
-            ):
-                torn[channel_of(i.messages[0], placement)[0]] |= together
+            if isinstance(i, PostRecv) and 0 < len(part := early.intersection(i.messages)) < len(i.messages):
+                torn[channel_of(i.messages[0], placement)[0]] |= part
     able = {
         what
-        for joins in ranks[0].joins.values()
-        for what in takewhile(
-            lambda what: all((color, what[1]) in computed for color in what[0].sources), joins
-        )
+        for row in ranks[0].joins.values()
+        for what in takewhile(lambda what: all((color, what[1]) in done for color in what[0].sources), row)
     }
     ends = [_first_wrong(rank, early, able, torn[rank.number]) for rank in ranks]
     shorter = [rank.shorten(end) for rank, end in zip(ranks, ends, strict=True)]

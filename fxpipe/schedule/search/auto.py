@@ -90,11 +90,8 @@ def frontier(
         if isinstance(outcome, SearchResult):
             # Whatever limit it was found under: only its peak counts.
             fitting = [one for one in best if keeps(one.timeline, per_rank(limit, one.problem.ranks))]
-            choices.append(
-                replace(min((outcome, *fitting), key=lambda result: result.key), tried=outcome.tried)
-            )
-        else:
-            choices.append(outcome)
+            outcome = replace(min((outcome, *fitting), key=lambda result: result.key), tried=outcome.tried)
+        choices.append(outcome)
     return choices
 
 

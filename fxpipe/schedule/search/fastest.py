@@ -72,10 +72,8 @@ def fastest(
     def attempt(problems: Sequence[Problem]) -> None:
         for problem in (variant for base in problems for variant in _variants(schedule, base)):
             try:
-                candidate = (
-                    schedule if isinstance(schedule, Schedule) else schedule_of(schedule, problem, effort)
-                )
-                timeline = simulate(candidate, problem.costs)
+                made = schedule if isinstance(schedule, Schedule) else schedule_of(schedule, problem, effort)
+                timeline = simulate(made, problem.costs)
                 if problem.offload is not None:
                     timeline = with_offload(timeline, problem.offload, problem.limits, problem.text)
             except ScheduleError as error:

@@ -63,10 +63,7 @@ class Steps:
         bound on the period."""
         last = self.steps[-1]
         spans = zip(last.timeline.spans, last.updates, strict=True)
-        return max(
-            (rank_spans[-1].end - rank_spans[0].start if rank_spans else 0.0) + end - start
-            for rank_spans, (start, end) in spans
-        )
+        return max((row[-1].end - row[0].start if row else 0.0) + end - start for row, (start, end) in spans)
 
     def last(self, number: int) -> Steps:
         """The last steps alone."""
@@ -105,8 +102,7 @@ def simulate_steps(
         begins, full = (ready, validated) if validation == "post" else (validated, ())
         ends = tuple(begin + costs.update_seconds(rank, validation) for rank, begin in enumerate(begins))
         links = tuple(
-            carried[-1].end if carried else free
-            for carried, free in zip(run.carried, run.start.links, strict=True)
+            row[-1].end if row else free for row, free in zip(run.carried, run.start.links, strict=True)
         )
         records.append(Step(timeline, tuple(map(Interval, begins, ends)), _verdicts(run)))
         start = Start(ends, links, tuple(zip(lengths, full, strict=True)))

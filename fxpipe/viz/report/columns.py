@@ -36,6 +36,7 @@ def op_columns(spans: Sequence[Span], waits: Sequence[IdleWait], ticks: Ticks) -
     from_rank, from_position: of the op that gave the message which it waited for, as differences to its own.
     made: the ticks from the end of that op (or of the other cause) to the op's start.
     """
+    # As differences of whole numbers, which compress well.
     ends = [ticks(span.end) for span in spans]
     starts = [ticks(span.start) for span in spans]
     return {

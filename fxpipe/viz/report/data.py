@@ -52,6 +52,7 @@ def report_data(
     timeline = simulate(plan.ordered, plan.costs)
     updates = simulate_steps(plan.ordered, plan.costs, plan.validation, 1).steps[0].updates
     ends = (update.end - timeline.begin for update in updates if update.end > update.start)
+    # Both timelines in one scale, so that they can be laid one over the other.
     longest = max(timeline.seconds, _makespan(measured), *ends)
     ticks = Ticks(timeline.begin, longest)
     return {
@@ -79,7 +80,7 @@ def report_data(
 
 
 def _makespan(measured: Measured) -> float:
-    return max((rank_spans[-1].end for rank_spans in measured or () if rank_spans), default=0.0)
+    return max((row[-1].end for row in measured or () if row), default=0.0)
 
 
 def _head(plan: Plan, timeline: Timeline) -> dict[str, Any]:
@@ -118,17 +119,15 @@ def _head(plan: Plan, timeline: Timeline) -> dict[str, Any]:
 
 
 def _predicted(timeline: Timeline, ticks: Ticks) -> dict[str, Any]:
-    position = {span.op: at for rank_spans in timeline.spans for at, span in enumerate(rank_spans)}
+    position = {span.op: at for row in timeline.spans for at, span in enumerate(row)}
     placement, peaks = timeline.schedule.placement, timeline.peak_memory
     return {
         "ranks": [
             op_columns(spans, why, ticks) for spans, why in zip(timeline.spans, waits(timeline), strict=True)
         ],
-        "transfers": [transfer_rows(rank_spans, ticks) for rank_spans in timeline.transfers],
-        "exchanges": [exchange_rows(rank_spans, ticks) for rank_spans in timeline.exchanges],
-        "passed": [
-            passed_rows(rank_spans, peaks[rank], ticks) for rank, rank_spans in enumerate(passed(timeline))
-        ],
+        "transfers": [transfer_rows(row, ticks) for row in timeline.transfers],
+        "exchanges": [exchange_rows(row, ticks) for row in timeline.exchanges],
+        "passed": [passed_rows(row, peaks[rank], ticks) for rank, row in enumerate(passed(timeline))],
         "critical": [[placement[span.op.stage], position[span.op]] for span in timeline.critical_path],
         "seconds": timeline.seconds,
     }
@@ -137,11 +136,9 @@ def _predicted(timeline: Timeline, ticks: Ticks) -> dict[str, Any]:
 def _measured(timeline: Timeline, spans: Sequence[Sequence[Span]], longest: float) -> dict[str, Any]:
     ticks, why = Ticks(0.0, longest), measured_waits(timeline, spans)
     return {
-        "ranks": [
-            op_columns(rank_spans, causes, ticks) for rank_spans, causes in zip(spans, why, strict=True)
-        ],
+        "ranks": [op_columns(row, causes, ticks) for row, causes in zip(spans, why, strict=True)],
         "seconds": _makespan(spans),
-        "busy": [sum(span.end - span.start for span in rank_spans) for rank_spans in spans],
+        "busy": [sum(span.end - span.start for span in row) for row in spans],
     }
 
 
