@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from datetime import timedelta
@@ -82,7 +83,8 @@ def takes(
         wrapper = TextWrapper(110, break_on_hyphens=False, initial_indent=4 * " ", subsequent_indent=8 * " ")
         texts = [wrapper.fill(f"{name}: {text}") for name, text in DOCS.items()]
         if function.__doc__ is not None:
-            function.__doc__ = function.__doc__.replace("    options: below.", "\n".join(texts))
+            before, _, after = re.split(r"^    options: (.*)\n", function.__doc__, flags=re.MULTILINE)
+            function.__doc__ = "\n".join([before.rstrip(), *texts, after])
         return function
 
     return documented

@@ -6,11 +6,13 @@ import os
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import torch
 from rich.console import Console
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from fxpipe.api.arguments import Arguments, takes
 from fxpipe.api.like import check_like, ranks_like, settings_like
@@ -55,7 +57,7 @@ def compile(
         frees what it does not hold, until ``pipe.synchronize()``.  With DTensors, as torch's
         ``parallelize_module`` makes them, each rank has as many processes as their mesh (docs/lanes.md).
     example: one microbatch, a mapping of keyword arguments, or a tuple or list of arguments.
-    options: below.
+    options: those of ``fxpipe.api.arguments.Arguments``, in the table of docs/reference.md.
 
     Where the forward branches on other data, the example decides, and each microbatch is checked to decide
     alike, else RunError, which names the line.
@@ -80,14 +82,7 @@ def compile(
         ranks, replicas = ranks_like(like, ranks, replicas)
     pipeline_ranks, replicas = ranks_and_replicas(ranks, replicas, lanes)
     limit = as_timeout(arguments.timeout)
-    process = Process.join(device, limit) if under_torchrun() else None
-    if process is not None:
-        unknown = process.world_size // lanes, None
-        numbers = unknown if pipeline_ranks is None else (pipeline_ranks, replicas)
-        process = process.with_ranks(*numbers, lanes)
-        with process.agreed("use the mesh of its model"):
-            process.check_mesh(mesh)
-        process.backend(device)
+    process = _joined(device, limit, mesh, pipeline_ranks, replicas) if under_torchrun() else None
     with agreed(process, "compile"):
         world = None if process is None else process.world_size // lanes
         arguments = replace(arguments, ranks=pipeline_ranks, replicas=replicas)
@@ -131,31 +126,7 @@ def compile(
     if process is not None and request is not None:
         process = process.with_ranks(settings.mesh.ranks, settings.mesh.replicas, lanes)
 
-    known: list[list[Device]] = []
-    if process is not None and settings.costs == "analytic" and process.has_different_devices(device):
-        devices_of_all = described_everywhere(device, process.gather)
-        known = [[devices_of_all[k] for k in process.that_run(rank)] for rank in range(process.ranks)]
-
-    def compiled_here() -> tuple[Compiled, list[Artifact]]:
-        phases = Phases(f"fxpipe {type(model).__name__}")
-        compared = (None, ()) if choice is None else (choice.step, choice.tried)
-        training = compile_model(compilation, phases, known, *compared)
-        artifacts = [training.artifact]
-        if settings.evaluation:
-            artifacts.append(compile_evaluation(compilation, phases, training))
-        for artifact in artifacts if process is not None else ():
-            files.check_dtypes(artifact.constants)
-        return training, artifacts
-
-    compiled: Compiled | None = None
-    if process is None:
-        compiled, artifacts = compiled_here()
-    elif process.leads:
-        compiled, artifacts = parts.made_first(compiled_here, process)
-        parts.send_artifacts(artifacts, process)
-    else:
-        process.wait_for_first()
-        artifacts = parts.received_artifacts(process)
+    compiled, artifacts = _compiled(compilation, choice, process)
     artifact, *forward = artifacts
     if compiled is not None and artifact.plan.tried:
         _explain_on_terminal(artifact.plan)
@@ -180,6 +151,61 @@ def compile(
     if process is not None:
         pipe.share_model(model)
     return pipe
+
+
+def _joined(
+    device: torch.device,
+    limit: timedelta | None,
+    mesh: DeviceMesh | None,
+    ranks: int | None,
+    replicas: int | None,
+) -> Process:
+    """This process as one of all, with the lanes of its model's mesh."""
+    lanes = 1 if mesh is None else mesh.size()
+    process = Process.join(device, limit)
+    numbers = (process.world_size // lanes, None) if ranks is None else (ranks, replicas)
+    process = process.with_ranks(*numbers, lanes)
+    with process.agreed("use the mesh of its model"):
+        process.check_mesh(mesh)
+    process.backend(device)
+    return process
+
+
+def _compiled(
+    compilation: Compilation, choice: MeshChoice | None, process: Process | None
+) -> tuple[Compiled | None, list[Artifact]]:
+    """The artifact, and that of the evaluation if asked for, as rank 0 makes them for all; the compiled graph
+    is on rank 0 alone."""
+    known = _different_devices(compilation, process)
+
+    def made() -> tuple[Compiled, list[Artifact]]:
+        phases = Phases(f"fxpipe {type(compilation.model).__name__}")
+        compared = (None, ()) if choice is None else (choice.step, choice.tried)
+        training = compile_model(compilation, phases, known, *compared)
+        artifacts = [training.artifact]
+        if compilation.options.evaluation:
+            artifacts.append(compile_evaluation(compilation, phases, training))
+        for artifact in artifacts if process is not None else ():
+            files.check_dtypes(artifact.constants)
+        return training, artifacts
+
+    if process is None:
+        return made()
+    if not process.leads:
+        process.wait_for_first()
+        return None, parts.received_artifacts(process)
+    compiled, artifacts = parts.made_first(made, process)
+    parts.send_artifacts(artifacts, process)
+    return compiled, artifacts
+
+
+def _different_devices(compilation: Compilation, process: Process | None) -> list[list[Device]]:
+    """The devices of the processes of each rank, where costs are those of these devices and they differ."""
+    device, is_asked = compilation.device, compilation.options.costs == "analytic"
+    if process is None or not is_asked or not process.has_different_devices(device):
+        return []
+    devices = described_everywhere(device, process.gather)
+    return [[devices[k] for k in process.that_run(rank)] for rank in range(process.ranks)]
 
 
 _MESH = ("ranks", "replicas", "microbatches", "devices", "batch", "shard")

@@ -82,7 +82,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
 
 def _add_option(parser: argparse.ArgumentParser, name: str, **settings: Any) -> None:
     """An option of ``fxpipe.compile``; its help is the first sentence of its documentation there."""
-    text = DOCS[name].split(". ")[0].rstrip(".").replace("`", "").replace("%", "%%")
+    text = DOCS.get(name, name).split(". ")[0].rstrip(".").replace("`", "").replace("%", "%%")
     default = f" ({settings['default']})" if "default" in settings else ""
     flag = f"--{name.replace('_', '-')}"
     parser.add_argument(flag, help=f"{text[0].lower()}{text[1:]}{default}", **settings)
@@ -100,14 +100,14 @@ def _plan(options: argparse.Namespace) -> None:
     planned = planned_step(Compilation(model, example, loss_fn, settings, device), phase)
     step = planned.step
     sizes = [{}, *({name: length} for name, length in options.size)]
-    given = step.captured.graph, step.resized, example, options.device
-    found = []
-    for at, size in zip(throughputs(*given, sizes), sizes, strict=True):
+    captured = step.captured.graph, step.resized, example, options.device
+    compared = []
+    for at, size in zip(throughputs(*captured, sizes), sizes, strict=True):
         wanted = checked(settings, request.meshes(at.rows))
-        found.append((at, compare_meshes(planned, wanted, phase, size or None)))
+        compared.append((at, compare_meshes(planned, wanted, phase, size or None)))
     phase.finish("planned")
     if options.json:
-        print(json.dumps([_as_json(at, tried) for at, tried in found]))
+        print(json.dumps([_as_json(at, tried) for at, tried in compared]))
         return
     console = Console()
     devices, per_node = request.devices, settings.ranks_per_machine
@@ -119,14 +119,14 @@ def _plan(options: argparse.Namespace) -> None:
         ),
         soft_wrap=True,
     )
-    for at, tried in found:
-        if len(found) > 1:
+    for at, tried in compared:
+        if len(compared) > 1:
             console.print(terminal("\n" + ", ".join(f"{name} {n}" for name, n in at.lengths.items())))
         fits = any(one.seconds is not None for one in tried)
         console.print(mesh_table(tried, fastest_mesh(tried).mesh if fits else None, _columns(at)))
         for line in reasons(tried):
             console.print(terminal(line), soft_wrap=True, style="dim")
-    for _, tried in found:
+    for _, tried in compared:
         fastest_mesh(tried)
 
 
@@ -162,10 +162,10 @@ def _as_json(at: Throughput, tried: Sequence[TriedMesh]) -> dict[str, Any]:
 def _model(where: str) -> tuple[nn.Module, Any, Callable[..., Any] | None]:
     """What the function gives, on the meta device."""
     returns = "(model, example) or (model, example, loss_fn)."
-    found = called(where, returns, OptionError, {}, torch.device("meta"))
-    if not isinstance(found, tuple) or len(found) not in (2, 3) or not isinstance(found[0], nn.Module):
-        raise OptionError(f"{where} gives a {type(found).__name__}; it must give {returns}")
-    model, example, *loss_fn = found
+    made = called(where, returns, OptionError, {}, torch.device("meta"))
+    if not isinstance(made, tuple) or len(made) not in (2, 3) or not isinstance(made[0], nn.Module):
+        raise OptionError(f"{where} gives a {type(made).__name__}; it must give {returns}")
+    model, example, *loss_fn = made
     return model, example, loss_fn[0] if loss_fn else None
 
 
@@ -191,8 +191,8 @@ def _settings(options: argparse.Namespace, request: MeshRequest) -> Settings:
 def _by_hand(options: argparse.Namespace, shard: str | None) -> MeshRequest:
     """A mesh that leaves no choice."""
     replicas = options.replicas or 1
-    given = options.ranks * replicas, options.ranks, replicas, None, options.microbatches
-    return MeshRequest(*given, (shard or "",))  # type: ignore[arg-type]
+    numbers = options.ranks * replicas, options.ranks, replicas, None, options.microbatches
+    return MeshRequest(*numbers, (shard or "",))  # type: ignore[arg-type]
 
 
 def _batch(request: MeshRequest) -> str:

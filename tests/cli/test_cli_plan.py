@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from fxpipe.api.arguments import DOCS
 from fxpipe.cli import main
 from fxpipe.cost.known_devices import peak_rate
 
@@ -140,3 +141,12 @@ def test_samples_where_the_example_has_no_tokens(capsys):
 def test_refused(capsys, arguments, message):
     assert main([*GIVEN, *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_the_help_of_an_option_is_the_first_sentence_of_its_docs(capsys):
+    with pytest.raises(SystemExit):
+        main(["plan", "--help"])
+    printed = " ".join(capsys.readouterr().out.split())
+    for name in ("recompute", "replicas", "memory_limit", "schedule"):
+        sentence = DOCS[name].split(". ")[0].rstrip(".").replace("`", "")
+        assert f"{sentence[0].lower()}{sentence[1:]}" in printed.replace("- ", "-")
