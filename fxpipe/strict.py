@@ -63,7 +63,7 @@ def at_least(least: float) -> Fits:
 
 def entries(least: int, most: int) -> Fits:
     """For tuples and dicts."""
-    return Fits(lambda held: least <= len(held) <= most, f"of {least} to {most} entries")
+    return Fits(lambda collection: least <= len(collection) <= most, f"of {least} to {most} entries")
 
 
 NonNegative = Annotated[float, at_least(0)]
@@ -161,12 +161,12 @@ def unstructure(value: Any) -> Any:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    fields_by_key = dict(pairs)
+    if len(fields_by_key) < len(pairs):
         seen: set[str] = set()
         again = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
         raise Mismatch(f"has the key {shown(again)} twice in one object")
-    return found
+    return fields_by_key
 
 
 def _no_number(text: str) -> Any:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import argparse
 import shutil
 import subprocess
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from importlib.util import find_spec
 from math import isfinite
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 from fxpipe.errors import FxpipeError
 from fxpipe.schedule.units import parse_bytes
+
+_N = TypeVar("_N", int, float)
 
 
 class Parser(argparse.ArgumentParser):
@@ -21,32 +24,30 @@ class Parser(argparse.ArgumentParser):
         raise FxpipeError(f"{message}. See {self.prog} --help")
 
 
-def positive_int(text: str) -> int:
-    number = _number(text, int, "a whole number")
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} must be at least 1")
-    return int(number)
+def _number(
+    of: Callable[[str], _N], what: str, *bounds: tuple[Callable[[_N], bool], str]
+) -> Callable[[str], _N]:
+    """A type of arguments: numbers that keep all bounds, each with what it asks for."""
 
+    def number(text: str) -> _N:
+        try:
+            value = of(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not {what}") from None
+        for keeps, wanted in bounds:
+            if not keeps(value):
+                raise argparse.ArgumentTypeError(f"{text} must be {wanted}")
+        return value
 
-def whole_number(text: str) -> int:
-    number = _number(text, int, "a whole number")
-    if number < 0:
-        raise argparse.ArgumentTypeError(f"{text} must be at least 0")
-    return int(number)
-
-
-def positive(text: str) -> float:
-    number = non_negative(text)
-    if number == 0:
-        raise argparse.ArgumentTypeError(f"{text} must be above 0")
     return number
 
 
-def non_negative(text: str) -> float:
-    number = _number(text, float, "a number")
-    if not isfinite(number) or number < 0:
-        raise argparse.ArgumentTypeError(f"{text} must be finite and not negative")
-    return number
+_FINITE = (lambda value: isfinite(value) and value >= 0, "finite and not negative")
+positive_int = _number(int, "a whole number", (lambda value: value >= 1, "at least 1"))
+whole_number = _number(int, "a whole number", (lambda value: value >= 0, "at least 0"))
+non_negative = _number(float, "a number", _FINITE)
+positive = _number(float, "a number", _FINITE, (lambda value: value > 0, "above 0"))
+share = _number(float, "a number", _FINITE, (lambda value: value <= 1, "from 0 to 1"))
 
 
 class MemoryLimit(float):
@@ -117,19 +118,5 @@ def _sans_serif() -> str:
     if (match := shutil.which("fc-match")) is None:
         return "DejaVu Sans"
     asked = [match, "--format=%{family}", "sans-serif"]
-    found = subprocess.run(asked, capture_output=True, text=True, check=False).stdout
-    return found.split(",")[0] or "DejaVu Sans"
-
-
-def share(text: str) -> float:
-    number = non_negative(text)
-    if number > 1:
-        raise argparse.ArgumentTypeError(f"{text} must be from 0 to 1")
-    return number
-
-
-def _number(text: str, of: type[int] | type[float], what: str) -> float:
-    try:
-        return of(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not {what}") from None
+    family = subprocess.run(asked, capture_output=True, text=True, check=False).stdout
+    return family.split(",")[0] or "DejaVu Sans"

@@ -83,10 +83,10 @@ def _calibrate(options: argparse.Namespace) -> None:
     phase.expect(len(MOVING) + len(arithmetic) * len(COMPUTING) + 2 + (ranks > 1))
     process = Process.join(device) if ranks > 1 else None
     with busy_threads(options.busy):
-        found = _measured(device, arithmetic, phase, process)
+        calibrated = _measured(device, arithmetic, phase, process)
     phase.finish("measured")
     if options.name is not None:
-        found = replace(found, name=options.name)
+        calibrated = replace(calibrated, name=options.name)
     if process is None or process.leads:
         conditions = {
             "ranks": str(ranks),
@@ -95,9 +95,9 @@ def _calibrate(options: argparse.Namespace) -> None:
             "torch": torch.__version__,
         }
         with writing(options.file):
-            write_device(options.file, found, conditions)
+            write_device(options.file, calibrated, conditions)
         console = Console()
-        console.print(device_table(found))
+        console.print(device_table(calibrated))
         console.print(f"{options.file}", highlight=False, soft_wrap=True)
 
 
@@ -105,18 +105,18 @@ def _measured(
     device: torch.device, arithmetic: Sequence[str], phase: Phases, process: Process | None
 ) -> Device:
     base = described_here(device)
-    found = with_curves(replace(base, name=f"{base.name} (calibrated)"), device, arithmetic, phase)
+    measured = with_curves(replace(base, name=f"{base.name} (calibrated)"), device, arithmetic, phase)
     with phase("copies"):
         tier: Tier = "host" if is_accelerator(device) else "disk"
-        found = replace(found, offload_bandwidth=measured_bandwidth(tier, None, device))
+        measured = replace(measured, offload_bandwidth=measured_bandwidth(tier, None, device))
     if process is None:
-        return found
+        return measured
     with phase("messages"):
         rates = message_rates(process, device)
-    texts = process.gather(json.dumps(unstructure(found)).encode())
+    texts = process.gather(json.dumps(unstructure(measured)).encode())
     link = Interconnect(rates.bandwidth, rates.latency)
-    found = mean_of([structure(json.loads(text), Device) for text in texts])
-    return replace(found, intra=link, stage_overhead=rates.posting)
+    measured = mean_of([structure(json.loads(text), Device) for text in texts])
+    return replace(measured, intra=link, stage_overhead=rates.posting)
 
 
 def mean_of(devices: Sequence[Device]) -> Device:

@@ -31,6 +31,6 @@ def _check(options: argparse.Namespace) -> None:
 def _is_checked(directory: Path) -> bool:
     """Print the certificate of one directory of programs."""
     with working("check"):
-        found = check_saved(directory)
-    print("\n".join(printable(line) for line in [f"{directory}:", *str(found).splitlines()]))
-    return found.holds
+        certificate = check_saved(directory)
+    print("\n".join(printable(line) for line in [f"{directory}:", *str(certificate).splitlines()]))
+    return certificate.holds

@@ -45,9 +45,9 @@ INTERRUPTED = 130
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code; ``arguments`` default to ``sys.argv[1:]``."""
-    given = sys.argv[1:] if arguments is None else list(arguments)
-    chosen = next((argument for argument in given if not argument.startswith("-")), None)
-    if not given:
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    chosen = next((argument for argument in words if not argument.startswith("-")), None)
+    if not words:
         parser([]).print_help()
         return 0
     try:
@@ -61,9 +61,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise FxpipeError(
                 f"there is no command {chosen!r}.{suggested(chosen, SUBCOMMANDS)} Commands: {known}"
             )
-        if chosen is None and not {"-h", "--help", "--version"} & {*given}:
-            raise FxpipeError(f"fxpipe has no option {given[0]!r}. See fxpipe --help")
-        options, unknown = parser([] if chosen is None else [chosen]).parse_known_args(given)
+        if chosen is None and not {"-h", "--help", "--version"} & {*words}:
+            raise FxpipeError(f"fxpipe has no option {words[0]!r}. See fxpipe --help")
+        options, unknown = parser([] if chosen is None else [chosen]).parse_known_args(words)
         if unknown:
             raise FxpipeError(
                 f"fxpipe {chosen or ''} has no {unknown[0]!r}.{suggested(unknown[0], _flags(options))} "
@@ -100,7 +100,7 @@ def parser(complete: Sequence[str]) -> argparse.ArgumentParser:
     made.add_argument("--version", action="version", version=f"fxpipe {__version__}")
     commands = made.add_subparsers(metavar="command", required=True, parser_class=Parser)
     for name, (module, line) in SUBCOMMANDS.items():
-        own = commands.add_parser(name, help=line)
+        subparser = commands.add_parser(name, help=line)
         if name in complete:
-            import_module(module).add_to(own)
+            import_module(module).add_to(subparser)
     return made

@@ -67,10 +67,10 @@ def _compare(options: argparse.Namespace) -> None:
         options.stages_per_rank, options.placement, options.memory_limit, objective, options.effort
     )
     outcomes = dict(_outcomes(source, request, options.limits))
-    found = {name: outcome for name, outcome in outcomes.items() if isinstance(outcome, Timeline)}
+    timelines = {name: outcome for name, outcome in outcomes.items() if isinstance(outcome, Timeline)}
     points = [
         FrontierPoint(name, max(timeline.peak_memory), _bubble(timeline, shown))
-        for name, timeline in found.items()
+        for name, timeline in timelines.items()
     ]
     if not points:
         raise FxpipeError(f"no schedule is possible: {outcomes[AUTO]}")

@@ -49,7 +49,7 @@ def differences(first: Plan, second: Plan) -> Iterator[tuple[str, str, str]]:
     for kind, ours, theirs in (
         ("stage {}", _stages(first), _stages(second)),
         ("order of rank {}", *_orders(first, second)),
-        ("rank {} holds", _held(first), _held(second)),
+        ("rank {} holds", _tensors(first), _tensors(second)),
     ):
         if len(ours) != len(theirs):
             continue  # the number of ranks or stages is in the table
@@ -67,7 +67,7 @@ _NAMES = (
 
 
 def _facts(plan: Plan) -> tuple[str, ...]:
-    found = plan.prediction
+    prediction = plan.prediction
     return (
         plan.model,
         str(plan.ranks),
@@ -81,9 +81,9 @@ def _facts(plan: Plan) -> tuple[str, ...]:
         plan.shard or "nothing",
         plan.grad_dtype.removeprefix("torch.") or "the parameters' own dtype",
         plan.device or "unknown",
-        seconds_text(found.seconds),
-        bubble_text(found.span_bubble),
-        bytes_text(max(found.peak_memory)),
+        seconds_text(prediction.seconds),
+        bubble_text(prediction.span_bubble),
+        bytes_text(max(prediction.peak_memory)),
     )
 
 
@@ -95,11 +95,11 @@ def _stages(plan: Plan) -> list[str]:
     ]
 
 
-def _held(plan: Plan) -> list[str]:
+def _tensors(plan: Plan) -> list[str]:
     return [
-        f"{number_of(len(own.parameters), 'parameter')}, {number_of(len(own.buffers), 'buffer')}, "
-        f"{number_of(len(own.gradients), 'gradient')}"
-        for own in plan.tensors
+        f"{number_of(len(tensors.parameters), 'parameter')}, {number_of(len(tensors.buffers), 'buffer')}, "
+        f"{number_of(len(tensors.gradients), 'gradient')}"
+        for tensors in plan.tensors
     ]
 
 

@@ -35,7 +35,7 @@ def figures(
     (transfer, start, end).
     """
     schedule = timeline.schedule
-    found = {
+    printed = {
         "schedule": schedule.name,
         "ranks": schedule.ranks,
         "microbatches": schedule.microbatches,
@@ -58,14 +58,16 @@ def figures(
     }
     if moved is not None or any(timeline.transfers):
         counts = {} if moved is None else {"asked": moved.asked, "moved": moved.moved}
-        found["offload"] = {
+        printed["offload"] = {
             **counts,
             "link_busy": timeline.link_busy,
             "stalled": timeline.stalled,
-            "transfers": [[(str(t), start, end) for t, start, end in own] for own in timeline.transfers],
+            "transfers": [
+                [(str(t), start, end) for t, start, end in transfers] for transfers in timeline.transfers
+            ],
         }
     if best is not None:
-        found["exact"] = {
+        printed["exact"] = {
             "value": best.value,
             "bound": best.bound,
             "proven": best.proven,
@@ -74,7 +76,7 @@ def figures(
             "makespan_bubble": best.timeline.makespan_bubble,
             "peak_memory": best.timeline.peak_memory,
         }
-    return found
+    return printed
 
 
 def print_timeline(
@@ -117,7 +119,7 @@ def _moved(before: Timeline, moved: OffloadPlan, units: Units) -> str:
     if moved.moved < moved.asked:
         what += " (the others are needed too soon, or the links are busy)"
     busiest = max((max(pair) for pair in timeline.link_busy), default=0.0) / timeline.seconds
-    peaks = (units.memory(max(found.peak_memory)) for found in (before, timeline))
+    peaks = (units.memory(max(each.peak_memory)) for each in (before, timeline))
     stalled = units.time(max(timeline.stalled))
     return (
         f"{what}; peak memory {' -> '.join(peaks)}; the busiest link is busy {busiest:.0%} of the time; "
@@ -129,15 +131,15 @@ def _ranks(timeline: Timeline, units: Units) -> Table:
     table = Table("rank", "stages", "busy", "idle", "exposed communication", "peak memory")
     for column in table.columns[2:]:
         column.justify = "right"
-    owns = stages_of(timeline.schedule.placement)
-    for rank, own in enumerate(owns):
-        if ROWS // 2 <= rank < len(owns) - ROWS // 2:
+    by_rank = stages_of(timeline.schedule.placement)
+    for rank, stages in enumerate(by_rank):
+        if ROWS // 2 <= rank < len(by_rank) - ROWS // 2:
             if rank == ROWS // 2:
                 table.add_row("…")
             continue
         table.add_row(
             str(rank),
-            " ".join(map(str, own)),
+            " ".join(map(str, stages)),
             units.time(timeline.busy[rank]),
             units.time(timeline.idle[rank]),
             units.time(timeline.exposed_communication[rank]),

@@ -45,11 +45,11 @@ def plan_within(
     More memory never costs time.
     """
     results = frontier(_problems(AUTO, source, request), limits, effort=request.effort)
-    return [found if isinstance(found, ScheduleError) else found.timeline for found in results]
+    return [result if isinstance(result, ScheduleError) else result.timeline for result in results]
 
 
 def _problems(name: str, source: CostSource, request: ScheduleRequest) -> list[Problem]:
-    given = request.stages_per_rank or source.stages_per_rank
+    chunks = request.stages_per_rank or source.stages_per_rank
     return [
         Problem(
             source.ranks,
@@ -62,5 +62,5 @@ def _problems(name: str, source: CostSource, request: ScheduleRequest) -> list[P
             objective=request.objective,
             text=MemoryText(source.units),
         )
-        for stages, shape in stages_and_placements(name, given, request.placement)
+        for stages, shape in stages_and_placements(name, chunks, request.placement)
     ]

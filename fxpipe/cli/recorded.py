@@ -19,12 +19,12 @@ def recorded_costs(plan: Plan, spans: Sequence[RankSpans]) -> Costs:
     The time of a BW is divided between B and W as in the plan.
     Raises ArtifactError if the spans do not belong to this plan.
     """
-    taken: dict[tuple[int, OpKind], list[float]] = defaultdict(list)
-    for own in recorded_ops(plan, spans):
-        for op, start, end in own:
-            taken[op.stage, op.kind].append(end - start)
+    times_of: dict[tuple[int, OpKind], list[float]] = defaultdict(list)
+    for ops in recorded_ops(plan, spans):
+        for op, start, end in ops:
+            times_of[op.stage, op.kind].append(end - start)
     seconds = {}
-    for (stage, kind), times in taken.items():
+    for (stage, kind), times in times_of.items():
         for phase, share in _shares(kind, plan.costs.stages[stage]).items():
             seconds[Color(stage, phase)] = share * statistics.median(times)
     return with_seconds(plan.costs, seconds)

@@ -111,7 +111,7 @@ def _timeline(options: argparse.Namespace) -> tuple[CostSource, Timeline]:
         options.ranks = options.ranks or written.ranks
         options.microbatches = options.microbatches or written.microbatches
     source = source_of(options)
-    written = written or (source.own if options.schedule is None else None)
+    written = written or (source.schedule if options.schedule is None else None)
     if written is not None:
         return source, _simulate_written(written, source, options)
     if options.schedule is None:

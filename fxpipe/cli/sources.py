@@ -34,7 +34,7 @@ EPILOG = (
 @dataclass(frozen=True)
 class CostSource:
     """``costs``: of so many stages a rank; ``stages_per_rank`` is set where there are only costs for that.
-    ``own``: the schedule that comes with the costs.  ``note``: where the costs come from.
+    ``schedule``: the one that comes with the costs.  ``note``: where the costs come from.
     ``vocabulary``: the stages beside the model's own that the costs are of as well."""
 
     note: str
@@ -43,7 +43,7 @@ class CostSource:
     costs: Callable[[int], Costs]
     units: Units
     stages_per_rank: int | None = None
-    own: Schedule | None = None
+    schedule: Schedule | None = None
     vocabulary: Vocabulary | None = None
 
 
@@ -182,9 +182,9 @@ def _from_file(options: argparse.Namespace) -> CostSource:
 def _from_directory(options: argparse.Namespace) -> CostSource:
     plan = read_plan(options.costs)
     ranks, microbatches = options.ranks or plan.ranks, options.microbatches or plan.step.microbatches
-    own = None
+    schedule = None
     if (ranks, microbatches) == (plan.ranks, plan.step.microbatches):
-        own = plan.ordered
+        schedule = plan.ordered
     spans = None if options.device is not None else read_spans(options.costs, plan.ranks)
     if spans is None:
         costs = costs_of(plan, device=options.device, ranks_per_machine=options.ranks_per_machine)
@@ -198,7 +198,7 @@ def _from_directory(options: argparse.Namespace) -> CostSource:
         raise FxpipeError(
             f"{options.costs} has vocabulary stages on {number_of(plan.ranks, 'rank')}: not for {ranks}"
         )
-    return _of_stages(options, note, ranks, microbatches, costs, PHYSICAL, own, plan.vocabulary)
+    return _of_stages(options, note, ranks, microbatches, costs, PHYSICAL, schedule, plan.vocabulary)
 
 
 def _on_machines(options: argparse.Namespace, costs: Costs) -> Costs:
@@ -224,7 +224,7 @@ def _of_stages(
     microbatches: int,
     costs: Costs,
     units: Units,
-    own: Schedule | None,
+    schedule: Schedule | None,
     vocabulary: Vocabulary | None,
 ) -> CostSource:
     beside = 0 if vocabulary is None else vocabulary.embedding_shards + vocabulary.output_shards
@@ -239,7 +239,7 @@ def _of_stages(
             f"{options.costs} has {number_of(len(costs.stages), 'stage')}: "
             f"{chunks} for each of {number_of(ranks, 'rank')}, not {options.stages_per_rank}"
         )
-    return CostSource(note, ranks, microbatches, lambda _: costs, units, chunks, own, vocabulary)
+    return CostSource(note, ranks, microbatches, lambda _: costs, units, chunks, schedule, vocabulary)
 
 
 def _require(options: argparse.Namespace, *names: str) -> None:

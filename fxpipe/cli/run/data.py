@@ -105,8 +105,8 @@ class LoaderData:
         if not isinstance(loader, Iterable) or isinstance(loader, (str, bytes, Mapping, torch.Tensor)):
             raise BatchError(f"{where} gives a {type(loader).__name__}; it must give an iterable of batches.")
         self._loader: Iterable[Any] = loader
-        given: Any = loader
-        self.state: dict[str, Stateful] = {"data": given} if isinstance(given, Stateful) else {}
+        batches: Any = loader
+        self.state: dict[str, Stateful] = {"data": batches} if isinstance(batches, Stateful) else {}
         self._where, self._next = where, 0
         self._batches: Iterator[Any] | None = None
 
@@ -131,7 +131,7 @@ class LoaderData:
 
 
 def data_from(
-    given: str,
+    where: str,
     spec: BatchSpec,
     microbatches: int,
     leaves: Iterable[str] | None = None,
@@ -139,9 +139,9 @@ def data_from(
     replicas: int = 1,
 ) -> Data:
     """The data of ``--data``: a file, or ``module:function``."""
-    if ":" in given and not Path(given).exists():
-        return LoaderData(given, replica, replicas)
-    return FileData(Path(given), spec, microbatches, leaves, replica, replicas)
+    if ":" in where and not Path(where).exists():
+        return LoaderData(where, replica, replicas)
+    return FileData(Path(where), spec, microbatches, leaves, replica, replicas)
 
 
 def _fixed_value(leaf: Leaf) -> Any:

@@ -37,25 +37,25 @@ def called(
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        own = import_module(module)
+        imported = import_module(module)
     except (ImportError, ValueError, TypeError) as cause:
         raise error(f"There is no function {where}: {cause}.") from cause
     except Exception as cause:  # the module may raise anything
         raise error(_failed(module, cause)) from cause
-    found = getattr(own, name, None)
-    if found is None:
-        raise error(f"There is no function {where}.{suggested(name, dir(own))}")
-    given = f"with the arguments {' and '.join(arguments)}" if arguments else "without arguments"
-    wanted = f"It must be a Python function, {given}, that returns {returns}"
-    if not callable(found) or inspect.isbuiltin(found):
-        raise error(f"{where} is {shown(found)}. {wanted}")
+    function = getattr(imported, name, None)
+    if function is None:
+        raise error(f"There is no function {where}.{suggested(name, dir(imported))}")
+    how = f"with the arguments {' and '.join(arguments)}" if arguments else "without arguments"
+    wanted = f"It must be a Python function, {how}, that returns {returns}"
+    if not callable(function) or inspect.isbuiltin(function):
+        raise error(f"{where} is {shown(function)}. {wanted}")
     try:
-        inspect.signature(found).bind(**arguments)
+        inspect.signature(function).bind(**arguments)
     except (TypeError, ValueError) as cause:
-        raise error(f"{where} cannot be called {given}: {cause}. {wanted}") from cause
+        raise error(f"{where} cannot be called {how}: {cause}. {wanted}") from cause
     try:
         with within or nullcontext():
-            return found(**arguments)
+            return function(**arguments)
     except FxpipeError:
         raise
     except Exception as cause:  # so may the function

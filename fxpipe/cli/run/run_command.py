@@ -139,11 +139,11 @@ def _check_processes(pipe: Pipeline, directory: Path) -> None:
         )
 
 
-def _data(given: str, pipe: Pipeline) -> Data:
+def _data(where: str, pipe: Pipeline) -> Data:
     """The data that this process needs for a pipeline."""
     step, leaves = pipe.artifact.plan.step, None if pipe.process is None else pipe.leaves()
     replicas = 1 if pipe.process is None else pipe.replicas
-    return data_from(given, step.batch, step.microbatches, leaves, pipe.replica, replicas)
+    return data_from(where, step.batch, step.microbatches, leaves, pipe.replica, replicas)
 
 
 def _log_to_stdout() -> None:
