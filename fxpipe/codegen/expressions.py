@@ -37,6 +37,8 @@ ARGUMENTS = {**CONTAINERS, Kind.KEY: "key"}
 #: The variables of keys of random ops: that of a microbatch, and that of a lane in it.
 KEYS = ("key", "lane_key")
 
+END = 2**63 - 1  # the end of a slice that has none
+
 #: Names that a program uses itself: imports, definitions, arguments and variables.
 _OWN = re.compile(
     r"rt|step|torch|lanes|keyed|expect|inductor|float|complex|MESSAGES|params|once|once_a_step|buffers|constants"
@@ -66,6 +68,7 @@ class Aliases:
     def __init__(self, sections: Iterable[Section]) -> None:
         self.ops: dict[str, str] = {}  # alias -> dotted name
         self.registrars: set[tuple[str, str]] = set()  # the namespace of a library's ops, and its module
+        self.uses_end = False
         self.uses_keyed = False
         self.uses_expect = False
         self.uses_within = False
@@ -179,6 +182,9 @@ class Scope:
                 return text_literal(value)
             case torch.device():  # of the rank, so without the index of the process that traced the model
                 return f'torch.device("{value.type}")'
+            case int() if value == END:
+                self.names.uses_end = True
+                return "END"
             case None | bool() | int() | complex() | torch.dtype() | torch.memory_format() | torch.layout():
                 return repr(value)
         raise TypeError(f"No source for an argument of type {type(value).__name__}: {value!r}")

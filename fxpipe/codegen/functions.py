@@ -18,7 +18,7 @@ from fxpipe.codegen.layers.saved_lists import Layout, Stack, Taken, layout, take
 from fxpipe.codegen.layers.straight_lines import call_lines, is_worth_compiling
 from fxpipe.codegen.nodes import node_lines, place, storages
 from fxpipe.codegen.signatures import LISTS, PHASE_NAMES, Signature
-from fxpipe.codegen.statements import Statement, body, unpacking
+from fxpipe.codegen.statements import Statement, body, emptying, unpacking
 from fxpipe.codegen.wrapping import wrapped
 from fxpipe.ir.graph import Section, offload, reload
 from fxpipe.ir.storage import call_nodes
@@ -134,8 +134,7 @@ class _Function:
             yield from self._sliced(name, singles, stacks)
         else:
             names = [*singles, *(self.lists.variable(stack, name) for stack in stacks)]
-            yield Statement(unpacking(names, name))
-            yield Statement(f"{name}.clear()")
+            yield from emptying(names, name)
         for stack in stacks:
             yield from self._leftover(stack, self.lists.variable(stack, name))
 

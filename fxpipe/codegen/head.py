@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from fxpipe.codegen.expressions import Aliases
+from fxpipe.codegen.expressions import END, Aliases
 from fxpipe.codegen.rank_plan import RankPlan
 from fxpipe.codegen.step.contents import contents
 from fxpipe.ir.names import docstring, text_literal
@@ -18,6 +18,7 @@ def head_source(plan: RankPlan, names: Aliases, ops: Sequence[str]) -> str:
     lines = [docstring([*plan.title, "", *contents(plan, ops), "", _NOTE]), ""]
     lines += ["import torch", *_imports(plan, names)]
     lines += ["", *(f"{alias} = {dotted}" for alias, dotted in sorted(names.ops.items()))]
+    lines += ["", f"END = {END}  # of a slice up to the end"] if names.uses_end else []
     return "\n".join([*lines, *_messages(plan)])
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
-from itertools import groupby
+from itertools import groupby, pairwise
 from pathlib import PurePath
 from typing import Any, NamedTuple
 
+import torch
 from torch import fx
 
 from fxpipe.codegen.comments import shape_of
@@ -16,9 +17,12 @@ from fxpipe.codegen.expressions import KEYS, Scope
 from fxpipe.codegen.layers.repeats import leaves
 from fxpipe.codegen.statements import Statement
 from fxpipe.codegen.wrapping import WIDTH
-from fxpipe.ir.graph import Origin, offload, reload
+from fxpipe.ir.graph import Origin, offload, read_buffer, reload
 from fxpipe.ir.names import comment
+from fxpipe.ir.ops import node_flops
 from fxpipe.ir.storage import is_view, written_arguments
+
+aten = torch.ops.aten
 
 
 def node_lines(
@@ -35,20 +39,21 @@ def node_lines(
     what to say of an op's shape behind it.
     """
     _find_inner(nodes, scope, kept)
+    _find_computed(nodes, scope, kept)
     written = [n for n in nodes if n not in scope.inner and _has_line(n)]
     before, heading = None, ""
-    for where, own in groupby(written, lambda node: _where(node, place)):
+    for line, group in groupby(written, lambda node: _line(_computing(node, scope), place)):
+        ops = [*group]
+        where = line or before or _where(ops[0], place)
         if before is None or where.module != before.module:
             heading, note = comment(where.text), ""
         else:
-            note = where.behind(before)
-        first, *others = own
-        last = others[-1] if others else first
-        for node in (first, *others):
-            remarks = [text for text in (note if node is first else "", shape(node)) if text]
-            behind = f"  {comment('  '.join(remarks))}" if remarks else ""
+            note = where.behind(before) if where != before else ""
+        for node in ops:
+            remarks = [note if node is ops[0] else "", _reason(node), shape(_computing(node, scope))]
+            behind = f"  {comment('  '.join(filter(None, remarks)))}" if any(remarks) else ""
             text = f"{_targets(node, scope)}{scope.expression(node)}{behind}"
-            yield Statement(text, reads(node, scope), heading, frees=node is last)
+            yield Statement(text, reads(node, scope), heading, node is ops[-1], _allocates(node, scope))
         before = where
 
 
@@ -73,6 +78,52 @@ def _find_inner(nodes: Sequence[fx.Node], scope: Scope, kept: AbstractSet[fx.Nod
             scope.inner.remove(node)
 
 
+def _find_computed(nodes: Sequence[fx.Node], scope: Scope, kept: AbstractSet[fx.Node]) -> None:
+    """Write an op in the line of a view, if that is the next one, the only one to read the result, and stays
+    one line."""
+    lines = [node for node in nodes if node not in scope.inner and _has_line(node)]
+    for node, view in pairwise(lines):
+        if node in kept or len(node.users) != 1 or _source(view, scope) is not node or is_unpacked(node):
+            continue
+        if node.target in (operator.getitem, offload, reload, read_buffer) or is_view(node):
+            continue
+        if not any(written_arguments(node.target, node.args, node.kwargs)):
+            scope.inner.add(node)
+            if len(_targets(view, scope) + scope.expression(view)) > WIDTH - 4:
+                scope.inner.remove(node)
+
+
+def _source(node: fx.Node, scope: Scope) -> fx.Node | None:
+    """The value of which a view is made, behind the views in its line; None of what is no view."""
+    if not is_view(node) or node.target is operator.getitem:
+        return None
+    source: Any = node.args[0]
+    while source in scope.inner and is_view(source):
+        source = source.args[0]
+    return source  # type: ignore[no-any-return]
+
+
+def _computing(node: fx.Node, scope: Scope) -> fx.Node:
+    """The op that computes in the line of a view; the line's op itself where it is another one."""
+    source = _source(node, scope)
+    return source if source is not None and source in scope.inner else node
+
+
+def _allocates(node: fx.Node, scope: Scope) -> bool:
+    """Whether the line of an op may need new memory: it is no view of what is there, and does not write its
+    result over an operand.  Products may need some to compute."""
+    if _computing(node, scope) is not node or node_flops(node):
+        return True
+    return not is_view(node) and not any(written_arguments(node.target, node.args, node.kwargs))
+
+
+def _reason(node: fx.Node) -> str:
+    """What the number is that a backward starts from: the loss is the mean of those of the microbatches."""
+    origin: Origin = node.meta["origin"]
+    starts = node.target is aten.full.default and not node.args[0] and origin.backward and origin.seq is None
+    return "1 / microbatches" if starts and node.args[1] != 1 else ""
+
+
 class _Where(NamedTuple):
     """An origin in comments."""
 
@@ -87,6 +138,13 @@ class _Where(NamedTuple):
     def behind(self, other: _Where) -> str:
         """``:18``, after another place in the same module; with the file if that is another."""
         return f"{self.file if self.file != other.file else ''}:{self.line}" if self.line else ""
+
+
+def _line(node: fx.Node, place: Callable[[fx.Node], str]) -> _Where | None:
+    """The line of the model; None of autograd's sums of gradients, which stand under the comment before."""
+    origin: Origin = node.meta["origin"]
+    is_sum = node.target in (aten.add.Tensor, aten.add.out) and origin.backward and origin.seq is None
+    return None if is_sum else _where(node, place)
 
 
 def _where(node: fx.Node, place: Callable[[fx.Node], str]) -> _Where:
@@ -119,7 +177,7 @@ def storages(nodes: Iterable[fx.Node], scope: Scope) -> dict[str, str]:
         written = written_arguments(node.target, node.args, node.kwargs)
         same: Any = node.args[0] if is_view(node) else next(iter(written), None)
         while same in scope.inner:
-            same = same.args[0]
+            same = same.args[0] if is_view(same) else None
         if isinstance(same, fx.Node) and node not in scope.inner:
             text = scope.text(same)
             found[scope.text(node)] = found.get(text, text)

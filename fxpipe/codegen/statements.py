@@ -11,13 +11,15 @@ class Statement:
     """One statement, or several that belong together.
 
     ``heading``: a comment above it; lines that follow with the same one share it.  ``frees``: whether what is
-    dead behind the line is freed there, and not behind all lines of the heading.
+    dead behind the line is freed there, and not behind all lines of the heading.  ``allocates``: whether it
+    may need new memory.
     """
 
     text: str
     reads: tuple[str, ...] = ()
     heading: str | None = None
     frees: bool = False
+    allocates: bool = True
 
 
 def body(lines: Sequence[Statement], kept: Iterable[str], storages: Mapping[str, str]) -> list[str]:
@@ -39,25 +41,33 @@ def body(lines: Sequence[Statement], kept: Iterable[str], storages: Mapping[str,
     for storage, own in users.items():
         if storage not in stay and storage.isidentifier():
             ends.setdefault(last[storage], []).extend(own)
-    found: list[str] = []
+    text: list[str] = []
     dead: list[str] = []
-    heading: str | None = None
+    is_due, heading = False, None
     for number, line in enumerate(lines):
+        # What is dead stays as long as nothing needs its memory, so that there are few deletions.
+        if (is_due or line.heading != heading) and line.allocates:
+            text += _deletion(dead)
+            dead, is_due = [], False
         if line.heading != heading:
-            found += _deletion(dead)
-            dead, heading = [], line.heading
-            found += [heading] if heading else []
-        found += line.text.split("\n") if line.text else []
+            heading, is_due = line.heading, bool(dead)
+            text += [heading] if heading else []
+        text += line.text.split("\n") if line.text else []
         dead += ends.get(number, [])
-        if line.frees and number < len(lines) - 1:
-            found += _deletion(dead)
-            dead = []
-    return [f"    {text}" for text in found]
+        is_due |= line.frees
+    return [f"    {each}" for each in text]
 
 
 def unpacking(names: Sequence[str], value: str) -> str:
     """``a, b = value``."""
     return f"({names[0]},) = {value}" if len(names) == 1 else f"{', '.join(names)} = {value}"
+
+
+def emptying(names: Sequence[str], records: str) -> list[Statement]:
+    """Take all values out of a list: they live on in their variables alone."""
+    if len(names) == 1:
+        return [Statement(f"{names[0]} = {records}.pop()")]
+    return [Statement(unpacking(names, records)), Statement(f"{records}.clear()")]
 
 
 def _deletion(dead: Sequence[str]) -> list[str]:

@@ -28,7 +28,7 @@ from fxpipe.codegen.layers.saved_lists import Stack, Taken
 from fxpipe.codegen.layers.sequences import Values, loop_head
 from fxpipe.codegen.nodes import node_lines, place, storages
 from fxpipe.codegen.signatures import PHASE_NAMES
-from fxpipe.codegen.statements import Statement, body, unpacking
+from fxpipe.codegen.statements import Statement, body, emptying, unpacking
 from fxpipe.codegen.wrapping import wrapped
 from fxpipe.ir.graph import Input, offload, reload
 from fxpipe.ir.names import comment, identifier
@@ -224,9 +224,7 @@ class Loop:
 
     def _function(self, unpacked: list[tuple[str, list[str]]], returned: list[str]) -> str:
         scope = Scope(self.scope.names, self.texts, self.numbers)
-        lines = [
-            Statement(text) for name, own in unpacked for text in (unpacking(own, name), f"{name}.clear()")
-        ]
+        lines = [line for name, values in unpacked for line in emptying(values, name)]
         returned_values: list[int | Slot] = [slot.result for slot in self.run.carried]
         returned_values += [value for _, stack, _ in self.gives for value in stack.values]
         given = {self.run.body[value] for value in returned_values if isinstance(value, int)}
@@ -255,8 +253,8 @@ class Loop:
             given = [self._outer(slot.nodes[0]) for slot in self.moved]
             variables = tuple(text for text in given if text.isidentifier())
             yield Statement(f"{CARRY} = [{', '.join(given)}]", variables, heading, frees=True)
-        for _, _, name in self.gives:
-            yield Statement(f"{name} = []", (), heading)
+        if names := [name for _, _, name in self.gives]:
+            yield Statement(f"{', '.join(names)} = {', '.join('[]' for _ in names)}", (), heading)
 
     def _behind(self, heading: str) -> Iterator[Statement]:
         if self.moved:

@@ -16,7 +16,7 @@ from fxpipe.codegen.expressions import ARGUMENTS, Scope
 from fxpipe.codegen.layers.layer_functions import LayerFunctions, from_to
 from fxpipe.codegen.layers.loops import CARRY
 from fxpipe.codegen.nodes import defined, node_lines, place, reads, storages
-from fxpipe.codegen.statements import Statement, body, unpacking
+from fxpipe.codegen.statements import Statement, body, emptying
 from fxpipe.codegen.wrapping import wrapped
 from fxpipe.ir.graph import Input
 from fxpipe.ir.names import comment
@@ -62,7 +62,7 @@ def _containers(nodes: Sequence[fx.Node]) -> list[str]:
 
 
 def _text(nodes: Sequence[fx.Node], scope: Scope, given: list[str], results: list[str]) -> list[str]:
-    lines = [Statement(unpacking(given, CARRY)), Statement(f"{CARRY}.clear()")] if given else []
+    lines = emptying(given, CARRY) if given else []
     lines += node_lines(nodes, scope, place)
     text = [wrapped(line) for line in body(lines, results, storages(nodes, scope))]
     return text + ([wrapped(f"    return {', '.join(results)}")] if results else [])
