@@ -34,12 +34,15 @@ from fxpipe.plan.artifact import Artifact, Plan
 from fxpipe.plan.dtensors import mesh_of
 from fxpipe.plan.meshes import Mesh, TriedMesh
 from fxpipe.plan.saved import files
+from fxpipe.python_state.walk import PythonState
 from fxpipe.runtime.job.mesh import ranks_and_replicas
 from fxpipe.runtime.job.process import Process, agreed, as_timeout, under_torchrun
 from fxpipe.runtime.job.tracebacks import brief
 from fxpipe.runtime.program.accelerator import check_supported, default_device
 from fxpipe.runtime.program.batch import as_dicts
 from fxpipe.runtime.program.offload import check_tier
+from fxpipe.training.guards.guards import Traced
+from fxpipe.training.guards.python_guards import PythonGuards
 from fxpipe.training.model import parts
 from fxpipe.training.model.partial_model import updates_of
 from fxpipe.training.model.state_dict import make_whole
@@ -109,7 +112,8 @@ def compile(
         make_whole(model, process)
 
     has_group = torch.distributed.is_initialized() if process is None else process.users_group is not None
-    compilation = Compilation(model, example, loss_fn, settings, device, has_group)
+    walked = PythonState.of(model, loss_fn)
+    compilation = Compilation(model, example, loss_fn, settings, device, has_group, walked)
     if process is not None and process.lanes > 1:
         check_lanes(process, lambda: last_lane_as_text(compilation))
 
@@ -139,8 +143,12 @@ def compile(
         device=device,
         process=None if process is None else process.for_pipeline(artifact.plan.model),
         of=(lambda: model) if process is None else weakref.ref(model),
-        loss_fn=loss_fn,
-        constants=compiled.constants if compiled else (),
+        then=Traced(
+            parameters,
+            model,
+            {name for each in artifacts for name in each.plan.own_hooks},
+            PythonGuards(model, loss_fn, compiled.constants if compiled else (), walked),
+        ),
         graph=compiled.graph if compiled else None,
         sections=compiled.sections if compiled else (),
         offload_directory=settings.offload_directory,

@@ -60,8 +60,8 @@ class Pipeline(Views):
     ``parameters`` and ``buffers`` are the model's own tensors: training the pipeline trains the model (under
     torchrun, the part that this rank holds; the rest of the model is freed).  If the tensors of the model
     are replaced, the next step uses the new ones.  ``of``: gives the model, None if there is none; under
-    torchrun a pipeline does not keep it alive.  ``constants``: the model's own tensors whose values programs
-    hold.  ``evaluation``: the forward in eval mode alone on the same tensors, if it was compiled, which has
+    torchrun a pipeline does not keep it alive.  ``then``: what the programs have taken from it once.
+    ``evaluation``: the forward in eval mode alone on the same tensors, if it was compiled, which has
     ``is_evaluation``.  ``rows``: of tables of which this rank holds some, as parameters.  ``like``: the
     pipeline whose steps this one goes on with.
     """
@@ -72,8 +72,7 @@ class Pipeline(Views):
     device: torch.device
     process: Process | None
     of: Callable[[], torch.nn.Module | None] = lambda: None
-    loss_fn: Callable[..., Any] | None = None
-    constants: tuple[weakref.ref[torch.Tensor], ...] = ()
+    then: Traced | None = None
     graph: fx.Graph | None = None
     sections: tuple[Section, ...] = ()
     directory: Path | None = None
@@ -84,12 +83,11 @@ class Pipeline(Views):
     updates: PendingUpdate = field(default_factory=PendingUpdate)
     like: Pipeline | None = None
     rows: dict[str, torch.nn.Parameter] = field(default_factory=dict)
-    _then: Traced = field(init=False)
 
     def __post_init__(self) -> None:
         self.parameters, self.buffers = _named(self.parameters), _named(self.buffers)
-        own_hooks = self.artifact.plan.own_hooks
-        self._then = Traced(self.parameters, self.of(), own_hooks, self.loss_fn, self.constants)
+        if self.then is None:
+            self.then = Traced(self.parameters, None)
 
     def with_evaluation(self, artifact: Artifact) -> Pipeline:
         """The pipeline with one for the forward alone, which works on the same tensors."""
@@ -129,7 +127,7 @@ class Pipeline(Views):
     @cached_property
     def model_state(self) -> ModelState:
         parts = self.artifact.plan, self.parameters, self.buffers, self.device, self.process, self.of
-        return ModelState(*parts, self._then, rows=self.rows, updates=self.updates)
+        return ModelState(*parts, self.then, rows=self.rows, updates=self.updates)
 
     @cached_property
     def _runner(self) -> Runner:

@@ -32,7 +32,7 @@ from fxpipe.capture.results import Results, find_results
 from fxpipe.capture.rules.attention_masks import AttentionMasks
 from fxpipe.capture.state.attribute_state import Constants, carries_gradients, with_history
 from fxpipe.capture.state.lazy_parameters import check_made
-from fxpipe.capture.state.python_state import Snapshot
+from fxpipe.capture.state.recorded_state import RecordedState
 from fxpipe.capture.state.registered import registered
 from fxpipe.capture.state.repeat import difference
 from fxpipe.capture.state.replaced_buffers import aliases, put_back, replaced_buffers
@@ -86,7 +86,7 @@ class StepFunction:
         self.leaves, self.spec = pytree.tree_flatten(example)
         self.provenance = Provenance(model, [(x.input, local(x.real)) for x in traced_inputs], most_checks)
         self.world = World(options.replicas, self.provenance)
-        self.snapshot = Snapshot([], [])  # of the model, before the trace
+        self.recorded = RecordedState()  # of the model, before the trace
         self.difference = ""  # of a second run from the traced one
         self.of_loss = ""  # while loss_fn runs: its arguments, as text
         # By place and by name, the arguments of the forward; the rest is for loss_fn.
@@ -125,7 +125,7 @@ class StepFunction:
         numbers = [x.detach() for x in (results.loss, results.count) if x is not None]
         outputs = [x.detach() for x in results.outputs.values()]
         flat = [*numbers, *outputs, *gradients.values(), *replaced.values()]
-        if not self.snapshot.is_whole or self.snapshot.is_changed() or reads.text or self.world.asked:
+        if not self.recorded.is_whole or self.recorded.is_changed() or reads.text or self.world.asked:
             reshaped = self.constants.reshaped()
             try:
                 self.difference = self._repeat(first, flat, wanted, reads)
@@ -172,9 +172,9 @@ class StepFunction:
         ):
             x.fake.grad = None
             compat.track(x.local, placeholder)
-        self.snapshot.begin_again()
+        self.recorded.begin_again()
         kept = {}
-        for name, tensor in self.snapshot.new_tensors():
+        for name, tensor in self.recorded.new_tensors():
             node = compat.traced_node(tensor) if isinstance(tensor, compat.FakeTensor) else None
             if node is not None and node.op != "placeholder":
                 kept[node] = name

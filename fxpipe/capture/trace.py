@@ -44,6 +44,7 @@ from fxpipe.ir.storage import call_nodes, graph_outputs, storage_root
 from fxpipe.plan.dtensors import mesh_of
 from fxpipe.plan.lanes import NO_LANES, LanePlan
 from fxpipe.plan.step import ASKED_NOTHING, Asked
+from fxpipe.python_state.walk import PythonState
 from fxpipe.runtime.program.batch import batch_leaves
 
 
@@ -88,6 +89,7 @@ def capture(
     device: torch.device,
     options: CaptureOptions = CAPTURE_ALL,
     kept: Collection[str] = (),
+    walked: PythonState | None = None,
 ) -> Captured:
     """Trace the loss of one microbatch and its gradients; the model stays as it is.
 
@@ -97,10 +99,12 @@ def capture(
     scale: the gradient of the loss that the backward starts from (1 / microbatches; for a loss given
         as (sum, count) it is 1, and the division is the step's last act).
     kept: names of tensors in plain attributes that other steps change (``plan/attribute_state.py``).
+    walked: the Python that the model and the loss function reach, if it is known.
     Raises CaptureError, naming module path and source line, for a model that cannot be traced and a
     loss that is no scalar or needs no gradient.  Warns of Python state that the forward changes.
     """
-    trace = partial(_traced, model, example, loss_fn, scale, device, options)
+    walked = PythonState.of(model, loss_fn) if walked is None else walked
+    trace = partial(_traced, model, example, loss_fn, scale, device, options, walked)
     attempt = partial(_attempt, trace, dict.fromkeys(kept, False))
     try:
         first = attempt(contextlib.nullcontext, inf)
@@ -140,6 +144,7 @@ def _traced(
     scale: float,
     device: torch.device,
     options: CaptureOptions,
+    walked: PythonState,
     flag: Callable[[], contextlib.AbstractContextManager[None]],
     most_checks: float,
     kept: Mapping[str, bool],
@@ -153,9 +158,9 @@ def _traced(
     mode.source = step.provenance.source
     fakes = {id(r.tensor): x.fake for r, x in zip(step.registered, traced_inputs, strict=False)}
     values = [x.local for x in traced_inputs]
-    with borrowed(model, loss_fn, fakes, step.provenance) as snapshot:
-        watch, before = StateWatch(snapshot), hook_functions(model)
-        step.snapshot = snapshot
+    with borrowed(model, walked, fakes, step.provenance) as recorded:
+        watch, before = StateWatch(recorded), hook_functions(model)
+        step.recorded = recorded
         put_back(step.registered, traced_inputs)
 
         as_written = compat.plain_kernels(), compat.modules_without_code(), compat.uncompiled()

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from fxpipe.compiler.options import Settings
+from fxpipe.python_state.walk import PythonState
 
 
 @dataclass(frozen=True, eq=False)
@@ -17,7 +18,7 @@ class Compilation:
     """What a user compiles.  ``example``: one microbatch.  ``loss_fn``: as for ``fxpipe.compile``.
 
     ``device``: of the model.  ``has_group``: whether the script has made torch.distributed's default process
-    group.
+    group.  ``walked``: the Python that the model and ``loss_fn`` reach, if it is known.
     """
 
     model: nn.Module
@@ -26,3 +27,4 @@ class Compilation:
     options: Settings
     device: torch.device
     has_group: bool = False
+    walked: PythonState | None = None

@@ -206,7 +206,7 @@ def traced(
     )
     scale = 1 / options.mesh.microbatches
     call = request.model, request.example, request.loss_fn
-    return capture(*call, scale, request.device, capture_options, buffers)
+    return capture(*call, scale, request.device, capture_options, buffers, request.walked)
 
 
 @collector_paused()

@@ -23,8 +23,8 @@ from torch import nn
 from zoo import relative_error, too_far
 
 import fxpipe
-from fxpipe.training.guards.python_guards import Settings
-from fxpipe.training.guards.reachable import Reached
+from fxpipe.python_state.walk import PythonState
+from fxpipe.training.guards.python_guards import PythonGuards
 
 WIDTH = 8
 
@@ -573,7 +573,7 @@ def test_a_pipeline_does_not_keep_what_it_compares():
         model = Mixer()
         model.activation = lambda x: model.linear(x)
         model.mix = types.MethodType(Mixer.mix, model)
-        return weakref.ref(model), Settings(model)
+        return weakref.ref(model), PythonGuards(model)
 
     (model, settings), _ = build(), gc.collect()
     assert model() is None
@@ -584,8 +584,8 @@ def test_a_pipeline_does_not_keep_what_it_compares():
 def test_only_other_objects_are_searched():
     model = Mixer()
     model.traced = torch.jit.trace(nn.Linear(2, 2), torch.ones(1, 2))
-    settings = Settings(model)
-    with mock.patch.object(Reached, "of", side_effect=AssertionError):
+    settings = PythonGuards(model)
+    with mock.patch.object(PythonState, "of", side_effect=AssertionError):
         assert settings.changes(model) == []
         model.power, model.config.scale, model.rates[1], model.seen = 3, 2.0, 0.5, 7
         assert [change.name for change in settings.changes(model)] == ["config.scale", "power", "rates.1"]
@@ -595,7 +595,7 @@ def test_only_other_objects_are_searched():
             "The model's config.scale was 1.0 when it was compiled, and is 3.0: programs run with 1.0."
         ]
     model.table = torch.ones(WIDTH)  # a constant of programs, as it were
-    settings = Settings(model, constants=[weakref.ref(model.table)])
+    settings = PythonGuards(model, constants=[weakref.ref(model.table)])
     address, others = id(model.table), []
     del model.table
     while len(others) < 100 and (not others or id(others[-1]) != address):
@@ -604,10 +604,10 @@ def test_only_other_objects_are_searched():
     assert [change.name for change in settings.changes(model)] == ["table"]
     model.config = Config(scale=4.0)
     assert [change.now for change in settings.changes(model) if change.name == "config.scale"] == [4.0]
-    with mock.patch.object(Reached, "of", side_effect=AssertionError):
+    with mock.patch.object(PythonState, "of", side_effect=AssertionError):
         assert settings.changes(model) == []
     model.activation = lambda x: x
-    settings, address = Settings(model), id(model.activation)
+    settings, address = PythonGuards(model), id(model.activation)
     model.activation = None
     others = []
     while len(others) < 100 and (not others or id(others[-1]) != address):
@@ -622,6 +622,6 @@ def test_a_cache_in_a_default_is_no_setting():
 
     model = nn.Linear(WIDTH, WIDTH)
     model.act, model.forward = cached, lambda x: model.act(x)
-    settings = Settings(model)
+    settings = PythonGuards(model)
     cached(1.0)
     assert settings.changes(model) == []

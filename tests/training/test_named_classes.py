@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fxpipe.training.guards.guards import Traced
-from fxpipe.training.guards.python_guards import Settings
+from fxpipe.training.guards.python_guards import PythonGuards
 
 BETA = 1.0
 
@@ -142,7 +142,7 @@ def test_a_number_that_changes(way, monkeypatch):
     act, owner, name = WAYS[way]()
     model, before = Net(act), getattr(owner, name)
     constants = [weakref.ref(before)] if isinstance(before, torch.Tensor) else []
-    settings = Settings(model, constants=constants)
+    settings = PythonGuards(model, constants=constants)
     assert settings.changes(model) == []
     monkeypatch.setattr(owner, name, torch.tensor(3.0) if constants else 3.0)
     assert [change.name.rpartition(".")[2] for change in settings.changes(model)] == [name]
@@ -168,7 +168,9 @@ def test_what_a_loss_function_reads_once_the_model_is_gone(monkeypatch):
     def loss(output, batch):
         return beta * schedule.now.beta * schedule.history[-1] * output
 
-    traced = Traced({}, Net(lambda x: x * BETA), loss_fn=loss)
+    model = Net(lambda x: x * BETA)
+    traced = Traced({}, model, python=PythonGuards(model, loss))
+    del model
     traced.check({}, None, (), trains=True)
     for change, text in [
         (lambda: schedule.history.append(3.0), r"schedule\.history\.1 was None .* is 3\.0"),
@@ -180,7 +182,7 @@ def test_what_a_loss_function_reads_once_the_model_is_gone(monkeypatch):
     beta = 2.0
     with pytest.warns(UserWarning, match=r"beta in .*loss .* was 1\.0 .* is 2\.0"):
         traced.check({}, None, (), trains=True)
-    settings = Settings(Net(free := lambda x: x * BETA))
+    settings = PythonGuards(Net(free := lambda x: x * BETA))
     monkeypatch.setitem(globals(), "BETA", 3.0)
     assert "BETA" in str(*settings.changes(None))
     assert free(1.0) == 3.0
@@ -214,7 +216,7 @@ def test_tensors_of_a_criterion(name, change):
     for loss_of in (lambda criterion: criterion, lambda criterion: lambda *xs: criterion(*xs)):
         criterion, model = Criterion(), Net(torch.relu)
         constants = criterion.weight, criterion.scale
-        settings = Settings(model, loss_of(criterion), [*map(weakref.ref, constants)])
+        settings = PythonGuards(model, loss_of(criterion), [*map(weakref.ref, constants)])
         assert settings.changes(model) == []
         CHANGES[change](criterion, name)
         assert f"{name} has other values than when it was compiled" in str(*settings.changes(model))
@@ -231,7 +233,7 @@ def test_the_rate_of_another_optimizer(read):
     }[read]
     model, holder = Net(torch.relu), Net(torch.relu)
     holder.trainer = optimizer  # which nothing reads
-    settings, others = Settings(model, loss), Settings(holder)
+    settings, others = PythonGuards(model, loss), PythonGuards(holder)
     optimizer.step()
     assert settings.changes(model) == []
     rate.step()
@@ -248,7 +250,7 @@ def test_constants_of_any_layout():
         pair.real.expand(3, 2).bool(),
         torch.ones(2).bfloat16()[::2],
     ]
-    settings = Settings(model, constants=[*map(weakref.ref, model.tables)])
+    settings = PythonGuards(model, constants=[*map(weakref.ref, model.tables)])
     assert settings.changes(model) == []
     for table in model.tables:
         table.data.zero_()
@@ -259,14 +261,14 @@ def test_constants_of_any_layout():
 def test_a_tensor_of_a_function_that_is_filled_in_place():
     act, owner, _ = in_a_tensor()
     model = Net(act)
-    settings = Settings(model, constants=[weakref.ref(owner.scale)])
+    settings = PythonGuards(model, constants=[weakref.ref(owner.scale)])
     owner.scale.fill_(3.0)
     assert "has other values" in str(*settings.changes(model))
 
 
 def test_a_global_that_a_field_of_an_object_is_made_from(monkeypatch):
     model = Net(lambda x: x * Options().beta)
-    settings = Settings(model)
+    settings = PythonGuards(model)
     monkeypatch.setitem(globals(), "BETA", 3.0)
     assert "BETA" in str(*settings.changes(model))
 
@@ -282,14 +284,14 @@ class Counts:
 
 def test_what_a_method_of_a_class_sets_is_its_state():
     model = Net(lambda x: Counts.act(x))
-    settings = Settings(model)
+    settings = PythonGuards(model)
     model(torch.ones(1, 2))
     assert settings.changes(model) == []
 
 
 def test_what_a_constructor_sets_is_no_state_of_the_model():
     model = Net(lambda x: Made()(x))
-    settings = Settings(model)
+    settings = PythonGuards(model)
     model.layer = nn.Linear(2, 2).requires_grad_(requires_grad=False)
     model.layer.forward = lambda x: x
     assert settings.changes(model)

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from fxpipe.capture.state.python_state import Snapshot
+from fxpipe.capture.state.recorded_state import RecordedState
 from fxpipe.capture.state.registered import Registered, overlapping
 from fxpipe.errors import CaptureError
 from fxpipe.ir import compat
 from fxpipe.ir.graph import Kind, Origin
+from fxpipe.python_state.walk import PythonState
 
 
 def check_constants(
@@ -58,7 +59,7 @@ def check_constants(
     for node in nodes:
         held, place = getattr(module, node.target), _place(node)
         if held.requires_grad and held.is_leaf:
-            if loss_fn is not None and not Snapshot.of(model).name_of(held):
+            if loss_fn is not None and not _name_in(model, None, held):
                 raise _of_loss(held, model, loss_fn)
             raise CaptureError(
                 f"The forward uses a trainable tensor of shape {tuple(held.shape)} that no module of the "
@@ -70,12 +71,16 @@ def check_constants(
 def _of_loss(parameter: torch.Tensor, model: nn.Module, loss_fn: Callable[..., Any]) -> CaptureError:
     """The error for a trainable tensor that the loss function has, or that no object is seen to have."""
     loss = getattr(loss_fn, "__qualname__", type(loss_fn).__name__)
-    name = Snapshot.of(model, loss_fn).name_of(parameter) or f"a tensor of shape {tuple(parameter.shape)}"
+    name = _name_in(model, loss_fn, parameter) or f"a tensor of shape {tuple(parameter.shape)}"
     return CaptureError(
         f"The loss function {loss} trains {name}, and a pipeline trains the parameters of its model. Put the "
         "model and the criterion into one nn.Module, whose forward returns the loss, and compile that alone "
         "(no loss_fn); or call requires_grad_(False) if it is not to train."
     )
+
+
+def _name_in(model: nn.Module, loss_fn: Callable[..., Any] | None, tensor: torch.Tensor) -> str:
+    return RecordedState.of(PythonState.of(model, loss_fn)).name_of(tensor)
 
 
 def _place(node: fx.Node) -> str:

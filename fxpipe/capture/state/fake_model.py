@@ -18,8 +18,9 @@ import torch
 from torch import nn
 
 from fxpipe.capture.provenance import Provenance
-from fxpipe.capture.state.python_state import Snapshot
+from fxpipe.capture.state.recorded_state import RecordedState
 from fxpipe.errors import CaptureError
+from fxpipe.python_state.walk import PythonState
 
 
 def _convert(
@@ -57,28 +58,29 @@ def _convert_own(module: nn.Module, function: Any, recurse: bool = True) -> nn.M
 
 @contextlib.contextmanager
 def borrowed(
-    model: nn.Module, loss_fn: Any, fakes: dict[int, torch.Tensor], provenance: Provenance
-) -> Iterator[Snapshot]:
+    model: nn.Module, walked: PythonState, fakes: dict[int, torch.Tensor], provenance: Provenance
+) -> Iterator[RecordedState]:
     """The model with fake tensors; on exit the model, the loss function, the caches of the functions that it
     called, the random number generators and the default dtype are restored.
 
+    walked: what the model and the loss function reach.
     fakes: id of a parameter or buffer -> the fake tensor in its place, under each of its names.
     provenance: of the trace.
     """
-    snapshot = Snapshot.of(model, loss_fn)
+    recorded = RecordedState.of(walked)
     generators, dtype = (random.getstate(), np.random.get_state()), torch.get_default_dtype()
     convert: Any = nn.Module._apply
     try:
-        snapshot.put_in_place(lambda x: fakes.get(id(x)))
+        recorded.put_in_place(lambda x: fakes.get(id(x)))
         for path, module in model.named_modules():
             module.__dict__["_apply"] = partial(_convert, path, module, provenance)
         nn.Module._apply = _convert_own  # type: ignore[method-assign]
-        snapshot.begin()
+        recorded.begin()
         with torch.random.fork_rng(devices=[]):
-            yield snapshot
+            yield recorded
     finally:
         nn.Module._apply = convert  # type: ignore[method-assign]
-        snapshot.restore()
+        recorded.restore()
         random.setstate(generators[0])
         np.random.set_state(generators[1])
         torch.set_default_dtype(dtype)

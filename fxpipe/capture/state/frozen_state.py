@@ -21,36 +21,37 @@ from torch import nn
 
 from fxpipe.capture.reads.data_scalar import NumberOfData
 from fxpipe.capture.reads.tensor_classes import compared_classes
-from fxpipe.capture.state.python_state import PLAIN, Snapshot
+from fxpipe.capture.state.recorded_state import RecordedState
 from fxpipe.capture.state.state_slots import State
+from fxpipe.python_state.objects import PLAIN
 
 
 class StateWatch:
     """Records state before a trace; ``warn_of_changes`` compares it after the trace, before the model is
     restored."""
 
-    def __init__(self, snapshot: Snapshot):
-        self._snapshot = snapshot
+    def __init__(self, recorded: RecordedState):
+        self._recorded = recorded
         self._python, self._numpy = random.getstate(), _numpy_state()
 
     def warn_of_changes(self, difference: str, files: Collection[str]) -> None:
         """difference: of a second run of the forward from the first, as a sentence.  files: with the lines
         that run the ops of the trace."""
         warned = set()
-        states = self._snapshot.states
-        for state, between in zip_longest(states, self._snapshot.between):
+        states = self._recorded.states
+        for state, between in zip_longest(states, self._recorded.between):
             for key in _changed(state, between):
                 called = state.called(key)
                 if called not in warned:
                     warned.add(called)
-                    _warn(f"The forward changes {called}{_line(state.owner, state.attribute or key)}.")
+                    _warn(f"The forward changes {called}{_line(*state.attribute(key))}.")
         if random.getstate() != self._python:
             _warn("The forward draws from Python's random numbers.")
         if _numpy_state() != self._numpy:
             _warn("The forward draws from numpy's random numbers.")
         if difference:
             _warn(f"{difference}.")
-        if places := compared_classes(self._snapshot.reached.values(), files):
+        if places := compared_classes(self._recorded.objects.values(), files):
             warnings.warn(
                 f"Code of the model compares type(…) with a tensor's class ({', '.join(places)}). "
                 "In a trace tensors and parameters are of another class, so another branch may be traced "
@@ -87,15 +88,15 @@ def _changed(state: State, between: Any) -> list[str]:
     if not isinstance(before, dict):
         plain = before and all(isinstance(x, PLAIN) for x in (*now, *before))
         return [""] if plain and now != before else []
-    found = []
+    changed = []
     for key, old in (before if between is None else between | before).items():
         new = now.get(key)
         if isinstance(old, PLAIN) and (
             isinstance(new, NumberOfData)
             or (isinstance(new, PLAIN) and old != new and (old == old or new == new))  # NaN is not itself
         ):
-            found.append(str(key))
-    return found
+            changed.append(str(key))
+    return changed
 
 
 def _line(module: nn.Module | None, attribute: str) -> str:

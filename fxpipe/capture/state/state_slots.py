@@ -7,6 +7,7 @@ import contextlib
 import contextvars
 import random
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,16 +16,22 @@ import torch
 from torch import nn
 
 from fxpipe.ir.compat import no_modes
+from fxpipe.python_state.objects import PLAIN
+from fxpipe.python_state.walk import Owner
 
 _ABSENT: Any = object()
 
 
 @dataclass(frozen=True, eq=False)
 class NamedPlaces:
-    """Some attributes of an object, a class or a cell, or some globals, as one container."""
+    """Some attributes of an object, a class or a cell, or some globals, as one container.
+
+    variable: the name of a cell.
+    """
 
     of: Any
     names: tuple[str, ...]
+    variable: str = ""
 
     def read(self) -> dict[str, Any]:
         if isinstance(self.of, dict):
@@ -34,11 +41,11 @@ class NamedPlaces:
         if isinstance(self.of, contextvars.ContextVar):
             value = self.of.get(_ABSENT)
             return {} if value is _ABSENT else {"value": value}
-        found = {}
+        values = {}
         for name in self.names:
             with contextlib.suppress(AttributeError, ValueError):  # ValueError: a variable without a value
-                found[name] = getattr(self.of, name)
-        return found
+                values[name] = getattr(self.of, name)
+        return values
 
     def __setitem__(self, name: str, value: Any) -> None:
         if isinstance(self.of, dict):
@@ -81,22 +88,33 @@ class State:
     """The contents of one place before the trace.
 
     place: a dict, list, set or deque, ``NamedPlaces`` or ``Opaque``.
-    label: an entry's name for messages, with "*" for its key.
-    owner: the module whose attribute leads to the place; None if another way does.
-    attribute: that attribute; empty for the module's own ``__dict__``, whose keys are attributes.
+    owner: the object that the place is in.
     """
 
     place: Any
     before: Any
-    label: str
-    owner: nn.Module | None
-    attribute: str
+    owner: Owner
+
+    @staticmethod
+    def of(place: Any, owner: Owner) -> State:
+        return State(place, read_place(place), owner)
 
     def now(self) -> Any:
         return read_place(self.place)
 
+    def entries(self) -> Iterable[tuple[Any, Any]]:
+        """The contents, by name, key or index; an array has none."""
+        if isinstance(self.before, bytes):
+            return ()
+        return self.before.items() if isinstance(self.before, dict) else enumerate(self.before)
+
     def called(self, key: Any = "") -> str:
-        return self.label.replace("*", str(key))
+        """An entry's name for messages."""
+        return self.owner.label(getattr(self.place, "variable", "") or str(key))
+
+    def attribute(self, key: Any) -> tuple[nn.Module | None, str]:
+        """The module whose attribute leads to an entry, and that attribute; None without one."""
+        return self.owner.attribute(str(key))
 
     def restore(self) -> None:
         _put_back(self.place, self.before)
@@ -140,6 +158,19 @@ def read_place(place: Any) -> Any:
             return set(place)
         case _:
             return list(place)
+
+
+def is_alike(a: Any, b: Any) -> bool:
+    """Whether the contents of a place are the same objects, or plain values that are equal."""
+    if isinstance(a, dict):
+        return [*a] == [*b] and all(_is_same(x, b[key]) for key, x in a.items())
+    if isinstance(a, list):
+        return len(a) == len(b) and all(map(_is_same, a, b))
+    return bool(a == b)  # sets and bytes
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    return a is b or (isinstance(a, PLAIN) and type(a) is type(b) and bool(a == b))
 
 
 def _base(place: dict[Any, Any]) -> type[dict[Any, Any]]:

@@ -1,17 +1,14 @@
-"""The settings in one owner (``Reached``) or class, and whether it holds the same objects as before.
-
-In nearly all steps all owners do, which the addresses of the objects tell in a microsecond an owner.
-"""
+"""What is compared in one owner of a model's Python state: values by name, and the objects that lead on."""
 
 from __future__ import annotations
 
 import operator
+import os
 import types
 import weakref
 from collections import deque
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,15 +16,15 @@ import numpy as np
 import torch
 from torch import nn
 
-from fxpipe.runtime.functions import name_and_line
-from fxpipe.training.guards.reachable import (
+from fxpipe.python_state.objects import (
     CONTAINERS,
     OF_MODULES,
+    contents,
     function_of,
     has_attributes,
     is_plain,
-    own,
 )
+from fxpipe.runtime.functions import name_and_line
 
 #: Larger arrays are not compared, and of larger tensors the version alone.
 _LARGEST_ARRAY = 1 << 16
@@ -66,6 +63,10 @@ class Compared:
     sets: Collection[str]
     constants: Mapping[int, weakref.ref[torch.Tensor]]
 
+    def is_constant(self, x: Any) -> bool:
+        ref = self.constants.get(id(x))  # another one may have the address of one that is gone
+        return ref is not None and ref() is x
+
     def value(self, x: Any) -> Any:
         """What stands for it in comparisons; None for what is not compared."""
         if is_plain(x):
@@ -75,10 +76,9 @@ class Compared:
         if isinstance(x, bytearray):
             return bytes(x) if len(x) <= _LARGEST_ARRAY else None
         if isinstance(x, types.CodeType):
-            return Code(f"{x.co_name} ({Path(x.co_filename).name}:{x.co_firstlineno})", _weak(x))
-        ref = self.constants.get(id(x))  # another one may have the address of one that is gone
-        if isinstance(x, torch.Tensor) and ref is not None and ref() is x and not x.is_inference():
-            return Numbers("a tensor", ref, (x._version, _contents_of(x)))
+            return Code(f"{x.co_name} ({Path(x.co_filename).name}:{x.co_firstlineno})", weak(x))
+        if isinstance(x, torch.Tensor) and self.is_constant(x) and not x.is_inference():
+            return Numbers("a tensor", self.constants[id(x)], (x._version, _bytes_of(x)))
         if isinstance(x, np.ndarray) and x.nbytes <= _LARGEST_ARRAY and not x.dtype.hasobject:
             return Numbers("an array", None, x.tobytes())
         function = function_of(x)
@@ -87,68 +87,80 @@ class Compared:
 
 
 @dataclass(eq=False)
-class Place:
-    """``path``: of the owner, or the name of a class.  ``is_far``: whether only names that functions read
-    count.  ``values``: by name, those that are compared.  The owner is not kept."""
+class GuardSlots:
+    """What one owner, or class, holds when this is made.  The owner is not kept.
+
+    names: of what is compared.  values: by name, those that stand for themselves.
+    objects: by name, those whose contents count as well.
+    by_value: what can change without another object in its place, and its values.
+    constants: the names of parameters and buffers of a loss function.
+    """
 
     path: str
     owner: Any
     is_far: bool
     compared: Compared
     values: dict[str, Any] = field(init=False, default_factory=dict)
+    names: list[Any] = field(init=False, default_factory=list)
+    objects: dict[Any, Any] = field(init=False, default_factory=dict)
+    by_value: list[tuple[Any, Any]] = field(init=False, default_factory=list)
+    constants: list[str] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
-        owner, constants = self.owner, self.compared.constants
-        self.owner, self._type = _weak(owner), type(owner)
-        self._names: list[Any] = []
-        self._objects: dict[Any, Any] = {}  # whose contents count as well
-        self._by_value: list[tuple[Any, Any]] = []
-        self._modules: list[int] = []
-        self._constants: list[str] = []  # parameters and buffers of a loss function
-        if isinstance(owner, nn.Module):
-            self._modules += map(id, owner._modules.values())
-            self._constants += (name for name, x in _tensors_of(owner).items() if id(x) in constants)
+        owner = self.owner
+        self.owner, self._type = weak(owner), type(owner)
+        self._modules = [*map(id, owner._modules.values())] if isinstance(owner, nn.Module) else []
+        if isinstance(owner, nn.Module) and self.compared.constants:
+            tensors = {**owner._parameters, **owner._buffers}
+            self.constants += (name for name, x in tensors.items() if self.compared.is_constant(x))
         reads, is_function = self.compared.reads, isinstance(owner, types.FunctionType)
         holds_read = isinstance(owner, CONTAINERS) and attribute_of(self.path) in reads
         if not is_function and not isinstance(owner, type | torch.Tensor):
             self.values[""] = code(type(owner))
-        for name, x in _contents(owner, self._constants).items():
+        for name, x in _compared_contents(owner, self.constants).items():
             is_read = is_function or name in reads
             if name in self.compared.sets or (self.is_far and not is_read):
                 continue
-            self._names.append(name)
+            self.names.append(name)
             value = self.compared.value(x)
             if value is not None and (is_read or holds_read or not isinstance(value, Code)):
                 self.values[str(name)] = value
             if isinstance(x, _BY_VALUE):
                 if value is not None:
-                    self._by_value.append((_weak(x), value))
-            elif not is_plain(x) and _is_compared(x):
-                self._objects[name] = _weak(x)
-        self._ids = _ids(owner, self._names, self._constants)
-        self._alive = [x for x in self._objects.values() if type(x) is weakref.ref]
+                    self.by_value.append((weak(x), value))
+            elif not is_plain(x) and _leads_on(x):
+                self.objects[name] = weak(x)
 
-    def is_same(self) -> bool:
-        """Whether it holds the same objects as when this was made, with the same values."""
-        owner = strong(self.owner)
-        if type(owner) is not self._type or _ids(owner, self._names, self._constants) != self._ids:
-            return False
-        for ref in self._alive:  # else another one may have taken its address
-            if ref() is None:
-                return False
-        return not self._by_value or all(self.compared.value(strong(x)) == v for x, v in self._by_value)
+    def is_like(self, other: GuardSlots) -> bool:
+        """Whether these are slots of the same names, and what can change in place is the same."""
+        same = self.names == other.names and self.constants == other.constants
+        refs = ((x for x, _ in slots.by_value) for slots in (self, other))
+        return same and len(self.by_value) == len(other.by_value) and all(map(operator.is_, *refs))
 
-    def again(self) -> Place | None:
-        """The place as it is now; None if it holds other objects, whose contents count as well."""
+    def again(self) -> GuardSlots | None:
+        """The slots as they are now; None if they have other objects, whose contents count as well."""
         owner = strong(self.owner)
         if type(owner) is not self._type:
             return None
-        new = Place(self.path, owner, self.is_far, self.compared)
-        same = new._modules == self._modules and new._objects.keys() == self._objects.keys()
-        return new if same and all(map(operator.is_, new._objects.values(), self._objects.values())) else None
+        new = GuardSlots(self.path, owner, self.is_far, self.compared)
+        same = new._modules == self._modules and new.objects.keys() == self.objects.keys()
+        return new if same and all(map(operator.is_, new.objects.values(), self.objects.values())) else None
 
 
-def _contents_of(tensor: torch.Tensor) -> bytes | None:
+def ids(slots: GuardSlots, owner: Any) -> list[Any]:
+    """The number of names in an owner, and the addresses of what these stand for."""
+    if type(owner) is dict:
+        return [len(owner), *map(id, map(owner.get, slots.names))]
+    if isinstance(owner, list | deque):
+        return [*map(id, owner)]
+    if isinstance(owner, os._Environ):  # its texts are other objects each time
+        return [len(owner), *map(owner.get, slots.names)]
+    entries = _compared_contents(owner, slots.constants)
+    children = owner._modules.values() if isinstance(owner, nn.Module) else ()
+    return [type(owner), len(entries), *map(id, map(entries.get, slots.names)), *map(id, children)]
+
+
+def _bytes_of(tensor: torch.Tensor) -> bytes | None:
     """Its bytes, since writing to its ``data`` leaves no trace; None if a step should not read them."""
     is_plain_one = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
     if not is_plain_one or tensor.device.type != "cpu" or tensor.nbytes > _LARGEST_ARRAY:
@@ -159,7 +171,14 @@ def _contents_of(tensor: torch.Tensor) -> bytes | None:
 
 
 def code(x: Any) -> Code:
-    return Code(name_and_line(x), _weak(x))
+    return Code(name_and_line(x), weak(x))
+
+
+def weak(x: Any) -> Any:
+    try:
+        return weakref.ref(x)
+    except TypeError:  # a list, a tuple, a function in C
+        return x
 
 
 def strong(x: Any) -> Any:
@@ -167,53 +186,22 @@ def strong(x: Any) -> Any:
 
 
 def attribute_of(path: str) -> str:
-    """Of an object, or the variable of a function, that leads to an owner, also by containers."""
+    """The attribute of an object, or the variable of a function, that leads to an owner by containers."""
     return next((name for name in reversed(path.split(".")) if not name.isdigit()), "")
 
 
-def _tensors_of(module: nn.Module) -> dict[str, Any]:
-    return {**module._parameters, **module._buffers}
-
-
-def _contents(owner: Any, constants: Collection[str] = ()) -> Mapping[Any, Any]:
-    """Those that are compared; parameters and buffers of a module, but constants, stand for themselves."""
+def _compared_contents(owner: Any, constants: Collection[str]) -> Mapping[Any, Any]:
+    """What an owner holds; parameters and buffers of a module, but constants, stand for themselves."""
     if not isinstance(owner, nn.Module):
-        return owner.__dict__ if isinstance(owner, type) else own(owner)
-    contents = {name: x for name, x in vars(owner).items() if name not in OF_MODULES}
+        return contents(owner)
+    entries = {name: x for name, x in vars(owner).items() if name not in OF_MODULES}
     for kind, tensors in (("a parameter", owner._parameters), ("a buffer", owner._buffers)):
-        contents |= {name: x if name in constants else kind for name, x in tensors.items() if x is not None}
-    return contents
+        entries |= {name: x if name in constants else kind for name, x in tensors.items() if x is not None}
+    return entries
 
 
-def _ids(owner: Any, names: Collection[Any], constants: Collection[str]) -> list[int]:
-    """The number of names in an owner, and the addresses of what these stand for.
-
-    constants: the names of those of a module's tensors that are constants.
-    """
-    if isinstance(owner, nn.Module):
-        contents = owner.__dict__
-        held = owner._modules.values(), owner._parameters.values()  # properties of a TorchScript module
-        absent = [x is None for x in owner._buffers.values()]
-        buffers = (x for name, x in owner._buffers.items() if name in constants)
-        return [len(contents), *absent, *map(id, chain(map(contents.get, names), buffers, *held))]
-    if isinstance(owner, list | tuple | deque):
-        return [*map(id, owner)]
-    if isinstance(owner, types.FunctionType) and not owner.__closure__:
-        own_objects = owner.__code__, owner.__defaults__, *vars(owner).values()
-        return [*map(id, chain(map(owner.__globals__.get, names), own_objects))]
-    named = _contents(owner)
-    return [len(named), *map(id, map(named.get, names))]
-
-
-def _is_compared(x: Any) -> bool:
+def _leads_on(x: Any) -> bool:
     """Whether another object in its place may be another setting."""
     if isinstance(x, nn.Module):
         return False
     return isinstance(x, CONTAINERS) or callable(function_of(x)) or has_attributes(x)
-
-
-def _weak(x: Any) -> Any:
-    try:
-        return weakref.ref(x)
-    except TypeError:  # a list, a tuple, a function in C
-        return x

@@ -8,8 +8,7 @@ method that is replaced later would not be called, and a rate of dropout would s
 from __future__ import annotations
 
 import warnings
-import weakref
-from collections.abc import Collection, Container, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from torch import nn
 from fxpipe.errors import RunError
 from fxpipe.runtime.functions import function_name
 from fxpipe.runtime.torch_private import gradient_hooks, hooks_of_all_modules, hooks_registered, module_hooks
-from fxpipe.training.guards.python_guards import Settings
+from fxpipe.training.guards.python_guards import PythonGuards
 
 Hooks = dict[str, tuple[int, ...]]
 """Where hooks are, as text -> their numbers."""
@@ -34,11 +33,10 @@ class Traced:
         parameters: Mapping[str, torch.Tensor],
         model: nn.Module | None,
         own: Collection[str] = (),
-        loss_fn: Any = None,
-        constants: Sequence[weakref.ref[torch.Tensor]] = (),
+        python: PythonGuards | None = None,
     ):
         """parameters: of the pipeline; under torchrun some of the model's.
-        loss_fn, constants: as for ``Settings``.
+        python: of the model and its loss function.
         own: the functions of hooks that the forward registers by itself when it runs first, as libraries do
             that capture outputs: the trace has run them, and a later forward registers them again.
         """
@@ -49,7 +47,7 @@ class Traced:
         self._registered = hooks_registered()
         self._forward, self._backward = _hooks(named, model, self._own)
         self._has_model = model is not None
-        self._settings = None if model is None else Settings(model, loss_fn, constants)
+        self._python = python
         self._told: set[str] = set()
 
     def check(
@@ -75,8 +73,8 @@ class Traced:
                 )
         if model is not None:
             self._check_tied(model)
-        if self._settings is not None:
-            self._check_settings(self._settings, model, trains)
+        if self._python is not None:
+            self._check_python(self._python, model, trains)
         registered = hooks_registered()
         known = registered == self._registered and not self._forward and not self._backward
         if known or self._has_model != (model is not None):
@@ -94,7 +92,9 @@ class Traced:
                     warnings.warn(
                         text, stacklevel=2
                     )  # an eager forward of the model may have registered them
-        self._registered, (self._forward, self._backward) = registered, hooks
+        self._forward = hooks[0]
+        if trains:  # else those of the backward are still to be checked
+            self._registered, self._backward = registered, hooks[1]
 
     def _check_tied(self, model: nn.Module) -> None:
         """Raise RunError where one parameter under several names is another one under some of them now."""
@@ -107,10 +107,10 @@ class Traced:
                         "or undo the change."
                     )
 
-    def _check_settings(self, settings: Settings, model: nn.Module | None, trains: bool) -> None:
+    def _check_python(self, guards: PythonGuards, model: nn.Module | None, trains: bool) -> None:
         """Raise RunError where other code would run than when the model was compiled; warn, once for each, of
         other values."""
-        for change in settings.changes(model, trains=trains):
+        for change in guards.changes(model, trains=trains):
             if change.is_of_code:
                 raise RunError(f"{change} Compile the model again, or undo the change.")
             if change.name not in self._told:

@@ -23,22 +23,23 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from fxpipe.training.guards.guard_slots import Code, Compared, Numbers, Place, attribute_of, code, strong
-from fxpipe.training.guards.reachable import (
-    CODE,
-    CONTAINERS,
-    LOSS,
-    Reached,
-    class_path,
-    function_of,
-    is_plain,
-    joined,
+from fxpipe.python_state.objects import CODE, CONTAINERS, class_path, function_of, is_plain, joined
+from fxpipe.python_state.walk import LOSS, Owner, PythonState
+from fxpipe.training.guards.compared_ids import ComparedIds
+from fxpipe.training.guards.guard_slots import (
+    Code,
+    Compared,
+    GuardSlots,
+    Numbers,
+    attribute_of,
+    code,
+    strong,
 )
 
 #: Names that code reads, of tensors mostly: another object that gets one of them is another matter.
 _OF_TENSORS = frozenset(dir(torch.Tensor))
 Key = tuple[str, str]
-"""The path of an owner (``Reached``) or of a class; and an attribute, "" for its class."""
+"""The path of an owner (``Owner``) or of a class; and an attribute, "" for its class."""
 
 
 class Change(NamedTuple):
@@ -59,23 +60,29 @@ class Change(NamedTuple):
         )
 
 
-class Settings:
-    """Those of a model and its loss function when this is made, and how they change.
+class PythonGuards:
+    """The Python of a model and its loss function when this is made, and how it changes.
 
     It does not keep the model.  constants: the tensors that programs hold the values of.
+    walked: what the model and the loss function reach, if it is known.
     """
 
     def __init__(
-        self, model: nn.Module, loss_fn: Any = None, constants: Sequence[weakref.ref[torch.Tensor]] = ()
+        self,
+        model: nn.Module,
+        loss_fn: Any = None,
+        constants: Sequence[weakref.ref[torch.Tensor]] = (),
+        walked: PythonState | None = None,
     ):
         self._loss_fn = loss_fn
-        reached = Reached.of(model, loss_fn)
+        walked = PythonState.of(model, loss_fn) if walked is None else walked
         by_id = {id(tensor): ref for ref in constants if (tensor := ref()) is not None}
-        self._compared = Compared(reached.reads, reached.sets, by_id)
-        self._places = self._places_of(reached)
-        self._then: Mapping[Key, Any] = _described(self._places)
+        self._compared = Compared(walked.reads, walked.sets, by_id)
+        self._slots = self._slots_of(walked)
+        self._ids = ComparedIds(self._slots)
+        self._then: Mapping[Key, Any] = _described(self._slots)
         self._now = self._then
-        self._paths = {place.path for place in self._places}
+        self._paths = {slots.path for slots in self._slots}
 
     def changes(self, model: nn.Module | None, *, trains: bool = True) -> list[Change]:
         """Those since the last call, or since this was made, if a step that trains had them.
@@ -83,23 +90,23 @@ class Settings:
         model: None if it is gone: its functions and classes are still there, and what these read.
         trains: whether the mode of the whole model matters.
         """
-        other = {place: place.again() for place in self._places if not place.is_same()}
-        if not other:
+        again = {place: self._slots[place].again() for place in self._ids.changed()}
+        if not again:
             return []
-        if None in other.values():  # other objects: what they lead to is searched
-            places = self._places_of(self._left() if model is None else Reached.of(model, self._loss_fn))
-            now: dict[Key, Any] = _described(places)
+        if None in again.values():  # other objects: what they lead to is searched
+            slots = self._slots_of(self._left() if model is None else PythonState.of(model, self._loss_fn))
+            now: dict[Key, Any] = _described(slots)
             keys = {*now, *self._then}
             if model is None:
-                paths = {place.path for place in places}
+                paths = {each.path for each in slots}
                 keys = {key for key in keys if key[0] in paths}
         else:
-            places = [other.get(place) or place for place in self._places]
-            changed = _described(new for new in other.values() if new is not None)
-            keys = {*changed, *_described(other)}
-            now = {key: x for key, x in self._now.items() if key not in keys} | changed
-        owners = {place.path: strong(place.owner) for place in places}
-        found = []
+            slots = [again.get(place) or each for place, each in enumerate(self._slots)]
+            new = _described(each for each in again.values() if each is not None)
+            keys = {*new, *_described(self._slots[place] for place in again)}
+            now = {key: x for key, x in self._now.items() if key not in keys} | new
+        owners = {each.path: strong(each.owner) for each in slots}
+        changes = []
         for path, name in keys:
             before, after = self._then.get((path, name)), now.get((path, name))
             if before != after and self._matters(path, name, now, trains):
@@ -114,10 +121,10 @@ class Settings:
                 may_be_unread = is_function or (isinstance(owner, CONTAINERS) and not is_key)
                 is_of_code = not may_be_unread and any(isinstance(x, Code) for x in (before, after))
                 if before != after:
-                    found.append(Change(called, before, after, is_of_code))
-        if trains and not any(change.is_of_code for change in found):
-            self._places, self._now = places, now
-        return sorted(found, key=lambda change: change.name)
+                    changes.append(Change(called, before, after, is_of_code))
+        if trains and not any(change.is_of_code for change in changes):
+            self._slots, self._now, self._ids = slots, now, self._ids.accepted(slots)
+        return sorted(changes, key=lambda change: change.name)
 
     def _matters(self, path: str, name: str, now: Mapping[Key, Any], trains: bool) -> bool:
         owner = path, ""
@@ -134,20 +141,20 @@ class Settings:
         is_new = (path, name) not in self._then
         return not is_new or name.isdigit() or (name in self._compared.reads and name not in _OF_TENSORS)
 
-    def _left(self) -> Reached:
+    def _left(self) -> PythonState:
         """What is reached without the model."""
-        left = {place.path: x for place in self._places if (x := strong(place.owner)) is not None}
-        far = {place.path for place in self._places if place.is_far}
-        return Reached.without_model(left, far, self._compared.reads, self._loss_fn)
+        left = ((x, strong(x.owner)) for x in self._slots)
+        owners = [Owner(x.path, owner, x.is_far) for x, owner in left if owner is not None]
+        return PythonState.without_model(owners, self._compared.reads, self._loss_fn)
 
-    def _places_of(self, reached: Reached) -> list[Place]:
-        owners = [Place(path, x, path in reached.far, self._compared) for path, x in reached.owners.items()]
-        classes = {class_path(cls): cls for cls in reached.classes}
-        return owners + [Place(path, cls, True, self._compared) for path, cls in classes.items()]
+    def _slots_of(self, walked: PythonState) -> list[GuardSlots]:
+        classes = {class_path(cls): Owner(class_path(cls), cls, True) for cls in walked.classes}
+        owners = (*walked.owners.values(), *classes.values())
+        return [GuardSlots(x.path, x.thing, x.is_far, self._compared) for x in owners]
 
 
-def _described(places: Iterable[Place]) -> dict[Key, Any]:
-    return {(place.path, name): value for place in places for name, value in place.values.items()}
+def _described(slots: Iterable[GuardSlots]) -> dict[Key, Any]:
+    return {(each.path, name): value for each in slots for name, value in each.values.items()}
 
 
 def _of_class(owner: Any, name: str) -> Any:
