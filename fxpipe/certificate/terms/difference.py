@@ -21,14 +21,14 @@ class Difference(NamedTuple):
     is_shifted: bool
 
 
-def difference(known: int, found: Term, expected: Term) -> Difference:
+def difference(known: int, actual: Term, expected: Term) -> Difference:
     """The first op that differs, for two terms that differ.
 
     known: the number of terms of the captured step; all others are a program's alone.
     """
-    line, one, other = _apart(known, found, expected)
-    own = one.line is not None and one.number >= known and one.op != "shifted"
-    due, verb = _written(other), "computes" if own else "takes"
+    line, one, other = _apart(known, actual, expected)
+    computes_here = one.line is not None and one.number >= known and one.op != "shifted"
+    due, verb = _written(other), "computes" if computes_here else "takes"
     name = f" for {other.name}" if other.name not in ("", due) else ""
     text = f"{verb} {_written(one)}, where the captured step has {due}{name}"
     return Difference(line, text, one.op == "shifted")
@@ -49,28 +49,28 @@ def _written(term: Term) -> str:
     return f"{shown(term['self'])} of another microbatch" if term.op == "shifted" else term.written()
 
 
-def _apart(known: int, found: Term, expected: Term) -> tuple[Line | None, Term, Term]:
+def _apart(known: int, actual: Term, expected: Term) -> tuple[Line | None, Term, Term]:
     """The deepest pair of terms of which one stands in the place of the other, and the line that computes the
     first of them, or an op of it."""
     line = None
     for _ in range(_DEEPEST):
-        if found.number >= known and found.line is not None:
-            line = found.line
-        pair = _operands_apart(known, found, expected)
+        if actual.number >= known and actual.line is not None:
+            line = actual.line
+        pair = _operands_apart(known, actual, expected)
         if pair is None:
             break
-        found, expected = pair
-    return line, found, expected
+        actual, expected = pair
+    return line, actual, expected
 
 
-def _operands_apart(known: int, found: Term, expected: Term) -> tuple[Term, Term] | None:
+def _operands_apart(known: int, actual: Term, expected: Term) -> tuple[Term, Term] | None:
     """The one pair of operands that differ, where all else is alike; the first of several."""
-    if found.op != expected.op or found.number < known or found.op == "shifted":
+    if actual.op != expected.op or actual.number < known or actual.op == "shifted":
         return None
-    if any(term is expected for term in operands(found.arguments)):  # an op more
+    if any(term is expected for term in operands(actual.arguments)):  # an op more
         return None
-    ones, others = dict(found.arguments), dict(expected.arguments)
-    if found.op in IN_ANY_ORDER:
+    ones, others = dict(actual.arguments), dict(expected.arguments)
+    if actual.op in IN_ANY_ORDER:
         ones = _in_order(ones, others)
     if ones.keys() != others.keys():
         return None

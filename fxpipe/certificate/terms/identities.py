@@ -52,34 +52,34 @@ _VIEWS = {RESHAPE: "view", PERMUTE: "permute"} | {
 }
 
 
-def _same(terms: Terms, op: str, given: dict[str, Any]) -> Term | None:
-    first = next(iter(given.values()))
+def _same(terms: Terms, op: str, args: dict[str, Any]) -> Term | None:
+    first = next(iter(args.values()))
     return first if isinstance(first, Term) else None
 
 
-def _cast(terms: Terms, op: str, given: dict[str, Any]) -> Term | None:
-    source, dtype, device = given["self"], given.get("dtype"), given.get("device")
+def _cast(terms: Terms, op: str, args: dict[str, Any]) -> Term | None:
+    source, dtype, device = args["self"], args.get("dtype"), args.get("device")
     if device is not None and terms.line() is None:
         terms.devices.add(device)
     elif device is not None and device not in terms.devices:
         raise Unknown(f"moves {source} to the device {device[1]}: the captured step moves nothing there")
     if dtype is None or dtype == canonical(layout_of(terms, source).dtype):
         return source  # type: ignore[no-any-return]
-    found = terms.plain(CAST, {"self": source, "dtype": dtype})
-    if found.layout is None:
-        found.layout = Layout(layout_of(terms, source).shape, getattr(torch, dtype[1].removeprefix("torch.")))
-    return found
+    cast = terms.plain(CAST, {"self": source, "dtype": dtype})
+    if cast.layout is None:
+        cast.layout = Layout(layout_of(terms, source).shape, getattr(torch, dtype[1].removeprefix("torch.")))
+    return cast
 
 
 # -- shapes -----------------------------------------------------------------------------------------------
 
 
-def _dimension(given: int, rank: int) -> int:
+def _dimension(dim: int, rank: int) -> int:
     """Counted from the first.  Raises Unknown where torch would say that there is none."""
     rank = max(rank, 1)
-    if not -rank <= given < rank:
-        raise Unknown(f"a tensor of {rank} dimensions has no dimension {given}")
-    return given % rank
+    if not -rank <= dim < rank:
+        raise Unknown(f"a tensor of {rank} dimensions has no dimension {dim}")
+    return dim % rank
 
 
 def _step_of(term: Term) -> tuple[Term, _Step] | None:
@@ -87,19 +87,19 @@ def _step_of(term: Term) -> tuple[Term, _Step] | None:
     view, part = (term["of"], term["index"]) if term.op == "item" else (term, None)
     if view.op not in _VIEWS:
         return None
-    given = dict(view.arguments)
-    return given.pop("self"), (_VIEWS[view.op], tuple(given.items()), part)
+    args = dict(view.arguments)
+    return args.pop("self"), (_VIEWS[view.op], tuple(args.items()), part)
 
 
-def _view(terms: Terms, op: str, given: dict[str, Any], layout: Layout | None = None) -> Term:
+def _view(terms: Terms, op: str, args: dict[str, Any], layout: Layout | None = None) -> Term:
     """The first term that has the same elements of the same value: in memory without gaps, to which shape,
     strides and offset are the same."""
-    term = terms.plain(op, given)
+    term = terms.plain(op, args)
     term.layout = term.layout or layout
     steps, values = list[_Step](), [term]
-    while (found := _step_of(values[-1])) is not None:
-        values.append(found[0])
-        steps.append(found[1])
+    while (step := _step_of(values[-1])) is not None:
+        values.append(step[0])
+        steps.append(step[1])
     if not steps:
         return term
     copies, is_all, *place = _place(layout_of(terms, values[-1]), tuple(reversed(steps)))
@@ -113,15 +113,15 @@ def _place(layout: Layout, steps: tuple[_Step, ...]) -> tuple[Any, ...]:
     is a reshape that copies; whether it is all of that; its dtype, shape, strides and offset there."""
     value = whole = torch.empty(layout.shape, dtype=layout.dtype, device="meta")
     copies = 0
-    for number, (name, given, part) in enumerate(steps):
+    for number, (name, args, part) in enumerate(steps):
         view = getattr(torch.ops.aten, name)
         try:
-            found = view(value, **dict(given))
+            result = view(value, **dict(args))
         except RuntimeError:
             copies = number
             whole = torch.empty(value.shape, dtype=value.dtype, device="meta")
-            found = view(whole, **dict(given))
-        value = found if part is None else found[part]
+            result = view(whole, **dict(args))
+        value = result if part is None else result[part]
     strides = tuple(n for n, length in zip(value.stride(), value.shape, strict=True) if length != 1)
     is_all = (value.shape, value.dtype) == (whole.shape, whole.dtype) and value.is_contiguous()
     return copies, is_all, value.dtype, tuple(value.shape), strides, value.storage_offset()
@@ -131,8 +131,8 @@ def overlaps(terms: Terms, term: Term, root: Term | None) -> bool:
     """Whether elements of a view of the root, or of what it is itself a view of, are one in its memory, so
     that torch does not write to it."""
     steps = []
-    while term is not root and (found := _step_of(term)) is not None:
-        term, step = found
+    while term is not root and (seen := _step_of(term)) is not None:
+        term, step = seen
         steps.append(step)
     return bool(steps) and 0 in _place(layout_of(terms, term), tuple(reversed(steps)))[4]
 
@@ -141,17 +141,17 @@ def reshaped(terms: Terms, source: Term, shape: tuple[int, ...]) -> Term:
     """Raises Unknown for another number of elements."""
     while source.op == RESHAPE:
         source = source["self"]
-    own = layout_of(terms, source)
-    if prod(shape) != prod(own.shape):
-        raise Unknown(f"{source} of {list(own.shape)} cannot be {list(shape)}")
-    if shape == own.shape:
+    layout = layout_of(terms, source)
+    if prod(shape) != prod(layout.shape):
+        raise Unknown(f"{source} of {list(layout.shape)} cannot be {list(shape)}")
+    if shape == layout.shape:
         return source
-    return _view(terms, RESHAPE, {"self": source, "size": shape}, Layout(shape, own.dtype))
+    return _view(terms, RESHAPE, {"self": source, "size": shape}, Layout(shape, layout.dtype))
 
 
-def _reshape(terms: Terms, op: str, given: dict[str, Any]) -> Term | None:
-    source, size = given["self"], list(given.get("size", given.get("shape", ())))
-    if "dtype" in given or not isinstance(source, Term) or not all(isinstance(n, int) for n in size):
+def _reshape(terms: Terms, op: str, args: dict[str, Any]) -> Term | None:
+    source, size = args["self"], list(args.get("size", args.get("shape", ())))
+    if "dtype" in args or not isinstance(source, Term) or not all(isinstance(n, int) for n in size):
         return None  # view of another dtype
     if -1 in size:
         elements = prod(layout_of(terms, source).shape)
@@ -160,18 +160,18 @@ def _reshape(terms: Terms, op: str, given: dict[str, Any]) -> Term | None:
     return reshaped(terms, source, tuple(size))
 
 
-def _unsqueeze(terms: Terms, op: str, given: dict[str, Any]) -> Term | None:
-    shape = list(layout_of(terms, given["self"]).shape)
-    shape.insert(_dimension(given["dim"], len(shape) + 1), 1)
-    return reshaped(terms, given["self"], tuple(shape))
+def _unsqueeze(terms: Terms, op: str, args: dict[str, Any]) -> Term | None:
+    shape = list(layout_of(terms, args["self"]).shape)
+    shape.insert(_dimension(args["dim"], len(shape) + 1), 1)
+    return reshaped(terms, args["self"], tuple(shape))
 
 
-def _squeeze(terms: Terms, op: str, given: dict[str, Any]) -> Term | None:
-    shape = layout_of(terms, given["self"]).shape
-    dims = given.get("dim", tuple(range(len(shape))))
+def _squeeze(terms: Terms, op: str, args: dict[str, Any]) -> Term | None:
+    shape = layout_of(terms, args["self"]).shape
+    dims = args.get("dim", tuple(range(len(shape))))
     dropped = {_dimension(d, len(shape)) for d in (dims if isinstance(dims, tuple) else (dims,))}
-    kept = tuple(n for d, n in enumerate(shape) if n != 1 or d not in dropped)
-    return reshaped(terms, given["self"], kept)
+    lengths = tuple(n for d, n in enumerate(shape) if n != 1 or d not in dropped)
+    return reshaped(terms, args["self"], lengths)
 
 
 def permuted(terms: Terms, source: Term, dims: tuple[int, ...]) -> Term:
@@ -180,72 +180,72 @@ def permuted(terms: Terms, source: Term, dims: tuple[int, ...]) -> Term:
         source = source["self"]
     if dims == tuple(range(len(dims))):
         return source
-    own = layout_of(terms, source)
-    layout = Layout(tuple(own.shape[d] for d in dims), own.dtype)
+    before = layout_of(terms, source)
+    layout = Layout(tuple(before.shape[d] for d in dims), before.dtype)
     return _view(terms, PERMUTE, {"self": source, "dims": dims}, layout)
 
 
-def _permute(terms: Terms, op: str, given: dict[str, Any]) -> Term | None:
-    rank = len(layout_of(terms, given["self"]).shape)
-    dims = tuple(_dimension(d, rank) for d in given["dims"])
+def _permute(terms: Terms, op: str, args: dict[str, Any]) -> Term | None:
+    rank = len(layout_of(terms, args["self"]).shape)
+    dims = tuple(_dimension(d, rank) for d in args["dims"])
     if sorted(dims) != list(range(rank)):
         raise Unknown(f"{list(dims)} is no order of {rank} dimensions")
-    return permuted(terms, given["self"], dims)
+    return permuted(terms, args["self"], dims)
 
 
-def _transpose(terms: Terms, op: str, given: dict[str, Any]) -> Term | None:
-    rank = len(layout_of(terms, given["self"]).shape)
+def _transpose(terms: Terms, op: str, args: dict[str, Any]) -> Term | None:
+    rank = len(layout_of(terms, args["self"]).shape)
     dims = list(range(rank))
     if rank:
-        given = {"dim0": 0, "dim1": int(rank > 1)} | given
-        one, other = (_dimension(given[name], rank) for name in ("dim0", "dim1"))
+        args = {"dim0": 0, "dim1": int(rank > 1)} | args
+        one, other = (_dimension(args[name], rank) for name in ("dim0", "dim1"))
         dims[one], dims[other] = dims[other], dims[one]
-    return permuted(terms, given["self"], tuple(dims))
+    return permuted(terms, args["self"], tuple(dims))
 
 
-def _expand(terms: Terms, op: str, given: dict[str, Any]) -> Term | None:
-    source, size = given["self"], given["size"]
-    own = layout_of(terms, source)
-    missing = len(size) - len(own.shape)
-    before = (*[1] * missing, *own.shape)
+def _expand(terms: Terms, op: str, args: dict[str, Any]) -> Term | None:
+    source, size = args["self"], args["size"]
+    layout = layout_of(terms, source)
+    missing = len(size) - len(layout.shape)
+    before = (*[1] * missing, *layout.shape)
     shape = tuple(had if n == -1 else n for had, n in zip(before, size, strict=missing >= 0))
     fits = all(had in (1, n) for had, n in zip(before, shape, strict=False))
     if missing < 0 or -1 in size[:missing] or not fits:
-        raise Unknown(f"{source} of {list(own.shape)} cannot be expanded to {list(size)}")
+        raise Unknown(f"{source} of {list(layout.shape)} cannot be expanded to {list(size)}")
     while source.op == "aten.expand":
         source = source["self"]
     if shape == layout_of(terms, source).shape:
         return source  # type: ignore[no-any-return]
-    return _view(terms, "aten.expand", {"self": source, "size": shape}, Layout(shape, own.dtype))
+    return _view(terms, "aten.expand", {"self": source, "size": shape}, Layout(shape, layout.dtype))
 
 
-def _slice(terms: Terms, op: str, given: dict[str, Any]) -> Term | None:
-    own = layout_of(terms, given["self"])
-    dim = _dimension(given.get("dim", 0), len(own.shape))
-    length, step = own.shape[dim], given.get("step", 1)
+def _slice(terms: Terms, op: str, args: dict[str, Any]) -> Term | None:
+    layout = layout_of(terms, args["self"])
+    dim = _dimension(args.get("dim", 0), len(layout.shape))
+    length, step = layout.shape[dim], args.get("step", 1)
     if step < 1:
         raise Unknown(f"a slice has no step {step}")
     begin, end = (
         min(max(n + length if n < 0 else n, 0), length)
-        for n in (given.get("start") or 0, length if given.get("end") is None else given["end"])
+        for n in (args.get("start") or 0, length if args.get("end") is None else args["end"])
     )
     if (begin, end, step) == (0, length, 1):
-        return given["self"]  # type: ignore[no-any-return]
-    parts = {"self": given["self"], "dim": dim, "start": begin, "end": end, "step": step}
-    shape = (*own.shape[:dim], max(0, -(-(end - begin) // step)), *own.shape[dim + 1 :])
-    return _view(terms, "aten.slice", parts, Layout(shape, own.dtype))
+        return args["self"]  # type: ignore[no-any-return]
+    parts = {"self": args["self"], "dim": dim, "start": begin, "end": end, "step": step}
+    shape = (*layout.shape[:dim], max(0, -(-(end - begin) // step)), *layout.shape[dim + 1 :])
+    return _view(terms, "aten.slice", parts, Layout(shape, layout.dtype))
 
 
-def _cat(terms: Terms, op: str, given: dict[str, Any]) -> Term | None:
-    parts = given["tensors"]
+def _cat(terms: Terms, op: str, args: dict[str, Any]) -> Term | None:
+    parts = args["tensors"]
     layouts = [layout_of(terms, part) for part in parts]
-    kept = tuple(part for part, layout in zip(parts, layouts, strict=True) if prod(layout.shape))
+    filled = tuple(part for part, layout in zip(parts, layouts, strict=True) if prod(layout.shape))
     promoted = reduce(torch.promote_types, (layout.dtype for layout in layouts))
-    if not kept or any(layout_of(terms, part).dtype != promoted for part in kept):
+    if not filled or any(layout_of(terms, part).dtype != promoted for part in filled):
         return None
-    if len(kept) == 1:
-        return kept[0]  # type: ignore[no-any-return]
-    return None if len(kept) == len(parts) else terms.plain(op, {**given, "tensors": kept})
+    if len(filled) == 1:
+        return filled[0]  # type: ignore[no-any-return]
+    return None if len(filled) == len(parts) else terms.plain(op, {**args, "tensors": filled})
 
 
 # -- arithmetic -------------------------------------------------------------------------------------------
@@ -266,8 +266,8 @@ def number(argument: Any) -> Any:
 
 def _is(argument: Any, wanted: int) -> bool:
     """Whether an argument is this number, and not -0.0."""
-    found = number(argument)
-    return found is not None and found == wanted and str(found) != "-0.0"
+    value = number(argument)
+    return value is not None and value == wanted and str(value) != "-0.0"
 
 
 def _keeps(terms: Terms, source: Any, other: Any) -> bool:
@@ -280,91 +280,91 @@ def _keeps(terms: Terms, source: Any, other: Any) -> bool:
     return not dtype.is_complex and (dtype.is_floating_point or whole)
 
 
-def _is_complex(terms: Terms, given: dict[str, Any]) -> bool:
-    found = (given["self"], given["other"])
-    return any(layout_of(terms, term).dtype.is_complex for term in found if isinstance(term, Term))
+def _is_complex(terms: Terms, args: dict[str, Any]) -> bool:
+    factors = (args["self"], args["other"])
+    return any(layout_of(terms, term).dtype.is_complex for term in factors if isinstance(term, Term))
 
 
-def _in_any_order(terms: Terms, op: str, given: dict[str, Any]) -> Term:
-    one, other = given["self"], given["other"]
+def _in_any_order(terms: Terms, op: str, args: dict[str, Any]) -> Term:
+    one, other = args["self"], args["other"]
     if isinstance(one, Term) and isinstance(other, Term) and one.number > other.number:
-        given = {**given, "self": other, "other": one}
-    return terms.plain(op, given)
+        args = {**args, "self": other, "other": one}
+    return terms.plain(op, args)
 
 
-def _mul(terms: Terms, op: str, given: dict[str, Any]) -> Term | None:
+def _mul(terms: Terms, op: str, args: dict[str, Any]) -> Term | None:
     for one, other in (("self", "other"), ("other", "self")):
-        if _is(given[other], 1) and _keeps(terms, given[one], given[other]):
-            return given[one]  # type: ignore[no-any-return]
+        if _is(args[other], 1) and _keeps(terms, args[one], args[other]):
+            return args[one]  # type: ignore[no-any-return]
     # Products of complex numbers are rounded differently: one of two products is added without rounding.
-    return None if _is_complex(terms, given) else _in_any_order(terms, op, given)
+    return None if _is_complex(terms, args) else _in_any_order(terms, op, args)
 
 
-def _div(terms: Terms, op: str, given: dict[str, Any]) -> Term | None:
-    source = given["self"]
-    if "rounding_mode" in given or not (_is(given["other"], 1) and _keeps(terms, source, given["other"])):
+def _div(terms: Terms, op: str, args: dict[str, Any]) -> Term | None:
+    source = args["self"]
+    if "rounding_mode" in args or not (_is(args["other"], 1) and _keeps(terms, source, args["other"])):
         return None
     return source if layout_of(terms, source).dtype.is_floating_point else None
 
 
-def _add(terms: Terms, op: str, given: dict[str, Any]) -> Term | None:
-    if "alpha" in given:
+def _add(terms: Terms, op: str, args: dict[str, Any]) -> Term | None:
+    if "alpha" in args:
         return None
     for one, other in (("self", "other"), ("other", "self")):
-        zero = isinstance(number(given[other]), int) and _is(given[other], 0)
-        if zero and _keeps(terms, given[one], given[other]):
-            source: Term = given[one]
+        zero = isinstance(number(args[other]), int) and _is(args[other], 0)
+        if zero and _keeps(terms, args[one], args[other]):
+            source: Term = args[one]
             if not layout_of(terms, source).dtype.is_floating_point:  # -0.0 + 0 is 0.0
                 return source
-    return _in_any_order(terms, op, given)
+    return _in_any_order(terms, op, args)
 
 
-def _sub(terms: Terms, op: str, given: dict[str, Any]) -> Term | None:
-    zero = "alpha" not in given and _is(given["other"], 0)
-    return given["self"] if zero and _keeps(terms, given["self"], given["other"]) else None
+def _sub(terms: Terms, op: str, args: dict[str, Any]) -> Term | None:
+    zero = "alpha" not in args and _is(args["other"], 0)
+    return args["self"] if zero and _keeps(terms, args["self"], args["other"]) else None
 
 
-def _pow(terms: Terms, op: str, given: dict[str, Any]) -> Term | None:
-    base, exponent = given["self"], given["exponent"]
+def _pow(terms: Terms, op: str, args: dict[str, Any]) -> Term | None:
+    base, exponent = args["self"], args["exponent"]
     return base if _is(exponent, 1) and _keeps(terms, base, exponent) else None
 
 
-def _undone(terms: Terms, op: str, given: dict[str, Any]) -> Term | None:
+def _undone(terms: Terms, op: str, args: dict[str, Any]) -> Term | None:
     """-(-x), not not x; ``logical_not`` makes booleans of numbers."""
-    inner = given["self"]
+    inner = args["self"]
     if not isinstance(inner, Term) or inner.op != op:
         return None
     source: Term = inner["self"]
     return source if layout_of(terms, source).dtype == layout_of(terms, inner).dtype else None
 
 
-def _slice_backward(terms: Terms, op: str, given: dict[str, Any]) -> Term | None:
+def _slice_backward(terms: Terms, op: str, args: dict[str, Any]) -> Term | None:
     """The gradient of a slice of all."""
-    source: Term = given["grad_output"]
-    whole = layout_of(terms, source).shape == given["input_sizes"] and given["step"] == 1
+    source: Term = args["grad_output"]
+    whole = layout_of(terms, source).shape == args["input_sizes"] and args["step"] == 1
     return source if whole else None
 
 
-def _lookup_gradient(terms: Terms, op: str, given: dict[str, Any]) -> Term | None:
-    if given["padding_idx"] != -1 or given["scale_grad_by_freq"] != ("bool", False):
+def _lookup_gradient(terms: Terms, op: str, args: dict[str, Any]) -> Term | None:
+    if args["padding_idx"] != -1 or args["scale_grad_by_freq"] != ("bool", False):
         return None
-    gradient, index = given["grad_output"], given["indices"]
-    own = layout_of(terms, gradient)
+    gradient, index = args["grad_output"], args["indices"]
+    layout = layout_of(terms, gradient)
     rows = reshaped(terms, index, (prod(layout_of(terms, index).shape),))
-    values = reshaped(terms, gradient, (prod(own.shape[:-1]), own.shape[-1]))
-    return rows_added(terms, rows, values, given["num_weights"])
+    values = reshaped(terms, gradient, (prod(layout.shape[:-1]), layout.shape[-1]))
+    return rows_added(terms, rows, values, args["num_weights"])
 
 
 def rows_added(terms: Terms, rows: Term, values: Term, size: int) -> Term:
     """A table of ``size`` rows of zeros, to which values are added at some rows."""
-    found = terms.plain(ROWS, {"rows": rows, "values": values, "size": size})
-    own = layout_of(terms, values)
-    found.layout = found.layout or Layout((size, *own.shape[1:]), own.dtype)
-    return found
+    term = terms.plain(ROWS, {"rows": rows, "values": values, "size": size})
+    layout = layout_of(terms, values)
+    term.layout = term.layout or Layout((size, *layout.shape[1:]), layout.dtype)
+    return term
 
 
 def _renamed(name: str) -> Rule:
-    return lambda terms, op, given: terms.make(name, given)
+    return lambda terms, op, args: terms.make(name, args)
 
 
 RULES: dict[str, Rule] = {

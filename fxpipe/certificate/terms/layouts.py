@@ -49,25 +49,25 @@ def _compute(terms: Terms, term: Term) -> None:
 
 def _run(terms: Terms, term: Term) -> Any:
     """Run an op on tensors without data."""
-    given = dict(term.arguments)
+    args = dict(term.arguments)
     if term.op == "keyed":
-        given = dict(given["given"])
-        return _call(terms, term["op"][1], given)
+        args = dict(args["given"])
+        return _call(terms, term["op"][1], args)
     if term.op == "sum_over_ranks":
         return _plain(terms, term["parts"][0])
     if term.op == BATCH_MEAN:
         return _plain(terms, term["of"])
     if term.op == "shifted":
         return _plain(terms, term["self"])
-    return _call(terms, term.op, given)
+    return _call(terms, term.op, args)
 
 
-def _call(terms: Terms, name: str, given: dict[str, Any]) -> Any:
+def _call(terms: Terms, name: str, args: dict[str, Any]) -> Any:
     namespace, _, packet = name.partition(".")
     if not packet:
         raise TypeError(f"{name} is no op of torch")
     run = getattr(getattr(torch.ops, namespace), packet)
-    return run(**{key: _plain(terms, value) for key, value in given.items()})
+    return run(**{key: _plain(terms, value) for key, value in args.items()})
 
 
 def _plain(terms: Terms, argument: Any) -> Any:
@@ -85,9 +85,9 @@ def _plain(terms: Terms, argument: Any) -> Any:
         case ("complex", str(text)):
             return complex(text)
         case ("torch", str(text)):
-            found = getattr(torch, text.removeprefix("torch."), None)  # torch.cpu is a module
-            is_named = isinstance(found, torch.dtype | torch.layout | torch.memory_format)
-            return found if is_named else torch.device("meta")
+            named = getattr(torch, text.removeprefix("torch."), None)  # torch.cpu is a module
+            is_layout = isinstance(named, torch.dtype | torch.layout | torch.memory_format)
+            return named if is_layout else torch.device("meta")
         case tuple():
             return [_plain(terms, each) for each in argument]
     return argument

@@ -58,18 +58,18 @@ class Schema:
         positional = [p for p in self.parameters if not p.is_keyword]
         if len(args) > len(positional):
             raise TypeError(f"{self.name} takes {len(positional)} arguments, not {len(args)}")
-        given = {p.name: value for p, value in zip(positional, args, strict=False)}
+        bound = {p.name: value for p, value in zip(positional, args, strict=False)}
         known = {p.name for p in self.parameters}
         for name in kwargs:
-            if name not in known or name in given:
+            if name not in known or name in bound:
                 raise TypeError(f"{self.name} takes no argument {name}, or has it already")
-        given.update(kwargs)
+        bound.update(kwargs)
         for p in self.parameters:
-            if p.default is ... and p.name not in given:
+            if p.default is ... and p.name not in bound:
                 raise TypeError(f"{self.name} lacks the argument {p.name}")
-            if type(given.get(p.name)) in _NUMBERS and canonical(given[p.name]) == p.default:
-                del given[p.name]
-        return given
+            if type(bound.get(p.name)) in _NUMBERS and canonical(bound[p.name]) == p.default:
+                del bound[p.name]
+        return bound
 
 
 def packet_name(name: str) -> str:
@@ -125,31 +125,31 @@ def _viewed(schema: Any, name: str) -> str | None:
     return str(schema.arguments[0].name) if name in _SILENT_VIEWS else None
 
 
-def draws(schema: Schema, given: dict[str, Any]) -> bool:
+def draws(schema: Schema, args: dict[str, Any]) -> bool:
     """Whether the op draws random numbers with these arguments."""
     if not schema.may_draw:
         return False
     values = {p.name: p.default for p in schema.parameters}
-    values |= {name: canonical(given[name]) for name in _STILL if name in given}
+    values |= {name: canonical(args[name]) for name in _STILL if name in args}
     return not any(name in values and values[name] == canonical(still) for name, still in _STILL.items())
 
 
-def arguments_of(schema: Schema, given: dict[str, Any], as_tensor: Any) -> dict[str, Any]:
+def arguments_of(schema: Schema, args: dict[str, Any], as_tensor: Any) -> dict[str, Any]:
     """The canonical arguments in the schema's order, without defaults and without those of memory.
 
     as_tensor: makes a term of a number that stands in the place of a tensor, of its dtype, and of whether no
         tensor is beside it.
     """
-    found = {}
-    is_alone = not any(isinstance(value, Term) for value in given.values())
+    arguments = {}
+    is_alone = not any(isinstance(value, Term) for value in args.values())
     for p in schema.parameters:
-        if p.is_out or p.name not in given:
+        if p.is_out or p.name not in args:
             continue
-        value = given[p.name]
+        value = args[p.name]
         if p.name in _OF_MEMORY and value in _OF_MEMORY[p.name]:
             continue
         if p.is_tensor and type(value) in _NUMBERS:
-            found[p.name] = as_tensor(value, _NUMBERS[type(value)], is_alone)
+            arguments[p.name] = as_tensor(value, _NUMBERS[type(value)], is_alone)
             continue
         value = canonical(value)
         if p.is_plain and any(True for _ in operands(value)):
@@ -158,5 +158,5 @@ def arguments_of(schema: Schema, given: dict[str, Any], as_tensor: Any) -> dict[
         if p.is_tensor and value is not None and not isinstance(value, Term):
             raise TypeError(f"{schema.name} takes a tensor for {p.name}")
         if value != p.default:
-            found[p.name] = value
-    return found
+            arguments[p.name] = value
+    return arguments

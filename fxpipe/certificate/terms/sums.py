@@ -43,19 +43,19 @@ def added_forms(terms: Terms, term: Term, dtype: torch.dtype) -> list[Term]:
 
 def forms(terms: Terms, term: Term) -> list[Term]:
     """A value, and the same without its last casts."""
-    found = [term]
+    equal = [term]
     if term.op == CAST:
         source = term["self"]
-        found += forms(terms, source)
+        equal += forms(terms, source)
         if source.op == "aten.mm":
             wide = {**dict(source.arguments), "out_dtype": term["dtype"]}
-            found.append(terms.plain("aten.mm", wide))
+            equal.append(terms.plain("aten.mm", wide))
         if source.op == ROWS:
             values = terms.make("aten._to_copy", {"self": source["values"], "dtype": term["dtype"]})
-            found.append(rows_added(terms, source["rows"], values, source["size"]))
+            equal.append(rows_added(terms, source["rows"], values, source["size"]))
     elif term.op == PERMUTE:
-        found += [permuted(terms, inner, term["dims"]) for inner in forms(terms, term["self"])[1:]]
-    return found
+        equal += [permuted(terms, inner, term["dims"]) for inner in forms(terms, term["self"])[1:]]
+    return equal
 
 
 class Missing(NamedTuple):
@@ -96,12 +96,12 @@ class GradientSum:
     ) -> Iterator[Problem | Missing | Foreign]:
         """What differs in a sum that a program has made."""
         known = {form: term for term in self.times for form in added_forms(reference.terms, term, self.dtype)}
-        found: Summands = {}
+        added: Summands = {}
         for term, calls in total.items():
             for leaf in leaves(term):
-                found.setdefault(known.get(leaf, leaf), []).extend(calls)
-        foreign = {term: calls for term, calls in found.items() if term not in self.times}
-        short = [term for term in self.times if self._is_short(term, found.get(term, []), microbatches)]
+                added.setdefault(known.get(leaf, leaf), []).extend(calls)
+        foreign = {term: calls for term, calls in added.items() if term not in self.times}
+        short = [term for term in self.times if self._is_short(term, added.get(term, []), microbatches)]
         instead = dict[Term, Term]()
         able = {form: each for each in short for form in added_forms(reference.terms, each, self.dtype)}
         for term, calls in foreign.items():
@@ -115,7 +115,7 @@ class GradientSum:
             else:
                 yield Foreign(name, term, calls[0].line)
         for term in self.times.keys() - {*instead.values()}:
-            yield from _uneven(name, term, self.times[term], found.get(term, []), microbatches, end)
+            yield from _uneven(name, term, self.times[term], added.get(term, []), microbatches, end)
 
     def _is_short(self, term: Term, calls: list[Addition], microbatches: int) -> bool:
         return len(calls) < self.times[term] * microbatches

@@ -149,18 +149,18 @@ class Terms:
     def make(self, op: str, arguments: dict[str, Any]) -> Term:
         """The term of an op with canonical arguments, after the identities."""
         rule = self.rules.get(op)
-        found = None if rule is None else rule(self, op, arguments)
-        return found if found is not None else self.plain(op, arguments)
+        equal = None if rule is None else rule(self, op, arguments)
+        return equal if equal is not None else self.plain(op, arguments)
 
     def plain(self, op: str, arguments: dict[str, Any], line: Any = None) -> Term:
         """The term as it is written.  line: that makes it, if it is not the one that runs."""
         key = op, tuple(arguments.items())
-        found = self.known.get(key)
-        if found is None:
-            varies = op != BATCH_MEAN and any(term.varies for term in operands(key[1]))
-            found = Term(len(self.known), op, key[1], varies, line=line or self.line())
-            self.known[key] = found
-        return found
+        term = self.known.get(key)
+        if term is None:
+            varies = op != BATCH_MEAN and any(each.varies for each in operands(key[1]))
+            term = Term(len(self.known), op, key[1], varies, line=line or self.line())
+            self.known[key] = term
+        return term
 
     def forget_programs(self) -> None:
         """Drop the terms of programs that were checked before, which have their lines."""
@@ -179,10 +179,10 @@ class Terms:
         return min((term for term in alone if term.line), key=lambda term: term.number, default=None)
 
     def input(self, kind: str, name: str, layout: Layout | None, varies: bool) -> Term:
-        found = self.plain(kind, {"name": name})
-        found.varies = varies
-        found.layout, found.name = found.layout or layout, found.name or name
-        return found
+        term = self.plain(kind, {"name": name})
+        term.varies = varies
+        term.layout, term.name = term.layout or layout, term.name or name
+        return term
 
     def item(self, term: Term, index: int) -> Term:
         """One of the results of an op that gives several: of one with a mask of results, as if it gave that
