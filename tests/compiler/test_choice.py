@@ -1,5 +1,6 @@
 """Schedules of ``compile``: every family for real, given ones, ``auto``, and the memory limit."""
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -301,3 +302,41 @@ def test_a_cut_inside_an_mlp_moves_to_its_border_where_the_message_costs_more(mo
     rows = 8 * 128
     assert (before[1:], after[1:]) == ((2, rows * (640 + 2560)), (1, rows * 640))
     assert after[0] < 0.95 * before[0]
+
+
+@pytest.mark.parametrize("step", ["balanced", "lighter"])
+@pytest.mark.parametrize(
+    ("widths", "schedule", "placement"),
+    [
+        ((64, 2560, 64, 640, 640, 1280), "zb-h1", "plain"),
+        ((640, 640, 2560, 2560, 640), "1f1b-v", "v"),
+        ((640, 2560, 5120, 640, 1280, 2560), "zb-v", "v"),
+    ],
+)
+def test_other_cuts_make_no_step_slower(step, widths, schedule, placement, monkeypatch):
+    """In the last two cases, balanced ranks have a slower schedule, which is not taken."""
+    with torch.device("meta"):
+        layers = [nn.Linear(a, b) for a, b in pairwise((640, *widths))]
+        model, x = (
+            nn.Sequential(*(each for layer in layers for each in (layer, nn.ReLU()))),
+            torch.empty(256, 640),
+        )
+
+    def seconds() -> float:
+        pipe = fxpipe.compile(
+            model,
+            (x,),
+            loss_fn=lambda y, _: y.square().mean(),
+            ranks=2,
+            microbatches=3,
+            schedule=schedule,
+            placement=placement,
+            costs="L40S",
+            effort=0.01,
+        )
+        assert pipe.plan.prediction.seconds == pytest.approx(pipe.simulate().seconds)
+        return pipe.plan.prediction.seconds
+
+    after = seconds()
+    monkeypatch.setattr(Costing, step, lambda *_: None)
+    assert after <= seconds() * (1 + 1e-9)
