@@ -316,10 +316,10 @@ def test_a_cut_inside_an_mlp_moves_to_its_border_where_the_message_costs_more(mo
 def test_other_cuts_make_no_step_slower(step, widths, schedule, placement, monkeypatch):
     """In the last two cases, balanced ranks have a slower schedule, which is not taken."""
     with torch.device("meta"):
-        layers = [nn.Linear(a, b) for a, b in pairwise((640, *widths))]
+        layers = [nn.Linear(a, b, dtype=torch.float32) for a, b in pairwise((640, *widths))]
         model, x = (
             nn.Sequential(*(each for layer in layers for each in (layer, nn.ReLU()))),
-            torch.empty(256, 640),
+            torch.empty(256, 640, dtype=torch.float32),
         )
 
     def seconds() -> float:
