@@ -97,14 +97,14 @@ def _plan(options: argparse.Namespace) -> None:
     model, example, loss_fn = _model(options.model)
     device, phase = torch.device("cpu"), Phases(f"fxpipe plan {type(model).__name__}", ends=False)
     checked(settings, request.meshes(rows_of(example)))
-    planned = planned_step(Compilation(model, example, loss_fn, settings, device), phase)
-    step = planned.step
+    compilation = Compilation(model, example, loss_fn, settings, device)
+    step = planned_step(compilation, phase)
     sizes = [{}, *({name: length} for name, length in options.size)]
     captured = step.captured.graph, step.resized, example, options.device
     compared = []
     for at, size in zip(throughputs(*captured, sizes), sizes, strict=True):
         wanted = checked(settings, request.meshes(at.rows))
-        compared.append((at, compare_meshes(planned, wanted, phase, size or None)))
+        compared.append((at, compare_meshes(compilation, step, wanted, phase, size or None)))
     phase.finish("planned")
     if options.json:
         print(json.dumps([_as_json(at, tried) for at, tried in compared]))

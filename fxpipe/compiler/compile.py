@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from fxpipe.capture.resized import named_lengths, sample
 from fxpipe.capture.scale import LATER
 from fxpipe.capture.trace import Captured, capture
 from fxpipe.capture.underflow import warn_of_float16
-from fxpipe.compiler.candidates import candidates
+from fxpipe.compiler.candidates import Candidates, candidates
 from fxpipe.compiler.choose import Costing, choose, with_uses
 from fxpipe.compiler.compilation import Compilation
 from fxpipe.compiler.cut import Cuts
@@ -63,10 +63,18 @@ class Compiled:
 
 @dataclass(frozen=True, eq=False)
 class CapturedStep:
-    """One graph of the training step, and its traces at other sizes, if its dimensions have names."""
+    """One graph of the training step, and its traces at other sizes, if its dimensions have names.
+
+    ``cuts``: those that were made of it so far.
+    """
 
     captured: Captured
     resized: ResizedTraces | None
+    cuts: Cuts = field(default_factory=Cuts)
+
+    @property
+    def graphs(self) -> StepGraphs:
+        return StepGraphs(self.captured.graph, self.resized)
 
 
 def capture_step(request: Compilation, phase: Phases) -> CapturedStep:
@@ -131,23 +139,20 @@ def compile_model(
     ways = len(tried.barriers)
     phase.expect(2 + ways + 4 * len(tried.placements) * ways)
     step = step or capture_step(request, phase)
-    captured, resized = step.captured, step.resized
+    captured = step.captured
     # Before the cut: nothing that follows could make up for it.
     if options.mesh.replicas > 1:
         check_state_of_replicas(model, captured.graph)
 
     cluster = cluster_of(options, device, devices, captured.graph)
     # Cut into stages, once for each number of them and of barriers (compiler/passes.py has all rewrites).
-    cuts = Cuts()
-    stages = all_stages(StepGraphs(captured.graph, resized), tried, options, cluster, cuts, phase)
+    stages = all_stages(step.graphs, tried, options, cluster, step.cuts, phase)
     phase.expect(3 + 2 * len(stages))
 
     with phase("schedule"):
         # Rewritten and extracted with each level of recomputation that may be the fastest; the candidate and
         # the schedule with the shortest simulated step.
-        known = known_tensors(model, request.example, captured.constants)
-        bandwidth = offload_bandwidth(options, cluster, device)
-        costing = Costing(options, tried, cuts, model, cluster, device, known, bandwidth, phase)
+        costing = costing_of(request, step, tried, cluster, phase)
         options, chosen = with_uses(options, lambda variant: choose(variant, stages, costing))
         cut, live, result = chosen.placed.cut, chosen.placed.live, chosen.result
         work = None
@@ -187,6 +192,21 @@ def compile_model(
         request = replace(request, options=options)
         cut, artifact = generate(request, captured, cut, live, result.timeline, completed, phase)
     return Compiled(artifact, cluster, cut.graph, cut.sections, captured.sources)
+
+
+def costing_of(
+    request: Compilation,
+    step: CapturedStep,
+    tried: Candidates,
+    cluster: Cluster,
+    phase: Phases,
+    sizes: Mapping[str, int] | None = None,
+) -> Costing:
+    """The costs of all cuts of a step.  sizes: other lengths than the example's."""
+    options, device = request.options, request.device
+    known = known_tensors(request.model, request.example, step.captured.constants)
+    bandwidth = offload_bandwidth(options, cluster, device)
+    return Costing(options, tried, step.cuts, request.model, cluster, device, known, bandwidth, phase, sizes)
 
 
 def traced(

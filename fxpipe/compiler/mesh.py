@@ -14,14 +14,12 @@ from fxpipe.capture.scale import LATER, choose_microbatches
 from fxpipe.compiler.candidates import candidates
 from fxpipe.compiler.choose import Chosen, Costing, choose_below, held_bytes, with_uses
 from fxpipe.compiler.compilation import Compilation
-from fxpipe.compiler.compile import CapturedStep, capture_step
+from fxpipe.compiler.compile import CapturedStep, capture_step, costing_of
 from fxpipe.compiler.cut import Cuts, Stages
 from fxpipe.compiler.options import Settings, check
-from fxpipe.compiler.passes import StepGraphs
 from fxpipe.compiler.progress import Phases
-from fxpipe.compiler.stage_counts import all_stages, cluster_of, offload_bandwidth
+from fxpipe.compiler.stage_counts import all_stages, cluster_of
 from fxpipe.compiler.tensor_ownership import check_state_of_replicas
-from fxpipe.cost.profile import known_tensors
 from fxpipe.errors import (
     CaptureError,
     LimitError,
@@ -47,15 +45,6 @@ from fxpipe.schedule.units import bytes_text
 GAIN = 0.01
 #: Seconds of one core for each search; the chosen mesh is searched with all effort.
 EFFORT = 0.2
-
-
-@dataclass(frozen=True, eq=False)
-class PlannedStep:
-    """A captured step of a model with its cuts so far, and the options for all of its meshes."""
-
-    compilation: Compilation
-    step: CapturedStep
-    cuts: Cuts = field(default_factory=Cuts)
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,41 +76,47 @@ def checked(options: Settings, wanted: Iterable[TriedMesh]) -> list[TriedMesh]:
     return meshes
 
 
-def planned_step(request: Compilation, phase: Phases) -> PlannedStep:
+def planned_step(request: Compilation, phase: Phases) -> CapturedStep:
     """The step, captured for a number of microbatches that is chosen later."""
     # One capture for all meshes: their numbers of microbatches differ in one factor of the loss.
     options = request.options
     later = replace(request, options=replace(options, mesh=replace(options.mesh, microbatches=LATER)))
-    return PlannedStep(request, capture_step(later, phase))
+    return capture_step(later, phase)
 
 
 @collector_paused()
 def choose_mesh(request: Compilation, wanted: Sequence[TriedMesh], phase: Phases) -> MeshChoice:
     """The fastest of the meshes.  Raises ScheduleError, with the reason against each, where none fits."""
-    planned = planned_step(request, phase)
-    step, tried = planned.step, compare_meshes(planned, wanted, phase)
+    step = planned_step(request, phase)
+    tried = compare_meshes(request, step, wanted, phase)
     phase.finish("chosen")
     mesh = fastest_mesh(tried).mesh
     resized = () if step.resized is None else step.resized.graphs
     choose_microbatches((step.captured.graph, *resized), mesh.microbatches)
-    return MeshChoice(mesh, step, tried)
+    # Its cuts were made before the number of microbatches was known.
+    return MeshChoice(mesh, replace(step, cuts=Cuts()), tried)
 
 
 @collector_paused()
 def compare_meshes(
-    planned: PlannedStep, wanted: Sequence[TriedMesh], phase: Phases, sizes: Mapping[str, int] | None = None
+    request: Compilation,
+    step: CapturedStep,
+    wanted: Sequence[TriedMesh],
+    phase: Phases,
+    sizes: Mapping[str, int] | None = None,
 ) -> tuple[TriedMesh, ...]:
     """The meshes, each with what it costs; those that have a reason against them stay as they are.
 
-    wanted: few ranks first; of equal ranks the shards in the order of LEVELS.
+    step: of ``planned_step``.  wanted: few ranks first; of equal ranks the shards in the order of LEVELS.
     sizes: other lengths than the example's, of a step whose dimensions have names.
     """
+    # By number of ranks: meshes of the same number have their cuts in common.
     numbers = dict.fromkeys(tried.mesh.ranks for tried in wanted)
     results, best = list[TriedMesh](), inf
     phase.expect(len(numbers))
     for ranks in numbers:
         with phase(number_of(ranks, "rank")):
-            search = _Search(planned, phase, sizes)
+            search = _Search(request, step, phase, sizes)
             for candidate in (tried for tried in wanted if tried.mesh.ranks == ranks):
                 results.append(candidate if candidate.why else search.tried(candidate.mesh, best))
                 # What has been found leaves out meshes that cannot be faster.
@@ -136,6 +131,7 @@ def fastest_mesh(tried: Sequence[TriedMesh]) -> TriedMesh:
     """
     possible = [mesh for mesh in tried if mesh.seconds is not None]
     if not possible:
+        # The one that needs the least tells how far the limit is.
         needs = [(mesh.memory, mesh.mesh) for mesh in tried if mesh.memory is not None]
         reasons = [f"{mesh.mesh}: {mesh.why}" for mesh in tried if mesh.memory is None]
         if needs:
@@ -153,7 +149,8 @@ def fastest_mesh(tried: Sequence[TriedMesh]) -> TriedMesh:
 class _Search:
     """The meshes of one number of ranks."""
 
-    planned: PlannedStep
+    request: Compilation
+    step: CapturedStep
     phase: Phases
     sizes: Mapping[str, int] | None
     cuts: tuple[list[Stages], Costing] | None = None
@@ -161,15 +158,16 @@ class _Search:
 
     def tried(self, mesh: Mesh, best: float) -> TriedMesh:
         """Search one mesh.  best: seconds of the fastest mesh so far."""
-        effort = self.planned.compilation.options.effort
+        effort = self.request.options.effort
         # A search with all effort for each would take minutes.
         effort = EFFORT if effort is None else min(effort, EFFORT)
-        options = replace(self.planned.compilation.options, mesh=mesh, effort=effort)
+        options = replace(self.request.options, mesh=mesh, effort=effort)
         try:
             if mesh.replicas > 1:
-                check_state_of_replicas(self.planned.compilation.model, self.planned.step.captured.graph)
+                check_state_of_replicas(self.request.model, self.step.captured.graph)
             self._check_bytes(options)
             stages, costing = self.cuts = self.cuts or self._cut(options)
+            # Most meshes with as many ranks differ in exchanges alone, so their orders are the same.
             chosen: Chosen | float | None = self._as_before(options)
             if chosen is None:
                 # Another level of a mesh with a schedule by name is as good as known.
@@ -193,18 +191,14 @@ class _Search:
         )
 
     def _cut(self, options: Settings) -> tuple[list[Stages], Costing]:
-        planned, captured, phase = self.planned, self.planned.step.captured, self.phase
-        model, device, tried = planned.compilation.model, planned.compilation.device, candidates(options)
-        cluster = cluster_of(options, device, (), captured.graph)
-        step = StepGraphs(captured.graph, planned.step.resized)
+        step, phase, tried = self.step, self.phase, candidates(options)
+        cluster = cluster_of(options, self.request.device, (), step.captured.graph)
         ways = len(tried.barriers)
         phase.expect(ways + 2 * ways * len(tried.placements))  # at most: others were made for fewer ranks
-        stages = all_stages(step, tried, options, cluster, planned.cuts, phase)
+        stages = all_stages(step.graphs, tried, options, cluster, step.cuts, phase)
         phase.expect(2 * len(stages) * len(tried.levels))
-        known = known_tensors(model, planned.compilation.example, captured.constants)
-        bandwidth = offload_bandwidth(options, cluster, device)
-        shared = model, cluster, device, known, bandwidth, phase, self.sizes
-        return stages, Costing(options, tried, planned.cuts, *shared)
+        request = replace(self.request, options=options)
+        return stages, costing_of(request, step, tried, cluster, phase, self.sizes)
 
     def _check_bytes(self, options: Settings) -> None:
         """Raise LimitError, before the step is cut, where some rank has too many bytes of the model: its
@@ -213,10 +207,10 @@ class _Search:
         # A split vocabulary is on all ranks, so no share of the model is known before the cut.
         if options.memory_limit is None or tried.barriers != (None,):
             return
-        trained = graph_outputs(self.planned.step.captured.graph).grads
+        trained = graph_outputs(self.step.captured.graph).grads
         whole = sum(
             p.nbytes + (name in trained) * p.numel() * gradient_dtype(p.dtype, options.grad_dtype).itemsize
-            for name, p in ((name, local(p)) for name, p in self.planned.compilation.model.named_parameters())
+            for name, p in ((name, local(p)) for name, p in self.request.model.named_parameters())
         )
         least = whole / options.mesh.ranks
         if options.mesh.divides_parameters:

@@ -54,7 +54,7 @@ def all_stages(
     """The step cut into stages, for each number of them and of barriers, and where ranks have different
     devices for each placement.
 
-    made: the cuts of the step so far.
+    shared: the cuts of the step so far.
     """
     cuts: list[Stages] = []
     misfits: list[PartitionError] = []
