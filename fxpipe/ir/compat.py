@@ -216,6 +216,7 @@ def recorded(func: Any, args: Any, kwargs: Any, run: Callable[[Any, Any, Any], t
     written = _written(func)
     tracked = tracer.tensor_tracker
     operands = None if written is None else _as_nodes((args, kwargs), tracked, takes_constants=not written)
+    # Torch's own trace does the rest: it looks for subclasses, modes and constants.
     if operands is None:
         return func(*args, **kwargs)
     result, value = run(func, args, kwargs)
@@ -248,6 +249,7 @@ def _as_nodes(arguments: Any, tracked: MutableMapping[torch.Tensor, Any], takes_
         entry = tracked[x] if type(x) is FakeTensor else None
         if entry is None:
             raise KeyError
+        # The trace computes with constants itself, and records nothing.
         are_known.add(entry.constant is not None)
         return entry.proxy.node
 
@@ -265,6 +267,7 @@ _PLAIN_TYPES = frozenset(
 
 def is_plain(value: Any) -> bool:
     """Whether an op's argument is neither a tensor nor anything that may lead to one."""
+    # Its ends may be tensors.
     if isinstance(value, slice):
         return all(map(is_plain, (value.start, value.stop, value.step)))
     return (
@@ -287,6 +290,7 @@ def _written(func: Any) -> int | None:
     written = [
         k for k, x in enumerate(schema.arguments) if x.alias_info is not None and x.alias_info.is_write
     ]
+    # An out variant writes to an argument that is no operand.
     in_place = written == [0] and func.overloadpacket.__name__.endswith("_")
     return len(written) if not written or (in_place and torch.Tag.inplace_view not in func.tags) else None
 
@@ -299,6 +303,7 @@ def is_placeholder(tensor: torch.Tensor) -> bool:
 
 def track(tensor: torch.Tensor, node: torch.fx.Node) -> None:
     """Let a fake tensor be the value of a node of the running trace."""
+    # Else the tensor would get a second proxy, and equal nodes would differ.
     if traced_node(tensor) is node:
         return
     tracer = _tracer()

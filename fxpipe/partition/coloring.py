@@ -46,7 +46,8 @@ def partition(
     free: the ops that move to their uses, or are copied there.
     split_points: module paths; each begins a new stage (None: cuts are chosen by cost).
     before, behind: the numbers of stages beside the model's own, whose ops have colors.
-    held: per stage the names of its parameters and buffers, of a forward that follows another step's stages.
+    tensors_of: per stage the names of its parameters and buffers, of a forward that follows another step's
+        stages.
     slowness: per stage its time relative to that of ``node_seconds``; by default all are alike.
     ranks: of each stage; if given, ranks are balanced instead of stages.
     cuts: positions in a chain that was returned for the same graph, to cut there instead.
@@ -78,6 +79,7 @@ def partition(
         if node in free.in_stage and users and node.target is not operator.getitem:
             stage[node] = min(users)
     filled = {stage[node] for node in forward if node not in free.anywhere}
+    # Ops that may be anywhere move to their uses, so they alone make no stage.
     if len(filled) < stages:
         raise PartitionError(
             f"Stage {min(set(range(stages)) - filled)} would be empty: all that it could hold belongs to the "
@@ -86,6 +88,7 @@ def partition(
     _color(graph, stage, {s: stage[forward[i]] for s, i in by_seq.items()}, before)
     for node in call_nodes(graph):
         color = node.meta["color"]
+        # Only now is their number known: stages behind the model's were counted from the last one.
         if color.stage < 0:
             node.meta["color"] = Color(before + stages + behind + color.stage, color.phase)
     _check_buffers(graph)
@@ -167,6 +170,7 @@ def _color(graph: fx.Graph, stage_of: dict[fx.Node, int], stage_of_seq: dict[int
         at = stage_of_seq.get(node.meta["origin"].seq)
         if at is None:
             inputs = [n for n in node.all_input_nodes if n in stage and n.meta["origin"].backward]
+            # The backward goes down the stages, so the lowest comes last.
             at = min((stage[n] for n in inputs), default=None)
         if at is not None:
             stage[node] = at

@@ -24,7 +24,7 @@ def following_cuts(
     """Return the ops of the forward in an order in which they can run, and the positions (ascending) after
     which to cut it into one stage for each of ``tensors_of``.
 
-    free: ops that move to their users' stages.  held: per stage the names of its parameters and buffers.
+    free: ops that move to their users' stages.  tensors_of: the names of each stage's parameters and buffers.
     Raises PartitionError, naming the op, where no cuts leave each tensor with a stage that has it.
     """
     forward = list(forward)

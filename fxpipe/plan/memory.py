@@ -63,4 +63,5 @@ def adamw_bytes(plan: Plan, rank: int) -> int:
     """The state of AdamW on a rank: two values for each trained element, in the parameter's dtype."""
     layouts = (plan.layouts[name] for name in plan.tensors[rank].gradients)
     trained: int = sum(prod(layout.shape) * dtype_of(layout.dtype).itemsize for layout in layouts)
+    # With shards each replica has the state of its rows.
     return 2 * trained // (plan.replicas if plan.shard else 1)

@@ -26,9 +26,11 @@ Spans = Mapping[int, PartSpan]
 def spans_of(plan: Plan, name: ShardName, lane: int) -> dict[int, PartSpan]:
     """What a lane holds under a name, which may be that of rows of what the lane has."""
     shape, dim = plan.layouts[name.tensor].shape, plan.lanes.shards.get(name.tensor)
+    # Rows of a vocabulary table, or of a replica, are of the first dimension.
     spans = {0: PartSpan(name.begin, name.end - name.begin, shape[0])} if name.is_part else {}
     if dim is not None:
         begin, length, size = spans.get(dim, PartSpan(0, shape[dim], shape[dim]))
+        # Rows of a share are counted within it.
         spans[dim] = PartSpan(lane * size + begin, length, plan.lanes.number * size)
     return spans
 

@@ -61,6 +61,7 @@ def _leaf(path: str, leaf: Leaf) -> None:
         return
     IS_DTYPE.check(leaf.dtype, f"{path}.dtype")
     _fills(path, leaf.shape, leaf.stride)
+    # No rows can be cut in microbatches.
     require(f"{path}.shape", leaf.shape, leaf.shape[:1] != (0,), "of one row or more")
 
 
@@ -129,6 +130,7 @@ def _tensors(plan: Plan) -> None:
                 require(f"{path}.parameters", name, written == name, f"written {written}")
                 tables.setdefault(name.tensor, set()).add(name)
     for table, parts in tables.items():
+        # By their begin: a table is whole if each part begins where the one before ends.
         _rows(table, sorted(parts, key=lambda rows: (rows.begin, rows.end)), plan.layouts)
     spare = plan.layouts.keys() - {name for tensors in plan.tensors for name in tensors.names} - set(tables)
     if spare:
@@ -154,6 +156,7 @@ def _buckets(path: str, tensors: RankTensors, plan: Plan) -> None:
         require(f"{path}[{k}].before", bucket.before, bucket.before in ops, "an op in order")
         require(f"{path}[{k}].after", bucket.after, bucket.after in ops, "an op in order")
         require(f"{path}[{k}].gradients", bucket.gradients, len(dtypes) == 1, "gradients of one dtype")
+    # A gradient in no bucket would not be summed over the replicas.
     fits = not tensors.buckets or sorted(names) == sorted(tensors.gradients)
     require(path, tensors.buckets, fits, "of each name in gradients once")
 

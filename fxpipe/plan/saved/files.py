@@ -44,11 +44,13 @@ _SAVED = re.compile(
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
     """Raise ArtifactError, naming ``path``, for errors of the system in a block that writes to it."""
+    # The system's error for it is a ValueError without the path.
     if "\0" in str(path):
         raise ArtifactError(f"{str(path)!r} is no path: it holds a null byte.")
     try:
         yield
     except OSError as error:
+        # The error may be of another file than the one that is named.
         where = "" if error.filename in (None, str(path)) else f" ({error.filename})"
         raise ArtifactError(f"{path} cannot be written: {error.strerror or error}{where}.") from error
     except SafetensorError as error:
@@ -88,6 +90,7 @@ def check_free(path: Path, overwrite: bool = False) -> None:
     if not overwrite:
         remedy = ", remove it first, or give overwrite=True" if is_saved else ", or remove it first"
         raise ArtifactError(f"{path} is not empty. Name a new directory{remedy}.")
+    # A directory that is not a saved pipeline may have files of the same names.
     others = [name for name in entries if not (is_saved and _SAVED.fullmatch(name))]
     if others:
         raise ArtifactError(
@@ -107,12 +110,14 @@ def write_programs(artifact: Artifact, directory: Path) -> None:
         texts[CAPTURED] = artifact.captured.encode()
     for name, text in texts.items():
         most = MOST_PLAN_BYTES if name == "plan.json" else MOST_PROGRAM_BYTES
+        # Before anything is written: a pipeline that cannot be read is of no use.
         if len(text) > most:
             raise ArtifactError(
                 f"{name} would be larger than {most // MEBIBYTE} MiB, and not be read again. Take fewer "
                 "microbatches, or offload less."
             )
         (directory / name).write_bytes(text)
+    # Behind the sums of rank 0's own files, which are written with its tensors.
     with (directory / "rank0.sha256").open("a") as file:
         file.write(f"{checksum(directory / PLAN)}  {PLAN}\n")
 
@@ -197,6 +202,7 @@ def plan_texts(directory: Path) -> dict[Path, str]:
 def checked_plans(texts: Mapping[Path, str]) -> list[Plan]:
     """The plans of ``plan_texts``.  Raises ArtifactError if they are invalid or do not fit each other."""
     plans = [Plan.from_json(text, str(directory / "plan.json")) for directory, text in texts.items()]
+    # The first is that of training, whose tensors the others use.
     for plan, directory in [*zip(plans, texts, strict=True)][1:]:
         _check_evaluation(plan, plans[0], directory)
     return plans
@@ -213,6 +219,7 @@ def _found_instead(directory: Path) -> str:
         return "there is no such directory"
     if not os.path.isdir(directory):
         return "it is a file, and there is no plan.json in it"
+    # Directories that fxpipe writes itself are the likely mistakes.
     if any(os.path.exists(each / "state.json") for each in (directory, *directory.glob("step-*"))):
         return (
             "it has no plan.json, but checkpoints of a run. Compile the model, or load the pipeline that was "
@@ -278,6 +285,7 @@ def read_tensors(
         names = tensors_here.names
     with open_tensors(path) as file:
         stored = set(file.keys())
+        # By name first: a wrong file has other shapes, too.
         for name in sorted(stored.symmetric_difference(names)):
             wrong = "does not hold" if name not in stored else "holds, beside what the rank needs,"
             raise ArtifactError(f"{path} {wrong} {shown(name)}. {AGAIN}")
@@ -290,11 +298,13 @@ def read_tensors(
                 f"{path} holds {shown(name)} as {tensor.dtype}, and the programs need "
                 f"{plan.layouts[name].dtype}. {AGAIN}"
             )
+    # Behind the shapes, whose errors say more than a checksum.
     _check_sums(directory, rank)
     return laid_out(tensors, plan, of_all_lanes=lane is None)
 
 
 def _read(file: Any, name: str, plan: Plan, lane: int | None) -> torch.Tensor:
+    # A slice is read alone, so that a lane does not hold what all lanes have.
     if lane is None or name not in plan.lanes.shards:
         whole: torch.Tensor = file.get_tensor(name)
         return whole
@@ -315,6 +325,7 @@ def read_step_number(directory: Path, rank: int) -> int:
     path = directory / f"rank{rank}.safetensors"
     with open_tensors(path) as file:
         text = (file.metadata() or {}).get(STEP, "0")
+    # Untrusted, as everything in the directory.
     if not re.fullmatch("[0-9]{1,15}", text):
         raise ArtifactError(f"{path} has the step number {shown(text)}. {AGAIN}")
     return int(text)
@@ -332,6 +343,7 @@ def _check_shape(path: Path, name: str, shape: list[int], plan: Plan) -> None:
 def open_tensors(path: Path, remedy: str = AGAIN) -> Iterator[Any]:
     """Open a safetensors file to read its tensors one by one.  Raises ArtifactError if it is invalid."""
     try:
+        # A pipe or a device of this name would block, or never end.
         open_regular(path).close()
         with safe_open(path, "pt") as file:
             yield file

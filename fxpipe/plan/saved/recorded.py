@@ -32,9 +32,11 @@ def read_spans(directory: Path, ranks: int) -> tuple[RankSpans, ...] | None:
     Raises ArtifactError for a file that cannot be read.
     """
     files = [directory / f"measured{rank}.json" for rank in range(ranks)]
+    # A run that was stopped may have left the files of some ranks.
     if not all(map(os.path.exists, files)):
         return None
     spans = [_read(file) for file in files]
+    # A rank that records nothing writes an empty list.
     return tuple(spans) if all(spans) else None
 
 
@@ -45,6 +47,7 @@ def _read(file: Path) -> RankSpans:
             raise Mismatch(f"is {shown(data)} and must be an object with spans")
         spans = structure(data.get("spans") or [], tuple[tuple[str, float, float], ...], "spans")
         for k, (_, start, end) in enumerate(spans):
+            # A clock that was set back would turn into negative times in pictures.
             if end < start:
                 raise Mismatch(f"ends at {end}, before it starts, at {start}", f"spans[{k}]")
     except Mismatch as error:
