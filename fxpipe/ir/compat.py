@@ -430,8 +430,10 @@ def as_lane(meshes: Any, number: int, lane: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def default_group(group: Any, is_initialized: bool) -> Iterator[None]:
-    """Let a process group be the default one, also for code that holds the other one.
+    """Let a process group be the default one, also for code that holds the other one; other groups have the
+    size of their part of it.
 
+    group: of replicas, each of as many processes as the default one has of them.
     is_initialized: whether torch.distributed says that there is one.
     """
     dist: Any = torch.distributed
@@ -440,7 +442,11 @@ def default_group(group: Any, is_initialized: bool) -> Iterator[None]:
     size = vars(dist.ProcessGroup)["size"]  # as the class has it, which binds
 
     def size_of(any_group: Any) -> int:
-        return int(group.size() if any_group is before else size.__get__(any_group)())
+        members = None if before is None else world.pg_group_ranks.get(any_group)
+        if members is None or any_group is before:
+            return int(group.size() if any_group is before else size.__get__(any_group)())
+        each = size.__get__(before)() // group.size()
+        return len({member // each for member in members})
 
     world = module._world
     world.pg_map[group] = world.pg_map.get(before, (dist.Backend("gloo"), None))

@@ -131,6 +131,10 @@ def in_a_rank(directory, shapes, has_group):
         dist.init_process_group("gloo")
     number, group = int(os.environ["RANK"]), dist.group.WORLD
     asks = dict(enumerate(DIVIDED)) | ({name: of(group) for name, of in HELD.items()} if has_group else {})
+    if has_group:
+        pairs = [dist.new_group(members) for members in ([0, 1], [2, 3], [0, 2], [1, 3])]
+        asks["pair of a replica"] = HELD["size"](pairs[number // 2])
+        asks["pair of replicas"] = HELD["size"](pairs[2 + number % 2])
     found = {}
     for name, ask in asks.items():
         for ranks in shapes:
@@ -159,4 +163,5 @@ def test_under_torchrun(double, tmp_path, processes, shapes, has_group):
             assert "communicates with other processes (all" in value
             continue
         mean = sum(loss_of(lambda loss, x: loss, rows_of(k)) for k in range(replicas)) / replicas
-        assert value == pytest.approx(mean / (1 if kind == "2" else replicas), rel=1e-12), name
+        divisor = 1 if kind in ("2", "pair of a replica") else replicas
+        assert value == pytest.approx(mean / divisor, rel=1e-12), name

@@ -1,6 +1,7 @@
 """Answers for torch.distributed in a trace: the world of a model is that of its replicas.
 
     get_world_size()     ──►  the number of replicas
+    get_world_size(g)    ──►  of those in the script's own group; its other processes run stages of theirs
     get_rank()           ──►  the replica; the forward must run the same ops with any
     a collective         ──►  nothing, or a copy, as of one process; an error if there are several replicas
 
