@@ -73,7 +73,6 @@ def tensor_ownership(
             rank = next((rank for rank, allowed in enumerate(on_ranks) if name in allowed), 0)
             used[rank][kind].add(name)
     plans = []
-    # As a name has one kind on a rank, sets suffice.
     for u in used:
         parameters = u[Kind.PARAMETER] | u[Kind.GRADIENT]
         plans.append(

@@ -130,7 +130,7 @@ def modules_around(a: Origin, b: Origin) -> int:
 
 def module_around(paths: Iterable[str]) -> str:
     """The path of the innermost module that all these are, or are part of; "" for the model itself."""
-    columns = zip(*(path.split(".") for path in paths), strict=False)
+    columns = zip(*(path.split(".") for path in paths), strict=False)  # as far as the shortest goes
     return ".".join(column[0] for column in takewhile(lambda column: len({*column}) == 1, columns))
 
 

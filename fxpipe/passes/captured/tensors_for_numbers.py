@@ -32,7 +32,7 @@ def tensors_for_numbers(graph: fx.Graph) -> None:
         if not isinstance(node.target, compat.OpOverload) or compat.takes_numbers(node.target):
             continue
         values: tuple[Any, ...] = node.args
-        parameters = compat.schema_of(node.target).arguments
+        parameters = compat.schema_of(node.target).arguments  # a trace leaves out the last that have defaults
         for k, (value, parameter) in enumerate(zip(values, parameters, strict=False)):
             if type(value) in _DTYPES and isinstance(parameter.type, torch.TensorType):
                 dtype, origin = _DTYPES[type(value)], node.meta["origin"]

@@ -45,7 +45,7 @@ def interleaved(
         down = [Op(OpKind.F, stage, i + j) for i in groups for stage in stages for j in range(size)]
         up = [Op(backward, stage, i + j) for i in groups for stage in reversed(stages) for j in range(size)]
         warm = min(in_flight(rank) - 1, len(down))
-        pairs = zip(down[warm:], up, strict=False)
+        pairs = zip(down[warm:], up, strict=False)  # the last B have no F beside them
         ops = (*down[:warm], *(op for pair in pairs for op in pair), *up[len(down) - warm :])
         order.append(tuple(op for op in ops if op.microbatch < microbatches))
     return tuple(order)
