@@ -232,7 +232,7 @@ EDITS = {
         r"rank0.py:\d+: reads the gradient of .*, which is not complete",
     ),
     "operands are exchanged": (
-        ("tied_head", 0, r"= mm\((.+), (params[^()]+)\)", r"= mm(\2, \1)"),
+        ("tied_head", 0, r"\bmm\((.+), (params\[[^()\]]+\])\)", r"mm(\2, \1)"),
         r"rank0.py:\d+: mm\(.* has no shape",
     ),
     "a literal is another": (
