@@ -31,11 +31,11 @@ def _gives_several(node: fx.Node) -> bool:
 
 def input_comments(section: Section, values_in: Iterable[str]) -> list[str]:
     """Comments on the parts of the batch that a section reads, and on ``values_in``, from other stages."""
-    abroad, found = set(values_in), []
+    abroad, comments = set(values_in), []
     for node in section.graph.find_nodes(op="placeholder"):
-        given = node.meta.get("input")
-        if given is not None and given.kind is Kind.BATCH:
-            found.append(f"    # batch[{text_literal(given.name)}]: {shape_text(node.meta['val'])}")
+        source = node.meta.get("input")
+        if source is not None and source.kind is Kind.BATCH:
+            comments.append(f"    # batch[{text_literal(source.name)}]: {shape_text(node.meta['val'])}")
         elif node.name in abroad:
-            found.append(f"    # {variable(node.name)}: {shape_text(node.meta['val'])}")
-    return found
+            comments.append(f"    # {variable(node.name)}: {shape_text(node.meta['val'])}")
+    return comments

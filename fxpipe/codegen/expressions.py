@@ -77,18 +77,18 @@ class Aliases:
 
     def new(self, name: str) -> str:
         """A name that resembles this one and that nothing else has."""
-        found, number = name, 1
-        while not self._is_free(found) or found in self.ops:
+        variable, number = name, 1
+        while not self._is_free(variable) or variable in self.ops:
             number += 1
-            found = f"{name}_{number}"
-        self._variables.add(found)
-        return found
+            variable = f"{name}_{number}"
+        self._variables.add(variable)
+        return variable
 
     def local(self, name: str) -> str:
         """The name as a variable of some functions, in which it hides no op."""
-        found = f"{name}_" if name in self.ops else name
-        self._variables.add(found)
-        return found
+        variable = f"{name}_" if name in self.ops else name
+        self._variables.add(variable)
+        return variable
 
     def op(self, target: Any) -> str:
         packet, overload = target.overloadpacket, target._overloadname
@@ -137,10 +137,10 @@ class Scope:
             return self.expression(node)
         if node in self.texts:
             return self.texts[node]
-        given = node.meta.get("input") if node.op == "placeholder" else None
-        if not isinstance(given, Input):
+        source = node.meta.get("input") if node.op == "placeholder" else None
+        if not isinstance(source, Input):
             return variable(node.name)
-        return given.name if given.kind is Kind.KEY else item(given.kind, given.name)
+        return source.name if source.kind is Kind.KEY else item(source.kind, source.name)
 
     def expression(self, node: fx.Node) -> str:
         """The right-hand side for one op."""
@@ -148,11 +148,11 @@ class Scope:
             return f"{self.literal(node.args[0])}[{node.args[1]}]"
         if node.target is read_buffer:
             return self.literal(node.args[0])
-        given = self.numbers.get(node)
-        numbers = None if given is None else iter(given[1:] if node.target is keyed else given)
+        texts = self.numbers.get(node)
+        numbers = None if texts is None else iter(texts[1:] if node.target is keyed else texts)
         arguments = [self.literal(a, numbers) for a in node.args]
-        if given is not None and node.target is keyed:
-            arguments[1] = given[0]
+        if texts is not None and node.target is keyed:
+            arguments[1] = texts[0]
         arguments += [f"{k}={self.literal(v, numbers)}" for k, v in node.kwargs.items()]
         return f"{self._callee(node)}({', '.join(arguments)})"
 

@@ -29,17 +29,17 @@ def node_lines(
     nodes: Sequence[fx.Node],
     scope: Scope,
     place: Callable[[fx.Node], str],
-    kept: AbstractSet[fx.Node] = frozenset(),
+    named: AbstractSet[fx.Node] = frozenset(),
     shape: Callable[[fx.Node], str] = shape_of,
 ) -> Iterator[Statement]:
     """Lines that are freed behind each of the model's lines.
 
     ``place``: the text of a module, for the comment above its ops.  Where another line of the model begins in
-    the same module, its number stands behind the op.  ``kept``: nodes that must have a variable.  ``shape``:
+    the same module, its number stands behind the op.  ``named``: nodes that must have a variable.  ``shape``:
     what to say of an op's shape behind it.
     """
-    _find_inner(nodes, scope, kept)
-    _find_computed(nodes, scope, kept)
+    _find_inner(nodes, scope, named)
+    _find_computed(nodes, scope, named)
     written = [n for n in nodes if n not in scope.inner and _has_line(n)]
     before, heading = None, ""
     for line, group in groupby(written, lambda node: _line(_computing(node, scope), place)):
@@ -61,12 +61,12 @@ def _has_line(node: fx.Node) -> bool:
     return node.target not in (offload, reload) and not is_item_of_unpacked(node)
 
 
-def _find_inner(nodes: Sequence[fx.Node], scope: Scope, kept: AbstractSet[fx.Node]) -> None:
+def _find_inner(nodes: Sequence[fx.Node], scope: Scope, named: AbstractSet[fx.Node]) -> None:
     """Write a view where it is used, if that is in one place, whose line stays one."""
-    own = set(nodes)
+    here = set(nodes)
     for node in nodes:
         user = next(iter(node.users), node)
-        if node in kept or len(node.users) != 1 or user not in own or not _has_line(user):
+        if node in named or len(node.users) != 1 or user not in here or not _has_line(user):
             continue
         if not is_view(node) or node.target in (operator.getitem, offload, reload):
             continue
@@ -78,12 +78,12 @@ def _find_inner(nodes: Sequence[fx.Node], scope: Scope, kept: AbstractSet[fx.Nod
             scope.inner.remove(node)
 
 
-def _find_computed(nodes: Sequence[fx.Node], scope: Scope, kept: AbstractSet[fx.Node]) -> None:
+def _find_computed(nodes: Sequence[fx.Node], scope: Scope, named: AbstractSet[fx.Node]) -> None:
     """Write an op in the line of a view, if that is the next one, the only one to read the result, and stays
     one line."""
     lines = [node for node in nodes if node not in scope.inner and _has_line(node)]
     for node, view in pairwise(lines):
-        if node in kept or len(node.users) != 1 or _source(view, scope) is not node or is_unpacked(node):
+        if node in named or len(node.users) != 1 or _source(view, scope) is not node or is_unpacked(node):
             continue
         if node.target in (operator.getitem, offload, reload, read_buffer) or is_view(node):
             continue
@@ -154,13 +154,13 @@ def _where(node: fx.Node, place: Callable[[fx.Node], str]) -> _Where:
 
 def reads(node: fx.Node, scope: Scope) -> tuple[str, ...]:
     """The variables of tensors that an op reads."""
-    found: list[str] = []
+    texts: list[str] = []
     for n in node.all_input_nodes:
         if n in scope.inner:
-            found += reads(n, scope)
+            texts += reads(n, scope)
         elif not is_unpacked(n):
-            found.append(scope.text(n))
-    return tuple(text for text in found if text.isidentifier() and text not in KEYS)
+            texts.append(scope.text(n))
+    return tuple(text for text in texts if text.isidentifier() and text not in KEYS)
 
 
 def defined(node: fx.Node, scope: Scope) -> tuple[str, ...]:
@@ -172,7 +172,7 @@ def defined(node: fx.Node, scope: Scope) -> tuple[str, ...]:
 
 def storages(nodes: Iterable[fx.Node], scope: Scope) -> dict[str, str]:
     """By the variable of each op's result, the variable or item of a container with the same storage."""
-    found: dict[str, str] = {}
+    known: dict[str, str] = {}
     for node in nodes:
         written = written_arguments(node.target, node.args, node.kwargs)
         same: Any = node.args[0] if is_view(node) else next(iter(written), None)
@@ -180,8 +180,8 @@ def storages(nodes: Iterable[fx.Node], scope: Scope) -> dict[str, str]:
             same = same.args[0] if is_view(same) else None
         if isinstance(same, fx.Node) and node not in scope.inner:
             text = scope.text(same)
-            found[scope.text(node)] = found.get(text, text)
-    return found
+            known[scope.text(node)] = known.get(text, text)
+    return known
 
 
 def _targets(node: fx.Node, scope: Scope) -> str:

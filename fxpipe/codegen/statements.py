@@ -22,12 +22,12 @@ class Statement:
     allocates: bool = True
 
 
-def body(lines: Sequence[Statement], kept: Iterable[str], storages: Mapping[str, str]) -> list[str]:
+def body(lines: Sequence[Statement], needed: Iterable[str], storages: Mapping[str, str]) -> list[str]:
     """The lines, indented, with each storage freed under the heading of its last use, but for those that the
     function's end frees.
 
     storages: of each variable, the one that it is a view of, or something else for what the function cannot
-    free.  A storage with a variable that is ``kept`` stays.
+    free.  A storage with a variable that is ``needed`` stays.
     """
     last: dict[str, int] = {}
     users: dict[str, dict[str, None]] = {}
@@ -36,11 +36,11 @@ def body(lines: Sequence[Statement], kept: Iterable[str], storages: Mapping[str,
             storage = storages.get(name, name)
             last[storage] = number
             users.setdefault(storage, {})[name] = None
-    stay = {storages.get(name, name) for name in kept}
+    stay = {storages.get(name, name) for name in needed}
     ends: dict[int, list[str]] = {}
-    for storage, own in users.items():
+    for storage, names in users.items():
         if storage not in stay and storage.isidentifier():
-            ends.setdefault(last[storage], []).extend(own)
+            ends.setdefault(last[storage], []).extend(names)
     text: list[str] = []
     dead: list[str] = []
     is_due, heading = False, None

@@ -99,7 +99,7 @@ class Loop:
         self.varying: dict[str, Values] = {}
         self.used: set[str] = {CARRY}
         self.arguments = _Arguments()
-        self.carried = _kept(run)
+        self.carried = _staying(run)
         self.forward = forward
         self.inputs = dict(_names_of_inputs(run, forward.inputs))
         self.moved = [slot for slot in run.carried if run.is_moved(slot)]
@@ -109,7 +109,7 @@ class Loop:
         self._of_rank()
         self._shared()
         self._numbers()
-        unpacked = self._given()
+        unpacked = self._inputs()
         returned, targets, after = self._results()
         name = self._function(unpacked, returned)
         times = self.run.run.times
@@ -143,18 +143,18 @@ class Loop:
             if paths == module:
                 self.texts[slot.example] = item(kind, name)
             else:
-                own = self._new(identifier(name or re.sub(r"\d+", "", paths[0].rpartition(".")[2])))
-                self.varying[own] = tuple(_input(node).name for node in slot.nodes)
-                self.arguments.add(own, f"{CONTAINERS[kind]}[", own, "]")
-                self.texts[slot.example] = own
+                argument = self._new(identifier(name or re.sub(r"\d+", "", paths[0].rpartition(".")[2])))
+                self.varying[argument] = tuple(_input(node).name for node in slot.nodes)
+                self.arguments.add(argument, f"{CONTAINERS[kind]}[", argument, "]")
+                self.texts[slot.example] = argument
 
     def _shared(self) -> None:
         for slot in self.run.slots:
             if slot.source is Source.SHARED:
                 outer = self._outer(slot.example)
-                own = outer if outer in KEYS else self._new(self._local(slot.nodes))
-                self.arguments.add(own, outer)
-                self.texts[slot.example] = own
+                argument = outer if outer in KEYS else self._new(self._local(slot.nodes))
+                self.arguments.add(argument, outer)
+                self.texts[slot.example] = argument
 
     def _numbers(self) -> None:
         """Numbers that differ from period to period; such that differ alike are one argument."""
@@ -169,32 +169,32 @@ class Loop:
                 offset = values[0] if isinstance(values[0], int) else 0
                 alike = tuple(repr(value - offset) for value in values)  # 0, 0.0 and -0.0 differ
                 if alike not in known:
-                    own = self._new("position" if isinstance(values[0], int) else "number")
-                    self.varying[own] = values
-                    self.arguments.add(own, "", own)
-                    known[alike] = own
+                    argument = self._new("position" if isinstance(values[0], int) else "number")
+                    self.varying[argument] = values
+                    self.arguments.add(argument, "", argument)
+                    known[alike] = argument
                 ahead = offset - int(self.varying[known[alike]][0]) if isinstance(values[0], int) else 0
                 texts.append(known[alike] + (f" + {ahead}" if ahead else ""))
             if rows[0]:
                 self.numbers[node] = tuple(texts)
 
-    def _given(self) -> list[tuple[str, list[str]]]:
+    def _inputs(self) -> list[tuple[str, list[str]]]:
         """The lists that the function unpacks: name, and the names of its values."""
         for slot in self.carried:
-            own = self.texts[slot.example] = self._new(self._carried_name(slot))
-            self.arguments.add(own, self._final(slot))
+            argument = self.texts[slot.example] = self._new(self._carried_name(slot))
+            self.arguments.add(argument, self._final(slot))
         unpacked: list[tuple[str, list[str]]] = []
         if self.moved:
             for slot in self.moved:
                 self.texts[slot.example] = self._new(self._carried_name(slot))
             self.arguments.add(CARRY, CARRY)
             unpacked.append((CARRY, [self.texts[slot.example] for slot in self.moved]))
-        for taken, stack in self.takes:
-            for k, slot in enumerate(taken.slots):
-                self.texts[slot.example] = self._new(self._taken_name(taken, k))
-            own = self._unused(taken.container)
-            self.arguments.add(own, f"{stack}.pop()")
-            unpacked.append((own, [self.texts[slot.example] for slot in taken.slots]))
+        for records, stack in self.takes:
+            for k, slot in enumerate(records.slots):
+                self.texts[slot.example] = self._new(self._record_name(records, k))
+            argument = self._unused(records.container)
+            self.arguments.add(argument, f"{stack}.pop()")
+            unpacked.append((argument, [self.texts[slot.example] for slot in records.slots]))
         return unpacked
 
     def _results(self) -> tuple[list[str], list[str], list[str]]:
@@ -227,15 +227,15 @@ class Loop:
         lines = [line for name, values in unpacked for line in emptying(values, name)]
         returned_values: list[int | Slot] = [slot.result for slot in self.run.carried]
         returned_values += [value for _, stack, _ in self.gives for value in stack.values]
-        given = {self.run.body[value] for value in returned_values if isinstance(value, int)}
-        lines += node_lines(self.run.body, scope, self._place, given)
-        own = {name for _, names in unpacked for name in names} | {self.texts[n] for n in self.run.body}
-        kept = {self._result(value) for value in returned_values}
+        named = {self.run.body[value] for value in returned_values if isinstance(value, int)}
+        lines += node_lines(self.run.body, scope, self._place, named)
+        inside = {name for _, names in unpacked for name in names} | {self.texts[n] for n in self.run.body}
+        returned_texts = {self._result(value) for value in returned_values}
         same = storages(self.run.body, scope)
-        freed = {name: same.get(name, name) for name in own} | dict.fromkeys(self.used - own, "")
+        freed = {name: same.get(name, name) for name in inside} | dict.fromkeys(self.used - inside, "")
         carried = [(self.texts[slot.example], slot.example.meta["val"]) for slot in self.run.carried]
         text = [f"    # {name}: {shape_text(value)}" for name, value in carried]
-        text += [wrapped(line) for line in body(lines, kept, freed)]
+        text += [wrapped(line) for line in body(lines, returned_texts, freed)]
         if returned:
             text.append(wrapped(f"    return {', '.join(returned)}"))
         name = f"{self.base}_{self.phase}"
@@ -250,9 +250,9 @@ class Loop:
                 f"{final} = {first}", (first,) if first.isidentifier() else (), heading, frees=True
             )
         if self.moved:
-            given = [self._outer(slot.nodes[0]) for slot in self.moved]
-            variables = tuple(text for text in given if text.isidentifier())
-            yield Statement(f"{CARRY} = [{', '.join(given)}]", variables, heading, frees=True)
+            firsts = [self._outer(slot.nodes[0]) for slot in self.moved]
+            variables = tuple(text for text in firsts if text.isidentifier())
+            yield Statement(f"{CARRY} = [{', '.join(firsts)}]", variables, heading, frees=True)
         if names := [name for _, _, name in self.gives]:
             yield Statement(f"{', '.join(names)} = {', '.join('[]' for _ in names)}", (), heading)
 
@@ -281,20 +281,20 @@ class Loop:
 
     def _unused(self, name: str) -> str:
         numbered = (f"{name}_{number}" for number in count(2))
-        found = next(text for text in chain([name], numbered) if text not in self.used)
-        self.used.add(found)
-        return found
+        unused = next(text for text in chain([name], numbered) if text not in self.used)
+        self.used.add(unused)
+        return unused
 
     def _carried_name(self, slot: Slot) -> str:
         """The name of what a period takes of the one before: of a gradient, that of what its layer gives."""
         return self._local(slot.nodes) if gradients(slot.nodes) else input_names(self.run)[slot]
 
-    def _taken_name(self, taken: Taken, k: int) -> str:
+    def _record_name(self, records: Taken, k: int) -> str:
         """The name of value k of a record: an input of the periods that give it is called so here, too."""
-        value = None if taken.stack is None else taken.stack.values[k]
-        if taken.stack is not None and isinstance(value, Slot) and not gradients(value.nodes):
-            return input_names(taken.stack.run)[value]
-        return self._local(taken.slots[k].nodes)
+        value = None if records.stack is None else records.stack.values[k]
+        if records.stack is not None and isinstance(value, Slot) and not gradients(value.nodes):
+            return input_names(records.stack.run)[value]
+        return self._local(records.slots[k].nodes)
 
     def _local(self, nodes: Sequence[fx.Node]) -> str:
         """The name of a value, by period, without the path of the period's module; that of a module outside,
@@ -341,7 +341,7 @@ class Loop:
         return ".".join(words[depth:]) if is_inside else ""
 
 
-def _kept(run: Repeated) -> list[Slot]:
+def _staying(run: Repeated) -> list[Slot]:
     """The carried values that the next period does not free."""
     return [slot for slot in run.carried if not run.is_moved(slot)]
 
@@ -390,16 +390,16 @@ def _without_number(name: str) -> str:
 
 
 def _input(node: fx.Node) -> Input:
-    given: Input = node.meta["input"]
-    return given
+    source: Input = node.meta["input"]
+    return source
 
 
 def _split(names: Sequence[str]) -> tuple[tuple[str, ...], str]:
     """Names as paths of modules, and the name within a module that all of them end with."""
     words = [name.split(".") for name in names]
-    backwards = zip(*(reversed(own) for own in words), strict=False)
+    backwards = zip(*(reversed(path) for path in words), strict=False)
     common = sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, backwards))
-    return tuple(".".join(own[: len(own) - common]) for own in words), ".".join(
+    return tuple(".".join(path[: len(path) - common]) for path in words), ".".join(
         words[0][len(words[0]) - common :]
     )
 
@@ -412,8 +412,8 @@ def _module(nodes: Sequence[fx.Node]) -> str:
     most = sorted((len(path), path) for path, number in around.items() if 5 * number > 4 * len(paths))
     if not most:
         return ""
-    _, found = most[-1]
-    return ".".join(found[:-1] if _is_inner_list(found, paths) else found)
+    _, module = most[-1]
+    return ".".join(module[:-1] if _is_inner_list(module, paths) else module)
 
 
 def _is_inner_list(module: tuple[str, ...], paths: Sequence[tuple[str, ...]]) -> bool:
