@@ -22,7 +22,8 @@ from fxpipe.certificate.problems import (
     differs_at,
 )
 from fxpipe.certificate.programs.calls import Calls
-from fxpipe.certificate.programs.evaluate import Evaluator, Stack, Unbound
+from fxpipe.certificate.programs.evaluate import Evaluator
+from fxpipe.certificate.programs.frames import Stack, Unbound
 from fxpipe.certificate.programs.sections import Sections
 from fxpipe.certificate.programs.values import Held
 from fxpipe.certificate.ranks.memory import unlike_plan

@@ -23,6 +23,7 @@ from fxpipe.certificate.terms.schemas import schema_of
 from fxpipe.certificate.terms.terms import Terms, canonical
 from fxpipe.errors import ArtifactError, RunError
 from fxpipe.plan.captured import CapturedStep
+from fxpipe.plan.program.parse import parse
 
 MICROBATCHES = 3
 
@@ -409,7 +410,7 @@ EDITS = {
     ),
     "a counter": (
         ("tied_head", 0, r"^def stage0_weight", r"COUNT = enumerate([])\n\g<0>"),
-        r"rank0.py:LINE: is outside of what is checked: a line at the top level that is no import",
+        r"rank0.py:LINE: is outside of what is checked: a call of enumerate",
     ),
     "parameters are read before they are gathered": (
         ("sharded", 0, r"rt\.wait_parameters\(0\)", "pass"),
@@ -587,13 +588,13 @@ def test_what_is_told_of_slips(pattern, by, says):
     [
         ("{'n': 0}", "q", "gives a section a dict, which is not checked: it can change from call to call"),
         ("{'n': 0}", "q['n'] = 1", "gives a section a dict, which is not checked"),
-        ("enumerate([1])", "q", "gives a section enumerate([1]), which is not checked: the check follows"),
-        ("(k for k in range(9))", "q", "gives a section (k for k in range(9)), which is not checked"),
-        ("[1].pop", "q", "gives a section [1].pop, which is not checked"),
+        ("enumerate([1])", "q", "is outside of what is checked: a call of enumerate"),
+        ("(k for k in range(9))", "q", "is outside of what is checked: a generator"),
+        ("[1].pop", "q", "is outside of what is checked: the attribute .pop"),
         ("lambda: m", "q()", "is outside of what is checked: a lambda"),
-        ("{}.values()", "q", "gives a section {}.values(), which is not checked"),
-        ("([1].pop,)", "q", "gives a section ([1].pop,), which is not checked"),
-        ("rt", "q", "gives a section rt, which is not checked"),
+        ("{}.values()", "q", "is outside of what is checked: the method .values"),
+        ("f'{batch!r}'", "q", "gives a section f'{batch!r}', which is not checked: the check follows"),
+        ("rt", "q", "is outside of what is checked: rt as a value"),
         ("rt.finish", "q()", "gives a section a method, which is not checked"),
         ("MESSAGES", "q", "gives a section a mappingproxy, which is not checked"),
         ("1, 1.5, torch.float32, None, 'a', stage0_forward, torch.ops.aten.t.default", "q", ""),
@@ -611,12 +612,12 @@ def test_a_section_keeps_nothing_in_its_arguments(given, use, wrong):
 @pytest.mark.parametrize(
     ("text", "wrong"),
     [
-        ("NOTE = [].append", "a line at the top level that is no import, op, constant or function"),
+        ("NOTE = [].append", "the attribute .append"),
         ("NOTES = {'f': lambda seen=[]: seen}", "a lambda"),
         ("def f(seen=([],)):\n    pass", "a parameter with a default"),
         ("def f(*, seen=map(int, [])):\n    pass", "a parameter with a default, or for any number"),
-        ("VALUES = {}.values()", "a line at the top level"),
-        ("NUMBERS = (n for n in [])", "a line at the top level"),
+        ("VALUES = {}.values()", "the method .values"),
+        ("NUMBERS = (n for n in [])", "a generator"),
         ("ERROR = ValueError([])", "a call of ValueError"),
         ("import math\nmath.seen = []", "an assignment to an attribute"),
         ("import operator\n", "imports operator, which the certificate does not run"),
@@ -931,6 +932,25 @@ def test_what_a_program_is_not_allowed():
     assert torch.get_default_dtype() is torch.float32
 
 
+def test_nothing_that_changes_a_container_is_shown():
+    changed = [1], {1: 2}
+    methods = {name for each in changed for name in dir(each) if not name.startswith("_")}
+    assert len(methods) > 15
+    harmless = {
+        name for name in methods if not parse(f"def step(rt, batch):\n    print(batch.{name}())").outside
+    }
+    assert harmless <= {"copy", "count", "get", "index", "items", "keys", "values"}
+
+
+def test_a_check_of_the_data_stands_in_a_function():
+    by = r"from fxpipe.runtime.program.checks import expect\n\n\g<0>"
+    text = re.sub(r"^def step", by, pipeline("tied_head").artifact.programs[0], flags=re.MULTILINE)
+    text = re.sub(r"^    return rt", r"    expect(rt.key(0), [0])\n\g<0>", text, flags=re.MULTILINE)
+    artifact = pipeline("tied_head").artifact
+    (found, *_) = check_artifact(replace(artifact, programs=(text, *artifact.programs[1:]))).problems
+    assert "fails: TypeError: expect stands in a function" in str(found)
+
+
 def test_lines_outside_of_the_grammar_are_told_together():
     """Of all ranks."""
     artifact = pipeline("tied_head").artifact
@@ -990,21 +1010,26 @@ def test_no_program_runs_without_an_end():
             "moves blocks_0_gelu to",
         ),
         ("text = '%s'; text %= blocks_gelu", "an assignment to what was there before"),
-        ("text = '%s' % 1", ""),
-        ("text = '%s' % 1; t(text)", "uses '%s' % 1 in an op: the check follows the ops"),
+        ("text = '%s' % 1", "the operator '%s' % 1"),
+        ("view = blocks_gelu.T", "the attribute .T"),
+        (
+            "text = f'{blocks_gelu:.3f}'; t(text)",
+            "uses f'{blocks_gelu:.3f}' in an op: the check follows the ops",
+        ),
+        ("text = f'{blocks_gelu}'; print(text); t(text)", "uses a text in an op: the check follows the ops"),
         ("__builtins__['print'] = t", "__builtins__ as a value"),
         ("print(str({'a': [1, 2.5, None, torch.float32]}) + f'{7 % 4}', (2, 3), blocks_gelu.shape)", ""),
         (
             "torch.ops.aten._to_copy.default(blocks_gelu, device=torch.device('cuda:1'))",
             "fails: TypeError: names the device cuda:1: a rank has one",
         ),
-        ("print = len", "another print"),
+        ("print = t", "another print"),
         ("len = t; print(len(blocks_gelu))", "a print of what is more than looked at, len(blocks_gelu)"),
-        ("blocks_gelu = blocks_gelu * 2", "uses blocks_0_gelu * 2 in an op: the check follows the ops"),
-        ("blocks_gelu = blocks_gelu.float()", "uses blocks_gelu.float() in an op: the check follows the ops"),
-        ("blocks_gelu = blocks_gelu[0]", "uses getitem(blocks_0_gelu, 0) in an op: the check follows"),
+        ("blocks_gelu = blocks_gelu * 2", "fails: TypeError: computes blocks_0_gelu * 2: the check"),
+        ("blocks_gelu = blocks_gelu.float()", "the method .float"),
+        ("blocks_gelu = blocks_gelu[0]", "fails: TypeError: computes item 0 of blocks_0_gelu: the check"),
         ("blocks_gelu = [blocks_gelu][blocks_gelu]", "fails: TypeError: computes hash of blocks_0_gelu"),
-        ("blocks_gelu = 'a' + 'b'", "fails: TypeError: cannot compute a + b"),
+        ("blocks_gelu = 'a' + 'b'", "fails: TypeError: computes a + b: the check"),
         ("blocks_gelu += 1", "an assignment to what was there before"),
         ("torch.add(blocks_gelu, 1, out=blocks_gelu)", "a use of torch.add"),
         ("blocks_gelu.mul_(2)", "the method .mul_"),
@@ -1022,8 +1047,7 @@ def test_what_a_program_does_with_a_tensor_outside_of_ops(text, wrong):
     line, found = check_edited("tied_head", 0, r"^    blocks_gelu = .*\n", rf"\g<0>    {text}\n")
     assert found.holds is not bool(wrong), found
     if wrong:
-        is_later = wrong.startswith(("uses blocks", "uses getitem"))  # told where an op takes it
-        at = r"\d+" if is_later else rf"({line + 1}|{line + 2})"
+        at = rf"({line + 1}|{line + 2})"
         outside = "(is outside of what is checked: )?"
         assert re.match(f"rank0.py:{at}: {outside}{re.escape(wrong)}", str(found.problems[0]))
 

@@ -10,7 +10,7 @@ from typing import Any
 from fxpipe.certificate.problems import Line
 from fxpipe.certificate.terms.terms import Term
 
-#: Why a program cannot use what it computes of a tensor otherwise.
+#: Why a program cannot compute with tensors otherwise.
 FOLLOWS = "the check follows the ops of torch.ops, and knows no numbers"
 
 
@@ -121,7 +121,7 @@ class Value:
 
 
 class Printed:
-    """What a program computes of a tensor without an op, which it may print.  ``text``: how."""
+    """A text that a program makes of tensors, to print it.  ``text``: how it makes it."""
 
     __slots__ = ("text",)
 

@@ -142,7 +142,7 @@ class Method:
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """What an edit computes to print it, with the names that it reads (``shown.py``): no op may take it."""
+    """A text that an edit makes to print it, with the names that it reads: no op may take it."""
 
     text: str
     names: tuple[str, ...]
