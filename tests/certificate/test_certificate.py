@@ -16,8 +16,9 @@ from zoo import WIDTH, Case, Dropout, Shape, check_against_eager, compiled, numb
 import fxpipe
 import fxpipe.ir.liveness
 from fxpipe.certificate.check import check, check_artifact
-from fxpipe.certificate.problems import Certificate
+from fxpipe.certificate.problems import Certificate, Line
 from fxpipe.certificate.reference import reference_of
+from fxpipe.certificate.terms.difference import difference
 from fxpipe.certificate.terms.identities import RULES
 from fxpipe.certificate.terms.schemas import schema_of
 from fxpipe.certificate.terms.terms import Terms, canonical
@@ -517,6 +518,32 @@ def test_a_value_in_the_place_of_another_is_told_where_it_is_used():
     line, found = problems("tied_head", 0, r'params\["norm.weight"\]', 'params["norm.bias"]')
     text = f"rank0.py:{line - 1}: takes blocks.0.norm.bias, where the captured step has blocks.0.norm.weight"
     assert any(each.startswith(text) for each in found), found
+
+
+def test_items_of_a_list_are_compared_with_what_they_are_like():
+    """Not with those at their places, of which one was left out."""
+    terms = Terms(RULES)
+    x = terms.input("batch", "x", None, True)
+    sine, cosine, tangent = (terms.make(f"aten.{op}", {"self": x}) for op in ("sin", "cos", "tan"))
+    expected = terms.make("aten.stack", {"tensors": (sine, cosine, tangent)})
+    terms.captured, terms.line = len(terms.known), lambda: Line(0, 7)
+    other = terms.make("aten.sin", {"self": terms.make("aten.neg", {"self": x})})
+    for items, text in (
+        ((cosine, tangent, other), "computes neg(x), where the captured step has x"),
+        ((cosine, tangent, tangent), "takes tan(x), where the captured step has sin(x)"),
+        (
+            (cosine, sine, tangent),
+            "computes stack([cos(x), sin(x), tan(x)]), where",
+        ),
+    ):
+        actual = terms.make("aten.stack", {"tensors": items})
+        assert difference(terms.captured, actual, expected).text.startswith(text)
+    product = terms.make("aten.mm", {"self": sine, "mat2": cosine})
+    terms.captured = len(terms.known)
+    actual = terms.make("aten.mm", {"self": terms.make("aten.exp", {"self": cosine}), "mat2": sine})
+    assert difference(terms.captured, actual, product).text.startswith(
+        "computes mm(exp(cos(x)), sin(x)), where"
+    )
 
 
 def test_an_op_more_is_told_where_it_is():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from fxpipe.certificate.problems import Line
@@ -78,8 +79,8 @@ def _operands_apart(known: int, actual: Term, expected: Term) -> tuple[Term, Ter
     if any(pair is None for pair in pairs):
         return None
     apart = [pair for pair in pairs if pair is not None and pair[0] is not pair[1]]
-    # Exchanged operands are told as they are.
-    if len(apart) > 1 and {id(a) for a, _ in apart} == {id(b) for _, b in apart}:
+    # Operands that have changed places are told as they are.
+    if {id(a) for a, _ in apart} & {id(b) for _, b in apart}:
         return None
     return apart[0] if apart else None
 
@@ -97,9 +98,26 @@ def _in_order(ones: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]:
 
 
 def _pairs(one: Any, other: Any) -> list[tuple[Term, Term] | None]:
-    """Terms in the same places of two arguments; None where the arguments differ otherwise."""
+    """Terms of two arguments, those of lists by what they are; None where the arguments differ otherwise."""
     if isinstance(one, Term) and isinstance(other, Term):
         return [(one, other)]
     if isinstance(one, tuple) and isinstance(other, tuple) and len(one) == len(other):
+        if all(isinstance(each, Term) for each in (*one, *other)):
+            return [*_by_likeness(one, other)]
         return [pair for a, b in zip(one, other, strict=True) for pair in _pairs(a, b)]
     return [] if one == other else [None]
+
+
+def _by_likeness(ones: Sequence[Term], others: Sequence[Term]) -> Iterator[tuple[Term, Term]]:
+    """Each of a list's terms that another list does not have, with the one that it is most like of those that
+    are left there: an item that is missing, or in another place, moves all others."""
+    left, changed = [*others], list[Term]()
+    for term in ones:
+        if term in left:
+            left.remove(term)
+        else:
+            changed.append(term)
+    for term in changed:
+        alike = max(left, key=lambda each: likeness(term, each))
+        left.remove(alike)
+        yield term, alike
