@@ -96,6 +96,17 @@ class Script:
         return difference(self.model.state_dict(), self.plain)
 
 
+def renamed(model: Words) -> None:
+    """Use parameters that have got other names, as pruning gives."""
+    for layer in model.layers:
+        layer.other = layer._parameters.pop("weight")
+    try:
+        sum(layer.other.sum() for layer in model.layers)
+    finally:
+        for layer in model.layers:
+            layer.weight = layer._parameters.pop("other")
+
+
 def uses(script: Script) -> dict[str, Callable[[], object]]:
     model, plain = script.model, script.plain
     other = dict(plain.named_parameters())
@@ -106,6 +117,7 @@ def uses(script: Script) -> dict[str, Callable[[], object]]:
         "deepcopy": lambda: copy.deepcopy(model),
         "load_state_dict": lambda: model.load_state_dict(plain.state_dict()),
         "to": lambda: model.to(torch.float64),
+        "renamed": lambda: renamed(model),
         "average by hand": lambda: [other[n].data.lerp_(p, 0.0) for n, p in model.named_parameters()],
         "average in the model": lambda: [p.data.lerp_(other[n], 0.0) for n, p in model.named_parameters()],
     }
@@ -114,10 +126,10 @@ def uses(script: Script) -> dict[str, Callable[[], object]]:
 def model_in_hands(rank: Rank) -> None:
     """What a script does with the model after some steps."""
     script = Script(Normed, microbatches=1)
-    counted = sum(p.numel() for p in script.plain.parameters())
+    counted = sum(p.nbytes for p in script.plain.parameters())
     for _ in range(2):
         script.step()
-    rank.text("counts parameters", sum(p.numel() for p in script.model.parameters()) == counted)
+    rank.text("counts parameters", sum(p.nbytes for p in script.model.parameters()) == counted)
     held = {id(p) for p in script.pipe.parameters.values()}
     rank.text("part", len(held) < len([*script.model.parameters()]))
     for name, use in uses(script).items():
@@ -153,6 +165,21 @@ def old_state_dicts(rank: Rank) -> None:
     optimizer.step()
     rank.error("state dict of after synchronize", lambda: [value.sum() for value in after.values()])
     rank.error("copy of a state dict", lambda: [value.sum() for value in values.values()])
+
+
+def changed_on_one_rank(rank: Rank) -> None:
+    """Weights that rank 0 alone loads into a whole model, and then all ranks."""
+    script = Script()
+    script.step()
+    script.synchronized()
+    state = {name: 0.5 * value for name, value in script.plain.state_dict().items()}
+    for on in ("no rank", "one rank", "all ranks"):
+        if on == "all ranks" or (on == "one rank" and rank.number == 0):
+            script.model.load_state_dict(state)
+        rank.error(f"weights changed on {on}", script.pipe.check_alike)
+    script.plain.load_state_dict(state)
+    script.step()
+    rank.text("changed on all ranks", script.synchronized())
 
 
 def own_optimizer(rank: Rank) -> None:
@@ -442,6 +469,7 @@ def main(directory: Path) -> None:
     rank = Rank(directory)
     model_in_hands(rank)
     old_state_dicts(rank)
+    changed_on_one_rank(rank)
     own_optimizer(rank)
     changed_between(rank, "split", vocab_parallel=True)
     changed_between(rank, "rows", **REPLICAS, shard="parameters")

@@ -479,6 +479,7 @@ class Pipeline(Views):
         tensors_here = self.artifact.constants | {name: state.value(name) for name in stored}
         tensors = state.owned if state.divides_parameters else self.process.of_each(plan.tensors)
         share_values(self.process, tensors, tensors_here, plan.lanes.shards)
+        state.whole = None  # some ranks have got values, which no script has changed
 
     def save(self, path: str | Path, *, overwrite: bool = False) -> None:
         """Write programs, plan, weights with their checksums, and pictures to a new directory.

@@ -45,6 +45,11 @@ def test_a_use_of_what_other_ranks_have_names_them_and_the_remedy(ranks, use):
         assert "pipe.synchronize()" in message
 
 
+def test_a_use_under_another_name(ranks):
+    for number, message in enumerate(text(ranks, "use renamed")):
+        assert f".other is on other ranks, and rank {number} holds" in message
+
+
 @pytest.mark.parametrize("when", ["before compile", "after synchronize"])
 def test_a_state_dict_is_no_mixture_of_old_and_new_values(ranks, when):
     for message in text(ranks, f"state dict of {when}"):
@@ -52,6 +57,13 @@ def test_a_state_dict_is_no_mixture_of_old_and_new_values(ranks, when):
         assert "copy.deepcopy(model.state_dict())" in message
     for whole in ("state dict before a step", "copy of a state dict"):
         assert text(ranks, whole) == ["no error", "no error"]
+
+
+def test_weights_of_a_whole_model_are_changed_on_all_ranks(ranks):
+    for message in text(ranks, "weights changed on one rank"):
+        assert "Rank 1 has changed other weights of the model than rank 0 since pipe.synchronize()" in message
+    for on in ("no rank", "all ranks"):
+        assert text(ranks, f"weights changed on {on}") == ["no error", "no error"]
 
 
 @pytest.mark.parametrize("use", ["use average by hand", "use average in the model"])
@@ -75,9 +87,9 @@ def test_shapes_are_those_of_the_whole_model(ranks, fact):
 
 
 SCRIPTS = (
-    "synchronized", "own optimizer", "split changed", "rows changed", "updated changed", "two lengths",
-    "two players", "judged first", "two heads", "plain averages", "split tables averages",
-    "divided averages", "apart taught", "divided taught",
+    "synchronized", "own optimizer", "changed on all ranks", "split changed", "rows changed",
+    "updated changed", "two lengths", "two players", "judged first", "two heads", "plain averages",
+    "split tables averages", "divided averages", "apart taught", "divided taught",
 )  # fmt: skip
 
 

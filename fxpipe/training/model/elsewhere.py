@@ -72,7 +72,7 @@ class Elsewhere(torch.Tensor):
 _T: Any = torch.Tensor
 _GRADIENT = _T.grad.__get__
 _PROPERTIES = (
-    "shape", "dtype", "device", "layout", "ndim", "itemsize", "requires_grad", "grad", "grad_dtype",
+    "shape", "dtype", "device", "layout", "ndim", "itemsize", "nbytes", "requires_grad", "grad", "grad_dtype",
     "grad_fn", "is_leaf", "retains_grad", "is_meta", "is_cpu", "is_cuda", "is_sparse", "is_quantized",
     "is_nested", "_version", "_grad", "_backward_hooks", "_post_accumulate_grad_hooks",
 )  # fmt: skip

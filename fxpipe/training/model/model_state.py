@@ -32,10 +32,12 @@ from fxpipe.training.model.partial_model import (
     hide_stale,
     sharing,
     show_stale,
+    trained_tensors,
     watch_updates,
 )
 from fxpipe.training.model.pending_update import PendingUpdate
 from fxpipe.training.model.shards import owned
+from fxpipe.training.model.whole_model import WholeModel
 
 
 @dataclass(eq=False)
@@ -72,6 +74,7 @@ class ModelState:
     updates: PendingUpdate = field(default_factory=PendingUpdate)
     registered: dict[str, weakref.ref[torch.Tensor]] = field(default_factory=dict)
     watch: RemovableHandle | None = None
+    whole: WholeModel | None = None  # as synchronize has left the model, until a step changes it
     kept: frozenset[str] = frozenset()  # names of buffers that are in plain attributes of the model's modules
 
     def __post_init__(self) -> None:
@@ -307,12 +310,15 @@ class ModelState:
     def filled(self) -> None:
         """The model of this rank has the values of all ranks."""
         self.synchronized = True
-        if self.process is not None and self.watch is None:  # a script's own optimizer may change it now
+        if self.process is None:
+            return
+        self.whole = WholeModel(trained_tensors(self))
+        if self.watch is None:  # a script's own optimizer may change it now
             watch_updates(self)
 
     def changed(self) -> None:
         """Values of this rank have changed: the model no longer has those of all ranks."""
-        self.synchronized = False
+        self.synchronized, self.whole = False, None
         if self.watch is not None:
             self.watch.remove()
             self.watch = None

@@ -241,6 +241,12 @@ def tensors_of(state: ModelState) -> dict[str, torch.Tensor]:
     return {name: tensor for name, ref in state.registered.items() if (tensor := ref()) is not None}
 
 
+def trained_tensors(state: ModelState) -> dict[str, torch.Tensor]:
+    """Those to which training gives new values."""
+    trained = changed_by(state.plan)
+    return {name: tensor for name, tensor in tensors_of(state).items() if name in trained}
+
+
 def pipelines_of(model: nn.Module, process: Process) -> list[ModelState]:
     """The pipelines that have a part of this model elsewhere on any process; the same on all, which call it.
 
@@ -343,6 +349,6 @@ class Explanation:
     def _place(self, name: str) -> str:
         names = [{n.tensor for n in tensors.state} for tensors in self.plan.tensors]
         ranks = [rank for rank, on_rank in enumerate(names) if name in on_rank]
-        if not name or ranks == [self.rank]:
+        if ranks in ([], [self.rank]):  # it may have got another name, as pruning gives
             return "other ranks"
         return f"rank {ranks[0]}" if len(ranks) == 1 else f"the ranks {', '.join(map(str, ranks))}"

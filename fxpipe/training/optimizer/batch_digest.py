@@ -20,7 +20,7 @@ WORDS = SPACE
 #: Of tensors that several ranks hold, the digests that travel in a step.
 DIGESTS = 4
 #: Where each word is, and the first of several.
-PLAN, STOP, REFUSES, ASKED, OPTIONS, UPDATES, ADDED, CALLS, CHANGED, FACTOR, SHARED = range(11)
+PLAN, STOP, REFUSES, ASKED, OPTIONS, UPDATES, ADDED, CALLS, CHANGED, FACTOR, WRITTEN, SHARED = range(12)
 LEAVES = SHARED + DIGESTS
 
 ABSENT = 0  # the word of what a rank does not have, or was not given
@@ -36,6 +36,7 @@ class Facts:
     one.  ``calls``: the number of the order of the optimizer's calls.  ``changed``: what the script has
     changed between the last step and its update.
     ``names``: of tensors that several ranks hold, the same on all ranks, and their ``digests``.
+    ``written``: the number of the tensors that the script has changed in a model that is whole.
     ``refuses``: whether it does not run the step, as the batch, or what is asked for, is wrong.
     """
 
@@ -50,6 +51,7 @@ class Facts:
     names: tuple[str, ...] = ()
     digests: tuple[int, ...] = ()
     refuses: bool = False
+    written: int = ABSENT
 
 
 def words(facts: Facts, leaves: Sequence[str], batch: Mapping[str, object]) -> torch.Tensor:
@@ -60,7 +62,8 @@ def words(facts: Facts, leaves: Sequence[str], batch: Mapping[str, object]) -> t
     tensors = {name: x for name in leaves if isinstance(x := batch.get(name), torch.Tensor)}
     row = torch.zeros(WORDS, dtype=torch.int64, device="cpu")
     optimizer = facts.options, facts.updates, facts.added, facts.calls, facts.changed.kind
-    known = facts.plan, int(facts.stop), int(facts.refuses), facts.asked, *optimizer, ABSENT, *facts.digests
+    begin = facts.plan, int(facts.stop), int(facts.refuses), facts.asked
+    known = *begin, *optimizer, ABSENT, facts.written, *facts.digests
     row[: len(known)] = row.new_tensor(known)  # then the factor, whose bits take the word left ABSENT
     row.view(torch.float64)[FACTOR] = facts.changed.factor
     for slot, names in _slots(leaves):
@@ -148,6 +151,9 @@ _OPTIMIZER = {
     "optimizer in another order than rank {first}, before {step}. Make the same calls on all ranks.",
     OPTIONS: "The optimizer of rank {rank} has other options than that of rank {first} in {step}. "
     + SAME_OPTIONS,
+    WRITTEN: "Rank {rank} has changed other weights of the model than rank {first} since pipe.synchronize(), "
+    "before {step}. Each rank trains a part of them, and what one rank alone changes is lost on the others: "
+    "change them on all ranks, or call pipe.load_state_dict(state) on all.",
 }
 _VALUES = (
     "Rank {rank} has other values of {name} than rank {first}, before {step} began: code that ran on one of "

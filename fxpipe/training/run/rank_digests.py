@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -21,6 +21,7 @@ from fxpipe.runtime.job.digest import MOST, digest
 from fxpipe.runtime.job.process import Process
 from fxpipe.runtime.program.accelerator import event, is_accelerator
 from fxpipe.training.model.model_state import ModelState
+from fxpipe.training.model.partial_model import trained_tensors
 from fxpipe.training.optimizer.batch_digest import ABSENT, DIGESTS, Facts, difference, words
 from fxpipe.training.optimizer.optimizer import Counts, PipelineOptimizer
 from fxpipe.training.optimizer.script_changes import ScriptChanges
@@ -70,7 +71,7 @@ class RankDigests:
         self.changes.compare(gradients_alone=True)  # of those to which the step adds
         changed = self.changes.change(at_once=False)
         known = plan, stop, number(asked.encode()), *self._of_optimizer(), self._added(), order, changed
-        return Facts(*known, *self._known_digests())
+        return Facts(*known, *self._known_digests(), written=self._written())
 
     def stepped(self) -> None:
         """A step has ended, of which ``facts`` were told."""
@@ -87,6 +88,7 @@ class RankDigests:
             digests = tuple(self._digest(names).tolist()) if names else ()
             of_optimizer = self._of_optimizer()
             facts = Facts(0, False, ABSENT, *of_optimizer, changed=changed, names=names, digests=digests)
+            facts = replace(facts, written=self._written())
             table = process.begin_gather(words(facts, (), {}), call)()
             if problem := difference(table, (), call, names, resolution=self.changes.resolution):
                 raise RunError(problem)
@@ -96,6 +98,13 @@ class RankDigests:
         optimizer, counts = self.optimizer, self._counts
         options = ABSENT if optimizer is None else number(json.dumps(optimizer.options()).encode())
         return options, ABSENT if counts is None else 1 + counts.updates
+
+    def _written(self) -> int:
+        """The number of the tensors that the script has changed in a model that is whole; else ABSENT."""
+        if self.state.whole is None:
+            return ABSENT
+        names = self.state.whole.changed(trained_tensors(self.state))
+        return number(json.dumps(names).encode())
 
     def _added(self) -> int:
         """The steps whose gradients the next one adds to, and one; ABSENT without gradients."""
