@@ -37,9 +37,9 @@ def function_sources(
     """
     layers = LayerFunctions(names)
     lists = _Lists(sections, calls, names)
-    found = [_Function(s, calls[s.color], names, lists, layers, s.color in compiled) for s in sections]
-    own = [function.source() for function in found]
-    return [*(function.source() for function in layers.functions.values()), *own]
+    functions = [_Function(s, calls[s.color], names, lists, layers, s.color in compiled) for s in sections]
+    texts = [function.source() for function in functions]
+    return [*(function.source() for function in layers.functions.values()), *texts]
 
 
 class _Lists:
@@ -56,7 +56,7 @@ class _Lists:
         named = (named for run in forward for named in input_names(run).items())
         self.forward = ForwardNames({node.name: name for slot, name in named for node in slot.nodes}, {})
         self.layouts: dict[tuple[int, str], Layout] = {}
-        self.inner = {color: layout((), LATER, own, own) for color, own in self.runs.items()}
+        self.inner = {color: layout((), LATER, layouts, layouts) for color, layouts in self.runs.items()}
         self._stacks: dict[tuple[Stack | Taken, str], str] = {}
         for (giver, taker, _), name in LISTS.items():
             for section in sections:
@@ -153,39 +153,39 @@ class _Function:
         """Unpack the records that the run which takes the stack does not take."""
         taker = next((each for each in self._taken() if each.stack is stack), None)
         numbers = {name: k for k, record in enumerate(stack.records) for name in record}
-        own = [numbers[taker.record(k)[0]] for k in range(taker.first, taker.last + 1)] if taker else []
+        places = [numbers[taker.record(k)[0]] for k in range(taker.first, taker.last + 1)] if taker else []
         for number, record in reversed(list(enumerate(stack.records))):
-            if number > max(own, default=-1):
+            if number > max(places, default=-1):
                 yield self._popped(record, f"{variable}.pop()")
         for number, record in enumerate(stack.records):
-            if number < min(own, default=0):
+            if number < min(places, default=0):
                 yield self._popped(record, f"{variable}.pop(0)")
 
     def _popped(self, record: Sequence[str], popped: str) -> Statement:
         texts = [text if (text := self._text(name)).isidentifier() else "_" for name in record]  # _: an input
         return Statement(unpacking(texts, popped), (popped.partition(".")[0],))
 
-    def _stacked(self, taken: Taken) -> Iterator[Statement]:
+    def _stacked(self, taker: Taken) -> Iterator[Statement]:
         """Bring the records that a run takes into the order in which it pops them."""
-        name, times = self._variable(taken), taken.run.run.times
-        if taken.stack is None:
+        name, times = self._variable(taker), taker.run.run.times
+        if taker.stack is None:
             yield Statement(f"{name} = []")
-        elif taken.ascending:
+        elif taker.ascending:
             yield Statement(f"{name}.reverse()", (name,))
-        for period in reversed(range(taken.first)):
-            yield self._built(taken, period, f"{name}.append(")
-        for period in range(taken.last + 1, times):
-            yield self._built(taken, period, f"{name}.insert(0, ")
+        for period in reversed(range(taker.first)):
+            yield self._built(taker, period, f"{name}.append(")
+        for period in range(taker.last + 1, times):
+            yield self._built(taker, period, f"{name}.insert(0, ")
 
-    def _built(self, taken: Taken, period: int, call: str) -> Statement:
-        values = [self._text(name) for name in taken.record(period)]
-        return Statement(f"{call}[{', '.join(values)}])", (*values, self._variable(taken)))
+    def _built(self, taker: Taken, period: int, call: str) -> Statement:
+        values = [self._text(name) for name in taker.record(period)]
+        return Statement(f"{call}[{', '.join(values)}])", (*values, self._variable(taker)))
 
     def _taken(self) -> Iterator[Taken]:
-        return (each for found in self.takes.values() for each in found)
+        return (each for takers in self.takes.values() for each in takers)
 
-    def _variable(self, taken: Taken) -> str:
-        return self.lists.variable(taken.stack or taken, taken.container)
+    def _variable(self, taker: Taken) -> str:
+        return self.lists.variable(taker.stack or taker, taker.container)
 
     def _ops(self) -> Iterator[Statement]:
         parts = [*self._parts()]
@@ -213,8 +213,8 @@ class _Function:
             position = end
 
     def _loop(self, run: Repeated) -> Iterator[Statement]:
-        taken = self.takes[run.run.begin]
-        takes = [(each, self._variable(each)) for each in taken]
+        takers = self.takes[run.run.begin]
+        takes = [(each, self._variable(each)) for each in takers]
         gives = [
             (name, entry, self.lists.variable(entry, name))
             for name in self.signature.lists_out
@@ -225,7 +225,7 @@ class _Function:
         gives += [(LATER, stack, self.lists.variable(stack, LATER)) for stack in later]
         passed = {each.stack for each in self._taken()}
         unpacked = [stack for stack in later if stack not in passed]
-        yield from (line for each in taken if each.container == LATER for line in self._stacked(each))
+        yield from (line for each in takers if each.container == LATER for line in self._stacked(each))
         yield from Loop(
             run,
             self._phase(run),

@@ -75,8 +75,8 @@ class RankPlan:
 
     @cached_property
     def _computed(self) -> dict[fx.Node, str]:
-        given = (n.meta.get("input") for s in self.own for n in s.graph.find_nodes(op="placeholder"))
-        return {x.computed: x.name for x in given if x is not None and x.computed is not None}
+        inputs = (n.meta.get("input") for s in self.own for n in s.graph.find_nodes(op="placeholder"))
+        return {x.computed: x.name for x in inputs if x is not None and x.computed is not None}
 
     @cached_property
     def arrives_twice(self) -> frozenset[str]:
@@ -126,12 +126,12 @@ class RankPlan:
 
     def layouts(self) -> list[str]:
         """The names of the values whose layouts the program needs."""
-        found: set[str] = set()
+        names: set[str] = set()
         for instruction in self.instructions:
             match instruction:
                 case PostRecv(messages) | Send(messages):
-                    found.update(name for message in messages for name in self.names(message.edge))
+                    names.update(name for message in messages for name in self.names(message.edge))
                 case StartCollective():
-                    given = self.collected[instruction.collective]
-                    found.update(given[0] if len(given) == 1 else given[self.rank])
-        return sorted(found)
+                    of_ranks = self.collected[instruction.collective]
+                    names.update(of_ranks[0] if len(of_ranks) == 1 else of_ranks[self.rank])
+        return sorted(names)

@@ -46,7 +46,7 @@ class Signature:
 def signatures(sections: tuple[Section, ...]) -> dict[Color, Signature]:
     consumers: dict[Color, list[tuple[Color, Value]]] = {s.color: [] for s in sections}
     for section in sections:
-        for value in (source for given in section.inputs for source in given.sources):
+        for value in (source for one in section.inputs for source in one.sources):
             if value.producer is not None:
                 consumers[value.producer].append((section.color, value))
     return {s.color: _signature(s, consumers[s.color]) for s in sections}

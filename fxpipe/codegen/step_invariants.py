@@ -31,8 +31,8 @@ def once_containers(values: Values) -> list[str]:
 
 def once_source(values: Values, names: Aliases) -> str:
     scope = Scope(names, {node: item(Kind.ONCE, name) for node, name in values.items()})
-    loops = [own for own in _of_layers(values) if len(own) > 2]
-    in_loops = {node for own in loops for node in own}
+    loops = [rows for rows in _of_layers(values) if len(rows) > 2]
+    in_loops = {node for rows in loops for node in rows}
     nodes = sorted(n for n in leading_to(values) if n.op == "call_function" and n not in in_loops)
 
     def shape(node: fx.Node) -> str:
@@ -55,25 +55,25 @@ def counts_source(values: Values, names: Aliases) -> str:
     scope = Scope(names, {})
     nodes = sorted(n for n in leading_to(values) if n.op == "call_function")
     lines = node_lines(nodes, scope, place, values.keys(), lambda node: "")
-    found = ", ".join(f"{text_literal(name)}: {scope.text(node)}" for node, name in values.items())
+    entries = ", ".join(f"{text_literal(name)}: {scope.text(node)}" for node, name in values.items())
     text = [
         f"def counts({', '.join(['batch', *once_containers(values)])}):",
         '    """What the loss of a microbatch is a mean over; the batch\'s is over all of them."""',
         *body([*lines], [scope.text(node) for node in values], storages(nodes, scope)),
-        f"    return {{{found}}}",
+        f"    return {{{entries}}}",
     ]
     return "\n".join(map(wrapped, text))
 
 
 def _of_layers(values: Values) -> list[list[fx.Node]]:
     """The values that one op computes of a tensor of each layer, as casts of weights are."""
-    found = defaultdict[Hashable, list[fx.Node]](list)
+    alike = defaultdict[Hashable, list[fx.Node]](list)
     for node, name in values.items():
         if [n.op for n in node.all_input_nodes] == ["placeholder"]:
             source = node.all_input_nodes[0]
             arguments = repr(fx.map_arg((node.args, dict(node.kwargs)), lambda _: ""))
-            found[node.target, arguments, _blank(source.meta["input"].name), _blank(name)].append(node)
-    return [*found.values()]
+            alike[node.target, arguments, _blank(source.meta["input"].name), _blank(name)].append(node)
+    return [*alike.values()]
 
 
 def _blank(name: str) -> str:

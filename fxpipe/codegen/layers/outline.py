@@ -93,9 +93,9 @@ class Repeated:
 
         giver: asked of where it is in the same section; None if there is none.
         """
-        own = set(self.period(number))
+        nodes = set(self.period(number))
         return all(
-            user in own or (slot.is_local and giver is not None and user in giver.until_end)
+            user in nodes or (slot.is_local and giver is not None and user in giver.until_end)
             for user in slot.nodes[number].users
         )
 
@@ -142,10 +142,10 @@ class Analysis:
     def _times(self, run: Run) -> int:
         """The periods that can be written as calls of one function."""
         while run.times > 1:
-            found = self._repeated(run)
-            if isinstance(found, Repeated):
-                return run.times if found.saved >= FEWEST else 0
-            run = run._replace(times=found)
+            outlined = self._repeated(run)
+            if isinstance(outlined, Repeated):
+                return run.times if outlined.saved >= FEWEST else 0
+            run = run._replace(times=outlined)
         return 0
 
     def _repeated(self, run: Run) -> Repeated | int:
@@ -164,7 +164,7 @@ class Analysis:
         if len({slot.example for slot in slots.values()}) < len(slots):
             return 0  # two that differ in the first period alone
         carried = {slot.result: slot for slot in slots.values() if slot.source is Source.CARRIED}
-        given: dict[int | Slot, frozenset[str]] = {}
+        uses_by_value: dict[int | Slot, frozenset[str]] = {}
         for position in range(run.period):
             uses = [self._uses(run, k, position) for k in range(run.times)]
             if position in carried:
@@ -172,27 +172,27 @@ class Analysis:
             unlike = next((k for k, use in enumerate(uses) if use is None or use != uses[0]), None)
             if unlike is not None:
                 return unlike
-            given[position] = uses[0] or frozenset()
-            if position in carried and given[position]:
-                slot, lists = carried[position], given[position]
+            uses_by_value[position] = uses[0] or frozenset()
+            if position in carried and uses_by_value[position]:
+                slot, lists = carried[position], uses_by_value[position]
                 first = self._uses_behind(run, slot.nodes[0])
                 if lists <= first:
-                    given[position] -= lists
-                    given |= {slot: lists}
+                    uses_by_value[position] -= lists
+                    uses_by_value |= {slot: lists}
                 elif last is None or not lists <= last:
                     return run.times - 1
-        found = Repeated(self.nodes, run, tuple(slots.values()), given, 0)
-        later = [value for value, uses in given.items() if LATER in uses]
-        places = [[self._behind(run, node) for node in found.values(value)] for value in later]
-        places += [[[self.index[node]] for node in slot.nodes] for slot in found.slots if slot.is_local]
-        return replace(found, single=sum(not _advance(by_period) for by_period in places))
+        outlined = Repeated(self.nodes, run, tuple(slots.values()), uses_by_value, 0)
+        later = [value for value, uses in uses_by_value.items() if LATER in uses]
+        places = [[self._behind(run, node) for node in outlined.values(value)] for value in later]
+        places += [[[self.index[node]] for node in slot.nodes] for slot in outlined.slots if slot.is_local]
+        return replace(outlined, single=sum(not _advance(by_period) for by_period in places))
 
     def _slot(self, run: Run, nodes: tuple[fx.Node, ...]) -> Slot | int | None:
         """A value by period; None if each period computes its own; the number of periods that are alike."""
         places = [self._place(run, k, node) for k, node in enumerate(nodes)]
         period, result = places[1]
         if period == 1 or places[0][0] == 0:
-            alike = _until(k for k, (own, where) in enumerate(places) if (own - k, where) != (0, result))
+            alike = _until(k for k, (giver, where) in enumerate(places) if (giver - k, where) != (0, result))
             return alike
         if any(map(is_unpacked, nodes)):
             return 0  # the variables of its items are those of the line that computes it
@@ -200,11 +200,11 @@ class Analysis:
             return Slot(Source.SHARED, nodes)
         if period == 0:
             alike = _until(
-                k for k, (own, where) in enumerate(places) if k and (own - k, where) != (-1, result)
+                k for k, (giver, where) in enumerate(places) if k and (giver - k, where) != (-1, result)
             )
             return Slot(Source.CARRIED, nodes, result) if alike is None else alike
         kinds = [
-            self._kind(node) if own == -2 else None for node, (own, _) in zip(nodes, places, strict=True)
+            self._kind(node) if giver == -2 else None for node, (giver, _) in zip(nodes, places, strict=True)
         ]
         alike = _until(k for k, kind in enumerate(kinds) if kind is None or kind != kinds[0])
         if alike is not None:
@@ -226,24 +226,24 @@ class Analysis:
             return LATER
         if node.name in self.lists_in:
             return self.lists_in[node.name]
-        given = node.meta.get("input")
-        return given.kind if given is not None and given.kind in _OF_RANK else None
+        source = node.meta.get("input")
+        return source.kind if source is not None and source.kind in _OF_RANK else None
 
     def _uses(self, run: Run, period: int, position: int) -> frozenset[str] | None:
         """The uses of a period's value outside of it and of the next one; None if there is one in another."""
         node = self.nodes[run.begin + period * run.period + position]
-        found = set(self.lists_out.get(node.name, ()))
+        uses = set(self.lists_out.get(node.name, ()))
         if node in self.results:
-            found.add(LATER)
+            uses.add(LATER)
         for user in node.users:
             if user.op == "output":
                 continue
             where, _ = self._place(run, period, user)
             if where == -2:
-                found.add(LATER)
+                uses.add(LATER)
             elif where not in (period, period + 1):
                 return None
-        return None if found and is_unpacked(node) else frozenset(found)
+        return None if uses and is_unpacked(node) else frozenset(uses)
 
     def _behind(self, run: Run, node: fx.Node) -> list[int]:
         """The positions of the ops behind a run that use a value."""

@@ -69,24 +69,24 @@ def _best(
             if times is None:
                 return
             if times > 1 and (times - 1) * run.period >= FEWEST:
-                found = rotated._replace(times=times)
-                yield found
-                yield from _best(nodes, tokens, Run(within.begin, found.begin - within.begin, 1), check)
-                yield from _best(nodes, tokens, Run(found.end, within.end - found.end, 1), check)
+                best = rotated._replace(times=times)
+                yield best
+                yield from _best(nodes, tokens, Run(within.begin, best.begin - within.begin, 1), check)
+                yield from _best(nodes, tokens, Run(best.end, within.end - best.end, 1), check)
                 return
 
 
 def _candidates(tokens: _Tokens, begin: int, end: int) -> list[Run]:
     """Runs of equal tokens: first those that save most, of those the shortest periods."""
-    found = []
+    runs = []
     for period in range(2, (end - begin) // 2 + 1):
         same = tokens[begin : end - period] == tokens[begin + period : end]
         edges = np.flatnonzero(np.diff(np.concatenate(([False], same, [False])).astype(np.int8)))
         for start, stop in edges.reshape(-1, 2):
             times = int(stop - start) // period + 1
             if (times - 1) * period >= FEWEST:
-                found.append(Run(begin + int(start), period, times))
-    return sorted(found, key=lambda run: (-(run.times - 1) * run.period, run.period, run.begin))
+                runs.append(Run(begin + int(start), period, times))
+    return sorted(runs, key=lambda run: (-(run.times - 1) * run.period, run.period, run.begin))
 
 
 def _rotations(nodes: Sequence[fx.Node], tokens: _Tokens, run: Run, end: int) -> Iterator[Run]:
@@ -105,8 +105,8 @@ def _rotations(nodes: Sequence[fx.Node], tokens: _Tokens, run: Run, end: int) ->
     for begin in range(run.begin, min(run.begin + 2 * run.period, alike)):
         times = (alike - begin) // run.period + 1
         if times >= max(2, run.times - 1):
-            own = Counter(modules[begin - run.begin :][: run.period])
-            strange = run.period - max(own.values())
+            in_period = Counter(modules[begin - run.begin :][: run.period])
+            strange = run.period - max(in_period.values())
             rotated.append((4 * strange - times * run.period, begin, times))
     return (Run(begin, run.period, times) for _, begin, times in sorted(rotated))
 

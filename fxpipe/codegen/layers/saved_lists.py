@@ -63,8 +63,8 @@ def layout(
     givers = {
         node.name: run
         for run in runs
-        for value, given in run.given.items()
-        if container in given
+        for value, containers in run.given.items()
+        if container in containers
         for node in run.values(value)
     }
     takes: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
@@ -77,8 +77,8 @@ def layout(
     stacks: list[Stack] = []
     for run in runs:
         together: defaultdict[Any, list[int | Slot]] = defaultdict(list)
-        for value, given in run.given.items():
-            if container in given:
+        for value, containers in run.given.items():
+            if container in containers:
                 together[_relation([takes[node.name] for node in run.values(value)])].append(value)
         stacks += [Stack(run, tuple(values)) for values in together.values()]
     stacked = {name for stack in stacks for record in stack.records for name in record}
@@ -87,8 +87,8 @@ def layout(
 
 def _relation(takes: list[list[tuple[int, int]]]) -> Any:
     """How the periods that take a value, by the period that gives it, follow from that."""
-    pairs = [(k, *found[0]) for k, found in enumerate(takes) if len(found) == 1]
-    if not pairs or any(len(found) > 1 for found in takes) or len({taker for _, taker, _ in pairs}) > 1:
+    pairs = [(k, *each[0]) for k, each in enumerate(takes) if len(each) == 1]
+    if not pairs or any(len(each) > 1 for each in takes) or len({taker for _, taker, _ in pairs}) > 1:
         return None
     for sign in (-1, 1):
         if len({period + sign * k for k, _, period in pairs}) == 1:
@@ -105,8 +105,8 @@ def taken(run: Repeated, layouts: Mapping[str, Layout], others: AbstractSet[Stac
     together: defaultdict[tuple[str, Stack | None], list[Slot]] = defaultdict(list)
     for slot in run.slots:
         if slot.source is Source.LISTED:
-            found = Counter(entries.get(node.name) for node in slot.nodes)
-            together[slot.container, found.most_common(1)[0][0]].append(slot)
+            counts = Counter(entries.get(node.name) for node in slot.nodes)
+            together[slot.container, counts.most_common(1)[0][0]].append(slot)
     return tuple(
         _taken(run, name, None if stack in others else stack, tuple(slots))
         for (name, stack), slots in together.items()
@@ -114,7 +114,7 @@ def taken(run: Repeated, layouts: Mapping[str, Layout], others: AbstractSet[Stac
 
 
 def _stacks(layouts: Mapping[str, Layout]) -> Iterator[Stack]:
-    return (entry for found in layouts.values() for entry in found if isinstance(entry, Stack))
+    return (entry for entries in layouts.values() for entry in entries if isinstance(entry, Stack))
 
 
 def _taken(run: Repeated, container: str, stack: Stack | None, slots: tuple[Slot, ...]) -> Taken:
@@ -123,17 +123,17 @@ def _taken(run: Repeated, container: str, stack: Stack | None, slots: tuple[Slot
     if stack is None:
         return built
     numbers = {record: k for k, record in enumerate(map(frozenset, stack.records))}
-    found = [numbers.get(frozenset(built.record(k))) for k in range(run.run.times)]
-    have = [k for k, number in enumerate(found) if number is not None]
+    places = [numbers.get(frozenset(built.record(k))) for k in range(run.run.times)]
+    have = [k for k, number in enumerate(places) if number is not None]
     if not have or have != list(range(have[0], have[-1] + 1)):
         return built
     if not all(run.has_alone(slot, k, stack.run) for slot in slots for k in have):
         return built
-    of_stack = [number for number in found if number is not None]
+    of_stack = [number for number in places if number is not None]
     steps = {b - a for a, b in pairwise(of_stack)} or {-1}
     flat = {name for record in stack.records for name in record}
     if steps not in ({1}, {-1}) or any(
-        not flat.isdisjoint(built.record(k)) for k, number in enumerate(found) if number is None
+        not flat.isdisjoint(built.record(k)) for k, number in enumerate(places) if number is None
     ):
         return built
     order = {name: j for j, name in enumerate(stack.records[of_stack[0]])}

@@ -31,12 +31,12 @@ def loop_head(times: int, values: Mapping[str, Values]) -> tuple[str, dict[str, 
     """The head of a loop, and an expression for each named sequence of values."""
     if not values:
         return f"for _ in range({times}):", {}
-    advancing = {name: _advancing(found) for name, found in values.items()}
-    index = next((found for found in advancing.values() if found is not None and found.step), None)
-    texts = {name: _of_index(found, index) for name, found in advancing.items()}
+    advancing = {name: _advancing(each) for name, each in values.items()}
+    index = next((each for each in advancing.values() if each is not None and each.step), None)
+    texts = {name: _of_index(each, index) for name, each in advancing.items()}
     if index is None or None in texts.values():
         names = ", ".join(values)
-        rows = (", ".join(_literal(found[k]) for found in values.values()) for k in range(times))
+        rows = (", ".join(_literal(each[k]) for each in values.values()) for k in range(times))
         return f"for {names} in ({', '.join(f'({row})' if len(values) > 1 else row for row in rows)}):", {
             name: name for name in values
         }
@@ -56,9 +56,9 @@ def _advancing(values: Values) -> _Advancing | None:
     unlike = [k for k, column in enumerate(zip(*parts, strict=True)) if len(set(column)) > 1]
     if len(unlike) != 1 or not unlike[0] % 2 or any(s[unlike[0]] != str(int(s[unlike[0]])) for s in parts):
         return None
-    found = _evenly([int(split[unlike[0]]) for split in parts])
+    numbers = _evenly([int(split[unlike[0]]) for split in parts])
     prefix, suffix = "".join(parts[0][: unlike[0]]), "".join(parts[0][unlike[0] + 1 :])
-    return found and found._replace(prefix=prefix, suffix=suffix, is_text=True)
+    return numbers and numbers._replace(prefix=prefix, suffix=suffix, is_text=True)
 
 
 def _evenly(numbers: list[int]) -> _Advancing | None:
@@ -66,18 +66,18 @@ def _evenly(numbers: list[int]) -> _Advancing | None:
     return _Advancing(numbers[0], steps.pop()) if len(steps) == 1 else None
 
 
-def _of_index(found: _Advancing | None, index: _Advancing | None) -> str | None:
+def _of_index(each: _Advancing | None, index: _Advancing | None) -> str | None:
     """The value as an expression of ``i``, which runs as ``index`` does."""
-    if found is None or index is None or found.step % index.step:
+    if each is None or index is None or each.step % index.step:
         return None
-    factor = found.step // index.step
-    offset = found.first - factor * index.first
+    factor = each.step // index.step
+    offset = each.first - factor * index.first
     scaled = "i" if factor == 1 else f"{factor} * i"
     text = scaled + (f" + {offset}" if offset > 0 else f" - {-offset}" if offset else "")
-    if not found.is_text:
+    if not each.is_text:
         return text
     prefix, suffix = (
-        _literal(x)[1:-1].replace("{", "{{").replace("}", "}}") for x in (found.prefix, found.suffix)
+        _literal(x)[1:-1].replace("{", "{{").replace("}", "}}") for x in (each.prefix, each.suffix)
     )
     return f'f"{prefix}{{{text}}}{suffix}"'
 

@@ -40,16 +40,19 @@ def call_lines(
     ``needed``: the variables that are read behind the stretch.  What the stretch takes travels in a list,
     which the function empties, so that what dies in it is freed there.
     """
-    own = dict.fromkeys(text for node in nodes for text in defined(node, scope))
+    made = dict.fromkeys(text for node in nodes for text in defined(node, scope))
     read = dict.fromkeys(text for node in nodes for text in reads(node, scope))
-    given, results = [text for text in read if text not in own], [text for text in own if text in needed]
-    arguments = _containers(nodes) + ([CARRY] if given else [])
+    arguments_in, results = (
+        [text for text in read if text not in made],
+        [text for text in made if text in needed],
+    )
+    arguments = _containers(nodes) + ([CARRY] if arguments_in else [])
     paths = [path for node in nodes if (path := node.meta["origin"].path)] or [""]
-    text = _text(nodes, scope, given, results)
+    text = _text(nodes, scope, arguments_in, results)
     called = layers.function(name, arguments, text, [paths[0], paths[-1]], compiled=True)
     heading = comment(from_to(paths))
-    if given:
-        yield Statement(f"{CARRY} = [{', '.join(given)}]", tuple(given), heading, frees=True)
+    if arguments_in:
+        yield Statement(f"{CARRY} = [{', '.join(arguments_in)}]", tuple(arguments_in), heading, frees=True)
     left = f"{', '.join(results)} = " if results else ""
     yield Statement(f"{left}{called}({', '.join(arguments)})", (), heading)
 
@@ -57,12 +60,12 @@ def call_lines(
 def _containers(nodes: Sequence[fx.Node]) -> list[str]:
     """The dicts of tensors that nodes read, and the key."""
     inputs = {x.meta.get("input") for n in nodes for x in n.all_input_nodes if x.op == "placeholder"}
-    kinds = {given.kind for given in inputs if isinstance(given, Input)}
+    kinds = {one.kind for one in inputs if isinstance(one, Input)}
     return [text for kind, text in ARGUMENTS.items() if kind in kinds]
 
 
-def _text(nodes: Sequence[fx.Node], scope: Scope, given: list[str], results: list[str]) -> list[str]:
-    lines = emptying(given, CARRY) if given else []
+def _text(nodes: Sequence[fx.Node], scope: Scope, inputs: list[str], results: list[str]) -> list[str]:
+    lines = emptying(inputs, CARRY) if inputs else []
     lines += node_lines(nodes, scope, place)
     text = [wrapped(line) for line in body(lines, results, storages(nodes, scope))]
     return text + ([wrapped(f"    return {', '.join(results)}")] if results else [])

@@ -68,19 +68,19 @@ VALIDATED = Done(Action("", "", ActionPlace.APART, ()), 0)
 def actions(plan: RankPlan) -> list[Done]:
     """The rank's instructions in order, but those on the gradients of the whole batch."""
     known: dict[object, Action] = {}
-    found = []
+    done = []
     for together in _together(plan.instructions):
         if isinstance(together, Validate):
-            found.append(VALIDATED)
+            done.append(VALIDATED)
             continue
         if not isinstance(together, list):
-            found.append(Done(_OF_RT[type(together)], together.bucket))
+            done.append(Done(_OF_RT[type(together)], together.bucket))
             continue
         first, key = together[0], tuple(map(kind_of, together))
         if key not in known:
             known[key] = _action(plan, together, {action.name for action in known.values()})
-        found.append(Done(known[key], _microbatch(first), _arguments(plan, together)))
-    return found
+        done.append(Done(known[key], _microbatch(first), _arguments(plan, together)))
+    return done
 
 
 _OF_RT = {
@@ -110,14 +110,14 @@ def _together(
         return (number,)
 
     for _, group in groupby(enumerate(instructions), which):
-        found = []
+        together = []
         for _, i in group:
             if isinstance(i, OfBucket | Validate):
                 yield i
             elif not isinstance(i, AtEnd):
-                found.append(i)
-        if found:
-            yield found
+                together.append(i)
+        if together:
+            yield together
 
 
 def number_at_head(instructions: Sequence[Instruction]) -> int:
@@ -157,10 +157,10 @@ def _arguments(plan: RankPlan, together: Sequence[OfMicrobatch]) -> tuple[int, .
     return tuple(plan.places[t.activation] for t in offloads if t.direction is Direction.OUT)
 
 
-def _action(plan: RankPlan, together: Sequence[OfMicrobatch], taken: set[str]) -> Action:
+def _action(plan: RankPlan, together: Sequence[OfMicrobatch], used: set[str]) -> Action:
     offloads = [i.transfer for i in together if isinstance(i, StartTransfer)]
     return Action(
-        next(name for name in _numbered(_name(plan, together)) if name not in taken),
+        next(name for name in _numbered(_name(plan, together)) if name not in used),
         _doc(plan, together),
         _role(together[0]),
         tuple(line for i in together for line in lines_of(plan, i)),

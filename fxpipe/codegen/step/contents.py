@@ -92,11 +92,11 @@ def _message(plan: RankPlan, message: Message, word: str, end: int) -> Iterator[
 
 
 def _collective(plan: RankPlan, collective: Collective, called: AbstractSet[str]) -> Iterator[_Row]:
-    given = plan.collected[collective]
+    of_ranks = plan.collected[collective]
     source, target = map(plan.own_end, (collective.sources, collective.targets))
     if plan.placement[target.stage] == plan.rank and plan.op_name(target) not in called:
         target = Color(target.stage, Phase.W)  # a B that need not wait, as its own rank sends the value
-    for name in given[0] if len(given) == 1 else given[plan.rank]:
+    for name in of_ranks[0] if len(of_ranks) == 1 else of_ranks[plan.rank]:
         yield _arrow(plan, source, target), str(collective.kind), name, _size(plan, name)
 
 
@@ -125,8 +125,8 @@ def _offloaded(plan: RankPlan) -> Iterator[_Row]:
     for section in plan.own:
         ends = _arrow(plan, Color(section.stage, Phase.F), section.color)
         nodes = section.graph.find_nodes(op="placeholder")
-        given = zip(nodes, section.inputs, strict=True)
-        size = sum(node_bytes(node) for node, value in given if value.kind is Kind.OFFLOADED)
+        pairs = zip(nodes, section.inputs, strict=True)
+        size = sum(node_bytes(node) for node, value in pairs if value.kind is Kind.OFFLOADED)
         sizes[ends, count[section.stage, section.phase]] += size
     for (ends, moved), size in sizes.items():
         if moved:
@@ -151,9 +151,9 @@ def _size(plan: RankPlan, name: str) -> str:
 
 def _table(rows: Iterable[Sequence[str]]) -> list[str]:
     """The rows with their cells in columns."""
-    found = list(rows)
-    widths = [max(map(len, column)) for column in zip(*found, strict=True)]
-    cells = ([cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in found)
+    lines = list(rows)
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    cells = ([cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in lines)
     return [f"  {'  '.join(row)}".rstrip() for row in cells]
 
 

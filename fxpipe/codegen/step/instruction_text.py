@@ -133,12 +133,12 @@ def _transfer(instruction: StartTransfer | WaitTransfer, transfer: Transfer) -> 
 
 
 def _start(plan: RankPlan, collective: Collective) -> list[Line]:
-    given = plan.collected[collective]
+    of_ranks = plan.collected[collective]
     if collective.kind is CollectiveKind.BROADCAST:
-        return [_broadcast(plan, collective, name) for name in given[0]]
+        return [_broadcast(plan, collective, name) for name in of_ranks[0]]
     return [
         _give_own(plan, collective, name, f"collective{collective.number}_{k}")
-        for k, name in enumerate(given[plan.rank])
+        for k, name in enumerate(of_ranks[plan.rank])
     ]
 
 
@@ -157,24 +157,26 @@ def _broadcasted(plan: RankPlan, collective: Collective, name: str) -> str:
 
 def _give_own(plan: RankPlan, collective: Collective, name: str, pending: str) -> Line:
     """The line with which this rank gives its own value to a collective of all."""
-    own, group = _read(variable(name)), f"group={collective.group})"
+    value, group = _read(variable(name)), f"group={collective.group})"
     if collective.kind is CollectiveKind.ALL_GATHER:
-        return _give(pending), " = rt.all_gather(", own, f", {_layout(name)}, {group}"
+        return _give(pending), " = rt.all_gather(", value, f", {_layout(name)}, {group}"
     target = plan.placement[collective.targets[0].stage]
-    call: Line = "rt.reduce(", own, f", {_layout(name)}, to={target}, {group}"
+    call: Line = "rt.reduce(", value, f", {_layout(name)}, to={target}, {group}"
     total = Hole(Use.PENDING, variable(plan.sums[name]))
     return (total, " = ", *call) if target == plan.rank else call
 
 
 def _wait(plan: RankPlan, collective: Collective) -> list[Line]:
-    given = plan.collected[collective]
+    of_ranks = plan.collected[collective]
     if collective.kind is CollectiveKind.BROADCAST:
-        return [_arrives(_broadcasted(plan, collective, name)) for name in given[0]]
+        return [_arrives(_broadcasted(plan, collective, name)) for name in of_ranks[0]]
     if collective.kind is CollectiveKind.REDUCE:
-        return [_arrives(variable(plan.sums[name])) for name in given[0]]
+        return [_arrives(variable(plan.sums[name])) for name in of_ranks[0]]
     lines: list[Line] = []
-    for k in range(len(given[0])):
-        arrived = [_give(variable(own[k])) if rank != plan.rank else "_" for rank, own in enumerate(given)]
+    for k in range(len(of_ranks[0])):
+        arrived = [
+            _give(variable(names[k])) if rank != plan.rank else "_" for rank, names in enumerate(of_ranks)
+        ]
         pending = _read(f"collective{collective.number}_{k}")
         lines.append((*_joined(arrived), " = rt.wait_all(", pending, ")"))
     return lines
@@ -205,5 +207,5 @@ def _call(plan: RankPlan, call: Signature, stage: int) -> Iterator[Line]:
     for name, value in plan.outputs.items():
         is_result = value in call.results
         if is_result or (value.kind is Kind.OUTPUT and value.name in call.values_out):
-            found = _read(value.name if is_result else variable(value.name))
-            yield f"rt.add_output({text_literal(name)}, ", found, ", microbatch=m)"
+            output = _read(value.name if is_result else variable(value.name))
+            yield f"rt.add_output({text_literal(name)}, ", output, ", microbatch=m)"

@@ -41,13 +41,13 @@ class Lifetimes:
 
     def written(self, function: OpFunction) -> list[str]:
         """The lines of a function."""
-        found = []
+        lines = []
         for number, line in enumerate(function.lines):
-            found.append("".join(self._part(function, number, k, part) for k, part in enumerate(line)))
-            given = [part.name for part in line if isinstance(part, Hole) and part.use is Use.GIVE]
-            for name in (name for name in given if name in self.shared):
+            lines.append("".join(self._part(function, number, k, part) for k, part in enumerate(line)))
+            gives = [part.name for part in line if isinstance(part, Hole) and part.use is Use.GIVE]
+            for name in (name for name in gives if name in self.shared):
                 readers = self.shared[name]
-                found.append(f"{name}[m] = [{name}[m]] * {readers}  # one for each reader, in any order")
+                lines.append(f"{name}[m] = [{name}[m]] * {readers}  # one for each reader, in any order")
             dead = dict.fromkeys(
                 part.name
                 for k, part in enumerate(line)
@@ -56,8 +56,8 @@ class Lifetimes:
                 and (function, number, k) in self.last
             )
             if dead and any(map(_takes_memory, function.lines[number + 1 :])):
-                found.append(f"del {', '.join(dead)}")
-        return found
+                lines.append(f"del {', '.join(dead)}")
+        return lines
 
     def _part(self, function: OpFunction, line: int, place: int, part: str | Hole) -> str:
         if isinstance(part, str):
@@ -89,11 +89,11 @@ def lifetimes(orders: Iterable[tuple[OpFunction, ...]]) -> Lifetimes:
         for name, ((giver, *_), *_) in _places(order, Use.GIVE).items():
             alone = name not in pending and all(reader is giver for reader, *_ in readers.get(name, ()))
             local[giver, name] = alone and local.get((giver, name), True)
-        for name, found in readers.items():
-            for place in found:
-                ends[place].add(place == found[-1])
+        for name, places in readers.items():
+            for place in places:
+                ends[place].add(place == places[-1])
                 if len(ends[place]) == 2:
-                    shared[name] = len(found)
+                    shared[name] = len(places)
     return Lifetimes(
         frozenset(key for key, alone in local.items() if alone),
         frozenset(place for place, ended in ends.items() if ended == {True}),
@@ -103,10 +103,10 @@ def lifetimes(orders: Iterable[tuple[OpFunction, ...]]) -> Lifetimes:
 
 def _places(order: Iterable[OpFunction], use: Use) -> dict[str, list[_Place]]:
     """By name the places with such a use of the value, in their order."""
-    found: defaultdict[str, list[_Place]] = defaultdict(list)
+    places: defaultdict[str, list[_Place]] = defaultdict(list)
     for function in order:
         for number, line in enumerate(function.lines):
             for k, part in enumerate(line):
                 if isinstance(part, Hole) and part.use is use:
-                    found[part.name].append((function, number, k))
-    return found
+                    places[part.name].append((function, number, k))
+    return places

@@ -76,26 +76,26 @@ def step_source(plan: RankPlan, called: StepCalls) -> str:
     for call in calls:
         if call.function.lines:
             of_microbatch[call.microbatch].append(call.function)
-    found = lifetimes(dict.fromkeys(map(tuple, of_microbatch.values())))
-    lines = [*_head(plan), *_dicts(functions, found), ""]
+    lives = lifetimes(dict.fromkeys(map(tuple, of_microbatch.values())))
+    lines = [*_head(plan), *_dicts(functions, lives), ""]
     for function in functions:
         parameters = ", ".join(("m", *function.parameters))
         lines.append(f"    def {function.name}({parameters}):")
         if function.doc:
             lines.append(f'        """{function.doc}"""')
-        lines += [*(f"        {line}" for line in found.written(function)), ""]
+        lines += [*(f"        {line}" for line in lives.written(function)), ""]
     lines = [wrapped(line) for line in lines]
     if Validate() in plan.instructions:
-        lines += _warm_up(plan, warm_up, found)
+        lines += _warm_up(plan, warm_up, lives)
     lines += [text for line in schedule for text in _joined(map(str, line))]
     ends = [f"    {_at_end(i)}" for i in plan.instructions if isinstance(i, AtEnd)]
     return "\n".join([*lines, *(["", *ends] if ends else []), "    return rt.finish()"])
 
 
-def _warm_up(plan: RankPlan, schedule: Sequence[Sequence[_Call]], found: Lifetimes) -> Iterator[str]:
+def _warm_up(plan: RankPlan, schedule: Sequence[Sequence[_Call]], lives: Lifetimes) -> Iterator[str]:
     """The loop over the lines that run again where the last update is undone."""
     functions = dict.fromkeys(call.function for line in schedule for call in line if call.function.lines)
-    made = ", ".join(_in_dicts(functions, found))
+    made = ", ".join(_in_dicts(functions, lives))
     yield wrapped(f"    for _ in rt.warm_up({made}):")
     body = _once(plan)
     yield from (f"        {text}" for text in body)
@@ -107,22 +107,22 @@ def _warm_up(plan: RankPlan, schedule: Sequence[Sequence[_Call]], found: Lifetim
 
 
 def _once(plan: RankPlan) -> list[str]:
-    given = ", ".join(["once_a_step", *once_containers(plan.once)])
-    return [f"once = rt.once({given}){' | means' if plan.counts else ''}"] if plan.once else []
+    arguments = ", ".join(["once_a_step", *once_containers(plan.once)])
+    return [f"once = rt.once({arguments}){' | means' if plan.counts else ''}"] if plan.once else []
 
 
 def _means(plan: RankPlan) -> list[str]:
     """The exchange over replicas must not run twice, so this stands before a warm-up."""
-    given = ", ".join(["counts", "batches", *once_containers(plan.counts)])
-    return [f"{'means' if plan.once else 'once'} = rt.batch_means({given})"] if plan.counts else []
+    arguments = ", ".join(["counts", "batches", *once_containers(plan.counts)])
+    return [f"{'means' if plan.once else 'once'} = rt.batch_means({arguments})"] if plan.counts else []
 
 
 def _used(plan: RankPlan) -> set[str]:
     """The containers that the functions of this rank read or write."""
-    own = [plan.calls[s.color] for s in plan.own]
-    used = {c for call in own for c in call.containers}
+    calls = [plan.calls[s.color] for s in plan.own]
+    used = {c for call in calls for c in call.containers}
     used.update(once_containers(plan.once), once_containers(plan.counts), ["batch"] if plan.counts else [])
-    if any(value.kind is Kind.BUFFER for call in own for value in call.results):
+    if any(value.kind is Kind.BUFFER for call in calls for value in call.results):
         used.add("buffers")  # written, whether or not it is read
     return used
 
@@ -146,21 +146,21 @@ def _head(plan: RankPlan) -> list[str]:
     return lines
 
 
-def _dicts(functions: Iterable[OpFunction], found: Lifetimes) -> list[str]:
+def _dicts(functions: Iterable[OpFunction], lives: Lifetimes) -> list[str]:
     return [
         f"    {', '.join(names)} = {', '.join('{}' for _ in names)}  # by microbatch"
-        for names in _rows(_in_dicts(functions, found), WIDTH - 25)
+        for names in _rows(_in_dicts(functions, lives), WIDTH - 25)
     ]
 
 
-def _in_dicts(functions: Iterable[OpFunction], found: Lifetimes) -> list[str]:
+def _in_dicts(functions: Iterable[OpFunction], lives: Lifetimes) -> list[str]:
     """The values of functions that are in dicts by microbatch."""
     holes = {
         part.name: None
         for function in functions
         for line in function.lines
         for part in line
-        if isinstance(part, Hole) and (function, part.name) not in found.local
+        if isinstance(part, Hole) and (function, part.name) not in lives.local
     }
     return list(holes)
 
@@ -227,10 +227,10 @@ def _regular(slots: Sequence[_Slot]) -> dict[Action, tuple[tuple[Action, ...], t
     after: dict[Action, list[Action]] = {}
     for slot in slots:
         kind = slot.op.action
-        own = [d.action for d in _own(reversed(slot.before), slot.op, ActionPlace.BEFORE)]
-        before[kind] = _common(before.get(kind, own), own)
-        own = [d.action for d in _own(slot.after, slot.op, ActionPlace.AFTER)]
-        after[kind] = _common(after.get(kind, own), own)
+        actions = [d.action for d in _own(reversed(slot.before), slot.op, ActionPlace.BEFORE)]
+        before[kind] = _common(before.get(kind, actions), actions)
+        actions = [d.action for d in _own(slot.after, slot.op, ActionPlace.AFTER)]
+        after[kind] = _common(after.get(kind, actions), actions)
     return {kind: (tuple(reversed(before[kind])), tuple(after[kind])) for kind in before}
 
 
