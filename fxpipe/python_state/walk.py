@@ -3,7 +3,7 @@ containers, functions, classes.
 
 The walk follows attributes and containers, and from functions their variables: of closures, the globals that
 they name, and of the environment if they read it.  What is further away than an object in an attribute is
-followed where code reads its name.  ``PythonState.complete`` follows the rest, of which code could make use
+followed where code reads its name.  ``PythonState.everything`` follows the rest, of which code could make use
 by other means: whatever a forward changes is to be restored, and what it reads by name is to be compared.
 """
 
@@ -168,17 +168,18 @@ class PythonState:
         state._visit_all()
         return state
 
-    def complete(self) -> PythonState:
+    @functools.cached_property
+    def everything(self) -> PythonState:
         """This, and what code may make use of without its name: all attributes of objects, sets, arrays,
         long containers, hooks, and all methods of classes."""
         more = PythonState(*(copy.copy(getattr(self, x.name)) for x in fields(self)))
         more._is_complete, more._named, more._waiting, more._rest = True, set(), {}, []
         for cls in self.classes:
             more._name_class(cls)
-        for found in self._rest:
-            more._follow(found)
-        for found in chain(*self._waiting.values()):
-            more._wait(found)
+        for entry in self._rest:
+            more._follow(entry)
+        for entry in chain(*self._waiting.values()):
+            more._wait(entry)
         more._visit_all()
         return more
 
@@ -186,20 +187,20 @@ class PythonState:
         while self._todo:
             self._visit(self._todo.pop())
 
-    def _visit(self, found: Owner) -> None:
-        thing = found.thing
+    def _visit(self, entry: Owner) -> None:
+        thing = entry.thing
         if id(thing) in self.objects:
             return
         self.objects[id(thing)] = thing
         if self._is_complete and not keeps_state(thing):
             return
         if isinstance(thing, types.FunctionType):
-            found = replace(found, path=self._free(name_and_line(thing)), is_far=False)
+            entry = replace(entry, path=self._free(name_and_line(thing)), is_far=False)
             self._read_names(thing)
         elif not isinstance(thing, (torch.Tensor, *OPTIMIZERS)):  # what their methods set is no state
             for cls in type(thing).__mro__:
                 self._visit_class(cls)
-        self._enter(self._of_model.get(id(thing), found))
+        self._enter(self._of_model.get(id(thing), entry))
 
     def _enter(self, owner: Owner) -> None:
         """Follow what it holds."""
@@ -239,29 +240,29 @@ class PythonState:
         numbers = (f"{path} #{number}" for number in count(2))
         return next(x for x in chain([path], numbers) if x not in self.owners)
 
-    def _follow(self, found: Owner) -> None:
-        x = found.thing
+    def _follow(self, entry: Owner) -> None:
+        x = entry.thing
         if isinstance(x, nn.Module):
-            if found.is_far or id(x) not in self._of_model:  # else one of the model's in an attribute
+            if entry.is_far or id(x) not in self._of_model:  # else one of the model's in an attribute
                 self._todo += (
-                    replace(found, path=joined(found.path, below), thing=module, is_far=False)
+                    replace(entry, path=joined(entry.path, below), thing=module, is_far=False)
                     for below, module in x.named_modules()
                 )
         elif isinstance(x, types.MethodType):
             for bound in (x.__self__, x.__func__):
-                self._follow(replace(found, thing=bound, is_far=True))
+                self._follow(replace(entry, thing=bound, is_far=True))
         elif isinstance(x, type):
             for cls in inspect.getmro(x) + inspect.getmro(type(x)):
                 self._name_class(cls)
         elif isinstance(x, _CACHED):
             self.caches.append(x)
-            self._follow(replace(found, thing=x.__wrapped__))
-        elif isinstance(x, types.FunctionType) or _has_settings(x, found.is_far):
-            self._todo.append(found)
+            self._follow(replace(entry, thing=x.__wrapped__))
+        elif isinstance(x, types.FunctionType) or _has_settings(x, entry.is_far):
+            self._todo.append(entry)
         elif not isinstance(x, VALUES):
-            (self._todo if self._is_complete else self._rest).append(found)
+            (self._todo if self._is_complete else self._rest).append(entry)
         for part in (x.func, x.args, x.keywords) if isinstance(x, functools.partial) else ():
-            self._follow(replace(found, thing=part, is_far=True))
+            self._follow(replace(entry, thing=part, is_far=True))
 
     def _visit_class(self, cls: type) -> None:
         """Methods count once a function names them; those with special names are called without."""
@@ -271,8 +272,8 @@ class PythonState:
         self._hold(cls)
         for name, function in _methods(cls):
             if name not in _OTHER_METHODS | _CONSTRUCTORS:
-                found = Owner(name, function, True, None, name)
-                self._follow(found) if name.startswith("__") else self._wait(found)
+                entry = Owner(name, function, True, None, name)
+                self._follow(entry) if name.startswith("__") else self._wait(entry)
 
     def _name_class(self, cls: type) -> None:
         """The forward may make objects of a class that its code names, and call its methods."""
@@ -289,9 +290,9 @@ class PythonState:
         for name, function in _methods(cls):
             if name not in others:
                 self._method_of[id(function)] = cls
-                found = Owner(name, function, True, None, name)
+                entry = Owner(name, function, True, None, name)
                 is_called = name.startswith("__") or name in of_autograd
-                self._follow(found) if is_called else self._wait(found)
+                self._follow(entry) if is_called else self._wait(entry)
 
     def _hold(self, cls: type) -> None:
         if cls not in self.classes:
@@ -302,13 +303,13 @@ class PythonState:
                 if isinstance(x, type) or not (is_method or name.startswith("__")):
                     self._wait(Owner(joined(owner.path, name), x, True, owner, name))
 
-    def _wait(self, found: Owner) -> None:
+    def _wait(self, entry: Owner) -> None:
         """Follow what is in an object once code has its name."""
-        of_object = found.parent is not None and not isinstance(found.parent.thing, type | types.ModuleType)
-        if found.name in self._followed or (self._is_complete and of_object):
-            self._follow(found)
+        of_object = entry.parent is not None and not isinstance(entry.parent.thing, type | types.ModuleType)
+        if entry.name in self._followed or (self._is_complete and of_object):
+            self._follow(entry)
         else:
-            self._waiting.setdefault(found.name, []).append(found)
+            self._waiting.setdefault(entry.name, []).append(entry)
 
     def _read_names(self, function: types.FunctionType) -> None:
         names = names_in(function.__code__)
@@ -324,8 +325,8 @@ class PythonState:
         if read & {"environ", "getenv"}:
             self._todo.append(Owner("os.environ", os.environ, True))
         for name in (read | names.stored) & self._waiting.keys():
-            for found in self._waiting.pop(name):
-                self._follow(found)
+            for entry in self._waiting.pop(name):
+                self._follow(entry)
 
 
 def _methods(cls: type) -> Iterator[tuple[str, Any]]:

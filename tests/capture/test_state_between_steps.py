@@ -343,6 +343,58 @@ def test_tables_of_the_standard_library_are_restored(name):
     assert [type(x) for x in table if x is not None] == [torch.Tensor] * (2 if state() is None else 1)
 
 
+class Kind(type):
+    steps = 0
+
+
+class Named(metaclass=Kind):
+    class Inner:
+        steps = 0
+
+    space, steps, made = types.SimpleNamespace(steps=0), 0, 0
+
+    def __init__(self):
+        Named.made += 1
+
+    @property
+    def step(self):
+        return self.steps
+
+    @step.setter
+    def step(self, value):
+        type(self).steps = value
+
+    @staticmethod
+    @functools.cache
+    def table():
+        return torch.arange(WIDTH) / 3
+
+
+def counted(x, owner, name):
+    setattr(owner, name, getattr(owner, name) + 1)
+    return x
+
+
+SPACE = types.SimpleNamespace(steps=0)
+#: What code does to a class that it only names -> what then is as it was.
+NAMED = {
+    "metaclass": (lambda self, x: counted(x, type(Named), "steps"), lambda: Kind.steps),
+    "nested class": (lambda self, x: counted(x, Named.Inner, "steps"), lambda: Named.Inner.steps),
+    "namespace of a class": (lambda self, x: counted(x, Named.space, "steps"), lambda: Named.space.steps),
+    "namespace": (lambda self, x: counted(x, SPACE, "steps"), lambda: SPACE.steps),
+    "constructor": (lambda self, x: x * bool(Named()), lambda: Named.made),
+    "property": (lambda self, x: counted(x, Named(), "step"), lambda: Named.steps),
+    "cached method": (lambda self, x: x * Named.table(), lambda: Named.table.cache_info().currsize),
+}
+
+
+@pytest.mark.parametrize("way", NAMED)
+def test_state_of_classes_that_code_names_is_restored(way):
+    between, state = NAMED[way]
+    traced(between)
+    assert state() == 0
+
+
 def by_its_class(self, x):
     return x * 2 if type(x) is torch.Tensor else x
 

@@ -5,11 +5,15 @@ import argparse
 import dataclasses
 import types
 import weakref
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
+import fxpipe
+from fxpipe.python_state.walk import PythonState
+from fxpipe.training.guards.guard_slots import GuardSlots
 from fxpipe.training.guards.guards import Traced
 from fxpipe.training.guards.python_guards import PythonGuards
 
@@ -154,6 +158,109 @@ def test_a_number_that_changes(way, monkeypatch):
     assert settings.changes(None) == []
     monkeypatch.setattr(owner, name, torch.tensor(5.0) if constants else 5.0)
     assert [change.name.rpartition(".")[2] for change in settings.changes(None)] == [name]
+
+
+def doubled(x, times=1.0, *, more=1.0):
+    return x * times * more
+
+
+def with_variable():
+    rate = 1.0
+
+    def act(x):
+        return x * rate
+
+    def faster(value):
+        nonlocal rate
+        rate = value
+
+    return act, lambda: faster(2.0)
+
+
+class Slots:
+    __slots__ = ("beta",)
+
+    def __init__(self):
+        self.beta = 1.0
+
+
+class Holder(nn.Module):
+    """What a module holds, each in the way of its kind."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.rates, self.slots, self.kind = {"beta": 1.0}, [1.0], Slots(), Ops()
+        self.layer, self.act = nn.Linear(2, 2, bias=False), relu_of
+        self.register_buffer("mask", None)
+        self.registered = {}
+
+    def forward(self, x):
+        x = self.layer(x) * self.table["beta"] * self.rates[0] * self.slots.beta * self.kind.scale
+        return doubled(self.act(x)) if self.mask is None else x * self.mask
+
+
+def relu_of(x):
+    return x.relu()
+
+
+#: A change of each kind of owner -> what is told of it.
+OF_EACH_KIND = {
+    "table.beta was 1.0": lambda m: m.table.update(beta=2.0),
+    "rates.0 was 1.0": lambda m: m.rates.__setitem__(0, 2.0),
+    "rates.1 was None": lambda m: m.rates.append(2.0),
+    "slots.beta was 1.0": lambda m: setattr(m.slots, "beta", 2.0),
+    "kind was test_named_classes.Ops": lambda m: setattr(m.kind, "__class__", Inherits),
+    "kind.scale was 1.0": lambda m: setattr(m.kind, "scale", 2.0),  # of the class before
+    "layer.bias was None": lambda m: m.layer.register_parameter("bias", nn.Parameter(torch.ones(2))),
+    "mask was None": lambda m: setattr(m, "mask", torch.ones(2)),
+    "act was test_named_classes.relu_of": lambda m: setattr(m, "act", abs),
+    "layer was torch.nn.modules.linear.Linear": lambda m: setattr(m, "layer", nn.Identity()),
+    "forward was": lambda m: setattr(m, "forward", abs),
+    "table.beta was 1.0 when it was compiled, and is None": lambda m: m.table.clear(),
+    "times in test_named_classes.doubled": lambda m: setattr(doubled, "__defaults__", (2.0,)),
+    "more in test_named_classes.doubled": lambda m: doubled.__kwdefaults__.update(more=2.0),
+}
+
+
+@pytest.mark.parametrize("told", OF_EACH_KIND)
+def test_a_change_of_each_kind_of_owner(told):
+    model, before = Holder(), (doubled.__defaults__, dict(doubled.__kwdefaults__))
+    guards = PythonGuards(model)
+    assert guards.changes(model) == []
+    try:
+        OF_EACH_KIND[told](model)
+        assert told in "\n".join(map(str, guards.changes(model)))
+    finally:
+        doubled.__defaults__, doubled.__kwdefaults__ = before
+
+
+def test_a_variable_of_a_closure():
+    act, change = with_variable()
+    guards = PythonGuards(model := Net(act))
+    assert guards.changes(model) == []
+    change()
+    assert "rate in" in str(*guards.changes(model))
+
+
+def test_a_step_looks_again_at_what_has_changed_alone():
+    model = Net(lambda x: x * BETA * Ops.scale)
+    guards = PythonGuards(model)
+    with mock.patch.object(GuardSlots, "again", autospec=True, side_effect=GuardSlots.again) as again:
+        assert guards.changes(model) == []
+        assert not again.called
+        model.layer.in_features = 3
+        assert [change.name for change in guards.changes(model)] == ["layer.in_features"]
+        assert [call.args[0].path for call in again.call_args_list] == ["layer"]
+        assert guards.changes(model) == []
+
+
+def test_python_is_walked_once_for_capture_and_guards():
+    model, x = Net(torch.relu), torch.ones(4, 2)
+    options = {"ranks": 1, "microbatches": 2, "schedule": "1f1b", "check": False, "evaluation": True}
+    with mock.patch.object(PythonState, "of", side_effect=PythonState.of) as walks:
+        pipe = fxpipe.compile(model, (x[:2],), loss_fn=lambda y, _: y.sum(), **options)
+    assert walks.call_count == 1
+    assert pipe.evaluation.then is pipe.then
 
 
 @dataclasses.dataclass(frozen=True)

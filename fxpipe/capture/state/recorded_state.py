@@ -55,7 +55,7 @@ class RecordedState:
 
     @staticmethod
     def of(walked: PythonState) -> RecordedState:
-        everything = walked.complete()
+        everything = walked.everything
         classes = (Owner(class_path(cls), cls, True) for cls in everything.classes)
         owners = [x for x in (*everything.owners.values(), *classes) if keeps_state(x.thing)]
         return RecordedState(

@@ -32,20 +32,21 @@ class Traced:
         self,
         parameters: Mapping[str, torch.Tensor],
         model: nn.Module | None,
-        own: Collection[str] = (),
+        of_forward: Collection[str] = (),
         python: PythonGuards | None = None,
     ):
         """parameters: of the pipeline; under torchrun some of the model's.
         python: of the model and its loss function.
-        own: the functions of hooks that the forward registers by itself when it runs first, as libraries do
-            that capture outputs: the trace has run them, and a later forward registers them again.
+        of_forward: the functions of hooks that the forward registers by itself when it runs first, as
+            libraries do that capture outputs: the trace has run them, and a later forward registers them
+            again.
         """
-        self._own = frozenset(own)
+        self._of_forward = frozenset(of_forward)
         named = _named(parameters, model)
         self._tied = [names for names in _names_of_each(model) if len(names) > 1]
         self._trained = {name: p.requires_grad for name, p in named.items()}
         self._registered = hooks_registered()
-        self._forward, self._backward = _hooks(named, model, self._own)
+        self._forward, self._backward = _hooks(named, model, self._of_forward)
         self._has_model = model is not None
         self._python = python
         self._told: set[str] = set()
@@ -79,7 +80,7 @@ class Traced:
         known = registered == self._registered and not self._forward and not self._backward
         if known or self._has_model != (model is not None):
             return
-        hooks = _hooks(parameters, model, self._own)
+        hooks = _hooks(parameters, model, self._of_forward)
         for old, new in [*zip((self._forward, self._backward), hooks, strict=True)][: 1 + trains]:
             for where in new | old:
                 if old.get(where) != new.get(where):
@@ -124,10 +125,10 @@ def _named(parameters: Mapping[str, torch.Tensor], model: nn.Module | None) -> d
 
 
 def _parameter(model: nn.Module, name: str) -> Any:
-    """None if the model has none of this name."""
-    path, _, own = name.rpartition(".")
+    """The parameter of this name; None if the model has none."""
+    path, _, key = name.rpartition(".")
     try:
-        return getattr(model.get_submodule(path), own, None)
+        return getattr(model.get_submodule(path), key, None)
     except AttributeError:
         return None
 
@@ -141,19 +142,21 @@ def _names_of_each(model: nn.Module | None) -> list[list[str]]:
 
 
 def _hooks(
-    parameters: Mapping[str, torch.Tensor], model: nn.Module | None, own: Container[str]
+    parameters: Mapping[str, torch.Tensor], model: nn.Module | None, of_forward: Container[str]
 ) -> tuple[Hooks, Hooks]:
-    """Those of the forward, and those of gradients; but the forward's own."""
-    found: tuple[Hooks, Hooks] = {}, {}
+    """Find the hooks of the forward, and those of gradients; but those that the forward registers."""
+    passes: tuple[Hooks, Hooks] = {}, {}
     for what, hooks in () if model is None else hooks_of_all_modules().items():
         if hooks:
-            found[what.startswith("backward")][f"all modules ({what})"] = tuple(hooks)
+            passes[what.startswith("backward")][f"all modules ({what})"] = tuple(hooks)
     for name, module in () if model is None else model.named_modules():
-        for kind, hooks in zip(found, module_hooks(module), strict=True):
-            given = tuple(number for number, function in hooks.items() if function_name(function) not in own)
-            if given:
-                kind[f"the module {name}" if name else "the model"] = given
+        for kind, hooks in zip(passes, module_hooks(module), strict=True):
+            numbers = tuple(
+                number for number, function in hooks.items() if function_name(function) not in of_forward
+            )
+            if numbers:
+                kind[f"the module {name}" if name else "the model"] = numbers
     for name, parameter in parameters.items():
-        if given := gradient_hooks(parameter):
-            found[1][f"{PARAMETER} {name}"] = given
-    return found
+        if numbers := gradient_hooks(parameter):
+            passes[1][f"{PARAMETER} {name}"] = numbers
+    return passes
