@@ -29,8 +29,8 @@ class Constants:
     """
 
     def __init__(self, model: nn.Module, kept: Collection[str]):
-        found = [(name, slot, slot.get()) for name, slot in kept_slots(model).items() if name not in kept]
-        self._before = [(name, slot, x) for name, slot, x in found if x is not None and not _is_trained(x)]
+        tensors = [(name, slot, slot.get()) for name, slot in kept_slots(model).items() if name not in kept]
+        self._before = [(name, slot, x) for name, slot, x in tensors if x is not None and not _is_trained(x)]
         self._without = [x for _, _, x in self._before if not x.requires_grad]
 
     def detach(self) -> None:
@@ -42,9 +42,9 @@ class Constants:
     def replaced(self) -> dict[str, torch.Tensor]:
         """The new tensors in the places of those that ops read, if they have the same shape and dtype; and
         those that were moved there from other places."""
-        found = {name: now for name, before, now in self._changed() if kind_of(now) == kind_of(before)}
-        moved = {id(now) for now in found.values()}
-        return {name: before for name, _, before in self._before if id(before) in moved} | found
+        new = {name: now for name, before, now in self._changed() if kind_of(now) == kind_of(before)}
+        moved = {id(now) for now in new.values()}
+        return {name: before for name, _, before in self._before if id(before) in moved} | new
 
     def reshaped(self) -> str:
         """A sentence about one of another shape, dtype or device; empty if there is none."""
@@ -67,8 +67,10 @@ class Constants:
     def like(self, written: torch.Tensor) -> dict[str, bool]:
         """Those in the same attribute of modules of the same class as a tensor that is written to: the same
         code may write to them.  As for ``KeepsState``."""
-        own = {(type(slot.module), slot.keys[0]) for _, slot, x in self._before if x is written}
-        return {name: False for name, slot, _ in self._before if (type(slot.module), slot.keys[0]) in own}
+        attributes = {(type(slot.module), slot.keys[0]) for _, slot, x in self._before if x is written}
+        return {
+            name: False for name, slot, _ in self._before if (type(slot.module), slot.keys[0]) in attributes
+        }
 
 
 def unwritten(graph: fx.Graph, tensors: Sequence[Registered]) -> set[str]:
@@ -88,25 +90,26 @@ def _is_trained(tensor: torch.Tensor) -> bool:
 
 
 def with_history(
-    tensors: Sequence[Registered], given: Sequence[Given]
+    tensors: Sequence[Registered], traced_inputs: Sequence[Given]
 ) -> list[tuple[Registered, torch.Tensor]]:
-    """The kept tensors that come with a gradient's history from the step before."""
-    found = [(r, x.fake) for r, x in zip(tensors, given, strict=False) if r.is_kept and x.fake.requires_grad]
-    for r, fake in found:
+    """Find the kept tensors that come with a gradient's history from the step before."""
+    pairs = zip(tensors, traced_inputs, strict=False)
+    carried = [(r, x.fake) for r, x in pairs if r.is_kept and x.fake.requires_grad]
+    for r, fake in carried:
         if not fake.is_leaf:
             raise carries_gradients(r)
-    return found
+    return carried
 
 
-def carries_gradients(kept: Registered) -> CaptureError:
-    now = kept.now()[0]
+def carries_gradients(state: Registered) -> CaptureError:
+    now = state.now()[0]
     node = None if now is None else compat.traced_node(now)
     if node is not None and node.op == "placeholder":
         roots = memory_roots(node.graph)
         node = next(n for n in reversed(node.graph.nodes) if node in {roots[x] for x in overwritten(n)})
     place = Origin() if node is None else node.meta.get("origin", Origin())
     return CaptureError(
-        f"The forward keeps {kept.name!r} with its gradient's history ({place}), and the next step's loss "
+        f"The forward keeps {state.name!r} with its gradient's history ({place}), and the next step's loss "
         "depends on it. Its backward would go on into the step before, whose values are gone: keep it "
         "without (.detach())."
     )

@@ -22,12 +22,12 @@ def check_buffers(graph: fx.Graph) -> None:
     of_batch: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op == "placeholder":
-            given = node.meta["input"]
-            if given.kind is Kind.BATCH:
+            leaf = node.meta["input"]
+            if leaf.kind is Kind.BATCH:
                 of_batch.add(node)
-            if given.kind is Kind.BUFFER and given.name in changed:
-                moving[node] = given.name
-                _check_order(node, changed[given.name])
+            if leaf.kind is Kind.BUFFER and leaf.name in changed:
+                moving[node] = leaf.name
+                _check_order(node, changed[leaf.name])
             continue
         if not of_batch.isdisjoint(node.all_input_nodes):
             of_batch.add(node)

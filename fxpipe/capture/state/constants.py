@@ -30,26 +30,26 @@ def check_constants(
     """
     nodes = [n for n in module.graph.find_nodes(op="get_attr") if n.users]
     for node in nodes:
-        held = getattr(module, node.target)
+        constant = getattr(module, node.target)
         place = _place(node)
-        if not isinstance(held, torch.Tensor):
+        if not isinstance(constant, torch.Tensor):
             raise CaptureError(
-                f"The model gives a {type(held).__name__} to an op, which a program cannot hold{place}. "
+                f"The model gives a {type(constant).__name__} to an op, which a program cannot hold{place}. "
                 "Leave random numbers to torch's default generator: fxpipe gives each random op a key of "
                 "its own."
             )
-        if isinstance(held, compat.FakeTensor):
+        if isinstance(constant, compat.FakeTensor):
             raise CaptureError(
                 f"The forward uses a tensor that it computed outside of the trace{place}. Compute it in the "
                 "forward and in the thread that calls the model."
             )
-        if held.layout is not torch.strided or held.is_nested:
+        if constant.layout is not torch.strided or constant.is_nested:
             raise CaptureError(f"The forward uses a tensor that is not dense{place}. Make it dense.")
     known = {n: Registered(Kind.CONSTANT, n.name, getattr(module, n.target), ()) for n in nodes}
     for a, b in overlapping([*known.values(), *tensors]):
         if (a.kind is Kind.CONSTANT) != (b.kind is Kind.CONSTANT):
-            constant, other = (a, b) if a.kind is Kind.CONSTANT else (b, a)
-            node = next(n for n, r in known.items() if r is constant)
+            reached, other = (a, b) if a.kind is Kind.CONSTANT else (b, a)
+            node = next(n for n, r in known.items() if r is reached)
             raise CaptureError(
                 f"The forward reaches {other.name!r} by another way than its module{_place(node)}: through "
                 "a copy of the reference, a view made before, a closure or a global. A program would hold "
@@ -57,12 +57,12 @@ def check_constants(
                 "copy the values if they are to stay."
             )
     for node in nodes:
-        held, place = getattr(module, node.target), _place(node)
-        if held.requires_grad and held.is_leaf:
-            if loss_fn is not None and not _name_in(model, None, held):
-                raise _of_loss(held, model, loss_fn)
+        constant, place = getattr(module, node.target), _place(node)
+        if constant.requires_grad and constant.is_leaf:
+            if loss_fn is not None and not _name_in(model, None, constant):
+                raise _of_loss(constant, model, loss_fn)
             raise CaptureError(
-                f"The forward uses a trainable tensor of shape {tuple(held.shape)} that no module of the "
+                f"The forward uses a trainable tensor of shape {tuple(constant.shape)} that no module of the "
                 f"model registers{place}. Make it an nn.Parameter of a module (nn.ModuleList and "
                 "nn.ParameterList register what they hold), or call requires_grad_(False)."
             )

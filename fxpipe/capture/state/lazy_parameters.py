@@ -23,8 +23,8 @@ def check_made(model: nn.Module, before: Sequence[Registered], answers: Speciali
     known = {(id(slot.module), slot.keys) for x in before for slot in x.slots}
     for path, module in model.named_modules():
         for what in ("parameter", "buffer"):
-            for key, tensor in getattr(module, own := f"_{what}s").items():
-                if tensor is None or (id(module), (own, key)) in known:
+            for key, tensor in getattr(module, table := f"_{what}s").items():
+                if tensor is None or (id(module), (table, key)) in known:
                     continue
                 if what == "parameter" or _is_state(tensor, answers):
                     node = compat.traced_node(tensor)

@@ -49,21 +49,21 @@ def registered(model: nn.Module, kept: Collection[str] = ()) -> list[Registered]
     slots: dict[int, list[KeptSlot]] = {}
     for path, module in model.named_modules():
         _check_module(path, module)
-        for own in ("_parameters", "_buffers"):
-            for key, tensor in getattr(module, own).items():
+        for kind in ("_parameters", "_buffers"):
+            for key, tensor in getattr(module, kind).items():
                 if tensor is not None:
-                    slots.setdefault(id(tensor), []).append(KeptSlot(module, (own, key)))
-    found = []
-    for kind, named in ((Kind.PARAMETER, model.named_parameters()), (Kind.BUFFER, model.named_buffers())):
-        found += [Registered(kind, name, tensor, tuple(slots[id(tensor)])) for name, tensor in named]
-    for x in found:
+                    slots.setdefault(id(tensor), []).append(KeptSlot(module, (kind, key)))
+    tensors = []
+    for of_kind, named in ((Kind.PARAMETER, model.named_parameters()), (Kind.BUFFER, model.named_buffers())):
+        tensors += [Registered(of_kind, name, tensor, tuple(slots[id(tensor)])) for name, tensor in named]
+    for x in tensors:
         if compat.has_accumulation_hooks(x.tensor):
             raise CaptureError(
                 f"{x.name!r} has a hook for after its gradient is accumulated, which programs do not call. "
                 "Remove it (the handle's remove()) and do its work after the step, or change each "
                 "microbatch's gradient by register_hook."
             )
-    for a, b in overlapping(found):
+    for a, b in overlapping(tensors):
         if a.tensor.requires_grad or b.tensor.requires_grad:
             raise CaptureError(
                 f"{a.name!r} and {b.name!r} share memory and are two tensors, which ranks could not keep "
@@ -72,8 +72,8 @@ def registered(model: nn.Module, kept: Collection[str] = ()) -> list[Registered]
     for name, slot in kept_slots(model).items() if kept else ():
         tensor = slot.get()
         if name in kept and tensor is not None:
-            found.append(Registered(Kind.BUFFER, name, tensor.detach(), (slot,), is_kept=True))
-    return found
+            tensors.append(Registered(Kind.BUFFER, name, tensor.detach(), (slot,), is_kept=True))
+    return tensors
 
 
 def overlapping(tensors: Iterable[Registered]) -> list[tuple[Registered, Registered]]:
@@ -81,10 +81,10 @@ def overlapping(tensors: Iterable[Registered]) -> list[tuple[Registered, Registe
     tensors = list(tensors)
     spans = []
     for place, x in enumerate(tensors):
-        own = x.local
-        if not own.is_meta and own.layout is torch.strided and own.numel():
-            begin = own.data_ptr()
-            spans.append((own.device.type, begin, begin + storage_bytes(own), place))
+        memory = x.local
+        if not memory.is_meta and memory.layout is torch.strided and memory.numel():
+            begin = memory.data_ptr()
+            spans.append((memory.device.type, begin, begin + storage_bytes(memory), place))
     spans.sort(key=lambda span: span[:3])
     pairs = []
     for k, (device, _, end, a) in enumerate(spans):

@@ -40,10 +40,10 @@ def difference(
         return ""
     values = Values(inputs, first.results)
     ops = [values.relevant(run.ops, run.results.values()) for run in (first, second)]
-    own = set(second.ops)
+    again = set(second.ops)
     for op in ops[1]:
         for x in values.reads(op):
-            if x in values.varying and x.op == "call_function" and x not in own:
+            if x in values.varying and x.op == "call_function" and x not in again:
                 raise _carried(x, op, kept)
     same: dict[fx.Node, fx.Node] = {}  # ops and memory of the second run -> those of the first
 
@@ -58,7 +58,7 @@ def difference(
             if values.equal(a, b, at):
                 return True
             of_a, of_b = (leading_to([x], lambda node: node.op == "call_function") for x in (a, b))
-            earlier = of_b - own - (of_a - {a})
+            earlier = of_b - again - (of_a - {a})
             if earlier:
                 raise _carried(next((x for x in earlier if x in kept), b), at[1] or b, kept)
             return False
@@ -70,7 +70,7 @@ def difference(
         if a is None or b is None or a.target is not b.target or a.meta.get("grad") != b.meta.get("grad"):
             return _differs(_shown(a), _shown(b))
         skipped = 1 if b.target in OVERWRITES and b.args[0] not in values.reads(b) else 0
-        if skipped and (b.args[0] in own or b.args[0].op == "placeholder"):  # type: ignore[union-attr]
+        if skipped and (b.args[0] in again or b.args[0].op == "placeholder"):  # type: ignore[union-attr]
             skipped = 0
         old, new = ((*n.args[skipped:], *sorted(n.kwargs.items())) for n in (a, b))
         if not alike(old, new, (a, b)):

@@ -16,11 +16,11 @@ from fxpipe.plan.dtensors import local
 
 
 def replaced_buffers(
-    tensors: Sequence[Registered], given: Sequence[Given], assigned: DataAssignments
+    tensors: Sequence[Registered], traced_inputs: Sequence[Given], assigned: DataAssignments
 ) -> dict[str, torch.Tensor]:
     """The buffers that the forward replaced.  Raises CaptureError for a change that is not supported."""
     replaced = {}
-    for r, x in zip(tensors, given, strict=False):
+    for r, x in zip(tensors, traced_inputs, strict=False):
         kind = r.kind.value
         if x.local.untyped_storage()._cdata != x.storage:
             raise CaptureError(
@@ -55,7 +55,7 @@ def replaced_buffers(
 
 def aliases(
     tensors: Sequence[Registered],
-    given: Sequence[Given],
+    traced_inputs: Sequence[Given],
     replaced: dict[str, torch.Tensor],
     assigned: DataAssignments,
 ) -> list[tuple[str, str]]:
@@ -65,7 +65,7 @@ def aliases(
     """
     owners: dict[int, Registered] = {}
     pairs = []
-    for r, x in zip(tensors, given, strict=False):
+    for r, x in zip(tensors, traced_inputs, strict=False):
         data = assigned.data(x.fake)
         now = replaced.get(r.name, x.fake) if data is None else data
         owner = owners.setdefault(now.untyped_storage()._cdata, r)
@@ -80,9 +80,9 @@ def aliases(
     return pairs
 
 
-def put_back(tensors: Sequence[Registered], given: Sequence[Given]) -> None:
+def put_back(tensors: Sequence[Registered], traced_inputs: Sequence[Given]) -> None:
     """Let the model hold the tensors of the trace's inputs again, under all of their names."""
-    for r, x in zip(tensors, given, strict=False):
+    for r, x in zip(tensors, traced_inputs, strict=False):
         for slot in r.slots:
             if slot.get() is not x.fake:
                 slot.put(x.fake)

@@ -68,9 +68,9 @@ class Replay:
     find_values: Callable[[], Values]
 
     def __post_init__(self) -> None:
-        given = set(map(id, self.inputs))
+        inputs = set(map(id, self.inputs))
         #: The first run's own, by id.  A second run that reads them does not compute them.
-        self._kept = {id(x): x for x in compat.proxies() if id(x) not in given}
+        self._of_first = {id(x): x for x in compat.proxies() if id(x) not in inputs}
 
     def run(self, func: Any, key: list[Any], args: Any, kwargs: Any) -> Any:
         """The result of an op; NotImplemented if it is not the next one of the first run, but for values
@@ -80,8 +80,8 @@ class Replay:
             if not all(map(self._values.is_fixed, self.calls[place].nodes)):
                 return NotImplemented
             place += 1
-        kept = [compat.traced_node(x) for x in _tensors((args, kwargs)) if id(x) in self._kept]
-        if place == len(self.calls) or not all(x is not None and self._values.is_fixed(x) for x in kept):
+        of_first = [compat.traced_node(x) for x in _tensors((args, kwargs)) if id(x) in self._of_first]
+        if place == len(self.calls) or not all(x is not None and self._values.is_fixed(x) for x in of_first):
             return NotImplemented
         call = self.calls[place]
         result: Any = call.number
@@ -109,17 +109,17 @@ class Replay:
                 copies[node] = compat.copy_node(graph, node, lambda n: copies.get(n, n))
             self.done[place] = replace(call, nodes=[copies[node] for node in call.nodes])
         for x in [*compat.proxies()]:
-            found = compat.traced_node(x)
-            if found in copies and id(x) not in self._kept:
-                compat.track(x, copies[found])
+            traced = compat.traced_node(x)
+            if traced in copies and id(x) not in self._of_first:
+                compat.track(x, copies[traced])
 
 
 def key_of(func: Any, args: Any, kwargs: Any) -> list[Any]:
     """The key of a ``RunOp`` that is to be made."""
     known, key = compat.proxies(), [func, torch.is_grad_enabled()]
     for x in _leaves((args, kwargs)):
-        found = known.get(x) if isinstance(x, torch.Tensor) else None
-        key.append(x if found is None else found.proxy.node)
+        tracked = known.get(x) if isinstance(x, torch.Tensor) else None
+        key.append(x if tracked is None else tracked.proxy.node)
     return key
 
 
@@ -139,17 +139,17 @@ def _equal(a: Any, b: Any) -> bool:
 
 def _leaves(value: Any) -> list[Any]:
     """What a value consists of, with the lengths of its containers."""
-    found, todo = list[Any](), [value]
+    leaves, todo = list[Any](), [value]
     while todo:
         x = todo.pop()
         if isinstance(x, dict):
             x = [*x.items()]
         if isinstance(x, (tuple, list)):
-            found += (list, len(x))
+            leaves += (list, len(x))
             todo += x
         else:
-            found.append(x)
-    return found
+            leaves.append(x)
+    return leaves
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
