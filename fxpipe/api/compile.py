@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fxpipe.api.arguments import Arguments, takes
-from fxpipe.api.like import check_like, ranks_like, settings_like
+from fxpipe.api.like import check_like, settings_like
 from fxpipe.api.pipeline import Pipeline
 from fxpipe.api.rank_consistency import arguments_of, check_lanes
 from fxpipe.api.rank_tensors import held_of
@@ -82,13 +81,14 @@ def compile(
     like, loss_fn, ranks, replicas = arguments.like, arguments.loss_fn, arguments.ranks, arguments.replicas
     if like is not None:
         check_like(like)
-        ranks, replicas = ranks_like(like, ranks, replicas)
+        if ranks is None:
+            ranks, replicas = like.artifact.plan.ranks, like.replicas
     pipeline_ranks, replicas = ranks_and_replicas(ranks, replicas, lanes)
-    limit = as_timeout(arguments.timeout)
-    process = _joined(device, limit, mesh, pipeline_ranks, replicas) if under_torchrun() else None
+    arguments = replace(arguments, ranks=pipeline_ranks, replicas=replicas)
+    as_timeout(arguments.timeout)  # an error also where no other rank is
+    process = _joined(arguments, pipeline_ranks, device, mesh) if under_torchrun() else None
     with agreed(process, "compile"):
         world = None if process is None else process.world_size // lanes
-        arguments = replace(arguments, ranks=pipeline_ranks, replicas=replicas)
         per_step = arguments.microbatches, arguments.batch
         request = request_of(arguments.devices, pipeline_ranks, replicas, *per_step, arguments.shard, world)
         if isinstance(example, list):  # as DataLoaders give them
@@ -119,12 +119,7 @@ def compile(
 
     choice: MeshChoice | None = None
     if len(meshes) > 1:
-
-        def chosen() -> MeshChoice:
-            phases = Phases(f"fxpipe {type(model).__name__}, mesh", ends=False)
-            return choose_mesh(compilation, meshes, phases)
-
-        fastest, choice = _mesh_for_all(chosen, process)
+        fastest, choice = _mesh_for_all(compilation, meshes, process)
         settings = replace(settings, mesh=fastest)
         compilation = replace(compilation, options=settings)
     if process is not None and request is not None:
@@ -162,16 +157,12 @@ def compile(
 
 
 def _joined(
-    device: torch.device,
-    limit: timedelta | None,
-    mesh: DeviceMesh | None,
-    ranks: int | None,
-    replicas: int | None,
+    arguments: Arguments, ranks: int | None, device: torch.device, mesh: DeviceMesh | None
 ) -> Process:
     """This process as one of all, with the lanes of its model's mesh."""
     lanes = 1 if mesh is None else mesh.size()
-    process = Process.join(device, limit)
-    numbers = (process.world_size // lanes, None) if ranks is None else (ranks, replicas)
+    process = Process.join(device, as_timeout(arguments.timeout))
+    numbers = (process.world_size // lanes, None) if ranks is None else (ranks, arguments.replicas)
     process = process.with_ranks(*numbers, lanes)
     with process.agreed("use the mesh of its model"):
         process.check_mesh(mesh)
@@ -258,9 +249,14 @@ def _device_of(model: nn.Module) -> torch.device:
 
 
 def _mesh_for_all(
-    choose: Callable[[], MeshChoice], process: Process | None
+    compilation: Compilation, meshes: list[TriedMesh], process: Process | None
 ) -> tuple[Mesh, MeshChoice | None]:
     """The mesh that rank 0 chooses, and on it the whole choice."""
+
+    def choose() -> MeshChoice:
+        title = f"fxpipe {type(compilation.model).__name__}, mesh"
+        return choose_mesh(compilation, meshes, Phases(title, ends=False))
+
     if process is None:
         choice = choose()
     elif process.leads:

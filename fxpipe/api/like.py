@@ -22,11 +22,6 @@ def check_like(like: Any) -> None:
         )
 
 
-def ranks_like(like: Pipeline, ranks: Any, replicas: int | None) -> tuple[Any, int | None]:
-    """The ranks and replicas of the other pipeline, where the caller names none."""
-    return (like.artifact.plan.ranks, like.replicas) if ranks is None else (ranks, replicas)
-
-
 def settings_like(options: Settings, like: Pipeline, model: nn.Module) -> Settings:
     """The settings with those of the other pipeline on which its tensors and gradients depend.
 

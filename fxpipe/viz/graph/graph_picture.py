@@ -42,7 +42,7 @@ def graph_picture(
     largest = max((flow.bytes for flow in boxes.flows if flow.crosses), default=1)
     for flow in boxes.flows:
         source, target, look = ids[flow.source], ids[flow.target], _look(flow, largest)
-        if _is_upwards(flow):
+        if flow.source.color.phase is not Phase.F and not flow.is_to_weights:  # upwards
             dot.edge(target, source, dir="back", **look)
         else:
             dot.edge(source, target, **look)
@@ -91,10 +91,6 @@ def _add_rows(cluster: graphviz.Digraph, boxes: dict[str, Box]) -> None:
         rows.setdefault((box.place.path, phase is Phase.W), []).append(name)
     for row in rows.values():
         cluster.body.append(f"\t\t{{rank=same {' '.join(row)}}}\n")
-
-
-def _is_upwards(flow: Flow) -> bool:
-    return flow.source.color.phase is not Phase.F and not flow.is_to_weights
 
 
 def _look(flow: Flow, largest: int) -> dict[str, str]:
