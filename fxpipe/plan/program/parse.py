@@ -147,10 +147,12 @@ class _Parser:
                 if module not in _RESERVED:
                     self._bound(module.partition(".")[0], node)
                 return r.Import(module, (), line)
-            case ast.ImportFrom(module=str(module), names=aliases, level=0) if not self.depth:
-                module, imported = _EARLIER.get(module, module), tuple(each.name for each in aliases)
-                if {*imported} <= {*_IMPORTED.get(module, ())} and not any(each.asname for each in aliases):
-                    return r.Import(module, imported, line)
+            case ast.ImportFrom(module=module, names=aliases, level=level):
+                known, imported = _EARLIER.get(str(module), str(module)), tuple(each.name for each in aliases)
+                is_renamed = any(each.asname for each in aliases)
+                if level or self.depth or is_renamed or not {*imported} <= {*_IMPORTED.get(known, ())}:
+                    _refuse(f"an import from {module}", node)
+                return r.Import(known, imported, line)
         _refuse(_noun(node), node)
 
     def _target(self, node: ast.expr) -> r.Target:
