@@ -94,6 +94,7 @@ READERS = {
     "capture/reads/tensor_classes.py": {"ast"},
     "capture/state/frozen_state.py": {"ast"},
     "cli/run/data.py": {"ast"},
+    "compiler/options.py": {"ast"},
     "plan/program/parse.py": {"ast", "compile"},
     "plan/program/shown.py": {"ast"},
     "runtime/functions.py": {"dis"},
