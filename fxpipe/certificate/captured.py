@@ -26,8 +26,8 @@ def decoded(argument: Any, values: list[Any]) -> Any:
             return complex(decoded(real, values), decoded(imaginary, values))
         case {"device": str(kind)}:
             return torch.device(kind)
-        case {"torch": str(text)} if isinstance(found := _torch(text), _TORCH):
-            return found
+        case {"torch": str(text)} if isinstance(value := _torch(text), _TORCH):
+            return value
         case {"op": str(text)}:
             return op_named(text)
     raise Unknown(f"has the argument {argument!r}, which is none")
@@ -40,9 +40,9 @@ def _torch(text: str) -> Any:
 def op_named(text: str) -> Any:
     """The op of torch with a name such as ``aten.addmm.default``.  Raises Unknown where there is none."""
     parts = text.split(".")
-    found: Any = torch.ops
+    value: Any = torch.ops
     for part in parts:
-        found = getattr(found, part, None)
-    if len(parts) != 3 or not hasattr(found, "_schema"):
+        value = getattr(value, part, None)
+    if len(parts) != 3 or not hasattr(value, "_schema"):
         raise Unknown(f"names the op {text!r}, which this version of torch does not have")
-    return found
+    return value

@@ -41,8 +41,8 @@ def _at(line: Line | None, text: str, cause: str = "") -> Problem:
 
 def _times(microbatches: Iterable[int], count: int) -> tuple[list[int], list[int]]:
     """The microbatches that are missing, and those that are there twice."""
-    found = Counter(microbatches)
-    return [m for m in range(count) if not found[m]], [m for m, times in found.items() if times > 1]
+    counts = Counter(microbatches)
+    return [m for m in range(count) if not counts[m]], [m for m, times in counts.items() if times > 1]
 
 
 def named(microbatches: Sequence[int]) -> str:
@@ -52,25 +52,25 @@ def named(microbatches: Sequence[int]) -> str:
 
 
 def _once(
-    what: str, given: Sequence[tuple[int | None, Line]], plan: Plan, end: Line | None
+    what: str, places: Sequence[tuple[int | None, Line]], plan: Plan, end: Line | None
 ) -> Iterator[Problem]:
     """A value must be given once for each microbatch; None: of a value that is the same for all."""
     count = plan.step.microbatches
-    if any(m is None for m, _ in given):
-        if len(given) != count:
-            yield _at(given[-1][1], f"gives {what} {len(given)} times for {count} microbatches")
+    if any(m is None for m, _ in places):
+        if len(places) != count:
+            yield _at(places[-1][1], f"gives {what} {len(places)} times for {count} microbatches")
         return
-    missing, twice = _times((m for m, _ in given if m is not None), count)
+    missing, twice = _times((m for m, _ in places if m is not None), count)
     if missing:
-        yield _at(given[-1][1] if given else end, f"{what} is missing for {named(missing)}")
+        yield _at(places[-1][1] if places else end, f"{what} is missing for {named(missing)}")
     for m in twice:
-        yield _at([line for other, line in given if other == m][-1], f"gives {what} of microbatch {m} again")
+        yield _at([line for other, line in places if other == m][-1], f"gives {what} of microbatch {m} again")
 
 
 def _losses(plan: Plan, reference: Reference, ranks: Ranks) -> Iterator[Problem]:
     for rt in ranks:
-        own = rt.rank == plan.step.loss_rank and reference.loss is not None
-        if not own:
+        has_loss = rt.rank == plan.step.loss_rank and reference.loss is not None
+        if not has_loss:
             for _, _, line in rt.losses:
                 yield _at(line, "adds a loss, which is another rank's")
             continue
@@ -92,10 +92,10 @@ def _result(reference: Reference, what: str, value: Value, expected: Term, line:
 
 
 def _gradients(plan: Plan, reference: Reference, ranks: Ranks) -> Iterator[Problem]:
-    held = holders(each.gradients for each in plan.tensors)
-    known = {name.tensor for name in held}
+    owners = holders(each.gradients for each in plan.tensors)
+    known = {name.tensor for name in owners}
     for name in reference.grads:
-        if name not in held and ShardName(name).tensor not in known:
+        if name not in owners and ShardName(name).tensor not in known:
             yield _at(None, f"no rank has the gradient of {name}")
     if plan.step.has_count != (reference.count is not None):
         has = "a" if plan.step.has_count else "no"
@@ -111,22 +111,22 @@ def _gradients(plan: Plan, reference: Reference, ranks: Ranks) -> Iterator[Probl
         yield from _sums_over_replicas(plan, rt)
     missing: dict[tuple[int, int | None], list[Missing]] = {}
     foreign: list[Foreign] = []
-    for name, own in held.items():
+    for name, sharing in owners.items():
         expected = GradientSum.of(reference.grads.get(name, ()), _accumulated_in(plan, name))
-        for rank in own:
+        for rank in sharing:
             rt = ranks[rank]
-            if len(own) > 1 and name not in rt.totals:
-                yield _at(rt.last, f"the gradient of {name} is not summed over the ranks {own}")
+            if len(sharing) > 1 and name not in rt.totals:
+                yield _at(rt.last, f"the gradient of {name} is not summed over the ranks {sharing}")
                 continue
             total = rt.totals[name] if name in rt.totals else rt.summands(name)
-            for found in expected.problems(reference, plan.step.microbatches, name, total, rt.last):
-                if isinstance(found, Missing):  # of a sum over ranks, on the one that adds it
-                    at = rank if found.line is None else found.line.rank
-                    missing.setdefault((at, found.microbatch), []).append(found)
-                elif isinstance(found, Foreign):
-                    foreign.append(found)
+            for problem in expected.problems(reference, plan.step.microbatches, name, total, rt.last):
+                if isinstance(problem, Missing):  # of a sum over ranks, on the one that adds it
+                    at = rank if problem.line is None else problem.line.rank
+                    missing.setdefault((at, problem.microbatch), []).append(problem)
+                elif isinstance(problem, Foreign):
+                    foreign.append(problem)
                 else:
-                    yield found
+                    yield problem
     for summand in foreign:
         yield _foreign(summand, missing)
     for (rank, microbatch), summands in missing.items():
@@ -194,10 +194,10 @@ def _accumulated_in(plan: Plan, name: str) -> torch.dtype:
 def _buffers(plan: Plan, reference: Reference, ranks: Ranks) -> Iterator[Problem]:
     for name in reference.buffers:
         for rt in ranks:
-            given = rt.versions[name]
-            if name in plan.tensors[rt.rank].buffers and given != plan.step.microbatches:
+            times = rt.versions[name]
+            if name in plan.tensors[rt.rank].buffers and times != plan.step.microbatches:
                 text = (
-                    f"gives the buffer {name!r} {given} new values for {plan.step.microbatches} microbatches"
+                    f"gives the buffer {name!r} {times} new values for {plan.step.microbatches} microbatches"
                 )
                 yield _at(rt.last, text)
         if not any(name in each.buffers for each in plan.tensors):
@@ -206,9 +206,9 @@ def _buffers(plan: Plan, reference: Reference, ranks: Ranks) -> Iterator[Problem
 
 def _outputs(plan: Plan, reference: Reference, ranks: Ranks) -> Iterator[Problem]:
     for rt in ranks:
-        own = {output.name for output in plan.step.outputs if output.rank == rt.rank}
+        names = {output.name for output in plan.step.outputs if output.rank == rt.rank}
         for name, value, microbatch, line in rt.outputs:
-            if name not in own:
+            if name not in names:
                 yield _at(line, f"gives the output {name!r}, which is not this rank's")
                 continue
             _result(reference, f"the output {name!r}", value, reference.outputs[name], line)
@@ -216,25 +216,25 @@ def _outputs(plan: Plan, reference: Reference, ranks: Ranks) -> Iterator[Problem
                 yield _at(
                     line, f"gives the output {name!r} of microbatch {value.microbatch} for {microbatch}"
                 )
-        for name in sorted(own):
-            given = [(m, line) for other, _, m, line in rt.outputs if other == name]
-            yield from _once(f"the output {name!r}", given, plan, rt.last)
+        for name in sorted(names):
+            places = [(m, line) for other, _, m, line in rt.outputs if other == name]
+            yield from _once(f"the output {name!r}", places, plan, rt.last)
 
 
 def _checks(plan: Plan, reference: Reference, ranks: Ranks) -> Iterator[Problem]:
     """Each check of the captured step must run, with each microbatch."""
-    found: dict[object, list[tuple[int | None, Line]]] = {}
+    calls_by_check: dict[object, list[tuple[int | None, Line]]] = {}
     for rt in ranks:
         for summary in rt.sections.known.values():
             for checked in summary.effects.checked:
-                found.setdefault((checked.term, checked.says), []).extend(summary.calls)
+                calls_by_check.setdefault((checked.term, checked.says), []).extend(summary.calls)
     for term, says in dict.fromkeys(reference.checks):  # one that is made twice has to run once
-        calls = found.pop((term, says), [])
+        calls = calls_by_check.pop((term, says), [])
         missing = _times((m for m, _ in calls if m is not None), plan.step.microbatches)[0]
         if missing and not (calls and not term.varies):
             line = calls[-1][1] if calls else ranks[0].last
             yield _at(line, f"the check of {term} is missing for {named(missing)}")
-    for calls in found.values():
+    for calls in calls_by_check.values():
         yield _at(calls[-1][1], "makes a check that the captured step does not have")
 
 

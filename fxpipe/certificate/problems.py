@@ -93,29 +93,29 @@ class Rejected(Exception):
         self.problem = Problem(line.rank, line.number, text, cause)
 
 
-def _lines(found: Certificate) -> list[str]:
-    if found.problems:
-        number = number_of(len(found.problems), "problem")
+def _lines(certificate: Certificate) -> list[str]:
+    if certificate.problems:
+        number = number_of(len(certificate.problems), "problem")
         return [
             f"The programs are not proved to be the captured step: {number}",
-            *map(str, found.problems),
+            *map(str, certificate.problems),
         ]
     lines = [
         "The programs of all ranks compute the captured step: the loss, "
-        f"{number_of(found.gradients, 'gradient')}, {number_of(found.buffers, 'buffer')} and "
-        f"{number_of(found.outputs, 'output')}, once for each of "
-        f"{number_of(found.microbatches, 'microbatch')} ({number_of(found.values, 'value')})."
+        f"{number_of(certificate.gradients, 'gradient')}, {number_of(certificate.buffers, 'buffer')} and "
+        f"{number_of(certificate.outputs, 'output')}, once for each of "
+        f"{number_of(certificate.microbatches, 'microbatch')} ({number_of(certificate.values, 'value')})."
     ]
-    for rank, proof in enumerate(found.ranks):
+    for rank, proof in enumerate(certificate.ranks):
         lines.append(
             f"rank {rank}: {number_of(proof.ops, 'op')}, {number_of(proof.calls, 'call')} of sections, "
             f"{number_of(proof.messages, 'tensor')} sent; "
             f"holds at most {bytes_text(proof.peak_bytes)} between ops, "
             f"of {bytes_text(proof.predicted_bytes)} predicted"
         )
-    if found.otherwise:
+    if certificate.otherwise:
         lines.append("Otherwise than the plan; sums in another order may round differently:")
-        lines += map(str, found.otherwise)
-    if found.split:
+        lines += map(str, certificate.otherwise)
+    if certificate.split:
         lines.append("Taken as given: the split of the vocabulary layers (docs/certificate.md).")
     return lines

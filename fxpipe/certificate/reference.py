@@ -40,12 +40,12 @@ class Reference:
         varies = kind in ("batch", "key") or (kind == "buffer" and name in self.buffers)
         return self.terms.input(kind, name, None, varies)
 
-    def note_difference(self, what: str, line: Line, found: Term, expected: Term) -> None:
+    def note_difference(self, what: str, line: Line, actual: Term, expected: Term) -> None:
         """Keep why a result is not what it should be: the first op that differs.
 
         line: where the result is given.
         """
-        cause = difference(self.terms.captured, found, expected)
+        cause = difference(self.terms.captured, actual, expected)
         self.causes.setdefault(cause, []).append((what, line))
 
     def problems(self) -> Iterator[Problem]:
@@ -64,8 +64,8 @@ class Reference:
 
 def reference_of(step: CapturedStep, terms: Terms) -> Reference:
     """Raises ArtifactError where an op does not exist, or does not fit its arguments."""
-    found = Reference(terms, buffers=dict.fromkeys(step.buffers))  # type: ignore[arg-type]
-    values: list[Any] = [_input(found, given) for given in step.inputs]
+    reference = Reference(terms, buffers=dict.fromkeys(step.buffers))  # type: ignore[arg-type]
+    values: list[Any] = [_input(reference, one) for one in step.inputs]
     checks: dict[int, tuple[Term, Any]] = {}
     for op in step.ops:
         try:
@@ -74,30 +74,32 @@ def reference_of(step: CapturedStep, terms: Terms) -> Reference:
                 checks[len(values)] = value, canonical(says)
                 values.append(None)
             else:
-                values.append(_op(terms, op, values, found))
-                found.named[op.name] = values[-1]
+                values.append(_op(terms, op, values, reference))
+                reference.named[op.name] = values[-1]
         except (Unknown, KeyError, TypeError, IndexError, AttributeError) as error:
             raise ArtifactError(
                 f"The captured step has an op that does not fit, {op.name}: {error}."
             ) from error
-    found.split = step.split
-    found.loss = None if step.loss is None else values[step.loss]
-    found.count = None if step.count is None else values[step.count]
-    found.outputs = {name: values[k] for name, k in step.outputs.items()}
-    found.grads = {name: tuple(values[k] for k in ks) for name, ks in step.grads.items()}
-    found.buffers = {name: values[k] for name, k in step.buffers.items()}
-    found.checks = tuple(checks[k] for k in step.checks)
+    reference.split = step.split
+    reference.loss = None if step.loss is None else values[step.loss]
+    reference.count = None if step.count is None else values[step.count]
+    reference.outputs = {name: values[k] for name, k in step.outputs.items()}
+    reference.grads = {name: tuple(values[k] for k in ks) for name, ks in step.grads.items()}
+    reference.buffers = {name: values[k] for name, k in step.buffers.items()}
+    reference.checks = tuple(checks[k] for k in step.checks)
     terms.captured = len(terms.known)
-    return found
+    return reference
 
 
-def _layout(given: CapturedInput | CapturedOp) -> Layout | None:
-    return None if given.shape is None or given.dtype is None else Layout(given.shape, dtype_of(given.dtype))
+def _layout(record: CapturedInput | CapturedOp) -> Layout | None:
+    if record.shape is None or record.dtype is None:
+        return None
+    return Layout(record.shape, dtype_of(record.dtype))
 
 
-def _input(reference: Reference, given: CapturedInput) -> Term:
-    term = reference.input(given.kind, given.name)
-    term.layout = _layout(given)
+def _input(reference: Reference, record: CapturedInput) -> Term:
+    term = reference.input(record.kind, record.name)
+    term.layout = _layout(record)
     return term
 
 
@@ -126,11 +128,11 @@ def _term(
         case "batch_mean":
             return terms.plain(BATCH_MEAN, {"of": args[0]})
         case "keyed":
-            key, position, target, *own = args
+            key, position, target, *positional = args
             schema = schema_of(target)
-            return keyed_term(terms, key, position, schema, schema.bind(own, kwargs))
+            return keyed_term(terms, key, position, schema, schema.bind(positional, kwargs))
     schema = schema_of(op_named(op.target))
-    given = schema.bind(args, kwargs)
-    if op.position is not None and draws(schema, given):
-        return keyed_term(terms, reference.input("key", "key"), op.position, schema, given)
-    return op_term(terms, schema, given)
+    arguments = schema.bind(args, kwargs)
+    if op.position is not None and draws(schema, arguments):
+        return keyed_term(terms, reference.input("key", "key"), op.position, schema, arguments)
+    return op_term(terms, schema, arguments)

@@ -65,23 +65,22 @@ class Calls:
         """Call an OpOverload on values; a Value, a tuple of them, or None."""
         self.count += 1
         schema = schema_of(op)
-        given = schema.bind(args, kwargs)
+        arguments = schema.bind(args, kwargs)
         if schema.name == "aten._foreach_add" and schema.written:
-            return self._each(given)
-        if any(isinstance(value, Sum) for value in given.values()):
-            return self._to_sum(schema, given)
-        if draws(schema, given):
+            return self._each(arguments)
+        if any(isinstance(value, Sum) for value in arguments.values()):
+            return self._to_sum(schema, arguments)
+        if draws(schema, arguments):
             self.note(f"draws random numbers without a key: {schema.name}")
-        return self._result(schema, given, self._made(schema, given))
+        return self._result(schema, arguments, self._made(schema, arguments))
 
     def keyed(self, key: Any, position: int, op: Any, args: Any, kwargs: Any) -> Any:
         """A random op with its key."""
         self.count += 1
         schema = schema_of(op.overload)
-        given = schema.bind(args, kwargs)
-        return self._result(
-            schema, given, keyed_term(self.terms, self.read(key), position, schema, self._terms_of(given))
-        )
+        arguments = schema.bind(args, kwargs)
+        term = keyed_term(self.terms, self.read(key), position, schema, self._terms_of(arguments))
+        return self._result(schema, arguments, term)
 
     def read(self, value: Any) -> Any:
         """The term of a value that an op reads; of lists of them alike."""
@@ -103,14 +102,14 @@ class Calls:
                 raise Rejected(self.line(), f"uses {value.text} in an op: {FOLLOWS}")
         return value
 
-    def _terms_of(self, given: dict[str, Any]) -> dict[str, Any]:
-        return {name: self.read(value) for name, value in given.items()}
+    def _terms_of(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        return {name: self.read(value) for name, value in arguments.items()}
 
-    def _made(self, schema: Schema, given: dict[str, Any]) -> Term:
-        return op_term(self.terms, schema, self._terms_of(given))
+    def _made(self, schema: Schema, arguments: dict[str, Any]) -> Term:
+        return op_term(self.terms, schema, self._terms_of(arguments))
 
-    def _result(self, schema: Schema, given: dict[str, Any], term: Term) -> Any:
-        memory = self._memory(schema, given, term)
+    def _result(self, schema: Schema, arguments: dict[str, Any], term: Term) -> Any:
+        memory = self._memory(schema, arguments, term)
         if schema.results == 1:
             return Value(term, 0, memory or Memory(root=term))
         number = schema.results if schema.results > 2 else results_of(self.terms, term)
@@ -127,20 +126,20 @@ class Calls:
         item = self.terms.item(term, index)
         return Value(item, 0, memory or Memory(root=item))
 
-    def _memory(self, schema: Schema, given: dict[str, Any], term: Term) -> Memory | None:
+    def _memory(self, schema: Schema, arguments: dict[str, Any], term: Term) -> Memory | None:
         """That of an argument, which the op views or writes to; None for new memory.  term: the op's."""
         if len(schema.written) > 1:
             raise Rejected(
                 self.line(), f"{schema.name} writes to several values, which the certificate does not know"
             )
-        if schema.written and schema.written[0] in given:
-            target = given[schema.written[0]]
-            read = [value for name, value in given.items() if name != schema.written[0]]
+        if schema.written and schema.written[0] in arguments:
+            target = arguments[schema.written[0]]
+            read = [value for name, value in arguments.items() if name != schema.written[0]]
             self._check_operands(target, read, schema.is_elementwise)
             if schema.results == 1:
                 self._check_size(target, term)
             return self._write(target)
-        viewed = given.get(schema.viewed) if schema.viewed is not None else None
+        viewed = arguments.get(schema.viewed) if schema.viewed is not None else None
         return viewed.memory if isinstance(viewed, Value) else None
 
     def _check_operands(self, target: Any, operands: Iterable[Any], is_elementwise: bool) -> None:
@@ -175,25 +174,25 @@ class Calls:
 
     # -- gradients ----------------------------------------------------------------------------------------
 
-    def _to_sum(self, schema: Schema, given: dict[str, Any]) -> Any:
+    def _to_sum(self, schema: Schema, arguments: dict[str, Any]) -> Any:
         """An op on an accumulator: a transposed view, or an addition."""
-        own = next(value for value in given.values() if isinstance(value, Sum))
+        total = next(value for value in arguments.values() if isinstance(value, Sum))
         if schema.name in ("aten.t", "aten.transpose"):
-            return Sum(own.name, not own.transposed)
-        sums = [value for value in given.values() if isinstance(value, Sum)]
-        if not schema.written or not isinstance(given.get(schema.written[0]), Sum):
-            return self.read(own)
+            return Sum(total.name, not total.transposed)
+        sums = [value for value in arguments.values() if isinstance(value, Sum)]
+        if not schema.written or not isinstance(arguments.get(schema.written[0]), Sum):
+            return self.read(total)
         if len({(value.name, value.transposed) for value in sums}) > 1:
-            return self.read(own)
-        given = {name: value for name, value in given.items() if not isinstance(value, Sum)}
-        term = self._summand(schema, own, given)
-        if own.transposed:
+            return self.read(total)
+        arguments = {name: value for name, value in arguments.items() if not isinstance(value, Sum)}
+        term = self._summand(schema, total, arguments)
+        if total.transposed:
             term = permuted(self.terms, term, (1, 0))
-        self.effects.added.append(Added(own.name, term, self.line()))
-        return own
+        self.effects.added.append(Added(total.name, term, self.line()))
+        return total
 
-    def _summand(self, schema: Schema, own: Sum, given: dict[str, Any]) -> Term:
-        terms = self._terms_of(given)
+    def _summand(self, schema: Schema, total: Sum, arguments: dict[str, Any]) -> Term:
+        terms = self._terms_of(arguments)
         make = self.terms.make
         match schema.name:
             case "aten.add" if terms.keys() == {"other"} and isinstance(terms["other"], Term):
@@ -202,47 +201,48 @@ class Calls:
                 wide = {"out_dtype": canonical(terms["out_dtype"])} if "out_dtype" in terms else {}
                 return make("aten.mm", {"self": terms["mat1"], "mat2": terms["mat2"], **wide})
             case "aten.index_add" if terms.keys() == {"dim", "index", "source"} and terms["dim"] == 0:
-                return rows_added(self.terms, terms["index"], terms["source"], self.shapes[own.name][0])
+                return rows_added(self.terms, terms["index"], terms["source"], self.shapes[total.name][0])
         raise Rejected(
-            self.line(), f"does {schema.name} to the gradient of {own.name}: ops add to it, and nothing else"
+            self.line(),
+            f"does {schema.name} to the gradient of {total.name}: ops add to it, and nothing else",
         )
 
-    def _each(self, given: dict[str, Any]) -> None:
+    def _each(self, arguments: dict[str, Any]) -> None:
         """``_foreach_add_``: to each accumulator its summand."""
-        if given.keys() != {"self", "other"} or len(given["self"]) != len(given["other"]):
+        if arguments.keys() != {"self", "other"} or len(arguments["self"]) != len(arguments["other"]):
             raise Rejected(self.line(), "adds lists of different lengths, or a multiple")
-        for own, part in zip(given["self"], given["other"], strict=True):
-            if not isinstance(own, Sum):
+        for total, part in zip(arguments["self"], arguments["other"], strict=True):
+            if not isinstance(total, Sum):
                 raise Rejected(self.line(), "adds to a value that is no gradient")
-            self._to_sum(_ADD, {"self": own, "other": part})
+            self._to_sum(_ADD, {"self": total, "other": part})
 
 
 _ADD = schema_of(torch.ops.aten.add_.Tensor)
 
 
-def op_term(terms: Terms, schema: Schema, given: dict[str, Any]) -> Term:
+def op_term(terms: Terms, schema: Schema, arguments: dict[str, Any]) -> Term:
     """The term of an op on terms and plain arguments.  Raises Unknown where it cannot be."""
 
     def as_tensor(value: Any, dtype: torch.dtype, is_alone: bool) -> Term:
         if is_alone:
-            found = terms.plain("aten.scalar_tensor", {"s": canonical(value), "dtype": canonical(dtype)})
+            term = terms.plain("aten.scalar_tensor", {"s": canonical(value), "dtype": canonical(dtype)})
         else:
-            found = terms.plain(NUMBER, {"s": canonical(value)})
-        found.layout = found.layout or Layout((), dtype)
-        return found
+            term = terms.plain(NUMBER, {"s": canonical(value)})
+        term.layout = term.layout or Layout((), dtype)
+        return term
 
     try:
-        return terms.make(schema.name, arguments_of(schema, given, as_tensor))
+        return terms.make(schema.name, arguments_of(schema, arguments, as_tensor))
     except Unknown as error:
-        error.of = error.of or tuple(operands(tuple(given.values())))
+        error.of = error.of or tuple(operands(tuple(arguments.values())))
         raise
 
 
-def keyed_term(terms: Terms, key: Term, position: int, schema: Schema, given: dict[str, Any]) -> Term:
+def keyed_term(terms: Terms, key: Term, position: int, schema: Schema, arguments: dict[str, Any]) -> Term:
     """The term of a random op: of its key, its position and its arguments."""
-    plain = op_term(terms, schema, given)
+    plain = op_term(terms, schema, arguments)
     parts = {"key": key, "position": position, "op": ("op", plain.op), "given": plain.arguments}
-    found = terms.plain("keyed", parts)
-    if found.layout is None and found.results is None:
-        found.layout, found.results = plain.layout, plain.results
-    return found
+    term = terms.plain("keyed", parts)
+    if term.layout is None and term.results is None:
+        term.layout, term.results = plain.layout, plain.results
+    return term

@@ -293,13 +293,13 @@ class Evaluator:
 
 
 def overload_of(op: r.Op) -> Any:
-    found: Any = torch.ops
+    overload: Any = torch.ops
     for name in op.name.split("."):
-        found = getattr(found, name)
-    if not hasattr(found, "_schema"):
-        overloads = ", ".join(found.overloads()) if hasattr(found, "overloads") else ""
-        raise TypeError(f"a program says which overload of an op it calls, of {found}: {overloads}")
-    return found
+        overload = getattr(overload, name)
+    if not hasattr(overload, "_schema"):
+        overloads = ", ".join(overload.overloads()) if hasattr(overload, "overloads") else ""
+        raise TypeError(f"a program says which overload of an op it calls, of {overload}: {overloads}")
+    return overload
 
 
 def _item(of: Any, key: Any) -> Any:
@@ -310,8 +310,8 @@ def _item(of: Any, key: Any) -> Any:
 
 def _method(of: Any, name: str) -> Callable[..., Any]:
     if type(of) is list or (type(of) is dict and name in ("pop", "clear")):
-        found: Callable[..., Any] = getattr(of, name)
-        return found
+        method: Callable[..., Any] = getattr(of, name)
+        return method
     raise TypeError(f"reads .{name} of {written(of)}: {FOLLOWS}")
 
 

@@ -55,116 +55,116 @@ class Sections:
 
     def call(self, function: Called, args: Sequence[Any], names: tuple[str, ...] = ()) -> Any:
         """Call a function, the last arguments by their names."""
-        given = Given(_microbatch(args))
-        self.own, self.at = given.own, self.calls.line()
-        form = function, names, tuple(self._form(given, each) for each in args)
-        key = self._with_buffers(form, given)
+        inputs = Given(_microbatch(args))
+        self.own, self.at = inputs.own, self.calls.line()
+        form = function, names, tuple(self._form(inputs, each) for each in args)
+        key = self._with_buffers(form, inputs)
         summary = self.known.get(key)
         if summary is None:
-            summary = self._run(function, args, names, given, form)
+            summary = self._run(function, args, names, inputs, form)
             # A buffer that the function was not known to read is a part of the key of later calls.
-            given = Given(given.own)
-            form = function, names, tuple(self._form(given, each) for each in args)
-            self.known[self._with_buffers(form, given)] = summary
-        summary.calls.append((given.own, self.at))
-        return self._applied(summary, given)
+            inputs = Given(inputs.own)
+            form = function, names, tuple(self._form(inputs, each) for each in args)
+            self.known[self._with_buffers(form, inputs)] = summary
+        summary.calls.append((inputs.own, self.at))
+        return self._applied(summary, inputs)
 
-    def _with_buffers(self, form: Any, given: Given) -> Any:
+    def _with_buffers(self, form: Any, inputs: Given) -> Any:
         changed = sorted(self.read_buffers.get(form, ()))
-        return form, tuple(self._form(given, self.buffer(name)) for name in changed)
+        return form, tuple(self._form(inputs, self.buffer(name)) for name in changed)
 
-    def _form(self, given: Given, argument: Any) -> Any:
+    def _form(self, inputs: Given, argument: Any) -> Any:
         """An argument for comparison; its values, memories and lists are entered into ``given``."""
         match argument:
             case Value():
                 memory = argument.memory
-                number = given.memories.setdefault(memory, len(given.memories))
+                number = inputs.memories.setdefault(memory, len(inputs.memories))
                 place = number, argument.version - memory.version
-                return self._own_term(argument, given.own), *place, memory.keeper, memory.root
+                return self._own_term(argument, inputs.own), *place, memory.keeper, memory.root
             case Leaves():
-                return "leaves", None if given.own is None else argument.microbatch - given.own
+                return "leaves", None if inputs.own is None else argument.microbatch - inputs.own
             case Container():
                 return argument.kind
             case Within():
                 return "within", argument.container.kind, argument.module
             case list():
-                known = [k for k, each in enumerate(given.lists) if each is argument]
+                known = [k for k, each in enumerate(inputs.lists) if each is argument]
                 if known:
                     return "list", known[0]
-                given.lists.append(argument)
-                return (list, *(self._form(given, each) for each in argument))
+                inputs.lists.append(argument)
+                return (list, *(self._form(inputs, each) for each in argument))
             case tuple():
-                return (tuple, *(self._form(given, each) for each in argument))
+                return (tuple, *(self._form(inputs, each) for each in argument))
             case Offloaded():
-                return "offloaded", self._own_term(argument.value, given.own)
+                return "offloaded", self._own_term(argument.value, inputs.own)
             case Sum():
                 return "sum", argument.name, argument.transposed
             case Pending():
                 raise Rejected(self.calls.line(), "reads a message before it has waited for it")
         return plain_form(self.calls, argument, "gives a section")
 
-    def _own_term(self, value: Value, own: int | None) -> Term:
+    def _own_term(self, value: Value, microbatch: int | None) -> Term:
         """The term of a value, marked if it is of another microbatch than ``own``."""
-        if value.microbatch is None or value.microbatch == own or own is None:
+        if value.microbatch is None or value.microbatch == microbatch or microbatch is None:
             return value.term
-        by = value.microbatch - own
-        found = self.calls.terms.plain("shifted", {"self": value.term, "by": by}, self.at)
-        found.layout = found.layout or value.term.layout
-        return found
+        by = value.microbatch - microbatch
+        term = self.calls.terms.plain("shifted", {"self": value.term, "by": by}, self.at)
+        term.layout = term.layout or value.term.layout
+        return term
 
     def _run(
-        self, function: Called, args: Sequence[Any], names: tuple[str, ...], given: Given, form: Any
+        self, function: Called, args: Sequence[Any], names: tuple[str, ...], inputs: Given, form: Any
     ) -> Summary:
         """Run the function on copies of its arguments."""
-        memories = {memory: Memory(memory.keeper, root=memory.root) for memory in given.memories}
+        memories = {memory: Memory(memory.keeper, root=memory.root) for memory in inputs.memories}
         for old, new in memories.items():
             new.written = old.written
-        copied = _Copies(self, given, memories, self.read_buffers.setdefault(form, set()))
-        own = [copied.of(each) for each in args]
+        copied = _Copies(self, inputs, memories, self.read_buffers.setdefault(form, set()))
+        copies = [copied.of(each) for each in args]
         self.calls.effects, self.running = Effects(), True
-        positional = len(own) - len(names)
+        positional = len(copies) - len(names)
         try:
-            result = function.run(*own[:positional], **dict(zip(names, own[positional:], strict=True)))
+            result = function.run(*copies[:positional], **dict(zip(names, copies[positional:], strict=True)))
         finally:
             self.running = False
-        places = {memories[memory]: k for k, memory in enumerate(given.memories)}
+        places = {memories[memory]: k for k, memory in enumerate(inputs.memories)}
         leaves = AsLeaves(self.calls, places, copied.lists)
-        held = {id(each) for each in _lists_within([*own, result])}
+        kept_lists = {id(each) for each in _lists_within([*copies, result])}
         return Summary(
             function.name,
             leaves.of(result),
-            [[leaves.of(item) for item in each] if id(each) in held else [] for each in copied.lists],
+            [[leaves.of(item) for item in each] if id(each) in kept_lists else [] for each in copied.lists],
             {k: memory.version for memory, k in places.items() if memory.version},
             self.calls.effects,
         )
 
-    def _applied(self, found: Summary, given: Given) -> Any:
+    def _applied(self, summary: Summary, inputs: Given) -> Any:
         """The results for the microbatch of this call, and what it does to its arguments."""
-        line = str(self.calls.line()) if found.writes else ""
-        memories = [*given.memories]
+        line = str(self.calls.line()) if summary.writes else ""
+        memories = [*inputs.memories]
         before = [memory.version for memory in memories]
         for memory in memories:
             memory.count(self.held)
-        for k, times in found.writes.items():
+        for k, times in summary.writes.items():
             if k >= 0:
                 memories[k].version += times
-                memories[k].written = f"{found.name} at {line}"
-        new = Rebuilt(given, memories, before, self.held)
-        for values, after in zip(given.lists, found.lists, strict=True):
+                memories[k].written = f"{summary.name} at {line}"
+        new = Rebuilt(inputs, memories, before, self.held)
+        for values, after in zip(inputs.lists, summary.lists, strict=True):
             values[:] = [new.of(each) for each in after]
-        return new.of(found.result)
+        return new.of(summary.result)
 
 
 def _lists_within(values: Any) -> Iterator[list[Any]]:
     """The lists that arguments still hold, or that are returned; one that was popped from another is free
     with all its values."""
-    found, todo = dict[int, Any](), [values]
+    known, todo = dict[int, Any](), [values]
     for each in todo:
-        if id(each) not in found:
-            found[id(each)] = each
+        if id(each) not in known:
+            known[id(each)] = each
             inside = each.values() if isinstance(each, dict) else each
             todo += [inner for inner in inside if isinstance(inner, list | tuple | dict)]
-    return (each for each in found.values() if isinstance(each, list))
+    return (each for each in known.values() if isinstance(each, list))
 
 
 def _microbatch(args: Sequence[Any]) -> int | None:
@@ -186,11 +186,11 @@ class _Copies:
     def __init__(
         self,
         sections: Sections,
-        given: Given,
+        inputs: Given,
         memories: dict[Memory, Memory],
         read: set[str],
     ) -> None:
-        self._sections, self._given, self._memories, self._read = sections, given, memories, read
+        self._sections, self._given, self._memories, self._read = sections, inputs, memories, read
         self._lists: list[list[Any]] = []
         self.lists: list[list[Any]] = []
 
@@ -208,14 +208,14 @@ class _Copies:
                 return tuple(self.of(each) for each in argument)
         return argument
 
-    def _list(self, given: list[Any]) -> list[Any]:
-        known = [k for k, each in enumerate(self._lists) if each is given]
+    def _list(self, items: list[Any]) -> list[Any]:
+        known = [k for k, each in enumerate(self._lists) if each is items]
         if known:
             return self.lists[known[0]]
         copy: list[Any] = []
-        self._lists.append(given)
+        self._lists.append(items)
         self.lists.append(copy)
-        copy += [self.of(each) for each in given]
+        copy += [self.of(each) for each in items]
         return copy
 
     def _value(self, value: Value) -> Value:

@@ -96,10 +96,10 @@ class Held:
     @property
     def peak(self) -> tuple[int, str]:
         """The most bytes, and the op before which they are held."""
-        held, most = 0, (0, "")
+        now, most = 0, (0, "")
         for number, op in enumerate(self.ops):
-            held += self.changes[number]
-            most = max(most, (held, op), key=lambda found: found[0])
+            now += self.changes[number]
+            most = max(most, (now, op), key=lambda each: each[0])
         return most
 
 
@@ -193,9 +193,9 @@ class Announced(tuple[Any, ...]):
     name: str
 
     def __new__(cls, name: str, layout: Any) -> Announced:
-        found = super().__new__(cls, layout)
-        found.name = name
-        return found
+        announced = super().__new__(cls, layout)
+        announced.name = name
+        return announced
 
     def __str__(self) -> str:
         return " ".join(map(str, (self.name, *self)))

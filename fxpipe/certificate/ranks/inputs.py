@@ -53,11 +53,11 @@ class Inputs:
         return Container("grads", self._gradient)
 
     def _parameter(self, name: str) -> Value:
-        found = self._input("parameter", name, self._tensors.parameters)
+        value = self._input("parameter", name, self._tensors.parameters)
         self.reads_parameters = True
         if self.plan.shard and name in self._divided and name not in self.gathered:
             self.calls.note(f"reads the parameter {name!r} before its rows of other replicas are there")
-        return found
+        return value
 
     @property
     def _tensors(self) -> RankTensors:

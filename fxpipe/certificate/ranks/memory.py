@@ -28,12 +28,12 @@ def unlike_plan(plan: Plan, ranks: Ranks) -> Iterator[Problem]:
         yield from _order(rt, planned_ops(plan, rt.rank))
         yield from _transfers(rt, plan)
         yield from _dead(rt)
-        held, op = rt.held.peak
+        most, op = rt.held.peak
         predicted = plan.prediction.peak_memory[rt.rank]
-        if held > ACCURACY * predicted:
+        if most > ACCURACY * predicted:
             number = rt.held.lines[rt.held.ops.index(op)].number
             yield Problem(
-                rt.rank, number, f"holds {held} bytes before {op}, and the plan has {predicted:.0f}"
+                rt.rank, number, f"holds {most} bytes before {op}, and the plan has {predicted:.0f}"
             )
 
 
@@ -80,9 +80,9 @@ def _transfers(rt: TermRuntime, plan: Plan) -> Iterator[Problem]:
             verb = "offload" if transfer.direction is Direction.OUT else "reload"
             due[verb, number_of[transfer.begin]] += 1
             due[f"wait_{verb}", number_of[transfer.end]] += 1
-    for more, found in (("more", rt.held.transfers - due), ("fewer", due - rt.held.transfers)):
-        for verb in dict.fromkeys(verb for verb, _ in sorted(found)):
-            times = {number: times for (own, number), times in found.items() if own == verb}
+    for more, unlike in (("more", rt.held.transfers - due), ("fewer", due - rt.held.transfers)):
+        for verb in dict.fromkeys(verb for verb, _ in sorted(unlike)):
+            times = {number: times for (of, number), times in unlike.items() if of == verb}
             first, total = min(min(times), len(rt.held.ops) - 1), sum(times.values())
             text = f"calls rt.{verb} {total} times {more} than the plan, first before {rt.held.ops[first]}"
             yield Problem(rt.rank, rt.held.lines[first].number, text)

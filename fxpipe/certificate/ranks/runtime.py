@@ -56,9 +56,9 @@ class TermRuntime(Traffic):
         self.ahead, line = True, self.calls.line()
         yield
         self.ahead = False
-        found = sum({memory: memory.bytes for memory in _memories(made) if memory.held}.values())
-        if self.held.now > found:
-            text = f"has a warm-up that makes {self.held.now - found} bytes more than it would free"
+        freed = sum({memory: memory.bytes for memory in _memories(made) if memory.held}.values())
+        if self.held.now > freed:
+            text = f"has a warm-up that makes {self.held.now - freed} bytes more than it would free"
             self.held.wasted[text] = line.number
 
     # -- what it does between its sections -----------------------------------------------------------------
@@ -68,16 +68,16 @@ class TermRuntime(Traffic):
             raise Rejected(self.calls.line(), "begins an op whose name the certificate does not know")
         self.held.begin(name, self.calls.line(), self.calls.step_line())
 
-    def once(self, compute: Callable[..., Any], *given: Any) -> Once:
+    def once(self, compute: Callable[..., Any], *tensors: Any) -> Once:
         """What ``compute`` gives must be the same for all microbatches."""
-        if any(isinstance(each, Container) and each.kind == "params" for each in given):
+        if any(isinstance(each, Container) and each.kind == "params" for each in tensors):
             for bucket in [*self.gathering]:
                 self.wait_parameters(bucket)
-        found = compute(*given)
-        if not isinstance(found, dict) or not all(isinstance(value, Value) for value in found.values()):
+        values = compute(*tensors)
+        if not isinstance(values, dict) or not all(isinstance(value, Value) for value in values.values()):
             raise Rejected(self.calls.line(), "computes once a step what is no dict of tensors")
         terms = {}
-        for name, value in found.items():
+        for name, value in values.items():
             if self._noted(value).term.varies:
                 text = f"computes {name!r} once a step, of which each microbatch has another"
                 raise Rejected(self.calls.line(), text)
@@ -91,19 +91,19 @@ class TermRuntime(Traffic):
         }
         return Once(f"once {self.number_of_once}", values)
 
-    def batch_means(self, counts: Called, batches: Any, *given: Any) -> Once:
+    def batch_means(self, counts: Called, batches: Any, *constants: Any) -> Once:
         """What ``counts`` gives must be the same of each microbatch, in which it is called once."""
         numbers = [each.microbatch for each in batches if isinstance(each, Leaves)]
         if type(batches) is not list or numbers != [*range(self.plan.step.microbatches)]:
             raise Rejected(self.calls.line(), "takes a mean over other microbatches than those of the batch")
         means: dict[str, Term] = {}
         for leaves in batches:
-            found = self.sections.call(counts, [leaves, *given])
-            if not isinstance(found, dict) or not all(isinstance(value, Value) for value in found.values()):
+            values = self.sections.call(counts, [leaves, *constants])
+            if not isinstance(values, dict) or not all(isinstance(value, Value) for value in values.values()):
                 raise Rejected(
                     self.calls.line(), "takes the means over the batch of what is no dict of tensors"
                 )
-            for name, value in found.items():
+            for name, value in values.items():
                 term = self.calls.terms.plain(BATCH_MEAN, {"of": self._noted(value).term})
                 if means.setdefault(name, term) is not term:
                     raise Rejected(self.calls.line(), f"counts {name!r} of each microbatch in another way")
@@ -123,13 +123,13 @@ class TermRuntime(Traffic):
 
     def summands(self, name: str) -> Summands:
         """What the program has added to the gradient of a parameter, with the microbatches and lines."""
-        found: Summands = {}
+        summands: Summands = {}
         for summary in self.sections.known.values():
             for added in summary.effects.added:
                 if added.name == name:
-                    additions = found.setdefault(added.term, [])
+                    additions = summands.setdefault(added.term, [])
                     additions.extend(Addition(m, call, added.line) for m, call in summary.calls)
-        return found
+        return summands
 
     def reduce_gradients(self, bucket: int) -> None:
         """All replicas run this program, so the sum is over the same terms of other batches."""
@@ -154,13 +154,13 @@ class TermRuntime(Traffic):
             self.calls.note(f"sums the gradient of {name} again, or after its division")
         if self._tensors.buckets and self.waited is None:
             self.calls.note(f"sums the gradient of {name} over ranks before that over the replicas is over")
-        own, first = self.summands(name), ranks[0]
+        mine, first = self.summands(name), ranks[0]
         if self.rank != first:
-            self.world.send(self.world.next_key("from", self.rank, first), Message((name, own), "", line))
+            self.world.send(self.world.next_key("from", self.rank, first), Message((name, mine), "", line))
             key = self.world.next_key("to", first, self.rank)
             self.totals[name] = self._sum_of(name, key, first)
             return
-        parts = [own]
+        parts = [mine]
         for rank in ranks[1:]:
             parts.append(self._sum_of(name, self.world.next_key("to", rank, self.rank), rank))
         total = joined(parts)
@@ -207,8 +207,8 @@ def _memories(values: Any) -> Iterator[Memory]:
 
 def joined(parts: Iterable[Summands]) -> Summands:
     """Summands of several ranks."""
-    found: Summands = {}
+    sums: Summands = {}
     for part in parts:
         for term, times in part.items():
-            found.setdefault(term, []).extend(times)
-    return found
+            sums.setdefault(term, []).extend(times)
+    return sums

@@ -71,12 +71,12 @@ class Traffic(Inputs):
     def _check_layout(self, term: Term, layout: Any) -> None:
         """A message must have the shape and the dtype that it is announced with."""
         shape, strides, dtype = layout
-        own = layout_of(self.calls.terms, term)
+        actual = layout_of(self.calls.terms, term)
         if 0 not in shape and not is_packed(shape, strides):
             text = f"sends with the strides {tuple(strides)}, which leave gaps or share elements"
             self.calls.note(text, f"{LAYOUT} {_name(layout)}")
-        if own != Layout(tuple(shape), dtype):
-            text = f"sends {term} of shape {own.shape} and {own.dtype} as one of {shape} and {dtype}"
+        if actual != Layout(tuple(shape), dtype):
+            text = f"sends {term} of shape {actual.shape} and {actual.dtype} as one of {shape} and {dtype}"
             self.calls.note(text, f"{LAYOUT} {_name(layout)}", of=[term])
 
     def receive(self, layouts: Any, source: int) -> Pending:
@@ -93,14 +93,14 @@ class Traffic(Inputs):
         if not isinstance(pending, Pending):
             raise Rejected(self.calls.line(), "waits for what is no message")
         self.pending.pop(pending, None)
-        found = [
+        values = [
             self._arrived(key, layout, pending)
             for key, layout in zip(pending.keys, pending.layouts, strict=True)
         ]
         if pending.adds:
-            found = [self._summed(found)]
-        pending.arrived = [*found]
-        return found
+            values = [self._summed(values)]
+        pending.arrived = [*values]
+        return values
 
     def _arrived(self, key: Any, layout: Any, pending: Pending) -> Value:
         line = self.calls.line()

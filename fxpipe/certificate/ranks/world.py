@@ -70,8 +70,8 @@ class World:
 
     def look(self, key: Any, rank: int, line: Line, what: str) -> Message:
         """Wait for a message that others take as well."""
-        found = self.sent[key] = self.take(key, rank, line, what)
-        return found
+        message = self.sent[key] = self.take(key, rank, line, what)
+        return message
 
     def run(self, mains: list[Callable[[], None]]) -> None:
         """Run one function a rank, to its end or to the first that is rejected."""

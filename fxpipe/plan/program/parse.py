@@ -352,9 +352,9 @@ def _attribute(node: ast.Attribute) -> r.Expression:
     _refuse(f"a use of {_dotted(node)}" if is_known else f"the attribute .{node.attr}", node)
 
 
-def _check_top(found: r.Statement, node: ast.stmt) -> None:
+def _check_top(statement: r.Statement, node: ast.stmt) -> None:
     """At the top level nothing can change from call to call."""
-    match found:
+    match statement:
         case r.Assign(target=r.Name(id="MESSAGES"), value=r.Dict(keys=keys, values=values)):
             if all(isinstance(key, r.Literal) for key in keys) and all(map(_is_constant, values)):
                 return
@@ -412,5 +412,5 @@ _NOUNS: dict[type[ast.AST], str] = {
 
 def _comments(source: str) -> Iterator[r.Comment]:
     for number, line in enumerate(source.splitlines(), 1):
-        if "# " in line and (found := _COMMENT.fullmatch(line)):
-            yield r.Comment(number, found[1], found[2] or "")
+        if "# " in line and (match := _COMMENT.fullmatch(line)):
+            yield r.Comment(number, match[1], match[2] or "")

@@ -35,8 +35,8 @@ class Performed:
     @property
     def ops(self) -> tuple[str, ...]:
         """The names in the calls ``rt.op("F1.0")``, or ``rt.op(f"F1.{m}")`` in the function ``F1``."""
-        found = (_op(value, numbers) for value, numbers in self.values())
-        return tuple(name for name in found if name is not None)
+        names = (_op(value, numbers) for value, numbers in self.values())
+        return tuple(name for name in names if name is not None)
 
     def values(self) -> Iterator[tuple[r.Expression, Numbers]]:
         """What is computed, in order."""

@@ -275,22 +275,22 @@ class Program:
     @cached_property
     def message_lines(self) -> Mapping[str, int]:
         """The lines of the layouts of messages, by their names."""
-        found: dict[str, int] = {}
+        lines: dict[str, int] = {}
         for each in self.body:
             match each:
                 case Assign(target=Name(id="MESSAGES"), value=Dict() as layouts):
                     keys = (key.value if isinstance(key, Literal) else None for key in layouts.keys)
-                    found |= {str(key): line for key, line in zip(keys, layouts.lines, strict=True)}
-        return found
+                    lines |= {str(key): line for key, line in zip(keys, layouts.lines, strict=True)}
+        return lines
 
     @cached_property
     def names(self) -> Mapping[int, frozenset[str]]:
         """The names that stand in each line."""
-        found: dict[int, set[str]] = {}
+        by_line: dict[int, set[str]] = {}
         for each in parts(self.body):
             if isinstance(each, Name):
-                found.setdefault(each.line, set()).add(each.id)
-        return {line: frozenset(names) for line, names in found.items()}
+                by_line.setdefault(each.line, set()).add(each.id)
+        return {line: frozenset(names) for line, names in by_line.items()}
 
     @cached_property
     def deleted(self) -> tuple[Name, ...]:
