@@ -129,7 +129,9 @@ class Evaluator:
         step = self.top.values.get("step")
         if not isinstance(step, Section):
             raise Rejected(Line(self.stack.rank, 0), "has no function step(rt, batch)")
-        return self.run(step.function, (rt, batch), {}, self.top)
+        result = self.run(step.function, (rt, batch), {}, self.top)
+        self.top.values.clear()  # its functions refer to it, and to the program
+        return result
 
     def run(self, function: r.Function, args: Sequence[Any], named: Mapping[str, Any], around: Frame) -> Any:
         """A call.  Its frame stays on the stack where it fails."""
@@ -218,11 +220,12 @@ class Evaluator:
     # -- expressions --------------------------------------------------------------------------------------
 
     def value(self, node: r.Expression | r.Spread | r.Slice, frame: Frame) -> Any:
+        kind = type(node)
+        if kind is r.Name:  # most are, of all ops of all microbatches
+            return frame.lookup(node.id)  # type: ignore[union-attr]
+        if kind is r.Literal:
+            return node.value  # type: ignore[union-attr]
         match node:
-            case r.Name(id=name):
-                return frame.lookup(name)
-            case r.Literal(value=value):
-                return value
             case r.Call():
                 return self._call(node, frame)
             case r.Item(of=of, index=index):

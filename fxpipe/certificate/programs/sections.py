@@ -78,9 +78,9 @@ class Sections:
         match argument:
             case Value():
                 memory = argument.memory
-                number = inputs.memories.setdefault(memory, len(inputs.memories))
-                place = number, argument.version - memory.version
-                return self._own_term(argument, inputs.own), *place, memory.keeper, memory.root
+                number, version = inputs.memories.setdefault(memory, len(inputs.memories)), memory.version
+                term = self._own_term(argument, inputs.own)
+                return term, number, argument.version - version, memory.keeper, memory.root
             case Leaves():
                 return "leaves", None if inputs.own is None else argument.microbatch - inputs.own
             case Container():

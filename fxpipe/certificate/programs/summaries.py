@@ -13,7 +13,7 @@ from fxpipe.certificate.terms.layouts import layout_of
 from fxpipe.certificate.terms.terms import Term, canonical
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, slots=True)
 class Leaf:
     """A value that a section gives: its term, and the memory it is in: that of an argument, by its number, or
     a new one, counted from -1 downwards, made for the value ``root``, of so many bytes and with a keeper.
