@@ -322,6 +322,8 @@ def _computed(sign: str, *values: Any) -> Any:
     match values:
         case [Once() as one, Once() as other] if sign == "|":
             return one.joined(other)
+        case [list() as items, int() as times] if sign == "*" and 0 <= times <= _MOST_READERS:
+            return items * times  # the value of a message, once for each of its readers
     if sign != "|" and all(type(value) in (bool, int, float, complex) for value in values):
         return _SIGNS[sign, len(values)](*values)
     raise TypeError(f"computes {f' {sign} '.join(map(written, values))}: {FOLLOWS}")
@@ -347,6 +349,8 @@ def _is_plain(value: Any) -> bool:
     return type(value) in (int, str, bool) or (type(value) is tuple and all(map(_is_plain, value)))
 
 
+#: How often a program may write one value in a list.
+_MOST_READERS = 1 << 10
 _SIGNS: dict[tuple[str, int], Callable[..., Any]] = {
     ("-", 1): operator.neg,
     ("+", 2): operator.add,
