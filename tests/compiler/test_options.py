@@ -2,10 +2,7 @@
 
 import inspect
 import re
-import subprocess
-import sys
 
-import pytest
 from docs_worker import ROOT
 
 import fxpipe
@@ -42,34 +39,6 @@ def test_each_option_is_documented():
             rf"^    {name}: (.*?)(?=\n    \S|\n\n)", fxpipe.compile.__doc__, re.DOTALL | re.MULTILINE
         )
         assert " ".join(shown[1].split()) == text
-
-
-WRONG = """
-import fxpipe
-from torch import nn
-
-def compiled(model: nn.Module) -> fxpipe.Pipeline:
-    fxpipe.compile(model, (), ranks=2, microbatches=4, recompute="norms", schedule="1f1b", offload=0.5)
-    fxpipe.compile(model, (), ranks=2, microbatches=4, recompute="norm")
-    fxpipe.compile(model, (), rank=2, microbatches=4)
-    return fxpipe.compile(model, (), 2)
-"""
-
-
-@pytest.mark.slow
-def test_a_type_checker_knows_the_options(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(WRONG)
-    checked = subprocess.run(
-        [sys.executable, "-m", "mypy", "--strict", "--config-file=", str(script)],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-    )
-    errors = re.findall(r"script.py:(\d+): error: (.*?)  \[", checked.stdout)
-    assert [line for line, _ in errors] == ["7", "8", "9", "9"], checked.stdout
-    assert "expected \"Literal['norms', 'full', 'auto', False]\"" in errors[0][1]
-    assert 'did you mean "ranks"?' in errors[1][1]
 
 
 def test_what_a_mesh_divides():
