@@ -22,7 +22,7 @@ from fxpipe.capture.gradient_names import GradientNames, root
 from fxpipe.capture.state.changed_buffers import check_buffers
 from fxpipe.errors import CaptureError
 from fxpipe.ir.compat import new_node
-from fxpipe.ir.graph import Input, Kind, Origin, Outputs, module_around
+from fxpipe.ir.graph import Input, Kind, Origin, Outputs, module_around, origin_of
 from fxpipe.ir.names import identifier
 from fxpipe.ir.node_names import node_name, short_paths
 from fxpipe.ir.storage import drop_dead
@@ -80,7 +80,7 @@ def clean(
         if node.op != "call_function" or node.target in _NO_VALUE:
             continue
         if node.target is expect_op:
-            new[node] = _copied(graph, node, new, node_name(node, _origin(node), short))
+            new[node] = _copied(graph, node, new, node_name(node, origin_of(node), short))
             new[node].target = expect
             checks.append(new[node])
             continue
@@ -90,7 +90,7 @@ def clean(
         elif node.target is aten.copy_.default and node.args[0] in by_placeholder:
             target = by_placeholder[node.args[0]]
             if target.kind is Kind.PARAMETER:
-                raise writes_to_a_parameter(target.name, _origin(node.args[1]))
+                raise writes_to_a_parameter(target.name, origin_of(node.args[1]))
             if target.kind is Kind.BUFFER:
                 written[target.name] = new[node.args[1]]
             new[node] = new[node.args[1]]
@@ -100,7 +100,7 @@ def clean(
             )
         else:
             gradient = gradients.of(node, new)
-            name = node_name(node, _origin(node), short) if gradient is None else gradient.name
+            name = node_name(node, origin_of(node), short) if gradient is None else gradient.name
             new[node] = _copied(graph, node, new, name)
             if gradient is not None:
                 new[node].meta["gradient"] = gradient
@@ -127,7 +127,7 @@ def _placeholder(graph: fx.Graph, source: Input, val: Any) -> fx.Node:
 def _copied(graph: fx.Graph, node: fx.Node, new: dict[fx.Node, fx.Node], name: str) -> fx.Node:
     args, kwargs = (fx.map_arg(x, new.__getitem__) for x in (node.args, node.kwargs))
     copy: fx.Node = new_node(graph, "call_function", node.target, args, kwargs, name)
-    copy.meta.update(origin=_origin(node), val=node.meta.get("val"))
+    copy.meta.update(origin=origin_of(node), val=node.meta.get("val"))
     if "random_position" in node.meta:
         copy.meta["random_position"] = node.meta["random_position"]
     return copy
@@ -139,13 +139,13 @@ def _place_sums(graph: fx.Graph) -> None:
     then, or its parameter, the path of this module."""
     forward, added = defaultdict[int, list[fx.Node]](list), dict[fx.Node, list[str]]()
     for node in graph.nodes:
-        origin = _origin(node)
+        origin = origin_of(node)
         if origin.is_of_autograd:
-            added[node] = [p for n in node.all_input_nodes for p in added.get(n, [_origin(n).path])]
+            added[node] = [p for n in node.all_input_nodes for p in added.get(n, [origin_of(n).path])]
         elif not origin.backward and origin.seq is not None:
             forward[origin.seq].append(node)
     for node, paths in reversed(added.items()):
-        users = [_origin(user) for user in sorted(node.users) if user.op == "call_function"]
+        users = [origin_of(user) for user in sorted(node.users) if user.op == "call_function"]
         user = next((user for user in users if user.seq is not None), users[0] if users else None)
         if user is None:
             place = Origin(module_around(paths))
@@ -153,7 +153,7 @@ def _place_sums(graph: fx.Graph) -> None:
             read_in = _read_in(forward, user.seq)
             is_inside = not read_in or f"{user.path}.".startswith(f"{read_in}.")
             place = user if is_inside else Origin(read_in)
-        node.meta["origin"] = replace(_origin(node), path=place.path, source=place.source)
+        node.meta["origin"] = replace(origin_of(node), path=place.path, source=place.source)
 
 
 def _read_in(forward: Mapping[int, list[fx.Node]], seq: int | None) -> str:
@@ -163,14 +163,14 @@ def _read_in(forward: Mapping[int, list[fx.Node]], seq: int | None) -> str:
     for _ in forward:
         readers = [user for op in ops for user in op.users if user not in ops and _is_forward(user)]
         if len(readers) != 1:
-            return module_around(_origin(reader).path for reader in readers)
-        after = _origin(readers[0]).seq
+            return module_around(origin_of(reader).path for reader in readers)
+        after = origin_of(readers[0]).seq
         ops = readers if after is None else forward[after]
     return ""
 
 
 def _is_forward(node: fx.Node) -> bool:
-    return node.op == "call_function" and not _origin(node).backward
+    return node.op == "call_function" and not origin_of(node).backward
 
 
 def _gradients(graph: fx.Graph, layout: dict[str, Any]) -> dict[str, fx.Node]:
@@ -191,8 +191,3 @@ def _outputs(
     buffers = written | {name: next(values) for name in layout["buffers"]}
     buffers = {n: v for n, v in buffers.items() if v.meta.get("input") != Input(Kind.BUFFER, n)}
     return Outputs(loss, count, outputs, grads, buffers, checks)
-
-
-def _origin(node: Any) -> Origin:
-    origin: Origin = node.meta.get("origin", Origin())
-    return origin

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from fxpipe.ir import compat
-from fxpipe.ir.graph import Origin
+from fxpipe.ir.graph import origin_of
 from fxpipe.ir.names import identifier
 from fxpipe.ir.node_names import SAME_VALUE, Gradient, Named, parameter_name
 from fxpipe.plan.dtensors import local
@@ -75,13 +75,13 @@ class GradientNames:
 
     def _use(self, summand: fx.Node) -> fx.Node | None:
         """The op of the forward that gives a summand."""
-        return self._uses.get(_origin(summand).seq)
+        return self._uses.get(origin_of(summand).seq)
 
     def _via(self, node: fx.Node, new: Mapping[fx.Node, fx.Node]) -> str:
         """The use that a summand comes from: its module, if no other summand of the value comes from there,
         else its name in the module."""
         summands = [x for x, total in self._sums.items() if total is self._sums[node]]
-        here = new[self._uses[_origin(node).seq]]
+        here = new[self._uses[origin_of(node).seq]]
         others = [new[use] for x in summands if (use := self._use(x)) and use is not self._use(node)]
         elsewhere = {text for other in others for text in self._texts(other)}
         text = next((text for text in self._texts(here) if text not in elsewhere), here.name)
@@ -90,7 +90,7 @@ class GradientNames:
 
     def _texts(self, use: fx.Node) -> tuple[str, str]:
         """The last part of the path of a use's module, and the use's name in the module."""
-        path = _origin(use).path
+        path = origin_of(use).path
         inside = use.name.removeprefix(f"{identifier(self._short.get(path) or 'model')}_")
         module = path.rpartition(".")[2]
         return (inside if not module or module.isdigit() else identifier(module).lstrip("_")), inside
@@ -109,7 +109,7 @@ def _summands(node: fx.Node) -> Iterator[fx.Node]:
 
 def _is_sum(node: fx.Node) -> bool:
     """Whether autograd's engine added the gradients of several uses of a value."""
-    return node.target is aten.add.Tensor and _origin(node).is_of_autograd
+    return node.target is aten.add.Tensor and origin_of(node).is_of_autograd
 
 
 def root(node: fx.Node) -> fx.Node:
@@ -128,9 +128,4 @@ def _named(value: fx.Node | Named, new: Mapping[fx.Node, fx.Node]) -> Named:
     if isinstance(value, Named):
         return value
     node = new[value]
-    return Named(node.name, _origin(node).path)
-
-
-def _origin(node: fx.Node) -> Origin:
-    origin: Origin = node.meta.get("origin", Origin())
-    return origin
+    return Named(node.name, origin_of(node).path)

@@ -122,6 +122,12 @@ class Origin:
         return f"module {self.path!r}" if self.path else "the model itself"
 
 
+def origin_of(node: fx.Node) -> Origin:
+    """The place that a traced node comes from, which one of capture's own does not have."""
+    origin: Origin = node.meta.get("origin", Origin())
+    return origin
+
+
 def modules_around(a: Origin, b: Origin) -> int:
     """The number of modules, beside the model itself, of whose forward both ops are a part."""
     paths = (origin.path.split(".") if origin.path else [] for origin in (a, b))

@@ -38,7 +38,6 @@ def test_both_runtimes_take_the_arguments_of_the_table(runtime, verb):
 def test_the_other_rank_is_an_argument():
     for verb in VERBS.values():
         assert not verb.peer or verb.peer in verb.arguments
-        assert verb.is_collective == ("group" in verb.arguments)
 
 
 def test_what_is_read_of_rt_is_no_verb():

@@ -17,14 +17,17 @@ class Verb:
     arguments: their names, as programs and both runtimes have them; ``*made`` takes any number.
     waits_for: what a rank may wait for within the call; "" where it never waits.
     peer: the argument that is the number of the other rank, or of the root of a collective; "" if none is.
-    is_collective: whether all ranks of a group call it, in the same order.
     """
 
     name: str
     arguments: tuple[str, ...] = ()
     waits_for: str = ""
     peer: str = ""
-    is_collective: bool = False
+
+    @property
+    def is_collective(self) -> bool:
+        """Whether all ranks of a group call it, in the same order."""
+        return "group" in self.arguments
 
 
 VERBS = {
@@ -44,10 +47,10 @@ VERBS = {
         Verb("send", ("values", "layouts", "to"), peer="to"),
         Verb("wait", ("pending",), waits_for="a message"),
         Verb("wait_all", ("pending",), waits_for="messages"),
-        Verb("broadcast", ("tensor", "layout", "source", "group"), peer="source", is_collective=True),
-        Verb("gather", ("tensor", "layout", "to", "group"), peer="to", is_collective=True),
-        Verb("all_gather", ("tensor", "layout", "group"), is_collective=True),
-        Verb("reduce", ("tensor", "layout", "to", "group"), peer="to", is_collective=True),
+        Verb("broadcast", ("tensor", "layout", "source", "group"), peer="source"),
+        Verb("gather", ("tensor", "layout", "to", "group"), peer="to"),
+        Verb("all_gather", ("tensor", "layout", "group")),
+        Verb("reduce", ("tensor", "layout", "to", "group"), peer="to"),
         # Saved activations in host memory.
         Verb("offload", ("values", "at")),
         Verb("wait_offload", ("values",), waits_for="a copy"),
