@@ -154,18 +154,20 @@ class Pipeline(Views):
         outputs: Sequence[str] = (),
         check: Check = None,
         record: Mapping[str, str | Path] | None = None,
+        replay: bool = False,
     ) -> LocalResult:
         """Run one step of all ranks in this process, in turns.
 
         batch: leading dimension = microbatches × the example's.  step: number of the step, for random
         numbers.  threads: intra-op threads of each rank; 1 is what torchrun gives, and then the result is
         bit for bit what torchrun's ranks compute.  measure_memory: also find each rank's peak of saved bytes.
-        outputs, check, record: as for ``step``.
+        outputs, check, record: as for ``step``.  replay: capture the step of all ranks as one CUDA graph, and
+        replay it in later calls (docs/replay.md); the ops of a replay have no times.
         Buffers are updated as in training; parameters and their ``.grad`` are left alone.
         Raises RunError under torchrun, where a process has the program and the tensors of one rank.
         """
         return self._runner.run_local(
-            batch, step, threads, measure_memory, outputs, checked(check), checked_record(record)
+            batch, step, threads, measure_memory, outputs, checked(check), checked_record(record), replay
         )
 
     @overload

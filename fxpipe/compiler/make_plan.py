@@ -110,6 +110,7 @@ def make_plan(
         changed=tuple(sorted(graph_outputs(cut.graph).buffers)),
         grad_dtype="" if options.grad_dtype is None else str(options.grad_dtype),
         validation=options.validation,
+        replay=options.replays,
         batch_means=captured.means.exact,
         own_means=captured.means.apart,
         libraries=_libraries(cut.graph),

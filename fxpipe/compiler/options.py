@@ -22,7 +22,7 @@ from fxpipe.passes.level.recompute import Level
 from fxpipe.plan.lanes import LanePlan
 from fxpipe.plan.meshes import Mesh
 from fxpipe.plan.rewrites import RULES, Rule
-from fxpipe.plan.step import Tier
+from fxpipe.plan.step import Replay, Tier
 from fxpipe.plan.tensors import GRAD_DTYPES
 from fxpipe.runtime.program.offload import default_tier
 from fxpipe.schedule.families.registry import FAMILIES
@@ -158,6 +158,11 @@ class Options:
     """What runs the ops. ``"inductor"``: before its first step each rank compiles the forward and backward of
     its stages with Inductor, PyTorch's own compiler, which fuses their ops; weight gradients stay eager
     (docs/inductor.md). Random numbers are the same, other results differ by rounding."""
+    replay: Literal["auto"] | bool = False
+    """Whether each rank captures its step once, as a CUDA graph, and replays it, so that the device waits for
+    no Python (docs/replay.md). True: always; ``"auto"``: if the first steps show that it is faster. The first
+    three steps run both ways and must give the same bits; otherwise steps run op by op, and a warning says
+    why."""
     print_after: str | None = None
     """The name of a rewrite, after which the graph is printed, one line a node, for each candidate
     (``"untie"``; docs/architecture.md lists them, and so does the error for another name)."""
@@ -203,6 +208,11 @@ class Settings(Options):
     def rules(self) -> tuple[Rule, ...]:
         """The rules that may give the step other kernels."""
         return tuple(rule for rule in RULES if rule not in self.without)
+
+    @property
+    def replays(self) -> Replay:
+        """Whether steps are replayed, as the plan has it."""
+        return "auto" if self.replay == "auto" else "always" if self.replay else ""
 
     @property
     def offload_directory(self) -> Path | None:

@@ -19,7 +19,7 @@ from fxpipe.plan.number import number
 from fxpipe.plan.rewrites import Rewrite
 from fxpipe.plan.rows import ShardName
 from fxpipe.plan.saved.check import check_plan
-from fxpipe.plan.step import MOST_RANKS, Shard, StepSpec, Tier
+from fxpipe.plan.step import MOST_RANKS, Replay, Shard, StepSpec, Tier
 from fxpipe.plan.tensors import Dtype, GradDtype, Shape, Size, dtype_of, gradient_dtype, is_dense
 from fxpipe.plan.version import __version__
 from fxpipe.plan.work import PlanWork
@@ -190,9 +190,9 @@ class Plan:
     ``run_local`` runs them; other numbers can run the programs.  ``shard``: what replicas divide between
     them.  ``grad_dtype``: the dtype of gradients, as text; empty for that of each parameter.  ``lanes``:
     where the model has DTensors; then ``layouts`` are those of one lane.  ``validation``: the schedule was
-    made for steps with it.  ``meshes``: those that were compared to choose ranks and replicas.
-    ``own_hooks``: the functions of hooks that the forward registers by itself.  ``changed``: the buffers to
-    which a step gives new values.  ``memory_limit``: as it was
+    made for steps with it.  ``replay``: whether ranks replay captured steps.  ``meshes``: those that were
+    compared to choose ranks and replicas.  ``own_hooks``: the functions of hooks that the forward registers
+    by itself.  ``changed``: the buffers to which a step gives new values.  ``memory_limit``: as it was
     given, empty for none; ``limits``: what it leaves to the activations of each rank, beside what it holds,
     ``held`` (empty in plans of earlier versions).  ``batch_means``: what the loss divides by, as text, of
     which all microbatches take the mean over the batch; ``own_means``: of which each has its own.
@@ -228,6 +228,7 @@ class Plan:
     shard: Shard = ""
     lanes: LanePlan = NO_LANES
     validation: Validation = "barrier"
+    replay: Replay = ""
     meshes: Annotated[tuple[TriedMesh, ...], entries(0, MOST_TRIED)] = ()
     own_hooks: tuple[str, ...] = ()
     changed: tuple[str, ...] = ()

@@ -14,6 +14,9 @@ MOST_RANKS = 1 << 16
 Tier = Literal["host", "disk"]
 """The offload stores: pinned memory beside a GPU, a file beside the CPU."""
 
+Replay = Literal["", "auto", "always"]
+"""Whether ranks replay their captured steps: where that is faster, or always."""
+
 Shard = Literal["", "optimizer", "gradients", "parameters"]
 """What replicas divide between them, with all that stands before it: the optimizer's state, the gradients
 behind their sum, the parameters between their uses.  Empty: nothing."""

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from fxpipe.errors import RunError
+from fxpipe.runtime.program.captured import captured
 
 _library = torch.library.Library("fxpipe", "DEF")
 _library.define("expect(Tensor value, Scalar[] expected, str where) -> ()")
@@ -46,7 +47,14 @@ def expect(value: torch.Tensor, expected: list[bool | int], where: str) -> None:
 def _check(value: torch.Tensor, expected: list[bool | int], where: str) -> None:
     if _off:
         return
-    values = value.reshape(-1).tolist()
+    if (capture := captured.get()) is not None:
+        capture.expect(value, expected, where)
+        return
+    check_values(value.reshape(-1).tolist(), expected, where)
+
+
+def check_values(values: list[Any], expected: list[bool | int], where: str) -> None:
+    """Raise RunError, naming the source line that read the values, unless they are as expected."""
     if values != list(expected) and not _equal(values, expected):
         remedy = INSTEAD_OF_A_NUMBER
         if isinstance(values[0], bool):

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 
 from fxpipe.runtime.program.accelerator import generator, is_accelerator
+from fxpipe.runtime.program.captured import captured
 from fxpipe.runtime.torch_private import schema_of
 
 _MASK = (1 << 64) - 1
@@ -44,13 +45,27 @@ def keyed(
     if isinstance(key, torch.Tensor):
         kind = "Tensor" if isinstance(position, torch.Tensor) else "int"
         return _as_one_op(op, kind)(key, position, *args, **kwargs)
-    drawn_from = generator(_device(args, kwargs))
+    run, device = partial(op, *args, **kwargs), _device(args, kwargs)
+    capture = captured.get()
+    if capture is not None:
+        return capture.draw(key & _MASK, int(position), run, device)  # a tensor's is signed
+    return seeded(run, seed_of(key, int(position)), device)
+
+
+def seeded(op: Callable[[], Any], seed: int, device: torch.device) -> Any:
+    """Run a random op behind a seed of its device's generator, whose state is restored."""
+    drawn_from = generator(device)
     before = drawn_from.get_state()
-    drawn_from.manual_seed(fold(key, int(position)) & 0x7FFFFFFFFFFFFFFF)
+    drawn_from.manual_seed(seed)
     try:
-        return op(*args, **kwargs)
+        return op()
     finally:
         drawn_from.set_state(before)
+
+
+def seed_of(key: int, position: int) -> int:
+    """The seed by which the random op of a position draws."""
+    return fold(key, position) & 0x7FFFFFFFFFFFFFFF
 
 
 def as_tensor(key: int) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,9 +13,9 @@ import torch
 from fxpipe.errors import RunError
 from fxpipe.plan.step import StepSpec
 from fxpipe.plan.tensors import dtype_of
-from fxpipe.runtime.program.accelerator import on_host
 from fxpipe.runtime.program.batch import microbatches_of
 from fxpipe.runtime.program.comm import Comm, Layout, Numbers, Pending, Wait, in_layout
+from fxpipe.runtime.program.losses import Losses
 from fxpipe.runtime.program.offload import Offloader
 from fxpipe.runtime.program.outputs import Collected
 from fxpipe.runtime.program.random import fold
@@ -35,7 +36,8 @@ class Runtime:
     there are several; ``shards``: the same, if they own rows of parameters; ``buckets``: the accumulators, as
     they are summed over replicas.  ``lanes``: those that share each op with this process, where there are
     several.  ``weighted``: the batches of the steps that are one evaluation, each with what its microbatches
-    count for; ``weights``: that of the next one.  ``device``: where the program runs; None if the batch is
+    count for.  ``kept_total``: None, or what gets the total of the losses while a step is captured, to be
+    shared behind each replay.  ``device``: where the program runs; None if the batch is
     always there.  ``waiting``: what the rank waits for, if it does.  ``validate``: waits for the verdict of
     all ranks on the last update, undoes it if it does not stand, and tells whether it does.
     """
@@ -60,9 +62,8 @@ class Runtime:
     buckets: Sequence[Bucket] = ()
     validate: Callable[[], bool] | None = None
     weighted: Sequence[tuple[Any, Sequence[float]]] = ()
-    weights: Sequence[float] | None = None
-    _losses: list[torch.Tensor] = field(default_factory=list)
-    _counts: list[torch.Tensor] = field(default_factory=list)
+    losses: Losses = field(default_factory=Losses)
+    kept_total: list[torch.Tensor] | None = None
     _sharing: Numbers | None = None
     _shared: list[float] | None = None
     _ahead: dict[int, Pending] | None = None
@@ -74,7 +75,8 @@ class Runtime:
         self.record.end()
         self.comm.start()
         self.current_op, self.waiting = "", None
-        self._losses, self._counts, self._sharing, self._shared = [], [], None, None
+        self.losses.forget()
+        self._sharing = self._shared = None
         self._sums, self._gathers, self._ahead = [], {}, None
 
     def op(self, name: str) -> None:
@@ -112,7 +114,7 @@ class Runtime:
             self.wait_parameters(bucket)
         for values in made:
             values.clear()
-        self._losses, self._counts = [], []
+        self.losses.forget()
         self.collected.forget()
         self.record.forget()
 
@@ -132,7 +134,7 @@ class Runtime:
 
     @property
     def _knows_loss(self) -> bool:
-        return len(self._losses) == self.spec.microbatches
+        return len(self.losses.values) == self.spec.microbatches
 
     def microbatches(self, batch: Any) -> list[dict[str, torch.Tensor]]:
         """Cut the batch into microbatches, each a dict from leaf name to tensor."""
@@ -270,9 +272,7 @@ class Runtime:
 
     def add_loss(self, loss: torch.Tensor, count: torch.Tensor | None = None) -> None:
         """Add the loss of one microbatch; with ``count`` if it is a sum over that many."""
-        self._losses.append(loss.clone())  # a kernel may return a view of a storage as large as its input
-        if count is not None:
-            self._counts.append(count)
+        self.losses.add(loss, count)
         if self._ahead is None and self._knows_loss:
             self._share_loss()
 
@@ -406,23 +406,17 @@ class Runtime:
         """Start to give all ranks the loss of the batch."""
         if self._sharing is not None:
             return
-        total = self._own_total() if self.rank == self.spec.loss_rank else None
+        has_loss = self.rank == self.spec.loss_rank
+        if self.kept_total is None:
+            self.share_total(self.losses.total_on_host() if has_loss else None)
+            return
+        self._sharing = _ONES
+        if has_loss:
+            self.kept_total.append(self.losses.total())
+
+    def share_total(self, total: Numbers | None) -> None:
+        """Start to give all ranks the total of the losses, which the rank that has it passes."""
         self._sharing = self.comm.share_numbers(total, self.spec.loss_rank)
-
-    def _own_total(self) -> Numbers:
-        """The sum of the losses and its divisor; the function waits until they are on the CPU."""
-        losses = self._losses if self.spec.has_loss else [torch.zeros(())]
-
-        def total_and_count() -> torch.Tensor:
-            sums = torch.stack([x.double() for x in losses])
-            # new_full, as new_tensor would wait for the device
-            counts = torch.stack(self._counts).double() if self._counts else sums.new_full(sums.shape, 1)
-            if self.weights is not None:
-                share = sums.new_tensor(self.weights)
-                sums, counts = sums * share, counts * share
-            return torch.stack([sums.sum(), counts.sum()])
-
-        return on_host(losses[0].device, total_and_count)
 
     def _total(self) -> tuple[float, float]:
         """The sum of the losses and its divisor, on every rank."""
@@ -438,6 +432,7 @@ def _source(pending: Pending) -> Wait:
     return Wait("rank {}", pending.source) if pending.source >= 0 else _ALL
 
 
+_ONES = partial(torch.ones, 2, dtype=torch.float64)
 _ALL = Wait("all ranks", "ranks")
 _TAKERS = Wait("other ranks to take its messages", "ranks")
 _REPLICAS = Wait("the other replicas", "replicas")

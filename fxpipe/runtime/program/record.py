@@ -46,6 +46,19 @@ class HostClock:
         return marks
 
 
+class NoClock:
+    """Takes no time, for ops that are recorded instead of computed."""
+
+    def mark(self) -> None:
+        pass
+
+    def wait(self, mark: None) -> None:
+        pass
+
+    def seconds(self, marks: list[None]) -> list[float]:
+        return [0.0] * len(marks)
+
+
 class DeviceClock:
     """Takes the time of an accelerator: a mark is an event on the stream of the ops, with the host's time."""
 

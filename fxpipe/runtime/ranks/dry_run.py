@@ -24,6 +24,7 @@ from fxpipe.runtime.program.accelerator import is_accelerator, synchronize
 from fxpipe.runtime.program.checks import unchecked
 from fxpipe.runtime.program.comm import Layout, Numbers, Pending, add_up, new_buffer, new_buffers
 from fxpipe.runtime.program.lanes import AloneLane, running
+from fxpipe.runtime.program.losses import Losses
 from fxpipe.runtime.program.outputs import Collected
 from fxpipe.runtime.program.rank import Runtime
 from fxpipe.runtime.program.record import Record
@@ -56,8 +57,7 @@ def dry_run(
         buffers=dict(rt.buffers),
         record=Record(rt.record.clock),
         collected=Collected(),
-        _losses=[],
-        _counts=[],
+        losses=Losses(),
         validate=None,
         _sharing=None,
         _shared=None,

@@ -5,8 +5,9 @@ Accumulators that are summed over replicas lie in buckets, one behind the other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,7 +19,7 @@ from fxpipe.plan.rows import ShardName
 from fxpipe.plan.tensors import dtype_of
 from fxpipe.runtime.program.rank import Runtime
 from fxpipe.runtime.program.replicas import Accumulators, Bucket, Replicas
-from fxpipe.runtime.torch_private import writes_to
+from fxpipe.runtime.torch_private import writes_to, zero_each
 from fxpipe.training.model.shards import divide
 from fxpipe.training.model.speculative_update import set_grad
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from fxpipe.training.model.model_state import ModelState
 
 Finish = Callable[[], None]
+NOTHING: Mapping[ShardName, torch.Tensor] = MappingProxyType({})
 
 #: Gradients that were zeroed -> how often they had been written to then.  A step whose gradients are changed
 #: as a whole, divided by a count, must not change those of earlier steps with them.  Where there are none it
@@ -40,16 +42,20 @@ def begin_buckets(state: ModelState, rt: Runtime) -> None:
         rt.buckets = sharded_buckets(state, rt.rank, rt.replicas)
 
 
-def accumulators(state: ModelState, rt: Runtime) -> Finish:
+def accumulators(
+    state: ModelState, rt: Runtime, memory: Mapping[ShardName, torch.Tensor] = NOTHING
+) -> Finish:
     """Give the program its accumulators, of the plan's dtype, when the gradients of the last step have been
     used; return what is to be done after the step.
 
     They are the parameters' ``.grad``.  A gradient of an earlier step is counted once by a sum over ranks,
     and is not divided by this step's count: there the step gets new accumulators, which are added to
     ``.grad`` after it, or one of the ranks alone keeps it.
+
+    memory: for new ones, by name, where there are no replicas.
     """
     if rt.replicas is None:
-        return _apart(state, rt)
+        return _apart(state, rt, memory)
     if state.plan.shard:
         return _sharded(state, rt, rt.replicas.index)
     return _in_buckets(state, rt, rt.replicas.number)
@@ -96,13 +102,17 @@ def check_buckets(plan: Plan) -> None:
         )
 
 
-def _apart(state: ModelState, rt: Runtime) -> Finish:
+def _apart(state: ModelState, rt: Runtime, memory: Mapping[ShardName, torch.Tensor]) -> Finish:
     trained = holders(rank.gradients for rank in state.plan.tensors)
-    earlier = {}
+    earlier, used_again = {}, []
     for name in state.plan.tensors[rt.rank].gradients:
         parameter = state.parameter(name)
         grad, dtype = parameter.grad, state.plan.gradient_dtype(parameter.dtype)
-        accumulator = zeros(state, name) if grad is None else grad.to(dtype)
+        if grad is None and name in memory:
+            accumulator = memory[name]
+            used_again.append(accumulator)
+        else:
+            accumulator = zeros(state, name) if grad is None else grad.to(dtype)
         if accumulator is not grad:
             set_grad(parameter, accumulator)
         rt.grads[name] = accumulator
@@ -113,6 +123,8 @@ def _apart(state: ModelState, rt: Runtime) -> Finish:
             rt.grads[name] = zeros(state, name)
         elif rt.rank != trained[name][0]:  # which has the same one
             accumulator.zero_()
+    if used_again:
+        zero_each(used_again)
 
     def finish() -> None:
         for name, grad in earlier.items():

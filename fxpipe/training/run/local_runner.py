@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial, wraps
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
@@ -34,9 +35,13 @@ from fxpipe.runtime.ranks.local import LocalComm, LocalWorld
 from fxpipe.runtime.ranks.local_replicas import LocalReplicas
 from fxpipe.runtime.ranks.tracked_memory import SavedBytes
 from fxpipe.runtime.ranks.turns import run_all
+from fxpipe.runtime.replays.replays import Replays
+from fxpipe.runtime.torch_private import zero_each
 from fxpipe.training.model.accumulators import zero_buckets
 from fxpipe.training.model.model_state import ModelState
 from fxpipe.training.model.pending_update import PendingUpdate
+
+NOTHING: Mapping[str, Path] = MappingProxyType({})
 
 _Runner = TypeVar("_Runner", bound="LocalRunner")
 _Arguments = ParamSpec("_Arguments")
@@ -63,6 +68,15 @@ class LocalResult:
         if self.peak_saved:
             parts.append(f"peak_saved={[*self.peak_saved[:MOST_SHOWN]]}")
         return f"LocalResult({', '.join([*shown(self.loss, self.outputs), *parts])})"
+
+
+@dataclass(eq=False)
+class LocalRanks:
+    """The runtimes of all ranks in this process.  ``replays``: of their step, if it is replayed."""
+
+    world: LocalWorld
+    runtimes: list[Runtime]
+    replays: Replays | None = None
 
 
 def in_traced_state(
@@ -93,6 +107,7 @@ class LocalRunner:
     offload_directory: Path | None
     first_step: int = 0
     updates: PendingUpdate = field(default_factory=PendingUpdate)
+    _ranks_to_replay: LocalRanks | None = None
 
     @property
     def plan(self) -> Plan:
@@ -108,6 +123,7 @@ class LocalRunner:
         outputs: Sequence[str],
         check: Check,
         record: Mapping[str, Path],
+        replay: bool,
     ) -> LocalResult:
         """See ``Pipeline.run_local``."""
         if self.process is not None and self.plan.ranks * self.plan.lanes.number > 1:
@@ -121,35 +137,30 @@ class LocalRunner:
         check_ops(record, [op for program in self._local_programs for op in program.ops])
         self.updates.settle()
         self.state.check_unchanged(self.state.follow_model())
-        world = LocalWorld(self.plan.ranks, self.plan.replicas, self.plan.lanes.number)
-        runtimes = [
-            self._local_runtime(world, rank, replica, lane)
-            for replica in range(world.replicas)
-            for rank in range(world.ranks)
-            for lane in range(world.lanes)
-        ]
-        mains: list[Callable[[], Any]] = []
-        for number, rt in enumerate(runtimes):
-            rt.step_number = step
-            rt.collected = Collected(wanted)
-            replica = number // (world.ranks * world.lanes)
-            rows = rows_of_replica(spec.batch, batch, spec.microbatches, replica, world.replicas)
-            program = self._recorded(self._local_programs[rt.rank], rt, {} if replica else record, number)
-            mains.append(partial(self._run_program, program, rt, number, rows, check))
+        ranks = self._ranks_replayed() if replay else self._ranks()
+        world, runtimes = ranks.world, ranks.runtimes
+        for rt in runtimes:
+            rt.step_number, rt.collected = step, Collected(wanted)
         meters = [SavedBytes(self._tensors_of(rt, batch)) for rt in runtimes] if measure_memory else []
-        for number, meter in enumerate(meters):
-            mains[number] = partial(_metered, mains[number], runtimes[number], meter)
-        losses = run_all(
-            world, mains, lambda number: runtimes[number].current_op or "its start", threads, self.device
-        )
+        if replay:
+            if measure_memory or outputs or check or record:
+                raise RunError(
+                    "A replay has no ops to look at: leave out replay=True where run_local is to measure "
+                    "memory, to give outputs, to check or to record."
+                )
+            losses = self._replay_locally(ranks, batch, threads)
+        else:
+            losses = self._run_locally(world, runtimes, batch, threads, check, record, meters)
         first = runtimes[: world.ranks * world.lanes]  # of replica 0: all replicas have the same sums
-        ranks = [first[begin : begin + world.lanes] for begin in range(0, len(first), world.lanes)]
-        gradients = [_whole_gradients(self.plan.lanes, [rt.grads for rt in lanes]) for lanes in ranks]
+        of_ranks = [first[begin : begin + world.lanes] for begin in range(0, len(first), world.lanes)]
+        gradients = [_whole_gradients(self.plan.lanes, [rt.grads for rt in lanes]) for lanes in of_ranks]
         # In reverse, as the first rank that holds a tied weight has its sum.
         by_name = joined({name: grad for grads in reversed(gradients) for name, grad in grads.items()})
         for runtime in first:
             self.state.store_buffers(runtime)
         grads = {name: by_name[name] for name in self.state.parameters if name in by_name}
+        if replay:  # the next one writes to the same memory
+            grads = {name: grad.clone() for name, grad in grads.items()}
         of_each = [rt.collected.joined(rt.rank, spec.microbatches) for rt in runtimes[:: world.lanes]]
         collected = {
             name: torch.cat([outputs[name] for outputs in of_each if name in outputs])
@@ -162,6 +173,60 @@ class LocalRunner:
             tuple(m.peak for m in meters),
             {name: collected[name] for name in wanted},
         )
+
+    def _run_locally(
+        self,
+        world: LocalWorld,
+        runtimes: Sequence[Runtime],
+        batch: Any,
+        threads: int,
+        check: Check = None,
+        record: Mapping[str, Path] = NOTHING,
+        meters: Sequence[SavedBytes] = (),
+    ) -> list[torch.Tensor | None]:
+        """Run a step of all ranks; return their losses."""
+        spec = self.plan.step
+        mains: list[Callable[[], Any]] = []
+        for number, rt in enumerate(runtimes):
+            replica = number // (world.ranks * world.lanes)
+            rows = rows_of_replica(spec.batch, batch, spec.microbatches, replica, world.replicas)
+            program = self._recorded(self._local_programs[rt.rank], rt, {} if replica else record, number)
+            mains.append(partial(self._run_program, program, rt, number, rows, check))
+        for number, meter in enumerate(meters):
+            mains[number] = partial(_metered, mains[number], runtimes[number], meter)
+        return run_all(
+            world, mains, lambda number: runtimes[number].current_op or "its start", threads, self.device
+        )
+
+    def _ranks(self) -> LocalRanks:
+        """New runtimes of all ranks."""
+        world = LocalWorld(self.plan.ranks, self.plan.replicas, self.plan.lanes.number)
+        runtimes = [
+            self._local_runtime(world, rank, replica, lane)
+            for replica in range(world.replicas)
+            for rank in range(world.ranks)
+            for lane in range(world.lanes)
+        ]
+        return LocalRanks(world, runtimes)
+
+    def _ranks_replayed(self) -> LocalRanks:
+        """The runtimes of all ranks whose step is captured; new ones where none is."""
+        known = self._ranks_to_replay
+        if known is None or known.replays is None or known.replays.reason:
+            self._ranks_to_replay = self._ranks()
+            self._ranks_to_replay.replays = None if known is None else known.replays
+        assert self._ranks_to_replay is not None
+        return self._ranks_to_replay
+
+    def _replay_locally(self, ranks: LocalRanks, batch: Any, threads: int) -> Sequence[torch.Tensor | None]:
+        run = partial(self._run_locally, ranks.world, threads=threads)
+        ranks.replays = ranks.replays or Replays("always", self.device, run)
+        ranks.replays.run = run
+        for rt in ranks.runtimes:
+            zero_each([*rt.grads.values()])
+            state = self.state if rt.lanes is None else self.state.of_lane(rt.lanes.index)
+            rt.params, rt.buffers = state.params_and_buffers(rt.rank)
+        return ranks.replays.step(ranks.runtimes, batch)
 
     def _local_runtime(self, world: LocalWorld, rank: int, replica: int, lane: int) -> Runtime:
         comm, offloader = LocalComm(world, rank, replica, lane), self._offloader(rank)

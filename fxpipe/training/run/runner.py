@@ -24,7 +24,9 @@ from fxpipe.runtime.ranks.connect import connect
 from fxpipe.runtime.ranks.heap import give_back_large_tensors
 from fxpipe.runtime.ranks.local import LocalComm, LocalWorld
 from fxpipe.runtime.ranks.replicas import DistributedReplicas
+from fxpipe.runtime.replays.replays import Replays
 from fxpipe.training.model.accumulators import (
+    NOTHING,
     Finish,
     accumulators,
     begin_buckets,
@@ -41,6 +43,7 @@ from fxpipe.training.optimizer.batch_digest import (
     refusing,
     words,
 )
+from fxpipe.training.run.kept_gradients import KeptGradients
 from fxpipe.training.run.local_runner import LocalRunner, in_traced_state
 from fxpipe.training.run.rank_digests import RankDigests
 from fxpipe.training.run.short_batches import short_batch
@@ -105,14 +108,12 @@ class Runner(LocalRunner):
                 finish: list[Finish] = []
                 rt.validate = partial(self._validate, rt, finish)
                 # A warm-up computes forwards before the last update stands, and asks ``validate`` behind
-                # them.
-                if not program.has_warm_up:
+                # them; a replay cannot ask.
+                if not program.has_warm_up or self._replays is not None:
                     self.updates.settle()
                 if self.updates.are_settled:
                     self._begin_gradients(rt, finish)
-                with self._warm_up.memory(number):
-                    recorded = self._recorded(program, rt, record, self._number_in_world)
-                    loss = self._run_program(recorded, rt, self._number_in_world, batch, check)
+                loss = self._run(rt, batch, check, record)
                 rt.validate = None  # which would keep this and the runtime alive in a circle
                 self.state.refreshed()
                 compare()  # before outputs move: ranks that differ would wait for other messages
@@ -124,10 +125,46 @@ class Runner(LocalRunner):
         self.step_number = rt.step_number
         for end in finish:
             end()
+        if self._replays is not None and rt.replicas is None:
+            self._kept_gradients.keep(rt)
         self.state.store_buffers(rt)
         if self.process is not None:
             self.rank_digests.stepped()
         return StepResult(loss, results)
+
+    def _run(self, rt: Runtime, batch: Any, check: Check, record: Mapping[str, Path]) -> torch.Tensor | None:
+        """Run the program, or replay it; return its loss."""
+        if self._replays is not None and not (check or record or rt.collected.wanted):
+            (loss,) = self._replays.step([rt], batch)
+            return loss
+        with self._warm_up.memory(rt.step_number):
+            recorded = self._recorded(self._own_program, rt, record, self._number_in_world)
+            return self._run_program(recorded, rt, self._number_in_world, batch, check)
+
+    @cached_property
+    def _kept_gradients(self) -> KeptGradients:
+        return KeptGradients(self.state)
+
+    @cached_property
+    def _replays(self) -> Replays | None:
+        """The replays of this rank's step; None where none are wanted."""
+        wanted, process = self.plan.replay, self.process
+        if not wanted or self.is_evaluation:
+            return None
+        never = ""
+        if process is not None and process.replicas * process.lanes > 1:
+            never = "the run has replicas or lanes"
+        elif process is not None and process.has_different_devices(self.device):
+            never = "the ranks run on devices of several kinds"
+        return Replays(
+            wanted,
+            self.device,
+            lambda runtimes, batch: [
+                self._run_program(self._own_program, rt, self._number_in_world, batch) for rt in runtimes
+            ],
+            None if process is None else lambda: self._warm_up.memory(self.step_number),
+            never,
+        )
 
     def evaluate(self, batch: Any, outputs: Sequence[str], outputs_on: On) -> StepResult:
         """A step of a forward, or several for a batch with fewer rows."""
@@ -146,11 +183,11 @@ class Runner(LocalRunner):
         steps, sums, counts = [], 0.0, 0.0
         try:
             for part, (_, weights) in zip(batches, short.steps, strict=True):
-                rt.weights = weights
+                rt.losses.weights = weights
                 steps.append(self.step(part, outputs, outputs_on, None, {}))
                 sums, counts = sums + rt.total[0], counts + rt.total[1]
         finally:
-            rt.weighted, rt.weights = (), None
+            rt.weighted, rt.losses.weights = (), None
         loss = steps[0].loss
         if loss is not None:
             loss = (torch.tensor(sums, dtype=torch.float64) / counts).to(loss.dtype)
@@ -168,7 +205,8 @@ class Runner(LocalRunner):
 
         Before the step, where the last gradients are used: inside, memory for them could not be had safely.
         """
-        finish.append(accumulators(self.state, rt))
+        memory = NOTHING if self._replays is None else self._kept_gradients.lend(rt.rank)
+        finish.append(accumulators(self.state, rt, memory))
         if self.process is not None:
             self.rank_digests.begin_digests()
 

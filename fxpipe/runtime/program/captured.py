@@ -1,0 +1,25 @@
+"""What a step that is captured does in place of ops in which the host takes part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any, Protocol
+
+import torch
+
+
+class Captured(Protocol):
+    """A capture of a step.  Each replay draws by new keys, and tells what it would have checked."""
+
+    def draw(self, key: int, position: int, op: Callable[[], Any], device: torch.device) -> Any:
+        """Run a random op of a device, which draws by the key and the position."""
+        ...
+
+    def expect(self, value: torch.Tensor, expected: list[bool | int], where: str) -> None:
+        """Check the value of each replay, behind it."""
+        ...
+
+
+#: The capture, while there is one.
+captured: ContextVar[Captured | None] = ContextVar("captured", default=None)

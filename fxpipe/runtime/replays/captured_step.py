@@ -1,0 +1,200 @@
+"""The step of some ranks, captured once: a replay starts all that the programs start on the device, without
+their Python.
+
+What a step gets from the host lies in memory of its own: the batch is copied there, and each random op has
+its seed.  What the host takes of a step it takes behind the replay: the total of the losses, and the values
+that a check reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from fxpipe.plan.step import BatchSpec
+from fxpipe.runtime.program.accelerator import on_host
+from fxpipe.runtime.program.batch import as_dicts, batch_leaves
+from fxpipe.runtime.program.captured import captured
+from fxpipe.runtime.program.checks import check_values
+from fxpipe.runtime.program.losses import Losses
+from fxpipe.runtime.program.outputs import Collected
+from fxpipe.runtime.program.random import seed_of, seeded
+from fxpipe.runtime.program.rank import Runtime
+from fxpipe.runtime.program.record import NoClock, Record
+from fxpipe.runtime.replays.recorder import MakeRecorder, Recorder
+from fxpipe.runtime.torch_private import pytree
+
+Run = Callable[[Sequence[Runtime], Any], object]
+"""Runs the programs of some ranks, on a batch."""
+
+
+class NotReplayed(Exception):
+    """A step that cannot be captured, or not be replayed; the text says why."""
+
+
+@dataclass(eq=False)
+class CountedDraws:
+    """The random ops of a step that runs op by op, counted."""
+
+    number: int = 0
+
+    def draw(self, key: int, position: int, op: Callable[[], Any], device: torch.device) -> Any:
+        self.number += 1
+        return seeded(op, seed_of(key, position), device)
+
+    def expect(self, value: torch.Tensor, expected: list[bool | int], where: str) -> None:
+        check_values(value.reshape(-1).tolist(), expected, where)
+
+
+@dataclass(eq=False)
+class StagedBatch:
+    """Memory for the leaves of a batch that ranks need, on their device.  ``whole``: a batch of it."""
+
+    names: tuple[str, ...]
+    whole: Any
+
+    @staticmethod
+    def like(batch: Any, spec: BatchSpec, needed: Sequence[str], device: torch.device) -> StagedBatch:
+        tensors = {leaf.name for leaf in spec.leaves if leaf.shape is not None and not leaf.unread}
+        leaves = [
+            torch.empty_like(value, device=device) if name in tensors and name in needed else value
+            for name, value in batch_leaves(batch)
+        ]
+        whole = pytree.tree_unflatten(leaves, pytree.tree_flatten(as_dicts(batch))[1])
+        return StagedBatch(tuple(name for name in needed if name in tensors), whole)
+
+    def take(self, batch: Any) -> None:
+        """Copy the values of a batch.  Raises NotReplayed for tensors of another layout."""
+        mine, given = dict(batch_leaves(self.whole)), dict(batch_leaves(batch))
+        for name in self.names:
+            target, value = mine[name], given[name]
+            if (target.shape, target.stride(), target.dtype) != (value.shape, value.stride(), value.dtype):
+                raise NotReplayed(f"the leaf {name!r} has another layout than in the step that was captured")
+            target.copy_(value, non_blocking=True)
+
+
+@dataclass(eq=False)
+class CapturedStep:
+    """``runtimes``: of the ranks, whose tensors the replays use, and whose step is the next one.
+    ``device``: of all of them.  ``copies``: of the runtimes, as the capture has them."""
+
+    runtimes: Sequence[Runtime]
+    batch: StagedBatch
+    device: torch.device
+    copies: Sequence[Runtime] = ()
+    _recorder: Recorder | None = None
+    _draws: list[tuple[Callable[[], int], int]] = field(default_factory=list)  # the key now, and the position
+    _keys: dict[int, Callable[[], int]] = field(default_factory=dict)
+    _expected: list[tuple[torch.Tensor, list[bool | int], str]] = field(default_factory=list)
+    _addresses: list[int] = field(default_factory=list)
+
+    def capture(self, run: Run, batch: Any, random_ops: int, make: MakeRecorder) -> None:
+        """Record the step that the runtimes are about to run.
+
+        random_ops: their number in a step.  Raises NotReplayed, or what fails in the step.
+        """
+        self.batch.take(batch)
+        self.copies = [_without_host(rt) for rt in self.runtimes]
+        for copy in self.copies:
+            copy.start()
+        self._keys = dict(_keys(self.runtimes))
+        self._recorder = make(self.device, random_ops)
+        with self._capturing():
+            self._recorder.record(lambda: run(self.copies, self.batch.whole))
+        self._addresses = [tensor.data_ptr() for _, _, tensor in self._tensors()]
+
+    def replay(self, batch: Any) -> None:
+        """Start the step of the runtimes on a batch; ``finish`` ends it.
+
+        Raises NotReplayed where a tensor lies elsewhere than in the capture.
+        """
+        assert self._recorder is not None
+        addresses = [tensor.data_ptr() for _, _, tensor in self._tensors()]
+        if addresses != self._addresses:
+            pairs = zip(self._tensors(), addresses, self._addresses, strict=True)
+            kind, name = next((kind, name) for (kind, name, _), now, then in pairs if now != then)
+            raise NotReplayed(
+                f"the {kind} {name} lies at another address than in the capture, as where the script "
+                "replaces a tensor, or keeps the gradient of an earlier step"
+            )
+        self.batch.take(batch)
+        self._recorder.replay([seed_of(key(), position) for key, position in self._draws])
+
+    def memory(self) -> AbstractContextManager[None]:
+        """In the block ops take the memory of the replays."""
+        assert self._recorder is not None
+        return self._recorder.memory()
+
+    def finish(self) -> list[torch.Tensor | None]:
+        """End the replayed step as the programs do; return what they return, by rank."""
+        for value, expected, where in self._expected:
+            check_values(value.tolist(), expected, where)
+        for rt, copy in zip(self.runtimes, self.copies, strict=True):
+            rt.start()
+            rt.record.forget()  # the ops of a replay have no times
+            rt.buffers = dict(copy.buffers)
+            total = copy.kept_total[-1] if copy.kept_total else None
+            rt.share_total(None if total is None else on_host(total.device, partial(_same, total)))
+        for rt in self.runtimes:
+            if rt.spec.has_count:
+                rt.divide_gradients_by_count()
+        return [rt.finish() for rt in self.runtimes]
+
+    def draw(self, key: int, position: int, op: Callable[[], Any], device: torch.device) -> Any:
+        assert self._recorder is not None
+        if device != self.device:
+            raise NotReplayed(f"a random op draws on {device}, and the step runs on {self.device}")
+        if key not in self._keys:
+            raise NotReplayed("a random op has a key of its own, and not that of a microbatch")
+        self._draws.append((self._keys[key], position))
+        return self._recorder.draw(len(self._draws) - 1, op)
+
+    def expect(self, value: torch.Tensor, expected: list[bool | int], where: str) -> None:
+        self._expected.append((value.reshape(-1).clone(), expected, where))
+
+    @contextmanager
+    def _capturing(self) -> Iterator[None]:
+        before = captured.set(self)
+        try:
+            yield
+        finally:
+            captured.reset(before)
+
+    def _tensors(self) -> Iterator[tuple[str, str, torch.Tensor]]:
+        """What the programs are given beside the batch: kind, name, tensor."""
+        for rt in self.runtimes:
+            kinds = {"parameter": rt.params, "gradient of": rt.grads, "buffer": rt.buffers}
+            for kind, tensors in {**kinds, "constant": rt.constants}.items():
+                for name, tensor in tensors.items():
+                    yield kind, name, tensor
+
+
+def _without_host(rt: Runtime) -> Runtime:
+    """A runtime on the same tensors that takes no time, and keeps its total for later."""
+    return replace(
+        rt,
+        grads=dict(rt.grads),
+        buffers=dict(rt.buffers),
+        record=Record(NoClock()),
+        collected=Collected(),
+        validate=None,
+        losses=Losses(),
+        kept_total=[],
+    )
+
+
+def _keys(runtimes: Sequence[Runtime]) -> Iterator[tuple[int, Callable[[], int]]]:
+    """The keys of the step, and functions that give those of the step at hand."""
+    for rt in runtimes:
+        for microbatch in range(rt.spec.microbatches):
+            for key in (rt.key, *([] if rt.lanes is None else [rt.lane_key])):
+                yield key(microbatch), partial(key, microbatch)
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor

@@ -1,0 +1,302 @@
+"""Steps that are replays of a captured one, by a tape of ops and storages in place of a GPU's graph."""
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from launch import forked
+from tape import Tape
+from torch import nn
+from torch.nn import functional as F
+
+import fxpipe
+from fxpipe.errors import RunError
+from fxpipe.runtime.program.rank import Runtime
+from fxpipe.runtime.replays import captured_step, replays
+from fxpipe.runtime.replays.captured_step import NotReplayed
+from fxpipe.runtime.replays.replays import TRIALS
+from fxpipe.training.run import local_runner
+
+MICROBATCHES, ROWS, LENGTH, WIDTH, WORDS = 4, 2, 5, 8, 16
+STEPS = TRIALS + 3
+
+
+@pytest.fixture(autouse=True)
+def tape() -> Iterator[None]:
+    with mock.patch.object(replays, "recorder_of", return_value=Tape):
+        yield
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.inner = nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 2 * WIDTH)
+        self.outer, self.dropout = nn.Linear(2 * WIDTH, WIDTH), nn.Dropout(0.2)
+
+    def forward(self, x):
+        normed = self.norm(x.transpose(1, 2)).transpose(1, 2)
+        return x + self.dropout(self.outer(F.gelu(self.inner(normed))))
+
+
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, WIDTH)
+        self.layers = nn.ModuleList([Layer() for _ in range(4)])
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+
+    def forward(self, ids, labels):
+        x = self.embedding(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+def words() -> Words:
+    torch.manual_seed(0)
+    return Words()
+
+
+def batch(step: int, replicas: int = 1) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    ids = torch.randint(WORDS, (replicas * MICROBATCHES * ROWS, LENGTH), generator=generator)
+    labels = ids.clone()
+    labels[:, : 1 + step % 3] = -100  # each batch counts others
+    return {"ids": ids, "labels": labels}
+
+
+def compiled(model: nn.Module, **options: Any) -> fxpipe.Pipeline:
+    example = {name: x[:ROWS] for name, x in batch(0).items()}
+    return fxpipe.compile(model, example, microbatches=MICROBATCHES, effort=0.02, check=False, **options)
+
+
+def trained(replay: bool | str, steps: int = STEPS, keep: str = "", **options: Any):
+    """Losses and weights of a training; keep: what the script does with gradients."""
+    model = words()
+    pipe = compiled(model, ranks=1, schedule="1f1b", replay=replay, **options)
+    optimizer = pipe.optimizer(torch.optim.AdamW, lr=1e-2, clip_grad_norm=1.0)
+    losses, kept = [], []
+    for step in range(steps):
+        losses.append(pipe.step(batch(step)))
+        if keep == "sums" and step % 2:
+            continue
+        optimizer.step()
+        if keep == "one" and step == TRIALS + 1:
+            kept = [model.head.weight.grad[0], model.head.weight.grad[0].clone()]
+        optimizer.zero_grad(set_to_none=keep != "zeros")
+    assert not kept or torch.equal(*kept)
+    return pipe, [*losses, *(x.detach().clone() for x in model.state_dict().values())]
+
+
+def why(pipe: fxpipe.Pipeline) -> str:
+    """Why the steps of a rank, or of all in this process, run op by op."""
+    runner = pipe._runner
+    known = runner._replays if runner._ranks_to_replay is None else runner._ranks_to_replay.replays
+    assert known is not None
+    return known.reason
+
+
+class Memory:
+    """A store for offloaded tensors whose copies are ops, as those of ``Host`` are on a GPU."""
+
+    def __init__(self, size: int) -> None:
+        self.pool = torch.empty(size, dtype=torch.uint8)
+
+    def write(self, tensor: torch.Tensor, at: int) -> None:
+        self.pool[at : at + tensor.numel()].copy_(tensor)
+
+    def read(self, tensor: torch.Tensor, at: int, written: None) -> None:
+        tensor.copy_(self.pool[at : at + tensor.numel()])
+
+    def wait(self, ticket: None) -> None:
+        pass
+
+
+SETTINGS = {
+    "1f1b": {"schedule": "1f1b"},
+    "split": {"schedule": "zb-v", "vocab_parallel": "1-barrier"},
+    "recomputed": {"schedule": "zb-h1", "vocab_parallel": "2-barrier", "recompute": "full"},
+    "offloaded": {"schedule": "gpipe", "offload": 0.7},
+    "replicas": {"schedule": "interleaved", "stages_per_rank": 2, "replicas": 2},
+    "divided": {"schedule": "zb-h1", "replicas": 2, "shard": "parameters", "mean": "microbatch"},
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_replays_give_the_bits_of_the_ops(setting, monkeypatch):
+    monkeypatch.setattr(local_runner, "open_store", lambda tier, size, *_: Memory(size))
+    model, options = words(), SETTINGS[setting]
+    pipe = compiled(model, ranks=2, **options)
+    for step in range(STEPS):
+        data = batch(step, options.get("replicas", 1))
+        state = {name: x.clone() for name, x in model.state_dict().items()}
+        expected = pipe.run_local(data, step=step)
+        buffers = [x.clone() for x in model.buffers()]
+        model.load_state_dict(state)
+        found = pipe.run_local(data, step=step, replay=True)
+        assert torch.equal(found.loss, expected.loss)
+        assert all(torch.equal(found.grads[name], grad) for name, grad in expected.grads.items())
+        assert all(map(torch.equal, model.buffers(), buffers))
+        torch.manual_seed(step)
+        for parameter in model.parameters():
+            parameter.data.add_(0.01 * torch.randn_like(parameter))
+    assert why(pipe) == ""
+
+
+@pytest.mark.parametrize("keep", ["", "sums", "zeros"])
+def test_a_training_by_replays_is_the_same(keep):
+    pipe, found = trained(True, keep=keep)
+    assert why(pipe) == ""
+    assert all(map(torch.equal, found, trained(False, keep=keep)[1]))
+
+
+def test_a_gradient_that_the_script_keeps_stays_and_is_named():
+    with pytest.warns(UserWarning, match="the gradient of head.weight lies at another address"):
+        _, found = trained(True, keep="one")
+    assert all(map(torch.equal, found, trained(False, keep="one")[1]))
+
+
+def test_a_sum_is_divided_by_the_count_of_its_batch():
+    def loss(output, given):
+        return output * given["labels"].ne(-100).sum(), given["labels"].ne(-100).sum()
+
+    pipe, found = trained(True, loss_fn=loss)
+    assert why(pipe) == ""
+    assert all(map(torch.equal, found, trained(False, loss_fn=loss)[1]))
+
+
+def test_a_value_that_the_code_reads_is_checked_behind_each_replay():
+    class Branch(Words):
+        def forward(self, ids, labels):
+            return super().forward(ids, labels) * (2 if labels.min() < 0 else 1)
+
+    model = Branch()
+    pipe = compiled(model, ranks=2, schedule="1f1b")
+    for step in range(STEPS):
+        pipe.run_local(batch(step), replay=True)
+    assert why(pipe) == ""
+    with pytest.raises(RunError, match="this microbatch gives False"):
+        pipe.run_local({**batch(0), "labels": batch(0)["ids"]}, replay=True)
+
+
+class Again(captured_step.CapturedStep):
+    """Runs the programs on the copies of the runtimes, where a graph has their work: also over gloo."""
+
+    def capture(self, run, batch, random_ops, make):
+        self.run, self.copies = run, [captured_step._without_host(rt) for rt in self.runtimes]
+
+    def replay(self, batch):
+        self.batch.take(batch)
+        for rt, copy in zip(self.runtimes, self.copies, strict=True):
+            copy.start()
+            copy.buffers, copy.kept_total, copy.step_number = dict(rt.buffers), [], rt.step_number
+            copy.params, copy.grads = rt.params, rt.grads
+        self.run(self.copies, self.batch.whole)
+
+    def memory(self):
+        return nullcontext()
+
+
+def rank_of_two(broken: int) -> None:
+    """broken: the rank whose step cannot be captured."""
+    losses = {}
+    for replay in (False, True):
+        model = words()
+        pipe = compiled(model, ranks=2, schedule="zb-h1", replay=replay)
+        optimizer = pipe.optimizer(torch.optim.SGD, lr=0.1, clip_grad_norm=0.5)
+        if replay and pipe.process.rank == broken:
+            Again.capture = mock.Mock(side_effect=NotReplayed("broken"))
+        losses[replay] = []
+        with mock.patch.multiple(replays, CapturedStep=Again, recorder_of=mock.Mock()):
+            for step in range(STEPS):
+                losses[replay].append(pipe.step(batch(step)).item())
+                optimizer.step()
+                optimizer.zero_grad()
+    assert losses[True] == losses[False]
+    print("why:", why(pipe))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("broken", [-1, 1])
+def test_a_rank_that_replays_exchanges_the_messages_of_one_that_does_not(broken, tmp_path):
+    run = forked(2, rank_of_two, broken, dtype=torch.float64, logs=tmp_path)
+    assert run.code == 0, run
+    expected = ["why: broken" if rank == broken else "why:" for rank in range(2)]
+    assert [out.strip().splitlines()[-1].strip() for out in run.stdout] == expected
+
+
+def _frozen_keys(runtimes):
+    for rt in runtimes:
+        for microbatch in range(MICROBATCHES):
+            key = rt.key(microbatch)
+            yield key, partial(int, key)
+
+
+def _with_a_number(rt, loss, *counts):
+    add_loss(rt, loss * (1 + rt.step_number), *counts)
+
+
+def _with_a_wait(rt, loss, *counts):
+    loss.item()
+    add_loss(rt, loss, *counts)
+
+
+add_loss = Runtime.add_loss
+FAULTS = {
+    "a number of the host": (Runtime, "add_loss", _with_a_number, "another gradient|the loss"),
+    "a wait for the device": (Runtime, "add_loss", _with_a_wait, "the host reads a tensor"),
+    "the key of a step": (captured_step, "_keys", _frozen_keys, "another gradient|the loss"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_a_replay_would_freeze_is_found(fault, monkeypatch):
+    *place, why_not = FAULTS[fault]
+    monkeypatch.setattr(*place)
+    with pytest.warns(UserWarning, match=f"run op by op, and are not replayed: .*({why_not})"):
+        _, found = trained(True)
+    assert all(map(torch.equal, found, trained(False)[1]))
+
+
+def test_a_parameter_that_the_script_replaces_is_named():
+    model = words()
+    pipe = compiled(model, ranks=1, schedule="1f1b", replay=True)
+    for step in range(STEPS):
+        pipe.step(batch(step))
+        model.zero_grad(set_to_none=True)
+    model.head.weight.data = model.head.weight.data.clone()
+    with pytest.warns(UserWarning, match="the parameter head.weight lies at another address"):
+        pipe.step(batch(STEPS))
+
+
+def test_a_step_that_is_asked_for_more_runs_op_by_op_between_replays():
+    model = words()
+    pipe = compiled(model, ranks=1, schedule="1f1b", replay=True, outputs=["head"])
+    for step in range(STEPS):
+        pipe.step(batch(step))
+        model.zero_grad(set_to_none=True)
+    asked = pipe.step(batch(STEPS), outputs=["head"])
+    assert asked.outputs["head"].shape == (MICROBATCHES * ROWS, LENGTH, WORDS)
+    model.zero_grad(set_to_none=True)
+    pipe.step(batch(STEPS), check="finite")
+    pipe.step(batch(STEPS))
+    assert why(pipe) == ""
+
+
+def test_replays_that_are_not_faster_are_left_out(monkeypatch):
+    monkeypatch.setattr(replays, "WORTH", 0.0)
+    pipe, found = trained("auto")
+    assert "a replay takes" in why(pipe)
+    assert all(map(torch.equal, found, trained(False)[1]))
+
+
+def test_a_device_without_graphs_is_said(monkeypatch):
+    monkeypatch.setattr(replays, "recorder_of", lambda device: None)
+    with pytest.warns(UserWarning, match="not replayed: a cpu has no graphs"):
+        trained(True, steps=1)
+    with pytest.raises(RunError, match="leave out replay=True"):
+        compiled(words(), ranks=1).run_local(batch(0), replay=True, measure_memory=True)
