@@ -18,6 +18,7 @@ from fxpipe.cost.recomputable import recomputable_nodes
 from fxpipe.errors import PartitionError
 from fxpipe.ir.graph import Free
 from fxpipe.ir.resized import ResizedTraces
+from fxpipe.ir.sections import compiles
 from fxpipe.ir.step_invariants import mean_values, once_values
 from fxpipe.ir.text import graph_text
 from fxpipe.ir.verify import verify
@@ -45,6 +46,7 @@ from fxpipe.passes.level.fuse_accumulation import fuse_accumulation
 from fxpipe.passes.level.make_contiguous import make_contiguous
 from fxpipe.passes.level.mincut_saved_for_weight import mincut_saved_for_weight
 from fxpipe.passes.level.recompute import Level, recompute
+from fxpipe.passes.level.repeat_in_kernels import repeat_in_kernels
 from fxpipe.passes.scheduled.insert_offload import insert_offload
 from fxpipe.schedule.ops import Phase
 from fxpipe.schedule.stages import Vocabulary
@@ -237,6 +239,11 @@ def _recompute(step: StepGraphs, options: CutOptions) -> None:
         recompute(step.graph, options.recompute)
 
 
+def _repeat_in_kernels(step: StepGraphs, options: CutOptions) -> None:
+    if compiles(options.backend, Phase.B):
+        repeat_in_kernels(step.graph)
+
+
 def _insert_offload(step: StepGraphs, options: CutOptions) -> None:
     for (stage, user), roots in step.offloaded.items():
         insert_offload(step.graph, stage, user, roots)
@@ -264,6 +271,7 @@ PASSES = Passes(
     ),
     level=(
         Pass("recompute", _recompute),
+        Pass("repeat_in_kernels", _repeat_in_kernels),
         _of_graph(mincut_saved_for_weight),
         _of_graph(make_contiguous),
         Pass("fuse_accumulation", lambda step, options: fuse_accumulation(step.graph, options.grad_dtype)),

@@ -157,6 +157,9 @@ CASES = {
     "sink_cheap_values": Case(Masked, stages=2),
     "merge_equal": Case(lambda: Net(lambda x: x.tanh() * x.tanh())),
     "recompute": Case(lambda: Net(F.gelu), options={"recompute": "norms"}),
+    "repeat_in_kernels": Case(
+        lambda: Net(lambda x: x * F.gelu(x, approximate="none").tanh()), options={"backend": "inductor"}
+    ),
     "mincut_saved_for_weight": Case(),
     "make_contiguous": Case(lambda: Net(lambda x: x[:1].expand(2, -1)), stages=2),
     "fuse_accumulation": Case(lambda: Net(bias=True)),
@@ -203,7 +206,9 @@ def test_a_pass_changes(name, request):
     assert found == file.read_text()
 
 
-@pytest.mark.parametrize("name", ["split_vocabulary", "recompute", "join_backward", "insert_offload"])
+@pytest.mark.parametrize(
+    "name", ["split_vocabulary", "recompute", "repeat_in_kernels", "join_backward", "insert_offload"]
+)
 def test_a_pass_changes_nothing_unasked(name):
     case = replace(CASES[name], options={}, offloaded="", joined=frozenset())
     assert changed(name, case) == ""

@@ -1,0 +1,93 @@
+"""Lets the kernels of B, which a compiler fuses, repeat what is elementwise instead of reading saved values.
+
+before: act = tanh(x) (F) ──► tanh_backward(d, act) (B)
+after:  act' = tanh(x) (B) ──► tanh_backward(d, act') (B), in one kernel, which reads x
+
+Such a kernel reads its inputs once, whatever it computes of them, so a repeated op costs nothing; what counts
+are the bytes that are saved.  They are a minimum cut between the forward and the elementwise ops of B.  Not
+repeated: what another op of B reads (a product, attention), as it would have to be written to memory, and
+what W reads, which is saved for it.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import fx
+
+from fxpipe.ir.graph import read_buffer
+from fxpipe.ir.storage import call_nodes, drop_dead, is_view, node_bytes
+from fxpipe.passes.level.mincut import to_repeat
+from fxpipe.passes.rewrite import clone_into
+from fxpipe.schedule.ops import Color, Phase
+
+aten = torch.ops.aten
+
+#: Of equally small cuts the one that repeats the least is taken: bytes count this much more than ops.
+_SCALE = 1000
+
+
+def repeat_in_kernels(graph: fx.Graph) -> None:
+    by_stage: dict[int, list[fx.Node]] = {}
+    for node in call_nodes(graph):
+        if node.meta["color"].phase is Phase.B:
+            by_stage.setdefault(node.meta["color"].stage, []).append(node)
+    for stage, users in sorted(by_stage.items()):
+        repeated = _to_repeat(users, Color(stage, Phase.F))
+        clones: dict[tuple[Color, fx.Node], fx.Node] = {}
+        for user in users:
+            for node in user.all_input_nodes:
+                if node in repeated:
+                    user.replace_input_with(
+                        node, clone_into(node, user.meta["color"], user, clones, repeated)
+                    )
+    drop_dead(graph)
+
+
+def _to_repeat(users: list[fx.Node], forward: Color) -> set[fx.Node]:
+    """The ops of the forward that B repeats."""
+    size = cache(node_bytes)
+
+    @cache
+    def is_read(node: fx.Node) -> bool:
+        """Whether W, or an op of B that is no kernel of elementwise ops, reads the value or a view of it."""
+        behind = [user for user in node.users if user.op == "call_function"]
+        others = [user for user in behind if user.meta["color"] != forward]
+        return any(_reads_memory(user) for user in others) or any(
+            is_read(user) for user in behind if is_view(user) and user.meta["color"].stage == forward.stage
+        )
+
+    def may(node: fx.Node) -> bool:
+        return (
+            node.meta["color"] == forward and _is_elementwise(node) and (is_view(node) or not is_read(node))
+        )
+
+    def keep(node: fx.Node) -> int | None:
+        if is_view(node) and may(node):  # a view keeps its base alive
+            return None
+        return 0 if is_read(node) else _SCALE * size(node)
+
+    def repeat(node: fx.Node) -> int | None:
+        if not may(node):
+            return None
+        return 0 if is_view(node) else size(node)
+
+    needed = [node for user in users if _is_elementwise(user) for node in user.all_input_nodes]
+    return to_repeat([node for node in needed if _is_forward(node, forward)], keep, repeat)
+
+
+def _is_forward(node: fx.Node, forward: Color) -> bool:
+    return node.op == "call_function" and node.meta["color"] == forward
+
+
+def _reads_memory(user: fx.Node) -> bool:
+    """Whether an op needs its operands in memory."""
+    return user.meta["color"].phase is not Phase.B or not _is_elementwise(user)
+
+
+def _is_elementwise(node: fx.Node) -> bool:
+    if node.target is read_buffer:
+        return False
+    tags = getattr(node.target, "tags", ())
+    return is_view(node) or node.target is aten._to_copy.default or torch.Tag.pointwise in tags
