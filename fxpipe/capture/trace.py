@@ -173,6 +173,7 @@ def _traced(
                 stack.enter_context(
                     compat.default_group(step.world, options.has_group or options.replicas != 1)
                 )
+                stack.enter_context(step.world.environment())
                 step.provenance.communicates = step.world.refuse_to_communicate
             try:
                 module = compat.make_fx(step)(*values)

@@ -64,6 +64,8 @@ def guarded(loss, x):
 DIVIDED = (
     lambda loss, x: loss / get_world_size(),
     lambda loss, x: loss / (dist.get_world_size() if dist.is_initialized() else 1),
+    lambda loss, x: loss / int(os.environ.get("WORLD_SIZE", "1")),
+    lambda loss, x: loss if int(os.getenv("LOCAL_RANK", 0)) < 0 else loss / int(os.getenv("WORLD_SIZE", 1)),
     gated,
 )
 COMMUNICATES = (
@@ -99,7 +101,13 @@ def test_replicas_do_not_communicate_in_the_forward(ask):
         compiled(ask, replicas=2)
 
 
-@pytest.mark.parametrize("ask", [lambda loss, x: loss * (1 + dist.get_rank()), COMMUNICATES[-1]])
+OTHER_OPS = (
+    lambda loss, x: loss * (1 + dist.get_rank()),
+    lambda loss, x: loss * (1 + int(os.environ["RANK"])),
+)
+
+
+@pytest.mark.parametrize("ask", [*OTHER_OPS, COMMUNICATES[-1]])
 def test_replicas_that_would_run_other_ops(ask):
     with pytest.raises(fxpipe.CaptureError, match=r"another replica.*test_world.py:\d+|communicates"):
         compiled(ask, replicas=2)
@@ -163,5 +171,5 @@ def test_under_torchrun(double, tmp_path, processes, shapes, has_group):
             assert "communicates with other processes (all" in value
             continue
         mean = sum(loss_of(lambda loss, x: loss, rows_of(k)) for k in range(replicas)) / replicas
-        divisor = 1 if kind in ("2", "pair of a replica") else replicas
+        divisor = 1 if kind in (str(DIVIDED.index(gated)), "pair of a replica") else replicas
         assert value == pytest.approx(mean / divisor, rel=1e-12), name

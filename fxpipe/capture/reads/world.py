@@ -4,13 +4,16 @@
     get_world_size(g)    ──►  of those in the script's own group; its other processes run stages of theirs
     get_rank()           ──►  the replica; the forward must run the same ops with any
     a collective         ──►  nothing, or a copy, as of one process; an error if there are several replicas
+    os.environ["RANK"]   ──►  what the functions above say, as of WORLD_SIZE and torchrun's other names
 
 The processes that run the stages of a replica are no part of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import os
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -25,6 +28,8 @@ _COPIES = (
     *("_allgather_base", "all_gather_single", "_reduce_scatter_base", "reduce_scatter_single"),
     "all_to_all_single",
 )  # torch 2.13 has other names for some
+#: The variables by which torchrun tells a process the same.
+_RANKS, _SIZES = ({f"{whose}{what}" for whose in ("", "LOCAL_", "ROLE_")} for what in ("RANK", "WORLD_SIZE"))
 _ProcessGroup = torch.distributed.ProcessGroup
 
 
@@ -57,6 +62,23 @@ class World(_ProcessGroup):
     def again(self) -> None:
         """Answer as another replica."""
         self.replica = (self._replicas or 2) - 1
+
+    @contextlib.contextmanager
+    def environment(self) -> Iterator[None]:
+        """Let the variables of the environment that torchrun sets have the answers of this world."""
+        world, kind = self, type(os.environ)
+
+        class Environment(kind):  # type: ignore[misc, valid-type]
+            def __getitem__(self, name: str) -> Any:
+                if name not in _RANKS | _SIZES or (world._replicas == 1 and name not in {*self}):
+                    return super().__getitem__(name)
+                return str(world.rank() if name in _RANKS else world.size())
+
+        os.environ.__class__ = Environment
+        try:
+            yield
+        finally:
+            os.environ.__class__ = kind
 
     def refuse(self, does: str, remedy: str) -> NoReturn:
         place = self._provenance.place()
