@@ -61,7 +61,7 @@ def explain(plan: Plan, console: Console) -> None:
 
 
 def _loss(plan: Plan) -> Iterator[str]:
-    """What the loss of a step is the mean of, where microbatches divide by numbers of their own."""
+    """What the loss of a step is the mean of, where microbatches have numbers of their own."""
     if plan.batch_means:
         yield (
             "The loss is the whole batch's: all microbatches divide by the mean over the batch of "
@@ -69,7 +69,7 @@ def _loss(plan: Plan) -> Iterator[str]:
         )
     if plan.own_means:
         yield (
-            f"Each microbatch divides its loss by its own {', '.join(plan.own_means)}; the mean of these "
+            f"The loss of each microbatch is by its own {', '.join(plan.own_means)}; the mean of these "
             "losses is another one than the whole batch's, where these numbers differ."
         )
 

@@ -4,6 +4,7 @@ batch, in float64."""
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -90,6 +91,10 @@ def with_others(logits, y, more):
     )
 
 
+def not_nan(logits, y, more):
+    return torch.nan_to_num(mean(logits, y, more))
+
+
 def stacked(logits, y, more):
     return torch.stack([mean(logits, y, more), more[0].square().mean()]).sum()
 
@@ -110,7 +115,7 @@ def weighted(logits, y, more):
 
 LOSSES = [
     mean, shifted, of_dims, smoothed, weighted, masked, guarded, epsilon, normalized_mask, means, with_others,
-    stacked, of_sequences, even,
+    stacked, not_nan, of_sequences, even,
 ]  # fmt: skip
 
 
@@ -190,7 +195,53 @@ def test_explain_names_the_divisors(capsys):
     )
     with pytest.warns(UserWarning, match="of which fxpipe cannot take the whole batch's"):
         fxpipe.compile(Model(longest), example, **options).explain()
-    assert "divides its loss by its own" in capsys.readouterr().out
+    assert "The loss of each microbatch is by its own" in capsys.readouterr().out
+
+
+def flooded(logits, y, more):
+    return (mean(logits, y, more) - 0.1).abs() + 0.1
+
+
+def focal(logits, y, more):
+    return (1 - torch.exp(-mean(logits, y, more))) ** 2
+
+
+def root(logits, y, more):
+    return (more[0] - 1).square().mean().sqrt()
+
+
+def norm(logits, y, more):
+    return (more[0] - 1).norm()
+
+
+def without_nan(logits, y, more):
+    return torch.nanmean(torch.where(y[..., None] < 0, torch.nan, more[0]).square())
+
+
+def balanced(logits, y, more):
+    share = logits.softmax(-1).flatten(0, 1).mean(0)
+    return mean(logits, y, more) + (share * share.log()).sum()
+
+
+OTHER_FUNCTIONS = {flooded: "abs", focal: "exp", root: "sqrt", norm: "linalg_vector_norm", without_nan: ""}
+
+
+@pytest.mark.parametrize("loss", [*OTHER_FUNCTIONS, balanced, even], ids=lambda f: f.__name__)
+def test_other_functions_of_the_rows_are_told(loss):
+    """With a warning, where they are of the loss; what balances the rows is in ``explain``."""
+    example = tuple(t[:ROWS] for t in batch_of(6))
+    with warnings.catch_warnings(record=True) as given:
+        warnings.simplefilter("always")
+        plan = fxpipe.compile(
+            Model(loss), example, ranks=1, microbatches=3, schedule="1f1b", check=False
+        ).plan
+    told = [str(x.message) for x in given if "the mean of their losses is another one" in str(x.message)]
+    assert len(told) == (loss in OTHER_FUNCTIONS)
+    assert bool(plan.own_means) == (loss is not even)
+    if told:
+        assert re.search(
+            rf"{OTHER_FUNCTIONS[loss]}.* \(test_batch_means.py:\d+\), of which fxpipe cannot", told[0]
+        )
 
 
 def test_means_of_microbatches_are_an_option():

@@ -12,7 +12,7 @@ another loss wherever microbatches have different counts.
 A divisor must be a sum or a mean over rows of the data (``row_sums.py``), and the loss a linear function of
 what it divides; each term of a sum may have its own.  Where a sum over rows is divided by an integer of the
 batch, that is the count of all microbatches, of which each has its share.  ``BatchMeans`` names those, and
-those that stay.
+those that stay, as do other functions of a sum over rows (``joined_rows.py``).
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ import torch
 from torch import fx
 
 from fxpipe.capture.reads.row_sums import Rows, named_dims, rows_in
+from fxpipe.capture.rules.joined_rows import joining_ops
 from fxpipe.ir.builder import Calls, node_arg
 from fxpipe.ir.compat import copy_node, input_nodes
 from fxpipe.ir.graph import Kind, Origin, batch_mean
@@ -39,11 +40,11 @@ aten = torch.ops.aten
 _LOSSES = {aten.nll_loss_forward.default, aten.nll_loss2d_forward.default}
 _BACKWARDS = {aten.nll_loss_backward.default, aten.nll_loss2d_backward.default}
 _MEAN, _SUM = 1, 2  # reductions
-#: Ops that are linear in their first operand.
+#: Ops that are linear in their first operand, where that is a number.
 _LINEAR = {
-    aten._to_copy, aten._unsafe_view, aten.alias, aten.clone, aten.expand, aten.mean, aten.neg, aten.permute,
-    aten.reshape, aten.rsub, aten.select, aten.slice, aten.squeeze, aten.sum, aten.transpose, aten.unsqueeze,
-    aten.view,
+    aten._to_copy, aten._unsafe_view, aten.alias, aten.clone, aten.expand, aten.mean, aten.nan_to_num,
+    aten.neg, aten.permute, aten.reshape, aten.rsub, aten.select, aten.slice, aten.squeeze, aten.sum,
+    aten.transpose, aten.unsqueeze, aten.view,
 }  # fmt: skip
 #: Ops that leave one number as it is.
 _OF_ONE_NUMBER = {aten._to_copy, aten._unsafe_view, aten.expand, aten.reshape, aten.unsqueeze, aten.view}
@@ -54,8 +55,8 @@ _LEAST = 2.0**-16  # of a guard, so that it is below each batch's mean of counts
 
 @dataclass(frozen=True)
 class BatchMeans:
-    """The divisors of a loss, as text for ``explain``.  ``exact``: those that are means over the batch.
-    ``apart``: those of which each microbatch has its own."""
+    """What a loss takes of all rows, as text for ``explain``.  ``exact``: divisors that are means over the
+    batch.  ``apart``: divisors, and functions of sums over rows, of which each microbatch has its own."""
 
     exact: tuple[str, ...] = ()
     apart: tuple[str, ...] = ()
@@ -73,22 +74,30 @@ def divide_by_batch_means(graph: fx.Graph, share: float) -> BatchMeans:
     if named.loss is None or named.count is not None:
         return NO_MEANS
     tail = Tail(graph, named.loss)
+    divides = {*tail.apart}
+    joins = joining_ops(graph, named.loss, {each.node for each in tail.divisions})
+    tail.apart |= {node: _function(node) for node in joins if node not in divides}
+    odd = next((node for node in tail.apart if node in tail.odd or joins.get(node)), None)
     if tail.divisions:
         divisions = [_as_division(tail, each) for each in tail.divisions]
         _keep_for_others(tail, {each.node for each in divisions})
         for each in divisions:
             _divide_by_mean(tail, each, share)
         drop_dead(graph)
-    if tail.odd:
+    if odd is not None:
+        verb, why = "takes", "it is another function of a sum over rows"
+        if odd in divides:
+            verb = "divides by"
+            why = "it is no sum over rows of the data, or divides inside a custom autograd.Function"
         warnings.warn(
-            f"The loss divides by {tail.odd}, of which fxpipe cannot take the whole batch's: it is no sum "
-            "over rows of the data, or divides inside a custom autograd.Function. Each microbatch divides by "
-            "its own, and the mean of their losses is another one than the whole batch's. Let loss_fn return "
-            '(sum, count); mean="microbatch" of compile says that it is meant.',
+            f"The loss {verb} {tail.apart[odd]}, of which fxpipe cannot take the whole batch's: {why}. Each "
+            "microbatch has its own (NaN, of a mean over labels of which it has none), and the mean of their "
+            "losses is another one than the whole batch's. Take a loss that is a sum over rows, or let "
+            'loss_fn return (sum, count); mean="microbatch" of compile says that it is meant.',
             stacklevel=2,
         )
     exact = dict.fromkeys(each.text for each in tail.divisions)
-    return BatchMeans(tuple(exact), tuple(dict.fromkeys(tail.apart)))
+    return BatchMeans(tuple(exact), tuple(dict.fromkeys(tail.apart.values())))
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,15 +115,16 @@ class Tail:
     """The end of the forward: what the loss is a linear function of.
 
     ``linear``: its ops.  ``divisions``: the ops that divide by a count of data, which ends the way up.
-    ``apart``: the texts of divisors that stay as they are.  ``odd``: that of one that comes from data alone.
+    ``apart``: the texts of divisors that stay as they are, by the ops that divide.  ``odd``: those of them
+    whose divisor comes from data alone.
     """
 
     def __init__(self, graph: fx.Graph, loss: fx.Node) -> None:
         self.graph, self.rows, self._same = graph, rows_in(graph), _same_for_all(graph)
-        self.odd = ""
         self.linear: dict[fx.Node, None] = {}
         self.divisions: list[_Division] = []
-        self.apart: list[str] = []
+        self.apart: dict[fx.Node, str] = {}
+        self.odd: list[fx.Node] = []
         todo = [loss]
         while todo:
             node = todo.pop()
@@ -123,7 +133,7 @@ class Tail:
                 todo += self._operands(node)
         for item in (node for node in call_nodes(graph) if _is_loss(node) and node not in self.linear):
             if node_arg(item, 0).args[3] == _MEAN and self._backward(node_arg(item, 0), _BACKWARDS, 6):
-                self.apart.append(f"the number of labels that count ({_place(item)})")
+                self.apart[item] = f"the number of labels that count ({_place(item)})"
 
     def _operands(self, node: fx.Node) -> Iterator[fx.Node]:
         """The operands in which an op is linear, but for those of a division by a count."""
@@ -167,9 +177,9 @@ class Tail:
         if is_count and not node.kwargs and (backward or not self._trains(node)):
             self.divisions.append(_Division(node, backward, f"{divisor.name} ({_place(node)})"))
         elif divisor.meta["val"].numel() == 1:
-            self.apart.append(f"{divisor.name} ({_place(node)})")
+            self.apart[node] = f"{divisor.name} ({_place(node)})"
             if divisor in self.rows:
-                self.odd = self.odd or self.apart[-1]
+                self.odd.append(node)
 
     def is_total(self, node: fx.Node) -> bool:
         """Whether a value is an integer of the batch, without rows: the number of labels of all microbatches,
@@ -224,7 +234,7 @@ class Tail:
         if is_count and (backward or not self._trains(item)):
             self.divisions.append(_Division(item, backward, text))
         else:
-            self.apart.append(text)
+            self.apart[item] = text
 
     def _trains(self, node: fx.Node) -> bool:
         """Whether the step has to differentiate a division."""
@@ -368,6 +378,11 @@ def _same_for_all(graph: fx.Graph) -> set[fx.Node]:
         elif same.issuperset(input_nodes(node)) and not may_draw_numbers(node.target):
             same.add(node)
     return same
+
+
+def _function(node: fx.Node) -> str:
+    operands = ", ".join(x.name for x in node.all_input_nodes)
+    return f"{node.target.overloadpacket.__name__}({operands}) ({_place(node)})"  # type: ignore[union-attr]
 
 
 def _place(node: fx.Node) -> str:

@@ -1,0 +1,119 @@
+"""Finds where a loss is another function of the rows of a microbatch than a sum or a mean over them.
+
+    mean(square(x - y))             a mean
+    sqrt(mean(square(x - y)))       sqrt of a mean
+    abs(cross_entropy - b) + b      abs of a mean
+    mul(mean(a, 0), mean(b, 0))     a product of two means
+
+The mean of what the microbatches have of these is not what the whole batch has.  What joins rows before the
+loss has added them up is not looked for: batch norm, products of all pairs of rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from enum import Enum
+
+import torch
+from torch import fx
+
+from fxpipe.capture.reads.row_sums import named_dims
+from fxpipe.ir.compat import OpOverload, input_nodes
+from fxpipe.ir.graph import Kind
+from fxpipe.ir.storage import leading_to
+
+aten = torch.ops.aten
+
+
+class _Rows(Enum):
+    """The rows of a microbatch in a value: none; a part for each, in its first dimension or in another one;
+    their sum or mean; another function of all."""
+
+    NONE, FIRST, OTHER, SUMMED, JOINED = range(5)
+
+
+#: Ops of rows that are no sums over them.
+_NO_SUMS = {
+    aten.amax, aten.amin, aten.frobenius_norm, aten.linalg_vector_norm, aten.logsumexp, aten.max, aten.median,
+    aten.min, aten.norm, aten.nuclear_norm, aten.prod, aten.std, aten.std_mean, aten.var, aten.var_mean,
+}  # fmt: skip
+_SUMS = {aten.mean, aten.nansum, aten.sum}
+#: Ops whose results are no numbers that an operand has.
+_NO_NUMBERS = {
+    aten.empty_like, aten.full_like, aten.isfinite, aten.isinf, aten.isnan, aten.new_full, aten.new_ones,
+    aten.new_zeros, aten.ones_like, aten.zeros_like,
+}  # fmt: skip
+#: Ops that are linear in all of their operands together, and those that are in any one of them.
+_LINEAR = _SUMS | {
+    aten._to_copy, aten._unsafe_view, aten.add, aten.alias, aten.cat, aten.clone, aten.detach, aten.expand,
+    aten.masked_fill, aten.nan_to_num, aten.neg, aten.permute, aten.reshape, aten.rsub, aten.select,
+    aten.slice, aten.split, aten.split_with_sizes, aten.squeeze, aten.stack, aten.sub, aten.t,
+    aten.transpose, aten.unbind, aten.unsqueeze, aten.view, aten.where,
+}  # fmt: skip
+_PRODUCTS = {aten.bmm, aten.dot, aten.mm, aten.mul, aten.mv}
+
+
+def joining_ops(graph: fx.Graph, loss: fx.Node, exact: Collection[fx.Node]) -> dict[fx.Node, bool]:
+    """The ops of a captured step by which its loss is no sum over rows; and whether each takes one number, as
+    a loss is: what balances or contrasts rows takes several.
+
+    exact: divisions that are made by a count of the whole batch.
+    """
+    rows: dict[fx.Node, _Rows] = {}
+    joins: dict[fx.Node, bool] = {}
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            is_batch = node.meta["input"].kind is Kind.BATCH and node.meta["val"].dim()
+            rows[node] = _Rows.FIRST if is_batch else _Rows.NONE
+        elif node.op == "call_function" and not node.meta["origin"].backward:
+            rows[node] = _Rows.SUMMED if node in exact else _rows_of(node, rows)
+            if rows[node] is _Rows.JOINED and _Rows.JOINED not in _states(node, rows):
+                joins[node] = _takes_one_number(node, rows)
+    behind = leading_to([loss], lambda node: rows.get(node) is _Rows.JOINED)
+    return {node: takes_one for node, takes_one in joins.items() if node in behind}
+
+
+def _takes_one_number(node: fx.Node, rows: Mapping[fx.Node, _Rows]) -> bool:
+    values = [node.meta["val"], *(x.meta["val"] for x in input_nodes(node) if rows.get(x) is _Rows.SUMMED)]
+    is_one = all(isinstance(x, torch.Tensor) and x.numel() == 1 for x in values)
+    return is_one and getattr(node.target, "overloadpacket", None) not in _PRODUCTS
+
+
+def _states(node: fx.Node, rows: Mapping[fx.Node, _Rows]) -> set[_Rows]:
+    return {rows.get(x, _Rows.OTHER) for x in input_nodes(node)}
+
+
+def _rows_of(node: fx.Node, rows: Mapping[fx.Node, _Rows]) -> _Rows:
+    """The rows in the result of an op."""
+    states = _states(node, rows)
+    packet = getattr(node.target, "overloadpacket", None)
+    if states <= {_Rows.NONE} or packet in _NO_NUMBERS:
+        return _Rows.NONE
+    if not isinstance(node.target, OpOverload):
+        return next(iter(states)) if len(states) == 1 else _Rows.OTHER  # an item of several results
+    if states & {_Rows.FIRST, _Rows.OTHER}:
+        return _of_rows(node, rows)
+    if _Rows.JOINED in states:
+        return _Rows.JOINED
+    summed = [rows[x] is _Rows.SUMMED for x in node.args if isinstance(x, fx.Node)]
+    is_linear = packet in _LINEAR or (packet in _PRODUCTS and sum(summed) == 1)
+    is_linear |= packet is aten.div and summed[:1] == [True] and not any(summed[1:])
+    return _Rows.SUMMED if is_linear else _Rows.JOINED
+
+
+def _of_rows(node: fx.Node, rows: Mapping[fx.Node, _Rows]) -> _Rows:
+    """The rows in the result of an op on values with a part for each row."""
+    packet, value = node.target.overloadpacket, node.meta["val"]  # type: ignore[union-attr]
+    operands = [x.meta["val"] for x in input_nodes(node) if rows.get(x) is _Rows.FIRST]
+    if not isinstance(value, torch.Tensor):  # of several results: a loss has its first
+        value = next((x for x in value if isinstance(x, torch.Tensor)), None)
+    if value is None or not all(isinstance(x, torch.Tensor) for x in operands):
+        return _Rows.OTHER
+    dims = named_dims(node, operands[0].dim()) if operands and packet in _SUMS | _NO_SUMS else set()
+    if not value.dim() or dims is None or 0 in dims:
+        return _Rows.JOINED if packet in _NO_SUMS else _Rows.SUMMED
+    moves = packet is aten.t or (packet is aten.permute and node.args[1][0] != 0)  # type: ignore[index]
+    moves |= packet is aten.transpose and bool({0, -value.dim()} & {*node.args[1:]})
+    is_view = packet in (aten.view, aten._unsafe_view, aten.reshape)
+    stays = any(is_view or x.shape[0] == value.shape[0] for x in operands)
+    return _Rows.FIRST if stays and not moves else _Rows.OTHER
