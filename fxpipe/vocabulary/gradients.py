@@ -128,13 +128,15 @@ class Gradients:
         label, _, reduction, ignored, count = node.args[2:]
         axis = self.axes[node]
         above, number = self.softmax.local_copy(node_arg(node, 0)), self.softmax.local_copy(count)  # type: ignore[arg-type]
-        labels = self.shard.at(Phase.F, node.meta["origin"]).call(aten.unsqueeze.default, label, axis)
+        build = self.shard.at(Phase.F, node.meta["origin"])
+        labels = self.shard.labels(label, axis, ignored, build)  # type: ignore[arg-type]
+        label = build.call(aten.unsqueeze.default, label, axis)
         build = self.shard.at(Phase.B, node.meta["origin"])
         value = build.call(aten.neg.default, above)
         if reduction == 0:
             value = build.call(aten.unsqueeze.default, value, axis)
         elif reduction == 1:
             value = build.call(aten.div.Tensor, value, number)
-        counts = build.call(aten.ne.Scalar, labels, ignored)
+        counts = build.call(aten.ne.Scalar, label, ignored)
         value = build.call(aten.where.self, counts, value, build.call(aten.zeros_like.default, value))
         return LossGrad(label_grad=value, label=labels)

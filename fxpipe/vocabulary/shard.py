@@ -147,8 +147,21 @@ class Shard:
         """The rows of the shard that are nearest to the indices, and which indices are outside of the shard.
 
         What is computed of a row for an index outside is filled with zeros, not multiplied by them: it may be
-        infinite or NaN.
+        infinite or NaN.  An index that no shard has stays as it is on the first or the last one: the op that
+        reads the row fails there, as that of the whole table does.
         """
         shifted = build.call(aten.sub.Tensor, index, self.begin) if self.begin else index
-        row = build.call(aten.clamp.default, shifted, 0, self.size - 1)
+        least = 0 if self.begin else None
+        most = self.size - 1 if self.end < self.layers.size else None
+        row = shifted if least is most is None else build.call(aten.clamp.default, shifted, least, most)
         return row, build.call(aten.ne.Tensor, row, shifted)
+
+    def labels(self, label: fx.Node, axis: int, ignored: int, build: Builder) -> fx.Node:
+        """The labels of a loss, with size one for the vocabulary; in place of one that is ignored, and no
+        index, any one that is."""
+        label = build.call(aten.unsqueeze.default, label, axis)
+        is_before, is_behind = ignored < 0, ignored >= self.layers.size
+        if (is_before and not self.begin) or (is_behind and self.end == self.layers.size):
+            is_ignored = build.call(aten.eq.Scalar, label, ignored)
+            label = build.call(aten.masked_fill.Scalar, label, is_ignored, self.begin)
+        return label

@@ -60,7 +60,7 @@ class Softmax:
         for pick in layers.label_gathers:
             scores, axis = self.scores(node_arg(pick, 0)), layers.axes[node_arg(pick, 0)]
             build = self.shard.at(Phase.F, pick.meta["origin"])
-            label = build.call(aten.unsqueeze.default, pick.args[1], axis)
+            label = self.shard.labels(pick.args[1], axis, pick.args[4], build)  # type: ignore[arg-type]
             row, outside = self.shard.nearest_rows(label, build)
             entry = build.call(aten.gather.default, scores, axis, row)
             # One rank has the label; the others add zero, so a sum over the ranks finds it.

@@ -335,6 +335,44 @@ class Scaled(Words):
         return {"loss": flat(logits, labels), "accuracy": (best == labels).double().mean(), "best": best}
 
 
+class Labelled(nn.Module):
+    """The cross-entropy of a small model, with ids and labels that each test chooses."""
+
+    def __init__(self, ignored: int):
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
+        self.ignored = ignored
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        logits = self.head(self.tokens(ids).tanh())
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=self.ignored)
+
+
+@pytest.mark.parametrize(("barriers", "ignored"), [("1-barrier", -100), ("1-barrier", 255), ("2-barrier", 3)])
+def test_ids_and_labels_that_no_shard_has_are_errors(barriers: str, ignored: int) -> None:
+    """As of one table; but for labels that are ignored, of which any number may stand for."""
+    torch.manual_seed(0)
+    model, batch = (
+        Labelled(ignored).double(),
+        {name: torch.randint(WORDS, (4, LENGTH)) for name in ("ids", "labels")},
+    )
+    batch["labels"][1, 2:] = ignored
+    example = {name: x[:2] for name, x in batch.items()}
+    pipe = fxpipe.compile(model, example, ranks=2, microbatches=2, schedule="1f1b", vocab_parallel=barriers)
+    found = pipe.run_local(batch)
+    loss = model(**batch)
+    loss.backward()
+    torch.testing.assert_close(found.loss, loss.detach())
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(found.grads[name], parameter.grad)
+    for name, op in (("ids", "embedding"), ("labels", "gather")):
+        for index in (-1, WORDS):
+            wrong = {**batch, name: batch[name].clone()}
+            wrong[name][2, 0] = index
+            with pytest.raises(fxpipe.RunError, match=rf"line \d+ of rank\d\.py \({op}\): .*out of"):
+                pipe.run_local(wrong)
+
+
 @pytest.mark.parametrize("barriers", ["1-barrier", "2-barrier"])
 def test_columns_that_are_masked(barriers: str) -> None:
     case = words(masked_columns)

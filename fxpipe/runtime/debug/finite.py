@@ -124,13 +124,13 @@ class Finite(TorchDispatchMode):
 
 
 def place_of_failure(error: BaseException) -> str:
-    """``, in`` the module, the line of the model and that of the program whose op failed; empty for errors of
-    fxpipe, which name what they are about, and of no program's line."""
+    """``, in`` the module, the line of the model and that of the program whose op failed, with the op; empty
+    for errors of fxpipe, which name what they are about, and of no program's line."""
     if isinstance(error, FxpipeError):
         return ""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     inside = [frame for frame in frames if frame.f_globals.get("__name__", "").startswith(PROGRAM)]
-    return f", in {_written(inside[::-1])}" if inside else ""
+    return f", in {_written(inside[::-1])}{_called(inside[-1])}" if inside else ""
 
 
 def _written(frames: list[FrameType]) -> str:
@@ -204,6 +204,16 @@ def _layer(program: r.Program, frame: FrameType) -> str | None:
             case r.Call(function=r.Name(id="within"), arguments=(_, module)):
                 return text_of(module, frame.f_locals)
     return None
+
+
+def _called(frame: FrameType) -> str:
+    """The function that the line of a program's frame calls, as text behind its number."""
+    program = parse("".join(linecache.getlines(frame.f_code.co_filename)))
+    for each in r.parts(program.body):
+        match each:
+            case r.Call(function=r.Name(id=name), line=frame.f_lineno):
+                return f" ({name})"
+    return ""
 
 
 def _comment(program: r.Program, frame: FrameType) -> tuple[str, str]:
