@@ -399,5 +399,13 @@ def stopped_store(rank: Rank) -> None:
     os.kill(int(first), signal.SIGKILL)
 
 
+def calls_alone(rank: Rank) -> None:
+    """Rank 1 alone calls torch.distributed."""
+    process = Process.join(torch.device("cpu"), timedelta(seconds=1))
+    if rank.number == 1:
+        dist.all_gather_object([None] * dist.get_world_size(), rank.number)
+    process.gather(b"")
+
+
 def main(check: Callable[[Rank], None], directory: Path) -> None:
     check(Rank(directory))

@@ -37,10 +37,19 @@ zero_each: Callable[[list[Any]], None] = torch._foreach_zero_
 #: ``dist.all_gather`` to a list of tensors would allocate them once more.  torch 2.13 gave it another name.
 all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
+#: The file of torch's collectives.
+OF_COLLECTIVES: str = dist.distributed_c10d.__file__
+
 
 def default_store() -> Any:
     """The key-value store that torchrun's processes share."""
     return dist.distributed_c10d._get_default_store()
+
+
+def collectives_begun() -> int:
+    """How many collectives this process has begun on the default process group."""
+    group: Any = dist.group.WORLD if dist.is_initialized() else None
+    return 0 if group is None else int(group._get_sequence_number_for_group())
 
 
 def members_of(group: str) -> list[int]:

@@ -358,6 +358,14 @@ def test_ranks_end_though_the_one_that_has_the_store_is_stopped(tmp_path):
         assert json.loads((tmp_path / f"ended.{rank}.json").read_text()) - stopped < worker.SHORT + 8.0, run
 
 
+def test_a_script_that_communicates_on_one_rank_alone(tmp_path):
+    """Its data does not meet that of fxpipe, and it is told what the others do."""
+    run = start(worker.calls_alone, tmp_path)
+    assert run.code == 1, run
+    assert re.search(r"all_gather_object.*\n(.*\n)+.*[Tt]imed out.*\n.*Rank 2 waits for", run.stderr[1]), run
+    assert "call it on every rank, between the same steps" in run.stderr[1]
+
+
 ENDING = """
 import os, signal, sys, torch
 from datetime import timedelta

@@ -3,6 +3,7 @@
 import copy
 import io
 import math
+import warnings
 from functools import cache
 
 import pytest
@@ -147,6 +148,20 @@ def test_means_over_steps_that_add_up():
     rank.scale(0.5)
     rank.changes.compare()
     assert rank.changes.change(at_once=False) == (Kind.OTHER_FACTOR, pytest.approx(0.5))
+
+
+@pytest.mark.parametrize(("processes", "collectives", "tells"), [(2, 1, True), (2, 0, False), (3, 1, False)])
+def test_a_mean_over_steps_that_may_be_one_over_processes(monkeypatch, processes, collectives, tells):
+    """As many processes as steps, and the script has communicated since the last one."""
+    monkeypatch.setattr(script_changes.dist, "get_world_size", lambda: processes)
+    rank = Rank(0, steps=2)
+    monkeypatch.setattr(script_changes, "collectives_begun", lambda: collectives)
+    rank.scale(0.5)
+    rank.changes.compare()
+    with warnings.catch_warnings(record=True) as given:
+        warnings.simplefilter("always")
+        assert rank.changes.change(at_once=False) == (Kind.FACTOR, pytest.approx(0.5))
+    assert any("their average over processes" in str(x.message) for x in given) is tells
 
 
 def test_a_norm_of_gradients_that_were_changed_before():

@@ -111,9 +111,8 @@ class Process(Collectives):
             if users_group is None:
                 own_keys = PrefixStore(attempt, store)
                 dist.init_process_group("gloo", store=own_keys, rank=rank, world_size=ranks, timeout=limit)
-            world = dist.group.WORLD
-            assert world is not None
-            control = world if is_gloo_alone(world) else dist.new_group(backend="gloo", timeout=limit)
+            # Not the default one, on which the script may communicate: its calls would meet those of steps.
+            control = dist.new_group(backend="gloo", timeout=limit)
         watch.report_uncaught()
         process = Process(
             world_rank=rank,
@@ -187,7 +186,7 @@ class Process(Collectives):
 
     def _leave(self) -> None:
         """Let the communicators of accelerators go, where the run did not fail: others may hang in them."""
-        is_ours = dist.is_initialized() and dist.group.WORLD is self.control
+        is_ours = _joined is not None and dist.is_initialized() and dist.group.WORLD is _joined[0]
         if is_ours and not self.watch.has_failed and set(self._backends.values()) - {"gloo"}:
             self.watch.connections.clear()
             dist.destroy_process_group()

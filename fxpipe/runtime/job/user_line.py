@@ -52,6 +52,11 @@ def called_function() -> str:
     return name
 
 
+def comes_from(error: BaseException, file: str) -> bool:
+    """Whether code in a file raised an error, or what it called."""
+    return any(frame.f_code.co_filename == file for frame, _ in traceback.walk_tb(error.__traceback__))
+
+
 def is_of_user(frame: FrameType) -> bool:
     """Whether a frame runs the user's code, and not that of others."""
     return not frame.f_code.co_filename.startswith((*_OTHERS, "<"))

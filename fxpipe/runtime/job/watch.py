@@ -19,11 +19,12 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from fxpipe.errors import RunError, number_of
+from fxpipe.errors import FxpipeError, RunError, number_of
 from fxpipe.runtime.job.failure import BEAT, ENDED, FIRST, WATCHED, Failures, Heartbeat, record
 from fxpipe.runtime.job.heartbeat_survey import others_of, shared_survey
-from fxpipe.runtime.job.user_line import place_of_error, place_of_main_thread
+from fxpipe.runtime.job.user_line import comes_from, place_of_error, place_of_main_thread
 from fxpipe.runtime.program.comm import NoAnswer, answered
+from fxpipe.runtime.torch_private import OF_COLLECTIVES
 
 if TYPE_CHECKING:
     from fxpipe.runtime.job.numbering import Numbering
@@ -170,6 +171,8 @@ class Watch:
         """Report an error that nobody caught, and show it: whole if it is the first of all ranks, and else in
         a line, as the others follow from the first; where it is the same, not at all.  Ctrl-C reaches all
         ranks, and one of them says so."""
+        if not isinstance(error, FxpipeError) and comes_from(error, OF_COLLECTIVES):
+            self._add_what_others_do(error)
         first = self.report(error)
         is_first = self.failures.began_here
         if isinstance(error, KeyboardInterrupt):
@@ -183,6 +186,16 @@ class Watch:
                 print(f"fxpipe: rank {self.failures.rank} ends: {text}", file=sys.stderr, flush=True)
             self._over.set()
             _await_torchrun()
+
+    def _add_what_others_do(self, error: BaseException) -> None:
+        """Say of an error of a collective of the script's that the other ranks may not have called it."""
+        with contextlib.suppress(dist.DistError):
+            heartbeats = ((rank, self.failures.seen(rank)) for rank in self.failures.others())
+            gone, rest = others_of(heartbeats, self.failures.rank)
+            error.add_note(
+                f"{gone}{rest.lstrip()} What communicates with all processes waits for all of them: call it "
+                "on every rank, between the same steps."
+            )
 
     def report_uncaught(self) -> None:
         """Tell the other ranks of an exception that ends this process, wherever it comes from.

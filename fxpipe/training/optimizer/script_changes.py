@@ -18,6 +18,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -25,7 +26,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from fxpipe.plan.rows import ShardName
 from fxpipe.plan.tensors import dtype_of
 from fxpipe.runtime.program.accelerator import event, is_accelerator
-from fxpipe.runtime.torch_private import before_each_update, writes_to
+from fxpipe.runtime.torch_private import before_each_update, collectives_begun, writes_to
 from fxpipe.training.model.elsewhere import is_elsewhere
 from fxpipe.training.model.model_state import ModelState
 from fxpipe.training.optimizer.optimizer_trial import check_users_optimizer
@@ -75,8 +76,8 @@ class _Comparison:
 
     ``written``: of each gradient, whether it was written to, or replaced.  ``steps``: whose gradients are
     there.  ``norm_is_known``: whether the script has the norm of all gradients, so that any factor, 1 too,
-    may be by it.  ``resolution``: the error that a product may have.  ``copied``: when the elements are on
-    the CPU.
+    may be by it.  ``is_averaged``: whether a division by the steps may be one by the processes.
+    ``resolution``: the error that a product may have.  ``copied``: when the elements are on the CPU.
     """
 
     gradients: torch.Tensor
@@ -84,6 +85,7 @@ class _Comparison:
     written: tuple[bool, ...]
     steps: int
     norm_is_known: bool
+    is_averaged: bool
     resolution: float
     copied: torch.Event | None
 
@@ -107,7 +109,16 @@ class _Comparison:
 
     def _explains(self, factor: float) -> bool:
         """Whether it is by the norm of all gradients, the mean over their steps, or 0, for a new sum."""
-        return self.norm_is_known or not factor or abs(factor * self.steps - 1) <= self.resolution
+        is_mean = abs(factor * self.steps - 1) <= self.resolution
+        if is_mean and self.is_averaged and not self.norm_is_known:
+            warnings.warn(
+                f"The gradients were divided by {self.steps}, the number of the steps that have added to "
+                "them and that of the processes, behind a call of torch.distributed. If it was their average "
+                "over processes, leave that out: pipe.step leaves the gradients of the whole batch, of all "
+                "ranks and replicas. If it was the mean over steps, make that call behind opt.step().",
+                stacklevel=2,
+            )
+        return self.norm_is_known or not factor or is_mean
 
 
 @dataclass(eq=False)
@@ -124,6 +135,7 @@ class ScriptChanges:
     _steps: int = 0  # whose gradients are there
     _begins: bool = False  # whether the next step begins a new sum
     _knows_norm: bool = False  # of all gradients, as the last step has left them
+    _collectives: int = 0  # of the script's, before the last step was over
     _left: int = 0  # gradients that the last step has left
     _has_warned: bool = False
     _after_step: dict[str, _AfterStep] = field(default_factory=dict)  # of what was not used for an update yet
@@ -152,6 +164,7 @@ class ScriptChanges:
         """Remember the gradients that a step has left.  adds: whether it has added to those of the last."""
         self._steps = self._steps + 1 if adds and not self._begins else 1
         self._knows_norm = self._begins = False
+        self._collectives = collectives_begun()
         self._turn += 1
         parameters = {n: p for n in self._names if (p := self.state.parameter(n)).grad is not None}
         every = -(-len(parameters) // TENSORS)
@@ -208,7 +221,8 @@ class ScriptChanges:
         if is_accelerator(self.state.device):
             copied = event(self.state.device)  # compared when it has passed, so no rank waits for its device
             copied.record()
-        causes = self._steps, self._knows_norm
+        has_communicated = collectives_begun() > self._collectives
+        causes = self._steps, self._knows_norm, has_communicated and self._steps == dist.get_world_size()
         self._begun.append(_Comparison(gradients, values, written, *causes, self.resolution, copied))
 
     def norm_asked(self) -> None:
