@@ -117,6 +117,7 @@ def uses(script: Script) -> dict[str, Callable[[], object]]:
         "deepcopy": lambda: copy.deepcopy(model),
         "load_state_dict": lambda: model.load_state_dict(plain.state_dict()),
         "to": lambda: model.to(torch.float64),
+        "vmap": lambda: [torch.vmap(torch.sum)(p) for p in model.parameters()],
         "renamed": lambda: renamed(model),
         "average by hand": lambda: [other[n].data.lerp_(p, 0.0) for n, p in model.named_parameters()],
         "average in the model": lambda: [p.data.lerp_(other[n], 0.0) for n, p in model.named_parameters()],

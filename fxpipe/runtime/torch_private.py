@@ -37,8 +37,9 @@ zero_each: Callable[[list[Any]], None] = torch._foreach_zero_
 #: ``dist.all_gather`` to a list of tensors would allocate them once more.  torch 2.13 gave it another name.
 all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
-#: The file of torch's collectives.
+#: The files of torch's collectives, and of its transforms of functions.
 OF_COLLECTIVES: str = dist.distributed_c10d.__file__
+OF_TRANSFORMS = os.path.join(os.path.dirname(torch.__file__), "_functorch", "")
 
 
 def default_store() -> Any:

@@ -32,7 +32,7 @@ def text(directory: Path, name: str) -> list:
     return [json.loads((directory / f"{name}.{rank}.json").read_text()) for rank in range(2)]
 
 
-USES = ("forward", "state_dict", "torch.save", "deepcopy", "load_state_dict", "to")
+USES = ("forward", "state_dict", "torch.save", "deepcopy", "load_state_dict", "to", "vmap")
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,8 @@
 
 A rank trains what it holds, and the same module's other tensors would keep the values that they had.  Such a
 tensor stays the same object, of its shape, dtype and device, since optimizers and lists of the user may have
-it; its class says that it is elsewhere, and its memory is that of one NaN.
+it; its class says that it is elsewhere, and its memory is that of one NaN, or of the least integer.  Those
+few functions of torch that ask no class (``torch.tensor``, ``torch.func.grad``, TorchScript) read that.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 from fxpipe.errors import RunError
 from fxpipe.plan.artifact import TensorLayout
 from fxpipe.plan.dtensors import is_dtensor, local, set_local
-from fxpipe.runtime.torch_private import of_base_class, pytree
+from fxpipe.runtime.torch_private import OF_TRANSFORMS, of_base_class, pytree
 
 
 class Explain(Protocol):
@@ -60,7 +61,7 @@ class Elsewhere(torch.Tensor):
     ) -> Any:
         if func == _GRADIENT:
             cls.explain.gradient_is_read(args[0], sys._getframe(1))
-        if func in _READS_NO_VALUES:
+        if func in _READS_NO_VALUES and not sys._getframe(1).f_code.co_filename.startswith(OF_TRANSFORMS):
             with of_base_class():
                 return func(*args, **(kwargs or {}))
         raise RunError(cls.explain(_first((args, kwargs or {}))))
@@ -111,9 +112,7 @@ def send_away(tensor: torch.Tensor, kind: type[Elsewhere]) -> None:
     """Free the memory of a tensor, and of its gradient; it becomes one of this class."""
     tensor.grad = None
     part = local(tensor)
-    has_nan = part.dtype.is_floating_point or part.dtype.is_complex
-    one = torch.full((), math.nan if has_nan else 0, dtype=part.dtype, device=part.device)
-    _set_memory(tensor, one.expand(part.shape))
+    _set_memory(tensor, _no_value(part.dtype, part.device).expand(part.shape))
     hide(tensor, kind)
 
 
@@ -122,6 +121,14 @@ def bring_back(tensor: torch.Tensor, layout: TensorLayout) -> None:
     device = tensor.device
     show(tensor)
     _set_memory(tensor, layout.empty(device))
+
+
+def _no_value(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A number that no one takes for a value."""
+    number: float | int = math.nan
+    if not (dtype.is_floating_point or dtype.is_complex):
+        number = 0 if dtype is torch.bool else torch.iinfo(dtype).min or torch.iinfo(dtype).max
+    return torch.full((), number, dtype=dtype, device=device)
 
 
 def _set_memory(tensor: torch.Tensor, memory: torch.Tensor) -> None:
