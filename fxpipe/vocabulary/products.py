@@ -132,7 +132,8 @@ class OneBarrier:
         for part, factors in pairs:
             factor = self._moved(logits, factors, Phase.B)
             build = self.shard.at(Phase.B, product.meta["origin"])
-            scaled.append(build.call(aten.mul.Tensor, part, factor))
+            # The factor first, as it leads to the statistics: they are made of the logits before the product.
+            scaled.append(build.call(aten.mul.Tensor, factor, part))
         build = self.shard.at(Phase.B, product.meta["origin"])
         total = scaled[0]
         for other in scaled[1:]:

@@ -45,18 +45,7 @@ class Softmax:
 
     def statistics(self) -> fx.Node:
         """All that the shard finds, in one tensor."""
-        layers, results = self.layers, []
-        for loss in layers.losses:
-            scores, axis = self.scores(loss), layers.axes[loss]
-            build = self.shard.at(Phase.F, loss.meta["origin"])
-            least = torch.finfo(scores.meta["val"].dtype).min  # of a part that is all -inf
-            top = build.call(
-                aten.clamp_min.default, build.call(aten.amax.default, scores, [axis], True), least
-            )
-            each = build.call(aten.exp.default, build.call(aten.sub.Tensor, scores, top))
-            # The backward needs the exponentials again: they are saved, not recomputed.
-            self.maxima[loss], self.exponentials[loss] = top, each
-            results += [top, build.call(aten.sum.dim_IntList, each, [axis], True)]
+        layers, results = self.layers, list[fx.Node]()
         for pick in layers.label_gathers:
             scores, axis = self.scores(node_arg(pick, 0)), layers.axes[node_arg(pick, 0)]
             build = self.shard.at(Phase.F, pick.meta["origin"])
@@ -83,6 +72,17 @@ class Softmax:
                 build.call(aten.amax.default, scores, [axis], True),
                 cast(build, row, scores.meta["val"].dtype),
             ]
+        for loss in layers.losses:  # last, so that the exponentials can take the memory of the logits
+            scores, axis = self.scores(loss), layers.axes[loss]
+            build = self.shard.at(Phase.F, loss.meta["origin"])
+            least = torch.finfo(scores.meta["val"].dtype).min  # of a part that is all -inf
+            top = build.call(
+                aten.clamp_min.default, build.call(aten.amax.default, scores, [axis], True), least
+            )
+            each = build.call(aten.exp.default, build.call(aten.sub.Tensor, scores, top))
+            # The backward needs the exponentials again.  Op by op they are saved, not recomputed.
+            self.maxima[loss], self.exponentials[loss] = top, each
+            results += [top, build.call(aten.sum.dim_IntList, each, [axis], True)]
         build = self.shard.at(Phase.F, layers.losses[0].meta["origin"])
         # One tensor, and so one message at the barrier.
         return build.call(aten.cat.default, [build.call(aten.reshape.default, f, [-1]) for f in results])
@@ -100,26 +100,31 @@ class Softmax:
             part = build.call(aten.slice.Tensor, table, 1, begin, position)
             return build.call(aten.reshape.default, part, [len(statistics), *shape])
 
+        picked = {pick: take(node_arg(pick, 0)) for pick in self.layers.label_gathers}
+        summed = {total: take(node_arg(total, 0)) for total in self.layers.vocab_sums}
+        largest = {
+            argmax: (take(node_arg(argmax, 0)), take(node_arg(argmax, 0))) for argmax in self.layers.argmaxes
+        }
         for loss in self.layers.losses:
             tops, sums = take(loss), take(loss)
             top = build.call(aten.amax.default, tops, [0])
             # Each shard has subtracted its own maximum; this brings its sum to that of all.
             share = build.call(aten.exp.default, build.call(aten.sub.Tensor, tops, top))
-            total = build.call(aten.sum.dim_IntList, build.call(aten.mul.Tensor, sums, share), [0])
-            self.logsums[loss] = build.call(aten.add.Tensor, top, build.call(aten.log.default, total))
-        for pick in self.layers.label_gathers:
+            scaled = build.call(aten.mul.Tensor, sums, share)
+            of_all = build.call(aten.sum.dim_IntList, scaled, [0])
+            self.logsums[loss] = build.call(aten.add.Tensor, top, build.call(aten.log.default, of_all))
+        for pick, entries in picked.items():
             logs = node_arg(pick, 0)
-            entry = build.call(aten.sum.dim_IntList, take(logs), [0])
+            entry = build.call(aten.sum.dim_IntList, entries, [0])
             self._entries[pick] = build.call(aten.sub.Tensor, entry, self._logsum(logs))
-        for total in self.layers.vocab_sums:
+        for total, sums in summed.items():
             logs = node_arg(total, 0)
-            entry = build.call(aten.sum.dim_IntList, take(logs), [0])
+            entry = build.call(aten.sum.dim_IntList, sums, [0])
             size = float(self.layers.entries(logs))
             value = build.call(aten.sub.Tensor, entry, build.call(aten.mul.Tensor, self._logsum(logs), size))
             value = build.call(aten.view.default, value, list(total.meta["val"].shape))
             self._others[total] = cast(build, value, total.meta["val"].dtype)
-        for argmax in self.layers.argmaxes:  # the first of several, as without shards
-            tops, rows = take(node_arg(argmax, 0)), take(node_arg(argmax, 0))
+        for argmax, (tops, rows) in largest.items():  # the first of several, as without shards
             first = build.call(aten.argmax.default, tops, 0, True)
             value = build.call(aten.gather.default, rows, 0, first)
             value = build.call(aten.view.default, value, list(argmax.meta["val"].shape))
