@@ -284,6 +284,7 @@ def test_lines_break_at_commas_outside_of_texts(texts, length):
         f"{name}, params[{literals[0]}] = {name}({', '.join(literals)}, k=[{literals[0]}, {name}])",
         f"{', '.join(f'b[{text}]' for text in literals)} = {name}",
         f"{name} = {name}[{literals[0]}]",
+        f"{name} = [{', '.join(literals)}, {name}]",
         f"{name}(a[{literals[-1]}])",
         f"del {name}, b[{literals[-1]}]",
     ):
@@ -291,6 +292,11 @@ def test_lines_break_at_commas_outside_of_texts(texts, length):
         assert leaves(source) == leaves(line)
         longest = max(len(source_line) for source_line in source.splitlines())
         assert longest <= max(layout.WIDTH, 20 + max(map(len, literals)) + 2 * length)
+
+
+def test_a_long_list_keeps_its_name_in_the_first_line():
+    items = [f"{letter * 40}" for letter in "abc"]
+    assert layout.wrapped(f"carry = [{', '.join(items)}]").split("\n")[0] == "carry = ["
 
 
 def test_a_comment_stays_behind_the_first_line_of_its_statement():

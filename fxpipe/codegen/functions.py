@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from itertools import count
 
 from torch import fx
 
@@ -15,9 +14,9 @@ from fxpipe.codegen.layers.layer_functions import INDUCTOR, LayerFunctions
 from fxpipe.codegen.layers.loops import ForwardNames, Loop, base_name, input_names
 from fxpipe.codegen.layers.outline import LATER, Analysis, Repeated
 from fxpipe.codegen.layers.saved_lists import Layout, Stack, Taken, layout, taken
-from fxpipe.codegen.layers.straight_lines import call_lines, is_worth_compiling
-from fxpipe.codegen.nodes import node_lines, place, storages
-from fxpipe.codegen.signatures import LISTS, PHASE_NAMES, Signature
+from fxpipe.codegen.layers.straight_lines import Part, lines_of, straight_parts
+from fxpipe.codegen.nodes import place, storages
+from fxpipe.codegen.signatures import LISTS, Signature
 from fxpipe.codegen.statements import Statement, body, emptying, unpacking
 from fxpipe.codegen.wrapping import wrapped
 from fxpipe.ir.graph import Section, offload, reload
@@ -103,6 +102,7 @@ class _Function:
         self.runs = {run.run.begin: run for run in lists.runs[section.color]}
         self.by_name = {node.name: node for node in section.graph.nodes}
         self.inner = lists.inner[section.color]
+        self.whole = compiled and not self.runs and section.phase is not Phase.W  # as one function
         entries = {name: lists.layouts[section.stage, name] for name in signature.lists_in}
         entries[LATER] = self.inner
         self.takes: dict[int, tuple[Taken, ...]] = {}
@@ -119,7 +119,7 @@ class _Function:
         results = self._results()
         end = [f"    return {', '.join(results)}"] if results else []
         head = [f"def {call.name}({', '.join(arguments)}):", *input_comments(self.section, call.values_in)]
-        if self.compiled and not self.runs:
+        if self.whole:
             head.insert(0, INDUCTOR)
             self.layers.names.uses_inductor = True
         inner = body(lines, self._returned, storages(self.nodes, self.scope))
@@ -188,19 +188,12 @@ class _Function:
         return self.lists.variable(taker.stack or taker, taker.container)
 
     def _ops(self) -> Iterator[Statement]:
-        parts = [*self._parts()]
-        numbers = count(1)
-        for k, (nodes, lines) in enumerate(parts):
-            if self.compiled and self.runs and is_worth_compiling(nodes):
-                behind = (line.reads for _, lines in parts[k + 1 :] for line in lines)
-                name = f"{self.signature.name}_{next(numbers)}"
-                yield from call_lines(nodes, name, self.scope, self._returned.union(*behind), self.layers)
-            else:
-                yield from lines
+        name = self.signature.name
+        yield from lines_of([*self._parts()], name, self.scope, place, self._returned, self.layers)
 
-    def _parts(self) -> Iterator[tuple[Sequence[fx.Node], Sequence[Statement]]]:
-        """The stretches with their nodes, and the loops between these without."""
-        position = 0
+    def _parts(self) -> Iterator[Part]:
+        """The loops, and what is between them."""
+        position, apart = 0, self.compiled and not self.whole
         while position < len(self.nodes):
             if position in self.runs:
                 run = self.runs[position]
@@ -209,7 +202,7 @@ class _Function:
                 continue
             end = next((k for k in range(position, len(self.nodes)) if k in self.runs), len(self.nodes))
             nodes = self.nodes[position:end]
-            yield nodes, [*node_lines(nodes, self.scope, place)]
+            yield from straight_parts(nodes, self.section.phase, self.scope, place, apart=apart)
             position = end
 
     def _loop(self, run: Repeated) -> Iterator[Statement]:
@@ -228,7 +221,7 @@ class _Function:
         yield from (line for each in takers if each.container == LATER for line in self._stacked(each))
         yield from Loop(
             run,
-            self._phase(run),
+            self.section.phase,
             self.scope,
             takes,
             gives,
@@ -240,11 +233,6 @@ class _Function:
         for stack in later:
             if stack in passed:
                 yield from self._leftover(stack, self.lists.variable(stack, LATER))
-
-    def _phase(self, run: Repeated) -> str:
-        """The phase that a run's function is named after: that of a forward which B or W repeats is F."""
-        is_backward = any(node.meta["origin"].backward for node in run.body)
-        return PHASE_NAMES[self.section.phase if is_backward else Phase.F]
 
     def _results(self) -> list[str]:
         """The expressions that are returned, in order."""

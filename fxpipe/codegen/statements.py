@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+CARRY = "carry"  # the list of values that the function which takes it frees
+
 
 @dataclass(frozen=True)
 class Statement:

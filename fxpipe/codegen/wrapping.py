@@ -28,7 +28,8 @@ def wrapped(line: str) -> str:
         return f"{indent}return {_bracketed(text, blank, 7, len(text), indent)}"
     equals = blank.find(" = ")
     call = equals + 3 if equals >= 0 else 0
-    opening, closing = blank.find("(", call), blank.rfind(")")
+    left, right = "[]" if text[call] == "[" else "()"
+    opening, closing = blank.find(left, call), blank.rfind(right)
     first = indent + text[:call]
     if call and (len(indent) + equals > WIDTH - 30 or opening < 0):
         targets = _bracketed(text, blank, 0, equals, indent).removesuffix(")")
@@ -37,7 +38,7 @@ def wrapped(line: str) -> str:
             return first + text[call:]
     if opening < 0:
         return first + text[call:]
-    arguments = _bracketed(text, blank, opening + 1, closing, indent)
+    arguments = _bracketed(text, blank, opening + 1, closing, indent, (left, right))
     return f"{first}{text[call:opening]}{arguments}{text[closing + 1 :]}"
 
 
@@ -46,9 +47,12 @@ def _blank(text: str) -> str:
     return _STRING.sub(lambda string: "s" * len(string.group()), text)
 
 
-def _bracketed(text: str, blank: str, begin: int, end: int, indent: str) -> str:
-    """The comma-separated items between two columns, in round brackets, as many on a line as fit."""
-    return "(\n" + "\n".join(_rows(text, blank, begin, end, f"{indent}   ")) + ")"
+def _bracketed(
+    text: str, blank: str, begin: int, end: int, indent: str, brackets: tuple[str, str] = ("(", ")")
+) -> str:
+    """The comma-separated items between two columns, in brackets, as many on a line as fit."""
+    rows = _rows(text, blank, begin, end, f"{indent}   ")
+    return f"{brackets[0]}\n" + "\n".join(rows) + brackets[1]
 
 
 def _rows(text: str, blank: str, begin: int, end: int, start: str) -> list[str]:

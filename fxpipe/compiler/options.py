@@ -156,8 +156,8 @@ class Options:
     # The programs
     backend: Literal["eager", "inductor"] = "eager"
     """What runs the ops. ``"inductor"``: before its first step each rank compiles the forward and backward of
-    its stages with Inductor, PyTorch's own compiler, which fuses their ops; weight gradients stay eager
-    (docs/inductor.md). Random numbers are the same, other results differ by rounding."""
+    its stages with Inductor, PyTorch's own compiler, which fuses their ops; the additions to
+    gradients stay eager (docs/inductor.md). Random numbers are the same, other results differ by rounding."""
     replay: Literal["auto"] | bool = False
     """Whether each rank captures its step once, as a CUDA graph, and replays it, so that the device waits for
     no Python (docs/replay.md). True: always; ``"auto"``: if the first steps show that it is faster. The first

@@ -17,15 +17,16 @@ from typing import Any, cast
 
 import torch
 from torch import fx, nn
+from torch.fx.passes.split_module import split_module
 
 from fxpipe.cost.calibration.background_load import busy_threads
 from fxpipe.cost.calibration.clock import Timed, medians_in_turns, seconds_until_done
 from fxpipe.cost.device import Device
 from fxpipe.cost.nodes import node_cost
 from fxpipe.errors import ScheduleError
+from fxpipe.ir.compiled import is_compiled, stretches
 from fxpipe.ir.graph import Input, Kind, Section
 from fxpipe.ir.ops import is_between_lanes
-from fxpipe.ir.sections import is_compiled
 from fxpipe.ir.storage import call_nodes, storage_root, written_arguments
 from fxpipe.plan.attribute_state import kept_slots, kept_tensors
 from fxpipe.plan.dtensors import local
@@ -114,9 +115,7 @@ def _others(ranks: int, device: torch.device) -> int:
 def _timed(section: Section, device: torch.device, known: Known, backend: str) -> Timed:
     # The checks of data would fail on values that are made up.
     graph = _without_checks(section.graph)
-    function: Callable[..., Any] = fx.GraphModule(nn.Module(), graph).forward
-    if is_compiled(section, backend):
-        function = inductor(function)
+    function = _function(graph, section.phase) if is_compiled(section, backend) else _by_op(graph)
     written = _written(graph)
     inputs, overwritten = list[Any](), list[torch.Tensor]()
     generator = torch.Generator(device)  # the user's random numbers stay as they are
@@ -137,6 +136,34 @@ def _timed(section: Section, device: torch.device, known: Known, backend: str) -
             _fill(flat, generator)
 
     return Timed(partial(_run, section, function, *inputs), fill_again)
+
+
+def _by_op(graph: fx.Graph) -> Callable[..., Any]:
+    return fx.GraphModule(nn.Module(), graph).forward
+
+
+def _function(graph: fx.Graph, phase: Phase) -> Callable[..., Any]:
+    """A section as Inductor compiles it: as a whole, of a W its stretches."""
+    if phase is not Phase.W:
+        return inductor(_by_op(graph))
+    stretch_of = {node: k for k, nodes in enumerate(stretches(call_nodes(graph))) for node in nodes}
+    part, behind = dict[fx.Node, int](), 0  # the stretches have odd numbers
+    for node in call_nodes(graph):
+        part[node] = 2 * stretch_of[node] + 1 if node in stretch_of else behind
+        behind = max(behind, part[node] + part[node] % 2)
+    parts = split_module(fx.GraphModule(nn.Module(), graph), nn.Module(), part.__getitem__)
+    for k in {*stretch_of.values()}:
+        name = f"submod_{2 * k + 1}"
+        setattr(parts, name, _Called(inductor(getattr(parts, name).forward)))
+    return parts.forward
+
+
+class _Called(nn.Module):
+    """A function as a module."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.forward = function
 
 
 def _run(section: Section, function: Callable[..., Any], *inputs: Any) -> None:

@@ -7,9 +7,8 @@ after:  sections with named inputs and outputs; a value that a stage gets from a
 
 from __future__ import annotations
 
-import operator
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -17,14 +16,12 @@ from torch import fx
 
 from fxpipe.errors import VerifyError
 from fxpipe.ir.compat import copy_node
-from fxpipe.ir.graph import Input, Kind, Section, Value, offload, read_buffer, reload
+from fxpipe.ir.graph import Input, Kind, Section, Value, offload
 from fxpipe.ir.step_invariants import inputs_behind
-from fxpipe.ir.storage import call_nodes, graph_outputs, is_view
+from fxpipe.ir.storage import call_nodes, graph_outputs
 from fxpipe.plan.tensors import sum_over_ranks
-from fxpipe.runtime.program.checks import expect
 from fxpipe.schedule.ops import Color, Phase, arrival
 
-_NO_WORK = (read_buffer, expect, offload, reload, operator.getitem)
 ORDER = (Phase.F, Phase.B, Phase.W)
 
 
@@ -151,22 +148,6 @@ def _summands(node: fx.Node) -> tuple[fx.Node, ...]:
 
 def _kind(node: fx.Node) -> Kind:
     return Kind.OFFLOADED if node.target is offload else Kind.VALUE
-
-
-def compiles(backend: str, phase: Phase) -> bool:
-    """Whether a backend compiles sections of a phase.  W runs op by op: its matrix products add to the
-    gradients in place."""
-    return backend == "inductor" and phase is not Phase.W
-
-
-def is_compiled(section: Section, backend: str) -> bool:
-    """Whether a backend compiles the section: it has an op that computes something."""
-    return compiles(backend, section.phase) and any(computing(call_nodes(section.graph)))
-
-
-def computing(nodes: Iterable[fx.Node]) -> Iterator[fx.Node]:
-    """The ops that compute something: no views, no items of results, no transfers."""
-    return (n for n in nodes if n.target not in _NO_WORK and not is_view(n))
 
 
 def requested_outputs(graph: fx.Graph) -> dict[str, Value]:

@@ -5,6 +5,7 @@ a C++ compiler takes seconds for each section.  ``benchmarks/inductor_models.py`
 """
 
 import os
+import re
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,15 +21,29 @@ from launch import forked
 from marks import with_variations
 from safetensors.torch import load_file
 from tensor_parallel import Words, batch, parallelized
-from zoo import CASES, Case, Chain, Shape, captured_once, compiled, numbers, relative_error, too_far
+from torch import nn
+from zoo import (
+    CASES,
+    WIDTH,
+    Block,
+    Case,
+    Chain,
+    Shape,
+    captured_once,
+    compiled,
+    numbers,
+    relative_error,
+    too_far,
+)
 
 import fxpipe
+import fxpipe.ir.compiled
 import fxpipe.ir.liveness
 import fxpipe.runtime.program.inductor
 from fxpipe.errors import OptionError, RunError
+from fxpipe.ir.compiled import is_compiled
 from fxpipe.ir.graph import Section
 from fxpipe.ir.ops import is_between_lanes
-from fxpipe.ir.sections import is_compiled
 from fxpipe.ir.storage import call_nodes, written
 from fxpipe.runtime.program.checks import expect
 from fxpipe.runtime.program.inductor import compiled_functions, inductor, keep_kernels
@@ -226,6 +241,51 @@ def test_what_is_compiled_is_marked_in_the_program():
     eager = ["blocks_weight", "stage1_forward", "stage1_backward", "stage1_weight", "step"]
     assert [functions(p) for p in pipe.artifact.programs] == [whole, layers | dict.fromkeys(eager, False)]
     assert "\n    model_mse_loss = mse_loss(" in pipe.artifact.programs[1]
+
+
+class Scaled(Block):
+    """Its scale has a gradient that W computes, of two ops: a product and a sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(WIDTH))
+
+    def forward(self, x):
+        return super().forward(x).tanh() * self.scale
+
+
+def test_weight_gradients_are_compiled_between_their_additions(interpreted, monkeypatch):
+    """In layers that repeat and beside them; what writes to gradients is not, nor what gives small values."""
+    case, shape = Case(lambda: Chain(block=Scaled), numbers), Shape(2, "zb-h1")
+    _, plain = both(case, shape)
+    assert not any("_weight_1(" in program for program in plain.artifact.programs)
+    monkeypatch.setattr(fxpipe.ir.compiled, "LEAST", 1)
+    eager, pipe = both(case, shape)
+    assert pipe.check().problems == ()
+    _, of_weights = pipe.artifact.programs[0].split("def blocks_weight_1(carry):")
+    compiled = {name: yes for name, yes in functions(pipe.artifact.programs[0]).items() if "weight" in name}
+    layers = {"blocks_weight_1": True, "blocks_weight": False}
+    assert compiled == layers | {"stage0_weight_1": True, "stage0_weight": False}
+    for text in re.findall(r"\ndef \w+_weight\(.*?\n\n\n", of_weights, re.DOTALL):
+        assert "_weight_1(carry)" in text
+        assert "= mul" not in text
+    batch = case.data(MICROBATCHES)
+    expected, found = (each.run_local(batch, measure_memory=True) for each in (eager, pipe))
+    assert too_far(found.grads, expected.grads, 0.0) == {}
+    assert found.peak_saved == expected.peak_saved
+    graphs = [graph for graph in interpreted.graphs if any(written(n.target) for n in call_nodes(graph))]
+    assert graphs == []
+
+
+def test_measured_costs_are_of_what_is_compiled(interpreted, monkeypatch):
+    """Forward, backward, and the one stretch of W."""
+    monkeypatch.setattr(fxpipe.ir.compiled, "LEAST", 1)
+    case = Case(lambda: Chain(1, Scaled), numbers)
+    options = {"schedule": "zb-h1", "costs": "measured", "backend": "inductor"}
+    fxpipe.compile(case.build(), case.example(), ranks=1, microbatches=2, **options)
+    products = [any(n.target is aten.mm.default for n in graph.nodes) for graph in interpreted.graphs]
+    assert len(products) == 3
+    assert not products[-1]
 
 
 def test_a_section_forgets_what_its_stretch_frees():

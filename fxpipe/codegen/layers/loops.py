@@ -26,18 +26,17 @@ from fxpipe.codegen.layers.outline import Repeated, Slot, Source
 from fxpipe.codegen.layers.repeats import free_numbers
 from fxpipe.codegen.layers.saved_lists import Stack, Taken
 from fxpipe.codegen.layers.sequences import Values, loop_head
-from fxpipe.codegen.nodes import node_lines, place, storages
+from fxpipe.codegen.layers.straight_lines import lines_of, straight_parts
+from fxpipe.codegen.nodes import place, storages
 from fxpipe.codegen.signatures import PHASE_NAMES
-from fxpipe.codegen.statements import Statement, body, emptying, unpacking
+from fxpipe.codegen.statements import CARRY, Statement, body, emptying, unpacking
 from fxpipe.codegen.wrapping import wrapped
+from fxpipe.ir.compiled import computing
 from fxpipe.ir.graph import Input, offload, reload
 from fxpipe.ir.names import comment, identifier
 from fxpipe.ir.node_names import BACKWARD, Gradient, Named, gradient_name
-from fxpipe.ir.sections import computing
 from fxpipe.ir.text import shape_text
 from fxpipe.schedule.ops import Phase
-
-CARRY = "carry"  # the list of carried values that the next period frees
 
 
 @dataclass
@@ -71,14 +70,13 @@ class Loop:
 
     ``takes``, ``gives``: what it takes, and what it gives by the name of the list, with the variable of each.
     ``unpacked``: the stacks whose values are used one by one behind it.  ``forward``: to which a run of the
-    forward adds.  ``compiled``: whether Inductor
-    compiles its section.
+    forward adds.  ``compiled``: whether Inductor compiles its section, of a W the stretches in it.
     """
 
     def __init__(
         self,
         run: Repeated,
-        phase: str,
+        phase: Phase,
         scope: Scope,
         takes: Sequence[tuple[Taken, str]],
         gives: Sequence[tuple[str, Stack, str]],
@@ -87,8 +85,12 @@ class Loop:
         layers: LayerFunctions,
         compiled: bool,
     ) -> None:
-        self.run, self.phase, self.scope, self.layers = run, phase, scope, layers
-        self.compiled = compiled and any(computing(run.body))
+        self.run, self.section, self.scope, self.layers = run, phase, scope, layers
+        # That of a forward which B or W repeats is F.
+        is_backward = any(node.meta["origin"].backward for node in run.body)
+        self.phase = PHASE_NAMES[phase if is_backward else Phase.F]
+        self.apart = compiled and phase is Phase.W
+        self.compiled = compiled and not self.apart and any(computing(run.body))
         self.takes, self.gives, self.unpacked = takes, gives, unpacked
         self.paths = [_module(run.period(k)) for k in range(run.run.times)]
         self.around = _alike([_words(path) for path in self.paths])
@@ -228,9 +230,11 @@ class Loop:
         returned_values: list[int | Slot] = [slot.result for slot in self.run.carried]
         returned_values += [value for _, stack, _ in self.gives for value in stack.values]
         named = {self.run.body[value] for value in returned_values if isinstance(value, int)}
-        lines += node_lines(self.run.body, scope, self._place, named)
-        inside = {name for _, names in unpacked for name in names} | {self.texts[n] for n in self.run.body}
         returned_texts = {self._result(value) for value in returned_values}
+        name = f"{self.base}_{self.phase}"
+        parts = [*straight_parts(self.run.body, self.section, scope, self._place, named, self.apart)]
+        lines += lines_of(parts, name, scope, self._place, returned_texts, self.layers)
+        inside = {name for _, names in unpacked for name in names} | {self.texts[n] for n in self.run.body}
         same = storages(self.run.body, scope)
         freed = {name: same.get(name, name) for name in inside} | dict.fromkeys(self.used - inside, "")
         carried = [(self.texts[slot.example], slot.example.meta["val"]) for slot in self.run.carried]
@@ -238,7 +242,6 @@ class Loop:
         text += [wrapped(line) for line in body(lines, returned_texts, freed)]
         if returned:
             text.append(wrapped(f"    return {', '.join(returned)}"))
-        name = f"{self.base}_{self.phase}"
         return self.layers.function(name, self.arguments.inner, text, self.paths, self.compiled)
 
     # In the section

@@ -7,7 +7,7 @@ Elementwise ops overwrite any such operand; other ops with an in-place form over
 no other argument reads it.  Results are bit-identical; but half of the memory that the op touches is already
 in the caches, and less memory is live.
 
-Inductor reuses memory by itself: of the sections that it compiles, none is rewritten.
+Inductor plans the memory of what it compiles by itself: no op of that is rewritten.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from fxpipe.ir.compat import Argument, OpOverload, has_kernel, pytree, schema_of
-from fxpipe.ir.sections import compiles
+from fxpipe.ir.compiled import compiled_ops
 from fxpipe.ir.storage import call_nodes, is_view, last_uses, node_bytes, storage_roots, written
 from fxpipe.plan.tensors import is_dense
 
@@ -27,9 +27,9 @@ from fxpipe.plan.tensors import is_dense
 def use_inplace_ops(graph: fx.Graph, backend: str = "eager") -> None:
     roots = storage_roots(graph)
     last = last_uses(graph, roots)
+    compiled = compiled_ops(graph, backend)
     for node in call_nodes(graph):
-        # Inductor plans the memory of its sections by itself.
-        if is_view(node) or compiles(backend, node.meta["color"].phase):
+        if is_view(node) or node in compiled:
             continue
         used = [roots[n] for n in node.all_input_nodes]
         free = [
