@@ -377,6 +377,19 @@ def test_lists_are_emptied_and_their_tensors_freed(interpreted):
     assert passed_on.tolist() == [1.0] * 2
 
 
+@pytest.mark.parametrize("dim", [0, 1, -1])
+@pytest.mark.parametrize("entries", [1, 2])
+def test_an_addition_to_one_entry_of_each_row_is_elementwise(dim, entries, interpreted):
+    """So that it is fused with what computes the rows; one to several entries, which may be equal, stays."""
+    total, sizes = torch.randn(4, 5), [4, 5]
+    sizes[dim] = entries
+    index, summand = torch.randint(total.shape[dim], sizes), torch.randn(sizes)
+    added = inductor(lambda *inputs: aten.scatter_add(inputs[0], dim, *inputs[1:]))(total, index, summand)
+    assert torch.equal(added, total.scatter_add(dim, index, summand))
+    (graph,) = interpreted.graphs
+    assert any(n.target is aten.scatter_add.default for n in call_nodes(graph)) == (entries > 1)
+
+
 def test_views_fit_the_strides_of_inductors_own_ops(interpreted, monkeypatch):
     """A ``cat`` with an empty tensor, as caches of keys and values begin with, is a copy in other strides."""
     monkeypatch.setattr(fxpipe.runtime.program.inductor, "decompositions", decompositions)

@@ -154,7 +154,8 @@ def _compile(function: Callable[..., Any], args: Sequence[Any]) -> _Compiled:
     with fake_tensors():
         fakes = [_fake(values[k]) for k in varying]
         # Views in the trace must fit the strides of what Inductor's own decompositions of ops give.
-        traced = make_fx(flat, decomposition_table=decompositions())(*fakes)
+        table = decompositions() | {torch.ops.aten.scatter_add.default: _add_to_entries}
+        traced = make_fx(flat, decomposition_table=table)(*fakes)
         checks = _take_out_checks(traced.graph)
         used = [i for i, n in enumerate(traced.graph.find_nodes(op="placeholder")) if n.users]
         _drop_unused_inputs(traced.graph)
@@ -196,6 +197,19 @@ def _fake(value: torch.Tensor | int) -> torch.Tensor:
     if isinstance(value, int):
         return torch.empty((), dtype=torch.int64)
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+
+
+def _add_to_entries(total: torch.Tensor, dim: int, index: torch.Tensor, summand: torch.Tensor) -> Any:
+    """An addition to one entry of each row, as to the label's in a gradient of logits, for all entries.
+
+    Inductor's own way writes all of ``total`` to memory before, and reads it again behind.
+    """
+    one_of_each = [*total.shape[:dim], 1, *total.shape[dim:][1:]]
+    if not total.dim() or [*index.shape] != one_of_each or [*summand.shape] != one_of_each:
+        return NotImplemented  # it stays as it is
+    entries = torch.arange(total.shape[dim], device=total.device)
+    entries = entries.view([-1, *[1] * (total.dim() - dim % total.dim() - 1)])
+    return torch.where(entries == index, total + summand, total)
 
 
 def _take_out_checks(graph: fx.Graph) -> tuple[tuple[Any, ...], ...]:
