@@ -237,6 +237,9 @@ def _partition(step: StepGraphs, options: CutOptions) -> None:
 def _recompute(step: StepGraphs, options: CutOptions) -> None:
     if options.recompute is not None:
         recompute(step.graph, options.recompute)
+    elif options.backend == "inductor" and step.vocabulary is not None:
+        first = step.vocabulary.embedding_shards + options.stages
+        recompute(step.graph, "elementwise", range(first, first + step.vocabulary.output_shards))
 
 
 def _repeat_in_kernels(step: StepGraphs, options: CutOptions) -> None:

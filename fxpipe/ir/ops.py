@@ -10,7 +10,7 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
-from fxpipe.ir.storage import argument
+from fxpipe.ir.storage import argument, is_view
 
 aten = torch.ops.aten
 
@@ -58,6 +58,15 @@ def _with_all_heads(args: Sequence[Any], first: int) -> Any:
     query, key, value = (getattr(x, "shape", x) for x in args[first : first + 3])
     with_all = [query, *((n, query[1], *others) for n, _, *others in (key, value))]
     return [*args[:first], *with_all, *args[first + 3 :]]
+
+
+def is_elementwise(node: fx.Node) -> bool:
+    """Whether an op computes each entry of its result from the entries at the same place: also a view, or a
+    cast."""
+    target: Any = node.target
+    return (
+        is_view(node) or target is aten._to_copy.default or torch.Tag.pointwise in getattr(target, "tags", ())
+    )
 
 
 def is_between_lanes(target: Any) -> bool:

@@ -24,15 +24,19 @@ from tensor_parallel import Words, batch, parallelized
 from torch import nn
 from zoo import (
     CASES,
+    LENGTH,
     WIDTH,
+    WORDS,
     Block,
     Case,
     Chain,
     Shape,
+    TiedHead,
     captured_once,
     compiled,
     numbers,
     relative_error,
+    tokens,
     too_far,
 )
 
@@ -275,6 +279,38 @@ def test_weight_gradients_are_compiled_between_their_additions(interpreted, monk
     assert found.peak_saved == expected.peak_saved
     graphs = [graph for graph in interpreted.graphs if any(written(n.target) for n in call_nodes(graph))]
     assert graphs == []
+
+
+class Language(TiedHead):
+    """In bfloat16, and with a head of its own, whose gradient is added to in one order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        self.to(torch.bfloat16)
+
+    def forward(self, ids, labels):
+        logits = self.head(self.blocks(self.embedding(ids)))
+        return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+
+
+@pytest.mark.parametrize("barriers", ["1-barrier", "2-barrier"])
+def test_a_split_head_keeps_its_logits_and_not_their_exponentials(barriers, interpreted, monkeypatch):
+    """They have half of the bytes, and the kernels that need the exponentials compute them again."""
+    monkeypatch.setattr(fxpipe.ir.compiled, "LEAST", 1)
+    case = Case(Language, tokens)
+    eager, pipe = both(case, Shape(2, "zb-h1", vocab_parallel=barriers))
+    assert pipe.check().problems == ()
+    batch = case.data(MICROBATCHES)
+    expected, found = (each.run_local(batch) for each in (eager, pipe))
+    assert torch.equal(found.loss, expected.loss)
+    assert too_far(found.grads, expected.grads, 0.0) == {}
+    for rank, program in enumerate(pipe.artifact.programs):
+        saved = [each.plan.costs.stages[rank - 2].saved_activations for each in (eager, pipe)]
+        entries = case.rows * LENGTH * (WORDS // 2 + rank)
+        assert saved[0] - saved[1] >= 2 * entries
+        of_weight = re.search(rf"\ndef stage{rank + 4}_weight\(.*?\n\n\n", program, re.DOTALL)
+        assert "mul(" not in of_weight[0]
 
 
 def test_measured_costs_are_of_what_is_compiled(interpreted, monkeypatch):

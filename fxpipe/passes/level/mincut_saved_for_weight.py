@@ -11,16 +11,13 @@ from __future__ import annotations
 
 from functools import cache
 
-import torch
 from torch import fx
 
+from fxpipe.ir.ops import is_elementwise
 from fxpipe.ir.storage import call_nodes, drop_dead, is_view, node_bytes
 from fxpipe.passes.level.mincut import to_repeat
 from fxpipe.passes.rewrite import clone_into
 from fxpipe.schedule.ops import Color, Phase
-
-aten = torch.ops.aten
-_CASTS = {aten._to_copy.default}
 
 #: The bytes that repeated ops may read and write for each byte of memory saved.
 _SCALE = 4
@@ -43,10 +40,8 @@ def mincut_saved_for_weight(graph: fx.Graph) -> None:
 
 
 def _is_cheap(node: fx.Node, stage: int) -> bool:
-    if node.meta["color"].stage != stage:
-        return False
     # A matrix product again would cost more time than its memory is worth.
-    return is_view(node) or node.target in _CASTS or torch.Tag.pointwise in getattr(node.target, "tags", ())
+    return node.meta["color"].stage == stage and is_elementwise(node)
 
 
 def _to_repeat(users: list[fx.Node], stage: int) -> set[fx.Node]:

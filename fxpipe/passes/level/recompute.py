@@ -7,17 +7,22 @@ The saved values are a minimum cut between a stage's inputs and its backward: sa
 recomputing it next to nothing, since the user asked for it.  "norms" recomputes all but matrix products,
 convolutions and attention (norms, activations, dropout with its key, casts: 2503.01328), "full" any value if
 fewer bytes are saved then.  B hands recomputed values to W like other values.
+
+"elementwise" is for stages whose B and W are compiled and whose values are large, those of the vocabulary:
+elementwise ops, casts and views are repeated inside the kernels that use them, which read logits of 16 bits
+instead of exponentials of 32.
 """
 
 from __future__ import annotations
 
+from collections.abc import Container
 from functools import cache
 from typing import Literal
 
 from torch import fx
 
 from fxpipe.ir.graph import read_buffer
-from fxpipe.ir.ops import is_between_lanes, node_flops
+from fxpipe.ir.ops import is_between_lanes, is_elementwise, node_flops
 from fxpipe.ir.storage import call_nodes, drop_dead, is_view, leading_to, node_bytes
 from fxpipe.passes.level.mincut import to_repeat
 from fxpipe.passes.rewrite import clone_into
@@ -26,16 +31,19 @@ from fxpipe.schedule.ops import Color, Phase
 
 Level = Literal["norms", "full"]
 LEVELS: tuple[Level, ...] = ("norms", "full")
+Repeats = Level | Literal["elementwise"]
 
 #: The bytes that recomputed ops may read and write for each byte of memory saved.
 _SCALE = 1000
 
 
-def recompute(graph: fx.Graph, level: Level) -> None:
+def recompute(graph: fx.Graph, level: Repeats, stages: Container[int] | None = None) -> None:
+    """Recompute values of these stages; by default of all."""
     by_stage: dict[int, list[fx.Node]] = {}
     for node in call_nodes(graph):
-        if node.meta["color"].phase is not Phase.F:
-            by_stage.setdefault(node.meta["color"].stage, []).append(node)
+        color = node.meta["color"]
+        if color.phase is not Phase.F and (stages is None or color.stage in stages):
+            by_stage.setdefault(color.stage, []).append(node)
     for stage, backward in sorted(by_stage.items()):
         again = _made_again(backward, stage, level)
         clones: dict[tuple[Color, fx.Node], fx.Node] = {}
@@ -55,7 +63,7 @@ def _is_backward(node: fx.Node, stage: int) -> bool:
     return color.stage == stage and color.phase is not Phase.F
 
 
-def _made_again(backward: list[fx.Node], stage: int, level: Level) -> set[fx.Node]:
+def _made_again(backward: list[fx.Node], stage: int, level: Repeats) -> set[fx.Node]:
     forward, size = Color(stage, Phase.F), cache(node_bytes)
 
     @cache
@@ -64,6 +72,8 @@ def _made_again(backward: list[fx.Node], stage: int, level: Level) -> set[fx.Nod
             return False
         if is_between_lanes(node.target):  # to communicate again costs more than to recompute
             return False
+        if level == "elementwise":
+            return is_elementwise(node)
         # What is no matrix product takes little time.
         return level == "full" or not node_flops(node)
 
