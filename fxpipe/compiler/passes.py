@@ -16,9 +16,9 @@ from torch import fx
 from fxpipe.cost.nodes import NodeSeconds
 from fxpipe.cost.recomputable import recomputable_nodes
 from fxpipe.errors import PartitionError
+from fxpipe.ir.compiled import compiles
 from fxpipe.ir.graph import Free
 from fxpipe.ir.resized import ResizedTraces
-from fxpipe.ir.sections import compiles
 from fxpipe.ir.step_invariants import mean_values, once_values
 from fxpipe.ir.text import graph_text
 from fxpipe.ir.verify import verify
