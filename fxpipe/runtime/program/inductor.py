@@ -13,6 +13,7 @@ import os
 import platform
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -47,14 +48,15 @@ class _Compiled:
     ``places``: of its inputs, the tensors and integers among its arguments that it uses.  ``numbers``: the
     floats among the arguments, which are parts of kernels, by place.  ``run``: takes a list of the inputs,
     which it empties, and gives the function's results (None for a function without) and the values that its
-    checks read.  ``tree``: of the results.  ``checks``: the other arguments of each ``expect``.
+    checks read.  ``built``: the results as the function nests them.  ``checks``: the other arguments of each
+    ``expect``.
     """
 
     places: tuple[Place, ...]
     layouts: list[Any]
     numbers: tuple[tuple[Place, str], ...]
     run: Callable[[list[torch.Tensor]], Sequence[Any]]
-    tree: Any
+    built: Callable[[list[Any]], Any]
     checks: tuple[tuple[Any, ...], ...]
 
     def inputs(self, args: Sequence[Any]) -> list[torch.Tensor] | None:
@@ -90,7 +92,7 @@ class inductor:
         end = len(results) - len(compiled.checks)
         for value, check in zip(results[end:], compiled.checks, strict=True):
             expect(value, *check)
-        return pytree.tree_unflatten(results[:end], compiled.tree)
+        return compiled.built(results)
 
     def _for(self, args: Sequence[Any]) -> tuple[_Compiled, list[torch.Tensor]]:
         """The function as compiled for these arguments, and its inputs among them."""
@@ -167,7 +169,7 @@ def _compile(function: Callable[..., Any], args: Sequence[Any]) -> _Compiled:
         _layouts(inputs),
         tuple((places[k], repr(value)) for k, value in enumerate(values) if isinstance(value, float)),
         _run(traced, inputs),
-        result_tree,
+        _built(pytree.tree_unflatten(range(result_tree.num_leaves), result_tree)),
         checks,
     )
 
@@ -178,6 +180,17 @@ def _run(traced: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[[list[t
     from fxpipe.runtime.program.pieces import compiled_in_pieces
 
     return compiled_in_pieces(traced, inputs, compile_by_inductor)
+
+
+def _built(numbers: Any) -> Callable[[list[Any]], Any]:
+    """A function that nests values as their numbers are: pytree's own takes as long as a small kernel."""
+    if isinstance(numbers, int):
+        return itemgetter(numbers)
+    kind, parts = type(numbers), [_built(part) for part in numbers]
+    if kind is list and numbers and all(isinstance(number, int) for number in numbers):
+        return itemgetter(slice(numbers[0], numbers[-1] + 1))
+    assert kind in (list, tuple), "functions of programs return tensors in lists and tuples"
+    return lambda values: kind([part(values) for part in parts])
 
 
 def _at(args: Sequence[Any], place: Place) -> Any:
