@@ -6,9 +6,10 @@ same microbatches and add up their gradients.  A pipeline has two rows, op by op
 (docs/replay.md).  Each contender has a process of its own.  All prepare at the same time, then each is
 measured while the others wait.
 
-- ms: the median of 7 steps.  share: of torch.compile's tokens a second.
+- ms: the median of the steps (``--steps``).  share: of torch.compile's tokens a second.
 - TFLOP/s: of the model, causal attention counted once, no recomputation.  MFU: of the GPU's peak.
-- peak: the most that is allocated in a step, with parameters and gradients, GB.
+- peak: the most that is allocated in a step, with parameters and gradients, GB; of a replay what its graph
+  keeps between steps, as reserved.
 - kernels, busy: their number and the sum of their times in a step op by op, ms.
 - other loss: |loss / eager's - 1|, or torch.compile's.
 
@@ -33,7 +34,7 @@ from typing import Any
 import torch
 from report import Report
 
-MICROBATCHES, STEPS = 8, 7
+MICROBATCHES = 8
 
 
 @dataclass(frozen=True)
@@ -157,7 +158,7 @@ def pipelined(
     return lambda: pipe.run_local(batch).loss, lambda: pipe.run_local(batch, replay=True).loss
 
 
-def work(name: str, contender: str, backend: str, cpu: bool) -> None:
+def work(name: str, contender: str, backend: str, count: int, cpu: bool) -> None:
     """A contender's process: prepare, wait for a line, measure."""
     device = torch.device("cpu" if cpu else "cuda")
     shape = Shape(**{**vars(SHAPES[name]), **TINY}) if cpu else SHAPES[name]
@@ -176,6 +177,8 @@ def work(name: str, contender: str, backend: str, cpu: bool) -> None:
             steps["replayed"] = replayed
     steps["op by op"]()
     synchronize()
+    if not cpu:
+        torch.cuda.empty_cache()  # others are measured first
     print("ready", flush=True)
     sys.stdin.readline()
     rows = []
@@ -186,13 +189,15 @@ def work(name: str, contender: str, backend: str, cpu: bool) -> None:
         if not cpu:
             torch.cuda.reset_peak_memory_stats()
         row["seconds"] = []
-        for _ in range(STEPS):
+        for _ in range(count):
             synchronize()
             begin = time.perf_counter()
             step()
             synchronize()
             row["seconds"].append(time.perf_counter() - begin)
-        row["peak"] = 0.0 if cpu else torch.cuda.max_memory_allocated() / 1e9
+        if not cpu:
+            kept = torch.cuda.memory_reserved if how == "replayed" else torch.cuda.max_memory_allocated
+            row["peak"] = kept() / 1e9
         row["flops"], row["tokens"] = flops_of(model, shape), ids.numel()
         if not cpu and how == "op by op":
             row |= kernels(step)
@@ -210,24 +215,30 @@ def kernels(step: Callable[[], Any]) -> dict[str, Any]:
     return {"kernels": len(times), "busy": sum(times) / 1e3}
 
 
-def measured(name: str, contenders: list[str], options: argparse.Namespace) -> list[dict[str, Any]]:
-    """The rows of a model."""
-    script = [sys.executable, __file__, "--backend", options.backend, *(["--cpu"] if options.cpu else [])]
-    processes = {
-        contender: subprocess.Popen(
-            [*script, "--work", name, contender], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        for contender in contenders
+def started(options: argparse.Namespace) -> dict[str, dict[str, subprocess.Popen[str]]]:
+    """The processes of all contenders, by model."""
+    script = [sys.executable, __file__, "--backend", options.backend, "--steps", str(options.steps)]
+    script += ["--cpu"] if options.cpu else []
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    return {
+        name: {one: subprocess.Popen([*script, "--work", name, one], **pipes) for one in options.contenders}
+        for name in options.models
     }
-    ready = {c: p.stdout is not None and p.stdout.readline() == "ready\n" for c, p in processes.items()}
+
+
+def is_ready(process: subprocess.Popen[str]) -> bool:
+    return process.stdout is not None and process.stdout.readline() == "ready\n"
+
+
+def measured(processes: dict[str, subprocess.Popen[str]], failed: set[str]) -> list[dict[str, Any]]:
+    """The rows of a model."""
     rows = []
     for contender, process in processes.items():
-        if not ready[contender]:
+        if contender in failed:
             process.kill()
-            print(f"{name}, {contender}: failed", file=sys.stderr)
             continue
         output, _ = process.communicate("go\n")
-        rows += json.loads(output.splitlines()[-1])
+        rows += json.loads(output.splitlines()[-1]) if process.returncode == 0 else []
     return rows
 
 
@@ -247,7 +258,7 @@ def table(report: Report, name: str, rows: list[dict[str, Any]], peak_rate: floa
             f"{statistics.median(beside['seconds']) / seconds:.3f}",
             f"{rate / 1e12:.1f}",
             "" if peak_rate is None else f"{rate / peak_rate:.3f}",
-            f"{row['peak']:.2f}",
+            f"{row['peak']:.2f}" if "peak" in row else "",
             str(row.get("kernels", "")),
             f"{row['busy']:.1f}" if "busy" in row else "",
             f"{abs(row['loss'] / first['loss'] - 1):.1e}",
@@ -264,12 +275,13 @@ def main() -> None:
     )
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=[*CONTENDERS])
     parser.add_argument("--backend", choices=["eager", "inductor"], default="inductor")
+    parser.add_argument("--steps", type=int, default=7)
     parser.add_argument("--cpu", action="store_true")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--work", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.work:
-        work(*options.work, options.backend, options.cpu)
+        work(*options.work, options.backend, options.steps, options.cpu)
         return
     report, peak_rate = Report("Training steps on one GPU"), None
     if not options.cpu:
@@ -279,8 +291,13 @@ def main() -> None:
         sheets = [s for s in data_sheets() if s.is_reported_as(properties.name, properties.total_memory)]
         peak_rate = sheets[0].peak["bfloat16"] if sheets else None
         report.line(f"  GPU       {properties.name}, CUDA {torch.version.cuda}")
-    for name in options.models:
-        table(report, name, measured(name, options.contenders, options), peak_rate)
+    processes = started(options)
+    failed = {name: {c for c, p in of.items() if not is_ready(p)} for name, of in processes.items()}
+    for name, of_model in processes.items():
+        report.line()
+        table(report, name, measured(of_model, failed[name]), peak_rate)
+        for contender in sorted(failed[name]):
+            report.line(f"{contender}: failed")
         report.save(options.output)
 
 
