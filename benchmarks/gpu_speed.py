@@ -3,8 +3,8 @@
 Forward and backward of bfloat16 models of Hugging Face without dropout, no optimizer.  All ranks of a
 pipeline run on the one GPU, in one process: a row is the sum of their work.  Eager and torch.compile run the
 same microbatches and add up their gradients.  A pipeline has two rows, op by op and replayed
-(docs/replay.md).  Each contender has a process of its own.  All prepare at the same time, then each is
-measured while the others wait.
+(docs/replay.md), the second where the step could be replayed.  Each contender has a process of its own.  All
+prepare at the same time, then each is measured while the others wait.
 
 - ms: the median of the steps (``--steps``).  share: of torch.compile's tokens a second.
 - TFLOP/s: of the model, causal attention counted once, no recomputation.  MFU: of the GPU's peak.
@@ -26,6 +26,7 @@ import statistics
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -184,8 +185,12 @@ def work(name: str, contender: str, backend: str, count: int, cpu: bool) -> None
     rows = []
     for how, step in steps.items():
         row: dict[str, Any] = {"name": f"{contender}, {how}" if options is not None else contender}
-        for _ in range(5 if how == "replayed" else 1):
-            row["loss"] = float(step())
+        with warnings.catch_warnings(record=True) as told:
+            for _ in range(5 if how == "replayed" else 1):
+                row["loss"] = float(step())
+        if why := [str(each.message) for each in told if "not replayed" in str(each.message)]:
+            print(f"{name}, {contender}: {why[0]}", file=sys.stderr)
+            continue
         if not cpu:
             torch.cuda.reset_peak_memory_stats()
         row["seconds"] = []

@@ -18,6 +18,7 @@ from fxpipe.errors import RunError
 from fxpipe.runtime.program.rank import Runtime
 from fxpipe.runtime.replays import captured_step, replays
 from fxpipe.runtime.replays.captured_step import NotReplayed
+from fxpipe.runtime.replays.deterministic import Deterministic
 from fxpipe.runtime.replays.replays import TRIALS
 from fxpipe.training.run import local_runner
 
@@ -181,6 +182,17 @@ def test_a_value_that_the_code_reads_is_checked_behind_each_replay():
     assert why(pipe) == ""
     with pytest.raises(RunError, match="this microbatch gives False"):
         pipe.run_local({**batch(0), "labels": batch(0)["ids"]}, replay=True)
+
+
+def test_ops_are_deterministic_in_a_trial_where_they_can_be():
+    """An op without a deterministic kernel runs as ever: torch raises for it before it computes."""
+    values = torch.zeros(3)
+    with Deterministic():
+        values.put_(torch.tensor([0, 2]), torch.ones(2))
+        assert torch.are_deterministic_algorithms_enabled()
+        assert not torch.is_deterministic_algorithms_warn_only_enabled()  # which attention takes for off
+    assert values.tolist() == [1, 0, 1]
+    assert not torch.are_deterministic_algorithms_enabled()
 
 
 class Again(captured_step.CapturedStep):

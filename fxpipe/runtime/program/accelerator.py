@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from functools import cache, partial
@@ -123,20 +122,6 @@ def memory_pool(device: torch.device) -> Callable[[], contextlib.AbstractContext
     if device.type != "cuda":
         return contextlib.nullcontext
     return partial(torch.cuda.use_mem_pool, torch.cuda.MemPool(), device)
-
-
-@contextlib.contextmanager
-def deterministic() -> Iterator[None]:
-    """Let ops take kernels that give the same bits in each run, where they have such."""
-    was_on = torch.are_deterministic_algorithms_enabled()
-    warns = torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", ".*deterministic.*")
-            yield
-    finally:
-        torch.use_deterministic_algorithms(was_on, warn_only=warns)
 
 
 def unowned(tensor: torch.Tensor) -> torch.Tensor:

@@ -21,10 +21,11 @@ import torch
 from fxpipe.errors import FxpipeError
 from fxpipe.plan.step import Replay
 from fxpipe.runtime.debug.finite import place_of_failure
-from fxpipe.runtime.program.accelerator import deterministic, synchronize
+from fxpipe.runtime.program.accelerator import synchronize
 from fxpipe.runtime.program.captured import captured
 from fxpipe.runtime.program.rank import Runtime
 from fxpipe.runtime.replays.captured_step import CapturedStep, CountedDraws, NotReplayed, StagedBatch
+from fxpipe.runtime.replays.deterministic import Deterministic
 from fxpipe.runtime.replays.recorder import recorder_of
 from fxpipe.runtime.torch_private import copy_each
 
@@ -69,7 +70,7 @@ class Replays:
         self._trials += 1
         before = [_State.of(rt) for rt in runtimes]
         if self._trials <= TRIALS:
-            with deterministic():
+            with Deterministic():  # type: ignore[no-untyped-call]
                 return self._on_trial(runtimes, batch, before)
         self._captured = None  # that of the trials has slower kernels
         return self._timed(runtimes, batch, before)
