@@ -13,8 +13,9 @@ import sys
 import sysconfig
 import threading
 import types
-from collections import UserDict, UserList, deque
+from collections import ChainMap, UserDict, UserList, deque
 from collections.abc import Iterator, Mapping, MutableMapping, MutableSequence, MutableSet
+from configparser import RawConfigParser
 from contextvars import ContextVar
 from decimal import Decimal
 from fractions import Fraction
@@ -44,7 +45,7 @@ KEEPERS = (
     types.SimpleNamespace, argparse.Namespace, threading.local, functools.partial, queue.Queue,
 )  # fmt: skip
 #: Those of them whose attributes are settings.
-SETTINGS = (types.SimpleNamespace, argparse.Namespace, UserDict, UserList)
+SETTINGS = (types.SimpleNamespace, argparse.Namespace, UserDict, UserList, ChainMap, RawConfigParser)
 #: What each module has: tensors, submodules and hooks.
 OF_MODULES = vars(nn.Module()).keys() - {"training"}
 CODE = "__code__"

@@ -16,6 +16,7 @@ import os
 import sys
 import threading
 import types
+import weakref
 from collections.abc import Collection, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field, fields, replace
@@ -257,6 +258,8 @@ class PythonState:
         elif isinstance(x, _CACHED):
             self.caches.append(x)
             self._follow(replace(entry, thing=x.__wrapped__))
+        elif isinstance(x, weakref.ref):
+            self._follow(replace(entry, thing=x()))
         elif isinstance(x, types.FunctionType) or _has_settings(x, entry.is_far):
             self._todo.append(entry)
         elif not isinstance(x, VALUES):
@@ -324,6 +327,10 @@ class PythonState:
         self._followed |= read | names.stored
         if read & {"environ", "getenv"}:
             self._todo.append(Owner("os.environ", os.environ, True))
+        package = function.__globals__.get("__package__") or ""
+        for path in {x for name in names.modules for x in (name, joined(package, name))} & sys.modules.keys():
+            if not _is_installed(path):
+                self._follow(Owner(path, sys.modules[path], True))
         for name in (read | names.stored) & self._waiting.keys():
             for entry in self._waiting.pop(name):
                 self._follow(entry)
@@ -343,9 +350,13 @@ def _may_be_set(cls: type) -> bool:
     Libraries name hundreds of classes, of which a model makes few: those of installed packages count if they
     have numbers, or if autograd calls them.
     """
-    file = getattr(sys.modules.get(cls.__module__), "__file__", None) or ""
     numbers = (isinstance(x, int | float | torch.Tensor) for x in vars(cls).values())
-    return not file.startswith(INSTALLED) or issubclass(cls, torch.autograd.Function) or any(numbers)
+    return not _is_installed(cls.__module__) or issubclass(cls, torch.autograd.Function) or any(numbers)
+
+
+def _is_installed(module: str) -> bool:
+    """Whether a module is of an installed package."""
+    return (getattr(sys.modules.get(module), "__file__", None) or "").startswith(INSTALLED)
 
 
 def _has_settings(x: Any, is_far: bool) -> bool:

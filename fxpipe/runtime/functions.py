@@ -22,7 +22,7 @@ class CodeNames(NamedTuple):
 
     ``attributes``: what it reads, calls, or imports from a module; ``stored``: the attributes that it sets;
     ``texts``: its constants, which may name attributes and keys; ``rebound``: the globals, and the variables
-    of functions around it, that it sets.
+    of functions around it, that it sets; ``modules``: what it imports, without the package of relative names.
     """
 
     globals: set[str]
@@ -30,21 +30,20 @@ class CodeNames(NamedTuple):
     stored: set[str]
     texts: set[str]
     rebound: set[str]
+    modules: set[str]
 
 
 @functools.lru_cache(4096)
 def names_in(code: types.CodeType) -> CodeNames:
-    names = CodeNames(set(), set(), set(), set(), set())
+    names = CodeNames(set(), set(), set(), set(), set(), set())
     todo = [code]
     while todo:
         code = todo.pop()
         todo += [x for x in code.co_consts if isinstance(x, types.CodeType)]
         names.texts.update(x for x in code.co_consts if isinstance(x, str))
         for op, name in set(_named(code)) if code.co_names else ():
-            kind = (
-                names.globals if op in _GLOBAL else names.stored if op == "STORE_ATTR" else names.attributes
-            )
-            kind.add(name)
+            kinds = {"STORE_ATTR": names.stored, "IMPORT_NAME": names.modules}
+            (names.globals if op in _GLOBAL else kinds.get(op, names.attributes)).add(name)
             if op == "STORE_GLOBAL":
                 names.rebound.add(name)
         if code.co_freevars:

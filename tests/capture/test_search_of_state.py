@@ -78,7 +78,8 @@ def sample(module):
 def test_names_of_code():
     names = names_in(sample.__code__)
     assert names.globals == {"counts", "width", "super", "nn"}
-    assert names.attributes == {"first", "second", "fourth", "os", "path", "Module", "fifth"}
+    assert names.attributes == {"first", "second", "fourth", "path", "Module", "fifth"}
+    assert names.modules == {"os"}
     assert names.stored == {"third"}
     for function in (function for _, function in inspect.getmembers(torch.nn.functional, inspect.isfunction)):
         given = names_in(function.__code__)

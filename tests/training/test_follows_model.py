@@ -1,12 +1,14 @@
 """What the user does between compile and step: the step is that of the model as it is now, or an error."""
 
 import argparse
+import collections
 import contextlib
 import dataclasses
 import functools
 import gc
 import os
 import random
+import sys
 import threading
 import types
 import warnings
@@ -410,6 +412,18 @@ class Slots:
         self.scale = 1.0
 
 
+class Alone:
+    """What is reached by a weak reference alone."""
+
+    scale = 1.0
+
+
+ALONE = Alone()
+LAYERED = collections.ChainMap({"scale": 1.0})
+SETTINGS = types.ModuleType("settings_of_reader")
+SETTINGS.scale = 1.0
+
+
 class Reader(nn.Module):
     """A forward that reads numbers from all kinds of places."""
 
@@ -423,8 +437,11 @@ class Reader(nn.Module):
         self.table, self.array = torch.ones(WIDTH), np.ones(WIDTH, "float32")
         self.half, self.bytes = Fraction(1, 2), bytearray(b"ab")
         self.proxy = types.MappingProxyType({"scale": 1.0})
+        self.other = weakref.ref(ALONE)
 
     def forward(self, x):
+        from settings_of_reader import scale
+
         x = (
             self.drop(self.linear(x))
             * self.linear.weight.scale
@@ -434,7 +451,7 @@ class Reader(nn.Module):
         )
         x = doubled(x * float(self.half) * len(self.bytes) * self.proxy["scale"])
         x = x * len(self.names) * int(self.number) * self.table * torch.as_tensor(self.array)
-        x = x * float(os.environ.get("SCALE_OF_READER", "1"))
+        x = x * float(os.environ.get("SCALE_OF_READER", "1")) * scale * self.other().scale * LAYERED["scale"]
         x = self.act(x if self.mask is None else x * self.mask)
         return x * self.extra if hasattr(self, "extra") else x
 
@@ -480,6 +497,9 @@ def loss_of(model):
             model, "half", Fraction(1, 3)
         ),
         r"os.environ.SCALE_OF_READER was None .* and is b'2'": lambda: os.environ.update(SCALE_OF_READER="2"),
+        r"settings_of_reader.scale was 1.0 .* and is 2.0": lambda: setattr(SETTINGS, "scale", 2.0),
+        r"other.scale was 1.0 .* and is 2.0": lambda: setattr(ALONE, "scale", 2.0),
+        r"LAYERED.maps.0.scale was 1.0 .* and is 2.0": lambda: LAYERED.update(scale=2.0),
         r"bytes was b'ab' .* and is b'abc'": lambda: model.bytes.extend(b"c"),
         r"proxy.scale was 1.0 .* and is 2.0": lambda: setattr(
             model, "proxy", types.MappingProxyType({"scale": 2.0})
@@ -495,6 +515,7 @@ def loss_of(model):
 def test_what_a_model_and_its_loss_function_read_changes(monkeypatch):
     monkeypatch.setenv("SCALE_OF_READER", "1")  # for its end
     monkeypatch.delenv("SCALE_OF_READER")
+    monkeypatch.setitem(sys.modules, "settings_of_reader", SETTINGS)
     model = Reader()
     loss, changes = loss_of(model)
     code = doubled.__defaults__, doubled.__code__
