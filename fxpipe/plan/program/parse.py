@@ -51,16 +51,17 @@ def parse(source: str) -> r.Program:
         return r.Program((), (r.Outside(f"no Python program ({error})", line),), is_python=False)
 
 
-def compiled(source: str, filename: str) -> CodeType:
-    """The code that runs, edits outside of the grammar included.
+def compiled(source: str, filename: str) -> tuple[CodeType, r.Program]:
+    """The code that runs, edits outside of the grammar included, and what is read of it.
 
     Raises what Python does where it cannot read the text.
     """
     tree = ast.parse(source, filename)
+    program = _Parser(tree).program(source)
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):
             node.module = _EARLIER.get(str(node.module), node.module)
-    return compile(tree, filename, "exec")
+    return compile(tree, filename, "exec"), program
 
 
 class _Unlike(Exception):

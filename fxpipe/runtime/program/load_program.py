@@ -9,7 +9,7 @@ from typing import Any
 
 from fxpipe.errors import ArtifactError, RunError
 from fxpipe.plan.program import records as r
-from fxpipe.plan.program.parse import compiled, parse
+from fxpipe.plan.program.parse import compiled
 from fxpipe.plan.program.performed import Performed
 from fxpipe.runtime.program.comm import Layout
 from fxpipe.runtime.program.program_text import ProgramTraffic, traffic
@@ -53,14 +53,14 @@ def load_program(source: str, filename: str) -> Program:
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
     namespace: dict[str, Any] = {"__name__": f"{PROGRAM}{abs(hash(filename))}", "__file__": filename}
     try:
-        code = compiled(source, filename)
+        code, program = compiled(source, filename)
     except SyntaxError as error:
         raise ArtifactError(
             f"{filename} is no Python program (line {error.lineno}: {error.msg}). Mend it, or save again."
         ) from error
     except (ValueError, RecursionError, MemoryError) as error:
         raise ArtifactError(f"{filename} is no Python program ({error}). Mend it, or save again.") from error
-    step = parse(source).step
+    step = program.step
     if step is None or not isinstance(step.body[-1], r.Return | r.Outside):
         raise ArtifactError(f"{filename} is cut short: no step(rt, batch) that ends in a return. Save again.")
     try:
