@@ -48,9 +48,13 @@ def default_store() -> Any:
 
 
 def collectives_begun() -> int:
-    """How many collectives this process has begun on the default process group."""
+    """How many collectives this process has begun on the default process group; 0 if its backend does not
+    count them."""
     group: Any = dist.group.WORLD if dist.is_initialized() else None
-    return 0 if group is None else int(group._get_sequence_number_for_group())
+    try:
+        return 0 if group is None else int(group._get_sequence_number_for_group())
+    except RuntimeError:  # another one than torch's
+        return 0
 
 
 def members_of(group: str) -> list[int]:

@@ -299,6 +299,18 @@ def test_a_step_that_is_asked_for_more_runs_op_by_op_between_replays():
     assert why(pipe) == ""
 
 
+def test_a_short_batch_of_an_evaluation_counts_its_rows():
+    model = words().eval()
+    pipes = [compiled(model, ranks=1, gradients=False, replay=replay) for replay in (False, True)]
+    for step in range(STEPS):
+        plain, replayed = (pipe.evaluate(batch(step)) for pipe in pipes)
+        assert torch.equal(plain, replayed)
+    short = {name: x[: 3 * ROWS + 1] for name, x in batch(0).items()}
+    plain, replayed = (pipe.evaluate(short) for pipe in pipes)
+    assert torch.equal(plain, replayed)
+    assert why(pipes[1]) == ""
+
+
 def test_replays_that_are_not_faster_are_left_out(monkeypatch):
     monkeypatch.setattr(replays, "WORTH", 0.0)
     pipe, found = trained("auto")

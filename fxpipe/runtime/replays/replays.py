@@ -8,9 +8,11 @@ told once; then the rank runs op by op.  Other ranks need not know: a replay exc
 
 from __future__ import annotations
 
+import atexit
 import logging
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -130,6 +132,8 @@ class Replays:
             self._op_by_op(f"{what}{place_of_failure(error)}")
         else:
             self._captured = step
+            if self.memory is not None:  # a communicator does not end while a graph has its work
+                atexit.register(_let_go, weakref.ref(self))
 
     def _again(self, runtimes: Sequence[Runtime], batch: Any, before: Sequence[_State]) -> Losses:
         """Run the step once more: a replay if there is one."""
@@ -183,6 +187,11 @@ class _State:
         if self.grads:
             copy_each([rt.grads[name] for name in self.grads], [*self.grads.values()])
         rt.buffers, rt.step_number = dict(self.buffers), self.step_number
+
+
+def _let_go(reference: weakref.ref[Replays]) -> None:
+    if (replays := reference()) is not None:
+        replays._captured = None
 
 
 def _start(runtimes: Sequence[Runtime]) -> None:

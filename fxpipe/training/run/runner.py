@@ -134,7 +134,8 @@ class Runner(LocalRunner):
 
     def _run(self, rt: Runtime, batch: Any, check: Check, record: Mapping[str, Path]) -> torch.Tensor | None:
         """Run the program, or replay it; return its loss."""
-        if self._replays is not None and not (check or record or rt.collected.wanted):
+        asks = check or record or rt.collected.wanted or rt.weighted
+        if self._replays is not None and not asks:
             (loss,) = self._replays.step([rt], batch)
             return loss
         with self._warm_up.memory(rt.step_number):
