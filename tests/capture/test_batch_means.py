@@ -223,10 +223,32 @@ def balanced(logits, y, more):
     return mean(logits, y, more) + (share * share.log()).sum()
 
 
-OTHER_FUNCTIONS = {flooded: "abs", focal: "exp", root: "sqrt", norm: "linalg_vector_norm", without_nan: ""}
+def centered(logits, y, more):
+    return (more[0] - more[0].mean(0)).square().mean()
 
 
-@pytest.mark.parametrize("loss", [*OTHER_FUNCTIONS, balanced, even], ids=lambda f: f.__name__)
+def advantages(logits, y, more):
+    values = y.to(logits.dtype)
+    return (logits[..., 0] * (values - values.mean())).mean()
+
+
+def hardest(logits, y, more):
+    return per_token(logits, y).mean(1).topk(1).values.mean()
+
+
+OTHER_FUNCTIONS = {
+    **{
+        flooded: r"abs\(",
+        focal: r"exp\(",
+        root: r"sqrt\(",
+        norm: r"linalg_vector_norm\(",
+        without_nan: "by ",
+    },
+    **{advantages: r"sub\(", hardest: r"topk\("},
+}
+
+
+@pytest.mark.parametrize("loss", [*OTHER_FUNCTIONS, balanced, centered, even], ids=lambda f: f.__name__)
 def test_other_functions_of_the_rows_are_told(loss):
     """With a warning, where they are of the loss; what balances the rows is in ``explain``."""
     example = tuple(t[:ROWS] for t in batch_of(6))

@@ -75,7 +75,7 @@ def divide_by_batch_means(graph: fx.Graph, share: float) -> BatchMeans:
         return NO_MEANS
     tail = Tail(graph, named.loss)
     divides = {*tail.apart}
-    joins = joining_ops(graph, named.loss, {each.node for each in tail.divisions})
+    joins = joining_ops(graph, named.loss, {each.node for each in tail.divisions}, tail.rows)
     tail.apart |= {node: _function(node) for node in joins if node not in divides}
     odd = next((node for node in tail.apart if node in tail.odd or joins.get(node)), None)
     if tail.divisions:
@@ -85,7 +85,7 @@ def divide_by_batch_means(graph: fx.Graph, share: float) -> BatchMeans:
             _divide_by_mean(tail, each, share)
         drop_dead(graph)
     if odd is not None:
-        verb, why = "takes", "it is another function of a sum over rows"
+        verb, why = "takes", joins.get(odd, "")
         if odd in divides:
             verb = "divides by"
             why = "it is no sum over rows of the data, or divides inside a custom autograd.Function"

@@ -4,14 +4,16 @@
     sqrt(mean(square(x - y)))       sqrt of a mean
     abs(cross_entropy - b) + b      abs of a mean
     mul(mean(a, 0), mean(b, 0))     a product of two means
+    sub(x, mean(x))                 a number of all rows for each of them
+    mean(topk(losses, 8))           a choice among the rows
 
-The mean of what the microbatches have of these is not what the whole batch has.  What joins rows before the
-loss has added them up is not looked for: batch norm, products of all pairs of rows.
+The mean of what the microbatches have of these is not what the whole batch has.  Batch norm and products of
+all pairs of rows are not looked for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Container, Mapping
 from enum import Enum
 
 import torch
@@ -32,10 +34,11 @@ class _Rows(Enum):
     NONE, FIRST, OTHER, SUMMED, JOINED = range(5)
 
 
-#: Ops of rows that are no sums over them.
-_NO_SUMS = {
-    aten.amax, aten.amin, aten.frobenius_norm, aten.linalg_vector_norm, aten.logsumexp, aten.max, aten.median,
-    aten.min, aten.norm, aten.nuclear_norm, aten.prod, aten.std, aten.std_mean, aten.var, aten.var_mean,
+#: Ops that choose some of the rows, and others that are no sums over rows.
+_CHOICES = {aten.kthvalue, aten.max, aten.median, aten.min, aten.mode, aten.nanmedian, aten.sort, aten.topk}
+_NO_SUMS = _CHOICES | {
+    aten.amax, aten.amin, aten.frobenius_norm, aten.linalg_vector_norm, aten.logsumexp, aten.norm,
+    aten.nuclear_norm, aten.prod, aten.std, aten.std_mean, aten.var, aten.var_mean,
 }  # fmt: skip
 _SUMS = {aten.mean, aten.nansum, aten.sum}
 #: Ops whose results are no numbers that an operand has.
@@ -53,27 +56,43 @@ _LINEAR = _SUMS | {
 _PRODUCTS = {aten.bmm, aten.dot, aten.mm, aten.mul, aten.mv}
 
 
-def joining_ops(graph: fx.Graph, loss: fx.Node, exact: Collection[fx.Node]) -> dict[fx.Node, bool]:
-    """The ops of a captured step by which its loss is no sum over rows; and whether each takes one number, as
-    a loss is: what balances or contrasts rows takes several.
+#: The reasons for warnings, as text.
+FUNCTION = "it is another function of a sum over rows"
+_CHOICE = "it chooses among the rows"
+_STATISTIC = "it takes a number of all rows for each of them"
 
-    exact: divisions that are made by a count of the whole batch.
+
+def joining_ops(
+    graph: fx.Graph, loss: fx.Node, exact: Collection[fx.Node], data: Container[fx.Node]
+) -> dict[fx.Node, str]:
+    """The ops of a captured step by which its loss is no sum over rows; and why that is to be said with a
+    warning, "" if it is not: terms that balance or contrast the rows of a microbatch mean to.
+
+    exact: divisions that are made by a count of the whole batch.  data: what follows from the batch alone.
     """
     rows: dict[fx.Node, _Rows] = {}
-    joins: dict[fx.Node, bool] = {}
+    joins: dict[fx.Node, str] = {}
     for node in graph.nodes:
         if node.op == "placeholder":
             is_batch = node.meta["input"].kind is Kind.BATCH and node.meta["val"].dim()
             rows[node] = _Rows.FIRST if is_batch else _Rows.NONE
         elif node.op == "call_function" and not node.meta["origin"].backward:
             rows[node] = _Rows.SUMMED if node in exact else _rows_of(node, rows)
-            if rows[node] is _Rows.JOINED and _Rows.JOINED not in _states(node, rows):
-                joins[node] = _takes_one_number(node, rows)
-    behind = leading_to([loss], lambda node: rows.get(node) is _Rows.JOINED)
-    return {node: takes_one for node, takes_one in joins.items() if node in behind}
+            states, of_all = _states(node, rows), {_Rows.SUMMED, _Rows.JOINED}
+            if rows[node] is _Rows.JOINED and _Rows.JOINED not in states:
+                packet = getattr(node.target, "overloadpacket", None)
+                is_one = _is_one_number(node, rows)
+                joins[node] = _CHOICE if packet in _CHOICES else FUNCTION if is_one else ""
+            elif rows[node] in (_Rows.FIRST, _Rows.OTHER) and states & of_all:
+                numbers = [x for x in input_nodes(node) if rows.get(x) in of_all]
+                if all(x.meta["val"].is_floating_point() for x in numbers):  # no length or position
+                    joins[node] = _STATISTIC if all(x in data for x in numbers) else ""
+    behind = leading_to([loss])
+    return {node: why for node, why in joins.items() if node in behind}
 
 
-def _takes_one_number(node: fx.Node, rows: Mapping[fx.Node, _Rows]) -> bool:
+def _is_one_number(node: fx.Node, rows: Mapping[fx.Node, _Rows]) -> bool:
+    """Whether an op takes one number, as a loss is, or all rows, and gives one."""
     values = [node.meta["val"], *(x.meta["val"] for x in input_nodes(node) if rows.get(x) is _Rows.SUMMED)]
     is_one = all(isinstance(x, torch.Tensor) and x.numel() == 1 for x in values)
     return is_one and getattr(node.target, "overloadpacket", None) not in _PRODUCTS
