@@ -143,6 +143,7 @@ def compared(model: nn.Module, batch: Any, microbatches: int = 3, **options: Any
     return pipe
 
 
+@pytest.mark.filterwarnings("error:The loss")
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda f: f.__name__)
 def test_loss_is_that_of_the_whole_batch(loss):
     torch.manual_seed(0)

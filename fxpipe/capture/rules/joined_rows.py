@@ -20,9 +20,9 @@ import torch
 from torch import fx
 
 from fxpipe.capture.reads.row_sums import named_dims
+from fxpipe.ir.builder import node_arg
 from fxpipe.ir.compat import OpOverload, input_nodes
 from fxpipe.ir.graph import Kind
-from fxpipe.ir.storage import leading_to
 
 aten = torch.ops.aten
 
@@ -77,8 +77,10 @@ def joining_ops(
             is_batch = node.meta["input"].kind is Kind.BATCH and node.meta["val"].dim()
             rows[node] = _Rows.FIRST if is_batch else _Rows.NONE
         elif node.op == "call_function" and not node.meta["origin"].backward:
-            rows[node] = _Rows.SUMMED if node in exact else _rows_of(node, rows)
+            rows[node] = rows[node_arg(node, 0)] if node in exact else _rows_of(node, rows)
             states, of_all = _states(node, rows), {_Rows.SUMMED, _Rows.JOINED}
+            if node in exact:
+                continue
             if rows[node] is _Rows.JOINED and _Rows.JOINED not in states:
                 packet = getattr(node.target, "overloadpacket", None)
                 is_one = _is_one_number(node, rows)
@@ -87,7 +89,12 @@ def joining_ops(
                 numbers = [x for x in input_nodes(node) if rows.get(x) in of_all]
                 if all(x.meta["val"].is_floating_point() for x in numbers):  # no length or position
                     joins[node] = _STATISTIC if all(x in data for x in numbers) else ""
-    behind = leading_to([loss])
+    behind, todo = set[fx.Node](), [loss]
+    while todo:
+        node = todo.pop()
+        if node not in behind:
+            behind.add(node)
+            todo += [node_arg(node, 0)] if node in exact else node.all_input_nodes
     return {node: why for node, why in joins.items() if node in behind}
 
 
