@@ -135,6 +135,8 @@ def _of_rows(node: fx.Node, rows: Mapping[fx.Node, _Rows]) -> _Rows:
         value = next((x for x in value if isinstance(x, torch.Tensor)), None)
     if value is None or not all(isinstance(x, torch.Tensor) for x in operands):
         return _Rows.OTHER
+    if packet in _CHOICES and not value.is_floating_point():
+        return _Rows.OTHER  # an order of rows, as experts sort theirs
     dims = named_dims(node, operands[0].dim()) if operands and packet in _SUMS | _NO_SUMS else set()
     if not value.dim() or dims is None or 0 in dims:
         return _Rows.JOINED if packet in _NO_SUMS else _Rows.SUMMED
