@@ -70,6 +70,8 @@ class NodeSeconds:
         self._known: dict[tuple[Any, ...], tuple[float, list[Any]]] = {}
 
     def __call__(self, node: fx.Node) -> float:
+        if "fused" in node.meta:  # as other copies of the node are not
+            return 0.0
         inputs = input_nodes(node)
         # By identity: to compare shapes and strides takes as long as to compute the cost.
         key = (id(node.target), id(node.meta.get("val")), *[id(n.meta.get("val")) for n in inputs])
@@ -94,8 +96,10 @@ def sent_between_lanes(node: fx.Node, size: Callable[[fx.Node], Any] = node_byte
 
 
 def is_free(node: fx.Node) -> bool:
-    """Whether no op runs: of a tuple's item, or of what the ranks do together."""
-    return node.op != "call_function" or node.target in (operator.getitem, sum_over_ranks)
+    """Whether no op runs: of a tuple's item, of what the ranks do together, or of what is repeated in the
+    kernel of another op (``recompute``)."""
+    is_call = node.op == "call_function" and node.target not in (operator.getitem, sum_over_ranks)
+    return not is_call or "fused" in node.meta
 
 
 def bytes_moved(node: fx.Node, size: Callable[[fx.Node], Any] = node_bytes) -> Any:

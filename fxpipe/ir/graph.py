@@ -10,7 +10,8 @@ The training step is one ``torch.fx.Graph``.  Three pieces of metadata hang on i
     a :class:`Color`: the stage and phase that run it (absent before partitioning).
 
 A node of the backward that is the gradient of a value also has ``node.meta["gradient"]``, a
-:class:`~fxpipe.ir.node_names.Gradient`.
+:class:`~fxpipe.ir.node_names.Gradient`, and a node that is repeated in the kernel of another one
+``node.meta["fused"]``.
 
 A placeholder also carries ``node.meta["input"]``, an :class:`Input`.  The output node's single
 argument is an :class:`Outputs`.

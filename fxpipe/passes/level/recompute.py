@@ -55,6 +55,9 @@ def recompute(graph: fx.Graph, level: Repeats, stages: Container[int] | None = N
                 if node in again:
                     clone = clone_into(node, user.meta["color"], user, clones, again, in_b)
                     user.replace_input_with(node, clone)
+        if level == "elementwise":
+            for clone in clones.values():
+                clone.meta["fused"] = True
     drop_dead(graph)
 
 
