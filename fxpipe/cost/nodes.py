@@ -97,7 +97,7 @@ def sent_between_lanes(node: fx.Node, size: Callable[[fx.Node], Any] = node_byte
 
 def is_free(node: fx.Node) -> bool:
     """Whether no op runs: of a tuple's item, of what the ranks do together, or of what is repeated in the
-    kernel of another op (``recompute``)."""
+    kernel of another op (``recompute``, ``repeat_in_kernels``)."""
     is_call = node.op == "call_function" and node.target not in (operator.getitem, sum_over_ranks)
     return not is_call or "fused" in node.meta
 

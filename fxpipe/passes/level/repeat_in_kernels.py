@@ -13,16 +13,14 @@ from __future__ import annotations
 
 from functools import cache
 
-import torch
 from torch import fx
 
 from fxpipe.ir.graph import read_buffer
+from fxpipe.ir.ops import is_elementwise
 from fxpipe.ir.storage import call_nodes, drop_dead, is_view, node_bytes
 from fxpipe.passes.level.mincut import to_repeat
 from fxpipe.passes.rewrite import clone_into
 from fxpipe.schedule.ops import Color, Phase
-
-aten = torch.ops.aten
 
 #: Of equally small cuts the one that repeats the least is taken: bytes count this much more than ops.
 _SCALE = 1000
@@ -39,9 +37,10 @@ def repeat_in_kernels(graph: fx.Graph) -> None:
         for user in users:
             for node in user.all_input_nodes:
                 if node in repeated:
-                    user.replace_input_with(
-                        node, clone_into(node, user.meta["color"], user, clones, repeated)
-                    )
+                    clone = clone_into(node, user.meta["color"], user, clones, repeated)
+                    user.replace_input_with(node, clone)
+        for clone in clones.values():
+            clone.meta["fused"] = True
     drop_dead(graph)
 
 
@@ -59,9 +58,7 @@ def _to_repeat(users: list[fx.Node], forward: Color) -> set[fx.Node]:
         )
 
     def may(node: fx.Node) -> bool:
-        return (
-            node.meta["color"] == forward and _is_elementwise(node) and (is_view(node) or not is_read(node))
-        )
+        return node.meta["color"] == forward and _is_kernel(node) and (is_view(node) or not is_read(node))
 
     def keep(node: fx.Node) -> int | None:
         if is_view(node) and may(node):  # a view keeps its base alive
@@ -73,7 +70,7 @@ def _to_repeat(users: list[fx.Node], forward: Color) -> set[fx.Node]:
             return None
         return 0 if is_view(node) else size(node)
 
-    needed = [node for user in users if _is_elementwise(user) for node in user.all_input_nodes]
+    needed = [node for user in users if _is_kernel(user) for node in user.all_input_nodes]
     return to_repeat([node for node in needed if _is_forward(node, forward)], keep, repeat)
 
 
@@ -83,11 +80,8 @@ def _is_forward(node: fx.Node, forward: Color) -> bool:
 
 def _reads_memory(user: fx.Node) -> bool:
     """Whether an op needs its operands in memory."""
-    return user.meta["color"].phase is not Phase.B or not _is_elementwise(user)
+    return user.meta["color"].phase is not Phase.B or not _is_kernel(user)
 
 
-def _is_elementwise(node: fx.Node) -> bool:
-    if node.target is read_buffer:
-        return False
-    tags = getattr(node.target, "tags", ())
-    return is_view(node) or node.target is aten._to_copy.default or torch.Tag.pointwise in tags
+def _is_kernel(node: fx.Node) -> bool:
+    return node.target is not read_buffer and is_elementwise(node)
