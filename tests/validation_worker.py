@@ -319,15 +319,20 @@ def check(
             first = next(k for k, (a, b) in enumerate(zip(expected, found, strict=True)) if a != b)
             print(f"{number}: the value {first} differs: {setting(number)}", flush=True)
     print(f"taken back: {taken[0]}", flush=True)
+
+    def differs(number: int) -> bool:
+        found = b"no" if values(number, "post") == right[number] else b"yes"
+        return b"yes" in pipe.process.gather(found)
+
     for name in faults:
         owner, attribute, changed = FAULTS[name]()
-        # The trial of each optimizer would find some of them.
-        no_trial = mock.patch.object(make_optimizer, "check_undoable")
-        with mock.patch.object(owner, attribute, changed), no_trial:
-            found = {number: values(number, "post") for number in numbers}
-        differs = found != right
-        if b"yes" in pipe.process.gather(b"yes" if differs else b"no"):
-            print(f"caught: {name}", flush=True)
+        # The trials of each optimizer would find some of them.
+        no_trials = mock.patch.multiple(
+            make_optimizer, check_undoable=lambda *_: None, check_group=lambda *_: None
+        )
+        with mock.patch.object(owner, attribute, changed), no_trials:
+            if any(map(differs, numbers)):
+                print(f"caught: {name}", flush=True)
 
 
 def campaign() -> None:
