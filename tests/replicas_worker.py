@@ -137,12 +137,10 @@ class Case:
 
     def compiled(self, model: nn.Module, replicas: int) -> fxpipe.Pipeline:
         example = {name: x[:ROWS] for name, x in self.batches()[0].items()}
-        options = {"schedule": "zb-h1", "effort": EFFORT, **self.options}
+        options = {"ranks": RANKS, "schedule": "zb-h1", "effort": EFFORT, **self.options}
         microbatches = MICROBATCHES * REPLICAS // replicas
         with captured_once(self.model, self.batch, self.dtype, microbatches):
-            return fxpipe.compile(
-                model, example, ranks=RANKS, replicas=replicas, microbatches=microbatches, **options
-            )
+            return fxpipe.compile(model, example, replicas=replicas, microbatches=microbatches, **options)
 
 
 #: Whole parameters for the step would break the limit.
@@ -152,13 +150,11 @@ CASES = {
     "plain": Case(Tied),
     "optimizer": Case(Tied, options={"shard": "optimizer"}),
     "gradients": Case(Tied, options={"shard": "gradients"}),
-    "counts": Case(Counted, options={"shard": "gradients", "schedule": "1f1b"}),
-    "counts of all": Case(Counted, options={"schedule": "1f1b"}),
-    "added": Case(Counted, adds=True),
-    "added shards": Case(Tied, options={"shard": "optimizer"}, adds=True),
-    "added gradients": Case(Tied, options={"shard": "gradients"}, adds=True),
     "parameters": Case(Tied, options={"shard": "parameters"}),
-    "parameters, counts": Case(Counted, options={"shard": "parameters", "schedule": "1f1b"}, adds=True),
+    "counts": Case(Counted, adds=True),
+    "counts, optimizer": Case(Counted, options={"shard": "optimizer"}, adds=True),
+    "counts, gradients": Case(Counted, options={"shard": "gradients", "schedule": "1f1b"}, adds=True),
+    "counts, parameters": Case(Counted, options={"shard": "parameters", "schedule": "1f1b"}, adds=True),
     "parameters, zb-v": Case(Untied, options={"schedule": "zb-v", "shard": "parameters",
                                               "vocab_parallel": True}),
     "parameters, half": Case(Tied, options={"shard": "parameters", **HALF}, dtype=torch.bfloat16,
@@ -172,12 +168,10 @@ CASES = {
                                                      "stages_per_rank": 4, "memory_limit": 60_000,
                                                      "split_points": [f"layers.{k}" for k in range(1, 8)]}),
     "vocabulary": Case(Untied, options={"vocab_parallel": True, "shard": "optimizer"}),
-    "zb-v": Case(Untied, options={"schedule": "zb-v", "shard": "gradients"}),
     "recomputed": Case(Tied, options={"schedule": "interleaved", "recompute": "norms", "offload": 0.5}),
     "half": Case(Tied, options={"shard": "optimizer", **HALF}, dtype=torch.bfloat16,
                  optimizer={"master_weights": True}),
-    "batch norm": Case(Normed, numbers),
-    "evaluation": Case(Normed, numbers, options={"shard": "optimizer", "evaluation": True}),
+    "batch norm": Case(Normed, numbers, options={"evaluation": True}),
 }  # fmt: skip
 
 
@@ -223,20 +217,11 @@ def train(cases: list[str], directory: Path) -> None:
         save_file({n: x.clone() for n, x in found.items()}, directory / f"{name} {pipe.process.world_rank}")
 
 
-def alone(name: str) -> str:
-    """The first case that differs in the shard level alone: one pipeline divides nothing."""
-
-    def without_level(case: Case) -> Case:
-        return replace(case, options={key: x for key, x in case.options.items() if key != "shard"})
-
-    return next(other for other in CASES if without_level(CASES[other]) == without_level(CASES[name]))
+def of_one_rank(case: Case) -> Case:
+    """The case on one rank, which divides nothing, with as many microbatches as all replicas have."""
+    of_model = {key: x for key, x in case.options.items() if key in ("evaluation", "grad_dtype")}
+    return replace(case, options={"ranks": 1, "schedule": "1f1b", **of_model})
 
 
-def train_one_pipeline(cases: list[str], directory: Path) -> None:
-    """The same on one pipeline, with as many microbatches as all replicas have."""
-    for name in dict.fromkeys(map(alone, cases)):
-        case = CASES[name]
-        pipe = case.compiled(case.made(), 1)
-        found = trained(case, pipe)
-        if pipe.process.leads:
-            save_file({n: x.clone() for n, x in found.items()}, directory / f"{name} alone")
+def trained_on_one_rank(case: Case) -> dict[str, torch.Tensor]:
+    return trained(case, case.compiled(case.made(), 1))
