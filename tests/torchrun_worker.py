@@ -1,4 +1,4 @@
-"""What ranks run in tests: ``torchrun_worker.py CHECK DIRECTORY``, or ``main`` in ranks that are forked.
+"""What ranks run in tests.
 
 Every rank writes what it found into the directory: tensors as ``NAME.RANK.safetensors``, text as
 ``NAME.RANK.json``.  An error that a test expects is caught and written, so that the rank ends by itself and
@@ -39,7 +39,6 @@ from zoo import (
 
 import fxpipe
 import fxpipe.ir.liveness
-import fxpipe.runtime.job.watch
 
 MICROBATCHES = 4
 DROPOUT = Case(Dropout, numbers)
@@ -64,16 +63,10 @@ SAME_BITS: dict[int, dict[str, tuple[Case, Shape]]] = {
         "offload, vocabulary": (CASES["tied_head"], Shape(4, "gis", vocab_parallel=True, offload=0.5)),
         "tied, V": (CASES["tied_head"], Shape(4, "zb-h1", 2, "v")),
         "tied thrice": (CASES["tied_thrice"], Shape(4, "1f1b")),
-        **{
-            name: (CASES["unet"], Shape(4, name))  # with skips
-            for name in ("zb-h1", "interleaved", "staggered", "zb-2p", "v-min", "dualpipe-v")
-        },
+        **{name: (CASES["unet"], Shape(4, name)) for name in ("interleaved", "zb-2p", "dualpipe-v")},  # skips
         "encoder output": (CASES["encoder_decoder"], Shape(4, "1f1b")),
-        "batch_norm": (CASES["batch_norm"], Shape(4, "zb-h1")),
-        "dropout, V": (DROPOUT, Shape(4, "zb-h1", 2, "v")),
         "integers": (CASES["integer_crossing"], Shape(4, "gpipe")),
         "offload, V": (CASES["transformer_layer"], Shape(4, "zb-v", offload=True)),
-        "sum_and_count": (CASES["sum_and_count"], Shape(4, "gpipe")),
     },
 }
 #: Gradients of several steps add up, until they are zeroed.
@@ -203,11 +196,7 @@ def masters(rank: Rank) -> None:
 
 
 def loaded(rank: Rank) -> None:
-    """One step of what ``training`` saved, as it is and with other norms in the program of rank 0.
-
-    The watch for failures never pauses, so that the process ends in the middle of a look at the store.
-    """
-    fxpipe.runtime.job.watch.BEAT = 0.0
+    """One step of what ``training`` saved, as it is and with other norms in the program of rank 0."""
     if rank.number == 0:
         shutil.copytree(rank.directory / "whole", rank.directory / "edited")
         program = rank.directory / "edited" / "rank0.py"
@@ -347,7 +336,3 @@ def disk_fails(rank: Rank) -> None:
 def main(check: Callable[[Rank], None], directory: Path) -> None:
     fxpipe.ir.liveness.SMALLEST = 1  # the models are small
     check(Rank(directory))
-
-
-if __name__ == "__main__":
-    main(globals()[sys.argv[1]], Path(sys.argv[2]))

@@ -72,9 +72,10 @@ def eager_course(steps: int, lr: float, clip: float) -> tuple[list[float], torch
 
 
 def test_trains_and_saves(saved, data, tmp_path):
-    """The batches in turn, from the start again; the losses and weights of plain torch."""
+    """The batches in turn, from the start again; the losses and weights of plain torch.  As a command, whose
+    interpreters end."""
     run = torchrun(
-        2, "-m", "fxpipe", "run", saved, "--data", data, "--steps", 8, "--lr", 0.02,
+        2, "-m", "busy_watch", "run", saved, "--data", data, "--steps", 8, "--lr", 0.02,
         "--clip-grad-norm", 0.5, "--validation", "post", "--save", tmp_path / "trained", "--timeout", 120,
         logs=tmp_path / "logs",
     )  # fmt: skip
@@ -212,15 +213,21 @@ def number():
 """
 
 
+@pytest.fixture(scope="module")
+def of_one_rank(tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("pipelines") / "alone"
+    compiled(CASE, CASE.build(), MICROBATCHES, Shape(1)).save(directory)
+    return directory
+
+
 @pytest.fixture
-def alone(data, tmp_path, monkeypatch) -> Path:
-    """A pipeline of one rank, beside the data and a module of loaders, in the working directory."""
-    compiled(CASE, CASE.build(), MICROBATCHES, Shape(1)).save(tmp_path / "alone")
+def alone(of_one_rank, data, tmp_path, monkeypatch) -> Path:
+    """A pipeline of one rank; the data and a module of loaders are in the working directory."""
     (tmp_path / "data.safetensors").write_bytes(data.read_bytes())
     (tmp_path / "loaders.py").write_text(LOADER % (ROWS, ROWS))
     monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(sys.modules, "loaders", raising=False)
-    return tmp_path / "alone"
+    return of_one_rank
 
 
 @pytest.mark.parametrize(
@@ -385,7 +392,7 @@ def test_checkpoints_of_a_run(alone, capsys, monkeypatch, options, steps):
     assert re.findall(r"^step (\d+)", capsys.readouterr().out, re.MULTILINE) == ["5"]
 
 
-def test_evaluation_on_the_way(data, tmp_path, capsys):
+def test_evaluation_on_the_way(of_one_rank, data, tmp_path, capsys):
     """The loss of other data in eval mode, as eager has it; a pipeline without its programs is refused."""
     model, other = CASE.build(), tmp_path / "other.safetensors"
     batch = CASE.batch(2 * ROWS)
@@ -402,10 +409,7 @@ def test_evaluation_on_the_way(data, tmp_path, capsys):
     parts = cut(batch, 2 * MICROBATCHES)
     expected = torch.stack([trained(**part).detach() for part in parts]).mean()
     assert float(found[1][1]) == pytest.approx(float(expected), abs=1e-4)
-    compiled(CASE, model, MICROBATCHES, Shape(1)).save(tmp_path / "training alone")
-    message = refusal(
-        capsys, "run", tmp_path / "training alone", "--data", data, "--steps", 1, "--evaluate", other
-    )
+    message = refusal(capsys, "run", of_one_rank, "--data", data, "--steps", 1, "--evaluate", other)
     assert "evaluation=True" in message
 
 
@@ -551,12 +555,11 @@ def test_data_of_another_shape_under_torchrun(saved, tmp_path):
     assert "has shape (8, 4)" in run.own, "torchrun's summary"
 
 
-def test_place_to_save_that_is_not_empty(saved, data, tmp_path, capsys):
+def test_place_to_save_that_is_not_empty(of_one_rank, data, tmp_path, capsys):
     """Found out before training, not after it."""
-    alone, full = tmp_path / "alone", tmp_path / "full"
-    compiled(CASE, CASE.build(), MICROBATCHES, Shape(1)).save(alone)
+    full = tmp_path / "full"
     full.mkdir()
     (full / "file").write_text("mine")
-    message = refusal(capsys, "run", alone, "--data", data, "--save", full)
+    message = refusal(capsys, "run", of_one_rank, "--data", data, "--save", full)
     assert f"{full} is not empty" in message
     assert [file.name for file in full.iterdir()] == ["file"]

@@ -1,4 +1,4 @@
-"""Real processes: what torchrun's ranks compute, and how they fail together."""
+"""Real processes: what ranks compute, and how they fail together."""
 
 import contextlib
 import copy
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torchrun_worker as worker
-from launch import Run, forked, torchrun
+from launch import Run, forked
 from safetensors.torch import load_file
 from torchrun_worker import MICROBATCHES
 from zoo import Case, built_and_compiled, compiled, cut, eager, numbers, relative_error, too_far
@@ -20,13 +20,6 @@ from fxpipe.errors import RunError
 from fxpipe.plan.rows import ShardName, joined
 
 pytestmark = pytest.mark.slow
-
-SCRIPT = Path(worker.__file__)
-
-
-def under_torchrun(check: Callable[[worker.Rank], None], ranks: int, directory: Path) -> Run:
-    """As a script, whose interpreters end."""
-    return torchrun(ranks, SCRIPT, check.__name__, directory, logs=directory / "logs")
 
 
 def start(check: Callable[[worker.Rank], None], ranks: int, directory: Path) -> Run:
@@ -87,7 +80,7 @@ def check_bits(ranks: int, directory: Path) -> None:
 def two_ranks(tmp_path_factory) -> Path:
     directory = tmp_path_factory.mktemp("two_ranks")
     save_misfit(directory, "another shape")
-    run = under_torchrun(worker.on_two_ranks, 2, directory)
+    run = start(worker.on_two_ranks, 2, directory)
     assert run.code == 0, run
     return directory
 
