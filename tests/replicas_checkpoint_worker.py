@@ -14,7 +14,8 @@ import fxpipe
 
 PROCESSES = RANKS * REPLICAS
 STEPS, CHECKPOINT = 4, 2
-SHARDS = (None, "optimizer", "gradients", "parameters")
+#: No checkpoint has the gradients, which one level more divides.
+SHARDS = (None, "optimizer", "parameters")
 #: Run -> its ranks and shard level, and the level of the run that it resumes.
 RESUMED = {
     "4 x 1": (1, "parameters", "optimizer"),
@@ -106,19 +107,19 @@ def run(directory: Path) -> None:
     for shard in SHARDS:
         pipe = compiled(RANKS, REPLICAS, shard)
         pipe.save(directory / f"pipe {shard}")
-        train(pipe, directory / f"{shard}", own=shard == "gradients")
+        train(pipe, directory / f"{shard}", own=shard is None)
         check_exports(pipe, directory / f"export {shard}")
     for shard, earlier in zip(SHARDS, (*SHARDS[1:], SHARDS[0]), strict=True):
         for of in (shard, earlier):
             pipe = fxpipe.load(directory / f"pipe {shard}")
             assert shard != "parameters" or abs(bytes_held(pipe) / whole_bytes(pipe) - 1 / REPLICAS) < 0.01
-            train(pipe, directory / f"{shard} of {of}", directory / f"{of}" / "half", of == "gradients")
+            train(pipe, directory / f"{shard} of {of}", directory / f"{of}" / "half", of is None)
     for name, (ranks, level, of) in RESUMED.items():
         pipe = compiled(ranks, PROCESSES // ranks, level)
         train(pipe, directory / name, directory / f"{of}" / "half")
         come_back(directory, name)
     rows = {"rows": Rows(pipe.replica, pipe.replicas, own=True)}
-    with fxpipe.Checkpointer(pipe, directory / "gradients" / "half", state=rows) as checkpoints:
+    with fxpipe.Checkpointer(pipe, directory / "None" / "half", state=rows) as checkpoints:
         try:
             checkpoints.resume()
         except fxpipe.ArtifactError as error:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import nn
+from zoo import EFFORT, captured_once
 
 import fxpipe
 from fxpipe.training.checkpoint import files as checkpoint_files
@@ -67,16 +68,18 @@ class Options:
 
 def pipeline(model: nn.Module, options: Options, ranks: int) -> fxpipe.Pipeline:
     example = {name: t[:ROWS] for name, t in batch_of(0).items()}
-    return fxpipe.compile(
-        model,
-        example,
-        ranks=ranks,
-        microbatches=MICROBATCHES,
-        schedule=options.schedule,
-        stages_per_rank=options.stages_per_rank,
-        vocab_parallel=options.vocab_parallel,
-        effort=0.02,
-    )
+    with captured_once(type(model), next(model.parameters()).device):
+        return fxpipe.compile(
+            model,
+            example,
+            ranks=ranks,
+            microbatches=MICROBATCHES,
+            schedule=options.schedule,
+            stages_per_rank=options.stages_per_rank,
+            vocab_parallel=options.vocab_parallel,
+            effort=EFFORT,
+            check=False,
+        )
 
 
 def train(pipe: fxpipe.Pipeline, options: Options, directory: Path) -> bool:

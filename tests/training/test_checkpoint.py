@@ -48,6 +48,19 @@ def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> b
 
 
 @pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("saved") / "pipe"
+    pipeline(Reader(), Options(steps=5, schedule="1f1b"), 1).save(directory)
+    return directory
+
+
+@pytest.fixture
+def pipe(saved) -> fxpipe.Pipeline:
+    """A pipeline of one rank, before its first step."""
+    return fxpipe.load(saved)
+
+
+@pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> Path:
     """Six steps on four ranks, with a vocabulary that is split over them."""
     directory = tmp_path_factory.mktemp("trained")
@@ -242,19 +255,17 @@ def remove_the_sums(path: Path) -> str:
     [flip_a_bit, cut_a_file, change_the_state, remove_a_file, change_the_sums, remove_the_sums],
     ids=lambda f: f.__name__,
 )
-def test_damage_is_named_and_nothing_changes(trained, tmp_path, damage):
+def test_damage_is_named_and_nothing_changes(pipe, trained, tmp_path, damage):
     directory = copied(trained, tmp_path)
     path = files.path_of(directory / "checkpoints", 4)
     message = damage(path)
-    model = Reader()
-    pipe = pipeline(model, Options(steps=5, schedule="1f1b"), 1)
     with fxpipe.Checkpointer(pipe, directory / "checkpoints") as checkpoints:
         with pytest.raises(ArtifactError) as caught:
             checkpoints.resume()
         assert message in str(caught.value)
         assert str(path) in str(caught.value)
         assert "There is no older checkpoint" in str(caught.value)
-    assert same(model.state_dict(), Reader().state_dict())
+    assert same(pipe.state_dict(), Reader().state_dict())
     assert pipe.step_number == 0
     if damage is not remove_the_sums:
         with pytest.raises(ArtifactError) as caught:
@@ -349,11 +360,10 @@ def test_a_model_on_the_meta_device_gets_the_rows_of_each_rank(trained, ranks):
 # -- two runs ---------------------------------------------------------------------------------------------
 
 
-def test_a_run_does_not_write_among_the_checkpoints_of_another(trained, tmp_path):
+def test_a_run_does_not_write_among_the_checkpoints_of_another(pipe, trained, tmp_path):
     """Where those are newer it would lose its own."""
     directory = copied(trained, tmp_path) / "checkpoints"
     before = sorted(directory.iterdir())
-    pipe = pipeline(Reader(), Options(steps=5, schedule="1f1b"), 1)
     with fxpipe.Checkpointer(pipe, directory) as checkpoints:
         for write in (checkpoints.step, checkpoints.save):
             with pytest.raises(ArtifactError, match=r"step-00000004 is of another run. Call resume\(\)"):
@@ -365,9 +375,8 @@ def test_a_run_does_not_write_among_the_checkpoints_of_another(trained, tmp_path
         checkpoints.save()
 
 
-def test_a_directory_is_locked(tmp_path, monkeypatch):
+def test_a_directory_is_locked(pipe, tmp_path, monkeypatch):
     monkeypatch.setattr(files, "PATIENCE", 0.3)
-    pipe = pipeline(Reader(), Options(steps=5, schedule="1f1b"), 1)
     checkpoints = fxpipe.Checkpointer(pipe, tmp_path)
     with pytest.raises(
         ArtifactError, match=r"in use by another Checkpointer of this process.*close it first"
@@ -471,9 +480,8 @@ def test_state_that_is_left_in_the_checkpoint_is_told(tmp_path):
     assert [one.filename for one in told] == [__file__]
 
 
-def test_what_was_not_kept(trained, tmp_path):
+def test_what_was_not_kept(pipe, trained, tmp_path):
     directory = copied(trained, tmp_path)
-    pipe = pipeline(Reader(), Options(steps=5, schedule="1f1b"), 1)
     optimizer = pipe.optimizer(torch.optim.AdamW)
     checkpoints = fxpipe.Checkpointer(pipe, directory / "checkpoints", optimizer=optimizer)
     with pytest.raises(ArtifactError, match="2 groups, and this one has 1"):
@@ -491,9 +499,8 @@ def test_what_was_not_kept(trained, tmp_path):
     checkpoints.close()
 
 
-def test_a_directory_that_cannot_be_written(tmp_path):
+def test_a_directory_that_cannot_be_written(pipe, tmp_path):
     (tmp_path / "file").write_text("")
-    pipe = pipeline(Reader(), Options(steps=5, schedule="1f1b"), 1)
     with pytest.raises(ArtifactError, match="file"):
         fxpipe.Checkpointer(pipe, tmp_path / "file" / "checkpoints")
     with pytest.raises(OptionError, match="at least 1"):
@@ -511,8 +518,7 @@ class Bad:
         raise AssertionError
 
 
-def test_state_that_a_checkpoint_does_not_hold(tmp_path):
-    pipe = pipeline(Reader(), Options(steps=5, schedule="1f1b"), 1)
+def test_state_that_a_checkpoint_does_not_hold(pipe, tmp_path):
     checkpoints = fxpipe.Checkpointer(pipe, tmp_path, state={"loader": Bad()})
     with pytest.raises(RunError, match=r"state\['loader'\]\['stream'\] is a object"):
         checkpoints.save()
@@ -520,9 +526,8 @@ def test_state_that_a_checkpoint_does_not_hold(tmp_path):
     assert list(files.checkpoints(tmp_path)) == []
 
 
-def test_a_kill_while_a_checkpoint_takes_the_place_of_another(tmp_path, monkeypatch):
+def test_a_kill_while_a_checkpoint_takes_the_place_of_another(pipe, tmp_path, monkeypatch):
     """Of the same step, where one alone is kept."""
-    pipe = pipeline(Reader(), Options(steps=5, schedule="1f1b"), 1)
     pipe.step(batch_of(0))
     checkpoints = fxpipe.Checkpointer(pipe, tmp_path, keep=1)
     first = checkpoints.save()
@@ -547,9 +552,8 @@ def test_a_kill_while_a_checkpoint_takes_the_place_of_another(tmp_path, monkeypa
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
 
 
-def test_all_is_on_the_disk_before_a_name_appears(tmp_path, monkeypatch):
+def test_all_is_on_the_disk_before_a_name_appears(pipe, tmp_path, monkeypatch):
     """Also in the place of another checkpoint, and of a saved pipeline."""
-    pipe = pipeline(Reader(), Options(steps=5, schedule="1f1b"), 1)
     optimizer = pipe.optimizer(torch.optim.SGD)
     disk = RecordedDisk(monkeypatch)
     with fxpipe.Checkpointer(pipe, tmp_path / "run", optimizer=optimizer, keep=1) as checkpoints:
@@ -619,8 +623,7 @@ def test_an_optimizer_with_state_for_each_row(tmp_path):
         assert torch.equal(part.tensor, own.state[held[rows]]["sum"])
 
 
-def test_state_of_an_optimizer_that_a_checkpoint_does_not_hold(tmp_path):
-    pipe = pipeline(Reader(), Options(steps=5, schedule="1f1b"), 1)
+def test_state_of_an_optimizer_that_a_checkpoint_does_not_hold(pipe, tmp_path):
     pipe.step(batch_of(0))
     optimizer = pipe.optimizer(ByRow, key="sum.fast")
     optimizer.step()
@@ -647,9 +650,8 @@ def test_a_disk_that_is_full_on_one_rank(tmp_path):
         assert int(found.model["seen"]) == step * worker.MICROBATCHES
 
 
-def test_a_disk_that_is_full(tmp_path, monkeypatch):
+def test_a_disk_that_is_full(pipe, tmp_path, monkeypatch):
     """The earlier checkpoint stays whole."""
-    pipe = pipeline(Reader(), Options(steps=5, schedule="1f1b"), 1)
     checkpoints = fxpipe.Checkpointer(pipe, tmp_path)
     first = checkpoints.save()
     pipe.step_number = 7
