@@ -29,10 +29,8 @@ PLAN = "sequence"
 MESHES: dict[str, tuple[tuple[int, int, int], str | None]] = {
     "1 x 2 x 2": ((1, 2, 2), None),
     "2 x 1 x 2": ((2, 1, 2), "optimizer"),
-    "2 x 1 x 2 of gradients": ((2, 1, 2), "gradients"),
     "2 x 1 x 2 of rows": ((2, 1, 2), "parameters"),
     "2 x 2 x 1": ((2, 2, 1), None),
-    "1 x 4 x 1": ((1, 4, 1), None),
 }
 WITHOUT_LANES = "2 x 2 x 1"
 
