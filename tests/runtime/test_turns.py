@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxpipe
 from fxpipe.errors import DeadlockError, RunError
-from fxpipe.runtime.program import rank as rank_module
+from fxpipe.runtime.program import losses
 from fxpipe.runtime.ranks.local import LocalWorld
 from fxpipe.runtime.ranks.turns import run_all
 
@@ -120,7 +120,7 @@ def test_the_loss_is_waited_for_behind_all_ops(monkeypatch):
         found = function()
         return lambda: events.append("loss") or found
 
-    monkeypatch.setattr(rank_module, "on_host", on_host)
+    monkeypatch.setattr(losses, "on_host", on_host)
     options = {"ranks": 1, "microbatches": MICROBATCHES, "schedule": "gpipe", "check": False}
     pipe = fxpipe.compile(Layers(), {"x": torch.randn(2, 4)}, **options)
     pipe.runtime.record.at_op = events.append
