@@ -86,7 +86,7 @@ def trained(replay: bool | str, steps: int = STEPS, keep: str = "", **options: A
         if keep == "sums" and step % 2:
             continue
         optimizer.step()
-        if keep == "one" and step == TRIALS + 1:
+        if (keep, step) in (("one", TRIALS + 1), ("early", 1)):
             kept = [model.head.weight.grad[0], model.head.weight.grad[0].clone()]
         optimizer.zero_grad(set_to_none=keep != "zeros")
     assert not kept or torch.equal(*kept)
@@ -155,10 +155,12 @@ def test_a_training_by_replays_is_the_same(keep):
     assert all(map(torch.equal, found, trained(False, keep=keep)[1]))
 
 
-def test_a_gradient_that_the_script_keeps_stays_and_is_named():
+@pytest.mark.parametrize("keep", ["one", "early"])
+def test_a_gradient_that_the_script_keeps_stays_and_is_named(keep):
+    """Also where it keeps one while replays are on trial."""
     with pytest.warns(UserWarning, match="the gradient of head.weight lies at another address"):
-        _, found = trained(True, keep="one")
-    assert all(map(torch.equal, found, trained(False, keep="one")[1]))
+        _, found = trained(True, keep=keep)
+    assert all(map(torch.equal, found, trained(False, keep=keep)[1]))
 
 
 def test_a_sum_is_divided_by_the_count_of_its_batch():

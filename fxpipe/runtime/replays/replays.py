@@ -139,8 +139,11 @@ class Replays:
         """Run the step once more: a replay if there is one."""
         _restore(runtimes, before)  # also of what a recorder has computed
         if self._captured is not None:
-            self._captured.replay(batch)
-            return self._captured.finish()
+            try:
+                self._captured.replay(batch)
+                return self._captured.finish()
+            except NotReplayed as error:
+                self._op_by_op(str(error))
         if self.memory is None:
             return []
         _start(runtimes)
