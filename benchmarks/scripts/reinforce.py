@@ -320,14 +320,14 @@ def _(run: Run) -> None:
 
 
 @piped(
-    proximal_policy, variant="each rank stops by its own output", error=r"calls|outputs|KeyError|same batches"
+    proximal_policy, variant="each rank stops by its own output", error="All ranks must make the same calls"
 )
 def _(run: Run) -> None:
     network = Outlook()
     model = Proximal(network)
-    pipe = fxpipe.compile(model, few(rolled_out(network, 0)), **run.options, outputs=["change"])
-    opt = pipe.optimizer(torch.optim.Adam, lr=0.05, clip_grad_norm=0.5)
     batch = rolled_out(network, 0)
+    pipe = fxpipe.compile(model, few(batch), **run.options, outputs=["change"])
+    opt = pipe.optimizer(torch.optim.Adam, lr=0.05, clip_grad_norm=0.5)
     for _ in range(6):
         result = pipe.step(batch, outputs=["change"])
         opt.step()

@@ -29,17 +29,25 @@ WHOLE = "FXPIPE_TRACEBACKS"
 def brief(function: Callable[P, T]) -> Callable[P, T]:
     """Errors of fxpipe, and Ctrl-C, leave the function with the frames of the user's code alone.
 
-    So does that for an option that it does not have.
+    So do those for an option that it does not have, and for arguments that must have a name.
     """
     names = inspect.signature(function).parameters
-    takes_any = any(each.kind is each.VAR_KEYWORD for each in names.values())
+    kinds = [each.kind for each in names.values()]
+    takes_any = inspect.Parameter.VAR_KEYWORD in kinds
+    places = [name for name, kind in zip(names, kinds, strict=True) if kind <= kind.POSITIONAL_OR_KEYWORD]
+    most = sys.maxsize if inspect.Parameter.VAR_POSITIONAL in kinds else len(places)
 
     @functools.wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> T:
         try:
             for name in kwargs.keys() - names.keys() if kwargs and not takes_any else ():
-                called_as = function.__qualname__.removesuffix(".__init__")
-                raise OptionError(f"{called_as} has no option {name!r}.{suggested(name, names)}")
+                raise OptionError(f"{_name(function)} has no option {name!r}.{suggested(name, names)}")
+            if len(args) > most:
+                first = ", ".join(name for name in places if name != "self")
+                raise OptionError(
+                    f"{_name(function)} takes {f'{first} in this order' if first else 'nothing by position'}, "
+                    f"and options by name. Write the name of {_shown(args[most])}."
+                )
             return function(*args, **kwargs)
         except (FxpipeError, KeyboardInterrupt) as error:
             if os.environ.get(WHOLE) or isinstance(error, VerifyError):  # a bug of fxpipe
@@ -48,6 +56,16 @@ def brief(function: Callable[P, T]) -> Callable[P, T]:
             raise error.with_traceback(None) from error.__cause__
 
     return called
+
+
+def _name(function: Callable[..., object]) -> str:
+    return function.__qualname__.removesuffix(".__init__")
+
+
+def _shown(argument: object) -> str:
+    """An argument in few words, whatever it is."""
+    name = getattr(argument, "__name__", None)
+    return name if isinstance(name, str) else f"the {type(argument).__name__}"
 
 
 def brief_methods(cls: type[T]) -> type[T]:
