@@ -44,9 +44,10 @@ def brief(function: Callable[P, T]) -> Callable[P, T]:
                 raise OptionError(f"{_name(function)} has no option {name!r}.{suggested(name, names)}")
             if len(args) > most:
                 first = ", ".join(name for name in places if name != "self")
+                takes = f"{first} in this order" if first else "nothing by position"
                 raise OptionError(
-                    f"{_name(function)} takes {f'{first} in this order' if first else 'nothing by position'}, "
-                    f"and options by name. Write the name of {_shown(args[most])}."
+                    f"{_name(function)} takes {takes}, and options by name. Write the name of "
+                    f"{_shown(args[most])}."
                 )
             return function(*args, **kwargs)
         except (FxpipeError, KeyboardInterrupt) as error:
