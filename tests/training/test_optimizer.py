@@ -542,15 +542,16 @@ class Averaging(torch.optim.Optimizer):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_schedule_free_optimizer(dtype):
-    """Its modes reach it, and masters reach the parameters."""
+@pytest.mark.parametrize("biases", [[], [{"params": ["*.bias"], "class": torch.optim.SGD, "lr": 0.0}]])
+def test_a_schedule_free_optimizer(dtype, biases):
+    """Its modes reach it, alone or behind one of another class, and masters reach the parameters."""
     model = Squares().to(dtype)
     masters = copy.deepcopy(model).float()
     pipe = fxpipe.compile(
         model, {"x": torch.ones(2, 4, dtype=dtype)}, ranks=1, microbatches=2, schedule="1f1b", evaluation=True
     )
-    ours = pipe.optimizer(Averaging, master_weights=dtype is not torch.float32)
-    theirs = Averaging(masters.parameters())
+    ours = pipe.optimizer(Averaging, groups=biases, master_weights=dtype is not torch.float32)
+    theirs = Averaging(p for name, p in masters.named_parameters() if not biases or "weight" in name)
     given = {name: x.to(dtype) for name, x in batch(0).items()}
     for _ in range(3):
         ours.train()
