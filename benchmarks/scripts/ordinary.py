@@ -29,9 +29,17 @@ def draws(count: int, **shapes: tuple[int, ...] | tuple[int, int]) -> Batches:
 
 
 def ordinary(
-    name: str, model: Callable[[], nn.Module], data: Callable[[], Batches], *settings: str, rate: float = 0.05
+    name: str,
+    model: Callable[[], nn.Module],
+    data: Callable[[], Batches],
+    *settings: str,
+    rate: float = 0.05,
+    refused_on_4: str = "",
 ) -> None:
-    """Register a script of the ordinary loop: AdamW, clipped, an evaluation of the last batch."""
+    """Register a script of the ordinary loop: AdamW, clipped, an evaluation of the last batch.
+
+    refused_on_4: a pattern of the error with which it may end on four ranks.
+    """
 
     def reference(run: Run) -> None:
         network, batches = model(), data()
@@ -61,3 +69,5 @@ def ordinary(
 
     reference.__name__, kind = name, model.__module__
     piped(plain(reference), *(settings or ("2", "4")), kind=kind)(script)
+    if refused_on_4:
+        piped(reference, "4", variant="four ranks", kind=kind, error=refused_on_4)(script)
