@@ -1,6 +1,8 @@
 """The table of the verbs of programs: both runtimes have each one, and the documentation lists them."""
 
+import ast
 import inspect
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -33,6 +35,29 @@ def arguments(runtime: type, verb: str) -> list[str]:
 @pytest.mark.parametrize("runtime", [Runtime, TermRuntime])
 def test_both_runtimes_take_the_arguments_of_the_table(runtime, verb):
     assert arguments(runtime, verb.name) == ["*" if name[0] == "*" else name for name in verb.arguments]
+
+
+def is_of_self(node: ast.AST) -> bool:
+    return isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"
+
+
+def waiting_methods() -> set[str]:
+    """The methods of a rank in which it says that it waits, or that call one of these."""
+    (cls,) = ast.parse(textwrap.dedent(inspect.getsource(Runtime))).body
+    uses = {
+        method.name: {node.attr: type(node.ctx) for node in ast.walk(method) if is_of_self(node)}
+        for method in cls.body
+        if isinstance(method, ast.FunctionDef)
+    }
+    waits = {name for name, used in uses.items() if used.get("waiting") is ast.Store} - {"start"}
+    for _ in uses:
+        waits |= {name for name, used in uses.items() if not waits.isdisjoint(used)}
+    return waits
+
+
+def test_what_may_wait_is_in_the_table():
+    """``start`` forgets what the last step waited for."""
+    assert VERBS.keys() & waiting_methods() == {verb.name for verb in VERBS.values() if verb.waits_for}
 
 
 def test_the_other_rank_is_an_argument():

@@ -34,7 +34,7 @@ VERBS = {
     verb.name: verb
     for verb in (
         # Ops, and what they read and give.
-        Verb("op", ("name",)),
+        Verb("op", ("name",), waits_for="its device"),
         Verb("microbatches", ("batch",)),
         Verb("key", ("microbatch",)),
         Verb("lane_key", ("microbatch",)),
