@@ -380,6 +380,16 @@ def test_an_edited_program_is_told_and_runs(saved):
     assert torch.equal(pipe.run_local(batch).loss, before)
 
 
+def test_the_first_line_that_cannot_be_proved_is_told(saved):
+    program = saved("offload") / "rank1.py"
+    source = program.read_text()
+    program.write_text(f"{source}\nassert step\nif step:\n    raise KeyError\n")
+    number = source.count("\n") + 4
+    wanted = rf"as it is now\. fxpipe check cannot prove line {number}: a raise\.$"
+    with pytest.warns(UserWarning, match=wanted):
+        fxpipe.load(program.parent)
+
+
 PROGRAMS: dict[str, tuple[Callable[[str], bytes], str]] = {
     "latin-1": (lambda source: source.encode() + b"# \xe9", "is not UTF-8"),
     "null": (lambda source: (source + "\0").encode(), "is no Python program"),

@@ -26,6 +26,7 @@ from safetensors.torch import save_file
 
 from fxpipe.errors import ArtifactError, OptionError, number_of
 from fxpipe.plan.artifact import Artifact, Plan
+from fxpipe.plan.program.parse import parse
 from fxpipe.plan.rows import ShardName
 from fxpipe.plan.spans import slices_of, spans_of
 from fxpipe.plan.tensors import dtype_of
@@ -374,9 +375,8 @@ def _check_sums(directory: Path, rank: int) -> None:
         except (Mismatch, OSError) as error:
             raise ArtifactError(f"{directory / name} {error}. {AGAIN}") from error
         if differs and name == program:
-            warnings.warn(
-                f"{directory / name} was edited since it was saved, and runs as it is now.", stacklevel=6
-            )
+            edited = f"{directory / name} was edited since it was saved, and runs as it is now."
+            warnings.warn(f"{edited}{_outside(directory / name)}", stacklevel=6)
         elif differs:
             elsewhere = " Weights from elsewhere are for pipe.load_state_dict(…)." if name == weights else ""
             raise ArtifactError(
@@ -384,6 +384,18 @@ def _check_sums(directory: Path, rank: int) -> None:
                 f"{elsewhere} If you have changed it yourself, write its checksum: "
                 f"sha256sum {program} {weights}{f' {PLAN}' if PLAN in sums else ''} > {path.name}"
             )
+
+
+def _outside(path: Path) -> str:
+    """Which lines of an edited program no check can prove, as text."""
+    try:
+        outside = parse(read_text(path, MOST_PROGRAM_BYTES)).outside
+    except Mismatch:
+        return ""  # who reads it to run it tells why it cannot be read
+    if not outside:
+        return ""
+    more = f", nor {number_of(len(outside) - 1, 'other line')}" if outside[1:] else ""
+    return f" fxpipe check cannot prove line {outside[0].line}: {outside[0].what}{more}."
 
 
 def checksum(path: Path) -> str:
