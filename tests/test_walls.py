@@ -101,7 +101,9 @@ READERS = {
     "schedule/engine/compiled.py": {"compile"},
 }
 #: Who knows programs and has a regular expression, of names alone.
-WITH_PATTERNS = {"certificate/causes.py", "plan/program/parse.py", "viz/report/program_lines.py"}
+WITH_PATTERNS = {
+    "certificate/causes.py", "plan/program/parse.py", "plan/saved/files.py", "viz/report/program_lines.py",
+}  # fmt: skip
 
 
 def _parses(path: Path) -> set[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -13,6 +14,7 @@ from typing import Any, TypeVar, overload
 import torch
 from torch import fx
 
+from fxpipe.api.figures import StepClock, figures_of
 from fxpipe.api.hints import Named
 from fxpipe.api.views import Views
 from fxpipe.errors import OptionError, RunError
@@ -83,6 +85,8 @@ class Pipeline(Views):
     updates: PendingUpdate = field(default_factory=PendingUpdate)
     like: Pipeline | None = None
     rows: dict[str, torch.nn.Parameter] = field(default_factory=dict)
+    _clock: StepClock = field(default_factory=StepClock, init=False)
+    _optimizer: weakref.ref[PipelineOptimizer] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self.parameters, self.buffers = _named(self.parameters), _named(self.buffers)
@@ -210,7 +214,10 @@ class Pipeline(Views):
         RunError with its message, and their processes end soon after, whether or not the error is caught.
         """
         self._check_asked(outputs)
-        result = self._runner.step(batch, outputs or (), outputs_on, checked(check), checked_record(record))
+        with self._clock.step():
+            result = self._runner.step(
+                batch, outputs or (), outputs_on, checked(check), checked_record(record)
+            )
         if result.loss is not None and self._trains:
             result = replace(result, loss=result.loss.as_subclass(StepLoss))  # its backward() has run
         return _loss(result) if outputs is None else result
@@ -249,10 +256,32 @@ class Pipeline(Views):
                 )
             pipe = self
         self.updates.settle()
-        with pipe.model_state.borrowing(self._runner.gather_parameters()):
+        with self._clock.stopped(), pipe.model_state.borrowing(self._runner.gather_parameters()):
             pipe._check_asked(outputs)
             result = pipe._runner.evaluate(batch, outputs or (), outputs_on)
             return _loss(result) if outputs is None else result
+
+    def figures(self) -> dict[str, float]:
+        """Figures of the last steps for any logger (W&B, TensorBoard, JSON); waits for no other rank.
+
+        ``step``: the number of the last one.  ``seconds``: of a step with what the script does around it,
+        evaluations left out: the mean since the last call.  ``tokens/s`` or ``samples/s``: of all ranks and
+        replicas.  ``MFU``: the model's FLOPs, without recomputation, relative to the peak of all devices;
+        where the data sheet of this one is known.  ``memory``: the most bytes that torch has had on an
+        accelerator.  ``bubble``: this rank's idle share from its first op to its last, of steps that are not
+        replayed, and ``predicted``, that of the plan.  ``norm``: of the gradients of the last update, where
+        the optimizer has computed it.
+        Raises RunError before the first step.
+        """
+        seconds = self._clock.take()
+        if math.isnan(seconds):
+            raise RunError("No step has run yet: figures are those of steps.")
+        spans = self.runtime.record.spans
+        figures = figures_of(self.plan, self.step_number - 1, seconds, spans, self.replicas, self.device)
+        optimizer = None if self._optimizer is None else self._optimizer()
+        if optimizer is not None and (norm := optimizer.known_norm) is not None:
+            figures["norm"] = float(norm)
+        return figures
 
     def ask_to_stop(self) -> None:
         """Ask all ranks to end the run, as a SIGTERM does where a Checkpointer is: ``stops`` tells, on all
@@ -326,6 +355,7 @@ class Pipeline(Views):
         )
         if self.process is not None:
             self._runner.rank_digests.optimizer = optimizer
+        self._optimizer = weakref.ref(optimizer)
         return optimizer
 
     def average(self, decay: Decay, *, into: Mapping[str, str] | None = None) -> Average:

@@ -38,6 +38,7 @@ from fxpipe.cost.cluster import Cluster
 from fxpipe.cost.device import Device
 from fxpipe.cost.profile import known_tensors
 from fxpipe.cost.rewrites import mask_rewrites
+from fxpipe.cost.throughput import step_flops
 from fxpipe.errors import SizeError
 from fxpipe.ir.garbage import collector_paused
 from fxpipe.ir.graph import Section
@@ -183,6 +184,7 @@ def compile_model(
             device=device,
             held=chosen.fixed,
             rewrites=rewrites,
+            flops={kind: float(number) for kind, number in step_flops(captured.graph).items()},
         )
         if options.memory_limit is None:
             return plan

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from math import prod
@@ -49,6 +49,25 @@ class Throughput:
         return self.peak_seconds * tried.mesh.microbatches / (tried.mesh.ranks * tried.seconds)
 
 
+def step_flops(
+    graph: fx.Graph, value: Callable[[fx.Node], Any] = lambda node: node.meta.get("val")
+) -> dict[str, Any]:
+    """FLOPs of a captured step by arithmetic, as each has a peak of its own.  value: of ``node_flops``."""
+    flops: defaultdict[str, Any] = defaultdict(int)
+    for node in call_nodes(graph):
+        if number := node_flops(node, value):
+            flops[arithmetic_of(node)] += number
+    return dict(flops)
+
+
+def peak_seconds(flops: Mapping[str, float], device: str) -> float:
+    """The time in which a device at its peak computes so many FLOPs, by arithmetic.
+
+    device: by name.  Raises ScheduleError for an unknown one.
+    """
+    return sum(number / peak_rate(device, kind) for kind, number in flops.items())
+
+
 def throughputs(
     graph: fx.Graph,
     resized: ResizedTraces | None,
@@ -64,12 +83,7 @@ def throughputs(
     """
     named = None if resized is None else Sizes(graph, resized)
     lengths = {} if resized is None else dict(zip(resized.names, resized.points[0], strict=True))
-    flops: defaultdict[str, Any] = defaultdict(int)
-    for node in call_nodes(graph):
-        number = node_flops(node) if named is None else node_flops(node, named.shapes)
-        if number:
-            # By arithmetic, as each has a peak of its own.
-            flops[arithmetic_of(node)] += number
+    flops = step_flops(graph) if named is None else step_flops(graph, named.shapes)
     tensors = (x for _, x in batch_leaves(example) if isinstance(x, torch.Tensor))
     unit, shape = counted((x.shape, str(x.dtype)) for x in tensors)
     names = {length: name for name, length in lengths.items() if name != "microbatch"}
@@ -79,9 +93,10 @@ def throughputs(
         rows = at.get("microbatch", shape[0])
         others = [at.get(names.get(n, ""), n) for n in shape[1:]]
         values = [Fraction(n) for n in at.values()]
-        seconds = sum(
-            (float(n) if named is None else float(value_at(named.terms(n), values))) / peak_rate(device, kind)
+        numbers = {
+            kind: float(n) if named is None else float(value_at(named.terms(n), values))
             for kind, n in flops.items()
-        )
+        }
+        seconds = peak_seconds(numbers, device)
         results.append(Throughput(at, rows, rows * prod(others), unit, seconds))
     return results

@@ -197,7 +197,8 @@ class Plan:
     ``held`` (empty in plans of earlier versions).  ``batch_means``: what the loss divides by, as text, of
     which all microbatches take the mean over the batch; ``own_means``: of which each has its own.
     ``rewrites``: rules that gave the step other kernels.  ``libraries``: ops of others, with the modules that
-    register them.
+    register them.  ``flops``: of the captured step of one microbatch by arithmetic (``bfloat16``), without
+    recomputation; empty in plans of earlier versions.
     """
 
     format: int
@@ -239,6 +240,7 @@ class Plan:
     own_means: tuple[str, ...] = ()
     rewrites: tuple[Rewrite, ...] = ()
     libraries: Libraries = field(default_factory=dict)
+    flops: dict[str, NonNegative] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         """Short: ``to_json`` has all of it."""

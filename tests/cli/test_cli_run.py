@@ -13,12 +13,14 @@ from safetensors.torch import load_file, save_file
 from zoo import CASES, Shape, compiled, cut
 
 import fxpipe
+from fxpipe.api import figures
 from fxpipe.cli import main
 from fxpipe.cli.run import loop
 from fxpipe.cli.run.data import data_from
 from fxpipe.cli.run.loop import LoopSettings, train
 from fxpipe.errors import BatchError, RunError
 from fxpipe.training.checkpoint import files as checkpoint_files
+from fxpipe.training.run.runner import Runner
 
 pytestmark = pytest.mark.slow
 
@@ -316,22 +318,24 @@ def test_figures_of_the_log(alone, capsys):
 
 def test_speed_is_that_of_training(alone, data, tmp_path, capsys, monkeypatch):
     """Two seconds a step, and a hundred for an evaluation, which do not count."""
-    now = [0.0]
-    step, evaluated = fxpipe.Pipeline.step, tmp_path / "evaluated"
+    now, evaluated = [0.0], tmp_path / "evaluated"
     fxpipe.compile(
         CASE.build(), CASE.example(), ranks=1, microbatches=MICROBATCHES, schedule="1f1b", evaluation=True
     ).save(evaluated)
 
-    def timed(pipe, *arguments, **options):
-        now[0] += 2.0 if pipe.evaluation is not None else 100.0
-        return step(pipe, *arguments, **options)
+    def passed(seconds: float) -> float:
+        now[0] += seconds
+        return now[0]
 
-    monkeypatch.setattr(fxpipe.Pipeline, "step", timed)
-    monkeypatch.setattr(loop.time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(loop, "_begin_speed", lambda pipe, seconds: lambda: {"seconds": seconds})
+    def slower(method, seconds: float):
+        return lambda *arguments: passed(seconds) and method(*arguments)
+
+    monkeypatch.setattr(Runner, "step", slower(Runner.step, 2.0))
+    monkeypatch.setattr(Runner, "evaluate", slower(Runner.evaluate, 100.0))
+    monkeypatch.setattr(figures.time, "perf_counter", lambda: passed(1e-9))
     shared = ["run", str(evaluated), "--data", str(data), "--steps", "6"]
     assert main([*shared, "--evaluate", str(data), "--evaluate-every", "2", "--log-every", "3"]) == 0
-    found = re.findall(r"^step (\d)  .*  seconds (\S+)$", capsys.readouterr().out, re.MULTILINE)
+    found = re.findall(r"^step (\d)  .*  seconds (\S+)  ", capsys.readouterr().out, re.MULTILINE)
     assert found == [("0", "2"), ("3", "2"), ("5", "2")]
 
 
@@ -365,7 +369,7 @@ def test_tensorboard(alone, capsys, monkeypatch):
     assert [(name, step) for name, _, step in board.figures] == [
         (name, step)
         for step in range(2)
-        for name in ("loss", "lr", "norm", "tokens/s", "bubble", "predicted")
+        for name in ("loss", "lr", "norm", "seconds", "tokens/s", "bubble", "predicted")
     ]
     printed = losses(capsys.readouterr().out)
     assert [value for name, value, _ in board.figures if name == "loss"] == pytest.approx(printed, abs=1e-6)

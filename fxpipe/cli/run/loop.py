@@ -6,8 +6,8 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ from fxpipe.cli.run.data import Data
 from fxpipe.errors import RunError
 from fxpipe.plan.saved.files import writing
 from fxpipe.plan.saved.recorded import write_spans
-from fxpipe.plan.step import counted
+from fxpipe.schedule.units import bytes_text
 
 if TYPE_CHECKING:
     from fxpipe.api.pipeline import Pipeline
@@ -109,7 +109,7 @@ def train(pipe: Pipeline, data: Data, settings: LoopSettings, evaluated: Data | 
             if checkpoints.resume() and leads:
                 logger.info("resumed after step %d", pipe.step_number - 1)
         log = stack.enter_context(_Log(settings, steps, pipe.step_number)) if leads else None
-        begun, clock = pipe.step_number, _Clock(pipe.step_number)
+        begun = pipe.step_number
         # With "post" ranks do not wait for each other, nor does the log: its figures are known a step later.
         waits = (settings.validation or pipe.artifact.plan.validation) == "barrier"
         unlogged: list[Callable[[], None]] = []
@@ -130,7 +130,7 @@ def train(pipe: Pipeline, data: Data, settings: LoopSettings, evaluated: Data | 
             optimizer.step()
             optimizer.zero_grad()
             if logs:
-                speed = _begin_speed(pipe, clock.seconds_per_step(step + 1))
+                speed = _begin_speed(pipe)
                 unlogged.append(partial(_log, log, step, {"loss": float(loss), "lr": lr}, norm, speed))
             if log is not None:
                 log.advance(step + 1)
@@ -138,8 +138,7 @@ def train(pipe: Pipeline, data: Data, settings: LoopSettings, evaluated: Data | 
             if waits or is_due:
                 _empty(unlogged)
             if evaluated is not None and evaluations and is_due:
-                with clock.stopped():
-                    figure = evaluate(pipe, evaluated, evaluations)
+                figure = evaluate(pipe, evaluated, evaluations)
                 if log is not None:
                     log.add({"evaluation": figure}, step)
             if checkpoints is not None:
@@ -207,58 +206,33 @@ def _log(
         log.add(figures, step)
 
 
-def _begin_speed(pipe: Pipeline, seconds: float) -> Callable[[], dict[str, float]]:
-    """Tokens or samples a second of all replicas, and the bubble, measured and predicted; given by a function
-    that waits for the other ranks."""
-    spec = pipe.artifact.plan.step
-    unit, lengths = counted((leaf.shape or (), leaf.dtype) for leaf in spec.batch.leaves)
-    spans = pipe.runtime.record.spans
-    busy = sum(end - start for _, start, end in spans)
-    idle = torch.tensor([1 - busy / (spans[-1][2] - spans[0][1])], dtype=torch.float64)
-    replicas, process = (1, None) if pipe.process is None else (pipe.replicas, pipe.process)
+def _begin_speed(pipe: Pipeline) -> Callable[[], dict[str, float]]:
+    """The figures of the last steps, with the largest bubble of all ranks; given by a function that waits for
+    the others."""
+    own = {name: figure for name, figure in pipe.figures().items() if name not in ("step", "norm")}
+    idle = torch.tensor([own.get("bubble", 0.0)], dtype=torch.float64)
+    process = pipe.process
     gathered = (
         None if process is None else process.begin_gather(idle.view(torch.int64), "the log of fxpipe run")
     )
 
     def speed() -> dict[str, float]:
         all_idle = idle if gathered is None else gathered()[:, 0].contiguous().view(torch.float64)
-        return {
-            f"{unit}/s": math.prod(lengths) * spec.microbatches * replicas / seconds,
-            "bubble": float(all_idle.max()),
-            "predicted": pipe.artifact.plan.prediction.span_bubble,
-        }
+        return own | ({"bubble": float(all_idle.max())} if "bubble" in own else {})
 
     return speed
 
 
-class _Clock:
-    """Measures the seconds of a step, without those for which it was stopped."""
-
-    def __init__(self, steps: int):
-        """steps: the number of steps that were run before."""
-        self._since, self._steps = time.perf_counter(), steps
-
-    def seconds_per_step(self, steps: int) -> float:
-        """The mean since the last call, after ``steps`` steps in all."""
-        now = time.perf_counter()
-        seconds = (now - self._since) / (steps - self._steps)
-        self._since, self._steps = now, steps
-        return seconds
-
-    @contextmanager
-    def stopped(self) -> Iterator[None]:
-        begun = time.perf_counter()
-        yield
-        self._since += time.perf_counter() - begun
-
-
-_FORMATS = {
-    "loss": ".6f",
-    "evaluation": ".6f",
-    "lr": ".2e",
-    "norm": ".3g",
-    "bubble": ".2%",
-    "predicted": ".2%",
+_TEXTS: dict[str, Callable[[float], str]] = {
+    "loss": "{:.6f}".format,
+    "evaluation": "{:.6f}".format,
+    "lr": "{:.2e}".format,
+    "norm": "{:.3g}".format,
+    "seconds": "{:.4g}".format,
+    "MFU": "{:.1%}".format,
+    "memory": bytes_text,
+    "bubble": "{:.2%}".format,
+    "predicted": "{:.2%}".format,
 }
 
 
@@ -287,7 +261,7 @@ class _Log:
             self._lines.close()
 
     def add(self, figures: dict[str, float], step: int) -> None:
-        texts = (f"{name} {value:{_FORMATS.get(name, ',.0f')}}" for name, value in figures.items())
+        texts = (f"{name} {_TEXTS.get(name, '{:,.0f}'.format)(value)}" for name, value in figures.items())
         logger.info("step %d  %s", step, "  ".join(texts))
         if self._lines is not None:
             finite = {name: value if math.isfinite(value) else None for name, value in figures.items()}

@@ -162,6 +162,11 @@ class PipelineOptimizer(Optimizer):
         return self._last_norm
 
     @property
+    def known_norm(self) -> torch.Tensor | None:
+        """``last_norm`` of the last update that stands, without a wait for other ranks."""
+        return self._last_norm
+
+    @property
     def skipped(self) -> int:
         """The number of steps that were left out as gradients were not finite.  Waits for all ranks."""
         self.settle()

@@ -1,0 +1,73 @@
+"""The figures of a training run, for any logger."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from fxpipe.cost.known_devices import reported_device
+from fxpipe.cost.throughput import peak_seconds
+from fxpipe.plan.artifact import Plan
+from fxpipe.plan.step import counted
+from fxpipe.runtime.program.accelerator import identity, is_accelerator, memory_size
+
+
+class StepClock:
+    """The seconds of a step with what the script does around it, but for evaluations."""
+
+    def __init__(self) -> None:
+        self._since: float | None = None
+        self._steps, self._last = 0, math.nan
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """A step of the pipeline."""
+        if self._since is None:
+            self._since = time.perf_counter()
+        yield
+        self._steps += 1
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """What does not count."""
+        begun = time.perf_counter()
+        yield
+        if self._since is not None:
+            self._since += time.perf_counter() - begun
+
+    def take(self) -> float:
+        """The mean of the steps since the last call; that of the last call if there were none since."""
+        if self._steps and self._since is not None:
+            now = time.perf_counter()
+            self._last = (now - self._since) / self._steps
+            self._since, self._steps = now, 0
+        return self._last
+
+
+def figures_of(
+    plan: Plan,
+    step: int,
+    seconds: float,
+    spans: Sequence[tuple[str, float, float]],
+    replicas: int,
+    device: torch.device,
+) -> dict[str, float]:
+    """See ``Pipeline.figures``.  spans: (op, start, end) of the last step, none where it was replayed."""
+    spec = plan.step
+    unit, lengths = counted((leaf.shape or (), leaf.dtype) for leaf in spec.batch.leaves)
+    done = math.prod(lengths) * spec.microbatches * replicas
+    figures = {"step": step, "seconds": seconds, f"{unit}/s": done / seconds}
+    if is_accelerator(device):
+        known = reported_device(identity(device)[0], memory_size(device))
+        if known is not None and plan.flops:
+            peak = peak_seconds(plan.flops, known.name) * spec.microbatches / spec.ranks
+            figures["MFU"] = peak / seconds
+        figures["memory"] = torch.accelerator.max_memory_allocated(device)
+    if spans:
+        busy = sum(end - start for _, start, end in spans)
+        figures["bubble"] = 1 - busy / (spans[-1][2] - spans[0][1])
+    return figures | {"predicted": plan.prediction.span_bubble}
