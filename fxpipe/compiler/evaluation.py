@@ -59,6 +59,7 @@ def compile_evaluation(request: Compilation, phase: Phases, trained: Compiled) -
         tensors_of=tuple(_tensors_of(stage, trained.sections) for stage in model_stages),
         backend=options.backend,
         print_after=options.print_after,
+        head_chunks=options.head_chunks,
     )
     phase.expect(6)
     with phase("evaluation"), _in_eval_mode(model):

@@ -39,6 +39,7 @@ from fxpipe.schedule.offload.memory_pool import Pool
 from fxpipe.schedule.offload.memory_pool import pools as make_pools
 from fxpipe.schedule.ops import PHASES, Phase, Schedule
 from fxpipe.schedule.simulation.timeline import Timeline
+from fxpipe.vocabulary.chunks import chunk_head
 from fxpipe.vocabulary.split import split_vocabulary
 
 #: Problems of the certificate that an error shows.
@@ -167,10 +168,13 @@ def _programs(plan: Plan, cut: Cut, instructions: Programs, pools: tuple[Pool, .
 def _captured_as_data(graph: fx.Graph, cut: Cut) -> CapturedStep | None:
     """The captured graph as data, with its vocabulary layers split if those of the cut are; None, with a
     warning, where an argument of an op has no form as data."""
-    barriers = cut.options.barriers
+    barriers, chunks = cut.options.barriers, cut.options.head_chunks
     if barriers is not None:
         graph = copy_graph(graph)
         split_vocabulary(graph, cut.options.ranks, barriers)
+    elif chunks > 1:
+        graph = copy_graph(graph)
+        chunk_head(graph, chunks)
     try:
         return captured_step(graph, split=barriers is not None)
     except TypeError as error:

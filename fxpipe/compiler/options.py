@@ -144,6 +144,10 @@ class Options:
     ``"1-barrier"`` (or True) or ``"2-barrier"`` (ranks wait for each other once or twice a microbatch; the
     second needs less work before the first barrier and holds a microbatch more), or ``"auto"``
     (docs/vocabulary.md)."""
+    head_chunks: int = 1
+    """In how many parts of the tokens the output layer, its cross-entropy and their gradients are computed,
+    one after the other, so that the logits of all tokens are never there at once; for an output layer that is
+    not split over ranks (docs/vocabulary.md)."""
     recompute: Level | Literal["auto", False] = False
     """Which forward values the backward recomputes instead of reading saved ones; gradients are
     bit-identical. ``"norms"`` (all but matrix products, convolutions and attention), ``"full"``, or
@@ -335,7 +339,7 @@ def check_lanes(options: Settings, lanes: LanePlan) -> None:
 def _check_numbers(options: Settings) -> None:
     mesh = options.mesh
     numbers = {"ranks": mesh.ranks, "replicas": mesh.replicas, "microbatches": mesh.microbatches}
-    numbers["ranks_per_link"] = options.offload.ranks_per_link
+    numbers |= {"ranks_per_link": options.offload.ranks_per_link, "head_chunks": options.head_chunks}
     for name in ("stages_per_rank", "ranks_per_machine"):
         if getattr(options, name) is not None:
             numbers[name] = getattr(options, name)
@@ -347,6 +351,11 @@ def _check_numbers(options: Settings) -> None:
             f"{number_of(mesh.microbatches, 'microbatch')} on {number_of(stages, 'stage')} are more than "
             f"{MOST_FORWARDS:,} forwards a step. Take fewer, larger microbatches, or accumulate the "
             "gradients of several steps."
+        )
+    if options.head_chunks > 1 and options.vocab_parallel not in (False, "auto"):
+        raise OptionError(
+            "head_chunks is for an output layer that one rank has, and vocab_parallel splits it over all: "
+            "leave one of them out."
         )
     state = options.optimizer_bytes
     if not (isinstance(state, int | float) and 0 <= state < inf):

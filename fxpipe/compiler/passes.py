@@ -45,11 +45,13 @@ from fxpipe.passes.colored.untie import untie
 from fxpipe.passes.level.fuse_accumulation import fuse_accumulation
 from fxpipe.passes.level.make_contiguous import make_contiguous
 from fxpipe.passes.level.mincut_saved_for_weight import mincut_saved_for_weight
+from fxpipe.passes.level.move_head_to_backward import move_head_to_backward
 from fxpipe.passes.level.recompute import Level, recompute
 from fxpipe.passes.level.repeat_in_kernels import repeat_in_kernels
 from fxpipe.passes.scheduled.insert_offload import insert_offload
 from fxpipe.schedule.ops import Phase
 from fxpipe.schedule.stages import Vocabulary
+from fxpipe.vocabulary.chunks import chunk_head
 from fxpipe.vocabulary.split import split_vocabulary
 
 Offloaded = Mapping[tuple[int, Phase], Sequence[fx.Node]]
@@ -65,7 +67,7 @@ class CutOptions:
     run for their costs.  ``recompute``: the level of recomputation.  ``tensors_of``, ``slowness``: see
     ``partition``.  ``balanced``: the rank of each stage, where ranks are balanced.  ``cuts``: where to cut,
     instead of by costs.  ``placements``: the names of those that the cut is for.  ``grad_dtype``,
-    ``print_after``: see ``fxpipe.compile``.  ``backend``: that runs the sections.
+    ``print_after``, ``head_chunks``: see ``fxpipe.compile``.  ``backend``: that runs the sections.
     """
 
     stages: int
@@ -83,6 +85,7 @@ class CutOptions:
     grad_dtype: torch.dtype | None = None
     backend: str = "eager"
     print_after: str | None = None
+    head_chunks: int = 1
 
 
 class Uncut:
@@ -198,6 +201,12 @@ def _split_vocabulary(step: StepGraphs, options: CutOptions) -> None:
         step.vocabulary = vocabularies[0]
 
 
+def _chunk_head(step: StepGraphs, options: CutOptions) -> None:
+    if options.head_chunks > 1 and options.barriers is None:
+        for graph in step.graphs:
+            chunk_head(graph, options.head_chunks)
+
+
 def _sink_cheap_values(step: StepGraphs, options: CutOptions) -> None:
     sink_cheap_values(step.graph, recomputable_nodes(step.graph, options.seconds))
 
@@ -261,6 +270,7 @@ PASSES = Passes(
         _of_graphs(hoist_updates),
         Pass("simplify", lambda step, options: simplify(step.graphs)),
         Pass("split_vocabulary", _split_vocabulary),
+        Pass("chunk_head", _chunk_head),
     ),
     partition=(Pass("partition", _partition),),
     colored=(
@@ -273,6 +283,7 @@ PASSES = Passes(
         Pass("merge_equal", lambda step, options: merge_equal(step.graph, resized=step.resized)),
     ),
     level=(
+        _of_graph(move_head_to_backward),
         Pass("recompute", _recompute),
         Pass("repeat_in_kernels", _repeat_in_kernels),
         _of_graph(mincut_saved_for_weight),

@@ -87,6 +87,7 @@ def all_stages(
                 grad_dtype=options.grad_dtype,
                 backend=options.backend,
                 print_after=options.print_after,
+                head_chunks=options.head_chunks,
             )
             try:
                 if barriers not in steps:

@@ -76,7 +76,7 @@ def chain_of(
                 continue
             home[node] = at
         seconds[home[node]] += node_seconds(node)
-    whole = _trained_spans(graph, position, by_seq, free.in_stage)
+    whole = [*_trained_spans(graph, position, by_seq, free.in_stage), *_head_spans(position)]
     transfers = crossing(graph, position, home, free.in_stage | free.anywhere, whole)
     return Chain(forward, backward, transfers, _buffer_spans(graph, home))
 
@@ -148,6 +148,13 @@ def _trained_spans(
             trained.add(node)
         else:
             yield by_seq.get(node.meta["origin"].seq, at), at
+
+
+def _head_spans(position: dict[fx.Node, int]) -> Iterator[tuple[int, int]]:
+    """The span from a head in parts to the loss: it runs in the backward of the last stage."""
+    first = next((at for node, at in position.items() if "chunk" in node.meta), None)
+    if first is not None:
+        yield first, len(position) - 1
 
 
 def _buffer_spans(graph: fx.Graph, home: dict[fx.Node, int]) -> dict[str, tuple[int, int]]:

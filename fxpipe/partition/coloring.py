@@ -92,6 +92,7 @@ def partition(
         if color.stage < 0:
             node.meta["color"] = Color(before + stages + behind + color.stage, color.phase)
     _check_buffers(graph)
+    _check_head(graph)
     return cut_chain
 
 
@@ -106,6 +107,17 @@ def _check_buffers(graph: fx.Graph) -> None:
                 f"The buffer {name!r} is read in stage {a} ({read.meta['origin']}) and gets its new value in "
                 f"stage {b} ({value.meta['origin']}): the next microbatch would read the old one. Use split "
                 "points that leave both in one stage."
+            )
+
+
+def _check_head(graph: fx.Graph) -> None:
+    """Check that a head in parts is in the stage of the loss: it gives that in the backward."""
+    loss = graph_outputs(graph).loss
+    for node in call_nodes(graph):
+        if "chunk" in node.meta and loss is not None and node.meta["color"].stage != loss.meta["color"].stage:
+            raise PartitionError(
+                "With head_chunks the output layer is in the stage of the loss, and the split points leave "
+                f"{node.meta['origin']} in another one. Take split points before it, or no head_chunks."
             )
 
 

@@ -64,14 +64,7 @@ class VocabularyLayers:
 def find_layers(graph: fx.Graph) -> VocabularyLayers:
     """Find the layers.  Raises VocabularyError, naming the failed condition and its place, if there are
     none."""
-    heads = [n for n in call_nodes(graph) if n.target is aten._log_softmax.default and _is_picked(n)]
-    if not heads:
-        loss = graph_outputs(graph).loss
-        place = "There is no loss." if loss is None else f"The loss comes from {_place(loss)}."
-        raise VocabularyError(
-            "vocab_parallel found no cross-entropy in the training step: no log-softmax whose entries the "
-            f"labels pick (F.cross_entropy, nn.CrossEntropyLoss, or F.nll_loss of F.log_softmax). {place}"
-        )
+    heads = picked_losses(graph)
     projections = [_projection(head) for head in heads]
     size = max(table.meta["val"].shape[0] for table, _ in projections)
     tables: dict[fx.Node, None] = {}
@@ -89,6 +82,19 @@ def find_layers(graph: fx.Graph) -> VocabularyLayers:
     return _sorted(graph, size, tuple(tables), axes, padded)
 
 
+def picked_losses(graph: fx.Graph) -> list[fx.Node]:
+    """The log-softmaxes of cross-entropies.  Raises VocabularyError if there are none."""
+    heads = [n for n in call_nodes(graph) if n.target is aten._log_softmax.default and _is_picked(n)]
+    if not heads:
+        loss = graph_outputs(graph).loss
+        place = "There is no loss." if loss is None else f"The loss comes from {_place(loss)}."
+        raise VocabularyError(
+            "There is no cross-entropy in the training step: no log-softmax whose entries the labels pick "
+            f"(F.cross_entropy, nn.CrossEntropyLoss, or F.nll_loss of F.log_softmax). {place}"
+        )
+    return heads
+
+
 def _is_picked(loss: fx.Node) -> bool:
     """Whether labels pick entries of a log-softmax."""
     todo = [loss]
@@ -100,9 +106,13 @@ def _is_picked(loss: fx.Node) -> bool:
     return False
 
 
-def _projection(loss: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
-    """The table of a loss's logits, and the bias if there is one."""
-    size = loss.meta["val"].shape[loss.args[1]]
+def projection_of(loss: fx.Node) -> fx.Node:
+    """The matrix product that gives a loss's logits.  Raises VocabularyError if none does."""
+    return _product_and_vectors(loss)[0]
+
+
+def _product_and_vectors(loss: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
+    """The matrix product that gives a loss's logits, and what other parameters are on their way."""
     node, vectors = node_arg(loss, 0), list[fx.Node]()
     while node.op == "call_function" and node.target not in _PROJECTIONS:
         inputs = node.all_input_nodes
@@ -114,7 +124,14 @@ def _projection(loss: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
         node = max(values, key=_elements)
     if node.target not in _PROJECTIONS:
         raise _not_projected(loss, "they do not come from a matrix product of two dimensions (nn.Linear, @)")
-    table = _root(node_arg(node, _PROJECTIONS[node.target]))
+    return node, vectors
+
+
+def _projection(loss: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
+    """The table of a loss's logits, and the bias if there is one."""
+    size = loss.meta["val"].shape[loss.args[1]]
+    node, vectors = _product_and_vectors(loss)
+    table = _root(node_arg(node, _PROJECTIONS[node.target]))  # type: ignore[index]
     if node.target is aten.addmm.default:
         vectors.append(_root(node_arg(node, 0)))
     if not _is_parameter(table):
@@ -147,8 +164,7 @@ def _is_parameter(node: fx.Node) -> bool:
 
 def _not_projected(loss: fx.Node, why: str) -> VocabularyError:
     return VocabularyError(
-        f"vocab_parallel found a cross-entropy in {_place(loss)}, but not the projection that gives its "
-        f"logits: {why}."
+        f"There is a cross-entropy in {_place(loss)}, but not the projection that gives its logits: {why}."
     )
 
 

@@ -120,6 +120,11 @@ class Words(nn.Module):
         return F.cross_entropy(self.head(x), torch.ones(len(x), dtype=torch.int64))
 
 
+class Total(Words):
+    def forward(self, x):
+        return F.cross_entropy(self.head(x), torch.ones(len(x), dtype=torch.int64), reduction="sum")
+
+
 @dataclass(frozen=True)
 class Case:
     """offloaded: name of a value of stage 0 that its B reloads.  joined: stages whose B and W are one op.
@@ -143,6 +148,7 @@ CASES = {
     "hoist_updates": Case(Remembers),
     "simplify": Case(lambda: Net(lambda x: torch.cat([x[:0], x.view(4, 2).view(2, 4)]) * 1)),
     "split_vocabulary": Case(Words, gradients=False, options={"barriers": 1}),
+    "chunk_head": Case(Total, options={"head_chunks": 2}),
     "partition": Case(stages=2),
     "copy_given_results": Case(Labeled, outputs=("labels",)),
     "count_beside_loss": Case(
@@ -156,6 +162,7 @@ CASES = {
     "compute_once": Case(Autocast),
     "sink_cheap_values": Case(Masked, stages=2),
     "merge_equal": Case(lambda: Net(lambda x: x.tanh() * x.tanh())),
+    "move_head_to_backward": Case(Total, options={"head_chunks": 2}),
     "recompute": Case(lambda: Net(F.gelu), options={"recompute": "norms"}),
     "repeat_in_kernels": Case(
         lambda: Net(lambda x: x * F.gelu(x, approximate="none").tanh()), options={"backend": "inductor"}
@@ -206,9 +213,14 @@ def test_a_pass_changes(name, request):
     assert found == file.read_text()
 
 
-@pytest.mark.parametrize(
-    "name", ["split_vocabulary", "recompute", "repeat_in_kernels", "join_backward", "insert_offload"]
-)
+UNASKED = (
+    "split_vocabulary", "chunk_head", "move_head_to_backward", "recompute", "repeat_in_kernels",
+    "join_backward",
+    "insert_offload",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNASKED)
 def test_a_pass_changes_nothing_unasked(name):
     case = replace(CASES[name], options={}, offloaded="", joined=frozenset())
     assert changed(name, case) == ""

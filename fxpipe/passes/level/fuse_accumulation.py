@@ -45,7 +45,7 @@ def fuse_accumulation(graph: fx.Graph, grad_dtype: torch.dtype | None = None) ->
         into.meta.update(input=Input(Kind.GRADIENT, name), val=val, origin=Origin())
         last: dict[Color, fx.Node] = {}
         for part in parts:
-            color = Color(part.meta["color"].stage, Phase.W)
+            color = _color(part)
             # In the order of the summands, as sums of floats depend on it.
             with graph.inserting_before(max(part, last.get(color, part)).next):
                 last[color] = _accumulated(calls, into, part, times[part] == 1)
@@ -54,9 +54,15 @@ def fuse_accumulation(graph: fx.Graph, grad_dtype: torch.dtype | None = None) ->
     drop_dead(graph)
 
 
+def _color(part: fx.Node) -> Color:
+    """Where a part is added: in W, but in B where it is of a head in parts, whose backward is all in B."""
+    color: Color = part.meta["color"]
+    return color if "chunk" in part.meta else Color(color.stage, Phase.W)
+
+
 def _accumulated(calls: Calls, into: fx.Node, part: fx.Node, once: bool) -> fx.Node:
     """Add ``part`` to ``into``; a part that is added only ``once`` is fused with the addition."""
-    color = Color(part.meta["color"].stage, Phase.W)
+    color = _color(part)
     total = into.meta["val"]
 
     def call(target: Any, *args: Any, **kwargs: Any) -> fx.Node:

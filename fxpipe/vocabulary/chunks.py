@@ -1,0 +1,396 @@
+"""Computes a projection to the vocabulary, its loss and their gradients for one part of the tokens at a time.
+
+before: logits = x @ table.T ──► log_softmax ──► loss;   d_logits ──► d_x, d_table
+after:  of each part of the rows of x: its logits, its loss, its d_logits, its d_x, its d_table
+        loss = the sum of the parts,  d_x = their rows,  d_table: each part is added to the gradient
+
+What has an entry for each token and each word is never there as a whole.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial, reduce
+from itertools import pairwise
+from math import prod
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpipe.errors import VocabularyError
+from fxpipe.ir.builder import Builder, node_arg
+from fxpipe.ir.compat import input_nodes, rename, take_name
+from fxpipe.ir.storage import call_nodes, drop_dead, graph_outputs, set_outputs
+from fxpipe.vocabulary.axes import RESHAPES
+from fxpipe.vocabulary.layers import picked_losses, projection_of
+
+aten = torch.ops.aten
+_SHAPES = RESHAPES | {aten.unsqueeze.default, aten.squeeze.dim, aten.expand.default}
+_TRANSPOSES = {aten.t.default, aten.transpose.int, aten.permute.default}
+_SAME = {aten.clone.default, aten.detach.default, aten.alias.default}
+#: Where ops have the dimension along which they work: that of the words.
+_ALONG = {
+    aten._log_softmax.default: 1, aten._softmax.default: 1,
+    aten._log_softmax_backward_data.default: 2, aten._softmax_backward_data.default: 2,
+}  # fmt: skip
+_OVER = {aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.logsumexp.default, aten.argmax.default}
+_EACH, _MEAN, _SUM = 0, 1, 2  # reductions of a loss
+
+Shape = tuple[int, ...]
+Part = Callable[["_Builder", Mapping[fx.Node, fx.Node]], fx.Node]
+"""Makes an op on the tokens of a part.  The mapping has what the ops of the head before it give there."""
+Total = Callable[[Builder, Sequence[fx.Node]], fx.Node]
+"""Makes a value of all tokens from those of the parts."""
+
+
+def chunk_head(graph: fx.Graph, chunks: int) -> None:
+    """Rewrite a captured step.  The ops of part k have ``meta["chunk"] = k``.
+
+    Raises VocabularyError where there is no projection into a cross-entropy, or where an op, which it names,
+    needs the logits of all tokens.
+    """
+    for projection in dict.fromkeys(map(projection_of, picked_losses(graph))):
+        tokens = projection.meta["val"].shape[0]
+        if tokens < chunks:
+            raise VocabularyError(
+                f"head_chunks is {chunks}, and the head has {tokens} tokens in a microbatch."
+            )
+        _Head(graph, projection).rewrite([tokens * k // chunks for k in range(chunks + 1)])
+
+
+def _added(build: Builder, parts: Sequence[fx.Node]) -> fx.Node:
+    return reduce(partial(build.call, aten.add.Tensor), parts)
+
+
+def _joined(build: Builder, parts: Sequence[fx.Node]) -> fx.Node:
+    return build.call(aten.cat.default, [*parts])
+
+
+class _Head:
+    """The ops from a projection to its gradients that work on rows of tokens.
+
+    ``tails``: of each value with rows of tokens its dimensions behind those of the tokens; None where the
+    tokens are the columns of a matrix.  ``parts``: how each op is made.  ``totals``: what leaves the head.
+    """
+
+    def __init__(self, graph: fx.Graph, projection: fx.Node) -> None:
+        self.graph, self.tokens = graph, projection.meta["val"].shape[0]
+        self.tails: dict[fx.Node, Shape | None] = {projection: (projection.meta["val"].shape[1],)}
+        at = 1 if projection.target is aten.addmm.default else 0
+        before, x, behind = projection.args[:at], node_arg(projection, at), projection.args[at + 1 :]
+        self.parts: dict[fx.Node, Part] = {
+            projection: lambda build, here: build.like(projection, *before, build.rows(x, 0), *behind)
+        }
+        self.totals: dict[fx.Node, Total] = {}
+        late = set[fx.Node]()  # what depends on all parts
+        for node in call_nodes(graph):
+            inputs = _read(node)
+            inside = [x for x in inputs if x in self.tails and node is not projection]
+            part = self._part(node) if inside else None
+            if part is not None:
+                self.parts[node] = part
+                if any(x in late or (x in self.totals and x not in self.tails) for x in inputs):
+                    raise _refused(node, "depends on the loss of all tokens")
+                continue
+            for value in inside:
+                self._give(value, node)
+            if any(x in late or x in self.totals for x in inputs):
+                late.add(node)
+        named = graph_outputs(graph)
+        for given in (named.loss, named.count, *named.outputs.values(), *named.buffers.values()):
+            if given is not None and given in self.tails:
+                self._give(given, given)
+
+    def _give(self, value: fx.Node, user: fx.Node) -> None:
+        """Let a value leave the head that has one number a token."""
+        tail = self.tails[value]
+        if tail is None or prod(tail) > 1:
+            raise _refused(user, "takes the logits of all tokens")
+        self.totals[value] = _joined
+
+    def _part(self, node: fx.Node) -> Part | None:
+        """Take an op into the head; None for one that is not known."""
+        target: Any = node.target
+        args: tuple[Any, ...] = node.args
+        if target is aten.mm.default:
+            return self._product(node)
+        if target is aten.nll_loss_forward.default and args[3] in (_SUM, _EACH):
+            logs, labels, *others = args
+            return self._with(
+                node, (), lambda build, here: build.like(node, here[logs], build.rows(labels, 0), *others)
+            )
+        if target is aten.nll_loss_forward.default and args[3] == _MEAN:
+            raise _refused(node, "divides by the number of labels of all tokens")
+        if target is aten.nll_loss_backward.default and args[1] in self.tails:
+            return self._unpicked(node)
+        if torch.Tag.pointwise in getattr(target, "tags", ()) or target is aten._to_copy.default:
+            return self._pointwise(node)
+        source = args[0]
+        if source not in self.tails:
+            return None
+        tail = self.tails[source]
+        if target is operator.getitem:
+            return self._item(node)
+        if target in _SAME:
+            return self._with(node, tail, lambda build, here: here[source])
+        if target in _TRANSPOSES and node.meta["val"].dim() == 2:
+            tail = None if tail is not None else (node.meta["val"].shape[1],)
+            return self._with(node, tail, lambda build, here: build.like(node, here[source], *args[1:]))
+        if tail is None:
+            return None
+        if target in _SHAPES:
+            return self._shaped(node)
+        if target in _ALONG and self._is_last(source, args[_ALONG[target]]):
+            return self._along(node)
+        if target in (aten.sum.default, aten.mean.default):
+            over = source.meta["val"].numel() if target is aten.mean.default else 1
+            return self._total(
+                node, over, lambda build, here: build.like(node, here[source], op=aten.sum.default)
+            )
+        return self._over(node) if target in _OVER else None
+
+    def _with(self, node: fx.Node, tail: Shape | None, part: Part) -> Part:
+        self.tails[node] = tail
+        return part
+
+    def _total(self, node: fx.Node, over: int, part: Part) -> Part:
+        def total(build: Builder, parts: Sequence[fx.Node]) -> fx.Node:
+            added = _added(build, parts)
+            return added if over == 1 else build.call(aten.div.Scalar, added, over)
+
+        self.totals[node] = total
+        return part
+
+    def _is_last(self, source: fx.Node, dim: int) -> bool:
+        """Whether a dimension is the last one, and the only one behind those of the tokens."""
+        tail, dims = self.tails[source], source.meta["val"].dim()
+        return tail is not None and len(tail) == 1 and dim % dims == dims - 1
+
+    def _tail(self, node: fx.Node) -> Shape | None:
+        """The dimensions behind those of the tokens."""
+        shape = tuple(node.meta["val"].shape)
+        at = next((k for k in range(len(shape) + 1) if prod(shape[:k]) == self.tokens), None)
+        return None if at is None else shape[at:]
+
+    # -- kinds of ops -------------------------------------------------------------------------------------
+
+    def _product(self, node: fx.Node) -> Part | None:
+        """The end of the head: the gradient of x, or of a table, which is a sum over the tokens."""
+        left, right = node_arg(node, 0), node_arg(node, 1)
+        if left in self.tails and right in self.tails:
+            return None
+        if left not in self.tails:
+            if self.tails[right] is None:
+                return None
+            return self._total(
+                node, 1, lambda build, here: build.like(node, build.rows(left, 1), here[right])
+            )
+        if self.tails[left] is None:
+            return self._total(
+                node, 1, lambda build, here: build.like(node, here[left], build.rows(right, 0))
+            )
+        self.totals[node] = _joined
+        return lambda build, here: build.like(node, here[left], right)
+
+    def _unpicked(self, node: fx.Node) -> Part:
+        args: tuple[Any, ...] = node.args
+        gradient, logs, labels, *others, count = args
+        each = others[1] == _EACH
+
+        def part(build: _Builder, here: Mapping[fx.Node, fx.Node]) -> fx.Node:
+            above = here.get(gradient) or (build.rows(gradient, 0) if each else gradient)
+            return build.like(node, above, here[logs], build.rows(labels, 0), *others, here.get(count, count))
+
+        return self._with(node, self.tails[logs], part)
+
+    def _pointwise(self, node: fx.Node) -> Part | None:
+        tail, shape = self._tail(node), tuple(node.meta["val"].shape)
+        inside = [x for x in input_nodes(node) if x in self.tails]
+        if tail is None or any(self.tails[x] is None or x.meta["val"].dim() != len(shape) for x in inside):
+            return None
+        tokens = shape[: len(shape) - len(tail)]
+
+        def part(build: _Builder, here: Mapping[fx.Node, fx.Node]) -> fx.Node:
+            args, kwargs = fx.map_arg(
+                (node.args, dict(node.kwargs)), lambda x: here.get(x) or build.operand(x, tokens, len(tail))
+            )
+            return build.like(node, *args, **kwargs)
+
+        return self._with(node, tail, part)
+
+    def _item(self, node: fx.Node) -> Part:
+        """Of a loss: that of each token, or a sum."""
+        pick = node_arg(node, 0)
+        part: Part = lambda build, here: build.like(node, here[pick], node.args[1])  # noqa: E731
+        is_each = node.args[1] == 0 and pick.args[3] == _EACH
+        return self._with(node, (), part) if is_each else self._total(node, 1, part)
+
+    def _shaped(self, node: fx.Node) -> Part | None:
+        source, tail = node_arg(node, 0), self._tail(node)
+        expands = node.target is aten.expand.default
+        if tail is None or (expands and source.meta["val"].dim() != node.meta["val"].dim()):
+            return None
+        op = aten.expand.default if expands else aten.view.default
+
+        def part(build: _Builder, here: Mapping[fx.Node, fx.Node]) -> fx.Node:
+            x, shape = here[source], [build.end - build.begin, *tail]
+            return x if list(x.meta["val"].shape) == shape else build.like(node, x, shape, op=op)
+
+        return self._with(node, tail, part)
+
+    def _along(self, node: fx.Node) -> Part | None:
+        """A softmax over the words, or its backward."""
+        target: Any = node.target
+        at, inputs = _ALONG[target], [*input_nodes(node)]
+        if not all(self.tails.get(x) for x in inputs):
+            return None
+
+        def part(build: _Builder, here: Mapping[fx.Node, fx.Node]) -> fx.Node:
+            return build.like(node, *(here[x] for x in inputs), 1, *node.args[at + 1 :])
+
+        return self._with(node, self.tails[inputs[0]], part)
+
+    def _over(self, node: fx.Node) -> Part | None:
+        """A sum or a choice over the words, or a sum over the tokens."""
+        args: tuple[Any, ...] = node.args
+        source, dims, *others = args
+        rank, tail = source.meta["val"].dim(), self.tails[source]
+        listed = [dims] if isinstance(dims, int) else dims
+        if not isinstance(listed, Sequence) or not tail:
+            return None
+        over, keeps = {int(d) % rank for d in listed}, bool(others and others[0])
+
+        def along(dim: int) -> Part:
+            changed = dim if isinstance(dims, int) else [dim]
+            return lambda build, here: build.like(node, here[source], changed, *others)
+
+        if over == {rank - 1}:
+            left = (*tail[:-1], 1) if keeps else tail[:-1]
+            return self._with(node, left, along(len(tail)))
+        is_sum = node.target is aten.sum.dim_IntList
+        return self._total(node, 1, along(0)) if is_sum and over == {*range(rank - len(tail))} else None
+
+    # -- the parts ----------------------------------------------------------------------------------------
+
+    def rewrite(self, bounds: Sequence[int]) -> None:
+        """Let parts take the place of the head, one behind the other, where it begins."""
+        first = next(iter(self.parts))
+        self._move_operands(first)
+        grads = graph_outputs(self.graph).grads
+        set_outputs(
+            self.graph, grads={k: tuple(y for x in xs for y in self._summands(x)) for k, xs in grads.items()}
+        )
+        build = Builder(self.graph)
+        before = {*self.graph.nodes}
+        values: dict[fx.Node, list[fx.Node]] = {node: [] for node in self.totals}
+        for number, (begin, end) in enumerate(pairwise(bounds)):
+            part, here = _Builder(self.graph, number, begin, end), dict[fx.Node, fx.Node]()
+            for node, make in self.parts.items():
+                here[node] = make(part, here)
+            for node, of_parts in values.items():
+                of_parts.append(here[node])
+        for node, of_parts in values.items():
+            self._replace(node, of_parts, build)
+        for node in [node for node in self.graph.nodes if node not in before]:
+            first.prepend(node)
+        drop_dead(self.graph)
+
+    def _move_operands(self, first: fx.Node) -> None:
+        """Move what the head takes in front of it."""
+        wanted, todo = set[fx.Node](), [x for node in self.parts for x in input_nodes(node)]
+        while todo:
+            node = todo.pop()
+            if node.op == "call_function" and node not in self.parts and node not in wanted:
+                wanted.add(node)
+                todo += input_nodes(node)
+        nodes = list(self.graph.nodes)
+        for node in nodes[nodes.index(first) :]:
+            if node in wanted:
+                first.prepend(node)
+
+    def _summands(self, gradient: fx.Node) -> list[fx.Node]:
+        """The summands of a gradient of a table, each of which is added by itself: it has one of the head,
+        and one of each other use of a tied table."""
+        is_sum = gradient.target is aten.add.Tensor and not gradient.kwargs and len(gradient.users) == 1
+        inputs = [x for x in gradient.args if isinstance(x, fx.Node)]
+        alike = len(inputs) == 2 and all(x.meta["val"].shape == gradient.meta["val"].shape for x in inputs)
+        summands = [y for x in inputs for y in self._summands(x)] if is_sum and alike else []
+        return summands if any(x in self.totals for x in summands) else [gradient]
+
+    def _replace(self, old: fx.Node, parts: Sequence[fx.Node], build: Builder) -> None:
+        """Let what the parts give take the place of a value of all tokens."""
+        build.origin = old.meta["origin"]
+        if "gradient" in old.meta:
+            for part in parts:
+                rename(part, f"{old.name}_part")
+        drop = [user for user in old.users if not user.users and user.op != "output"]
+        for user in drop:  # a sum of summands
+            self.graph.erase_node(user)
+        grads = graph_outputs(self.graph).grads
+        if {*old.users} == {self.graph.output_node()} and any(old in summands for summands in grads.values()):
+            # Each part is added to the gradient by itself.
+            alone = {k: tuple(y for x in xs for y in (parts if x is old else [x])) for k, xs in grads.items()}
+            set_outputs(self.graph, grads=alone)
+            return
+        total = self.totals[old](build, parts)
+        if total.meta["val"].shape != old.meta["val"].shape:
+            total = build.call(aten.view.default, total, list(old.meta["val"].shape))
+        old.replace_all_uses_with(total, delete_user_cb=lambda user: user not in self.parts)
+        take_name(total, old)
+
+
+class _Builder(Builder):
+    """Makes the ops of one part, of the tokens from ``begin`` to ``end``."""
+
+    def __init__(self, graph: fx.Graph, number: int, begin: int, end: int) -> None:
+        super().__init__(graph)
+        self.number, self.begin, self.end = number, begin, end
+        self._rows: dict[tuple[fx.Node, int], fx.Node] = {}
+
+    def like(self, node: fx.Node, *args: Any, op: Any = None, **kwargs: Any) -> fx.Node:
+        """An op of a node's origin; by default the same op."""
+        self.origin = node.meta["origin"]
+        target: Any = op or node.target
+        made = self.call(target, *args, **kwargs)
+        made.meta["chunk"] = self.number
+        return made
+
+    def rows(self, x: fx.Node, dim: int) -> fx.Node:
+        """The part of an operand whose dimension ``dim`` is that of the tokens."""
+        if (x, dim) not in self._rows:
+            self._rows[x, dim] = self.like(x, x, dim, self.begin, self.end, op=aten.slice.Tensor)
+        return self._rows[x, dim]
+
+    def operand(self, x: fx.Node, tokens: Shape, behind: int) -> fx.Node:
+        """The part of an operand that is broadcast to the dimensions of the tokens and ``behind`` others."""
+        shape = tuple(x.meta["val"].shape)
+        at = max(0, len(shape) - behind)
+        before, tail = shape[:at], shape[at:]
+        if not before:
+            return x
+        if all(n == 1 for n in before):
+            return self.like(x, x, [1, *tail], op=aten.view.default) if at > 1 else x
+        if before != tokens:
+            x = self.like(x, x, [*tokens, *tail], op=aten.expand.default)
+        if len(tokens) > 1:
+            x = self.like(x, x, [prod(tokens), *tail], op=aten.reshape.default)
+        return self.rows(x, 0)
+
+
+def _read(node: fx.Node) -> list[fx.Node]:
+    """The operands of an op that it reads: the backward of a loss that is no mean reads no count."""
+    inputs = input_nodes(node)
+    counts = node.target is aten.nll_loss_backward.default and node.args[4] != _MEAN
+    return [x for x in inputs if not counts or x is not node.args[6]]
+
+
+def _refused(node: fx.Node, why: str) -> VocabularyError:
+    remedy = "leave that use out"
+    if node.target is aten.slice.Tensor:
+        remedy = "shift the labels instead of the logits, F.pad(labels, (0, 1), value=-100)[:, 1:]"
+    return VocabularyError(
+        f"The head cannot be computed in parts of the tokens: {node.target} in {node.meta['origin']} {why}. "
+        f"Compile without head_chunks, or {remedy}."
+    )

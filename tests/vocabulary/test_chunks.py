@@ -1,0 +1,223 @@
+"""The head in parts of the tokens: gradients against eager, what is never there, and what is refused."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fxpipe
+from fxpipe.errors import OptionError, PartitionError, VocabularyError
+from fxpipe.ir.storage import call_nodes
+
+WORDS, WIDTH, LENGTH, ROWS, MICROBATCHES = 50, 8, 5, 3, 4
+TOKENS = ROWS * LENGTH
+
+pytestmark = pytest.mark.usefixtures("double")
+
+
+class Words(nn.Module):
+    """``bias``, ``tied``: of the output layer.  ``cap``: of its logits."""
+
+    def __init__(self, bias: bool = False, tied: bool = False, cap: float | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.cap = nn.Embedding(WORDS, WIDTH), cap
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+        self.head = nn.Linear(WIDTH, WORDS, bias=bias)
+        if tied:
+            self.head.weight = self.table.weight
+
+    def forward(self, ids):
+        x = self.table(ids)
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        logits = self.head(x)
+        return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
+
+
+def flat(logits, batch):
+    return logits.reshape(-1, WORDS), batch["labels"].reshape(-1)
+
+
+def plain(logits, batch):
+    return F.cross_entropy(*flat(logits, batch))
+
+
+def shifted(logits, batch):
+    labels = F.pad(batch["labels"], (0, 1), value=-100)[:, 1:]
+    return F.cross_entropy(logits.reshape(-1, WORDS), labels.reshape(-1))
+
+
+def with_shifted_logits(logits, batch):
+    return F.cross_entropy(logits[:, :-1].reshape(-1, WORDS), batch["labels"][:, 1:].reshape(-1))
+
+
+def smoothed(logits, batch):
+    return F.cross_entropy(*flat(logits, batch), label_smoothing=0.1)
+
+
+def with_z_loss(logits, batch):
+    return plain(logits, batch) + 1e-2 * torch.logsumexp(logits, -1).square().mean()
+
+
+def sum_and_count(logits, batch):
+    _, labels = flat(logits, batch)
+    return F.cross_entropy(*flat(logits, batch), reduction="sum"), (labels != -100).sum()
+
+
+def weighted(logits, batch):
+    """Each token by a number of the batch."""
+    losses = F.cross_entropy(*flat(logits, batch), reduction="none")
+    return (losses * (1.0 + batch["ids"].reshape(-1) % 3)).mean()
+
+
+def scaled(logits, batch):
+    return F.cross_entropy(*flat(logits.float() / 0.7, batch)).double()
+
+
+def data(rows: int = ROWS * MICROBATCHES):
+    ids, labels = torch.randint(WORDS, (2, rows, LENGTH), generator=torch.Generator().manual_seed(1))
+    return {"ids": ids, "labels": torch.where(ids % 4 == 0, -100, labels)}
+
+
+def compiled(model: nn.Module, loss, chunks: int = 3, **options) -> fxpipe.Pipeline:
+    options = {"ranks": 2, "microbatches": MICROBATCHES, "schedule": "zb-h1", "loss_fn": loss} | options
+    return fxpipe.compile(model, data(ROWS), head_chunks=chunks, **options)
+
+
+def largest(pipe: fxpipe.Pipeline) -> int:
+    """The elements of the largest value that is no parameter's."""
+    made = (node for node in call_nodes(pipe.graph) if node.target is not torch.ops.aten.expand.default)
+    values = (node.meta["val"] for node in made)
+    return max(v.numel() for v in values if isinstance(v, torch.Tensor) and v.shape != (WORDS, WIDTH))
+
+
+CASES = {
+    "plain": ({}, plain),
+    "shifted": ({}, shifted),
+    "bias": ({"bias": True}, plain),
+    "tied": ({"tied": True}, plain),
+    "capped": ({"cap": 3.0}, plain),
+    "smoothed": ({}, smoothed),
+    "z-loss": ({}, with_z_loss),
+    "sum and count": ({"bias": True}, sum_and_count),
+    "weighted": ({}, weighted),
+    "scaled in float32": ({}, scaled),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_are_those_of_the_whole_head(name):
+    options, loss = CASES[name]
+    batch, model = data(), Words(**options)
+    theirs = copy.deepcopy(model)
+    pipe = compiled(model, loss, evaluation=True)
+    result, expected = pipe.run_local(batch, measure_memory=True), loss(theirs(batch["ids"]), batch)
+    if isinstance(expected, tuple):
+        expected = expected[0] / expected[1]
+    expected.backward()
+    limit = 1e-6 if "float32" in name else 1e-12
+    assert abs(result.loss - expected) <= limit * abs(expected)
+    grads = {n: p.grad for n, p in theirs.named_parameters()}
+    assert result.grads.keys() == grads.keys()
+    for parameter, grad in grads.items():
+        assert (result.grads[parameter] - grad).abs().max() <= limit * grad.abs().max()
+    assert abs(pipe.evaluation.run_local(batch).loss - expected) <= limit * abs(expected)
+    assert largest(pipe) < TOKENS * WORDS
+    whole = compiled(model, loss, chunks=1)
+    assert largest(whole) >= (LENGTH - 1) * ROWS * WORDS
+    assert result.peak_saved[1] < whole.run_local(batch, measure_memory=True).peak_saved[1]
+
+
+def test_tokens_that_are_ignored_in_a_whole_part():
+    """The first part of a microbatch has no label that counts."""
+    batch = data()
+    batch["labels"][::ROWS] = -100
+    model = Words()
+    result = compiled(copy.deepcopy(model), plain, chunks=ROWS).run_local(batch)
+    loss = plain(model(batch["ids"]), batch)
+    loss.backward()
+    assert abs(result.loss - loss) < 1e-12
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(result.grads[name], parameter.grad, rtol=1e-10, atol=1e-14)
+
+
+@pytest.mark.parametrize(
+    "options", [{"schedule": "1f1b"}, {"schedule": "zb-v"}, {"recompute": "full"}, {"ranks": 1}]
+)
+def test_in_other_settings(options):
+    result = compiled(Words(), plain, **options).run_local(data())
+    whole = compiled(Words(), plain, chunks=1, **options).run_local(data())
+    for name, grad in whole.grads.items():
+        torch.testing.assert_close(result.grads[name], grad, rtol=1e-10, atol=1e-14)
+
+
+def by_the_sum(logits, batch):
+    return F.cross_entropy(*flat(logits, batch), reduction="sum").square(), torch.tensor(3.0)
+
+
+def by_the_mean(logits, batch):
+    """A focal loss of the mean, whose gradient waits for all tokens."""
+    loss = plain(logits, batch)
+    return (1 - torch.exp(-loss)) ** 2 * loss
+
+
+def of_all_logits(logits, batch):
+    return plain(logits, batch) + torch.linalg.matrix_norm(logits.reshape(-1, WORDS))
+
+
+REFUSED = {
+    "the loss of all": (by_the_sum, {}, VocabularyError, "depends on the loss of all tokens"),
+    "a mean": (by_the_mean, {}, VocabularyError, "divides by the number of labels of all tokens"),
+    "shifted logits": (with_shifted_logits, {}, VocabularyError, "or shift the labels instead of the logits"),
+    "a norm": (of_all_logits, {}, VocabularyError, r"takes the logits of all tokens.*without head_chunks"),
+    "no cross-entropy": (lambda x, batch: x.mean(), {}, VocabularyError, "There is no cross-entropy"),
+    "own means": (plain, {"mean": "microbatch"}, VocabularyError, "divides by the number of labels"),
+    "too many": (plain, {"chunks": 16}, VocabularyError, f"head_chunks is 16, and the head has {TOKENS} "),
+    "none": (plain, {"chunks": 0}, OptionError, "head_chunks is 0 and must be a whole number, at least 1"),
+    "shards": (plain, {"vocab_parallel": True}, OptionError, "head_chunks.*vocab_parallel"),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:The loss takes")
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused(name):
+    loss, options, error, message = REFUSED[name]
+    with pytest.raises(error, match=message):
+        compiled(Words(), loss, **options)
+
+
+class TwoHeads(nn.Module):
+    """The second one behind another layer, as where several tokens are predicted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.after, self.second = Words(), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WORDS)
+
+    def forward(self, ids, labels):
+        x = self.words.table(ids)
+        first = plain(self.words.head(torch.tanh(self.words.layers[0](x))), {"labels": labels})
+        return first + plain(self.second(torch.tanh(self.after(x))), {"labels": labels})
+
+
+def test_two_heads():
+    """They are in the last stage, as it has the loss."""
+    torch.manual_seed(0)
+    model, batch = TwoHeads(), data()
+    settings = {"ranks": 2, "microbatches": MICROBATCHES, "schedule": "1f1b", "head_chunks": 3}
+    theirs = copy.deepcopy(model)
+    loss = theirs(**batch)
+    loss.backward()
+    result = fxpipe.compile(model, data(ROWS), **settings).run_local(batch)
+    assert abs(result.loss - loss) < 1e-12
+    for name, grad in result.grads.items():
+        torch.testing.assert_close(grad, theirs.get_parameter(name).grad, rtol=1e-10, atol=1e-14)
+    with pytest.raises(PartitionError, match=r"split points leave module 'words\.head'.* in another one"):
+        fxpipe.compile(model, data(ROWS), split_points=["after"], **settings)
+
+
+def test_logits_that_are_an_output_are_refused():
+    with pytest.raises(VocabularyError, match="takes the logits of all tokens"):
+        compiled(Words(), plain, outputs=["output"])
