@@ -357,6 +357,8 @@ def _check_numbers(options: Settings) -> None:
             "head_chunks is for an output layer that one rank has, and vocab_parallel splits it over all: "
             "leave one of them out."
         )
+    if options.head_chunks > 1 and options.dimensions is not None:
+        raise OptionError("head_chunks does not go with dimensions: at other lengths parts have other sizes.")
     state = options.optimizer_bytes
     if not (isinstance(state, int | float) and 0 <= state < inf):
         raise OptionError(

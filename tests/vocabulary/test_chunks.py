@@ -145,11 +145,18 @@ def test_tokens_that_are_ignored_in_a_whole_part():
 
 
 @pytest.mark.parametrize(
-    "options", [{"schedule": "1f1b"}, {"schedule": "zb-v"}, {"recompute": "full"}, {"ranks": 1}]
+    "options",
+    [
+        {"schedule": "1f1b"},
+        {"schedule": "zb-v", "offload": True},
+        {"recompute": "full"},
+        {"ranks": 1},
+        {"replicas": 2, "shard": "gradients"},
+    ],
 )
 def test_in_other_settings(options):
-    result = compiled(Words(), plain, **options).run_local(data())
-    whole = compiled(Words(), plain, chunks=1, **options).run_local(data())
+    batch = data(ROWS * MICROBATCHES * options.get("replicas", 1))
+    result, whole = (compiled(Words(), plain, chunks, **options).run_local(batch) for chunks in (3, 1))
     for name, grad in whole.grads.items():
         torch.testing.assert_close(result.grads[name], grad, rtol=1e-10, atol=1e-14)
 
@@ -177,6 +184,7 @@ REFUSED = {
     "own means": (plain, {"mean": "microbatch"}, VocabularyError, "divides by the number of labels"),
     "too many": (plain, {"chunks": 16}, VocabularyError, f"head_chunks is 16, and the head has {TOKENS} "),
     "none": (plain, {"chunks": 0}, OptionError, "head_chunks is 0 and must be a whole number, at least 1"),
+    "dimensions": (plain, {"dimensions": {"n": LENGTH}}, OptionError, "does not go with dimensions"),
     "shards": (plain, {"vocab_parallel": True}, OptionError, "head_chunks.*vocab_parallel"),
 }  # fmt: skip
 
