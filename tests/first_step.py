@@ -1,5 +1,7 @@
 """A first compilation and step, which load modules and fill torch's caches: forked ranks find these full."""
 
+import gc
+
 import torch
 from torch import nn
 
@@ -25,3 +27,6 @@ def run() -> None:
 
 if torch.accelerator.device_count() == 0:  # no fork can have a backward after one that started threads
     run()
+    # Imported objects stay: ranks need not look for garbage among them, and copy no pages for that.
+    gc.collect()
+    gc.freeze()
