@@ -1,6 +1,7 @@
 """A first compilation and step, which load modules and fill torch's caches: forked ranks find these full."""
 
 import gc
+import weakref
 
 import torch
 from torch import nn
@@ -30,3 +31,6 @@ if torch.accelerator.device_count() == 0:  # no fork can have a backward after o
     # Imported objects stay: ranks need not look for garbage among them, and copy no pages for that.
     gc.collect()
     gc.freeze()
+    # At its end a rank would take hundreds of torch's libraries apart, op by op.
+    for finalizer in weakref.finalize._registry:
+        finalizer.atexit = False
