@@ -58,10 +58,18 @@ def compiled(source: str, filename: str) -> tuple[CodeType, r.Program]:
     """
     tree = ast.parse(source, filename)
     program = _Parser(tree).program(source)
-    for node in ast.walk(tree):
+    for node in _statements(tree):
         if isinstance(node, ast.ImportFrom):
             node.module = _EARLIER.get(str(node.module), node.module)
     return compile(tree, filename, "exec"), program
+
+
+def _statements(node: ast.AST) -> Iterator[ast.AST]:
+    """Those in a node, and in these: a tenth of its nodes."""
+    for name in ("body", "orelse", "finalbody", "handlers", "cases"):
+        for each in getattr(node, name, ()):
+            yield each
+            yield from _statements(each)
 
 
 class _Unlike(Exception):
@@ -93,11 +101,16 @@ class _Parser:
     @cached_property
     def bound(self) -> frozenset[str]:
         """All names that the program gives a value anywhere."""
-        nodes = [*ast.walk(self.tree)]
-        stored = {n.id for n in nodes if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load)}
-        defined = {n.name for n in nodes if isinstance(n, ast.FunctionDef | ast.ClassDef)}
-        imported = {n.asname or n.name for n in nodes if isinstance(n, ast.alias)}
-        return frozenset(stored | defined | imported | {n.arg for n in nodes if isinstance(n, ast.arg)})
+        names: set[str] = set()
+        for node in ast.walk(self.tree):
+            match node:
+                case ast.Name(id=name, ctx=ast.Store() | ast.Del()):
+                    names.add(name)
+                case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.arg(arg=name):
+                    names.add(name)
+                case ast.alias(name=name, asname=other):
+                    names.add(other or name)
+        return frozenset(names)
 
     # -- statements ---------------------------------------------------------------------------------------
 
