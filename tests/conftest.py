@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+import fork_server
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -48,6 +49,13 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(10_000)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """One process forks ranks for all workers of pytest-xdist: to start it takes seconds."""
+    is_own = not hasattr(config, "workerinput") and config.getoption("numprocesses", None)
+    if is_own and not config.getoption("--fast") and not config.getoption("--collect-only"):
+        fork_server.offer()
 
 
 @pytest.fixture

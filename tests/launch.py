@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
 import multiprocessing
 import os
 import signal
@@ -16,21 +15,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
+import fork_server
 import torch
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-#: What a rank imports to compile, train and end; the last one compiles, trains and writes as ranks do.
-PRELOADED = [
-    "fxpipe.compiler.compile",
-    "fxpipe.api.checkpointer",
-    "torch._dynamo",
-    "torch.distributed.elastic.multiprocessing.api",
-    "first_step",
-]
 
 
 @dataclass(frozen=True)
@@ -62,12 +52,11 @@ def forked(
 ) -> Run:
     """Run a function on ranks that torch's elastic agent starts, as torchrun does; as ``torchrun`` below.
 
-    Each is forked from a server that has imported torch and fxpipe, which saves seconds.  The server has one
-    thread: a fork of this process, whose other threads hold locks, can hang.
+    Each is forked from a server that has imported torch and fxpipe.
     function: of a module, not nested; like a command, it may return an exit code.  dtype: torch's default
     dtype in the ranks.
     """
-    _serve()
+    fork_server.serve()
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -86,7 +75,7 @@ def forked(
         except ChildFailedError as error:
             code, own = 1, str(error)
         except EOFError as error:
-            raise RuntimeError(f"{ENDED} when it was asked for a rank; stderr says why") from error
+            raise RuntimeError(f"{fork_server.ENDED} when asked for a rank; stderr says why") from error
     return _run_of(code, own, logs, ranks)
 
 
@@ -102,7 +91,7 @@ def without_agent(
 
     After the limit those that still run are killed.
     """
-    _serve()
+    fork_server.serve()
     logs.mkdir()
     with socket.socket() as free:
         free.bind(("localhost", 0))
@@ -134,39 +123,6 @@ def _alone(own: dict[str, object], log: Path, dtype: torch.dtype, *rest: Any) ->
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     _in_rank(dtype, *rest)
-
-
-ENDED = "the fork server of the tests ended"
-
-
-@functools.cache
-def _serve() -> None:
-    """Start the server and wait until it has forked: one that ends as it imports is started again, once.
-
-    All that it tells who asks it for a process is EOFError, or that nobody listens.  Torch's agent might have
-    started some of its ranks by then.
-    """
-    multiprocessing.set_forkserver_preload(PRELOADED)
-    with mock.patch.dict(os.environ, PYTHONPATH=_paths()):
-        try:
-            _fork_once()
-        except (EOFError, ConnectionError):
-            time.sleep(1.0)  # it may not be over
-            try:
-                _fork_once()
-            except (EOFError, ConnectionError) as error:
-                raise RuntimeError(f"{ENDED} twice before it forked; stderr says why") from error
-
-
-def _paths() -> str:
-    """Where other interpreters find the helpers of the tests."""
-    return os.pathsep.join((str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")))
-
-
-def _fork_once() -> None:
-    process = multiprocessing.get_context("forkserver").Process(target=int)
-    process.start()
-    process.join()
 
 
 def _in_rank(dtype: torch.dtype, function: Callable[..., int | None], *arguments: object) -> None:
@@ -207,7 +163,7 @@ def torchrun(ranks: int, *arguments: object, logs: Path, limit: float = 240.0, r
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     command += ["--max-restarts", str(restarts), "--redirects", "3", "--log-dir", str(logs)]
     command += map(str, arguments)
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "200", "PYTHONPATH": _paths()}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "200", "PYTHONPATH": fork_server.paths()}
     process = subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
