@@ -11,7 +11,7 @@ import builtins
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from types import CodeType
 from typing import Any, NoReturn
 
@@ -43,7 +43,9 @@ _COMMENT = re.compile(r"\s+# (the model itself|\S+)(?:  \((.*)\))?")
 _NOT_PYTHON = (SyntaxError, ValueError, RecursionError, MemoryError)
 
 
+@lru_cache(maxsize=8)
 def parse(source: str) -> r.Program:
+    """The last few are kept: a program that was checked is run next."""
     try:
         return _Parser(ast.parse(source)).program(source)
     except _NOT_PYTHON as error:
@@ -56,20 +58,16 @@ def compiled(source: str, filename: str) -> tuple[CodeType, r.Program]:
 
     Raises what Python does where it cannot read the text.
     """
+    program = parse(source)
+    if not program.is_python:
+        _Parser(ast.parse(source, filename)).program(source)  # raises
+    if not any(name in source for name in _EARLIER):
+        return compile(source, filename, "exec"), program
     tree = ast.parse(source, filename)
-    program = _Parser(tree).program(source)
-    for node in _statements(tree):
+    for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):
             node.module = _EARLIER.get(str(node.module), node.module)
     return compile(tree, filename, "exec"), program
-
-
-def _statements(node: ast.AST) -> Iterator[ast.AST]:
-    """Those in a node, and in these: a tenth of its nodes."""
-    for name in ("body", "orelse", "finalbody", "handlers", "cases"):
-        for each in getattr(node, name, ()):
-            yield each
-            yield from _statements(each)
 
 
 class _Unlike(Exception):
