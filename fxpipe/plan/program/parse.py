@@ -100,14 +100,26 @@ class _Parser:
     def bound(self) -> frozenset[str]:
         """All names that the program gives a value anywhere."""
         names: set[str] = set()
-        for node in ast.walk(self.tree):
-            match node:
-                case ast.Name(id=name, ctx=ast.Store() | ast.Del()):
-                    names.add(name)
-                case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.arg(arg=name):
-                    names.add(name)
-                case ast.alias(name=name, asname=other):
-                    names.add(other or name)
+        todo: list[Any] = [self.tree]
+        for node in todo:  # ``ast.walk`` takes three times as long
+            if isinstance(node, ast.Name):
+                if not isinstance(node.ctx, ast.Load):
+                    names.add(node.id)
+                continue
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                names.add(node.name)
+            elif isinstance(node, ast.alias):
+                names.add(node.asname or node.name)
+            elif isinstance(node, ast.arg):
+                names.add(node.arg)
+            elif not isinstance(node, ast.AST):  # None, or a text, in a list
+                continue
+            for key in node._fields:
+                value = getattr(node, key, None)
+                if isinstance(value, list):
+                    todo += value
+                elif isinstance(value, ast.AST):
+                    todo.append(value)
         return frozenset(names)
 
     # -- statements ---------------------------------------------------------------------------------------
