@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpipe.capture.fake_op_cache import give_own_values
 from fxpipe.capture.gradient_names import MARKS
 from fxpipe.capture.traced_nodes import nodes_after
 from fxpipe.errors import CaptureError
 from fxpipe.ir import compat
+from fxpipe.ir.fake_op_cache import give_own_values
 from fxpipe.ir.storage import call_nodes, is_view, storage_root, written, written_arguments
 from fxpipe.runtime.torch_private import schema_of
 

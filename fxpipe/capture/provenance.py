@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from fxpipe.capture.fake_op_cache import SameLayouts
 from fxpipe.capture.functional import writes_to_a_constant
 from fxpipe.capture.gradient_names import mark_gradients, mark_results
 from fxpipe.capture.reads.kernel_dtypes import check_dtypes
@@ -32,6 +31,7 @@ from fxpipe.capture.state.replay import Replay, RunOp, key_of
 from fxpipe.capture.traced_nodes import last_node, nodes_after
 from fxpipe.errors import CaptureError
 from fxpipe.ir import compat
+from fxpipe.ir.fake_op_cache import SameLayouts
 from fxpipe.ir.graph import Input, Origin
 from fxpipe.ir.storage import written_arguments
 from fxpipe.plan.dtensors import is_dtensor_type

@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from torch import fx
 
-from fxpipe.capture.fake_op_cache import give_own_values
 from fxpipe.errors import CaptureError, SizeError
 from fxpipe.ir.compat import pytree
+from fxpipe.ir.fake_op_cache import give_own_values
 from fxpipe.ir.resized import ResizedTraces, monomials
 from fxpipe.runtime.program.batch import batch_leaves
 

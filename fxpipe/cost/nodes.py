@@ -61,7 +61,7 @@ class NodeSeconds:
     """``node_cost(node, device).seconds``, computed once for all copies of a node, and for alike ops.
 
     The graphs of all candidates are copies of one, with the same targets and fake tensors, and ops with the
-    same literals on the same layouts share theirs (``capture/fake_op_cache.py``): two nodes with one target,
+    same literals on the same layouts share theirs (``ir/fake_op_cache.py``): two nodes with one target,
     whose value and inputs are the same fake tensors, cost the same.
     """
 

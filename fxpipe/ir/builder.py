@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpipe.ir.compat import new_node
+from fxpipe.ir.compat import FakeMode, FakeTensor, gives_new_tensors, new_node
+from fxpipe.ir.fake_op_cache import SameLayouts
 from fxpipe.ir.graph import Origin
 from fxpipe.ir.names import identifier
 from fxpipe.ir.node_names import BACKWARD, op_name, short_paths
@@ -31,7 +32,12 @@ class Builder:
         """Append an op on nodes and plain values; its value is computed on fake tensors."""
         # On fake tensors, so that shapes and dtypes are torch's own.
         values, named = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
-        val = target(*values, **named)
+        mode = next((x.fake_mode for x in values if isinstance(x, FakeTensor)), None)
+        if isinstance(mode, FakeMode) and gives_new_tensors(target):
+            # The ranks' parts of a value have the same ops.
+            val, _ = SameLayouts(mode.results).run(target, values, named)
+        else:
+            val = target(*values, **named)
         with self.graph.inserting_before(self.graph.output_node()):
             node = self.graph.create_node("call_function", target, args, kwargs, name=self._name(target))
         node.meta.update(val=val, origin=self.origin)

@@ -54,6 +54,7 @@ class FakeMode(FakeTensorMode):
     """Fake tensors; the workspace of the CTC loss, which depends on the longest target, gets its maximum
     length.
 
+    ``results``: of ops that were appended to graphs (``fake_op_cache.py``).
     ``elsewhere`` is set to the line, as ``source`` gives it, of an op that another thread of Python's runs on
     them: no trace sees that.
     """
@@ -62,6 +63,7 @@ class FakeMode(FakeTensorMode):
         super().__init__(allow_non_fake_inputs=True)
         self._thread, self.elsewhere = threading.get_ident(), ""
         self.source: Callable[[], str] = str
+        self.results: dict[Any, Any] = {}
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if threading.get_ident() != self._thread and _is_of_python():
@@ -293,6 +295,11 @@ def _written(func: Any) -> int | None:
     # An out variant writes to an argument that is no operand.
     in_place = written == [0] and func.overloadpacket.__name__.endswith("_")
     return len(written) if not written or (in_place and torch.Tag.inplace_view not in func.tags) else None
+
+
+def gives_new_tensors(func: Any) -> bool:
+    """Whether an op of ATen computes tensors alone, and writes to none."""
+    return _written(func) == 0
 
 
 def is_placeholder(tensor: torch.Tensor) -> bool:

@@ -46,8 +46,8 @@ class SameLayouts:
     """The results of ops by the layouts of their arguments, each with what a graph says of it; None for ops
     that are run each time."""
 
-    def __init__(self) -> None:
-        self._known: dict[Any, tuple[_Result, Any] | None] = {}
+    def __init__(self, known: dict[Any, Any] | None = None) -> None:
+        self._known: dict[Any, tuple[_Result, Any] | None] = {} if known is None else known
 
     def run(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The result of an op that reads no data, and writes to nothing or to what it returns; it is not

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from fxpipe.capture.fake_op_cache import SameLayouts
 from fxpipe.ir.compat import FakeMode
+from fxpipe.ir.fake_op_cache import SameLayouts
 
 aten = torch.ops.aten
 
