@@ -4,15 +4,9 @@ import gc
 import weakref
 
 import torch
-from torch import nn
+from zoo import CASES, Shape, compiled
 
-import fxpipe
-import fxpipe.api.load
-
-
-class Net(nn.Sequential):
-    def forward(self, x):
-        return super().forward(x).square().mean()
+import fxpipe.api.load  # noqa: F401 - ranks load
 
 
 def run() -> None:
@@ -20,10 +14,12 @@ def run() -> None:
     # The first backward starts a thread for each GPU. After a trace on fake tensors, a build for CUDA would
     # count GPUs that are not there.
     torch.ones((), requires_grad=True).backward()
-    net, x = Net(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), torch.ones(8, 4)
-    pipe = fxpipe.compile(net, (x[:2],), ranks=2, microbatches=4, schedule="zb-h1")
-    pipe.run_local((x,))
-    torch.optim.AdamW(net.parameters()).step()
+    case = CASES["tied_head"]
+    for shape in (Shape(2, "zb-h1", 2, "v"), Shape(2, "zb-v", vocab_parallel="2-barrier")):
+        model = case.build()
+        pipe = compiled(case, model, 2, shape)
+        pipe.run_local(case.data(2))
+    torch.optim.AdamW(model.parameters()).step()
 
 
 if torch.accelerator.device_count() == 0:  # no fork can have a backward after one that started threads
