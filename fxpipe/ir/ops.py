@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from fractions import Fraction
+from functools import cache
 from typing import Any
 
 import torch
@@ -28,11 +29,7 @@ def node_flops(node: fx.Node, value: Callable[[fx.Node], Any] = lambda n: n.meta
 
     value: a node's value, with tensors or with shapes that may be polynomials; the result is as they are.
     """
-    packet = getattr(node.target, "overloadpacket", None)
-    packet = _COUNTED_AS.get(packet, packet)
-    if packet is not None and packet not in flop_registry:  # addmm_ counts as addmm
-        packet = getattr(torch.ops.aten, packet.__name__.removesuffix("_"), packet)
-    formula = flop_registry.get(packet)
+    formula = next(filter(None, map(flop_registry.get, _counted_as(node.target))), None)
     if formula is None:
         return 0
     args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), value)
@@ -42,6 +39,18 @@ def node_flops(node: fx.Node, value: Callable[[fx.Node], Any] = lambda n: n.meta
     if not is_causal(node):
         return flops
     return flops // 2 if isinstance(flops, int) else flops * Fraction(1, 2)
+
+
+@cache
+def _counted_as(target: fx.node.Target) -> tuple[Any, ...]:
+    """The ops whose formula counts an op's FLOPs, the first one that has a formula."""
+    packet = getattr(target, "overloadpacket", None)
+    packet = _COUNTED_AS.get(packet, packet)
+    if packet is None:
+        return ()
+    return packet, getattr(
+        torch.ops.aten, packet.__name__.removesuffix("_"), packet
+    )  # addmm_ counts as addmm
 
 
 def is_causal(node: fx.Node) -> bool:
