@@ -1,15 +1,41 @@
-"""The recomputation of a value in another section, which several passes share."""
+"""The recomputation of values in other sections, which several passes share."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Set
+from collections.abc import Collection, Container, Sequence, Set
 
 from torch import fx
 
 from fxpipe.ir.builder import node_arg
 from fxpipe.ir.compat import copy_node
+from fxpipe.ir.storage import call_nodes
 from fxpipe.schedule.ops import Color, Phase
+
+
+def by_stage(graph: fx.Graph, phases: Container[Phase]) -> dict[int, list[fx.Node]]:
+    """The ops of these phases of each stage, in the order of the graph."""
+    stages: dict[int, list[fx.Node]] = {}
+    for node in call_nodes(graph):
+        if node.meta["color"].phase in phases:
+            stages.setdefault(node.meta["color"].stage, []).append(node)
+    return stages
+
+
+def repeat_for(
+    users: Sequence[fx.Node], repeated: Set[fx.Node], in_b: Set[fx.Node] = frozenset()
+) -> Collection[fx.Node]:
+    """Let these ops read clones in their own sections of what is ``repeated``; see ``clone_into``.
+
+    users: in the order of the graph.  Returns the clones.
+    """
+    clones: dict[tuple[Color, fx.Node], fx.Node] = {}
+    for user in users:
+        for node in user.all_input_nodes:
+            if node in repeated:
+                clone = clone_into(node, user.meta["color"], user, clones, repeated, in_b)
+                user.replace_input_with(node, clone)
+    return clones.values()
 
 
 def clone_into(

@@ -14,28 +14,18 @@ from functools import cache
 from torch import fx
 
 from fxpipe.ir.ops import is_elementwise
-from fxpipe.ir.storage import call_nodes, drop_dead, is_view, node_bytes
+from fxpipe.ir.storage import drop_dead, is_view, node_bytes
 from fxpipe.passes.level.mincut import to_repeat
-from fxpipe.passes.rewrite import clone_into
-from fxpipe.schedule.ops import Color, Phase
+from fxpipe.passes.rewrite import by_stage, repeat_for
+from fxpipe.schedule.ops import Phase
 
 #: The bytes that repeated ops may read and write for each byte of memory saved.
 _SCALE = 4
 
 
 def mincut_saved_for_weight(graph: fx.Graph) -> None:
-    by_stage: dict[int, list[fx.Node]] = {}
-    for node in call_nodes(graph):
-        if node.meta["color"].phase is Phase.W:
-            by_stage.setdefault(node.meta["color"].stage, []).append(node)
-    for stage, users in by_stage.items():
-        repeated = _to_repeat(users, stage)
-        clones: dict[tuple[Color, fx.Node], fx.Node] = {}
-        for user in users:
-            for node in user.all_input_nodes:
-                if node in repeated:
-                    clone = clone_into(node, Color(stage, Phase.W), user, clones, repeated)
-                    user.replace_input_with(node, clone)
+    for stage, users in by_stage(graph, (Phase.W,)).items():
+        repeat_for(users, _to_repeat(users, stage))
     drop_dead(graph)
 
 
@@ -57,9 +47,5 @@ def _to_repeat(users: list[fx.Node], stage: int) -> set[fx.Node]:
             return None
         return 0 if is_view(node) else size(node) + sum(map(size, node.all_input_nodes))
 
-    needed = [n for user in users for n in user.all_input_nodes]
-    return to_repeat([n for n in needed if not _is_w(n)], keep, repeat)
-
-
-def _is_w(node: fx.Node) -> bool:
-    return node.op == "call_function" and node.meta["color"].phase is Phase.W
+    inside = {*users}
+    return to_repeat([n for user in users for n in user.all_input_nodes if n not in inside], keep, repeat)

@@ -23,9 +23,9 @@ from torch import fx
 
 from fxpipe.ir.graph import read_buffer
 from fxpipe.ir.ops import is_between_lanes, is_elementwise, node_flops
-from fxpipe.ir.storage import call_nodes, drop_dead, is_view, leading_to, node_bytes
+from fxpipe.ir.storage import drop_dead, is_view, leading_to, node_bytes
 from fxpipe.passes.level.mincut import to_repeat
-from fxpipe.passes.rewrite import clone_into
+from fxpipe.passes.rewrite import by_stage, repeat_for
 from fxpipe.plan.tensors import sum_over_ranks
 from fxpipe.schedule.ops import Color, Phase
 
@@ -39,31 +39,18 @@ _SCALE = 1000
 
 def recompute(graph: fx.Graph, level: Repeats, stages: Container[int] | None = None) -> None:
     """Recompute values of these stages; by default of all."""
-    by_stage: dict[int, list[fx.Node]] = {}
-    for node in call_nodes(graph):
-        color = node.meta["color"]
-        if color.phase is not Phase.F and (stages is None or color.stage in stages):
-            by_stage.setdefault(color.stage, []).append(node)
-    for stage, backward in sorted(by_stage.items()):
+    for stage, backward in sorted(by_stage(graph, (Phase.B, Phase.W)).items()):
+        if stages is not None and stage not in stages:
+            continue
         again = _made_again(backward, stage, level)
-        clones: dict[tuple[Color, fx.Node], fx.Node] = {}
         # B recomputes what it needs itself, and hands that to W, which recomputes the rest.
         of_b = (user for user in backward if user.meta["color"].phase is Phase.B)
         in_b = leading_to((node for user in of_b for node in user.all_input_nodes), again.__contains__)
-        for user in backward:
-            for node in user.all_input_nodes:
-                if node in again:
-                    clone = clone_into(node, user.meta["color"], user, clones, again, in_b)
-                    user.replace_input_with(node, clone)
+        clones = repeat_for(backward, again, in_b)
         if level == "elementwise":
-            for clone in clones.values():
+            for clone in clones:
                 clone.meta["fused"] = True
     drop_dead(graph)
-
-
-def _is_backward(node: fx.Node, stage: int) -> bool:
-    color = node.meta["color"]
-    return color.stage == stage and color.phase is not Phase.F
 
 
 def _made_again(backward: list[fx.Node], stage: int, level: Repeats) -> set[fx.Node]:
@@ -91,5 +78,5 @@ def _made_again(backward: list[fx.Node], stage: int, level: Repeats) -> set[fx.N
             return None
         return 0 if is_view(node) else size(node) + sum(map(size, node.all_input_nodes))
 
-    needed = [n for user in backward for n in user.all_input_nodes if n.op == "call_function"]
-    return to_repeat([n for n in needed if not _is_backward(n, stage)], keep, repeat)
+    inside = {*backward}
+    return to_repeat([n for user in backward for n in user.all_input_nodes if n not in inside], keep, repeat)

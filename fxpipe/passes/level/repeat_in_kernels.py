@@ -17,9 +17,9 @@ from torch import fx
 
 from fxpipe.ir.graph import read_buffer
 from fxpipe.ir.ops import is_elementwise
-from fxpipe.ir.storage import call_nodes, drop_dead, is_view, node_bytes
+from fxpipe.ir.storage import drop_dead, is_view, node_bytes
 from fxpipe.passes.level.mincut import to_repeat
-from fxpipe.passes.rewrite import clone_into
+from fxpipe.passes.rewrite import by_stage, repeat_for
 from fxpipe.schedule.ops import Color, Phase
 
 #: Of equally small cuts the one that repeats the least is taken: bytes count this much more than ops.
@@ -27,19 +27,8 @@ _SCALE = 1000
 
 
 def repeat_in_kernels(graph: fx.Graph) -> None:
-    by_stage: dict[int, list[fx.Node]] = {}
-    for node in call_nodes(graph):
-        if node.meta["color"].phase is Phase.B:
-            by_stage.setdefault(node.meta["color"].stage, []).append(node)
-    for stage, users in sorted(by_stage.items()):
-        repeated = _to_repeat(users, Color(stage, Phase.F))
-        clones: dict[tuple[Color, fx.Node], fx.Node] = {}
-        for user in users:
-            for node in user.all_input_nodes:
-                if node in repeated:
-                    clone = clone_into(node, user.meta["color"], user, clones, repeated)
-                    user.replace_input_with(node, clone)
-        for clone in clones.values():
+    for stage, users in sorted(by_stage(graph, (Phase.B,)).items()):
+        for clone in repeat_for(users, _to_repeat(users, Color(stage, Phase.F))):
             clone.meta["fused"] = True
     drop_dead(graph)
 
@@ -53,7 +42,7 @@ def _to_repeat(users: list[fx.Node], forward: Color) -> set[fx.Node]:
         """Whether W, or an op of B that is no kernel of elementwise ops, reads the value or a view of it."""
         behind = [user for user in node.users if user.op == "call_function"]
         others = [user for user in behind if user.meta["color"] != forward]
-        return any(_reads_memory(user) for user in others) or any(
+        return any(user.meta["color"].phase is not Phase.B or not _is_kernel(user) for user in others) or any(
             is_read(user) for user in behind if is_view(user) and user.meta["color"].stage == forward.stage
         )
 
@@ -71,16 +60,7 @@ def _to_repeat(users: list[fx.Node], forward: Color) -> set[fx.Node]:
         return 0 if is_view(node) else size(node)
 
     needed = [node for user in users if _is_kernel(user) for node in user.all_input_nodes]
-    return to_repeat([node for node in needed if _is_forward(node, forward)], keep, repeat)
-
-
-def _is_forward(node: fx.Node, forward: Color) -> bool:
-    return node.op == "call_function" and node.meta["color"] == forward
-
-
-def _reads_memory(user: fx.Node) -> bool:
-    """Whether an op needs its operands in memory."""
-    return user.meta["color"].phase is not Phase.B or not _is_kernel(user)
+    return to_repeat([node for node in needed if node.meta.get("color") == forward], keep, repeat)
 
 
 def _is_kernel(node: fx.Node) -> bool:
