@@ -50,6 +50,11 @@ positive = _number(float, "a number", _FINITE, (lambda value: value > 0, "above 
 share = _number(float, "a number", _FINITE, (lambda value: value <= 1, "from 0 to 1"))
 
 
+def flag(name: str) -> str:
+    """``--memory-limit`` of ``memory_limit``."""
+    return f"--{name.replace('_', '-')}"
+
+
 class MemoryLimit(float):
     """A memory limit; ``unit`` as it was written, "" for a plain number."""
 

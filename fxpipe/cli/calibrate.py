@@ -35,7 +35,7 @@ from fxpipe.strict import structure, unstructure
 ARITHMETIC = ("float64", "float32", "tf32", "bfloat16", "float16")
 
 
-def add_to(parser: argparse.ArgumentParser) -> None:
+def add_calibrate(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Measures the device at hand: the seconds of each kind of op by its size, and the copies to the "
         "offload store; under torchrun also the messages between ranks, with all ranks busy. The file "

@@ -11,25 +11,25 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from fxpipe.cli.arguments import Parser
+from fxpipe.cli.arguments import Parser, flag
 from fxpipe.errors import FxpipeError, printable, suggested
 from fxpipe.plan.version import __version__
 
-#: Name -> its module, and its line in the help.
+#: Name -> the module with its ``add_<name>``, and its line in the help.
 SUBCOMMANDS = {
-    "simulate": ("fxpipe.cli.simulate", "predict bubble and memory of a schedule"),
-    "compare": ("fxpipe.cli.compare", "simulate all schedules and compare them"),
-    "plan": ("fxpipe.cli.plan", "compare meshes of ranks and replicas for a model, without hardware"),
-    "calibrate": ("fxpipe.cli.calibrate", "measure this machine's device, for plans"),
-    "check": ("fxpipe.cli.check", "prove that a saved pipeline's programs are the captured step"),
-    "explain": ("fxpipe.cli.explain", "list the candidates that were considered for a saved pipeline"),
-    "report": ("fxpipe.cli.report", "write everything about a saved pipeline as one HTML file"),
-    "trace": ("fxpipe.cli.trace", "write a saved pipeline's step as a trace for Perfetto"),
-    "draw": ("fxpipe.cli.draw", "draw the schedule of a saved pipeline"),
-    "diff": ("fxpipe.cli.diff", "compare the decisions of two saved pipelines"),
-    "run": ("fxpipe.cli.run.run_command", "train a saved pipeline (under torchrun)"),
-    "replay": ("fxpipe.cli.replay", "run one op of a recorded step alone, in a debugger if asked"),
-    "completion": ("fxpipe.cli.completion", "print the completion of these commands for a shell"),
+    "simulate": ("simulate", "predict bubble and memory of a schedule"),
+    "compare": ("compare", "simulate all schedules and compare them"),
+    "plan": ("plan", "compare meshes of ranks and replicas for a model, without hardware"),
+    "calibrate": ("calibrate", "measure this machine's device, for plans"),
+    "check": ("saved", "prove that a saved pipeline's programs are the captured step"),
+    "explain": ("saved", "list the candidates that were considered for a saved pipeline"),
+    "report": ("saved", "write everything about a saved pipeline as one HTML file"),
+    "trace": ("saved", "write a saved pipeline's step as a trace for Perfetto"),
+    "draw": ("saved", "draw the schedule of a saved pipeline"),
+    "diff": ("diff", "compare the decisions of two saved pipelines"),
+    "run": ("run.run_command", "train a saved pipeline (under torchrun)"),
+    "replay": ("replay", "run one op of a recorded step alone, in a debugger if asked"),
+    "completion": ("completion", "print the completion of these commands for a shell"),
 }
 
 #: What a script does, and not the command line: what it would be called -> what to write.
@@ -65,9 +65,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise FxpipeError(f"fxpipe has no option {words[0]!r}. See fxpipe --help")
         options, unknown = parser([] if chosen is None else [chosen]).parse_known_args(words)
         if unknown:
+            other = suggested(unknown[0], map(flag, vars(options)))
             raise FxpipeError(
-                f"fxpipe {chosen or ''} has no {unknown[0]!r}.{suggested(unknown[0], _flags(options))} "
-                f"See fxpipe {chosen or ''} --help"
+                f"fxpipe {chosen or ''} has no {unknown[0]!r}.{other} See fxpipe {chosen or ''} --help"
             )
         options.command(options)
         sys.stdout.flush()
@@ -89,11 +89,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _flags(options: argparse.Namespace) -> list[str]:
-    """The options of the command that runs."""
-    return [f"--{name.replace('_', '-')}" for name in vars(options)]
-
-
 def parser(complete: Sequence[str]) -> argparse.ArgumentParser:
     """The parser of all commands, with the options of those in ``complete``."""
     made = Parser(prog="fxpipe", description="A pipeline-parallel compiler for PyTorch.")
@@ -102,5 +97,5 @@ def parser(complete: Sequence[str]) -> argparse.ArgumentParser:
     for name, (module, line) in SUBCOMMANDS.items():
         subparser = commands.add_parser(name, help=line)
         if name in complete:
-            import_module(module).add_to(subparser)
+            getattr(import_module(f"fxpipe.cli.{module}"), f"add_{name}")(subparser)
     return made

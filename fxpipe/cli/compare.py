@@ -13,7 +13,7 @@ from rich.table import Table
 
 from fxpipe.cli.arguments import MemoryLimit, memory, picture, write_picture
 from fxpipe.cli.planning import ScheduleRequest, plan, plan_within
-from fxpipe.cli.sources import EPILOG, CostSource, add_cost_arguments, source_of
+from fxpipe.cli.sources import CostSource, add_cost_arguments, source_of
 from fxpipe.errors import FxpipeError, ScheduleError, number_of
 from fxpipe.schedule.families.registry import FAMILIES
 from fxpipe.schedule.ops import VALIDATIONS, Objective, Validation
@@ -29,9 +29,8 @@ Outcome = Timeline | ScheduleError
 """The simulated schedule, or the reason why there is none."""
 
 
-def add_to(parser: argparse.ArgumentParser) -> None:
+def add_compare(parser: argparse.ArgumentParser) -> None:
     parser.description = "Simulates every schedule on the same costs: bubbles, memory and time."
-    parser.epilog = EPILOG
     parser.set_defaults(command=_compare)
     add_cost_arguments(parser)
     add = parser.add_argument

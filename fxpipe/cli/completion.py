@@ -10,7 +10,7 @@ from fxpipe.errors import FxpipeError
 SHELLS = ("bash", "zsh", "tcsh")
 
 
-def add_to(parser: argparse.ArgumentParser) -> None:
+def add_completion(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Prints a script: fxpipe completion bash > ~/.local/share/bash-completion/completions/fxpipe"
     )

@@ -19,7 +19,7 @@ from fxpipe.viz.terminal import terminal
 MOST = 8
 
 
-def add_to(parser: argparse.ArgumentParser) -> None:
+def add_diff(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Compares model, schedule, stages, orders of ops and predictions of two saved pipelines."
     )

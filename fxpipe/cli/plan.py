@@ -13,7 +13,7 @@ from rich.console import Console
 from torch import nn
 
 from fxpipe.api.arguments import DOCS
-from fxpipe.cli.arguments import memory, non_negative, positive, positive_int
+from fxpipe.cli.arguments import flag, memory, non_negative, positive, positive_int
 from fxpipe.cli.run.functions import called
 from fxpipe.compiler.compilation import Compilation
 from fxpipe.compiler.mesh import checked, compare_meshes, fastest_mesh, planned_step
@@ -32,7 +32,7 @@ from fxpipe.viz.terminal import terminal
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 
-def add_to(parser: argparse.ArgumentParser) -> None:
+def add_plan(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Compares meshes of ranks and replicas for a model on devices that need not be here. Nothing is "
         "allocated: the function runs with tensors on the meta device."
@@ -84,8 +84,7 @@ def _add_option(parser: argparse.ArgumentParser, name: str, **settings: Any) -> 
     """An option of ``fxpipe.compile``; its help is the first sentence of its documentation there."""
     text = DOCS.get(name, name).split(". ")[0].rstrip(".").replace("`", "").replace("%", "%%")
     default = f" ({settings['default']})" if "default" in settings else ""
-    flag = f"--{name.replace('_', '-')}"
-    parser.add_argument(flag, help=f"{text[0].lower()}{text[1:]}{default}", **settings)
+    parser.add_argument(flag(name), help=f"{text[0].lower()}{text[1:]}{default}", **settings)
 
 
 def _plan(options: argparse.Namespace) -> None:
@@ -123,18 +122,15 @@ def _plan(options: argparse.Namespace) -> None:
         if len(compared) > 1:
             console.print(terminal("\n" + ", ".join(f"{name} {n}" for name, n in at.lengths.items())))
         fits = any(one.seconds is not None for one in tried)
-        console.print(mesh_table(tried, fastest_mesh(tried).mesh if fits else None, _columns(at)))
+        columns: dict[str, Callable[[TriedMesh], str]] = {
+            f"{at.unit}/s": lambda one, at=at: _large(at.per_second(one)),  # type: ignore[misc]
+            "MFU": lambda one, at=at: f"{at.utilization(one):.1%}",  # type: ignore[misc]
+        }
+        console.print(mesh_table(tried, fastest_mesh(tried).mesh if fits else None, columns))
         for line in reasons(tried):
             console.print(terminal(line), soft_wrap=True, style="dim")
     for _, tried in compared:
         fastest_mesh(tried)
-
-
-def _columns(at: Throughput) -> dict[str, Callable[[TriedMesh], str]]:
-    return {
-        f"{at.unit}/s": lambda one: _large(at.per_second(one)),
-        "MFU": lambda one: f"{at.utilization(one):.1%}",
-    }
 
 
 def _as_json(at: Throughput, tried: Sequence[TriedMesh]) -> dict[str, Any]:

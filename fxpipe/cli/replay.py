@@ -13,7 +13,7 @@ from fxpipe.runtime.debug.recording import ResultDigest
 from fxpipe.runtime.debug.replay import Replayed, read_recorded, replay
 
 
-def add_to(parser: argparse.ArgumentParser) -> None:
+def add_replay(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Runs the functions that an op called, from the program in the directory, with the operands that "
         "record= of pipe.step or pipe.run_local has written, and compares the results with those of the "

@@ -12,7 +12,7 @@ from rich.console import Console
 from fxpipe.cli.arguments import non_negative, picture, positive, positive_int, share, working, write_picture
 from fxpipe.cli.figures import figures, print_timeline
 from fxpipe.cli.planning import ScheduleRequest, plan
-from fxpipe.cli.sources import EPILOG, CostSource, add_cost_arguments, source_of
+from fxpipe.cli.sources import CostSource, add_cost_arguments, source_of
 from fxpipe.errors import FxpipeError, ScheduleError, number_of
 from fxpipe.schedule.exact.order import Exact, exact
 from fxpipe.schedule.families.registry import FAMILIES
@@ -29,9 +29,8 @@ from fxpipe.viz.terminal import terminal
 from fxpipe.viz.timeline_picture import timeline_svg
 
 
-def add_to(parser: argparse.ArgumentParser) -> None:
+def add_simulate(parser: argparse.ArgumentParser) -> None:
     parser.description = "Predicts times, bubbles and memory of a schedule."
-    parser.epilog = EPILOG
     parser.set_defaults(command=_simulate)
     add = parser.add_argument
     add(

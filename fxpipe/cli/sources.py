@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from fxpipe.cli.arguments import memory, non_negative, positive, positive_int, share
-from fxpipe.cli.recorded import recorded_costs
+from fxpipe.cli.arguments import flag, memory, non_negative, positive, positive_int, share
 from fxpipe.cost.known_devices import device_named
 from fxpipe.cost.plan_costs import costs_of
+from fxpipe.cost.profile import with_seconds
 from fxpipe.errors import FxpipeError, number_of
+from fxpipe.plan.artifact import Plan
 from fxpipe.plan.saved.files import read_plan
-from fxpipe.plan.saved.recorded import read_spans
+from fxpipe.plan.saved.recorded import RankSpans, read_spans, recorded_ops
 from fxpipe.schedule.costs import Costs, StageCost, Update, chain
 from fxpipe.schedule.formats.costs_file import read_costs
-from fxpipe.schedule.ops import MOST_FORWARDS, Schedule
+from fxpipe.schedule.ops import MOST_FORWARDS, PHASES, Color, OpKind, Phase, Schedule
 from fxpipe.schedule.placement import PLACEMENTS
 from fxpipe.schedule.stages import Vocabulary
 from fxpipe.schedule.units import DECIMAL, PHYSICAL, PLAIN, Units, is_decimal
 from fxpipe.schedule.vocabulary_costs import with_output_shards
 
 TIMES = ("forward", "backward_input", "backward_weight")
-EPILOG = (
+_EPILOG = (
     "Times are per microbatch and per rank: a chunk of V costs 1/V of them. Memory, and its limit, is in "
     "units of one microbatch's activations on one rank; with --costs, in the unit of the file (bytes for a "
     "saved pipeline). A limit is of each rank. docs/simulate.md describes the files."
@@ -47,7 +49,8 @@ class CostSource:
     vocabulary: Vocabulary | None = None
 
 
-def add_cost_arguments(parser: Any) -> None:
+def add_cost_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = _EPILOG
     add = parser.add_argument
     add("--ranks", type=positive_int, metavar="P")
     add("--microbatches", type=positive_int, metavar="M")
@@ -127,7 +130,7 @@ def source_of(options: argparse.Namespace) -> CostSource:
         )
     for name in (*TIMES, "weight_memory", "vocab_time"):
         if getattr(options, name) is not None:
-            raise FxpipeError(f"--costs and {_flag(name)} do not go together")
+            raise FxpipeError(f"--costs and {flag(name)} do not go together")
     source = _from_directory(options) if options.costs.is_dir() else _from_file(options)
     if limits and not options.costs.is_dir():
         source = replace(source, units=replace(source.units, memory=PHYSICAL.memory, limit=PHYSICAL.limit))
@@ -176,15 +179,12 @@ def _from_file(options: argparse.Namespace) -> CostSource:
     costs = _on_machines(options, read_costs(options.costs, options.comm or 0.0, options.inter_comm))
     costs = _with_update(options, options.ranks, costs)
     note = f"costs of {options.costs}"
-    return _of_stages(options, note, options.ranks, options.microbatches, costs, PLAIN, None, None)
+    return _of_stages(options, CostSource(note, options.ranks, options.microbatches, lambda _: costs, PLAIN))
 
 
 def _from_directory(options: argparse.Namespace) -> CostSource:
     plan = read_plan(options.costs)
     ranks, microbatches = options.ranks or plan.ranks, options.microbatches or plan.step.microbatches
-    schedule = None
-    if (ranks, microbatches) == (plan.ranks, plan.step.microbatches):
-        schedule = plan.ordered
     spans = None if options.device is not None else read_spans(options.costs, plan.ranks)
     if spans is None:
         costs = costs_of(plan, device=options.device, ranks_per_machine=options.ranks_per_machine)
@@ -198,7 +198,35 @@ def _from_directory(options: argparse.Namespace) -> CostSource:
         raise FxpipeError(
             f"{options.costs} has vocabulary stages on {number_of(plan.ranks, 'rank')}: not for {ranks}"
         )
-    return _of_stages(options, note, ranks, microbatches, costs, PHYSICAL, schedule, plan.vocabulary)
+    schedule = plan.ordered if (ranks, microbatches) == (plan.ranks, plan.step.microbatches) else None
+    source = CostSource(note, ranks, microbatches, lambda _: costs, PHYSICAL, None, schedule, plan.vocabulary)
+    return _of_stages(options, source)
+
+
+def recorded_costs(plan: Plan, spans: Sequence[RankSpans]) -> Costs:
+    """The plan's costs with each stage's times replaced by the medians of its ops in a recorded run; bytes
+    and edges stay.
+
+    The time of a BW is divided between B and W as in the plan.
+    Raises ArtifactError if the spans do not belong to this plan.
+    """
+    times_of: dict[tuple[int, OpKind], list[float]] = defaultdict(list)
+    for ops in recorded_ops(plan, spans):
+        for op, start, end in ops:
+            times_of[op.stage, op.kind].append(end - start)
+    seconds = {}
+    for (stage, kind), times in times_of.items():
+        for phase, part in _shares(kind, plan.costs.stages[stage]).items():
+            seconds[Color(stage, phase)] = part * statistics.median(times)
+    return with_seconds(plan.costs, seconds)
+
+
+def _shares(kind: OpKind, planned: StageCost) -> dict[Phase, float]:
+    if kind is not OpKind.BW:
+        return {PHASES[kind][0]: 1.0}
+    both = planned.backward + planned.weight
+    backward = planned.backward / both if both else 1.0
+    return {Phase.B: backward, Phase.W: 1 - backward}
 
 
 def _on_machines(options: argparse.Namespace, costs: Costs) -> Costs:
@@ -217,36 +245,22 @@ def _with_update(options: argparse.Namespace, ranks: int, costs: Costs) -> Costs
     return replace(costs, update=update)
 
 
-def _of_stages(
-    options: argparse.Namespace,
-    note: str,
-    ranks: int,
-    microbatches: int,
-    costs: Costs,
-    units: Units,
-    schedule: Schedule | None,
-    vocabulary: Vocabulary | None,
-) -> CostSource:
+def _of_stages(options: argparse.Namespace, source: CostSource) -> CostSource:
+    """Raises FxpipeError unless the costs, which are the same for any number of stages a rank, are of the
+    stages that are asked for."""
+    stages, ranks, vocabulary = len(source.costs(1).stages), source.ranks, source.vocabulary
     beside = 0 if vocabulary is None else vocabulary.embedding_shards + vocabulary.output_shards
-    chunks, rest = divmod(len(costs.stages) - beside, ranks)
+    chunks, rest = divmod(stages - beside, ranks)
+    has = f"{options.costs} has {number_of(stages, 'stage')}"
     if rest or not chunks:
-        raise FxpipeError(
-            f"{options.costs} has {number_of(len(costs.stages), 'stage')}: "
-            f"not as many for each of {ranks} ranks"
-        )
+        raise FxpipeError(f"{has}: not as many for each of {ranks} ranks")
     if options.stages_per_rank not in (None, chunks):
-        raise FxpipeError(
-            f"{options.costs} has {number_of(len(costs.stages), 'stage')}: "
-            f"{chunks} for each of {number_of(ranks, 'rank')}, not {options.stages_per_rank}"
-        )
-    return CostSource(note, ranks, microbatches, lambda _: costs, units, chunks, schedule, vocabulary)
+        each = f"{chunks} for each of {number_of(ranks, 'rank')}"
+        raise FxpipeError(f"{has}: {each}, not {options.stages_per_rank}")
+    return replace(source, stages_per_rank=chunks)
 
 
 def _require(options: argparse.Namespace, *names: str) -> None:
-    missing = [_flag(name) for name in names if getattr(options, name) is None]
+    missing = [flag(name) for name in names if getattr(options, name) is None]
     if missing:
         raise FxpipeError(f"these arguments are required: {', '.join(missing)}")
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")

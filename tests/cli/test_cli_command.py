@@ -181,7 +181,7 @@ def test_a_log_of_json_lines(tmp_path):
     pipe = fxpipe.compile(Chain(2), numbers(2), ranks=1, microbatches=2, schedule="1f1b", check=False)
     file = tmp_path / "log.jsonl"
     file.write_text('{"step": -1}\n')
-    train(pipe, Batches(), LoopSettings(steps=2, lr=0.1, log=file))
+    train(pipe, Batches(), LoopSettings(steps=2, lr=0.1, log_file=file))
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     assert [line["step"] for line in lines] == [-1, 0, 1]
     assert lines[2].keys() >= {"time", "loss", "lr", "norm", "samples/s", "bubble"}

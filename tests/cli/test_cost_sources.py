@@ -11,7 +11,7 @@ from zoo import CASES, Shape, compiled
 
 import fxpipe
 from fxpipe.cli import main
-from fxpipe.cli.recorded import recorded_costs
+from fxpipe.cli.sources import recorded_costs
 from fxpipe.errors import ArtifactError, ScheduleError
 from fxpipe.plan.saved.files import read_plan
 from fxpipe.plan.saved.recorded import read_spans, write_spans

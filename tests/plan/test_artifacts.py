@@ -26,8 +26,8 @@ from zoo import CASES, Case, Chain, Shape, compiled, numbers
 import fxpipe
 import fxpipe.ir.liveness
 from fxpipe.cli import main
-from fxpipe.cli.recorded import recorded_costs
 from fxpipe.cli.run.data import FileData
+from fxpipe.cli.sources import recorded_costs
 from fxpipe.errors import ArtifactError, BatchError, FxpipeError, RunError, ScheduleError
 from fxpipe.plan.artifact import FORMAT
 from fxpipe.plan.saved.files import read_plan

@@ -42,21 +42,21 @@ DECAYS: dict[str, Callable[[float], float]] = {
 class LoopSettings:
     """``steps``: in all, those of earlier runs included; None takes every whole batch once.
 
-    ``clip``: the largest norm of the gradients.  ``warmup``: steps in which the learning rate grows.
-    ``master_weights``, ``validation``: see ``Pipeline.optimizer``.
+    ``clip_grad_norm``, ``master_weights``, ``validation``: see ``Pipeline.optimizer``.
+    ``warmup``: steps in which the learning rate grows.
     ``decay``: its course after that, to zero at the last step; one of ``DECAYS``.
     ``checkpoints``: a directory; the run goes on from the newest one in it, and writes one at its end.
     ``every``, ``keep``: see Checkpointer.
     ``log_every``: steps from one line of the log to the next.
     ``evaluate_every``: steps from one evaluation to the next; None for one at the end.
-    ``record``: the directory for the times of the last step; see :mod:`fxpipe.cli.recorded`.
+    ``record``: the directory for the times of the last step; see :mod:`fxpipe.plan.saved.recorded`.
     ``save``: the directory for the trained pipeline.  ``tensorboard``: for the figures of the log.
-    ``log``: the file to which they are appended, one JSON object a line.
+    ``log_file``: to which they are appended, one JSON object a line.
     """
 
     steps: int | None
     lr: float
-    clip: float | None = None
+    clip_grad_norm: float | None = None
     master_weights: bool = False
     validation: Validation | None = None
     warmup: int = 0
@@ -69,7 +69,7 @@ class LoopSettings:
     record: Path | None = None
     save: Path | None = None
     tensorboard: Path | None = None
-    log: Path | None = None
+    log_file: Path | None = None
 
 
 def train(pipe: Pipeline, data: Data, settings: LoopSettings, evaluated: Data | None = None) -> None:
@@ -94,7 +94,7 @@ def train(pipe: Pipeline, data: Data, settings: LoopSettings, evaluated: Data | 
     optimizer = pipe.optimizer(
         torch.optim.AdamW,
         lr=settings.lr,
-        clip_grad_norm=settings.clip,
+        clip_grad_norm=settings.clip_grad_norm,
         master_weights=settings.master_weights,
         validation=settings.validation,
     )
@@ -123,7 +123,7 @@ def train(pipe: Pipeline, data: Data, settings: LoopSettings, evaluated: Data | 
             for group in optimizer.param_groups:
                 group["lr"] = lr
             # A clipped step knows its own.
-            begins = logs and settings.clip is None
+            begins = logs and settings.clip_grad_norm is None
             norm: Callable[[], Any] = (
                 optimizer.begin_norm() if begins else partial(getattr, optimizer, "last_norm")
             )
@@ -245,9 +245,9 @@ class _Log:
         self._bar = self._progress.add_task("train", total=steps, completed=done)
         self._board = None if settings.tensorboard is None else board_class()(str(settings.tensorboard))
         self._lines = None
-        if settings.log is not None:
-            with writing(settings.log):
-                self._lines = settings.log.open("a", encoding="utf-8")
+        if settings.log_file is not None:
+            with writing(settings.log_file):
+                self._lines = settings.log_file.open("a", encoding="utf-8")
 
     def __enter__(self) -> _Log:
         self._progress.start()

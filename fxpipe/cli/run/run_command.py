@@ -6,6 +6,7 @@ import argparse
 import logging
 import sys
 from contextlib import nullcontext
+from dataclasses import fields
 from pathlib import Path
 
 from fxpipe.api.load import load
@@ -17,7 +18,7 @@ from fxpipe.errors import ArtifactError, RunError, printable
 from fxpipe.plan.saved.files import check_free
 
 
-def add_to(parser: argparse.ArgumentParser) -> None:
+def add_run(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Trains a saved pipeline: torchrun --nproc-per-node RANKS -m fxpipe run DIR --data FILE. With a "
         "multiple of its ranks, replicas of it train together, each on its own rows of the data."
@@ -105,24 +106,8 @@ def _run(options: argparse.Namespace) -> None:
         raise ArtifactError("--every needs --checkpoints, the directory for them.")
     pipe = load(options.directory, offload_directory=options.offload_directory, timeout=options.timeout)
     _log_to_stdout()
-    settings = LoopSettings(
-        steps=options.steps,
-        lr=options.lr,
-        clip=options.clip_grad_norm,
-        master_weights=options.master_weights,
-        validation=options.validation,
-        warmup=options.warmup,
-        decay=options.decay,
-        checkpoints=options.checkpoints,
-        every=options.every,
-        keep=options.keep,
-        log_every=options.log_every,
-        evaluate_every=options.evaluate_every,
-        record=options.directory if options.record else None,
-        save=options.save,
-        tensorboard=options.tensorboard,
-        log=options.log_file,
-    )
+    options.record = options.directory if options.record else None
+    settings = LoopSettings(**{each.name: getattr(options, each.name) for each in fields(LoopSettings)})
     with pipe.process.reported() if pipe.process is not None else nullcontext():
         data = _data(options.data, pipe)
         evaluated = None if options.evaluate is None else _data(options.evaluate, pipe.evaluation or pipe)
