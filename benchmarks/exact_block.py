@@ -15,7 +15,7 @@ from typing import Any
 from fxpipe import ScheduleError
 from fxpipe.schedule.costs import Costs
 from fxpipe.schedule.dependencies import SECTION_KINDS, durations, needs, sections_of
-from fxpipe.schedule.exact.solver import cp_sat, solve, unit_of
+from fxpipe.schedule.exact.order import cp_sat, solve, unit_of
 from fxpipe.schedule.placement import stages_of
 
 Lifetime = tuple[float, float, float]

@@ -7,7 +7,7 @@ microbatch, has the number section · microbatches + microbatch.
 from __future__ import annotations
 
 from fxpipe.errors import ScheduleError, number_of
-from fxpipe.schedule.costs import Costs, StageCost
+from fxpipe.schedule.costs import Costs
 from fxpipe.schedule.ops import PHASES, Color, Op, OpKind, Phase, arrival
 
 Needs = tuple[tuple[int, float], ...]
@@ -16,6 +16,7 @@ Needs = tuple[tuple[int, float], ...]
 SECTION_KINDS = (OpKind.F, OpKind.B, OpKind.W)
 SECTIONS_PER_STAGE = len(SECTION_KINDS)
 _OFFSET = {Phase.F: 0, Phase.B: 1, Phase.W: 2}
+_TIMES = {Phase.F: "forward", Phase.B: "backward", Phase.W: "weight"}  # in a StageCost
 
 
 def index(color: Color) -> int:
@@ -44,19 +45,10 @@ def op_of_value(value: int, microbatches: int) -> Op:
 
 def durations(costs: Costs) -> dict[OpKind, tuple[float, ...]]:
     """Per kind and stage, the seconds of an op."""
-    return {kind: tuple(_seconds(kind, cost) for cost in costs.stages) for kind in OpKind}
-
-
-def _seconds(kind: OpKind, cost: StageCost) -> float:
-    match kind:
-        case OpKind.F:
-            return cost.forward
-        case OpKind.B:
-            return cost.backward
-        case OpKind.W:
-            return cost.weight
-        case OpKind.BW:
-            return cost.backward + cost.weight
+    return {
+        kind: tuple(sum(getattr(cost, _TIMES[phase]) for phase in phases) for cost in costs.stages)
+        for kind, phases in PHASES.items()
+    }
 
 
 def needs(costs: Costs, placement: tuple[int, ...]) -> dict[OpKind, tuple[Needs, ...]]:

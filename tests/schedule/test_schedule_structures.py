@@ -11,8 +11,7 @@ from fxpipe.ir.verify import may_feed
 from fxpipe.schedule.costs import Costs, Edge, StageCost
 from fxpipe.schedule.families.registry import FAMILIES
 from fxpipe.schedule.lowering.deadlock import prove
-from fxpipe.schedule.lowering.levels import levels
-from fxpipe.schedule.lowering.lower import lower
+from fxpipe.schedule.lowering.lower import levels, lower
 from fxpipe.schedule.ops import Color, Phase, Schedule
 from fxpipe.schedule.problem import Problem
 from fxpipe.schedule.search.build import build

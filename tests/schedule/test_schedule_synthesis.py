@@ -17,10 +17,11 @@ from hypothesis import strategies as st
 
 from fxpipe.errors import ScheduleError
 from fxpipe.schedule.costs import Costs, Edge, Exchange, StageCost, chain
+from fxpipe.schedule.engine.annealing import run_back
 from fxpipe.schedule.engine.arrays import ScheduleArrays, schedule_arrays
 from fxpipe.schedule.engine.dispatch import dispatch
 from fxpipe.schedule.engine.dispatch_kernel import LATE, NUMBERS, draw_ops
-from fxpipe.schedule.engine.kernel import judge_ops, run_back, run_ops
+from fxpipe.schedule.engine.kernel import judge_ops, run_ops
 from fxpipe.schedule.engine.order import Order
 from fxpipe.schedule.engine.tables import Floats
 from fxpipe.schedule.families.greedy import zero_bubble, zero_bubble_v

@@ -29,9 +29,9 @@ from fxpipe.schedule.lowering.validation import with_validation
 from fxpipe.schedule.ops import Color, OpKind, Phase, Schedule, parse_order
 from fxpipe.schedule.search.build import build
 from fxpipe.schedule.simulation.simulator import simulate
+from fxpipe.schedule.simulation.steps import warm_up_lengths
 from fxpipe.schedule.stages import Vocabulary
 from fxpipe.schedule.vocabulary_costs import with_output_shards
-from fxpipe.schedule.warm_up import warm_up_lengths
 from tests.schedule.test_schedule_properties import with_lookups
 
 UNIT = StageCost(1.0, 1.0, 1.0, 1.0, 0.5)

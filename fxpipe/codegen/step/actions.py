@@ -28,6 +28,7 @@ from fxpipe.schedule.lowering.instructions import (
     WaitCollective,
     WaitParameters,
     WaitTransfer,
+    number_at_head,
 )
 from fxpipe.schedule.ops import Color, Direction, Op, arrival
 
@@ -118,11 +119,6 @@ def _together(
                 together.append(i)
         if together:
             yield together
-
-
-def number_at_head(instructions: Sequence[Instruction]) -> int:
-    """Of the gathers with which a step begins, before its functions."""
-    return next((k for k, i in enumerate(instructions) if not isinstance(i, GatherParameters)), 0)
 
 
 def kind_of(instruction: OfMicrobatch) -> tuple[object, ...]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 
 from fxpipe.codegen.rank_plan import RankPlan
-from fxpipe.codegen.step.actions import VALIDATED, Action, ActionPlace, Done, actions, number_at_head
+from fxpipe.codegen.step.actions import VALIDATED, Action, ActionPlace, Done, actions
 from fxpipe.codegen.step.instruction_text import Hole
 from fxpipe.codegen.step.lifetimes import Lifetimes, OpFunction, lifetimes
 from fxpipe.codegen.step_invariants import once_containers
@@ -28,6 +28,7 @@ from fxpipe.schedule.lowering.instructions import (
     GatherParameters,
     Validate,
     WaitGradients,
+    number_at_head,
 )
 
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from fxpipe.schedule.bound import in_order
+from fxpipe.schedule.bound import in_order, work_and_waits
 from fxpipe.schedule.costs import Costs, Exchange
-from fxpipe.schedule.dependencies import SECTION_KINDS, SECTIONS_PER_STAGE, Needs, durations, index, needs
+from fxpipe.schedule.dependencies import SECTIONS_PER_STAGE, Needs, index
 from fxpipe.schedule.engine.tables import Tables
 from fxpipe.schedule.ops import Phase
 from fxpipe.schedule.placement import stages_of
@@ -129,9 +129,8 @@ def schedule_arrays(
     Raises ScheduleError if costs and placement do not agree.
     """
     ranks = range(max(placement) + 1)
-    stages, waits, lasts = range(len(placement)), needs(costs, placement), durations(costs)
-    table = _in_model_order([waits[kind][stage] for stage in stages for kind in SECTION_KINDS], placement)
-    seconds = tuple(lasts[kind][stage] for stage in stages for kind in SECTION_KINDS)
+    seconds, waits = work_and_waits(costs, placement)
+    table = _in_model_order(waits, placement)
     feeds: list[list[tuple[int, float]]] = [[] for _ in table]
     for section, sources in enumerate(table):
         for source, delay in sources:
@@ -149,7 +148,7 @@ def schedule_arrays(
         ranks=len(ranks),
         stages=len(placement),
         microbatches=microbatches,
-        seconds=seconds,
+        seconds=tuple(seconds),
         needs=table,
         feeds=tuple(map(tuple, feeds)),
         lead=tuple(min((seconds[s] + d for s, d in sources), default=0.0) for sources in table),

@@ -12,7 +12,7 @@ from fxpipe.schedule.dependencies import SECTION_KINDS, SECTIONS_PER_STAGE
 from fxpipe.schedule.engine.arrays import ScheduleArrays
 from fxpipe.schedule.engine.kernel import run_ops
 from fxpipe.schedule.engine.tables import Floats, Ints
-from fxpipe.schedule.ops import Op, OpKind, RankOps
+from fxpipe.schedule.ops import PHASES, Op, OpKind, Phase, RankOps
 
 OpIds = Ints
 """The ops of rank 0 in order, then those of rank 1, …; an op's id is section · microbatches + microbatch."""
@@ -114,18 +114,13 @@ class Order:
 
 def encode(ops: RankOps, microbatches: int) -> OpIds:
     """Ops to op ids; a BW becomes its B and its W."""
-    m, op_ids = microbatches, list[int]()
-    for rank_ops in ops:
-        for op in rank_ops:
-            first = SECTIONS_PER_STAGE * op.stage
-            match op.kind:
-                case OpKind.F:
-                    op_ids.append(first * m + op.microbatch)
-                case OpKind.B:
-                    op_ids.append((first + 1) * m + op.microbatch)
-                case OpKind.W:
-                    op_ids.append((first + 2) * m + op.microbatch)
-                case OpKind.BW:
-                    op_ids.append((first + 1) * m + op.microbatch)
-                    op_ids.append((first + 2) * m + op.microbatch)
+    op_ids = [
+        (SECTIONS_PER_STAGE * op.stage + offset) * microbatches + op.microbatch
+        for rank_ops in ops
+        for op in rank_ops
+        for offset in _OFFSETS[op.kind]
+    ]
     return np.array(op_ids, np.int64)
+
+
+_OFFSETS = {kind: tuple(map(list(Phase).index, phases)) for kind, phases in PHASES.items()}

@@ -11,6 +11,7 @@ A *transfer* offloads an activation that F saved, or reloads it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import ClassVar
@@ -233,3 +234,8 @@ OfBucket = GatherParameters | WaitParameters | FreeParameters | ReduceGradients
 Instruction = Local | PostRecv | Wait | Send | StartCollective | WaitCollective | OfBucket | Validate | AtEnd
 Programs = tuple[tuple[Instruction, ...], ...]
 """The instructions of each rank, in order."""
+
+
+def number_at_head(instructions: Sequence[Instruction]) -> int:
+    """Of the gathers with which a step begins, before its functions."""
+    return next((k for k, i in enumerate(instructions) if not isinstance(i, GatherParameters)), 0)

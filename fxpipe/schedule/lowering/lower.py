@@ -12,6 +12,7 @@ from fxpipe.errors import ScheduleError
 from fxpipe.schedule.bucket_use import BucketUse
 from fxpipe.schedule.check import check
 from fxpipe.schedule.costs import Edge
+from fxpipe.schedule.lowering.channels import Channel, channel_of
 from fxpipe.schedule.lowering.instructions import (
     AllReduceGradient,
     Collective,
@@ -34,8 +35,8 @@ from fxpipe.schedule.lowering.instructions import (
     WaitParameters,
     WaitTransfer,
 )
-from fxpipe.schedule.lowering.levels import levels
 from fxpipe.schedule.ops import PHASES, Color, Direction, Op, Schedule, Transfer, arrival
+from fxpipe.schedule.simulation.run_loop import RunLoop
 from fxpipe.schedule.simulation.timeline import Span
 
 
@@ -56,7 +57,7 @@ def lower(
     Edges within a rank need no instructions, and edges of ``collectives`` no messages.
 
     All ranks join the collectives of a communicator in one order: that in which their last contributions are
-    computed by the simulated ``spans`` of the ranks, and by rounds (:mod:`.levels`) at equal times.  So in
+    computed by the simulated ``spans`` of the ranks, and by rounds (``levels``) at equal times.  So in
     simulated time none waits for another.  A rank joins a collective as soon as it has computed its own
     contribution and its turn has come.  It joins one broadcast ahead of those that it has taken, and before
     any op that starts when the broadcast's source is over.  So what comes before a collective, in the order
@@ -149,34 +150,28 @@ class _Lowering:
             if schedule.placement[edge.source.stage] != schedule.placement[edge.target.stage]:
                 self.outgoing[edge.source].append(edge)
                 self.incoming[arrival(edge.target)].append(edge)
-        self.channels: defaultdict[tuple[int, int], list[Message]] = defaultdict(list)  # channel -> in order
+        self.channels: defaultdict[Channel, list[Message]] = defaultdict(list)  # channel -> in order
         self.turn: dict[Message, int] = {}  # its position in its channel
         for ops in schedule.order:
             for op in ops:
-                self._register(op)
+                for channel, messages in self._messages(op, self.outgoing).items():
+                    for message in messages:
+                        self.turn[message] = len(self.channels[channel])
+                        self.channels[channel].append(message)
         rounds = levels(schedule, edges) if collectives else {}
         times = {op: Span(op, 0.0, 0.0) for ops in schedule.order for op in ops}
         times |= {span.op: span for rank_spans in spans for span in rank_spans}
         self.starts = {op: (times[op].start, float(level)) for op, level in rounds.items()}
         self.turns = sorted(_turns(schedule, collectives, rounds, times))
 
-    def _register(self, op: Op) -> None:
-        for channel, messages in self._messages(op, self.outgoing).items():
-            for message in messages:
-                self.turn[message] = len(self.channels[channel])
-                self.channels[channel].append(message)
-
-    def _messages(self, op: Op, table: dict[Color, list[Edge]]) -> dict[tuple[int, int], list[Message]]:
+    def _messages(self, op: Op, table: dict[Color, list[Edge]]) -> dict[Channel, list[Message]]:
         """The messages to or from an op, by channel."""
-        messages: defaultdict[tuple[int, int], list[Message]] = defaultdict(list)
+        messages: defaultdict[Channel, list[Message]] = defaultdict(list)
         for phase in PHASES[op.kind]:
             for edge in table.get(Color(op.stage, phase), ()):
-                messages[self._channel(edge)].append(Message(edge, op.microbatch))
+                message = Message(edge, op.microbatch)
+                messages[channel_of(message, self.schedule.placement)].append(message)
         return messages
-
-    def _channel(self, edge: Edge) -> tuple[int, int]:
-        placement = self.schedule.placement
-        return placement[edge.source.stage], placement[edge.target.stage]
 
     def programs(self) -> Programs:
         return tuple(tuple(self._program(rank)) for rank in range(self.schedule.ranks))
@@ -184,7 +179,7 @@ class _Lowering:
     def _program(self, rank: int) -> Iterator[Instruction]:
         ops = self.schedule.order[rank]
         posts: dict[Message, PostRecv] = {}
-        posted: defaultdict[tuple[int, int], int] = defaultdict(int)  # per channel
+        posted: defaultdict[Channel, int] = defaultdict(int)  # per channel
         waited: set[PostRecv] = set()
         collectives = _Collectives(self.schedule.placement, self.turns, self.starts, rank)
         transfers = _Transfers(self.schedule, rank)
@@ -209,7 +204,7 @@ class _Lowering:
                 yield Send(tuple(messages))
 
     def _posts(
-        self, op: Op, posts: dict[Message, PostRecv], posted: dict[tuple[int, int], int]
+        self, op: Op, posts: dict[Message, PostRecv], posted: dict[Channel, int]
     ) -> Iterator[PostRecv]:
         """The receives that the op needs and that are not posted yet, and those before them."""
         for channel, messages in self._messages(op, self.incoming).items():
@@ -219,6 +214,39 @@ class _Lowering:
                 posts.update(dict.fromkeys(post.messages, post))
                 yield post
             posted[channel] = max(posted[channel], due)
+
+
+def levels(schedule: Schedule, edges: Sequence[Edge]) -> dict[Op, int]:
+    """Per op the round in which it runs if every op takes one round and starts as early as possible.
+
+    An op's level is above the levels of the ops before it on its rank and of the ops whose results it needs.
+    Ops that are deadlocked have no level.
+    """
+    sources: defaultdict[Color, list[Color]] = defaultdict(list)
+    for edge in edges:
+        sources[arrival(edge.target)].append(edge.source)
+    value_level: dict[tuple[Color, int], int] = {}
+    op_level: dict[Op, int] = {}
+    at, level = [0] * schedule.ranks, [0] * schedule.ranks
+    loop = RunLoop[tuple[Color, int]](schedule.ranks)
+
+    def advance(rank: int) -> tuple[Color, int] | None:
+        while at[rank] < len(schedule.order[rank]):
+            op = schedule.order[rank][at[rank]]
+            colors = [Color(op.stage, phase) for phase in PHASES[op.kind]]
+            inputs = [(c, op.microbatch) for color in colors for c in sources[color] if c not in colors]
+            for value in inputs:
+                if value not in value_level:
+                    return value
+            op_level[op] = level[rank] = 1 + max([level[rank], *(value_level[value] for value in inputs)])
+            at[rank] += 1
+            for color in colors:
+                value_level[color, op.microbatch] = level[rank]
+                loop.happened((color, op.microbatch))
+        return None
+
+    loop.run(advance)
+    return op_level
 
 
 def _arrives_with(message: Message) -> tuple[Color, int]:

@@ -16,7 +16,6 @@ from fxpipe.schedule.lowering.channels import channel_of
 from fxpipe.schedule.lowering.instructions import (
     Collective,
     Compute,
-    GatherParameters,
     Instruction,
     Message,
     PostRecv,
@@ -27,6 +26,7 @@ from fxpipe.schedule.lowering.instructions import (
     Validate,
     Wait,
     WaitCollective,
+    number_at_head,
 )
 from fxpipe.schedule.ops import Color, OpKind, Phase
 
@@ -58,7 +58,7 @@ class _Rank:
         for i in program:
             if isinstance(i, StartCollective):
                 self.joins[i.collective.group].append((i.collective, i.microbatch))
-        self._head = next((k for k, i in enumerate(program) if not isinstance(i, GatherParameters)), 0)
+        self._head = number_at_head(program)
         self._ops = [k for k, i in enumerate(program) if isinstance(i, Compute)]
         forwards = takewhile(lambda k: cast(Compute, program[k]).op.kind is OpKind.F, self._ops)
         self._ops = [*forwards]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from fxpipe.schedule.engine.kernel import anneal
+from fxpipe.schedule.engine.annealing import anneal
 from fxpipe.schedule.engine.order import Order
 from fxpipe.schedule.problem import Problem
 

@@ -12,18 +12,19 @@ waits until it knows that the gradients of all ranks were right.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
 from fxpipe.errors import ScheduleError, number_of
 from fxpipe.schedule.check import check_whole
-from fxpipe.schedule.costs import Costs, Update
-from fxpipe.schedule.ops import Schedule, Validation
+from fxpipe.schedule.costs import Costs, Edge, Update
+from fxpipe.schedule.ops import Color, Op, OpKind, Phase, Schedule, Validation
+from fxpipe.schedule.simulation.run_loop import RunLoop
 from fxpipe.schedule.simulation.simulator import Start, StepRun
 from fxpipe.schedule.simulation.timeline import Timeline
-from fxpipe.schedule.warm_up import warm_up_lengths
 
 _MOST = 64  # steps that are simulated until they repeat
 _EQUAL = 1e-9
@@ -131,6 +132,43 @@ def steady_state(schedule: Schedule, costs: Costs, validation: Validation) -> St
     without = replace(update, seconds=(), copies=()), Update(update.seconds, update.copies)
     shorter = (now - period(other) if other != update else 0.0 for other in without)
     return SteadyState(now, *(max(0.0, part) for part in shorter))
+
+
+def warm_up_lengths(schedule: Schedule, edges: Iterable[Edge]) -> tuple[int, ...]:
+    """Per rank the number of ops at the beginning of its order that are its warm-up.
+
+    The warm-ups are the longest for which each op is an F that needs, by ``edges``, values of ops in warm-ups
+    alone: then no rank needs anything of a rank that waits for its verdict, and a wrong update costs no more
+    than these forwards, which are run again.  In a schedule whose ranks block each other they are the ops
+    that could run.
+    """
+    sources = defaultdict[int, list[Color]](list)
+    for edge in edges:
+        if edge.target.phase is Phase.F:
+            sources[edge.target.stage].append(edge.source)
+    lengths, done = [0] * schedule.ranks, set[tuple[Color, int]]()
+    loop = RunLoop[tuple[Color, int]](schedule.ranks)
+
+    def missing_for(op: Op) -> tuple[Color, int] | None:
+        """What is missing for an op, if anything."""
+        values = ((source, op.microbatch) for source in sources[op.stage])
+        return next((value for value in values if value not in done), None)
+
+    def advance(rank: int) -> tuple[Color, int] | None:
+        for op in schedule.order[rank][lengths[rank] :]:
+            if op.kind is not OpKind.F:
+                return None
+            missing = missing_for(op)
+            if missing is not None:
+                return missing
+            value = Color(op.stage, Phase.F), op.microbatch
+            lengths[rank] += 1
+            done.add(value)
+            loop.happened(value)
+        return None
+
+    loop.run(advance)
+    return tuple(lengths)
 
 
 def _ready(timeline: Timeline, run: StepRun) -> tuple[float, ...]:

@@ -66,25 +66,17 @@ class Timeline:
     @cached_property
     def begin(self) -> float:
         """The start of the first op or exchange."""
-        return min(
-            rank_spans[0].start
-            for group in (self.spans, self.exchanges)
-            for rank_spans in group
-            if rank_spans
-        )
+        return min(spans[0].start for spans in self._ran if spans)
 
     @cached_property
     def seconds(self) -> float:
         """The makespan: from ``begin`` to the last end of an op or an exchange, over all ranks."""
-        return (
-            max(
-                rank_spans[-1].end
-                for group in (self.spans, self.exchanges)
-                for rank_spans in group
-                if rank_spans
-            )
-            - self.begin
-        )
+        return max(spans[-1].end for spans in self._ran if spans) - self.begin
+
+    @property
+    def _ran(self) -> list[tuple[Span | ExchangeSpan, ...]]:
+        """The ops of each rank, and its exchanges."""
+        return [*self.spans, *self.exchanges]
 
     @cached_property
     def exposed_exchange(self) -> float:
@@ -195,9 +187,8 @@ class Timeline:
     def _between(self, rank: int) -> list[list[tuple[float, float]]]:
         """The (time, change) of live memory after each op: by the offloads that are waited for there, and
         then by the reloads that start there."""
-        waited = [
-            span.end for span in self.spans[rank]
-        ]  # when all offloads waited for after an op have ended
+        # When all offloads that are waited for after an op have ended.
+        waited = [span.end for span in self.spans[rank]]
         freed, reloaded = ([list[float]() for _ in waited] for _ in range(2))
         for transfer, _, end in self.transfers[rank] if self.transfers else ():
             size = offload_bytes(self.costs.stages[transfer.stage], transfer.user)
