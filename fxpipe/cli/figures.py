@@ -20,7 +20,7 @@ from fxpipe.schedule.simulation.timeline import Timeline
 from fxpipe.schedule.units import Units, bubble_text
 from fxpipe.viz.gap import bound_within, gap_texts
 from fxpipe.viz.seam_marks import many_steps
-from fxpipe.viz.terminal import ROWS, terminal, timeline_text
+from fxpipe.viz.terminal import add_ends, terminal, timeline_text
 
 
 def figures(
@@ -131,20 +131,17 @@ def _ranks(timeline: Timeline, units: Units) -> Table:
     table = Table("rank", "stages", "busy", "idle", "exposed communication", "peak memory")
     for column in table.columns[2:]:
         column.justify = "right"
-    by_rank = stages_of(timeline.schedule.placement)
-    for rank, stages in enumerate(by_rank):
-        if ROWS // 2 <= rank < len(by_rank) - ROWS // 2:
-            if rank == ROWS // 2:
-                table.add_row("…")
-            continue
-        table.add_row(
+    times = timeline.busy, timeline.idle, timeline.exposed_communication
+    rows = [
+        [
             str(rank),
             " ".join(map(str, stages)),
-            units.time(timeline.busy[rank]),
-            units.time(timeline.idle[rank]),
-            units.time(timeline.exposed_communication[rank]),
+            *(units.time(seconds[rank]) for seconds in times),
             units.memory(timeline.peak_memory[rank]),
-        )
+        ]
+        for rank, stages in enumerate(stages_of(timeline.schedule.placement))
+    ]
+    add_ends(table, rows)
     return table
 
 

@@ -71,6 +71,12 @@ def shape_text(value: object) -> str:
     return type(value).__name__
 
 
+def target_text(node: fx.Node) -> str:
+    """``aten.mm.default``; the name of a function that is no op."""
+    is_op = isinstance(node.target, OpOverload)
+    return str(node.target) if is_op else getattr(node.target, "__name__", str(node.target))
+
+
 _SHORT = {
     torch.float64: "f64",
     torch.float32: "f32",

@@ -22,7 +22,7 @@ from fxpipe.schedule.units import bubble_text, bytes_text, seconds_text, units_o
 from fxpipe.viz.gap import gap_texts
 from fxpipe.viz.seam_marks import NAME, many_steps
 from fxpipe.viz.summary import memory_rows
-from fxpipe.viz.terminal import ROWS, terminal
+from fxpipe.viz.terminal import add_ends, terminal
 
 NEAREST = 3  # of the candidates that do not fit, those that are named
 
@@ -45,7 +45,9 @@ def explain(plan: Plan, console: Console) -> None:
     bounds, gains = gap_texts(timeline, limits, units_of(plan.memory_limit))
     console.print(terminal(f"{plan.schedule}: {bounds}; {gains}."), soft_wrap=True)
     if plan.costs.update.seconds:
-        console.print(terminal(f"Many steps: {_many_steps(plan)}."), soft_wrap=True)
+        many = many_steps(plan.ordered, plan.costs, units_of(plan.memory_limit))
+        made = f"it was made for {NAME[plan.validation]}"
+        console.print(terminal(f"Many steps: {many}; {made}."), soft_wrap=True)
     if plan.meshes:
         mesh = Mesh(plan.ranks, plan.replicas, plan.step.microbatches, plan.shard)
         console.print(mesh_table(plan.meshes, mesh))
@@ -126,22 +128,13 @@ def _longer(candidate: Tried, plan: Plan) -> str:
     return f"{candidate.compared / best - 1:.1%}" if best else "–"
 
 
-def _many_steps(plan: Plan) -> str:
-    chosen = f"; it was made for {NAME[plan.validation]}"
-    return f"{many_steps(plan.ordered, plan.costs, units_of(plan.memory_limit))}{chosen}"
-
-
 def _memory(plan: Plan) -> Table:
     """The memory of each rank: of many, the first and the last."""
     head, *rows = memory_rows(rank_memory(plan, plan.prediction.peak_memory), plan.memory_limit)
     table = _plain_table(*head)
     for column in table.columns:
         column.justify = "right"
-    for rank, row in enumerate(rows):
-        if not ROWS // 2 <= rank < len(rows) - ROWS // 2:
-            table.add_row(*row)
-        elif rank == ROWS // 2:
-            table.add_row("…")
+    add_ends(table, rows)
     return table
 
 

@@ -10,7 +10,7 @@ from fxpipe.errors import printable
 from fxpipe.schedule.ops import Phase
 from fxpipe.schedule.units import PHYSICAL, Units, bubble_text, ticks
 from fxpipe.viz.palette import PHASES
-from fxpipe.viz.text_width import text_width
+from fxpipe.viz.svg import add_text, frame, text_width
 
 WIDTH, HEIGHT = 760, 420  # of the plot, in pixels
 LEFT, TOP, RIGHT, BOTTOM = 76, 64, 130, 56
@@ -50,11 +50,11 @@ def frontier_svg(points: Sequence[FrontierPoint], title: str, bubble: str, units
     across, up = ticks(most * 1.05 or 1.0, 10), ticks(worst * 1.1 or 1.0, 8)
     # A little beyond the last point, and not zero where all points are.
     right, top = max(across[-1], most * 1.05) or 1.0, max(up[-1], worst * 1.1) or 1.0
-    svg = ET.Element("svg", {"xmlns": "http://www.w3.org/2000/svg", **_box()})
-    ET.SubElement(svg, "style").text = STYLE
-    ET.SubElement(svg, "rect", {"width": "100%", "height": "100%", "style": "fill:#fff"})
-    _text(svg, 12, 24, title, style="font-size:15px;font-weight:bold")
-    _text(svg, 12, 44, f"{bubble} against peak memory of the fullest rank; the line is the Pareto frontier")
+    svg = frame(LEFT + WIDTH + RIGHT, TOP + HEIGHT + BOTTOM, STYLE)
+    add_text(svg, 12, 24, title, style="font-size:15px;font-weight:bold")
+    add_text(
+        svg, 12, 44, f"{bubble} against peak memory of the fullest rank; the line is the Pareto frontier"
+    )
 
     def x(memory: float) -> float:
         return round(LEFT + WIDTH * memory / right, 1)
@@ -64,11 +64,11 @@ def frontier_svg(points: Sequence[FrontierPoint], title: str, bubble: str, units
 
     for tick in across:
         _line(svg, "grid", x(tick), TOP, x(tick), TOP + HEIGHT)
-        _text(svg, x(tick), TOP + HEIGHT + 18, units.memory(tick), "middle")
+        add_text(svg, x(tick), TOP + HEIGHT + 18, units.memory(tick), "middle")
     for tick in up:
         _line(svg, "grid", LEFT, y(tick), LEFT + WIDTH, y(tick))
-        _text(svg, LEFT - 8, y(tick) + 4, f"{100 * tick:g}%", "end")
-    _text(svg, LEFT + WIDTH / 2, TOP + HEIGHT + 40, "peak memory", "middle")
+        add_text(svg, LEFT - 8, y(tick) + 4, f"{100 * tick:g}%", "end")
+    add_text(svg, LEFT + WIDTH / 2, TOP + HEIGHT + 40, "peak memory", "middle")
     best = frontier(points)
     steps = "".join(f"H{x(p.memory):g}V{y(p.bubble):g}" for p in best)
     path = f"M{x(best[0].memory):g} {TOP}{steps}H{LEFT + WIDTH}"
@@ -94,19 +94,9 @@ def _dots(
         occupied.append((left, right, base))
         if base > y + LINE:
             _line(svg, "lead", x, y, left - 1, base - 4)
-        _text(svg, left, base, point.name)
-
-
-def _box() -> dict[str, str]:
-    width, height = LEFT + WIDTH + RIGHT, TOP + HEIGHT + BOTTOM
-    return {"width": f"{width}", "height": f"{height}", "viewBox": f"0 0 {width} {height}"}
+        add_text(svg, left, base, point.name)
 
 
 def _line(svg: ET.Element, look: str, x1: float, y1: float, x2: float, y2: float) -> None:
     ends = {"x1": f"{x1:g}", "y1": f"{y1:g}", "x2": f"{x2:g}", "y2": f"{y2:g}"}
     ET.SubElement(svg, "line", {**ends, "class": look})
-
-
-def _text(svg: ET.Element, x: float, y: float, text: str, look: str = "", style: str = "") -> None:
-    attributes = {"x": f"{x:g}", "y": f"{y:g}"} | ({"class": look} if look else {})
-    ET.SubElement(svg, "text", attributes | ({"style": style} if style else {})).text = printable(text)

@@ -7,13 +7,16 @@ timeline.svg                    the simulated schedule
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import graphviz
 from torch import fx
 
-from fxpipe.errors import FxpipeError, number_of
+from fxpipe.errors import FxpipeError, number_of, printable
 from fxpipe.ir.graph import Section
 from fxpipe.plan.artifact import Plan
 from fxpipe.schedule.simulation.steps import Steps
@@ -21,7 +24,6 @@ from fxpipe.schedule.simulation.timeline import Timeline
 from fxpipe.schedule.units import bytes_text, seconds_text
 from fxpipe.viz.graph.boxes import collapse
 from fxpipe.viz.graph.graph_picture import graph_picture
-from fxpipe.viz.graph.render import render
 from fxpipe.viz.graph.section_picture import section_picture
 from fxpipe.viz.timeline_picture import timeline_svg
 
@@ -49,10 +51,37 @@ def draw(
         name = f"stage{section.stage}_{section.phase}"
         graphs[name] = section_picture(section, sections, plan.model)
     path.mkdir(parents=True, exist_ok=True)
-    files = render(graphs, path)
+    files = _rendered(graphs, path)
     timeline = path / "timeline.svg"
     timeline.write_text(timeline_svg(shown, plan.model), encoding="utf-8")
     return [*files, timeline]
+
+
+def _rendered(graphs: Mapping[str, graphviz.Digraph], directory: Path) -> list[Path]:
+    """Write ``NAME.dot`` and ``NAME.svg`` for each graph; return the files.
+
+    If ``dot`` is missing or fails, there are no pictures and one line on stderr says how to get them.
+    """
+    files, missing, problem = [], [], ""
+    for name, graph in graphs.items():
+        source = directory / f"{name}.dot"
+        source.write_text(graph.source, encoding="utf-8")
+        files.append(source)
+        try:
+            picture = graph.pipe(format="svg", encoding="utf-8", quiet=True)
+        except graphviz.ExecutableNotFound:
+            problem = "dot is not installed (Debian, Ubuntu: apt install graphviz)"
+        except subprocess.CalledProcessError as error:
+            problem = f"dot failed: {error.stderr.strip().splitlines()[-1:]}"
+        else:
+            files.append(directory / f"{name}.svg")
+            files[-1].write_text(picture, encoding="utf-8")
+            continue
+        missing.append(source)
+    if missing:
+        paths = shlex.join(map(str, missing))
+        print(printable(f"fxpipe: {problem}; for pictures run: dot -Tsvg -O {paths}"), file=sys.stderr)
+    return files
 
 
 def _title(plan: Plan) -> tuple[str, ...]:

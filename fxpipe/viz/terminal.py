@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import groupby, pairwise
 
 from rich.style import Style
+from rich.table import Table
 from rich.text import Text
 
 from fxpipe.errors import number_of, printable
@@ -21,6 +22,13 @@ ROWS = 32
 def terminal(text: str) -> Text:
     """Text for rich, without markup, emoji codes or control characters other than line breaks."""
     return Text("\n".join(map(printable, text.split("\n"))))
+
+
+def add_ends(table: Table, rows: Sequence[Sequence[str]]) -> None:
+    """Add a row for each rank; of many, the first and the last."""
+    half = ROWS // 2
+    for row in rows if len(rows) <= ROWS else [*rows[:half], ("…",), *rows[-half:]]:
+        table.add_row(*row)
 
 
 def timeline_text(timeline: Timeline, width: int, colored: bool) -> Text:

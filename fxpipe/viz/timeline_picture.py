@@ -6,15 +6,15 @@ import xml.etree.ElementTree as ET
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from fxpipe.errors import number_of, printable
-from fxpipe.schedule.ops import Direction, Op, Phase
+from fxpipe.errors import number_of
+from fxpipe.schedule.ops import Direction, Phase
 from fxpipe.schedule.simulation.steps import Step, Steps
 from fxpipe.schedule.simulation.timeline import ExchangeSpan, Span, Timeline, TransferSpan
 from fxpipe.schedule.units import PHYSICAL, Units, bubble_text, ticks
 from fxpipe.viz import seam_marks
 from fxpipe.viz.palette import EXCHANGED, OFFLOADED, PHASES, tint
 from fxpipe.viz.roles import MEANING, Role, color, role
-from fxpipe.viz.text_width import text_width
+from fxpipe.viz.svg import add_text, frame, text_width
 
 BAR = 22  # heights, in pixels
 MEMORY = 26
@@ -67,16 +67,13 @@ def timeline_svg(shown: Timeline | Steps, title: str, units: Units = PHYSICAL) -
     # Wide enough for the numbers in the ops, up to what a browser still draws fast.
     pixels = min(max(NARROWEST, longest * OP_WIDTH), WIDEST)
     scale = _scale(steps, pixels)
-    pitch = _pitch(timeline)
+    pitch = BAR + _links(timeline) + MEMORY + 14  # from one rank's row to the next
     width = LEFT + pixels + RIGHT
     legend = _legend(timeline, shown if isinstance(shown, Steps) else None, width)
     top = TOP + LEGEND * legend[-1].line
     height = top + ranks * pitch + 26
-    box = {"width": f"{width}", "height": f"{height}", "viewBox": f"0 0 {width} {height}"}
-    svg = ET.Element("svg", {"xmlns": "http://www.w3.org/2000/svg", **box})
-    ET.SubElement(svg, "style").text = STYLE
+    svg = frame(width, height, STYLE)
     _stripes(svg)
-    ET.SubElement(svg, "rect", {"width": "100%", "height": "100%", "style": "fill:#fff"})
     _head(svg, timeline, shown if isinstance(shown, Steps) else None, title, units)
     for key in legend:
         _key(svg, key)
@@ -97,11 +94,6 @@ def _scale(steps: tuple[Step, ...], pixels: float) -> Scale:
     return Scale(start, max(ends) - start if ends else steps[0].timeline.seconds, pixels)
 
 
-def _pitch(timeline: Timeline) -> int:
-    """The distance from one rank's row to the next."""
-    return BAR + _links(timeline) + MEMORY + 14
-
-
 def _links(timeline: Timeline) -> int:
     """The height of the transfers and exchanges below a rank's ops."""
     lanes = 2 * any(timeline.transfers) + any(timeline.exchanges)
@@ -112,7 +104,7 @@ def _head(svg: ET.Element, timeline: Timeline, steps: Steps | None, title: str, 
     schedule, peaks = timeline.schedule, timeline.peak_memory
     fullest = max(range(len(peaks)), key=peaks.__getitem__)
     stages = f", {schedule.stages} stages" if schedule.stages != schedule.ranks else ""
-    _text(
+    add_text(
         svg,
         12,
         22,
@@ -129,7 +121,7 @@ def _head(svg: ET.Element, timeline: Timeline, steps: Steps | None, title: str, 
     else:
         how = seam_marks.NAME[steps.validation]
         figures = f"{len(steps.steps)} steps of many with {how}: {units.time(steps.period)} a step, {peak}"
-    _text(svg, 12, 42, figures)
+    add_text(svg, 12, 42, figures)
 
 
 class _Key(NamedTuple):
@@ -174,7 +166,7 @@ def _key(svg: ET.Element, key: _Key) -> None:
     if key.style:
         box = {"x": f"{key.x:g}", "y": f"{y}", "width": "14", "height": "12", "class": key.style}
         ET.SubElement(svg, "rect", box)
-    _text(svg, key.x + BOX * bool(key.style), y + 10, key.text)
+    add_text(svg, key.x + BOX * bool(key.style), y + 10, key.text)
 
 
 def _axis(svg: ET.Element, scale: Scale, top: int, bottom: int, units: Units) -> None:
@@ -182,11 +174,11 @@ def _axis(svg: ET.Element, scale: Scale, top: int, bottom: int, units: Units) ->
         x = LEFT + scale(scale.start + tick)
         line = {"x1": f"{x}", "x2": f"{x}", "y1": f"{top - 4}", "y2": f"{bottom}", "stroke": "#ccc"}
         ET.SubElement(svg, "line", line)
-        _text(svg, x, bottom + 14, units.time(tick), style="text-anchor:middle")
+        add_text(svg, x, bottom + 14, units.time(tick), style="text-anchor:middle")
 
 
 def _row(row: ET.Element, steps: tuple[Step, ...], rank: int, scale: Scale, units: Units) -> None:
-    _text(row, -LEFT + 12, 15, f"rank {rank}")
+    add_text(row, -LEFT + 12, 15, f"rank {rank}")
     ET.SubElement(row, "rect", {"width": f"{scale.pixels}", "height": f"{BAR}", "class": "idle"})
     schedule = steps[0].timeline.schedule
     stages = [stage for stage, home in enumerate(schedule.placement) if home == rank]
@@ -197,9 +189,12 @@ def _row(row: ET.Element, steps: tuple[Step, ...], rank: int, scale: Scale, unit
             look = f"{role(span.op, schedule)} late" if late else str(role(span.op, schedule))
             _op(row, span, scale, look, len(stages), units)
         for moved in step.timeline.transfers[rank] if step.timeline.transfers else ():
-            _transfer(row, moved, scale, units)
+            direction = moved.transfer.direction
+            y = BAR + 1 + LINK * (direction is Direction.IN)
+            _on_link(row, moved, y, str(direction), str(moved.transfer), scale, units)
         for exchanged in step.timeline.exchanges[rank] if step.timeline.exchanges else ():
-            _exchange(row, exchanged, BAR + 1 + 2 * LINK * any(step.timeline.transfers), scale, units)
+            y, tip = BAR + 1 + 2 * LINK * any(step.timeline.transfers), EXCHANGES[exchanged.what]
+            _on_link(row, exchanged, y, exchanged.what, f"{tip}, stage {exchanged.stage},", scale, units)
         if step.updates:
             seam_marks.draw_seam(row, step, rank, BAR, scale, scale.start, units)
     _memory(row, [step.timeline for step in steps], rank, scale, units)
@@ -212,35 +207,26 @@ def _op(row: ET.Element, span: Span, scale: Scale, look: str, chunks: int, units
     start = units.time(span.start - scale.start)
     ET.SubElement(drawn, "title").text = f"{span.op} from {start}, {units.time(span.end - span.start)}"
     # The longest text that fits; the tip has all of it.
-    texts = (_number(span.op, chunks), f"{span.op.microbatch}")
+    texts = [f"{span.op.stage}.{span.op.microbatch}"] * (chunks > 1) + [f"{span.op.microbatch}"]
     text = next((text for text in texts if len(text) * LETTER <= end - x - 1), "")
     if text:
         ET.SubElement(row, "text", {"x": f"{(x + end) / 2:.5g}", "y": "15", "class": "n"}).text = text
 
 
-def _transfer(row: ET.Element, span: TransferSpan, scale: Scale, units: Units) -> None:
-    y = BAR + 1 + (LINK if span.transfer.direction is Direction.IN else 0)
-    _on_link(row, span.start, span.end, y, str(span.transfer.direction), str(span.transfer), scale, units)
-
-
-def _exchange(row: ET.Element, span: ExchangeSpan, y: int, scale: Scale, units: Units) -> None:
-    tip = f"{EXCHANGES[span.what]}, stage {span.stage},"
-    _on_link(row, span.start, span.end, y, span.what, tip, scale, units)
-
-
 def _on_link(
-    row: ET.Element, begin: float, end: float, y: int, look: str, tip: str, scale: Scale, units: Units
+    row: ET.Element,
+    span: TransferSpan | ExchangeSpan,
+    y: int,
+    look: str,
+    tip: str,
+    scale: Scale,
+    units: Units,
 ) -> None:
-    x, width = scale(begin), scale(end) - scale(begin)
+    x, width = scale(span.start), scale(span.end) - scale(span.start)
     place = {"x": f"{x:g}", "y": f"{y}", "width": f"{width:.4g}", "height": f"{LINK}"}
     drawn = ET.SubElement(row, "rect", place | {"class": look})
-    ET.SubElement(
-        drawn, "title"
-    ).text = f"{tip} from {units.time(begin - scale.start)}, {units.time(end - begin)}"
-
-
-def _number(op: Op, chunks: int) -> str:
-    return f"{op.stage}.{op.microbatch}" if chunks > 1 else f"{op.microbatch}"
+    time = f"from {units.time(span.start - scale.start)}, {units.time(span.end - span.start)}"
+    ET.SubElement(drawn, "title").text = f"{tip} {time}"
 
 
 def _memory(row: ET.Element, timelines: list[Timeline], rank: int, scale: Scale, units: Units) -> None:
@@ -257,7 +243,7 @@ def _memory(row: ET.Element, timelines: list[Timeline], rank: int, scale: Scale,
     path += f"H{scale.pixels:g}V{base}Z"
     drawn = ET.SubElement(row, "path", {"d": path, "class": "held"})
     ET.SubElement(drawn, "title").text = f"memory of rank {rank}, peak {units.memory(peak)}"
-    _text(row, scale.pixels + 8, base - 6, f"peak {units.memory(peak)}")
+    add_text(row, scale.pixels + 8, base - 6, f"peak {units.memory(peak)}")
 
 
 def _stripes(svg: ET.Element) -> None:
@@ -266,8 +252,3 @@ def _stripes(svg: ET.Element) -> None:
     gradient = ET.SubElement(ET.SubElement(svg, "defs"), "linearGradient", fill)
     for phase in (Phase.B, Phase.W):
         ET.SubElement(gradient, "stop", {"offset": "0.5", "stop-color": tint(PHASES[phase], 0.1)})
-
-
-def _text(parent: ET.Element, x: float, y: float, text: str, style: str = "") -> None:
-    look = {"x": f"{x:g}", "y": f"{y:g}"} | ({"style": style} if style else {})
-    ET.SubElement(parent, "text", look).text = printable(text)

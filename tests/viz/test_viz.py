@@ -27,7 +27,7 @@ from fxpipe.viz.graph.boxes import BoxKey, collapse
 from fxpipe.viz.graph.graph_picture import graph_picture
 from fxpipe.viz.graph.section_picture import section_picture
 from fxpipe.viz.pictures import draw
-from fxpipe.viz.text_width import text_width
+from fxpipe.viz.svg import text_width
 from fxpipe.viz.timeline_picture import timeline_svg
 
 F, B, W = Phase.F, Phase.B, Phase.W

@@ -8,10 +8,9 @@ import graphviz
 from torch import fx
 
 from fxpipe.errors import number_of, shortened
-from fxpipe.ir.compat import OpOverload
 from fxpipe.ir.graph import Kind, Origin, Section, Value
 from fxpipe.ir.storage import node_bytes
-from fxpipe.ir.text import shape_text
+from fxpipe.ir.text import shape_text, target_text
 from fxpipe.schedule.ops import Color
 from fxpipe.schedule.units import bytes_text
 from fxpipe.viz.labels import dot_label
@@ -68,12 +67,10 @@ def section_picture(section: Section, sections: tuple[Section, ...], title: str)
 
 def _op(dot: graphviz.Digraph, node: fx.Node, color: str) -> None:
     origin: Origin = node.meta["origin"]
-    is_aten = isinstance(node.target, OpOverload)
-    target = str(node.target) if is_aten else getattr(node.target, "__name__", str(node.target))
     where = [shortened(origin.path) or "(the model itself)"]
     if origin.source:
         where.append(shortened(PurePath(origin.source).name))
-    lines = (node.name, f"{target}  {shape_text(node.meta.get('val'))}", "  ".join(where))
+    lines = (node.name, f"{target_text(node)}  {shape_text(node.meta.get('val'))}", "  ".join(where))
     dot.node(
         node.name,
         label=dot_label(lines),

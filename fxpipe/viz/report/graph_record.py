@@ -15,13 +15,12 @@ from typing import Annotated
 from torch import fx
 
 from fxpipe.errors import ArtifactError
-from fxpipe.ir.compat import OpOverload
 from fxpipe.ir.graph import Kind, Section, offload, reload
 from fxpipe.ir.liveness import Liveness, liveness
 from fxpipe.ir.ops import is_between_lanes, node_flops
 from fxpipe.ir.sections import edges_between
 from fxpipe.ir.storage import call_nodes, is_view, node_bytes, root_within, storage_root
-from fxpipe.ir.text import shape_text
+from fxpipe.ir.text import shape_text, target_text
 from fxpipe.plan.artifact import Plan
 from fxpipe.schedule.ops import Phase
 from fxpipe.strict import MEBIBYTE, Mismatch, between, entries, parse_json, read_text, structure, unstructure
@@ -101,7 +100,7 @@ def graph_record(graph: fx.Graph, sections: tuple[Section, ...], plan: Plan) -> 
     return GraphRecord(
         format=FORMAT,
         name=tuple(node.name for node in nodes),
-        target=tuple(texts(_target(node)) for node in nodes),
+        target=tuple(texts(target_text(node)) for node in nodes),
         stage=tuple(node.meta["color"].stage for node in nodes),
         phase=tuple(_PHASES.index(node.meta["color"].phase) for node in nodes),
         path=tuple(texts(node.meta["origin"].path) for node in nodes),
@@ -139,11 +138,6 @@ class _Texts:
     @property
     def known(self) -> tuple[str, ...]:
         return tuple(self._numbers)
-
-
-def _target(node: fx.Node) -> str:
-    is_op = isinstance(node.target, OpOverload)
-    return str(node.target) if is_op else getattr(node.target, "__name__", str(node.target))
 
 
 def _made_by(node: fx.Node) -> fx.Node:
