@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from datetime import timedelta
 from textwrap import TextWrapper
-from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
+from typing import Concatenate, Literal, ParamSpec, TypeVar
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -43,7 +43,7 @@ class Arguments(Options):
     """The number of devices: ranks times replicas, where the compiler chooses these (docs/mesh.md)."""
     batch: int | None = None
     """The rows of a step over all replicas, instead of ``microbatches``."""
-    loss_fn: Callable[..., Any] | None = None
+    loss_fn: Callable[..., object] | None = None
     """``(output, microbatch) -> loss``, a scalar, or ``-> (sum, count)`` for an exact mean over all counts of
     the batch; either with a mapping of metrics behind it, ``-> (loss, {"accuracy": …})``. Without it the loss
     is the model's output if that is a scalar, its ``.loss`` or ``["loss"]``, or the one scalar with a

@@ -296,7 +296,7 @@ class Checkpointer:
             kinds = kinds_of(tensors)
             written = json.dumps([self._sums(draft), record.fields, kinds])
         sums: dict[str, str] = {}
-        fields: dict[str, Any] = {}
+        fields: dict[str, object] = {}
         kinds = {}
         for text in self._gather(written.encode()):
             part_sums, plain, stored = json.loads(text)

@@ -51,7 +51,7 @@ from fxpipe.viz.explanation import explain
 @brief
 @takes(Arguments)
 def compile(
-    model: nn.Module, example: Mapping[str, Any] | tuple[Any, ...] | list[Any], **options: Any
+    model: nn.Module, example: Mapping[str, object] | tuple[Any, ...] | list[Any], **options: Any
 ) -> Pipeline:
     """Compile a model into one program per rank.
 

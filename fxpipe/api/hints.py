@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 
 from fxpipe.errors import suggested
 
@@ -37,7 +37,7 @@ _INSTEAD = {
 class Named(dict[_Key, _Value]):
     """Parameters or buffers by name; of a model they are methods."""
 
-    def __call__(self, *_: Any, **__: Any) -> NoReturn:
+    def __call__(self, *_: object, **__: object) -> NoReturn:
         raise TypeError(
             f"These are a dict, by name, and no method: for their tensors take .values(). {_TENSORS}"
         )

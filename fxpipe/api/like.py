@@ -14,7 +14,7 @@ from fxpipe.plan.tensors import dtype_of
 from fxpipe.training.model.partial_model import names_by_rank
 
 
-def check_like(like: Any) -> None:
+def check_like(like: object) -> None:
     """Raise OptionError unless this is a pipeline that was compiled in this process."""
     if not isinstance(like, Pipeline) or like.is_evaluation or like.directory is not None:
         raise OptionError(

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar, overload
+from typing import TypeVar, overload
 
 import torch
 from torch import fx
@@ -150,7 +150,7 @@ class Pipeline(Views):
 
     def run_local(
         self,
-        batch: Any,
+        batch: object,
         *,
         step: int = 0,
         threads: int = 1,
@@ -176,12 +176,12 @@ class Pipeline(Views):
 
     @overload
     def step(
-        self, batch: Any, *, check: Check = None, record: Mapping[str, str | Path] | None = None
+        self, batch: object, *, check: Check = None, record: Mapping[str, str | Path] | None = None
     ) -> torch.Tensor: ...
     @overload
     def step(
         self,
-        batch: Any,
+        batch: object,
         *,
         outputs: Sequence[str],
         outputs_on: On = None,
@@ -190,7 +190,7 @@ class Pipeline(Views):
     ) -> StepResult: ...
     def step(
         self,
-        batch: Any,
+        batch: object,
         *,
         outputs: Sequence[str] | None = None,
         outputs_on: On = None,
@@ -233,11 +233,11 @@ class Pipeline(Views):
         return any(rank.gradients for rank in self.artifact.plan.tensors)
 
     @overload
-    def evaluate(self, batch: Any) -> torch.Tensor: ...
+    def evaluate(self, batch: object) -> torch.Tensor: ...
     @overload
-    def evaluate(self, batch: Any, *, outputs: Sequence[str], outputs_on: On = None) -> StepResult: ...
+    def evaluate(self, batch: object, *, outputs: Sequence[str], outputs_on: On = None) -> StepResult: ...
     def evaluate(
-        self, batch: Any, *, outputs: Sequence[str] | None = None, outputs_on: On = None
+        self, batch: object, *, outputs: Sequence[str] | None = None, outputs_on: On = None
     ) -> torch.Tensor | StepResult:
         """Run the forward alone, in eval mode if the pipeline trains; return the loss of the whole batch.
 
@@ -305,14 +305,14 @@ class Pipeline(Views):
         self,
         cls: Callable[..., torch.optim.Optimizer],
         *parameters: object,
-        groups: Sequence[Mapping[str, Any]] = (),
+        groups: Sequence[Mapping[str, object]] = (),
         clip_grad_norm: float | None = None,
         norm_type: float = 2.0,
         skip_nonfinite: bool | int = False,
         master_weights: bool = False,
         validation: Validation | None = None,
         changes_gradients: bool = False,
-        **options: Any,
+        **options: object,
     ) -> PipelineOptimizer:
         """An optimizer of this rank's parameters; all ranks must make the same.
 

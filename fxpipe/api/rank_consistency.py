@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from dataclasses import fields, replace
-from typing import Any
 
 import torch
 from torch import nn
@@ -20,7 +19,7 @@ from fxpipe.runtime.ranks.agreement import first_difference
 
 
 def arguments_of(
-    model: nn.Module, example: Any, loss_fn: Callable[..., Any] | None, options: Settings
+    model: nn.Module, example: object, loss_fn: Callable[..., object] | None, options: Settings
 ) -> dict[str, str]:
     """The arguments of ``compile`` that must be alike on all ranks, all but values, as texts by name."""
     texts = {f.name: repr(getattr(options, f.name)) for f in fields(options) if f.name not in _OWN}

@@ -96,13 +96,13 @@ class Views:
             return object.__getattribute__(self, name)
         raise missing(name, dir(self))
 
-    def __call__(self, *_: Any, **__: Any) -> NoReturn:
+    def __call__(self, *_: object, **__: object) -> NoReturn:
         raise RunError(
             "A pipeline is not called like a model: pipe.step(batch) trains under torchrun, "
             "pipe.run_local(batch) runs all ranks here, pipe.evaluate(batch) gives the loss alone."
         )
 
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise RunError(
             "A pipeline cannot be pickled or copied, as torch.save and copy.deepcopy do: pipe.save(path) "
             "writes it for fxpipe.load(path), and pipe.state_dict() has its weights."

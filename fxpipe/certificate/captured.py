@@ -11,7 +11,7 @@ from fxpipe.certificate.terms.layouts import Unknown
 _TORCH = (torch.dtype, torch.layout, torch.memory_format)
 
 
-def decoded(argument: Any, values: list[Any]) -> Any:
+def decoded(argument: object, values: list[object]) -> Any:
     """An argument of a captured op.  values: of the nodes before it.  Raises Unknown for other data."""
     if isinstance(argument, list | tuple):
         return [decoded(each, values) for each in argument]
@@ -33,14 +33,14 @@ def decoded(argument: Any, values: list[Any]) -> Any:
     raise Unknown(f"has the argument {argument!r}, which is none")
 
 
-def _torch(text: str) -> Any:
+def _torch(text: str) -> object:
     return getattr(torch, text.removeprefix("torch."), None)
 
 
-def op_named(text: str) -> Any:
+def op_named(text: str) -> object:
     """The op of torch with a name such as ``aten.addmm.default``.  Raises Unknown where there is none."""
     parts = text.split(".")
-    value: Any = torch.ops
+    value: object = torch.ops
     for part in parts:
         value = getattr(value, part, None)
     if len(parts) != 3 or not hasattr(value, "_schema"):

@@ -30,7 +30,7 @@ class Reference:
     outputs: dict[str, Term] = field(default_factory=dict)
     grads: dict[str, tuple[Term, ...]] = field(default_factory=dict)
     buffers: dict[str, Term] = field(default_factory=dict)
-    checks: tuple[tuple[Term, Any], ...] = ()
+    checks: tuple[tuple[Term, object], ...] = ()
     causes: dict[Difference, list[tuple[str, Line]]] = field(default_factory=dict)
     named: dict[str, Term] = field(default_factory=dict)
     split: bool = False
@@ -103,7 +103,7 @@ def _input(reference: Reference, record: CapturedInput) -> Term:
     return term
 
 
-def _op(terms: Terms, op: CapturedOp, values: list[Any], reference: Reference) -> Term:
+def _op(terms: Terms, op: CapturedOp, values: list[object], reference: Reference) -> Term:
     args = decoded(op.args, values)
     kwargs = {name: decoded(argument, values) for name, argument in op.kwargs.items()}
     term = _term(terms, op, args, kwargs, reference)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from rich.console import Console
 from rich.progress import track
@@ -117,7 +116,7 @@ def _period(timeline: Timeline, validation: Validation) -> float:
     return simulate_steps(timeline.schedule, timeline.costs, validation).period
 
 
-def _figures(name: str, outcome: Outcome, validation: Validation | None) -> dict[str, Any]:
+def _figures(name: str, outcome: Outcome, validation: Validation | None) -> dict[str, object]:
     if isinstance(outcome, ScheduleError):
         return {"schedule": name, "why_not": str(outcome)}
     many = {} if validation is None else {"period": _period(outcome, validation)}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -28,7 +27,7 @@ def figures(
     best: Exact | None,
     moved: OffloadPlan | None = None,
     limits: Sequence[float] | None = None,
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """The object that ``--json`` prints.  Lists have one entry per rank.
 
     ``steps``: a step of many.  ``memory``: (time, live memory from then on).  ``transfers`` of ``offload``:

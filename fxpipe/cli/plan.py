@@ -133,7 +133,7 @@ def _plan(options: argparse.Namespace) -> None:
         fastest_mesh(tried)
 
 
-def _as_json(at: Throughput, tried: Sequence[TriedMesh]) -> dict[str, Any]:
+def _as_json(at: Throughput, tried: Sequence[TriedMesh]) -> dict[str, object]:
     rows = []
     for one in tried:
         row = {
@@ -155,7 +155,7 @@ def _as_json(at: Throughput, tried: Sequence[TriedMesh]) -> dict[str, Any]:
     return {"sizes": dict(at.lengths), "meshes": rows}
 
 
-def _model(where: str) -> tuple[nn.Module, Any, Callable[..., Any] | None]:
+def _model(where: str) -> tuple[nn.Module, object, Callable[..., object] | None]:
     """What the function gives, on the meta device."""
     returns = "(model, example) or (model, example, loss_fn)."
     made = called(where, returns, OptionError, {}, torch.device("meta"))

@@ -6,7 +6,6 @@ import argparse
 import pdb
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from fxpipe.errors import RunError
 from fxpipe.runtime.debug.recording import ResultDigest
@@ -39,11 +38,11 @@ def _replay(options: argparse.Namespace) -> None:
         )
 
 
-def _called(function: Callable[..., Any], *args: Any) -> Any:
+def _called(function: Callable[..., object], *args: object) -> object:
     return function(*args)
 
 
-def _debugged(function: Callable[..., Any], *args: Any) -> Any:
+def _debugged(function: Callable[..., object], *args: object) -> object:
     """A function that Inductor compiles runs op by op."""
     debugger = _Debugger()
     result = debugger.runcall(getattr(function, "function", function), *args)

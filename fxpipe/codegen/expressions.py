@@ -165,7 +165,7 @@ class Scope:
             return "keyed"
         return self.names.op(node.target)
 
-    def literal(self, value: Any, numbers: Iterator[str] | None = None) -> str:
+    def literal(self, value: object, numbers: Iterator[str] | None = None) -> str:
         """An argument as source."""
         match value:
             case fx.Node():

@@ -175,7 +175,7 @@ def storages(nodes: Iterable[fx.Node], scope: Scope) -> dict[str, str]:
     known: dict[str, str] = {}
     for node in nodes:
         written = written_arguments(node.target, node.args, node.kwargs)
-        same: Any = node.args[0] if is_view(node) else next(iter(written), None)
+        same: object = node.args[0] if is_view(node) else next(iter(written), None)
         while same in scope.inner:
             same = same.args[0] if is_view(same) else None
         if isinstance(same, fx.Node) and node not in scope.inner:

@@ -23,7 +23,7 @@ class Compilation:
 
     model: nn.Module
     example: Any
-    loss_fn: Callable[..., Any] | None
+    loss_fn: Callable[..., object] | None
     options: Settings
     device: torch.device
     has_group: bool = False

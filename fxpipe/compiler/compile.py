@@ -11,7 +11,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import fx
@@ -105,7 +104,7 @@ def _captured_at_sizes(request: Compilation, lengths: Mapping[str, int]) -> Capt
     while True:
         masks: list[tuple[Mask, ...]] = []
 
-        def trace(example: Any) -> Captured:
+        def trace(example: object) -> Captured:
             captured = _captured(replace(request, example=example), agreed)  # noqa: B023 - called in this round
             masks.append((*captured.masks.needed,))  # noqa: B023
             return captured

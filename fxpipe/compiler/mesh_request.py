@@ -97,7 +97,7 @@ def request_of(
     return request
 
 
-def rows_of(example: Any) -> int:
+def rows_of(example: object) -> int:
     """The rows of a microbatch."""
     shapes = (x.shape for _, x in batch_leaves(example) if isinstance(x, torch.Tensor) and x.dim())
     return int(next(shapes, (1,))[0])

@@ -279,7 +279,7 @@ def check_choices(options: Options) -> None:
             )
 
 
-def _choices(kind: Any) -> tuple[Any, ...]:
+def _choices(kind: object) -> tuple[object, ...]:
     """The values that a type lists; none for a type that has others."""
     if kind in (bool, type(None)):
         return (True, False) if kind is bool else (None,)
@@ -428,7 +428,7 @@ def _check_whole(options: Settings, schedule: Schedule) -> None:
             raise OptionError(f"The schedule {schedule.name} is given whole: leave out {name}.")
 
 
-def names_of(names: Iterable[str], option: str) -> tuple[Any, ...]:
+def names_of(names: Iterable[str], option: str) -> tuple[object, ...]:
     """The names that an option lists.  Raises OptionError for anything else, and for one text."""
     if isinstance(names, str):
         raise OptionError(f"{option} is a list of names: give {[names]}.")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import fx
@@ -89,7 +89,7 @@ def kind_of(node: fx.Node) -> str:
 
 
 @cache
-def _kind_of_target(target: Any) -> str:
+def _kind_of_target(target: object) -> str:
     packet = getattr(target, "overloadpacket", target)
     name = getattr(packet, "__name__", str(packet)).removesuffix("_")
     if "attention" in name:

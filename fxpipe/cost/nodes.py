@@ -67,7 +67,7 @@ class NodeSeconds:
 
     def __init__(self, device: Device) -> None:
         self.device = device
-        self._known: dict[tuple[Any, ...], tuple[float, list[Any]]] = {}
+        self._known: dict[tuple[object, ...], tuple[float, list[object]]] = {}
 
     def __call__(self, node: fx.Node) -> float:
         if "fused" in node.meta:  # as other copies of the node are not
@@ -88,7 +88,7 @@ def sent_between_lanes(node: fx.Node, size: Callable[[fx.Node], Any] = node_byte
     Lanes are neighbors, so the link is that within a machine.  size: as for ``bytes_moved``.
     """
     lanes, bytes_in = cast(int, node.args[-1]), size(cast(fx.Node, node.args[0]))
-    all_shares: dict[Any, int] = {
+    all_shares: dict[object, int] = {
         torch.ops.lanes.all_reduce.default: 2,
         torch.ops.lanes.all_gather.default: lanes,
     }

@@ -60,7 +60,7 @@ class Sizes:
             if any(t not in self._resized_values for t in tensors(node)):
                 self._derive(node)
 
-    def shapes(self, node: fx.Node) -> Any:
+    def shapes(self, node: fx.Node) -> object:
         """The node's value, with a Shape for each tensor."""
 
         def shape(tensor: torch.Tensor) -> Shape:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Set
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import fx, nn
@@ -48,7 +48,7 @@ SAMPLE = 1 << 27  # bytes
 _FIELDS = {Phase.F: "forward", Phase.B: "backward", Phase.W: "weight"}
 
 
-def known_tensors(model: nn.Module, example: Any, constants: Mapping[str, torch.Tensor]) -> Known:
+def known_tensors(model: nn.Module, example: object, constants: Mapping[str, torch.Tensor]) -> Known:
     """The tensors that sections can be run on; those on the meta device have no values."""
     by_kind: dict[Kind, dict[str, torch.Tensor]] = {
         Kind.PARAMETER: {name: local(p) for name, p in model.named_parameters()},
@@ -117,12 +117,12 @@ def _timed(section: Section, device: torch.device, known: Known, backend: str) -
     graph = _without_checks(section.graph)
     function = _function(graph, section.phase) if is_compiled(section, backend) else _by_op(graph)
     written = _written(graph)
-    inputs, overwritten = list[Any](), list[torch.Tensor]()
+    inputs, overwritten = list[object](), list[torch.Tensor]()
     generator = torch.Generator(device)  # the user's random numbers stay as they are
     for node in graph.find_nodes(op="placeholder"):
         step_input = node.meta.get("input")
         kind = step_input.kind if isinstance(step_input, Input) else None
-        value: Any = 0 if kind is Kind.KEY else _known_input(node, device, known)
+        value: object = 0 if kind is Kind.KEY else _known_input(node, device, known)
         if value is None:
             flat, value = _made_up(node, generator)
             if node in written and kind is not Kind.GRADIENT:  # gradients are only added to
@@ -138,11 +138,11 @@ def _timed(section: Section, device: torch.device, known: Known, backend: str) -
     return Timed(partial(_run, section, function, *inputs), fill_again)
 
 
-def _by_op(graph: fx.Graph) -> Callable[..., Any]:
+def _by_op(graph: fx.Graph) -> Callable[..., object]:
     return fx.GraphModule(nn.Module(), graph).forward
 
 
-def _function(graph: fx.Graph, phase: Phase) -> Callable[..., Any]:
+def _function(graph: fx.Graph, phase: Phase) -> Callable[..., object]:
     """A section as Inductor compiles it: as a whole, of a W its stretches."""
     if phase is not Phase.W:
         return inductor(_by_op(graph))
@@ -161,12 +161,12 @@ def _function(graph: fx.Graph, phase: Phase) -> Callable[..., Any]:
 class _Called(nn.Module):
     """A function as a module."""
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function: Callable[..., object]) -> None:
         super().__init__()
         self.forward = function
 
 
-def _run(section: Section, function: Callable[..., Any], *inputs: Any) -> None:
+def _run(section: Section, function: Callable[..., object], *inputs: object) -> None:
     try:
         function(*inputs)
     except RuntimeError as error:

@@ -71,7 +71,7 @@ def peak_seconds(flops: Mapping[str, float], device: str) -> float:
 def throughputs(
     graph: fx.Graph,
     resized: ResizedTraces | None,
-    example: Any,
+    example: object,
     device: str,
     sizes: Sequence[Mapping[str, int]],
 ) -> list[Throughput]:

@@ -28,7 +28,7 @@ class Builder:
         self.color: Color | None = None
         self.origin = Origin()
 
-    def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
+    def call(self, target: Callable[..., object], *args: Any, **kwargs: Any) -> fx.Node:
         """Append an op on nodes and plain values; its value is computed on fake tensors."""
         # On fake tensors, so that shapes and dtypes are torch's own.
         values, named = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
@@ -45,14 +45,14 @@ class Builder:
             node.meta["color"] = self.color
         return node
 
-    def _name(self, target: Callable[..., Any]) -> str:
+    def _name(self, target: Callable[..., object]) -> str:
         """A name from the module and the op."""
         place = "_".join(self.origin.path.split(".")[-2:]) or "model"
         packet = getattr(target, "overloadpacket", target)
         name = identifier(f"{place}_{packet.__name__.strip('_')}")
         return BACKWARD + name.lstrip("_") if self.origin.backward else name
 
-    def copy(self, node: fx.Node, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> fx.Node:
+    def copy(self, node: fx.Node, args: tuple[object, ...], kwargs: Mapping[str, object]) -> fx.Node:
         """Append the same op on other arguments."""
         self.origin = node.meta["origin"]
         return self.call(node.target, *args, **kwargs)  # type: ignore[arg-type]
@@ -69,7 +69,11 @@ class Calls:
         return short_paths({node.meta["origin"].path for node in call_nodes(self.graph)})
 
     def __call__(
-        self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None, **meta: Any
+        self,
+        target: object,
+        args: tuple[object, ...],
+        kwargs: Mapping[str, object] | None = None,
+        **meta: Any,
     ) -> fx.Node:
         """Add a node.  meta: that of the node, at least its origin."""
         name = op_name(target, meta["origin"], self._short)

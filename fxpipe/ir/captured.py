@@ -47,7 +47,7 @@ def _input(node: fx.Node) -> CapturedInput:
     return CapturedInput(str(step_input.kind), step_input.name, *_layout(node.meta.get("val")))
 
 
-def _layout(value: Any) -> tuple[tuple[int, ...] | None, str | None]:
+def _layout(value: object) -> tuple[tuple[int, ...] | None, str | None]:
     if not isinstance(value, torch.Tensor):
         return None, None
     return tuple(int(size) for size in value.shape), str(value.dtype)
@@ -72,7 +72,7 @@ def _target(target: Any) -> str:
     return str(target) if schema_of(target) else str(target.__name__)
 
 
-def encoded(argument: Any, numbers: dict[fx.Node, int]) -> Any:
+def encoded(argument: object, numbers: dict[fx.Node, int]) -> object:
     """An op's argument as JSON."""
     match argument:
         case fx.Node():

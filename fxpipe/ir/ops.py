@@ -16,7 +16,7 @@ from fxpipe.ir.storage import argument, is_view
 aten = torch.ops.aten
 
 #: Attention on a CPU, which torch's table of FLOPs lacks, and the op with its arguments that has them.
-_COUNTED_AS: dict[Any, Any] = {
+_COUNTED_AS: dict[object, Any] = {
     aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: (
         aten._scaled_dot_product_flash_attention_backward
@@ -72,13 +72,13 @@ def _with_all_heads(args: Sequence[Any], first: int) -> Any:
 def is_elementwise(node: fx.Node) -> bool:
     """Whether an op computes each entry of its result from the entries at the same place: also a view, or a
     cast."""
-    target: Any = node.target
+    target: object = node.target
     return (
         is_view(node) or target is aten._to_copy.default or torch.Tag.pointwise in getattr(target, "tags", ())
     )
 
 
-def is_between_lanes(target: Any) -> bool:
+def is_between_lanes(target: object) -> bool:
     """Whether an op communicates: all lanes must call it together."""
     return getattr(target, "namespace", "") == "lanes" and target not in (
         torch.ops.lanes.part.default,

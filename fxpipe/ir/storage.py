@@ -67,7 +67,7 @@ def draws_numbers(node: fx.Node) -> bool:
     return not any(argument(node, name, _MISSING) == still for name, still in _STILL.items())
 
 
-def argument(node: fx.Node, name: str, default: Any = None) -> Any:
+def argument(node: fx.Node, name: str, default: object = None) -> object:
     """An op's argument by its name; ``default`` for an op that takes none of this name."""
     schema = schema_of(node.target)
     for place, parameter in enumerate(() if schema is None else schema.arguments):
@@ -84,7 +84,7 @@ def may_draw_numbers(target: fx.node.Target) -> bool:
     return torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
 
 
-def written_arguments(target: Any, args: Any, kwargs: Any) -> list[Any]:
+def written_arguments(target: object, args: Any, kwargs: Any) -> list[Any]:
     """The arguments that an op writes to: tensors, or nodes."""
     names = written(target)
     if not names:

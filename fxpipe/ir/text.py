@@ -36,7 +36,7 @@ def _node(node: fx.Node) -> str:
 
 
 def _results(graph: fx.Graph) -> list[str]:
-    results: dict[str, Any] = {}
+    results: dict[str, object] = {}
     for key, value in graph_outputs(graph)._asdict().items():
         several = value if isinstance(value, dict) else {}
         results |= {f"{key}[{text_literal(name)}]": part for name, part in several.items()}

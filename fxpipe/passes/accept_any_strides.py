@@ -12,8 +12,6 @@ of the trace, and copies otherwise.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import fx
 
@@ -52,12 +50,12 @@ def accept_any_strides(graph: fx.Graph) -> None:
                     node.replace_input_with(source, _in_format(call, node, source, format))
 
 
-def _is_custom(target: Any) -> bool:
+def _is_custom(target: object) -> bool:
     """Whether an op is neither torch's own nor one between lanes: its code may read memory in any way."""
     return isinstance(target, OpOverload) and target.namespace not in ("aten", "prims", "lanes")
 
 
-def _format(value: Any) -> torch.memory_format | None:
+def _format(value: object) -> torch.memory_format | None:
     """The memory format that a tensor fills from the beginning of its storage; of one element, it has all."""
     if isinstance(value, torch.Tensor) and value.numel() > 1 and not value.storage_offset():
         for format in (torch.contiguous_format, _FORMATS.get(value.dim())):
@@ -67,7 +65,7 @@ def _format(value: Any) -> torch.memory_format | None:
 
 
 def _in_format(call: Calls, user: fx.Node, source: fx.Node, format: torch.memory_format) -> fx.Node:
-    kwargs: dict[str, Any] = {} if format is torch.contiguous_format else {"memory_format": format}
+    kwargs: dict[str, object] = {} if format is torch.contiguous_format else {"memory_format": format}
     meta = {**source.meta, "color": user.meta["color"], "origin": user.meta["origin"]}
     with user.graph.inserting_before(user):
         return call(aten.contiguous.default, (source,), kwargs, **meta)

@@ -24,11 +24,11 @@ class KeptSlot:
     """The place of a tensor: a module, and the keys that lead from its ``__dict__`` to the tensor."""
 
     module: nn.Module
-    keys: tuple[Any, ...]
+    keys: tuple[object, ...]
 
     def get(self) -> torch.Tensor | None:
         """The tensor; None if there is none (any more)."""
-        thing: Any = self.module.__dict__
+        thing: object = self.module.__dict__
         for key in self.keys:
             try:
                 # What led there may have been replaced, or may have become shorter.
@@ -75,12 +75,12 @@ def own_of_each_replica(name: str) -> str:
     )
 
 
-def _entries(thing: Any) -> Any:
+def _entries(thing: object) -> Any:
     """A container, by its keys."""
     return vars(thing) if dataclasses.is_dataclass(thing) and hasattr(thing, "__dict__") else thing
 
 
-def _keys(thing: Any, above: tuple[Any, ...], seen: set[int]) -> Iterator[tuple[Any, ...]]:
+def _keys(thing: object, above: tuple[object, ...], seen: set[int]) -> Iterator[tuple[object, ...]]:
     """The keys that lead to tensors; seen: containers that were searched, and can be reached by two ways."""
     entries = _entries(thing)
     if isinstance(thing, torch.Tensor):
@@ -95,7 +95,7 @@ def _keys(thing: Any, above: tuple[Any, ...], seen: set[int]) -> Iterator[tuple[
                 yield from _keys(x, (*above, key), seen)
 
 
-def _with(thing: Any, keys: tuple[Any, ...], tensor: torch.Tensor) -> Any:
+def _with(thing: object, keys: tuple[Any, ...], tensor: torch.Tensor) -> Any:
     """The thing, with the tensor at the end of the keys."""
     if not keys:
         return tensor

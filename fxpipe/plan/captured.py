@@ -100,7 +100,7 @@ def _check(step: CapturedStep) -> None:
             raise Mismatch(f"has the result {index}, which no op computes")
 
 
-def values_in(argument: Any) -> list[Any]:
+def values_in(argument: object) -> list[object]:
     """The numbers of the values in an op's arguments."""
     if isinstance(argument, dict):
         if argument.keys() == {"value"}:

@@ -24,7 +24,7 @@ def is_dtensor_type(kind: type) -> bool:
     return module is not None and issubclass(kind, module.DTensor)
 
 
-def is_dtensor(tensor: Any) -> bool:
+def is_dtensor(tensor: object) -> bool:
     """Whether a tensor, or a parameter, is a DTensor."""
     return is_dtensor_type(type(tensor))
 

@@ -56,7 +56,7 @@ def value_at(terms: Terms, lengths: Sequence[Any]) -> Any:
     return sum(values, start=0 * lengths[0])
 
 
-def _held(work: StageWork, lengths: Sequence[Any]) -> dict[str, float]:
+def _held(work: StageWork, lengths: Sequence[object]) -> dict[str, float]:
     return {name: float(value_at(getattr(work, name), lengths)) for name in StageBytes._fields}
 
 
@@ -96,7 +96,7 @@ class Work:
     arithmetic: str
     kind: str = ""
 
-    def seconds(self, lengths: Sequence[Any], rates: Rates, largest: Callable[..., Any]) -> Any:
+    def seconds(self, lengths: Sequence[object], rates: Rates, largest: Callable[..., object]) -> Any:
         """The seconds of one of the ops."""
         flops, moved = value_at(self.flops, lengths), value_at(self.bytes, lengths)
         if self.kind == BETWEEN_LANES:
@@ -112,7 +112,7 @@ def op_seconds(
     kind: str,
     roofline: tuple[float, float, float],
     curves: Mapping[str, Curve],
-    largest: Callable[..., Any] = max,
+    largest: Callable[..., object] = max,
 ) -> Any:
     """The seconds of an op.  roofline: FLOPs a second, bytes a second, and the least seconds.
 
@@ -216,10 +216,10 @@ class PlanWork:
     def rates_of(self, stage: int) -> Rates:
         return self.stage_rates[stage] if self.stage_rates else self.rates
 
-    def stage(self, stage: int, lengths: Sequence[Any], largest: Callable[..., Any]) -> Expressions:
+    def stage(self, stage: int, lengths: Sequence[Any], largest: Callable[..., object]) -> Expressions:
         none, work, rates = 0 * lengths[0], self.stages[stage], self.rates_of(stage)
 
-        def seconds(ops: tuple[Work, ...]) -> Any:
+        def seconds(ops: tuple[Work, ...]) -> object:
             # A phase without ops is no section.
             overhead = rates.stage_overhead if ops else 0
             times = (op.count * op.seconds(lengths, rates, largest) for op in ops)

@@ -16,7 +16,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from fxpipe.plan.saved import files
 from fxpipe.schedule.costs import Edge
@@ -30,7 +29,7 @@ from fxpipe.viz.report.write import ReportSource
 from fxpipe.viz.roles import MEANING
 from fxpipe.viz.waits import Cause, IdleWait, measured_waits, runs, waits
 
-Event = dict[str, Any]
+Event = dict[str, object]
 PREDICTED, MEASURED = 1, 2  # processes
 _LEAST = 1e-3  # microseconds: a shorter idle span is rounding
 
@@ -73,7 +72,7 @@ def _thread(process: int, thread: int, name: str, order: int) -> Iterator[Event]
     yield {"ph": "M", "name": "thread_sort_index", **place, "args": {"sort_index": order}}
 
 
-def _span(process: int, thread: int, name: str, start: float, end: float, kind: str, **args: Any) -> Event:
+def _span(process: int, thread: int, name: str, start: float, end: float, kind: str, **args: object) -> Event:
     return {"ph": "X", "name": name, "cat": kind, "pid": process, "tid": thread,
             "ts": _micro(start), "dur": _micro(end) - _micro(start), "args": args}  # fmt: skip
 
@@ -149,7 +148,7 @@ def _text(color: Color) -> str:
     return f"{color.phase}{color.stage}"
 
 
-def _message(edge: Edge, named: list[str]) -> dict[str, Any]:
+def _message(edge: Edge, named: list[str]) -> dict[str, object]:
     return {"bytes": int(edge.bytes), "tensors": ", ".join(named) or "not known"}
 
 

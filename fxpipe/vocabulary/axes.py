@@ -257,7 +257,7 @@ def _through_sum(node: fx.Node, at: int) -> int | None:
     return at if keeps else at - sum(dim < at for dim in summed)
 
 
-_MOVES: dict[Any, Callable[[fx.Node, int], int | None]] = {
+_MOVES: dict[object, Callable[[fx.Node, int], int | None]] = {
     **dict.fromkeys(RESHAPES, _through_view),
     aten.t.default: _through_transpose,
     aten.transpose.int: _through_transpose,

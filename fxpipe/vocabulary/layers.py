@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import fx
@@ -152,7 +151,7 @@ def _root(node: fx.Node) -> fx.Node:
 
 
 def _elements(node: fx.Node) -> int:
-    val: Any = node.meta.get("val")
+    val: object = node.meta.get("val")
     if isinstance(val, (list, tuple)):
         val = val[0]
     return val.numel() if isinstance(val, torch.Tensor) else 0

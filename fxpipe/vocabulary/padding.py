@@ -9,8 +9,6 @@ entries of several columns meet first, behind all ops on single ones.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import fx
 
@@ -111,7 +109,7 @@ class _Padding:
             index = self._build.call(aten.arange.default, self.size, device=val.device)
             self._masks[length] = self._build.call(aten.ge.Scalar, index, length)
         # It is broadcast over the tokens.
-        shape: list[Any] = [1] * (val.dim() - axis)
+        shape: list[object] = [1] * (val.dim() - axis)
         shape[0] = self.size
         mask = self._build.call(aten.view.default, self._masks[length], shape)
         filled = self._build.call(aten.masked_fill.Scalar, value, mask, filler)

@@ -33,7 +33,7 @@ class Shard:
         self.begin, self.end = begin, end
         self.lookup_stage, self.head_stage = lookup, head
         self.phase = Phase.B
-        self.makers: dict[Any, Callable[[fx.Node], fx.Node]] = {}
+        self.makers: dict[object, Callable[[fx.Node], fx.Node]] = {}
         self._build = Builder(graph)
         self._tables: dict[fx.Node, fx.Node] = {}
         self._locals: dict[fx.Node, fx.Node] = {}
@@ -91,7 +91,7 @@ class Shard:
         size: int,
         local: Callable[[fx.Node], fx.Node],
         masked: Callable[[fx.Node, int], fx.Node] = lambda part, place: part,
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    ) -> tuple[tuple[object, ...], dict[str, Any]]:
         """An op's arguments for another size of the vocabulary; ``local`` gives those that have one.
 
         ``masked``: what to take of the shard's part of a mask, which every rank has as a whole; its dimension

@@ -30,7 +30,7 @@ class Checked:
     """An ``expect`` of a program: the value, and all that it says of it."""
 
     term: Term
-    says: Any
+    says: object
 
 
 @dataclass(eq=False, repr=False)
@@ -61,7 +61,7 @@ class Calls:
     effects: Effects = field(default_factory=Effects)
     count: int = 0
 
-    def call(self, op: Any, args: Any, kwargs: Any) -> Any:
+    def call(self, op: object, args: object, kwargs: object) -> Any:
         """Call an OpOverload on values; a Value, a tuple of them, or None."""
         self.count += 1
         schema = schema_of(op)
@@ -74,7 +74,7 @@ class Calls:
             self.note(f"draws random numbers without a key: {schema.name}")
         return self._result(schema, arguments, self._made(schema, arguments))
 
-    def keyed(self, key: Any, position: int, op: Any, args: Any, kwargs: Any) -> Any:
+    def keyed(self, key: object, position: int, op: Any, args: object, kwargs: object) -> object:
         """A random op with its key."""
         self.count += 1
         schema = schema_of(op.overload)
@@ -82,7 +82,7 @@ class Calls:
         term = keyed_term(self.terms, self.read(key), position, schema, self._terms_of(arguments))
         return self._result(schema, arguments, term)
 
-    def read(self, value: Any) -> Any:
+    def read(self, value: object) -> Any:
         """The term of a value that an op reads; of lists of them alike."""
         match value:
             case Value():
@@ -102,13 +102,13 @@ class Calls:
                 raise Rejected(self.line(), f"uses {value.text} in an op: {FOLLOWS}")
         return value
 
-    def _terms_of(self, arguments: dict[str, Any]) -> dict[str, Any]:
+    def _terms_of(self, arguments: dict[str, object]) -> dict[str, Any]:
         return {name: self.read(value) for name, value in arguments.items()}
 
-    def _made(self, schema: Schema, arguments: dict[str, Any]) -> Term:
+    def _made(self, schema: Schema, arguments: dict[str, object]) -> Term:
         return op_term(self.terms, schema, self._terms_of(arguments))
 
-    def _result(self, schema: Schema, arguments: dict[str, Any], term: Term) -> Any:
+    def _result(self, schema: Schema, arguments: dict[str, object], term: Term) -> object:
         memory = self._memory(schema, arguments, term)
         if schema.results == 1:
             return Value(term, 0, memory or Memory(root=term))
@@ -126,7 +126,7 @@ class Calls:
         item = self.terms.item(term, index)
         return Value(item, 0, memory or Memory(root=item))
 
-    def _memory(self, schema: Schema, arguments: dict[str, Any], term: Term) -> Memory | None:
+    def _memory(self, schema: Schema, arguments: dict[str, object], term: Term) -> Memory | None:
         """That of an argument, which the op views or writes to; None for new memory.  term: the op's."""
         if len(schema.written) > 1:
             raise Rejected(
@@ -142,7 +142,7 @@ class Calls:
         viewed = arguments.get(schema.viewed) if schema.viewed is not None else None
         return viewed.memory if isinstance(viewed, Value) else None
 
-    def _check_operands(self, target: Any, operands: Iterable[Any], is_elementwise: bool) -> None:
+    def _check_operands(self, target: object, operands: Iterable[object], is_elementwise: bool) -> None:
         """An elementwise op may read what it writes to as it is, but not as a view of it, with elements
         elsewhere; others read elements that they have written."""
         for operand in operands:
@@ -154,13 +154,13 @@ class Calls:
             if operand.memory is target.memory and not is_same:
                 self.note(f"writes to {target.term} and reads {operand.term}, in the same memory")
 
-    def _check_size(self, target: Any, term: Term) -> None:
+    def _check_size(self, target: object, term: Term) -> None:
         """Torch resizes an ``out=`` of another shape, in memory that stays as large, and converts what an op
         writes to the dtype that is there."""
         if isinstance(target, Value) and layout_of(self.terms, target.term) != layout_of(self.terms, term):
             self.note(f"writes {term} to {target.term}, which has another shape or dtype", of=[term])
 
-    def _write(self, target: Any) -> Memory:
+    def _write(self, target: object) -> Memory:
         if not isinstance(target, Value):
             raise Rejected(self.line(), "writes to what is no tensor")
         memory = target.memory
@@ -174,7 +174,7 @@ class Calls:
 
     # -- gradients ----------------------------------------------------------------------------------------
 
-    def _to_sum(self, schema: Schema, arguments: dict[str, Any]) -> Any:
+    def _to_sum(self, schema: Schema, arguments: dict[str, object]) -> object:
         """An op on an accumulator: a transposed view, or an addition."""
         total = next(value for value in arguments.values() if isinstance(value, Sum))
         if schema.name in ("aten.t", "aten.transpose"):
@@ -191,7 +191,7 @@ class Calls:
         self.effects.added.append(Added(total.name, term, self.line()))
         return total
 
-    def _summand(self, schema: Schema, total: Sum, arguments: dict[str, Any]) -> Term:
+    def _summand(self, schema: Schema, total: Sum, arguments: dict[str, object]) -> Term:
         terms = self._terms_of(arguments)
         make = self.terms.make
         match schema.name:
@@ -223,7 +223,7 @@ _ADD = schema_of(torch.ops.aten.add_.Tensor)
 def op_term(terms: Terms, schema: Schema, arguments: dict[str, Any]) -> Term:
     """The term of an op on terms and plain arguments.  Raises Unknown where it cannot be."""
 
-    def as_tensor(value: Any, dtype: torch.dtype, is_alone: bool) -> Term:
+    def as_tensor(value: object, dtype: torch.dtype, is_alone: bool) -> Term:
         if is_alone:
             term = terms.plain("aten.scalar_tensor", {"s": canonical(value), "dtype": canonical(dtype)})
         else:
@@ -238,7 +238,7 @@ def op_term(terms: Terms, schema: Schema, arguments: dict[str, Any]) -> Term:
         raise
 
 
-def keyed_term(terms: Terms, key: Term, position: int, schema: Schema, arguments: dict[str, Any]) -> Term:
+def keyed_term(terms: Terms, key: Term, position: int, schema: Schema, arguments: dict[str, object]) -> Term:
     """The term of a random op: of its key, its position and its arguments."""
     plain = op_term(terms, schema, arguments)
     parts = {"key": key, "position": position, "op": ("op", plain.op), "given": plain.arguments}

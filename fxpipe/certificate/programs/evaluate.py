@@ -37,16 +37,16 @@ MOST_ROUNDS = 1_000_000  # of loops, and calls of functions
 class Op:
     """An OpOverload as a program calls it."""
 
-    overload: Any
+    overload: object
     sections: Sections
     is_stateless: ClassVar[bool] = True
 
-    def __call__(self, *args: Any, **named: Any) -> Any:
+    def __call__(self, *args: object, **named: object) -> object:
         if self.sections.running:
             return self.run(*args, **named)
         return self.sections.call(self, [*args, *named.values()], tuple(named))
 
-    def run(self, *args: Any, **named: Any) -> Any:
+    def run(self, *args: object, **named: object) -> object:
         return self.sections.calls.call(self.overload, args, named)
 
     @property
@@ -68,7 +68,7 @@ class Section:
     evaluator: Evaluator
     is_stateless: ClassVar[bool] = True
 
-    def __call__(self, *args: Any, **named: Any) -> Any:
+    def __call__(self, *args: object, **named: object) -> object:
         sections = self.evaluator.sections
         if sections.running:  # of another section
             return self.run(*args, **named)
@@ -77,7 +77,7 @@ class Section:
         sections.held.runs(self.name, sections.own, self.evaluator.stack())
         return result
 
-    def run(self, *args: Any, **named: Any) -> Any:
+    def run(self, *args: object, **named: object) -> object:
         return self.evaluator.run(self.function, args, named, self.evaluator.top)
 
     @property
@@ -93,7 +93,7 @@ class Inner:
     evaluator: Evaluator
     around: Frame
 
-    def __call__(self, *args: Any, **named: Any) -> Any:
+    def __call__(self, *args: object, **named: object) -> object:
         return self.evaluator.run(self.function, args, named, self.around)
 
 
@@ -109,19 +109,19 @@ class Evaluator:
         self.rounds = 0
         calls = sections.calls
 
-        def keyed(key: Any, position: Any, op: Any, *args: Any, **named: Any) -> Any:
+        def keyed(key: object, position: object, op: object, *args: object, **named: object) -> object:
             if not isinstance(op, Op) or type(position) is not int or not sections.running:
                 raise TypeError("keyed takes a key, a position and an op, in a function")
             return calls.keyed(key, position, op, args, named)
 
-        def expect(value: Any, *says: Any) -> None:
+        def expect(value: object, *says: object) -> None:
             if not sections.running:
                 raise TypeError("expect stands in a function, which runs for each microbatch")
             calls.effects.checked.append(Checked(calls.read(value), canonical(list(says))))
 
         self.imported = {"keyed": keyed, "expect": expect, "within": _within}
 
-    def step(self, rt: Any, batch: Any) -> Any:
+    def step(self, rt: object, batch: object) -> object:
         """Run the top level, and then ``step``."""
         self.stack.frames.append(self.top)
         self.block(self.program.body, self.top)
@@ -133,7 +133,9 @@ class Evaluator:
         self.top.values.clear()  # its functions refer to it, and to the program
         return result
 
-    def run(self, function: r.Function, args: Sequence[Any], named: Mapping[str, Any], around: Frame) -> Any:
+    def run(
+        self, function: r.Function, args: Sequence[object], named: Mapping[str, object], around: Frame
+    ) -> object:
         """A call.  Its frame stays on the stack where it fails."""
         self._count()
         frame = Frame(function.name, function.local, _bound(function, args, named), around, function.line)
@@ -150,7 +152,7 @@ class Evaluator:
 
     # -- statements ---------------------------------------------------------------------------------------
 
-    def block(self, body: Sequence[r.Statement], frame: Frame) -> tuple[Any] | None:
+    def block(self, body: Sequence[r.Statement], frame: Frame) -> tuple[object] | None:
         """What it returns, in a tuple; None if it runs to its end."""
         for each in body:
             frame.line = each.line
@@ -159,7 +161,7 @@ class Evaluator:
                 return result
         return None
 
-    def perform(self, node: r.Statement, frame: Frame) -> tuple[Any] | None:
+    def perform(self, node: r.Statement, frame: Frame) -> tuple[object] | None:
         match node:
             case r.Assign(target=target, value=value):
                 self.store(target, self.value(value, frame), frame)
@@ -192,7 +194,7 @@ class Evaluator:
                 raise Rejected(self.stack(), f"is outside of what is checked: {what}")
         return None
 
-    def store(self, target: r.Target, value: Any, frame: Frame) -> None:
+    def store(self, target: r.Target, value: object, frame: Frame) -> None:
         match target:
             case r.Name(id=name):
                 if frame is self.top and name == "MESSAGES" and isinstance(value, dict):
@@ -265,7 +267,7 @@ class Evaluator:
                 return Printed(text)
         raise TypeError(f"{type(node).__name__} has no value")
 
-    def _call(self, node: r.Call, frame: Frame) -> Any:
+    def _call(self, node: r.Call, frame: Frame) -> object:
         function = self.value(node.function, frame)
         args = [self.value(each, frame) for each in node.arguments]
         named = {name: self.value(each, frame) for name, each in node.named}
@@ -285,7 +287,7 @@ class Evaluator:
             else:
                 yield self.value(each, frame)
 
-    def _comprehension(self, node: r.Comprehension, loops: Sequence[Any], frame: Frame) -> Iterator[Any]:
+    def _comprehension(self, node: r.Comprehension, loops: Sequence[Any], frame: Frame) -> Iterator[object]:
         if not loops:
             yield self.value(node.value, frame)
             return
@@ -295,8 +297,8 @@ class Evaluator:
             yield from self._comprehension(node, inner, frame)
 
 
-def overload_of(op: r.Op) -> Any:
-    overload: Any = torch.ops
+def overload_of(op: r.Op) -> object:
+    overload: object = torch.ops
     for name in op.name.split("."):
         overload = getattr(overload, name)
     if not hasattr(overload, "_schema"):
@@ -305,20 +307,20 @@ def overload_of(op: r.Op) -> Any:
     return overload
 
 
-def _item(of: Any, key: Any) -> Any:
+def _item(of: object, key: Any) -> Any:
     if isinstance(of, list | tuple | dict | MappingProxyType | Container | Within | Leaves):
         return of[key]
     raise TypeError(f"computes item {written(key)} of {written(of)}: {FOLLOWS}")
 
 
-def _method(of: Any, name: str) -> Callable[..., Any]:
+def _method(of: object, name: str) -> Callable[..., object]:
     if type(of) is list or (type(of) is dict and name in ("pop", "clear")):
-        method: Callable[..., Any] = getattr(of, name)
+        method: Callable[..., object] = getattr(of, name)
         return method
     raise TypeError(f"reads .{name} of {written(of)}: {FOLLOWS}")
 
 
-def _computed(sign: str, *values: Any) -> Any:
+def _computed(sign: str, *values: object) -> object:
     match values:
         case [Once() as one, Once() as other] if sign == "|":
             return one.joined(other)
@@ -329,7 +331,7 @@ def _computed(sign: str, *values: Any) -> Any:
     raise TypeError(f"computes {f' {sign} '.join(map(written, values))}: {FOLLOWS}")
 
 
-def _bound(function: r.Function, args: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
+def _bound(function: r.Function, args: Sequence[object], named: Mapping[str, object]) -> dict[str, object]:
     """The variables with which a call begins.  Raises TypeError where Python would."""
     names = function.parameters
     values = dict(zip(names, args, strict=False))
@@ -338,20 +340,20 @@ def _bound(function: r.Function, args: Sequence[Any], named: Mapping[str, Any]) 
     return {**values, **named}
 
 
-def _within(container: Any, module: Any) -> Within:
+def _within(container: object, module: object) -> Within:
     if not isinstance(container, Container) or type(module) is not str:
         raise TypeError("within takes the tensors of a rank, and the name of a module")
     return Within(container, module)
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain(value: object) -> bool:
     """Whether a value is a key, or the number of an item."""
     return type(value) in (int, str, bool) or (type(value) is tuple and all(map(_is_plain, value)))
 
 
 #: How often a program may write one value in a list.
 _MOST_READERS = 1 << 10
-_SIGNS: dict[tuple[str, int], Callable[..., Any]] = {
+_SIGNS: dict[tuple[str, int], Callable[..., object]] = {
     ("-", 1): operator.neg,
     ("+", 2): operator.add,
     ("-", 2): operator.sub,

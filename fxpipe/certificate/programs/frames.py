@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import Any
 
 from fxpipe.certificate.problems import Line
 
@@ -24,11 +23,11 @@ class Frame:
 
     name: str
     local: Collection[str]
-    values: dict[str, Any]
+    values: dict[str, object]
     around: Frame | None
     line: int = 0
 
-    def lookup(self, name: str) -> Any:
+    def lookup(self, name: str) -> object:
         frame: Frame | None = self
         while frame is not None:
             if name in frame.values:

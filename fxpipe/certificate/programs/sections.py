@@ -35,7 +35,7 @@ class Called(Protocol):
     def name(self) -> str: ...
 
     @property
-    def run(self) -> Callable[..., Any]: ...
+    def run(self) -> Callable[..., object]: ...
 
 
 @dataclass(eq=False, repr=False)
@@ -45,15 +45,15 @@ class Sections:
 
     calls: Calls
     buffer: Callable[[str], Value]
-    known: dict[Any, Summary] = field(default_factory=dict)
+    known: dict[object, Summary] = field(default_factory=dict)
     held: Held = field(default_factory=Held)
     running: bool = False
     own: int | None = None
     at: Line | None = None
     number: int = 0
-    read_buffers: dict[Any, set[str]] = field(default_factory=dict)
+    read_buffers: dict[object, set[str]] = field(default_factory=dict)
 
-    def call(self, function: Called, args: Sequence[Any], names: tuple[str, ...] = ()) -> Any:
+    def call(self, function: Called, args: Sequence[object], names: tuple[str, ...] = ()) -> Any:
         """Call a function, the last arguments by their names."""
         inputs = Given(_microbatch(args))
         self.own, self.at = inputs.own, self.calls.line()
@@ -69,11 +69,11 @@ class Sections:
         summary.calls.append((inputs.own, self.at))
         return self._applied(summary, inputs)
 
-    def _with_buffers(self, form: Any, inputs: Given) -> Any:
+    def _with_buffers(self, form: object, inputs: Given) -> object:
         changed = sorted(self.read_buffers.get(form, ()))
         return form, tuple(self._form(inputs, self.buffer(name)) for name in changed)
 
-    def _form(self, inputs: Given, argument: Any) -> Any:
+    def _form(self, inputs: Given, argument: object) -> object:
         """An argument for comparison; its values, memories and lists are entered into ``given``."""
         match argument:
             case Value():
@@ -113,7 +113,7 @@ class Sections:
         return term
 
     def _run(
-        self, function: Called, args: Sequence[Any], names: tuple[str, ...], inputs: Given, form: Any
+        self, function: Called, args: Sequence[object], names: tuple[str, ...], inputs: Given, form: object
     ) -> Summary:
         """Run the function on copies of its arguments."""
         memories = {memory: Memory(memory.keeper, root=memory.root) for memory in inputs.memories}
@@ -138,7 +138,7 @@ class Sections:
             self.calls.effects,
         )
 
-    def _applied(self, summary: Summary, inputs: Given) -> Any:
+    def _applied(self, summary: Summary, inputs: Given) -> object:
         """The results for the microbatch of this call, and what it does to its arguments."""
         line = str(self.calls.line()) if summary.writes else ""
         memories = [*inputs.memories]
@@ -155,10 +155,10 @@ class Sections:
         return new.of(summary.result)
 
 
-def _lists_within(values: Any) -> Iterator[list[Any]]:
+def _lists_within(values: Any) -> Iterator[list[object]]:
     """The lists that arguments still hold, or that are returned; one that was popped from another is free
     with all its values."""
-    known, todo = dict[int, Any](), [values]
+    known, todo = dict[int, object](), [values]
     for each in todo:
         if id(each) not in known:
             known[id(each)] = each
@@ -167,7 +167,7 @@ def _lists_within(values: Any) -> Iterator[list[Any]]:
     return (each for each in known.values() if isinstance(each, list))
 
 
-def _microbatch(args: Sequence[Any]) -> int | None:
+def _microbatch(args: Sequence[object]) -> int | None:
     """The microbatch that most of the arguments are of."""
     count, todo = Counter[int](), [*args]
     for each in todo:
@@ -191,10 +191,10 @@ class _Copies:
         read: set[str],
     ) -> None:
         self._sections, self._given, self._memories, self._read = sections, inputs, memories, read
-        self._lists: list[list[Any]] = []
-        self.lists: list[list[Any]] = []
+        self._lists: list[list[object]] = []
+        self.lists: list[list[object]] = []
 
-    def of(self, argument: Any) -> Any:
+    def of(self, argument: object) -> object:
         match argument:
             case Value():
                 return self._value(argument)
@@ -208,11 +208,11 @@ class _Copies:
                 return tuple(self.of(each) for each in argument)
         return argument
 
-    def _list(self, items: list[Any]) -> list[Any]:
+    def _list(self, items: list[object]) -> list[object]:
         known = [k for k, each in enumerate(self._lists) if each is items]
         if known:
             return self.lists[known[0]]
-        copy: list[Any] = []
+        copy: list[object] = []
         self._lists.append(items)
         self.lists.append(copy)
         copy += [self.of(each) for each in items]

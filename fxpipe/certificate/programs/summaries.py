@@ -33,7 +33,7 @@ class ListLeaf:
     may stand in several places."""
 
     given: int | None
-    items: list[Any] = field(default_factory=list)
+    items: list[object] = field(default_factory=list)
 
 
 @dataclass(eq=False, repr=False)
@@ -43,7 +43,7 @@ class Summary:
     ``calls``: the microbatches for which it was called, each with the line of the call."""
 
     name: str
-    result: Any
+    result: object
     lists: list[Any]
     writes: dict[int, int]
     effects: Effects
@@ -57,10 +57,10 @@ class Given:
 
     own: int | None
     memories: dict[Memory, int] = field(default_factory=dict)
-    lists: list[list[Any]] = field(default_factory=list)
+    lists: list[list[object]] = field(default_factory=list)
 
 
-def plain_form(calls: Calls, value: Any, does: str) -> Any:
+def plain_form(calls: Calls, value: object, does: str) -> object:
     """Equal for two plain values, ops or functions where no program can tell one from the other: 1, 1.0 and
     True differ, 0.0 and -0.0 too.  Raises Rejected for what else a program may have."""
     if getattr(value, "is_stateless", False):
@@ -76,14 +76,14 @@ def plain_form(calls: Calls, value: Any, does: str) -> Any:
 class AsLeaves:
     """Results as a summary keeps them."""
 
-    def __init__(self, calls: Calls, places: dict[Memory, int], lists: Sequence[list[Any]]) -> None:
+    def __init__(self, calls: Calls, places: dict[Memory, int], lists: Sequence[list[object]]) -> None:
         """places: the numbers of the arguments' memories.  lists: among the arguments."""
         self._calls, self._places, self._new = calls, places, 0
         # By identity, with the list that has it.
         self._lists = {id(each): (each, ListLeaf(k)) for k, each in enumerate(lists)}
-        self._dicts: dict[int, Any] = {}
+        self._dicts: dict[int, object] = {}
 
-    def of(self, result: Any) -> Any:
+    def of(self, result: object) -> object:
         match result:
             case Value():
                 if result.is_stale:
@@ -127,15 +127,15 @@ class Rebuilt:
     before: list[int]
     held: Held
     memories: dict[int, Memory] = field(default_factory=dict)
-    lists: dict[ListLeaf, list[Any]] = field(default_factory=dict)
+    lists: dict[ListLeaf, list[object]] = field(default_factory=dict)
 
-    def of(self, part: Any) -> Any:
+    def of(self, part: object) -> object:
         if type(part) is Leaf:  # almost all are
             return self._value(part)
         match part:
             case ListLeaf(given=None):
                 if part not in self.lists:
-                    made = self.lists[part] = list[Any]()
+                    made = self.lists[part] = list[object]()
                     made += [self.of(each) for each in part.items]
                 return self.lists[part]
             case ListLeaf(given=int(number)):

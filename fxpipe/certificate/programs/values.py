@@ -153,13 +153,13 @@ class Container:
     """A dict of ``rt``, by its kind (``params``, ``grads`` …), or the leaves of a microbatch in a section."""
 
     kind: str
-    read: Callable[[str], Any]
-    write: Callable[[str, Any], None] | None = None
+    read: Callable[[str], object]
+    write: Callable[[str, object], None] | None = None
 
-    def __getitem__(self, name: str) -> Any:
+    def __getitem__(self, name: str) -> object:
         return self.read(name)
 
-    def __setitem__(self, name: str, value: Any) -> None:
+    def __setitem__(self, name: str, value: object) -> None:
         if self.write is None:
             raise TypeError(f"a program does not replace {self.kind}")
         self.write(name, value)
@@ -187,7 +187,7 @@ class Offloaded:
     state: str = "leaving"
 
 
-class Announced(tuple[Any, ...]):
+class Announced(tuple[object, ...]):
     """A layout of ``MESSAGES``: shape, strides and dtype, with the name that both ends have for it."""
 
     name: str
@@ -208,7 +208,7 @@ class Pending:
     ``arrived``: what it holds from then on."""
 
     keys: list[Any]
-    layouts: list[Any]
+    layouts: list[object]
     line: Any
     adds: bool = False
     ahead: bool = False

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 from fxpipe.certificate.problems import Rejected
 from fxpipe.certificate.programs.calls import Calls
@@ -81,7 +80,7 @@ class Inputs:
             self._buffers[name] = Value(term, 0, Memory("a buffer"))
         return self._buffers[name]
 
-    def _set_buffer(self, name: str, value: Any) -> None:
+    def _set_buffer(self, name: str, value: object) -> None:
         """The new value of a buffer must be the captured step's, of the microbatch whose turn it is."""
         number, expected = self.versions[name], self.reference.buffers.get(name)
         if not isinstance(value, Value) or expected is None:
@@ -103,7 +102,7 @@ class Inputs:
             )
         return Sum(name)
 
-    def microbatches(self, batch: Any) -> list[Leaves]:
+    def microbatches(self, batch: object) -> list[Leaves]:
         if batch is not self.batch:
             raise Rejected(self.calls.line(), "takes microbatches of something else than the step's batch")
 

@@ -44,7 +44,7 @@ class TermRuntime(Traffic):
     last: Line | None = None
     number_of_once: int = 0
 
-    def warm_up(self, *made: dict[int, Any]) -> Iterator[None]:
+    def warm_up(self, *made: dict[int, object]) -> Iterator[None]:
         """Once, as where the last update stands.  Where it does not, what was sent in a warm-up comes again,
         to receives that are posted again in warm-ups, and the values in ``made`` are freed."""
         if not all(type(values) is dict for values in made):
@@ -68,7 +68,7 @@ class TermRuntime(Traffic):
             raise Rejected(self.calls.line(), "begins an op whose name the certificate does not know")
         self.held.begin(name, self.calls.line(), self.calls.step_line())
 
-    def once(self, compute: Callable[..., Any], *tensors: Any) -> Once:
+    def once(self, compute: Callable[..., object], *tensors: object) -> Once:
         """What ``compute`` gives must be the same for all microbatches."""
         if any(isinstance(each, Container) and each.kind == "params" for each in tensors):
             for bucket in [*self.gathering]:
@@ -91,7 +91,7 @@ class TermRuntime(Traffic):
         }
         return Once(f"once {self.number_of_once}", values)
 
-    def batch_means(self, counts: Called, batches: Any, *constants: Any) -> Once:
+    def batch_means(self, counts: Called, batches: Any, *constants: object) -> Once:
         """What ``counts`` gives must be the same of each microbatch, in which it is called once."""
         numbers = [each.microbatch for each in batches if isinstance(each, Leaves)]
         if type(batches) is not list or numbers != [*range(self.plan.step.microbatches)]:
@@ -168,7 +168,7 @@ class TermRuntime(Traffic):
             self.world.send(self.world.next_key("from", self.rank, rank), Message((name, total), "", line))
         self.totals[name] = total
 
-    def _sum_of(self, name: str, key: Any, source: int) -> Summands:
+    def _sum_of(self, name: str, key: object, source: int) -> Summands:
         message = self.world.take(
             key, self.rank, self.calls.line(), f"the gradient of {name} of rank {source}"
         )
@@ -192,7 +192,7 @@ class TermRuntime(Traffic):
         return self
 
 
-def _memories(values: Any) -> Iterator[Memory]:
+def _memories(values: object) -> Iterator[Memory]:
     match values:
         case Value():
             yield values.memory

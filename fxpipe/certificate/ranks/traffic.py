@@ -58,7 +58,7 @@ class Traffic(Inputs):
         for value, layout in pairs:
             self._send(self.world.next_key("from", self.rank, to), value, layout)
 
-    def _send(self, key: Any, value: Any, layout: Any) -> None:
+    def _send(self, key: object, value: Any, layout: object) -> None:
         sent = self._noted(value)
         self._check_layout(sent.term, layout)
         due = self.reference.named.get(_name(layout), sent.term)
@@ -79,7 +79,7 @@ class Traffic(Inputs):
             text = f"sends {term} of shape {actual.shape} and {actual.dtype} as one of {shape} and {dtype}"
             self.calls.note(text, f"{LAYOUT} {_name(layout)}", of=[term])
 
-    def receive(self, layouts: Any, source: int) -> Pending:
+    def receive(self, layouts: object, source: int) -> Pending:
         if source == self.rank:
             self.calls.note("receives from its own rank", ORDER)
         expected = layouts if isinstance(layouts, list) else [layouts]
@@ -89,7 +89,7 @@ class Traffic(Inputs):
         (value,) = self.wait_all(pending)
         return value
 
-    def wait_all(self, pending: Any) -> list[Value]:
+    def wait_all(self, pending: object) -> list[Value]:
         if not isinstance(pending, Pending):
             raise Rejected(self.calls.line(), "waits for what is no message")
         self.pending.pop(pending, None)
@@ -102,7 +102,7 @@ class Traffic(Inputs):
         pending.arrived = [*values]
         return values
 
-    def _arrived(self, key: Any, layout: Any, pending: Pending) -> Value:
+    def _arrived(self, key: Any, layout: object, pending: Pending) -> Value:
         line = self.calls.line()
         if key[0] != COLLECTIVE:
             posted = f", asked for in line {pending.line.number}" if pending.line != line else ""
@@ -131,38 +131,38 @@ class Traffic(Inputs):
         """The sum of a value of every rank, in rank order."""
         return self.sections.call(SumOverRanks(self.calls.terms), parts)  # type: ignore[no-any-return]
 
-    def broadcast(self, tensor: Any, layout: Any, source: int, group: int) -> Pending | None:
+    def broadcast(self, tensor: object, layout: object, source: int, group: int) -> Pending | None:
         key = self._join(group, "broadcast", source)
         if self.rank != source:
             return self._posted([(*key, source)], [layout])
         self._give((*key, source), tensor, layout)
         return None
 
-    def gather(self, tensor: Any, layout: Any, to: int, group: int) -> Pending | None:
+    def gather(self, tensor: object, layout: object, to: int, group: int) -> Pending | None:
         return self._collect("gather", tensor, layout, to, group)
 
-    def all_gather(self, tensor: Any, layout: Any, group: int) -> Pending | None:
+    def all_gather(self, tensor: object, layout: object, group: int) -> Pending | None:
         return self._collect("all_gather", tensor, layout, -1, group)
 
-    def reduce(self, tensor: Any, layout: Any, to: int, group: int) -> Pending | None:
+    def reduce(self, tensor: object, layout: object, to: int, group: int) -> Pending | None:
         pending = self._collect("reduce", tensor, layout, to, group)
         if pending is not None:
             pending.adds = True
         return pending
 
-    def _collect(self, verb: str, tensor: Any, layout: Any, to: int, group: int) -> Pending | None:
+    def _collect(self, verb: str, tensor: object, layout: object, to: int, group: int) -> Pending | None:
         """Send a tensor to one rank, or to all with -1, which get those of all ranks."""
         key = self._join(group, verb, to)
         self._give((*key, self.rank), tensor, layout)
         everyone = [(*key, rank) for rank in range(self.plan.ranks)]
         return self._posted(everyone, [layout] * len(everyone)) if to in (-1, self.rank) else None
 
-    def _give(self, key: Any, value: Any, layout: Any) -> None:
+    def _give(self, key: object, value: Any, layout: object) -> None:
         """Send a part of a collective."""
         self._send(key, value, layout)
         value.memory.count_from_now()
 
-    def _posted(self, keys: list[Any], layouts: list[Any]) -> Pending:
+    def _posted(self, keys: list[Any], layouts: list[object]) -> Pending:
         pending = Pending(keys, layouts, self.calls.line(), ahead=self.ahead)
         self.pending[pending] = None
         return pending
@@ -205,7 +205,7 @@ class Traffic(Inputs):
         self._pool.append(handle)
         handle.value.memory.keeper = handle.value.memory.keeper or "on its way to the pool"
 
-    def wait_offload(self, values: list[Any]) -> None:
+    def wait_offload(self, values: list[object]) -> None:
         self._moved("wait_offload")
         for handle in self._handles(values, "leaving"):
             value = handle.value
@@ -213,20 +213,20 @@ class Traffic(Inputs):
             handle.value = Value(value.term, value.microbatch, Memory())
             handle.state = "out"
 
-    def reload(self, values: list[Any]) -> None:
+    def reload(self, values: list[object]) -> None:
         self._moved("reload")
         for handle in self._handles(values, "out"):
             handle.value = Value(handle.value.term, handle.value.microbatch, self._new_memory(handle.value))
             handle.value.memory.count(self.held)
             handle.state = "coming"
 
-    def wait_reload(self, values: list[Any]) -> None:
+    def wait_reload(self, values: list[object]) -> None:
         self._moved("wait_reload")
         for k, handle in enumerate(self._handles(values, "coming")):
             self._pool.remove(handle)
             values[k] = handle.value
 
-    def _handles(self, values: Any, state: str) -> list[Offloaded]:
+    def _handles(self, values: object, state: str) -> list[Offloaded]:
         if not isinstance(values, list) or not all(isinstance(value, Offloaded) for value in values):
             raise Rejected(self.calls.line(), "moves what is not offloaded")
         for handle in values:
@@ -244,6 +244,6 @@ def _of_root(verb: str, root: int) -> str:
     return f"{'an' if verb[0] in 'aeiou' else 'a'} {verb}" + (f" of rank {root}" if root >= 0 else "")
 
 
-def _name(layout: Any) -> str:
+def _name(layout: object) -> str:
     """Of a layout of ``MESSAGES``."""
     return layout.name if isinstance(layout, Announced) else ""

@@ -23,8 +23,8 @@ class Message(NamedTuple):
     """``content``: a Value, or a sum of gradients.  ``line``: that sent it.  ``ahead``: whether it was sent
     in a warm-up, which may run again."""
 
-    content: Any
-    layout: Any
+    content: object
+    layout: object
     line: Line
     ahead: bool = False
 
@@ -32,7 +32,7 @@ class Message(NamedTuple):
 class _Wait(NamedTuple):
     """Of a rank for the message with a key, at a line; ``what``: the message as text."""
 
-    key: Any
+    key: object
     line: Line
     what: str
 
@@ -46,20 +46,20 @@ class World:
     ranks: int
     running: int = 0
     sent: dict[Any, Message] = field(default_factory=dict)
-    numbers: Counter[Any] = field(default_factory=Counter)
+    numbers: Counter[object] = field(default_factory=Counter)
     joined: dict[Any, list[Any]] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
     _waits: dict[int, _Wait] = field(default_factory=dict)
 
-    def next_key(self, *channel: Any) -> Any:
+    def next_key(self, *channel: object) -> Any:
         """The key of the next message of a channel, as one of its ends counts them."""
         self.numbers[channel] += 1
         return (*channel[1:], self.numbers[channel] - 1)
 
-    def send(self, key: Any, message: Message) -> None:
+    def send(self, key: object, message: Message) -> None:
         self.sent[key] = message
 
-    def take(self, key: Any, rank: int, line: Line, what: str) -> Message:
+    def take(self, key: object, rank: int, line: Line, what: str) -> Message:
         """Wait for a message."""
         if key not in self.sent:
             self._waits[rank] = _Wait(key, line, what)
@@ -68,7 +68,7 @@ class World:
             caller.switch()
         return self.sent.pop(key)
 
-    def look(self, key: Any, rank: int, line: Line, what: str) -> Message:
+    def look(self, key: object, rank: int, line: Line, what: str) -> Message:
         """Wait for a message that others take as well."""
         message = self.sent[key] = self.take(key, rank, line, what)
         return message

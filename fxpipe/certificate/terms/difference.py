@@ -85,7 +85,7 @@ def _operands_apart(known: int, actual: Term, expected: Term) -> tuple[Term, Ter
     return apart[0] if apart else None
 
 
-def _in_order(ones: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]:
+def _in_order(ones: dict[str, object], others: dict[str, Any]) -> dict[str, Any]:
     """The two operands such that each stands where the one is that it is like."""
     exchanged = {**ones, "self": ones["other"], "other": ones["self"]}
 
@@ -97,7 +97,7 @@ def _in_order(ones: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]:
     return exchanged if like(exchanged) > like(ones) else ones
 
 
-def _pairs(one: Any, other: Any) -> list[tuple[Term, Term] | None]:
+def _pairs(one: object, other: object) -> list[tuple[Term, Term] | None]:
     """Terms of two arguments, those of lists by what they are; None where the arguments differ otherwise."""
     if isinstance(one, Term) and isinstance(other, Term):
         return [(one, other)]

@@ -30,8 +30,8 @@ import torch
 from fxpipe.certificate.terms.layouts import Unknown, layout_of
 from fxpipe.certificate.terms.terms import NUMBER, Layout, Term, Terms, canonical
 
-Rule = Callable[[Terms, str, dict[str, Any]], Term | None]
-_Step = tuple[str, tuple[tuple[str, Any], ...], int | None]
+Rule = Callable[[Terms, str, dict[str, object]], Term | None]
+_Step = tuple[str, tuple[tuple[str, object], ...], int | None]
 """An op of torch that makes a view, its other arguments, and the number of the part."""
 
 IN_ANY_ORDER = (
@@ -52,7 +52,7 @@ _VIEWS = {RESHAPE: "view", PERMUTE: "permute"} | {
 }
 
 
-def _same(terms: Terms, op: str, args: dict[str, Any]) -> Term | None:
+def _same(terms: Terms, op: str, args: dict[str, object]) -> Term | None:
     first = next(iter(args.values()))
     return first if isinstance(first, Term) else None
 
@@ -251,7 +251,7 @@ def _cat(terms: Terms, op: str, args: dict[str, Any]) -> Term | None:
 # -- arithmetic -------------------------------------------------------------------------------------------
 
 
-def number(argument: Any) -> Any:
+def number(argument: object) -> object:
     """The number that an argument is; None for other arguments."""
     if isinstance(argument, Term):
         return number(argument["s"]) if argument.op == NUMBER else None
@@ -264,13 +264,13 @@ def number(argument: Any) -> Any:
     return None
 
 
-def _is(argument: Any, wanted: int) -> bool:
+def _is(argument: object, wanted: int) -> bool:
     """Whether an argument is this number, and not -0.0."""
     value = number(argument)
     return value is not None and value == wanted and str(value) != "-0.0"
 
 
-def _keeps(terms: Terms, source: Any, other: Any) -> bool:
+def _keeps(terms: Terms, source: object, other: object) -> bool:
     """Whether arithmetic of ``source`` with the number ``other`` has the dtype of ``source``, and is not that
     of complex numbers, which makes NaN of infinities."""
     if not isinstance(source, Term) or number(source) is not None:
@@ -280,12 +280,12 @@ def _keeps(terms: Terms, source: Any, other: Any) -> bool:
     return not dtype.is_complex and (dtype.is_floating_point or whole)
 
 
-def _is_complex(terms: Terms, args: dict[str, Any]) -> bool:
+def _is_complex(terms: Terms, args: dict[str, object]) -> bool:
     factors = (args["self"], args["other"])
     return any(layout_of(terms, term).dtype.is_complex for term in factors if isinstance(term, Term))
 
 
-def _in_any_order(terms: Terms, op: str, args: dict[str, Any]) -> Term:
+def _in_any_order(terms: Terms, op: str, args: dict[str, object]) -> Term:
     one, other = args["self"], args["other"]
     if isinstance(one, Term) and isinstance(other, Term) and one.number > other.number:
         args = {**args, "self": other, "other": one}
@@ -329,7 +329,7 @@ def _pow(terms: Terms, op: str, args: dict[str, Any]) -> Term | None:
     return base if _is(exponent, 1) and _keeps(terms, base, exponent) else None
 
 
-def _undone(terms: Terms, op: str, args: dict[str, Any]) -> Term | None:
+def _undone(terms: Terms, op: str, args: dict[str, object]) -> Term | None:
     """-(-x), not not x; ``logical_not`` makes booleans of numbers."""
     inner = args["self"]
     if not isinstance(inner, Term) or inner.op != op:

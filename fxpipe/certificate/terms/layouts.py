@@ -62,7 +62,7 @@ def _run(terms: Terms, term: Term) -> Any:
     return _call(terms, term.op, args)
 
 
-def _call(terms: Terms, name: str, args: dict[str, Any]) -> Any:
+def _call(terms: Terms, name: str, args: dict[str, object]) -> object:
     namespace, _, packet = name.partition(".")
     if not packet:
         raise TypeError(f"{name} is no op of torch")
@@ -70,7 +70,7 @@ def _call(terms: Terms, name: str, args: dict[str, Any]) -> Any:
     return run(**{key: _plain(terms, value) for key, value in args.items()})
 
 
-def _plain(terms: Terms, argument: Any) -> Any:
+def _plain(terms: Terms, argument: object) -> object:
     """A canonical argument as torch takes it."""
     match argument:
         case Term() if argument.op == NUMBER:

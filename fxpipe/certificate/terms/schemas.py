@@ -31,7 +31,7 @@ class Parameter:
     number in its place is one.  ``is_plain``: it takes no tensors."""
 
     name: str
-    default: Any
+    default: object
     is_out: bool
     is_tensor: bool
     is_plain: bool
@@ -53,7 +53,7 @@ class Schema:
     may_draw: bool
     is_elementwise: bool
 
-    def bind(self, args: Any, kwargs: Any) -> dict[str, Any]:
+    def bind(self, args: Any, kwargs: Any) -> dict[str, object]:
         """Name -> argument, without numbers that are the default.  Raises TypeError where torch would."""
         positional = [p for p in self.parameters if not p.is_keyword]
         if len(args) > len(positional):
@@ -125,7 +125,7 @@ def _viewed(schema: Any, name: str) -> str | None:
     return str(schema.arguments[0].name) if name in _SILENT_VIEWS else None
 
 
-def draws(schema: Schema, args: dict[str, Any]) -> bool:
+def draws(schema: Schema, args: dict[str, object]) -> bool:
     """Whether the op draws random numbers with these arguments."""
     if not schema.may_draw:
         return False
@@ -134,7 +134,7 @@ def draws(schema: Schema, args: dict[str, Any]) -> bool:
     return not any(name in values and values[name] == canonical(still) for name, still in _STILL.items())
 
 
-def arguments_of(schema: Schema, args: dict[str, Any], as_tensor: Any) -> dict[str, Any]:
+def arguments_of(schema: Schema, args: dict[str, object], as_tensor: Any) -> dict[str, object]:
     """The canonical arguments in the schema's order, without defaults and without those of memory.
 
     as_tensor: makes a term of a number that stands in the place of a tensor, of its dtype, and of whether no

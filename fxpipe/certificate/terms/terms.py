@@ -78,7 +78,7 @@ NUMBER = "number"
 INPUTS = ("parameter", "buffer", "constant", "batch", "key")
 
 
-def shown(argument: Any, depth: int = 2) -> str:
+def shown(argument: object, depth: int = 2) -> str:
     """A canonical argument for a message."""
     match argument:
         case Term():
@@ -94,7 +94,7 @@ def shown(argument: Any, depth: int = 2) -> str:
     return str(argument)
 
 
-def canonical(argument: Any) -> Any:
+def canonical(argument: object) -> object:
     """An argument in a form in which equal ones are equal and others are not (1, 1.0 and True differ)."""
     match argument:
         case Term() | None:
@@ -122,7 +122,7 @@ def canonical(argument: Any) -> Any:
     raise TypeError(f"{type(argument).__name__} is no argument of an op")
 
 
-def operands(argument: Any) -> Iterator[Term]:
+def operands(argument: object) -> Iterator[Term]:
     """The terms in a canonical argument, or in all arguments of a term."""
     if isinstance(argument, Term):
         yield argument
@@ -139,20 +139,20 @@ class Terms:
     are.  ``devices``: to which the captured step moves values.  ``captured``: the number of its terms, which
     come first; all others are a program's alone."""
 
-    rules: dict[str, Callable[[Terms, str, dict[str, Any]], Term | None]]
-    line: Callable[[], Any] = lambda: None
+    rules: dict[str, Callable[[Terms, str, dict[str, object]], Term | None]]
+    line: Callable[[], object] = lambda: None
     known: dict[tuple[str, Arguments], Term] = field(default_factory=dict)
-    views: dict[Any, Term] = field(default_factory=dict)
-    devices: set[Any] = field(default_factory=set)
+    views: dict[object, Term] = field(default_factory=dict)
+    devices: set[object] = field(default_factory=set)
     captured: int = 0
 
-    def make(self, op: str, arguments: dict[str, Any]) -> Term:
+    def make(self, op: str, arguments: dict[str, object]) -> Term:
         """The term of an op with canonical arguments, after the identities."""
         rule = self.rules.get(op)
         equal = None if rule is None else rule(self, op, arguments)
         return equal if equal is not None else self.plain(op, arguments)
 
-    def plain(self, op: str, arguments: dict[str, Any], line: Any = None) -> Term:
+    def plain(self, op: str, arguments: dict[str, object], line: object = None) -> Term:
         """The term as it is written.  line: that makes it, if it is not the one that runs."""
         key = op, tuple(arguments.items())
         term = self.known.get(key)

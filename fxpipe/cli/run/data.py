@@ -24,7 +24,7 @@ class Data(Protocol):
     once: int | None
     state: dict[str, Stateful]
 
-    def batch(self, step: int) -> Any:
+    def batch(self, step: int) -> object:
         """The batch of a step; steps are asked for in order, the first after a restart may be any."""
         ...
 
@@ -80,7 +80,7 @@ class FileData:
                 "rows, or compile for fewer microbatches."
             )
 
-    def batch(self, step: int) -> dict[str, Any]:
+    def batch(self, step: int) -> dict[str, object]:
         start = (step % (self.once or 1) * self._replicas + self._replica) * self._rows
         rows = {name: s[start : start + self._rows] for name, s in self._slices.items() if s.get_shape()}
         return {**rows, **self._whole, **self._fixed}
@@ -101,16 +101,16 @@ class LoaderData:
         self.once: int | None = None
         arguments = {} if replicas == 1 else {"replica": replica, "replicas": replicas}
         returns = "an iterable of batches." + (" Each replica takes rows of its own." if arguments else "")
-        loader: Any = called(where, returns, BatchError, arguments)
+        loader: object = called(where, returns, BatchError, arguments)
         if not isinstance(loader, Iterable) or isinstance(loader, (str, bytes, Mapping, torch.Tensor)):
             raise BatchError(f"{where} gives a {type(loader).__name__}; it must give an iterable of batches.")
-        self._loader: Iterable[Any] = loader
-        batches: Any = loader
+        self._loader: Iterable[object] = loader
+        batches: object = loader
         self.state: dict[str, Stateful] = {"data": batches} if isinstance(batches, Stateful) else {}
         self._where, self._next = where, 0
-        self._batches: Iterator[Any] | None = None
+        self._batches: Iterator[object] | None = None
 
-    def batch(self, step: int) -> Any:
+    def batch(self, step: int) -> object:
         if self.state and self._batches is None:
             self._next = step
         while self._next < step:
@@ -119,7 +119,7 @@ class LoaderData:
         self._next += 1
         return self._take()
 
-    def _take(self) -> Any:
+    def _take(self) -> object:
         for _ in range(2):  # what is left of this time through the data, or the next time
             if self._batches is None:
                 self._batches = iter(self._loader)
@@ -144,7 +144,7 @@ def data_from(
     return FileData(Path(where), spec, microbatches, leaves, replica, replicas)
 
 
-def _fixed_value(leaf: Leaf) -> Any:
+def _fixed_value(leaf: Leaf) -> object:
     """The value, in the example, of a leaf that is no tensor.
 
     Raises BatchError for a value that cannot be parsed from its ``repr``.

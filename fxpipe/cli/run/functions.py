@@ -9,7 +9,6 @@ import traceback
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
-from typing import Any
 
 from fxpipe.errors import FxpipeError, suggested
 from fxpipe.runtime.job.tracebacks import users_part
@@ -21,8 +20,8 @@ def called(
     returns: str,
     error: type[FxpipeError],
     arguments: Mapping[str, int],
-    within: AbstractContextManager[Any] | None = None,
-) -> Any:
+    within: AbstractContextManager[object] | None = None,
+) -> object:
     """What a function returns that is written in Python, and can be called with these arguments alone.
 
     returns: what it must return, as text.  within: entered for the call.

@@ -47,7 +47,7 @@ Check = Callable[[Run], int]
 
 def repeats(nodes: Sequence[fx.Node], check: Check) -> list[Run]:
     """The runs that do not overlap and save most nodes, in order."""
-    numbers: dict[Any, int] = {}
+    numbers: dict[object, int] = {}
     tokens = np.array([numbers.setdefault(_token(n), len(numbers)) for n in nodes], dtype=np.int64)
     left = _MOST_LOOKS * len(nodes)
 
@@ -118,7 +118,7 @@ def free_numbers(node: fx.Node) -> list[float | int]:
     return position + [x for x in leaves(node) if isinstance(x, float)]
 
 
-def leaves(node: fx.Node) -> Iterator[Any]:
+def leaves(node: fx.Node) -> Iterator[object]:
     """The arguments of a node, those in lists one by one."""
     todo = [*node.args, *node.kwargs.values()][::-1]
     while todo:
@@ -129,14 +129,14 @@ def leaves(node: fx.Node) -> Iterator[Any]:
             yield value
 
 
-def _token(node: fx.Node) -> Any:
+def _token(node: fx.Node) -> object:
     is_random = node.target is keyed
     args = (int if is_random and k == 1 else _fixed(x) for k, x in enumerate(node.args))
     kwargs = ((name, _fixed(x)) for name, x in node.kwargs.items())
     return node.target, _layout(node.meta.get("val")), *args, *kwargs
 
 
-def _fixed(value: Any) -> Any:
+def _fixed(value: object) -> object:
     """What must agree of an argument."""
     match value:
         case fx.Node():
@@ -148,7 +148,7 @@ def _fixed(value: Any) -> Any:
     return type(value), value
 
 
-def _layout(value: Any) -> Any:
+def _layout(value: object) -> object:
     if isinstance(value, torch.Tensor):
         return tuple(value.shape), value.dtype
     if isinstance(value, (list, tuple)):

@@ -13,7 +13,6 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
 
 from fxpipe.codegen.layers.outline import Repeated, Slot, Source
 
@@ -76,7 +75,7 @@ def layout(
                     takes[node.name] += [(number, period)] * (1 if alone else 2)
     stacks: list[Stack] = []
     for run in runs:
-        together: defaultdict[Any, list[int | Slot]] = defaultdict(list)
+        together: defaultdict[object, list[int | Slot]] = defaultdict(list)
         for value, containers in run.given.items():
             if container in containers:
                 together[_relation([takes[node.name] for node in run.values(value)])].append(value)
@@ -85,7 +84,7 @@ def layout(
     return (*(name for name in values if name not in stacked), *stacks)
 
 
-def _relation(takes: list[list[tuple[int, int]]]) -> Any:
+def _relation(takes: list[list[tuple[int, int]]]) -> object:
     """How the periods that take a value, by the period that gives it, follow from that."""
     pairs = [(k, *each[0]) for k, each in enumerate(takes) if len(each) == 1]
     if not pairs or any(len(each) > 1 for each in takes) or len({taker for _, taker, _ in pairs}) > 1:

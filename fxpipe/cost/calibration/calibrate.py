@@ -11,7 +11,6 @@ from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from statistics import mean
-from typing import Any
 
 import torch
 
@@ -64,7 +63,7 @@ def with_curves(
     base: Device,
     device: torch.device,
     arithmetic: Sequence[str],
-    phase: Callable[[str], contextlib.AbstractContextManager[Any]],
+    phase: Callable[[str], contextlib.AbstractContextManager[object]],
 ) -> Device:
     """The description with the measured seconds of each kind of op, and rates that follow from them.
 
@@ -116,7 +115,7 @@ def _in_turns(device: torch.device) -> dict[str, float]:
             for op in ops:
                 op()
 
-    def behind_others(op: Callable[[], Any]) -> float:
+    def behind_others(op: Callable[[], object]) -> float:
         return median_seconds(op, device, before=others, runs=TURNS)
 
     with torch.no_grad():
@@ -136,11 +135,11 @@ def _curve(device: torch.device, kind: str, arithmetic: str, extra: float) -> Cu
     return Curve(tuple((float(size), t) for (size, _), t in zip(samples_seconds, longest, strict=True)))
 
 
-def _seconds(ops: Sequence[Callable[[], Any]], device: torch.device) -> float:
+def _seconds(ops: Sequence[Callable[[], object]], device: torch.device) -> float:
     return mean(_op_seconds(op, device) for op in ops)
 
 
-def _op_seconds(op: Callable[[], Any], device: torch.device) -> float:
+def _op_seconds(op: Callable[[], object], device: torch.device) -> float:
     """The seconds of one of many calls, one behind the other, as in a step."""
     once = median_seconds(op, device, runs=RUNS, seconds=SECONDS)
     calls = min(MOST_CALLS, max(1, math.ceil(BATCH / max(once, 1e-9))))

@@ -12,7 +12,6 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -26,14 +25,14 @@ RUNS, SECONDS, FEWEST = 10, 1.0, 3
 class Timed:
     """``before`` is called before each run, and not timed."""
 
-    run: Callable[[], Any]
-    before: Callable[[], Any] = lambda: None
+    run: Callable[[], object]
+    before: Callable[[], object] = lambda: None
 
 
 def median_seconds(
-    run: Callable[[], Any],
+    run: Callable[[], object],
     device: torch.device,
-    before: Callable[[], Any] = lambda: None,
+    before: Callable[[], object] = lambda: None,
     runs: int = RUNS,
     seconds: float = SECONDS,
 ) -> float:
@@ -59,7 +58,7 @@ def medians_in_turns(
     return [statistics.median([once, *rest[k :: len(timed)]]) for k, once in enumerate(first)]
 
 
-def seconds_until_done(run: Callable[[], Any], device: torch.device) -> float:
+def seconds_until_done(run: Callable[[], object], device: torch.device) -> float:
     """The seconds of the host until all work of ``run`` is over, on all streams."""
     accelerator.synchronize(device)
     begin = time.perf_counter()

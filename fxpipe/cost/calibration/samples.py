@@ -29,7 +29,7 @@ THINNEST = 8
 SETS, SET_BYTES = 16, 1 << 27
 
 #: FLOPs or bytes, and the ops of that size.
-Sample = tuple[float, Sequence[Callable[[], Any]]]
+Sample = tuple[float, Sequence[Callable[[], object]]]
 
 
 @dataclass(frozen=True)
@@ -71,14 +71,14 @@ def _product(make: Maker, n: int) -> Sample:
     """A linear layer's forward, its input's and its weight's gradient."""
     turn, total = make.turns((n, n), (n, n)), make(n, n)
 
-    def forward() -> Any:
+    def forward() -> object:
         a, b = turn()
         return aten.mm.default(a, b.t())
 
-    def backward() -> Any:
+    def backward() -> object:
         return aten.mm.default(*turn())
 
-    def weight() -> Any:
+    def weight() -> object:
         a, b = turn()
         return aten.addmm_.default(total, a.t(), b)
 
@@ -89,14 +89,14 @@ def _thin(make: Maker, n: int) -> Sample:
     """Products of rank ``THINNEST``, to as few columns, and from as few rows."""
     turn, narrow = make.turns((n, n)), make.turns((n, THINNEST), (THINNEST, n))
 
-    def inner() -> Any:
+    def inner() -> object:
         a, b = narrow()
         return aten.mm.default(a, b)
 
-    def columns() -> Any:
+    def columns() -> object:
         return aten.mm.default(turn()[0], narrow()[0])
 
-    def rows() -> Any:
+    def rows() -> object:
         return aten.mm.default(narrow()[1], turn()[0])
 
     return 2 * n * n * THINNEST, (inner, columns, rows)
@@ -105,7 +105,7 @@ def _thin(make: Maker, n: int) -> Sample:
 def _batched(make: Maker, n: int) -> Sample:
     turn = make.turns((8, n, 32), (8, n, 32))
 
-    def scores() -> Any:
+    def scores() -> object:
         a, b = turn()
         return aten.bmm.default(a, b.transpose(1, 2))
 
@@ -117,11 +117,11 @@ def _convolution(make: Maker, side: int, kind: str) -> Sample:
     settings = [1, 1], [1, 1], [1, 1], False, [0, 0], 1
     flops = 2 * 2 * 32 * 32 * 9 * side * side
 
-    def forward() -> Any:
+    def forward() -> object:
         x, w, _ = turn()
         return aten.convolution.default(x, w, None, *settings)
 
-    def backward(*wanted: bool) -> Any:
+    def backward(*wanted: bool) -> object:
         x, w, d = turn()
         return aten.convolution_backward.default(d, x, w, [32], *settings, [*wanted])
 
@@ -136,7 +136,7 @@ def _attention(make: Maker, n: int, is_backward: bool) -> Sample:
     turn = make.turns(shape, shape, shape, shape)
     product = 2 * 8 * n * n * 32
 
-    def forward() -> Any:
+    def forward() -> object:
         q, k, v, _ = turn()
         return torch.nn.functional.scaled_dot_product_attention(q, k, v)
 
@@ -154,10 +154,10 @@ def _moving(kind: str, make: Maker, n: int) -> Sample:
     turn, item = make.turns((n // width, width), (n // width, width)), make.dtype.itemsize
     rows = torch.randint(n // width, (n // width,), generator=make.generator, device=make.device)
 
-    def of_one(*ops: Callable[[torch.Tensor], Any]) -> list[Callable[[], Any]]:
+    def of_one(*ops: Callable[[torch.Tensor], object]) -> list[Callable[[], object]]:
         return [partial(lambda op: op(turn()[0]), op) for op in ops]
 
-    def of_two(*ops: Callable[[torch.Tensor, torch.Tensor], Any]) -> list[Callable[[], Any]]:
+    def of_two(*ops: Callable[[torch.Tensor, torch.Tensor], object]) -> list[Callable[[], object]]:
         return [partial(lambda op: op(*turn()), op) for op in ops]
 
     match kind:

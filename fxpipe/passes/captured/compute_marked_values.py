@@ -17,7 +17,7 @@ from torch import fx
 from fxpipe.ir.storage import call_nodes
 
 aten = torch.ops.aten
-_COMPUTED: dict[Any, Any] = {
+_COMPUTED: dict[object, Any] = {
     aten._conj.default: aten.conj_physical.default,
     aten._neg_view.default: aten.neg.default,
     aten._efficientzerotensor.default: aten.zeros.default,

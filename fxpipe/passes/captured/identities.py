@@ -26,7 +26,7 @@ Instead = fx.Node | tuple[Any, ...] | None
 class Rule(NamedTuple):
     before: str
     after: str
-    ops: tuple[Any, ...]
+    ops: tuple[object, ...]
     find: Callable[[fx.Node], Instead]
 
 
@@ -112,7 +112,7 @@ def _joins_alike(full: list[fx.Node], node: fx.Node) -> bool:
     return _strides(joined) == _strides(node.meta["val"])
 
 
-def _with_neutral(neutral: Callable[[Any, torch.dtype], bool]) -> Callable[[fx.Node], Instead]:
+def _with_neutral(neutral: Callable[[object, torch.dtype], bool]) -> Callable[[fx.Node], Instead]:
     """The rule for ``op(x, number)`` where the number is neutral for ``x``, and does not promote it: of
     numbers, not of booleans, and without a factor of the number (``alpha``) or a way to round."""
 
@@ -128,17 +128,17 @@ def _with_neutral(neutral: Callable[[Any, torch.dtype], bool]) -> Callable[[fx.N
     return find
 
 
-def _is_zero(number: Any, dtype: torch.dtype) -> bool:
+def _is_zero(number: object, dtype: torch.dtype) -> bool:
     """-0.0 + 0 is 0.0: a float needs -0.0, which a trace has nowhere."""
     return number == 0 and not _is_inexact(dtype)
 
 
-def _is_minus_zero(number: Any, dtype: torch.dtype) -> bool:
+def _is_minus_zero(number: object, dtype: torch.dtype) -> bool:
     """x - 0 is x for all floats, -0.0 included, and for integers."""
     return number == 0 and str(number) != "-0.0" and not dtype.is_complex
 
 
-def _is_one(number: Any, dtype: torch.dtype) -> bool:
+def _is_one(number: object, dtype: torch.dtype) -> bool:
     """A complex product with 1 + 0j makes NaN of infinities."""
     return number == 1 and not dtype.is_complex
 
@@ -164,7 +164,7 @@ def _operand(node: fx.Node) -> fx.Node | None:
     return first if _is_tensor(first) else None
 
 
-def _is_tensor(argument: Any) -> TypeGuard[fx.Node]:
+def _is_tensor(argument: object) -> TypeGuard[fx.Node]:
     return isinstance(argument, fx.Node) and isinstance(argument.meta.get("val"), torch.Tensor)
 
 
@@ -229,7 +229,7 @@ def _reads_by_stride(user: fx.Node, value: fx.Node) -> bool:
     return _is_attention(user.target) and value in user.args[1:]
 
 
-def _is_attention(target: Any) -> bool:
+def _is_attention(target: object) -> bool:
     name = getattr(target, "__name__", "")
     return name.startswith("_scaled_dot_product_") and "_attention" in name and "_math" not in name
 

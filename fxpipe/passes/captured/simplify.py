@@ -18,7 +18,7 @@ from torch import fx
 from fxpipe.ir.storage import call_nodes, drop_dead
 from fxpipe.passes.captured.identities import RULES, Instead
 
-RULES_OF: dict[Any, list[Callable[[fx.Node], Instead]]] = {}
+RULES_OF: dict[object, list[Callable[[fx.Node], Instead]]] = {}
 """The functions of ``RULES`` by the op that they look at."""
 for _rule in RULES:
     for _op in _rule.ops:

@@ -69,7 +69,7 @@ def _write_over(node: fx.Node, free: list[fx.Node]) -> None:
         node.target = _in_place_form(node.target, device) or node.target
 
 
-def _times(operand: Any, node: fx.Node) -> int:
+def _times(operand: object, node: fx.Node) -> int:
     """The number of times that the op has the operand: ``addmm_(x, a, x)`` would read its own output."""
     return sum(x is operand for x in pytree.tree_leaves((node.args, node.kwargs)))
 
@@ -86,7 +86,7 @@ def _out_form(target: Any, device: str) -> tuple[OpOverload, str] | None:
 
 
 @cache
-def _in_place_form(target: Any, device: str) -> OpOverload | None:
+def _in_place_form(target: object, device: str) -> OpOverload | None:
     if isinstance(target, OpOverload) and target.namespace == "aten":
         for form in _forms(getattr(torch.ops.aten, f"{target.overloadpacket.__name__}_", None)):
             parameters = schema_of(form).arguments
@@ -99,7 +99,7 @@ def _forms(packet: Any) -> list[OpOverload]:
     return [] if packet is None else [getattr(packet, name) for name in packet.overloads()]
 
 
-def _fits(form: Any, operands: list[Argument], target: Any, device: str) -> bool:
+def _fits(form: Any, operands: list[Argument], target: object, device: str) -> bool:
     """Whether the form accepts the op's arguments and has its own kernel; other forms compute a new tensor
     and copy it."""
     one, other = ([(a.name, str(a.type)) for a in x] for x in (operands, schema_of(target).arguments))

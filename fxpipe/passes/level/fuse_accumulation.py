@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import fx
@@ -65,7 +64,7 @@ def _accumulated(calls: Calls, into: fx.Node, part: fx.Node, once: bool) -> fx.N
     color = _color(part)
     total = into.meta["val"]
 
-    def call(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    def call(target: object, *args: object, **kwargs: object) -> fx.Node:
         return calls(target, args, kwargs, color=color, origin=part.meta["origin"], val=total)
 
     source, transposed = _source(part, total.dtype) if once else (part, False)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from math import inf
-from typing import Any
 
 from torch import fx
 
@@ -28,11 +27,11 @@ def to_repeat(needed: Iterable[fx.Node], keep: Price, repeat: Price) -> set[fx.N
     keep, repeat: the costs of saving an op's value, and of recomputing it.  At least one of the two must be
     allowed.  Placeholders are free.
     """
-    capacities: dict[tuple[Any, Any], float] = {}
+    capacities: dict[tuple[object, object], float] = {}
     source, sink = object(), object()
     todo = [node for node in needed if node.op == "call_function"]
 
-    def edge(tail: Any, head: Any, price: int | None) -> None:
+    def edge(tail: object, head: object, price: int | None) -> None:
         capacities[tail, head] = inf if price is None else price
 
     for node in todo:

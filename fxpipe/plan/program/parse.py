@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from types import CodeType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 
@@ -396,7 +396,7 @@ def _is_constant(value: r.Expression | r.Spread) -> bool:
     return isinstance(value, r.Literal)
 
 
-def _plain(kind: Callable[[str], Any], text: str, node: ast.AST) -> Any:
+def _plain(kind: Callable[[str], object], text: str, node: ast.AST) -> object:
     try:
         return kind(text)
     except (ValueError, RuntimeError):

@@ -74,7 +74,7 @@ def _gives_only(name: str) -> bool:
     """Whether a method of tensors, or a function of torch of that name, gives something, changes nothing and
     draws no random numbers."""
     packet = getattr(torch.ops.aten, name, None)
-    overloads: list[Any] = [] if packet is None else [getattr(packet, each) for each in packet.overloads()]
+    overloads: list[object] = [] if packet is None else [getattr(packet, each) for each in packet.overloads()]
     return any(map(_is_pure, overloads)) and not any(map(_draws, overloads))
 
 

@@ -202,7 +202,7 @@ def _in_model_order(table: list[Needs], placement: tuple[int, ...]) -> tuple[Nee
     return tuple(table)
 
 
-def _rows(name: str, table: Sequence[Needs], microbatches: int) -> dict[str, Any]:
+def _rows(name: str, table: Sequence[Needs], microbatches: int) -> dict[str, object]:
     """The begin of each section's row, and the concatenated rows."""
     rows = [(section, other, delay) for section, row in enumerate(table) for other, delay in row]
     return {

@@ -25,12 +25,12 @@ _IN_PYTHON = 20_000  # elements of arrays that loops go through in Python, in al
 class Loop:
     """A function that is compiled at its first call; if ``begins_in_python``, once it has much to do."""
 
-    def __init__(self, function: Callable[..., Any], begins_in_python: bool = False) -> None:
+    def __init__(self, function: Callable[..., object], begins_in_python: bool = False) -> None:
         self.function, self.begins_in_python = function, begins_in_python
-        self.compiled: Callable[..., Any] | None = None
+        self.compiled: Callable[..., object] | None = None
         _waiting.append(self)
 
-    def __call__(self, *arguments: Any) -> Any:
+    def __call__(self, *arguments: object) -> Any:
         global _gone_through
         if self.compiled is None and self.begins_in_python:
             _gone_through += max((len(x) for x in arguments if isinstance(x, np.ndarray)), default=1)
@@ -46,7 +46,7 @@ _waiting: list[Loop] = []
 _lock, _gone_through = Lock(), 0
 
 
-def compiled(function: Callable[..., Any]) -> Loop:
+def compiled(function: Callable[..., object]) -> Loop:
     """Let numba compile a function, without the GIL and cached on disk, unless that cannot be written to.
 
     A function whose name begins with an underscore can be called by others only, which take its code in:
@@ -55,7 +55,7 @@ def compiled(function: Callable[..., Any]) -> Loop:
     return Loop(function)
 
 
-def compiled_later(function: Callable[..., Any]) -> Loop:
+def compiled_later(function: Callable[..., object]) -> Loop:
     """``compiled``, for a function that may run as Python as well: it draws no random numbers."""
     return Loop(function, begins_in_python=True)
 
@@ -64,7 +64,7 @@ def _compile_waiting() -> None:
     """Compile all functions that wait for it.  They call each other by names of their modules, which numba
     needs to stand for what it has compiled."""
     with _lock:
-        done: dict[Any, Any] = {loop: _compiled(loop) for loop in _waiting}
+        done: dict[Any, object] = {loop: _compiled(loop) for loop in _waiting}
         for loop in done:
             names = loop.function.__globals__
             names.update({name: done[x] for name, x in names.items() if isinstance(x, Loop) and x in done})
@@ -73,7 +73,7 @@ def _compile_waiting() -> None:
         _waiting.clear()
 
 
-def _compiled(loop: Loop) -> Any:
+def _compiled(loop: Loop) -> object:
     from numba import njit
 
     function = loop.function

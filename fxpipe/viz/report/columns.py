@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
 
 from fxpipe.schedule.ops import Direction, OpKind
 from fxpipe.schedule.simulation.steps import Interval
@@ -29,7 +28,7 @@ class Ticks:
         return round((time - self.begin) / self.seconds)
 
 
-def op_columns(spans: Sequence[Span], waits: Sequence[IdleWait], ticks: Ticks) -> dict[str, Any]:
+def op_columns(spans: Sequence[Span], waits: Sequence[IdleWait], ticks: Ticks) -> dict[str, object]:
     """The ops of one rank.
 
     kind, cause: a digit for each op, a number in KINDS or CAUSES.  gap: ticks since the end of the op before.
@@ -57,7 +56,7 @@ def _given(wait: IdleWait, number: int) -> int:
     return number if wait.cause is Cause.MESSAGE else 0
 
 
-def transfer_rows(spans: Sequence[TransferSpan], ticks: Ticks) -> list[list[Any]]:
+def transfer_rows(spans: Sequence[TransferSpan], ticks: Ticks) -> list[list[object]]:
     """[1 for an offload, stage, microbatch, the phase that needs it, start, length] of each transfer."""
     return [
         [int(t.direction is Direction.OUT), t.stage, t.microbatch, str(t.user), ticks(s), ticks(e) - ticks(s)]
@@ -65,7 +64,7 @@ def transfer_rows(spans: Sequence[TransferSpan], ticks: Ticks) -> list[list[Any]
     ]
 
 
-def exchange_rows(spans: Sequence[ExchangeSpan], ticks: Ticks) -> list[list[Any]]:
+def exchange_rows(spans: Sequence[ExchangeSpan], ticks: Ticks) -> list[list[object]]:
     """[what, stage, start, length] of each exchange with the other replicas."""
     return [[what, stage, ticks(start), ticks(end) - ticks(start)] for what, stage, start, end in spans]
 
@@ -75,7 +74,7 @@ def update_rows(updates: Sequence[Interval], ticks: Ticks) -> list[list[int]]:
     return [[ticks(start), ticks(end) - ticks(start)] for start, end in updates]
 
 
-def passed_rows(passed: dict[int, Passed], peak: float, ticks: Ticks) -> list[list[Any]]:
+def passed_rows(passed: dict[int, Passed], peak: float, ticks: Ticks) -> list[list[object]]:
     """[position behind the gap, position of the op that was ready, since when, bytes live with it, whether
     these are above the peak]."""
     return [
@@ -84,7 +83,7 @@ def passed_rows(passed: dict[int, Passed], peak: float, ticks: Ticks) -> list[li
     ]
 
 
-def change_columns(changes: Sequence[MemoryChange], ticks: Ticks) -> dict[str, Any]:
+def change_columns(changes: Sequence[MemoryChange], ticks: Ticks) -> dict[str, object]:
     """The changes of one rank's memory; time: ticks since the one before."""
     times = [0, *(ticks(change.time) for change in changes)]
     return {

@@ -46,7 +46,7 @@ Measured = Sequence[Sequence[Span]] | None
 
 def report_data(
     plan: Plan, programs: Sequence[str], graph: GraphRecord | None, measured: Measured = None
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """The report's data as JSON.  programs: of each rank, empty where it is not known.  graph: None for a
     pipeline that was saved by an earlier version."""
     timeline = simulate(plan.ordered, plan.costs)
@@ -83,7 +83,7 @@ def _makespan(measured: Measured) -> float:
     return max((row[-1].end for row in measured or () if row), default=0.0)
 
 
-def _head(plan: Plan, timeline: Timeline) -> dict[str, Any]:
+def _head(plan: Plan, timeline: Timeline) -> dict[str, object]:
     units, limits = units_of(plan.memory_limit), plan.limits if len(plan.limits) == plan.ranks else None
     memory = rank_memory(plan, timeline.peak_memory)
     return {
@@ -118,7 +118,7 @@ def _head(plan: Plan, timeline: Timeline) -> dict[str, Any]:
     }
 
 
-def _predicted(timeline: Timeline, ticks: Ticks) -> dict[str, Any]:
+def _predicted(timeline: Timeline, ticks: Ticks) -> dict[str, object]:
     position = {span.op: at for row in timeline.spans for at, span in enumerate(row)}
     placement, peaks = timeline.schedule.placement, timeline.peak_memory
     return {
@@ -133,7 +133,7 @@ def _predicted(timeline: Timeline, ticks: Ticks) -> dict[str, Any]:
     }
 
 
-def _measured(timeline: Timeline, spans: Sequence[Sequence[Span]], longest: float) -> dict[str, Any]:
+def _measured(timeline: Timeline, spans: Sequence[Sequence[Span]], longest: float) -> dict[str, object]:
     ticks, why = Ticks(0.0, longest), measured_waits(timeline, spans)
     return {
         "ranks": [op_columns(row, causes, ticks) for row, causes in zip(spans, why, strict=True)],
@@ -142,7 +142,7 @@ def _measured(timeline: Timeline, spans: Sequence[Sequence[Span]], longest: floa
     }
 
 
-def _differences(timeline: Timeline, measured: Sequence[Sequence[Span]]) -> list[dict[str, Any]]:
+def _differences(timeline: Timeline, measured: Sequence[Sequence[Span]]) -> list[dict[str, object]]:
     """The predicted seconds of each stage and kind of op, and of those measured the least, the median and the
     largest."""
     durations: defaultdict[tuple[int, OpKind], list[float]] = defaultdict(list)
@@ -167,14 +167,14 @@ def _differences(timeline: Timeline, measured: Sequence[Sequence[Span]]) -> list
     ]
 
 
-def _memory(plan: Plan, timeline: Timeline, ticks: Ticks) -> list[dict[str, Any]]:
+def _memory(plan: Plan, timeline: Timeline, ticks: Ticks) -> list[dict[str, object]]:
     return [
         asdict(fixed) | change_columns(rank_changes, ticks)
         for fixed, rank_changes in zip(standing(plan), changes(timeline), strict=True)
     ]
 
 
-def _stages(plan: Plan, timeline: Timeline, graph: GraphRecord | None) -> list[dict[str, Any]]:
+def _stages(plan: Plan, timeline: Timeline, graph: GraphRecord | None) -> list[dict[str, object]]:
     flops = [[0, 0, 0] for _ in plan.stages]
     if graph is not None:
         for home, phase, count in zip(graph.stage, graph.phase, graph.flops, strict=True):
@@ -198,9 +198,9 @@ def _stages(plan: Plan, timeline: Timeline, graph: GraphRecord | None) -> list[d
     return rows
 
 
-def _edges(plan: Plan, graph: GraphRecord | None) -> list[dict[str, Any]]:
+def _edges(plan: Plan, graph: GraphRecord | None) -> list[dict[str, object]]:
     """The messages of a microbatch; ``values``: [name, shape, bytes, op] of each, None if not known."""
-    values: defaultdict[tuple[str, str], list[list[Any]]] = defaultdict(list)
+    values: defaultdict[tuple[str, str], list[list[object]]] = defaultdict(list)
     for value in graph.sent if graph is not None else ():
         values[value.source, value.target].append([value.name, value.shape, value.bytes, value.op])
     rows = []
@@ -220,7 +220,7 @@ def _edges(plan: Plan, graph: GraphRecord | None) -> list[dict[str, Any]]:
     return rows
 
 
-def _links(timeline: Timeline) -> dict[str, Any]:
+def _links(timeline: Timeline) -> dict[str, object]:
     """Per pair of ranks the messages of a step, and per rank what its other links carry."""
     placement, pairs = (
         timeline.schedule.placement,
@@ -241,7 +241,7 @@ def _links(timeline: Timeline) -> dict[str, Any]:
     }
 
 
-def _graph(graph: GraphRecord) -> dict[str, Any]:
+def _graph(graph: GraphRecord) -> dict[str, object]:
     data: dict[str, Any] = unstructure(graph)
     data["kept"] = [[k["stage"], k["op"], k["bytes"], k["until"]] for k in data["kept"]]
     del data["sent"], data["format"]
