@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-import torch
-
 from fxpipe.certificate.problems import ORDER, Line, Problem, differs_at
 from fxpipe.certificate.programs.values import Value
 from fxpipe.certificate.ranks.memory import Ranks, out_of_order, planned_ops
@@ -112,7 +110,8 @@ def _gradients(plan: Plan, reference: Reference, ranks: Ranks) -> Iterator[Probl
     missing: dict[tuple[int, int | None], list[Missing]] = {}
     foreign: list[Foreign] = []
     for name, sharing in owners.items():
-        expected = GradientSum.of(reference.grads.get(name, ()), _accumulated_in(plan, name))
+        dtype = plan.gradient_dtype(dtype_of(plan.layouts[name].dtype))
+        expected = GradientSum.of(reference.grads.get(name, ()), dtype)
         for rank in sharing:
             rt = ranks[rank]
             if len(sharing) > 1 and name not in rt.totals:
@@ -185,10 +184,6 @@ def _sums_over_replicas(plan: Plan, rt: TermRuntime) -> Iterator[Problem]:
             yield _at(line, f"sums the gradient of {name} over the replicas before all is added to it")
     if names and rt.waited is None:
         yield _at(rt.last, "does not wait for the sums over the replicas")
-
-
-def _accumulated_in(plan: Plan, name: str) -> torch.dtype:
-    return plan.gradient_dtype(dtype_of(plan.layouts[name].dtype))
 
 
 def _buffers(plan: Plan, reference: Reference, ranks: Ranks) -> Iterator[Problem]:

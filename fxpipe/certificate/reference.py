@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from fxpipe.certificate.captured import decoded, op_named
+import torch
+
 from fxpipe.certificate.problems import ORDER, Line, Problem, differs_at
 from fxpipe.certificate.programs.calls import keyed_term, op_term
 from fxpipe.certificate.terms.difference import Difference, difference
@@ -16,6 +17,8 @@ from fxpipe.certificate.terms.terms import BATCH_MEAN, Layout, Term, Terms, cano
 from fxpipe.errors import ArtifactError, number_of
 from fxpipe.plan.captured import CapturedInput, CapturedOp, CapturedStep
 from fxpipe.plan.tensors import dtype_of
+
+_TORCH = (torch.dtype, torch.layout, torch.memory_format)
 
 
 @dataclass(eq=False, repr=False)
@@ -136,3 +139,38 @@ def _term(
     if op.position is not None and draws(schema, arguments):
         return keyed_term(terms, reference.input("key", "key"), op.position, schema, arguments)
     return op_term(terms, schema, arguments)
+
+
+def decoded(argument: object, values: list[object]) -> Any:
+    """An argument of a captured op.  values: of the nodes before it.  Raises Unknown for other data."""
+    if isinstance(argument, list | tuple):
+        return [decoded(each, values) for each in argument]
+    if not isinstance(argument, dict):
+        return argument
+    match argument:
+        case {"value": int(number)}:
+            return values[number]
+        case {"float": str(text)} if text in ("inf", "-inf", "nan"):
+            return float(text)
+        case {"complex": [real, imaginary]}:
+            return complex(decoded(real, values), decoded(imaginary, values))
+        case {"device": str(kind)}:
+            return torch.device(kind)
+        case {"torch": str(text)} if isinstance(
+            value := getattr(torch, text.removeprefix("torch."), None), _TORCH
+        ):
+            return value
+        case {"op": str(text)}:
+            return op_named(text)
+    raise Unknown(f"has the argument {argument!r}, which is none")
+
+
+def op_named(text: str) -> object:
+    """The op of torch with a name such as ``aten.addmm.default``.  Raises Unknown where there is none."""
+    parts = text.split(".")
+    value: object = torch.ops
+    for part in parts:
+        value = getattr(value, part, None)
+    if len(parts) != 3 or not hasattr(value, "_schema"):
+        raise Unknown(f"names the op {text!r}, which this version of torch does not have")
+    return value

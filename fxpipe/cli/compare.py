@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator, Sequence
+from operator import attrgetter
 
 from rich.console import Console
 from rich.progress import track
@@ -66,8 +67,9 @@ def _compare(options: argparse.Namespace) -> None:
     )
     outcomes = dict(_outcomes(source, request, options.limits))
     timelines = {name: outcome for name, outcome in outcomes.items() if isinstance(outcome, Timeline)}
+    bubble_of = attrgetter(f"{shown}_bubble")
     points = [
-        FrontierPoint(name, max(timeline.peak_memory), _bubble(timeline, shown))
+        FrontierPoint(name, max(timeline.peak_memory), bubble_of(timeline))
         for name, timeline in timelines.items()
     ]
     if not points:
@@ -106,10 +108,6 @@ def _outcomes(
             yield name, plan(name, source, request)
         except ScheduleError as error:
             yield name, error
-
-
-def _bubble(timeline: Timeline, objective: str) -> float:
-    return timeline.span_bubble if objective == "span" else timeline.makespan_bubble
 
 
 def _period(timeline: Timeline, validation: Validation) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import operator
 import pdb
 from collections.abc import Callable
 from pathlib import Path
@@ -29,17 +30,13 @@ def _replay(options: argparse.Namespace) -> None:
     recorded, tensors = read_recorded(options.directory, options.op, options.rank)
     print(f"{recorded.op} of rank {recorded.rank} in step {recorded.step}")
     differ = 0
-    for call in replay(options.directory, recorded, tensors, _debugged if options.pdb else _called):
+    for call in replay(options.directory, recorded, tensors, _debugged if options.pdb else operator.call):
         differ += _show(call)
     if differ:
         raise RunError(
             f"{differ} of the results above differ from the step's: the program was edited since, or this "
             "machine computes otherwise."
         )
-
-
-def _called(function: Callable[..., object], *args: object) -> object:
-    return function(*args)
 
 
 def _debugged(function: Callable[..., object], *args: object) -> object:

@@ -21,12 +21,9 @@ def shape_of(node: fx.Node) -> str:
     value = node.meta.get("val")
     if isinstance(value, (tuple, list)):
         value = next((part for part in value if part is not None), None)
-    is_shown = isinstance(value, torch.Tensor) and (_gives_several(node) or node_flops(node))
+    gives_several = isinstance(node.target, OpOverload) and len(node.target._schema.returns) > 1
+    is_shown = isinstance(value, torch.Tensor) and (gives_several or node_flops(node))
     return shape_text(value) if is_shown else ""
-
-
-def _gives_several(node: fx.Node) -> bool:
-    return isinstance(node.target, OpOverload) and len(node.target._schema.returns) > 1
 
 
 def input_comments(section: Section, values_in: Iterable[str]) -> list[str]:

@@ -16,7 +16,7 @@ from torch import fx
 
 from fxpipe.ir.compat import OpOverload, registrar
 from fxpipe.ir.graph import Input, Kind, Section, read_buffer
-from fxpipe.ir.names import identifier, text_literal
+from fxpipe.ir.names import identifier, text_literal, unused
 from fxpipe.ir.ops import is_between_lanes
 from fxpipe.runtime.program.checks import expect
 from fxpipe.runtime.program.random import keyed
@@ -77,10 +77,7 @@ class Aliases:
 
     def new(self, name: str) -> str:
         """A name that resembles this one and that nothing else has."""
-        variable, number = name, 1
-        while not self._is_free(variable) or variable in self.ops:
-            number += 1
-            variable = f"{name}_{number}"
+        variable = unused(name, lambda text: not self._is_free(text) or text in self.ops)
         self._variables.add(variable)
         return variable
 

@@ -49,7 +49,7 @@ def body(lines: Sequence[Statement], needed: Iterable[str], storages: Mapping[st
     for number, line in enumerate(lines):
         # What is dead stays as long as nothing needs its memory, so that there are few deletions.
         if (is_due or line.heading != heading) and line.allocates:
-            text += _deletion(dead)
+            text += [f"del {', '.join(dict.fromkeys(dead))}"] if dead else []
             dead, is_due = [], False
         if line.heading != heading:
             heading, is_due = line.heading, bool(dead)
@@ -70,7 +70,3 @@ def emptying(names: Sequence[str], records: str) -> list[Statement]:
     if len(names) == 1:
         return [Statement(f"{names[0]} = {records}.pop()")]
     return [Statement(unpacking(names, records)), Statement(f"{records}.clear()")]
-
-
-def _deletion(dead: Sequence[str]) -> list[str]:
-    return [f"del {', '.join(dict.fromkeys(dead))}"] if dead else []

@@ -95,7 +95,8 @@ def cut(stages: Stages, level: Level | None, phase: Phases, again: bool = True) 
         run_passes(PASSES.level, leveled, options)
         before_chosen = leveled.graph
         # In a copy: the chosen cut goes through these passes once more, with its schedule.
-        if options.runnable or _is_costed(leveled.graph):
+        ops = (leveled.graph.find_nodes(op="call_function", target=op) for op in CHEAPER_IN_PLACE)
+        if options.runnable or any(ops):
             leveled.graph = copy_graph(leveled.graph)
             run_passes(PASSES.chosen, leveled, replace(options, print_after=None))
     with phase("extract"):
@@ -141,11 +142,6 @@ class Cuts:
         if key not in self._cuts:
             self._cuts[key] = cut(stages, level, phase, again)
         return replace(self._cuts[key], options=replace(stages.options, recompute=level))
-
-
-def _is_costed(graph: fx.Graph) -> bool:
-    """Whether the cost of an op depends on ``use_inplace_ops``."""
-    return any(graph.find_nodes(op="call_function", target=op) for op in CHEAPER_IN_PLACE)
 
 
 def finished(cut: Cut, joined: frozenset[int], offloaded: Offloaded) -> Cut:

@@ -81,8 +81,9 @@ def kind_of(node: fx.Node) -> str:
         return "random"
     kind = _kind_of_target(node.target)
     # Such a product is bound by memory, far below the rate of large ones.
-    if kind == "product" and _least_dimension(node) <= THIN:
-        return "thin product"
+    if kind == "product":
+        lengths = (n for x in (node, *node.all_input_nodes) for t in tensors(x) for n in t.shape)
+        kind = "thin product" if min(lengths, default=0) <= THIN else kind
     if kind == "convolution backward" and not cast(list[bool], node.args[-1])[0]:
         return "convolution weight"
     return "strided" if kind == "move" and _is_strided(node) else kind
@@ -98,11 +99,6 @@ def _kind_of_target(target: object) -> str:
         return _KIND_OF[name]
     tags = getattr(target, "tags", ())
     return "reduction" if torch.Tag.reduction in tags else "move"
-
-
-def _least_dimension(node: fx.Node) -> int:
-    """The smallest dimension of the matrices of a product."""
-    return min((n for x in (node, *node.all_input_nodes) for t in tensors(x) for n in t.shape), default=0)
 
 
 def _is_strided(node: fx.Node) -> bool:

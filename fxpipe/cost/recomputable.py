@@ -50,7 +50,11 @@ def _repeatable(
             roots = inputs_behind(node.meta["input"])
             if all(x.kind in at_hand and not (x.kind is Kind.BUFFER and x.name in changed) for x in roots):
                 leads[node], kinds[node] = frozenset(), frozenset(x.kind for x in roots)
-        elif all(map(leads.__contains__, inputs := input_nodes(node))) and _may_repeat(node):
+        elif node.op != "call_function" or node.meta["origin"].backward:
+            continue
+        elif all(map(leads.__contains__, inputs := input_nodes(node))):
+            if node.target is keyed or is_between_lanes(node.target):
+                continue
             read = frozenset().union(*(kinds[n] for n in inputs))
             # A stage would need parameters of another one, or repeat a matrix product.
             if Kind.PARAMETER in read and (Kind.BATCH in read or node_flops(node)):
@@ -59,8 +63,3 @@ def _repeatable(
             if sum(cost[n] for n in way) <= most(node):
                 leads[node], kinds[node] = way, read
     return {n for n in leads if n.op == "call_function"}
-
-
-def _may_repeat(node: fx.Node) -> bool:
-    once = node.target is keyed or is_between_lanes(node.target)
-    return node.op == "call_function" and not node.meta["origin"].backward and not once

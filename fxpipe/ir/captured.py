@@ -23,7 +23,8 @@ def captured_step(graph: fx.Graph, *, split: bool = False) -> CapturedStep:
     inputs, ops = [], []
     for node in sorted(graph.nodes, key=lambda node: node.op != "placeholder"):
         if node.op == "placeholder":
-            inputs.append(_input(node))
+            given: Input = node.meta["input"]
+            inputs.append(CapturedInput(str(given.kind), given.name, *_layout(node.meta.get("val"))))
         elif node.op == "call_function":
             ops.append(_op(node, numbers))
         numbers[node] = len(numbers)
@@ -40,11 +41,6 @@ def captured_step(graph: fx.Graph, *, split: bool = False) -> CapturedStep:
         checks=tuple(numbers[node] for node in named.checks),
         split=split,
     )
-
-
-def _input(node: fx.Node) -> CapturedInput:
-    step_input: Input = node.meta["input"]
-    return CapturedInput(str(step_input.kind), step_input.name, *_layout(node.meta.get("val")))
 
 
 def _layout(value: object) -> tuple[tuple[int, ...] | None, str | None]:

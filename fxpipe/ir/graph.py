@@ -141,6 +141,12 @@ def module_around(paths: Iterable[str]) -> str:
     return ".".join(column[0] for column in takewhile(lambda column: len({*column}) == 1, columns))
 
 
+def modules_on(path: str) -> list[str]:
+    """The paths of the modules that a path leads through, the outermost first, itself the last."""
+    parts = path.split(".")
+    return [".".join(parts[: k + 1]) for k in range(len(parts))]
+
+
 @dataclass(frozen=True, slots=True)
 class Input:
     """The source of a placeholder: ``name`` is the parameter's, buffer's or batch leaf's name.

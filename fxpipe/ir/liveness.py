@@ -155,7 +155,9 @@ def offload_candidates(
             )
             # What another stage sends for B alone is not there from F on.
             made_here = root.meta["color"].stage == stage or Phase.F in used
-            if made_here and not shared and _is_worth(root):
+            val = root.meta["val"]
+            fills = isinstance(val, torch.Tensor) and is_dense(val)
+            if made_here and not shared and fills and node_bytes(root) >= SMALLEST:
                 by_phase[Phase.B if Phase.B in used else Phase.W].append(root)
         candidates.append(by_phase)
     return tuple(candidates)
@@ -175,8 +177,3 @@ def _readers(root: fx.Node, stage: int | None = None) -> set[Color]:
             if is_view(user) and user.args[0] is alias and stage in (None, color.stage):
                 aliases.append(user)
     return readers
-
-
-def _is_worth(root: fx.Node) -> bool:
-    value = root.meta["val"]
-    return isinstance(value, torch.Tensor) and is_dense(value) and node_bytes(root) >= SMALLEST

@@ -8,7 +8,8 @@ that contains it, or become code.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from itertools import chain, count
 
 from fxpipe.errors import printable
 
@@ -26,6 +27,11 @@ def identifier(text: str) -> str:
     if not word:
         return "unnamed"
     return f"_{word}" if word[0].isdigit() else word
+
+
+def unused(name: str, is_taken: Callable[[str], bool]) -> str:
+    """The name, or the first of ``name_2``, ``name_3``, … that is not taken."""
+    return next(text for text in chain([name], (f"{name}_{k}" for k in count(2))) if not is_taken(text))
 
 
 def text_literal(text: str) -> str:

@@ -13,7 +13,7 @@ from torch import fx
 from fxpipe.ir.compat import pytree, schema_of
 from fxpipe.ir.graph import Outputs, offload, read_buffer, reload
 from fxpipe.plan.tensors import storage_bytes
-from fxpipe.schedule.ops import Color, Phase
+from fxpipe.schedule.ops import Phase
 
 aten = torch.ops.aten
 
@@ -134,24 +134,15 @@ def last_uses(graph: fx.Graph, roots: Mapping[fx.Node, fx.Node]) -> dict[fx.Node
                 continue
             before = last.setdefault(root, root)
             # Stages run in any order, so a use in another one has no place among the others.
-            if before is None or node.op == "output" or _stage(node) != _stage(root):
+            if before is None or node.op == "output" or node.meta["color"].stage != root.meta["color"].stage:
                 last[root] = None
             # The graph has W's ops between those of B.
-            elif _turn(node) >= _turn(before):
+            elif _TURNS[node.meta["color"].phase] >= _TURNS[before.meta["color"].phase]:
                 last[root] = node
     return last
 
 
-def _stage(node: fx.Node) -> int:
-    color: Color = node.meta["color"]
-    return color.stage
-
-
 _TURNS = {phase: turn for turn, phase in enumerate(Phase)}
-
-
-def _turn(node: fx.Node) -> int:
-    return _TURNS[node.meta["color"].phase]
 
 
 def tensors(node: fx.Node) -> list[torch.Tensor]:

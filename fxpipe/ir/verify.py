@@ -110,7 +110,12 @@ def _check_op(node: fx.Node, after: str) -> None:
 
 def _check_writes(writing: list[fx.Node], after: str) -> None:
     """Ops write to accumulators, and to values that they are the last to use."""
-    over = [(node, root) for node in writing for root in _overwritten(node) if not _is_accumulator(root)]
+    over = [
+        (node, root)
+        for node in writing
+        for root in map(storage_root, written_arguments(node.target, node.args, node.kwargs))
+        if root.op != "placeholder" or root.meta["input"].kind is not Kind.GRADIENT
+    ]
     if not over:
         return
     graph = over[0][0].graph
@@ -119,14 +124,6 @@ def _check_writes(writing: list[fx.Node], after: str) -> None:
         # A later reader would get the new value; a reader of another stage may run at any time.
         if last.get(root) is not node:
             raise VerifyError(f"After {after}: {node} ({node.target}) writes over {root}, which is needed.")
-
-
-def _overwritten(node: fx.Node) -> list[fx.Node]:
-    return [storage_root(argument) for argument in written_arguments(node.target, node.args, node.kwargs)]
-
-
-def _is_accumulator(root: fx.Node) -> bool:
-    return root.op == "placeholder" and root.meta["input"].kind is Kind.GRADIENT
 
 
 def _check_buffer(buffer: fx.Node, value: fx.Node, after: str) -> None:

@@ -18,7 +18,6 @@ from dataclasses import asdict
 from pathlib import Path
 
 from fxpipe.plan.saved import files
-from fxpipe.schedule.costs import Edge
 from fxpipe.schedule.dependencies import index
 from fxpipe.schedule.ops import Color, Direction, arrival
 from fxpipe.schedule.simulation.simulator import simulate
@@ -138,18 +137,15 @@ def _flows(
                 continue
             number += 1
             name = f"{_text(edge.source)} to {_text(edge.target)}"
+            args = {"bytes": int(edge.bytes), "tensors": ", ".join(named) or "not known"}
             flow = {"cat": "message", "name": name, "pid": process, "id": process * 10**9 + number,
-                    "args": _message(edge, named)}  # fmt: skip
+                    "args": args}  # fmt: skip
             yield {"ph": "s", **flow, "tid": home + 1, "ts": _inside(source, begin, last=True)}
             yield {"ph": "f", "bp": "e", **flow, "tid": rank + 1, "ts": _inside(target, begin, last=False)}
 
 
 def _text(color: Color) -> str:
     return f"{color.phase}{color.stage}"
-
-
-def _message(edge: Edge, named: list[str]) -> dict[str, object]:
-    return {"bytes": int(edge.bytes), "tensors": ", ".join(named) or "not known"}
 
 
 def _inside(span: Span, begin: float, last: bool) -> float:

@@ -187,7 +187,9 @@ def _sorted(
         if node in axes:
             if node in losses or (node.target in RESHAPES and node.args[0] in logs):
                 logs.add(node)
-            elif any(n in logs for n in node.all_input_nodes) and not _is_gradient(node):
+            elif node.target in UNPICKS or node.target is aten._log_softmax_backward_data.default:
+                continue  # a gradient
+            elif any(n in logs for n in node.all_input_nodes):
                 raise whole(node)
         elif not any(n in axes for n in node.all_input_nodes):
             continue
@@ -228,10 +230,6 @@ def _sorted(
         tuple(argmaxes),
         padded,
     )
-
-
-def _is_gradient(node: fx.Node) -> bool:
-    return node.target in UNPICKS or node.target is aten._log_softmax_backward_data.default
 
 
 def _without_weights(pick: fx.Node) -> fx.Node:

@@ -72,7 +72,7 @@ class Calls:
             return self._to_sum(schema, arguments)
         if draws(schema, arguments):
             self.note(f"draws random numbers without a key: {schema.name}")
-        return self._result(schema, arguments, self._made(schema, arguments))
+        return self._result(schema, arguments, op_term(self.terms, schema, self._terms_of(arguments)))
 
     def keyed(self, key: object, position: int, op: Any, args: object, kwargs: object) -> object:
         """A random op with its key."""
@@ -104,9 +104,6 @@ class Calls:
 
     def _terms_of(self, arguments: dict[str, object]) -> dict[str, Any]:
         return {name: self.read(value) for name, value in arguments.items()}
-
-    def _made(self, schema: Schema, arguments: dict[str, object]) -> Term:
-        return op_term(self.terms, schema, self._terms_of(arguments))
 
     def _result(self, schema: Schema, arguments: dict[str, object], term: Term) -> object:
         memory = self._memory(schema, arguments, term)

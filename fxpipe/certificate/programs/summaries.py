@@ -94,7 +94,8 @@ class AsLeaves:
                 if place is None:
                     self._new -= 1
                     place = self._places[memory] = self._new
-                size = 0 if place >= 0 or memory.keeper else self._bytes(result)
+                is_new, made_for = place < 0 and not memory.keeper, memory.root or result.term
+                size = layout_of(self._calls.terms, made_for).bytes if is_new else 0
                 return Leaf(result.term, place, memory.root, size, memory.keeper, result.version)
             case list():
                 if id(result) not in self._lists:
@@ -112,9 +113,6 @@ class AsLeaves:
                 return result
         plain_form(self._calls, result, "returns")
         return result
-
-    def _bytes(self, value: Value) -> int:
-        return layout_of(self._calls.terms, value.memory.root or value.term).bytes
 
 
 @dataclass(eq=False, repr=False)

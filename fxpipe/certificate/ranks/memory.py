@@ -25,7 +25,9 @@ def unlike_plan(plan: Plan, ranks: Ranks) -> Iterator[Problem]:
     if not all(rt.ended for rt in ranks):
         return
     for rt in ranks:
-        yield from _order(rt, planned_ops(plan, rt.rank))
+        planned = planned_ops(plan, rt.rank)
+        if (first := out_of_order(rt, planned)) is not None:
+            yield Problem(rt.rank, rt.held.calls[first].number, unlike_order(rt, planned, first))
         yield from _transfers(rt, plan)
         yield from _dead(rt)
         most, op = rt.held.peak
@@ -47,13 +49,6 @@ def _takes_time(plan: Plan, op: Op) -> bool:
     cost = plan.costs.stages[op.stage]
     seconds = {Phase.F: cost.forward, Phase.B: cost.backward, Phase.W: cost.weight}
     return any(seconds[phase] for phase in PHASES[op.kind])
-
-
-def _order(rt: TermRuntime, planned: Sequence[str]) -> Iterator[Problem]:
-    """The first op that is not the plan's."""
-    number = out_of_order(rt, planned)
-    if number is not None:
-        yield Problem(rt.rank, rt.held.calls[number].number, unlike_order(rt, planned, number))
 
 
 def out_of_order(rt: TermRuntime, planned: Sequence[str]) -> int | None:

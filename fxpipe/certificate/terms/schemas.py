@@ -96,19 +96,16 @@ def schema_of(op: Any) -> Schema:
         )
         for a in schema.arguments
     )
+    returns_list = len(schema.returns) == 1 and not isinstance(schema.returns[0].type, torch.TensorType)
     return Schema(
         name,
         parameters,
         tuple(a.name for a in writes),
         _viewed(schema, name),
-        len(schema.returns) if len(schema.returns) != 1 or _is_tensor(schema.returns[0]) else 2,
+        2 if returns_list else len(schema.returns),
         torch.Tag.nondeterministic_seeded in op.tags,
         any(torch.Tag.pointwise in getattr(packet, each).tags for each in packet.overloads()),
     )
-
-
-def _is_tensor(returned: Any) -> bool:
-    return isinstance(returned.type, torch.TensorType)
 
 
 def _viewed(schema: Any, name: str) -> str | None:

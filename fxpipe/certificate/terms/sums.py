@@ -101,7 +101,8 @@ class GradientSum:
             for leaf in leaves(term):
                 added.setdefault(known.get(leaf, leaf), []).extend(calls)
         foreign = {term: calls for term, calls in added.items() if term not in self.times}
-        short = [term for term in self.times if self._is_short(term, added.get(term, []), microbatches)]
+        counts = {term: len(added.get(term, ())) for term in self.times}
+        short = [term for term, times in self.times.items() if counts[term] < times * microbatches]
         instead = dict[Term, Term]()
         able = {form: each for each in short for form in added_forms(reference.terms, each, self.dtype)}
         for term, calls in foreign.items():
@@ -116,9 +117,6 @@ class GradientSum:
                 yield Foreign(name, term, calls[0].line)
         for term in self.times.keys() - {*instead.values()}:
             yield from _uneven(name, term, self.times[term], added.get(term, []), microbatches, end)
-
-    def _is_short(self, term: Term, calls: list[Addition], microbatches: int) -> bool:
-        return len(calls) < self.times[term] * microbatches
 
 
 def _at(line: Line | None, text: str) -> Problem:

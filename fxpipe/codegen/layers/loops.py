@@ -16,7 +16,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, count, takewhile
+from itertools import takewhile
 
 from torch import fx
 
@@ -33,7 +33,7 @@ from fxpipe.codegen.statements import CARRY, Statement, body, emptying, unpackin
 from fxpipe.codegen.wrapping import wrapped
 from fxpipe.ir.compiled import computing
 from fxpipe.ir.graph import Input, offload, reload
-from fxpipe.ir.names import comment, identifier
+from fxpipe.ir.names import comment, identifier, unused
 from fxpipe.ir.node_names import BACKWARD, Gradient, Named, gradient_name
 from fxpipe.ir.text import shape_text
 from fxpipe.schedule.ops import Phase
@@ -101,7 +101,7 @@ class Loop:
         self.varying: dict[str, Values] = {}
         self.used: set[str] = {CARRY}
         self.arguments = _Arguments()
-        self.carried = _staying(run)
+        self.carried = [slot for slot in run.carried if not run.is_moved(slot)]
         self.forward = forward
         self.inputs = dict(_names_of_inputs(run, forward.inputs))
         self.moved = [slot for slot in run.carried if run.is_moved(slot)]
@@ -283,10 +283,9 @@ class Loop:
         return self._unused(self.scope.names.local(variable(name)))
 
     def _unused(self, name: str) -> str:
-        numbered = (f"{name}_{number}" for number in count(2))
-        unused = next(text for text in chain([name], numbered) if text not in self.used)
-        self.used.add(unused)
-        return unused
+        text = unused(name, self.used.__contains__)
+        self.used.add(text)
+        return text
 
     def _carried_name(self, slot: Slot) -> str:
         """The name of what a period takes of the one before: of a gradient, that of what its layer gives."""
@@ -342,11 +341,6 @@ class Loop:
         words, depth = _alike([_words(path) for path in paths]), len(self.around)
         is_inside = len({*paths}) > 1 and words[:depth] == self.around
         return ".".join(words[depth:]) if is_inside else ""
-
-
-def _staying(run: Repeated) -> list[Slot]:
-    """The carried values that the next period does not free."""
-    return [slot for slot in run.carried if not run.is_moved(slot)]
 
 
 def input_names(run: Repeated) -> dict[Slot, str]:

@@ -152,9 +152,8 @@ class Analysis:
         """The run, or the number of its periods that are alike."""
         slots: dict[tuple[fx.Node, ...], Slot] = {}
         for position in range(run.period):
-            rows = [
-                list(_operands(self.nodes[run.begin + k * run.period + position])) for k in range(run.times)
-            ]
+            alike = [self.nodes[run.begin + k * run.period + position] for k in range(run.times)]
+            rows = [[x for x in leaves(node) if isinstance(x, fx.Node)] for node in alike]
             for nodes in zip(*rows, strict=True):
                 slot = self._slot(run, nodes)
                 if isinstance(slot, int):
@@ -175,8 +174,9 @@ class Analysis:
             uses_by_value[position] = uses[0] or frozenset()
             if position in carried and uses_by_value[position]:
                 slot, lists = carried[position], uses_by_value[position]
-                first = self._uses_behind(run, slot.nodes[0])
-                if lists <= first:
+                # What the value from before the run is used for behind it.
+                first = {*self.lists_out.get(slot.nodes[0].name, ())}
+                if lists <= first | ({LATER} if self._behind(run, slot.nodes[0]) else set()):
                     uses_by_value[position] -= lists
                     uses_by_value |= {slot: lists}
                 elif last is None or not lists <= last:
@@ -249,10 +249,6 @@ class Analysis:
         """The positions of the ops behind a run that use a value."""
         return sorted(where for user in node.users if (where := self.index.get(user, -1)) >= run.end)
 
-    def _uses_behind(self, run: Run, node: fx.Node) -> set[str]:
-        """The lists in which a value from before a run travels, with LATER if ops behind the run use it."""
-        return {*self.lists_out.get(node.name, ()), *([LATER] if self._behind(run, node) else [])}
-
 
 def _advance(rows: Sequence[Sequence[int]]) -> bool:
     """Whether positions by period advance evenly, but for those at one end, as those of another run do."""
@@ -260,10 +256,6 @@ def _advance(rows: Sequence[Sequence[int]]) -> bool:
         return False
     steps = Counter(b - a for row, other in pairwise(rows) for a, b in zip(row, other, strict=True))
     return steps.total() - max(steps.values()) <= len(rows[0])
-
-
-def _operands(node: fx.Node) -> Iterator[fx.Node]:
-    return (x for x in leaves(node) if isinstance(x, fx.Node))
 
 
 def _until(unlike: Iterator[int]) -> int | None:

@@ -8,7 +8,7 @@ takes the stack as it is; other records are unpacked, and made anew.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import cached_property
@@ -100,7 +100,8 @@ def taken(run: Repeated, layouts: Mapping[str, Layout], others: AbstractSet[Stac
 
     layouts: of the lists that its section takes.  others: the stacks that other runs take as they are.
     """
-    entries = {name: stack for stack in _stacks(layouts) for record in stack.records for name in record}
+    stacks = (entry for entries in layouts.values() for entry in entries if isinstance(entry, Stack))
+    entries = {name: stack for stack in stacks for record in stack.records for name in record}
     together: defaultdict[tuple[str, Stack | None], list[Slot]] = defaultdict(list)
     for slot in run.slots:
         if slot.source is Source.LISTED:
@@ -110,10 +111,6 @@ def taken(run: Repeated, layouts: Mapping[str, Layout], others: AbstractSet[Stac
         _taken(run, name, None if stack in others else stack, tuple(slots))
         for (name, stack), slots in together.items()
     )
-
-
-def _stacks(layouts: Mapping[str, Layout]) -> Iterator[Stack]:
-    return (entry for entries in layouts.values() for entry in entries if isinstance(entry, Stack))
 
 
 def _taken(run: Repeated, container: str, stack: Stack | None, slots: tuple[Slot, ...]) -> Taken:

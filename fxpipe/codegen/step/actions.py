@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from itertools import count, groupby
+from itertools import groupby
 from typing import NamedTuple
 
 from fxpipe.codegen.rank_plan import RankPlan
 from fxpipe.codegen.step.instruction_text import Line, OfMicrobatch, lines_of, place
+from fxpipe.ir.names import unused
 from fxpipe.schedule.lowering.instructions import (
     AtEnd,
     Collective,
@@ -156,18 +157,12 @@ def _arguments(plan: RankPlan, together: Sequence[OfMicrobatch]) -> tuple[int, .
 def _action(plan: RankPlan, together: Sequence[OfMicrobatch], used: set[str]) -> Action:
     offloads = [i.transfer for i in together if isinstance(i, StartTransfer)]
     return Action(
-        next(name for name in _numbered(_name(plan, together)) if name not in used),
+        unused(_name(plan, together), used.__contains__),
         _doc(plan, together),
         _role(together[0]),
         tuple(line for i in together for line in lines_of(plan, i)),
         tuple(place(t) for t in offloads if t.direction is Direction.OUT),
     )
-
-
-def _numbered(name: str) -> Iterator[str]:
-    yield name
-    for number in count(2):
-        yield f"{name}_{number}"
 
 
 def _role(instruction: OfMicrobatch) -> ActionPlace:

@@ -129,14 +129,12 @@ def _in_turns(device: torch.device) -> dict[str, float]:
 def _curve(device: torch.device, kind: str, arithmetic: str, extra: float) -> Curve:
     make = Maker(device, _DTYPES[arithmetic], torch.Generator(device).manual_seed(0))
     with _tf32(arithmetic == "tf32"), torch.no_grad():
-        samples_seconds = [(size, extra + _seconds(ops, device)) for size, ops in samples(kind, make)]
+        samples_seconds = [
+            (size, extra + mean(_op_seconds(op, device) for op in ops)) for size, ops in samples(kind, make)
+        ]
     # What is measured of a larger op may be less, by noise.
     longest = accumulate((seconds for _, seconds in samples_seconds), max)
     return Curve(tuple((float(size), t) for (size, _), t in zip(samples_seconds, longest, strict=True)))
-
-
-def _seconds(ops: Sequence[Callable[[], object]], device: torch.device) -> float:
-    return mean(_op_seconds(op, device) for op in ops)
 
 
 def _op_seconds(op: Callable[[], object], device: torch.device) -> float:

@@ -104,12 +104,10 @@ def _cat_with_nothing(node: fx.Node) -> Instead:
     source = full[0]
     if len(full) == 1 and (_can_stand_for(source, node) or _is_attended(source, node)):
         return source
-    return (full, *node.args[1:]) if len(full) < len(operands) and _joins_alike(full, node) else None
-
-
-def _joins_alike(full: list[fx.Node], node: fx.Node) -> bool:
+    if len(full) == len(operands):
+        return None
     joined = aten.cat.default([n.meta["val"] for n in full], *node.args[1:])
-    return _strides(joined) == _strides(node.meta["val"])
+    return (full, *node.args[1:]) if _strides(joined) == _strides(node.meta["val"]) else None
 
 
 def _with_neutral(neutral: Callable[[object, torch.dtype], bool]) -> Callable[[fx.Node], Instead]:
@@ -130,7 +128,7 @@ def _with_neutral(neutral: Callable[[object, torch.dtype], bool]) -> Callable[[f
 
 def _is_zero(number: object, dtype: torch.dtype) -> bool:
     """-0.0 + 0 is 0.0: a float needs -0.0, which a trace has nowhere."""
-    return number == 0 and not _is_inexact(dtype)
+    return number == 0 and not (dtype.is_floating_point or dtype.is_complex)
 
 
 def _is_minus_zero(number: object, dtype: torch.dtype) -> bool:
@@ -141,10 +139,6 @@ def _is_minus_zero(number: object, dtype: torch.dtype) -> bool:
 def _is_one(number: object, dtype: torch.dtype) -> bool:
     """A complex product with 1 + 0j makes NaN of infinities."""
     return number == 1 and not dtype.is_complex
-
-
-def _is_inexact(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point or dtype.is_complex
 
 
 def _undone(node: fx.Node) -> Instead:

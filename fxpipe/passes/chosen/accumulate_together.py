@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from fxpipe.ir.builder import Calls, node_arg
-from fxpipe.ir.graph import Kind, Origin, module_around
+from fxpipe.ir.graph import Kind, Origin, module_around, modules_on
 from fxpipe.ir.storage import node_bytes, storage_root
 
 aten = torch.ops.aten
@@ -51,7 +51,7 @@ def accumulate_together(graph: fx.Graph) -> None:
 def layers(parameters: Iterable[str]) -> dict[str, str]:
     """Parameter -> the path of its layer, which has several of them; "" for one that belongs to none."""
     within: defaultdict[str, list[str]] = defaultdict(list)  # module -> its parameters, from there
-    paths = {name: _modules(name) for name in parameters}
+    paths = {name: modules_on(name)[:-1] for name in parameters}
     for name, modules in paths.items():
         for module in modules:
             within[module].append(name.removeprefix(f"{module}."))
@@ -65,12 +65,6 @@ def layers(parameters: Iterable[str]) -> dict[str, str]:
         name: next((m for m in modules if m in kinds and count[kinds[m]] > 1), "")
         for name, modules in paths.items()
     }
-
-
-def _modules(parameter: str) -> list[str]:
-    """The paths of the modules that a parameter is in, the outermost first."""
-    parts = parameter.split(".")
-    return [".".join(parts[:k]) for k in range(1, len(parts))]
 
 
 def _parent(module: str) -> str:

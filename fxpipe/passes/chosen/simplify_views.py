@@ -23,7 +23,8 @@ from fxpipe.passes.colored.merge_equal import merge_equal
 def simplify_views(graph: fx.Graph) -> None:
     for node in call_nodes(graph):  # what a rule makes of a view, the rules for its users see
         # Another view in its place would else be another message, or another saved value.
-        if is_view(node) and _is_used_inside(node):
+        inside = (u.op != "output" and u.meta["color"] == node.meta["color"] for u in node.users)
+        if is_view(node) and all(inside):
             while any(_apply(find, node) for find in RULES_OF.get(node.target, ())):
                 pass
     # Simpler views of one value are often equal.
@@ -37,11 +38,6 @@ def _apply(find: Callable[[fx.Node], Instead], node: fx.Node) -> bool:
         return False
     rewrite(node, instead)
     return True
-
-
-def _is_used_inside(node: fx.Node) -> bool:
-    """Whether all users of a value are in its section, and the step returns nothing of it."""
-    return all(user.op != "output" and user.meta["color"] == node.meta["color"] for user in node.users)
 
 
 def _are_there(node: fx.Node, instead: Instead) -> bool:

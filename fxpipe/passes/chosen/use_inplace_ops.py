@@ -65,13 +65,10 @@ def _write_over(node: fx.Node, free: list[fx.Node]) -> None:
     if (form := _out_form(node.target, device)) is not None:
         node.target, name = form
         node.kwargs = {**node.kwargs, name: max(free)}
-    elif node.args and node.args[0] in free and _times(node.args[0], node) == 1:
-        node.target = _in_place_form(node.target, device) or node.target
-
-
-def _times(operand: object, node: fx.Node) -> int:
-    """The number of times that the op has the operand: ``addmm_(x, a, x)`` would read its own output."""
-    return sum(x is operand for x in pytree.tree_leaves((node.args, node.kwargs)))
+    elif node.args and node.args[0] in free:
+        operands = pytree.tree_leaves((node.args, node.kwargs))
+        if sum(x is node.args[0] for x in operands) == 1:  # ``addmm_(x, a, x)`` would read its own output
+            node.target = _in_place_form(node.target, device) or node.target
 
 
 @cache

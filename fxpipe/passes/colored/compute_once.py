@@ -14,15 +14,12 @@ over the batch is of comes from data, so the program computes it of each microba
 
 from __future__ import annotations
 
-from collections.abc import Container
-from itertools import chain, count
-
 import torch
 from torch import fx
 
 from fxpipe.ir.builder import node_arg
 from fxpipe.ir.graph import Input, Kind, Origin, batch_mean
-from fxpipe.ir.names import identifier
+from fxpipe.ir.names import identifier, unused
 from fxpipe.ir.resized import ResizedTraces
 from fxpipe.ir.step_invariants import copied, once_values
 from fxpipe.ir.storage import call_nodes, drop_dead, leading_to, storage_root
@@ -50,7 +47,7 @@ def compute_once(graph: fx.Graph, resized: ResizedTraces | None) -> None:
         if node.op == "placeholder" or values.keys() >= node.users.keys():
             continue  # it leads to others alone
         if computed not in inputs:
-            name = casts.get(node) or _unused(_name(computed), names)
+            name = casts.get(node) or unused(_name(computed), names.__contains__)
             names.add(name)
             with graph.inserting_before(first):
                 inputs[computed] = graph.placeholder(identifier(name))
@@ -70,10 +67,6 @@ def _name(computed: fx.Node) -> str:
         value = node_arg(computed, 0)
         return f"mean of {value.args[0] if value.target is aten._to_copy.default else value}"
     return storage_root(computed).name
-
-
-def _unused(name: str, names: Container[str]) -> str:
-    return next(each for each in chain([name], (f"{name}_{k}" for k in count(2))) if each not in names)
 
 
 def _cast(node: fx.Node) -> str:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Hashable, Set
 
 from torch import fx
 
-from fxpipe.ir.graph import read_buffer
+from fxpipe.ir.graph import modules_on, read_buffer
 from fxpipe.ir.resized import ResizedTraces, value_key
 from fxpipe.ir.storage import call_nodes, leading_to, may_draw_numbers, written
 from fxpipe.plan.tensors import sum_over_ranks
@@ -70,7 +70,7 @@ def _before_their_layers(graph: fx.Graph, paths: dict[fx.Node, list[str]]) -> No
     inside: defaultdict[tuple[Color, str], list[fx.Node]] = defaultdict(list)
     for node in call_nodes(graph):
         if node.meta["color"] in colors:
-            for module in _modules(node.meta["origin"].path):
+            for module in modules_on(node.meta["origin"].path):
                 inside[node.meta["color"], module].append(node)
     for layer, values in shared.items():
         # Others need a value that is computed between the layers.
@@ -84,16 +84,10 @@ def _before_their_layers(graph: fx.Graph, paths: dict[fx.Node, list[str]]) -> No
 
 def _first_layer(paths: list[str]) -> str:
     """The module of the first path that the others are not in: ``h.0`` of ``h.0.attn`` and ``h.1.attn``."""
-    for module in _modules(paths[0]):
+    for module in modules_on(paths[0]):
         if not all(path == module or path.startswith(f"{module}.") for path in paths):
             return module
     return paths[0]
-
-
-def _modules(path: str) -> list[str]:
-    """The modules that a path leads through, the outermost first."""
-    parts = path.split(".")
-    return [".".join(parts[: k + 1]) for k in range(len(parts))]
 
 
 def _before_section(graph: fx.Graph) -> set[fx.Node]:

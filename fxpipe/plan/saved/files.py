@@ -239,8 +239,12 @@ def _plan_text(directory: Path) -> str:
     path = directory / "plan.json"
     if not os.path.exists(path):
         raise ArtifactError(f"{directory} holds no saved pipeline: {_found_instead(directory)}.")
+    return _text(path, MOST_PLAN_BYTES)
+
+
+def _text(path: Path, most: int) -> str:
     try:
-        return read_text(path, MOST_PLAN_BYTES)
+        return read_text(path, most)
     except Mismatch as error:
         raise ArtifactError(f"{path} {error}. {AGAIN}") from error
 
@@ -248,12 +252,7 @@ def _plan_text(directory: Path) -> str:
 def read_captured(directory: Path) -> str:
     """The captured step of a saved pipeline, as text; "" where an earlier version saved it."""
     path = directory / CAPTURED
-    if not os.path.exists(path):
-        return ""
-    try:
-        return read_text(path, MOST_PROGRAM_BYTES)
-    except Mismatch as error:
-        raise ArtifactError(f"{path} {error}. {AGAIN}") from error
+    return _text(path, MOST_PROGRAM_BYTES) if os.path.exists(path) else ""
 
 
 def read_programs(directory: Path, plan: Plan, ranks: Sequence[int]) -> tuple[str, ...]:
@@ -361,10 +360,7 @@ def _check_sums(directory: Path, rank: int) -> None:
     """Warn of a program that was edited, and raise ArtifactError for weights, or a plan, that are not those
     that were saved: nobody edits these by hand, and no other check sees all that a disk has done to them."""
     path = directory / f"rank{rank}.sha256"
-    try:
-        lines = read_text(path, MEBIBYTE).splitlines()
-    except Mismatch as error:
-        raise ArtifactError(f"{path} {error}. {AGAIN}") from error
+    lines = _text(path, MEBIBYTE).splitlines()
     sums = {name: checksum for checksum, _, name in (line.partition("  ") for line in lines)}
     program, weights = f"rank{rank}.py", f"rank{rank}.safetensors"
     for name in (program, weights, *sorted(sums.keys() & {PLAN})):  # which an earlier version did not list

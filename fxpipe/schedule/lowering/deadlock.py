@@ -17,7 +17,6 @@ from fxpipe.schedule.lowering.channels import Channel, channel_of, channels_of
 from fxpipe.schedule.lowering.execution import HOSTS, Connections, Machine, Rank, execution
 from fxpipe.schedule.lowering.instructions import (
     Compute,
-    Instruction,
     Message,
     PostRecv,
     Programs,
@@ -114,7 +113,8 @@ def _stuck(programs: Programs, placement: tuple[int, ...], at: list[int]) -> str
             lines.append(f"  rank {rank} has finished")
             continue
         instruction = program[at[rank]]
-        what = f"  rank {rank}, before {_next_compute(program[at[rank] :])}: {instruction}"
+        op = next((str(i.op) for i in program[at[rank] :] if isinstance(i, Compute)), "its end")
+        what = f"  rank {rank}, before {op}: {instruction}"
         match instruction:
             case Wait(messages):
                 what += f", from rank {channel_of(messages[0], placement)[0]}"
@@ -124,7 +124,3 @@ def _stuck(programs: Programs, placement: tuple[int, ...], at: list[int]) -> str
                 what += f", which rank {', '.join(map(str, missing))} has not joined" if missing else ""
         lines.append(what)
     return "\n".join(lines)
-
-
-def _next_compute(program: Sequence[Instruction]) -> str:
-    return next((str(i.op) for i in program if isinstance(i, Compute)), "its end")
