@@ -87,7 +87,7 @@ def _placed(problem: Problem, program: r.Program) -> Problem:
     names = program.names.get(problem.line, frozenset())
     aliases = {alias: op for alias, op in program.aliases.items() if alias in names}
     wrong = sorted(
-        (op.line, op.name, alias) for alias, op in aliases.items() if not _is_name_of(alias, op.name)
+        (op.lineno, op.name, alias) for alias, op in aliases.items() if not _is_name_of(alias, op.name)
     )
     if wrong and wrong[0][0] != problem.line:
         line, op, alias = wrong[0]
@@ -95,7 +95,7 @@ def _placed(problem: Problem, program: r.Program) -> Problem:
     if kind == LAYOUT and name in program.message_lines:
         return _moved(problem, program.message_lines[name], f"has the layout of {name}", problem.cause)
     if kind == NAME:
-        before = [each.line for each in program.deleted if each.id == name and each.line < problem.line]
+        before = [x.lineno for x in program.deleted if x.id == name and x.lineno < problem.line]
         if before:
             return _moved(problem, max(before), f"deletes {name}", problem.cause)
     return problem

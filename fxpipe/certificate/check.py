@@ -61,7 +61,7 @@ def check_against(reference: Reference, plan: Plan, programs: Sequence[str]) -> 
     reference.terms.line, reference.causes = lambda: stacks[world.running](), {}
     # What a program means whose lines are not all known, nobody can say.
     world.problems += [
-        Problem(rank, each.line, f"is outside of what is checked: {each.what}")
+        Problem(rank, each.lineno, f"is outside of what is checked: {each.what}")
         for rank, program in enumerate(read)
         for each in program.outside
     ]

@@ -1,10 +1,11 @@
-"""Evaluates a program: its records (``plan/program/records.py``) on terms in the place of tensors.
+"""Evaluates a program: what the grammar (``plan/program/records.py``) has, on terms in the place of tensors.
 
-Nothing of the text runs as Python: what a record does is written here, and it does nothing else.
+Nothing of the text runs as Python: what a node does is written here, and it does nothing else.
 """
 
 from __future__ import annotations
 
+import ast
 import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -105,7 +106,7 @@ class Evaluator:
     ) -> None:
         self.program, self.stack, self.sections = program, stack, sections
         self.libraries = {*libraries, "torch", "math", "__future__"}
-        self.top = Frame("", (), {}, None)
+        self.top = Frame("", (), {"range": range}, None)
         self.rounds = 0
         calls = sections.calls
 
@@ -138,7 +139,7 @@ class Evaluator:
     ) -> object:
         """A call.  Its frame stays on the stack where it fails."""
         self._count()
-        frame = Frame(function.name, function.local, _bound(function, args, named), around, function.line)
+        frame = Frame(function.name, function.local, _bound(function, args, named), around, function.lineno)
         self.stack.frames.append(frame)
         result = self.block(function.body, frame)
         self.stack.frames.pop()
@@ -152,32 +153,33 @@ class Evaluator:
 
     # -- statements ---------------------------------------------------------------------------------------
 
-    def block(self, body: Sequence[r.Statement], frame: Frame) -> tuple[object] | None:
+    def block(self, body: Sequence[ast.stmt], frame: Frame) -> tuple[object] | None:
         """What it returns, in a tuple; None if it runs to its end."""
         for each in body:
-            frame.line = each.line
+            frame.line = each.lineno
             # A value that a line has made lives no longer than its variable: each line has a call of its own.
             if (result := self.perform(each, frame)) is not None:
                 return result
         return None
 
-    def perform(self, node: r.Statement, frame: Frame) -> tuple[object] | None:
+    def perform(self, node: ast.stmt, frame: Frame) -> tuple[object] | None:
         match node:
-            case r.Assign(target=target, value=value):
+            case ast.Assign(targets=[target], value=value):
                 self.store(target, self.value(value, frame), frame)
-            case r.Do(value=value):
+            case ast.Expr(value=value):
                 self.value(value, frame)
-            case r.Delete(names=names):
+            case ast.Delete(targets=names):
                 for each in names:
+                    assert isinstance(each, ast.Name)
                     if each.id not in frame.values:
                         raise Unbound(each.id, False)
                     del frame.values[each.id]
-            case r.For(target=target, iterable=iterable, body=body):
+            case ast.For(target=target, iter=iterable, body=body):
                 for each in self._rounds(iterable, frame):
                     self.store(target, each, frame)
                     if (result := self.block(body, frame)) is not None:
                         return result
-            case r.Return(value=value):
+            case ast.Return(value=value):
                 return (None if value is None else self.value(value, frame),)
             case r.Skipped(names=names):
                 for name in names:
@@ -185,33 +187,34 @@ class Evaluator:
             case r.Function(name=name):
                 is_top = frame is self.top
                 frame.values[name] = Section(node, self) if is_top else Inner(node, self, frame)
-            case r.Import(module=module, names=names):
-                if module not in self.libraries and not names:
+            case ast.Import(names=[ast.alias(name=module)]):
+                if module not in self.libraries:
                     raise Rejected(self.stack(), f"imports {module}, which the certificate does not run")
-                for name in names or (module.partition(".")[0],):
-                    frame.values[name] = self.imported.get(name)
+                frame.values[module.partition(".")[0]] = None
+            case ast.ImportFrom(names=aliases):
+                frame.values |= {each.name: self.imported.get(each.name) for each in aliases}
             case r.Outside(what=what):
                 raise Rejected(self.stack(), f"is outside of what is checked: {what}")
         return None
 
-    def store(self, target: r.Target, value: object, frame: Frame) -> None:
+    def store(self, target: ast.expr, value: object, frame: Frame) -> None:
         match target:
-            case r.Name(id=name):
+            case ast.Name(id=name):
                 if frame is self.top and name == "MESSAGES" and isinstance(value, dict):
                     value = MappingProxyType({key: Announced(key, each) for key, each in value.items()})
                 frame.values[name] = value
-            case r.Item(of=of, index=index):
+            case ast.Subscript(value=of, slice=index):
                 container, key = self.value(of, frame), self._key(index, frame)
                 if not isinstance(container, list | dict | Container):
                     raise TypeError(f"computes setitem of {written(container)}: {FOLLOWS}")
                 container[key] = value
-            case r.Sequence(items=items):
+            case ast.Tuple(elts=items) | ast.List(elts=items):
                 if not isinstance(value, list | tuple):
                     raise TypeError(f"takes {written(value)} apart, which is no list")
                 for each, part in zip(items, value, strict=True):
-                    self.store(each, part, frame)  # type: ignore[arg-type]
+                    self.store(each, part, frame)
 
-    def _rounds(self, iterable: r.Expression, frame: Frame) -> Iterator[Any]:
+    def _rounds(self, iterable: ast.expr, frame: Frame) -> Iterator[Any]:
         values = self.value(iterable, frame)
         if not isinstance(values, range | list | tuple | GeneratorType):
             raise TypeError(f"computes iter of {written(values)}: {FOLLOWS}")
@@ -221,80 +224,81 @@ class Evaluator:
 
     # -- expressions --------------------------------------------------------------------------------------
 
-    def value(self, node: r.Expression | r.Spread | r.Slice, frame: Frame) -> Any:
+    def value(self, node: ast.expr, frame: Frame) -> Any:
         kind = type(node)
-        if kind is r.Name:  # most are, of all ops of all microbatches
-            return frame.lookup(node.id)  # type: ignore[union-attr]
-        if kind is r.Literal:
-            return node.value  # type: ignore[union-attr]
+        if kind is ast.Name:  # most are, of all ops of all microbatches
+            return frame.lookup(node.id)  # type: ignore[attr-defined]
+        if kind is ast.Constant:
+            return node.value  # type: ignore[attr-defined]
         match node:
-            case r.Call():
+            case ast.Call(func=ast.Attribute(value=of, attr=name), args=arguments):
+                container, args = self.value(of, frame), [self.value(each, frame) for each in arguments]
+                frame.line = node.lineno
+                return _method(container, name)(*args)
+            case ast.Call():
                 return self._call(node, frame)
-            case r.Item(of=of, index=index):
+            case ast.Subscript(value=of, slice=index):
                 return _item(self.value(of, frame), self._key(index, frame))
             case r.OfRuntime(name=name):
                 return getattr(frame.lookup("rt"), name)
-            case r.Sequence(is_list=True):
-                return [*self._items(node, frame)]
-            case r.Sequence():
-                return tuple(self._items(node, frame))
-            case r.Text(parts=parts):
+            case ast.List(elts=items):
+                return [*self._items(items, frame)]
+            case ast.Tuple(elts=items):
+                return tuple(self._items(items, frame))
+            case ast.JoinedStr(values=parts):
                 texts = [self.value(each, frame) for each in parts]
                 is_plain = all(type(text) in (str, int, float) for text in texts)
                 return "".join(map(str, texts)) if is_plain else Printed("a text")
-            case r.Method(of=of, name=name, arguments=arguments, line=line):
-                container, args = self.value(of, frame), [self.value(each, frame) for each in arguments]
-                frame.line = line
-                return _method(container, name)(*args)
             case r.Op():
                 return Op(overload_of(node), self.sections)
-            case r.Dict(keys=keys, values=values):
+            case ast.Dict(keys=keys, values=values):
                 pairs = zip(keys, values, strict=True)
-                return {self._key(key, frame): self.value(value, frame) for key, value in pairs}
-            case r.Arithmetic(operator=sign, left=left, right=right):
-                sides = [self.value(each, frame) for each in (left, right) if each is not None]
-                return _computed(sign, *sides)
-            case r.Range(arguments=arguments):
-                return range(*(self.value(each, frame) for each in arguments))
-            case r.Slice(begin=begin, end=end):
-                ends = (None if each is None else self._key(each, frame) for each in (begin, end))
-                return slice(*ends)
-            case r.Comprehension(loops=loops):
-                return [*self._comprehension(node, loops, Frame(frame.name, (), {}, frame, frame.line))]
+                return {self._key(key, frame): self.value(value, frame) for key, value in pairs if key}
+            case ast.BinOp(left=left, op=sign, right=right):
+                return _computed(r.SIGNS[type(sign)], self.value(left, frame), self.value(right, frame))
+            case ast.UnaryOp(op=sign, operand=operand):
+                return _computed(r.SIGNS[type(sign)], self.value(operand, frame))
+            case ast.Slice(lower=begin, upper=end):
+                return slice(*(each and self._key(each, frame) for each in (begin, end)))
+            case ast.ListComp(generators=loops) | ast.GeneratorExp(generators=loops):
+                inner = Frame(frame.name, (), {}, frame, frame.line)
+                return [*self._comprehension(node.elt, loops, inner)]
             case r.Shown(text=text, names=names):
                 for name in names:
                     frame.lookup(name)
                 return Printed(text)
         raise TypeError(f"{type(node).__name__} has no value")
 
-    def _call(self, node: r.Call, frame: Frame) -> object:
-        function = self.value(node.function, frame)
-        args = [self.value(each, frame) for each in node.arguments]
-        named = {name: self.value(each, frame) for name, each in node.named}
-        frame.line = node.line
+    def _call(self, node: ast.Call, frame: Frame) -> object:
+        function = self.value(node.func, frame)
+        args = [self.value(each, frame) for each in node.args]
+        named = {str(each.arg): self.value(each.value, frame) for each in node.keywords}
+        frame.line = node.lineno
         return function(*args, **named)
 
-    def _key(self, node: r.Expression | r.Slice, frame: Frame) -> Any:
+    def _key(self, node: ast.expr, frame: Frame) -> Any:
         key = self.value(node, frame)
         if not _is_plain(key) and type(key) is not slice:
             raise TypeError(f"computes hash of {written(key)}: {FOLLOWS}")
         return key
 
-    def _items(self, node: r.Sequence, frame: Frame) -> Iterator[Any]:
-        for each in node.items:
-            if isinstance(each, r.Spread):
-                yield from self._rounds(each.of, frame)
+    def _items(self, items: Sequence[ast.expr], frame: Frame) -> Iterator[object]:
+        for each in items:
+            if isinstance(each, ast.Starred):
+                yield from self._rounds(each.value, frame)
             else:
                 yield self.value(each, frame)
 
-    def _comprehension(self, node: r.Comprehension, loops: Sequence[Any], frame: Frame) -> Iterator[object]:
+    def _comprehension(
+        self, value: ast.expr, loops: Sequence[ast.comprehension], frame: Frame
+    ) -> Iterator[object]:
         if not loops:
-            yield self.value(node.value, frame)
+            yield self.value(value, frame)
             return
-        (target, iterable), *inner = loops
-        for each in self._rounds(iterable, frame):
-            self.store(target, each, frame)
-            yield from self._comprehension(node, inner, frame)
+        first, *inner = loops
+        for each in self._rounds(first.iter, frame):
+            self.store(first.target, each, frame)
+            yield from self._comprehension(value, inner, frame)
 
 
 def overload_of(op: r.Op) -> object:

@@ -1,4 +1,4 @@
-"""Reads the text of a program as records of the grammar: the one parser of programs.
+"""Reads the text of a program by the grammar (``records.py``): the one parser of programs.
 
 A statement that the grammar does not have becomes ``Outside``, with its line and what it is; all others are
 read as they are.
@@ -11,9 +11,9 @@ import builtins
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from types import CodeType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -35,9 +35,6 @@ _IMPORTED = {
 _RESERVED = frozenset({
     "breakpoint", "complex", "float", "inductor", "lanes", "math", "print", "range", "rt", "torch",
 })  # fmt: skip
-_SIGNS: dict[type[ast.operator], str] = {
-    ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.FloorDiv: "//", ast.Mod: "%", ast.BitOr: "|",
-}  # fmt: skip
 #: A comment above ops, with the line of the model.
 _COMMENT = re.compile(r"\s+# (the model itself|\S+)(?:  \((.*)\))?")
 _NOT_PYTHON = (SyntaxError, ValueError, RecursionError, MemoryError)
@@ -47,10 +44,11 @@ _NOT_PYTHON = (SyntaxError, ValueError, RecursionError, MemoryError)
 def parse(source: str) -> r.Program:
     """The last few are kept: a program that was checked is run next."""
     try:
-        return _Parser(ast.parse(source)).program(source)
+        return _program(source)
     except _NOT_PYTHON as error:
         line = getattr(error, "lineno", None) or 0
-        return r.Program((), (r.Outside(f"no Python program ({error})", line),), is_python=False)
+        outside = r.Outside(f"no Python program ({error})", line)
+        return r.Program((), (outside,), is_python=False)
 
 
 def compiled(source: str, filename: str) -> tuple[CodeType, r.Program]:
@@ -60,7 +58,7 @@ def compiled(source: str, filename: str) -> tuple[CodeType, r.Program]:
     """
     program = parse(source)
     if not program.is_python:
-        _Parser(ast.parse(source, filename)).program(source)  # raises
+        _program(source)  # raises
     if not any(name in source for name in _EARLIER):
         return compile(source, filename, "exec"), program
     tree = ast.parse(source, filename)
@@ -82,85 +80,72 @@ def _refuse(what: str, node: ast.AST) -> NoReturn:
     raise _Unlike(what, node)
 
 
+def _program(source: str) -> r.Program:
+    tree, bound = ast.parse(source), set[str]()
+    for node in ast.walk(tree):
+        match node:
+            case ast.Name(id=name, ctx=ast.Store() | ast.Del()):
+                bound.add(name)
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.arg(arg=name):
+                bound.add(name)
+            case ast.alias(name=name, asname=other):
+                bound.add(other or name)
+    parser = _Parser(frozenset(bound))
+    body = parser.block(tree.body)
+    return r.Program(tuple(body), tuple(parser.outside), tuple(_comments(source)))
+
+
 @dataclass
 class _Parser:
-    """``names``: those that the function around assigns.  ``depth``: of functions."""
+    """Reads the nodes of a text, and changes them.
 
-    tree: ast.Module
+    ``bound``: all names that the program gives a value anywhere.  ``names``: those that the function around
+    assigns.  ``depth``: of functions."""
+
+    bound: frozenset[str]
     outside: list[r.Outside] = field(default_factory=list)
     names: set[str] = field(default_factory=set)
     depth: int = 0
     is_step: bool = False
 
-    def program(self, source: str) -> r.Program:
-        body = self._block(self.tree.body)
-        return r.Program(body, tuple(self.outside), tuple(_comments(source)))
-
-    @cached_property
-    def bound(self) -> frozenset[str]:
-        """All names that the program gives a value anywhere."""
-        names: set[str] = set()
-        todo: list[Any] = [self.tree]
-        for node in todo:  # ``ast.walk`` takes three times as long
-            if isinstance(node, ast.Name):
-                if not isinstance(node.ctx, ast.Load):
-                    names.add(node.id)
-                continue
-            if isinstance(node, ast.FunctionDef | ast.ClassDef):
-                names.add(node.name)
-            elif isinstance(node, ast.alias):
-                names.add(node.asname or node.name)
-            elif isinstance(node, ast.arg):
-                names.add(node.arg)
-            elif not isinstance(node, ast.AST):  # None, or a text, in a list
-                continue
-            for key in node._fields:
-                value = getattr(node, key, None)
-                if isinstance(value, list):
-                    todo += value
-                elif isinstance(value, ast.AST):
-                    todo.append(value)
-        return frozenset(names)
-
     # -- statements ---------------------------------------------------------------------------------------
 
-    def _block(self, nodes: Sequence[ast.stmt]) -> tuple[r.Statement, ...]:
-        return tuple(map(self._statement, nodes))
+    def block(self, nodes: Sequence[ast.stmt]) -> list[ast.stmt]:
+        return [*map(self._statement, nodes)]
 
-    def _statement(self, node: ast.stmt) -> r.Statement:
+    def _statement(self, node: ast.stmt) -> ast.stmt:
         try:
-            statement = self._read(node, node.lineno)
-            if self.depth == 0 and not isinstance(statement, r.Import | r.Function | r.Skipped):
-                _check_top(statement, node)
+            statement = self._read(node)
+            if self.depth == 0:
+                _check_top(statement)
             return statement
         except _Unlike as error:
             self.outside.append(error.outside)
             return error.outside
 
-    def _read(self, node: ast.stmt, line: int) -> r.Statement:
+    def _read(self, node: ast.stmt) -> ast.stmt:
         match node:
             case ast.Assign(targets=[target], value=value):
-                return r.Assign(self._target(target), self._assigned(value), line)
+                node.targets, node.value = [self._target(target)], self._assigned(value)
             case ast.Expr(value=ast.Constant(value=str())) | ast.Pass():
-                return r.Skipped((), line)
+                return r.Skipped((), node.lineno)
             case ast.Expr(
                 value=ast.Call(func=ast.Name(id="print" | "breakpoint"), args=args, keywords=named)
             ):
                 return self._skipped([*args, *(each.value for each in named)], node)
             case ast.Expr(value=value):
-                return r.Do(self.expression(value), line)
+                node.value = self.expression(value)
             case ast.Delete(targets=[ast.Tuple(elts=targets)] | targets):
-                names = [each for each in targets if isinstance(each, ast.Name)]
-                if len(names) < len(targets):
-                    _refuse("a del of more than variables", node)
-                return r.Delete(tuple(self._bound(each.id, each) for each in names), line)
+                node.targets = targets
+                for each in targets:
+                    if not isinstance(each, ast.Name):
+                        _refuse("a del of more than variables", node)
+                    self._bound(each.id, each)
             case ast.For(target=target, iter=iterable, body=body, orelse=[]):
-                values = self._iterable(iterable, is_warm_up=self.is_step)
-                return r.For(self._target(target), values, self._block(body), line)
-            case ast.Return(value=None):
-                return r.Return(None, line)
-            case ast.Return(value=ast.expr() as value):
-                return r.Return(self.expression(value), line)
+                node.iter = self._iterable(iterable, is_warm_up=self.is_step)
+                node.target, node.body = self._target(target), self.block(body)
+            case ast.Return(value=value):
+                node.value = None if value is None else self.expression(value)
             case ast.FunctionDef():
                 return self._function(node)
             case ast.If(test=test, body=body, orelse=orelse):
@@ -170,44 +155,47 @@ class _Parser:
             case ast.Import(names=[ast.alias(name=module, asname=None)]):
                 if module not in _RESERVED:
                     self._bound(module.partition(".")[0], node)
-                return r.Import(module, (), line)
             case ast.ImportFrom(module=module, names=aliases, level=level):
-                known, imported = _EARLIER.get(str(module), str(module)), tuple(each.name for each in aliases)
-                is_renamed = any(each.asname for each in aliases)
-                if level or self.depth or is_renamed or not {*imported} <= {*_IMPORTED.get(known, ())}:
+                node.module = _EARLIER.get(str(module), str(module))
+                known, imported = _IMPORTED.get(node.module, ()), {each.name for each in aliases}
+                if level or self.depth or any(each.asname for each in aliases) or not imported <= {*known}:
                     _refuse(f"an import from {module}", node)
-                return r.Import(known, imported, line)
-        _refuse(_noun(node), node)
+            case _:
+                _refuse(_noun(node), node)
+        return node
 
-    def _target(self, node: ast.expr) -> r.Target:
+    def _target(self, node: ast.expr) -> ast.expr:
         match node:
             case ast.Name(id=name):
-                return self._bound(name, node)
+                self._bound(name, node)
             case ast.Subscript(value=value, slice=index) if not isinstance(index, ast.Slice):
-                return r.Item(self.expression(value), self.expression(index))
+                node.value, node.slice = self.expression(value), self.expression(index)
             case ast.Tuple(elts=items) | ast.List(elts=items):
-                return r.Sequence(tuple(map(self._target, items)), is_list=False)
-        _refuse(f"an assignment to {_noun(node)}", node)
+                node.elts = [*map(self._target, items)]
+            case _:
+                _refuse(f"an assignment to {_noun(node)}", node)
+        return node
 
-    def _assigned(self, node: ast.expr) -> r.Expression:
+    def _assigned(self, node: ast.expr) -> ast.expr:
         names = names_shown(node, self.bound) if isinstance(node, ast.JoinedStr) else None
+        if names is None:
+            return self.expression(node)
+        text = ast.unparse(node)
         try:
             return self.expression(node)
         except _Unlike:
-            if names is None:
-                raise
-            return r.Shown(ast.unparse(node), names)  # a text may be kept: it holds no memory
+            return r.Shown(text, names)  # a text may be kept: it holds no memory
 
-    def _bound(self, name: str, node: ast.AST) -> r.Name:
+    def _bound(self, name: str, node: ast.AST) -> None:
         if name in _RESERVED or name.startswith("__"):
             _refuse(f"another {name}", node)
         self.names.add(name)
-        return r.Name(name, getattr(node, "lineno", 0))
 
-    def _iterable(self, node: ast.expr, is_warm_up: bool = False) -> r.Expression:
+    def _iterable(self, node: ast.expr, is_warm_up: bool = False) -> ast.expr:
         match node:
             case ast.Call(func=ast.Name(id="range"), args=args, keywords=[]):
-                return r.Range(tuple(map(self.expression, args)))
+                node.args = [*map(self.expression, args)]
+                return node
             case ast.Call(func=ast.Attribute(value=ast.Name(id="rt"), attr="warm_up")) if is_warm_up:
                 return self._called(r.OfRuntime("warm_up"), node)
         return self.expression(node)
@@ -224,7 +212,7 @@ class _Parser:
 
     def _if(self, test: r.Skipped, body: Sequence[ast.stmt], node: ast.If) -> r.Skipped:
         before = len(self.outside)
-        inner = self._block(body)
+        inner = self.block(body)
         if len(self.outside) == before and not all(isinstance(each, r.Skipped) for each in inner):
             _refuse("an if around more than print and breakpoint", node)
         return test
@@ -241,12 +229,12 @@ class _Parser:
             unlike = [r.Outside(each, node.lineno) for each in self._unlike(node, parameters)]
             self.outside += unlike
             self.names.update(parameters)
-            body = self._block(node.body)
-            local = frozenset(self.names)
+            body = [*unlike, *self.block(node.body)]
+            local, is_compiled = frozenset(self.names), bool(node.decorator_list)
+            lines = node.lineno, node.end_lineno
+            return r.Function(node.name, parameters, body, local, is_compiled, *lines)
         finally:
             self.names, self.depth, self.is_step = around
-        end, is_compiled = node.end_lineno or node.lineno, bool(node.decorator_list)
-        return r.Function(node.name, parameters, (*unlike, *body), local, is_compiled, node.lineno, end)
 
     def _unlike(self, node: ast.FunctionDef, parameters: Sequence[str]) -> Iterator[str]:
         """What the grammar does not have of a function's head."""
@@ -264,69 +252,75 @@ class _Parser:
 
     # -- expressions --------------------------------------------------------------------------------------
 
-    def expression(self, node: ast.expr) -> r.Expression:
+    def expression(self, node: ast.expr) -> ast.expr:
         match node:
             case ast.Name(id=name):
                 if name in _RESERVED or name.startswith("__"):
                     _refuse(f"{name} as a value", node)
                 if hasattr(builtins, name) and name not in self.bound:
                     _refuse(f"a use of {name}", node)
-                return r.Name(name, node.lineno)
             case ast.Constant(value=value) if not isinstance(value, bytes) and value is not ...:
-                return r.Literal(value)
+                pass
             case ast.Call():
                 return self._call(node)
-            case ast.Subscript(value=value, slice=ast.Slice(lower=lower, upper=upper, step=None)):
-                begin, end = (None if each is None else self.expression(each) for each in (lower, upper))
-                return r.Item(self.expression(value), r.Slice(begin, end))
+            case ast.Subscript(value=value, slice=ast.Slice(lower=lower, upper=upper, step=None) as index):
+                index.lower, index.upper = (each and self.expression(each) for each in (lower, upper))
+                node.value = self.expression(value)
             case ast.Subscript(value=value, slice=index):
-                return r.Item(self.expression(value), self.expression(index))
+                node.value, node.slice = self.expression(value), self.expression(index)
             case ast.Attribute():
                 return _attribute(node)
             case ast.Tuple(elts=items) | ast.List(elts=items):
-                return r.Sequence(tuple(map(self._element, items)), isinstance(node, ast.List))
+                node.elts = [*map(self._element, items)]
             case ast.JoinedStr(values=parts):
-                return r.Text(tuple(map(self._part, parts)))
+                node.values = [*map(self._part, parts)]
             case ast.Dict(keys=keys, values=values) if all(keys):
-                lines = tuple(key.lineno for key in keys if key is not None)
-                known = tuple(self.expression(key) for key in keys if key is not None)
-                return r.Dict(known, tuple(map(self.expression, values)), lines)
+                node.keys = [key and self.expression(key) for key in keys]
+                node.values = [*map(self.expression, values)]
             case ast.UnaryOp(op=ast.USub(), operand=operand):
-                of = self.expression(operand)
-                if isinstance(of, r.Literal) and type(of.value) in (int, float, complex):
-                    return r.Literal(-of.value)
-                return r.Arithmetic("-", of, None)
+                node.operand = self.expression(operand)
+                number: Any = getattr(node.operand, "value", None)
+                if type(number) in (int, float, complex):
+                    return _constant(-number, node)
             case ast.BinOp(left=left, op=sign, right=right):
-                symbol = _SIGNS.get(type(sign))
-                if symbol is None or (symbol == "%" and isinstance(left, ast.Constant | ast.JoinedStr)):
+                is_text = isinstance(sign, ast.Mod) and isinstance(left, ast.Constant | ast.JoinedStr)
+                if type(sign) not in r.SIGNS or is_text:
                     _refuse(f"the operator {ast.unparse(node):.60}", node)
-                return r.Arithmetic(symbol, self.expression(left), self.expression(right))
+                node.left, node.right = self.expression(left), self.expression(right)
             case ast.ListComp():
                 return self._comprehension(node)
-        _refuse(_noun(node), node)
+            case _:
+                _refuse(_noun(node), node)
+        return node
 
-    def _element(self, node: ast.expr) -> r.Expression | r.Spread:
+    def _element(self, node: ast.expr) -> ast.expr:
         match node:
             case ast.Starred(value=ast.GeneratorExp() as inner):
-                return r.Spread(self._comprehension(inner))
+                node.value = self._comprehension(inner)
             case ast.Starred(value=inner):
-                return r.Spread(self.expression(inner))
-        return self.expression(node)
+                node.value = self.expression(inner)
+            case _:
+                return self.expression(node)
+        return node
 
-    def _comprehension(self, node: ast.ListComp | ast.GeneratorExp) -> r.Expression:
+    def _comprehension(self, node: ast.ListComp | ast.GeneratorExp) -> ast.expr:
         if any(each.ifs or each.is_async for each in node.generators):
             _refuse("a condition in a list", node)
         around, self.names = self.names, set()
         try:
-            iterables = [self._iterable(each.iter) for each in node.generators]
-            targets = [self._target(each.target) for each in node.generators]
-            if any(isinstance(each, r.Item) for each in r.parts(tuple(targets))):
+            for each in node.generators:
+                each.iter = self._iterable(each.iter)
+            for each in node.generators:
+                each.target = self._target(each.target)
+            targets = (inner for each in node.generators for inner in ast.walk(each.target))
+            if any(isinstance(inner, ast.Subscript) for inner in targets):
                 _refuse("an assignment in a list", node)
-            return r.Comprehension(self.expression(node.elt), tuple(zip(targets, iterables, strict=True)))
+            node.elt = self.expression(node.elt)
+            return node
         finally:
             self.names = around
 
-    def _part(self, node: ast.expr) -> r.Expression:
+    def _part(self, node: ast.expr) -> ast.expr:
         match node:
             case ast.FormattedValue(value=value, conversion=-1, format_spec=None):
                 return self.expression(value)
@@ -334,33 +328,41 @@ class _Parser:
                 return self.expression(node)
         _refuse("a text with a format", node)
 
-    def _call(self, node: ast.Call) -> r.Expression:
+    def _call(self, node: ast.Call) -> ast.expr:
         match node:
             case ast.Call(ast.Name("float" | "complex" as kind), [ast.Constant(str(text))], []):
-                return r.Literal(_plain({"float": float, "complex": complex}[kind], text, node))
+                return _plain({"float": float, "complex": complex}[kind], text, node)
             case ast.Call(ast.Attribute(ast.Name("torch"), "device"), [ast.Constant(str(text))], []):
-                return r.Literal(_plain(torch.device, text, node))
+                return _plain(torch.device, text, node)
             case ast.Call(ast.Name(name)) if hasattr(builtins, name) and name not in self.bound:
                 _refuse(f"a call of {name}", node)
             case ast.Call(
                 ast.Name() | ast.Attribute(ast.Attribute() | ast.Name("rt" | "torch" | "lanes")) as function
             ):
                 return self._called(self.expression(function), node)
-            case ast.Call(ast.Attribute(of, name), args, []) if name in r.METHODS:
-                return r.Method(self.expression(of), name, tuple(map(self.expression, args)), node.lineno)
+            case ast.Call(ast.Attribute(of, name) as function, args, []) if name in r.METHODS:
+                function.value, node.args = self.expression(of), [*map(self.expression, args)]
+                return node
             case ast.Call(ast.Attribute(_, name)):
                 _refuse(f"the method .{name}", node)
         _refuse("a call of a value", node)
 
-    def _called(self, function: r.Expression, node: ast.Call) -> r.Expression:
-        named = tuple((each.arg or "", self.expression(each.value)) for each in node.keywords)
-        names = [name for name, _ in named]
-        if "" in names or len({*names}) < len(names):
+    def _called(self, function: ast.expr, node: ast.Call) -> ast.Call:
+        for each in node.keywords:
+            each.value = self.expression(each.value)
+        names = [each.arg for each in node.keywords]
+        if None in names or len({*names}) < len(names):
             _refuse("arguments of a dict, or one twice", node)
-        return r.Call(function, tuple(map(self.expression, node.args)), named, node.lineno)
+        node.func, node.args = function, [*map(self.expression, node.args)]
+        return node
 
 
-def _attribute(node: ast.Attribute) -> r.Expression:
+def _constant(value: object, node: ast.expr) -> ast.Constant:
+    """A value of torch's too, in the place of the node that gives it."""
+    return ast.copy_location(ast.Constant(value), node)  # type: ignore[arg-type]
+
+
+def _attribute(node: ast.Attribute) -> ast.expr:
     match _dotted(node).split("."):
         case ["rt", name] if name in r.OF_RUNTIME and name != "warm_up":
             return r.OfRuntime(name)
@@ -371,34 +373,33 @@ def _attribute(node: ast.Attribute) -> r.Expression:
         case ["torch", name]:
             value = getattr(torch, name, None)
             if isinstance(value, torch.dtype | torch.layout | torch.memory_format | float):
-                return r.Literal(value)
+                return _constant(value, node)
     is_known = isinstance(node.value, ast.Name) and node.value.id in ("rt", "torch")
     _refuse(f"a use of {_dotted(node)}" if is_known else f"the attribute .{node.attr}", node)
 
 
-def _check_top(statement: r.Statement, node: ast.stmt) -> None:
+def _check_top(statement: ast.stmt) -> None:
     """At the top level nothing can change from call to call."""
     match statement:
-        case r.Assign(target=r.Name(id="MESSAGES"), value=r.Dict(keys=keys, values=values)):
-            if all(isinstance(key, r.Literal) for key in keys) and all(map(_is_constant, values)):
+        case ast.Assign(targets=[ast.Name(id="MESSAGES")], value=ast.Dict(keys=keys, values=values)):
+            if all(isinstance(key, ast.Constant) for key in keys) and all(map(_is_constant, values)):
                 return
-        case r.Assign(target=r.Name(), value=value) if isinstance(value, r.Op) or _is_constant(value):
+        case ast.Assign(targets=[ast.Name()], value=value) if isinstance(value, r.Op) or _is_constant(value):
             return
-        case r.Outside():
+        case ast.Import() | ast.ImportFrom() | r.Function() | r.Skipped() | r.Outside():
             return
-    _refuse("a line at the top level that is no import, op, constant or function", node)
+    _refuse("a line at the top level that is no import, op, constant or function", statement)
 
 
-def _is_constant(value: r.Expression | r.Spread) -> bool:
-    match value:
-        case r.Sequence(items=items, is_list=False):
-            return all(map(_is_constant, items))
-    return isinstance(value, r.Literal)
+def _is_constant(value: ast.expr) -> bool:
+    if isinstance(value, ast.Tuple):
+        return all(map(_is_constant, value.elts))
+    return isinstance(value, ast.Constant)
 
 
-def _plain(kind: Callable[[str], object], text: str, node: ast.AST) -> object:
+def _plain(kind: Callable[[str], object], text: str, node: ast.expr) -> ast.Constant:
     try:
-        return kind(text)
+        return _constant(kind(text), node)
     except (ValueError, RuntimeError):
         _refuse(f"{text!r:.40}, which is no {kind.__name__},", node)
 

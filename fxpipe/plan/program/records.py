@@ -1,17 +1,25 @@
-"""The grammar of programs, as records: all that the text of a program may say.
+"""The grammar of programs: all that the text of a program may say, as Python's own ``ast``, restricted.
 
 A program is imports, aliases of ops, the layouts of its messages, functions of tensors, and the function
-``step``.  ``parse.py`` makes these records of a text; the certificate evaluates them, and the other readers
-of programs look things up in them.  A text may say what is not in here: it then runs, and its lines are told
-as ``Outside``.
+``step``.  ``parse.py`` reads a text; the certificate evaluates what it reads, and the other readers of
+programs look things up in it.  A text may say what the grammar does not have: it then runs, and its lines are
+told as ``Outside``.
+
+expressions  ``ast.Name``; ``Constant``, also for ``torch.float32``, ``float("-inf")`` and ``-1``;
+             ``Subscript``, of an index or of ``begin:end``; ``List`` and ``Tuple``, with ``*more`` among the
+             items; ``ListComp`` without conditions; ``Dict``; ``JoinedStr``, whose values stand in it without
+             a format; ``BinOp`` and ``UnaryOp`` of ``SIGNS``; and ``Call``: of an ``Op``, of a verb of ``rt``
+             (``OfRuntime``), of a function of the program, of ``range``, of one of ``METHODS``
+statements   ``ast.Assign`` to one target, ``Expr`` (a call), ``Delete`` of variables, ``For``, ``Return``,
+             ``Import``, ``ImportFrom``, and ``Function``, ``Skipped`` and ``Outside``
 """
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass
-from functools import cache, cached_property
-from typing import Any
+from dataclasses import dataclass
+from functools import cached_property
 
 from fxpipe.plan.program.verbs import ATTRIBUTES, VERBS
 
@@ -19,220 +27,73 @@ from fxpipe.plan.program.verbs import ATTRIBUTES, VERBS
 OF_RUNTIME = ATTRIBUTES | VERBS.keys()
 #: What a program may call of its lists and dicts.
 METHODS = frozenset({"append", "clear", "insert", "pop", "reverse"})
-
-# -- expressions ------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Literal:
-    """A number, a text, None, or a value of torch that is as plain: ``torch.float32``, ``float("-inf")``."""
-
-    value: Any
+#: What it may compute of numbers; ``once | means`` too.
+SIGNS: dict[type[ast.operator | ast.unaryop], str] = {
+    ast.Add: "+", ast.Sub: "-", ast.USub: "-", ast.Mult: "*", ast.FloorDiv: "//", ast.Mod: "%",
+    ast.BitOr: "|",
+}  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Name:
-    id: str
-    line: int
-
-
-@dataclass(frozen=True, slots=True)
-class Op:
+@dataclass(eq=False)
+class Op(ast.expr):
     """``torch.ops.aten.mm.default`` as "aten.mm.default"; ``lanes.part`` as "lanes.part.default"."""
 
     name: str
-    line: int
+    lineno: int
 
 
-@dataclass(frozen=True, slots=True)
-class OfRuntime:
+@dataclass(eq=False)
+class OfRuntime(ast.expr):
     """``rt.params``, or a verb of ``rt`` that is called."""
 
     name: str
 
 
-@dataclass(frozen=True, slots=True)
-class Item:
-    """``of[index]``; the index may be a Slice."""
-
-    of: Expression
-    index: Expression | Slice
-
-
-@dataclass(frozen=True, slots=True)
-class Slice:
-    """``begin:end``, each of which may be left out."""
-
-    begin: Expression | None
-    end: Expression | None
-
-
-@dataclass(frozen=True, slots=True)
-class Sequence:
-    """A list, or a tuple.  Also a target: ``a, b``."""
-
-    items: tuple[Expression | Spread, ...]
-    is_list: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Spread:
-    """``*of`` among the items of a list."""
-
-    of: Expression
-
-
-@dataclass(frozen=True, slots=True)
-class Comprehension:
-    """``[value for target in iterable …]``, with one or more loops."""
-
-    value: Expression
-    loops: tuple[tuple[Target, Expression], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Range:
-    arguments: tuple[Expression, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Dict:
-    """``lines``: of its keys."""
-
-    keys: tuple[Expression, ...]
-    values: tuple[Expression, ...]
-    lines: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Text:
-    """An f-string: texts, and values without a format."""
-
-    parts: tuple[Expression, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Arithmetic:
-    """``left + right`` of numbers, or ``-left``; ``once | means`` too."""
-
-    operator: str
-    left: Expression
-    right: Expression | None
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """A call of an op, of a function of the program, or of a verb of ``rt``."""
-
-    function: Expression
-    arguments: tuple[Expression, ...]
-    named: tuple[tuple[str, Expression], ...]
-    line: int
-
-
-@dataclass(frozen=True, slots=True)
-class Method:
-    """A call of a method of a list or a dict."""
-
-    of: Expression
-    name: str
-    arguments: tuple[Expression, ...]
-    line: int
-
-
-@dataclass(frozen=True, slots=True)
-class Shown:
+@dataclass(eq=False)
+class Shown(ast.expr):
     """A text that an edit makes to print it, with the names that it reads: no op may take it."""
 
     text: str
     names: tuple[str, ...]
 
 
-Expression = (
-    Literal | Name | Op | OfRuntime | Item | Sequence | Comprehension | Range | Dict | Text | Arithmetic
-    | Call | Method | Shown
-)  # fmt: skip
-Target = Name | Item | Sequence
-
-# -- statements -------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Import:
-    """``import module``, or ``from module import names``."""
-
-    module: str
-    names: tuple[str, ...]
-    line: int
-
-
-@dataclass(frozen=True, slots=True)
-class Assign:
-    target: Target
-    value: Expression
-    line: int
-
-
-@dataclass(frozen=True, slots=True)
-class Do:
-    """An expression in a line of its own: a call."""
-
-    value: Expression
-    line: int
-
-
-@dataclass(frozen=True, slots=True)
-class Delete:
-    names: tuple[Name, ...]
-    line: int
-
-
-@dataclass(frozen=True, slots=True)
-class For:
-    target: Target
-    iterable: Expression
-    body: tuple[Statement, ...]
-    line: int
-
-
-@dataclass(frozen=True, slots=True)
-class Return:
-    value: Expression | None
-    line: int
-
-
-@dataclass(frozen=True, slots=True)
-class Skipped:
+@dataclass(eq=False)
+class Skipped(ast.stmt):
     """What changes nothing: a docstring, ``pass``, ``breakpoint()``, a ``print`` or an ``assert`` of what may
     be shown, and ``if m == 3:`` around such lines.  ``names``: that it reads in any case."""
 
     names: tuple[str, ...]
-    line: int
+    lineno: int
 
 
-@dataclass(frozen=True, slots=True)
-class Outside:
+@dataclass(eq=False)
+class Outside(ast.stmt):
     """A line that the grammar does not have.  ``what``: as a noun."""
 
     what: str
-    line: int
+    lineno: int
 
 
-@dataclass(frozen=True, eq=False)
-class Function:
-    """``local``: the names that it assigns, its parameters among them.  ``is_compiled``: by Inductor.
-    ``line``: of its ``def``, ``end``: its last one."""
+@dataclass(eq=False)
+class Function(ast.stmt):
+    """``local``: the names that it assigns, its parameters among them.  ``is_compiled``: by Inductor."""
 
+    _fields = ("body",)
     name: str
     parameters: tuple[str, ...]
-    body: tuple[Statement, ...]
+    body: list[ast.stmt]
     local: frozenset[str]
     is_compiled: bool
-    line: int
-    end: int
+    lineno: int
+    end_lineno: int | None
 
 
-Statement = Import | Assign | Do | Delete | For | Return | Skipped | Outside | Function
+def parts(node: ast.AST) -> Iterator[ast.AST]:
+    """A node and all that is in it, in the order of the text."""
+    todo = [node]
+    while todo:
+        yield (each := todo.pop())
+        todo += reversed([*ast.iter_child_nodes(each)])
 
 
 @dataclass(frozen=True)
@@ -249,10 +110,13 @@ class Program:
     """``body``: its top level.  ``outside``: its lines, in any function, that the grammar does not have.
     ``is_python``: False for a text that Python cannot read; ``outside`` says why."""
 
-    body: tuple[Statement, ...]
+    body: tuple[ast.stmt, ...]
     outside: tuple[Outside, ...]
     comments: tuple[Comment, ...] = ()
     is_python: bool = True
+
+    def nodes(self) -> Iterator[ast.AST]:
+        return (node for each in self.body for node in parts(each))
 
     @cached_property
     def functions(self) -> Mapping[str, Function]:
@@ -266,11 +130,8 @@ class Program:
     @cached_property
     def aliases(self) -> Mapping[str, Op]:
         """The names of ops."""
-        return {
-            each.target.id: each.value
-            for each in self.body
-            if isinstance(each, Assign) and isinstance(each.target, Name) and isinstance(each.value, Op)
-        }
+        assigned = ((each.targets[0], each.value) for each in self.body if isinstance(each, ast.Assign))
+        return {name.id: op for name, op in assigned if isinstance(name, ast.Name) and isinstance(op, Op)}
 
     @cached_property
     def message_lines(self) -> Mapping[str, int]:
@@ -278,39 +139,20 @@ class Program:
         lines: dict[str, int] = {}
         for each in self.body:
             match each:
-                case Assign(target=Name(id="MESSAGES"), value=Dict() as layouts):
-                    keys = (key.value if isinstance(key, Literal) else None for key in layouts.keys)
-                    lines |= {str(key): line for key, line in zip(keys, layouts.lines, strict=True)}
+                case ast.Assign(targets=[ast.Name(id="MESSAGES")], value=ast.Dict(keys=keys)):
+                    lines |= {str(getattr(key, "value", None)): key.lineno for key in keys if key is not None}
         return lines
 
     @cached_property
     def names(self) -> Mapping[int, frozenset[str]]:
         """The names that stand in each line."""
         by_line: dict[int, set[str]] = {}
-        for each in parts(self.body):
-            if isinstance(each, Name):
-                by_line.setdefault(each.line, set()).add(each.id)
+        for each in self.nodes():
+            if isinstance(each, ast.Name):
+                by_line.setdefault(each.lineno, set()).add(each.id)
         return {line: frozenset(names) for line, names in by_line.items()}
 
     @cached_property
-    def deleted(self) -> tuple[Name, ...]:
-        """The variables that it deletes, in order."""
-        return tuple(name for each in parts(self.body) if isinstance(each, Delete) for name in each.names)
-
-
-def parts(record: Any) -> Iterator[Any]:
-    """All records in a record, or in a tuple of records, itself among them."""
-    todo = [record]
-    while todo:
-        each = todo.pop()
-        if isinstance(each, tuple):
-            todo += reversed(each)
-        elif (names := _fields(each.__class__)) is not None:
-            yield each
-            todo += [getattr(each, name) for name in names]
-
-
-@cache
-def _fields(kind: type) -> tuple[str, ...] | None:
-    """Of a record, the last one first: ``fields`` of each record takes most of the time of ``parts``."""
-    return tuple(field.name for field in reversed(fields(kind))) if is_dataclass(kind) else None
+    def deleted(self) -> tuple[ast.Name, ...]:
+        """The variables that it deletes."""
+        return tuple(x for x in self.nodes() if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Del))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import linecache
 import math
 import sys
@@ -198,10 +199,10 @@ def _place(frames: list[FrameType]) -> tuple[str, str]:
 
 def _layer(program: r.Program, frame: FrameType) -> str | None:
     """The module whose tensors the call in a frame's line takes."""
-    calls = [each for each in r.parts(program.body) if isinstance(each, r.Call)]
-    for each in r.parts(tuple(call.arguments for call in calls if call.line == frame.f_lineno)):
+    calls = [each for each in program.nodes() if isinstance(each, ast.Call)]
+    for each in (inner for call in calls if call.lineno == frame.f_lineno for inner in call.args):
         match each:
-            case r.Call(function=r.Name(id="within"), arguments=(_, module)):
+            case ast.Call(func=ast.Name(id="within"), args=[_, module]):
                 return text_of(module, frame.f_locals)
     return None
 
@@ -209,9 +210,9 @@ def _layer(program: r.Program, frame: FrameType) -> str | None:
 def _called(frame: FrameType) -> str:
     """The function that the line of a program's frame calls, as text behind its number."""
     program = parse("".join(linecache.getlines(frame.f_code.co_filename)))
-    for each in r.parts(program.body):
+    for each in program.nodes():
         match each:
-            case r.Call(function=r.Name(id=name), line=frame.f_lineno):
+            case ast.Call(func=ast.Name(id=name), lineno=frame.f_lineno):
                 return f" ({name})"
     return ""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import linecache
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -61,7 +62,7 @@ def load_program(source: str, filename: str) -> Program:
     except (ValueError, RecursionError, MemoryError) as error:
         raise ArtifactError(f"{filename} is no Python program ({error}). Mend it, or save again.") from error
     step = program.step
-    if step is None or not isinstance(step.body[-1], r.Return | r.Outside):
+    if step is None or not isinstance(step.body[-1], ast.Return | r.Outside):
         raise ArtifactError(f"{filename} is cut short: no step(rt, batch) that ends in a return. Save again.")
     try:
         exec(code, namespace)

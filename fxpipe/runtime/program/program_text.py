@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,31 +79,27 @@ def _layout(name: Any, layout: Any) -> str:
     )
 
 
-def _call(value: r.Expression) -> RuntimeCall | None:
+def _call(value: ast.expr) -> RuntimeCall | None:
     """The call that an expression makes; None if its text does not show message, peer and group."""
     match value:
-        case r.Call(r.OfRuntime(name), arguments, named) if name in _OF_MESSAGES:
+        case ast.Call(r.OfRuntime(name=name), arguments, named) if name in _OF_MESSAGES:
             verb = _OF_MESSAGES[name]
-            items = (item for each in arguments for item in _items(each))
+            lists = (each.elts if isinstance(each, ast.List) else [each] for each in arguments)
+            items = (item for each in lists for item in each)
             names = tuple(text for item in items if (text := _message(item)))
-            numbers = {key: number for key, each in named if (number := _number(each)) is not None}
+            numbers = {
+                str(each.arg): each.value.value
+                for each in named
+                if isinstance(each.value, ast.Constant) and type(each.value.value) is int
+            }
             group = "group" if verb.is_collective else ""
             if names and numbers.keys() == {verb.peer, group} - {""}:
                 return RuntimeCall(verb.name, names, numbers.get(verb.peer, -1), numbers.get(group, -1))
     return None
 
 
-def _items(argument: r.Expression) -> tuple[Any, ...]:
-    is_list = isinstance(argument, r.Sequence) and argument.is_list
-    return argument.items if is_list else (argument,)  # type: ignore[union-attr]
-
-
-def _message(item: Any) -> str:
+def _message(item: ast.expr) -> str:
     match item:
-        case r.Item(of=r.Name(id="MESSAGES"), index=r.Literal(value=str(name))):
+        case ast.Subscript(value=ast.Name(id="MESSAGES"), slice=ast.Constant(value=str(name))):
             return name
     return ""
-
-
-def _number(value: r.Expression) -> int | None:
-    return value.value if isinstance(value, r.Literal) and type(value.value) is int else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -39,8 +40,8 @@ def places(program: str) -> dict[str, OpLines]:
     lines, calls = program.splitlines(), _calls(read.step)
     return {
         name: OpLines(
-            function.line,
-            _shown(lines[function.line - 1 : function.end]),
+            function.lineno,
+            _shown(lines[function.lineno - 1 : function.end_lineno]),
             calls.get(name, {}),
             _section(function, read.functions),
         )
@@ -52,16 +53,16 @@ def places(program: str) -> dict[str, OpLines]:
 def _calls(step: r.Function) -> dict[str, dict[int, int]]:
     """By function, the lines of its calls with a number."""
     calls: dict[str, dict[int, int]] = {}
-    for each in r.parts(step.body):
+    for each in r.parts(step):
         match each:
-            case r.Call(r.Name(name), (r.Literal(int(microbatch)), *_), line=line):
+            case ast.Call(ast.Name(name), [ast.Constant(int(microbatch)), *_], lineno=line):
                 calls.setdefault(name, {}).setdefault(microbatch, line)
     return calls
 
 
 def _section(function: r.Function, functions: Mapping[str, r.Function]) -> int:
-    names = (each.id for each in r.parts(function.body) if isinstance(each, r.Name))
-    return next((functions[name].line for name in names if name in functions), 0)
+    names = (each.id for each in r.parts(function) if isinstance(each, ast.Name))
+    return next((functions[name].lineno for name in names if name in functions), 0)
 
 
 def _shown(lines: Sequence[str]) -> str:
