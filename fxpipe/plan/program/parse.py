@@ -58,7 +58,7 @@ def compiled(source: str, filename: str) -> tuple[CodeType, r.Program]:
     """
     program = parse(source)
     if not program.is_python:
-        _program(source)  # raises
+        _program(source, filename)  # raises
     if not any(name in source for name in _EARLIER):
         return compile(source, filename, "exec"), program
     tree = ast.parse(source, filename)
@@ -80,8 +80,8 @@ def _refuse(what: str, node: ast.AST) -> NoReturn:
     raise _Unlike(what, node)
 
 
-def _program(source: str) -> r.Program:
-    tree, bound = ast.parse(source), set[str]()
+def _program(source: str, filename: str = "<unknown>") -> r.Program:
+    tree, bound = ast.parse(source, filename), set[str]()
     for node in ast.walk(tree):
         match node:
             case ast.Name(id=name, ctx=ast.Store() | ast.Del()):

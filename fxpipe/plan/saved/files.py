@@ -391,7 +391,7 @@ def _outside(path: Path) -> str:
     if not outside:
         return ""
     more = f", nor {number_of(len(outside) - 1, 'other line')}" if outside[1:] else ""
-    return f" fxpipe check cannot prove line {outside[0].line}: {outside[0].what}{more}."
+    return f" fxpipe check cannot prove line {outside[0].lineno}: {outside[0].what}{more}."
 
 
 def checksum(path: Path) -> str:
