@@ -386,6 +386,9 @@ def stopped_store(rank: Rank) -> None:
     """Rank 0, which has the store, is stopped for ever."""
     process = Process.join(torch.device("cpu"), timedelta(seconds=SHORT))
     first, *_ = process.gather(str(os.getpid()).encode())
+    while rank.number and not process.watch.failures.remembered()[0].runs:
+        time.sleep(0.05)  # on a busy machine rank 0 would be stopped before the others have looked at it
+    process.gather(b"")
     if rank.number == 0:
         rank.text("stopped", time.time())
         os.kill(os.getpid(), signal.SIGSTOP)
