@@ -41,29 +41,32 @@ def offer() -> None:
     os.environ[_OFFERED] = repr({name: getattr(_SERVER, name) for name in _KNOWN if hasattr(_SERVER, name)})
 
 
-@functools.cache
 def serve() -> None:
-    """Wait until the server has forked: one that ends as it imports is started again, once.
+    """Wait until the server has forked: one that has ended, as it imported or later, is started again, once.
 
     All that it tells who asks it for a process is EOFError, or that nobody listens.  Torch's agent might have
     started some of its ranks by then.
     """
-    offered = os.environ.get(_OFFERED)
-    if offered is None:
-        _start()
-    else:
-        _take(ast.literal_eval(offered))
+    _begin()
     try:
         _fork_once()
     except (EOFError, OSError):
         time.sleep(1.0)  # it may not be over
-        if offered is not None:
-            _leave()
+        _leave()
         _start()
         try:
             _fork_once()
         except (EOFError, OSError) as error:
             raise RuntimeError(f"{ENDED} twice before it forked; stderr says why") from error
+
+
+@functools.cache
+def _begin() -> None:
+    offered = os.environ.get(_OFFERED)
+    if offered is None:
+        _start()
+    else:
+        _take(ast.literal_eval(offered))
 
 
 def _start() -> None:
@@ -80,8 +83,9 @@ def _take(known: dict[str, object]) -> None:
 
 
 def _leave() -> None:
-    os.close(_SERVER._forkserver_alive_fd)
-    del _SERVER.ensure_running
+    """From now on, have one of its own."""
+    if vars(_SERVER).pop("ensure_running", None) is not None:
+        os.close(_SERVER._forkserver_alive_fd)
 
 
 def _fork_once() -> None:
