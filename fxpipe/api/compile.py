@@ -18,13 +18,13 @@ from fxpipe.api.like import check_like, settings_like
 from fxpipe.api.pipeline import Pipeline
 from fxpipe.api.rank_consistency import arguments_of, check_lanes
 from fxpipe.api.rank_tensors import held_of
+from fxpipe.compiler.check_options import check as check_options
 from fxpipe.compiler.compilation import Compilation
 from fxpipe.compiler.compile import Compiled, compile_model, last_lane_as_text
 from fxpipe.compiler.evaluation import compile_evaluation
 from fxpipe.compiler.mesh import MeshChoice, checked, choose_mesh
 from fxpipe.compiler.mesh_request import request_of, rows_of
 from fxpipe.compiler.options import Settings, settle
-from fxpipe.compiler.options import check as check_options
 from fxpipe.compiler.progress import Phases
 from fxpipe.cost.describe import described_everywhere
 from fxpipe.cost.device import Device

@@ -37,6 +37,7 @@ from fxpipe.ir.liveness import Liveness, liveness
 from fxpipe.partition.cuts import SLACK
 from fxpipe.passes.level.recompute import Level
 from fxpipe.plan.artifact import HeldBytes
+from fxpipe.plan.meshes import Mesh, TriedMesh
 from fxpipe.schedule.bound import lower_bound
 from fxpipe.schedule.candidate import SearchResult
 from fxpipe.schedule.costs import Costs, Link
@@ -218,6 +219,12 @@ class Chosen:
     def memory(self) -> float:
         """Bytes of the rank that needs the most."""
         return max(a.total + b for a, b in zip(self.fixed, self.result.timeline.peak_memory, strict=True))
+
+    def of_mesh(self, mesh: Mesh) -> TriedMesh:
+        """What the mesh costs with it."""
+        result, recomputed = self.result, self.placed.cut.recompute or ""
+        name, stages = result.schedule.name, result.problem.stages_per_rank
+        return TriedMesh(mesh, result.seconds, self.memory, name, stages, recomputed)
 
 
 def held_bytes(placed: Placed, options: Settings) -> tuple[HeldBytes, ...]:

@@ -23,11 +23,11 @@ from fxpipe.capture.scale import LATER
 from fxpipe.capture.trace import Captured, capture
 from fxpipe.capture.underflow import warn_of_float16
 from fxpipe.compiler.candidates import Candidates, candidates
+from fxpipe.compiler.check_options import check_lanes
 from fxpipe.compiler.choose import Costing, choose, with_uses
 from fxpipe.compiler.compilation import Compilation
 from fxpipe.compiler.cut import Cuts
 from fxpipe.compiler.generate import generate
-from fxpipe.compiler.options import check_lanes
 from fxpipe.compiler.passes import StepGraphs
 from fxpipe.compiler.progress import Phases
 from fxpipe.compiler.stage_counts import all_stages, cluster_of, offload_bandwidth
@@ -161,14 +161,7 @@ def compile_model(
 
     def completed(plan: Plan) -> Plan:
         measured = ", sections measured" if options.costs == "measured" else ""
-        now = TriedMesh(
-            options.mesh,
-            result.seconds,
-            chosen.memory,
-            result.schedule.name,
-            result.problem.stages_per_rank,
-            cut.recompute or "",
-        )
+        now = chosen.of_mesh(options.mesh)
         # The chosen mesh was compared with little effort; this is what all effort has given.
         compared = tuple(now if each.mesh == options.mesh else each for each in meshes)
         device = cluster.name + measured

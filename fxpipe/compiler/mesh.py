@@ -12,11 +12,12 @@ from math import inf
 
 from fxpipe.capture.scale import LATER, choose_microbatches
 from fxpipe.compiler.candidates import candidates
+from fxpipe.compiler.check_options import check
 from fxpipe.compiler.choose import Chosen, Costing, choose_below, held_bytes, with_uses
 from fxpipe.compiler.compilation import Compilation
 from fxpipe.compiler.compile import CapturedStep, capture_step, costing_of
 from fxpipe.compiler.cut import Cuts, Stages
-from fxpipe.compiler.options import Settings, check
+from fxpipe.compiler.options import Settings
 from fxpipe.compiler.progress import Phases
 from fxpipe.compiler.stage_counts import all_stages, cluster_of
 from fxpipe.compiler.tensor_ownership import check_state_of_replicas
@@ -180,15 +181,7 @@ class _Search:
         if isinstance(chosen, float):
             return TriedMesh(mesh, bound=chosen)
         self.choices.append(chosen)
-        problem, timeline = chosen.result.problem, chosen.result.timeline
-        return TriedMesh(
-            mesh,
-            chosen.result.seconds,
-            chosen.memory,
-            timeline.schedule.name,
-            problem.stages_per_rank,
-            chosen.placed.cut.recompute or "",
-        )
+        return chosen.of_mesh(mesh)
 
     def _cut(self, options: Settings) -> tuple[list[Stages], Costing]:
         step, phase, tried = self.step, self.phase, candidates(options)

@@ -1,4 +1,4 @@
-"""The options that the compiler reads: the one source of their docs, types and checks."""
+"""The options that the compiler reads: the one source of their docs and types."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
-from math import inf
 from pathlib import Path
 from textwrap import dedent
 from types import UnionType
@@ -15,21 +14,16 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import torch
 
-from fxpipe.compiler.passes import PASS_NAMES
-from fxpipe.cost.known_devices import device_names, is_device_name
-from fxpipe.errors import OptionError, at_least_one, number_of, suggested
+from fxpipe.errors import OptionError, suggested
 from fxpipe.passes.level.recompute import Level
-from fxpipe.plan.lanes import LanePlan
 from fxpipe.plan.meshes import Mesh
 from fxpipe.plan.rewrites import RULES, Rule
 from fxpipe.plan.step import Replay, Tier
-from fxpipe.plan.tensors import GRAD_DTYPES
 from fxpipe.runtime.program.offload import default_tier
-from fxpipe.schedule.families.registry import FAMILIES
 from fxpipe.schedule.formats.handwritten import is_file_name, read_schedule
 from fxpipe.schedule.offload.planner import FULL
-from fxpipe.schedule.ops import MOST_FORWARDS, Objective, Schedule, Validation
-from fxpipe.schedule.search.fastest import AUTO, unknown_schedule
+from fxpipe.schedule.ops import Objective, Schedule, Validation
+from fxpipe.schedule.search.fastest import AUTO
 from fxpipe.schedule.units import BYTES, parse_bytes
 
 
@@ -287,145 +281,6 @@ def _choices(kind: object) -> tuple[object, ...]:
         return get_args(kind)
     parts = [_choices(part) for part in get_args(kind)] if get_origin(kind) in (Union, UnionType) else [()]
     return tuple(choice for part in parts for choice in part) if all(parts) else ()
-
-
-def check(options: Settings) -> None:
-    """Raise OptionError for options that are wrong for any model."""
-    if options.print_after not in (None, *PASS_NAMES):
-        raise OptionError(
-            f"print_after is {options.print_after!r} and must be the name of a pass."
-            f"{suggested(options.print_after, PASS_NAMES)} Known: {', '.join(PASS_NAMES)}."
-        )
-    for rule in options.without:
-        if rule not in RULES:
-            raise OptionError(
-                f"without has {rule!r} and takes the names of rules.{suggested(rule, RULES)} Known: "
-                f"{', '.join(RULES)}."
-            )
-    _check_numbers(options)
-    if options.updates_ahead and not options.gradients:
-        raise OptionError("Without gradients nothing is updated: leave out validation.")
-    _check_costs(options)
-    if options.fixed and options.dimensions is not None:
-        raise OptionError(
-            "dimensions traces the model at other lengths, at which the values of fixed inputs would not "
-            "fit: leave out one of the two."
-        )
-    if options.evaluation and not options.gradients:
-        raise OptionError("Without gradients the step is an evaluation itself: leave out evaluation.")
-    if options.grad_dtype not in (None, *GRAD_DTYPES):
-        raise OptionError(
-            f"grad_dtype is {options.grad_dtype!r} and must be None (the parameters' own), torch.float32 or "
-            "torch.float64: sums in fewer bits lose what small gradients add."
-        )
-    if options.grad_dtype is not None and not options.gradients:
-        raise OptionError("Without gradients nothing is accumulated: leave out grad_dtype.")
-    _check_offload(options)
-    if isinstance(options.schedule, Schedule):
-        _check_whole(options, options.schedule)
-    elif options.schedule not in (AUTO, *FAMILIES):
-        raise OptionError(unknown_schedule(options.schedule))
-
-
-def check_lanes(options: Settings, lanes: LanePlan) -> None:
-    """Raise OptionError for an option that a model with DTensors cannot have."""
-    if lanes.number > 1 and options.vocab_parallel is not False:
-        raise OptionError(
-            "The model has DTensors, which do not go with vocab_parallel: lanes share the vocabulary if the "
-            "plan of parallelize_module does. Leave it out."
-        )
-
-
-def _check_numbers(options: Settings) -> None:
-    mesh = options.mesh
-    numbers = {"ranks": mesh.ranks, "replicas": mesh.replicas, "microbatches": mesh.microbatches}
-    numbers |= {"ranks_per_link": options.offload.ranks_per_link, "head_chunks": options.head_chunks}
-    for name in ("stages_per_rank", "ranks_per_machine"):
-        if getattr(options, name) is not None:
-            numbers[name] = getattr(options, name)
-    for name, value in numbers.items():
-        at_least_one(name, value)
-    stages = mesh.ranks * (options.stages_per_rank or 1)
-    if stages * mesh.microbatches > MOST_FORWARDS:
-        raise OptionError(
-            f"{number_of(mesh.microbatches, 'microbatch')} on {number_of(stages, 'stage')} are more than "
-            f"{MOST_FORWARDS:,} forwards a step. Take fewer, larger microbatches, or accumulate the "
-            "gradients of several steps."
-        )
-    if options.head_chunks > 1 and options.vocab_parallel not in (False, "auto"):
-        raise OptionError(
-            "head_chunks is for an output layer that one rank has, and vocab_parallel splits it over all: "
-            "leave one of them out."
-        )
-    if options.head_chunks > 1 and options.dimensions is not None:
-        raise OptionError("head_chunks does not go with dimensions: at other lengths parts have other sizes.")
-    state = options.optimizer_bytes
-    if not (isinstance(state, int | float) and 0 <= state < inf):
-        raise OptionError(
-            f"optimizer_bytes is {state!r} and must be what the optimizer keeps for each element of a "
-            "parameter, in bytes: 8 for AdamW in float32."
-        )
-    if type(options.seed) is not int or not -(2**63) <= options.seed < 2**63:
-        raise OptionError(f"seed is {options.seed!r} and must be a whole number of 64 bits.")
-    effort = options.effort
-    if effort is not None and not (isinstance(effort, int | float) and 0 < effort < inf):
-        raise OptionError(f"effort is {effort!r} and must be a number of seconds above 0.")
-
-
-def _check_costs(options: Settings) -> None:
-    costs, known = options.costs, ", ".join(device_names())
-    if isinstance(costs, tuple):
-        unknown = [name for name in costs if not (isinstance(name, str) and is_device_name(name))]
-        if unknown:
-            like = suggested(unknown[0], device_names())
-            raise OptionError(
-                f"costs has {unknown[0]!r} and must have names of devices.{like} Known: {known}."
-            )
-        if len(costs) != options.mesh.ranks:
-            raise OptionError(
-                f"costs names {number_of(len(costs), 'device')} for {number_of(options.mesh.ranks, 'rank')}: "
-                "name one for each."
-            )
-    elif not isinstance(costs, str) or not (costs in ("analytic", "measured") or is_device_name(costs)):
-        raise OptionError(
-            f"costs is {costs!r} and must be 'analytic', 'measured' or the name of a device, or a list with "
-            f"one for each rank.{suggested(costs, ('analytic', 'measured', *device_names()))} Known: {known}."
-        )
-
-
-def _check_offload(options: Settings) -> None:
-    share, tier, bandwidth = options.offload.share, options.offload.tier, options.offload.bandwidth
-    if isinstance(share, str):
-        known = share == AUTO
-    else:
-        known = share is None or (isinstance(share, (int, float)) and 0 <= share <= 1)
-    if not known:
-        raise OptionError(f"offload is {share!r} and must be True, False, 'auto', or a share from 0 to 1.")
-    if tier not in (None, *get_args(Tier)):
-        raise OptionError(
-            f"The tier of offload is {tier!r} and must be {' or '.join(map(repr, get_args(Tier)))}."
-        )
-    if bandwidth is not None and not (isinstance(bandwidth, int | float) and 0 < bandwidth < inf):
-        raise OptionError(f"The bandwidth of offload is {bandwidth!r} and must be bytes a second, above 0.")
-    if share == AUTO and options.memory_limit is None:
-        raise OptionError("offload='auto' moves as much as memory_limit asks for: give one.")
-    if share is not None and not options.gradients:
-        raise OptionError("Without gradients nothing is saved: leave out offload.")
-
-
-def _check_whole(options: Settings, schedule: Schedule) -> None:
-    """Raise OptionError for an option that a schedule by hand decides, as ranks, stages and memory."""
-    for name, number in (("ranks", schedule.ranks), ("microbatches", schedule.microbatches)):
-        if getattr(options.mesh, name) != number:
-            raise OptionError(
-                f"The schedule {schedule.name} is for {number} {name}, and {name} is "
-                f"{getattr(options.mesh, name)}."
-            )
-    for name in ("stages_per_rank", "placement", "memory_limit"):
-        if name == "memory_limit" and options.offload.share == AUTO:
-            continue
-        if getattr(options, name) is not None:
-            raise OptionError(f"The schedule {schedule.name} is given whole: leave out {name}.")
 
 
 def names_of(names: Iterable[str], option: str) -> tuple[object, ...]:
