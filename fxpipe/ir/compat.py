@@ -11,7 +11,7 @@ import logging
 import re
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterator, MutableMapping
+from collections.abc import Callable, Collection, Generator, Iterator, MutableMapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -31,6 +31,7 @@ from torch._subclasses.fake_tensor import (
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
+from torch.fx.node import Argument as Operand
 from torch.utils import checkpoint
 
 from fxpipe.runtime.torch_private import TorchDispatchMode, no_modes, pytree
@@ -124,11 +125,11 @@ def current_sequence_number() -> int:
     return int(autograd._get_sequence_nr()) - 1
 
 
-def sequence_number(grad_fn: Any) -> int:
+def sequence_number(grad_fn: torch.autograd.graph.Node) -> int:
     return int(grad_fn._sequence_nr())
 
 
-def gradient_hooks(parameter: torch.Tensor) -> list[Any]:
+def gradient_hooks(parameter: torch.Tensor) -> list[Callable[..., object]]:
     """The hooks registered by ``parameter.register_hook``."""
     return list((parameter._backward_hooks or {}).values())
 
@@ -138,7 +139,7 @@ def has_accumulation_hooks(parameter: torch.Tensor) -> bool:
     return bool(parameter._post_accumulate_grad_hooks)
 
 
-def is_real(value: Any) -> bool:
+def is_real(value: object) -> bool:
     """Whether a value is a tensor with data, in a trace on fake tensors."""
     return isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor)
 
@@ -191,7 +192,13 @@ def untraced() -> contextlib.AbstractContextManager[object]:
 
 
 def fake_tensor(
-    mode: Any, shape: Any, strides: Any, offset: int, dtype: torch.dtype, device: Any, base: Any
+    mode: FakeTensorMode,
+    shape: Sequence[int],
+    strides: Sequence[int],
+    offset: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    base: torch.Tensor | None,
 ) -> FakeTensor:
     """A fake tensor in new memory, or in that of ``base``."""
     storage = None if base is None else base.untyped_storage()
@@ -207,7 +214,7 @@ def node_value(result: Any) -> Any:
     return proxy_tensor.extract_val(result)
 
 
-def recorded(func: Any, args: Any, kwargs: Any, run: Callable[[Any, Any, Any], tuple[Any, Any]]) -> Any:
+def recorded(func: OpOverload, args: Any, kwargs: Any, run: Callable[..., tuple[Any, Any]]) -> Any:
     """Run an op and record it in the running trace, in less than half of the time of ``make_fx`` where that
     need not look for more: the op writes to nothing or to its first argument, which it returns, and takes
     results of nodes and plain values.
@@ -243,9 +250,9 @@ def _as_nodes(arguments: Any, tracked: MutableMapping[torch.Tensor, Any], takes_
     takes_constants: also of tensors whose values the trace knows, beside others.  It knows the result of an
     op on such tensors alone: then None, too.
     """
-    are_known = set()
+    are_known = set[bool]()
 
-    def as_node(x: Any) -> Any:
+    def as_node(x: object) -> Any:
         if type(x) in _PLAIN_TYPES:
             return x
         entry = tracked[x] if type(x) is FakeTensor else None
@@ -267,7 +274,7 @@ _PLAIN_TYPES = frozenset(
 )
 
 
-def is_plain(value: Any) -> bool:
+def is_plain(value: object) -> bool:
     """Whether an op's argument is neither a tensor nor anything that may lead to one."""
     # Its ends may be tensors.
     if isinstance(value, slice):
@@ -278,7 +285,7 @@ def is_plain(value: Any) -> bool:
 
 
 @cache
-def _written(func: Any) -> int | None:
+def _written(func: object) -> int | None:
     """The number of tensors that an op writes to: none, or its first argument, which it returns.  None for an
     op that is not of ATen, reads data, is made of other ops, or gives something else than tensors."""
     if not isinstance(func, OpOverload) or func.namespace != "aten":
@@ -363,10 +370,10 @@ def checkpoints_that_end() -> Iterator[None]:
 
     While the error is alive, torch 2.11 leaves its hooks for saved tensors to later traces and to eager.
     """
-    generators: list[Any] = []
+    generators: list[Generator[object]] = []
     generator = checkpoint._checkpoint_without_reentrant_generator
 
-    def noted(*args: Any, **kwargs: Any) -> Any:
+    def noted(*args: Any, **kwargs: Any) -> Generator[object]:
         generators.append(generator(*args, **kwargs))
         return generators[-1]
 
@@ -404,7 +411,7 @@ def as_lane(meshes: Any, number: int, lane: int) -> Iterator[None]:
     meshes: the class DeviceMesh.  A plan has several equal meshes, in the hooks of modules among others.
     """
 
-    def coordinate(mesh: Any) -> Any:
+    def coordinate(mesh: Any) -> object:
         coordinates = vars(mesh)["_coordinate_on_dim"]
         return (
             type(coordinates)((lane,))
@@ -412,14 +419,14 @@ def as_lane(meshes: Any, number: int, lane: int) -> Iterator[None]:
             else coordinates
         )
 
-    def assign(mesh: Any, coordinates: Any) -> None:
+    def assign(mesh: Any, coordinates: object) -> None:
         vars(mesh)["_coordinate_on_dim"] = coordinates
 
-    def local_rank(mesh: Any, mesh_dim: Any = None) -> int:
+    def local_rank(mesh: Any, mesh_dim: int | str | None = None) -> int:
         rank_in_mesh: int = before(mesh, mesh_dim)
         return lane if tuple(mesh.shape) == (number,) else rank_in_mesh
 
-    def rank(group: Any = None) -> int:
+    def rank(group: torch.distributed.ProcessGroup | None = None) -> int:
         process: int = get_rank(group)
         is_of_lanes = group is None or torch.distributed.get_world_size(group) == number
         return process - own_lane + lane if is_of_lanes else process
@@ -436,7 +443,7 @@ def as_lane(meshes: Any, number: int, lane: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def default_group(group: Any, is_initialized: bool) -> Iterator[None]:
+def default_group(group: torch.distributed.ProcessGroup, is_initialized: bool) -> Iterator[None]:
     """Let a process group be the default one, also for code that holds the other one; other groups have the
     size of their part of it.
 
@@ -448,7 +455,7 @@ def default_group(group: Any, is_initialized: bool) -> Iterator[None]:
     before, get = dist.group.WORLD, module._get_default_group
     size = vars(dist.ProcessGroup)["size"]  # as the class has it, which binds
 
-    def size_of(any_group: Any) -> int:
+    def size_of(any_group: torch.distributed.ProcessGroup) -> int:
         members = None if before is None else world.pg_group_ranks.get(any_group)
         if members is None or any_group is before:
             return int(group.size() if any_group is before else size.__get__(any_group)())
@@ -534,7 +541,7 @@ def take_name(node: torch.fx.Node, old: torch.fx.Node) -> None:
 
 
 def copy_node(
-    graph: torch.fx.Graph, node: torch.fx.Node, copies: Callable[[torch.fx.Node], Any], name: str = ""
+    graph: torch.fx.Graph, node: torch.fx.Node, copies: Callable[[torch.fx.Node], Operand], name: str = ""
 ) -> torch.fx.Node:
     """``graph.node_copy(node, copies)`` in a third of its time, for arguments without symbolic numbers.
 
@@ -546,10 +553,10 @@ def copy_node(
     return copy
 
 
-def copy_graph(graph: torch.fx.Graph) -> Any:
+def copy_graph(graph: torch.fx.Graph) -> torch.fx.Graph:
     """A copy with the same nodes, names and metadata, in half of the time of ``copy_node`` for each; fake
     tensors are shared.  New nodes get the names that they would get there."""
-    copy: Any = torch.fx.Graph()
+    copy = torch.fx.Graph()
     names, copies = copy._graph_namespace, dict[torch.fx.Node, torch.fx.Node]()
     for node in graph.nodes:
         args, kwargs = (torch.fx.map_arg(x, copies.__getitem__) if x else x for x in (node.args, node.kwargs))
@@ -569,7 +576,9 @@ def copy_graph(graph: torch.fx.Graph) -> Any:
     return copy
 
 
-def new_node(graph: Any, op: str, target: Any, args: Any, kwargs: Any, name: str, kind: Any = None) -> Any:
+def new_node(
+    graph: torch.fx.Graph, op: str, target: Any, args: Any, kwargs: Any, name: str, kind: object = None
+) -> torch.fx.Node:
     """``graph.create_node`` without a search for symbolic numbers, and with one entry in each table.  A name
     is the same with all versions of torch: before 2.13 one with a number becomes the smallest that is free.
     """
