@@ -13,7 +13,7 @@ from fxpipe.certificate.programs.calls import keyed_term, op_term
 from fxpipe.certificate.terms.difference import Difference, difference
 from fxpipe.certificate.terms.layouts import Unknown
 from fxpipe.certificate.terms.schemas import draws, schema_of
-from fxpipe.certificate.terms.terms import BATCH_MEAN, Layout, Term, Terms, canonical
+from fxpipe.certificate.terms.terms import BATCH_MEAN, Layout, Named, Term, Terms, canonical
 from fxpipe.errors import ArtifactError, number_of
 from fxpipe.plan.captured import CapturedInput, CapturedOp, CapturedStep
 from fxpipe.plan.tensors import dtype_of
@@ -118,9 +118,7 @@ def _op(terms: Terms, op: CapturedOp, values: list[object], reference: Reference
     return term
 
 
-def _term(
-    terms: Terms, op: CapturedOp, args: list[Any], kwargs: dict[str, Any], reference: Reference
-) -> Term:
+def _term(terms: Terms, op: CapturedOp, args: list[Any], kwargs: Named, reference: Reference) -> Term:
     match op.target:
         case "getitem":
             return terms.item(args[0], args[1])

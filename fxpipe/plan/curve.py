@@ -10,6 +10,7 @@ from typing import Annotated, Any
 from fxpipe.strict import Fits, NonNegative
 
 MOST_POINTS = 64
+Amount = Any  #: a number, or an expression of sympy's
 
 
 def _ascends(points: tuple[tuple[float, float], ...]) -> bool:
@@ -30,7 +31,7 @@ class Curve:
         Fits(_ascends, f"1 to {MOST_POINTS} sizes in order, none faster than a smaller one"),
     ]
 
-    def seconds(self, size: Any, largest: Callable[..., Any] = max) -> Any:
+    def seconds(self, size: Amount, largest: Callable[..., Amount] = max) -> Amount:
         """The seconds at a size.  size, largest: numbers, or sympy's expressions and Max."""
         seconds, slope = self.points[0][1], 0.0
         for (start, least), (end, most) in pairwise(self.points):

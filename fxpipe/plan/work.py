@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from math import prod
-from typing import Annotated, Any
+from typing import Annotated
 
 from fxpipe.errors import SizeError
-from fxpipe.plan.curve import Curve
+from fxpipe.plan.curve import Amount, Curve
 from fxpipe.schedule.costs import Costs, Edge, StageBytes
 from fxpipe.strict import Fits, NonNegative, at_least, between, entries
 
@@ -49,14 +49,14 @@ Rate = Annotated[float, at_least(1)]
 Length = Annotated[int, between(1, MOST_LENGTH)]
 
 
-def value_at(terms: Terms, lengths: Sequence[Any]) -> Any:
+def value_at(terms: Terms, lengths: Sequence[Amount]) -> Amount:
     """The polynomial's value for lengths that are fractions or symbols; exact."""
     values = (n * prod(x**k for x, k in zip(lengths, powers, strict=True)) / d for n, d, *powers in terms)
     # Of the type of the lengths, also where there is no term.
     return sum(values, start=0 * lengths[0])
 
 
-def _held(work: StageWork, lengths: Sequence[object]) -> dict[str, float]:
+def _held(work: StageWork, lengths: Sequence[Amount]) -> dict[str, float]:
     return {name: float(value_at(getattr(work, name), lengths)) for name in StageBytes._fields}
 
 
@@ -96,7 +96,7 @@ class Work:
     arithmetic: str
     kind: str = ""
 
-    def seconds(self, lengths: Sequence[object], rates: Rates, largest: Callable[..., object]) -> Any:
+    def seconds(self, lengths: Sequence[Amount], rates: Rates, largest: Callable[..., Amount]) -> Amount:
         """The seconds of one of the ops."""
         flops, moved = value_at(self.flops, lengths), value_at(self.bytes, lengths)
         if self.kind == BETWEEN_LANES:
@@ -106,14 +106,14 @@ class Work:
 
 
 def op_seconds(
-    flops: Any,
-    bytes: Any,
+    flops: Amount,
+    bytes: Amount,
     arithmetic: str,
     kind: str,
     roofline: tuple[float, float, float],
     curves: Mapping[str, Curve],
-    largest: Callable[..., object] = max,
-) -> Any:
+    largest: Callable[..., Amount] = max,
+) -> Amount:
     """The seconds of an op.  roofline: FLOPs a second, bytes a second, and the least seconds.
 
     With the curve of its kind: what that says, and of an op that computes no less than its bytes take.  A
@@ -146,12 +146,12 @@ class Expressions:
     """One stage's costs, as sympy expressions of the named lengths: seconds of each phase, bytes as in
     ``StageCost``, FLOPs of all phases."""
 
-    forward: Any
-    backward: Any
-    weight: Any
-    saved_activations: Any
-    saved_for_weight: Any
-    flops: Any
+    forward: Amount
+    backward: Amount
+    weight: Amount
+    saved_activations: Amount
+    saved_for_weight: Amount
+    flops: Amount
 
 
 @dataclass(frozen=True)
@@ -216,10 +216,10 @@ class PlanWork:
     def rates_of(self, stage: int) -> Rates:
         return self.stage_rates[stage] if self.stage_rates else self.rates
 
-    def stage(self, stage: int, lengths: Sequence[Any], largest: Callable[..., object]) -> Expressions:
+    def stage(self, stage: int, lengths: Sequence[Amount], largest: Callable[..., Amount]) -> Expressions:
         none, work, rates = 0 * lengths[0], self.stages[stage], self.rates_of(stage)
 
-        def seconds(ops: tuple[Work, ...]) -> object:
+        def seconds(ops: tuple[Work, ...]) -> Amount:
             # A phase without ops is no section.
             overhead = rates.stage_overhead if ops else 0
             times = (op.count * op.seconds(lengths, rates, largest) for op in ops)

@@ -13,7 +13,7 @@ from fxpipe.certificate.programs.values import FOLLOWS, Memory, Offloaded, Pendi
 from fxpipe.certificate.terms.identities import overlaps, permuted, rows_added
 from fxpipe.certificate.terms.layouts import Unknown, layout_of, results_of
 from fxpipe.certificate.terms.schemas import Schema, arguments_of, draws, schema_of
-from fxpipe.certificate.terms.terms import NUMBER, Layout, Term, Terms, canonical, operands
+from fxpipe.certificate.terms.terms import NUMBER, Layout, Named, Term, Terms, canonical, operands
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class Calls:
                 raise Rejected(self.line(), f"uses {value.text} in an op: {FOLLOWS}")
         return value
 
-    def _terms_of(self, arguments: dict[str, object]) -> dict[str, Any]:
+    def _terms_of(self, arguments: dict[str, object]) -> Named:
         return {name: self.read(value) for name, value in arguments.items()}
 
     def _result(self, schema: Schema, arguments: dict[str, object], term: Term) -> object:
@@ -204,7 +204,7 @@ class Calls:
             f"does {schema.name} to the gradient of {total.name}: ops add to it, and nothing else",
         )
 
-    def _each(self, arguments: dict[str, Any]) -> None:
+    def _each(self, arguments: Named) -> None:
         """``_foreach_add_``: to each accumulator its summand."""
         if arguments.keys() != {"self", "other"} or len(arguments["self"]) != len(arguments["other"]):
             raise Rejected(self.line(), "adds lists of different lengths, or a multiple")
@@ -217,7 +217,7 @@ class Calls:
 _ADD = schema_of(torch.ops.aten.add_.Tensor)
 
 
-def op_term(terms: Terms, schema: Schema, arguments: dict[str, Any]) -> Term:
+def op_term(terms: Terms, schema: Schema, arguments: Named) -> Term:
     """The term of an op on terms and plain arguments.  Raises Unknown where it cannot be."""
 
     def as_tensor(value: object, dtype: torch.dtype, is_alone: bool) -> Term:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 from fxpipe.certificate.problems import Line
 from fxpipe.certificate.terms.terms import Term
@@ -192,7 +191,7 @@ class Announced(tuple[object, ...]):
 
     name: str
 
-    def __new__(cls, name: str, layout: Any) -> Announced:
+    def __new__(cls, name: str, layout: Iterable[object]) -> Announced:
         announced = super().__new__(cls, layout)
         announced.name = name
         return announced
@@ -207,9 +206,9 @@ class Pending:
     whether their sum is what arrives.  ``line``: that posted it.  ``ahead``: whether in the warm-up.
     ``arrived``: what it holds from then on."""
 
-    keys: list[Any]
+    keys: list[tuple[object, ...]]
     layouts: list[object]
-    line: Any
+    line: Line
     adds: bool = False
     ahead: bool = False
     arrived: list[Value] = field(default_factory=list)
@@ -222,7 +221,7 @@ class Within:
     container: Container
     module: str
 
-    def __getitem__(self, name: str) -> Any:
+    def __getitem__(self, name: str) -> object:
         return self.container[f"{self.module}.{name}"]
 
 

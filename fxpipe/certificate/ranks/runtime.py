@@ -10,7 +10,7 @@ from fxpipe.certificate.problems import ORDER, Line, Rejected
 from fxpipe.certificate.programs.sections import Called
 from fxpipe.certificate.programs.values import Container, Leaves, Memory, Offloaded, Once, Value
 from fxpipe.certificate.ranks.traffic import Traffic
-from fxpipe.certificate.ranks.world import Message
+from fxpipe.certificate.ranks.world import Key, Message
 from fxpipe.certificate.terms.terms import BATCH_MEAN, Term
 
 
@@ -168,7 +168,7 @@ class TermRuntime(Traffic):
             self.world.send(self.world.next_key("from", self.rank, rank), Message((name, total), "", line))
         self.totals[name] = total
 
-    def _sum_of(self, name: str, key: object, source: int) -> Summands:
+    def _sum_of(self, name: str, key: Key, source: int) -> Summands:
         message = self.world.take(
             key, self.rank, self.calls.line(), f"the gradient of {name} of rank {source}"
         )

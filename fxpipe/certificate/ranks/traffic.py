@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from fxpipe.certificate.problems import LAYOUT, ORDER, Rejected
 from fxpipe.certificate.programs.values import Announced, Memory, Offloaded, Pending, Value
 from fxpipe.certificate.ranks.inputs import Inputs
-from fxpipe.certificate.ranks.world import Message
+from fxpipe.certificate.ranks.world import Key, Message
 from fxpipe.certificate.terms.layouts import layout_of
 from fxpipe.certificate.terms.terms import Layout, Term, Terms
 from fxpipe.plan.tensors import is_packed
@@ -58,7 +58,7 @@ class Traffic(Inputs):
         for value, layout in pairs:
             self._send(self.world.next_key("from", self.rank, to), value, layout)
 
-    def _send(self, key: object, value: Any, layout: object) -> None:
+    def _send(self, key: Key, value: Any, layout: object) -> None:
         sent = self._noted(value)
         self._check_layout(sent.term, layout)
         due = self.reference.named.get(_name(layout), sent.term)
@@ -102,7 +102,7 @@ class Traffic(Inputs):
         pending.arrived = [*values]
         return values
 
-    def _arrived(self, key: Any, layout: object, pending: Pending) -> Value:
+    def _arrived(self, key: Key, layout: object, pending: Pending) -> Value:
         line = self.calls.line()
         if key[0] != COLLECTIVE:
             posted = f", asked for in line {pending.line.number}" if pending.line != line else ""
@@ -157,17 +157,17 @@ class Traffic(Inputs):
         everyone = [(*key, rank) for rank in range(self.plan.ranks)]
         return self._posted(everyone, [layout] * len(everyone)) if to in (-1, self.rank) else None
 
-    def _give(self, key: object, value: Any, layout: object) -> None:
+    def _give(self, key: Key, value: Any, layout: object) -> None:
         """Send a part of a collective."""
         self._send(key, value, layout)
         value.memory.count_from_now()
 
-    def _posted(self, keys: list[Any], layouts: list[object]) -> Pending:
+    def _posted(self, keys: list[Key], layouts: list[object]) -> Pending:
         pending = Pending(keys, layouts, self.calls.line(), ahead=self.ahead)
         self.pending[pending] = None
         return pending
 
-    def _join(self, group: int, verb: str, root: int) -> Any:
+    def _join(self, group: int, verb: str, root: int) -> Key:
         """The key of the next collective of a group; all ranks must take part in it alike."""
         if not 0 <= group < self.plan.collectives:
             raise Rejected(self.calls.line(), f"uses the group {group}, which the plan does not have")

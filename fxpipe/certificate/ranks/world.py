@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from greenlet import getcurrent, greenlet
 
@@ -17,6 +17,9 @@ from fxpipe.certificate.problems import ORDER, Line, Problem, Rejected
 
 #: What a message begins with, of a rank that waits at the end.
 WAITS = "waits forever for"
+
+
+Key = tuple[object, ...]
 
 
 class Message(NamedTuple):
@@ -32,7 +35,7 @@ class Message(NamedTuple):
 class _Wait(NamedTuple):
     """Of a rank for the message with a key, at a line; ``what``: the message as text."""
 
-    key: object
+    key: Key
     line: Line
     what: str
 
@@ -45,21 +48,21 @@ class World:
 
     ranks: int
     running: int = 0
-    sent: dict[Any, Message] = field(default_factory=dict)
+    sent: dict[Key, Message] = field(default_factory=dict)
     numbers: Counter[object] = field(default_factory=Counter)
-    joined: dict[Any, list[Any]] = field(default_factory=dict)
+    joined: dict[tuple[int, object], list[tuple[str, int, Line]]] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
     _waits: dict[int, _Wait] = field(default_factory=dict)
 
-    def next_key(self, *channel: object) -> Any:
+    def next_key(self, *channel: object) -> Key:
         """The key of the next message of a channel, as one of its ends counts them."""
         self.numbers[channel] += 1
         return (*channel[1:], self.numbers[channel] - 1)
 
-    def send(self, key: object, message: Message) -> None:
+    def send(self, key: Key, message: Message) -> None:
         self.sent[key] = message
 
-    def take(self, key: object, rank: int, line: Line, what: str) -> Message:
+    def take(self, key: Key, rank: int, line: Line, what: str) -> Message:
         """Wait for a message."""
         if key not in self.sent:
             self._waits[rank] = _Wait(key, line, what)
@@ -68,7 +71,7 @@ class World:
             caller.switch()
         return self.sent.pop(key)
 
-    def look(self, key: object, rank: int, line: Line, what: str) -> Message:
+    def look(self, key: Key, rank: int, line: Line, what: str) -> Message:
         """Wait for a message that others take as well."""
         message = self.sent[key] = self.take(key, rank, line, what)
         return message

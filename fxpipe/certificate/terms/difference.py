@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from fxpipe.certificate.problems import Line
 from fxpipe.certificate.terms.identities import IN_ANY_ORDER
-from fxpipe.certificate.terms.terms import Term, operands, shown
+from fxpipe.certificate.terms.terms import Named, Term, operands, shown
 
 _DEEPEST = 10_000
 _MUCH = 1_000
@@ -85,11 +85,11 @@ def _operands_apart(known: int, actual: Term, expected: Term) -> tuple[Term, Ter
     return apart[0] if apart else None
 
 
-def _in_order(ones: dict[str, object], others: dict[str, Any]) -> dict[str, Any]:
+def _in_order(ones: dict[str, object], others: Named) -> Named:
     """The two operands such that each stands where the one is that it is like."""
     exchanged = {**ones, "self": ones["other"], "other": ones["self"]}
 
-    def like(arguments: dict[str, Any]) -> int:
+    def like(arguments: Named) -> int:
         pairs = [(arguments[name], others[name]) for name in ("self", "other")]
         same = sum(_MUCH for one, other in pairs if one is other)
         return same + sum(likeness(*pair) for pair in pairs if all(isinstance(each, Term) for each in pair))

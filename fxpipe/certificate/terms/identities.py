@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from fxpipe.certificate.terms.layouts import Unknown, layout_of
-from fxpipe.certificate.terms.terms import NUMBER, Layout, Term, Terms, canonical
+from fxpipe.certificate.terms.terms import NUMBER, Layout, Named, Term, Terms, canonical
 
 Rule = Callable[[Terms, str, dict[str, object]], Term | None]
 _Step = tuple[str, tuple[tuple[str, object], ...], int | None]
@@ -57,7 +57,7 @@ def _same(terms: Terms, op: str, args: dict[str, object]) -> Term | None:
     return first if isinstance(first, Term) else None
 
 
-def _cast(terms: Terms, op: str, args: dict[str, Any]) -> Term | None:
+def _cast(terms: Terms, op: str, args: Named) -> Term | None:
     source, dtype, device = args["self"], args.get("dtype"), args.get("device")
     if device is not None and terms.line() is None:
         terms.devices.add(device)
@@ -91,7 +91,7 @@ def _step_of(term: Term) -> tuple[Term, _Step] | None:
     return args.pop("self"), (_VIEWS[view.op], tuple(args.items()), part)
 
 
-def _view(terms: Terms, op: str, args: dict[str, Any], layout: Layout | None = None) -> Term:
+def _view(terms: Terms, op: str, args: Named, layout: Layout | None = None) -> Term:
     """The first term that has the same elements of the same value: in memory without gaps, to which shape,
     strides and offset are the same."""
     term = terms.plain(op, args)
@@ -149,8 +149,8 @@ def reshaped(terms: Terms, source: Term, shape: tuple[int, ...]) -> Term:
     return _view(terms, RESHAPE, {"self": source, "size": shape}, Layout(shape, layout.dtype))
 
 
-def _reshape(terms: Terms, op: str, args: dict[str, Any]) -> Term | None:
-    source, size = args["self"], list(args.get("size", args.get("shape", ())))
+def _reshape(terms: Terms, op: str, args: Named) -> Term | None:
+    source, size = args["self"], list(args["size"] if "size" in args else args.get("shape", ()))
     if "dtype" in args or not isinstance(source, Term) or not all(isinstance(n, int) for n in size):
         return None  # view of another dtype
     if -1 in size:
@@ -160,13 +160,13 @@ def _reshape(terms: Terms, op: str, args: dict[str, Any]) -> Term | None:
     return reshaped(terms, source, tuple(size))
 
 
-def _unsqueeze(terms: Terms, op: str, args: dict[str, Any]) -> Term | None:
+def _unsqueeze(terms: Terms, op: str, args: Named) -> Term | None:
     shape = list(layout_of(terms, args["self"]).shape)
     shape.insert(_dimension(args["dim"], len(shape) + 1), 1)
     return reshaped(terms, args["self"], tuple(shape))
 
 
-def _squeeze(terms: Terms, op: str, args: dict[str, Any]) -> Term | None:
+def _squeeze(terms: Terms, op: str, args: Named) -> Term | None:
     shape = layout_of(terms, args["self"]).shape
     dims = args.get("dim", tuple(range(len(shape))))
     dropped = {_dimension(d, len(shape)) for d in (dims if isinstance(dims, tuple) else (dims,))}
@@ -185,7 +185,7 @@ def permuted(terms: Terms, source: Term, dims: tuple[int, ...]) -> Term:
     return _view(terms, PERMUTE, {"self": source, "dims": dims}, layout)
 
 
-def _permute(terms: Terms, op: str, args: dict[str, Any]) -> Term | None:
+def _permute(terms: Terms, op: str, args: Named) -> Term | None:
     rank = len(layout_of(terms, args["self"]).shape)
     dims = tuple(_dimension(d, rank) for d in args["dims"])
     if sorted(dims) != list(range(rank)):
@@ -193,7 +193,7 @@ def _permute(terms: Terms, op: str, args: dict[str, Any]) -> Term | None:
     return permuted(terms, args["self"], dims)
 
 
-def _transpose(terms: Terms, op: str, args: dict[str, Any]) -> Term | None:
+def _transpose(terms: Terms, op: str, args: Named) -> Term | None:
     rank = len(layout_of(terms, args["self"]).shape)
     dims = list(range(rank))
     if rank:
@@ -203,7 +203,7 @@ def _transpose(terms: Terms, op: str, args: dict[str, Any]) -> Term | None:
     return permuted(terms, args["self"], tuple(dims))
 
 
-def _expand(terms: Terms, op: str, args: dict[str, Any]) -> Term | None:
+def _expand(terms: Terms, op: str, args: Named) -> Term | None:
     source, size = args["self"], args["size"]
     layout = layout_of(terms, source)
     missing = len(size) - len(layout.shape)
@@ -219,7 +219,7 @@ def _expand(terms: Terms, op: str, args: dict[str, Any]) -> Term | None:
     return _view(terms, "aten.expand", {"self": source, "size": shape}, Layout(shape, layout.dtype))
 
 
-def _slice(terms: Terms, op: str, args: dict[str, Any]) -> Term | None:
+def _slice(terms: Terms, op: str, args: Named) -> Term | None:
     layout = layout_of(terms, args["self"])
     dim = _dimension(args.get("dim", 0), len(layout.shape))
     length, step = layout.shape[dim], args.get("step", 1)
@@ -236,7 +236,7 @@ def _slice(terms: Terms, op: str, args: dict[str, Any]) -> Term | None:
     return _view(terms, "aten.slice", parts, Layout(shape, layout.dtype))
 
 
-def _cat(terms: Terms, op: str, args: dict[str, Any]) -> Term | None:
+def _cat(terms: Terms, op: str, args: Named) -> Term | None:
     parts = args["tensors"]
     layouts = [layout_of(terms, part) for part in parts]
     filled = tuple(part for part, layout in zip(parts, layouts, strict=True) if prod(layout.shape))
@@ -292,7 +292,7 @@ def _in_any_order(terms: Terms, op: str, args: dict[str, object]) -> Term:
     return terms.plain(op, args)
 
 
-def _mul(terms: Terms, op: str, args: dict[str, Any]) -> Term | None:
+def _mul(terms: Terms, op: str, args: Named) -> Term | None:
     for one, other in (("self", "other"), ("other", "self")):
         if _is(args[other], 1) and _keeps(terms, args[one], args[other]):
             return args[one]  # type: ignore[no-any-return]
@@ -300,14 +300,14 @@ def _mul(terms: Terms, op: str, args: dict[str, Any]) -> Term | None:
     return None if _is_complex(terms, args) else _in_any_order(terms, op, args)
 
 
-def _div(terms: Terms, op: str, args: dict[str, Any]) -> Term | None:
+def _div(terms: Terms, op: str, args: Named) -> Term | None:
     source = args["self"]
     if "rounding_mode" in args or not (_is(args["other"], 1) and _keeps(terms, source, args["other"])):
         return None
     return source if layout_of(terms, source).dtype.is_floating_point else None
 
 
-def _add(terms: Terms, op: str, args: dict[str, Any]) -> Term | None:
+def _add(terms: Terms, op: str, args: Named) -> Term | None:
     if "alpha" in args:
         return None
     for one, other in (("self", "other"), ("other", "self")):
@@ -319,12 +319,12 @@ def _add(terms: Terms, op: str, args: dict[str, Any]) -> Term | None:
     return _in_any_order(terms, op, args)
 
 
-def _sub(terms: Terms, op: str, args: dict[str, Any]) -> Term | None:
+def _sub(terms: Terms, op: str, args: Named) -> Term | None:
     zero = "alpha" not in args and _is(args["other"], 0)
     return args["self"] if zero and _keeps(terms, args["self"], args["other"]) else None
 
 
-def _pow(terms: Terms, op: str, args: dict[str, Any]) -> Term | None:
+def _pow(terms: Terms, op: str, args: Named) -> Term | None:
     base, exponent = args["self"], args["exponent"]
     return base if _is(exponent, 1) and _keeps(terms, base, exponent) else None
 
@@ -338,14 +338,14 @@ def _undone(terms: Terms, op: str, args: dict[str, object]) -> Term | None:
     return source if layout_of(terms, source).dtype == layout_of(terms, inner).dtype else None
 
 
-def _slice_backward(terms: Terms, op: str, args: dict[str, Any]) -> Term | None:
+def _slice_backward(terms: Terms, op: str, args: Named) -> Term | None:
     """The gradient of a slice of all."""
     source: Term = args["grad_output"]
     whole = layout_of(terms, source).shape == args["input_sizes"] and args["step"] == 1
     return source if whole else None
 
 
-def _lookup_gradient(terms: Terms, op: str, args: dict[str, Any]) -> Term | None:
+def _lookup_gradient(terms: Terms, op: str, args: Named) -> Term | None:
     if args["padding_idx"] != -1 or args["scale_grad_by_freq"] != ("bool", False):
         return None
     gradient, index = args["grad_output"], args["indices"]

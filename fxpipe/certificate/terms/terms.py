@@ -17,6 +17,8 @@ BATCH_MEAN = "batch_mean"
 
 Arguments = tuple[tuple[str, Any], ...]
 """Name -> canonical argument, without those that have their default."""
+Named = dict[str, Any]
+"""Name -> argument of an op: a term, a number, a name of torch's, None, or a list of such."""
 
 
 @dataclass(frozen=True, slots=True)
