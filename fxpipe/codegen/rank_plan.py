@@ -115,10 +115,10 @@ class RankPlan:
     def collected(self) -> dict[Collective, tuple[tuple[str, ...], ...]]:
         """Per collective and source of it, the names of the values that it sends, the same to all targets."""
         joined = {i.collective for i in self.instructions if isinstance(i, StartCollective)}
-        return {c: tuple(self._sent(source, c.targets) for source in c.sources) for c in joined}
-
-    def _sent(self, source: Color, targets: tuple[Color, ...]) -> tuple[str, ...]:
-        return next(self._names[source, target] for target in targets if (source, target) in self._names)
+        sent = self._names
+        return {
+            c: tuple(next(sent[s, t] for t in c.targets if (s, t) in sent) for s in c.sources) for c in joined
+        }
 
     def arriving(self, name: str, stage: int) -> str:
         """The variable of a received value for ``stage``; two stages of a rank may receive the same value."""

@@ -134,7 +134,8 @@ def train(pipe: Pipeline, data: Data, settings: LoopSettings, evaluated: Data | 
                 unlogged.append(partial(_log, log, step, {"loss": float(loss), "lr": lr}, norm, speed))
             if log is not None:
                 log.advance(step + 1)
-            is_due = _is_due(step, steps, settings.evaluate_every)
+            every = settings.evaluate_every
+            is_due = step == steps - 1 or (every is not None and (step + 1) % every == 0)
             if waits or is_due:
                 _empty(unlogged)
             if evaluated is not None and evaluations and is_due:
@@ -173,10 +174,6 @@ def _batches(pipe: Pipeline, data: Data) -> int | None:
                 "ranks the same rows."
             )
     return first
-
-
-def _is_due(step: int, steps: int, every: int | None) -> bool:
-    return step == steps - 1 or (every is not None and (step + 1) % every == 0)
 
 
 def _factor(settings: LoopSettings, step: int, steps: int) -> float:

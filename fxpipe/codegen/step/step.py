@@ -78,7 +78,11 @@ def step_source(plan: RankPlan, called: StepCalls) -> str:
         if call.function.lines:
             of_microbatch[call.microbatch].append(call.function)
     lives = lifetimes(dict.fromkeys(map(tuple, of_microbatch.values())))
-    lines = [*_head(plan), *_dicts(functions, lives), ""]
+    dicts = (
+        f"    {', '.join(names)} = {', '.join('{}' for _ in names)}  # by microbatch"
+        for names in _rows(_in_dicts(functions, lives), WIDTH - 25)
+    )
+    lines = [*_head(plan), *dicts, ""]
     for function in functions:
         parameters = ", ".join(("m", *function.parameters))
         lines.append(f"    def {function.name}({parameters}):")
@@ -145,13 +149,6 @@ def _head(plan: RankPlan) -> list[str]:
         lines.append("    batches = rt.microbatches(batch)")
     lines += (f"    {text}" for text in [*_means(plan), *([] if validates else _once(plan))])
     return lines
-
-
-def _dicts(functions: Iterable[OpFunction], lives: Lifetimes) -> list[str]:
-    return [
-        f"    {', '.join(names)} = {', '.join('{}' for _ in names)}  # by microbatch"
-        for names in _rows(_in_dicts(functions, lives), WIDTH - 25)
-    ]
 
 
 def _in_dicts(functions: Iterable[OpFunction], lives: Lifetimes) -> list[str]:

@@ -74,15 +74,12 @@ def _gives_only(name: str) -> bool:
     """Whether a method of tensors, or a function of torch of that name, gives something, changes nothing and
     draws no random numbers."""
     packet = getattr(torch.ops.aten, name, None)
-    overloads: list[object] = [] if packet is None else [getattr(packet, each) for each in packet.overloads()]
-    return any(map(_is_pure, overloads)) and not any(map(_draws, overloads))
+    overloads: list[Any] = [] if packet is None else [getattr(packet, each) for each in packet.overloads()]
+    draws = any(torch.Tag.nondeterministic_seeded in each.tags for each in overloads)
+    return any(map(_is_pure, overloads)) and not draws
 
 
 def _is_pure(op: Any) -> bool:
     schema = op._schema
     takes_tensor = schema.arguments and "Tensor" in str(schema.arguments[0].type)
     return bool(schema.returns and not schema.is_mutable and takes_tensor)
-
-
-def _draws(op: Any) -> bool:
-    return torch.Tag.nondeterministic_seeded in op.tags

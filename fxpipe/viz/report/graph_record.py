@@ -112,10 +112,7 @@ def graph_record(graph: fx.Graph, sections: tuple[Section, ...], plan: Plan) -> 
         inputs=tuple(
             _numbers(number[_made_by(n)] for n in node.all_input_nodes if _is_op(n)) for node in nodes
         ),
-        weights=tuple(
-            _numbers(texts(n.meta["input"].name) for n in node.all_input_nodes if _is_weight(n))
-            for node in nodes
-        ),
+        weights=tuple(_numbers(map(texts, _weights(node))) for node in nodes),
         kept=tuple(_kept(graph, live, number)),
         sent=tuple(_sent(live, number, graph)),
         texts=texts.known,
@@ -151,8 +148,9 @@ def _is_op(node: fx.Node) -> bool:
     return _made_by(node).op == "call_function"
 
 
-def _is_weight(node: fx.Node) -> bool:
-    return node.op == "placeholder" and node.meta["input"].kind is not Kind.KEY
+def _weights(node: fx.Node) -> list[str]:
+    inputs = [n.meta["input"] for n in node.all_input_nodes if n.op == "placeholder"]
+    return [each.name for each in inputs if each.kind is not Kind.KEY]
 
 
 def _numbers(numbers: Iterable[int]) -> tuple[int, ...]:
