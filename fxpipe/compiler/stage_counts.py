@@ -15,7 +15,7 @@ from fxpipe.compiler.cut import Cuts, Stages
 from fxpipe.compiler.options import Settings
 from fxpipe.compiler.passes import CutOptions, StepGraphs
 from fxpipe.compiler.progress import Phases
-from fxpipe.cost.cluster import Cluster, of_stages, slowest_of_each
+from fxpipe.cost.cluster import Cluster, slowest_of_each
 from fxpipe.cost.describe import describe
 from fxpipe.cost.device import Device
 from fxpipe.cost.known_devices import device_named
@@ -70,7 +70,7 @@ def all_stages(
                 tuple(frozenset(options.on_ranks[rank]) for rank in placement) if options.on_ranks else None
             )
             # Placements in which each stage is as fast are cut alike, and need one cut.
-            alike[of_stages(slowness, placement), tensors_of].append(name)
+            alike[tuple(slowness[rank] for rank in placement), tensors_of].append(name)
         for barriers, ((slowness_here, tensors_of), names) in product(ways, alike.items()):
             if barriers not in ways:
                 continue  # it did not fit other placements either

@@ -90,8 +90,3 @@ def slowest_of_each(devices: Sequence[Sequence[Device]], graph: fx.Graph) -> Clu
     # Which device is slower depends on the model: by all of its ops.
     times = {device: sum(map(NodeSeconds(device), nodes)) for processes in devices for device in processes}
     return Cluster(tuple(max(processes, key=times.__getitem__) for processes in devices))
-
-
-def of_stages(of_ranks: Sequence[float], placement: Sequence[int]) -> tuple[float, ...]:
-    """What each rank has, for the stages that run on it."""
-    return tuple(of_ranks[rank] for rank in placement)

@@ -18,7 +18,7 @@ from fxpipe.schedule.offload.planner import Share
 from fxpipe.schedule.ops import Objective, RankOps, Schedule
 from fxpipe.schedule.placement import place
 from fxpipe.schedule.stages import Vocabulary
-from fxpipe.schedule.vocabulary_costs import budget_for_model_stages, model_stage_costs
+from fxpipe.schedule.vocabulary_costs import budget_for_model_stages, some_stages
 
 Limit = float | Sequence[float] | None
 """One memory limit for all ranks, one for each rank, or none; in the unit of the costs' memory."""
@@ -74,10 +74,6 @@ class Problem:
         return min(self.limits) < inf
 
     @property
-    def is_even(self) -> bool:
-        return len(set(self.costs.stages)) == 1
-
-    @property
     def is_extended(self) -> bool:
         """Are vocabulary stages or transfers added to an order of the model's stages?"""
         return self.vocabulary is not None or self.offload is not None
@@ -96,7 +92,8 @@ class Problem:
         costs, limits = self.costs, tuple(self.slack * limit for limit in self.limits)
         if self.vocabulary is not None:
             limits = budget_for_model_stages(costs, self.vocabulary, limits)
-            costs = model_stage_costs(costs, self.vocabulary)
+            end = len(costs.stages) - self.vocabulary.output_shards
+            costs = some_stages(costs, self.vocabulary.embedding_shards, end)
         return replace(self, costs=costs, limits=limits, vocabulary=None, offload=None, slack=1.0)
 
     @cached_property

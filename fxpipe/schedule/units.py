@@ -47,14 +47,9 @@ def decimal_bytes_text(count: float) -> str:
     return _scaled(count, 1000, ("B", "kB", "MB", "GB", "TB"))
 
 
-def bytes_limit_text(count: float) -> str:
+def _with_bytes(text: Callable[[float], str]) -> Callable[[float], str]:
     """``1536.5`` to ``1.5 KiB (1537 bytes)``."""
-    return f"{bytes_text(count)} ({math.ceil(count)} bytes)"
-
-
-def decimal_bytes_limit_text(count: float) -> str:
-    """``1536.5`` to ``1.54 kB (1537 bytes)``."""
-    return f"{decimal_bytes_text(count)} ({math.ceil(count)} bytes)"
+    return lambda count: f"{text(count)} ({math.ceil(count)} bytes)"
 
 
 def limit_text(number: float) -> str:
@@ -107,10 +102,10 @@ def ticks(end: float, at_most: int) -> tuple[float, ...]:
     return tuple(i * step for i in range(math.floor(end / step * (1 + 1e-9)) + 1))
 
 
-PHYSICAL = Units(seconds_text, bytes_text, bytes_limit_text)
+PHYSICAL = Units(seconds_text, bytes_text, _with_bytes(bytes_text))
 """Seconds and bytes."""
 
-DECIMAL = Units(seconds_text, decimal_bytes_text, decimal_bytes_limit_text)
+DECIMAL = Units(seconds_text, decimal_bytes_text, _with_bytes(decimal_bytes_text))
 """Seconds, and bytes in powers of 1000."""
 
 

@@ -10,11 +10,6 @@ from fxpipe.schedule.ops import Color, Phase
 from fxpipe.schedule.stages import Vocabulary
 
 
-def model_stage_costs(costs: Costs, vocabulary: Vocabulary) -> Costs:
-    """The costs of the model's own stages."""
-    return some_stages(costs, vocabulary.embedding_shards, len(costs.stages) - vocabulary.output_shards)
-
-
 def some_stages(costs: Costs, first: int, last: int) -> Costs:
     """The costs of the stages from ``first`` to before ``last``, renumbered from 0."""
 

@@ -186,7 +186,7 @@ def order_of(family: Family, problem: Problem) -> Order:
         order = problem.order(family.function(problem))
     except ScheduleError as error:
         raise ScheduleError(f"schedule {family.name}: {error}") from error
-    if not problem.is_even:
+    if len(set(problem.costs.stages)) > 1:
         with suppress(ScheduleError):  # it may have no order for the mean costs under the limit
             order = problem.fastest([order, problem.order(family.function(problem.with_mean_costs()))])
     _check_memory(family.name, problem, order)

@@ -20,7 +20,7 @@ from fxpipe.schedule.dependencies import SECTIONS_PER_STAGE, durations, needs, o
 from fxpipe.schedule.ops import PHASES, Direction, Op, OpKind, Phase, Schedule, Transfer
 from fxpipe.schedule.simulation.run_loop import RunLoop
 from fxpipe.schedule.simulation.timeline import ExchangeSpan, Span, Timeline, TransferSpan
-from fxpipe.schedule.simulation.transfers import link_queues, transfer_seconds
+from fxpipe.schedule.simulation.transfers import link_queues, offload_bytes
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,9 @@ class StepRun:
                 if end is None:
                     return cause
                 start = max(start, end)
-            free = start + transfer_seconds(transfer, self.costs)
+            assert self.costs.link is not None, "it has transfers"
+            size = offload_bytes(self.costs.stages[transfer.stage], transfer.user)
+            free = start + self.costs.link.seconds * size
             carried.append(TransferSpan(transfer, start, free))
             self._end(self.values + k, free)
         return None

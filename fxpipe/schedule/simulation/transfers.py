@@ -5,17 +5,12 @@ from __future__ import annotations
 from collections import defaultdict
 
 from fxpipe.schedule.costs import Costs, StageCost
-from fxpipe.schedule.ops import Direction, Phase, Schedule, Transfer
+from fxpipe.schedule.ops import Direction, Phase, Schedule
 
 
 def offload_bytes(cost: StageCost, user: Phase) -> float:
     """Bytes that a stage can offload for one microbatch until its B or its W."""
     return cost.offloadable if user is Phase.B else cost.offloadable_for_weight
-
-
-def transfer_seconds(transfer: Transfer, costs: Costs) -> float:
-    assert costs.link is not None
-    return costs.link.seconds * offload_bytes(costs.stages[transfer.stage], transfer.user)
 
 
 def link_queues(schedule: Schedule, costs: Costs) -> tuple[tuple[int, ...], ...]:
