@@ -21,10 +21,10 @@ from fxpipe.capture.functional import is_mutating, writes_to_a_parameter
 from fxpipe.capture.gradient_names import GradientNames, root
 from fxpipe.capture.state.changed_buffers import check_buffers
 from fxpipe.errors import CaptureError
-from fxpipe.ir.compat import new_node
 from fxpipe.ir.graph import Input, Kind, Origin, Outputs, module_around, origin_of
 from fxpipe.ir.names import identifier
 from fxpipe.ir.node_names import node_name, short_paths
+from fxpipe.ir.nodes import new_node
 from fxpipe.ir.storage import drop_dead
 from fxpipe.runtime.program.checks import expect, expect_op
 

@@ -25,6 +25,7 @@ from fxpipe.capture.traced_nodes import nodes_after
 from fxpipe.errors import CaptureError
 from fxpipe.ir import compat
 from fxpipe.ir.fake_op_cache import give_own_values
+from fxpipe.ir.nodes import copy_node
 from fxpipe.ir.storage import call_nodes, is_view, storage_root, written, written_arguments
 from fxpipe.runtime.torch_private import schema_of
 
@@ -265,7 +266,7 @@ class _Retrace(fx.Interpreter):
         graph = compat.traced_graph()
         item_of_copy = n.target is operator.getitem and n.args[0] in self._copies
         if n.op == "call_function" and (item_of_copy or n not in self._again):
-            self._copies[n] = self._seen = compat.copy_node(graph, n, self._node)
+            self._copies[n] = self._seen = copy_node(graph, n, self._node)
             return None  # until an op that is traced needs the value
         for source in n.all_input_nodes:
             if source in self._copies and self.env[source] is None:

@@ -12,8 +12,8 @@ from fxpipe.compiler.passes import PASSES, CutOptions, Offloaded, StepGraphs, Un
 from fxpipe.compiler.progress import Phases
 from fxpipe.cost.nodes import CHEAPER_IN_PLACE
 from fxpipe.errors import PartitionError
-from fxpipe.ir.compat import copy_graph
 from fxpipe.ir.graph import Section
+from fxpipe.ir.nodes import copy_graph
 from fxpipe.ir.resized import ResizedTraces
 from fxpipe.ir.sections import SectionEdge, edges_between, extract
 from fxpipe.passes.level.recompute import Level

@@ -23,9 +23,9 @@ from fxpipe.compiler.progress import Phases
 from fxpipe.compiler.tensor_ownership import tied_gradients
 from fxpipe.errors import ArtifactError, ScheduleError, VerifyError, number_of
 from fxpipe.ir.captured import captured_step
-from fxpipe.ir.compat import copy_graph
 from fxpipe.ir.compiled import compiles, is_compiled
 from fxpipe.ir.liveness import Liveness
+from fxpipe.ir.nodes import copy_graph
 from fxpipe.ir.sections import requested_outputs
 from fxpipe.ir.storage import call_nodes, graph_outputs, node_bytes
 from fxpipe.plan.artifact import Artifact, Plan

@@ -14,7 +14,7 @@ from torch import fx
 from fxpipe.cost.arithmetic import arithmetic_of
 from fxpipe.cost.device import Device
 from fxpipe.cost.kinds import kind_of
-from fxpipe.ir.compat import input_nodes
+from fxpipe.ir.nodes import input_nodes
 from fxpipe.ir.ops import node_flops
 from fxpipe.ir.storage import node_bytes
 from fxpipe.plan.tensors import sum_over_ranks

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Set
 from torch import fx
 
 from fxpipe.cost.nodes import NodeSeconds
-from fxpipe.ir.compat import input_nodes
 from fxpipe.ir.graph import Free, Kind
+from fxpipe.ir.nodes import input_nodes
 from fxpipe.ir.ops import is_between_lanes, node_flops
 from fxpipe.ir.step_invariants import inputs_behind
 from fxpipe.ir.storage import call_nodes, graph_outputs, node_bytes

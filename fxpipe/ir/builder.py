@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpipe.ir.compat import FakeMode, FakeTensor, gives_new_tensors, new_node
+from fxpipe.ir.compat import FakeMode, FakeTensor, gives_new_tensors
 from fxpipe.ir.fake_op_cache import SameLayouts
 from fxpipe.ir.graph import Origin
 from fxpipe.ir.names import identifier
 from fxpipe.ir.node_names import BACKWARD, op_name, short_paths
+from fxpipe.ir.nodes import new_node
 from fxpipe.ir.storage import call_nodes
 from fxpipe.schedule.ops import Color
 

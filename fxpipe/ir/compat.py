@@ -6,12 +6,11 @@ A new torch release that moves one of these breaks here, by name, and nowhere el
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import re
 import sys
 import threading
-from collections.abc import Callable, Collection, Generator, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Generator, Iterator, MutableMapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -31,9 +30,9 @@ from torch._subclasses.fake_tensor import (
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
-from torch.fx.node import Argument as Operand
 from torch.utils import checkpoint
 
+from fxpipe.ir.nodes import new_node
 from fxpipe.runtime.torch_private import TorchDispatchMode, no_modes, pytree
 
 #: What others import from here of torch's own.
@@ -514,83 +513,3 @@ _OF_TORCH = {
 def takes_numbers(op: OpOverload) -> bool:
     """Whether the op takes Python's numbers in the place of tensors."""
     return torch._C._should_allow_numbers_as_tensors(op.overloadpacket.__name__)
-
-
-def input_nodes(node: torch.fx.Node) -> Collection[torch.fx.Node]:
-    """``node.all_input_nodes``, without a copy of them."""
-    return node._input_nodes
-
-
-def call_targets(graph: torch.fx.Graph) -> list[Any]:
-    """What the graph calls, each once, without a look at its nodes; some of it may have been erased."""
-    return [target for op, target in graph._find_nodes_lookup_table.table if op == "call_function"]
-
-
-def rename(node: torch.fx.Node, name: str) -> None:
-    """Give a node this name, or one like it that no other node has."""
-    node._rename(name)
-
-
-def take_name(node: torch.fx.Node, old: torch.fx.Node) -> None:
-    """Give a node the name of one that it replaces, and what that says of gradients."""
-    name = old.name
-    rename(old, f"{name}_replaced")
-    node.name = name
-    if "gradient" in old.meta:
-        node.meta["gradient"] = old.meta["gradient"]
-
-
-def copy_node(
-    graph: torch.fx.Graph, node: torch.fx.Node, copies: Callable[[torch.fx.Node], Operand], name: str = ""
-) -> torch.fx.Node:
-    """``graph.node_copy(node, copies)`` in a third of its time, for arguments without symbolic numbers.
-
-    name: that of the copy, if it is not the node's.
-    """
-    args, kwargs = (torch.fx.map_arg(x, copies) for x in (node.args, node.kwargs))
-    copy: torch.fx.Node = new_node(graph, node.op, node.target, args, kwargs, name or node.name, node.type)
-    copy.meta.update(node.meta)
-    return copy
-
-
-def copy_graph(graph: torch.fx.Graph) -> torch.fx.Graph:
-    """A copy with the same nodes, names and metadata, in half of the time of ``copy_node`` for each; fake
-    tensors are shared.  New nodes get the names that they would get there."""
-    copy = torch.fx.Graph()
-    names, copies = copy._graph_namespace, dict[torch.fx.Node, torch.fx.Node]()
-    for node in graph.nodes:
-        args, kwargs = (torch.fx.map_arg(x, copies.__getitem__) if x else x for x in (node.args, node.kwargs))
-        name = node.name
-        new = copies[node] = torch.fx.Node(copy, name, node.op, node.target, args, kwargs, node.type)
-        new.meta.update(node.meta)
-        copy._insert(new)
-        copy._find_nodes_lookup_table.insert(new)
-        base, _, number = name.rpartition("_")
-        if base and number.isdigit():
-            names._base_count[base] = int(number)
-        else:
-            names._base_count.setdefault(name, 0)
-        names._used_names.add(name)
-        names._obj_to_name[new] = name
-    copy._len = len(copies)
-    return copy
-
-
-def new_node(
-    graph: torch.fx.Graph, op: str, target: Any, args: Any, kwargs: Any, name: str, kind: object = None
-) -> torch.fx.Node:
-    """``graph.create_node`` without a search for symbolic numbers, and with one entry in each table.  A name
-    is the same with all versions of torch: before 2.13 one with a number becomes the smallest that is free.
-    """
-    names = graph._graph_namespace
-    if name in names._used_names:
-        base = re.sub(r"_\d+$", "", name)
-        later = (f"{base}_{number}" for number in itertools.count(names._base_count.get(base, 0) + 1))
-        name = next(name for name in later if name not in names._used_names)
-    name = names.create_name(name, None)
-    node = torch.fx.Node(graph, name, op, target, args, kwargs, kind)
-    names.associate_name_with_obj(name, node)
-    graph._insert(node)
-    graph._find_nodes_lookup_table.insert(node)
-    graph._len += 1
-    return node

@@ -15,8 +15,8 @@ from functools import partial
 from torch import fx
 
 from fxpipe.errors import VerifyError
-from fxpipe.ir.compat import copy_node
 from fxpipe.ir.graph import Input, Kind, Section, Value, offload
+from fxpipe.ir.nodes import copy_node
 from fxpipe.ir.step_invariants import inputs_behind
 from fxpipe.ir.storage import call_nodes, graph_outputs
 from fxpipe.plan.tensors import sum_over_ranks

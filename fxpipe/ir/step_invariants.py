@@ -10,8 +10,9 @@ from enum import Enum
 import torch
 from torch import fx
 
-from fxpipe.ir.compat import OpOverload, copy_node, input_nodes
+from fxpipe.ir.compat import OpOverload
 from fxpipe.ir.graph import Input, Kind, batch_mean
+from fxpipe.ir.nodes import copy_node, input_nodes
 from fxpipe.ir.resized import ResizedTraces, value_key
 from fxpipe.ir.storage import (
     call_nodes,

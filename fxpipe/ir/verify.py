@@ -9,8 +9,8 @@ import torch
 from torch import fx
 
 from fxpipe.errors import VerifyError
-from fxpipe.ir.compat import call_targets, input_nodes
 from fxpipe.ir.graph import Kind, offload, read_buffer, reload
+from fxpipe.ir.nodes import call_targets, input_nodes
 from fxpipe.ir.storage import (
     draws_numbers,
     graph_outputs,

@@ -8,7 +8,7 @@ from collections.abc import Collection, Container, Sequence, Set
 from torch import fx
 
 from fxpipe.ir.builder import node_arg
-from fxpipe.ir.compat import copy_node
+from fxpipe.ir.nodes import copy_node
 from fxpipe.ir.storage import call_nodes
 from fxpipe.schedule.ops import Color, Phase
 

@@ -21,7 +21,7 @@ from torch import fx
 
 from fxpipe.errors import VocabularyError
 from fxpipe.ir.builder import Builder, node_arg
-from fxpipe.ir.compat import input_nodes, rename, take_name
+from fxpipe.ir.nodes import input_nodes, rename, take_name
 from fxpipe.ir.storage import call_nodes, drop_dead, graph_outputs, set_outputs
 from fxpipe.vocabulary.axes import RESHAPES
 from fxpipe.vocabulary.layers import picked_losses, projection_of

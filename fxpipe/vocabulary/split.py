@@ -19,8 +19,8 @@ from torch import fx
 
 from fxpipe.errors import VocabularyError
 from fxpipe.ir.builder import Builder, in_order, node_arg
-from fxpipe.ir.compat import rename, take_name
 from fxpipe.ir.graph import Origin
+from fxpipe.ir.nodes import rename, take_name
 from fxpipe.ir.storage import call_nodes, drop_dead, graph_outputs, set_outputs
 from fxpipe.plan.tensors import sum_over_ranks
 from fxpipe.schedule.ops import Phase

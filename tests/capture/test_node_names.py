@@ -5,8 +5,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from fxpipe.capture.trace import capture
-from fxpipe.ir import compat
 from fxpipe.ir.node_names import short_paths
+from fxpipe.ir.nodes import copy_graph, copy_node
 from fxpipe.ir.storage import call_nodes
 
 
@@ -105,8 +105,8 @@ def test_a_copy_of_a_graph_is_that_of_its_nodes():
             graph.create_node("call_function", torch.add, (last.args[0], 1), name=name)
     single, nodes = torch.fx.Graph(), {}
     for node in graph.nodes:
-        nodes[node] = compat.copy_node(single, node, nodes.__getitem__)
-    copy = compat.copy_graph(graph)
+        nodes[node] = copy_node(single, node, nodes.__getitem__)
+    copy = copy_graph(graph)
     assert str(copy) == str(single) == str(graph)
     assert [n.meta for n in copy.nodes] == [n.meta for n in graph.nodes]
     assert len(copy.nodes) == len(single.nodes)

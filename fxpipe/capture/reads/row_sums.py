@@ -11,8 +11,9 @@ from enum import Enum
 import torch
 from torch import fx
 
-from fxpipe.ir.compat import OpOverload, input_nodes
+from fxpipe.ir.compat import OpOverload
 from fxpipe.ir.graph import Kind
+from fxpipe.ir.nodes import input_nodes
 from fxpipe.ir.storage import graph_outputs, may_draw_numbers
 from fxpipe.runtime.torch_private import schema_of
 

@@ -30,8 +30,8 @@ from torch import fx
 from fxpipe.capture.reads.row_sums import Rows, named_dims, rows_in
 from fxpipe.capture.rules.joined_rows import joining_ops
 from fxpipe.ir.builder import Calls, node_arg
-from fxpipe.ir.compat import copy_node, input_nodes
 from fxpipe.ir.graph import Kind, Origin, batch_mean
+from fxpipe.ir.nodes import copy_node, input_nodes
 from fxpipe.ir.storage import call_nodes, drop_dead, graph_outputs, leading_to, may_draw_numbers, set_outputs
 from fxpipe.plan.tensors import accum_dtype
 

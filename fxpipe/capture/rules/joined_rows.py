@@ -21,8 +21,9 @@ from torch import fx
 
 from fxpipe.capture.reads.row_sums import named_dims
 from fxpipe.ir.builder import node_arg
-from fxpipe.ir.compat import OpOverload, input_nodes
+from fxpipe.ir.compat import OpOverload
 from fxpipe.ir.graph import Kind
+from fxpipe.ir.nodes import input_nodes
 
 aten = torch.ops.aten
 

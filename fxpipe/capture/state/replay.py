@@ -19,6 +19,7 @@ from torch import fx
 
 from fxpipe.capture.reads.varying_values import Values, same_numbers
 from fxpipe.ir import compat
+from fxpipe.ir.nodes import copy_node
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,7 +107,7 @@ class Replay:
         graph, copies = compat.traced_graph(), dict[fx.Node, fx.Node]()
         for place, call in enumerate(self.done):
             for node in call.nodes:
-                copies[node] = compat.copy_node(graph, node, lambda n: copies.get(n, n))
+                copies[node] = copy_node(graph, node, lambda n: copies.get(n, n))
             self.done[place] = replace(call, nodes=[copies[node] for node in call.nodes])
         for x in [*compat.proxies()]:
             traced = compat.traced_node(x)

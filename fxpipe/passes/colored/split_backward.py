@@ -17,8 +17,8 @@ from functools import cache
 import torch
 from torch import fx
 
-from fxpipe.ir.compat import copy_node
 from fxpipe.ir.graph import Kind, read_buffer
+from fxpipe.ir.nodes import copy_node
 from fxpipe.ir.storage import call_nodes, graph_outputs
 from fxpipe.schedule.ops import Color, Phase
 

@@ -19,9 +19,10 @@ import torch
 from torch import fx
 
 from fxpipe.ir.builder import Calls, node_arg
-from fxpipe.ir.compat import has_kernel, new_node
+from fxpipe.ir.compat import has_kernel
 from fxpipe.ir.graph import Input, Kind, Origin
 from fxpipe.ir.names import identifier
+from fxpipe.ir.nodes import new_node
 from fxpipe.ir.storage import drop_dead, graph_outputs, set_outputs
 from fxpipe.plan.tensors import gradient_dtype
 from fxpipe.schedule.ops import Color, Phase

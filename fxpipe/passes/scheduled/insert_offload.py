@@ -15,8 +15,8 @@ from collections.abc import Iterable
 
 from torch import fx
 
-from fxpipe.ir.compat import copy_node
 from fxpipe.ir.graph import offload, reload
+from fxpipe.ir.nodes import copy_node
 from fxpipe.ir.storage import call_nodes, root_within
 from fxpipe.schedule.ops import Color, Phase
 
