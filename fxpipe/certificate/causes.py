@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import replace
@@ -95,7 +96,8 @@ def _placed(problem: Problem, program: r.Program) -> Problem:
     if kind == LAYOUT and name in program.message_lines:
         return _moved(problem, program.message_lines[name], f"has the layout of {name}", problem.cause)
     if kind == NAME:
-        before = [x.lineno for x in program.deleted if x.id == name and x.lineno < problem.line]
+        deleted = (x for x in program.nodes() if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Del))
+        before = [x.lineno for x in deleted if x.id == name and x.lineno < problem.line]
         if before:
             return _moved(problem, max(before), f"deletes {name}", problem.cause)
     return problem

@@ -78,11 +78,6 @@ class Problem:
         """Are vocabulary stages or transfers added to an order of the model's stages?"""
         return self.vocabulary is not None or self.offload is not None
 
-    @property
-    def limits_before_offload(self) -> tuple[float, ...]:
-        """The limits of an order of all stages to which transfers are added afterwards, if any are."""
-        return self.limits if self.offload is None else (inf,) * self.ranks
-
     @cached_property
     def model(self) -> Problem:
         """The problem of the model's own stages: without vocabulary stages, with the memory that they leave,

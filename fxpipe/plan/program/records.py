@@ -151,8 +151,3 @@ class Program:
             if isinstance(each, ast.Name):
                 by_line.setdefault(each.lineno, set()).add(each.id)
         return {line: frozenset(names) for line, names in by_line.items()}
-
-    @cached_property
-    def deleted(self) -> tuple[ast.Name, ...]:
-        """The variables that it deletes."""
-        return tuple(x for x in self.nodes() if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Del))

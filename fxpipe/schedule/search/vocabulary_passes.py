@@ -47,7 +47,8 @@ def insertions(problem: Problem, family: str, order: Order) -> list[Candidate]:
     """
     # How long embedding shards hold their values follows from the order of the other stages: that order gets
     # less memory by the least that they have taken beyond the limits, and by more each time.
-    limits = left = problem.limits_before_offload
+    # Offload brings an order below its limits afterwards.
+    limits = left = problem.limits if problem.offload is None else (inf,) * problem.ranks
     for step in range(1, 1 + _TRIES):
         starts = _starts(problem, family, order, left)
         excess = [_excess(start.order, limits) for start in starts]
