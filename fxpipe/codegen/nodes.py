@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import operator
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from itertools import groupby, pairwise
-from pathlib import PurePath
 from typing import Any, NamedTuple
 
 import torch
@@ -149,7 +149,7 @@ def _line(node: fx.Node, place: Callable[[fx.Node], str]) -> _Where | None:
 
 def _where(node: fx.Node, place: Callable[[fx.Node], str]) -> _Where:
     file, _, line = node.meta["origin"].source.rpartition(":")
-    return _Where(place(node), PurePath(file).name, line)
+    return _Where(place(node), os.path.basename(file), line)
 
 
 def reads(node: fx.Node, scope: Scope) -> tuple[str, ...]:
