@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from fxpipe.certificate.problems import Rejected
+from fxpipe.certificate.problems import Line, Rejected
 from fxpipe.certificate.programs.calls import Calls
 from fxpipe.certificate.programs.sections import Sections
 from fxpipe.certificate.programs.values import Container, Held, Leaves, Memory, Sum, Value
@@ -34,6 +34,10 @@ class Inputs:
     batch: object = field(default_factory=object)
     reads_parameters: bool = False
     _buffers: dict[str, Value] = field(default_factory=dict)
+
+    @property
+    def line(self) -> Line:
+        return self.calls.line()
 
     @property
     def params(self) -> Container:
@@ -69,14 +73,14 @@ class Inputs:
 
     def _input(self, kind: str, name: str, known: tuple[str, ...]) -> Value:
         if name not in known:
-            raise Rejected(self.calls.line(), f"reads the {kind} {name!r}, which this rank does not hold")
+            raise Rejected(self.line, f"reads the {kind} {name!r}, which this rank does not hold")
         return Value(self.reference.input(kind, name), None, Memory(f"a {kind}"))
 
     def buffer(self, name: str) -> Value:
         if name not in self._buffers:
             term = self.reference.input("buffer", name)
             if name not in self._tensors.buffers:
-                raise Rejected(self.calls.line(), f"reads the buffer {name!r}, which this rank does not hold")
+                raise Rejected(self.line, f"reads the buffer {name!r}, which this rank does not hold")
             self._buffers[name] = Value(term, 0, Memory("a buffer"))
         return self._buffers[name]
 
@@ -88,7 +92,7 @@ class Inputs:
             return
         what = f"the buffer {name!r}"
         if value.term is not expected:
-            self.reference.note_difference(what, self.calls.line(), value.term, expected)
+            self.reference.note_difference(what, self.line, value.term, expected)
         elif value.microbatch not in (None, number):
             self.calls.note(f"gives {what} of microbatch {value.microbatch}, where that of {number} is due")
         self.versions[name] += 1
@@ -97,18 +101,16 @@ class Inputs:
 
     def _gradient(self, name: str) -> Sum:
         if name not in self._tensors.gradients:
-            raise Rejected(
-                self.calls.line(), f"adds to the gradient of {name!r}, which this rank does not hold"
-            )
+            raise Rejected(self.line, f"adds to the gradient of {name!r}, which this rank does not hold")
         return Sum(name)
 
     def microbatches(self, batch: object) -> list[Leaves]:
         if batch is not self.batch:
-            raise Rejected(self.calls.line(), "takes microbatches of something else than the step's batch")
+            raise Rejected(self.line, "takes microbatches of something else than the step's batch")
 
         def read(name: str, microbatch: int) -> Value:
             if name not in self.plan.step.leaves[self.rank]:
-                raise Rejected(self.calls.line(), f"reads the leaf {name!r}, which this rank does not get")
+                raise Rejected(self.line, f"reads the leaf {name!r}, which this rank does not get")
             return Value(self.reference.input("batch", name), microbatch, Memory("the batch"))
 
         return [Leaves(m, read) for m in range(self.plan.step.microbatches)]
@@ -136,5 +138,5 @@ class Inputs:
     def _bucket(self, bucket: int, verb: str) -> tuple[str, ...]:
         buckets = self._tensors.buckets if verb == "sums" else self._tensors.exchanged
         if not 0 <= bucket < len(buckets):
-            raise Rejected(self.calls.line(), f"{verb} the bucket {bucket}, which the plan does not have")
+            raise Rejected(self.line, f"{verb} the bucket {bucket}, which the plan does not have")
         return buckets[bucket].gradients

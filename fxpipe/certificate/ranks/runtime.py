@@ -48,12 +48,10 @@ class TermRuntime(Traffic):
         """Once, as where the last update stands.  Where it does not, what was sent in a warm-up comes again,
         to receives that are posted again in warm-ups, and the values in ``made`` are freed."""
         if not all(type(values) is dict for values in made):
-            raise Rejected(
-                self.calls.line(), "has a warm-up that makes other things than values by microbatch"
-            )
+            raise Rejected(self.line, "has a warm-up that makes other things than values by microbatch")
         if self.reads_parameters:
             self.calls.note("has read parameters before its warm-up, which an update that is undone changes")
-        self.ahead, line = True, self.calls.line()
+        self.ahead, line = True, self.line
         yield
         self.ahead = False
         freed = sum({memory: memory.bytes for memory in _memories(made) if memory.held}.values())
@@ -65,8 +63,8 @@ class TermRuntime(Traffic):
 
     def op(self, name: str) -> None:
         if type(name) is not str:
-            raise Rejected(self.calls.line(), "begins an op whose name the certificate does not know")
-        self.held.begin(name, self.calls.line(), self.calls.step_line())
+            raise Rejected(self.line, "begins an op whose name the certificate does not know")
+        self.held.begin(name, self.line, self.calls.step_line())
 
     def once(self, compute: Callable[..., object], *tensors: object) -> Once:
         """What ``compute`` gives must be the same for all microbatches."""
@@ -75,12 +73,12 @@ class TermRuntime(Traffic):
                 self.wait_parameters(bucket)
         values = compute(*tensors)
         if not isinstance(values, dict) or not all(isinstance(value, Value) for value in values.values()):
-            raise Rejected(self.calls.line(), "computes once a step what is no dict of tensors")
+            raise Rejected(self.line, "computes once a step what is no dict of tensors")
         terms = {}
         for name, value in values.items():
             if self._noted(value).term.varies:
                 text = f"computes {name!r} once a step, of which each microbatch has another"
-                raise Rejected(self.calls.line(), text)
+                raise Rejected(self.line, text)
             terms[name] = value.term
         return self._once(terms)
 
@@ -95,29 +93,25 @@ class TermRuntime(Traffic):
         """What ``counts`` gives must be the same of each microbatch, in which it is called once."""
         numbers = [each.microbatch for each in batches if isinstance(each, Leaves)]
         if type(batches) is not list or numbers != [*range(self.plan.step.microbatches)]:
-            raise Rejected(self.calls.line(), "takes a mean over other microbatches than those of the batch")
+            raise Rejected(self.line, "takes a mean over other microbatches than those of the batch")
         means: dict[str, Term] = {}
         for leaves in batches:
             values = self.sections.call(counts, [leaves, *constants])
             if not isinstance(values, dict) or not all(isinstance(value, Value) for value in values.values()):
-                raise Rejected(
-                    self.calls.line(), "takes the means over the batch of what is no dict of tensors"
-                )
+                raise Rejected(self.line, "takes the means over the batch of what is no dict of tensors")
             for name, value in values.items():
                 term = self.calls.terms.plain(BATCH_MEAN, {"of": self._noted(value).term})
                 if means.setdefault(name, term) is not term:
-                    raise Rejected(self.calls.line(), f"counts {name!r} of each microbatch in another way")
+                    raise Rejected(self.line, f"counts {name!r} of each microbatch in another way")
         return self._once(means)
 
     def add_loss(self, loss: Value, count: Value | None = None) -> None:
-        self.losses.append(
-            (self._noted(loss), None if count is None else self._noted(count), self.calls.line())
-        )
+        self.losses.append((self._noted(loss), None if count is None else self._noted(count), self.line))
 
     def add_output(self, name: str, value: Value, microbatch: int) -> None:
         if type(name) is not str:
-            raise Rejected(self.calls.line(), "gives an output whose name the certificate does not know")
-        self.outputs.append((name, self._noted(value), microbatch, self.calls.line()))
+            raise Rejected(self.line, "gives an output whose name the certificate does not know")
+        self.outputs.append((name, self._noted(value), microbatch, self.line))
 
     # -- the end ------------------------------------------------------------------------------------------
 
@@ -133,7 +127,7 @@ class TermRuntime(Traffic):
 
     def reduce_gradients(self, bucket: int) -> None:
         """All replicas run this program, so the sum is over the same terms of other batches."""
-        line = self.calls.line()
+        line = self.line
         for name in self._bucket(bucket, "sums"):
             if name in self.summed and self.plan.shard != "parameters":
                 self.calls.note(f"sums the gradient of {name} over the replicas again")
@@ -141,14 +135,14 @@ class TermRuntime(Traffic):
         self.waited = None  # for the last of them
 
     def wait_gradients(self) -> None:
-        self.waited = self.calls.line()
+        self.waited = self.line
 
     def number_of_summands(self, name: str) -> int:
         return sum(map(len, self.summands(name).values()))
 
     def all_reduce_gradient(self, name: str, ranks: tuple[int, ...]) -> None:
         """The first rank adds up those of the others, and sends them the sum."""
-        line = self.calls.line()
+        line = self.line
         self._gradient(name)
         if self.divided is not None or name in self.totals:
             self.calls.note(f"sums the gradient of {name} again, or after its division")
@@ -169,12 +163,10 @@ class TermRuntime(Traffic):
         self.totals[name] = total
 
     def _sum_of(self, name: str, key: Key, source: int) -> Summands:
-        message = self.world.take(
-            key, self.rank, self.calls.line(), f"the gradient of {name} of rank {source}"
-        )
+        message = self.world.take(key, self.rank, self.line, f"the gradient of {name} of rank {source}")
         if not isinstance(message.content, tuple) or message.content[0] != name:
             text = f"expects the gradient of {name}, and {message.line} sends another value"
-            raise Rejected(self.calls.line(), text, ORDER)
+            raise Rejected(self.line, text, ORDER)
         return message.content[1]  # type: ignore[no-any-return]
 
     def divide_gradients_by_count(self) -> None:
@@ -182,12 +174,12 @@ class TermRuntime(Traffic):
             self.calls.note("divides the gradients again")
         if self._tensors.buckets and self.waited is None:
             self.calls.note("divides the gradients before their sums over the replicas are over")
-        self.divided = self.calls.line()
+        self.divided = self.line
 
     def finish(self) -> TermRuntime:
         """A program returns what this gives."""
         self.ended = True
-        self.last = self.calls.line()
+        self.last = self.line
         self.held.begin("the end", self.last, self.last)
         return self
 

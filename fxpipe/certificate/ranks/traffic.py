@@ -44,7 +44,7 @@ class Traffic(Inputs):
         """A value without its memory, which may go."""
         term = self.calls.read(value)
         if not isinstance(term, Term):
-            raise Rejected(self.calls.line(), "gives what is no tensor")
+            raise Rejected(self.line, "gives what is no tensor")
         value.memory.use()
         return Value(term, value.microbatch, Memory())
 
@@ -52,7 +52,7 @@ class Traffic(Inputs):
 
     def send(self, values: Any, layouts: Any, to: int) -> None:
         if not 0 <= to < self.plan.ranks:
-            raise Rejected(self.calls.line(), f"sends to rank {to} of {self.plan.ranks} ranks")
+            raise Rejected(self.line, f"sends to rank {to} of {self.plan.ranks} ranks")
         several = isinstance(values, list) and isinstance(layouts, list)
         pairs = zip(values, layouts, strict=True) if several else [(values, layouts)]
         for value, layout in pairs:
@@ -63,10 +63,10 @@ class Traffic(Inputs):
         self._check_layout(sent.term, layout)
         due = self.reference.named.get(_name(layout), sent.term)
         if due is not sent.term:  # its reader may do the same to both
-            self.held.wasted[f"sends {sent.term} as {due}"] = self.calls.line().number
+            self.held.wasted[f"sends {sent.term} as {due}"] = self.line.number
         value.memory.keeper = value.memory.keeper or "a message on its way"
         self.sent += 1
-        self.world.send(key, Message(sent, layout, self.calls.line(), self.ahead))
+        self.world.send(key, Message(sent, layout, self.line, self.ahead))
 
     def _check_layout(self, term: Term, layout: Any) -> None:
         """A message must have the shape and the dtype that it is announced with."""
@@ -91,7 +91,7 @@ class Traffic(Inputs):
 
     def wait_all(self, pending: object) -> list[Value]:
         if not isinstance(pending, Pending):
-            raise Rejected(self.calls.line(), "waits for what is no message")
+            raise Rejected(self.line, "waits for what is no message")
         self.pending.pop(pending, None)
         values = [
             self._arrived(key, layout, pending)
@@ -103,7 +103,7 @@ class Traffic(Inputs):
         return values
 
     def _arrived(self, key: Key, layout: object, pending: Pending) -> Value:
-        line = self.calls.line()
+        line = self.line
         if key[0] != COLLECTIVE:
             posted = f", asked for in line {pending.line.number}" if pending.line != line else ""
             what = f"message {key[2]} of rank {key[0]}{posted}"
@@ -163,20 +163,20 @@ class Traffic(Inputs):
         value.memory.count_from_now()
 
     def _posted(self, keys: list[Key], layouts: list[object]) -> Pending:
-        pending = Pending(keys, layouts, self.calls.line(), ahead=self.ahead)
+        pending = Pending(keys, layouts, self.line, ahead=self.ahead)
         self.pending[pending] = None
         return pending
 
     def _join(self, group: int, verb: str, root: int) -> Key:
         """The key of the next collective of a group; all ranks must take part in it alike."""
         if not 0 <= group < self.plan.collectives:
-            raise Rejected(self.calls.line(), f"uses the group {group}, which the plan does not have")
+            raise Rejected(self.line, f"uses the group {group}, which the plan does not have")
         *_, number = self.world.next_key("group", group, self.rank)
         other = self.world.joined.setdefault((group, number), [])
         if other and other[0][:2] != (verb, root):
             theirs, of, line = other[0]
             self.calls.note(f"takes part in {_of_root(verb, root)}, and {line} in {_of_root(theirs, of)}")
-        other.append((verb, root, self.calls.line()))
+        other.append((verb, root, self.line))
         return COLLECTIVE, group, number
 
     # -- offload ------------------------------------------------------------------------------------------
@@ -228,11 +228,11 @@ class Traffic(Inputs):
 
     def _handles(self, values: object, state: str) -> list[Offloaded]:
         if not isinstance(values, list) or not all(isinstance(value, Offloaded) for value in values):
-            raise Rejected(self.calls.line(), "moves what is not offloaded")
+            raise Rejected(self.line, "moves what is not offloaded")
         for handle in values:
             if handle.state != state:
                 text = f"moves {handle.value.term}, which is {handle.state} and has to be {state}"
-                raise Rejected(self.calls.line(), text)
+                raise Rejected(self.line, text)
         return list(values)
 
     def _new_memory(self, value: Value) -> Memory:
