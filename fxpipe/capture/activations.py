@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import nn
@@ -106,8 +105,8 @@ class Activations:
         return calls[place.call]
 
 
-def _keeping(results: list[_Result]) -> Callable[[nn.Module, Any, Any], None]:
-    def keep(module: nn.Module, args: Any, returned: Any) -> None:
+def _keeping(results: list[_Result]) -> Callable[[nn.Module, object, object], None]:
+    def keep(module: nn.Module, args: object, returned: object) -> None:
         copies = {name: _copy(x) for name, x in named_tensors(returned)}
         results.append(_Result("None" if returned is None else f"a {type(returned).__name__}", copies))
 

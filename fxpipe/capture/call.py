@@ -17,7 +17,7 @@ _WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 _LOSS = "a function (output, microbatch) -> loss"
 
 
-def check_call(model: nn.Module, example: Any, loss_fn: Callable[..., Any] | None) -> None:
+def check_call(model: nn.Module, example: object, loss_fn: Callable[..., object] | None) -> None:
     """Raise CaptureError for an example that ``forward`` does not take, OptionError for a wrong
     ``loss_fn``."""
     if loss_fn is not None:
@@ -45,12 +45,12 @@ def check_call(model: nn.Module, example: Any, loss_fn: Callable[..., Any] | Non
         raise CaptureError(text)
 
 
-def arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def arguments(example: Any) -> tuple[tuple[object, ...], dict[str, object]]:
     """The positional and the keyword arguments of the forward that a microbatch is."""
     return ((), dict(example)) if isinstance(example, Mapping) else (tuple(example), {})
 
 
-def arguments_of_forward(model: nn.Module, example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def arguments_of_forward(model: nn.Module, example: object) -> tuple[tuple[object, ...], dict[str, object]]:
     """The arguments that ``forward`` has parameters for, of a microbatch whose others are for loss_fn."""
     args, kwargs = arguments(example)
     if not _calls_forward(model):
@@ -68,22 +68,22 @@ def arguments_of_forward(model: nn.Module, example: Any) -> tuple[tuple[Any, ...
     return args, kwargs
 
 
-class Read(dict[str, Any]):
+class Read(dict[str, object]):
     """The microbatch that loss_fn gets.  ``names``: what it reads of it."""
 
-    def __init__(self, example: Mapping[str, Any]) -> None:
+    def __init__(self, example: Mapping[str, object]) -> None:
         super().__init__(example)
         self.names: set[str] = set()
 
-    def __getitem__(self, name: str) -> Any:
+    def __getitem__(self, name: str) -> object:
         self.names.add(name)
         return super().__getitem__(name)
 
-    def get(self, name: str, default: Any = None) -> Any:
+    def get(self, name: str, default: object = None) -> object:
         self.names.add(name)
         return super().get(name, default)
 
-    def pop(self, name: str, *default: Any) -> Any:
+    def pop(self, name: str, *default: object) -> object:
         self.names.add(name)
         return super().pop(name, *default)
 
@@ -110,7 +110,9 @@ def warn_of_unread(names: Iterable[str], model: nn.Module) -> None:
             )
 
 
-def mismatch(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
+def mismatch(
+    function: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]
+) -> str | None:
     """The reason why a function does not take these arguments; None if it does, or if that is unknown."""
     if not all(isinstance(name, str) for name in kwargs):
         return "its keys are not all texts"
@@ -125,13 +127,13 @@ def mismatch(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[
     return None
 
 
-def described(args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> str:
+def described(args: Sequence[object], kwargs: Mapping[str, object] | None = None) -> str:
     """Arguments as text: ``(2, 8) float32, y=(2,) int64``."""
     texts = [*map(_value, args), *(f"{name}={_value(x)}" for name, x in (kwargs or {}).items())]
     return ", ".join(texts) or "nothing"
 
 
-def _value(value: Any) -> str:
+def _value(value: object) -> str:
     if isinstance(value, torch.Tensor):
         return f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
     if isinstance(value, Mapping):
@@ -141,7 +143,7 @@ def _value(value: Any) -> str:
     return f"{value!r:.40}" if value is None or isinstance(value, int | float | str) else type(value).__name__
 
 
-def _check_loss(loss_fn: Callable[..., Any]) -> None:
+def _check_loss(loss_fn: Callable[..., object]) -> None:
     if not callable(loss_fn):
         raise OptionError(f"loss_fn is {loss_fn!r:.60} and must be {_LOSS}.")
     if isinstance(loss_fn, type):
@@ -154,7 +156,7 @@ def _check_loss(loss_fn: Callable[..., Any]) -> None:
         )
 
 
-def _parameters(function: Callable[..., Any]) -> str:
+def _parameters(function: Callable[..., object]) -> str:
     """``(x, y=None)``, without annotations."""
     try:
         known = inspect.signature(function).parameters.values()

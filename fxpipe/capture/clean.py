@@ -118,7 +118,7 @@ def clean(
     return graph, constants
 
 
-def _placeholder(graph: fx.Graph, source: Input, val: Any) -> fx.Node:
+def _placeholder(graph: fx.Graph, source: Input, val: object) -> fx.Node:
     node = graph.placeholder(identifier(source.name))
     node.meta.update(input=source, val=val, origin=Origin())
     return node

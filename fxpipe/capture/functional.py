@@ -119,7 +119,7 @@ def _replace_alone(node: fx.Node, known: dict[str, fx.Graph | None]) -> None:
         return
     graph = node.graph
     copies = dict(zip(form.find_nodes(op="placeholder"), node.all_input_nodes, strict=True))
-    result: Any = form.output_node().args[0]
+    result: object = form.output_node().args[0]
     with graph.inserting_before(node):
         for op in call_nodes(form):
             if op.target is aten.copy_.default and copies[op.args[0]].op != "placeholder":
@@ -177,7 +177,7 @@ def _writes_to_inputs_last(node: fx.Node) -> bool:
     )
 
 
-def _returns_argument(target: Any) -> bool:
+def _returns_argument(target: object) -> bool:
     """Whether what an op returns is an argument that it wrote to."""
     schema = schema_of(target)
     return schema is not None and any(
@@ -193,7 +193,7 @@ def _kind(node: fx.Node) -> str:
     return repr((str(node.target), fx.map_arg((node.args, node.kwargs), places.get)))
 
 
-def _layout(value: Any) -> tuple[Any, ...] | None:
+def _layout(value: object) -> tuple[object, ...] | None:
     if not isinstance(value, torch.Tensor):
         return None
     bits = value.is_conj(), value.is_neg()
@@ -207,7 +207,7 @@ def _traced_alone(node: fx.Node) -> fx.Graph | None:
     if not all(isinstance(value, torch.Tensor) for value in values):
         return None
 
-    def op(*values: torch.Tensor) -> Any:
+    def op(*values: torch.Tensor) -> object:
         by_node = dict(zip(sources, values, strict=True))
         return node.target(*fx.map_arg(node.args, by_node.get), **fx.map_arg(node.kwargs, by_node.get))  # type: ignore
 
@@ -222,11 +222,11 @@ def _traced_alone(node: fx.Node) -> fx.Graph | None:
     return traced if alike[0] == alike[1] else None
 
 
-def _listed(results: Any) -> list[Any]:
+def _listed(results: object) -> list[Any]:
     return list(results) if isinstance(results, (tuple, list)) else [results]
 
 
-def writes_to_a_constant(place: Any, tensor: torch.Tensor) -> KeepsState:
+def writes_to_a_constant(place: object, tensor: torch.Tensor) -> KeepsState:
     return KeepsState(
         f"The forward writes to a tensor that is no buffer ({place}). A program cannot carry it from step to "
         "step: make it a buffer of the model, or write to a clone.",
@@ -234,7 +234,7 @@ def writes_to_a_constant(place: Any, tensor: torch.Tensor) -> KeepsState:
     )
 
 
-def writes_to_a_parameter(name: str, place: Any) -> CaptureError:
+def writes_to_a_parameter(name: str, place: object) -> CaptureError:
     return CaptureError(
         f"The forward writes to the parameter {name!r} ({place}), which is trained. Make it a buffer, or "
         "move the write out of the forward; or, if the first batch alone sets it, run the model on one batch "
@@ -256,11 +256,11 @@ class _Retrace(fx.Interpreter):
         self._copies: dict[fx.Node, fx.Node] = {}  # what was copied -> its node in the running trace
         self._seen: fx.Node | None = None
 
-    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
+    def get_attr(self, target: Any, args: Any, kwargs: Any) -> object:
         # Functionalization follows writes to what is made of a constant only where it knows the constant.
         return aten.lift_fresh.default(super().get_attr(target, args, kwargs))
 
-    def run_node(self, n: fx.Node) -> Any:
+    def run_node(self, n: fx.Node) -> object:
         if n.op == "output":
             self._finish(n)
         graph = compat.traced_graph()
@@ -315,7 +315,7 @@ class _Retrace(fx.Interpreter):
         return self._copies.get(n) or compat.functional_node(self.env[n])
 
 
-def _value(n: fx.Node, copy: fx.Node) -> Any:
+def _value(n: fx.Node, copy: fx.Node) -> object:
     """The value of a copied op, for ops that are traced."""
     value = n.meta["val"]
     if not isinstance(value, torch.Tensor):
@@ -324,7 +324,7 @@ def _value(n: fx.Node, copy: fx.Node) -> Any:
     return aten.lift_fresh.default(value)
 
 
-def _same_but_for_strides(a: Any, b: Any) -> bool:
+def _same_but_for_strides(a: object, b: object) -> bool:
     if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
         return False
     return (a.shape, a.dtype, a.device, a.is_conj(), a.is_neg()) == (

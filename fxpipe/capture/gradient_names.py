@@ -8,7 +8,6 @@ outputs.  Autograd adds the gradients of all uses of a value first: so these are
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import fx
@@ -27,7 +26,7 @@ _RESULT, _GRADIENT = "result_of", "gradient_of"
 MARKS = (_RESULT, _GRADIENT)
 
 
-def mark_results(values: Any) -> None:
+def mark_results(values: object) -> None:
     """Let the nodes of tensors of the running trace say which op of autograd gave each."""
     for value in compat.pytree.tree_leaves(values):
         if isinstance(value, torch.Tensor) and value.grad_fn is not None:

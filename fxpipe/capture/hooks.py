@@ -35,12 +35,12 @@ class _Hook:
 
     kind: str
     owner: str
-    function: Callable[..., Any]
+    function: Callable[..., object]
     times: int = 0
     returned: bool = False
     nodes: list[fx.Node] = field(default_factory=list)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         self.times += 1
         last = last_node() if compat.is_tracing() else None
         result = self.function(*args, **kwargs)
@@ -49,7 +49,7 @@ class _Hook:
         self.returned |= result is not None
         return result
 
-    def __deepcopy__(self, memo: Any) -> _Hook:
+    def __deepcopy__(self, memo: object) -> _Hook:
         return self  # of a module that the forward copies
 
     def __str__(self) -> str:
@@ -63,9 +63,9 @@ class Hooks:
         """gradients: whether there is a backward, in which hooks could run."""
         self._model, self._gradients = model, gradients
         self._hooks: list[_Hook] = []
-        self._places: list[tuple[MutableMapping[int, Any], int, _Hook]] = []
+        self._places: list[tuple[MutableMapping[int, object], int, _Hook]] = []
 
-    def noted(self, kind: str, owner: str, function: Callable[..., Any]) -> _Hook:
+    def noted(self, kind: str, owner: str, function: Callable[..., object]) -> _Hook:
         """The hook to register instead of a function."""
         hook = _Hook(kind, owner, function)
         self._hooks.append(hook)

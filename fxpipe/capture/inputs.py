@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -44,7 +43,7 @@ class Given:
 
 def inputs(
     model: nn.Module,
-    example: Any,
+    example: object,
     mode: compat.FakeMode,
     device: torch.device,
     fixed: Sequence[str],

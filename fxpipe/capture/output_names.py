@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
-from typing import Any
 
 import torch
 
@@ -12,9 +11,9 @@ import torch
 OUTPUT = "output"
 
 
-def named_tensors(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+def named_tensors(value: object, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors in mappings, dataclasses, tuples and lists, with their names."""
-    items: Iterator[tuple[Any, Any]]
+    items: Iterator[tuple[object, object]]
     if isinstance(value, torch.Tensor):
         yield path or OUTPUT, value
         return

@@ -76,7 +76,7 @@ class Provenance(compat.TorchDispatchMode):
         self._replay: Replay | None = None
         self._layouts = SameLayouts()
         self._model = model
-        self.communicates: Callable[[str], Any] | None = None  # called with the name of such an op
+        self.communicates: Callable[[str], object] | None = None  # called with the name of such an op
         self._handles: list[Any] = []
         self._default_dtype = torch.get_default_dtype()
         self._entered: FrameType | None = None  # what enters this: no frame of the model is above it
@@ -91,7 +91,7 @@ class Provenance(compat.TorchDispatchMode):
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
-    def __exit__(self, *exc: Any) -> None:
+    def __exit__(self, *exc: object) -> None:
         super().__exit__(*exc)  # type: ignore[no-untyped-call]
         self._entered = None
         while self._handles:
@@ -99,10 +99,10 @@ class Provenance(compat.TorchDispatchMode):
         # Their tensors' history has hooks that lead back here, through cycles that Python cannot see.
         self.calls, self._replay = [], None
 
-    def __deepcopy__(self, memo: Any) -> Provenance:
+    def __deepcopy__(self, memo: object) -> Provenance:
         return self  # its hooks hang on the modules of which the forward makes copies
 
-    def _pop(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _pop(self, module: nn.Module, args: object, output: object) -> None:
         # Not called for a module that raised: an error message wants the innermost path.
         self._paths.pop()
 
@@ -167,7 +167,7 @@ class Provenance(compat.TorchDispatchMode):
             fn.register_hook(_SetSeq(self, None))
             todo.extend(next_fn for next_fn, _ in fn.next_functions)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> object:
         if func is torch.ops.prim.device.default and isinstance(args[0], compat.FakeTensor):
             return args[0].device  # it knows, and is asked about twice an op
         kwargs = kwargs or {}
@@ -180,7 +180,7 @@ class Provenance(compat.TorchDispatchMode):
         with self.answers.refusals.of(func, args, kwargs):
             return self._run(func, args, kwargs)
 
-    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _run(self, func: Any, args: Any, kwargs: object) -> object:
         if real := [x for x in written_arguments(func, args, kwargs) if compat.is_real(x)]:
             raise writes_to_a_constant(self.place(), real[0])  # before it does
         if torch.get_default_dtype() is not self._default_dtype:
@@ -267,10 +267,10 @@ class _Push:
     def __init__(self, paths: list[str], path: str):
         self._paths, self._path = paths, path
 
-    def __call__(self, module: nn.Module, args: Any) -> None:
+    def __call__(self, module: nn.Module, args: object) -> None:
         self._paths.append(self._path)
 
-    def __deepcopy__(self, memo: Any) -> _Push:
+    def __deepcopy__(self, memo: object) -> _Push:
         return self
 
 
@@ -278,7 +278,7 @@ class _SetSeq:
     def __init__(self, provenance: Provenance, seq: int | None):
         self._provenance, self._seq = provenance, seq
 
-    def __call__(self, gradients: Any, *of_outputs: Any) -> None:
+    def __call__(self, gradients: Any, *of_outputs: object) -> None:
         """Follow autograd, which calls this before it differentiates an op, with the gradients of the op's
         outputs, and behind that, with those of its inputs first."""
         self._provenance._seq = self._seq

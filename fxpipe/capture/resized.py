@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import numpy as np
 import torch
@@ -28,7 +27,7 @@ MICROBATCH = "microbatch"
 INDEPENDENT = 1e-7
 
 
-def named_lengths(example: Any, dimensions: Mapping[str, int]) -> dict[str, int]:
+def named_lengths(example: object, dimensions: Mapping[str, int]) -> dict[str, int]:
     """The length of every named dimension, ``microbatch`` (the leading one) first.
 
     A microbatch of one row is no named length: ops on a length of one are others than on two or more.
@@ -74,7 +73,7 @@ def named_lengths(example: Any, dimensions: Mapping[str, int]) -> dict[str, int]
 
 
 def sample(
-    graph: fx.Graph, example: Any, lengths: Mapping[str, int], capture: Callable[[Any], fx.Graph]
+    graph: fx.Graph, example: object, lengths: Mapping[str, int], capture: Callable[[object], fx.Graph]
 ) -> ResizedTraces:
     """Capture the step at other lengths and match the graphs node by node.
 
@@ -101,7 +100,7 @@ def sample(
     raise SizeError(f"Costs for other sizes than the example's are unknown. {failure} {remedy}") from failure
 
 
-def _resized(example: Any, old: Mapping[str, int], new: Mapping[str, int]) -> Any:
+def _resized(example: object, old: Mapping[str, int], new: Mapping[str, int]) -> object:
     """The example with other lengths."""
     lengths = {length: new[name] for name, length in old.items() if name != MICROBATCH}
 

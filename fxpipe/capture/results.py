@@ -31,7 +31,11 @@ class Results:
 
 
 def find_results(
-    output: Any, example: Any, loss_fn: Callable[..., Any] | None, gradients: bool, activations: Activations
+    output: object,
+    example: object,
+    loss_fn: Callable[..., object] | None,
+    gradients: bool,
+    activations: Activations,
 ) -> Results:
     """Find the loss and the outputs of a microbatch.  output: of the model.  activations: what its modules
     returned, with the names of the outputs that are asked for; without gradients these make the loss
@@ -62,7 +66,7 @@ def find_results(
     return Results(loss, count, _requested(activations, of_loss, named))
 
 
-def _parts(returned: Any) -> tuple[Any, Any, Mapping[str, Any]]:
+def _parts(returned: Any) -> tuple[Any, Any, Mapping[str, object]]:
     """loss, count and metrics; loss_fn returns a loss or (sum, count), with metrics behind or not."""
     parts = list(returned) if isinstance(returned, tuple) else [returned]
     metrics = parts.pop() if len(parts) > 1 and isinstance(parts[-1], Mapping) else {}
@@ -78,7 +82,7 @@ def _parts(returned: Any) -> tuple[Any, Any, Mapping[str, Any]]:
     )
 
 
-def _loss_in(output: Any, optional: bool) -> tuple[torch.Tensor | None, str]:
+def _loss_in(output: object, optional: bool) -> tuple[torch.Tensor | None, str]:
     """The loss in a model's output, and a text for its place.
 
     A tensor is a loss if it has one element; of an ``optional`` loss, if it is 0-d.
@@ -145,7 +149,7 @@ def _checked(loss: torch.Tensor, source: str, gradients: bool) -> torch.Tensor:
     return loss.reshape(()) if loss.dim() else loss
 
 
-def _count(returned: Any, gradients: bool) -> torch.Tensor:
+def _count(returned: object, gradients: bool) -> torch.Tensor:
     count: torch.Tensor = whole(torch.as_tensor(returned))
     if count.numel() != 1 or count.is_complex():
         raise CaptureError(

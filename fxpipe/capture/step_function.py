@@ -69,7 +69,7 @@ class StepFunction:
     def __init__(
         self,
         model: nn.Module,
-        example: Any,
+        example: object,
         loss_fn: Any,
         scale: float,
         traced_inputs: list[Given],
@@ -96,7 +96,7 @@ class StepFunction:
         self.asked = ASKED_NOTHING  # see ``TensorReads``
         self.attention = AttentionMasks(self.provenance.answers.constant, options.rules, options.masks)
         self.masks = self.attention.masks
-        self.layout: dict[str, Any] = {}  # what the flat outputs of the traced graph are
+        self.layout: dict[str, object] = {}  # what the flat outputs of the traced graph are
 
     def __call__(self, *values: torch.Tensor) -> list[torch.Tensor]:
         trained = [x for x in self.inputs if x.input.kind is Kind.PARAMETER and x.fake.requires_grad]
@@ -235,7 +235,7 @@ class StepFunction:
                 )
         return results
 
-    def _example(self) -> Any:
+    def _example(self) -> object:
         """The microbatch with fake tensors, and with real ones for fixed inputs."""
         tensors = []
         for traced in self.inputs:

@@ -15,7 +15,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf
-from typing import Any
 
 import torch
 from torch import fx, nn
@@ -83,8 +82,8 @@ class Captured:
 
 def capture(
     model: nn.Module,
-    example: Mapping[str, Any] | tuple[Any, ...],
-    loss_fn: Callable[..., Any] | None,
+    example: Mapping[str, object] | tuple[object, ...],
+    loss_fn: Callable[..., object] | None,
     scale: float,
     device: torch.device,
     options: CaptureOptions = CAPTURE_ALL,
@@ -139,8 +138,8 @@ def _attempt(
 
 def _traced(
     model: nn.Module,
-    example: Any,
-    loss_fn: Callable[..., Any] | None,
+    example: object,
+    loss_fn: Callable[..., object] | None,
     scale: float,
     device: torch.device,
     options: CaptureOptions,

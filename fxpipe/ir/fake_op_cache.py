@@ -46,10 +46,10 @@ class SameLayouts:
     """The results of ops by the layouts of their arguments, each with what a graph says of it; None for ops
     that are run each time."""
 
-    def __init__(self, known: dict[Any, Any] | None = None) -> None:
-        self._known: dict[Any, tuple[_Result, Any] | None] = {} if known is None else known
+    def __init__(self, known: dict[object, Any] | None = None) -> None:
+        self._known: dict[object, tuple[_Result, object] | None] = {} if known is None else known
 
-    def run(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def run(self, func: Any, args: Any, kwargs: Any) -> tuple[object, object]:
         """The result of an op that reads no data, and writes to nothing or to what it returns; it is not
         recorded in a trace.  And the value of its node: one for all ops on the same layouts, which tells
         no node (``give_own_values``)."""
@@ -81,7 +81,7 @@ def give_own_values(graph: fx.Graph) -> None:
             node.meta["val"] = copies
 
 
-def _made(known: _Result, tensors: list[FakeTensor]) -> Any:
+def _made(known: _Result, tensors: list[FakeTensor]) -> object:
     if isinstance(known, _Tensor):
         return known.made(tensors)
     if isinstance(known, int):
@@ -90,7 +90,7 @@ def _made(known: _Result, tensors: list[FakeTensor]) -> Any:
     return kind(None if x is None else x.made(tensors) for x in known)
 
 
-def _form(value: Any, tensors: list[FakeTensor]) -> Any:
+def _form(value: object, tensors: list[FakeTensor]) -> object:
     """Equal for arguments that differ in the elements of tensors alone; the tensors are added to a list."""
     if isinstance(value, FakeTensor):
         tensors.append(value)

@@ -58,11 +58,11 @@ INSTALLED = (*{sysconfig.get_path(name) for name in ("stdlib", "purelib", "platl
 _HEAP_TYPE = 1 << 9
 
 
-def is_plain(x: Any) -> bool:
+def is_plain(x: object) -> bool:
     return isinstance(x, PLAIN) or (isinstance(x, tuple) and all(map(is_plain, x)))
 
 
-def is_users(code: Any) -> bool:
+def is_users(code: object) -> bool:
     """Whether a module, class or function belongs neither to torch nor to the standard library."""
     name = code.__name__ if isinstance(code, types.ModuleType) else getattr(code, "__module__", "")
     return str(name).partition(".")[0] not in _OTHERS
@@ -73,7 +73,7 @@ def is_made(cls: type) -> bool:
     return cls is not nn.Module and bool(cls.__flags__ & _HEAP_TYPE)
 
 
-def keeps_state(x: Any) -> bool:
+def keeps_state(x: object) -> bool:
     """Whether an object's contents are recorded and restored: those of torch's own objects are not."""
     if isinstance(x, types.FunctionType | types.ModuleType | type):
         return is_users(x)
@@ -81,18 +81,18 @@ def keeps_state(x: Any) -> bool:
     return isinstance(x, kept) or is_users(type(x))
 
 
-def has_hidden_state(x: Any) -> bool:
+def has_hidden_state(x: object) -> bool:
     """Whether an object has state that cannot be recorded, or is code outside of installed packages."""
     if isinstance(x, types.FunctionType):
         return is_users(x) and not x.__code__.co_filename.startswith(INSTALLED)
     return isinstance(x, Iterator | threading.local | bytearray | array.array)
 
 
-def has_attributes(x: Any) -> bool:
+def has_attributes(x: object) -> bool:
     return bool(type(x).__dictoffset__) or any(slot_names(type(x)))
 
 
-def has_only_attributes(x: Any) -> bool:
+def has_only_attributes(x: object) -> bool:
     """Whether ``vars`` has all that an object holds, beside the tensors and submodules of a module."""
     if isinstance(x, nn.Module):  # of TorchScript they are properties
         has_tables = (isinstance(vars(x).get(name), dict) for name in ("_parameters", "_buffers", "_modules"))
@@ -108,7 +108,7 @@ def slot_names(cls: type) -> Iterator[str]:
         yield from (x for x in ([slots] if isinstance(slots, str) else slots) if not x.startswith("__"))
 
 
-def function_of(x: Any) -> Any:
+def function_of(x: object) -> object:
     """The function of a property or a method; a bound method is another object each time."""
     if isinstance(x, property):
         return x.fget
@@ -119,11 +119,11 @@ def class_path(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
-def joined(path: str, name: Any) -> str:
+def joined(path: str, name: object) -> str:
     return f"{path}.{name}" if path and name != "" else path or str(name)
 
 
-def contents(owner: Any) -> Mapping[Any, Any]:
+def contents(owner: object) -> Mapping[Any, object]:
     """What an object holds, by name, key or index."""
     match owner:
         case dict():  # a subclass may have methods of its own
@@ -149,14 +149,14 @@ def contents(owner: Any) -> Mapping[Any, Any]:
             return {**slots, **getattr(owner, "__dict__", {})}
 
 
-def _value_of(variable: ContextVar[Any]) -> dict[str, Any]:
+def _value_of(variable: ContextVar[object]) -> dict[str, object]:
     try:
         return {"value": variable.get()}
     except LookupError:
         return {}
 
 
-def _variables(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+def _variables(function: types.FunctionType) -> Iterator[tuple[str, object]]:
     """The code of a function, its attributes and defaults, the variables of its closure, and the globals that
     it names, if a user wrote it."""
     if not is_users(function):

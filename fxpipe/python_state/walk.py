@@ -127,7 +127,7 @@ class PythonState:
     reads: set[str] = field(default_factory=lambda: {"forward"})
     sets: set[str] = field(default_factory=set)
     caches: list[Any] = field(default_factory=list)
-    objects: dict[int, Any] = field(default_factory=dict)
+    objects: dict[int, object] = field(default_factory=dict)
     _is_complete: bool = False
     _followed: set[str] = field(default_factory=lambda: {"forward"})  # names that code reads or sets
     _of_model: dict[int, Owner] = field(default_factory=dict)  # its modules
@@ -140,7 +140,7 @@ class PythonState:
     _todo: list[Owner] = field(default_factory=list)
 
     @staticmethod
-    def of(model: nn.Module, loss_fn: Any = None) -> PythonState:
+    def of(model: nn.Module, loss_fn: object = None) -> PythonState:
         """What code reads by its names."""
         state = PythonState()
         state._of_model = {id(x): Owner(path, x, False) for path, x in model.named_modules()}
@@ -153,7 +153,7 @@ class PythonState:
         return state
 
     @staticmethod
-    def without_model(owners: Collection[Owner], reads: Collection[str], loss_fn: Any) -> PythonState:
+    def without_model(owners: Collection[Owner], reads: Collection[str], loss_fn: object) -> PythonState:
         """What the loss function reads, and what is left of a model that is gone: of its functions, their
         classes, and what these lead to.
 
@@ -336,7 +336,7 @@ class PythonState:
                 self._follow(entry)
 
 
-def _methods(cls: type) -> Iterator[tuple[str, Any]]:
+def _methods(cls: type) -> Iterator[tuple[str, object]]:
     """The functions of a class, by the names of their methods and properties."""
     for name, x in vars(cls).items():
         for function in (x.fget, x.fset) if isinstance(x, property) else (function_of(x),):
@@ -359,7 +359,7 @@ def _is_installed(module: str) -> bool:
     return (getattr(sys.modules.get(module), "__file__", None) or "").startswith(INSTALLED)
 
 
-def _has_settings(x: Any, is_far: bool) -> bool:
+def _has_settings(x: object, is_far: bool) -> bool:
     """Objects that are far away have some if their class is a user's."""
     if isinstance(x, CONTAINERS):
         return len(x) <= _MOST_ENTRIES and not is_plain(x)

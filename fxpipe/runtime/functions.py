@@ -61,14 +61,14 @@ def _named(code: types.CodeType) -> Iterator[tuple[str, str]]:
             yield _NAMED[op], code.co_names[argument >> _FLAGS.get(_NAMED[op], 0)]
 
 
-def unwrapped(function: Any) -> Any:
+def unwrapped(function: object) -> object:
     """The function to which ``partial`` has bound arguments."""
     while isinstance(function, partial):
         function = function.func
     return function
 
 
-def function_name(function: Any) -> str:
+def function_name(function: object) -> str:
     """``library.module.outer.<locals>.hook``; of an object that can be called, the name of its class."""
     function = unwrapped(function)
     named = function if hasattr(function, "__qualname__") else type(function)
@@ -76,7 +76,7 @@ def function_name(function: Any) -> str:
     return f"{module}.{named.__qualname__}"
 
 
-def name_and_line(function: Callable[..., Any]) -> str:
+def name_and_line(function: Callable[..., object]) -> str:
     """``collect (net.py:12)``: a function, and the line where it is defined."""
     name = function_name(function).rpartition("<locals>.")[2].removeprefix("__main__.")
     code = code_of(function)
@@ -86,7 +86,7 @@ def name_and_line(function: Callable[..., Any]) -> str:
     return f"{name} ({file}:{code.co_firstlineno})"
 
 
-def code_of(function: Any) -> Any:
+def code_of(function: object) -> Any:
     """A function's code, or that of a callable object's class; None if neither is in Python."""
     target = unwrapped(function)
     # The attribute of the class of functions is a descriptor.

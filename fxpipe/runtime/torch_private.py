@@ -85,7 +85,7 @@ def communicator_error(group: dist.ProcessGroup, device: torch.device) -> Callab
     return None if get is None else lambda: "" if get().name == "SUCCESS" else get().name
 
 
-def module_hooks(module: torch.nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
+def module_hooks(module: torch.nn.Module) -> tuple[dict[int, object], dict[int, object]]:
     """A module's hooks of its forward, and those of its backward: number -> function."""
     return (
         {**module._forward_pre_hooks, **module._forward_hooks},
@@ -164,7 +164,7 @@ class ThreadState:
     whether gradients are recorded."""
 
     dispatch: tuple[Any, ...]
-    function: tuple[Any, ...]
+    function: tuple[object, ...]
     grad: bool
     autocast: tuple[bool, torch.dtype]
     device_type: str
@@ -196,7 +196,7 @@ class ThreadState:
         torch.set_autocast_dtype(self.device_type, self.autocast[1])
 
 
-def schema_of(op: Any) -> Any:
+def schema_of(op: object) -> Any:
     """The schema of an op of torch; None of any other function."""
     return getattr(op, "_schema", None)
 
@@ -271,7 +271,7 @@ def is_fake(tensor: torch.Tensor) -> bool:
     return known is not None and isinstance(tensor, known.FakeTensor)
 
 
-def decompositions() -> dict[Any, Callable[..., Any]]:
+def decompositions() -> dict[object, Callable[..., object]]:
     """The ops that Inductor replaces by others before it compiles a graph."""
     from torch._inductor.decomposition import select_decomp_table
 
@@ -288,7 +288,7 @@ def default_kernels() -> str:
 
 def compile_by_inductor(
     traced: fx.GraphModule, inputs: Sequence[torch.Tensor]
-) -> Callable[[list[torch.Tensor]], Sequence[Any]]:
+) -> Callable[[list[torch.Tensor]], Sequence[object]]:
     """Compile a graph of ATen ops, which returns a list, for inputs like these, which may be fake.
 
     The result takes the inputs in a list, which it empties: each is freed after its last use.

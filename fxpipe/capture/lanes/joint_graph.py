@@ -159,14 +159,14 @@ def _merge(graphs: Mapping[int, fx.Graph], number: int) -> None:
     drop_dead(first)
 
 
-def _kind(node: fx.Node) -> Any:
+def _kind(node: fx.Node) -> object:
     """The parts of a node that must be equal on all lanes; arguments are compared one by one."""
     values = pytree.tree_leaves(node.meta.get("val"))
     layouts = [(tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else type(x) for x in values]
     return node.op, str(node.target), node.meta.get("input"), node.meta.get("random_position"), layouts
 
 
-def _leaves(node: fx.Node, same: Mapping[fx.Node, fx.Node]) -> list[Any]:
+def _leaves(node: fx.Node, same: Mapping[fx.Node, fx.Node]) -> list[object]:
     mapped = fx.map_arg((node.args, node.kwargs), lambda n: same.get(n, n))
     return pytree.tree_leaves(mapped)
 
@@ -226,7 +226,7 @@ def _taking_a_tensor(op: compat.OpOverload, k: int) -> compat.OpOverload | None:
     return other if isinstance(schema_of(other).arguments[k].type, torch.TensorType) else None
 
 
-def _is_share(item: fx.Node, arguments: Mapping[int, list[Any]], number: int) -> bool:
+def _is_share(item: fx.Node, arguments: Mapping[int, list[object]], number: int) -> bool:
     """Let an item of an even split, that of its own lane, be the lane's share."""
     split: Any = item.args[0]
     items = {lane: leaves[1] for lane, leaves in arguments.items()}

@@ -42,11 +42,11 @@ HISTORY = (torch.Tensor.requires_grad, torch.Tensor.grad_fn, torch.Tensor.is_lea
 class _GradMode(TorchFunctionMode):
     """Refuses to tell the grad mode within reentrant checkpointing, and the history of results there."""
 
-    def __init__(self, arguments: Sequence[Any], provenance: Provenance):
+    def __init__(self, arguments: Sequence[object], provenance: Provenance):
         super().__init__()
         self._arguments, self._provenance = set(map(id, arguments)), provenance
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
         asked = getattr(func, "__self__", None) in HISTORY and func.__name__ == "__get__"
         if asked and id(args[0]) not in self._arguments and not args[0].is_leaf:
             self._asked(sys._getframe(1))
@@ -58,11 +58,11 @@ class _GradMode(TorchFunctionMode):
         sys.setprofile(self._called)  # the function is under many names, and passes no mode
         return self
 
-    def __exit__(self, *exc: Any) -> None:
+    def __exit__(self, *exc: object) -> None:
         sys.setprofile(self._profile)
         super().__exit__(*exc)  # type: ignore[no-untyped-call]
 
-    def _called(self, frame: FrameType, event: str, function: Any) -> None:
+    def _called(self, frame: FrameType, event: str, function: object) -> None:
         if event == "c_call" and function is torch.is_grad_enabled:
             self._asked(frame)
 
@@ -87,7 +87,7 @@ class _Recorded:
     def __init__(self, provenance: Provenance):
         self._provenance = provenance
 
-    def apply(self, function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+    def apply(self, function: Callable[..., object], preserve_rng_state: bool, *args: object) -> object:
         if not any(isinstance(x, torch.Tensor) and x.requires_grad for x in args):
             with torch.no_grad():
                 return function(*args)
@@ -106,7 +106,7 @@ class _Recorded:
         )
 
 
-def _without_history(result: Any) -> Any:
+def _without_history(result: object) -> object:
     if isinstance(result, torch.Tensor):
         return result
     return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, result)

@@ -27,7 +27,7 @@ class NumberOfData:
         """The class of the number, for isinstance."""
         return complex if self._tensor.is_complex() else float
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         if hasattr(float, name):
             self._refuse()
         raise AttributeError(name)
@@ -51,14 +51,14 @@ class NumberOfData:
         return int(self._tensor.ceil().long())
 
 
-def _comparison(compare: Callable[[Any, Any], Any]) -> Callable[[NumberOfData, Any], bool]:
-    def compared(number: NumberOfData, other: Any) -> bool:
+def _comparison(compare: Callable[[Any, Any], object]) -> Callable[[NumberOfData, object], bool]:
+    def compared(number: NumberOfData, other: object) -> bool:
         return bool(compare(number._exact(), other._exact() if isinstance(other, NumberOfData) else other))
 
     return compared
 
 
-def _refuse(number: NumberOfData, *_: Any) -> NoReturn:
+def _refuse(number: NumberOfData, *_: object) -> NoReturn:
     number._refuse()
 
 

@@ -30,7 +30,7 @@ class Example:
 
     def __init__(self, inputs: Sequence[tuple[Input, torch.Tensor]]):
         self._inputs = inputs
-        self._known: dict[fx.Node, Any] = {}
+        self._known: dict[fx.Node, object] = {}
 
     def sources(self, node: fx.Node) -> frozenset[Input]:
         """The inputs on which the node's value depends, ``RANDOM`` among them."""

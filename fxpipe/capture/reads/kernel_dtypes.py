@@ -62,7 +62,7 @@ _LOSSES = {aten.nll_loss_forward.default, aten.nll_loss2d_forward.default}
 _KNOWN = _PRODUCTS | _ALIKE | _NORMS
 
 
-def check_dtypes(func: Any, args: Any, place: Callable[[], str]) -> None:
+def check_dtypes(func: object, args: Any, place: Callable[[], str]) -> None:
     """Raise CaptureError, naming the place, for an op whose kernel does not take these dtypes."""
     if func not in _KNOWN:
         return

@@ -38,7 +38,7 @@ class Refusals:
         raise error
 
     @contextlib.contextmanager
-    def of(self, func: Any, args: Any, kwargs: Any) -> Iterator[None]:
+    def of(self, func: object, args: object, kwargs: object) -> Iterator[None]:
         """Judge the errors of a block that runs an op, or answers a question, for the model's code."""
         try:
             yield

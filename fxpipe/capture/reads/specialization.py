@@ -59,7 +59,7 @@ class Specialization:
         """Count the checks of a new forward."""
         self._checks_left = self._most_checks
 
-    def numbers(self, tensor: torch.Tensor) -> list[Any]:
+    def numbers(self, tensor: torch.Tensor) -> list[object]:
         """The tensor's elements as Python numbers.
 
         Raises CaptureError for floating-point numbers of the data.
@@ -78,7 +78,7 @@ class Specialization:
             self._expect(tensor.detach(), numbers)
         return numbers
 
-    def result(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def result(self, func: Any, args: Any, kwargs: Any) -> object:
         """The result of an op whose shape depends on values; None if other microbatches may have other
         shapes.
 
@@ -108,7 +108,7 @@ class Specialization:
             result = func(*args, **kwargs)
         return pytree.tree_map_only(torch.Tensor, aten.clone.default, result)
 
-    def number(self, tensor: torch.Tensor) -> Any:
+    def number(self, tensor: torch.Tensor) -> object:
         """The element of a tensor of one, as ``item()`` gives it; a ``NumberOfData`` if that is refused."""
         try:
             return self.numbers(tensor)[0]
@@ -147,7 +147,7 @@ class Specialization:
         """Whether a value with these inputs is the same for all microbatches."""
         return sources <= self._lasting_inputs
 
-    def _read(self, number: Any, sources: Sources) -> CaptureError:
+    def _read(self, number: object, sources: Sources) -> CaptureError:
         changing = sorted(sources - self._lasting_inputs, key=lambda x: x.name)
         source, known = "the data", "the data is known"
         if all(x.kind is Kind.PARAMETER for x in changing):
@@ -219,7 +219,7 @@ class Specialization:
             constant = value.clone()
         self._expect(aten.all.default(aten.eq.Tensor(tensor, constant)), [True])
 
-    def _expect(self, tensor: torch.Tensor, numbers: list[Any]) -> None:
+    def _expect(self, tensor: torch.Tensor, numbers: list[object]) -> None:
         """Let the program check that a tensor has these elements."""
         expect_op(tensor, numbers, self._place())  # counts also where the model catches the error
         self._checks_left -= 1

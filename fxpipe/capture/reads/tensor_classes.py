@@ -11,14 +11,13 @@ import inspect
 import textwrap
 import types
 from collections.abc import Collection, Iterable, Iterator
-from typing import Any
 
 from fxpipe.runtime.functions import names_in
 
 _CLASSES = ("Tensor", "Parameter")
 
 
-def compared_classes(reached: Iterable[Any], files: Collection[str]) -> list[str]:
+def compared_classes(reached: Iterable[object], files: Collection[str]) -> list[str]:
     """The places, as file and line, where functions compare the class of something with a tensor's.
 
     reached: what a model's code names, some of which it never runs.  files: those of the code that runs.

@@ -23,7 +23,7 @@ from fxpipe.ir.compat import pytree
 from fxpipe.plan.step import ASKED_NOTHING, Asked
 
 #: What code may read of a tensor that is no value -> for messages.
-_UNKNOWN: dict[Any, str] = {
+_UNKNOWN: dict[object, str] = {
     torch.Tensor.grad: "the gradient of a parameter, as the step before left it",
     torch.Tensor._version: "how often a tensor was written (_version)",
     torch.Tensor.data_ptr: "the address of a tensor",
@@ -58,9 +58,13 @@ class TensorReads(TorchFunctionMode):
         self.hooked = False  # whether there are hooks of the backward
         self.again = False  # whether this is the second run
         self.text = ""
-        self._before: list[tuple[Any, str, Any]] = []  # functions that are not seen here, to be put back
+        self._before: list[
+            tuple[object, str, object]
+        ] = []  # functions that are not seen here, to be put back
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: object, types: object, args: object = (), kwargs: object = None
+    ) -> object:
         kwargs = kwargs or {}
         with self._answers.refusals.of(func, args, kwargs):
             return self._answered(func, args, kwargs, _reader(sys._getframe(1)))
@@ -150,7 +154,7 @@ class TensorReads(TorchFunctionMode):
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
-    def __exit__(self, *exc: Any) -> None:
+    def __exit__(self, *exc: object) -> None:
         super().__exit__(*exc)  # type: ignore[no-untyped-call]
         while self._before:
             owner, name, function = self._before.pop()
@@ -159,11 +163,11 @@ class TensorReads(TorchFunctionMode):
             else:
                 setattr(owner, name, function)
 
-    def _replace(self, owner: Any, name: str, read: str, through_torch: bool) -> None:
+    def _replace(self, owner: object, name: str, read: str, through_torch: bool) -> None:
         """Refuse a function for a tensor of the trace, or for its storage."""
         function = getattr(owner, name)
 
-        def asked(x: Any, *args: Any, **kwargs: Any) -> Any:
+        def asked(x: Any, *args: object, **kwargs: object) -> object:
             if x.device.type == "meta" or isinstance(x, compat.FakeTensor):
                 self._refuse(read, sys._getframe(1), through_torch)
             return function(x, *args, **kwargs)
@@ -171,13 +175,13 @@ class TensorReads(TorchFunctionMode):
         self._before.append((owner, name, vars(owner).get(name)))
         setattr(owner, name, asked)
 
-    def _tolist(self, tensor: torch.Tensor) -> list[Any]:
+    def _tolist(self, tensor: torch.Tensor) -> list[object]:
         numbers = self._answers.numbers(tensor)
         for length in reversed(tensor.shape[1:]):
             numbers = [numbers[k : k + length] for k in range(0, len(numbers), length)]
         return numbers
 
-    def _numpy(self, tensor: torch.Tensor) -> Any:
+    def _numpy(self, tensor: torch.Tensor) -> object:
         numbers = self._answers.numbers(tensor)
         with compat.no_modes():
             return torch.tensor(numbers, dtype=tensor.dtype, device="cpu").reshape(tensor.shape).numpy()
@@ -190,7 +194,7 @@ def _reader(frame: FrameType) -> FrameType:
     return frame
 
 
-def _copied(tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
+def _copied(tensor: torch.Tensor, memo: dict[int, object]) -> torch.Tensor:
     """``copy.deepcopy``, which would read the memory."""
     copy = tensor.detach().clone().requires_grad_(tensor.requires_grad)
     if isinstance(tensor, torch.nn.Parameter):
@@ -205,7 +209,7 @@ def _has_tensors(args: Any, copies: bool) -> bool:
     return takes and any(isinstance(x, torch.Tensor) for x in pytree.tree_leaves(args[0]))
 
 
-def _stacked(data: Any) -> torch.Tensor:
+def _stacked(data: object) -> torch.Tensor:
     """``torch.tensor`` of tensors and numbers in lists, which would ask each for its value."""
     if isinstance(data, (list, tuple)):
         return torch.stack([_stacked(x) for x in data])

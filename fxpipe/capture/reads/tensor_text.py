@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 
@@ -35,7 +35,7 @@ def _followed(name: str) -> Callable[..., Text]:
     """A method that gives text of this text, and otherwise reads it."""
     method = getattr(str, name)
 
-    def call(text: Text, *args: Any, **kwargs: Any) -> Text:
+    def call(text: Text, *args: object, **kwargs: object) -> Text:
         result = method(text, *args, **kwargs)
         if type(result) is not str:
             text._refuse()

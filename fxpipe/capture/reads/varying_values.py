@@ -6,7 +6,6 @@ Values that depend on no input that varies are compared as numbers, since models
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 from torch import fx
@@ -47,7 +46,7 @@ class Values:
         self._roots = memory_roots(self._graph)
         self.varying: set[fx.Node] = set()
         self._ops: set[fx.Node] = set()  # those that vary
-        self._names: dict[Any, int] = {}  # of a computation -> its number
+        self._names: dict[object, int] = {}  # of a computation -> its number
         self._numbers: dict[fx.Node, int] = {}
         # op, argument -> the argument's number then
         self._read: dict[tuple[fx.Node | None, fx.Node], int] = {}
@@ -86,10 +85,10 @@ class Values:
             self._numbers[node] = self._name(repr((str(node.target), arguments)))
             contents.update({x: self._name((contents.get(x), self._numbers[node])) for x in targets})
 
-    def _name(self, computation: Any) -> int:
+    def _name(self, computation: object) -> int:
         return self._names.setdefault(computation, len(self._names))
 
-    def _key_of(self, constant: fx.Node) -> Any:
+    def _key_of(self, constant: fx.Node) -> object:
         """A key for a constant: its contents if they are few, as numbers in Python code become tensors."""
         value = getattr(self._constants, constant.target)  # type: ignore[arg-type]
         if isinstance(value, torch.Tensor) and value.numel() <= FEW and value.layout is torch.strided:

@@ -69,7 +69,7 @@ class World(_ProcessGroup):
         world, kind = self, type(os.environ)
 
         class Environment(kind):  # type: ignore[misc, valid-type]
-            def __getitem__(self, name: str) -> Any:
+            def __getitem__(self, name: str) -> object:
                 if name not in _RANKS | _SIZES or (world._replicas == 1 and name not in {*self}):
                     return super().__getitem__(name)
                 return str(world.rank() if name in _RANKS else world.size())
@@ -104,8 +104,8 @@ class World(_ProcessGroup):
             )
 
 
-def _collective(name: str) -> Callable[..., Any]:
-    def run(world: World, *args: Any, **kwargs: Any) -> Any:
+def _collective(name: str) -> Callable[..., object]:
+    def run(world: World, *args: object, **kwargs: object) -> object:
         if world._replicas != 1 or name not in (*_IN_PLACE, *_COPIES):
             world.refuse_to_communicate(name.strip("_"))
         if name in _COPIES:
@@ -119,7 +119,7 @@ def _collective(name: str) -> Callable[..., Any]:
 class _Done:
     """The handle of a collective that has ended."""
 
-    def wait(self, timeout: Any = None) -> bool:
+    def wait(self, timeout: object = None) -> bool:
         return True
 
     is_completed = is_success = wait

@@ -66,7 +66,7 @@ class AttentionMasks(TorchFunctionMode):
         """The model's forward begins."""
         self.masks = Masks()
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
         kwargs = kwargs or {}
         if func is _attention:
             return self._attended(*args, **kwargs)

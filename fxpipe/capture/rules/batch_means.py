@@ -241,7 +241,7 @@ class Tail:
         return node not in self.rows and bool(graph_outputs(self.graph).grads)
 
     def _backward(
-        self, node: fx.Node, targets: Collection[Any], place: int
+        self, node: fx.Node, targets: Collection[object], place: int
     ) -> tuple[tuple[fx.Node, int], ...]:
         """The ops that differentiate another one, and read data at this place."""
         seq = node.meta["origin"].seq
@@ -266,7 +266,7 @@ def _as_division(tail: Tail, division: _Division) -> _Division:
     loss.args = (logs, labels, weight, _SUM, ignored)
     before = [*item.users]
 
-    def call(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    def call(target: object, *args: object, **kwargs: object) -> fx.Node:
         node = _called(calls, target, args, kwargs, origin)
         tail.rows[node] = Rows.SUMMED if target is aten.sum.default else Rows.FIRST
         return node
@@ -321,7 +321,7 @@ def _divide_by_mean(tail: Tail, division: _Division, share: float) -> None:
     assert isinstance(divisor, fx.Node)
     dtype, origin = node.meta["val"].dtype, node.meta["origin"]
 
-    def call(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    def call(target: object, *args: object, **kwargs: object) -> fx.Node:
         return _called(calls, target, args, kwargs, origin)
 
     def cast(value: fx.Node, dtype: torch.dtype) -> fx.Node:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import fx, nn
@@ -20,7 +19,7 @@ def check_constants(
     module: fx.GraphModule,
     tensors: Sequence[Registered],
     model: nn.Module,
-    loss_fn: Callable[..., Any] | None,
+    loss_fn: Callable[..., object] | None,
 ) -> None:
     """Raise CaptureError for a tensor that must not be a constant, since a program would keep its current
     value.
@@ -68,7 +67,7 @@ def check_constants(
             )
 
 
-def _of_loss(parameter: torch.Tensor, model: nn.Module, loss_fn: Callable[..., Any]) -> CaptureError:
+def _of_loss(parameter: torch.Tensor, model: nn.Module, loss_fn: Callable[..., object]) -> CaptureError:
     """The error for a trainable tensor that the loss function has, or that no object is seen to have."""
     loss = getattr(loss_fn, "__qualname__", type(loss_fn).__name__)
     name = _name_in(model, loss_fn, parameter) or f"a tensor of shape {tuple(parameter.shape)}"
@@ -79,7 +78,7 @@ def _of_loss(parameter: torch.Tensor, model: nn.Module, loss_fn: Callable[..., A
     )
 
 
-def _name_in(model: nn.Module, loss_fn: Callable[..., Any] | None, tensor: torch.Tensor) -> str:
+def _name_in(model: nn.Module, loss_fn: Callable[..., object] | None, tensor: torch.Tensor) -> str:
     return RecordedState.of(PythonState.of(model, loss_fn)).name_of(tensor)
 
 

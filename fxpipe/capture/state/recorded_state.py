@@ -48,10 +48,10 @@ class RecordedState:
 
     states: list[State] = field(default_factory=list)
     caches: list[tuple[Any, int]] = field(default_factory=list)  # each with its number of misses
-    objects: dict[int, Any] = field(default_factory=dict)
+    objects: dict[int, object] = field(default_factory=dict)
     is_whole: bool = True
-    at_begin: list[Any] = field(default_factory=list)
-    between: list[Any] = field(default_factory=list)
+    at_begin: list[object] = field(default_factory=list)
+    between: list[object] = field(default_factory=list)
 
     @staticmethod
     def of(walked: PythonState) -> RecordedState:
@@ -65,7 +65,7 @@ class RecordedState:
             not any(map(has_hidden_state, everything.objects.values())),
         )
 
-    def name_of(self, thing: Any) -> str:
+    def name_of(self, thing: object) -> str:
         """What leads to an object, for messages; "" if no place of state has it."""
         for state in self.states:
             for key, x in state.entries():
@@ -73,7 +73,7 @@ class RecordedState:
                     return state.called(key)
         return ""
 
-    def put_in_place(self, replaced: Callable[[Any], Any]) -> None:
+    def put_in_place(self, replaced: Callable[[object], object]) -> None:
         """Put other objects into the entries of dicts, lists and names; None leaves an entry as it is."""
         for state in self.states:
             if isinstance(state.place, (dict, list, deque, NamedPlaces)):
@@ -114,7 +114,7 @@ class RecordedState:
                 function.cache_clear()  # it may hold fake tensors
 
 
-def _places(thing: Any) -> Iterator[Any]:
+def _places(thing: object) -> Iterator[object]:
     """The places of state in an object."""
     if isinstance(thing, (dict, list, set, deque)):
         yield thing
@@ -140,7 +140,7 @@ def _places(thing: Any) -> Iterator[Any]:
         yield from (x for name, x in vars(thing).items() if name in OF_MODULES and isinstance(x, dict | set))
 
 
-def _tensors_in(thing: Any, seen: set[int]) -> Iterator[torch.Tensor]:
+def _tensors_in(thing: object, seen: set[int]) -> Iterator[torch.Tensor]:
     """Those in a thing, but for objects that have been seen, to which it adds."""
     todo = [thing]
     while todo:

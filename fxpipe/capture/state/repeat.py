@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
-from typing import Any
 
 import torch
 from torch import fx
@@ -47,7 +46,7 @@ def difference(
                 raise _carried(x, op, kept)
     same: dict[fx.Node, fx.Node] = {}  # ops and memory of the second run -> those of the first
 
-    def alike(a: Any, b: Any, at: Readers) -> bool:
+    def alike(a: object, b: object, at: Readers) -> bool:
         if isinstance(a, fx.Node) and isinstance(b, fx.Node):
             if a in values.varying or b in values.varying:
                 number = values.number(b)

@@ -38,7 +38,7 @@ class RunOp:
     number: bool | int | float | complex | None
 
     @staticmethod
-    def of(key: list[Any], nodes: list[fx.Node], result: Any) -> RunOp:
+    def of(key: list[object], nodes: list[fx.Node], result: object) -> RunOp:
         number = result if isinstance(result, (bool, int, float, complex)) else None
         known = compat.proxies()
         return RunOp(key, nodes, [known.get(x) for x in _tensors(result)], number)
@@ -73,7 +73,7 @@ class Replay:
         #: The first run's own, by id.  A second run that reads them does not compute them.
         self._of_first = {id(x): x for x in compat.proxies() if id(x) not in inputs}
 
-    def run(self, func: Any, key: list[Any], args: Any, kwargs: Any) -> Any:
+    def run(self, func: Any, key: list[object], args: Any, kwargs: Any) -> object:
         """The result of an op; NotImplemented if it is not the next one of the first run, but for values
         that are the same in all steps, which need not be computed again."""
         place = len(self.done)
@@ -85,7 +85,7 @@ class Replay:
         if place == len(self.calls) or not all(x is not None and self._values.is_fixed(x) for x in of_first):
             return NotImplemented
         call = self.calls[place]
-        result: Any = call.number
+        result: object = call.number
         if result is None:
             try:
                 with compat.untraced():
@@ -115,7 +115,7 @@ class Replay:
                 compat.track(x, copies[traced])
 
 
-def key_of(func: Any, args: Any, kwargs: Any) -> list[Any]:
+def key_of(func: object, args: object, kwargs: object) -> list[object]:
     """The key of a ``RunOp`` that is to be made."""
     known, key = compat.proxies(), [func, torch.is_grad_enabled()]
     for x in _leaves((args, kwargs)):
@@ -124,7 +124,7 @@ def key_of(func: Any, args: Any, kwargs: Any) -> list[Any]:
     return key
 
 
-def _alike(a: list[Any], b: list[Any]) -> bool:
+def _alike(a: list[object], b: list[object]) -> bool:
     return len(a) == len(b) and all(x is y or _equal(x, y) for x, y in zip(a, b, strict=True))
 
 
@@ -138,9 +138,9 @@ def _equal(a: Any, b: Any) -> bool:
     return dense and a.device == b.device and same_numbers(a, b)
 
 
-def _leaves(value: Any) -> list[Any]:
+def _leaves(value: object) -> list[object]:
     """What a value consists of, with the lengths of its containers."""
-    leaves, todo = list[Any](), [value]
+    leaves, todo = list[object](), [value]
     while todo:
         x = todo.pop()
         if isinstance(x, dict):
@@ -153,5 +153,5 @@ def _leaves(value: Any) -> list[Any]:
     return leaves
 
 
-def _tensors(value: Any) -> list[torch.Tensor]:
+def _tensors(value: object) -> list[torch.Tensor]:
     return [x for x in _leaves(value) if isinstance(x, torch.Tensor)]

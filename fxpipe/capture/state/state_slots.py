@@ -19,7 +19,7 @@ from fxpipe.ir.compat import no_modes
 from fxpipe.python_state.objects import PLAIN
 from fxpipe.python_state.walk import Owner
 
-_ABSENT: Any = object()
+_ABSENT: object = object()
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,11 +29,11 @@ class NamedPlaces:
     variable: the name of a cell.
     """
 
-    of: Any
+    of: object
     names: tuple[str, ...]
     variable: str = ""
 
-    def read(self) -> dict[str, Any]:
+    def read(self) -> dict[str, object]:
         if isinstance(self.of, dict):
             return {name: self.of[name] for name in self.names if name in self.of}
         if isinstance(self.of, type):
@@ -47,7 +47,7 @@ class NamedPlaces:
                 values[name] = getattr(self.of, name)
         return values
 
-    def __setitem__(self, name: str, value: Any) -> None:
+    def __setitem__(self, name: str, value: object) -> None:
         if isinstance(self.of, dict):
             self.of[name] = value
         elif isinstance(self.of, contextvars.ContextVar):
@@ -91,28 +91,28 @@ class State:
     owner: the object that the place is in.
     """
 
-    place: Any
+    place: object
     before: Any
     owner: Owner
 
     @staticmethod
-    def of(place: Any, owner: Owner) -> State:
+    def of(place: object, owner: Owner) -> State:
         return State(place, read_place(place), owner)
 
     def now(self) -> Any:
         return read_place(self.place)
 
-    def entries(self) -> Iterable[tuple[Any, Any]]:
+    def entries(self) -> Iterable[tuple[Any, object]]:
         """The contents, by name, key or index; an array has none."""
         if isinstance(self.before, bytes):
             return ()
         return self.before.items() if isinstance(self.before, dict) else enumerate(self.before)
 
-    def called(self, key: Any = "") -> str:
+    def called(self, key: object = "") -> str:
         """An entry's name for messages."""
         return self.owner.label(getattr(self.place, "variable", "") or str(key))
 
-    def attribute(self, key: Any) -> tuple[nn.Module | None, str]:
+    def attribute(self, key: object) -> tuple[nn.Module | None, str]:
         """The module whose attribute leads to an entry, and that attribute; None without one."""
         return self.owner.attribute(str(key))
 
@@ -134,7 +134,7 @@ def _contents(opaque: Any) -> Any:
             return opaque.get_state()
 
 
-def _bytes(contents: Any) -> bytes:
+def _bytes(contents: object) -> bytes:
     match contents:
         case np.ndarray():
             return contents.tobytes()
@@ -160,7 +160,7 @@ def read_place(place: Any) -> Any:
             return list(place)
 
 
-def is_alike(a: Any, b: Any) -> bool:
+def is_alike(a: object, b: Any) -> bool:
     """Whether the contents of a place are the same objects, or plain values that are equal."""
     if isinstance(a, dict):
         return [*a] == [*b] and all(_is_same(x, b[key]) for key, x in a.items())
@@ -169,11 +169,11 @@ def is_alike(a: Any, b: Any) -> bool:
     return bool(a == b)  # sets and bytes
 
 
-def _is_same(a: Any, b: Any) -> bool:
+def _is_same(a: object, b: object) -> bool:
     return a is b or (isinstance(a, PLAIN) and type(a) is type(b) and bool(a == b))
 
 
-def _base(place: dict[Any, Any]) -> type[dict[Any, Any]]:
+def _base(place: dict[object, object]) -> type[dict[object, object]]:
     """The class whose methods read and write a dict: those of other classes may import what it names."""
     return OrderedDict if isinstance(place, OrderedDict) else dict
 

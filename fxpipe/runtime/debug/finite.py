@@ -46,12 +46,12 @@ class Finite(TorchDispatchMode):
     given.
     """
 
-    def __init__(self, rt: Runtime, number: int, file: str, batch: Any):
+    def __init__(self, rt: Runtime, number: int, file: str, batch: object):
         super().__init__()  # type: ignore[no-untyped-call]
         self._rt, self._number, self._file, self._batch = rt, number, file, batch
         self._parameters = {_storage(x) for x in rt.params.values()}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
         result = func(*args, **(kwargs or {}))
         frame = _caller()
         if frame.f_code.co_filename != self._file and frame.f_code.co_name != "seeded":
@@ -61,7 +61,9 @@ class Finite(TorchDispatchMode):
                 self._check(func, _floats((args, kwargs)), _floats(result), (args, kwargs))
         return result
 
-    def _check(self, func: Any, inputs: list[torch.Tensor], made: list[torch.Tensor], arguments: Any) -> None:
+    def _check(
+        self, func: object, inputs: list[torch.Tensor], made: list[torch.Tensor], arguments: object
+    ) -> None:
         for number, tensor in enumerate(made):
             if tensor.isnan().any():
                 self._fail(func, "NaN", tensor, tensor.isnan(), _apart(inputs, tensor))
@@ -104,7 +106,7 @@ class Finite(TorchDispatchMode):
         return f"Not finite before the step: {', '.join(texts)}{more}. "
 
     def _fail(
-        self, func: Any, what: str, made: torch.Tensor, where: torch.Tensor, values: list[torch.Tensor]
+        self, func: object, what: str, made: torch.Tensor, where: torch.Tensor, values: list[torch.Tensor]
     ) -> None:
         place = _written([*_program_frames(self._file)])
         operands, cause = "it has no operands", ""
@@ -145,7 +147,7 @@ def _written(frames: list[FrameType]) -> str:
     return place
 
 
-def _floats(values: Any) -> list[torch.Tensor]:
+def _floats(values: object) -> list[torch.Tensor]:
     leaves = pytree.tree_leaves(values)
     return [x for x in leaves if isinstance(x, torch.Tensor) and x.is_floating_point() and not x.is_meta]
 

@@ -135,8 +135,8 @@ class Recording:
                 namespace[name] = self._recorded(name, value)
         return program
 
-    def _recorded(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def called(*args: Any) -> Any:
+    def _recorded(self, name: str, function: Callable[..., object]) -> Callable[..., object]:
+        def called(*args: object) -> object:
             if self._is_running or self.rt.current_op not in self.record:
                 return function(*args)
             self._is_running = True
@@ -147,7 +147,7 @@ class Recording:
 
         return called
 
-    def _call(self, name: str, function: Callable[..., Any], args: Sequence[Any]) -> Any:
+    def _call(self, name: str, function: Callable[..., object], args: Sequence[object]) -> object:
         if self._op != self.rt.current_op or name in (call.function for call in self._calls):  # it runs again
             self._op, self._calls, self._tensors = self.rt.current_op, [], []
         dicts = {k: _Read(x) for k, x in enumerate(args) if isinstance(x, dict)}
@@ -164,7 +164,7 @@ class Recording:
             self._keep(name, before, digests(function, result, before, args))
         return result
 
-    def _keep(self, name: str, arguments: list[Any], results: tuple[ResultDigest, ...]) -> None:
+    def _keep(self, name: str, arguments: list[object], results: tuple[ResultDigest, ...]) -> None:
         leaves, tree = pytree.tree_flatten(arguments)
         operands = tuple(map(self._operand, leaves))
         self._calls.append(RecordedCall(name, pytree.treespec_dumps(tree), operands, results))
@@ -188,7 +188,7 @@ class Recording:
                 file_of(directory, self._op, self.number), lambda file: save_file(tensors, file, metadata)
             )
 
-    def _operand(self, leaf: Any) -> Operand:
+    def _operand(self, leaf: object) -> Operand:
         if isinstance(leaf, torch.Tensor):
             self._tensors.append(leaf)
             return Operand(len(self._tensors) - 1, tuple(leaf.shape), leaf.stride(), str(leaf.dtype))
@@ -220,7 +220,7 @@ def namespace_of(program: Program) -> dict[str, Any]:
     return namespace
 
 
-def is_of_program(value: Any, namespace: Mapping[str, Any]) -> bool:
+def is_of_program(value: object, namespace: Mapping[str, object]) -> bool:
     """Whether it is a function that the program defines, also one that Inductor compiles."""
     return bool(getattr(getattr(value, "function", value), "__module__", "") == namespace["__name__"])
 
@@ -234,7 +234,7 @@ def copied_in_strides(tensor: torch.Tensor, stride: Sequence[int]) -> torch.Tens
     return copy.copy_(elements).expand(tensor.shape)
 
 
-def _copy(leaf: Any) -> Any:
+def _copy(leaf: object) -> Any:
     if not isinstance(leaf, torch.Tensor):
         return leaf
     with no_modes():
@@ -247,7 +247,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def digests(
-    function: Callable[..., Any], result: Any, before: Sequence[Any], after: Sequence[Any]
+    function: Callable[..., object], result: object, before: Sequence[Any], after: Sequence[Any]
 ) -> tuple[ResultDigest, ...]:
     """The digests of what a function returned, and wrote to tensors that its arguments have by name.
 

@@ -70,7 +70,7 @@ def read_recorded(directory: Path, op: str, rank: int | None) -> tuple[RecordedO
 
 
 def replay(
-    directory: Path, recorded: RecordedOp, tensors: dict[str, torch.Tensor], call: Callable[..., Any]
+    directory: Path, recorded: RecordedOp, tensors: dict[str, torch.Tensor], call: Callable[..., object]
 ) -> Iterator[Replayed]:
     """Run the functions that the op called; ``call(function, *args)`` runs one.
 
@@ -94,12 +94,12 @@ def replay(
 
 
 def _run(
-    namespace: dict[str, Any],
+    namespace: dict[str, object],
     recorded: RecordedCall,
     path: str,
     tensors: dict[str, torch.Tensor],
     device: torch.device,
-    call: Callable[..., Any],
+    call: Callable[..., object],
 ) -> Replayed:
     function: Any = namespace.get(recorded.function)
     code = getattr(getattr(function, "function", function), "__code__", None)
@@ -114,13 +114,13 @@ def _run(
 def _arguments(recorded: RecordedCall, tensors: dict[str, torch.Tensor], device: torch.device) -> list[Any]:
     leaves = [_leaf(operand, tensors, device) for operand in recorded.operands]
     try:
-        arguments: list[Any] = pytree.tree_unflatten(leaves, pytree.treespec_loads(recorded.tree))
+        arguments: list[object] = pytree.tree_unflatten(leaves, pytree.treespec_loads(recorded.tree))
     except (ValueError, KeyError, TypeError, NotImplementedError) as error:
         raise ArtifactError(f"The arguments of {recorded.function} are damaged: {error}. {AGAIN}") from error
     return arguments
 
 
-def _leaf(operand: Operand, tensors: dict[str, torch.Tensor], device: torch.device) -> Any:
+def _leaf(operand: Operand, tensors: dict[str, torch.Tensor], device: torch.device) -> object:
     try:
         if operand.value:
             return _plain(operand.value)

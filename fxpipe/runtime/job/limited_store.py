@@ -110,7 +110,7 @@ class _Caller:
                 answer.set_exception(NoStore(self._gone))
 
 
-def _make_calls(calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]]]) -> None:
+def _make_calls(calls: SimpleQueue[tuple[Future[object], Callable[[], object]]]) -> None:
     while True:
         answer, function = calls.get()
         try:

@@ -12,7 +12,6 @@ import weakref
 from collections.abc import Callable, Iterator
 from functools import cache, partial
 from mmap import mmap
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -71,7 +70,7 @@ def select(device: torch.device) -> None:
         torch.accelerator.set_device_index(device)
 
 
-def current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+def current(device: torch.device) -> contextlib.AbstractContextManager[object]:
     """``select`` for a block."""
     if not is_accelerator(device):
         return contextlib.nullcontext()
@@ -117,7 +116,7 @@ def pinned_memory(size: int) -> torch.Tensor:
     return tensor
 
 
-def memory_pool(device: torch.device) -> Callable[[], contextlib.AbstractContextManager[Any]]:
+def memory_pool(device: torch.device) -> Callable[[], contextlib.AbstractContextManager[object]]:
     """A function whose block takes the memory of this thread's tensors from a new pool of its own."""
     if device.type != "cuda":
         return contextlib.nullcontext
@@ -209,7 +208,7 @@ def communicator_settings() -> Iterator[None]:
             del os.environ[name]
 
 
-def communicator_options(device: torch.device) -> dict[str, Any]:
+def communicator_options(device: torch.device) -> dict[str, object]:
     """Further arguments of ``torch.distributed.new_group`` for a backend of a device's kind.
 
     The communicator is made at once, with a priority that lets its kernels in between those of large ops.

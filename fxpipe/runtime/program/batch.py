@@ -26,7 +26,7 @@ _PLAIN = (
 
 
 def batch_spec(
-    example: Any, asked: Asked = ASKED_NOTHING, written: Collection[str] = (), unread: Collection[str] = ()
+    example: object, asked: Asked = ASKED_NOTHING, written: Collection[str] = (), unread: Collection[str] = ()
 ) -> BatchSpec:
     """The description of an example microbatch.
 
@@ -46,7 +46,7 @@ def batch_spec(
     return BatchSpec(tuple(leaves))
 
 
-def check_batch(spec: BatchSpec, batch: Any, microbatches: int, needed: Collection[str]) -> dict[str, Any]:
+def check_batch(spec: BatchSpec, batch: object, microbatches: int, needed: Collection[str]) -> dict[str, Any]:
     """The leaves of a batch that are there, after a check that they are like the example's.
 
     needed: the leaves that must be there.  Raises BatchError, naming the leaf.
@@ -71,7 +71,7 @@ def check_batch(spec: BatchSpec, batch: Any, microbatches: int, needed: Collecti
 
 
 def microbatches_of(
-    spec: BatchSpec, batch: Any, microbatches: int, needed: Collection[str], device: torch.device | None
+    spec: BatchSpec, batch: object, microbatches: int, needed: Collection[str], device: torch.device | None
 ) -> list[dict[str, torch.Tensor]]:
     """Cut a batch along the leading dimension, and move it to the device.
 
@@ -100,7 +100,7 @@ def microbatches_of(
     return cut
 
 
-def _another_value(leaf: Leaf, value: Any) -> BatchError:
+def _another_value(leaf: Leaf, value: object) -> BatchError:
     text = (
         f"{leaf.name!r} is {_described(value)} and was {leaf.value} in the example. Values that are not "
         "tensors are fixed at compilation: "
@@ -113,7 +113,7 @@ def _another_value(leaf: Leaf, value: Any) -> BatchError:
     return BatchError(f"{text}compile again for this one.")
 
 
-def check_unshared(leaves: Mapping[str, Any], written: Collection[str], microbatches: int) -> None:
+def check_unshared(leaves: Mapping[str, object], written: Collection[str], microbatches: int) -> None:
     """Raise BatchError where the forward writes to memory that it reads as another leaf, or in another
     microbatch: a program gives each its own."""
     tensors = {name: x for name, x in leaves.items() if isinstance(x, torch.Tensor)}
@@ -131,7 +131,7 @@ def check_unshared(leaves: Mapping[str, Any], written: Collection[str], microbat
             )
 
 
-def rows_of_replica(spec: BatchSpec, batch: Any, microbatches: int, replica: int, replicas: int) -> Any:
+def rows_of_replica(spec: BatchSpec, batch: object, microbatches: int, replica: int, replicas: int) -> object:
     """The rows that a replica takes of the batch of all replicas.
 
     microbatches: of each replica.  Raises BatchError, naming the leaf, if the batch is unlike the example.
@@ -148,7 +148,7 @@ def rows_of_replica(spec: BatchSpec, batch: Any, microbatches: int, replica: int
     return pytree.tree_unflatten(leaves, pytree.tree_flatten(as_dicts(batch))[1])
 
 
-def given_leaves(spec: BatchSpec, batch: Any) -> dict[str, Any]:
+def given_leaves(spec: BatchSpec, batch: object) -> dict[str, object]:
     """The leaves of a batch that are there; None in the place of a tensor stands for one that is not.
 
     Raises BatchError for a leaf that the example does not have, or that has no values.
@@ -166,10 +166,10 @@ def given_leaves(spec: BatchSpec, batch: Any) -> dict[str, Any]:
     return {name: x for name, x in leaves.items() if x is not None or kinds[name] is None}
 
 
-def as_dicts(batch: Any) -> Any:
+def as_dicts(batch: object) -> Any:
     """A batch with dicts for mappings of other classes, as tokenizers give them, and for a dataclass."""
 
-    def converted(leaf: Any) -> Any:
+    def converted(leaf: object) -> object:
         return {key: as_dicts(value) for key, value in leaf.items()} if isinstance(leaf, Mapping) else leaf
 
     if is_dataclass(batch) and not isinstance(batch, type | Mapping):
@@ -177,7 +177,7 @@ def as_dicts(batch: Any) -> Any:
     return pytree.tree_map(converted, batch)
 
 
-def batch_leaves(example: Any) -> list[tuple[str, Any]]:
+def batch_leaves(example: object) -> list[tuple[str, Any]]:
     """The leaves of a (micro)batch with readable names: ``input_ids``, ``0``, ``image.pixels``."""
     example = as_dicts(example)
     if not isinstance(example, (Mapping, tuple, list)):
@@ -200,7 +200,7 @@ def batch_leaves(example: Any) -> list[tuple[str, Any]]:
     return leaves
 
 
-def _key_name(key: Any) -> str:
+def _key_name(key: object) -> str:
     for attribute in ("key", "idx", "name"):
         if hasattr(key, attribute):
             return str(getattr(key, attribute))
@@ -213,7 +213,7 @@ _REMEDY = (
 )
 
 
-def _check(leaf: Leaf, value: Any, microbatches: int) -> None:
+def _check(leaf: Leaf, value: object, microbatches: int) -> None:
     assert leaf.shape is not None
     if not isinstance(value, torch.Tensor):
         raise BatchError(f"{leaf.name!r} is {_described(value)}; a tensor of dtype {leaf.dtype} is expected.")
@@ -251,7 +251,7 @@ def _check(leaf: Leaf, value: Any, microbatches: int) -> None:
         )
 
 
-def _described(value: Any) -> str:
+def _described(value: object) -> str:
     return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextvars import ContextVar
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -12,7 +12,7 @@ import torch
 class Captured(Protocol):
     """A capture of a step.  Each replay draws by new keys, and tells what it would have checked."""
 
-    def draw(self, key: int, position: int, op: Callable[[], Any], device: torch.device) -> Any:
+    def draw(self, key: int, position: int, op: Callable[[], object], device: torch.device) -> object:
         """Run a random op of a device, which draws by the key and the position."""
         ...
 

@@ -53,7 +53,7 @@ def _check(value: torch.Tensor, expected: list[bool | int], where: str) -> None:
     check_values(value.reshape(-1).tolist(), expected, where)
 
 
-def check_values(values: list[Any], expected: list[bool | int], where: str) -> None:
+def check_values(values: list[object], expected: list[bool | int], where: str) -> None:
     """Raise RunError, naming the source line that read the values, unless they are as expected."""
     if values != list(expected) and not _equal(values, expected):
         remedy = INSTEAD_OF_A_NUMBER
@@ -69,7 +69,7 @@ def check_values(values: list[Any], expected: list[bool | int], where: str) -> N
         )
 
 
-def _equal(values: list[Any], expected: list[Any]) -> bool:
+def _equal(values: list[object], expected: list[Any]) -> bool:
     """Whether the numbers are the same; unlike in Python's comparison, NaN is the same as NaN."""
     same = (a == b or (a != a and b != b) for a, b in zip(values, expected, strict=True))
     return len(values) == len(expected) and all(same)

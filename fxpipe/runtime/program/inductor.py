@@ -37,7 +37,7 @@ from fxpipe.runtime.torch_private import (
 
 _CACHE = "TORCHINDUCTOR_CACHE_DIR"
 
-Place = tuple[Any, ...]
+Place = tuple[object, ...]
 """Of a value among the arguments: the number of the argument, and the keys and indices in it."""
 
 
@@ -53,13 +53,13 @@ class _Compiled:
     """
 
     places: tuple[Place, ...]
-    layouts: list[Any]
+    layouts: list[object]
     numbers: tuple[tuple[Place, str], ...]
     run: Callable[[list[torch.Tensor]], Sequence[Any]]
-    built: Callable[[list[Any]], Any]
+    built: Callable[[list[object]], object]
     checks: tuple[tuple[Any, ...], ...]
 
-    def inputs(self, args: Sequence[Any]) -> list[torch.Tensor] | None:
+    def inputs(self, args: Sequence[object]) -> list[torch.Tensor] | None:
         """The inputs among some arguments; None if the function was compiled for other ones."""
         if any(repr(_at(args, place)) != number for place, number in self.numbers):
             return None
@@ -77,11 +77,11 @@ class inductor:
     Raises RunError if the function cannot be traced or compiled.
     """
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function: Callable[..., object]) -> None:
         self.function = function
         self._known: list[_Compiled] = []
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: object) -> object:
         compiled, inputs = self._for(args)
         for argument in args:  # before the run, which frees each input after its last use
             if isinstance(argument, list):
@@ -94,7 +94,7 @@ class inductor:
             expect(value, *check)
         return compiled.built(results)
 
-    def _for(self, args: Sequence[Any]) -> tuple[_Compiled, list[torch.Tensor]]:
+    def _for(self, args: Sequence[object]) -> tuple[_Compiled, list[torch.Tensor]]:
         """The function as compiled for these arguments, and its inputs among them."""
         for compiled in self._known:
             inputs = compiled.inputs(args)
@@ -105,7 +105,7 @@ class inductor:
         assert inputs is not None
         return compiled, inputs
 
-    def _compiled_for(self, args: Sequence[Any]) -> _Compiled:
+    def _compiled_for(self, args: Sequence[object]) -> _Compiled:
         keep_kernels()
         try:
             with no_modes():
@@ -125,18 +125,18 @@ class inductor:
         return compiled
 
 
-def compiled_functions(step: Callable[..., Any]) -> dict[str, inductor]:
+def compiled_functions(step: Callable[..., object]) -> dict[str, inductor]:
     """The functions beside the ``step`` of a program that Inductor compiles, by name."""
     namespace = step.__globals__ if isinstance(step, FunctionType) else {}
     return {name: value for name, value in namespace.items() if isinstance(value, inductor)}
 
 
-def _layouts(tensors: Sequence[torch.Tensor]) -> list[Any]:
+def _layouts(tensors: Sequence[torch.Tensor]) -> list[object]:
     """The layouts on which compiled code depends; on the CPU also the number of threads."""
     return [torch.get_num_threads(), *((t.shape, t.stride(), t.dtype) for t in tensors)]
 
 
-def _compile(function: Callable[..., Any], args: Sequence[Any]) -> _Compiled:
+def _compile(function: Callable[..., object], args: Sequence[object]) -> _Compiled:
     from torch.fx.experimental.proxy_tensor import make_fx
 
     operands = [argument.tensors_by_name() if isinstance(argument, within) else argument for argument in args]
@@ -174,7 +174,9 @@ def _compile(function: Callable[..., Any], args: Sequence[Any]) -> _Compiled:
     )
 
 
-def _run(traced: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[[list[torch.Tensor]], Sequence[Any]]:
+def _run(
+    traced: fx.GraphModule, inputs: list[torch.Tensor]
+) -> Callable[[list[torch.Tensor]], Sequence[object]]:
     if not any(getattr(node.target, "namespace", "") == "lanes" for node in traced.graph.nodes):
         return compile_by_inductor(traced, inputs)
     from fxpipe.runtime.program.pieces import compiled_in_pieces
@@ -182,7 +184,7 @@ def _run(traced: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[[list[t
     return compiled_in_pieces(traced, inputs, compile_by_inductor)
 
 
-def _built(numbers: Any) -> Callable[[list[Any]], Any]:
+def _built(numbers: Any) -> Callable[[list[object]], object]:
     """A function that nests values as their numbers are: pytree's own takes as long as a small kernel."""
     if isinstance(numbers, int):
         return itemgetter(numbers)
@@ -193,14 +195,14 @@ def _built(numbers: Any) -> Callable[[list[Any]], Any]:
     return lambda values: kind([part(values) for part in parts])
 
 
-def _at(args: Sequence[Any], place: Place) -> Any:
+def _at(args: Sequence[object], place: Place) -> Any:
     value: Any = args
     for key in place:
         value = value[key]
     return value
 
 
-def _key(step: Any) -> Any:
+def _key(step: Any) -> object:
     """A step of a path within the arguments, as the key or index that it stands for."""
     return step.key if hasattr(step, "key") else step.idx
 
@@ -212,7 +214,7 @@ def _fake(value: torch.Tensor | int) -> torch.Tensor:
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
 
 
-def _add_to_entries(total: torch.Tensor, dim: int, index: torch.Tensor, summand: torch.Tensor) -> Any:
+def _add_to_entries(total: torch.Tensor, dim: int, index: torch.Tensor, summand: torch.Tensor) -> object:
     """An addition to one entry of each row, as to the label's in a gradient of logits, for all entries.
 
     Inductor's own way writes all of ``total`` to memory before, and reads it again behind.
@@ -225,7 +227,7 @@ def _add_to_entries(total: torch.Tensor, dim: int, index: torch.Tensor, summand:
     return torch.where(entries == index, total + summand, total)
 
 
-def _take_out_checks(graph: fx.Graph) -> tuple[tuple[Any, ...], ...]:
+def _take_out_checks(graph: fx.Graph) -> tuple[tuple[object, ...], ...]:
     """Return what ``expect`` reads behind the results, as checks are no work for a compiler."""
     nodes = graph.find_nodes(op="call_function", target=expect_op)
     checks = [node.args for node in nodes]

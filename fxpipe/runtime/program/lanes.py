@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import reduce, wraps
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -100,7 +100,7 @@ def _one_op(run: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """Replace the function by the op of its name in a trace."""
 
     @wraps(run)
-    def call(x: torch.Tensor, *rest: Any) -> torch.Tensor:
+    def call(x: torch.Tensor, *rest: object) -> torch.Tensor:
         result: torch.Tensor = (
             getattr(torch.ops.lanes, run.__name__)(x, *rest) if is_fake(x) else run(x, *rest)
         )
@@ -177,7 +177,7 @@ for _schema, (_run, _layout) in _OPS.items():
     _library.impl(_name, _layout, "Meta")
 
 #: Of the ops that all lanes run together, the functions that programs call.
-FUNCTIONS: dict[Any, Callable[..., torch.Tensor]] = {
+FUNCTIONS: dict[object, Callable[..., torch.Tensor]] = {
     torch.ops.lanes.all_reduce.default: all_reduce,
     torch.ops.lanes.all_gather.default: all_gather,
     torch.ops.lanes.reduce_scatter.default: reduce_scatter,

@@ -33,7 +33,7 @@ class Program:
     """The function ``step(rt, batch)``, the messages that it sends and receives with their layouts, and its
     ops in order.  ``has_warm_up``: whether it asks itself for the verdict on the last update."""
 
-    step: Callable[[Any, Any], Any]
+    step: Callable[[object, object], Any]
     traffic: ProgramTraffic
     layouts: Mapping[str, Layout]
     ops: tuple[str, ...]

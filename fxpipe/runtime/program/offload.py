@@ -85,11 +85,11 @@ def filesystem(directory: Path) -> str:
 class Store(Protocol):
     """A pool of bytes outside a device's memory.  Tensors are flat, contiguous and of bytes."""
 
-    def write(self, tensor: torch.Tensor, at: int) -> Any:
+    def write(self, tensor: torch.Tensor, at: int) -> object:
         """Start to copy a tensor out; return a handle to wait for."""
         ...
 
-    def read(self, tensor: torch.Tensor, at: int, written: Any) -> Any:
+    def read(self, tensor: torch.Tensor, at: int, written: Any) -> object:
         """Start to copy a tensor back, once its copy out has ended; return a handle to wait for."""
         ...
 
@@ -107,7 +107,7 @@ class _Item:
     stride: tuple[int, ...]
     dtype: torch.dtype
     at: int
-    ticket: Any
+    ticket: object
 
 
 class Offloader:

@@ -17,7 +17,7 @@ from torch import fx
 
 from fxpipe.runtime.program.lanes import FUNCTIONS
 
-Run = Callable[[list[torch.Tensor]], Sequence[Any]]
+Run = Callable[[list[torch.Tensor]], Sequence[object]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,13 +60,13 @@ def compiled_in_pieces(
         later |= {*reads}
     results: Any = output.args[0]
 
-    def run_all(arguments: list[torch.Tensor]) -> Sequence[Any]:
+    def run_all(arguments: list[torch.Tensor]) -> Sequence[object]:
         known = dict(zip(placeholders, arguments, strict=True))
         arguments.clear()
         for piece in pieces:
             operands = [known.pop(x) if x in piece.last else known[x] for x in piece.reads]
             known.update(zip(piece.gives, piece.run(operands), strict=True))
-        outcome: Sequence[Any] = fx.map_arg(results, known.__getitem__)
+        outcome: Sequence[object] = fx.map_arg(results, known.__getitem__)
         return outcome
 
     return run_all

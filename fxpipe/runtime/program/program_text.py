@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -43,7 +42,7 @@ class ProgramTraffic:
     calls: tuple[RuntimeCall, ...] | None
 
 
-def traffic(performed: Performed, messages: Any) -> ProgramTraffic:
+def traffic(performed: Performed, messages: object) -> ProgramTraffic:
     """The messages of a program.  messages: its ``MESSAGES``.
 
     Raises RunError if they are not a dict of layouts.
@@ -68,7 +67,7 @@ def traffic(performed: Performed, messages: Any) -> ProgramTraffic:
     )
 
 
-def _layout(name: Any, layout: Any) -> str:
+def _layout(name: object, layout: object) -> str:
     match layout:
         case (tuple() as shape, tuple() as stride, torch.dtype() as dtype):
             if all(type(n) is int for n in (*shape, *stride)):

@@ -32,11 +32,11 @@ def fold(key: int, number: int) -> int:
 def keyed(
     key: int | torch.Tensor,
     position: int | torch.Tensor,
-    op: Callable[..., Any],
+    op: Callable[..., object],
     /,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
+    *args: object,
+    **kwargs: object,
+) -> object:
     """Run a random op as if its device's generator had been seeded with ``key`` and ``position``.
 
     The generator's state is restored.  In a trace the key is a tensor (0-d, int64), and so is a position that
@@ -52,7 +52,7 @@ def keyed(
     return seeded(run, seed_of(key, int(position)), device)
 
 
-def seeded(op: Callable[[], Any], seed: int, device: torch.device) -> Any:
+def seeded(op: Callable[[], object], seed: int, device: torch.device) -> object:
     """Run a random op behind a seed of its device's generator, whose state is restored."""
     drawn_from = generator(device)
     before = drawn_from.get_state()
@@ -84,10 +84,10 @@ def _as_one_op(op: Any, kind: str) -> Any:
     arguments_and_result = str(schema_of(op)).partition("(")[2]
     _library.define(f"{name}(Tensor random_key, {kind} random_position, {arguments_and_result}")
 
-    def run(key: torch.Tensor, position: int | torch.Tensor, /, *args: Any, **kwargs: Any) -> Any:
+    def run(key: torch.Tensor, position: int | torch.Tensor, /, *args: object, **kwargs: object) -> object:
         return keyed(int(key), position, op, *args, **kwargs)
 
-    def fake(key: torch.Tensor, position: int | torch.Tensor, /, *args: Any, **kwargs: Any) -> Any:
+    def fake(key: torch.Tensor, position: int | torch.Tensor, /, *args: object, **kwargs: object) -> object:
         return op(*args, **kwargs)
 
     _library.impl(name, run, "CompositeExplicitAutograd")
@@ -95,7 +95,7 @@ def _as_one_op(op: Any, kind: str) -> Any:
     return getattr(torch.ops.fxpipe, name).default
 
 
-def _device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
+def _device(args: tuple[object, ...], kwargs: dict[str, Any]) -> torch.device:
     """The device whose generator an op draws from: that of its tensors, or the one it makes tensors on."""
     device = None
     for value in (*args, *kwargs.values()):

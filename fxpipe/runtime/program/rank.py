@@ -61,13 +61,13 @@ class Runtime:
     shards: Shards | None = None
     buckets: Sequence[Bucket] = ()
     validate: Callable[[], bool] | None = None
-    weighted: Sequence[tuple[Any, Sequence[float]]] = ()
+    weighted: Sequence[tuple[object, Sequence[float]]] = ()
     losses: Losses = field(default_factory=Losses)
     kept_total: list[torch.Tensor] | None = None
     _sharing: Numbers | None = None
     _shared: list[float] | None = None
     _ahead: dict[int, Pending] | None = None
-    _sums: list[Any] = field(default_factory=list)
+    _sums: list[object] = field(default_factory=list)
     _gathers: dict[int, Any] = field(default_factory=dict)
 
     def start(self) -> None:
@@ -86,7 +86,7 @@ class Runtime:
         self.waiting, self.current_op = None, name
         self.record.begin(name)
 
-    def warm_up(self, *made: dict[int, Any]) -> Iterator[None]:
+    def warm_up(self, *made: dict[int, object]) -> Iterator[None]:
         """Run the ops that a rank may run before all ranks know whether the last update stands: once, and
         again where it does not.
 
@@ -106,7 +106,7 @@ class Runtime:
         if self._knows_loss or self.rank != self.spec.loss_rank:
             self._share_loss()
 
-    def _take_back(self, ahead: Mapping[int, Pending], made: Sequence[dict[int, Any]]) -> None:
+    def _take_back(self, ahead: Mapping[int, Pending], made: Sequence[dict[int, object]]) -> None:
         """Forget what was computed with weights that do not stand, and what other ranks have sent of it."""
         for pending in ahead.values():  # the n-th message of a channel is the n-th receive: none may be left
             self.wait_all(pending)
@@ -136,7 +136,7 @@ class Runtime:
     def _knows_loss(self) -> bool:
         return len(self.losses.values) == self.spec.microbatches
 
-    def microbatches(self, batch: Any) -> list[dict[str, torch.Tensor]]:
+    def microbatches(self, batch: object) -> list[dict[str, torch.Tensor]]:
         """Cut the batch into microbatches, each a dict from leaf name to tensor."""
         spec = self.spec
         return microbatches_of(spec.batch, batch, spec.microbatches, spec.leaves[self.rank], self.device)
@@ -252,20 +252,20 @@ class Runtime:
             values, layouts = [values], [layouts]  # type: ignore[list-item]
         self.comm.send([in_layout(t, layout) for t, layout in zip(values, layouts, strict=True)], to)
 
-    def offload(self, values: list[Any], at: int) -> None:
+    def offload(self, values: list[object], at: int) -> None:
         """Start to copy tensors to the rank's pool, from byte ``at`` on; handles take their places."""
         self._offloading.offload(values, at)
 
-    def wait_offload(self, values: list[Any]) -> None:
+    def wait_offload(self, values: list[object]) -> None:
         """Wait until the values are offloaded, and free their memory."""
         with self._waits_for(_OFFLOADED):
             self._offloading.wait_offload(values)
 
-    def reload(self, values: list[Any]) -> None:
+    def reload(self, values: list[object]) -> None:
         """Start to copy offloaded values back."""
         self._offloading.reload(values)
 
-    def wait_reload(self, values: list[Any]) -> None:
+    def wait_reload(self, values: list[object]) -> None:
         """Wait until the values are reloaded; the tensors take the places of their handles."""
         with self._waits_for(_OFFLOADED):
             self._offloading.wait_reload(values)

@@ -95,8 +95,8 @@ class Record:
     at_op: Callable[[str], None] | None = None
     at_arrival: Callable[[torch.Tensor], None] | None = None
     at_once: Callable[[Iterable[torch.Tensor]], None] | None = None
-    _closed: list[tuple[str, Any, Any]] = field(default_factory=list)  # name, marks of begin and end
-    _open: tuple[str, Any] | None = None
+    _closed: list[tuple[str, object, object]] = field(default_factory=list)  # name, marks of begin and end
+    _open: tuple[str, object] | None = None
     _over: bool = True  # the step
     _range: record_function | None = None
 

@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -35,8 +34,8 @@ from fxpipe.runtime.ranks.side_stream import beside
 
 def dry_run(
     rt: Runtime,
-    step: Callable[[Any, Any], Any],
-    batch: Any,
+    step: Callable[[object, object], object],
+    batch: object,
     grads: dict[str, torch.Tensor],
     releases: Releases | None = None,
 ) -> list[Event] | None:

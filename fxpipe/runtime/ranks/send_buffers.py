@@ -14,7 +14,7 @@ from fxpipe.runtime.ranks.side_stream import Begun, beside
 
 
 class Sent(Protocol):
-    def add(self, work: Any, tensors: Sequence[torch.Tensor]) -> None:
+    def add(self, work: object, tensors: Sequence[torch.Tensor]) -> None:
         """Keep the tensors of a message whose send has begun; ``work``: the handle of its process group."""
         ...
 
@@ -45,14 +45,14 @@ class SentOnStreams:
     def __init__(self, releases: Releases = ()) -> None:
         self.releases = releases
         self._sent: dict[int, tuple[Any, Sequence[torch.Tensor]]] = {}
-        self._left: list[tuple[Any, Sequence[torch.Tensor]]] = []
+        self._left: list[tuple[object, Sequence[torch.Tensor]]] = []
         self._messages = self._waits = 0
 
     def start(self) -> None:
         self._left += self._sent.values()  # of a step that failed: they may still be read
         self._sent, self._messages, self._waits = {}, 0, 0
 
-    def add(self, work: Any, tensors: Sequence[torch.Tensor]) -> None:
+    def add(self, work: object, tensors: Sequence[torch.Tensor]) -> None:
         self._sent[self._messages] = work, tensors
         self._messages += 1
 
@@ -84,7 +84,7 @@ class SentByThread:
     def __init__(self) -> None:
         self._thread = beside(torch.device("cpu"), "sends")
         self._begun: list[Begun] = []
-        self._sent: list[tuple[Any, Sequence[torch.Tensor]]] = []
+        self._sent: list[tuple[object, Sequence[torch.Tensor]]] = []
         self._bytes = 0
 
     def start(self) -> None:
@@ -93,7 +93,7 @@ class SentByThread:
     def arrived(self) -> None:
         pass
 
-    def add(self, work: Any, tensors: Sequence[torch.Tensor]) -> None:
+    def add(self, work: object, tensors: Sequence[torch.Tensor]) -> None:
         self._sent.append((work, tensors))
         self._bytes += sum(tensor.nbytes for tensor in tensors)
         if self._bytes >= self.ENOUGH:

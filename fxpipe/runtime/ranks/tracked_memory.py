@@ -28,7 +28,7 @@ class SavedBytes(TorchDispatchMode):
         self.peak = 0
         self.ignore(uncounted)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
         result = func(*args, **(kwargs or {}))
         for tensor in pytree.tree_leaves(result):
             if isinstance(tensor, torch.Tensor):

@@ -34,12 +34,12 @@ class _Wait(NamedTuple):
 class _Turns:
     """Whose turn it is, and for what each of the others waits."""
 
-    def __init__(self, mains: Sequence[Callable[[], Any]], where: Callable[[int], str], device_type: str):
+    def __init__(self, mains: Sequence[Callable[[], object]], where: Callable[[int], str], device_type: str):
         self.stacks = [greenlet(main) for main in mains]
         for stack in self.stacks:
             stack.gr_context = contextvars.copy_context()
         self.rank = 0
-        self.results: list[Any] = [None] * len(mains)
+        self.results: list[object] = [None] * len(mains)
         self._where, self._device_type = where, device_type
         self._waits: dict[int, _Wait] = {}
         self._callers_state = ThreadState.now(device_type)

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -29,7 +28,7 @@ from fxpipe.runtime.program.record import NoClock, Record
 from fxpipe.runtime.replays.recorder import MakeRecorder, Recorder
 from fxpipe.runtime.torch_private import pytree
 
-Run = Callable[[Sequence[Runtime], Any], object]
+Run = Callable[[Sequence[Runtime], object], object]
 """Runs the programs of some ranks, on a batch."""
 
 
@@ -43,7 +42,7 @@ class CountedDraws:
 
     number: int = 0
 
-    def draw(self, key: int, position: int, op: Callable[[], Any], device: torch.device) -> Any:
+    def draw(self, key: int, position: int, op: Callable[[], object], device: torch.device) -> object:
         self.number += 1
         return seeded(op, seed_of(key, position), device)
 
@@ -56,10 +55,10 @@ class StagedBatch:
     """Memory for the leaves of a batch that ranks need, on their device.  ``whole``: a batch of it."""
 
     names: tuple[str, ...]
-    whole: Any
+    whole: object
 
     @staticmethod
-    def like(batch: Any, spec: BatchSpec, needed: Sequence[str], device: torch.device) -> StagedBatch:
+    def like(batch: object, spec: BatchSpec, needed: Sequence[str], device: torch.device) -> StagedBatch:
         tensors = {leaf.name for leaf in spec.leaves if leaf.shape is not None and not leaf.unread}
         leaves = [
             torch.empty_like(value, device=device) if name in tensors and name in needed else value
@@ -68,7 +67,7 @@ class StagedBatch:
         whole = pytree.tree_unflatten(leaves, pytree.tree_flatten(as_dicts(batch))[1])
         return StagedBatch(tuple(name for name in needed if name in tensors), whole)
 
-    def take(self, batch: Any) -> None:
+    def take(self, batch: object) -> None:
         """Copy the values of a batch.  Raises NotReplayed for tensors of another layout."""
         mine, given = dict(batch_leaves(self.whole)), dict(batch_leaves(batch))
         for name in self.names:
@@ -93,7 +92,7 @@ class CapturedStep:
     _expected: list[tuple[torch.Tensor, list[bool | int], str]] = field(default_factory=list)
     _addresses: list[int] = field(default_factory=list)
 
-    def capture(self, run: Run, batch: Any, random_ops: int, make: MakeRecorder) -> None:
+    def capture(self, run: Run, batch: object, random_ops: int, make: MakeRecorder) -> None:
         """Record the step that the runtimes are about to run.
 
         random_ops: their number in a step.  Raises NotReplayed, or what fails in the step.
@@ -108,7 +107,7 @@ class CapturedStep:
             self._recorder.record(lambda: run(self.copies, self.batch.whole))
         self._addresses = [tensor.data_ptr() for _, _, tensor in self._tensors()]
 
-    def replay(self, batch: Any) -> None:
+    def replay(self, batch: object) -> None:
         """Start the step of the runtimes on a batch; ``finish`` ends it.
 
         Raises NotReplayed where a tensor lies elsewhere than in the capture.
@@ -145,7 +144,7 @@ class CapturedStep:
                 rt.divide_gradients_by_count()
         return [rt.finish() for rt in self.runtimes]
 
-    def draw(self, key: int, position: int, op: Callable[[], Any], device: torch.device) -> Any:
+    def draw(self, key: int, position: int, op: Callable[[], object], device: torch.device) -> object:
         assert self._recorder is not None
         if device != self.device:
             raise NotReplayed(f"a random op draws on {device}, and the step runs on {self.device}")

@@ -16,18 +16,18 @@ class Deterministic(TorchDispatchMode):
     has no deterministic kernel is an error, which it raises before it computes anything.
     """
 
-    def __enter__(self) -> Any:
+    def __enter__(self) -> object:
         is_on = torch.are_deterministic_algorithms_enabled()
         self._before = is_on, torch.is_deterministic_algorithms_warn_only_enabled()
         torch.use_deterministic_algorithms(True)
         return super().__enter__()  # type: ignore[no-untyped-call]
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         is_on, warns = self._before
         torch.use_deterministic_algorithms(is_on, warn_only=warns)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         try:
             return func(*args, **(kwargs or {}))
         except RuntimeError as error:

@@ -16,7 +16,7 @@ class Recorder(Protocol):
         """Run a function, whose ops may be recorded without being computed."""
         ...
 
-    def draw(self, number: int, op: Callable[[], Any]) -> Any:
+    def draw(self, number: int, op: Callable[[], object]) -> object:
         """Run the random op of this number, inside of ``record``."""
         ...
 
@@ -62,7 +62,7 @@ class DeviceGraph:
             yield
         outside.wait_stream(self._stream)
 
-    def draw(self, number: int, op: Callable[[], Any]) -> Any:
+    def draw(self, number: int, op: Callable[[], object]) -> object:
         before = self._default.graphsafe_get_state()
         self._default.graphsafe_set_state(self._generators[number])
         try:

@@ -16,7 +16,6 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -39,7 +38,7 @@ TRIALS = 3
 WORTH = 0.98
 
 Losses = Sequence[torch.Tensor | None]
-Run = Callable[[Sequence[Runtime], Any], Losses]
+Run = Callable[[Sequence[Runtime], object], Losses]
 
 
 @dataclass(eq=False)
@@ -63,7 +62,7 @@ class Replays:
             self.never = self.never or f"a {self.device.type} has no graphs of its work"
         self._op_by_op(self.never)
 
-    def step(self, runtimes: Sequence[Runtime], batch: Any) -> Losses:
+    def step(self, runtimes: Sequence[Runtime], batch: object) -> Losses:
         """Run the step of some ranks, which have their parameters, gradients and buffers; the same runtimes
         in all steps.  Returns what their programs return."""
         _start(runtimes)
@@ -77,7 +76,7 @@ class Replays:
         self._captured = None  # that of the trials has slower kernels
         return self._timed(runtimes, batch, before)
 
-    def _replay_or_run(self, runtimes: Sequence[Runtime], batch: Any) -> Losses:
+    def _replay_or_run(self, runtimes: Sequence[Runtime], batch: object) -> Losses:
         if self._captured is not None:
             try:
                 self._captured.replay(batch)
@@ -86,7 +85,7 @@ class Replays:
                 self._op_by_op(str(error))
         return self._run(runtimes, batch)
 
-    def _on_trial(self, runtimes: Sequence[Runtime], batch: Any, before: Sequence[_State]) -> Losses:
+    def _on_trial(self, runtimes: Sequence[Runtime], batch: object, before: Sequence[_State]) -> Losses:
         """Run a step op by op, and as a replay; twice op by op where there is none, as other ranks may have
         one."""
         draws = CountedDraws()
@@ -99,7 +98,7 @@ class Replays:
         _restore(runtimes, after)
         return losses
 
-    def _timed(self, runtimes: Sequence[Runtime], batch: Any, before: Sequence[_State]) -> Losses:
+    def _timed(self, runtimes: Sequence[Runtime], batch: object, before: Sequence[_State]) -> Losses:
         """Run a step both ways with the kernels of all later steps, to see whether a replay is faster."""
         draws = CountedDraws()
         op_by_op, losses = self._seconds(lambda: _within(draws, lambda: self._run(runtimes, batch)))
@@ -114,7 +113,7 @@ class Replays:
         return losses
 
     def _capture(
-        self, runtimes: Sequence[Runtime], batch: Any, random_ops: int, before: Sequence[_State]
+        self, runtimes: Sequence[Runtime], batch: object, random_ops: int, before: Sequence[_State]
     ) -> None:
         """Capture the step, if that has not been done, and nothing stands in the way."""
         if self._captured is not None or self.reason:
@@ -135,7 +134,7 @@ class Replays:
             if self.memory is not None:  # a communicator does not end while a graph has its work
                 atexit.register(_let_go, weakref.ref(self))
 
-    def _again(self, runtimes: Sequence[Runtime], batch: Any, before: Sequence[_State]) -> Losses:
+    def _again(self, runtimes: Sequence[Runtime], batch: object, before: Sequence[_State]) -> Losses:
         """Run the step once more: a replay if there is one."""
         _restore(runtimes, before)  # also of what a recorder has computed
         if self._captured is not None:
@@ -149,7 +148,7 @@ class Replays:
         _start(runtimes)
         return self._run(runtimes, batch)
 
-    def _run(self, runtimes: Sequence[Runtime], batch: Any) -> Losses:
+    def _run(self, runtimes: Sequence[Runtime], batch: object) -> Losses:
         """Run the step op by op."""
         captured, memory = self._captured, self.memory
         with nullcontext() if captured is None else captured.memory() if memory is None else memory():

@@ -32,10 +32,10 @@ class CheckpointFiles:
 
     path: Path
     record: CheckpointRecord
-    groups: list[dict[str, Any]]
-    fields: dict[str, dict[str, Any]]
+    groups: list[dict[str, object]]
+    fields: dict[str, dict[str, object]]
     user: dict[str, Any]
-    by_replica: dict[str, tuple[Any, ...]]
+    by_replica: dict[str, tuple[object, ...]]
     tensors: Mapping[str, Stored]
     state: Mapping[str, list[str]]
 
@@ -81,14 +81,14 @@ def at(field: str, *keys: str | int) -> str:
     return f"{files.STATE}: {field}" + "".join(f"[{key!r}]" for key in keys)
 
 
-def _plain(encoded: Any, tensors: Mapping[str, torch.Tensor], place: str) -> Any:
+def _plain(encoded: object, tensors: Mapping[str, torch.Tensor], place: str) -> object:
     try:
         return from_json(encoded, tensors)
     except Mismatch as error:
         raise Mismatch(str(error), place) from error
 
 
-def _decoded(name: str, encoded: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+def _decoded(name: str, encoded: object, tensors: Mapping[str, torch.Tensor]) -> Any:
     value = _plain(encoded, {} if name == "fields" else tensors, at(name))
     objects = {"groups": value, "fields": [value, *_values(value)], "user": [value]}[name]
     if not isinstance(objects, list) or not all(
@@ -99,7 +99,7 @@ def _decoded(name: str, encoded: Any, tensors: Mapping[str, torch.Tensor]) -> An
     return value
 
 
-def _values(value: Any) -> list[Any]:
+def _values(value: object) -> list[object]:
     return [*value.values()] if isinstance(value, dict) else []
 
 

@@ -13,7 +13,7 @@ from fxpipe.errors import RunError
 from fxpipe.strict import Mismatch, shown
 
 
-def to_json(value: Any, tensors: dict[str, torch.Tensor] | None, prefix: str, what: str) -> Any:
+def to_json(value: object, tensors: dict[str, torch.Tensor] | None, prefix: str, what: str) -> object:
     """A value as JSON has it: None, numbers, texts, bytes, tensors, and lists, tuples, dicts, Counters of
     them.
 
@@ -22,7 +22,7 @@ def to_json(value: Any, tensors: dict[str, torch.Tensor] | None, prefix: str, wh
     Raises RunError, naming the entry, for anything else.
     """
 
-    def encode(value: Any, path: str) -> Any:
+    def encode(value: object, path: str) -> Any:
         match value:
             case None | bool() | str():  # before int, of which bool is a subclass
                 return value
@@ -56,10 +56,10 @@ def to_json(value: Any, tensors: dict[str, torch.Tensor] | None, prefix: str, wh
     return encode(value, what)
 
 
-def from_json(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+def from_json(value: object, tensors: Mapping[str, torch.Tensor]) -> Any:
     """The inverse.  Raises Mismatch for what ``to_json`` does not give."""
 
-    def decode(value: Any) -> Any:
+    def decode(value: object) -> object:
         match value:
             case None | bool() | str() | int() | float():
                 return value
@@ -77,7 +77,7 @@ def from_json(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
         raise error if isinstance(error, Mismatch) else Mismatch(f"is no state: {error!r:.80}") from error
 
 
-_Decode = Callable[[Any], Any]
+_Decode = Callable[[object], object]
 _KINDS: dict[str, Callable[[Any, _Decode, Mapping[str, torch.Tensor]], Any]] = {
     "float": lambda content, decode, tensors: float(content),
     "bytes": lambda content, decode, tensors: bytes.fromhex(content),

@@ -60,8 +60,8 @@ class RankState:
     step_number: int
     run: str
     values: Mapping[ShardName, torch.Tensor]
-    optimizer: dict[str, Any]
-    user: dict[str, Any]
+    optimizer: dict[str, object]
+    user: dict[str, object]
     averages: Mapping[str, Mapping[ShardName, torch.Tensor]]
 
 
@@ -147,7 +147,7 @@ def restore(
 
     Raises ArtifactError on all of them, and nothing has changed, if an object of one does not take its state.
     """
-    undo: list[Callable[[], Any]] = []
+    undo: list[Callable[[], object]] = []
     try:
         with agreed(model.process, f"resume from {contents.path}"):
             if optimizer is not None:
@@ -170,7 +170,7 @@ def restore(
     model.run = contents.run
 
 
-def _give(thing: Stateful, state: Any, what: str, path: Path, undo: list[Callable[[], Any]]) -> None:
+def _give(thing: Stateful, state: Any, what: str, path: Path, undo: list[Callable[[], object]]) -> None:
     # Copied before the load: an object that fails half way through is put back as well.
     undo.append(partial(thing.load_state_dict, copy.deepcopy(thing.state_dict())))
     try:
@@ -184,7 +184,7 @@ def _give(thing: Stateful, state: Any, what: str, path: Path, undo: list[Callabl
 
 def _of_replica(
     checkpoint: CheckpointFiles, user: Collection[str], process: Process | None
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """The states that each replica has its own of, by name.  Raises ArtifactError for other replicas."""
     replica, replicas = (0, 1) if process is None else (process.replica, process.replicas)
     chosen = {name: states for name, states in checkpoint.by_replica.items() if name in user}
@@ -252,7 +252,7 @@ def _optional(optimizer: Optimizer) -> set[str]:
 
 
 def _check_options(
-    saved: Mapping[str, Any], here: Mapping[str, Any], optional: Collection[str], place: str
+    saved: Mapping[str, object], here: Mapping[str, object], optional: Collection[str], place: str
 ) -> None:
     """Raise Mismatch for a value that cannot take the place of the one that is here."""
     for key in saved.keys() & here.keys():
@@ -264,7 +264,7 @@ def _check_options(
 def _check_update(
     optimizer: PipelineOptimizer,
     kind: type[Optimizer],
-    saved: Mapping[str, Any],
+    saved: Mapping[str, object],
     group: Mapping[str, Any],
     checkpoint: CheckpointFiles,
     place: str,
@@ -287,7 +287,7 @@ def _check_update(
             )
 
 
-def _entries_of_update(kind: type[Any], group: Mapping[str, Any], like: torch.Tensor) -> set[str]:
+def _entries_of_update(kind: type[Any], group: Mapping[str, object], like: torch.Tensor) -> set[str]:
     """The entries that an optimizer with a group's options keeps of a small parameter after an update."""
     parameter = torch.nn.Parameter(like.new_zeros([min(2, length) for length in like.shape]))
     parameter.grad = torch.zeros_like(parameter)
@@ -298,7 +298,7 @@ def _entries_of_update(kind: type[Any], group: Mapping[str, Any], like: torch.Te
     return {*trial.state[parameter]}
 
 
-def _fits(value: Any, here: Any) -> bool:
+def _fits(value: Any, here: object) -> bool:
     """Whether a value is of the kind of another, and finite if that is."""
     if here is None:
         return True
@@ -316,7 +316,7 @@ def _is_finite(value: float | torch.Tensor) -> bool:
     return bool(value.isfinite().all()) if isinstance(value, torch.Tensor) else isfinite(value)
 
 
-def _is_count(value: Any) -> bool:
+def _is_count(value: object) -> bool:
     if isinstance(value, torch.Tensor):
         value = value.item() if value.numel() == 1 and not value.is_complex() else None
     return isinstance(value, (int, float)) and isfinite(value) and value >= 0 and value == int(value)
@@ -327,7 +327,7 @@ def _optimizer_state(
     optimizer: PipelineOptimizer,
     checkpoint: CheckpointFiles,
     values: Mapping[ShardName, torch.Tensor],
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """The state of this rank's parameters as ``load_state_dict`` takes it.  Raises Mismatch for values of
     another form than the optimizer's."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]

@@ -216,5 +216,5 @@ class _SavePlanner(DefaultSavePlanner):
             tensor_data=dataclasses.replace(item.tensor_data, chunk=chunk, size=part.whole),
         )
 
-    def lookup_object(self, index: MetadataIndex) -> Any:
+    def lookup_object(self, index: MetadataIndex) -> object:
         return self.state_dict[index.fqn]

@@ -140,7 +140,7 @@ def part_of(state: ModelState, name: ShardName, tensor: torch.Tensor) -> torch.T
     return Part(tensor, torch.Size(offsets), torch.Size(whole)) if fitting else tensor
 
 
-def _state_of(optimizer: PipelineOptimizer | None) -> Iterator[tuple[ShardName, dict[str, Any]]]:
+def _state_of(optimizer: PipelineOptimizer | None) -> Iterator[tuple[ShardName, dict[str, object]]]:
     """The names of this rank's parameters, or of their rows, with the optimizer's state of each."""
     if optimizer is not None:
         shared = [key for key in optimizer.state if key not in optimizer.names]
@@ -153,7 +153,7 @@ def _state_of(optimizer: PipelineOptimizer | None) -> Iterator[tuple[ShardName, 
             yield ShardName(name), optimizer.state_of(updated)
 
 
-def _plain_fields(optimizer: PipelineOptimizer | None) -> dict[str, dict[str, Any]]:
+def _plain_fields(optimizer: PipelineOptimizer | None) -> dict[str, dict[str, object]]:
     """The state of this rank's parameters that is no tensor: numbers, mostly."""
     fields_by_name = {}
     for name, fields in _state_of(optimizer):

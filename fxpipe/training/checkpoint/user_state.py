@@ -7,7 +7,6 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch.distributed.checkpoint.stateful import Stateful
@@ -21,7 +20,7 @@ from fxpipe.training.checkpoint.training_state import USER, UserState
 class ReplicaState:
     """The state of this process's replica, by name: as JSON has it, its tensors, and digests of both."""
 
-    encoded: dict[str, Any] = field(default_factory=dict)
+    encoded: dict[str, object] = field(default_factory=dict)
     tensors: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
     digests: dict[str, str] = field(default_factory=dict)
 
@@ -46,7 +45,7 @@ def state_of_replicas(process: Process | None, ours: ReplicaState) -> UserState:
     A replica that lacks an object of rank 0 gets the state of that.
     """
     leads = process is None or process.leads
-    by_replica: dict[str, tuple[Any, ...]] = {}
+    by_replica: dict[str, tuple[object, ...]] = {}
     if process is not None and process.replicas > 1:
         first, *others = _of_replicas(process, ours.digests)  # states travel only where their digests differ
         differ = [
@@ -63,13 +62,13 @@ def state_of_replicas(process: Process | None, ours: ReplicaState) -> UserState:
     )
 
 
-def _of_replicas(process: Process, values: Mapping[str, Any]) -> Sequence[dict[str, Any]]:
+def _of_replicas(process: Process, values: Mapping[str, object]) -> Sequence[dict[str, object]]:
     """The values of the first rank of each replica, by name."""
     texts = process.gather(json.dumps(values).encode())
     return [json.loads(text) for text in texts[:: process.ranks * process.lanes]]
 
 
-def _digest(state: Any) -> str:
+def _digest(state: object) -> str:
     tensors: dict[str, torch.Tensor] = {}
     sha = hashlib.sha256(json.dumps(to_json(state, tensors, "", "")).encode())
     for tensor in tensors.values():

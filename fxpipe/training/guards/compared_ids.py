@@ -39,7 +39,7 @@ class _Column:
 
     read: Callable[[], list[Any]]
     places: Sequence[Sequence[int]]
-    before: list[Any] = field(init=False)
+    before: list[object] = field(init=False)
 
     def __post_init__(self) -> None:
         self.before = self.now = self.read()
@@ -61,9 +61,9 @@ class ComparedIds:
 
     def __init__(self, slots: Sequence[GuardSlots]):
         self._slots = [*slots]
-        self._freed: list[Any] = []
+        self._freed: list[object] = []
         self._alive = [self._ref(strong(x)) for each in slots for x in each.objects.values()]
-        self._defaults: list[Any] = []  # whose addresses no others may take
+        self._defaults: list[object] = []  # whose addresses no others may take
         kinds: dict[Callable[[Owners], Iterable[_Column]], Owners] = {}
         for place, each in enumerate(slots):
             owner = strong(each.owner)
@@ -87,7 +87,7 @@ class ComparedIds:
             column.before = column.now
         return self
 
-    def _ref(self, x: Any) -> Any:
+    def _ref(self, x: object) -> Any:
         """A weak reference that tells when the object is freed; the object itself if it cannot have one."""
         try:
             return weakref.ref(x, self._freed.append)
@@ -114,7 +114,7 @@ class ComparedIds:
         names = [[x for x in self._slots[place].names if x in vars(owner)] for place, owner in owners.items()]
         entries = _getters(names)
 
-        def read() -> list[Any]:
+        def read() -> list[object]:
             objects = [*map(call, refs)]
             dicts = [*map(_DICT, objects)]
             parameters, buffers, children = _tables(dicts[:number])
@@ -137,7 +137,7 @@ class ComparedIds:
         refs = [*map(self._ref, functions)]
         self._defaults += (x.__defaults__ for x in functions if is_plain(x.__defaults__))
 
-        def read() -> list[Any]:
+        def read() -> list[object]:
             now = [*map(call, refs)]
             attributes = _flat(map(dict.values, filter(None, map(_DICT, now))))
             variables = map(_CELL, _flat(filter(None, map(_CLOSURE, now))))
@@ -178,19 +178,19 @@ class ComparedIds:
         )
 
 
-def _getters(names: Iterable[Sequence[Any]]) -> Callable[[Iterable[Any]], Iterator[Any]]:
+def _getters(names: Iterable[Sequence[object]]) -> Callable[[Iterable[object]], Iterator[object]]:
     """A function that gives the entries of these names of dicts, one dict after the other."""
     getters = [_getter(x) for x in names]
     return lambda dicts: _flat(map(call, getters, dicts))
 
 
-def _getter(names: Sequence[Any]) -> Callable[[Any], Iterable[Any]]:
+def _getter(names: Sequence[object]) -> Callable[[Any], Iterable[object]]:
     if len(names) > 1:
         return itemgetter(*names)
     return (lambda entries: (entries[names[0]],)) if names else lambda _: ()
 
 
-def _repeated(places: Sequence[Any], contents: Iterable[Sequence[Any]]) -> Iterable[Any]:
+def _repeated(places: Sequence[object], contents: Iterable[Sequence[object]]) -> Iterable[Any]:
     """Each place as often as it has contents."""
     return _flat(map(repeat, places, map(len, contents)))
 

@@ -36,7 +36,7 @@ class Code(NamedTuple):
     """A function or a class, by its name and line.  It is not kept: it may hold the model."""
 
     text: str
-    ref: Any
+    ref: object
 
     def __repr__(self) -> str:
         return self.text
@@ -47,8 +47,8 @@ class Numbers(NamedTuple):
     the bytes of an array."""
 
     kind: str
-    ref: Any
-    contents: Any
+    ref: object
+    contents: object
 
     def __repr__(self) -> str:
         return f"{self.kind} with other values"
@@ -63,11 +63,11 @@ class Compared:
     sets: Collection[str]
     constants: Mapping[int, weakref.ref[torch.Tensor]]
 
-    def is_constant(self, x: Any) -> bool:
+    def is_constant(self, x: object) -> bool:
         ref = self.constants.get(id(x))  # another one may have the address of one that is gone
         return ref is not None and ref() is x
 
-    def value(self, x: Any) -> Any:
+    def value(self, x: object) -> object:
         """What stands for it in comparisons; None for what is not compared."""
         if is_plain(x):
             return x
@@ -97,13 +97,13 @@ class GuardSlots:
     """
 
     path: str
-    owner: Any
+    owner: object
     is_far: bool
     compared: Compared
-    values: dict[str, Any] = field(init=False, default_factory=dict)
-    names: list[Any] = field(init=False, default_factory=list)
-    objects: dict[Any, Any] = field(init=False, default_factory=dict)
-    by_value: list[tuple[Any, Any]] = field(init=False, default_factory=list)
+    values: dict[str, object] = field(init=False, default_factory=dict)
+    names: list[object] = field(init=False, default_factory=list)
+    objects: dict[object, object] = field(init=False, default_factory=dict)
+    by_value: list[tuple[object, object]] = field(init=False, default_factory=list)
     constants: list[str] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
@@ -147,7 +147,7 @@ class GuardSlots:
         return new if same and all(map(operator.is_, new.objects.values(), self.objects.values())) else None
 
 
-def ids(slots: GuardSlots, owner: Any) -> list[Any]:
+def ids(slots: GuardSlots, owner: object) -> list[object]:
     """The number of names in an owner, and the addresses of what these stand for."""
     if type(owner) is dict:
         return [len(owner), *map(id, map(owner.get, slots.names))]
@@ -174,14 +174,14 @@ def code(x: Any) -> Code:
     return Code(name_and_line(x), weak(x))
 
 
-def weak(x: Any) -> Any:
+def weak(x: object) -> object:
     try:
         return weakref.ref(x)
     except TypeError:  # a list, a tuple, a function in C
         return x
 
 
-def strong(x: Any) -> Any:
+def strong(x: object) -> object:
     return x() if type(x) is weakref.ref else x
 
 
@@ -190,7 +190,7 @@ def attribute_of(path: str) -> str:
     return next((name for name in reversed(path.split(".")) if not name.isdigit()), "")
 
 
-def _compared_contents(owner: Any, constants: Collection[str]) -> Mapping[Any, Any]:
+def _compared_contents(owner: object, constants: Collection[str]) -> Mapping[Any, object]:
     """What an owner holds; parameters and buffers of a module, but constants, stand for themselves."""
     if not isinstance(owner, nn.Module):
         return contents(owner)
@@ -200,7 +200,7 @@ def _compared_contents(owner: Any, constants: Collection[str]) -> Mapping[Any, A
     return entries
 
 
-def _leads_on(x: Any) -> bool:
+def _leads_on(x: object) -> bool:
     """Whether another object in its place may be another setting."""
     if isinstance(x, nn.Module):
         return False

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Container, Mapping
-from typing import Any
 
 import torch
 from torch import nn
@@ -124,7 +123,7 @@ def _named(parameters: Mapping[str, torch.Tensor], model: nn.Module | None) -> d
     return ({} if model is None else dict(model.named_parameters())) | dict(parameters)
 
 
-def _parameter(model: nn.Module, name: str) -> Any:
+def _parameter(model: nn.Module, name: str) -> object:
     """The parameter of this name; None if the model has none."""
     path, _, key = name.rpartition(".")
     try:

@@ -18,7 +18,7 @@ import inspect
 import types
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -46,8 +46,8 @@ class Change(NamedTuple):
     """None: there was nothing before, or is nothing now."""
 
     name: str
-    before: Any
-    now: Any
+    before: object
+    now: object
     is_of_code: bool
 
     def __str__(self) -> str:
@@ -70,7 +70,7 @@ class PythonGuards:
     def __init__(
         self,
         model: nn.Module,
-        loss_fn: Any = None,
+        loss_fn: object = None,
         constants: Sequence[weakref.ref[torch.Tensor]] = (),
         walked: PythonState | None = None,
     ):
@@ -80,7 +80,7 @@ class PythonGuards:
         self._compared = Compared(walked.reads, walked.sets, by_id)
         self._slots = self._slots_of(walked)
         self._ids = ComparedIds(self._slots)
-        self._then: Mapping[Key, Any] = _described(self._slots)
+        self._then: Mapping[Key, object] = _described(self._slots)
         self._now = self._then
         self._paths = {slots.path for slots in self._slots}
 
@@ -95,7 +95,7 @@ class PythonGuards:
             return []
         if None in again.values():  # other objects: what they lead to is searched
             slots = self._slots_of(self._left() if model is None else PythonState.of(model, self._loss_fn))
-            now: dict[Key, Any] = _described(slots)
+            now: dict[Key, object] = _described(slots)
             keys = {*now, *self._then}
             if model is None:
                 paths = {each.path for each in slots}
@@ -126,7 +126,7 @@ class PythonGuards:
             self._slots, self._now, self._ids = slots, now, self._ids.accepted(slots)
         return sorted(changes, key=lambda change: change.name)
 
-    def _matters(self, path: str, name: str, now: Mapping[Key, Any], trains: bool) -> bool:
+    def _matters(self, path: str, name: str, now: Mapping[Key, object], trains: bool) -> bool:
         owner = path, ""
         if (name or path.rpartition(".")[2]) in self._compared.sets:
             return False
@@ -153,11 +153,11 @@ class PythonGuards:
         return [GuardSlots(x.path, x.thing, x.is_far, self._compared) for x in owners]
 
 
-def _described(slots: Iterable[GuardSlots]) -> dict[Key, Any]:
+def _described(slots: Iterable[GuardSlots]) -> dict[Key, object]:
     return {(each.path, name): value for each in slots for name, value in each.values.items()}
 
 
-def _of_class(owner: Any, name: str) -> Any:
+def _of_class(owner: object, name: str) -> object:
     """What an attribute is where the object itself has none."""
     x = inspect.getattr_static(type(owner), name, None) if name else None
     return x if x is None or is_plain(x) else code(function_of(x)) if callable(function_of(x)) else None

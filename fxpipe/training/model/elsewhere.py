@@ -57,8 +57,8 @@ class Elsewhere(torch.Tensor):
 
     @classmethod
     def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+        cls, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, object] | None = None
+    ) -> object:
         if func == _GRADIENT:
             cls.explain.gradient_is_read(args[0], sys._getframe(1))
         if func in _READS_NO_VALUES and not sys._getframe(1).f_code.co_filename.startswith(OF_TRANSFORMS):
@@ -66,7 +66,7 @@ class Elsewhere(torch.Tensor):
                 return func(*args, **(kwargs or {}))
         raise RunError(cls.explain(_first((args, kwargs or {}))))
 
-    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+    def __repr__(self, **_: object) -> str:  # type: ignore[override]
         return f"<{self.kind.__name__} of shape {(*self.shape,)} on other ranks>"
 
 
@@ -92,7 +92,7 @@ _READS_NO_VALUES = {
 }  # fmt: skip
 
 
-def is_elsewhere(tensor: Any) -> bool:
+def is_elsewhere(tensor: object) -> bool:
     return isinstance(tensor, Elsewhere)
 
 

@@ -25,8 +25,8 @@ class Rollback:
     options."""
 
     values: tuple[torch.Tensor, ...]
-    state: Mapping[Parameter, dict[str, Any]]
-    options: tuple[dict[str, Any], ...]
+    state: Mapping[Parameter, dict[str, object]]
+    options: tuple[dict[str, object], ...]
 
     @staticmethod
     @torch.no_grad()
@@ -76,11 +76,11 @@ def _updated(optimizer: Optimizer) -> list[Parameter]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+def _options(group: Mapping[str, object]) -> dict[str, object]:
     return {name: value for name, value in group.items() if name != "params"}
 
 
-def _copied(memory: Any, value: Any) -> Any:
+def _copied(memory: Any, value: Any) -> object:
     """A copy of a value: of a tensor in this memory, if it fits."""
     tensors = isinstance(memory, torch.Tensor) and isinstance(value, torch.Tensor)
     fits = tensors and (memory.shape, memory.dtype, memory.device) == (value.shape, value.dtype, value.device)

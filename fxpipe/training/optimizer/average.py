@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
@@ -128,10 +127,10 @@ class OfAverage:
     def __init__(self, average: Average):
         self.average = average
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         return {"updates": self.average.updates}
 
-    def load_state_dict(self, state: Any) -> None:
+    def load_state_dict(self, state: object) -> None:
         """Raises OptionError for anything else."""
         updates = state.get("updates") if isinstance(state, Mapping) else None
         if not isinstance(updates, int) or isinstance(updates, bool) or updates < 0:

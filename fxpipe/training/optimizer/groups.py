@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any
 
 from torch.nn import Parameter
 from torch.optim import Optimizer
@@ -31,11 +30,11 @@ class Group:
     is made with.  ``options``: of the group alone.  ``names``: those of its parameters, on all ranks."""
 
     cls: MakesOptimizer
-    defaults: Mapping[str, Any]
-    options: Mapping[str, Any] = field(default_factory=dict)
+    defaults: Mapping[str, object]
+    options: Mapping[str, object] = field(default_factory=dict)
     names: frozenset[str] = frozenset()
 
-    def of(self, parameters: Sequence[Parameter]) -> dict[str, Any]:
+    def of(self, parameters: Sequence[Parameter]) -> dict[str, object]:
         """The group as torch takes it, with these parameters."""
         return {**self.options, "params": [*parameters]}
 
@@ -45,7 +44,7 @@ class Group:
 
 
 def groups_of(
-    cls: MakesOptimizer, defaults: Mapping[str, Any], mappings: Any, model_names: Collection[str]
+    cls: MakesOptimizer, defaults: Mapping[str, object], mappings: object, model_names: Collection[str]
 ) -> list[Group]:
     """The same groups on every rank.
 
@@ -76,7 +75,7 @@ def groups_of(
     return groups
 
 
-def _patterns(group: Mapping[str, Any], model_names: Collection[str]) -> list[str]:
+def _patterns(group: Mapping[str, object], model_names: Collection[str]) -> list[str]:
     params = group.get("params")
     several = [params] if isinstance(params, str) else [*params] if isinstance(params, Iterable) else []
     if not several or not all(isinstance(pattern, str) for pattern in several):
@@ -113,7 +112,9 @@ def optimizer_of(groups: Sequence[Group], parameters: Mapping[str, Parameter]) -
     return SeveralOptimizers([optimizers[kind] for kind in kinds])
 
 
-def made(cls: MakesOptimizer, groups: Sequence[Mapping[str, Any]], defaults: Mapping[str, Any]) -> Optimizer:
+def made(
+    cls: MakesOptimizer, groups: Sequence[Mapping[str, object]], defaults: Mapping[str, object]
+) -> Optimizer:
     """``cls(groups, **defaults)``.  Raises OptionError where that is no optimizer."""
     if isinstance(cls, Optimizer):
         kind = type(cls).__name__
@@ -136,7 +137,7 @@ def made(cls: MakesOptimizer, groups: Sequence[Mapping[str, Any]], defaults: Map
 
 
 def _check_options(
-    cls: MakesOptimizer, defaults: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]
+    cls: MakesOptimizer, defaults: Mapping[str, object], groups: Sequence[Mapping[str, object]]
 ) -> None:
     """Raise OptionError for an option that the class does not have, with those that it has.
 

@@ -399,7 +399,7 @@ class PipelineOptimizer(Optimizer):
             options |= {f"{at}{name}": _as_text(x) for name, x in group.items() if name != "params"}
         return options
 
-    def state_of(self, updated: Parameter) -> dict[str, Any]:
+    def state_of(self, updated: Parameter) -> dict[str, object]:
         """The wrapped optimizer's state of what it updates, with the master itself."""
         self.settle()
         master = {MASTER: updated.detach()} if updated in self.masters else {}
@@ -439,7 +439,7 @@ class PipelineOptimizer(Optimizer):
         self.optimizer.param_groups.append(param_group)
 
 
-def _as_text(value: Any) -> str:
+def _as_text(value: object) -> str:
     """An option as text that is the same on all ranks, whose last digits may differ."""
     match value:
         case torch.Tensor() if value.numel() == 1 and value.device.type == "cpu":

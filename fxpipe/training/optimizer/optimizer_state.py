@@ -21,10 +21,10 @@ MASTER = "master_weight"
 
 def named_state(
     optimizer: Optimizer,
-    masters: Mapping[int, Any],
+    masters: Mapping[int, object],
     updated: Sequence[Sequence[Parameter]],
     names: Mapping[Parameter, str],
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """The state of an optimizer with the names of its parameters, which ``torch.load`` reads.
 
     masters: the state, by number, of parameters that have one.  updated: by group.
@@ -35,7 +35,7 @@ def named_state(
     return {**state, "state": {**state["state"], **masters}, "param_groups": groups}
 
 
-def without_masters(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[int, torch.Tensor]]:
+def without_masters(state: Mapping[str, Any]) -> tuple[dict[str, object], dict[int, torch.Tensor]]:
     """A state as torch's optimizer has it, without names, by which ranks' groups would differ; and the
     masters in it, by number."""
     states = dict(state["state"])

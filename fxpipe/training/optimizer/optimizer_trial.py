@@ -200,7 +200,7 @@ def _drawn(
     return start, grads
 
 
-def _with_rate(options: Mapping[str, Any]) -> dict[str, Any]:
+def _with_rate(options: Mapping[str, object]) -> dict[str, object]:
     """Options with a learning rate that hides no difference, as 0 would."""
     return {name: 0.1 if name == "lr" else value for name, value in options.items()}
 
@@ -210,7 +210,7 @@ def ready(group: Group, tables: Sequence[Parameter]) -> Any:
     return in_train_mode(group.made(tables))
 
 
-def in_train_mode(optimizer: Any) -> Any:
+def in_train_mode(optimizer: object) -> Any:
     """The optimizer, in the mode in which it updates: one that is schedule-free has another one."""
     if callable(train := getattr(optimizer, "train", None)):
         train()
@@ -225,8 +225,8 @@ class _NoCommunication(TorchDispatchMode):
     """Raises before anything is sent."""
 
     def __torch_dispatch__(
-        self, op: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+        self, op: Any, types: object, args: Sequence[object] = (), kwargs: Mapping[str, object] | None = None
+    ) -> object:
         if op.namespace in ("c10d", "_c10d_functional"):
             raise _CommunicatesError(op.name().partition("::")[2].rstrip("_"))
         return op(*args, **(kwargs or {}))

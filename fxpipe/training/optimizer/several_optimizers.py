@@ -20,7 +20,7 @@ class SeveralOptimizers(Optimizer):
         super().__init__(self._groups(), {})
         self.param_groups = self._groups()
 
-    def _groups(self) -> list[dict[str, Any]]:
+    def _groups(self) -> list[dict[str, object]]:
         """The groups that the optimizers have now."""
         left = {optimizer: iter(optimizer.param_groups) for optimizer in self.optimizers}
         return [next(left[optimizer]) for optimizer in self.of_groups]
@@ -35,7 +35,7 @@ class SeveralOptimizers(Optimizer):
         for optimizer in self.optimizers:
             optimizer.state = state
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Callable[[], object] | None = None) -> Any:
         loss = None if closure is None else closure()
         for optimizer in self.optimizers:
             optimizer.step()
@@ -44,7 +44,7 @@ class SeveralOptimizers(Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Let each optimizer load its own groups and their state, as its class does it."""
         saved = state_dict["param_groups"]
-        states: dict[Any, Any] = defaultdict(dict)
+        states: dict[Any, object] = defaultdict(dict)
         for optimizer in self.optimizers:
             groups = [entry for entry, of in zip(saved, self.of_groups, strict=True) if of is optimizer]
             numbers = [number for group in groups for number in group["params"]]

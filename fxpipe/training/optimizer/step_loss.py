@@ -17,11 +17,11 @@ class StepLoss(torch.Tensor):
     @classmethod
     def __torch_function__(
         cls,
-        function: Callable[..., Any],
+        function: Callable[..., object],
         types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         plain = pytree.tree_map_only(StepLoss, as_plain, (tuple(args), dict(kwargs or {})))
         if function is torch.Tensor.backward and not plain[0][0].requires_grad:
             raise RunError(HAS_RUN)
@@ -29,7 +29,7 @@ class StepLoss(torch.Tensor):
         is_number = isinstance(result, torch.Tensor) and result.dim() == 0 and result.is_floating_point()
         return result.as_subclass(StepLoss) if is_number and type(result) is torch.Tensor else result
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> Any:
         """Files hold a plain tensor, which needs no class to be loaded."""
         return as_plain(self).__reduce_ex__(protocol)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial, wraps
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 
@@ -116,7 +116,7 @@ class LocalRunner:
     @in_traced_state
     def run_local(
         self,
-        batch: Any,
+        batch: object,
         step: int,
         threads: int,
         measure_memory: bool,
@@ -178,7 +178,7 @@ class LocalRunner:
         self,
         world: LocalWorld,
         runtimes: Sequence[Runtime],
-        batch: Any,
+        batch: object,
         threads: int,
         check: Check = None,
         record: Mapping[str, Path] = NOTHING,
@@ -186,7 +186,7 @@ class LocalRunner:
     ) -> list[torch.Tensor | None]:
         """Run a step of all ranks; return their losses."""
         spec = self.plan.step
-        mains: list[Callable[[], Any]] = []
+        mains: list[Callable[[], object]] = []
         for number, rt in enumerate(runtimes):
             replica = number // (world.ranks * world.lanes)
             rows = rows_of_replica(spec.batch, batch, spec.microbatches, replica, world.replicas)
@@ -218,7 +218,9 @@ class LocalRunner:
         assert self._ranks_to_replay is not None
         return self._ranks_to_replay
 
-    def _replay_locally(self, ranks: LocalRanks, batch: Any, threads: int) -> Sequence[torch.Tensor | None]:
+    def _replay_locally(
+        self, ranks: LocalRanks, batch: object, threads: int
+    ) -> Sequence[torch.Tensor | None]:
         run = partial(self._run_locally, ranks.world, threads=threads)
         ranks.replays = ranks.replays or Replays("always", self.device, run)
         ranks.replays.run = run
@@ -242,7 +244,7 @@ class LocalRunner:
         return rt
 
     def _run_program(
-        self, program: Program, rt: Runtime, number: int, batch: Any, check: Check = None
+        self, program: Program, rt: Runtime, number: int, batch: object, check: Check = None
     ) -> torch.Tensor | None:
         """Run a step of a program; return its loss.  number: of the process, in errors."""
         file = program.step.__code__.co_filename
@@ -318,7 +320,7 @@ class LocalRunner:
         return Offloader(store, self.device)
 
     @staticmethod
-    def _tensors_of(rt: Runtime, batch: Any) -> list[torch.Tensor]:
+    def _tensors_of(rt: Runtime, batch: object) -> list[torch.Tensor]:
         """The tensors that a rank also holds between steps."""
         tensors = [*rt.params.values(), *rt.grads.values(), *rt.buffers.values(), *rt.constants.values()]
         return tensors + [x for _, x in batch_leaves(batch) if isinstance(x, torch.Tensor)]
@@ -331,7 +333,7 @@ def _whole_gradients(
     return {name: lanes.joined(name, [grads[name] for grads in of_lanes]) for name in of_lanes[0]}
 
 
-def _metered(main: Callable[[], Any], rt: Runtime, meter: SavedBytes) -> Any:
+def _metered(main: Callable[[], object], rt: Runtime, meter: SavedBytes) -> object:
     rt.record.at_op, rt.record.at_arrival = meter.between_ops, meter.arrived
     rt.record.at_once = meter.ignore
     with meter:

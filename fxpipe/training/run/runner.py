@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -79,7 +78,7 @@ class Runner(LocalRunner):
 
     @in_traced_state
     def step(
-        self, batch: Any, outputs: Sequence[str], outputs_on: On, check: Check, record: Mapping[str, Path]
+        self, batch: object, outputs: Sequence[str], outputs_on: On, check: Check, record: Mapping[str, Path]
     ) -> StepResult:
         """See ``Pipeline.step``."""
         if self.process is not None:
@@ -132,7 +131,9 @@ class Runner(LocalRunner):
             self.rank_digests.stepped()
         return StepResult(loss, results)
 
-    def _run(self, rt: Runtime, batch: Any, check: Check, record: Mapping[str, Path]) -> torch.Tensor | None:
+    def _run(
+        self, rt: Runtime, batch: object, check: Check, record: Mapping[str, Path]
+    ) -> torch.Tensor | None:
         """Run the program, or replay it; return its loss."""
         asks = check or record or rt.collected.wanted or rt.weighted
         if self._replays is not None and not asks:
@@ -167,7 +168,7 @@ class Runner(LocalRunner):
             never,
         )
 
-    def evaluate(self, batch: Any, outputs: Sequence[str], outputs_on: On) -> StepResult:
+    def evaluate(self, batch: object, outputs: Sequence[str], outputs_on: On) -> StepResult:
         """A step of a forward, or several for a batch with fewer rows."""
         spec, rt = self.plan.step, self.runtime
         short = short_batch(spec, batch, outputs)
@@ -365,7 +366,7 @@ class Runner(LocalRunner):
                 raise self._failure(error, rt, number) from error
             raise
 
-    def _begin_comparison(self, batch: Any, number: int, asked: str) -> Callable[[], None]:
+    def _begin_comparison(self, batch: object, number: int, asked: str) -> Callable[[], None]:
         """Start to compare batch and training with the other ranks; return the function that ends it.
 
         That raises RunError if the ranks differ.  All ranks have sent their words long before it waits.
@@ -397,7 +398,7 @@ class Runner(LocalRunner):
 
         return compare
 
-    def _words(self, facts: Facts, batch: Any) -> torch.Tensor:
+    def _words(self, facts: Facts, batch: object) -> torch.Tensor:
         """The words that this rank compares with those of the others."""
         spec = self.plan.step.batch
         return words(facts, spec.tensors, given_leaves(spec, batch))

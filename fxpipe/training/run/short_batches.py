@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import gcd
-from typing import Any
 
 import torch
 
@@ -33,7 +32,7 @@ class ShortBatch:
     def whole(self) -> int:
         return self.rows // self.size
 
-    def batches(self, spec: StepSpec, batch: Any) -> list[Any]:
+    def batches(self, spec: StepSpec, batch: object) -> list[object]:
         """The batch of each step."""
         batch = as_dicts(batch)
         sizes = {leaf.name: leaf.shape for leaf in spec.batch.leaves if not leaf.unread}
@@ -64,7 +63,7 @@ class ShortBatch:
         return chosen.flatten(0, 1)
 
 
-def short_batch(spec: StepSpec, batch: Any, outputs: Sequence[str]) -> ShortBatch | None:
+def short_batch(spec: StepSpec, batch: object, outputs: Sequence[str]) -> ShortBatch | None:
     """Divide a batch of any number of rows into steps; None for one that makes the microbatches of a step, or
     that no number of rows would fit.
 

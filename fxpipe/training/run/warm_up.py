@@ -7,7 +7,6 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -41,7 +40,7 @@ class WarmUp:
     _settled_at: int = -1  # when the memory of steps had grown so often
     _has_said_grown: bool = False
 
-    def run(self, rt: Runtime, program: Program, batch: Any, before: Callable[[], Any]) -> None:
+    def run(self, rt: Runtime, program: Program, batch: object, before: Callable[[], object]) -> None:
         """Run the program alone before its first step, if Inductor compiles it on some rank, or messages wait
         on the device; there also until it asks for no memory.
 
@@ -73,7 +72,7 @@ class WarmUp:
                 self.settle(rt, program, batch)
         self._is_over = True
 
-    def settle(self, rt: Runtime, program: Program, batch: Any) -> None:
+    def settle(self, rt: Runtime, program: Program, batch: object) -> None:
         """Run the program alone, where steps need a settled memory, until it asks for none."""
         if self._releases is None:
             return

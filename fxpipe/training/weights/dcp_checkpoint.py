@@ -8,7 +8,6 @@ import zipfile
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -111,7 +110,7 @@ def _within(area: tuple[tuple[int, ...], tuple[int, ...]], origin: tuple[int, ..
     return tuple(slice(o - b, o - b + size) for o, size, b in zip(*area, origin, strict=True))
 
 
-def _loaded(path: Path, chunk: Chunk) -> Any:
+def _loaded(path: Path, chunk: Chunk) -> object:
     """Load what torch.save wrote to these bytes of a file; tensors and plain values alone are unpickled."""
     with open_regular(path) as file:
         file.seek(0, io.SEEK_END)

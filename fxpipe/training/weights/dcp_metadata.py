@@ -121,19 +121,19 @@ def common(one: _Area, other: _Area) -> _Area | None:
     return (begins, sizes) if all(size > 0 for size in sizes) else None
 
 
-def _mapping(value: Any) -> dict[Any, Any]:
+def _mapping(value: object) -> dict[Any, object]:
     if type(value) is not dict:
         raise Mismatch("has something else where a mapping must be")
     return value
 
 
-def _path(value: Any) -> tuple[str | int, ...]:
+def _path(value: object) -> tuple[str | int, ...]:
     if type(value) is not tuple or not value or not all(type(name) in (str, int) for name in value):
         raise Mismatch("has something else where a path in the state dict must be")
     return value
 
 
-def _dtype(properties: Any) -> torch.dtype:
+def _dtype(properties: object) -> torch.dtype:
     state = of_kind(properties, "TensorProperties").state
     if not isinstance(state, tuple) or not state or not isinstance(state[0], torch.dtype):
         raise Mismatch("has a tensor without a dtype")

@@ -36,10 +36,10 @@ class Record:
     """An object of the pickle: the name of its class or function, what that was called with, its state."""
 
     kind: str
-    arguments: Any = ()
+    arguments: object = ()
     state: Any = field(default_factory=dict)
 
-    def get(self, name: str) -> Any:
+    def get(self, name: str) -> object:
         if not isinstance(self.state, dict) or name not in self.state:
             raise Mismatch(f"holds a {self.kind} without {name}")
         return self.state[name]
@@ -50,13 +50,13 @@ class _Callable:
     kind: str
 
 
-def of_kind(value: Any, kind: str) -> Record:
+def of_kind(value: object, kind: str) -> Record:
     if not isinstance(value, Record) or value.kind != kind:
         raise Mismatch(f"has something else where a {kind} of torch.distributed.checkpoint must be")
     return value
 
 
-def numbers(value: Any) -> tuple[int, ...]:
+def numbers(value: object) -> tuple[int, ...]:
     if type(value) is not tuple or len(value) > 64:
         raise Mismatch("has something else where a shape or a place must be")
     if not all(type(number) is int and 0 <= number <= LARGEST_INT for number in value):
@@ -64,7 +64,7 @@ def numbers(value: Any) -> tuple[int, ...]:
     return value
 
 
-def read_plain(data: bytes) -> Any:
+def read_plain(data: bytes) -> object:
     """Read a pickle of torch's dataclasses, with plain values in them, as records."""
     try:
         return _Stack().follow(data)
@@ -80,9 +80,9 @@ class _Stack:
     def __init__(self) -> None:
         self._values: list[Any] = []
         self._marks: list[int] = []
-        self._memo: dict[int, Any] = {}
+        self._memo: dict[int, object] = {}
 
-    def follow(self, data: bytes) -> Any:
+    def follow(self, data: bytes) -> object:
         argument: Any
         for operation, argument, _ in pickletools.genops(data):
             name = operation.name
@@ -139,7 +139,7 @@ class _Stack:
 
 
 _PLAIN = {"NONE", "BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "SHORT_BINUNICODE", "BINUNICODE"}
-_NEW: Mapping[str, Callable[[], Any]] = {
+_NEW: Mapping[str, Callable[[], object]] = {
     "EMPTY_TUPLE": tuple,
     "EMPTY_LIST": list,
     "EMPTY_DICT": dict,
@@ -151,7 +151,7 @@ _TAKEN = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3, "APPEND": 1, "SETITEM": 2}
 _TAKEN |= {"STACK_GLOBAL": 2, "NEWOBJ": 2, "REDUCE": 2, "BUILD": 1}
 
 
-def _global(module: Any, name: Any) -> torch.dtype | _Callable:
+def _global(module: object, name: object) -> torch.dtype | _Callable:
     """The stand-in for a class or function that a pickle names."""
     if type(module) is not str or type(name) is not str:
         raise Mismatch("names a class by something else than text")
@@ -170,7 +170,7 @@ def _global(module: Any, name: Any) -> torch.dtype | _Callable:
     return _Callable(name)
 
 
-def _made(function: Any, arguments: Any) -> Any:
+def _made(function: object, arguments: object) -> object:
     if not isinstance(function, _Callable) or type(arguments) is not tuple:
         raise Mismatch("makes an object of something else than a class")
     if function.kind == "Size":
@@ -178,7 +178,7 @@ def _made(function: Any, arguments: Any) -> Any:
     return Record(function.kind, arguments)
 
 
-def _set(mapping: Any, pairs: list[Any]) -> None:
+def _set(mapping: object, pairs: list[object]) -> None:
     keys = pairs[::2]
     # The hash of other values can take forever.
     if type(mapping) is not dict or not all(isinstance(key, str | Record) for key in keys):

@@ -63,8 +63,8 @@ class _Initializing(TorchDispatchMode):
         self._last, self._drawn = "", Counter[str]()
 
     def __torch_dispatch__(
-        self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+        self, op: Any, types: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
+    ) -> object:
         schema = schema_of(op).arguments
         arguments = {a.name: x for a, x in zip(schema, args, strict=False)} | (kwargs or {})
         storages = {name: _storage(t) for name, t in arguments.items() if isinstance(t, torch.Tensor)}
@@ -120,7 +120,7 @@ def _inside_out(
     yield path, module, around
 
 
-def _takes_a_module(function: Any) -> bool:
+def _takes_a_module(function: object) -> bool:
     """Some models have an ``_init_weights()`` of another kind, without arguments."""
     if not callable(function):
         return False
