@@ -118,7 +118,7 @@ EFFORT = 0.02  # of schedule searches in tests that hold for any schedule: the d
 
 @dataclass(frozen=True)
 class Shape:
-    """How a case is compiled."""
+    """How a case is compiled.  ``check``: False where other tests have the certificate of such programs."""
 
     ranks: int
     schedule: str = "1f1b"
@@ -134,6 +134,7 @@ class Shape:
     backend: str = "eager"
     replicas: int | None = None
     shard: str | None = None
+    check: bool = True
 
 
 def compiled(case: Case, model: nn.Module, microbatches: int, shape: Shape) -> fxpipe.Pipeline:
@@ -156,6 +157,7 @@ def compiled(case: Case, model: nn.Module, microbatches: int, shape: Shape) -> f
         offload=fxpipe.Offload(shape.offload, bandwidth=1e12),
         recompute=shape.recompute,
         backend=shape.backend,
+        check=shape.check,
         effort=EFFORT,
     )
 
