@@ -283,6 +283,7 @@ def refused(rank: Rank) -> None:
     rank.error("unknown output", pipe.step, batch, outputs=["logits"])
     before = pipe.step_number, pipe.process.watch.failures.are_known
     rank.text("refused", [*before, pipe.step(batch).item()])
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # one rank may have ended before the other one has written
     rank.error("one bad batch", pipe.step, wide if rank.number == 1 else batch)
     ends_with(rank, "after a failure", pipe, batch)
 
