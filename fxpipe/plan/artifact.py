@@ -33,6 +33,7 @@ from fxpipe.strict import (
     Mismatch,
     NonNegative,
     Share,
+    at_least,
     between,
     entries,
     parse_json,
@@ -198,7 +199,7 @@ class Plan:
     which all microbatches take the mean over the batch; ``own_means``: of which each has its own.
     ``rewrites``: rules that gave the step other kernels.  ``libraries``: ops of others, with the modules that
     register them.  ``flops``: of the captured step of one microbatch by arithmetic (``bfloat16``), without
-    recomputation; empty in plans of earlier versions.
+    recomputation; empty in plans of earlier versions.  ``head_chunks``: the parts of the output layer.
     """
 
     format: int
@@ -241,6 +242,7 @@ class Plan:
     rewrites: tuple[Rewrite, ...] = ()
     libraries: Libraries = field(default_factory=dict)
     flops: dict[str, NonNegative] = field(default_factory=dict)
+    head_chunks: Annotated[int, at_least(1)] = 1
 
     def __repr__(self) -> str:
         """Short: ``to_json`` has all of it."""

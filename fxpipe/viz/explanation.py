@@ -35,6 +35,9 @@ def explain(plan: Plan, console: Console) -> None:
         console.print(terminal(line), soft_wrap=True)
     if plan.device:
         console.print(terminal(f"Costs of the device {plan.device}{_machines(plan)}."), soft_wrap=True)
+    if plan.head_chunks > 1:
+        head = f"The output layer runs in the backward, in {plan.head_chunks} parts of the tokens."
+        console.print(terminal(head), soft_wrap=True)
     for rewrite in plan.rewrites:
         console.print(terminal(_rewritten(rewrite)), soft_wrap=True)
     if plan.replicas > 1:

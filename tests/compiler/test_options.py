@@ -2,11 +2,13 @@
 
 import inspect
 import re
+from dataclasses import fields
 
 from docs_worker import ROOT
 
 import fxpipe
 from fxpipe.api.arguments import DOCS
+from fxpipe.compiler.options import Options
 from fxpipe.plan.meshes import Mesh
 from scripts.site_docstrings import as_markdown
 
@@ -39,6 +41,23 @@ def test_each_option_is_documented():
             rf"^    {name}: (.*?)(?=\n    \S|\n\n)", fxpipe.compile.__doc__, re.DOTALL | re.MULTILINE
         )
         assert " ".join(shown[1].split()) == text
+
+
+def test_each_option_is_read():
+    """Of those that the compiler has: an option that nothing reads would be ignored in silence."""
+    own = {"options.py", "check_options.py", "arguments.py"}
+    files = [path for path in (ROOT / "fxpipe").rglob("*.py") if path.name not in own]
+    read = {name for path in files for name in re.findall(r"\.([a-z_]+)\b", path.read_text())}
+    settled = {"costs", "offload", "replay", "without"}  # ``Settings`` has what they stand for
+    assert {field.name for field in fields(Options)} - read <= settled
+
+
+def test_each_option_of_the_planner_reaches_it():
+    """Of a command: its namespace is read by name."""
+    source = (ROOT / "fxpipe/cli/plan.py").read_text()
+    options = set(re.findall(r'_add_option\(\s*parser, "([a-z_]+)"', source))
+    assert len(options) > 5
+    assert {name for name in options if f"options.{name}" not in source} == set()
 
 
 def test_what_a_mesh_divides():

@@ -126,9 +126,16 @@ def test_gradients_are_those_of_the_whole_head(name):
         assert (result.grads[parameter] - grad).abs().max() <= limit * grad.abs().max()
     assert abs(pipe.evaluation.run_local(batch).loss - expected) <= limit * abs(expected)
     assert largest(pipe) < TOKENS * WORDS
+    assert pipe.plan.head_chunks == pipe.evaluation.plan.head_chunks == 3
     whole = compiled(model, loss, chunks=1)
     assert largest(whole) >= (LENGTH - 1) * ROWS * WORDS
     assert result.peak_saved[1] < whole.run_local(batch, measure_memory=True).peak_saved[1]
+
+
+def test_it_is_explained(capsys):
+    compiled(Words(), plain).explain()
+    text = "The output layer runs in the backward, in 3 parts of the tokens."
+    assert text in capsys.readouterr().out.splitlines()
 
 
 def test_tokens_that_are_ignored_in_a_whole_part():
