@@ -877,6 +877,36 @@ def test_values_that_are_sent_in_each_others_place_are_told():
     assert re.search(r"rank0.py:\d+: sends left_addmm as right_addmm$", str(found.otherwise[0]))
 
 
+class Shared(nn.Module):
+    """One layer in all three stages, with others between."""
+
+    def __init__(self):
+        super().__init__()
+        self.shared, self.others = linear(), nn.ModuleList([linear() for _ in range(2)])
+
+    def forward(self, x):
+        for other in self.others:
+            x = other(torch.tanh(self.shared(x)))
+        return self.shared(x).square().mean()
+
+
+def linear() -> nn.Linear:
+    return nn.Linear(WIDTH, WIDTH, bias=False)
+
+
+def test_a_gradient_that_is_added_up_in_another_order_of_ranks_is_told():
+    """It is the same sum, and rounds otherwise."""
+    options = {"ranks": 3, "microbatches": 2, "schedule": "1f1b", "split_points": ["others.0", "others.1"]}
+    pipe = fxpipe.compile(Shared(), {"x": torch.ones(2, WIDTH)}, **options)
+    first, *rest = pipe.artifact.programs
+    edited = first.replace("ranks=(0, 1, 2)", "ranks=(0, 2, 1)")
+    assert edited != first
+    found = check(pipe.plan, (edited, *rest), CapturedStep.from_json(pipe.artifact.captured, ""))
+    assert found.holds
+    text = r"rank0.py:\d+: adds up the gradient of shared.weight over ranks in another order than theirs"
+    assert re.fullmatch(text, str(*found.otherwise))
+
+
 @pytest.mark.parametrize("op", ["split.Tensor", "split_with_sizes.default", "unbind.int", "chunk.default"])
 def test_views_in_a_list_are_in_the_memory_of_their_argument(op):
     packet, overload = op.split(".")

@@ -62,8 +62,8 @@ class Held:
     before that has begun.  ``lines``: of the ops, ``calls``: those of ``step`` that call them.
     ``dead``: values that were held though nothing read them again, with the numbers of ops that had begun
     when they were last read, and when they were freed.
-    ``wasted``: what else holds memory, as text, with a line.  ``transfers``: how often an offload or a reload
-    begins, or is waited for, behind so many ops.  ``idle``: the ops in which no section has run.
+    ``otherwise``: what else the plan has not, as text, with a line.  ``transfers``: how often an offload or a
+    reload begins, or is waited for, behind so many ops.  ``idle``: the ops in which no section has run.
     """
 
     ops: list[str] = field(default_factory=list)
@@ -72,7 +72,7 @@ class Held:
     changes: Counter[int] = field(default_factory=Counter)
     idle: dict[str, int] = field(default_factory=dict)
     dead: list[tuple[Term | None, int, int]] = field(default_factory=list)
-    wasted: dict[str, int] = field(default_factory=dict)
+    otherwise: dict[str, int] = field(default_factory=dict)
     transfers: Counter[tuple[str, int]] = field(default_factory=Counter)
 
     def begin(self, op: str, line: Line, call: Line) -> None:
@@ -86,7 +86,7 @@ class Held:
         op = self.ops[-1] if self.ops else "the first op"
         self.idle.pop(op, None)
         if microbatch is not None and not op.endswith(f".{microbatch}"):
-            self.wasted.setdefault(f"runs {section} of microbatch {microbatch} in {op}", line.number)
+            self.otherwise.setdefault(f"runs {section} of microbatch {microbatch} in {op}", line.number)
 
     @property
     def now(self) -> int:

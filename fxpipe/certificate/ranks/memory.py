@@ -90,7 +90,7 @@ def _dead(rt: TermRuntime) -> Iterator[Problem]:
         last, until = held.ops[max(used - 1, 0)], held.ops[freed - 1]
         line = held.lines[max(used - 1, 0)].number
         yield Problem(rt.rank, line, f"keeps {term}, which {last} is the last to read, until {until}")
-    yield from (Problem(rt.rank, line, text) for text, line in held.wasted.items())
+    yield from (Problem(rt.rank, line, text) for text, line in held.otherwise.items())
     for op in held.ops[:-1]:
         if op in held.idle:
             yield Problem(rt.rank, held.idle[op], f"runs no section in {op}")

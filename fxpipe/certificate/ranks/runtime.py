@@ -57,7 +57,7 @@ class TermRuntime(Traffic):
         freed = sum({memory: memory.bytes for memory in _memories(made) if memory.held}.values())
         if self.held.now > freed:
             text = f"has a warm-up that makes {self.held.now - freed} bytes more than it would free"
-            self.held.wasted[text] = line.number
+            self.held.otherwise[text] = line.number
 
     # -- what it does between its sections -----------------------------------------------------------------
 
@@ -154,6 +154,9 @@ class TermRuntime(Traffic):
             key = self.world.next_key("to", first, self.rank)
             self.totals[name] = self._sum_of(name, key, first)
             return
+        if [*ranks] != sorted(ranks):
+            text = f"adds up the gradient of {name} over ranks in another order than theirs"
+            self.held.otherwise[text] = line.number
         parts = [mine]
         for rank in ranks[1:]:
             parts.append(self._sum_of(name, self.world.next_key("to", rank, self.rank), rank))

@@ -63,7 +63,7 @@ class Traffic(Inputs):
         self._check_layout(sent.term, layout)
         due = self.reference.named.get(_name(layout), sent.term)
         if due is not sent.term:  # its reader may do the same to both
-            self.held.wasted[f"sends {sent.term} as {due}"] = self.line.number
+            self.held.otherwise[f"sends {sent.term} as {due}"] = self.line.number
         value.memory.keeper = value.memory.keeper or "a message on its way"
         self.sent += 1
         self.world.send(key, Message(sent, layout, self.line, self.ahead))
