@@ -22,6 +22,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -117,10 +118,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--number", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seconds", type=float, default=inf, help="of wall time, behind which none begins")
     parser.add_argument("--limit", type=float, default=1800.0, help="seconds for the tests of one fault")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
-    chosen, seen, survivors = random.Random(arguments.seed), Counter[str](), []
+    chosen, seen, tried = random.Random(arguments.seed), Counter[str](), list[str]()
     with tempfile.TemporaryDirectory() as directory:
         root = Path(directory) / "fxpipe"
         shutil.copytree(
@@ -128,7 +130,10 @@ def main() -> None:
         )
         files = [f for f in sorted((root / "fxpipe").rglob("*.py")) if "__init__" not in f.name]
         sizes = [len(f.read_text().splitlines()) for f in files]
+        end = time.monotonic() + arguments.seconds
         for number in range(arguments.number):
+            if time.monotonic() > end:
+                break
             (path,) = chosen.choices(files, sizes)
             source = path.read_text()
             tree = ast.parse(source)
@@ -151,18 +156,13 @@ def main() -> None:
             failed = next((x for x in (first_failure(p, root, arguments.limit) for p in parts) if x), "")
             path.write_text(source)
             text = source.splitlines()[line - 1].strip() if line else ""
-            print(
-                f"{number} {module}:{line} {what}: {text}  ->  {failed or 'SURVIVES'} "
-                f"({time.monotonic() - begun:.0f} s)",
-                file=sys.stderr,
-                flush=True,
-            )
+            taken = f"{time.monotonic() - begun:.0f} s"
+            tried.append(f"{module}:{line} {what}: {text}  ->  {failed or 'SURVIVES'} ({taken})")
+            print(number, tried[-1], file=sys.stderr, flush=True)
             seen["found" if failed else "survives"] += 1
-            if not failed:
-                survivors.append(f"{module}:{line} {what}: {text}")
     report = Report("Faults in fxpipe's own code, each against the tests of its room")
-    report.line(f"{arguments.number} faults of seed {arguments.seed}: {dict(seen)}")
-    for each in survivors:
+    report.line(f"{seen.total()} faults of seed {arguments.seed}: {dict(seen)}")
+    for each in tried:
         report.line(each)
     report.save(arguments.output)
 
