@@ -1,6 +1,6 @@
 """The processor time of a first ``compile`` and the size of its programs, in turns with another checkout.
 
-    python benchmarks/compile_beside.py --beside ../other --output benchmarks/results/compile_beside.txt
+    python benchmarks/compile_beside.py --beside ../old --output benchmarks/results/compile_beside.txt
 
 Each compilation has a process of its own, in which transformers is imported and fxpipe is not: what
 ``compile`` imports counts, as for a script. Models of 12 layers, 4 ranks, one thread; the median of the rounds.
