@@ -3,7 +3,8 @@
     python benchmarks/compile_beside.py --beside ../old --output benchmarks/results/compile_beside.txt
 
 Each compilation has a process of its own, in which transformers is imported and fxpipe is not: what
-``compile`` imports counts, as for a script. Models of 12 layers, 4 ranks, one thread; the median of the rounds.
+``compile`` imports counts, as for a script. Models of 12 layers, 4 ranks, one thread; the median of the
+rounds.
 """
 
 from __future__ import annotations
