@@ -125,7 +125,7 @@ class _Head:
             raise _refused(node, "divides by the number of labels of all tokens")
         if target is aten.nll_loss_backward.default and args[1] in self.tails:
             return self._unpicked(node)
-        if torch.Tag.pointwise in getattr(target, "tags", ()) or target is aten._to_copy.default:
+        if _is_elementwise(node):
             return self._pointwise(node)
         source = args[0]
         if source not in self.tails:
@@ -146,8 +146,9 @@ class _Head:
             return self._along(node)
         if target in (aten.sum.default, aten.mean.default):
             over = source.meta["val"].numel() if target is aten.mean.default else 1
+            dtype = dict(node.kwargs)
             return self._total(
-                node, over, lambda build, here: build.like(node, here[source], op=aten.sum.default)
+                node, over, lambda build, here: build.like(node, here[source], op=aten.sum.default, **dtype)
             )
         return self._over(node) if target in _OVER else None
 
@@ -264,7 +265,7 @@ class _Head:
 
         def along(dim: int) -> Part:
             changed = dim if isinstance(dims, int) else [dim]
-            return lambda build, here: build.like(node, here[source], changed, *others)
+            return lambda build, here: build.like(node, here[source], changed, *others, **node.kwargs)
 
         if over == {rank - 1}:
             left = (*tail[:-1], 1) if keeps else tail[:-1]
@@ -337,6 +338,7 @@ class _Head:
         total = self.totals[old](build, parts)
         if total.meta["val"].shape != old.meta["val"].shape:
             total = build.call(aten.view.default, total, list(old.meta["val"].shape))
+        assert total.meta["val"].dtype == old.meta["val"].dtype, old
         old.replace_all_uses_with(total, delete_user_cb=lambda user: user not in self.parts)
         take_name(total, old)
 
@@ -364,7 +366,10 @@ class _Builder(Builder):
         return self._rows[x, dim]
 
     def operand(self, x: fx.Node, tokens: Shape, behind: int) -> fx.Node:
-        """The part of an operand that is broadcast to the dimensions of the tokens and ``behind`` others."""
+        """The part of an operand that is broadcast to the dimensions of the tokens and ``behind`` others.
+
+        One as large as the logits is made of its own operands' parts.
+        """
         shape = tuple(x.meta["val"].shape)
         at = max(0, len(shape) - behind)
         before, tail = shape[:at], shape[at:]
@@ -372,6 +377,15 @@ class _Builder(Builder):
             return x
         if all(n == 1 for n in before):
             return self.like(x, x, [1, *tail], op=aten.view.default) if at > 1 else x
+        if before == tokens and prod(tail) > 1 and _is_elementwise(x):
+            given = x.args, dict(x.kwargs)
+            args, kwargs = fx.map_arg(given, lambda y: self.operand(y, tokens, behind))
+            return self.like(x, *args, **kwargs)
+        if before == tokens and x.target is aten.expand.default:
+            source = node_arg(x, 0)
+            if source.meta["val"].dim() == len(shape):
+                part = self.operand(source, tokens, behind)
+                return self.like(x, part, [self.end - self.begin, *tail])
         if before != tokens:
             x = self.like(x, x, [*tokens, *tail], op=aten.expand.default)
         if len(tokens) > 1:
@@ -384,6 +398,11 @@ def _read(node: fx.Node) -> list[fx.Node]:
     inputs = input_nodes(node)
     counts = node.target is aten.nll_loss_backward.default and node.args[4] != _MEAN
     return [x for x in inputs if not counts or x is not node.args[6]]
+
+
+def _is_elementwise(node: fx.Node) -> bool:
+    is_cast = node.target is aten._to_copy.default
+    return is_cast or torch.Tag.pointwise in getattr(node.target, "tags", ())
 
 
 def _refused(node: fx.Node, why: str) -> VocabularyError:

@@ -73,6 +73,12 @@ def weighted(logits, batch):
     return (losses * (1.0 + batch["ids"].reshape(-1) % 3)).mean()
 
 
+def summed_in_float32(logits, batch):
+    losses = F.cross_entropy(*flat(logits, batch), reduction="none")
+    sharp = logits.square().sum(-1, dtype=torch.float32).mean()
+    return losses.mean(dtype=torch.float32).double() + 1e-3 * sharp.double()
+
+
 def scaled(logits, batch):
     return F.cross_entropy(*flat(logits.float() / 0.7, batch)).double()
 
@@ -104,6 +110,7 @@ CASES = {
     "z-loss": ({}, with_z_loss),
     "sum and count": ({"bias": True}, sum_and_count),
     "weighted": ({}, weighted),
+    "summed in float32": ({}, summed_in_float32),
     "scaled in float32": ({}, scaled),
 }
 
