@@ -11,7 +11,7 @@ The training step is one ``torch.fx.Graph``.  Three pieces of metadata hang on i
 
 A node of the backward that is the gradient of a value also has ``node.meta["gradient"]``, a
 :class:`~fxpipe.ir.node_names.Gradient`, and a node that is repeated in the kernel of another one
-``node.meta["fused"]``.
+``node.meta["fused"]``.  One of an output layer in parts has ``node.meta["chunk"]``, the number of its part.
 
 A placeholder also carries ``node.meta["input"]``, an :class:`Input`.  The output node's single
 argument is an :class:`Outputs`.

@@ -95,15 +95,15 @@ class _Head:
                     raise _refused(node, "depends on the loss of all tokens")
                 continue
             for value in inside:
-                self._give(value, node)
+                self._let_out(value, node)
             if any(x in late or x in self.totals for x in inputs):
                 late.add(node)
         named = graph_outputs(graph)
-        for given in (named.loss, named.count, *named.outputs.values(), *named.buffers.values()):
-            if given is not None and given in self.tails:
-                self._give(given, given)
+        for result in (named.loss, named.count, *named.outputs.values(), *named.buffers.values()):
+            if result is not None and result in self.tails:
+                self._let_out(result, result)
 
-    def _give(self, value: fx.Node, user: fx.Node) -> None:
+    def _let_out(self, value: fx.Node, user: fx.Node) -> None:
         """Let a value leave the head that has one number a token."""
         tail = self.tails[value]
         if tail is None or prod(tail) > 1:
@@ -378,8 +378,8 @@ class _Builder(Builder):
         if all(n == 1 for n in before):
             return self.like(x, x, [1, *tail], op=aten.view.default) if at > 1 else x
         if before == tokens and prod(tail) > 1 and _is_elementwise(x):
-            given = x.args, dict(x.kwargs)
-            args, kwargs = fx.map_arg(given, lambda y: self.operand(y, tokens, behind))
+            arguments = x.args, dict(x.kwargs)
+            args, kwargs = fx.map_arg(arguments, lambda y: self.operand(y, tokens, behind))
             return self.like(x, *args, **kwargs)
         if before == tokens and x.target is aten.expand.default:
             source = node_arg(x, 0)

@@ -206,8 +206,8 @@ def _log(
 def _begin_speed(pipe: Pipeline) -> Callable[[], dict[str, float]]:
     """The figures of the last steps, with the largest bubble of all ranks; given by a function that waits for
     the others."""
-    own = {name: figure for name, figure in pipe.figures().items() if name not in ("step", "norm")}
-    idle = torch.tensor([own.get("bubble", 0.0)], dtype=torch.float64)
+    figures = {name: figure for name, figure in pipe.figures().items() if name not in ("step", "norm")}
+    idle = torch.tensor([figures.get("bubble", 0.0)], dtype=torch.float64)
     process = pipe.process
     gathered = (
         None if process is None else process.begin_gather(idle.view(torch.int64), "the log of fxpipe run")
@@ -215,7 +215,7 @@ def _begin_speed(pipe: Pipeline) -> Callable[[], dict[str, float]]:
 
     def speed() -> dict[str, float]:
         all_idle = idle if gathered is None else gathered()[:, 0].contiguous().view(torch.float64)
-        return own | ({"bubble": float(all_idle.max())} if "bubble" in own else {})
+        return figures | ({"bubble": float(all_idle.max())} if "bubble" in figures else {})
 
     return speed
 
