@@ -18,6 +18,7 @@ from fxpipe.api.like import check_like, settings_like
 from fxpipe.api.pipeline import Pipeline
 from fxpipe.api.rank_consistency import arguments_of, check_lanes
 from fxpipe.api.rank_tensors import held_of
+from fxpipe.compiler.assumed import with_assumed
 from fxpipe.compiler.check_options import check as check_options
 from fxpipe.compiler.compilation import Compilation
 from fxpipe.compiler.compile import Compiled, compile_model, last_lane_as_text
@@ -126,7 +127,7 @@ def compile(
         process = process.with_ranks(settings.mesh.ranks, settings.mesh.replicas, lanes)
 
     compiled, artifacts = _compiled(compilation, choice, process)
-    artifact, *forward = artifacts
+    artifact, *others = artifacts
     if compiled is not None and artifact.plan.tried:
         _explain_on_terminal(artifact.plan)
     with agreed(process, "compile"):
@@ -150,7 +151,7 @@ def compile(
         like=like,
         updates=updates_of(model) if like is None else like.updates,
     )
-    pipe = pipe.with_evaluation(forward[0]) if forward else pipe
+    pipe = pipe.with_others(others)
     if process is not None:
         pipe.share_model(model)
     return pipe
@@ -173,15 +174,16 @@ def _joined(
 def _compiled(
     compilation: Compilation, choice: MeshChoice | None, process: Process | None
 ) -> tuple[Compiled | None, list[Artifact]]:
-    """The artifact, and that of the evaluation if asked for, as rank 0 makes them for all; the compiled graph
-    is on rank 0 alone."""
+    """The artifact, and those beside it (``Pipeline.with_others``), as rank 0 makes them for all; the
+    compiled graph is on rank 0 alone."""
     known = _different_devices(compilation, process)
 
     def made() -> tuple[Compiled, list[Artifact]]:
         phases = Phases(f"fxpipe {type(compilation.model).__name__}")
         compared = (None, ()) if choice is None else (choice.step, choice.tried)
         training = compile_model(compilation, phases, known, *compared)
-        artifacts = [training.artifact]
+        training, assumed = with_assumed(compilation, phases, training, known)
+        artifacts = [training.artifact, *assumed]
         if compilation.options.evaluation:
             artifacts.append(compile_evaluation(compilation, phases, training))
         for artifact in artifacts if process is not None else ():

@@ -60,7 +60,7 @@ def load(
     with agreed(process, f"load {directory}"):
         check_libraries(plan.libraries, str(directory))
         programs = range(plan.ranks) if leads else ranks  # rank 0 saves those of all
-        artifact, *forward = (
+        artifact, *others = (
             replace(
                 artifact,
                 programs=files.read_programs(path, artifact.plan, programs),
@@ -72,8 +72,10 @@ def load(
         step_number = files.read_step_number(directory, ranks[0])
         if process is not None and process.replicas > 1:
             check_buckets(plan)
-        evaluation = files.evaluation_directory(directory)
-        forward = [replace(a, constants=files.read_constants(evaluation, a.plan, ranks)) for a in forward]
+        others = [
+            replace(each, constants=files.read_constants(path, each.plan, ranks))
+            for path, each in zip([*texts][1:], others, strict=True)
+        ]
     pipe = Pipeline(
         replace(artifact, constants=constants),
         parameters,
@@ -84,7 +86,7 @@ def load(
         offload_directory=None if offload_directory is None else Path(offload_directory),
         first_step=step_number,
     )
-    pipe = pipe.with_evaluation(forward[0]) if forward else pipe
+    pipe = pipe.with_others(others)
     pipe.let_model_go()  # rows become parameters of their own, before any are compared by name
     pipe.share_values()
     return pipe

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -64,8 +64,9 @@ class Pipeline(Views):
     are replaced, the next step uses the new ones.  ``of``: gives the model, None if there is none; under
     torchrun a pipeline does not keep it alive.  ``then``: what the programs have taken from it once.
     ``evaluation``: the forward in eval mode alone on the same tensors, if it was compiled, which has
-    ``is_evaluation``.  ``rows``: of tables of which this rank holds some, as parameters.  ``like``: the
-    pipeline whose steps this one goes on with.
+    ``is_evaluation``.  ``assumed``: the programs for batches that are as their plan assumes.  ``rows``: of
+    tables of which this rank holds some, as parameters.  ``like``: the pipeline whose steps this one goes on
+    with.
     """
 
     artifact: Artifact
@@ -80,6 +81,7 @@ class Pipeline(Views):
     directory: Path | None = None
     offload_directory: Path | None = None
     first_step: int = 0
+    assumed: Artifact | None = None
     evaluation: Pipeline | None = None
     is_evaluation: bool = False
     updates: PendingUpdate = field(default_factory=PendingUpdate)
@@ -93,9 +95,18 @@ class Pipeline(Views):
         if self.then is None:
             self.then = Traced(self.parameters, None)
 
-    def with_evaluation(self, artifact: Artifact) -> Pipeline:
+    def with_others(self, artifacts: Iterable[Artifact]) -> Pipeline:
+        """The pipeline with other programs on its tensors: those for batches that are as their plan assumes,
+        and those of the forward in eval mode."""
+        pipe = self
+        for artifact in artifacts:
+            is_assumed = bool(artifact.plan.assumed)
+            pipe = replace(pipe, assumed=artifact) if is_assumed else pipe._with_evaluation(artifact)
+        return pipe
+
+    def _with_evaluation(self, artifact: Artifact) -> Pipeline:
         """The pipeline with one for the forward alone, which works on the same tensors."""
-        directory = None if self.directory is None else files.evaluation_directory(self.directory)
+        directory = None if self.directory is None else files.directory_of(artifact.plan, self.directory)
         process = None if self.process is None else self.process.for_evaluation()
         forward = replace(
             self,
@@ -103,6 +114,7 @@ class Pipeline(Views):
             directory=directory,
             process=process,
             is_evaluation=True,
+            assumed=None,
             like=None,
             sections=(),
             graph=None,
@@ -143,6 +155,7 @@ class Pipeline(Views):
             self.directory,
             self.offload_directory,
             self.first_step,
+            assumed=self.assumed,
             is_evaluation=self.is_evaluation,
             updates=self.updates,
             like=None if self.like is None else self.like._runner,
@@ -276,7 +289,7 @@ class Pipeline(Views):
         seconds = self._clock.take()
         if math.isnan(seconds):
             raise RunError("No step has run yet: figures are those of steps.")
-        spans = self.runtime.record.spans
+        spans = self._runner.last.runtime.record.spans
         figures = figures_of(self.plan, self.step_number - 1, seconds, spans, self.replicas, self.device)
         optimizer = None if self._optimizer is None else self._optimizer()
         if optimizer is not None and (norm := optimizer.known_norm) is not None:
@@ -524,9 +537,10 @@ class Pipeline(Views):
         """
         self.check_alike()
         forward = None if self.evaluation is None else self.evaluation.artifact
+        others = [artifact for artifact in (self.assumed, forward) if artifact is not None]
         draw = self._write_views if self.graph is not None else None
         target = files.as_path(path, "pipe.save")
-        save(self.artifact, forward, self.model_state, self.step_number, target, draw, overwrite)
+        save(self.artifact, others, self.model_state, self.step_number, target, draw, overwrite)
         if (ops := not_imported(self.plan.libraries)) and (self.process is None or self.process.leads):
             warnings.warn(f"The programs call {'; '.join(ops)}.", stacklevel=2)
 

@@ -31,9 +31,9 @@ from fxpipe.viz.summary import as_html, costs_text, memory_rows, summary
 
 #: What the classes of fxpipe use of a pipeline, and its users do not.
 _INTERNAL = {
-    "artifact", "directory", "first_step", "is_evaluation", "let_model_go", "like", "model_state", "of",
-    "offload_directory", "process", "rows", "share_model", "updates",
-    "with_evaluation",
+    "artifact", "assumed", "directory", "first_step", "is_evaluation", "let_model_go", "like", "model_state",
+    "of", "offload_directory", "process", "rows", "share_model", "updates",
+    "with_others",
 }  # fmt: skip
 
 if TYPE_CHECKING:

@@ -81,6 +81,7 @@ class StepFunction:
         self.hooks = Hooks(model, options.gradients)
         self.gradients, self.activations = options.gradients, Activations(model, options.outputs)
         self.fixed = {x.input.name: x.real.reshape(-1).tolist() for x in traced_inputs if x.fixed}
+        self.assumed = options.assumed
         self.registered = registered(model, kept)
         self.constants = Constants(model, kept)
         self.leaves, self.spec = pytree.tree_flatten(example)
@@ -94,7 +95,7 @@ class StepFunction:
         self.taken, self.taken_names = len(args), {*kwargs}
         self.unread: set[str] = set()  # keys of the example that neither forward nor loss_fn reads
         self.asked = ASKED_NOTHING  # see ``TensorReads``
-        self.attention = AttentionMasks(self.provenance.answers.constant, options.rules, options.masks)
+        self.attention = AttentionMasks(self.provenance.answers, options.rules, options.masks)
         self.masks = self.attention.masks
         self.layout: dict[str, object] = {}  # what the flat outputs of the traced graph are
 
@@ -236,14 +237,23 @@ class StepFunction:
         return results
 
     def _example(self) -> object:
-        """The microbatch with fake tensors, and with real ones for fixed inputs."""
+        """The microbatch with fake tensors, with real ones for fixed inputs, and with tensors that the graph
+        makes where all elements are assumed to be one number."""
         tensors = []
         for traced in self.inputs:
-            if traced.input.kind is Kind.BATCH:
-                tensors.append(traced.real.detach().clone() if traced.fixed else traced.fake)
-                if traced.fixed:
-                    name = traced.input.name
-                    expect_op(traced.fake, self.fixed[name], f"the fixed input {name!r}")
+            name = traced.input.name
+            if traced.input.kind is not Kind.BATCH:
+                continue
+            if name in self.assumed:
+                fake = traced.fake  # of which the values below know the shape alone
+                tensors.append(
+                    torch.full(fake.shape, self.assumed[name], dtype=fake.dtype, device=fake.device)
+                )
+            elif traced.fixed:
+                tensors.append(traced.real.detach().clone())
+                expect_op(traced.fake, self.fixed[name], f"the fixed input {name!r}")
+            else:
+                tensors.append(traced.fake)
         remaining = iter(tensors)
         leaves = [next(remaining) if isinstance(x, torch.Tensor) else x for x in self.leaves]
         return pytree.tree_unflatten(leaves, self.spec)

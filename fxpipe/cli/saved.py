@@ -15,7 +15,7 @@ from fxpipe.cost.plan_costs import costs_of
 from fxpipe.errors import RunError, printable
 from fxpipe.plan.artifact import Artifact
 from fxpipe.plan.libraries import import_libraries
-from fxpipe.plan.saved.files import CAPTURED, evaluation_directory, read_captured, read_plan, read_programs
+from fxpipe.plan.saved.files import CAPTURED, directories, read_captured, read_plan, read_programs
 from fxpipe.runtime.program import lanes as lanes  # registers ops that a captured step may have
 from fxpipe.schedule.simulation.simulator import simulate
 from fxpipe.viz.explanation import explain
@@ -42,8 +42,7 @@ def add_check(parser: argparse.ArgumentParser) -> None:
 
 def _check(options: argparse.Namespace) -> None:
     directory: Path = options.directory
-    evaluation = evaluation_directory(directory)
-    holds = [_is_checked(each) for each in (directory, evaluation) if each == directory or each.exists()]
+    holds = [_is_checked(each) for each in directories(directory)]  # each is shown
     if not all(holds):
         raise RunError("The programs are not proved to be the captured step.")
 

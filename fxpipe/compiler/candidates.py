@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fxpipe.compiler.options import Settings
 from fxpipe.passes.level.recompute import LEVELS, Level
 from fxpipe.schedule.ops import Schedule
-from fxpipe.schedule.placement import place
+from fxpipe.schedule.placement import name_of, place
 from fxpipe.schedule.search.fastest import AUTO, stages_and_placements
 
 BARRIERS: dict[str | bool, tuple[int | None, ...]] = {
@@ -39,7 +39,8 @@ def candidates(options: Settings) -> Candidates:
     schedule, ranks = options.schedule, options.mesh.ranks
     placements: dict[int, dict[str, tuple[int, ...]]] = {}
     if isinstance(schedule, Schedule):
-        placements[schedule.stages] = {"": schedule.placement}
+        placement = tuple(schedule.placement[stage] for stage in schedule.model_stages)
+        placements[len(placement)] = {name_of(placement, ranks): placement}
     else:
         per_rank = options.stages_per_rank
         if schedule == AUTO and per_rank is None:

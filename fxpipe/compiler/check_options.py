@@ -15,6 +15,7 @@ from fxpipe.plan.step import Tier
 from fxpipe.plan.tensors import GRAD_DTYPES
 from fxpipe.schedule.families.registry import FAMILIES
 from fxpipe.schedule.ops import MOST_FORWARDS, Schedule
+from fxpipe.schedule.placement import name_of
 from fxpipe.schedule.search.fastest import AUTO, unknown_schedule
 
 
@@ -150,6 +151,11 @@ def _check_whole(options: Settings, schedule: Schedule) -> None:
                 f"The schedule {schedule.name} is for {number} {name}, and {name} is "
                 f"{getattr(options.mesh, name)}."
             )
+    if options.updates_ahead and not name_of(schedule.placement, schedule.ranks):
+        raise OptionError(
+            f"The schedule {schedule.name} has a placement of its own, and validation='post' needs a plain "
+            "one or a V: leave out validation."
+        )
     for name in ("stages_per_rank", "placement", "memory_limit"):
         if name == "memory_limit" and options.offload.share == AUTO:
             continue

@@ -19,6 +19,7 @@ from fxpipe.capture.call import check_call
 from fxpipe.capture.capture_options import CaptureOptions
 from fxpipe.capture.lanes.joint_graph import capture_lanes, lane_as_text
 from fxpipe.capture.resized import named_lengths, sample
+from fxpipe.capture.rules.attention_masks import Masks
 from fxpipe.capture.scale import LATER
 from fxpipe.capture.trace import Captured, capture
 from fxpipe.capture.underflow import warn_of_float16
@@ -52,12 +53,14 @@ from fxpipe.runtime.program.batch import batch_leaves, check_unshared
 @dataclass(frozen=True, eq=False)
 class Compiled:
     """The artifact, with the colored graph and the sections that it was made from, and the devices that its
-    costs are of.  ``constants``: the model's own tensors whose values the programs hold."""
+    costs are of.  ``masks``: what became of those of attention.  ``constants``: the model's own tensors whose
+    values the programs hold."""
 
     artifact: Artifact
     cluster: Cluster
     graph: fx.Graph
     sections: tuple[Section, ...]
+    masks: Masks
     constants: tuple[weakref.ref[torch.Tensor], ...] = ()
 
 
@@ -185,7 +188,7 @@ def compile_model(
     with phase("codegen"):
         request = replace(request, options=options)
         cut, artifact = generate(request, captured, cut, live, result.timeline, completed, phase)
-    return Compiled(artifact, cluster, cut.graph, cut.sections, captured.sources)
+    return Compiled(artifact, cluster, cut.graph, cut.sections, captured.masks, captured.sources)
 
 
 def costing_of(
@@ -211,6 +214,7 @@ def traced(
     capture_options = CaptureOptions(
         gradients=options.gradients,
         fixed=options.fixed,
+        assumed=options.assumed,
         outputs=options.outputs,
         over_batch=options.mean == "batch",
         rules=options.rules,

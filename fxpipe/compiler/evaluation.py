@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 
 from torch import nn
@@ -18,15 +18,15 @@ from fxpipe.compiler.make_plan import with_tensors_of
 from fxpipe.compiler.options import Offload
 from fxpipe.compiler.passes import CutOptions, StepGraphs
 from fxpipe.compiler.progress import Phases
+from fxpipe.compiler.tensor_ownership import tensors_in_stages
 from fxpipe.cost.analytic import seconds_on, section_costs
 from fxpipe.errors import PartitionError
 from fxpipe.ir.garbage import collector_paused
-from fxpipe.ir.graph import Kind, Section
 from fxpipe.ir.liveness import liveness
 from fxpipe.plan.artifact import Artifact, Plan
 from fxpipe.schedule.costs import Costs
 from fxpipe.schedule.ops import Schedule
-from fxpipe.schedule.placement import PLACEMENTS, place
+from fxpipe.schedule.placement import name_of
 from fxpipe.schedule.search.build import build
 from fxpipe.schedule.simulation.simulator import simulate
 
@@ -48,7 +48,7 @@ def compile_evaluation(request: Compilation, phase: Phases, trained: Compiled) -
         validation="barrier",
     )
     request, model = replace(request, options=options), request.model
-    model_stages = _model_stages(plan.ordered)
+    model_stages = plan.ordered.model_stages
     cut_options = CutOptions(
         len(model_stages),
         options.mesh.ranks,
@@ -56,7 +56,7 @@ def compile_evaluation(request: Compilation, phase: Phases, trained: Compiled) -
         None,
         # The shards of the vocabulary are those of training, and so are their stages.
         plan.vocabulary.barriers if plan.vocabulary is not None else None,
-        tensors_of=tuple(_tensors_of(stage, trained.sections) for stage in model_stages),
+        tensors_of=tensors_in_stages(trained.sections, model_stages),
         backend=options.backend,
         print_after=options.print_after,
         head_chunks=options.head_chunks,
@@ -89,30 +89,17 @@ def compile_evaluation(request: Compilation, phase: Phases, trained: Compiled) -
 def _forward_schedules(trained: Schedule, costs: Costs) -> Iterator[Schedule]:
     """Schedules for a step without a backward: the training step's, and all microbatches stage by stage."""
     yield replace(trained, transfers=())
-    placement = tuple(trained.placement[stage] for stage in _model_stages(trained))
-    chunks = len(placement) // trained.ranks
-    for name in PLACEMENTS:
-        if place(name, trained.ranks, chunks) == placement:
-            yield build(
-                "gpipe",
-                ranks=trained.ranks,
-                microbatches=trained.microbatches,
-                costs=costs,
-                stages_per_rank=chunks,
-                placement=name,
-                vocabulary=trained.vocabulary,
-            )
-            return
-
-
-def _model_stages(schedule: Schedule) -> list[int]:
-    return [stage for stage in range(schedule.stages) if not schedule.is_vocabulary(stage)]
-
-
-def _tensors_of(stage: int, sections: Sequence[Section]) -> frozenset[str]:
-    """The parameters and buffers of a stage."""
-    values = (v for s in sections if s.stage == stage for v in (*s.step_inputs, *s.outputs))
-    return frozenset(v.name for v in values if v.kind in (Kind.PARAMETER, Kind.BUFFER))
+    placement = tuple(trained.placement[stage] for stage in trained.model_stages)
+    if name := name_of(placement, trained.ranks):
+        yield build(
+            "gpipe",
+            ranks=trained.ranks,
+            microbatches=trained.microbatches,
+            costs=costs,
+            stages_per_rank=len(placement) // trained.ranks,
+            placement=name,
+            vocabulary=trained.vocabulary,
+        )
 
 
 @contextlib.contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from pathlib import Path
 from textwrap import dedent
@@ -166,8 +166,9 @@ class Options:
     (``"untie"``; docs/architecture.md lists them, and so does the error for another name)."""
     without: Sequence[Rule] = ()
     """Names of rules that are not to be applied. By their values ``"causal-masks"`` and ``"empty-masks"`` of
-    attention are dropped, so that it runs by a kernel that knows causality, or that has no mask
-    (docs/models.md); ``fxpipe explain`` tells what they save."""
+    attention are dropped, so that it runs by a kernel that knows causality, or that has no mask;
+    ``"batch-masks"`` does so in programs of their own for batches without padding (docs/models.md).
+    ``fxpipe explain`` tells what they save."""
     check: bool = True
     """Whether to prove that the programs are the captured step (docs/certificate.md). False leaves it to
     ``pipe.check()`` and ``fxpipe check``."""
@@ -179,7 +180,9 @@ class Settings(Options):
 
     ``limit_text``: the memory limit as the user wrote it.  ``per_use``: whether parameters that replicas
     divide are gathered for single ops, to keep the limit.  ``on_ranks``, ``has_on_ranks``: with ``like``, per
-    rank the tensors that may be used there, and the parameters that the other pipeline has.
+    rank the tensors that may be used there, and the parameters that the other pipeline has.  ``assumed``: see
+    ``CaptureOptions``.  ``in_stages``: the tensors of each of the model's stages, where it is to be cut as it
+    was before.
     """
 
     mesh: Mesh
@@ -195,6 +198,8 @@ class Settings(Options):
     per_use: bool = False
     on_ranks: tuple[tuple[str, ...], ...] = ()
     has_on_ranks: tuple[tuple[str, ...], ...] = ()
+    assumed: Mapping[str, float] = field(default_factory=dict)
+    in_stages: tuple[frozenset[str], ...] = ()
 
     @property
     def tier(self) -> Tier:
@@ -233,7 +238,7 @@ def settle(options: Options, mesh: Mesh, device: torch.device) -> Settings:
     check_choices(options)
     limit, costs, offload = options.memory_limit, options.costs, options.offload
     split_points, schedule = options.split_points, options.schedule
-    settled: dict[str, Any] = {field.name: getattr(options, field.name) for field in fields(Options)} | {
+    settled: dict[str, Any] = {each.name: getattr(options, each.name) for each in fields(Options)} | {
         "outputs": tuple(dict.fromkeys(names_of(options.outputs, "outputs"))),
         "fixed": names_of(options.fixed, "fixed"),
         "without": names_of(options.without, "without"),
@@ -255,9 +260,9 @@ def docs_of(record: type) -> dict[str, str]:
         return {}
     assert isinstance(tree.body[0], ast.ClassDef)
     docs = {}
-    for field, text in pairwise(tree.body[0].body):
-        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
-            docs[ast.unparse(field.target)] = " ".join(ast.literal_eval(text.value).split())
+    for option, text in pairwise(tree.body[0].body):
+        if isinstance(option, ast.AnnAssign) and isinstance(text, ast.Expr):
+            docs[ast.unparse(option.target)] = " ".join(ast.literal_eval(text.value).split())
     return docs
 
 

@@ -66,9 +66,9 @@ def all_stages(
         cuts_here: list[Stages] = []
         alike: defaultdict[tuple[tuple[float, ...], Held], list[str]] = defaultdict(list)
         for name, placement in placements.items():
-            tensors_of = (
-                tuple(frozenset(options.on_ranks[rank]) for rank in placement) if options.on_ranks else None
-            )
+            tensors_of = options.in_stages or None
+            if options.on_ranks:
+                tensors_of = tuple(frozenset(options.on_ranks[rank]) for rank in placement)
             # Placements in which each stage is as fast are cut alike, and need one cut.
             alike[tuple(slowness[rank] for rank in placement), tensors_of].append(name)
         for barriers, ((slowness_here, tensors_of), names) in product(ways, alike.items()):

@@ -209,6 +209,17 @@ def with_replicas(
     return tuple(totals)
 
 
+def tensors_in_stages(sections: Sequence[Section], stages: Sequence[int]) -> tuple[frozenset[str], ...]:
+    """The names of the parameters and buffers of each of these stages."""
+    names: dict[int, set[str]] = {stage: set() for stage in stages}
+    for section in sections:
+        values = (*section.step_inputs, *section.outputs)
+        names.get(section.stage, set()).update(
+            v.name for v in values if v.kind in (Kind.PARAMETER, Kind.BUFFER)
+        )
+    return tuple(frozenset(names[stage]) for stage in stages)
+
+
 def stage_tensors(
     tensors: Mapping[str, torch.Tensor],
     ownership: tuple[RankTensors, ...],

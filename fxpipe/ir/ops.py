@@ -58,6 +58,11 @@ def is_causal(node: fx.Node) -> bool:
     return argument(node, "is_causal") is True
 
 
+def is_masked(node: fx.Node) -> bool:
+    """Whether the op is an attention that is given a mask, or the backward of one."""
+    return isinstance(argument(node, "attn_mask") or argument(node, "attn_bias"), fx.Node)
+
+
 def _with_all_heads(args: Sequence[Any], first: int) -> Any:
     """The arguments of attention with as many heads of keys and values as of queries.
 

@@ -200,6 +200,8 @@ class Plan:
     ``rewrites``: rules that gave the step other kernels.  ``libraries``: ops of others, with the modules that
     register them.  ``flops``: of the captured step of one microbatch by arithmetic (``bfloat16``), without
     recomputation; empty in plans of earlier versions.  ``head_chunks``: the parts of the output layer.
+    ``assumed``: leaf of the batch -> the number that all of its elements are, where the programs are for such
+    batches alone.
     """
 
     format: int
@@ -243,6 +245,7 @@ class Plan:
     libraries: Libraries = field(default_factory=dict)
     flops: dict[str, NonNegative] = field(default_factory=dict)
     head_chunks: Annotated[int, at_least(1)] = 1
+    assumed: dict[str, float] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         """Short: ``to_json`` has all of it."""
@@ -257,6 +260,13 @@ class Plan:
     def gradient_dtype(self, parameter: torch.dtype) -> torch.dtype:
         """The dtype in which the gradient of a parameter of this dtype is accumulated."""
         return gradient_dtype(parameter, dtype_of(self.grad_dtype))
+
+    def trains_as(self, other: Plan) -> bool:
+        """Whether the programs take the tensors of another plan's on the same ranks, beside constants."""
+        ours, theirs = ([replace(each, constants=()) for each in plan.tensors] for plan in (self, other))
+        names = {name.tensor for each in ours for name in each.state}
+        alike = all(self.layouts[name] == other.layouts[name] for name in names)
+        return self.placement == other.placement and ours == theirs and alike
 
     def whole_layout(self, name: str) -> TensorLayout:
         """The layout of a parameter or buffer of all lanes together."""

@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 from fxpipe.plan.tensors import Size
 from fxpipe.strict import at_least
 
-Rule = Literal["causal-masks", "empty-masks"]
+Rule = Literal["causal-masks", "empty-masks", "batch-masks"]
 #: What a call of attention needs of its mask: nothing, the rule of causality alone, or all of it.
 Mask = Literal["none", "causal", "dense"]
 
@@ -21,6 +21,7 @@ Mask = Literal["none", "causal", "dense"]
 RULES: Mapping[Rule, str] = {
     "causal-masks": "call the kernel that knows causality, as their masks are causal by value",
     "empty-masks": "have no mask, as theirs masks nothing",
+    "batch-masks": "have programs of their own for batches without padding",
 }
 
 

@@ -156,6 +156,11 @@ class Schedule:
         apart = {op.stage for ops in self.order for op in ops if op.kind in (OpKind.B, OpKind.W)}
         return frozenset(range(self.stages)) - apart
 
+    @property
+    def model_stages(self) -> tuple[int, ...]:
+        """The stages that are no shards of the vocabulary."""
+        return tuple(stage for stage in range(self.stages) if not self.is_vocabulary(stage))
+
     def is_vocabulary(self, stage: int) -> bool:
         vocabulary = self.vocabulary
         return (

@@ -29,6 +29,12 @@ def place(name: str, ranks: int, stages_per_rank: int) -> tuple[int, ...]:
     return PLACEMENTS[name](ranks, stages_per_rank)
 
 
+def name_of(placement: tuple[int, ...], ranks: int) -> str:
+    """The name of a placement; "" for one that has none."""
+    chunks = len(placement) // ranks
+    return next((name for name in PLACEMENTS if place(name, ranks, chunks) == placement), "")
+
+
 def stages_of(placement: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
     """Per rank its stages, in model order."""
     stages: list[list[int]] = [[] for _ in range(max(placement) + 1)]

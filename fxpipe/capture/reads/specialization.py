@@ -141,7 +141,7 @@ class Specialization:
 
     def is_lasting(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor of the trace is the same for all microbatches."""
-        return self._lasting(self._sources(tensor))
+        return self._lasting(self.sources(tensor))
 
     def _lasting(self, sources: Sources) -> bool:
         """Whether a value with these inputs is the same for all microbatches."""
@@ -226,7 +226,7 @@ class Specialization:
         if self._checks_left < 0:
             raise CaptureError(f"More values of the data are read than the trace may check{self.remedy()}.")
 
-    def _sources(self, tensor: torch.Tensor) -> Sources:
+    def sources(self, tensor: torch.Tensor) -> Sources:
         """The inputs on which a tensor depends."""
         node = compat.traced_node(tensor)
         sources = frozenset() if node is None else self._example.sources(node)

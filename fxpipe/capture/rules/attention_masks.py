@@ -9,7 +9,7 @@ whether they are traced build a dense mask where in eager they call attention wi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -19,7 +19,9 @@ from torch import fx
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from fxpipe.capture.reads.specialization import Specialization
 from fxpipe.ir import compat
+from fxpipe.ir.graph import Kind
 from fxpipe.plan.rewrites import Mask, Rule
 from fxpipe.runtime.torch_private import writes_to
 
@@ -31,9 +33,13 @@ _attention = F.scaled_dot_product_attention
 
 @dataclass
 class Masks:
-    """The masks of a forward: what each call with one needs, in order, and the bytes that no call needs."""
+    """The masks of a forward: what each call with one needs, in order, and the bytes that no call needs.
+
+    ``leaves``: those of the microbatch alone that dense masks are made from.
+    """
 
     needed: list[Mask] = field(default_factory=list)
+    leaves: set[str] = field(default_factory=set)
     dropped: dict[fx.Node, tuple[Mask, int]] = field(default_factory=dict)
     dense: set[fx.Node] = field(default_factory=set)
 
@@ -45,7 +51,7 @@ class Masks:
 class AttentionMasks(TorchFunctionMode):
     """While entered, drops masks that say what the kernel knows.
 
-    constant: gives the value of a tensor that the forward makes from nothing, None for others.
+    answers: has the values of tensors, and what they are made from.
     allowed: the rules that may be applied.
     agreed: what the calls with a mask may need at least, in order; None to go by the values alone.
     ``masks``: of the last run.
@@ -53,12 +59,12 @@ class AttentionMasks(TorchFunctionMode):
 
     def __init__(
         self,
-        constant: Callable[[torch.Tensor], torch.Tensor | None],
+        answers: Specialization,
         allowed: Collection[Rule],
         agreed: Sequence[Mask] | None,
     ) -> None:
         super().__init__()
-        self._constant, self._allowed, self._agreed = constant, allowed, agreed
+        self._answers, self._allowed, self._agreed = answers, allowed, agreed
         self._said: dict[tuple[fx.Node, int], Mask] = {}
         self.masks = Masks()
 
@@ -100,8 +106,11 @@ class AttentionMasks(TorchFunctionMode):
             # Layers share a mask, which an op in place may have changed in between.
             at = node, writes_to(tensor)
             if at not in self._said:
-                constant = self._constant(tensor)
+                constant = self._answers.constant(tensor)
                 self._said[at] = "dense" if constant is None else _said_by(constant)
+                sources = self._answers.sources(tensor)
+                if all(x.kind is Kind.BATCH for x in sources):
+                    self.masks.leaves.update(x.name for x in sources)
             says = self._said[at]
         call = len(self.masks.needed)
         is_agreed = self._agreed is None or self._agreed[call : call + 1] == (says,)

@@ -38,7 +38,7 @@ AGAIN = "Save the pipeline again."
 #: What ``pipe.save`` and ``fxpipe report`` write to a directory.
 _SAVED = re.compile(
     r"rank\d+\.(py|safetensors|sha256)|(plan|captured|graph)\.json|(graph|timeline)\.(svg|dot)|report\.html"
-    r"|evaluation|__pycache__"
+    r"|assumed|evaluation|__pycache__"
 )
 
 
@@ -137,17 +137,32 @@ def write_tensors(
     (directory / f"rank{rank}.sha256").write_text("".join(lines))
 
 
-def evaluation_directory(directory: Path) -> Path:
-    """The directory of the programs of ``pipe.evaluate``, within a saved pipeline."""
-    return directory / "evaluation"
+#: The directories of other programs within a saved pipeline: for batches that are as their plan assumes,
+#: and of ``pipe.evaluate``.
+ASSUMED, EVALUATION = "assumed", "evaluation"
 
 
-def _check_evaluation(plan: Plan, trained: Plan, directory: Path) -> None:
-    """Raise ArtifactError if the plan of ``pipe.evaluate`` does not fit the tensors of the pipeline."""
+def directory_of(plan: Plan, directory: Path) -> Path:
+    """The directory of other programs within a saved pipeline."""
+    return directory / (ASSUMED if plan.assumed else EVALUATION)
+
+
+def directories(directory: Path) -> list[Path]:
+    """The directories of programs of a saved pipeline, its own first."""
+    others = directory / ASSUMED, directory / EVALUATION
+    return [directory, *(path for path in others if path.exists())]
+
+
+def _check_other(plan: Plan, trained: Plan, directory: Path) -> None:
+    """Raise ArtifactError if the plan of other programs does not fit the tensors of the pipeline."""
     if plan.ranks != trained.ranks:
         raise ArtifactError(
             f"{directory} has {number_of(plan.ranks, 'rank')}, the pipeline {trained.ranks}. {AGAIN}"
         )
+    if bool(plan.assumed) != (directory.name == ASSUMED):
+        raise ArtifactError(f"{directory} has the programs of another directory. {AGAIN}")
+    if plan.assumed and not plan.trains_as(trained):
+        raise ArtifactError(f"{directory} does not train the tensors of the pipeline. {AGAIN}")
     for rank, (tensors, theirs) in enumerate(zip(plan.tensors, trained.tensors, strict=True)):
         missing = {*tensors.parameters} - {*theirs.parameters} | {*tensors.buffers} - {*theirs.buffers}
         for name in sorted(missing):
@@ -195,9 +210,8 @@ def read_plan(directory: Path) -> Plan:
 
 
 def plan_texts(directory: Path) -> dict[Path, str]:
-    """The plan of a saved pipeline, and that of ``pipe.evaluate`` if it is there: directory -> text."""
-    forward = evaluation_directory(directory)
-    return {path: _plan_text(path) for path in (directory, forward) if path == directory or path.exists()}
+    """The plan of a saved pipeline, and those of its other programs: directory -> text."""
+    return {path: _plan_text(path) for path in directories(directory)}
 
 
 def checked_plans(texts: Mapping[Path, str]) -> list[Plan]:
@@ -205,7 +219,7 @@ def checked_plans(texts: Mapping[Path, str]) -> list[Plan]:
     plans = [Plan.from_json(text, str(directory / "plan.json")) for directory, text in texts.items()]
     # The first is that of training, whose tensors the others use.
     for plan, directory in [*zip(plans, texts, strict=True)][1:]:
-        _check_evaluation(plan, plans[0], directory)
+        _check_other(plan, plans[0], directory)
     return plans
 
 
@@ -314,7 +328,7 @@ def _read(file: Any, name: str, plan: Plan, lane: int | None) -> torch.Tensor:
 
 
 def read_constants(directory: Path, plan: Plan, ranks: Sequence[int]) -> dict[str, torch.Tensor]:
-    """Read the tensors of these ranks of programs for evaluation: their constants alone."""
+    """Read the tensors of these ranks of other programs: their constants alone."""
     by_rank = [read_tensors(directory, plan, rank, plan.tensors[rank].constants) for rank in ranks]
     return {name: tensor for tensors in by_rank for name, tensor in tensors.items()}
 

@@ -178,11 +178,15 @@ class Process(Collectives):
     def for_pipeline(self, model: str) -> Process:
         """The same process for the calls of a new pipeline, which all ranks make."""
         number = next(self._pipelines)
-        return replace(self, of=f"pipeline {number} ({model})", tag=2 * number)
+        return replace(self, of=f"pipeline {number} ({model})", tag=3 * number)
 
     def for_evaluation(self) -> Process:
         """The same process for the evaluation of this one's pipeline."""
         return replace(self, of=f"the evaluation of {self.of}", tag=self.tag + 1)
+
+    def for_assumed(self) -> Process:
+        """The same process for the programs for some batches of this one's pipeline."""
+        return replace(self, tag=self.tag + 2)
 
     def _leave(self) -> None:
         """Let the communicators of accelerators go, where the run did not fail: others may hang in them."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -19,7 +19,7 @@ from fxpipe.training.model.model_state import ModelState
 
 def save(
     artifact: Artifact,
-    evaluation: Artifact | None,
+    others: Sequence[Artifact],
     state: ModelState,
     step_number: int,
     path: Path,
@@ -28,7 +28,7 @@ def save(
 ) -> None:
     """See ``Pipeline.save``.
 
-    evaluation: the programs of ``pipe.evaluate``, if there are any.  draw: writes the pictures; None without
+    others: other programs on the same tensors.  draw: writes the pictures; None without
     a graph.
     """
     process = state.process
@@ -39,8 +39,8 @@ def save(
             state.check_values(rank)
     with new_directory(path, process, overwrite) as draft:
         _write(artifact, state, draft, path, step_number)
-        if evaluation is not None:
-            _write(evaluation, state, files.evaluation_directory(draft), path, None)
+        for other in others:
+            _write(other, state, files.directory_of(other.plan, draft), path, None)
         with agreed(process, "save"), files.writing(path):
             if leads and draw is not None:
                 draw(draft)
@@ -49,7 +49,7 @@ def save(
 def _write(
     artifact: Artifact, state: ModelState, directory: Path, path: Path, step_number: int | None
 ) -> None:
-    """Write an artifact and its tensors; for evaluation, without a step number, its constants alone.
+    """Write an artifact and its tensors; of other programs, without a step number, the constants alone.
 
     path: the name of the whole, for messages.
     """

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial, wraps
 from pathlib import Path
 from types import MappingProxyType
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import Concatenate, ParamSpec, Self, TypeVar
 
 import torch
 
@@ -16,12 +16,13 @@ from fxpipe.errors import RunError, at_least_one, number_of, printable
 from fxpipe.plan.artifact import Artifact, Plan
 from fxpipe.plan.lanes import LanePlan
 from fxpipe.plan.rows import joined
+from fxpipe.plan.saved import files
 from fxpipe.runtime.debug.finite import Check, Finite
 from fxpipe.runtime.debug.recording import Recording, check_ops
 from fxpipe.runtime.job.process import Process
 from fxpipe.runtime.program.accelerator import is_accelerator
 from fxpipe.runtime.program.ambient import as_traced
-from fxpipe.runtime.program.batch import batch_leaves, rows_of_replica
+from fxpipe.runtime.program.batch import batch_leaves, is_as_assumed, rows_of_replica
 from fxpipe.runtime.program.comm import Comm
 from fxpipe.runtime.program.lanes import running
 from fxpipe.runtime.program.load_program import Program, load_program
@@ -96,7 +97,8 @@ def in_traced_state(
 class LocalRunner:
     """The programs of a pipeline, and the runtimes of its ranks.
 
-    ``directory``: of the programs' files; None if the pipeline was not saved.
+    ``directory``: of the programs' files; None if the pipeline was not saved.  ``assumed``: other programs,
+    for batches that are as their plan assumes.
     """
 
     artifact: Artifact
@@ -107,11 +109,22 @@ class LocalRunner:
     offload_directory: Path | None
     first_step: int = 0
     updates: PendingUpdate = field(default_factory=PendingUpdate)
+    assumed: Artifact | None = None
     _ranks_to_replay: LocalRanks | None = None
 
     @property
     def plan(self) -> Plan:
         return self.artifact.plan
+
+    @cached_property
+    def _for_assumed(self) -> Self | None:
+        """The runner of the programs for batches that are as their plan assumes, on the same tensors."""
+        return None if self.assumed is None else self._beside(self.assumed)
+
+    def _beside(self, artifact: Artifact) -> Self:
+        """A runner of other programs on the same tensors."""
+        directory = None if self.directory is None else files.directory_of(artifact.plan, self.directory)
+        return replace(self, artifact=artifact, assumed=None, directory=directory, _ranks_to_replay=None)
 
     @in_traced_state
     def run_local(
@@ -130,6 +143,10 @@ class LocalRunner:
             raise RunError(
                 "run_local runs all ranks in this process, which under torchrun holds the tensors of one of "
                 "them. Call pipe.step(batch) on all ranks, or start the script as one process."
+            )
+        if self._for_assumed is not None and is_as_assumed(self._for_assumed.plan.assumed, batch):
+            return self._for_assumed.run_local(
+                batch, step, threads, measure_memory, outputs, check, record, replay
             )
         spec = self.plan.step
         at_least_one("threads", threads)

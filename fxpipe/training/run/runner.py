@@ -12,8 +12,9 @@ from pathlib import Path
 import torch
 
 from fxpipe.errors import BatchError, FxpipeError, RunError, number_of
+from fxpipe.plan.artifact import Artifact
 from fxpipe.runtime.debug.finite import Check, place_of_failure
-from fxpipe.runtime.program.batch import check_batch, given_leaves
+from fxpipe.runtime.program.batch import check_batch, given_leaves, is_as_assumed
 from fxpipe.runtime.program.comm import NoAnswer
 from fxpipe.runtime.program.load_program import CollectiveCall, Program
 from fxpipe.runtime.program.outputs import Collected, On, StepResult, empty, joined, requested
@@ -54,12 +55,24 @@ class Runner(LocalRunner):
     """Runs the program of this process's rank.  ``stop_asked``: whether this rank was asked to end the run.
     ``stops``: whether one of the ranks was, before the last step; the same on all ranks.  ``is_evaluation``:
     whether it is that of ``pipe.evaluate``.  ``like``: that whose number of the step this one goes on with.
+    ``last``: the runner of the last step: this one, or that of the programs for some batches.
     """
 
     stop_asked: bool = False
     stops: bool = False
     is_evaluation: bool = False
     like: Runner | None = None
+
+    def __post_init__(self) -> None:
+        self.last = self
+
+    def _beside(self, artifact: Artifact) -> Runner:
+        other = super()._beside(artifact)
+        if self.process is not None:
+            other.process = self.process.for_assumed()
+            other.rank_digests = self.rank_digests
+        other._kept_gradients = self._kept_gradients
+        return other
 
     @property
     def step_number(self) -> int:
@@ -83,6 +96,9 @@ class Runner(LocalRunner):
         """See ``Pipeline.step``."""
         if self.process is not None:
             self.process.watch.check()
+        self.last = self._for(batch)
+        if self.last is not self:
+            return self._step_of_other(self.last, batch, outputs, outputs_on, check, record)
         rt, program, spec = self.runtime, self._own_program, self.plan.step
         self._warm_up.run(rt, program, batch, lambda: self._words(Facts(self.artifact.number), batch))
         rt.start()
@@ -130,6 +146,36 @@ class Runner(LocalRunner):
         if self.process is not None:
             self.rank_digests.stepped()
         return StepResult(loss, results)
+
+    def _for(self, batch: object) -> Runner:
+        """The runner of the programs for a batch, the same on all ranks and replicas."""
+        other, process = self._for_assumed, self.process
+        if other is None:
+            return self
+        holds = is_as_assumed(other.plan.assumed, batch)
+        if process is not None:
+            # A rank without the leaves has no say, and one alone may refuse the batch later.
+            say = torch.tensor([0 if holds is None else 1 + holds], device="cpu")
+            said = {
+                *process.begin_gather(say, f"the batch of {self._named(self.step_number)}")()[:, 0].tolist()
+            }
+            holds = said <= {0, 2} and 2 in said
+        return other if holds else self
+
+    def _step_of_other(
+        self,
+        other: Runner,
+        batch: object,
+        outputs: Sequence[str],
+        outputs_on: On,
+        check: Check,
+        record: Mapping[str, Path],
+    ) -> StepResult:
+        """A step by the programs of another runner, which goes on with this one's number of the step."""
+        other.step_number, other.stop_asked = self.step_number, self.stop_asked
+        result = other.step(batch, outputs, outputs_on, check, record)
+        self.step_number, self.stops = other.step_number, other.stops
+        return result
 
     def _run(
         self, rt: Runtime, batch: object, check: Check, record: Mapping[str, Path]
