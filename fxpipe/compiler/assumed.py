@@ -104,6 +104,7 @@ def _like(options: Settings, trained: Compiled, assumed: dict[str, float]) -> Se
         schedule=replace(plan.ordered, transfers=()),
         recompute=levels[plan.recompute],
         vocab_parallel=ways[None if plan.vocabulary is None else plan.vocabulary.barriers],
+        head_chunks=plan.head_chunks,
         split_points=None,
         evaluation=False,
         print_after=None,

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import fx
 
 from fxpipe.compiler.options import Settings
 from fxpipe.passes.level.recompute import LEVELS, Level
 from fxpipe.schedule.ops import Schedule
 from fxpipe.schedule.placement import name_of, place
 from fxpipe.schedule.search.fastest import AUTO, stages_and_placements
+from fxpipe.vocabulary.chunks import chunks_for
 
 BARRIERS: dict[str | bool, tuple[int | None, ...]] = {
     False: (None,),
@@ -20,22 +24,33 @@ BARRIERS: dict[str | bool, tuple[int | None, ...]] = {
 }
 
 
+class Head(NamedTuple):
+    """How the output layer is computed: split over all ranks with so many ``barriers`` a microbatch, or, if
+    these are None, on one rank in ``chunks`` of the tokens."""
+
+    barriers: int | None
+    chunks: int = 1
+
+
 @dataclass(frozen=True)
 class Candidates:
     """The candidate decisions of a compilation.
 
     ``placements``: the model's stages -> the names of their placements, each with the rank of every stage.
-    ``barriers``: a microbatch, of vocabulary layers split over the ranks; None if they are not split.
+    ``heads``: the ways to compute the output layer.
     ``levels``: of recomputation; None for none.
     """
 
     placements: Mapping[int, Mapping[str, tuple[int, ...]]]
-    barriers: tuple[int | None, ...]
+    heads: tuple[Head, ...]
     levels: tuple[Level | None, ...]
 
 
-def candidates(options: Settings) -> Candidates:
-    """All combinations of these are tried; of stages only as many as the model can be cut into."""
+def candidates(options: Settings, graph: fx.Graph) -> Candidates:
+    """All combinations of these are tried; of stages only as many as the model can be cut into.
+
+    graph: the captured step.
+    """
     schedule, ranks = options.schedule, options.mesh.ranks
     placements: dict[int, dict[str, tuple[int, ...]]] = {}
     if isinstance(schedule, Schedule):
@@ -50,11 +65,16 @@ def candidates(options: Settings) -> Candidates:
                 per_rank = 1
         for stages, name in stages_and_placements(schedule, per_rank, options.placement):
             placements.setdefault(ranks * stages, {})[name] = place(name, ranks, stages)
-    barriers = BARRIERS[options.vocab_parallel] if ranks > 1 else (None,)
+    heads = [Head(barriers) for barriers in (BARRIERS[options.vocab_parallel] if ranks > 1 else (None,))]
+    whole = heads[0].barriers is None and options.dimensions is None
+    if not isinstance(options.head_chunks, str):
+        heads[0] = Head(heads[0].barriers, options.head_chunks)
+    elif whole and (chunks := chunks_for(graph)) > 1:
+        heads.insert(1, Head(None, chunks))
     levels: tuple[Level | None, ...] = (None,)
     if options.gradients and options.recompute is not False:
         every = (None, *LEVELS)
         levels = tuple(level for level in every if options.recompute in (AUTO, level))
     if options.memory_limit is None and options.recompute == AUTO:
         levels = (None,)  # nothing to gain: recomputation takes time for less memory
-    return Candidates(placements, barriers, levels)
+    return Candidates(placements, tuple(heads), levels)

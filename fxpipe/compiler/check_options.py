@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from math import inf
-from typing import get_args
+from typing import Any, get_args
 
 from fxpipe.compiler.options import Settings
 from fxpipe.compiler.passes import PASS_NAMES
@@ -68,8 +68,14 @@ def check_lanes(options: Settings, lanes: LanePlan) -> None:
 
 def _check_numbers(options: Settings) -> None:
     mesh = options.mesh
-    numbers = {"ranks": mesh.ranks, "replicas": mesh.replicas, "microbatches": mesh.microbatches}
-    numbers |= {"ranks_per_link": options.offload.ranks_per_link, "head_chunks": options.head_chunks}
+    numbers: dict[str, Any] = {
+        "ranks": mesh.ranks,
+        "replicas": mesh.replicas,
+        "microbatches": mesh.microbatches,
+    }
+    numbers["ranks_per_link"] = options.offload.ranks_per_link
+    if options.head_chunks != AUTO:
+        numbers["head_chunks"] = options.head_chunks
     for name in ("stages_per_rank", "ranks_per_machine"):
         if getattr(options, name) is not None:
             numbers[name] = getattr(options, name)
@@ -82,12 +88,12 @@ def _check_numbers(options: Settings) -> None:
             f"{MOST_FORWARDS:,} forwards a step. Take fewer, larger microbatches, or accumulate the "
             "gradients of several steps."
         )
-    if options.head_chunks > 1 and options.vocab_parallel not in (False, "auto"):
+    if options.head_chunks not in (1, AUTO) and options.vocab_parallel not in (False, AUTO):
         raise OptionError(
             "head_chunks is for an output layer that one rank has, and vocab_parallel splits it over all: "
             "leave one of them out."
         )
-    if options.head_chunks > 1 and options.dimensions is not None:
+    if options.head_chunks not in (1, AUTO) and options.dimensions is not None:
         raise OptionError("head_chunks does not go with dimensions: at other lengths parts have other sizes.")
     state = options.optimizer_bytes
     if not (isinstance(state, int | float) and 0 <= state < inf):

@@ -44,7 +44,7 @@ from fxpipe.schedule.costs import Costs, Link
 from fxpipe.schedule.memory_text import MemoryText
 from fxpipe.schedule.offload.planner import keeps
 from fxpipe.schedule.ops import Schedule
-from fxpipe.schedule.problem import Problem, per_rank
+from fxpipe.schedule.problem import Problem, Setting, per_rank
 from fxpipe.schedule.search.comparison import row_of
 from fxpipe.schedule.search.fastest import fastest
 from fxpipe.schedule.simulation.simulator import simulate
@@ -204,6 +204,7 @@ class Costing:
             recompute=cut.recompute or "",
             text=text,
             objective=options.objective,
+            head_chunks=1 if cut.vocabulary is not None else cut.options.head_chunks,
         )
 
 
@@ -249,7 +250,7 @@ def choose(options: Settings, stages: Sequence[Stages], costing: Costing) -> Cho
     Raises ScheduleError where no schedule keeps the memory limit.
     """
     first, *levels = costing.tried.levels
-    by_setting: dict[tuple[int, str, int, str], tuple[Stages, Placed]] = {}  # by the problem's setting
+    by_setting: dict[Setting, tuple[Stages, Placed]] = {}  # by the problem's setting
     bounds: dict[Stages, float] = {}  # seconds, at the first level
     too_heavy: list[LimitError] = []
 

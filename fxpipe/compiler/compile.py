@@ -138,11 +138,11 @@ def compile_model(
     """Compile for one mesh.  devices: of the processes of each rank, if they differ and the user names none.
     step: if it is captured already.  meshes: those that were compared."""
     model, options, device = request.model, request.options, request.device
-    tried = candidates(options)
-    ways = len(tried.barriers)
-    phase.expect(2 + ways + 4 * len(tried.placements) * ways)
     step = step or capture_step(request, phase)
     captured = step.captured
+    tried = candidates(options, captured.graph)
+    ways = len(tried.heads)
+    phase.expect(2 + ways + 4 * len(tried.placements) * ways)
     # Before the cut: nothing that follows could make up for it.
     if options.mesh.replicas > 1:
         check_state_of_replicas(model, captured.graph)

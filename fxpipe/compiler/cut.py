@@ -110,7 +110,7 @@ class Cuts:
     depend on the ranks that have them, unless vocabulary layers are split over these."""
 
     def __init__(self) -> None:
-        self._split: StepGraphs | None = None
+        self._split: dict[int, StepGraphs] = {}  # by the parts of the output layer
         self._stages: dict[tuple[object, ...], Stages | PartitionError] = {}
         self._cuts: dict[tuple[StepGraphs, Level | None], Cut] = {}
 
@@ -119,8 +119,10 @@ class Cuts:
         # Its shards depend on the number of ranks, so other numbers cannot use it.
         if options.barriers is not None:
             return split(step, options)
-        self._split = self._split or split(step, options)
-        return self._split
+        chunks = options.head_chunks
+        if chunks not in self._split:
+            self._split[chunks] = split(step, options)
+        return self._split[chunks]
 
     def stages_of(self, step: StepGraphs, options: CutOptions, phase: Phases) -> Stages:
         """``stages_of``, of a result of ``split``."""

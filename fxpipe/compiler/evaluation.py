@@ -59,7 +59,7 @@ def compile_evaluation(request: Compilation, phase: Phases, trained: Compiled) -
         tensors_of=tensors_in_stages(trained.sections, model_stages),
         backend=options.backend,
         print_after=options.print_after,
-        head_chunks=options.head_chunks,
+        head_chunks=plan.head_chunks,
     )
     phase.expect(6)
     with phase("evaluation"), _in_eval_mode(model):

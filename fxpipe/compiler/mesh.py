@@ -184,9 +184,10 @@ class _Search:
         return chosen.of_mesh(mesh)
 
     def _cut(self, options: Settings) -> tuple[list[Stages], Costing]:
-        step, phase, tried = self.step, self.phase, candidates(options)
+        step, phase = self.step, self.phase
+        tried = candidates(options, step.captured.graph)
         cluster = cluster_of(options, self.request.device, (), step.captured.graph)
-        ways = len(tried.barriers)
+        ways = len(tried.heads)
         phase.expect(ways + 2 * ways * len(tried.placements))  # at most: others were made for fewer ranks
         stages = all_stages(step.graphs, tried, options, cluster, step.cuts, phase)
         phase.expect(2 * len(stages) * len(tried.levels))
@@ -196,9 +197,9 @@ class _Search:
     def _check_bytes(self, options: Settings) -> None:
         """Raise LimitError, before the step is cut, where some rank has too many bytes of the model: its
         share of all, or two of its stages, where parameters are gathered for single ops."""
-        tried = candidates(options)
+        tried = candidates(options, self.step.captured.graph)
         # A split vocabulary is on all ranks, so no share of the model is known before the cut.
-        if options.memory_limit is None or tried.barriers != (None,):
+        if options.memory_limit is None or any(head.barriers is not None for head in tried.heads):
             return
         trained = graph_outputs(self.step.captured.graph).grads
         whole = sum(

@@ -138,10 +138,11 @@ class Options:
     ``"1-barrier"`` (or True) or ``"2-barrier"`` (ranks wait for each other once or twice a microbatch; the
     second needs less work before the first barrier and holds a microbatch more), or ``"auto"``
     (docs/vocabulary.md)."""
-    head_chunks: int = 1
+    head_chunks: int | Literal["auto"] = 1
     """In how many parts of the tokens the output layer, its cross-entropy and their gradients are computed,
     one after the other, so that the logits of all tokens are never there at once; for an output layer that is
-    not split over ranks (docs/vocabulary.md)."""
+    not split over ranks (docs/vocabulary.md). ``"auto"``: whole or in parts of at least 128 tokens,
+    whichever gives the faster step within ``memory_limit``, as simulated."""
     recompute: Level | Literal["auto", False] = False
     """Which forward values the backward recomputes instead of reading saved ones; gradients are
     bit-identical. ``"norms"`` (all but matrix products, convolutions and attention), ``"full"``, or

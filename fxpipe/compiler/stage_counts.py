@@ -10,7 +10,7 @@ from itertools import product
 import torch
 from torch import fx
 
-from fxpipe.compiler.candidates import Candidates
+from fxpipe.compiler.candidates import Candidates, Head
 from fxpipe.compiler.cut import Cuts, Stages
 from fxpipe.compiler.options import Settings
 from fxpipe.compiler.passes import CutOptions, StepGraphs
@@ -58,10 +58,10 @@ def all_stages(
     """
     cuts: list[Stages] = []
     misfits: list[PartitionError] = []
-    ways = tried.barriers
+    ways = tried.heads
     measured = options.costs == "measured"
     slowness = cluster.slowness(captured.graph)
-    steps: dict[int | None, StepGraphs] = {}  # for any number of stages
+    steps: dict[Head, StepGraphs] = {}  # for any number of stages
     for stages, placements in tried.placements.items():
         cuts_here: list[Stages] = []
         alike: defaultdict[tuple[tuple[float, ...], Held], list[str]] = defaultdict(list)
@@ -71,15 +71,15 @@ def all_stages(
                 tensors_of = tuple(frozenset(options.on_ranks[rank]) for rank in placement)
             # Placements in which each stage is as fast are cut alike, and need one cut.
             alike[tuple(slowness[rank] for rank in placement), tensors_of].append(name)
-        for barriers, ((slowness_here, tensors_of), names) in product(ways, alike.items()):
-            if barriers not in ways:
+        for head, ((slowness_here, tensors_of), names) in product(ways, alike.items()):
+            if head not in ways:
                 continue  # it did not fit other placements either
             cut_options = CutOptions(
                 stages,
                 options.mesh.ranks,
                 cluster.node_seconds(),
                 options.split_points,
-                barriers,
+                head.barriers,
                 measured,
                 tensors_of=tensors_of,
                 slowness=slowness_here,
@@ -87,17 +87,17 @@ def all_stages(
                 grad_dtype=options.grad_dtype,
                 backend=options.backend,
                 print_after=options.print_after,
-                head_chunks=options.head_chunks,
+                head_chunks=head.chunks,
             )
             try:
-                if barriers not in steps:
+                if head not in steps:
                     with phase("vocabulary"):
                         # Once for all numbers of stages.
-                        steps[barriers] = shared.split(captured, cut_options)
-                cuts_here.append(shared.stages_of(steps[barriers], cut_options, phase))
+                        steps[head] = shared.split(captured, cut_options)
+                cuts_here.append(shared.stages_of(steps[head], cut_options, phase))
             except PartitionError as error:
-                if barriers is not None and options.vocab_parallel == AUTO:
-                    ways = tuple(way for way in ways if way != barriers)  # nor does it fit more stages
+                if _is_free(head, options):
+                    ways = tuple(way for way in ways if way != head)  # nor does it fit more stages
                     continue
                 if options.on_ranks:  # other placements may fit
                     misfits.append(error)
@@ -107,12 +107,19 @@ def all_stages(
                 # More stages than there are places to cut: the fastest of the fewer is found.
                 return [*cuts, *cuts_here]
             except VocabularyError as error:
-                if options.vocab_parallel != AUTO:
+                if not _is_free(head, options):
                     raise
-                ways = tuple(way for way in ways if way != barriers)
-                if ways == (None,):
+                ways = tuple(way for way in ways if way != head)
+                if head.barriers is not None and all(way.barriers is None for way in ways):
                     warnings.warn(f"vocab_parallel='auto' goes on without: {error}", stacklevel=2)
         cuts += cuts_here
     if misfits and not cuts:
         raise misfits[0]
     return cuts
+
+
+def _is_free(head: Head, options: Settings) -> bool:
+    """Whether an output layer may be computed in another way than this."""
+    return (head.barriers is not None and options.vocab_parallel == AUTO) or (
+        head.chunks > 1 and options.head_chunks == AUTO
+    )

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
+from typing import NamedTuple
 
 from fxpipe.errors import ScheduleError, number_of
 from fxpipe.schedule.bound import lower_bound
@@ -24,6 +25,17 @@ Limit = float | Sequence[float] | None
 """One memory limit for all ranks, one for each rank, or none; in the unit of the costs' memory."""
 
 
+class Setting(NamedTuple):
+    """The decisions by which the problems of a step differ.  ``barriers``: a microbatch, 0 if vocabulary
+    layers are not split.  ``recompute``: the level.  ``head_chunks``: the parts of the output layer."""
+
+    stages_per_rank: int
+    placement: str
+    barriers: int
+    recompute: str
+    head_chunks: int
+
+
 @dataclass(frozen=True, eq=False)
 class Problem:
     """Stages on ranks, their costs there, and the memory for activations.
@@ -34,7 +46,7 @@ class Problem:
     take so many times the limits.
     ``recompute``: the level of recomputation in the costs.
     ``group``: the number of microbatches in a group, for a family with groups; None leaves it to the family.
-    ``text``: for messages about memory.
+    ``text``: for messages about memory.  ``head_chunks``: the parts of the output layer in the costs.
     """
 
     ranks: int
@@ -50,13 +62,12 @@ class Problem:
     objective: Objective = "makespan"
     group: int | None = None
     text: MemoryText = ANY_UNIT
+    head_chunks: int = 1
 
     @property
-    def setting(self) -> tuple[int, str, int, str]:
-        """The decisions by which the problems of a step differ: stages per rank, placement, barriers a
-        microbatch (0 if vocabulary layers are not split), and the level of recomputation."""
+    def setting(self) -> Setting:
         barriers = 0 if self.vocabulary is None else self.vocabulary.barriers
-        return self.stages_per_rank, self.shape, barriers, self.recompute
+        return Setting(self.stages_per_rank, self.shape, barriers, self.recompute, self.head_chunks)
 
     @cached_property
     def placement(self) -> tuple[int, ...]:

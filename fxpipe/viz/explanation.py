@@ -174,11 +174,11 @@ def _moved(plan: Plan) -> str:
 
 def _table(plan: Plan) -> Table:
     tried, memory = plan.tried, units_of(plan.memory_limit).memory
-    spread = any(candidate.barriers for candidate in tried)
+    heads = any(candidate.barriers or candidate.head_chunks > 1 for candidate in tried)
     again = any(candidate.recompute for candidate in tried)
     moved = any(candidate.offloaded for candidate in tried)
     many = any(candidate.period is not None for candidate in tried)
-    names = ["schedule", *["vocabulary"] * spread, *["recomputed"] * again]
+    names = ["schedule", *["vocabulary"] * heads, *["recomputed"] * again]
     figures_of = ("step", *["of many"] * many, "longer", "span bubble", "activations")
     table = _plain_table(*names, *["offloaded"] * moved, *figures_of)
     table.caption = "x 2: two stages a rank; v: placed down the ranks and back"
@@ -191,7 +191,7 @@ def _table(plan: Plan) -> Table:
             continue  # the reasons below name it
         figures = [seconds_text(a.seconds), *[seconds_text(a.period or 0.0)] * many, _longer(a, plan)]
         figures += [bubble_text(a.span_bubble), memory(a.peak_memory)]
-        beside = [*[_vocabulary(a)] * spread, *[a.recompute or "nothing"] * again]
+        beside = [*[_vocabulary(a)] * heads, *[a.recompute or "nothing"] * again]
         beside += [memory(a.offloaded) if a.offloaded else "nothing"] * moved
         rows[_setting(a), *beside, *figures] = None
     for row in rows:
@@ -248,6 +248,8 @@ def reasons(tried: Sequence[TriedMesh]) -> list[str]:
 
 
 def _vocabulary(candidate: Tried) -> str:
+    if candidate.head_chunks > 1:
+        return f"in {candidate.head_chunks} parts"
     return f"spread, {candidate.barriers}-barrier" if candidate.barriers else "whole"
 
 
@@ -257,6 +259,7 @@ def _setting(candidate: Tried) -> str:
 
 
 def _name(candidate: Tried) -> str:
-    vocabulary = f", vocabulary {_vocabulary(candidate)}" if candidate.barriers else ""
+    vocabulary = _vocabulary(candidate)
+    vocabulary = "" if vocabulary == "whole" else f", vocabulary {vocabulary}"
     again = f", recompute {candidate.recompute}" if candidate.recompute else ""
     return f"{_setting(candidate)}{vocabulary}{again}"

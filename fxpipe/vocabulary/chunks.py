@@ -45,6 +45,26 @@ Total = Callable[[Builder, Sequence[fx.Node]], fx.Node]
 """Makes a value of all tokens from those of the parts."""
 
 
+#: The fewest tokens of a part that the planner takes: products of fewer rows run far below full rate.
+FEWEST = 128
+
+
+def chunks_for(graph: fx.Graph) -> int:
+    """The parts at which the logits of one are no larger than the hidden states of all tokens: a power of
+    two that leaves each part ``FEWEST`` tokens; 1 where no layer gives a cross-entropy its logits."""
+    try:
+        products = [projection_of(loss) for loss in picked_losses(graph)]
+    except VocabularyError:
+        return 1
+    chunks = 1
+    for product in products:
+        tokens, words = product.meta["val"].shape
+        hidden = node_arg(product, 1 if product.target is aten.addmm.default else 0).meta["val"].shape[1]
+        while chunks * hidden < words and tokens // (2 * chunks) >= FEWEST:
+            chunks *= 2
+    return chunks
+
+
 def chunk_head(graph: fx.Graph, chunks: int) -> None:
     """Rewrite a captured step.  The ops of part k have ``meta["chunk"] = k``.
 

@@ -243,3 +243,35 @@ def test_two_heads():
 def test_logits_that_are_an_output_are_refused():
     with pytest.raises(VocabularyError, match="takes the logits of all tokens"):
         compiled(Words(), plain, outputs=["output"])
+
+
+@pytest.mark.filterwarnings("ignore:The loss takes linalg_vector_norm")
+def test_the_planner_takes_parts_where_the_limit_asks_for_them(monkeypatch):
+    """On a device where an op takes long to start the parts take longer than the whole."""
+    monkeypatch.setattr("fxpipe.vocabulary.chunks.FEWEST", 2)
+    model, batch = Words(), data()
+
+    def chosen(limit=None, **options):
+        options = {"schedule": "1f1b", "costs": "h100-sxm", "loss_fn": plain, "head_chunks": "auto"} | options
+        options |= {"split_points": ["layers.1"]}
+        shape = {"ranks": 2, "microbatches": MICROBATCHES, "memory_limit": limit}
+        return fxpipe.compile(model, data(ROWS), **shape, **options)
+
+    def needed(pipe):
+        peaks = zip(pipe.plan.held, pipe.plan.prediction.peak_memory, strict=True)
+        return max(held.total + peak for held, peak in peaks)
+
+    # 50 words and 8 features: in 4 parts of 15 tokens, as 8 leave fewer than 2 tokens.
+    whole = chosen("1GiB")
+    assert whole.plan.head_chunks == chosen().plan.head_chunks == 1
+    parts = chosen(needed(whole) - 1)
+    assert parts.plan.head_chunks == 4
+    assert needed(parts) < needed(whole)
+    found, expected = parts.run_local(batch), whole.run_local(batch)
+    assert torch.allclose(found.loss, expected.loss, rtol=1e-12)
+    assert all(torch.allclose(found.grads[n], g, rtol=1e-9) for n, g in expected.grads.items())
+    compared = chosen("1GiB", schedule="auto").plan.tried
+    assert {row.head_chunks for row in compared} == {1, 4}
+    with pytest.raises(OptionError, match="head_chunks is 'many'"):
+        chosen(head_chunks="many")
+    assert chosen(loss_fn=of_all_logits).plan.head_chunks == 1

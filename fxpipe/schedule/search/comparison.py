@@ -37,12 +37,9 @@ class Comparison:
         return self.best is not None and least > self.best.key[0] * (1 + 1e-9)
 
     def leave_out(self, problem: Problem, family: str, why: str | ScheduleError) -> None:
-        stages, shape, barriers, recompute = problem.setting
         needs = why.smallest if isinstance(why, LimitError) else None
-        row = Tried(
-            family, stages, shape, peak_memory=needs, why=str(why), barriers=barriers, recompute=recompute
-        )
-        self.tried[problem, family] = row
+        setting = problem.setting._asdict()
+        self.tried[problem, family] = Tried(family, **setting, peak_memory=needs, why=str(why))
 
     def complete(self, candidate: Candidate) -> None:
         """Add the schedule with vocabulary stages, and with transfers if it is not beaten by then."""
@@ -122,16 +119,12 @@ class Comparison:
 def row_of(result: SearchResult) -> Tried:
     """A candidate as the plan has it."""
     timeline = result.timeline
-    stages, shape, barriers, recompute = result.problem.setting
     return Tried(
         timeline.schedule.name,
-        stages,
-        shape,
-        timeline.seconds,
-        timeline.span_bubble,
-        max(timeline.peak_memory),
-        barriers=barriers,
-        recompute=recompute,
+        **result.problem.setting._asdict(),
+        seconds=timeline.seconds,
+        span_bubble=timeline.span_bubble,
+        peak_memory=max(timeline.peak_memory),
         offloaded=timeline.moved,
         period=result.period,
     )
