@@ -14,7 +14,7 @@ from fxpipe.training.model.rollback import Rollback
 from fxpipe.training.optimizer.clipping import Clipping
 from fxpipe.training.optimizer.groups import Group, groups_of, optimizer_of
 from fxpipe.training.optimizer.optimizer import PipelineOptimizer
-from fxpipe.training.optimizer.optimizer_trial import check_group
+from fxpipe.training.optimizer.optimizer_trial import Table, check_groups
 
 CPU = torch.device("cpu")
 
@@ -234,7 +234,8 @@ def test_groups_cannot_be_added_later():
 
 
 def tried(cls, dims=(), ranks=2, shape=(32, 24), **options):
-    check_group(Group(cls, options), {shape, shape[:1]}, dims, CPU, ranks)
+    kinds = {Table(shape, frozenset(dims)), Table(shape[:1])}
+    check_groups([Group(cls, options)], [kinds], CPU, ranks=ranks)
 
 
 def test_optimizers_that_need_other_ranks_values():
@@ -313,10 +314,65 @@ class ClipsAll(Base):
 @pytest.mark.parametrize("cls", [Orthogonal, LargeOnes, Late, AboveLimit, Within])
 def test_rows_that_depend_on_others_in_some_updates_alone(cls):
     """Above a size, from an update on, by an option of the group: where ranks hold all rows it is allowed."""
-    group = Group(cls, {}, {"use_muon": True})
-    check_group(group, {(32, 24)}, (), CPU, 2)
+    group, rows = Group(cls, {}, {"use_muon": True}), frozenset([0])
+    check_groups([group], [{Table((32, 24))}], CPU, ranks=2)
     with pytest.raises(RunError, match=f"{cls.__name__} updates rows of a parameter by the values of other"):
-        check_group(group, {(32, 24), (8,)}, {0}, CPU, 2)
+        check_groups([group], [{Table((32, 24), rows), Table((8,))}], CPU, ranks=2)
+
+
+class WithoutZeros(Base):
+    """Leaves tables without a gradient as they are, and moves the others on by a momentum."""
+
+    def update(self, grad, group, steps):
+        return grad + 1e-3 if grad.any() else grad
+
+
+class SmallGradients(Base):
+    def update(self, grad, group, steps):
+        return grad / grad.norm().clamp(min=1e-5 * grad.numel())
+
+
+class Projected(Base):
+    def update(self, grad, group, steps):
+        return grad - grad.mean(0) if min(grad.shape) > 300 else grad
+
+
+@pytest.mark.parametrize("cls", [LargeOnes, WithoutZeros, SmallGradients, Projected])
+def test_rows_that_depend_on_others_in_some_tables_alone(cls):
+    """Not in the longest one, without a gradient, by rounding errors of it, or in large ones."""
+    shapes = [(144, 8), (24, 24), (400, 350)]
+    with pytest.raises(RunError, match=f"{cls.__name__} updates rows of a parameter by the values of other"):
+        check_groups([Group(cls, {})], [{Table(s, frozenset([0])) for s in shapes}], CPU, ranks=2)
+    check_groups([Group(cls, {})], [{Table(s) for s in shapes}], CPU, ranks=2)
+
+
+class CountsGroups(Base):
+    """Its rate falls with the groups that it has updated: a rank that has nothing of one counts fewer."""
+
+    def step(self, closure=None):
+        self.updated = getattr(self, "updated", 0) + sum(bool(group["params"]) for group in self.param_groups)
+        super().step()
+
+    def update(self, grad, group, steps):
+        return grad / self.updated
+
+
+def test_a_rank_without_parameters_of_a_group():
+    groups, kinds = [Group(CountsGroups, {}, {"lr": lr}) for lr in (0.1, 0.2)], [{Table((4, 4))}] * 2
+    check_groups(groups, kinds, CPU, ranks=2)
+    with pytest.raises(RunError, match="CountsGroups updates a parameter by the values of others"):
+        check_groups(groups, kinds, CPU, ranks=2, lacks=True)
+
+
+class Noisy(Base):
+    def update(self, grad, group, steps):
+        return grad + torch.randn_like(grad)
+
+
+def test_a_class_that_draws_random_numbers():
+    tried(Noisy, ranks=1)
+    with pytest.raises(RunError, match=r"Noisy makes other updates .* as one that draws random numbers does"):
+        tried(Noisy)
 
 
 def test_parameters_that_depend_on_others_in_some_updates_alone():

@@ -12,10 +12,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fxpipe.errors import RunError
 from fxpipe.training.model.pending_update import PendingUpdate
-from fxpipe.training.model.rollback import Rollback, check_undoable
+from fxpipe.training.model.rollback import Rollback
 from fxpipe.training.model.speculative_update import SpeculativeUpdate
 from fxpipe.training.optimizer.clipping import Clipping
+from fxpipe.training.optimizer.groups import Group
 from fxpipe.training.optimizer.optimizer import PipelineOptimizer
+from fxpipe.training.optimizer.optimizer_trial import Table, check_groups
 from fxpipe.training.optimizer.speculation_policy import BLOCK, BLOCKS, FIRST, PERIOD, SpeculationPolicy
 
 CPU = torch.device("cpu")
@@ -161,21 +163,59 @@ class Noisy(torch.optim.SGD):
                 p.add_(torch.randn_like(p))
 
 
+class ByGroup(torch.optim.Optimizer):
+    """Subclasses make the update of a group; ``counts``: of its own."""
+
+    def __init__(self, params, lr=0.1, **options):
+        super().__init__(params, {"lr": lr, "limit": 0, "rare": False} | options)
+        self.counts = [0] * len(self.param_groups)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for number, group in enumerate(self.param_groups):
+            for p in group["params"]:
+                p.sub_(group["lr"] * self.factor(number, group, p) * p.grad)
+
+    def factor(self, number, group, p):
+        """Counts what exceeds the limit of its group, alone from the 15th update on."""
+        steps = self.state[p]["steps"] = self.state[p].get("steps", 0) + 1
+        exceeds = float(p.grad.abs().max()) > group["limit"]
+        if group["limit"] and exceeds and (steps > 14 or not group["rare"]):
+            self.counts[number] += 1
+        return 1 / (1 + self.counts[number])
+
+
+class NoisyOnes(ByGroup):
+    def factor(self, number, group, p):
+        return torch.rand_like(p) if p.numel() > 1000 else 1.0
+
+
+def check_undone(cls, *options, shapes=((4, 4),), **defaults):
+    groups = [Group(cls, defaults, own) for own in options or [{}]]
+    check_groups(groups, [{Table(shape) for shape in shapes}] * len(groups), CPU, ranks=1, undone=True)
+
+
 @pytest.mark.parametrize(
-    ("cls", "message"),
+    ("cls", "options", "message"),
     [
-        (Counting, r"Counting .* outside of its state_dict \(in calls\)"),
-        (Noisy, "Noisy .* draws random numbers"),
+        (Counting, [], r"Counting .* outside of its state_dict \(in calls\)"),
+        (Noisy, [], "Noisy .* draws random numbers"),
+        (NoisyOnes, [], "NoisyOnes .* draws random numbers"),
+        (ByGroup, [{}, {"limit": 30.0}], r"ByGroup .* \(in counts\)"),
+        (ByGroup, [{"limit": 1e4, "rare": True}, {}], r"ByGroup .* \(in counts\)"),
     ],
 )
-def test_what_cannot_be_undone(cls, message):
+def test_what_cannot_be_undone(cls, options, message):
+    """Also what a class does for one group, a large table, a large gradient or a late update alone."""
     with pytest.raises(RunError, match=message + r'.*Take validation="barrier"'):
-        check_undoable(cls, cls.__name__, CPU)
+        check_undone(cls, *options, shapes=[(4,), (40, 40)])
 
 
-@pytest.mark.parametrize("cls", [torch.optim.AdamW, torch.optim.RMSprop, torch.optim.NAdam, worker.Drifting])
+@pytest.mark.parametrize(
+    "cls", [torch.optim.AdamW, torch.optim.RMSprop, torch.optim.NAdam, worker.Drifting, ByGroup]
+)
 def test_what_can_be_undone(cls):
-    check_undoable(cls, cls.__name__, CPU)
+    check_undone(cls, {}, {"lr": 0.2}, shapes=[(4,), (40, 40)])
 
 
 @pytest.mark.parametrize("what", ["parameter", "gradient"])

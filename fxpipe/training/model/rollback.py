@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -12,11 +12,7 @@ import torch
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from fxpipe.errors import RunError
 from fxpipe.runtime.torch_private import copy_each
-
-#: Steps of the trial: as many as an optimizer is expected to take until it uses what it keeps.
-_TRIAL = 12
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,38 +81,3 @@ def _copied(memory: Any, value: Any) -> object:
     tensors = isinstance(memory, torch.Tensor) and isinstance(value, torch.Tensor)
     fits = tensors and (memory.shape, memory.dtype, memory.device) == (value.shape, value.dtype, value.device)
     return memory.copy_(value) if fits else copy.deepcopy(value)
-
-
-def check_undoable(make: Callable[[list[Parameter]], Optimizer], name: str, device: torch.device) -> None:
-    """Raise RunError for an optimizer whose update cannot be taken back and made again with the same bits.
-
-    Found by trial, on a small table: one optimizer makes each of its updates twice, another one once.
-    name: of its class.
-    """
-    generator = torch.Generator().manual_seed(0)
-    start = torch.randn(4, 4, generator=generator, device="cpu")
-    grads = [torch.randn(4, 4, generator=generator, device="cpu") for _ in range(_TRIAL)]
-    tables = [Parameter(start.to(device, copy=True)) for _ in range(2)]
-    optimizers = [make([table]) for table in tables]
-    outside: set[str] = set()
-    for grad in grads:
-        for times, table, optimizer in zip((1, 2), tables, optimizers, strict=True):
-            table.grad = grad.to(device)
-            for again in range(times):
-                undo, attributes = Rollback.of(optimizer), _attributes(optimizer)
-                optimizer.step()
-                outside |= {k for k, x in _attributes(optimizer).items() if attributes.get(k, x) != x}
-                if again + 1 < times:
-                    undo.take_back(optimizer)
-    if not torch.equal(*tables):
-        where = f" (in {', '.join(sorted(outside))})" if outside else ", or draws random numbers"
-        raise RunError(
-            f'validation="post" takes an update back and makes it again, and {name} gives another result '
-            f'then: it keeps state outside of its state_dict{where}. Take validation="barrier".'
-        )
-
-
-def _attributes(optimizer: Optimizer) -> dict[str, str]:
-    """The optimizer's own attributes, as text."""
-    known = {"state", "param_groups", "defaults"}
-    return {k: repr(x) for k, x in vars(optimizer).items() if k not in known and not k.startswith("_")}

@@ -38,10 +38,6 @@ class Group:
         """The group as torch takes it, with these parameters."""
         return {**self.options, "params": [*parameters]}
 
-    def made(self, parameters: Sequence[Parameter]) -> Optimizer:
-        """An optimizer of the group alone."""
-        return made(self.cls, [self.of(parameters)], self.defaults)
-
 
 def groups_of(
     cls: MakesOptimizer, defaults: Mapping[str, object], mappings: object, model_names: Collection[str]
@@ -94,10 +90,15 @@ def optimizer_of(groups: Sequence[Group], parameters: Mapping[str, Parameter]) -
 
     parameters: by name, or the name of rows.
     """
-    as_torch = [
-        group.of([p for name, p in parameters.items() if ShardName(name).tensor in group.names])
-        for group in groups
+    by_group = [
+        [p for name, p in parameters.items() if ShardName(name).tensor in group.names] for group in groups
     ]
+    return assembled(groups, by_group)
+
+
+def assembled(groups: Sequence[Group], parameters: Sequence[Sequence[Parameter]]) -> Optimizer:
+    """An optimizer of these groups.  parameters: of each."""
+    as_torch = [group.of(of_group) for group, of_group in zip(groups, parameters, strict=True)]
     kinds = [(group.cls, id(group.defaults) if group.defaults else 0) for group in groups]
     optimizers = {
         kind: made(

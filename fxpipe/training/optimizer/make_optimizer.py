@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, get_args
 
 import torch
@@ -17,12 +16,11 @@ from fxpipe.plan.tensors import gradient_dtype
 from fxpipe.runtime.job.process import agreed
 from fxpipe.training.model.model_state import ModelState
 from fxpipe.training.model.pending_update import PendingUpdate
-from fxpipe.training.model.rollback import check_undoable
 from fxpipe.training.optimizer.batch_digest import SAME_OPTIONS
 from fxpipe.training.optimizer.clipping import Clipping
-from fxpipe.training.optimizer.groups import groups_of, name_of, optimizer_of
+from fxpipe.training.optimizer.groups import groups_of, optimizer_of
 from fxpipe.training.optimizer.optimizer import PipelineOptimizer
-from fxpipe.training.optimizer.optimizer_trial import check_group, ready
+from fxpipe.training.optimizer.optimizer_trial import Table, check_groups
 from fxpipe.training.optimizer.script_changes import ScriptChanges
 
 
@@ -58,20 +56,28 @@ def make_optimizer(
         parameters: dict[str, Parameter] = {name: state.parameter(name) for name in owned_names}
         trained = holders(tensors.gradients for tensors in state.owned)
         all_groups = groups_of(cls, options, groups, {name.tensor for name in trained})
-        for group in all_groups:
-            names = [name for name in trained if name.tensor in group.names]
-            shapes = {state.plan.whole_layout(name.tensor).shape for name in names}
-            dims = {dim for name in names for dim in state.spans_of(name)}
-            check_group(group, shapes, dims, state.device, len(state.owned))
         if validation not in get_args(Validation):
             raise OptionError(f'validation is {validation!r} and must be "barrier" or "post".')
         flags = {"master_weights": master_weights, "changes_gradients": changes_gradients}
         for name, flag in flags.items():
             if not isinstance(flag, bool):
                 raise OptionError(f"{name} is {flag!r} and must be True or False.")
-        if validation == "post":
-            for group in all_groups:
-                check_undoable(partial(ready, group), name_of(group.cls), state.device)
+        kinds = {
+            name: Table(state.plan.whole_layout(name.tensor).shape, frozenset(state.spans_of(name)))
+            for name in trained
+        }
+        check_groups(
+            all_groups,
+            [{kind for name, kind in kinds.items() if name.tensor in group.names} for group in all_groups],
+            state.device,
+            ranks=len(state.owned),
+            lacks=any(
+                group.names.isdisjoint(name.tensor for name in tensors.gradients)
+                for tensors in state.owned
+                for group in all_groups
+            ),
+            undone=validation == "post",
+        )
         updated = with_masters(parameters) if master_weights else parameters
         wrapped = optimizer_of(all_groups, updated)
         optimizer = PipelineOptimizer(

@@ -256,8 +256,8 @@ class ScriptChanges:
         updated = {id(p): p for group in optimizer.param_groups for p in group["params"]}
         trained = [self.state.parameter(name) for name in self._names]
         if any(map(is_elsewhere, updated.values())) or {*map(id, trained)} <= updated.keys():
-            dims = {dim for name in self._names for dim in self.state.spans_of(ShardName(name))}
-            check_users_optimizer(optimizer, [p.shape for p in trained], dims, self.state.device)
+            dims = frozenset(dim for name in self._names for dim in self.state.spans_of(ShardName(name)))
+            check_users_optimizer(optimizer, dims, self.state.device)
 
     def change(self, *, at_once: bool) -> Change:
         """The change before the updates since the last call; of all of them, if several were made.

@@ -9,6 +9,11 @@ from typing import Any
 from torch.optim import Optimizer
 
 
+def optimizers_in(optimizer: Optimizer) -> Sequence[Optimizer]:
+    """The optimizers, one for each class, that an optimizer consists of."""
+    return optimizer.optimizers if isinstance(optimizer, SeveralOptimizers) else [optimizer]
+
+
 class SeveralOptimizers(Optimizer):
     """Optimizers that are stepped as one.  ``of_groups``: the optimizer that updates each group.  It has the
     same mapping of options as its group here, and all of them have one state."""
