@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -50,6 +51,10 @@ class Counted(Tied):
         return total, (labels != -100).sum()
 
 
+def as_returned(output, batch):
+    return output
+
+
 class Untied(Tied):
     def __init__(self) -> None:
         super().__init__(10 * WORDS)
@@ -73,9 +78,9 @@ class Normed(nn.Module):
 class Even(nn.Module):
     """Layers of one size: with four stages a rank, two that are whole at a time are half of it."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = 32) -> None:
         super().__init__()
-        self.layers = nn.Sequential(*[nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(8)])
+        self.layers = nn.Sequential(*[nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(8)])
 
     def forward(self, x, y):
         return (self.layers(x) - y).square().mean()
@@ -107,8 +112,8 @@ class Adapted(nn.Module):
         return (x - y).square().mean()
 
 
-def vectors(rows: int) -> dict[str, torch.Tensor]:
-    return {"x": torch.randn(rows, 32), "y": torch.randn(rows, 32)}
+def vectors(rows: int, width: int = 32) -> dict[str, torch.Tensor]:
+    return {"x": torch.randn(rows, width), "y": torch.randn(rows, width)}
 
 
 def numbers(rows: int) -> dict[str, torch.Tensor]:
@@ -146,15 +151,16 @@ class Case:
 #: Whole parameters for the step would break the limit.
 EACH_USE, FROZEN_EACH_USE = "parameters, each use", "parameters, frozen, each use"
 HALF = {"grad_dtype": torch.float32}
+COUNTS = {"loss_fn": as_returned, "schedule": "1f1b"}
 CASES = {
     "plain": Case(Tied),
     "optimizer": Case(Tied, options={"shard": "optimizer"}),
     "gradients": Case(Tied, options={"shard": "gradients"}),
     "parameters": Case(Tied, options={"shard": "parameters"}),
-    "counts": Case(Counted, adds=True),
-    "counts, optimizer": Case(Counted, options={"shard": "optimizer"}, adds=True),
-    "counts, gradients": Case(Counted, options={"shard": "gradients", "schedule": "1f1b"}, adds=True),
-    "counts, parameters": Case(Counted, options={"shard": "parameters", "schedule": "1f1b"}, adds=True),
+    "counts": Case(Counted, options=COUNTS, adds=True),
+    "counts, optimizer": Case(Counted, options={"shard": "optimizer", **COUNTS}, adds=True),
+    "counts, gradients": Case(Counted, options={"shard": "gradients", **COUNTS}, adds=True),
+    "counts, parameters": Case(Counted, options={"shard": "parameters", **COUNTS}, adds=True),
     "parameters, zb-v": Case(Untied, options={"schedule": "zb-v", "shard": "parameters",
                                               "vocab_parallel": True}),
     "parameters, half": Case(Tied, options={"shard": "parameters", **HALF}, dtype=torch.bfloat16,
@@ -209,6 +215,7 @@ def train(cases: list[str], directory: Path) -> None:
     for name in cases:
         case = CASES[name]
         pipe = case.compiled(case.made(), REPLICAS)
+        assert pipe.plan.step.has_count == (case.model is Counted)
         assert (name in (EACH_USE, FROZEN_EACH_USE)) == any(
             exchange.per_use for exchange in pipe.plan.costs.exchanges
         )
@@ -217,9 +224,55 @@ def train(cases: list[str], directory: Path) -> None:
         save_file({n: x.clone() for n, x in found.items()}, directory / f"{name} {pipe.process.world_rank}")
 
 
+WIDE = 128
+WHOLE = 4 * 8 * (WIDE + 1) * WIDE
+#: Bytes between steps with AdamW, relative to those of all parameters, on each of two replicas.
+RESIDENT = {
+    "": 1 + 1 + 2,
+    "optimizer": 1 + 1 + 1,
+    "gradients": 1 + 1 / 2 + 1,
+    "parameters": 1 / 2 + 1 / 2 + 1,
+}
+
+
+def measure_resident(levels: list[str]) -> None:
+    """Compare the bytes of all tensors behind an update, on one of two processes, with what is documented."""
+    for level in levels:
+        earlier = tensors_here()  # which are kept, so that no new tensor has their memory
+        found = resident(level) - bytes_of(earlier)
+        assert RESIDENT[level] <= found / WHOLE < RESIDENT[level] + 0.2, (level, found / WHOLE)
+
+
+def resident(level: str) -> int:
+    """The bytes of all tensors of this process behind two updates of a new model."""
+    model, batch = Even(WIDE), vectors(4, WIDE)
+    example = {name: x[:2] for name, x in batch.items()}
+    with captured_once("wide"):
+        pipe = fxpipe.compile(
+            model, example, ranks=1, microbatches=2, shard=level or None, schedule="1f1b", effort=EFFORT
+        )
+    del model
+    optimizer = pipe.optimizer(torch.optim.AdamW)
+    for _ in range(2):
+        pipe.step(batch)
+        optimizer.step()
+        optimizer.zero_grad()
+    return bytes_of(tensors_here())
+
+
+def tensors_here() -> list[torch.Tensor]:
+    gc.collect()
+    return [x for x in gc.get_objects() if type(x) in (torch.Tensor, nn.Parameter) and x.device.type == "cpu"]
+
+
+def bytes_of(tensors: list[torch.Tensor]) -> int:
+    memory = {x.untyped_storage() for x in tensors if x.layout is torch.strided}
+    return sum({each.data_ptr(): each.nbytes() for each in memory}.values())
+
+
 def of_one_rank(case: Case) -> Case:
     """The case on one rank, which divides nothing, with as many microbatches as all replicas have."""
-    of_model = {key: x for key, x in case.options.items() if key in ("evaluation", "grad_dtype")}
+    of_model = {key: x for key, x in case.options.items() if key in ("evaluation", "grad_dtype", "loss_fn")}
     return replace(case, options={"ranks": 1, "schedule": "1f1b", **of_model})
 
 

@@ -63,6 +63,12 @@ def test_replicas_train_as_one_pipeline(runs, alone, name):
 
 
 @pytest.mark.slow
+def test_the_memory_between_steps_is_that_of_each_level(tmp_path):
+    run = forked(2, worker.measure_resident, [*worker.RESIDENT], dtype=torch.float32, logs=tmp_path / "logs")
+    assert run.code == 0, str(run)
+
+
+@pytest.mark.slow
 @pytest.mark.usefixtures("double")
 def test_frozen_layers_that_replicas_divide_train_as_eager(runs):
     case = CASES[worker.FROZEN_EACH_USE]

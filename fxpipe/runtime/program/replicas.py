@@ -123,7 +123,8 @@ class Replicas(Protocol):
         """Start to sum a bucket over all replicas, or to take its mean.
 
         begins: where the shards begin, and the end of the last.  into: the bucket itself, to have that of
-        all; or its shard of this replica; or other memory, to which that is added.
+        all; or its shard of this replica; or other memory, to which that is added: then the caller gives the
+        bucket's memory up.
         Returns the handle for ``wait``.
         """
         ...
@@ -164,6 +165,7 @@ def add_shard(
     for other in others:  # one by one: the order of the replicas decides the bits
         total.add_(other)
     into.copy_(total.div_(number) if mean else total)
+    slices.untyped_storage().resize_(0)  # gloo keeps the tensor until the group's next work
 
 
 def in_bucket(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -14,7 +14,7 @@ from fxpipe.runtime.program.accelerator import unowned
 from fxpipe.runtime.program.comm import Exchange, answered, in_memory_order, on_wire
 from fxpipe.runtime.program.replicas import add_shard, copy_from_bucket, in_bucket, shard_of
 from fxpipe.runtime.ranks.side_stream import Begun, beside
-from fxpipe.runtime.torch_private import as_one
+from fxpipe.runtime.torch_private import as_one, storage_number
 
 
 @dataclass(eq=False)
@@ -43,6 +43,8 @@ class DistributedReplicas:
     def wait(self, work: Begun) -> None:
         with answered():
             work.wait()
+        # What comes next is behind it, so its memory may go, which no later sum would let go between steps.
+        self._under_way = [entry for entry in self._under_way if entry[0] is not work]
 
     def copy_first(self, tensors: Sequence[torch.Tensor]) -> None:
         for tensor in tensors:
@@ -68,8 +70,8 @@ class DistributedReplicas:
         return work
 
     def _reduce(self, bucket: torch.Tensor, begins: Sequence[int], into: torch.Tensor, mean: bool) -> None:
-        whole, mine = bucket.to(self.wire), shard_of(bucket, begins, self.index)
-        shares, adds = into is bucket, into.data_ptr() != mine.data_ptr()
+        whole = bucket.to(self.wire)
+        shares, adds = into is bucket, storage_number(into) != storage_number(bucket)
         shard = shard_of(whole, begins, self.index)
         exchange = exchanges(self.group, bucket.itemsize, self.on_streams)
         add_shard(whole, begins, self.index, exchange, shard, mean=mean)
@@ -79,6 +81,9 @@ class DistributedReplicas:
             into.add_(shard.to(into.device))
         elif whole is not bucket:
             into.copy_(whole if shares else shard)
+        if adds and not self.on_streams:  # gloo keeps the tensors, and the caller has given their memory up
+            for tensor in (whole, bucket):
+                tensor.untyped_storage().resize_(0)
 
     def _gather(self, tensors: Sequence[torch.Tensor], begins: Sequence[int]) -> None:
         is_bucket = len(tensors) == 1 and tensors[0].device == self.wire
