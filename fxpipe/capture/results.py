@@ -7,6 +7,7 @@ have the names of their places: ``logits``, ``0``, ``loss_dict.ce``.
 from __future__ import annotations
 
 import numbers
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,8 @@ from fxpipe.capture.lanes.dtensors import whole
 from fxpipe.capture.output_names import listed, named_tensors
 from fxpipe.capture.reads.data_scalar import NumberOfData
 from fxpipe.errors import CaptureError, suggested
+
+_INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,7 +106,19 @@ def _loss_in(output: object, optional: bool) -> tuple[torch.Tensor | None, str]:
             "could be the loss. Give loss_fn=lambda output, batch: … to choose or to add them up."
         )
     place, loss = next(iter(trained.items())) if len(trained) == 1 else ("", None)
+    if loss is not None and loss.requires_grad and len(output) == 2 and _is_integer(output[1]):
+        warnings.warn(
+            "The forward returned a scalar and an integer, and the integer is no part of the loss. If they "
+            "are a sum and its count, give loss_fn=lambda output, batch: output: the sum over all "
+            "microbatches and replicas is then divided by their count. If not, loss_fn=lambda output, batch: "
+            "output[0] says so.",
+            stacklevel=2,
+        )
     return loss, f"the model's output has at {place}"
+
+
+def _is_integer(x: object) -> bool:
+    return isinstance(x, torch.Tensor) and x.dim() == 0 and x.dtype in _INTEGERS
 
 
 def _is_scalar(x: torch.Tensor) -> bool:

@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import re
 import typing
+import warnings
 
 import outputs_worker as worker
 import pytest
@@ -448,6 +449,40 @@ def test_metrics_that_are_no_tensors():
 
     message = error_of(CaptureError, compiled, built(Found), loss_fn=loss_fn, outputs=["rows"])
     assert message == "There is no output 'rows'. Known: logits, loss, mean, and the paths of modules."
+
+
+class Counted(nn.Module):
+    def __init__(self, count):
+        super().__init__()
+        self.layer, self.count = nn.Linear(4, 4), count
+
+    def forward(self, x):
+        return self.layer(x).square().sum(), self.count(x)
+
+
+def positive(x):
+    return (x > 0).sum()
+
+
+@pytest.mark.parametrize(
+    ("count", "loss_fn", "has_count", "warns"),
+    [
+        (positive, None, False, True),
+        (positive, lambda output, _: output, True, False),
+        (positive, lambda output, _: output[0], False, False),
+        (lambda x: (x > 0).any(), None, False, False),
+        (lambda x: (x > 0).sum(0), None, False, False),
+    ],
+)
+def test_a_forward_that_returns_a_sum_and_a_count(count, loss_fn, has_count, warns):
+    """Without ``loss_fn`` the gradients are those of sums, which no count divides."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        pipe = fxpipe.compile(
+            Counted(count), {"x": torch.ones(2, 4)}, loss_fn=loss_fn, ranks=1, microbatches=2, schedule="1f1b"
+        )
+    assert any("a sum and its count, give loss_fn=" in str(each.message) for each in found) == warns
+    assert pipe.plan.step.has_count == has_count
 
 
 def test_a_loss_fn_of_four_values():

@@ -52,6 +52,20 @@ def test_updates_and_gradients_that_add_up(one_rank):
     assert counts(course) == (4, 1)
 
 
+def test_gradients_that_the_optimizer_before_has_zeroed(one_rank):
+    """On a rank that holds none of them there is nothing to add to, whoever zeroed it."""
+    pipe, course = one_rank
+    found = []
+    for zeroes in (True, False, False):
+        course.optimizer = optimizer = pipe.optimizer(torch.optim.SGD, lr=0.1)
+        found.append(counts(course))
+        pipe.step(CASE.data(MICROBATCHES))
+        optimizer.step()
+        if zeroes:
+            optimizer.zero_grad()
+    assert found == [(1, 1), (1, 1), (1, 2)]
+
+
 def test_calls_in_another_order():
     """Zeroes the gradients before they are used, or loads a state; more zeroes do not matter."""
 

@@ -60,6 +60,8 @@ class RankDigests:
 
     @optimizer.setter
     def optimizer(self, optimizer: PipelineOptimizer) -> None:
+        if self._counts is not None and self._counts.zeroed != self._zeroed:  # by the one before
+            self._steps = 0
         self._optimizer, self._counts = weakref.ref(optimizer), optimizer.counts
         self._zeroed = optimizer.counts.zeroed
 
