@@ -20,22 +20,17 @@ import torch.distributed as dist
 from prediction_models import MODELS
 
 import fxpipe
+from fxpipe.runtime.program.record import Clock
 from fxpipe.schedule.ops import parse_op
 
 WARM_UP = 3
 
 
-class ThreadClock:
-    """A clock of ``Record`` that stands while the thread does not run."""
+class ThreadClock(Clock):
+    """A clock that stands while the thread does not run."""
 
     def mark(self) -> float:
         return time.thread_time()
-
-    def wait(self, mark: float) -> None:
-        pass
-
-    def seconds(self, marks: list[float]) -> list[float]:
-        return marks
 
 
 def main(case: dict[str, Any], result: Path) -> None:

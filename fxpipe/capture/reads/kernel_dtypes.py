@@ -8,57 +8,24 @@ from typing import Any
 import torch
 
 from fxpipe.errors import CaptureError
-from fxpipe.ir.compat import pytree
+from fxpipe.ir.compat import OpOverload, pytree
 
-aten = torch.ops.aten
+
+def _ops(names: str) -> set[OpOverload]:
+    return {getattr(torch.ops.aten, name).default for name in names.split()}
+
 
 #: All of whose tensors have one dtype.
-_PRODUCTS = {
-    aten.addbmm.default,
-    aten.addmm.default,
-    aten.addmv.default,
-    aten.baddbmm.default,
-    aten.bmm.default,
-    aten.dot.default,
-    aten.mm.default,
-    aten.mv.default,
-    aten.vdot.default,
-}
+_PRODUCTS = _ops("addbmm addmm addmv baddbmm bmm dot mm mv vdot")
+_LOSSES = _ops("nll_loss_forward nll_loss2d_forward")
 #: All of whose tensors of real and complex numbers have one dtype.
-_ALIKE = {
-    aten._cdist_forward.default,
-    aten._embedding_bag.default,
-    aten._embedding_bag_forward_only.default,
-    aten.binary_cross_entropy.default,
-    aten.complex.default,
-    aten.grid_sampler_2d.default,
-    aten.grid_sampler_3d.default,
-    aten.heaviside.default,
-    aten.index_add.default,
-    aten.index_add_.default,
-    aten.index_copy.default,
-    aten.index_copy_.default,
-    aten.index_put.default,
-    aten.index_put_.default,
-    aten.index_reduce.default,
-    aten.index_reduce_.default,
-    aten.linalg_cross.default,
-    aten.nll_loss_forward.default,
-    aten.nll_loss2d_forward.default,
-    aten.polar.default,
-    aten.put.default,
-    aten.put_.default,
-}
+_ALIKE = _LOSSES | _ops(
+    "_cdist_forward _embedding_bag _embedding_bag_forward_only binary_cross_entropy complex grid_sampler_2d "
+    "grid_sampler_3d heaviside index_add index_add_ index_copy index_copy_ index_put index_put_ index_reduce "
+    "index_reduce_ linalg_cross polar put put_"
+)
 #: float64 is not mixed with others; statistics of float32 are mixed with data of fewer bits.
-_NORMS = {
-    aten._native_batch_norm_legit.default,
-    aten.native_batch_norm.default,
-    aten.native_group_norm.default,
-    aten.native_layer_norm.default,
-}
-
-
-_LOSSES = {aten.nll_loss_forward.default, aten.nll_loss2d_forward.default}
+_NORMS = _ops("_native_batch_norm_legit native_batch_norm native_group_norm native_layer_norm")
 _KNOWN = _PRODUCTS | _ALIKE | _NORMS
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.profiler import record_function
@@ -19,47 +19,22 @@ from fxpipe.runtime.torch_private import is_profiling, is_watched
 RUN_AHEAD = 4
 
 
-class Clock(Protocol):
-    """Takes marks of the time at which the ops that were started before are over."""
+class Clock:
+    """Takes marks of the time at which the ops that were started before are over: of the host's time, for a
+    device whose ops run in it."""
 
-    def mark(self) -> Any: ...
+    def mark(self) -> Any:
+        return time.perf_counter()
 
     def wait(self, mark: Any) -> None:
         """Block until the mark's time has come."""
-        ...
 
     def seconds(self, marks: list[Any]) -> list[float]:
         """The times of marks, in ``time.perf_counter`` seconds; the first is that at which it was taken."""
-        ...
-
-
-class HostClock:
-    """Takes the time of the host, for a device whose ops run in it."""
-
-    def mark(self) -> float:
-        return time.perf_counter()
-
-    def wait(self, mark: float) -> None:
-        pass
-
-    def seconds(self, marks: list[float]) -> list[float]:
         return marks
 
 
-class NoClock:
-    """Takes no time, for ops that are recorded instead of computed."""
-
-    def mark(self) -> None:
-        pass
-
-    def wait(self, mark: None) -> None:
-        pass
-
-    def seconds(self, marks: list[None]) -> list[float]:
-        return [0.0] * len(marks)
-
-
-class DeviceClock:
+class DeviceClock(Clock):
     """Takes the time of an accelerator: a mark is an event on the stream of the ops, with the host's time."""
 
     def __init__(self, device: torch.device) -> None:
@@ -91,7 +66,7 @@ class Record:
     ``at_once`` with what is computed for the whole step.
     """
 
-    clock: Clock = field(default_factory=HostClock)
+    clock: Clock = field(default_factory=Clock)
     at_op: Callable[[str], None] | None = None
     at_arrival: Callable[[torch.Tensor], None] | None = None
     at_once: Callable[[Iterable[torch.Tensor]], None] | None = None

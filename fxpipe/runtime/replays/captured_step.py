@@ -24,7 +24,7 @@ from fxpipe.runtime.program.losses import Losses
 from fxpipe.runtime.program.outputs import Collected
 from fxpipe.runtime.program.random import seed_of, seeded
 from fxpipe.runtime.program.rank import Runtime
-from fxpipe.runtime.program.record import NoClock, Record
+from fxpipe.runtime.program.record import Record
 from fxpipe.runtime.replays.recorder import MakeRecorder, Recorder
 from fxpipe.runtime.torch_private import pytree
 
@@ -174,12 +174,12 @@ class CapturedStep:
 
 
 def _without_host(rt: Runtime) -> Runtime:
-    """A runtime on the same tensors that takes no time, and keeps its total for later."""
+    """A runtime on the same tensors that times no op on its device, and keeps its total for later."""
     return replace(
         rt,
         grads=dict(rt.grads),
         buffers=dict(rt.buffers),
-        record=Record(NoClock()),
+        record=Record(),
         collected=Collected(),
         validate=None,
         losses=Losses(),

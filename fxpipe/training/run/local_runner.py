@@ -29,7 +29,7 @@ from fxpipe.runtime.program.load_program import Program, load_program
 from fxpipe.runtime.program.offload import TIMEOUT, Offloader, check_tier, open_store
 from fxpipe.runtime.program.outputs import MOST_SHOWN, Collected, requested, shown
 from fxpipe.runtime.program.rank import Runtime
-from fxpipe.runtime.program.record import DeviceClock, HostClock, Record
+from fxpipe.runtime.program.record import Clock, DeviceClock, Record
 from fxpipe.runtime.ranks.agreement import check_agreement
 from fxpipe.runtime.ranks.lanes import LocalLanes
 from fxpipe.runtime.ranks.local import LocalComm, LocalWorld
@@ -324,7 +324,7 @@ class LocalRunner:
             step_number=self.first_step,
             offloader=offloader,
             device=self.device,
-            record=Record(DeviceClock(self.device) if is_accelerator(self.device) else HostClock()),
+            record=Record(DeviceClock(self.device) if is_accelerator(self.device) else Clock()),
         )
 
     def _offloader(self, rank: int) -> Offloader | None:
