@@ -61,8 +61,9 @@ def sums() -> None:
             parts = parts_of(shape, dtype, comm.ranks)
             layout = tuple(parts[0].shape), parts[0].stride(), dtype
             for to in range(comm.ranks):
-                pending = comm.reduce(parts[comm.rank], layout, to, 1)
-                gathered = comm.gather(parts[comm.rank], layout, to, 0)  # as in programs of before
+                part = parts[comm.rank]
+                pending = comm.collective("reduce", part, layout, to, 1)
+                gathered = comm.collective("gather", part, layout, to, 0)  # as in programs of before
                 assert (pending is None) == (gathered is None) == (comm.rank != to)
                 if pending is not None and gathered is not None:
                     (found,), expected = comm.wait(pending), sum_over_ranks(*parts)
@@ -82,7 +83,7 @@ def peak(limit: float) -> None:
 
     distributed.add_up = measured
     part = torch.ones(LARGE // 4)
-    pending = comm.reduce(part, ((LARGE // 4,), (1,), part.dtype), 0, 1)
+    pending = comm.collective("reduce", part, ((LARGE // 4,), (1,), part.dtype), 0, 1)
     if pending is not None:
         comm.wait(pending)
     comm.flush()

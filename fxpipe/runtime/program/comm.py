@@ -56,6 +56,7 @@ Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 
 Numbers = Callable[[], torch.Tensor]
 """Waits for numbers, and returns them."""
+Collective = Literal["broadcast", "gather", "all_gather", "reduce"]
 
 
 @dataclass(eq=False)
@@ -72,6 +73,11 @@ class Pending:
     work: Any = None
     part: torch.Tensor | None = None
     adds: bool = False
+
+
+def gets_values(verb: Collective, tensor: torch.Tensor | None, root: int, rank: int) -> bool:
+    """Whether a rank gets values by a collective."""
+    return tensor is None if verb == "broadcast" else root in (-1, rank)
 
 
 def new_buffer(layout: Layout, device: torch.device) -> torch.Tensor:
@@ -98,15 +104,14 @@ class Comm(Protocol):
 
     def send(self, tensors: Sequence[torch.Tensor], to: int) -> None: ...
 
-    def broadcast(
-        self, tensor: torch.Tensor | None, layout: Layout, source: int, group: int
-    ) -> Pending | None: ...
+    def collective(
+        self, verb: Collective, tensor: torch.Tensor | None, layout: Layout, root: int, group: int
+    ) -> Pending | None:
+        """Start an operation of all ranks, of a verb of ``rt``; what to wait for, on a rank that gets values.
 
-    def gather(self, tensor: torch.Tensor, layout: Layout, to: int, group: int) -> Pending | None: ...
-
-    def all_gather(self, tensor: torch.Tensor, layout: Layout, group: int) -> Pending: ...
-
-    def reduce(self, tensor: torch.Tensor, layout: Layout, to: int, group: int) -> Pending | None: ...
+        tensor: this rank's; None for a broadcast of another one.  root: -1 of an all-gather.
+        """
+        ...
 
     def share_numbers(self, numbers: Numbers | None, source: int) -> Numbers:
         """Start to give all ranks two float64 numbers of rank ``source``, which alone passes them, on the

@@ -12,7 +12,7 @@ from fxpipe.errors import ArtifactError, RunError
 from fxpipe.plan.program import records as r
 from fxpipe.plan.program.parse import compiled
 from fxpipe.plan.program.performed import Performed
-from fxpipe.runtime.program.comm import Layout
+from fxpipe.runtime.program.comm import Collective, Layout
 from fxpipe.runtime.program.program_text import ProgramTraffic, traffic
 
 PROGRAM = "fxpipe_program_"  # the names of programs, as modules, begin so
@@ -23,7 +23,7 @@ class CollectiveCall:
     """An operation of all ranks.  ``verb``: the method of ``rt``.  ``root``: -1 of an all-gather."""
 
     group: int
-    verb: str
+    verb: Collective
     root: int
     layout: Layout
 
@@ -42,7 +42,8 @@ class Program:
     def collectives(self) -> list[CollectiveCall]:
         """The collectives of its step, each once, in the same order on all ranks; its traffic is known."""
         calls = [call for call in self.traffic.calls or () if call.group >= 0]
-        found = {CollectiveCall(c.group, c.verb, c.peer, self.layouts[c.names[0]]) for c in calls}
+        # Only these verbs have a group.
+        found = {CollectiveCall(c.group, c.verb, c.peer, self.layouts[c.names[0]]) for c in calls}  # type: ignore[arg-type]
         return sorted(found, key=str)
 
 

@@ -14,7 +14,7 @@ from fxpipe.errors import RunError
 from fxpipe.plan.step import StepSpec
 from fxpipe.plan.tensors import dtype_of
 from fxpipe.runtime.program.batch import microbatches_of
-from fxpipe.runtime.program.comm import Comm, Layout, Numbers, Pending, Wait, in_layout
+from fxpipe.runtime.program.comm import Collective, Comm, Layout, Numbers, Pending, Wait, in_layout
 from fxpipe.runtime.program.losses import Losses
 from fxpipe.runtime.program.offload import Offloader
 from fxpipe.runtime.program.outputs import Collected
@@ -227,22 +227,25 @@ class Runtime:
         self, tensor: torch.Tensor | None, layout: Layout, source: int, group: int
     ) -> Pending | None:
         """Start to broadcast the tensor of rank ``source``; the other ranks get it by ``wait``."""
-        sent = None if tensor is None else in_layout(tensor, layout)
-        return self._posted(self.comm.broadcast(sent, layout, source, group))
+        return self._collective("broadcast", tensor, layout, source, group)
 
     def gather(self, tensor: torch.Tensor, layout: Layout, to: int, group: int) -> Pending | None:
         """Start to gather every rank's tensor on rank ``to``, which gets them by ``wait_all``."""
-        return self._posted(self.comm.gather(in_layout(tensor, layout), layout, to, group))
+        return self._collective("gather", tensor, layout, to, group)
 
-    def all_gather(self, tensor: torch.Tensor, layout: Layout, group: int) -> Pending:
+    def all_gather(self, tensor: torch.Tensor, layout: Layout, group: int) -> Pending | None:
         """Start to gather every rank's tensor on all ranks, which get them by ``wait_all``."""
-        pending = self.comm.all_gather(in_layout(tensor, layout), layout, group)
-        self._posted(pending)
-        return pending
+        return self._collective("all_gather", tensor, layout, -1, group)
 
     def reduce(self, tensor: torch.Tensor, layout: Layout, to: int, group: int) -> Pending | None:
         """Start to add up every rank's tensor, in rank order; rank ``to`` gets the sum by ``wait``."""
-        return self._posted(self.comm.reduce(in_layout(tensor, layout), layout, to, group))
+        return self._collective("reduce", tensor, layout, to, group)
+
+    def _collective(
+        self, verb: Collective, tensor: torch.Tensor | None, layout: Layout, root: int, group: int
+    ) -> Pending | None:
+        sent = None if tensor is None else in_layout(tensor, layout)
+        return self._posted(self.comm.collective(verb, sent, layout, root, group))
 
     def send(
         self, values: torch.Tensor | list[torch.Tensor], layouts: Layout | list[Layout], to: int

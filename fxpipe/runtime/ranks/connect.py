@@ -166,14 +166,9 @@ def _run_once(comm: DistributedComm, collectives: Sequence[CollectiveCall]) -> N
     for collective in collectives:
         shape, stride, dtype = layout = collective.layout
         value = torch.empty_strided(shape, stride, dtype=dtype, device=comm.device).zero_()
-        match collective.verb:
-            case "broadcast":
-                sent = value if comm.rank == collective.root else None
-                pending = comm.broadcast(sent, layout, collective.root, collective.group)
-            case "gather" | "reduce" as verb:
-                pending = getattr(comm, verb)(value, layout, collective.root, collective.group)
-            case _:
-                pending = comm.all_gather(value, layout, collective.group)
+        verb, root = collective.verb, collective.root
+        sent = None if verb == "broadcast" and comm.rank != root else value
+        pending = comm.collective(verb, sent, layout, root, collective.group)
         if pending is not None:
             comm.wait(pending)
         comm.flush()

@@ -10,7 +10,17 @@ import torch
 import torch.distributed as dist
 
 from fxpipe.runtime.job.last_works import lasting
-from fxpipe.runtime.program.comm import Layout, Numbers, Pending, add_up, answered, new_buffer, new_buffers
+from fxpipe.runtime.program.comm import (
+    Collective,
+    Layout,
+    Numbers,
+    Pending,
+    add_up,
+    answered,
+    gets_values,
+    new_buffer,
+    new_buffers,
+)
 from fxpipe.runtime.ranks.lanes import DistributedLanes
 from fxpipe.runtime.ranks.replicas import DistributedReplicas, exchanges, wired
 from fxpipe.runtime.ranks.send_buffers import Sent
@@ -72,50 +82,36 @@ class DistributedComm:
         for work, sent in self._each(group, lambda t: group.send([self._wired(t)], peer, self.tag), flat):
             self.sent.add(work, sent)
 
-    def broadcast(
-        self, tensor: torch.Tensor | None, layout: Layout, source: int, group: int
+    def collective(
+        self, verb: Collective, tensor: torch.Tensor | None, layout: Layout, root: int, group: int
     ) -> Pending | None:
-        buffer = self._buffer(layout) if tensor is None else tensor
-        flat = buffer if tensor is None else self._flat(tensor)
+        within, buffers = self.joint[group], list[torch.Tensor]()
+        if verb == "all_gather":
+            whole, buffers = new_buffers(layout, self.ranks, self.wire)
+        elif gets_values(verb, tensor, root, self.rank):
+            buffers = [self._buffer(layout) for _ in range(self.ranks if verb == "gather" else 1)]
+        sent = buffers[0] if tensor is None else self._flat(tensor)
+        data = self._wired(sent)
         with answered():
-            within = self.joint[group]
-            begun = dist.broadcast(self._wired(flat), group=within, async_op=True, group_src=source)
-            work = lasting(begun, within)
-        if tensor is None:
-            return Pending([buffer], source, [work])
-        self.sent.add(work, [flat])
-        return None
-
-    def gather(self, tensor: torch.Tensor, layout: Layout, to: int, group: int) -> Pending | None:
-        flat = self._flat(tensor)
-        buffers = [self._buffer(layout) for _ in range(self.ranks)] if self.rank == to else []
-        into = [self._wired(buffer) for buffer in buffers] or None
-        with answered():
-            within = self.joint[group]
-            begun = dist.gather(self._wired(flat), into, group=within, async_op=True, group_dst=to)
-            work = lasting(begun, within)
+            match verb:
+                case "broadcast":
+                    begun = dist.broadcast(data, group=within, async_op=True, group_src=root)
+                    work: object = lasting(begun, within)
+                case "gather":
+                    into = [self._wired(buffer) for buffer in buffers] or None
+                    begun = dist.gather(data, into, group=within, async_op=True, group_dst=root)
+                    work = lasting(begun, within)
+                case "all_gather":
+                    begun = all_gather_single(self._wired(whole), data, within, async_op=True)
+                    work = lasting(begun, within)
+                case "reduce":
+                    exchange = exchanges(within, sent.itemsize, self.on_streams)
+                    total = buffers[0] if buffers else None
+                    added = partial(add_up, sent, total, root, self.rank, self.ranks, exchange)
+                    work = beside(self.wire).run(added)
         if buffers:
-            return Pending(buffers, -1, [work], flat)
-        self.sent.add(work, [flat])
-        return None
-
-    def all_gather(self, tensor: torch.Tensor, layout: Layout, group: int) -> Pending:
-        whole, buffers = new_buffers(layout, self.ranks, self.wire)
-        flat = self._flat(tensor)
-        into, sent = self._wired(whole), self._wired(flat)
-        with answered():
-            within = self.joint[group]
-            work = lasting(all_gather_single(into, sent, within, async_op=True), within)
-        return Pending(buffers, -1, [work], flat)
-
-    def reduce(self, tensor: torch.Tensor, layout: Layout, to: int, group: int) -> Pending | None:
-        flat = self._flat(tensor)
-        total = self._buffer(layout) if self.rank == to else None
-        exchange = exchanges(self.joint[group], flat.itemsize, self.on_streams)
-        work = beside(self.wire).run(partial(add_up, flat, total, to, self.rank, self.ranks, exchange))
-        if total is not None:
-            return Pending([total], -1, [work], flat)
-        self.sent.add(work, [flat])
+            return Pending(buffers, root if verb == "broadcast" else -1, [work], sent)
+        self.sent.add(work, [sent])
         return None
 
     def share_numbers(self, numbers: Numbers | None, source: int) -> Numbers:

@@ -21,7 +21,16 @@ import torch
 from fxpipe.errors import FxpipeError
 from fxpipe.runtime.program.accelerator import is_accelerator, synchronize
 from fxpipe.runtime.program.checks import unchecked
-from fxpipe.runtime.program.comm import Layout, Numbers, Pending, add_up, new_buffer, new_buffers
+from fxpipe.runtime.program.comm import (
+    Collective,
+    Layout,
+    Numbers,
+    Pending,
+    add_up,
+    gets_values,
+    new_buffer,
+    new_buffers,
+)
 from fxpipe.runtime.program.lanes import AloneLane, running
 from fxpipe.runtime.program.losses import Losses
 from fxpipe.runtime.program.outputs import Collected
@@ -118,40 +127,26 @@ class _Alone:
     def send(self, tensors: Sequence[torch.Tensor], to: int) -> None:
         self._keep(tensors, tuple(self._key(self.rank, to) for _ in tensors))
 
-    def broadcast(
-        self, tensor: torch.Tensor | None, layout: Layout, source: int, group: int
+    def collective(
+        self, verb: Collective, tensor: torch.Tensor | None, layout: Layout, root: int, group: int
     ) -> Pending | None:
-        key = self._key(group)
+        key, buffers = (self._key(group),), list[torch.Tensor]()
+        if verb == "all_gather":
+            whole, buffers = new_buffers(layout, self.ranks, self.device)
+            whole.zero_()
+        elif gets_values(verb, tensor, root, self.rank):
+            buffers = [self._zeros(layout) for _ in range(self.ranks if verb == "gather" else 1)]
         if tensor is None:
-            return Pending([self._zeros(layout)], source, (key,))
-        self._keep([tensor], (key,))
-        return None
-
-    def gather(self, tensor: torch.Tensor, layout: Layout, to: int, group: int) -> Pending | None:
-        key = self._key(group)
-        if to != self.rank:
-            self._keep([tensor], (key,))
-            return None
-        self.events.append(("give", (key,)))
-        return Pending([self._zeros(layout) for _ in range(self.ranks)], -1, (key,), tensor)
-
-    def all_gather(self, tensor: torch.Tensor, layout: Layout, group: int) -> Pending:
-        key = self._key(group)
-        self.events.append(("give", (key,)))
-        whole, buffers = new_buffers(layout, self.ranks, self.device)
-        whole.zero_()
-        return Pending(buffers, -1, (key,), tensor)
-
-    def reduce(self, tensor: torch.Tensor, layout: Layout, to: int, group: int) -> Pending | None:
-        key, total = self._key(group), self._zeros(layout) if self.rank == to else None
-        if is_accelerator(self.device):  # the memory and the kernels of the sum
-            added = partial(add_up, tensor, total, to, self.rank, self.ranks, lambda *_: None)
+            return Pending(buffers, root, key)
+        if verb == "reduce" and is_accelerator(self.device):  # the memory and the kernels of the sum
+            total = buffers[0] if buffers else None
+            added = partial(add_up, tensor, total, root, self.rank, self.ranks, lambda *_: None)
             beside(self.device).run(added)
-        if total is None:
-            self._keep([tensor], (key,))
+        if not buffers:
+            self._keep([tensor], key)
             return None
-        self.events.append(("give", (key,)))
-        return Pending([total], -1, (key,), tensor)
+        self.events.append(("give", key))
+        return Pending(buffers, -1, key, tensor)
 
     def share_numbers(self, numbers: Numbers | None, source: int) -> Numbers:
         return numbers or partial(torch.ones, 2, dtype=torch.float64)

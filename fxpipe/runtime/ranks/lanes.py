@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +21,6 @@ class LocalLanes:
 
     def __init__(self, world: LocalWorld, rank: int, replica: int, lane: int):
         self._world, self._rank, self._replica, self.index = world, rank, replica, lane
-        self._joined = 0
 
     @property
     def number(self) -> int:
@@ -36,16 +35,11 @@ class LocalLanes:
     def _of_all(self, tensors: Sequence[torch.Tensor]) -> list[Sequence[torch.Tensor]]:
         """The tensors that each lane gives to its n-th op, in the lanes' order."""
         world = self._world
-        key: tuple[Hashable, int] = ("lanes", self._replica, self._rank), self._joined
-        self._joined += 1
         with no_modes():  # a mode on this thread must see this lane's own tensors only
-            world.between.setdefault(key, {})[self.index] = [tensor.clone() for tensor in tensors]
-        by_lane, number = world.between[key], world.number(self._rank, self._replica, self.index)
-        what = f"the lanes of rank {self._rank}"
-        world.wait_until(lambda: len(by_lane) == self.number, number, what)
-        if self.index == self.number - 1:
-            del world.between[key]  # ``by_lane`` keeps it for those that have not returned yet
-        return [by_lane[lane] for lane in range(self.number)]
+            copies = [tensor.clone() for tensor in tensors]
+        joint = world.join(("lanes", self._replica, self._rank), self.index, copies)
+        number = world.number(self._rank, self._replica, self.index)
+        return world.take(joint, range(self.number), self.number, number, f"the lanes of rank {self._rank}")
 
 
 @dataclass(eq=False)

@@ -5,15 +5,16 @@ For tests and debuggers: the programs and the resulting bits are the same as und
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from fxpipe.errors import DeadlockError, RunError
 from fxpipe.plan.tensors import sum_over_ranks
-from fxpipe.runtime.program.comm import Layout, Numbers, Pending, in_memory_order
+from fxpipe.runtime.program.comm import Collective, Layout, Numbers, Pending, gets_values, in_memory_order
 from fxpipe.runtime.torch_private import no_modes
 
 
@@ -28,11 +29,15 @@ class FlatMessage:
     def of(tensor: torch.Tensor) -> FlatMessage:
         with no_modes():  # a mode on this thread must see this rank's own tensors only
             flat = in_memory_order(tensor).clone()
-        return FlatMessage(flat, (tuple(tensor.shape), tensor.stride(), tensor.dtype))
+        return FlatMessage(flat, layout_of(tensor))
 
 
 WaitUntil = Callable[[Callable[[], bool], int, str], None]
 """Lets other ranks go on until something is over, for a rank; ``what``: that, as text."""
+
+
+Joint = tuple[Hashable, int]
+"""A group, and the number of an operation of its members."""
 
 
 def _wait_alone(is_over: Callable[[], bool], rank: int, what: str) -> None:
@@ -53,21 +58,46 @@ class LocalWorld:
         self.ranks, self.replicas, self.lanes = ranks, replicas, lanes
         self.wait_until: WaitUntil = _wait_alone
         self.messages: dict[tuple[int, int, int], FlatMessage] = {}  # (from, to, number) -> a tensor
-        # (group, number) -> the tensors by rank, and the number of ranks that have not taken them yet
-        self.joint: dict[tuple[Hashable, int], dict[int, FlatMessage]] = {}
-        self.takers: dict[tuple[Hashable, int], int] = {}
-        #: (lanes of a rank, number) -> what each lane has given
-        self.between: dict[tuple[Hashable, int], dict[int, list[torch.Tensor]]] = {}
         self.shared: dict[int, Numbers] = {}  # of the loss ranks
+        # What each member of a group has given to an operation of all, by the number of that, and how many
+        # have taken it.
+        self._given: defaultdict[Joint, dict[int, Any]] = defaultdict(dict)
+        self._taken: Counter[Joint] = Counter()
+        self._joined: Counter[tuple[Hashable, int]] = Counter()
 
     def number(self, rank: int, replica: int, lane: int) -> int:
         return (replica * self.ranks + rank) * self.lanes + lane
+
+    def join(self, group: Hashable, member: int, given: object) -> Joint:
+        """Join an operation: the n-th of a group on one member is the n-th of that group on all of them.
+
+        given: to it; None for a member that only takes.
+        """
+        joint = group, self._joined[group, member]
+        self._joined[group, member] += 1
+        if given is not None:
+            self._given[joint][member] = given
+        return joint
+
+    def take(self, joint: Joint, members: Sequence[int], takers: int, rank: int, what: str) -> list[Any]:
+        """What these members have given to an operation.  takers: the number of those that take something.
+        rank, what: see ``WaitUntil``."""
+        given = self._given[joint]
+        self.wait_until(lambda: given.keys() >= {*members}, rank, what)
+        self._taken[joint] += 1
+        if self._taken[joint] == takers:  # the last one frees it
+            del self._given[joint], self._taken[joint]
+        return [given[member] for member in members]
 
 
 def _expected(layout: Layout) -> torch.Tensor:
     shape, stride, dtype = layout
     with no_modes():
         return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+
+
+def layout_of(tensor: torch.Tensor) -> Layout:
+    return tuple(tensor.shape), tensor.stride(), tensor.dtype
 
 
 def text_of(layout: Layout) -> str:
@@ -83,7 +113,6 @@ class LocalComm:
         self._number = self._numbers[rank]
         self._received: Counter[int] = Counter()
         self._sent: Counter[int] = Counter()
-        self._joined: Counter[int] = Counter()
 
     def start(self) -> None:
         self._world.shared.pop(self._number, None)  # a rank would take that of the last step
@@ -106,7 +135,7 @@ class LocalComm:
         return [self._received_as(messages.pop(key), expected, source) for key, expected in pairs]
 
     def _received_as(self, sent: FlatMessage, expected: torch.Tensor, source: int) -> torch.Tensor:
-        layout = (tuple(expected.shape), expected.stride(), expected.dtype)
+        layout = layout_of(expected)
         if sent.layout != layout:
             raise RunError(
                 f"Rank {self._numbers[source]} sent a tensor of shape, strides and dtype "
@@ -120,50 +149,26 @@ class LocalComm:
             self._world.messages[self._number, self._numbers[to], self._sent[to]] = FlatMessage.of(tensor)
             self._sent[to] += 1
 
-    def broadcast(
-        self, tensor: torch.Tensor | None, layout: Layout, source: int, group: int
+    def collective(
+        self, verb: Collective, tensor: torch.Tensor | None, layout: Layout, root: int, group: int
     ) -> Pending | None:
-        key = self._join(tensor, group)
-        others = self._world.ranks - 1
-        return self._pending(layout, source, key, [source], others) if tensor is None else None
-
-    def gather(self, tensor: torch.Tensor, layout: Layout, to: int, group: int) -> Pending | None:
-        key = self._join(tensor, group)
-        everyone = list(range(self._world.ranks))
-        return self._pending(layout, -1, key, everyone, 1) if self._rank == to else None
-
-    def all_gather(self, tensor: torch.Tensor, layout: Layout, group: int) -> Pending:
-        ranks = self._world.ranks
-        return self._pending(layout, -1, self._join(tensor, group), list(range(ranks)), ranks)
-
-    def reduce(self, tensor: torch.Tensor, layout: Layout, to: int, group: int) -> Pending | None:
-        pending = self.gather(tensor, layout, to, group)
-        return None if pending is None else replace(pending, adds=True)
-
-    def _join(self, tensor: torch.Tensor | None, group: int) -> tuple[Hashable, int]:
-        """Join a collective: the n-th of a group on one rank is the n-th of that group on all ranks."""
-        key = (self._numbers[0], group), self._joined[group]
-        self._joined[group] += 1
-        if tensor is not None:
-            self._world.joint.setdefault(key, {})[self._rank] = FlatMessage.of(tensor)
-        return key
-
-    def _pending(
-        self, layout: Layout, source: int, key: tuple[Hashable, int], ranks: list[int], takers: int
-    ) -> Pending:
-        self._world.takers.setdefault(key, takers)
-        return Pending([_expected(layout)] * len(ranks), source, (key, ranks))
+        given = None if tensor is None else FlatMessage.of(tensor)
+        joint = self._world.join((self._numbers[0], group), self._rank, given)
+        if not gets_values(verb, tensor, root, self._rank):
+            return None
+        ranks, source = range(self._world.ranks), root if verb == "broadcast" else -1
+        senders = ranks if source < 0 else [source]
+        takers = {"broadcast": len(ranks) - 1, "all_gather": len(ranks)}.get(verb, 1)
+        buffers = [_expected(layout)] * len(senders)
+        return Pending(buffers, source, (joint, senders, takers), adds=verb == "reduce")
 
     def _wait_for_collective(self, pending: Pending) -> list[torch.Tensor]:
-        key, ranks = pending.work
-        joint = self._world.joint
+        joint, senders, takers = pending.work
         what = "all ranks" if pending.source < 0 else f"rank {self._numbers[pending.source]}"
-        self._world.wait_until(lambda: all(r in joint.get(key, {}) for r in ranks), self._number, what)
-        self._world.takers[key] -= 1
-        sent = joint.pop(key) if not self._world.takers[key] else joint[key]  # the last taker frees it
+        sent = self._world.take(joint, senders, takers, self._number, what)
         parts = [
-            self._received_as(replace(sent[r], flat=sent[r].flat.clone()), expected, r)
-            for r, expected in zip(ranks, pending.buffers, strict=True)
+            self._received_as(replace(one, flat=one.flat.clone()), expected, rank)
+            for one, expected, rank in zip(sent, pending.buffers, senders, strict=True)
         ]
         return [sum_over_ranks(*parts)] if pending.adds else parts
 

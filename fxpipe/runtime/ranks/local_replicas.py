@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from fxpipe.errors import RunError
 from fxpipe.runtime.program.replicas import add_shard, shard_of
-from fxpipe.runtime.ranks.local import FlatMessage, LocalWorld, text_of
+from fxpipe.runtime.ranks.local import FlatMessage, Joint, LocalWorld, layout_of, text_of
 
 
 class LocalReplicas:
@@ -16,7 +16,6 @@ class LocalReplicas:
 
     def __init__(self, world: LocalWorld, rank: int, replica: int, lane: int = 0):
         self._world, self._rank, self.index, self._lane = world, rank, replica, lane
-        self._joined = 0
 
     @property
     def number(self) -> int:
@@ -26,10 +25,10 @@ class LocalReplicas:
         self, bucket: torch.Tensor, begins: Sequence[int], into: torch.Tensor, *, mean: bool
     ) -> Callable[[], None]:
         """Sum a bucket over replicas, into itself: all replicas here have the same parameters."""
-        key = self._join(bucket)
+        joint = self._join(bucket)
 
         def reduced() -> None:
-            buckets = self._taken(key, bucket)
+            buckets = self._taken(joint, bucket)
             for index in range(self.number):
 
                 def exchange(slices: torch.Tensor, *_: object) -> None:
@@ -47,26 +46,20 @@ class LocalReplicas:
         for tensor in tensors:
             tensor.copy_(self._taken(self._join(tensor), tensor)[0])
 
-    def _join(self, tensor: torch.Tensor) -> tuple[Hashable, int]:
-        key = ("replicas", self._rank, self._lane), self._joined
-        self._joined += 1
-        self._world.takers.setdefault(key, self.number)
-        self._world.joint.setdefault(key, {})[self.index] = FlatMessage.of(tensor)
-        return key
+    def _join(self, tensor: torch.Tensor) -> Joint:
+        group = "replicas", self._rank, self._lane
+        return self._world.join(group, self.index, FlatMessage.of(tensor))
 
-    def _taken(self, key: tuple[Hashable, int], expected: torch.Tensor) -> list[torch.Tensor]:
+    def _taken(self, joint: Joint, expected: torch.Tensor) -> list[torch.Tensor]:
         """The tensors of all replicas, in their order.  Raises RunError for one that is not like this one."""
-        joint, world = self._world.joint, self._world
+        world, layout = self._world, layout_of(expected)
         number = world.number(self._rank, self.index, self._lane)
         what = f"rank {self._rank} of all replicas"
-        world.wait_until(lambda: len(joint.get(key, {})) == self.number, number, what)
-        world.takers[key] -= 1
-        sent = joint.pop(key) if not world.takers[key] else joint[key]
-        layout = (tuple(expected.shape), expected.stride(), expected.dtype)
-        for replica, other in sorted(sent.items()):
+        sent = world.take(joint, range(self.number), self.number, number, what)
+        for replica, other in enumerate(sent):
             if other.layout != layout:
                 raise RunError(
                     f"Replica {replica} gives {text_of(other.layout)} (shape, strides, dtype) to a sum, and "
                     f"replica {self.index} {text_of(layout)}. Run the same program on all replicas."
                 )
-        return [sent[k].flat.as_strided(expected.shape, expected.stride()) for k in range(self.number)]
+        return [one.flat.as_strided(expected.shape, expected.stride()) for one in sent]
