@@ -21,7 +21,7 @@ from fxpipe.capture.traced_nodes import last_node, nodes_after
 from fxpipe.ir import compat
 from fxpipe.ir.storage import leading_to
 from fxpipe.runtime.functions import code_of, function_name, name_and_line
-from fxpipe.runtime.torch_private import hooks_of, hooks_of_all_modules, module_hooks, state_hooks
+from fxpipe.runtime.torch_private import hooks_of, hooks_of_all_modules, state_hooks
 
 _TORCH = str(Path(torch.__file__).parent)
 
@@ -124,7 +124,7 @@ class Hooks:
 
 def hook_functions(model: nn.Module) -> set[str]:
     """The names of the functions of all hooks of a model's modules."""
-    kinds = (hooks for module in model.modules() for hooks in module_hooks(module))
+    kinds = (hooks for module in model.modules() for hooks in hooks_of(module).values())
     return {function_name(hook) for hooks in kinds for hook in hooks.values()}
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpipe.ir.compat import schema_of
 from fxpipe.ir.graph import Input, Outputs
 from fxpipe.plan.captured import CAPTURED_FORMAT, CapturedInput, CapturedOp, CapturedStep
+from fxpipe.runtime.torch_private import schema_of
 
 
 def captured_step(graph: fx.Graph, *, split: bool = False) -> CapturedStep:

@@ -109,15 +109,6 @@ def compiling_flag() -> Iterator[None]:
         module._is_compiling_flag = before
 
 
-def schema_of(target: Any) -> Any:
-    """The schema of an op; None for a function that is no op."""
-    return getattr(target, "_schema", None)
-
-
-def overload_name(op: OpOverload) -> str:
-    return op._overloadname
-
-
 def current_sequence_number() -> int:
     """The sequence number of the last autograd node of this thread."""
     autograd: Any = torch.autograd

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpipe.ir.compat import pytree, schema_of
+from fxpipe.ir.compat import pytree
 from fxpipe.ir.graph import Outputs, offload, read_buffer, reload
 from fxpipe.plan.tensors import storage_bytes
+from fxpipe.runtime.torch_private import schema_of
 from fxpipe.schedule.ops import Phase
 
 aten = torch.ops.aten

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpipe.ir.compat import OpOverload, overload_name
+from fxpipe.ir.compat import OpOverload
 from fxpipe.ir.names import text_literal
 from fxpipe.ir.storage import graph_outputs
+from fxpipe.runtime.torch_private import overload_name
 
 
 def graph_text(graph: fx.Graph) -> str:

@@ -70,12 +70,6 @@ def as_one(group: dist.ProcessGroup, device: torch.device, start: Callable[[], o
     return group._end_coalescing(device)
 
 
-def as_plain(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of a subclass as one of torch's own class, in the same memory."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return tensor.as_subclass(torch.Tensor)
-
-
 def communicator_error(group: dist.ProcessGroup, device: torch.device) -> Callable[[], str] | None:
     """A function that gives the error of a group's communicator: "", "TIMEOUT", "COMM_ERROR", "REMOTE_ERROR".
 
@@ -83,14 +77,6 @@ def communicator_error(group: dist.ProcessGroup, device: torch.device) -> Callab
     """
     get = getattr(group._get_backend(device), "get_error", None)
     return None if get is None else lambda: "" if get().name == "SUCCESS" else get().name
-
-
-def module_hooks(module: torch.nn.Module) -> tuple[dict[int, object], dict[int, object]]:
-    """A module's hooks of its forward, and those of its backward: number -> function."""
-    return (
-        {**module._forward_pre_hooks, **module._forward_hooks},
-        {**module._backward_pre_hooks, **module._backward_hooks},
-    )
 
 
 #: Kinds of hooks -> the attribute of a module that has them by number.
@@ -226,6 +212,12 @@ def writes_to(tensor: torch.Tensor) -> int:
 def is_profiling() -> bool:
     """Whether torch's profiler runs, on whatever thread it was started."""
     return bool(autograd_profiler._is_profiler_enabled)
+
+
+def as_plain(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of a subclass as one of torch's own class, in the same memory."""
+    with of_base_class():
+        return tensor.as_subclass(torch.Tensor)
 
 
 def memory_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -15,6 +15,7 @@ from torch import fx
 from fxpipe.ir import compat
 from fxpipe.ir.builder import Calls
 from fxpipe.ir.storage import call_nodes
+from fxpipe.runtime.torch_private import schema_of
 
 aten = torch.ops.aten
 #: Python's numbers -> the dtype that torch gives them where they meet tensors.
@@ -32,7 +33,7 @@ def tensors_for_numbers(graph: fx.Graph) -> None:
         if not isinstance(node.target, compat.OpOverload) or compat.takes_numbers(node.target):
             continue
         values: tuple[Any, ...] = node.args
-        parameters = compat.schema_of(node.target).arguments  # a trace leaves out the last that have defaults
+        parameters = schema_of(node.target).arguments  # a trace leaves out the last that have defaults
         for k, (value, parameter) in enumerate(zip(values, parameters, strict=False)):
             if type(value) in _DTYPES and isinstance(parameter.type, torch.TensorType):
                 dtype, origin = _DTYPES[type(value)], node.meta["origin"]

@@ -18,10 +18,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpipe.ir.compat import Argument, OpOverload, has_kernel, pytree, schema_of
+from fxpipe.ir.compat import Argument, OpOverload, has_kernel, pytree
 from fxpipe.ir.compiled import compiled_ops
 from fxpipe.ir.storage import call_nodes, is_view, last_uses, node_bytes, storage_roots, written
 from fxpipe.plan.tensors import is_dense
+from fxpipe.runtime.torch_private import schema_of
 
 
 def use_inplace_ops(graph: fx.Graph, backend: str = "eager") -> None:

@@ -15,7 +15,7 @@ from torch import nn
 
 from fxpipe.errors import RunError
 from fxpipe.runtime.functions import function_name
-from fxpipe.runtime.torch_private import gradient_hooks, hooks_of_all_modules, hooks_registered, module_hooks
+from fxpipe.runtime.torch_private import gradient_hooks, hooks_of, hooks_of_all_modules, hooks_registered
 from fxpipe.training.guards.python_guards import PythonGuards
 
 Hooks = dict[str, tuple[int, ...]]
@@ -149,12 +149,12 @@ def _hooks(
         if hooks:
             passes[what.startswith("backward")][f"all modules ({what})"] = tuple(hooks)
     for name, module in () if model is None else model.named_modules():
-        for kind, hooks in zip(passes, module_hooks(module), strict=True):
-            numbers = tuple(
-                number for number, function in hooks.items() if function_name(function) not in of_forward
-            )
+        where = f"the module {name}" if name else "the model"
+        for what, hooks in hooks_of(module).items():
+            of_pass = passes[what.startswith("backward")]
+            numbers = tuple(k for k, function in hooks.items() if function_name(function) not in of_forward)
             if numbers:
-                kind[f"the module {name}" if name else "the model"] = numbers
+                of_pass[where] = of_pass.get(where, ()) + numbers
     for name, parameter in parameters.items():
         if numbers := gradient_hooks(parameter):
             passes[1][f"{PARAMETER} {name}"] = numbers
