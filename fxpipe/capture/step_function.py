@@ -83,6 +83,7 @@ class StepFunction:
         self.fixed = {x.input.name: x.real.reshape(-1).tolist() for x in traced_inputs if x.fixed}
         self.assumed = options.assumed
         self.registered = registered(model, kept)
+        self.pairs = [*zip(self.registered, traced_inputs, strict=False)]  # without the batch
         self.constants = Constants(model, kept)
         self.leaves, self.spec = pytree.tree_flatten(example)
         self.provenance = Provenance(model, [(x.input, local(x.real)) for x in traced_inputs], most_checks)
@@ -121,7 +122,7 @@ class StepFunction:
             "outputs": list(results.outputs),
             "grads": list(gradients),
             "buffers": list(replaced),
-            "aliases": aliases(self.registered, self.inputs, replaced, reads.assigned),
+            "aliases": aliases(self.pairs, replaced, reads.assigned),
         }
         numbers = [x.detach() for x in (results.loss, results.count) if x is not None]
         outputs = [x.detach() for x in results.outputs.values()]
@@ -146,7 +147,7 @@ class StepFunction:
         if backward:
             gradients, backward = self._gradients(results.loss, wanted, scale, reads)
         self.provenance.answers.refusals.end()
-        buffers = replaced_buffers(self.registered, self.inputs, reads.assigned)
+        buffers = replaced_buffers(self.pairs, reads.assigned)
         named: dict[str, torch.Tensor | None] = {"loss": results.loss, "count": results.count}
         named |= {f"the output {name!r}": x for name, x in results.outputs.items()}
         named |= {f"the buffer {name!r}": x for name, x in buffers.items()}
@@ -167,7 +168,7 @@ class StepFunction:
         # What of the first run the tracer knows by its tensors is noted before the second one changes them.
         last = last_node()
         nodes = [compat.traced_node(x) for x in traced]
-        put_back(self.registered, self.inputs)
+        put_back(self.pairs)
         for x, placeholder in zip(
             self.inputs, compat.traced_graph().find_nodes(op="placeholder"), strict=False
         ):
@@ -263,7 +264,7 @@ class StepFunction:
     ) -> tuple[dict[str, torch.Tensor], bool]:
         """The gradients by name, and whether the backward may run code of the model."""
         assert loss is not None, "find_results raises where gradients need one"
-        carried = with_history(self.registered, self.inputs)
+        carried = with_history(self.pairs)
         self.provenance.backward_from(loss)
         runs_code = reads.hooked or self.provenance.backward_runs_code
         self.provenance.compares = runs_code

@@ -155,12 +155,12 @@ def _traced(
     traced_inputs = inputs(model, example, mode, device, options.fixed, kept)
     step = StepFunction(model, example, loss_fn, scale, traced_inputs, options, most_checks, kept)
     mode.source = step.provenance.source
-    fakes = {id(r.tensor): x.fake for r, x in zip(step.registered, traced_inputs, strict=False)}
+    fakes = {id(r.tensor): x.fake for r, x in step.pairs}
     values = [x.local for x in traced_inputs]
     with borrowed(model, walked, fakes, step.provenance) as recorded:
         watch, before = StateWatch(recorded), hook_functions(model)
         step.recorded = recorded
-        put_back(step.registered, traced_inputs)
+        put_back(step.pairs)
 
         as_written = compat.plain_kernels(), compat.modules_without_code(), compat.uncompiled()
         checkpoints = compat.checkpoints_that_end(), recorded_checkpoints(step.provenance)

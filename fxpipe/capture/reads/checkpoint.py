@@ -17,7 +17,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
 from fxpipe.capture.provenance import Provenance
-from fxpipe.errors import CaptureError
 from fxpipe.ir.compat import pytree
 
 
@@ -68,13 +67,9 @@ class _GradMode(TorchFunctionMode):
 
     def _asked(self, frame: FrameType) -> None:
         if Provenance.is_users(frame.f_code.co_filename):
-            place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
-            self._provenance.answers.refusals.refuse(
-                CaptureError(
-                    "The model's code asks for the grad mode within reentrant checkpointing, which runs it "
-                    f"first without gradients, at {place}. Give use_reentrant=False."
-                )
-            )
+            where = "within reentrant checkpointing, which runs it first without gradients"
+            refusals = self._provenance.answers.refusals
+            refusals.refuse_code(f"asks for the grad mode {where}", "Give use_reentrant=False.")
 
 
 class _Recorded:

@@ -37,6 +37,10 @@ class Refusals:
         self._note(error)
         raise error
 
+    def refuse_code(self, does: str, remedy: str) -> NoReturn:
+        """Refuse what the model's code does now.  does, remedy: as text, the latter a sentence."""
+        self.refuse(CaptureError(f"The model's code {does}, at {self._place()}. {remedy}"))
+
     @contextlib.contextmanager
     def of(self, func: object, args: object, kwargs: object) -> Iterator[None]:
         """Judge the errors of a block that runs an op, or answers a question, for the model's code."""

@@ -17,7 +17,6 @@ from fxpipe.capture.provenance import Provenance
 from fxpipe.capture.reads.checkpoint import HISTORY
 from fxpipe.capture.reads.data_assignment import DataAssignments
 from fxpipe.capture.reads.tensor_text import OTHER_TEXT, Text, without_values
-from fxpipe.errors import CaptureError
 from fxpipe.ir import compat
 from fxpipe.ir.compat import pytree
 from fxpipe.plan.step import ASKED_NOTHING, Asked
@@ -58,9 +57,8 @@ class TensorReads(TorchFunctionMode):
         self.hooked = False  # whether there are hooks of the backward
         self.again = False  # whether this is the second run
         self.text = ""
-        self._before: list[
-            tuple[object, str, object]
-        ] = []  # functions that are not seen here, to be put back
+        # Functions that are not seen here, to be put back.
+        self._before: list[tuple[object, str, object]] = []
 
     def __torch_function__(
         self, func: object, types: object, args: object = (), kwargs: object = None
@@ -127,22 +125,13 @@ class TensorReads(TorchFunctionMode):
         file, users = reader.f_code.co_filename, self._provenance.is_users
         of_torch = not users(file) and os.path.dirname(file) != os.path.dirname(__file__)
         if users(file) or (through_torch and of_torch and self._provenance.source()):
-            place = self._provenance.place()
-            self._answers.refusals.refuse(
-                CaptureError(
-                    f"The model's code reads {read}, at {place}. A program has another one: take that out of "
-                    "the forward."
-                )
+            self._answers.refusals.refuse_code(
+                f"reads {read}", "A program has another one: take that out of the forward."
             )
 
     def _refuse_text(self) -> NoReturn:
-        place = self._provenance.place()
-        self._answers.refusals.refuse(
-            CaptureError(
-                f"The model's code reads the text of a tensor, at {place}. A program is fixed before the "
-                "data is known: compare tensors instead."
-            )
-        )
+        remedy = "A program is fixed before the data is known: compare tensors instead."
+        self._answers.refusals.refuse_code("reads the text of a tensor", remedy)
 
     def __enter__(self) -> TensorReads:
         self._replace(torch.UntypedStorage, "data_ptr", _UNKNOWN[torch.Tensor.data_ptr], through_torch=False)

@@ -41,6 +41,7 @@ class World(_ProcessGroup):
         """replicas: None where their number is chosen later."""
         super().__init__(0, replicas or 1)  # type: ignore[call-arg]
         self._replicas, self._provenance = replicas, provenance
+        self._refusals = provenance.answers.refusals
         self.replica, self.asked = 0, ""
 
     def rank(self) -> int:
@@ -49,7 +50,7 @@ class World(_ProcessGroup):
 
     def size(self) -> int:
         if self._replicas is None:
-            self.refuse(
+            self._refusals.refuse_code(
                 "asks torch.distributed for the number of processes",
                 "It is that of the replicas, which is not chosen yet: give replicas=.",
             )
@@ -80,13 +81,8 @@ class World(_ProcessGroup):
         finally:
             os.environ.__class__ = kind
 
-    def refuse(self, does: str, remedy: str) -> NoReturn:
-        place = self._provenance.place()
-        refusals = self._provenance.answers.refusals
-        refusals.refuse(CaptureError(f"The model's code {does}, at {place}. {remedy}"))
-
     def refuse_to_communicate(self, name: str) -> NoReturn:
-        self.refuse(
+        self._refusals.refuse_code(
             f"communicates with other processes ({name})",
             "A program runs the forward of one replica, and replicas exchange gradients alone: take it out "
             "of the forward. For a mean over all replicas let loss_fn return (sum, count).",

@@ -355,10 +355,6 @@ def _called(calls: Calls, target: Any, args: Any, kwargs: Any, origin: Origin) -
     return calls(target, args, kwargs, val=target(*values, **named), origin=origin)
 
 
-def _is_forward(node: fx.Node) -> bool:
-    return node.op == "call_function" and not node.meta["origin"].backward
-
-
 def _is_loss(node: fx.Node) -> bool:
     """Whether a value is the loss that a cross-entropy gives, beside its count."""
     is_item = node.target is operator.getitem and node_arg(node, 0).target in _LOSSES

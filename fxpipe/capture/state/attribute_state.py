@@ -89,11 +89,8 @@ def _is_trained(tensor: torch.Tensor) -> bool:
     return tensor.requires_grad and tensor.is_leaf
 
 
-def with_history(
-    tensors: Sequence[Registered], traced_inputs: Sequence[Given]
-) -> list[tuple[Registered, torch.Tensor]]:
+def with_history(pairs: Sequence[tuple[Registered, Given]]) -> list[tuple[Registered, torch.Tensor]]:
     """Find the kept tensors that come with a gradient's history from the step before."""
-    pairs = zip(tensors, traced_inputs, strict=False)
     carried = [(r, x.fake) for r, x in pairs if r.is_kept and x.fake.requires_grad]
     for r, fake in carried:
         if not fake.is_leaf:

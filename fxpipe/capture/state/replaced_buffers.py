@@ -16,11 +16,14 @@ from fxpipe.plan.dtensors import local
 
 
 def replaced_buffers(
-    tensors: Sequence[Registered], traced_inputs: Sequence[Given], assigned: DataAssignments
+    pairs: Sequence[tuple[Registered, Given]], assigned: DataAssignments
 ) -> dict[str, torch.Tensor]:
-    """The buffers that the forward replaced.  Raises CaptureError for a change that is not supported."""
+    """The buffers that the forward replaced.  Raises CaptureError for a change that is not supported.
+
+    pairs: the model's tensors, each with what stands for it in the trace.
+    """
     replaced = {}
-    for r, x in zip(tensors, traced_inputs, strict=False):
+    for r, x in pairs:
         kind = r.kind.value
         if x.local.untyped_storage()._cdata != x.storage:
             raise CaptureError(
@@ -54,18 +57,15 @@ def replaced_buffers(
 
 
 def aliases(
-    tensors: Sequence[Registered],
-    traced_inputs: Sequence[Given],
-    replaced: dict[str, torch.Tensor],
-    assigned: DataAssignments,
+    pairs: Sequence[tuple[Registered, Given]], replaced: dict[str, torch.Tensor], assigned: DataAssignments
 ) -> list[tuple[str, str]]:
     """Pairs of names: the forward gave the second, a buffer, the memory of the first.
 
     Raises CaptureError if the first is a parameter, as the optimizer writes to its memory.
     """
     owners: dict[int, Registered] = {}
-    pairs = []
-    for r, x in zip(tensors, traced_inputs, strict=False):
+    shared = []
+    for r, x in pairs:
         data = assigned.data(x.fake)
         now = replaced.get(r.name, x.fake) if data is None else data
         owner = owners.setdefault(now.untyped_storage()._cdata, r)
@@ -76,13 +76,13 @@ def aliases(
                 f"The forward gives the buffer {r.name!r} the memory of the parameter {owner.name!r}, "
                 "which moves when that is trained. Give it a copy: .detach().clone()."
             )
-        pairs.append((owner.name, r.name))
-    return pairs
+        shared.append((owner.name, r.name))
+    return shared
 
 
-def put_back(tensors: Sequence[Registered], traced_inputs: Sequence[Given]) -> None:
+def put_back(pairs: Sequence[tuple[Registered, Given]]) -> None:
     """Let the model hold the tensors of the trace's inputs again, under all of their names."""
-    for r, x in zip(tensors, traced_inputs, strict=False):
+    for r, x in pairs:
         for slot in r.slots:
             if slot.get() is not x.fake:
                 slot.put(x.fake)
