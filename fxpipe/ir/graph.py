@@ -16,19 +16,7 @@ A node of the backward that is the gradient of a value also has ``node.meta["gra
 A placeholder also carries ``node.meta["input"]``, an :class:`Input`.  The output node's single
 argument is an :class:`Outputs`.
 
-Glossary:
-
-stage               a consecutive part of the model, on one rank
-phase               F, B or W: forward, gradients of activations, gradients of parameters
-color               a stage and a phase; every op of the colored graph has one
-section             the subgraph of one color as a function with typed inputs and outputs
-message             the values that a section sends to a section of another stage
-placement           the rank of each stage
-root                of a value: the node that owns its storage (a view's root is its base)
-saved activation    a storage live from a stage's F to its B or W
-saved for weight    a storage live from B to W
-offload, reload     a saved activation copied off its rank after F, and back before B or W
-vocabulary stage    a stage beside the model's own: a rank's rows of the output layer or the input embedding
+docs/architecture.md has a glossary of the words.
 """
 
 from __future__ import annotations
