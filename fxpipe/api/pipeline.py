@@ -183,9 +183,9 @@ class Pipeline(Views):
         Buffers are updated as in training; parameters and their ``.grad`` are left alone.
         Raises RunError under torchrun, where a process has the program and the tensors of one rank.
         """
-        return self._runner.run_local(
-            batch, step, threads, measure_memory, outputs, checked(check), checked_record(record), replay
-        )
+        what = outputs, checked(check), checked_record(record), replay
+        with self._runner.as_traced():
+            return self._runner.run_local(batch, step, threads, measure_memory, *what)
 
     @overload
     def step(
@@ -227,10 +227,9 @@ class Pipeline(Views):
         RunError with its message, and their processes end soon after, whether or not the error is caught.
         """
         self._check_asked(outputs)
-        with self._clock.step():
-            result = self._runner.step(
-                batch, outputs or (), outputs_on, checked(check), checked_record(record)
-            )
+        looks = checked(check), checked_record(record)
+        with self._clock.step(), self._runner.as_traced():
+            result = self._runner.step(batch, outputs or (), outputs_on, *looks)
         if result.loss is not None and self._trains:
             result = replace(result, loss=result.loss.as_subclass(StepLoss))  # its backward() has run
         return _loss(result) if outputs is None else result
@@ -271,7 +270,8 @@ class Pipeline(Views):
         self.updates.settle()
         with self._clock.stopped(), pipe.model_state.borrowing(self._runner.gather_parameters()):
             pipe._check_asked(outputs)
-            result = pipe._runner.evaluate(batch, outputs or (), outputs_on)
+            with pipe._runner.as_traced():
+                result = pipe._runner.evaluate(batch, outputs or (), outputs_on)
             return _loss(result) if outputs is None else result
 
     def figures(self) -> dict[str, float]:
@@ -359,7 +359,6 @@ class Pipeline(Views):
             groups,
             master_weights,
             validation or self.artifact.plan.validation,
-            self.updates,
             None if self.process is None else self._runner.rank_digests.changes,
             changes_gradients,
             largest=clip_grad_norm,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Protocol
 
@@ -23,3 +24,13 @@ class Captured(Protocol):
 
 #: The capture, while there is one.
 captured: ContextVar[Captured | None] = ContextVar("captured", default=None)
+
+
+@contextmanager
+def capturing(capture: Captured) -> Iterator[None]:
+    """In the block a step is captured."""
+    before = captured.set(capture)
+    try:
+        yield
+    finally:
+        captured.reset(before)

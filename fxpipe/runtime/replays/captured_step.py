@@ -9,7 +9,7 @@ that a check reads.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -18,7 +18,7 @@ import torch
 from fxpipe.plan.step import BatchSpec
 from fxpipe.runtime.program.accelerator import on_host
 from fxpipe.runtime.program.batch import as_dicts, batch_leaves
-from fxpipe.runtime.program.captured import captured
+from fxpipe.runtime.program.captured import capturing
 from fxpipe.runtime.program.checks import check_values
 from fxpipe.runtime.program.losses import Losses
 from fxpipe.runtime.program.outputs import Collected
@@ -103,7 +103,7 @@ class CapturedStep:
             copy.start()
         self._keys = dict(_keys(self.runtimes))
         self._recorder = make(self.device, random_ops)
-        with self._capturing():
+        with capturing(self):
             self._recorder.record(lambda: run(self.copies, self.batch.whole))
         self._addresses = [tensor.data_ptr() for _, _, tensor in self._tensors()]
 
@@ -155,14 +155,6 @@ class CapturedStep:
 
     def expect(self, value: torch.Tensor, expected: list[bool | int], where: str) -> None:
         self._expected.append((value.reshape(-1).clone(), expected, where))
-
-    @contextmanager
-    def _capturing(self) -> Iterator[None]:
-        before = captured.set(self)
-        try:
-            yield
-        finally:
-            captured.reset(before)
 
     def _tensors(self) -> Iterator[tuple[str, str, torch.Tensor]]:
         """What the programs are given beside the batch: kind, name, tensor."""

@@ -23,7 +23,7 @@ from fxpipe.errors import FxpipeError
 from fxpipe.plan.step import Replay
 from fxpipe.runtime.debug.finite import place_of_failure
 from fxpipe.runtime.program.accelerator import synchronize
-from fxpipe.runtime.program.captured import captured
+from fxpipe.runtime.program.captured import capturing
 from fxpipe.runtime.program.rank import Runtime
 from fxpipe.runtime.replays.captured_step import CapturedStep, CountedDraws, NotReplayed, StagedBatch
 from fxpipe.runtime.replays.deterministic import Deterministic
@@ -77,19 +77,25 @@ class Replays:
         return self._timed(runtimes, batch, before)
 
     def _replay_or_run(self, runtimes: Sequence[Runtime], batch: object) -> Losses:
+        losses = self._replay(batch)
+        return self._run(runtimes, batch) if losses is None else losses
+
+    def _replay(self, batch: object) -> Losses | None:
+        """Replay the step, if there is a capture that fits it."""
         if self._captured is not None:
             try:
                 self._captured.replay(batch)
                 return self._captured.finish()
             except NotReplayed as error:
                 self._op_by_op(str(error))
-        return self._run(runtimes, batch)
+        return None
 
     def _on_trial(self, runtimes: Sequence[Runtime], batch: object, before: Sequence[_State]) -> Losses:
         """Run a step op by op, and as a replay; twice op by op where there is none, as other ranks may have
         one."""
         draws = CountedDraws()
-        losses = _within(draws, lambda: self._run(runtimes, batch))
+        with capturing(draws):
+            losses = self._run(runtimes, batch)
         after = [_State.of(rt) for rt in runtimes]
         self._capture(runtimes, batch, draws.number, before)
         again = self._again(runtimes, batch, before)
@@ -101,7 +107,8 @@ class Replays:
     def _timed(self, runtimes: Sequence[Runtime], batch: object, before: Sequence[_State]) -> Losses:
         """Run a step both ways with the kernels of all later steps, to see whether a replay is faster."""
         draws = CountedDraws()
-        op_by_op, losses = self._seconds(lambda: _within(draws, lambda: self._run(runtimes, batch)))
+        with capturing(draws):
+            op_by_op, losses = self._seconds(lambda: self._run(runtimes, batch))
         after = [_State.of(rt) for rt in runtimes]
         self._capture(runtimes, batch, draws.number, before)
         replayed, _ = self._seconds(lambda: self._again(runtimes, batch, before))
@@ -137,14 +144,9 @@ class Replays:
     def _again(self, runtimes: Sequence[Runtime], batch: object, before: Sequence[_State]) -> Losses:
         """Run the step once more: a replay if there is one."""
         _restore(runtimes, before)  # also of what a recorder has computed
-        if self._captured is not None:
-            try:
-                self._captured.replay(batch)
-                return self._captured.finish()
-            except NotReplayed as error:
-                self._op_by_op(str(error))
-        if self.memory is None:
-            return []
+        losses = self._replay(batch)
+        if losses is not None or self.memory is None:
+            return losses or []
         _start(runtimes)
         return self._run(runtimes, batch)
 
@@ -204,14 +206,6 @@ def _start(runtimes: Sequence[Runtime]) -> None:
 def _restore(runtimes: Sequence[Runtime], states: Sequence[_State]) -> None:
     for rt, state in zip(runtimes, states, strict=True):
         state.restore(rt)
-
-
-def _within(draws: CountedDraws, run: Callable[[], Losses]) -> Losses:
-    before = captured.set(draws)
-    try:
-        return run()
-    finally:
-        captured.reset(before)
 
 
 def _difference(losses: Losses, again: Losses, runtimes: Sequence[Runtime], after: Sequence[_State]) -> str:

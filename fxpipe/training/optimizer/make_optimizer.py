@@ -15,7 +15,6 @@ from fxpipe.plan.rows import ShardName
 from fxpipe.plan.tensors import gradient_dtype
 from fxpipe.runtime.job.process import agreed
 from fxpipe.training.model.model_state import ModelState
-from fxpipe.training.model.pending_update import PendingUpdate
 from fxpipe.training.optimizer.batch_digest import SAME_OPTIONS
 from fxpipe.training.optimizer.clipping import Clipping
 from fxpipe.training.optimizer.groups import groups_of, optimizer_of
@@ -32,7 +31,6 @@ def make_optimizer(
     groups: Sequence[Mapping[str, object]],
     master_weights: bool,
     validation: Validation,
-    updates: PendingUpdate,
     script_changes: ScriptChanges | None,
     changes_gradients: bool,
     **clipping: Any,
@@ -88,7 +86,7 @@ def make_optimizer(
             Clipping(**clipping),
             masters={updated[name]: p for name, p in parameters.items() if updated[name] is not p},
             validation=validation,
-            updates=updates,
+            updates=state.updates,
             changed=state.updated,
             script_changes=script_changes,
         )

@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial, wraps
+from functools import cached_property, partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Concatenate, ParamSpec, Self, TypeVar
+from typing import Self
 
 import torch
 
@@ -44,10 +44,6 @@ from fxpipe.training.model.pending_update import PendingUpdate
 
 NOTHING: Mapping[str, Path] = MappingProxyType({})
 
-_Runner = TypeVar("_Runner", bound="LocalRunner")
-_Arguments = ParamSpec("_Arguments")
-_Result = TypeVar("_Result")
-
 
 @dataclass(frozen=True, eq=False, repr=False)
 class LocalResult:
@@ -78,19 +74,6 @@ class LocalRanks:
     world: LocalWorld
     runtimes: list[Runtime]
     replays: Replays | None = None
-
-
-def in_traced_state(
-    run: Callable[Concatenate[_Runner, _Arguments], _Result],
-) -> Callable[Concatenate[_Runner, _Arguments], _Result]:
-    """Decorator: a method that runs programs, with torch's global state as in the trace."""
-
-    @wraps(run)
-    def within(runner: _Runner, /, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
-        with as_traced(runner.plan.step.default_dtype, runner.device):
-            return run(runner, *args, **kwargs)
-
-    return within
 
 
 @dataclass(eq=False)
@@ -126,7 +109,10 @@ class LocalRunner:
         directory = None if self.directory is None else files.directory_of(artifact.plan, self.directory)
         return replace(self, artifact=artifact, assumed=None, directory=directory, _ranks_to_replay=None)
 
-    @in_traced_state
+    def as_traced(self) -> contextlib.AbstractContextManager[None]:
+        """Torch's global state as in the trace, for a block that runs programs."""
+        return as_traced(self.plan.step.default_dtype, self.device)
+
     def run_local(
         self,
         batch: object,

@@ -44,7 +44,7 @@ from fxpipe.training.optimizer.batch_digest import (
     words,
 )
 from fxpipe.training.run.kept_gradients import KeptGradients
-from fxpipe.training.run.local_runner import LocalRunner, in_traced_state
+from fxpipe.training.run.local_runner import LocalRunner
 from fxpipe.training.run.rank_digests import RankDigests
 from fxpipe.training.run.short_batches import short_batch
 from fxpipe.training.run.warm_up import WarmUp
@@ -89,7 +89,6 @@ class Runner(LocalRunner):
         if "runtime" in self.__dict__:
             self.runtime.step_number = number
 
-    @in_traced_state
     def step(
         self, batch: object, outputs: Sequence[str], outputs_on: On, check: Check, record: Mapping[str, Path]
     ) -> StepResult:
@@ -387,7 +386,7 @@ class Runner(LocalRunner):
 
     @cached_property
     def _warm_up(self) -> WarmUp:
-        return WarmUp(self.state, self.device, self.process)
+        return WarmUp(self.state)
 
     @cached_property
     def rank_digests(self) -> RankDigests:

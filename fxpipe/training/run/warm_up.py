@@ -8,9 +8,6 @@ import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-import torch
-
-from fxpipe.runtime.job.process import Process
 from fxpipe.runtime.program.inductor import compiled_functions
 from fxpipe.runtime.program.load_program import Program
 from fxpipe.runtime.program.rank import Runtime
@@ -33,8 +30,6 @@ class WarmUp:
     """The runs of one pipeline's program alone, on this rank."""
 
     state: ModelState
-    device: torch.device
-    process: Process | None
     _is_over: bool = False
     _releases: Releases | None = None  # None if messages do not wait on the device
     _settled_at: int = -1  # when the memory of steps had grown so often
@@ -46,11 +41,11 @@ class WarmUp:
 
         before: code of the step outside of its program, whose kernels are loaded too.
         """
-        process = self.process
+        process, device = self.state.process, self.state.device
         if self._is_over or process is None:
             return
         compiles = any(process.gather(b"some" if compiled_functions(program.step) else b""))
-        on_streams = process.backend(self.device) != "gloo"
+        on_streams = process.backend(device) != "gloo"
         if compiles or on_streams:
             self.state.follow_model()
             rt.params, rt.buffers = self.state.params_and_buffers(rt.rank)
@@ -58,7 +53,7 @@ class WarmUp:
                 before()
                 grads = self.state.zero_gradients(rt.rank)
                 rt.params |= self.state.stand_ins(rt.rank)
-                with step_memory(self.device).use() if on_streams else contextlib.nullcontext():
+                with step_memory(device).use() if on_streams else contextlib.nullcontext():
                     events = dry_run(rt, program.step, batch, grads)
                 del grads
                 rt.params = {}
@@ -76,7 +71,7 @@ class WarmUp:
         """Run the program alone, where steps need a settled memory, until it asks for none."""
         if self._releases is None:
             return
-        memory = step_memory(self.device)
+        memory = step_memory(self.state.device)
         if self._settled_at == memory.grown:
             return
         grads = self.state.zero_gradients(rt.rank)
@@ -97,15 +92,15 @@ class WarmUp:
         if self._releases is None:
             yield
             return
-        memory = step_memory(self.device)
+        memory = step_memory(self.state.device)
         before = memory.grown
         with memory.use():
             yield
         if memory.grown > before and not self._has_said_grown:
             self._has_said_grown = True
             log.warning(
-                f"{self.device} was asked for memory {memory.grown - before} times inside step {number}. "
-                "Where its memory is nearly full, such a call waits for messages under way, and ranks "
-                "can wait for each other for ever. Leave more of it free: a lower memory_limit=, a smaller "
-                "microbatch, or recompute=."
+                f"{self.state.device} was asked for memory {memory.grown - before} times inside step "
+                f"{number}. Where its memory is nearly full, such a call waits for messages under way, and "
+                "ranks can wait for each other for ever. Leave more of it free: a lower memory_limit=, a "
+                "smaller microbatch, or recompute=."
             )
