@@ -33,9 +33,10 @@ class Decoder(nn.Module):
         self.head = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        seen = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril() & mask[:, None, None, :].bool()
+        length = x.shape[1]
+        seen = torch.ones(length, length, dtype=torch.bool).tril() & mask[:, None, None, :].bool()
         for layer in self.layers:
-            q, k, v = layer(x).view(len(x), LENGTH, 3, 2, WIDTH // 2).permute(2, 0, 3, 1, 4)
+            q, k, v = layer(x).view(len(x), length, 3, 2, WIDTH // 2).permute(2, 0, 3, 1, 4)
             x = x + F.scaled_dot_product_attention(q, k, v, seen).transpose(1, 2).flatten(2)
         return (self.head(x).square().mean(-1) * mask).mean()
 

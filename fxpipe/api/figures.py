@@ -12,7 +12,6 @@ import torch
 from fxpipe.cost.known_devices import reported_device
 from fxpipe.cost.throughput import peak_seconds
 from fxpipe.plan.artifact import Plan
-from fxpipe.plan.step import counted
 from fxpipe.runtime.program.accelerator import identity, is_accelerator, memory_size
 
 
@@ -57,10 +56,8 @@ def figures_of(
     device: torch.device,
 ) -> dict[str, float]:
     """See ``Pipeline.figures``.  spans: (op, start, end) of the last step, none where it was replayed."""
-    spec = plan.step
-    unit, lengths = counted((leaf.shape or (), leaf.dtype) for leaf in spec.batch.leaves)
-    done = math.prod(lengths) * spec.microbatches * replicas
-    figures = {"step": step, "seconds": seconds, f"{unit}/s": done / seconds}
+    spec, (done, unit) = plan.step, plan.per_second(seconds, replicas)
+    figures = {"step": step, "seconds": seconds, f"{unit}/s": done}
     if is_accelerator(device):
         known = reported_device(identity(device)[0], memory_size(device))
         if known is not None and plan.flops:

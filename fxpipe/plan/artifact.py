@@ -19,7 +19,7 @@ from fxpipe.plan.number import number
 from fxpipe.plan.rewrites import Rewrite
 from fxpipe.plan.rows import ShardName
 from fxpipe.plan.saved.check import check_plan
-from fxpipe.plan.step import MOST_RANKS, Replay, Shard, StepSpec, Tier
+from fxpipe.plan.step import MOST_RANKS, Replay, Shard, StepSpec, Tier, counted
 from fxpipe.plan.tensors import Dtype, GradDtype, Shape, Size, dtype_of, gradient_dtype, is_dense
 from fxpipe.plan.version import __version__
 from fxpipe.plan.work import PlanWork
@@ -256,6 +256,11 @@ class Plan:
     @property
     def ranks(self) -> int:
         return self.step.ranks
+
+    def per_second(self, seconds: float, replicas: int) -> tuple[float, str]:
+        """What replicas get done in a second of a step that takes so many, and its unit: "tokens"."""
+        unit, lengths = counted((leaf.shape or (), leaf.dtype) for leaf in self.step.batch.leaves)
+        return prod(lengths) * self.step.microbatches * replicas / seconds, unit
 
     def gradient_dtype(self, parameter: torch.dtype) -> torch.dtype:
         """The dtype in which the gradient of a parameter of this dtype is accumulated."""

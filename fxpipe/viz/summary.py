@@ -22,7 +22,8 @@ def summary(plan: Plan) -> list[str]:
     microbatches = number_of(step.microbatches, "microbatch")
     lines = [
         f"{plan.model} on {ranks}{replicas}: {stages}, {microbatches}, schedule {plan.schedule}",
-        f"predicted: step {seconds_text(predicted.seconds)}, span bubble {bubble_text(predicted.span_bubble)}"
+        f"predicted: step {seconds_text(predicted.seconds)}, {throughput_text(plan, predicted.seconds)}, "
+        f"span bubble {bubble_text(predicted.span_bubble)}"
         + (f", costs of {plan.device}" if plan.device else ""),
     ]
     memory = rank_memory(plan, predicted.peak_memory)
@@ -40,6 +41,12 @@ def summary(plan: Plan) -> list[str]:
     if step.outputs:
         lines.append(f"outputs: {', '.join(output.name for output in step.outputs[:8])}")
     return [shortened(line, 200) for line in lines]
+
+
+def throughput_text(plan: Plan, seconds: float) -> str:
+    """What all replicas get done in a second: "12,345 tokens/s"."""
+    done, unit = plan.per_second(max(seconds, 1e-30), plan.replicas)
+    return f"{done:,.4g} {unit}/s" if done < 1000 else f"{done:,.0f} {unit}/s"
 
 
 def costs_text(cost: StageCost) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 import assumed_worker as worker
 import pytest
 import torch
-from assumed_worker import MICROBATCHES, PADDED, RATE, Decoder, batch_of, compiled
+from assumed_worker import LENGTH, MICROBATCHES, PADDED, RATE, Decoder, batch_of, compiled
 from equality import eager_step
 from launch import forked
 from safetensors.torch import load_file
@@ -24,7 +24,7 @@ LIMIT = 1e-12
 SHAPES: dict[str, dict[str, Any]] = {
     "one rank": {"ranks": 1},
     "V, split backward": {"ranks": 2, "schedule": "zb-v"},
-    "recompute": {"ranks": 2, "recompute": "full"},
+    "recompute, of any length": {"ranks": 2, "recompute": "full", "dimensions": {"sequence": LENGTH}},
     "offload": {"ranks": 2, "offload": 0.5},
     "replicas": {"ranks": 2, "replicas": 2, "shard": "gradients"},
 }

@@ -74,7 +74,7 @@ class App {
       head.stages === head.ranks ? "" : `${head.stages} stages`,
       numberOf(head.microbatches, "microbatch"),
       head.replicas > 1 ? `${head.replicas} replicas` : "",
-      `step ${secondsText(head.seconds)}`,
+      `step ${secondsText(head.seconds)}, ${head.throughput}`,
       this.model.measured ? `measured ${secondsText(this.model.measured.seconds)}` : "",
       `span bubble ${bubbleText(head.span_bubble)}`,
       `memory${head.lanes > 1 ? " of a lane" : ""} at most ${most(head.memory)}, with AdamW's state ${most(head.memory_with_adamw)}`,

@@ -38,6 +38,7 @@ from fxpipe.viz.report.columns import (
 from fxpipe.viz.report.graph_record import GraphRecord
 from fxpipe.viz.report.program_lines import places
 from fxpipe.viz.seam_marks import many_steps
+from fxpipe.viz.summary import throughput_text
 from fxpipe.viz.waits import measured_waits, passed, waits
 
 Measured = Sequence[Sequence[Span]] | None
@@ -101,6 +102,7 @@ def _head(plan: Plan, timeline: Timeline) -> dict[str, object]:
         "shard": plan.shard,
         "lanes": plan.lanes.number,
         "seconds": timeline.seconds,
+        "throughput": throughput_text(plan, timeline.seconds),
         "span_bubble": timeline.span_bubble,
         "peak_memory": list(timeline.peak_memory),
         "bounds": f"{plan.schedule}: {'; '.join(gap_texts(timeline, limits, units))}",
