@@ -154,8 +154,11 @@ def add_shard(
     into: torch.Tensor,
     *,
     mean: bool,
-) -> None:
-    """Sum a shard of a bucket over all replicas, or take its mean.  into: memory for it."""
+) -> torch.Tensor:
+    """Sum a shard of a bucket over all replicas, or take its mean.  into: memory for it.
+
+    Returns the memory of those of all replicas, which is free now.
+    """
     number = len(begins) - 1
     sizes = [end - begin for begin, end in pairwise(begins)]
     slices = bucket.new_empty(number * sizes[index])
@@ -165,7 +168,7 @@ def add_shard(
     for other in others:  # one by one: the order of the replicas decides the bits
         total.add_(other)
     into.copy_(total.div_(number) if mean else total)
-    slices.untyped_storage().resize_(0)  # gloo keeps the tensor until the group's next work
+    return slices
 
 
 def in_bucket(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -74,16 +74,17 @@ class DistributedReplicas:
         shares, adds = into is bucket, storage_number(into) != storage_number(bucket)
         shard = shard_of(whole, begins, self.index)
         exchange = exchanges(self.group, bucket.itemsize, self.on_streams)
-        add_shard(whole, begins, self.index, exchange, shard, mean=mean)
+        done = [add_shard(whole, begins, self.index, exchange, shard, mean=mean)]
         if shares:
             self._share(whole, begins)
         if adds and not shares:
             into.add_(shard.to(into.device))
         elif whole is not bucket:
             into.copy_(whole if shares else shard)
-        if adds and not self.on_streams:  # gloo keeps the tensors, and the caller has given their memory up
-            for tensor in (whole, bucket):
-                tensor.untyped_storage().resize_(0)
+        if adds:  # the caller has given the bucket's memory up
+            done += [whole, bucket]
+        for tensor in done if not self.on_streams else ():  # gloo keeps them until the group's next work
+            tensor.untyped_storage().resize_(0)
 
     def _gather(self, tensors: Sequence[torch.Tensor], begins: Sequence[int]) -> None:
         is_bucket = len(tensors) == 1 and tensors[0].device == self.wire
