@@ -195,12 +195,15 @@ class Views:
     def check(self) -> Certificate:
         """Check the programs of all ranks, as they are now, against the captured step (docs/certificate.md).
 
-        It runs their text, not on tensors but on terms.  Raises RunError on other ranks than the first, which
+        It runs their text, not on tensors but on terms; of programs for batches without padding as well, and
+        gives the first certificate that does not hold.  Raises RunError on other ranks than the first, which
         alone has all programs, and for a pipeline that was saved by an earlier version.
         """
         if self.process is not None and not self.process.leads:
             raise RunError("Rank 0 alone has the programs of all ranks: call check() there.")
-        return check_artifact(self.artifact)
+        artifacts = [each for each in (self.artifact, self.assumed) if each is not None]
+        certificates = [check_artifact(artifact) for artifact in artifacts]
+        return next((each for each in certificates if not each.holds), certificates[0])
 
     def explain(self) -> None:
         """Print the reasons for the schedule: the candidates of ``schedule="auto"``, the fastest first, with

@@ -8,9 +8,11 @@ lowering and the code generation.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from fxpipe.certificate.causes import causes
 from fxpipe.certificate.compare import compared
+from fxpipe.certificate.plan_facts import unlike_captured
 from fxpipe.certificate.problems import (
     NAME,
     ORDER,
@@ -35,7 +37,7 @@ from fxpipe.certificate.terms.layouts import Unknown
 from fxpipe.certificate.terms.terms import Term, Terms
 from fxpipe.errors import RunError
 from fxpipe.plan.artifact import Artifact, Plan
-from fxpipe.plan.captured import CapturedStep
+from fxpipe.plan.captured import CapturedStep, digest
 from fxpipe.plan.libraries import imported
 from fxpipe.plan.program.parse import parse
 from fxpipe.plan.program.records import Program
@@ -65,6 +67,7 @@ def check_against(reference: Reference, plan: Plan, programs: Sequence[str]) -> 
         for rank, program in enumerate(read)
         for each in program.outside
     ]
+    world.problems += unlike_captured(plan, reference)
     if not world.problems:
         world.run([_main(*each) for each in zip(ranks, stacks, read, strict=True)])
         if all(rank.ended for rank in ranks):
@@ -82,7 +85,14 @@ def check_artifact(artifact: Artifact, where: str = "captured.json") -> Certific
             f"The pipeline does not hold its captured step: {where} is gone, or the pipeline was saved by an "
             "earlier version. Compile it again."
         )
-    return check(artifact.plan, artifact.programs, CapturedStep.from_json(artifact.captured, where))
+    captured = CapturedStep.from_json(artifact.captured, where)
+    certificate = check(artifact.plan, artifact.programs, captured)
+    changed = [
+        Problem(0, 0, f"the constant {name!r} has other values than in the captured step")
+        for name, known in captured.constants.items()
+        if name in artifact.constants and digest(artifact.constants[name]) not in (known, "")
+    ]
+    return replace(certificate, problems=(*changed, *certificate.problems))
 
 
 def _rank(stack: Stack, plan: Plan, reference: Reference, world: World) -> TermRuntime:
@@ -95,7 +105,7 @@ def _rank(stack: Stack, plan: Plan, reference: Reference, world: World) -> TermR
         name: plan.layouts[name].shape for name in plan.tensors[stack.rank].gradients
     }
     calls = Calls(reference.terms, stack, stack.of_step, note, shapes)
-    sections = Sections(calls, lambda name: rt.buffer(name), held=held)
+    sections = Sections(calls, lambda name: rt.buffer(name), lambda names: rt.rows.read(names), held=held)
     rt = TermRuntime(stack.rank, plan, reference, world, calls, sections, held)
     return rt
 

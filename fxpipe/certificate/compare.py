@@ -184,6 +184,7 @@ def _sums_over_replicas(plan: Plan, rt: TermRuntime) -> Iterator[Problem]:
             yield _at(line, f"sums the gradient of {name} over the replicas before all is added to it")
     if names and rt.waited is None:
         yield _at(rt.last, "does not wait for the sums over the replicas")
+    yield from rt.rows.left()
 
 
 def _buffers(plan: Plan, reference: Reference, ranks: Ranks) -> Iterator[Problem]:

@@ -25,7 +25,7 @@ _TORCH = (torch.dtype, torch.layout, torch.memory_format)
 class Reference:
     """``loss`` … ``checks``: terms, as ``Outputs`` in ``ir/graph.py`` says.  ``named``: those of all ops.
     ``causes``: of the results that differ.
-    ``split``: whether its vocabulary layers are split."""
+    ``split``: whether its vocabulary layers are split.  ``inputs``: those that it has, by kind and name."""
 
     terms: Terms
     loss: Term | None = None
@@ -37,6 +37,7 @@ class Reference:
     causes: dict[Difference, list[tuple[str, Line]]] = field(default_factory=dict)
     named: dict[str, Term] = field(default_factory=dict)
     split: bool = False
+    inputs: dict[tuple[str, str], Layout | None] = field(default_factory=dict)
 
     def input(self, kind: str, name: str) -> Term:
         """The term of an input, also of one that the captured step does not have."""
@@ -102,7 +103,7 @@ def _layout(record: CapturedInput | CapturedOp) -> Layout | None:
 
 def _input(reference: Reference, record: CapturedInput) -> Term:
     term = reference.input(record.kind, record.name)
-    term.layout = _layout(record)
+    term.layout = reference.inputs[record.kind, record.name] = _layout(record)
     return term
 
 

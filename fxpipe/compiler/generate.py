@@ -80,7 +80,7 @@ def generate(
     prove(instructions, schedule.placement)
     programs = _programs(plan, cut, instructions, pools)
     with phase("check"):
-        step = _captured_as_data(captured.graph, cut)
+        step = _captured_as_data(captured, cut)
         if step is not None and options.check:
             _check_programs(plan, programs, step)
     text = "" if step is None else step.to_json()
@@ -165,10 +165,10 @@ def _programs(plan: Plan, cut: Cut, instructions: Programs, pools: tuple[Pool, .
     return tuple(programs)
 
 
-def _captured_as_data(graph: fx.Graph, cut: Cut) -> CapturedStep | None:
+def _captured_as_data(captured: Captured, cut: Cut) -> CapturedStep | None:
     """The captured graph as data, with its vocabulary layers split if those of the cut are; None, with a
     warning, where an argument of an op has no form as data."""
-    barriers, chunks = cut.options.barriers, cut.options.head_chunks
+    graph, barriers, chunks = captured.graph, cut.options.barriers, cut.options.head_chunks
     if barriers is not None:
         graph = copy_graph(graph)
         split_vocabulary(graph, cut.options.ranks, barriers)
@@ -176,7 +176,7 @@ def _captured_as_data(graph: fx.Graph, cut: Cut) -> CapturedStep | None:
         graph = copy_graph(graph)
         chunk_head(graph, chunks)
     try:
-        return captured_step(graph, split=barriers is not None)
+        return captured_step(graph, captured.constants, split=barriers is not None)
     except TypeError as error:
         warnings.warn(f"The programs cannot be checked against the captured step: {error}.", stacklevel=2)
         return None

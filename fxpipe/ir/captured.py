@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from math import isfinite
 from typing import Any
 
@@ -10,11 +11,13 @@ import torch
 from torch import fx
 
 from fxpipe.ir.graph import Input, Outputs
-from fxpipe.plan.captured import CAPTURED_FORMAT, CapturedInput, CapturedOp, CapturedStep
+from fxpipe.plan.captured import CAPTURED_FORMAT, CapturedInput, CapturedOp, CapturedStep, digest
 from fxpipe.runtime.torch_private import schema_of
 
 
-def captured_step(graph: fx.Graph, *, split: bool = False) -> CapturedStep:
+def captured_step(
+    graph: fx.Graph, constants: Mapping[str, torch.Tensor], *, split: bool = False
+) -> CapturedStep:
     """A captured graph as data.  ``split``: whether its vocabulary layers are split over the ranks.
 
     Raises TypeError for an argument that has no form as data.
@@ -40,6 +43,7 @@ def captured_step(graph: fx.Graph, *, split: bool = False) -> CapturedStep:
         buffers={name: numbers[node] for name, node in named.buffers.items()},
         checks=tuple(numbers[node] for node in named.checks),
         split=split,
+        constants={name: digest(constants[name]) for name in sorted(constants)},
     )
 
 

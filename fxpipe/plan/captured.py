@@ -7,9 +7,12 @@ a number that JSON lacks ``{"float": "inf"}``.
 
 from __future__ import annotations
 
+import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any
+
+import torch
 
 from fxpipe.errors import ArtifactError
 from fxpipe.plan.tensors import Dtype, Shape
@@ -53,7 +56,8 @@ class CapturedStep:
     """The step of one microbatch, with its results by the number of their values; ``Outputs`` in
     ``ir/graph.py`` says what they are.
 
-    ``split``: whether its vocabulary layers are split over the ranks.
+    ``split``: whether its vocabulary layers are split over the ranks.  ``constants``: the digests of its
+    constants, by name; none in steps that earlier versions saved.
     """
 
     format: int
@@ -66,6 +70,7 @@ class CapturedStep:
     buffers: dict[str, Index]
     checks: tuple[Index, ...]
     split: bool = False
+    constants: dict[str, str] = field(default_factory=dict)
 
     def to_json(self) -> str:
         return json.dumps(vars(self), default=vars, separators=(",", ":"))
@@ -98,6 +103,14 @@ def _check(step: CapturedStep) -> None:
     for index in results:
         if index is not None and index >= count:
             raise Mismatch(f"has the result {index}, which no op computes")
+
+
+def digest(tensor: torch.Tensor) -> str:
+    """The SHA-256 of a tensor's elements, in their order; "" for one without values."""
+    if tensor.is_meta:
+        return ""
+    elements = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    return hashlib.sha256(elements.view(torch.uint8).numpy().data).hexdigest()
 
 
 def values_in(argument: object) -> list[object]:

@@ -35,10 +35,11 @@ class Checked:
 
 @dataclass(eq=False, repr=False)
 class Effects:
-    """What a section does beside its results, of its own microbatch."""
+    """What a section does beside its results, of its own microbatch.  ``read``: parameters that it needs."""
 
     added: list[Added] = field(default_factory=list)
     checked: list[Checked] = field(default_factory=list)
+    read: set[str] = field(default_factory=set)
 
 
 class Note(Protocol):

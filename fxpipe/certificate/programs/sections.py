@@ -7,7 +7,7 @@ terms, of another microbatch, has the same results, of that one.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -40,11 +40,13 @@ class Called(Protocol):
 
 @dataclass(eq=False, repr=False)
 class Sections:
-    """The summaries of one rank.  ``buffer``: gives the value that a buffer has by now.  ``own``, ``at``: the
+    """The summaries of one rank.  ``buffer``: gives the value that a buffer has by now.  ``reads``: is
+    told of the parameters that a call reads that is not run again.  ``own``, ``at``: the
     microbatch of the last call, and its line."""
 
     calls: Calls
     buffer: Callable[[str], Value]
+    reads: Callable[[Iterable[str]], None]
     known: dict[object, Summary] = field(default_factory=dict)
     held: Held = field(default_factory=Held)
     running: bool = False
@@ -66,6 +68,8 @@ class Sections:
             inputs = Given(inputs.own)
             form = function, names, tuple(self._form(inputs, each) for each in args)
             self.known[self._with_buffers(form, inputs)] = summary
+        else:
+            self.reads(summary.effects.read)
         summary.calls.append((inputs.own, self.at))
         return self._applied(summary, inputs)
 

@@ -10,6 +10,7 @@ from fxpipe.certificate.problems import Line, Rejected
 from fxpipe.certificate.programs.calls import Calls
 from fxpipe.certificate.programs.sections import Sections
 from fxpipe.certificate.programs.values import Container, Held, Leaves, Memory, Sum, Value
+from fxpipe.certificate.ranks.exchanges import ParameterRows
 from fxpipe.certificate.ranks.world import World
 from fxpipe.certificate.reference import Reference
 from fxpipe.plan.artifact import Plan, RankTensors
@@ -17,9 +18,8 @@ from fxpipe.plan.artifact import Plan, RankTensors
 
 @dataclass(eq=False, repr=False)
 class Inputs:
-    """One rank.  ``versions``: how often the program has given a buffer a new value.  ``gathering``: the
-    buckets of parameters that are gathered from other replicas, ``gathered``: the parameters that have
-    arrived.  ``batch``: what its step is given.  ``reads_parameters``: whether it has read one."""
+    """One rank.  ``versions``: how often the program has given a buffer a new value.  ``batch``: what its
+    step is given.  ``reads_parameters``: whether it has read one."""
 
     rank: int
     plan: Plan
@@ -29,8 +29,6 @@ class Inputs:
     sections: Sections
     held: Held
     versions: Counter[str] = field(default_factory=Counter)
-    gathering: set[int] = field(default_factory=set)
-    gathered: set[str] = field(default_factory=set)
     batch: object = field(default_factory=object)
     reads_parameters: bool = False
     _buffers: dict[str, Value] = field(default_factory=dict)
@@ -58,18 +56,14 @@ class Inputs:
     def _parameter(self, name: str) -> Value:
         value = self._input("parameter", name, self._tensors.parameters)
         self.reads_parameters = True
-        if self.plan.shard and name in self._divided and name not in self.gathered:
-            self.calls.note(f"reads the parameter {name!r} before its rows of other replicas are there")
+        self.rows.read([name])
+        if self.sections.running:
+            self.calls.effects.read.add(name)
         return value
 
     @property
     def _tensors(self) -> RankTensors:
         return self.plan.tensors[self.rank]
-
-    @cached_property
-    def _divided(self) -> frozenset[str]:
-        """The parameters that replicas may have rows of."""
-        return frozenset(name for bucket in self._tensors.exchanged for name in bucket.gradients)
 
     def _input(self, kind: str, name: str, known: tuple[str, ...]) -> Value:
         if name not in known:
@@ -121,22 +115,7 @@ class Inputs:
     def lane_key(self, microbatch: int) -> Value:
         return Value(self.reference.input("key", "lane_key"), microbatch, Memory("a key"))
 
-    def gather_parameters(self, bucket: int) -> None:
-        self._bucket(bucket, "gathers")
-        self.gathering.add(bucket)
-
-    def wait_parameters(self, bucket: int) -> None:
-        names = self._bucket(bucket, "waits for")
-        if bucket not in self.gathering:
-            self.calls.note(f"waits for the parameters of bucket {bucket}, which it does not gather")
-        self.gathering.discard(bucket)
-        self.gathered.update(names)
-
-    def free_parameters(self, bucket: int) -> None:
-        self.gathered.difference_update(self._bucket(bucket, "frees the parameters of"))
-
-    def _bucket(self, bucket: int, verb: str) -> tuple[str, ...]:
-        buckets = self._tensors.buckets if verb == "sums" else self._tensors.exchanged
-        if not 0 <= bucket < len(buckets):
-            raise Rejected(self.line, f"{verb} the bucket {bucket}, which the plan does not have")
-        return buckets[bucket].gradients
+    @cached_property
+    def rows(self) -> ParameterRows:
+        """Of parameters that replicas divide."""
+        return ParameterRows(self.rank, self.plan, self.calls, self.held)

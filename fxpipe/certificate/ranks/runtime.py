@@ -69,8 +69,7 @@ class TermRuntime(Traffic):
     def once(self, compute: Callable[..., object], *tensors: object) -> Once:
         """What ``compute`` gives must be the same for all microbatches."""
         if any(isinstance(each, Container) and each.kind == "params" for each in tensors):
-            for bucket in [*self.gathering]:
-                self.wait_parameters(bucket)
+            self.rows.wait_for_all()
         values = compute(*tensors)
         if not isinstance(values, dict) or not all(isinstance(value, Value) for value in values.values()):
             raise Rejected(self.line, "computes once a step what is no dict of tensors")
@@ -127,12 +126,27 @@ class TermRuntime(Traffic):
 
     def reduce_gradients(self, bucket: int) -> None:
         """All replicas run this program, so the sum is over the same terms of other batches."""
-        line = self.line
-        for name in self._bucket(bucket, "sums"):
-            if name in self.summed and self.plan.shard != "parameters":
-                self.calls.note(f"sums the gradient of {name} over the replicas again")
-            self.summed[name] = line, self.number_of_summands(name)
+        line, buckets = self.line, self._tensors.buckets
+        if not 0 <= bucket < len(buckets):
+            raise Rejected(line, f"sums the bucket {bucket}, which the plan does not have")
+        numbers = {name: self.number_of_summands(name) for name in buckets[bucket].gradients}
+        again = {name for name in numbers if name in self.summed}
+        if self.plan.shard == "parameters":  # what is added from then on is summed apart
+            if all(self.summed.get(name, (line, 0))[1] == number for name, number in numbers.items()):
+                self.held.otherwise[f"sums bucket {bucket}, to which nothing was added"] = line.number
+        elif again:
+            self.calls.note(f"sums the gradient of {min(again)} over the replicas again")
+        self.summed |= {name: (line, number) for name, number in numbers.items()}
         self.waited = None  # for the last of them
+
+    def gather_parameters(self, bucket: int) -> None:
+        self.rows.gather(bucket)
+
+    def wait_parameters(self, bucket: int) -> None:
+        self.rows.wait(bucket)
+
+    def free_parameters(self, bucket: int) -> None:
+        self.rows.free(bucket)
 
     def wait_gradients(self) -> None:
         self.waited = self.line
