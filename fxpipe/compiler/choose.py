@@ -119,7 +119,7 @@ class Costing:
             )
             seconds: SecondsOfRanks = (measured,) * options.mesh.ranks
         else:
-            seconds = seconds_on(cluster, cut.graph)
+            seconds = seconds_on(cluster, cut.graph, options.backend)
         for name in of.options.placements:
             ranks = self.tried.placements[of.options.stages][name]
             if cut.vocabulary is not None:
@@ -132,7 +132,7 @@ class Costing:
             live = liveness(cut.graph, cut.sections, cut.edges, ranks)
             costs = section_costs(live, seconds, cluster, ranks, options.ranks_per_machine)
             if self._sizes is not None and cut.resized is not None:
-                work = work_for_any_size(live, cut.graph, cut.resized, cluster, ranks)
+                work = work_for_any_size(live, cut.graph, cut.resized, cluster, ranks, options.backend)
                 costs = work.costs(costs, self._sizes)
             yield Placed(
                 cut,

@@ -160,7 +160,8 @@ def compile_model(
         cut, live, result = chosen.placed.cut, chosen.placed.live, chosen.result
         work = None
         if cut.resized is not None:
-            work = work_for_any_size(live, cut.graph, cut.resized, cluster, result.schedule.placement)
+            placement = result.schedule.placement
+            work = work_for_any_size(live, cut.graph, cut.resized, cluster, placement, options.backend)
 
     def completed(plan: Plan) -> Plan:
         measured = ", sections measured" if options.costs == "measured" else ""

@@ -73,7 +73,7 @@ def compile_evaluation(request: Compilation, phase: Phases, trained: Compiled) -
         ) from error
     cut = cut_at_level(stages, None, phase)
     live = liveness(cut.graph, cut.sections, cut.edges, plan.placement)
-    seconds = seconds_on(cluster, cut.graph)
+    seconds = seconds_on(cluster, cut.graph, options.backend)
     costs = section_costs(live, seconds, cluster, plan.placement, options.ranks_per_machine)
     # Without a backward, the order of training leaves gaps where that would be.
     timelines = [simulate(schedule, costs) for schedule in _forward_schedules(plan.ordered, costs)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
@@ -11,6 +11,7 @@ from torch import fx
 from fxpipe.cost.arithmetic import arithmetic_of
 from fxpipe.cost.cluster import Cluster
 from fxpipe.cost.device import Device
+from fxpipe.cost.fusion import kernels_of
 from fxpipe.cost.kinds import kind_of
 from fxpipe.cost.nodes import NodeSeconds, bytes_moved, is_free, sent_between_lanes
 from fxpipe.cost.polynomials import Polynomial, Sizes
@@ -28,20 +29,33 @@ SecondsOfRanks = Sequence[Mapping[Color, float]]
 """Per rank the seconds of every section, if it runs there."""
 
 
-def analytic_seconds(graph: fx.Graph, node_seconds: NodeSeconds) -> dict[Color, float]:
-    """The seconds of every section, from its ops' shapes and the device's description."""
-    overhead = node_seconds.device.stage_overhead
-    seconds: dict[Color, float] = {}
+def analytic_seconds(
+    graph: fx.Graph, node_seconds: NodeSeconds, backend: str = "eager"
+) -> dict[Color, float]:
+    """The seconds of every section, from the shapes of its kernels and the device's description.
+
+    backend: that runs the sections.
+    """
+    device = node_seconds.device
+    sections = defaultdict[Color, list[fx.Node]](list)
     for node in call_nodes(graph):
-        color = node.meta["color"]
-        # Once a section, whatever is in it: the call and its messages.
-        seconds[color] = seconds.get(color, overhead) + node_seconds(node)
+        sections[node.meta["color"]].append(node)
+    seconds: dict[Color, float] = {}
+    for color, nodes in sections.items():
+        ops, fused = kernels_of(nodes, color.phase, backend)
+        moved = (kernel.bytes_moved() for kernel in fused)
+        # The overhead once a section, whatever is in it: the call and its messages.
+        seconds[color] = (
+            device.stage_overhead
+            + sum(map(node_seconds, ops))
+            + sum(device.seconds(0, each, "float32", "move") for each in moved)
+        )
     return seconds
 
 
-def seconds_on(cluster: Cluster, graph: fx.Graph) -> SecondsOfRanks:
+def seconds_on(cluster: Cluster, graph: fx.Graph, backend: str = "eager") -> SecondsOfRanks:
     """``analytic_seconds`` of every section on each rank."""
-    by_device = {seconds.device: analytic_seconds(graph, seconds) for seconds in cluster.distinct}
+    by_device = {seconds.device: analytic_seconds(graph, seconds, backend) for seconds in cluster.distinct}
     return tuple(by_device[device] for device in cluster.devices)
 
 
@@ -76,10 +90,16 @@ def _sized(storages: StageBytes[Iterable[fx.Node]], size: Callable[[Iterable[fx.
 
 
 def work_for_any_size(
-    live: Liveness, graph: fx.Graph, resized: ResizedTraces, cluster: Cluster, placement: Sequence[int]
+    live: Liveness,
+    graph: fx.Graph,
+    resized: ResizedTraces,
+    cluster: Cluster,
+    placement: Sequence[int],
+    backend: str = "eager",
 ) -> PlanWork:
     """The analytic costs on their ranks as expressions of the named lengths.
 
+    backend: that runs the sections.
     Raises SizeError where a size is no polynomial.
     """
     sizes = Sizes(graph, resized)
@@ -88,7 +108,10 @@ def work_for_any_size(
     def work(stage: int, phase: Phase) -> tuple[Work, ...]:
         # Layers are alike, so a few terms with a number stand for thousands of ops.
         alike: Counter[tuple[Polynomial, Polynomial, str, str]] = Counter()
-        for node in live.ops[Color(stage, phase)]:
+        ops, fused = kernels_of(live.ops[Color(stage, phase)], phase, backend)
+        for kernel in fused:
+            alike[0, kernel.bytes_moved(sizes.bytes), "float32", "move"] += 1
+        for node in ops:
             kind = kind_of(node)
             if kind == VIEW and not is_free(node):
                 alike[0, 0, "float32", kind] += 1
@@ -98,7 +121,7 @@ def work_for_any_size(
                 flops, moved = node_flops(node, sizes.shapes), bytes_moved(node, sizes.bytes)
                 alike[flops, moved, arithmetic_of(node), kind] += 1
         return tuple(
-            Work(n, sizes.terms(f), sizes.terms(b), devices[stage].rate(arithmetic), arithmetic, kind)
+            Work(n, sizes.terms(f), sizes.terms(b), devices[stage].rate(arithmetic, kind), arithmetic, kind)
             for (f, b, arithmetic, kind), n in alike.items()
         )
 

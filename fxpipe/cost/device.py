@@ -8,7 +8,7 @@ from typing import Annotated
 
 from fxpipe.plan.curve import Curve
 from fxpipe.plan.work import Rate, op_seconds
-from fxpipe.strict import Fits, NonNegative
+from fxpipe.strict import Fits, NonNegative, between
 
 _HAS_FLOAT32 = Fits(lambda rates: "float32" in rates, "an object with a rate of float32")
 
@@ -33,10 +33,12 @@ class Device:
     ``intra`` and ``inter``: the links to a rank of the same machine and of another one.
     ``offload_bandwidth``: bytes a second, one way, to the offload store: pinned memory for a GPU, a disk for
     the CPU.
-    ``launch``: seconds that any op takes at least.  ``stage_overhead``: seconds that a rank spends on running
+    ``launch``: seconds that a kernel takes beside its work: to begin, and while few of its blocks run.
+    ``stage_overhead``: seconds that a rank spends on running
     one section beside its ops: the call, its arguments, posting its messages.
     ``curves``: of a calibrated device, by the kind of an op (see ``kinds.py``; of those that compute with
-    their arithmetic, "product float32"), its seconds by its size.
+    their arithmetic, "product float32"), its seconds by its size.  ``attention``: the FLOPs a second of
+    attention, relative to products.
     """
 
     name: str
@@ -49,13 +51,15 @@ class Device:
     launch: NonNegative
     stage_overhead: NonNegative
     curves: Mapping[str, Curve] = field(default_factory=dict, hash=False)
+    attention: Annotated[float, between(0.01, 1)] = 1.0
 
     def seconds(self, flops: float, bytes: float, arithmetic: str, kind: str = "") -> float:
-        """The seconds of an op by the measured curve of its kind; else by the roofline: the slower of
-        computing and moving, and no faster than a launch."""
-        roofline = self.rate(arithmetic), self.memory_bandwidth, self.launch
+        """The seconds of an op by the measured curve of its kind; else by the roofline: a launch, and the
+        slower of computing and moving."""
+        roofline = self.rate(arithmetic, kind), self.memory_bandwidth, self.launch
         return float(op_seconds(flops, bytes, arithmetic, kind, roofline, self.curves))
 
-    def rate(self, arithmetic: str) -> float:
-        """FLOPs a second; an arithmetic that is not described counts as float32."""
-        return self.flops.get(arithmetic, self.flops["float32"])
+    def rate(self, arithmetic: str, kind: str = "") -> float:
+        """FLOPs a second of a kind of op; an arithmetic that is not described counts as float32."""
+        share = self.attention if kind.startswith("attention") else 1.0
+        return share * self.flops.get(arithmetic, self.flops["float32"])

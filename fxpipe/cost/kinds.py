@@ -46,6 +46,7 @@ _PACKETS: Mapping[str, tuple[str, ...]] = {
     ),
     "norm": (
         *("native_layer_norm", "native_batch_norm", "native_group_norm", "_fused_rms_norm", "_softmax"),
+        *("_native_batch_norm_legit", "_native_batch_norm_legit_functional"),
         *("native_layer_norm_backward", "native_batch_norm_backward", "native_group_norm_backward"),
         *("_log_softmax", "_softmax_backward_data", "_log_softmax_backward_data", "logsumexp"),
     ),

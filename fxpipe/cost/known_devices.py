@@ -133,6 +133,7 @@ def _described(sheet: DataSheet) -> Device:
         offload_bandwidth=_link(sheet.host, reached["link"]).bandwidth,
         launch=sheet.launch,
         stage_overhead=sheet.stage_overhead,
+        attention=reached.get("attention", reached["compute"]) / reached["compute"],
     )
 
 

@@ -80,7 +80,7 @@ def work_on(work: PlanWork, device: Device) -> PlanWork:
     """The work with the rates of another device."""
 
     def there(ops: tuple[Work, ...]) -> tuple[Work, ...]:
-        return tuple(replace(op, rate=device.rate(op.arithmetic)) for op in ops)
+        return tuple(replace(op, rate=device.rate(op.arithmetic, op.kind)) for op in ops)
 
     stages = [
         replace(s, forward=there(s.forward), backward=there(s.backward), weight=there(s.weight))

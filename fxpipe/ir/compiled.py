@@ -39,13 +39,18 @@ def is_compiled(section: Section, backend: str) -> bool:
 
 def compiled_ops(graph: fx.Graph, backend: str) -> set[fx.Node]:
     """The ops of all sections that a backend compiles."""
-    if backend != "inductor":
-        return set()
     by_color = defaultdict[Color, list[fx.Node]](list)
     for node in call_nodes(graph):
         by_color[node.meta["color"]].append(node)
-    ops = ([nodes] if color.phase is not Phase.W else stretches(nodes) for color, nodes in by_color.items())
-    return {node for parts in ops for part in parts for node in part}
+    functions = (compiled_functions(nodes, color.phase, backend) for color, nodes in by_color.items())
+    return {node for parts in functions for part in parts for node in part}
+
+
+def compiled_functions(nodes: Sequence[fx.Node], phase: Phase, backend: str) -> list[list[fx.Node]]:
+    """The ops of a section, in the order in which they run, that a backend compiles, by function."""
+    if backend != "inductor":
+        return []
+    return stretches(nodes) if phase is Phase.W else [[*nodes]]
 
 
 def computing(nodes: Iterable[fx.Node]) -> Iterator[fx.Node]:

@@ -62,8 +62,8 @@ def _held(work: StageWork, lengths: Sequence[Amount]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Rates:
-    """The rates of a device: bytes per second to memory and to another rank; minimum seconds of an op and a
-    message; seconds of a section beside its ops.
+    """The rates of a device: bytes per second to memory and to another rank; seconds of an op beside its
+    work, and the least of a message; seconds of a section beside its ops.
 
     ``inter_link``, ``inter_latency``: of a message to a rank of another machine.  ``curves``: of a calibrated
     device, as ``cost.device.Device`` has them.
@@ -114,7 +114,7 @@ def op_seconds(
     curves: Mapping[str, Curve],
     largest: Callable[..., Amount] = max,
 ) -> Amount:
-    """The seconds of an op.  roofline: FLOPs a second, bytes a second, and the least seconds.
+    """The seconds of an op.  roofline: FLOPs a second, bytes a second, and the seconds beside its work.
 
     With the curve of its kind: what that says, and of an op that computes no less than its bytes take.  A
     view without a curve takes no time, any other op that of the roofline.
@@ -125,7 +125,7 @@ def op_seconds(
         return largest(curve.seconds(flops, largest), bytes / memory)
     if (curve := curves.get(kind)) is not None:
         return curve.seconds(bytes, largest)
-    return 0.0 if kind == VIEW else largest(flops / rate, bytes / memory, launch)
+    return 0.0 if kind == VIEW else launch + largest(flops / rate, bytes / memory)
 
 
 @dataclass(frozen=True)

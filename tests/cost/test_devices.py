@@ -163,10 +163,30 @@ def test_rates_are_those_that_large_kernels_reach():
 
 def test_roofline():
     device = replace(CPU, flops={"float32": 100.0, "float64": 50.0}, memory_bandwidth=10.0, launch=0.5)
-    assert device.seconds(400, 1, "float32") == 4
-    assert device.seconds(400, 1, "float64") == 8
-    assert device.seconds(400, 100, "float32") == 10
-    assert device.seconds(1, 1, "float32") == 0.5
+    assert device.seconds(400, 1, "float32") == 4.5
+    assert device.seconds(400, 1, "float64") == 8.5
+    assert device.seconds(400, 100, "float32") == 10.5
+    assert device.seconds(0, 0, "float32") == 0.5
+    assert replace(device, attention=0.5).seconds(400, 1, "float32", "attention backward") == 8.5
+
+
+def test_larger_kernels_are_more_efficient():
+    """In FLOPs and in bytes a second, up to the device's rates."""
+    device = device_named("H200")
+    flops = [n / device.seconds(n, 0, "bfloat16") for n in (10**8, 10**10, 10**12, 10**14)]
+    assert flops == sorted(flops)
+    assert flops[0] < 0.1 * flops[-1]
+    assert flops[-1] == pytest.approx(device.rate("bfloat16"), rel=1e-2)
+    moved = [n / device.seconds(0, n, "float32", "move") for n in (10**5, 10**7, 10**9, 10**11)]
+    assert moved == sorted(moved)
+    assert moved[-1] == pytest.approx(device.memory_bandwidth, rel=1e-2)
+
+
+def test_attention_on_hopper_is_slower_than_products():
+    hopper, ada = device_named("H200"), device_named("RTX 4090")
+    assert hopper.rate("bfloat16", "attention") == pytest.approx(0.35 * 989.4e12)
+    assert hopper.rate("bfloat16", "product") == pytest.approx(0.7 * 989.4e12)
+    assert ada.rate("bfloat16", "attention") == ada.rate("bfloat16")
 
 
 # -- arithmetic ----------------------------------------------------------------------------------------

@@ -156,12 +156,13 @@ def _is_far(costs: Costs, edge: Edge, pipe: fxpipe.Pipeline) -> bool:
 
 
 def test_a_plan_for_another_device_has_its_times():
-    """Ops this small take a launch each."""
+    """Ops this small take little more than a launch each."""
     pipe, device = compiled(costs="B200"), device_named("B200")
     (stage,) = [s for s in pipe.stages if s.index == 1]
     ops = sum(not is_free(n) and not is_view(n) for section in stage.sections for n in section.graph.nodes)
     assert ops >= 6  # two layers, F, B and W
-    assert stage.costs.total == pytest.approx(ops * device.launch + 3 * device.stage_overhead)
+    launches = ops * device.launch + 3 * device.stage_overhead
+    assert stage.costs.total == pytest.approx(launches, rel=1e-2)
 
 
 @pytest.mark.parametrize(

@@ -76,13 +76,14 @@ def test_expressions():
     assert second.forward.atoms(sympy.Max)
 
 
-def test_every_op_takes_a_launch_at_least():
-    """Large enough, and the time grows with the size; below that it is the same for all."""
+def test_every_op_takes_a_launch_beside_its_work():
+    """Large enough, and the time grows with the size; below that it is nearly the same for all."""
     pipe = perceptron(dimensions={"sequence": 12})
     small, same, large, double = (
         pipe.simulate({"sequence": n}).costs.stages[1] for n in (1, 12, 10**6, 2 * 10**6)
     )
-    assert small.forward == same.forward == pipe.stages[1].costs.forward
+    assert same.forward == pytest.approx(pipe.stages[1].costs.forward)
+    assert small.forward < same.forward < 1.1 * small.forward
     overhead = 3 * CPU.stage_overhead  # of F, B and W, at every size
     assert double.total - overhead == pytest.approx(2 * (large.total - overhead), rel=1e-3)
 
