@@ -151,6 +151,7 @@ class Case:
 #: Whole parameters for the step would break the limit.
 EACH_USE, FROZEN_EACH_USE = "parameters, each use", "parameters, frozen, each use"
 HALF = {"grad_dtype": torch.float32}
+MUON = {"groups": [{"params": ["blocks.*er.weight"], "class": torch.optim.Muon, "lr": 1e-3}]}
 COUNTS = {"loss_fn": as_returned, "schedule": "1f1b"}
 CASES = {
     "plain": Case(Tied),
@@ -161,6 +162,9 @@ CASES = {
     "counts, optimizer": Case(Counted, options={"shard": "optimizer", **COUNTS}, adds=True),
     "counts, gradients": Case(Counted, options={"shard": "gradients", **COUNTS}, adds=True),
     "counts, parameters": Case(Counted, options={"shard": "parameters", **COUNTS}, adds=True),
+    "undivided, optimizer": Case(Tied, options={"shard": "optimizer", "undivided": ["blocks.*er.weight"]},
+                                 optimizer=MUON),
+    "undivided, parameters": Case(Tied, options={"shard": "parameters", "undivided": ["*"]}, optimizer=MUON),
     "parameters, zb-v": Case(Untied, options={"schedule": "zb-v", "shard": "parameters",
                                               "vocab_parallel": True}),
     "parameters, half": Case(Tied, options={"shard": "parameters", **HALF}, dtype=torch.bfloat16,

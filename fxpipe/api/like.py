@@ -47,6 +47,9 @@ def settings_like(options: Settings, like: Pipeline, model: nn.Module) -> Settin
             f"The {type(model).__name__} has no tensor of the pipeline that this one is to be like."
         )
     theirs: dict[str, Any] = {"mesh": mesh, "grad_dtype": grad_dtype}
+    if plan.undivided and not options.undivided:
+        own = {name for names in has_on_ranks for name in names}
+        theirs["undivided"] = tuple(name for name in plan.undivided if name in own)
     if barriers and not options.vocab_parallel:
         theirs["vocab_parallel"] = f"{barriers}-barrier"
     return replace(options, **theirs, on_ranks=on_ranks, has_on_ranks=has_on_ranks)

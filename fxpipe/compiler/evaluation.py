@@ -42,6 +42,7 @@ def compile_evaluation(request: Compilation, phase: Phases, trained: Compiled) -
         request.options,
         gradients=False,
         grad_dtype=None,
+        undivided=(),
         mesh=replace(request.options.mesh, shard=""),
         offload=Offload(share=None),
         recompute=False,

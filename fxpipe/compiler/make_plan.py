@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
+from fnmatch import fnmatchcase
 
 import torch
 from torch import fx
@@ -21,11 +22,11 @@ from fxpipe.compiler.tensor_ownership import (
     tensor_ownership,
     tied_gradients,
 )
-from fxpipe.errors import PartitionError
+from fxpipe.errors import OptionError, PartitionError, suggested
 from fxpipe.ir.compat import OpOverload, registrar
 from fxpipe.ir.graph import Kind, Section
 from fxpipe.ir.storage import call_nodes, graph_outputs
-from fxpipe.plan.artifact import FORMAT, Plan, Prediction, StagePlan
+from fxpipe.plan.artifact import FORMAT, Plan, Prediction, RankTensors, StagePlan
 from fxpipe.plan.step import StepSpec
 from fxpipe.plan.version import __version__
 from fxpipe.runtime.program.batch import batch_spec
@@ -105,6 +106,7 @@ def make_plan(
         transfers=schedule.transfers,
         replicas=mesh.replicas,
         shard=mesh.shard,
+        undivided=_matched(options.undivided, tensors),
         state=state_names(model),
         lanes=captured.lanes,
         own_hooks=captured.own_hooks,
@@ -116,6 +118,16 @@ def make_plan(
         own_means=captured.means.apart,
         libraries=_libraries(cut.graph),
     )
+
+
+def _matched(patterns: Sequence[str], tensors: Sequence[RankTensors]) -> tuple[str, ...]:
+    """The parameters that these patterns name.  Raises OptionError for one that names none."""
+    known = sorted({name.tensor for rank in tensors for name in rank.parameters})
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in known):
+            meant = suggested(pattern, known)
+            raise OptionError(f"undivided has {pattern!r}, which no parameter of the model matches.{meant}")
+    return tuple(name for name in known if any(fnmatchcase(name, pattern) for pattern in patterns))
 
 
 def _libraries(graph: fx.Graph) -> dict[str, str]:

@@ -133,6 +133,10 @@ class Options:
     optimizer_bytes: float = 0.0
     """The optimizer's state for each element of a trained parameter, in bytes: 8 for AdamW in float32, 12
     with ``master_weights``."""
+    undivided: Sequence[str] = ()
+    """Names or patterns (``"blocks.*.weight"``) of parameters that replicas do not divide with ``shard``: one
+    replica owns all of each, and they are spread over the replicas. For optimizers that update a matrix as a
+    whole, such as Muon (docs/mesh.md)."""
     vocab_parallel: Literal["1-barrier", "2-barrier", "auto"] | bool = False
     """Whether to split the output layer with its cross-entropy, and the input embedding, over all ranks.
     ``"1-barrier"`` (or True) or ``"2-barrier"`` (ranks wait for each other once or twice a microbatch; the
@@ -189,6 +193,7 @@ class Settings(Options):
     mesh: Mesh
     outputs: tuple[str, ...] = ()
     fixed: tuple[str, ...] = ()
+    undivided: tuple[str, ...] = ()
     without: tuple[Rule, ...] = ()
     schedule: str | Schedule = AUTO
     split_points: tuple[str, ...] | None = None
@@ -242,6 +247,7 @@ def settle(options: Options, mesh: Mesh, device: torch.device) -> Settings:
     settled: dict[str, Any] = {each.name: getattr(options, each.name) for each in fields(Options)} | {
         "outputs": tuple(dict.fromkeys(names_of(options.outputs, "outputs"))),
         "fixed": names_of(options.fixed, "fixed"),
+        "undivided": names_of(options.undivided, "undivided"),
         "without": names_of(options.without, "without"),
         "schedule": read_schedule(schedule) if is_file_name(schedule) else schedule,
         "split_points": None if split_points is None else names_of(split_points, "split_points"),

@@ -202,6 +202,7 @@ class Plan:
     recomputation; empty in plans of earlier versions.  ``head_chunks``: the parts of the output layer.
     ``assumed``: leaf of the batch -> the number that all of its elements are, where the programs are for such
     batches alone.
+    ``undivided``: parameters of which one replica owns all, with ``shard``.
     """
 
     format: int
@@ -246,6 +247,7 @@ class Plan:
     flops: dict[str, NonNegative] = field(default_factory=dict)
     head_chunks: Annotated[int, at_least(1)] = 1
     assumed: dict[str, float] = field(default_factory=dict)
+    undivided: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         """Short: ``to_json`` has all of it."""
@@ -295,7 +297,7 @@ class Plan:
         # Their order depends on the cut alone, which is told by other fields.
         layouts = sorted(self.layouts.items())
         decisions = (self.step, self.placement, self.order, self.transfers, self.tensors, layouts)
-        return number(repr((self.model, *decisions)).encode())
+        return number(repr((self.model, *decisions, *self.undivided)).encode())
 
     def to_json(self) -> str:
         return json.dumps(unstructure(self), indent=1)

@@ -1,6 +1,7 @@
 """Replicas of a pipeline train as one pipeline that takes all of their microbatches."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,12 +11,14 @@ from launch import forked
 from marks import slow_except
 from replicas_worker import CASES, MICROBATCHES, RANKS, REPLICAS, Case
 from safetensors.torch import load_file
+from torch import nn
 from zoo import relative_error
 
+import fxpipe
 from fxpipe.errors import OptionError, RunError
-from fxpipe.plan.artifact import TensorLayout
+from fxpipe.plan.artifact import Bucket, TensorLayout
 from fxpipe.plan.rows import ShardName
-from fxpipe.training.model.shards import divide
+from fxpipe.training.model.shards import divide, owned
 
 LIMIT = 1e-12
 PROCESSES = RANKS * REPLICAS
@@ -159,6 +162,41 @@ def test_more_replicas_than_rows():
     division = divide([*map(ShardName, layouts)], layouts, 4)
     names = [piece.name for own in division.pieces for piece in own]
     assert sorted(names) == ["a[0:1]", "a[1:2]", "none"]
+
+
+def test_undivided_parameters_are_spread_over_the_replicas():
+    """Of each bucket, and over all buckets of a rank; a parameter that two ranks have is divided alike."""
+    matrix = TensorLayout((6, 4), (4, 1), "torch.float32")
+    layouts = dict.fromkeys(["a", "b", "c", "d", "e", "tied"], matrix)
+    division = divide([*map(ShardName, "abcde")], layouts, 2, {"a", "b", "d", "e"})
+    names = [[piece.name for piece in own] for own in division.pieces]
+    assert names == [["a", "b", "c[0:3]"], ["c[3:6]", "d", "e"]]
+
+    def compiled(undivided):
+        return fxpipe.compile(
+            nn.Sequential(*[nn.Linear(8, 8) for _ in range(6)]),
+            {"input": torch.ones(2, 8)},
+            loss_fn=lambda y, _: y.square().mean(),
+            **{"ranks": 1, "replicas": 3, "microbatches": 2, "schedule": "1f1b"},
+            shard="optimizer",
+            undivided=undivided,
+        )
+
+    pipe = compiled(["*.weight"])
+    (tensors,) = pipe.plan.tensors
+    assert pipe.plan.undivided == tuple(f"{k}.weight" for k in range(6))
+    apart = replace(tensors, buckets=tuple(Bucket("F0.0", "B0.0", (name,)) for name in tensors.gradients))
+    for own in (tensors, apart):
+        replicas = owned(replace(pipe.plan, tensors=(own,)), 3)
+        assert all(sum(name.endswith("weight") for name in each.gradients) == 2 for each in replicas)
+        assert sorted({name.tensor for each in replicas for name in each.gradients}) == sorted(own.gradients)
+    two = replace(
+        pipe.plan, tensors=(apart, replace(apart, buckets=apart.buckets[::-1])), undivided=("0.weight",)
+    )
+    whole = [each.gradients for each in owned(two, 3)]
+    assert [{*whole[2 * k]} == {*whole[2 * k + 1]} for k in range(3)] == [True] * 3
+    with pytest.raises(OptionError, match="undivided has 'weights', which no parameter of the model matches"):
+        compiled(["weights"])
 
 
 def test_an_unknown_level():

@@ -20,7 +20,7 @@ from fxpipe.plan.tensors import dtype_of
 from fxpipe.runtime.program.rank import Runtime
 from fxpipe.runtime.program.replicas import Accumulators, Bucket, Replicas
 from fxpipe.runtime.torch_private import writes_to, zero_each
-from fxpipe.training.model.shards import divide
+from fxpipe.training.model.shards import Division, divisions
 from fxpipe.training.model.speculative_update import set_grad
 
 if TYPE_CHECKING:
@@ -201,14 +201,18 @@ def _sharded(state: ModelState, rt: Runtime, replica: int) -> Finish:
 def sharded_buckets(state: ModelState, rank: int, replicas: Replicas) -> list[Bucket]:
     """The buckets of a rank by their numbers, without accumulators; this replica owns rows of each."""
     tensors = state.plan.tensors[rank]
-    frozen = [_sharded_bucket(state, bucket.gradients, replicas) for bucket in tensors.frozen]
-    for bucket in frozen:
+    divided = divisions(state.plan, tensors, replicas.number)
+    pairs = zip(tensors.exchanged, divided, strict=True)
+    buckets = [_sharded_bucket(state, each.gradients, division, replicas) for each, division in pairs]
+    for bucket in buckets[len(tensors.buckets) :]:
         bucket.is_frozen = True
-    return [*(_sharded_bucket(state, bucket.gradients, replicas) for bucket in tensors.buckets), *frozen]
+    return buckets
 
 
-def _sharded_bucket(state: ModelState, names: tuple[ShardName, ...], replicas: Replicas) -> Bucket:
-    bucket, division = _new(state, names, replicas.number), divide(names, state.plan.layouts, replicas.number)
+def _sharded_bucket(
+    state: ModelState, names: tuple[ShardName, ...], division: Division, replicas: Replicas
+) -> Bucket:
+    bucket = _new(state, names, replicas.number)
     bucket.begins, bucket.pieces = division.begins, division.pieces[replicas.index]
     bucket.level = state.plan.shard
     if state.divides_parameters:

@@ -232,9 +232,10 @@ def check_separable(
             elements = "columns" if dim else "rows"
             raise RunError(
                 f"{name} updates {elements} of a parameter by the values of other {elements}, which other "
-                "ranks hold with vocab_parallel, shard or DTensors. Compile without them, or take an "
-                "optimizer that updates each element by itself, such as AdamW, for these parameters: "
-                'groups=[{"params": […], "class": …}].'
+                "ranks hold with vocab_parallel, shard or DTensors. With shard alone, compile with the names "
+                'of these parameters, undivided=["*.weight"]: one replica then owns all of each. Or compile '
+                "without what divides them, or take an optimizer that updates each element by itself, such "
+                'as AdamW, for them: groups=[{"params": […], "class": …}].'
             )
 
 
