@@ -240,6 +240,7 @@ def tried(cls, dims=(), ranks=2, shape=(32, 24), **options):
 
 def test_optimizers_that_need_other_ranks_values():
     tried(torch.optim.AdamW, {0, 1}, lr=0.0, fused=True)
+    check_groups([Group(torch.optim.AdamW, {})], [{Table((0, 4)), Table(())}], CPU, ranks=2, undone=True)
     tried(torch.optim.Adafactor, lr=0.1)
     with pytest.raises(RunError, match="Adafactor updates rows"):
         tried(torch.optim.Adafactor, {0}, lr=0.0)

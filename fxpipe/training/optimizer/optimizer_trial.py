@@ -134,9 +134,10 @@ def _extremes(tables: Iterable[Table], elements: int, length: int | None = None)
 
     elements, length: to which shapes are cut.
     """
-    cut = sorted({Table(_cut(shape, elements, length), dims) for shape, dims in tables} or {Table((8, 8))})
+    # Without elements nothing is updated.
+    cut = {Table(_cut(shape, elements, length), dims) for shape, dims in tables if 0 not in shape}
     alike: dict[object, list[Table]] = {}
-    for table in cut:
+    for table in sorted(cut or {Table((8, 8))}, key=lambda table: (table.shape, sorted(table.dims))):
         alike.setdefault((len(table.shape), table.dims), []).append(table)
     sides: list[Callable[[Table], int]] = [
         lambda table: prod(table.shape),
