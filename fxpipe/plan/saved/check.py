@@ -50,6 +50,7 @@ def _step(plan: Plan) -> None:
     for rank, names in enumerate(step.leaves):
         _distinct(f"step.leaves[{rank}]", names)
         _known(f"step.leaves[{rank}]", names, step.batch.tensors, "the name of a tensor in step.batch.leaves")
+    _known("assumed", (*plan.assumed,), step.batch.tensors, "the name of a tensor in step.batch.leaves")
     _distinct("step.outputs", [output.name for output in step.outputs])
     for k, output in enumerate(step.outputs):
         _ranks(f"step.outputs[{k}].rank", output.rank, plan)
