@@ -89,6 +89,13 @@ PROBLEMS = {
         (r"(rt\.wait_parameters\(2\); )F2\(0\)", r"\1F2(0); rt.free_parameters(2)"),
         r"reads the parameter 'layers.2.\w+' before its rows of other replicas are there",
     ),
+    "waited for before the warm-up": (
+        (
+            r"(    for _ in rt\.warm_up.*\n        )rt\.wait_parameters\(3\); ",
+            r"    rt.wait_parameters(3)\n\1",
+        ),
+        "waits for the parameters of bucket 3 before its warm-up, which an update that is undone changes",
+    ),
     "not summed": ((r"rt\.reduce_gradients\(1\); ", ""), "layers.4.weight are not summed over the replicas"),
 }
 

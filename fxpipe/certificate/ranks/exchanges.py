@@ -64,6 +64,13 @@ class ParameterRows:
             if state == COMING:
                 self.states[bucket] = HERE
 
+    def begin_warm_up(self) -> None:
+        """What is on its way comes again where the last update is undone; what is here does not."""
+        here = [bucket for bucket, state in self.states.items() if state == HERE]
+        if here and self.plan.shard:
+            text = f"waits for the parameters of bucket {here[0]} before its warm-up"
+            self.calls.note(f"{text}, which an update that is undone changes")
+
     def free(self, bucket: int) -> None:
         state = self._state(bucket, "frees the parameters of")
         if self.plan.shard == "parameters" and state == HERE:

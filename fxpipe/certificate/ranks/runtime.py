@@ -51,6 +51,7 @@ class TermRuntime(Traffic):
             raise Rejected(self.line, "has a warm-up that makes other things than values by microbatch")
         if self.reads_parameters:
             self.calls.note("has read parameters before its warm-up, which an update that is undone changes")
+        self.rows.begin_warm_up()
         self.ahead, line = True, self.line
         yield
         self.ahead = False
