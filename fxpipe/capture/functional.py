@@ -250,9 +250,13 @@ class _Retrace(fx.Interpreter):
 
     def __init__(self, module: fx.GraphModule):
         super().__init__(module, garbage_collect_values=False)
-        self._written = _sharing_writes(module.graph)
-        self._again = _meeting_writes(module.graph)
-        self._last_writes = _last_writes(module.graph)
+        roots = memory_roots(module.graph)
+        last = {roots[value]: node for node in module.graph.nodes for value in overwritten(node)}
+        #: The ops whose result shares memory with a value that is written to; these with the users of such.
+        self._written = {node for node, root in roots.items() if root in last}
+        self._again = self._written.union(*(node.users for node in self._written))
+        #: The placeholders that are written to -> the last op that writes to their memory.
+        self._last_writes = {root: node for root, node in last.items() if root.op == "placeholder"}
         self._copies: dict[fx.Node, fx.Node] = {}  # what was copied -> its node in the running trace
         self._seen: fx.Node | None = None
 
@@ -330,26 +334,6 @@ def _same_but_for_strides(a: object, b: object) -> bool:
     return (a.shape, a.dtype, a.device, a.is_conj(), a.is_neg()) == (
         b.shape, b.dtype, b.device, b.is_conj(), b.is_neg()
     )  # fmt: skip
-
-
-def _meeting_writes(graph: fx.Graph) -> set[fx.Node]:
-    """The ops whose result shares memory with a value that is written to, and the users of such results."""
-    members = _sharing_writes(graph)
-    return members.union(*(node.users for node in members))
-
-
-def _sharing_writes(graph: fx.Graph) -> set[fx.Node]:
-    """The ops whose result shares memory with a value that is written to."""
-    roots = memory_roots(graph)
-    changed = {roots[value] for node in graph.nodes for value in overwritten(node)}
-    return {node for node, root in roots.items() if root in changed}
-
-
-def _last_writes(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
-    """The placeholders that are written to -> the last op that writes to their memory."""
-    roots = memory_roots(graph)
-    last = {roots[value]: node for node in graph.nodes for value in overwritten(node)}
-    return {root: node for root, node in last.items() if root.op == "placeholder"}
 
 
 def memory_roots(graph: fx.Graph) -> dict[fx.Node, fx.Node]:

@@ -30,7 +30,11 @@ class Constants:
 
     def __init__(self, model: nn.Module, kept: Collection[str]):
         tensors = [(name, slot, slot.get()) for name, slot in kept_slots(model).items() if name not in kept]
-        self._before = [(name, slot, x) for name, slot, x in tensors if x is not None and not _is_trained(x)]
+        self._before = [
+            (name, slot, x)
+            for name, slot, x in tensors
+            if x is not None and not (x.requires_grad and x.is_leaf)  # which is trained
+        ]
         self._without = [x for _, _, x in self._before if not x.requires_grad]
 
     def detach(self) -> None:
@@ -83,10 +87,6 @@ def unwritten(graph: fx.Graph, tensors: Sequence[Registered]) -> set[str]:
         written = {roots[x] for node in graph.nodes for x in overwritten(node)}
         left -= {inputs[x].name for x in written if x in inputs}
     return left
-
-
-def _is_trained(tensor: torch.Tensor) -> bool:
-    return tensor.requires_grad and tensor.is_leaf
 
 
 def with_history(pairs: Sequence[tuple[Registered, Given]]) -> list[tuple[Registered, torch.Tensor]]:

@@ -139,9 +139,10 @@ class Process(Collectives):
             wanted = lanes * (ranks if replicas is None else ranks * replicas)
             several = "" if replicas is not None else ", or a multiple of it for replicas"
             of_lanes = f" of {lanes} lanes" if lanes > 1 else ""
+            in_replicas = "" if replicas is None else f" in {number_of(replicas, 'replica')}"
             there = f"there {'is' if self.world_size == 1 else 'are'} {number_of(self.world_size, 'process')}"
             raise RunError(
-                f"The pipeline has {number_of(ranks, 'rank')}{of_lanes}{_replicas(replicas)} and {there}. "
+                f"The pipeline has {number_of(ranks, 'rank')}{of_lanes}{in_replicas} and {there}. "
                 f"Start it with torchrun --nproc-per-node {wanted}{several}, or "
                 f"compile with ranks={self.world_size // lanes}{'' if replicas is None else ', replicas=1'}."
             )
@@ -201,7 +202,8 @@ class Process(Collectives):
         All ranks must call it.  Raises RunError as :func:`fxpipe.runtime.job.backend.choose` does.
         """
         if device not in self._backends:
-            places = [RankPlace(**json.loads(row)) for row in self.gather(_as_json(RankPlace.of(device)))]
+            here = json.dumps(asdict(RankPlace.of(device))).encode()
+            places = [RankPlace(**json.loads(row)) for row in self.gather(here)]
             group = self.users_group
             choice = choose(places, None if group is None else backend_of(group, device.type))
             if self.leads:
@@ -305,16 +307,8 @@ class Process(Collectives):
 _joined: tuple[dist.ProcessGroup | None, Process] | None = None
 
 
-def _replicas(number: int | None) -> str:
-    return "" if number is None else f" in {number_of(number, 'replica')}"
-
-
 def _entry(entries: Mapping[str, str], name: str) -> str:
     return f"{name}={entries[name]:.100}" if name in entries else f"no {name}"
-
-
-def _as_json(place: RankPlace) -> bytes:
-    return json.dumps(asdict(place)).encode()
 
 
 def own_ranks(process: Process | None, ranks: int) -> Sequence[int]:

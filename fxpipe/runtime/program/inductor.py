@@ -159,8 +159,11 @@ def _compile(function: Callable[..., object], args: Sequence[object]) -> _Compil
         table = decompositions() | {torch.ops.aten.scatter_add.default: _add_to_entries}
         traced = make_fx(flat, decomposition_table=table)(*fakes)
         checks = _take_out_checks(traced.graph)
-        used = [i for i, n in enumerate(traced.graph.find_nodes(op="placeholder")) if n.users]
-        _drop_unused_inputs(traced.graph)
+        placeholders = traced.graph.find_nodes(op="placeholder")
+        used = [i for i, node in enumerate(placeholders) if node.users]
+        for node in placeholders:
+            if not node.users:
+                traced.graph.erase_node(node)
         traced.recompile()
     places = [tuple(_key(step) for step in path) for path, _ in paths]
     inputs = [fakes[i] for i in used]
@@ -236,12 +239,6 @@ def _take_out_checks(graph: fx.Graph) -> tuple[tuple[object, ...], ...]:
     output = graph.output_node()
     output.args = ([*output.args[0], *(value for value, *_ in checks)],)  # type: ignore[misc]
     return tuple(tuple(others) for _, *others in checks)
-
-
-def _drop_unused_inputs(graph: fx.Graph) -> None:
-    for node in graph.find_nodes(op="placeholder"):
-        if not node.users:
-            graph.erase_node(node)
 
 
 def keep_kernels() -> None:

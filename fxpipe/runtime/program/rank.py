@@ -214,7 +214,7 @@ class Runtime:
     def wait_all(self, pending: Pending) -> list[torch.Tensor]:
         """Block until the tensors of a message, or values of all ranks, have arrived; return them, in rank
         order."""
-        with self._waits_for(_source(pending)):
+        with self._waits_for(Wait("rank {}", pending.source) if pending.source >= 0 else _ALL):
             tensors = self.comm.wait(pending)
         if self._ahead is not None:
             self._ahead.pop(id(pending), None)
@@ -429,10 +429,6 @@ class Runtime:
                 assert self._sharing is not None
                 self._shared = self._sharing().tolist()
         return self._shared[0], self._shared[1]
-
-
-def _source(pending: Pending) -> Wait:
-    return Wait("rank {}", pending.source) if pending.source >= 0 else _ALL
 
 
 _ONES = partial(torch.ones, 2, dtype=torch.float64)

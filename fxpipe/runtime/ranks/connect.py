@@ -154,7 +154,7 @@ def _make_communicators(
             ends = next(pair for pair in members if process.world_rank in pair)
             _first_message(group, one, process.world_rank, *ends)
         else:
-            _first_broadcast(group, one)
+            lasting(dist.broadcast(one, group=group, async_op=True, group_src=0), group).wait()
 
 
 def _wait_for_all(process: Process, device: torch.device) -> None:
@@ -209,14 +209,8 @@ def _failure(error: Callable[[], str], what: str, limit: timedelta) -> NoAnswer 
 
 
 def _first_message(group: dist.ProcessGroup, one: torch.Tensor, rank: int, source: int, target: int) -> None:
-    if rank == source:
-        group.send([one], dist.get_group_rank(group, target), 0).wait()
-    else:
-        group.recv([one], dist.get_group_rank(group, source), 0).wait()
-
-
-def _first_broadcast(group: dist.ProcessGroup, one: torch.Tensor) -> None:
-    lasting(dist.broadcast(one, group=group, async_op=True, group_src=0), group).wait()
+    begin, peer = (group.send, target) if rank == source else (group.recv, source)
+    begin([one], dist.get_group_rank(group, peer), 0).wait()
 
 
 def _check_streams(connections: Sequence[Connection], ranks: int, queues: int | None) -> None:

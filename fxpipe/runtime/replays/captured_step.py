@@ -138,7 +138,7 @@ class CapturedStep:
             rt.record.forget()  # the ops of a replay have no times
             rt.buffers = dict(copy.buffers)
             total = copy.kept_total[-1] if copy.kept_total else None
-            rt.share_total(None if total is None else on_host(total.device, partial(_same, total)))
+            rt.share_total(None if total is None else on_host(total.device, total.detach))
         for rt in self.runtimes:
             if rt.spec.has_count:
                 rt.divide_gradients_by_count()
@@ -185,7 +185,3 @@ def _keys(runtimes: Sequence[Runtime]) -> Iterator[tuple[int, Callable[[], int]]
         for microbatch in range(rt.spec.microbatches):
             for key in (rt.key, *([] if rt.lanes is None else [rt.lane_key])):
                 yield key(microbatch), partial(key, microbatch)
-
-
-def _same(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor

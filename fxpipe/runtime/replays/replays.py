@@ -67,7 +67,8 @@ class Replays:
         in all steps.  Returns what their programs return."""
         _start(runtimes)
         if self.never or self._trials == TRIALS + 1:
-            return self._replay_or_run(runtimes, batch)
+            losses = self._replay(batch)
+            return self._run(runtimes, batch) if losses is None else losses
         self._trials += 1
         before = [_State.of(rt) for rt in runtimes]
         if self._trials <= TRIALS:
@@ -75,10 +76,6 @@ class Replays:
                 return self._on_trial(runtimes, batch, before)
         self._captured = None  # that of the trials has slower kernels
         return self._timed(runtimes, batch, before)
-
-    def _replay_or_run(self, runtimes: Sequence[Runtime], batch: object) -> Losses:
-        losses = self._replay(batch)
-        return self._run(runtimes, batch) if losses is None else losses
 
     def _replay(self, batch: object) -> Losses | None:
         """Replay the step, if there is a capture that fits it."""

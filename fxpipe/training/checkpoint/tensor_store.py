@@ -74,7 +74,9 @@ def write(
     group: of all ranks, for tensors on the CPU; None for a single process.
     Raises CheckpointException on every rank if one cannot write.
     """
-    with _alone():
+    with warnings.catch_warnings():
+        # That a process writes for itself, which is meant.
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         save(
             {name: t.tensor if isinstance(t, Part) else t for name, t in tensors.items()},
             storage_writer=HuggingFaceStorageWriter(str(directory), save_distributed=True),
@@ -185,14 +187,6 @@ def _opened(path: Path) -> Iterator[Any]:
     except (Mismatch, OSError, SafetensorError) as error:
         wrong = str(error) if isinstance(error, Mismatch) else f"is no safetensors file: {error}"
         raise Mismatch(wrong, path.name) from error
-
-
-@contextlib.contextmanager
-def _alone() -> Iterator[None]:
-    """Silence torch's warning that a process reads or writes for itself, which is meant."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
 
 
 class _SavePlanner(DefaultSavePlanner):

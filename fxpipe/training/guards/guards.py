@@ -41,7 +41,7 @@ class Traced:
             again.
         """
         self._of_forward = frozenset(of_forward)
-        named = _named(parameters, model)
+        named = ({} if model is None else dict(model.named_parameters())) | dict(parameters)
         self._tied = [names for names in _names_of_each(model) if len(names) > 1]
         self._trained = {name: p.requires_grad for name, p in named.items()}
         self._registered = hooks_registered()
@@ -117,10 +117,6 @@ class Traced:
                 self._told.add(change.name)
                 remedy = _REMEDIES.get(change.name, "make it a buffer of the model, which each step reads")
                 warnings.warn(f"{change} Compile the model again, or {remedy}.", stacklevel=2)
-
-
-def _named(parameters: Mapping[str, torch.Tensor], model: nn.Module | None) -> dict[str, torch.Tensor]:
-    return ({} if model is None else dict(model.named_parameters())) | dict(parameters)
 
 
 def _parameter(model: nn.Module, name: str) -> object:

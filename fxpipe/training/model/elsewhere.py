@@ -64,7 +64,8 @@ class Elsewhere(torch.Tensor):
         if func in _READS_NO_VALUES and not sys._getframe(1).f_code.co_filename.startswith(OF_TRANSFORMS):
             with of_base_class():
                 return func(*args, **(kwargs or {}))
-        raise RunError(cls.explain(_first((args, kwargs or {}))))
+        first = next(x for x in pytree.tree_leaves((args, kwargs or {})) if is_elsewhere(x))
+        raise RunError(cls.explain(first))
 
     def __repr__(self, **_: object) -> str:  # type: ignore[override]
         return f"<{self.kind.__name__} of shape {(*self.shape,)} on other ranks>"
@@ -136,9 +137,3 @@ def _set_memory(tensor: torch.Tensor, memory: torch.Tensor) -> None:
         set_local(tensor, memory)
     else:
         tensor.data = memory
-
-
-def _first(arguments: Any) -> torch.Tensor:
-    """The first of the arguments of a function that is elsewhere."""
-    first: torch.Tensor = next(x for x in pytree.tree_leaves(arguments) if is_elsewhere(x))
-    return first

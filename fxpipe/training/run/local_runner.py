@@ -14,7 +14,6 @@ import torch
 
 from fxpipe.errors import RunError, at_least_one, number_of, printable
 from fxpipe.plan.artifact import Artifact, Plan
-from fxpipe.plan.lanes import LanePlan
 from fxpipe.plan.rows import joined
 from fxpipe.plan.saved import files
 from fxpipe.runtime.debug.finite import Check, Finite
@@ -156,7 +155,11 @@ class LocalRunner:
             losses = self._run_locally(world, runtimes, batch, threads, check, record, meters)
         first = runtimes[: world.ranks * world.lanes]  # of replica 0: all replicas have the same sums
         of_ranks = [first[begin : begin + world.lanes] for begin in range(0, len(first), world.lanes)]
-        gradients = [_whole_gradients(self.plan.lanes, [rt.grads for rt in lanes]) for lanes in of_ranks]
+        whole = self.plan.lanes.joined
+        gradients = [
+            {name: whole(name, [rt.grads[name] for rt in lanes]) for name in lanes[0].grads}
+            for lanes in of_ranks
+        ]
         # In reverse, as the first rank that holds a tied weight has its sum.
         by_name = joined({name: grad for grads in reversed(gradients) for name, grad in grads.items()})
         for runtime in first:
@@ -285,9 +288,6 @@ class LocalRunner:
             return load_program(self.artifact.programs[rank], f"<fxpipe {printable(self.plan.model)} {name}>")
         return load_program(self.artifact.programs[rank], str(self.directory / name))
 
-    def _constants(self, rank: int) -> dict[str, torch.Tensor]:
-        return {n: self.artifact.constants[n].to(self.device) for n in self.plan.tensors[rank].constants}
-
     def _runtime_of(
         self,
         rank: int,
@@ -299,6 +299,7 @@ class LocalRunner:
         """The runtime of a rank.  state: that of one lane, where this process runs several."""
         self.state.check_values(rank)
         params, buffers = (state or self.state).params_and_buffers(rank)
+        constants = self.artifact.constants
         return Runtime(
             rank=rank,
             spec=self.plan.step,
@@ -306,7 +307,7 @@ class LocalRunner:
             params=params,
             grads=grads,
             buffers=buffers,
-            constants=self._constants(rank),
+            constants={n: constants[n].to(self.device) for n in self.plan.tensors[rank].constants},
             step_number=self.first_step,
             offloader=offloader,
             device=self.device,
@@ -327,13 +328,6 @@ class LocalRunner:
         """The tensors that a rank also holds between steps."""
         tensors = [*rt.params.values(), *rt.grads.values(), *rt.buffers.values(), *rt.constants.values()]
         return tensors + [x for _, x in batch_leaves(batch) if isinstance(x, torch.Tensor)]
-
-
-def _whole_gradients(
-    lanes: LanePlan, of_lanes: Sequence[Mapping[str, torch.Tensor]]
-) -> dict[str, torch.Tensor]:
-    """The gradients of a rank, from those of its lanes."""
-    return {name: lanes.joined(name, [grads[name] for grads in of_lanes]) for name in of_lanes[0]}
 
 
 def _metered(main: Callable[[], object], rt: Runtime, meter: SavedBytes) -> object:

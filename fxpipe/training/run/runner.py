@@ -16,7 +16,7 @@ from fxpipe.plan.artifact import Artifact
 from fxpipe.runtime.debug.finite import Check, place_of_failure
 from fxpipe.runtime.program.batch import check_batch, given_leaves, is_as_assumed
 from fxpipe.runtime.program.comm import NoAnswer
-from fxpipe.runtime.program.load_program import CollectiveCall, Program
+from fxpipe.runtime.program.load_program import Program
 from fxpipe.runtime.program.outputs import Collected, On, StepResult, empty, joined, requested
 from fxpipe.runtime.program.rank import Runtime
 from fxpipe.runtime.ranks.agreement import check_agreement, check_programs
@@ -133,7 +133,7 @@ class Runner(LocalRunner):
                 compare()  # before outputs move: ranks that differ would wait for other messages
                 results = self._outputs(rt, outputs_on)
             except NoAnswer as error:
-                raise self._no_answer(error) from None
+                raise (error if self.process is None else self.process.watch.lost(error)) from None
             except Exception as error:  # whatever it is, the other ranks must hear of it
                 raise self._failure(error, rt, number) from error
         self.step_number = rt.step_number
@@ -307,7 +307,8 @@ class Runner(LocalRunner):
             give_back_large_tensors()
         if self.process is not None:
             offloader = self._offloader(self.process.rank)
-            collectives = self._own_collectives()
+            program, is_known = self._checked_program
+            collectives = program.collectives() if is_known else []  # an edited program may not show them
             comm = connect(self.process, self.device, plan.channels, plan.collectives, collectives)
             rt = self._runtime_of(self.process.rank, comm, {}, offloader)
             rt.replicas, rt.lanes = comm.abreast, comm.lanes
@@ -357,16 +358,11 @@ class Runner(LocalRunner):
         if process.replicas * process.lanes > 1:
             text = self.artifact.programs[process.rank]
             check_programs(text, process.world_rank, process.ranks, process.lanes, process.gather)
-        return program, check_agreement({process.rank: program.traffic}, self._gather_texts)
 
-    def _gather_texts(self, texts: list[str]) -> list[str]:
-        assert self.process is not None
-        return [data.decode() for data in self.process.gather_in_replica(texts[0].encode())]
+        def gather(texts: list[str]) -> list[str]:
+            return [data.decode() for data in process.gather_in_replica(texts[0].encode())]
 
-    def _own_collectives(self) -> list[CollectiveCall]:
-        """The collectives of a step; none if an edited program does not show them."""
-        program, is_known = self._checked_program
-        return program.collectives() if is_known else []
+        return program, check_agreement({process.rank: program.traffic}, gather)
 
     def _watched(self, rt: Runtime, program: Program) -> contextlib.AbstractContextManager[None]:
         """Let the watch know of the step in a block, so that it can tell what this rank waits for."""
@@ -447,10 +443,6 @@ class Runner(LocalRunner):
         """The words that this rank compares with those of the others."""
         spec = self.plan.step.batch
         return words(facts, spec.tensors, given_leaves(spec, batch))
-
-    def _no_answer(self, error: NoAnswer) -> RunError:
-        """The error to raise if another rank does not answer."""
-        return error if self.process is None else self.process.watch.lost(error)
 
     def _failure(self, error: Exception, rt: Runtime, step: int) -> Exception:
         """Notify the other ranks of an error on this rank; return the error to raise."""

@@ -24,6 +24,8 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 #: The bytes of a piece.  A file is opened anew for each: the pages that were read are the process's as long
 #: as the file is mapped.
 PIECE = 32 * MEBIBYTE
+#: The ends of the names of files that hold weights, or say where they are.
+_OF_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".index.json")
 REMEDY = "Give a safetensors file, or the mapping that torch.load reads."
 
 
@@ -131,11 +133,5 @@ def export(state: Mapping[str, torch.Tensor], directory: Path, like: Path | None
         raise ArtifactError(f"{like} holds no config.json.")
     save_torch_state_dict(dict(state), directory, max_shard_size=largest, metadata={"format": "pt"})
     for file in sorted(like.iterdir()) if like is not None else ():
-        if file.is_file() and not _holds_weights(file):
+        if file.is_file() and not file.name.endswith(_OF_WEIGHTS):
             shutil.copy2(file, directory / file.name)
-
-
-def _holds_weights(file: Path) -> bool:
-    return file.suffix in {".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack"} or file.name.endswith(
-        ".index.json"
-    )
