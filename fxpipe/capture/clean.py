@@ -1,6 +1,6 @@
 """Converts the traced graph to fxpipe's form.
 
-before: flat placeholders and outputs, constants as attributes
+before: flat placeholders, constants as attributes
 after:  placeholders with an ``Input``, a named output dict, constants as placeholders, nodes named after
         their module, nothing dead
 
@@ -10,7 +10,7 @@ The first passes (``compiler/passes.py``) do the rest.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
@@ -34,7 +34,7 @@ _NO_VALUE = {aten._assert_tensor_metadata.default, aten._assert_async.msg, aten.
 
 
 def clean(
-    module: fx.GraphModule, inputs: list[Input], layout: dict[str, Any], frozen: Set[str]
+    module: fx.GraphModule, inputs: list[Input], aliases: Sequence[tuple[str, str]], frozen: Set[str]
 ) -> tuple[fx.Graph, dict[str, torch.Tensor]]:
     """Return the rebuilt graph and the constants that its CONSTANT placeholders stand for.
 
@@ -42,7 +42,8 @@ def clean(
     name (the key encoder of a momentum encoder).
     """
     short = short_paths({n.meta["origin"].path for n in module.graph.nodes if "origin" in n.meta})
-    gradients = GradientNames(module.graph, _gradients(module.graph, layout), short)
+    results: Any = module.graph.output_node().args[0]  # as ``StepFunction`` returns them
+    gradients = GradientNames(module.graph, results["grads"], short)
     _place_sums(module.graph)
     graph = fx.Graph()
     constants: dict[str, torch.Tensor] = {}
@@ -52,13 +53,12 @@ def clean(
     checks: list[fx.Node] = []
     remaining = iter(inputs)
     by_placeholder: dict[fx.Node, Input] = {}
-    flat: Any = ()
 
     changed = {n.args[0] for n in module.graph.find_nodes(op="call_function", target=aten.copy_.default)}
     for node in module.graph.nodes:
         if node.op == "placeholder":
             source = next(remaining)
-            is_changed = node in changed or source.name in layout["buffers"]
+            is_changed = node in changed or source.name in results["buffers"]
             if source.kind is Kind.PARAMETER and source.name in frozen and is_changed:
                 source = Input(Kind.BUFFER, source.name)
             by_placeholder[node] = source
@@ -75,8 +75,6 @@ def clean(
         new[node] = known[id(constant)]
 
     for node in module.graph.nodes:
-        if node.op == "output":
-            (flat,) = node.args
         if node.op != "call_function" or node.target in _NO_VALUE:
             continue
         if node.target is expect_op:
@@ -106,13 +104,13 @@ def clean(
                 new[node].meta["gradient"] = gradient
 
     written = {x.name: written[x.name] for x in by_placeholder.values() if x.name in written}
-    for pair in layout["aliases"]:
+    for pair in aliases:
         if not written.keys().isdisjoint(pair):
             raise CaptureError(
                 f"The forward gives the buffers {pair[0]!r} and {pair[1]!r} the same memory and writes "
                 "to it. Give one of them a copy: .clone()."
             )
-    graph.output(_outputs([new[n] for n in flat], layout, written, tuple(checks)))
+    graph.output(_outputs(fx.map_arg(results, new.__getitem__), written, tuple(checks)))
     drop_dead(graph)
     check_buffers(graph)
     return graph, constants
@@ -173,21 +171,9 @@ def _is_forward(node: fx.Node) -> bool:
     return node.op == "call_function" and not origin_of(node).backward
 
 
-def _gradients(graph: fx.Graph, layout: dict[str, Any]) -> dict[str, fx.Node]:
-    """The nodes of the gradients of parameters, by name."""
-    (flat,) = graph.output_node().args
-    first = sum(1 for key in ("loss", "count") if layout[key]) + len(layout["outputs"])
-    return dict(zip(layout["grads"], flat[first:], strict=False))  # type: ignore[arg-type, index]
-
-
-def _outputs(
-    flat: list[fx.Node], layout: dict[str, Any], written: dict[str, fx.Node], checks: tuple[fx.Node, ...]
-) -> Outputs:
-    values = iter(flat)
-    loss, count = (next(values) if layout[key] else None for key in ("loss", "count"))
-    outputs = {name: next(values) for name in layout["outputs"]}
-    grads: dict[str, tuple[fx.Node, ...]] = {name: (next(values),) for name in layout["grads"]}
+def _outputs(results: Any, written: dict[str, fx.Node], checks: tuple[fx.Node, ...]) -> Outputs:
+    grads: dict[str, tuple[fx.Node, ...]] = {name: (node,) for name, node in results["grads"].items()}
     # A buffer that was written to and then replaced has the later value, or its own again.
-    buffers = written | {name: next(values) for name in layout["buffers"]}
+    buffers = written | results["buffers"]
     buffers = {n: v for n, v in buffers.items() if v.meta.get("input") != Input(Kind.BUFFER, n)}
-    return Outputs(loss, count, outputs, grads, buffers, checks)
+    return Outputs(results["loss"], results["count"], dict(results["outputs"]), grads, buffers, checks)

@@ -98,9 +98,10 @@ class StepFunction:
         self.asked = ASKED_NOTHING  # see ``TensorReads``
         self.attention = AttentionMasks(self.provenance.answers, options.rules, options.masks)
         self.masks = self.attention.masks
-        self.layout: dict[str, object] = {}  # what the flat outputs of the traced graph are
+        self.aliases: list[tuple[str, str]] = []  # of buffers
 
-    def __call__(self, *values: torch.Tensor) -> list[torch.Tensor]:
+    def __call__(self, *values: torch.Tensor) -> dict[str, Any]:
+        """The loss and the count, if there are any, and by name outputs, gradients and replaced buffers."""
         trained = [x for x in self.inputs if x.input.kind is Kind.PARAMETER and x.fake.requires_grad]
         wanted = {x.input.name: x.fake for x in trained}
         reads = TensorReads(self.provenance, self.hooks)
@@ -116,28 +117,22 @@ class StepFunction:
         check_unwritten(compat.traced_graph(), compat.traced_constants())
         self.asked = reads.asked
         results, gradients, replaced = first.results, first.gradients, first.buffers
-        self.layout = {
-            "loss": results.loss is not None,
-            "count": results.count is not None,
-            "outputs": list(results.outputs),
-            "grads": list(gradients),
-            "buffers": list(replaced),
-            "aliases": aliases(self.pairs, replaced, reads.assigned),
-        }
-        numbers = [x.detach() for x in (results.loss, results.count) if x is not None]
-        outputs = [x.detach() for x in results.outputs.values()]
-        flat = [*numbers, *outputs, *gradients.values(), *replaced.values()]
+        self.aliases = aliases(self.pairs, replaced, reads.assigned)
+        of_forward = {"loss": results.loss, "count": results.count, "outputs": results.outputs}
+        detached = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, of_forward)
+        found = {**detached, "grads": gradients, "buffers": replaced}
         if not self.recorded.is_whole or self.recorded.is_changed() or reads.text or self.world.asked:
             reshaped = self.constants.reshaped()
             try:
-                self.difference = self._repeat(first, flat, wanted, reads)
+                traced = [x for x in pytree.tree_leaves(found) if x is not None]
+                self.difference = self._repeat(first, traced, wanted, reads)
                 if first.state:  # the second run may have read another one, of the same value
                     raise KeepsState("")
             except KeepsState as error:
                 error.args = (f"{error}{reshaped}",)
                 error.names = {name: now.requires_grad for name, now in first.state.items()}
                 raise
-        return flat
+        return found
 
     def _step(self, wanted: dict[str, torch.Tensor], backward: bool, reads: TensorReads) -> _Step:
         reads.assigned = DataAssignments()

@@ -200,7 +200,7 @@ def _traced(
         frozen = {r.name for r in step.registered if not r.tensor.requires_grad}
         constants = (getattr(module, node.target) for node in module.graph.find_nodes(op="get_attr"))
         sources = tuple(map(weakref.ref, constants))
-        cleaned = clean(module, [x.input for x in traced_inputs], step.layout, frozen)
+        cleaned = clean(module, [x.input for x in traced_inputs], step.aliases, frozen)
         means = divide_by_batch_means(cleaned[0], scale) if options.over_batch else NO_MEANS
         captured = Captured(
             *cleaned,

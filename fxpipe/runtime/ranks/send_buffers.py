@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -13,26 +13,26 @@ from fxpipe.runtime.ranks.send_release import Releases
 from fxpipe.runtime.ranks.side_stream import Begun, beside
 
 
-class Sent(Protocol):
+class Sent:
+    """Keeps tensors until their messages are sent."""
+
     def add(self, work: object, tensors: Sequence[torch.Tensor]) -> None:
         """Keep the tensors of a message whose send has begun; ``work``: the handle of its process group."""
-        ...
+        raise NotImplementedError
+
+    def join(self) -> None:
+        """Let later ops overwrite what was sent: wait for all messages."""
+        raise NotImplementedError
 
     def start(self) -> None:
         """Begin a step."""
-        ...
 
     def arrived(self) -> None:
         """Let the tensors of messages go that are taken by now, as the rank has waited for a message or for
         all."""
-        ...
-
-    def join(self) -> None:
-        """Let later ops overwrite what was sent: wait for all messages."""
-        ...
 
 
-class SentOnStreams:
+class SentOnStreams(Sent):
     """Keeps tensors for backends that send on streams of their own, where nothing blocks the host.
 
     A wait makes the stream of the computation wait: inside a step it would stop all that comes after a send
@@ -72,7 +72,7 @@ class SentOnStreams:
             work.wait()
 
 
-class SentByThread:
+class SentByThread(Sent):
     """Keeps tensors for gloo, whose sends cannot be asked whether they are over: a thread waits for them.
 
     The thread is woken once ``ENOUGH`` bytes have accumulated, since waking it for every small message would
@@ -86,12 +86,6 @@ class SentByThread:
         self._begun: list[Begun] = []
         self._sent: list[tuple[object, Sequence[torch.Tensor]]] = []
         self._bytes = 0
-
-    def start(self) -> None:
-        pass
-
-    def arrived(self) -> None:
-        pass
 
     def add(self, work: object, tensors: Sequence[torch.Tensor]) -> None:
         self._sent.append((work, tensors))

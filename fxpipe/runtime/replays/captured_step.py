@@ -25,7 +25,7 @@ from fxpipe.runtime.program.outputs import Collected
 from fxpipe.runtime.program.random import seed_of, seeded
 from fxpipe.runtime.program.rank import Runtime
 from fxpipe.runtime.program.record import Record
-from fxpipe.runtime.replays.recorder import MakeRecorder, Recorder
+from fxpipe.runtime.replays.recorder import DeviceGraph, MakeRecorder
 from fxpipe.runtime.torch_private import pytree
 
 Run = Callable[[Sequence[Runtime], object], object]
@@ -86,7 +86,7 @@ class CapturedStep:
     batch: StagedBatch
     device: torch.device
     copies: Sequence[Runtime] = ()
-    _recorder: Recorder | None = None
+    _recorder: DeviceGraph | None = None
     _draws: list[tuple[Callable[[], int], int]] = field(default_factory=list)  # the key now, and the position
     _keys: dict[int, Callable[[], int]] = field(default_factory=dict)
     _expected: list[tuple[torch.Tensor, list[bool | int], str]] = field(default_factory=list)

@@ -3,34 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 
 from fxpipe.runtime.program.accelerator import generator
 
 
-class Recorder(Protocol):
-    def record(self, run: Callable[[], object]) -> None:
-        """Run a function, whose ops may be recorded without being computed."""
-        ...
-
-    def draw(self, number: int, op: Callable[[], object]) -> object:
-        """Run the random op of this number, inside of ``record``."""
-        ...
-
-    def replay(self, seeds: Sequence[int]) -> None:
-        """Start all of it again, on the same memory.  seeds: of the random ops, by number."""
-        ...
-
-    def memory(self) -> AbstractContextManager[None]:
-        """In the block ops take the memory of what is recorded, which is free between replays."""
-        ...
-
-
 class DeviceGraph:
-    """A CUDA graph.  Each random op has a generator of its own in it, which takes a new seed for a replay.
+    """A recorder: a CUDA graph.  Each random op has a generator of its own in it, which takes a new seed for
+    a replay.
 
     random_ops: their number.
     """
@@ -47,6 +30,7 @@ class DeviceGraph:
             self._graph.register_generator_state(each)
 
     def record(self, run: Callable[[], object]) -> None:
+        """Run a function, whose ops may be recorded without being computed."""
         # Other threads may wait for the device: those that watch communicators, and those that write a
         # checkpoint.
         how: dict[str, Any] = {"pool": self._pool.id, "capture_error_mode": "thread_local"}
@@ -55,6 +39,7 @@ class DeviceGraph:
 
     @contextmanager
     def memory(self) -> Iterator[None]:
+        """In the block ops take the memory of what is recorded, which is free between replays."""
         # The allocator has the free memory of a pool by stream.
         outside = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(outside)
@@ -63,6 +48,7 @@ class DeviceGraph:
         outside.wait_stream(self._stream)
 
     def draw(self, number: int, op: Callable[[], object]) -> object:
+        """Run the random op of this number, inside of ``record``."""
         before = self._default.graphsafe_get_state()
         self._default.graphsafe_set_state(self._generators[number])
         try:
@@ -71,12 +57,13 @@ class DeviceGraph:
             self._default.graphsafe_set_state(before)
 
     def replay(self, seeds: Sequence[int]) -> None:
+        """Start all of it again, on the same memory.  seeds: of the random ops, by number."""
         for each, seed in zip(self._generators, seeds, strict=True):
             each.manual_seed(seed)
         self._graph.replay()
 
 
-MakeRecorder = Callable[[torch.device, int], Recorder]
+MakeRecorder = Callable[[torch.device, int], DeviceGraph]
 """device, number of random ops -> a recorder"""
 
 

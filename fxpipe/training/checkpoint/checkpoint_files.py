@@ -48,7 +48,8 @@ def checkpoint_files(path: Path, record: CheckpointRecord) -> CheckpointFiles:
             raise Mismatch(
                 f"is {record.step_number}, in the checkpoint of step {step}", f"{files.STATE}: step_number"
             )
-        tensors = tensor_store.stored(path, files.tensor_files(files.read_sums(path)))
+        names = [name for name in files.read_sums(path) if name.endswith(".safetensors")]
+        tensors = tensor_store.stored(path, names)
         _check_kinds(record.tensors, tensors)
         for _, tensor in record.names:
             if MODEL + tensor not in tensors:

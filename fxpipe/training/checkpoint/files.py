@@ -189,11 +189,6 @@ def read_sums(path: Path) -> dict[str, str]:
     return sums
 
 
-def tensor_files(sums: Mapping[str, str]) -> list[str]:
-    """The names of the files that hold tensors."""
-    return [name for name in sums if name.endswith(".safetensors")]
-
-
 def verify(path: Path, sums: Mapping[str, str]) -> None:
     """Raise ArtifactError, naming the first file that is not what was written."""
     for name, expected in sums.items():

@@ -404,8 +404,4 @@ class ModelState:
         self.parameters |= parameters
         self.buffers.clear()
         self.buffers |= buffers
-        self.forget_rows()
-
-    def forget_rows(self) -> None:
-        """Rows are parts of other tensors now."""
-        self.rows.clear()
+        self.rows.clear()  # they are parts of other tensors now

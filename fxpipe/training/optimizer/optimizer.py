@@ -7,7 +7,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.nn import Parameter
@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from fxpipe.errors import RunError
 from fxpipe.plan.artifact import Validation
 from fxpipe.plan.number import number
+from fxpipe.runtime.job.process import Process
 from fxpipe.runtime.job.user_line import called_function
 from fxpipe.runtime.torch_private import copy_each, has_step_hooks, zero_each
 from fxpipe.training.model.accumulators import mark_zeroed
@@ -29,15 +30,6 @@ from fxpipe.training.optimizer.script_changes import ScriptChanges
 from fxpipe.training.optimizer.several_optimizers import SeveralOptimizers
 from fxpipe.training.optimizer.speculation_policy import SpeculationPolicy
 from fxpipe.training.optimizer.step_loss import NO_SCALER
-
-
-class Ranks(Protocol):
-    """The other ranks, for the norm of all gradients."""
-
-    @property
-    def world_rank(self) -> int: ...
-
-    def begin_gather(self, words: torch.Tensor, call: str) -> Callable[[], torch.Tensor]: ...
 
 
 @dataclass(eq=False)
@@ -82,7 +74,7 @@ class PipelineOptimizer(Optimizer):
         optimizer: Optimizer,
         names: Mapping[Parameter, str],
         counted: Sequence[Parameter],
-        ranks: Ranks | None,
+        ranks: Process | None,
         clipping: Clipping = Clipping(),  # noqa: B008 - frozen
         masters: Mapping[Parameter, Parameter] | None = None,
         validation: Validation = "barrier",
@@ -204,7 +196,7 @@ class PipelineOptimizer(Optimizer):
                 f"allow more with skip_nonfinite={2 * most}."
             )
 
-    def _begin(self, ranks: Ranks) -> None:
+    def _begin(self, ranks: Process) -> None:
         """Begin to tell all ranks of the gradients of this one; update at once if that is likely to stand."""
         number, now = self._number().cpu(), time.perf_counter()
         seconds, self._begun = number.new_tensor(now - self._begun), now
