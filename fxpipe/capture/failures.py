@@ -86,7 +86,8 @@ def explained(error: Exception, provenance: Provenance, of_loss: str) -> Capture
     if isinstance(error, CaptureError):
         return error
     origin = provenance.last_origin()
-    line = _user_line(error) or origin.source
+    frames = reversed([*traceback.walk_tb(error.__traceback__)])
+    line = Provenance.users_line(frames) or origin.source
     where = "loss_fn" if of_loss else origin.module
     where += f" ({line})" if line else ""
     if (known := _of_a_known_cause(error, provenance, where)) is not None:
@@ -143,16 +144,3 @@ def _files(error: Exception) -> list[str]:
 
 def _first_line(error: Exception) -> str:
     return str(error).strip().split("\n")[0]
-
-
-def _user_line(error: Exception) -> str:
-    """The innermost line of the traceback that is neither torch's nor fxpipe's, nor of Python's library if
-    there is another one."""
-    lines = {False: "", True: ""}
-    trace = error.__traceback__
-    while trace is not None:
-        file = trace.tb_frame.f_code.co_filename
-        if Provenance.is_users(file):
-            lines[Provenance.is_pythons(file)] = f"{file}:{trace.tb_lineno}"
-        trace = trace.tb_next
-    return lines[False] or lines[True]

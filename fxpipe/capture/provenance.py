@@ -8,11 +8,13 @@ number.  (Operands cannot identify it: a weight gradient uses values of any stag
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import sys
 import sysconfig
+import traceback
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import inf
 from pathlib import Path
 from types import FrameType
@@ -119,16 +121,22 @@ class Provenance(compat.TorchDispatchMode):
     def source(self) -> str:
         """The innermost frame that belongs neither to torch nor to fxpipe, nor to Python's library if there
         is another one, as ``file:line``; "" for an op that fxpipe itself adds."""
-        frame: FrameType | None = sys._getframe(1)
-        line = ""
-        while frame is not None and frame is not self._entered:
+        frames = itertools.takewhile(
+            lambda at: at[0] is not self._entered, traceback.walk_stack(sys._getframe(1))
+        )
+        return self.users_line(frames)
+
+    @classmethod
+    def users_line(cls, frames: Iterable[tuple[FrameType, int]]) -> str:
+        """The same of these frames, the innermost first, each with its line."""
+        of_python = ""
+        for frame, line in frames:
             file = frame.f_code.co_filename
-            if self.is_users(file):
-                line = line or f"{file}:{frame.f_lineno}"
-                if not self.is_pythons(file):
-                    return f"{file}:{frame.f_lineno}"
-            frame = frame.f_back
-        return line
+            if cls.is_users(file):
+                if not cls.is_pythons(file):
+                    return f"{file}:{line}"
+                of_python = of_python or f"{file}:{line}"
+        return of_python
 
     @staticmethod
     @functools.cache

@@ -48,9 +48,7 @@ def _counted_as(target: fx.node.Target) -> tuple[Any, ...]:
     packet = _COUNTED_AS.get(packet, packet)
     if packet is None:
         return ()
-    return packet, getattr(
-        torch.ops.aten, packet.__name__.removesuffix("_"), packet
-    )  # addmm_ counts as addmm
+    return packet, getattr(aten, packet.__name__.removesuffix("_"), packet)  # addmm_ counts as addmm
 
 
 def is_causal(node: fx.Node) -> bool:

@@ -27,7 +27,7 @@ from fxpipe.capture.trace import Captured
 from fxpipe.errors import CaptureError
 from fxpipe.ir import compat
 from fxpipe.ir.compat import pytree
-from fxpipe.ir.graph import Input, Kind, Origin
+from fxpipe.ir.graph import Input, Kind, Origin, origin_of
 from fxpipe.ir.names import identifier
 from fxpipe.ir.storage import call_nodes, draws_numbers, drop_dead, graph_outputs
 from fxpipe.ir.text import graph_text
@@ -171,11 +171,10 @@ def _leaves(node: fx.Node, same: Mapping[fx.Node, fx.Node]) -> list[object]:
     return pytree.tree_leaves(mapped)
 
 
-def _differ(node: fx.Node, other: fx.Node | None, lane: int) -> CaptureError:
-    then = "does not" if other is None else f"runs {_text(other)}"
+def _differ(node: fx.Node, other: fx.Node, lane: int) -> CaptureError:
     return CaptureError(
-        f"Lane 0 runs {_text(node)} and lane {lane} {then} ({node.meta.get('origin', Origin())}). All lanes "
-        "of a rank run one program: let the model's code not depend on the number of its process."
+        f"Lane 0 runs {_text(node)} and lane {lane} runs {_text(other)} ({origin_of(node)}). All lanes of a "
+        "rank run one program: let the model's code not depend on the number of its process."
     )
 
 

@@ -19,9 +19,7 @@ class SavedBytes(TorchDispatchMode):
 
     def __init__(self, uncounted: Iterable[torch.Tensor]):
         super().__init__()  # type: ignore[no-untyped-call]
-        self._kept_alive: list[
-            torch.Tensor
-        ] = []  # kept alive, so that no new storage gets one of their addresses
+        self._kept_alive: list[torch.Tensor] = []  # so that no new storage gets one of their addresses
         self._ignored: set[int] = set()
         self._live: dict[int, tuple[StorageWeakRef, int]] = {}
         self._arrived: set[int] = set()

@@ -89,9 +89,7 @@ class Traced:
                     )
                     if where.startswith(PARAMETER):
                         raise RunError(text)
-                    warnings.warn(
-                        text, stacklevel=2
-                    )  # an eager forward of the model may have registered them
+                    warnings.warn(text, stacklevel=2)  # an eager forward may have registered them
         self._forward = hooks[0]
         if trains:  # else those of the backward are still to be checked
             self._registered, self._backward = registered, hooks[1]

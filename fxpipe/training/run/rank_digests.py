@@ -148,9 +148,8 @@ class RankDigests:
         names_here, device = {*self.state.owned_by(self.rank).state}, self.state.device
         process = self.state.process
         if process is not None and process.lane and is_accelerator(device):
-            names_here = (
-                set()
-            )  # where kernels add in any order, lanes differ in the last bits of what they all hold
+            # Where kernels add in any order, lanes differ in the last bits of what they all hold.
+            names_here = set()
         values = [self.state.value(name) if name in names_here else None for name in names]
         absent = torch.full((), ABSENT, device=device)
         digests = [absent if t is None or t.is_meta else digest(_rows(t, turn)) for t in values]

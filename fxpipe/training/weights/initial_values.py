@@ -23,7 +23,8 @@ from fxpipe.errors import RunError
 from fxpipe.plan.number import number
 from fxpipe.runtime.job.failure import in_short
 from fxpipe.runtime.program.random import keyed
-from fxpipe.runtime.torch_private import StorageWeakRef, TorchDispatchMode, schema_of, tensors_by_kind
+from fxpipe.runtime.torch_private import TorchDispatchMode, schema_of, tensors_by_kind
+from fxpipe.runtime.torch_private import storage_number as _storage
 
 Initialize = Callable[[nn.Module], object]
 RESETS = ("reset_parameters", "_reset_parameters")
@@ -82,11 +83,6 @@ class _Initializing(TorchDispatchMode):
         self._drawn[self._last] += 1
         key = number(f"{self._call} {self._last}".encode())
         return keyed(key, self._drawn[self._last], op, *args, **(kwargs or {}))
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    address: int = StorageWeakRef(tensor.untyped_storage()).cdata
-    return address
 
 
 def _calls(
