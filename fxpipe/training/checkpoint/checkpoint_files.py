@@ -107,15 +107,9 @@ def _values(value: object) -> list[object]:
 def _check_kinds(expected: Mapping[str, TensorKind], tensors: Mapping[str, Stored]) -> None:
     """The tensors in the files must be those of state.json."""
     for name in sorted(expected.keys() | tensors.keys()) if expected else ():
-        there = TensorKind(tensors[name].shape, str(tensors[name].dtype)) if name in tensors else None
+        there = TensorKind.of(tensors[name]) if name in tensors else None
         wanted = expected.get(name)
         if there != wanted:
-            listed = (
-                "lists no such tensor" if wanted is None else f"lists {wanted.dtype} of shape {wanted.shape}"
-            )
-            actual = (
-                "no file holds it"
-                if there is None
-                else f"its file holds {there.dtype} of shape {there.shape}"
-            )
+            listed = f"lists {wanted or 'no such tensor'}"
+            actual = "no file holds it" if there is None else f"its file holds {there}"
             raise Mismatch(f"{listed}, and {actual}", at("tensors", name))

@@ -129,11 +129,9 @@ def _averages(
     for name, value in average.values.items():
         kind = TensorKind(model.plan.whole_layout(name.tensor).shape, str(value.dtype))
         stored = checkpoint.tensors.get(averaged(key, name.tensor))
-        if stored is None or TensorKind(stored.shape, str(stored.dtype)) != kind:
-            there = "none" if stored is None else f"{stored.dtype} of shape {stored.shape}"
-            raise Mismatch(
-                f"has {there}, and {kind.dtype} of shape {kind.shape} here", averaged(key, name.tensor)
-            )
+        there = None if stored is None else TensorKind.of(stored)
+        if there != kind:
+            raise Mismatch(f"has {there or 'none'}, and {kind} here", averaged(key, name.tensor))
     read = tensor_store.read(
         checkpoint.tensors, [(averaged(key, name.tensor), model.spans_of(name)) for name in average.values]
     )
@@ -204,14 +202,11 @@ def _check_model(plan: Plan, checkpoint: CheckpointFiles) -> None:
     for name in sorted(names | stored_names):
         layout = plan.whole_layout(name) if name in names else None
         here = None if layout is None else TensorKind(layout.shape, layout.dtype)
-        stored = checkpoint.tensors[MODEL + name] if name in stored_names else None
-        there = None if stored is None else TensorKind(stored.shape, str(stored.dtype))
+        there = TensorKind.of(checkpoint.tensors[MODEL + name]) if name in stored_names else None
         if here != there:
-            expected = "no such tensor" if here is None else f"shape {here.shape} and {here.dtype}"
-            other = "does not hold it" if there is None else f"has shape {there.shape} and {there.dtype}"
             raise ArtifactError(
-                f"{checkpoint.path} is of another model: {name} has {expected} in this one, and the "
-                f"checkpoint {other}."
+                f"{checkpoint.path} is of another model: {name} has {here or 'no such tensor'} in this one, "
+                f"and {there or 'no tensor'} in the checkpoint."
             )
 
 

@@ -19,7 +19,7 @@ from fxpipe.plan.version import __version__
 from fxpipe.strict import Mismatch, parse_json, structure, unstructure
 from fxpipe.training.checkpoint import files
 from fxpipe.training.checkpoint.plain import to_json
-from fxpipe.training.checkpoint.tensor_store import Part
+from fxpipe.training.checkpoint.tensor_store import Part, Stored
 from fxpipe.training.model.model_state import ModelState
 from fxpipe.training.optimizer.average import OfAverage
 from fxpipe.training.optimizer.optimizer import PipelineOptimizer
@@ -45,6 +45,13 @@ class TensorKind:
 
     shape: tuple[int, ...]
     dtype: str
+
+    @staticmethod
+    def of(tensor: torch.Tensor | Stored) -> TensorKind:
+        return TensorKind(tuple(tensor.shape), str(tensor.dtype))
+
+    def __str__(self) -> str:
+        return f"{self.dtype} of shape {self.shape}"
 
 
 @dataclass(frozen=True)
@@ -193,9 +200,7 @@ def record_of(
 def kinds_of(tensors: Mapping[str, torch.Tensor | Part]) -> Any:
     """The kinds of the whole tensors that a rank holds, or holds a part of, as plain data."""
     kinds = {
-        name: TensorKind(tuple(t.whole), str(t.tensor.dtype))
-        if isinstance(t, Part)
-        else TensorKind(tuple(t.shape), str(t.dtype))
+        name: TensorKind(tuple(t.whole), str(t.tensor.dtype)) if isinstance(t, Part) else TensorKind.of(t)
         for name, t in tensors.items()
     }
     return unstructure(kinds)
