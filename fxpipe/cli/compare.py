@@ -12,12 +12,13 @@ from rich.progress import track
 from rich.table import Table
 
 from fxpipe.cli.arguments import MemoryLimit, memory, picture, write_picture
-from fxpipe.cli.planning import ScheduleRequest, plan, plan_within
+from fxpipe.cli.planning import plan, problems
 from fxpipe.cli.sources import CostSource, add_cost_arguments, source_of
 from fxpipe.errors import FxpipeError, ScheduleError, number_of
 from fxpipe.schedule.families.registry import FAMILIES
 from fxpipe.schedule.ops import VALIDATIONS, Objective, Validation
 from fxpipe.schedule.placement import PLACEMENTS
+from fxpipe.schedule.search.auto import frontier as within_limits
 from fxpipe.schedule.search.fastest import AUTO
 from fxpipe.schedule.simulation.steps import simulate_steps
 from fxpipe.schedule.simulation.timeline import Timeline
@@ -62,10 +63,7 @@ def _compare(options: argparse.Namespace) -> None:
     validation: Validation | None = options.validation
     shown: Objective = "span" if validation == "post" else options.objective
     objective: Objective = "period" if validation == "post" else options.objective
-    request = ScheduleRequest(
-        options.stages_per_rank, options.placement, options.memory_limit, objective, options.effort
-    )
-    outcomes = dict(_outcomes(source, request, options.limits))
+    outcomes = dict(_outcomes(source, options, objective))
     timelines = {name: outcome for name, outcome in outcomes.items() if isinstance(outcome, Timeline)}
     bubble_of = attrgetter(f"{shown}_bubble")
     points = [
@@ -95,17 +93,21 @@ def _compare(options: argparse.Namespace) -> None:
 
 
 def _outcomes(
-    source: CostSource, request: ScheduleRequest, limits: Sequence[MemoryLimit]
+    source: CostSource, options: argparse.Namespace, objective: Objective
 ) -> Iterator[tuple[str, Outcome]]:
     """The outcome of each family, then of ``auto`` under each limit."""
     console = Console(stderr=True)
     for name in track([*FAMILIES, AUTO], "compare", console=console, disable=not console.is_terminal):
         if name == AUTO:
+            limits: Sequence[MemoryLimit] = options.limits
             labels = [AUTO, *(f"{AUTO} ≤ {limit.unit or format(limit, 'g')}" for limit in limits)]
-            yield from zip(labels, plan_within([request.memory_limit, *limits], source, request), strict=True)
+            asked = problems(AUTO, source, options, options.memory_limit, objective)
+            results = within_limits(asked, [options.memory_limit, *limits], effort=options.effort)
+            for label, result in zip(labels, results, strict=True):
+                yield label, result if isinstance(result, ScheduleError) else result.timeline
             continue
         try:
-            yield name, plan(name, source, request)
+            yield name, plan(name, source, options, options.memory_limit, objective)
         except ScheduleError as error:
             yield name, error
 

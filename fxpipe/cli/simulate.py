@@ -11,7 +11,7 @@ from rich.console import Console
 
 from fxpipe.cli.arguments import non_negative, picture, positive, positive_int, share, working, write_picture
 from fxpipe.cli.figures import figures, print_timeline
-from fxpipe.cli.planning import ScheduleRequest, plan
+from fxpipe.cli.planning import plan
 from fxpipe.cli.sources import CostSource, add_cost_arguments, source_of
 from fxpipe.errors import FxpipeError, ScheduleError, number_of
 from fxpipe.schedule.exact.order import Exact, exact
@@ -117,9 +117,8 @@ def _timeline(options: argparse.Namespace) -> tuple[CostSource, Timeline]:
         raise FxpipeError("--schedule NAME or --schedule-file FILE is required")
     limit = None if options.offload == AUTO else options.memory_limit
     objective: Objective = "period" if options.validation == "post" else options.objective
-    request = ScheduleRequest(options.stages_per_rank, options.placement, limit, objective, options.effort)
     with working("simulate"):
-        return source, plan(options.schedule, source, request)
+        return source, plan(options.schedule, source, options, limit, objective)
 
 
 def _drawn(options: argparse.Namespace, timeline: Timeline) -> Timeline | Steps:
