@@ -91,7 +91,6 @@ def test_parts_of_torch(rooms, part, exceptions):
 
 #: The readers of Python's text: the parser of programs, and what reads the model's code and the user's.
 READERS = {
-    "capture/reads/tensor_classes.py": {"ast.parse"},
     "capture/state/frozen_state.py": {"ast.parse"},
     "cli/run/data.py": {"ast.literal_eval"},
     "compiler/options.py": {"ast.parse", "ast.literal_eval"},

@@ -1,8 +1,11 @@
-"""Warns of state that a trace freezes: Python values, and generators of random numbers.
+"""Warns of what a trace freezes: Python values, generators of random numbers, and a tensor's own class.
 
 A program runs the ops that the forward ran in the trace.  Python state that the forward changes, as counters,
 toggles and random draws, keeps the value of the trace.  Changes that can be detected give a warning that
-names the line.
+names the line.  So do comparisons of a tensor's class, as the tensors of a trace are of a subclass:
+
+type(x) is torch.Tensor        false in a trace
+isinstance(x, torch.Tensor)    true
 """
 
 from __future__ import annotations
@@ -11,19 +14,23 @@ import ast
 import inspect
 import random
 import textwrap
+import types
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Iterator
 from itertools import zip_longest
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from torch import nn
 
 from fxpipe.capture.reads.data_scalar import NumberOfData
-from fxpipe.capture.reads.tensor_classes import compared_classes
 from fxpipe.capture.state.recorded_state import RecordedState
 from fxpipe.capture.state.state_slots import State
 from fxpipe.python_state.objects import PLAIN
+from fxpipe.runtime.functions import names_in
+
+_CLASSES = ("Tensor", "Parameter")
+_Expr = TypeVar("_Expr", bound=ast.expr)
 
 
 class StateWatch:
@@ -51,7 +58,7 @@ class StateWatch:
             _warn("The forward draws from numpy's random numbers.")
         if difference:
             _warn(f"{difference}.")
-        if places := compared_classes(self._recorded.objects.values(), files):
+        if places := _compared_classes(self._recorded.objects.values(), files):
             warnings.warn(
                 f"Code of the model compares type(…) with a tensor's class ({', '.join(places)}). "
                 "In a trace tensors and parameters are of another class, so another branch may be traced "
@@ -109,15 +116,58 @@ def _line(module: nn.Module | None, attribute: str) -> str:
         for name, function in vars(cls).items():
             if name == "__init__" or not inspect.isfunction(function):
                 continue
-            try:
-                lines, first = inspect.getsourcelines(function)
-            except (OSError, TypeError):
-                continue
-            for node in ast.walk(ast.parse(textwrap.dedent("".join(lines)))):
-                if (
-                    isinstance(node, ast.Attribute)
-                    and node.attr == attribute
-                    and isinstance(node.ctx, ast.Store)
-                ):
-                    return f" ({inspect.getsourcefile(function)}:{first + node.lineno - 1})"
+            for node, place in _located(function, ast.Attribute):
+                if node.attr == attribute and isinstance(node.ctx, ast.Store):
+                    return f" ({place})"
     return ""
+
+
+def _located(function: types.FunctionType, kind: type[_Expr]) -> Iterator[tuple[_Expr, str]]:
+    """The expressions of this kind in a function's source, each with its place, as file and line."""
+    try:
+        lines, first = inspect.getsourcelines(function)
+        tree = ast.parse(textwrap.dedent("".join(lines)))
+    except (OSError, TypeError, SyntaxError):  # made at run time, or a lambda within an expression
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, kind):
+            yield node, f"{inspect.getsourcefile(function)}:{first + node.lineno - 1}"
+
+
+def _compared_classes(reached: Iterable[object], files: Collection[str]) -> list[str]:
+    """The places, as file and line, where functions compare the class of something with a tensor's.
+
+    reached: what a model's code names, some of which it never runs.  files: those of the code that runs.
+    """
+    functions = [x for x in reached if isinstance(x, types.FunctionType) and x.__code__.co_filename in files]
+    return sorted({place for x in functions for place in _comparisons(x)})
+
+
+def _comparisons(function: types.FunctionType) -> Iterator[str]:
+    # Most functions name neither: their source is not read.
+    names = names_in(function.__code__)
+    if "type" not in names.globals and "__class__" not in names.attributes:
+        return
+    for node, place in _located(function, ast.Compare):
+        sides = node.left, *node.comparators
+        if any(map(_is_class, sides)) and any(map(_names_a_tensor, sides)):
+            yield place
+
+
+def _is_class(node: ast.expr) -> bool:
+    """``type(x)``, ``x.__class__``, or the name of one of them."""
+    if isinstance(node, ast.Attribute) and node.attr in ("__name__", "__qualname__"):
+        return _is_class(node.value)
+    if isinstance(node, ast.Call):
+        return isinstance(node.func, ast.Name) and node.func.id == "type" and len(node.args) == 1
+    return isinstance(node, ast.Attribute) and node.attr == "__class__"
+
+
+def _names_a_tensor(node: ast.expr) -> bool:
+    """Whether an expression names a tensor's class, or, for ``in``, a tuple with one."""
+    match node:
+        case ast.Tuple(elts=several) | ast.List(elts=several) | ast.Set(elts=several):
+            return any(map(_names_a_tensor, several))
+        case ast.Name(id=name) | ast.Attribute(attr=name) | ast.Constant(value=str(name)):
+            return name in _CLASSES
+    return False
