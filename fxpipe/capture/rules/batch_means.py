@@ -21,6 +21,7 @@ import operator
 import warnings
 from collections.abc import Collection, Iterator, Set
 from dataclasses import dataclass
+from functools import partial
 from pathlib import PurePath
 from typing import Any
 
@@ -30,7 +31,7 @@ from torch import fx
 from fxpipe.capture.reads.row_sums import Rows, named_dims, rows_in
 from fxpipe.capture.rules.joined_rows import joining_ops
 from fxpipe.ir.builder import Calls, node_arg
-from fxpipe.ir.graph import Kind, Origin, batch_mean
+from fxpipe.ir.graph import Kind, batch_mean
 from fxpipe.ir.nodes import copy_node, input_nodes
 from fxpipe.ir.storage import call_nodes, drop_dead, graph_outputs, leading_to, may_draw_numbers, set_outputs
 from fxpipe.plan.tensors import accum_dtype
@@ -120,7 +121,8 @@ class Tail:
     """
 
     def __init__(self, graph: fx.Graph, loss: fx.Node) -> None:
-        self.graph, self.rows, self._same = graph, rows_in(graph), _same_for_all(graph)
+        self.graph, self.calls = graph, Calls(graph)
+        self.rows, self._same = rows_in(graph), _same_for_all(graph)
         self.linear: dict[fx.Node, None] = {}
         self.divisions: list[_Division] = []
         self.apart: dict[fx.Node, str] = {}
@@ -261,24 +263,19 @@ def _as_division(tail: Tail, division: _Division) -> _Division:
     item = division.node
     if not _is_loss(item):
         return division
-    loss, origin, calls = node_arg(item, 0), item.meta["origin"], Calls(tail.graph)
+    loss, call = node_arg(item, 0), partial(_called, tail.calls, item)
     logs, labels, weight, _, ignored = loss.args
     loss.args = (logs, labels, weight, _SUM, ignored)
     before = [*item.users]
-
-    def call(target: object, *args: object, **kwargs: object) -> fx.Node:
-        node = _called(calls, target, args, kwargs, origin)
-        tail.rows[node] = Rows.SUMMED if target is aten.sum.default else Rows.FIRST
-        return node
-
     with tail.graph.inserting_before(loss):
         count = counts = call(aten.ne.Scalar, labels, ignored)
         if weight is not None:
             weights = call(aten.index.Tensor, weight, [call(aten.mul.Tensor, labels, counts)])
             count = call(aten.mul.Tensor, weights, counts)
         count = call(aten.sum.default, count)
+    tail.rows[count] = Rows.SUMMED
     with tail.graph.inserting_after(item):
-        mean = _called(calls, aten.div.Tensor, (item, count), {}, origin)
+        mean = call(aten.div.Tensor, item, count)
     for user in before:
         user.replace_input_with(item, mean)
     tail.linear[mean] = None
@@ -316,13 +313,10 @@ def _keep_for_others(tail: Tail, divisions: Set[fx.Node]) -> None:
 
 
 def _divide_by_mean(tail: Tail, division: _Division, share: float) -> None:
-    node, calls = division.node, Calls(tail.graph)
+    node, call = division.node, partial(_called, tail.calls, division.node)
     *before, divisor = node.args
     assert isinstance(divisor, fx.Node)
-    dtype, origin = node.meta["val"].dtype, node.meta["origin"]
-
-    def call(target: object, *args: object, **kwargs: object) -> fx.Node:
-        return _called(calls, target, args, kwargs, origin)
+    dtype = node.meta["val"].dtype
 
     def cast(value: fx.Node, dtype: torch.dtype) -> fx.Node:
         return value if value.meta["val"].dtype == dtype else call(aten._to_copy.default, value, dtype=dtype)
@@ -350,9 +344,11 @@ def _divide_by_mean(tail: Tail, division: _Division, share: float) -> None:
         other.args = (*other.args[:place], mean, *other.args[place + 1 :])
 
 
-def _called(calls: Calls, target: Any, args: Any, kwargs: Any, origin: Origin) -> fx.Node:
+def _called(calls: Calls, of: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    """A new op, where the graph inserts, of another one's origin."""
     values, named = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
-    return calls(target, args, kwargs, val=target(*values, **named), origin=origin)
+    val = target(*values, **named)
+    return calls(target, args, kwargs, val=val, origin=of.meta["origin"])
 
 
 def _is_loss(node: fx.Node) -> bool:
