@@ -230,7 +230,7 @@ class Pipeline(Views):
         looks = checked(check), checked_record(record)
         with self._clock.step(), self._runner.as_traced():
             result = self._runner.step(batch, outputs or (), outputs_on, *looks)
-        if result.loss is not None and self._trains:
+        if result.loss is not None and self.artifact.plan.trains:
             result = replace(result, loss=result.loss.as_subclass(StepLoss))  # its backward() has run
         return _loss(result) if outputs is None else result
 
@@ -239,10 +239,6 @@ class Pipeline(Views):
             raise RunError(
                 f"The model has no loss: ask for outputs=[…]. The pipeline gives {', '.join(self.outputs)}."
             )
-
-    @property
-    def _trains(self) -> bool:
-        return any(rank.gradients for rank in self.artifact.plan.tensors)
 
     @overload
     def evaluate(self, batch: object) -> torch.Tensor: ...
@@ -261,7 +257,7 @@ class Pipeline(Views):
         """
         pipe = self.evaluation
         if pipe is None:
-            if self._trains:
+            if self.artifact.plan.trains:
                 raise RunError(
                     "The pipeline has no programs for evaluation: compile it with evaluation=True, or "
                     "compile model.eval() once more with gradients=False."

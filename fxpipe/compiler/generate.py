@@ -74,7 +74,7 @@ def generate(
     # After the lowering, which knows ops and messages alone.
     instructions = with_gradients(instructions, buckets, tied_gradients(plan.tensors), divides)
     # Without an update there is no verdict to wait for.
-    if any(rank_tensors.gradients for rank_tensors in plan.tensors):
+    if plan.trains:
         instructions = with_validation(instructions, schedule.placement)
     # What is proved is what the programs are written from.
     prove(instructions, schedule.placement)

@@ -264,6 +264,20 @@ class Plan:
         unit, lengths = counted((leaf.shape or (), leaf.dtype) for leaf in self.step.batch.leaves)
         return prod(lengths) * self.step.microbatches * replicas / seconds, unit
 
+    @property
+    def tensor_names(self) -> set[str]:
+        """Those of the model's parameters and buffers."""
+        return {name.tensor for rank in self.tensors for name in rank.state}
+
+    @property
+    def trained(self) -> set[str]:
+        """The names of the parameters that get gradients."""
+        return {name.tensor for rank in self.tensors for name in rank.gradients}
+
+    @property
+    def trains(self) -> bool:
+        return any(rank.gradients for rank in self.tensors)
+
     def gradient_dtype(self, parameter: torch.dtype) -> torch.dtype:
         """The dtype in which the gradient of a parameter of this dtype is accumulated."""
         return gradient_dtype(parameter, dtype_of(self.grad_dtype))

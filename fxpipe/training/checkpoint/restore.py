@@ -197,7 +197,7 @@ def _of_replica(
 
 
 def _check_model(plan: Plan, checkpoint: CheckpointFiles) -> None:
-    names = {name.tensor for tensors in plan.tensors for name in tensors.state}
+    names = plan.tensor_names
     stored_names = {name.removeprefix(MODEL) for name in checkpoint.tensors if name.startswith(MODEL)}
     for name in sorted(names | stored_names):
         layout = plan.whole_layout(name) if name in names else None
@@ -223,7 +223,7 @@ def _check_optimizer(plan: Plan, optimizer: PipelineOptimizer, checkpoint: Check
             f"{path} has the state of an optimizer with {number_of(len(checkpoint.groups), 'group')}, and "
             f"this one has {len(groups)}. Make it with the same groups."
         )
-    trained = {name.tensor for tensors in plan.tensors for name in tensors.gradients}
+    trained = plan.trained
     with files.reading(path):
         for k, (saved, group) in enumerate(zip(checkpoint.groups, groups, strict=True)):
             kind = optimizer.of_groups[k]

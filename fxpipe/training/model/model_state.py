@@ -174,8 +174,8 @@ class ModelState:
         named: as ``follow_model`` gives them.
         """
         if self.then is not None:
-            trains = any(rank.gradients for rank in self.plan.tensors)
-            self.then.check(named | self.parameters, self.of(), self.plan.layouts, trains=trains)
+            model, layouts = self.of(), self.plan.layouts
+            self.then.check(named | self.parameters, model, layouts, trains=self.plan.trains)
 
     def parameter(self, name: str) -> torch.nn.Parameter:
         """A parameter, or the rows of one that a rank holds; rows share the parameter's memory, and their

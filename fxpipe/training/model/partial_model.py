@@ -50,14 +50,14 @@ def register(state: ModelState) -> None:
 
 def share_model(state: ModelState) -> None:
     """Free what no pipeline has here of the model of a new pipeline."""
-    _free(state, names_of(state.plan))
+    _free(state, state.plan.tensor_names)
 
 
 def free_others(state: ModelState) -> None:
     """Free the copies of what other ranks have, as values have changed.  A pipeline that only evaluates frees
     those of tensors that it changes."""
     if any(state.parameters is other.parameters for other in _compiled):
-        _free(state, names_of(state.plan) if trains(state.plan) else {*state.plan.changed})
+        _free(state, state.plan.tensor_names if state.plan.trains else {*state.plan.changed})
         state.aliases.hide()
 
 
@@ -101,7 +101,7 @@ def _difference(new: ModelState, other: ModelState) -> str:
 
     One that does not train may have copies, which ``synchronize`` of the other fills.
     """
-    if not (trains(new.plan) and trains(other.plan)):
+    if not (new.plan.trains and other.plan.trains):
         return ""
     for name, theirs in _common(new, other):
         changed = name in changed_by(new.plan), theirs in changed_by(other.plan)
@@ -148,7 +148,7 @@ def _ranks_text(parts: dict[int, frozenset[tuple[int, int]]]) -> str:
 def sharing(state: ModelState) -> list[ModelState]:
     """The other pipelines that train tensors of this one's model."""
     return [
-        other for other in _compiled if other is not state and trains(other.plan) and _common(state, other)
+        other for other in _compiled if other is not state and other.plan.trains and _common(state, other)
     ]
 
 
@@ -195,7 +195,7 @@ def names_by_rank(
     """
     theirs = {id(tensor): name for name, tensor in tensors_of(other).items()}
     names = {name: theirs.get(id(tensor)) for name, tensor in registered(model).items()}
-    known, plan = names_of(other.plan), other.plan
+    known, plan = other.plan.tensor_names, other.plan
     if not known.intersection(names.values()):
         return (), ()
     in_stages = {ShardName(name).tensor for stage in plan.stages for name in stage.parameters}
@@ -265,18 +265,9 @@ def pipelines_of(model: nn.Module, process: Process) -> list[ModelState]:
     return [states[number] for number in sorted(numbers)]
 
 
-def names_of(plan: Plan) -> set[str]:
-    """The names of the model's parameters and buffers."""
-    return {name.tensor for rank in plan.tensors for name in rank.state}
-
-
-def trains(plan: Plan) -> bool:
-    return any(rank.gradients for rank in plan.tensors)
-
-
 def changed_by(plan: Plan) -> set[str]:
     """The names of the tensors to which training gives new values."""
-    return {name.tensor for rank in plan.tensors for name in rank.gradients} | {*plan.changed}
+    return plan.trained | {*plan.changed}
 
 
 def whole_names(state: ModelState) -> set[str]:

@@ -18,7 +18,7 @@ from fxpipe.plan.tensors import dtype_of
 from fxpipe.runtime.job.process import Process
 from fxpipe.training.model.elsewhere import bring_back, is_elsewhere
 from fxpipe.training.model.model_state import ModelState
-from fxpipe.training.model.partial_model import names_of, pipelines_of, registered, show_stale, tensors_of
+from fxpipe.training.model.partial_model import pipelines_of, registered, show_stale, tensors_of
 from fxpipe.training.weights.initial_values import initialize
 from fxpipe.training.weights.tensor_values import InMemory, TensorSource, are_equal, copy_to
 
@@ -65,7 +65,7 @@ def copy_to_model(state: ModelState, model: nn.Module | None) -> None:
         return  # all ranks are this process
     if not known:
         raise RunError("This pipeline has no model. Give one to copy to: pipe.synchronize(model).")
-    names = state.plan.layouts.keys() & names_of(state.plan)
+    names = state.plan.layouts.keys() & state.plan.tensor_names
     attributes = {} if target is None else kept_tensors(target, names - known.keys())
     slots = kept_slots(target) if target is not None and attributes else {}
     for name in names:
@@ -153,7 +153,7 @@ def _load(state: ModelState, name: ShardName, values: TensorSource, key: str) ->
 
 def _keys(plan: Plan, values: TensorSource, strict: bool, tables: set[str]) -> dict[str, str]:
     """Name -> the given one, of the tensors that this process holds, checked."""
-    names, known = dict(plan.state), names_of(plan)
+    names, known = dict(plan.state), plan.tensor_names
     if strict:
         _check_names(plan, values, names, known)
     keys: dict[str, str] = {}

@@ -35,7 +35,7 @@ def matched(plan: Plan, into: Mapping[str, str]) -> dict[str, str]:
         first, *rest = sources.split("*")
         for name, texts in matches.items():
             pairs[name] = first + "".join(a + b for a, b in zip(texts, rest, strict=True))
-    trained = {name.tensor for rank in plan.tensors for name in rank.gradients}
+    trained = plan.trained
     for target, source in pairs.items():
         if source not in known:
             raise OptionError(f"{target} is to follow {source}, which is no parameter of the model.")
