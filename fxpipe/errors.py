@@ -1,7 +1,7 @@
 """The errors that fxpipe raises.  Each message says what is wrong, where, and what to do; ``printable`` shows
 any name in it on one line, ``suggested`` the known name that was probably meant."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from difflib import get_close_matches
 
 
@@ -76,6 +76,17 @@ def at_least_one(name: str, value: object) -> None:
     """Raise OptionError, naming the option, for anything but a whole number above 0."""
     if type(value) is not int or value < 1:
         raise OptionError(f"{name} is {value!r} and must be a whole number, at least 1.")
+
+
+def one_of(name: str, value: object, choices: Collection[object]) -> None:
+    """Raise OptionError, naming the option, for anything but one of these values."""
+    if any(type(value) is type(choice) and value == choice for choice in choices):
+        return
+    *most, last = map(repr, choices)
+    texts = [choice for choice in choices if isinstance(choice, str)]
+    raise OptionError(
+        f"{name} is {value!r} and must be {', '.join(most)} or {last}.{suggested(value, texts)}"
+    )
 
 
 def suggested(given: object, known: Iterable[str]) -> str:

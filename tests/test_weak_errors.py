@@ -283,7 +283,7 @@ PIPE = {
     "simulate a validation": (
         lambda pipe, _: pipe.simulate_steps(validation="pst"),
         OptionError,
-        'validation is \'pst\' and must be "barrier" or "post"',
+        "validation is 'pst' and must be 'barrier' or 'post'. Did you mean 'post'",
     ),
     "report to nothing": (
         lambda pipe, _: pipe.report(None),

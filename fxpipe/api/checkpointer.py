@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.stateful import Stateful
 
-from fxpipe.errors import ArtifactError, FxpipeError, OptionError, RunError, at_least_one
+from fxpipe.errors import ArtifactError, FxpipeError, OptionError, RunError, at_least_one, one_of
 from fxpipe.plan.saved.files import as_path, checksum, writing
 from fxpipe.runtime.job.collectives import gather_bytes
 from fxpipe.runtime.job.process import agreed, agreed_by
@@ -105,8 +105,7 @@ class Checkpointer:
         at_least_one("keep", keep)
         if every is not None:
             at_least_one("every", every)
-        if not isinstance(asynchronous, bool):
-            raise OptionError(f"asynchronous is {asynchronous!r} and must be True or False.")
+        one_of("asynchronous", asynchronous, (True, False))
         _check_given(pipe, optimizer, state)
         self.pipe, self.optimizer = pipe, optimizer
         self.user: dict[str, Stateful] = {

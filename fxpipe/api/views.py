@@ -14,7 +14,7 @@ from fxpipe.api.hints import missing
 from fxpipe.certificate.check import check_artifact
 from fxpipe.certificate.problems import Certificate
 from fxpipe.cost.plan_costs import costs_of, expressions, known_work
-from fxpipe.errors import OptionError, RunError, at_least_one, number_of
+from fxpipe.errors import OptionError, RunError, at_least_one, number_of, one_of
 from fxpipe.ir.graph import Section
 from fxpipe.plan.artifact import Artifact, Plan, Validation
 from fxpipe.plan.memory import rank_memory
@@ -173,8 +173,8 @@ class Views:
         sizes, device: as for ``simulate``, which raises the same errors.
         """
         at_least_one("steps", steps)
-        if validation not in (None, *VALIDATIONS):
-            raise OptionError(f'validation is {validation!r} and must be "barrier" or "post".')
+        if validation is not None:
+            one_of("validation", validation, VALIDATIONS)
         plan = self.plan
         return simulate_steps(
             plan.ordered, costs_of(plan, sizes, device), validation or plan.validation, steps

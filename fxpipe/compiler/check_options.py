@@ -8,7 +8,7 @@ from typing import Any, get_args
 from fxpipe.compiler.options import Settings
 from fxpipe.compiler.passes import PASS_NAMES
 from fxpipe.cost.known_devices import device_names, is_device_name
-from fxpipe.errors import OptionError, at_least_one, number_of, suggested
+from fxpipe.errors import OptionError, at_least_one, number_of, one_of, suggested
 from fxpipe.plan.lanes import LanePlan
 from fxpipe.plan.rewrites import RULES
 from fxpipe.plan.step import Tier
@@ -137,10 +137,8 @@ def _check_offload(options: Settings) -> None:
         known = share is None or (isinstance(share, (int, float)) and 0 <= share <= 1)
     if not known:
         raise OptionError(f"offload is {share!r} and must be True, False, 'auto', or a share from 0 to 1.")
-    if tier not in (None, *get_args(Tier)):
-        raise OptionError(
-            f"The tier of offload is {tier!r} and must be {' or '.join(map(repr, get_args(Tier)))}."
-        )
+    if tier is not None:
+        one_of("The tier of offload", tier, get_args(Tier))
     if bandwidth is not None and not (isinstance(bandwidth, int | float) and 0 < bandwidth < inf):
         raise OptionError(f"The bandwidth of offload is {bandwidth!r} and must be bytes a second, above 0.")
     if share == AUTO and options.memory_limit is None:

@@ -14,7 +14,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import torch
 
-from fxpipe.errors import OptionError, suggested
+from fxpipe.errors import OptionError, one_of
 from fxpipe.passes.level.recompute import Level
 from fxpipe.plan.meshes import Mesh
 from fxpipe.plan.rewrites import RULES, Rule
@@ -276,13 +276,8 @@ def docs_of(record: type) -> dict[str, str]:
 def check_choices(options: Options) -> None:
     """Raise OptionError for an option whose type lists its values, and that has another one."""
     for name, kind in get_type_hints(type(options)).items():
-        value, choices = getattr(options, name), _choices(kind)
-        if choices and not any(type(value) is type(choice) and value == choice for choice in choices):
-            *most, last = map(repr, choices)
-            raise OptionError(
-                f"{name} is {value!r} and must be {', '.join(most)} or {last}."
-                f"{suggested(value, [choice for choice in choices if isinstance(choice, str)])}"
-            )
+        if choices := _choices(kind):
+            one_of(name, getattr(options, name), choices)
 
 
 def _choices(kind: object) -> tuple[object, ...]:

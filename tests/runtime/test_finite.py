@@ -61,7 +61,7 @@ def test_a_step_without(compiled):
     _, pipe, batch = compiled
     found, expected = pipe.run_local(batch, check="finite"), pipe.run_local(batch)
     assert torch.equal(found.loss, expected.loss)
-    with pytest.raises(OptionError, match="check is 'nan' and must be \"finite\" or None"):
+    with pytest.raises(OptionError, match="check is 'nan' and must be 'finite' or None"):
         pipe.run_local(batch, check="nan")
 
 

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 
-from fxpipe.errors import FxpipeError, OptionError, RunError
+from fxpipe.errors import FxpipeError, RunError, one_of
 from fxpipe.plan.program import records as r
 from fxpipe.plan.program.parse import parse
 from fxpipe.plan.program.performed import text_of
@@ -32,8 +32,7 @@ Check = Literal["finite"] | None
 
 def checked(asked: str | None) -> Check:
     """Raises OptionError for a check that is not known."""
-    if asked not in (None, "finite"):
-        raise OptionError(f'check is {asked!r} and must be "finite" or None.')
+    one_of("check", asked, ("finite", None))
     return asked  # type: ignore[return-value]
 
 

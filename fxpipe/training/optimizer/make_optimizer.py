@@ -9,7 +9,7 @@ import torch
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from fxpipe.errors import OptionError
+from fxpipe.errors import one_of
 from fxpipe.plan.artifact import Validation, holders
 from fxpipe.plan.rows import ShardName
 from fxpipe.plan.tensors import gradient_dtype
@@ -54,12 +54,10 @@ def make_optimizer(
         parameters: dict[str, Parameter] = {name: state.parameter(name) for name in owned_names}
         trained = holders(tensors.gradients for tensors in state.owned)
         all_groups = groups_of(cls, options, groups, {name.tensor for name in trained})
-        if validation not in get_args(Validation):
-            raise OptionError(f'validation is {validation!r} and must be "barrier" or "post".')
+        one_of("validation", validation, get_args(Validation))
         flags = {"master_weights": master_weights, "changes_gradients": changes_gradients}
         for name, flag in flags.items():
-            if not isinstance(flag, bool):
-                raise OptionError(f"{name} is {flag!r} and must be True or False.")
+            one_of(name, flag, (True, False))
         kinds = {
             name: Table(state.plan.whole_layout(name.tensor).shape, frozenset(state.spans_of(name)))
             for name in trained
