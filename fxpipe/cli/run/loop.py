@@ -108,15 +108,14 @@ def train(pipe: Pipeline, data: Data, settings: LoopSettings, evaluated: Data | 
             stack.enter_context(checkpoints)
             if checkpoints.resume() and leads:
                 logger.info("resumed after step %d", pipe.step_number - 1)
-        log = stack.enter_context(_Log(settings, steps, pipe.step_number)) if leads else None
+        log = stack.enter_context(_Log(settings, steps, pipe.step_number, shows=leads))
         begun = pipe.step_number
         # With "post" ranks do not wait for each other, nor does the log: its figures are known a step later.
         waits = (settings.validation or pipe.artifact.plan.validation) == "barrier"
-        unlogged: list[Callable[[], None]] = []
         while pipe.step_number < steps:
             step = pipe.step_number
             loss = pipe.step(data.batch(step))
-            _empty(unlogged)
+            log.settle()
             logs = step % settings.log_every == 0 or step == steps - 1
             # By the settings of this run, not those of the run that it resumes.
             lr = settings.lr * _factor(settings, step, steps)
@@ -130,18 +129,14 @@ def train(pipe: Pipeline, data: Data, settings: LoopSettings, evaluated: Data | 
             optimizer.step()
             optimizer.zero_grad()
             if logs:
-                speed = _begin_speed(pipe)
-                unlogged.append(partial(_log, log, step, {"loss": float(loss), "lr": lr}, norm, speed))
-            if log is not None:
-                log.advance(step + 1)
+                log.later(step, _begin_figures(pipe, {"loss": float(loss), "lr": lr}, norm))
+            log.advance(step + 1)
             every = settings.evaluate_every
             is_due = step == steps - 1 or (every is not None and (step + 1) % every == 0)
             if waits or is_due:
-                _empty(unlogged)
+                log.settle()
             if evaluated is not None and evaluations and is_due:
-                figure = evaluate(pipe, evaluated, evaluations)
-                if log is not None:
-                    log.add({"evaluation": figure}, step)
+                log.add({"evaluation": evaluate(pipe, evaluated, evaluations)}, step)
             if checkpoints is not None:
                 checkpoints.step()
         at_end = begun < steps and (settings.every is None or steps % settings.every != 0)
@@ -183,29 +178,11 @@ def _factor(settings: LoopSettings, step: int, steps: int) -> float:
     return DECAYS[settings.decay](min(1.0, (step - settings.warmup) / left))
 
 
-def _empty(unlogged: list[Callable[[], None]]) -> None:
-    """Log what is not yet logged."""
-    for add in unlogged:
-        add()
-    unlogged.clear()
-
-
-def _log(
-    log: _Log | None,
-    step: int,
-    known: dict[str, float],
-    norm: Callable[[], torch.Tensor],
-    speed: Callable[[], dict[str, float]],
-) -> None:
-    """All ranks gather the figures, and the first one has a log."""
-    figures = {**known, "norm": float(norm()), **speed()}
-    if log is not None:
-        log.add(figures, step)
-
-
-def _begin_speed(pipe: Pipeline) -> Callable[[], dict[str, float]]:
-    """The figures of the last steps, with the largest bubble of all ranks; given by a function that waits for
-    the others."""
+def _begin_figures(
+    pipe: Pipeline, known: dict[str, float], norm: Callable[[], torch.Tensor]
+) -> Callable[[], dict[str, float]]:
+    """The known figures, the norm, and the figures of the last steps with the largest bubble of all ranks;
+    given by a function that waits for the others."""
     figures = {name: figure for name, figure in pipe.figures().items() if name not in ("step", "norm")}
     idle = torch.tensor([figures.get("bubble", 0.0)], dtype=torch.float64)
     process = pipe.process
@@ -213,11 +190,12 @@ def _begin_speed(pipe: Pipeline) -> Callable[[], dict[str, float]]:
         None if process is None else process.begin_gather(idle.view(torch.int64), "the log of fxpipe run")
     )
 
-    def speed() -> dict[str, float]:
+    def figures_of_all() -> dict[str, float]:
+        first = {**known, "norm": float(norm())}
         all_idle = idle if gathered is None else gathered()[:, 0].contiguous().view(torch.float64)
-        return figures | ({"bubble": float(all_idle.max())} if "bubble" in figures else {})
+        return first | figures | ({"bubble": float(all_idle.max())} if "bubble" in figures else {})
 
-    return speed
+    return figures_of_all
 
 
 _TEXTS: dict[str, Callable[[float], str]] = {
@@ -234,15 +212,20 @@ _TEXTS: dict[str, Callable[[float], str]] = {
 
 
 class _Log:
-    """Shows figures in the log and, if asked to, in TensorBoard; a progress bar on terminals."""
+    """Shows figures in the log and, if asked to, in TensorBoard; a progress bar on terminals.
 
-    def __init__(self, settings: LoopSettings, steps: int, done: int):
+    shows: on rank 0 alone; with the others it gathers figures.
+    """
+
+    def __init__(self, settings: LoopSettings, steps: int, done: int, *, shows: bool):
         console = Console(stderr=True)
-        self._progress = Progress(console=console, disable=not console.is_terminal)
+        self._progress = Progress(console=console, disable=not (shows and console.is_terminal))
         self._bar = self._progress.add_task("train", total=steps, completed=done)
-        self._board = None if settings.tensorboard is None else board_class()(str(settings.tensorboard))
-        self._lines = None
-        if settings.log_file is not None:
+        self._later: list[tuple[int, Callable[[], dict[str, float]]]] = []
+        self._shows, self._board, self._lines = shows, None, None
+        if shows and settings.tensorboard is not None:
+            self._board = board_class()(str(settings.tensorboard))
+        if shows and settings.log_file is not None:
             with writing(settings.log_file):
                 self._lines = settings.log_file.open("a", encoding="utf-8")
 
@@ -257,7 +240,18 @@ class _Log:
         if self._lines is not None:
             self._lines.close()
 
+    def later(self, step: int, figures: Callable[[], dict[str, float]]) -> None:
+        """Have ``settle`` add figures that wait for other ranks."""
+        self._later.append((step, figures))
+
+    def settle(self) -> None:
+        for step, figures in self._later:
+            self.add(figures(), step)
+        self._later.clear()
+
     def add(self, figures: dict[str, float], step: int) -> None:
+        if not self._shows:
+            return
         texts = (f"{name} {_TEXTS.get(name, '{:,.0f}'.format)(value)}" for name, value in figures.items())
         logger.info("step %d  %s", step, "  ".join(texts))
         if self._lines is not None:
