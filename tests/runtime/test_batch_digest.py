@@ -24,7 +24,7 @@ from fxpipe.runtime.job.attempt import (
 )
 from fxpipe.runtime.job.digest import MOST, digest
 from fxpipe.runtime.job.failure import Failures, Heartbeat
-from fxpipe.runtime.job.heartbeat_survey import others_of, shared_survey
+from fxpipe.runtime.job.heartbeat_survey import shared_survey, with_others
 from fxpipe.runtime.job.limited_store import LimitedStore
 from fxpipe.runtime.job.process import as_timeout
 from fxpipe.runtime.program.batch import batch_spec, microbatches_of
@@ -404,12 +404,12 @@ def test_ranks_that_do_the_same_are_told_of_once():
     waits, runs = Heartbeat("1", "waits for rank 9", True), Heartbeat("1", "runs F0.1", True)
     gone = Heartbeat("1", "runs F0.2", False)
     survey = [waits, runs, waits, gone, *[waits] * 10]
-    killed, rest = others_of(enumerate(survey), 0)
+    killed, rest = with_others(enumerate(survey), 0, "Rank 0 ends.").split("Rank 0 ends.")
     assert killed.startswith("Rank 3 gives no sign of life any more (killed, or out of memory)")
     assert rest == (
         " Rank 1 runs F0.1. Rank 2 waits for rank 9; so do ranks 4, 5, 6, 7, 8, 9, 10, 11 and 2 more."
     )
-    assert others_of(enumerate([waits, runs, runs]), 0)[1] == " Rank 1 runs F0.1; so does rank 2."
+    assert with_others(enumerate([waits, runs, runs]), 0, "") == " Rank 1 runs F0.1; so does rank 2."
 
 
 @pytest.mark.slow

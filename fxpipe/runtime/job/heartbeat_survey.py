@@ -54,9 +54,9 @@ def _received(failures: Failures, key: str, show: Callable[[], None] | None) -> 
     return [Heartbeat(*heartbeat) for heartbeat in json.loads(failures.store.get(key))]
 
 
-def others_of(heartbeats: Iterable[tuple[int, Heartbeat]], rank: int) -> tuple[str, str]:
-    """Tell, by the heartbeats of ranks, of those that are gone, and of the others, as sentences of this
-    rank's message."""
+def with_others(heartbeats: Iterable[tuple[int, Heartbeat]], rank: int, what: str) -> str:
+    """What this rank tells, behind sentences about ranks that are gone, by their heartbeats, and before those
+    about the others."""
     gone: list[str] = []
     rest: dict[str, list[int]] = {}  # what a rank does, or its silence -> the ranks
     for other, heartbeat in heartbeats:
@@ -77,7 +77,7 @@ def others_of(heartbeats: Iterable[tuple[int, Heartbeat]], rank: int) -> tuple[s
                 f"Rank {other} gives no sign of life any more (killed, out of memory, or stopped); {last}"
             )
     told = [_told(doing, ranks) for doing, ranks in rest.items()]
-    return "".join(gone[:MOST_NAMED]), "".join(told[:MOST_NAMED])
+    return "".join([*gone[:MOST_NAMED], what, *told[:MOST_NAMED]])
 
 
 def _told(doing: str, ranks: Sequence[int]) -> str:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from fxpipe.errors import FxpipeError, RunError, number_of
 from fxpipe.runtime.job.failure import BEAT, ENDED, FIRST, WATCHED, Failures, Heartbeat, record
-from fxpipe.runtime.job.heartbeat_survey import others_of, shared_survey
+from fxpipe.runtime.job.heartbeat_survey import shared_survey, with_others
 from fxpipe.runtime.job.user_line import comes_from, place_of_error, place_of_main_thread
 from fxpipe.runtime.program.comm import NoAnswer, answered
 from fxpipe.runtime.torch_private import OF_COLLECTIVES
@@ -191,11 +191,11 @@ class Watch:
         """Say of an error of a collective of the script's that the other ranks may not have called it."""
         with contextlib.suppress(dist.DistError):
             heartbeats = ((rank, self.failures.seen(rank)) for rank in self.failures.others())
-            gone, rest = others_of(heartbeats, self.failures.rank)
-            error.add_note(
-                f"{gone}{rest.lstrip()} What communicates with all processes waits for all of them: call it "
-                "on every rank, between the same steps."
+            what = (
+                "What communicates with all processes waits for all of them: call it on every rank, between "
+                "the same steps."
             )
+            error.add_note(with_others(heartbeats, self.failures.rank, what))
 
     def report_uncaught(self) -> None:
         """Tell the other ranks of an exception that ends this process, wherever it comes from.
@@ -223,6 +223,7 @@ class Watch:
         show: as for ``Failures.survey``.
         """
         doing, rank = self.doing(), self.failures.rank
+        what = f"Rank {rank} {doing}, and got no answer: {error}."
         self.failures.hurry()  # a store that is gone as well must not hold up the error
         try:
             first = self.failures.find()
@@ -230,15 +231,13 @@ class Watch:
                 # At once: torchrun ends this process as soon as it notices that another one has ended.
                 log.warning("rank %d %s, and got no answer: %s", rank, doing, error)
                 survey = shared_survey(self.failures, "no answer", show)
-                gone, rest = others_of(enumerate(survey), rank)
-                message = f"{gone}Rank {rank} {doing}, and got no answer: {error}.{rest}"
+                message = with_others(enumerate(survey), rank, what)
                 first = self.failures.find() or self.failures.leave(message)
                 if first == message:
                     return RunError(message)
         except dist.DistError as no_store:
-            gone, rest = others_of(self.failures.missing().items(), rank)
-            what = f"{gone}Rank {rank} {doing}, and got no answer: {error}.{rest}"
-            return RunError(f"{what} The store that the ranks share is gone: {no_store}.")
+            told = with_others(self.failures.missing().items(), rank, what)
+            return RunError(f"{told} The store that the ranks share is gone: {no_store}.")
         return RunError(f"{first} (Rank {rank} {doing}.)")
 
     def _run(self) -> None:
@@ -268,9 +267,9 @@ class Watch:
             heartbeats, missing = self.failures.remembered(), self.failures.missing()
             awaited = {0, *self._awaited(heartbeats.__getitem__)}
             if self._waited * BEAT >= ALONE and any(r in missing or not heartbeats[r].runs for r in awaited):
-                gone, rest = others_of(missing.items(), self.failures.rank)
-                what = f"{gone}The store that the ranks share is gone: {error}.{rest}"
-                self._end(self._elsewhere(what), 0.0)
+                what = f"The store that the ranks share is gone: {error}."
+                told = with_others(missing.items(), self.failures.rank, what)
+                self._end(self._elsewhere(told), 0.0)
 
     def _show(self) -> None:
         self._beat += 1
@@ -291,10 +290,8 @@ class Watch:
         if self._waited and seconds >= self._said:
             self._said *= 2
             survey = shared_survey(self.failures, "a long wait", self._show)
-            gone, rest = others_of(enumerate(survey), self.failures.rank)
-            log.warning(
-                "%srank %d %s, for %.0f s now.%s", gone, self.failures.rank, self._doing, seconds, rest
-            )
+            what = f"rank {self.failures.rank} {self._doing}, for {seconds:.0f} s now."
+            log.warning("%s", with_others(enumerate(survey), self.failures.rank, what))
 
     def _awaited(self, seen: Callable[[int], Heartbeat]) -> dict[int, Heartbeat]:
         """The rank that this one waits for.  Of several the next ones that have not ended: others watch the
