@@ -1,12 +1,12 @@
 """Masks of attention of transformers' decoders: with and without padding, each batch beside eager.
 
-    python benchmarks/masks.py --number 20
+    PYTHONPATH=. python benchmarks/masks.py --output benchmarks/results/masks.txt
 
 Each decoder (a tiny one of its family, random weights, float64) is compiled with the ``attention_mask`` that
 a collator gives.  The table has its calls of attention that are given a mask in the programs for all batches,
 and in those for batches without padding (``batch-masks``), the largest error of loss and gradients of both
-against eager by the largest gradient, and the seconds of a compilation without the second programs, and with
-them beside it.
+against eager by the largest gradient, the CPU seconds of a compilation without the second programs, and those
+with them, relative to these.
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ import argparse
 import time
 import warnings
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
+from report import Report
 from torch import nn
 from torch.nn import functional as F
 from transformers.models.auto import modeling_auto
@@ -32,64 +34,55 @@ from fxpipe.ir.ops import is_masked
 from fxpipe.ir.storage import call_nodes
 
 LENGTH, MICROBATCHES = 32, 2
+#: Of a tiny config or of float64, which a family's code does not take, and of models that are refused.
+ERRORS = FxpipeError, ValueError, TypeError, ImportError, RuntimeError, LookupError, AttributeError
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("--number", type=int, default=20, help="decoders whose attention is given masks")
     parser.add_argument("--seed", type=int, default=0, help="of the order of the families")
+    parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_default_dtype(torch.float64)
-    print(
-        f"{'family':24}{'dense':>6}{'unpadded':>9}{'error, unpadded':>17}{'padded':>10}{'seconds':>9}{'beside':>8}"
-    )
-    rows = decoders(options.seed)
-    shown = 0
-    while shown < options.number and (row := next(rows, None)) is not None:
-        print(row, flush=True)
-        shown += 1
+    report = Report("Masks of the batch of transformers' decoders, with programs for batches without padding")
+    found = decoders(options.seed, report)
+    rows = [row for _, row in zip(range(options.number), found, strict=False)]
+    columns = "family", "dense", "without padding", "error", "error, padded", "compile s", "with both"
+    report.table(columns, rows)
+    report.save(options.output)
 
 
-def decoders(seed: int) -> Iterator[str]:
+def decoders(seed: int, report: Report) -> Iterator[tuple[str, ...]]:
     """A row for each family whose attention is given masks of the batch."""
     families = sorted(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items())
     order = torch.randperm(len(families), generator=torch.Generator().manual_seed(seed))
-    for kind, name in (families[k] for k in order.tolist()):
+    for kind, names in (families[k] for k in order.tolist()):
+        name = names if isinstance(names, str) else names[0]
         torch.manual_seed(0)
         try:
-            model = without_dropout(
-                build(kind, name if isinstance(name, str) else name[0], "CAUSAL_LM").model
-            )
+            model = without_dropout(build(kind, name, "CAUSAL_LM").model)
             row = measured(kind, model.to(torch.float64).train())
-        except (
-            FxpipeError,
-            ValueError,
-            TypeError,
-            ImportError,
-            AttributeError,
-            RuntimeError,
-            KeyError,
-        ) as error:
-            row = f"{kind:24}  not compiled: {type(error).__name__}"  # a tiny config that its code does not take
-            print(row, flush=True)
+        except ERRORS as error:
+            text = f"{type(error).__name__}: {str(error).splitlines()[0][:80]}"
+            report.line(f"{kind} is left out, as its code or compile raises {text}")
             continue
         if row is not None:
             yield row
 
 
-def measured(kind: str, model: nn.Module) -> str | None:
+def measured(kind: str, model: nn.Module) -> tuple[str, ...] | None:
     ids = torch.randint(3, 90, (2, LENGTH))
     example = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
 
     def compiled(least: float) -> tuple[fxpipe.Pipeline, float]:
-        begin = time.perf_counter()
+        begin = time.process_time()
         with mock.patch.object(assumed, "LEAST", least):
             shape = {"ranks": 2, "microbatches": MICROBATCHES}
             pipe = fxpipe.compile(model, example, loss_fn=loss_and_count, **shape)
-        return pipe, time.perf_counter() - begin
+        return pipe, time.process_time() - begin
 
     alone, seconds = compiled(2.0)
     assert alone.graph is not None
@@ -99,8 +92,8 @@ def measured(kind: str, model: nn.Module) -> str | None:
     both, longer = compiled(0.0)
     saved = next((r.ops for r in both.plan.rewrites if r.rule == "batch-masks"), 0)
     errors = [error(both, model, padded) for padded in (False, True)]
-    times = f"{seconds:9.1f}{longer / seconds:8.2f}"
-    return f"{kind:24}{dense:6}{dense - saved:9}{errors[0]:17.1e}{errors[1]:10.1e}{times}"
+    numbers = str(dense), str(dense - saved), *(f"{each:.1e}" for each in errors)
+    return kind, *numbers, f"{seconds:.1f}", f"{longer / seconds:.2f}"
 
 
 def error(pipe: fxpipe.Pipeline, model: nn.Module, padded: bool) -> float:
