@@ -37,17 +37,15 @@ def main() -> None:
     report = Report("Optimizers on 2 replicas of 2 ranks, 26 updates in float64, beside plain torch")
     names = [name for name in OPTIMIZERS if re.search(arguments.only, name)]
     begun, found = time.perf_counter(), dict[str, dict[str, str]]()
-    taken_back, refusals = 0, set[str]()
-    for level, whole in MESHES:
-        case = {"level": level, "whole": whole, "names": names}
-        measured: dict[str, Any] = run("optimizers_worker.py", 4, case, limit=1800)
-        for name, results in measured["results"].items():
+    refusals = set[str]()
+    measured: dict[str, Any] = run("optimizers_worker.py", 4, {"meshes": MESHES, "names": names}, limit=3600)
+    for (level, whole), of_mesh in zip(MESHES, measured["results"], strict=True):
+        for name, results in of_mesh.items():
             column = f"{level or 'none'}{', whole' if whole else ''}"
             found.setdefault(name, {})[column] = " / ".join(short(result) for result in results)
             for result in results:
                 if result.startswith("refused: "):
                     refusals.add(result.removeprefix("refused: "))
-        taken_back += measured["taken back"]
     columns = [*found[names[0]]]
     report.line()
     report.line("shard, and whether parameters are whole: with a barrier / with post-validation")
@@ -60,8 +58,8 @@ def main() -> None:
     report.line()
     report.line(
         f"{len(names)} optimizers, {len(cells)} runs: {cells.count('right')} right, "
-        f"{cells.count('refused')} refused, {wrong} wrong. {taken_back} updates of rank 0 were taken back. "
-        f"{time.perf_counter() - begun:.0f} s."
+        f"{cells.count('refused')} refused, {wrong} wrong. "
+        f"{measured['taken back']} updates of rank 0 were taken back. {time.perf_counter() - begun:.0f} s."
     )
     report.save(arguments.output)
 

@@ -135,14 +135,9 @@ def main() -> None:
     worker = Worker.join()
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
-    model, level = Words(), worker.case["level"]
-    reference, limit = copy.deepcopy(model), largest_norm(model, batches()[0])
-    start = {name: x.clone() for name, x in model.state_dict().items()}
-    pipe = fxpipe.compile(
-        model, {name: x[:ROWS] for name, x in batches()[0].items()},
-        ranks=RANKS, microbatches=MICROBATCHES, schedule="1f1b", shard=level or None,
-        undivided=["*"] if worker.case["whole"] else [],
-    )  # fmt: skip
+    first, names = Words(), worker.case["names"]
+    limit = largest_norm(first, batches()[0])
+    expected = {name: eager(name, first, limit) for name in names} if worker.rank == 0 else {}
     updates = [0]
 
     class Counted(SpeculativeUpdate):
@@ -151,12 +146,21 @@ def main() -> None:
             return super().taken_back(*arguments)
 
     optimizer_module.SpeculativeUpdate = Counted
-    results: dict[str, list[str]] = {}
-    for name in worker.case["names"]:
-        expected = eager(name, reference, limit)
-        for validation in ("barrier", "post"):
-            pipe.load_state_dict(start)
-            results.setdefault(name, []).append(compared(trained(name, pipe, limit, validation), expected))
+    results: list[dict[str, list[str]]] = []
+    for level, whole in worker.case["meshes"]:
+        pipe = fxpipe.compile(
+            copy.deepcopy(first), {name: x[:ROWS] for name, x in batches()[0].items()},
+            ranks=RANKS, microbatches=MICROBATCHES, schedule="1f1b",
+            shard=level or None, undivided=["*"] if whole else [],
+        )  # fmt: skip
+        results.append({name: [] for name in names})
+        for name in names:
+            for validation in ("barrier", "post"):
+                pipe.load_state_dict(first.state_dict())
+                found = trained(name, pipe, limit, validation)
+                if worker.rank == 0:
+                    results[-1][name].append(compared(found, expected[name]))
+        print(level, whole, results[-1], flush=True)
     worker.finish({"results": results, "taken back": updates[0]})
 
 

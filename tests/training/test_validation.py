@@ -198,7 +198,7 @@ def check_undone(cls, *options, shapes=((4, 4),), **defaults):
 @pytest.mark.parametrize(
     ("cls", "options", "message"),
     [
-        (Counting, [], r"Counting .* outside of its state_dict \(in calls\)"),
+        (Counting, [], r"Counting .* outside of its state_dict .* \(in calls, lr\)"),
         (Noisy, [], "Noisy .* draws random numbers"),
         (NoisyOnes, [], "NoisyOnes .* draws random numbers"),
         (ByGroup, [{}, {"limit": 30.0}], r"ByGroup .* \(in counts\)"),

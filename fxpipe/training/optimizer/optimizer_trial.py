@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import prod
 from typing import Any, NamedTuple
@@ -82,15 +82,17 @@ def check_groups(
         for group, of_group in zip(groups, tables, strict=True):
             with _alone(name_of(group.cls)):
                 check_closure(group, of_group[-1].shape, device)
+        if ranks > 1 or undone:
+            tried = _Trial.of(groups, tables, device)
+        if undone:
+            check_undoable(tried)
         if ranks > 1:
-            check_separable(groups, tables, device, lacks=lacks)
+            check_separable(tried, lacks=lacks)
             divided = [[table for table in of_group if table.dims] for of_group in kinds]
             large = [[t for t in _extremes(x, _ELEMENTS)[-1:] if max(t.shape) > _LENGTH] for x in divided]
             if any(large):
                 some = [own or small[-1:] for own, small in zip(large, tables, strict=True)]
-                check_separable(groups, some, device, updates=_FEW)
-        if undone:
-            check_undoable(groups, tables, device)
+                check_separable(_Trial.of(groups, some, device, _FEW))
 
 
 def check_users_optimizer(optimizer: Optimizer, dims: frozenset[int], device: torch.device) -> None:
@@ -107,7 +109,7 @@ def check_users_optimizer(optimizer: Optimizer, dims: frozenset[int], device: to
         kinds.append(_extremes((Table(tuple(p.shape), dims) for p in group["params"]), _LENGTH**2, _LENGTH))
     with torch.random.fork_rng([device] if is_accelerator(device) else []):
         try:
-            check_separable(_with_rates(groups), kinds, device)
+            check_separable(_Trial.of(_with_rates(groups), kinds, device))
         except RunError:
             raise
         except Exception:  # noqa: BLE001 - a class of the user's, which may need more than its options
@@ -197,29 +199,14 @@ def check_closure(group: Group, shape: Shape, device: torch.device) -> None:
     ) from cause
 
 
-def check_separable(
-    groups: Sequence[Group],
-    tables: Sequence[Sequence[Table]],
-    device: torch.device,
-    *,
-    lacks: bool = False,
-    updates: int = len(_SIZES),
-) -> None:
+def check_separable(trial: _Trial, *, lacks: bool = False) -> None:
     """Raise RunError for groups whose update of a parameter depends on other parameters (clips by the norm
     of all), or, where ranks have parts of one, on other parts (Adafactor, Muon): they would make another one.
 
-    tables: of each group.  lacks: see ``check_groups``.  updates: their number.
+    lacks: see ``check_groups``.
     """
-    drawn, whole = _updated_whole(groups, tables, device, updates)
-
-    def differing(dim: int | None = None, ranks: int = 2) -> str | None:
-        """The class of the first table that these ranks update otherwise, each its own."""
-        group = _differing(_Tables(groups, drawn, dim, ranks), whole)
-        return None if group is None else name_of(groups[group].cls)
-
-    # The ranks make the same updates without a watch over each of their ops.
-    if name := differing(ranks=3 if lacks else 2):
-        if differing(ranks=1):
+    if name := trial.differing(ranks=3 if lacks else 2):
+        if trial.differing(ranks=1):
             raise RunError(
                 f"{name} makes other updates by the same gradients when it makes them again, as one that "
                 "draws random numbers does, and each rank would draw its own. Take one that does not."
@@ -228,8 +215,8 @@ def check_separable(
             f"{name} updates a parameter by the values of others, which other ranks hold. Take an optimizer "
             "that updates each parameter by itself, such as AdamW."
         )
-    for dim in sorted({dim for table in drawn for dim in table.dims}):
-        if name := differing(dim):
+    for dim in sorted({dim for table in trial.drawn for dim in table.dims}):
+        if name := trial.differing(dim, ranks=2):
             elements = "columns" if dim else "rows"
             raise RunError(
                 f"{name} updates {elements} of a parameter by the values of other {elements}, which other "
@@ -240,10 +227,9 @@ def check_separable(
             )
 
 
-def check_undoable(groups: Sequence[Group], tables: Sequence[Sequence[Table]], device: torch.device) -> None:
+def check_undoable(trial: _Trial) -> None:
     """Raise RunError for groups whose update cannot be taken back and made again with the same bits: one
     optimizer makes each of its updates once, another one twice."""
-    drawn, whole = _updated_whole(groups, tables, device, len(_SIZES))
     outside: dict[str, set[str]] = {}
 
     def twice(optimizer: Optimizer) -> None:
@@ -256,39 +242,75 @@ def check_undoable(groups: Sequence[Group], tables: Sequence[Sequence[Table]], d
         undo.take_back(optimizer)
         optimizer.step()
 
-    wrong = _differing(_Tables(groups, drawn, step=twice), whole, exactly=True)
-    if wrong is not None:
-        name = name_of(groups[wrong].cls)
+    if name := trial.differing(step=twice, exactly=True):
         found = ", ".join(sorted(outside.get(name, ())))
         where = f" (in {found})" if found else ", or draws random numbers"
         raise RunError(
             f'validation="post" takes an update back and makes it again, and {name} gives another result '
-            f'then: it keeps state outside of its state_dict{where}. Take validation="barrier".'
+            "then: it keeps what is not taken back, outside of its state_dict or in options of its groups"
+            f'{where}. Take validation="barrier".'
         )
 
 
-def _updated_whole(
-    groups: Sequence[Group], tables: Sequence[Sequence[Table]], device: torch.device, updates: int
-) -> tuple[list[_Drawn], list[list[torch.Tensor]]]:
-    """Drawn tables, and their values before the first update and after each, on one rank that has all."""
-    for dtype in _DTYPES:
-        drawn = list[_Drawn]()
-        for number, of_group in enumerate(tables):
-            for shape, dims in of_group if len(of_group) != 1 else [*of_group] * 2:
-                start, grads = _drawn(shape, updates, device, dtype, len(drawn))
-                drawn.append(_Drawn(number, dims, start, grads))
-        try:
-            with _alone(" and ".join(dict.fromkeys(name_of(group.cls) for group in groups))):
-                together = _Tables(groups, drawn)
-                with _NoCommunication():  # type: ignore[no-untyped-call]
-                    whole = [together.whole(), *map(together.updated, range(updates))]
-            return drawn, whole
-        except RunError:
-            raise
-        except Exception:
-            if dtype is _DTYPES[-1]:
+@dataclass(frozen=True)
+class _Trial:
+    """Tables of groups, with their values before the first update and after each, on a rank that has all."""
+
+    groups: Sequence[Group]
+    drawn: Sequence[_Drawn]
+    whole: Sequence[Sequence[torch.Tensor]]
+
+    @staticmethod
+    def of(
+        groups: Sequence[Group],
+        tables: Sequence[Sequence[Table]],
+        device: torch.device,
+        updates: int = len(_SIZES),
+    ) -> _Trial:
+        """Make the updates.  tables: of each group."""
+        for dtype in _DTYPES:
+            try:
+                drawn = list[_Drawn]()
+                for number, of_group in enumerate(tables):
+                    for shape, dims in of_group if len(of_group) != 1 else [*of_group] * 2:
+                        start, grads = _drawn(shape, updates, device, dtype, len(drawn))
+                        drawn.append(_Drawn(number, dims, start, grads))
+                with _alone(" and ".join(dict.fromkeys(name_of(group.cls) for group in groups))):
+                    together = _Tables(groups, drawn)
+                    with _NoCommunication():  # type: ignore[no-untyped-call]
+                        whole = [together.whole(), *map(together.updated, range(updates))]
+                return _Trial(groups, drawn, whole)
+            except RunError:
                 raise
-    raise AssertionError
+            except Exception:  # whatever a class, or a device, raises that has no such dtype
+                if dtype is _DTYPES[-1]:
+                    raise
+        raise AssertionError
+
+    def differing(
+        self,
+        dim: int | None = None,
+        ranks: int = 1,
+        step: Callable[[Optimizer], object] = lambda optimizer: optimizer.step(),
+        *,
+        exactly: bool = False,
+    ) -> str | None:
+        """The class of the first table that gets other values where these ranks update, each its own.
+
+        They make the same updates without a watch over each of their ops.
+        """
+        tables = _Tables(self.groups, self.drawn, dim, ranks, step)
+        for update, (before, after) in enumerate(pairwise(self.whole)):
+            if not all(bool(table.isfinite().all()) for table in after):
+                break  # the class cannot stand gradients of this size
+            pairs = zip(self.drawn, before, after, tables.updated(update), strict=True)
+            for table, then, expected, result in pairs:
+                # Kernels for other shapes add in another order, so equal updates differ by a few roundings.
+                rounding = 8 * torch.finfo(then.dtype).eps * expected.abs().amax()
+                limit = 0.0 if exactly else _LIMIT * (expected - then).abs().amax() + rounding
+                if not bool(((result - expected).abs() <= limit).all()):
+                    return name_of(self.groups[table.group].cls)
+        return None
 
 
 class _Tables:
@@ -330,25 +352,14 @@ class _Tables:
 
 
 def _divided(tensor: torch.Tensor, dim: int | None) -> Sequence[torch.Tensor]:
-    return [tensor] if dim is None else tensor.chunk(2, dim)
-
-
-def _differing(
-    tables: _Tables, whole: Sequence[Sequence[torch.Tensor]], *, exactly: bool = False
-) -> int | None:
-    """The group of the first table that gets other values than these, before and after each update."""
-    for update, (before, after) in enumerate(pairwise(whole)):
-        if not all(bool(table.isfinite().all()) for table in after):
-            break  # the class cannot stand gradients of this size
-        for table, then, expected, result in zip(
-            tables.drawn, before, after, tables.updated(update), strict=True
-        ):
-            # Kernels for other shapes add in another order, so equal updates differ by a few roundings.
-            rounding = 8 * torch.finfo(then.dtype).eps * expected.abs().amax()
-            limit = 0.0 if exactly else _LIMIT * (expected - then).abs().amax() + rounding
-            if not bool(((result - expected).abs() <= limit).all()):
-                return table.group
-    return None
+    """The first row, about half of the rows, and the others: few, many, and at no even border, as blocks of
+    elements may have it that a class treats together."""
+    if dim is None:
+        return [tensor]
+    length = tensor.shape[dim]
+    sizes = [1, length // 2, length - length // 2 - 1]
+    parts: Sequence[torch.Tensor] = tensor.split([size for size in sizes if size > 0], dim)
+    return parts
 
 
 def _drawn(
@@ -370,9 +381,11 @@ def _drawn(
 
 
 def _attributes(optimizer: Optimizer) -> dict[str, str]:
-    """The optimizer's own attributes, as text."""
+    """The optimizer's own attributes, and options of its groups, as text."""
     known = {"state", "param_groups", "defaults"}
-    return {k: repr(x) for k, x in vars(optimizer).items() if k not in known and not k.startswith("_")}
+    own = {k: repr(x) for k, x in vars(optimizer).items() if k not in known and not k.startswith("_")}
+    groups = [group.items() for group in optimizer.param_groups]
+    return own | {k: repr(x) for options in groups for k, x in options if k != "params"}
 
 
 def _made(groups: Sequence[Group], tables: Sequence[Sequence[Parameter]]) -> Any:
