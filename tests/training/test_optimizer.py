@@ -338,10 +338,22 @@ class Projected(Base):
         return grad - grad.mean(0) if min(grad.shape) > 300 else grad
 
 
-@pytest.mark.parametrize("cls", [LargeOnes, WithoutZeros, SmallGradients, Projected])
+class InBlocks(Base):
+    def update(self, grad, group, steps):
+        return torch.cat([x / x.norm() for x in grad.reshape(-1).split(64)]).view_as(grad)
+
+
+class FewElements(Base):
+    def update(self, grad, group, steps):
+        return grad if grad.numel() > 8 else grad.sign()
+
+
+@pytest.mark.parametrize("cls", [LargeOnes, WithoutZeros, SmallGradients, Projected, InBlocks, FewElements])
 def test_rows_that_depend_on_others_in_some_tables_alone(cls):
-    """Not in the longest one, without a gradient, by rounding errors of it, or in large ones."""
-    shapes = [(144, 8), (24, 24), (400, 350)]
+    """Not in the longest one, without a gradient, by rounding errors of it, in large ones, in blocks of which
+    halves have whole ones, or in few rows."""
+    other = {InBlocks: (16, 8), FewElements: (16, 8), Projected: (400, 350)}
+    shapes = [(144, 8), other.get(cls, (24, 24))]
     with pytest.raises(RunError, match=f"{cls.__name__} updates rows of a parameter by the values of other"):
         check_groups([Group(cls, {})], [{Table(s, frozenset([0])) for s in shapes}], CPU, ranks=2)
     check_groups([Group(cls, {})], [{Table(s) for s in shapes}], CPU, ranks=2)
