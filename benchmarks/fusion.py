@@ -170,7 +170,7 @@ def main() -> None:
             if section.phase is Phase.W:
                 continue
             nodes = call_nodes(section.graph)
-            library, fused = kernels_of(nodes, section.phase, "inductor")
+            library, fused = kernels_of(nodes, section.phase, {*Phase})
             ops = [n for n in nodes if not (is_view(n) or is_free(n) or n in library)]
             made, moved = scheduled(section.graph)
             costs = sum(kernel.bytes_moved() for kernel in fused)

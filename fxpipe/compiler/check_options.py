@@ -10,7 +10,7 @@ from fxpipe.compiler.passes import PASS_NAMES
 from fxpipe.cost.known_devices import device_names, is_device_name
 from fxpipe.errors import OptionError, at_least_one, number_of, one_of, suggested
 from fxpipe.plan.lanes import LanePlan
-from fxpipe.plan.rewrites import RULES
+from fxpipe.plan.rewrites import ASKED, RULES
 from fxpipe.plan.step import Tier
 from fxpipe.plan.tensors import GRAD_DTYPES
 from fxpipe.schedule.families.registry import FAMILIES
@@ -32,6 +32,8 @@ def check(options: Settings) -> None:
                 f"without has {rule!r} and takes the names of rules.{suggested(rule, RULES)} Known: "
                 f"{', '.join(RULES)}."
             )
+        if rule in ASKED:
+            raise OptionError(f"without has {rule!r}, which only an option asks for: {ASKED[rule]}.")
     _check_numbers(options)
     if options.updates_ahead and not options.gradients:
         raise OptionError("Without gradients nothing is updated: leave out validation.")

@@ -114,12 +114,12 @@ class Costing:
                 self._device,
                 cluster.first,
                 self._known,
-                options.backend,
+                options.compiled,
                 options.ranks_per_machine or options.mesh.ranks,
             )
             seconds: SecondsOfRanks = (measured,) * options.mesh.ranks
         else:
-            seconds = seconds_on(cluster, cut.graph, options.backend)
+            seconds = seconds_on(cluster, cut.graph, options.compiled)
         for name in of.options.placements:
             ranks = self.tried.placements[of.options.stages][name]
             if cut.vocabulary is not None:
@@ -132,7 +132,7 @@ class Costing:
             live = liveness(cut.graph, cut.sections, cut.edges, ranks)
             costs = section_costs(live, seconds, cluster, ranks, options.ranks_per_machine)
             if self._sizes is not None and cut.resized is not None:
-                work = work_for_any_size(live, cut.graph, cut.resized, cluster, ranks, options.backend)
+                work = work_for_any_size(live, cut.graph, cut.resized, cluster, ranks, options.compiled)
                 costs = work.costs(costs, self._sizes)
             yield Placed(
                 cut,

@@ -37,7 +37,7 @@ from fxpipe.cost.analytic import work_for_any_size
 from fxpipe.cost.cluster import Cluster
 from fxpipe.cost.device import Device
 from fxpipe.cost.profile import known_tensors
-from fxpipe.cost.rewrites import mask_rewrites
+from fxpipe.cost.rewrites import mask_rewrites, weight_rewrites
 from fxpipe.cost.throughput import step_flops
 from fxpipe.errors import SizeError
 from fxpipe.ir.garbage import collector_paused
@@ -161,7 +161,7 @@ def compile_model(
         work = None
         if cut.resized is not None:
             placement = result.schedule.placement
-            work = work_for_any_size(live, cut.graph, cut.resized, cluster, placement, options.backend)
+            work = work_for_any_size(live, cut.graph, cut.resized, cluster, placement, options.compiled)
 
     def completed(plan: Plan) -> Plan:
         measured = ", sections measured" if options.costs == "measured" else ""
@@ -171,7 +171,11 @@ def compile_model(
         device = cluster.name + measured
         masks = captured.masks
         causal, without_mask = ((masks.needed.count(m), masks.freed(m)) for m in ("causal", "none"))
-        rewrites = mask_rewrites(captured.graph, causal, without_mask, cluster.first)
+        rewrites = (
+            *mask_rewrites(captured.graph, causal, without_mask, cluster.first),
+            *cut.rewrites,
+            *weight_rewrites(cut.graph, cluster.node_seconds(), options.compiled),
+        )
         plan = replace(
             plan,
             work=work,

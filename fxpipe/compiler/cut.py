@@ -17,6 +17,7 @@ from fxpipe.ir.nodes import copy_graph
 from fxpipe.ir.resized import ResizedTraces
 from fxpipe.ir.sections import SectionEdge, edges_between, extract
 from fxpipe.passes.level.recompute import Level
+from fxpipe.plan.rewrites import Rewrite
 from fxpipe.schedule.stages import Vocabulary
 
 
@@ -25,7 +26,8 @@ class Cut:
     """The step cut into stages; ``vocabulary``: the stages beside the model's own.
 
     ``graph``, ``sections``: as the costs need them.  ``edges``: the values that sections of different stages
-    need of each other.  ``before_chosen``: the graph without the passes of the chosen cut.
+    need of each other.  ``before_chosen``: the graph without the passes of the chosen cut.  ``rewrites``: as
+    ``StepGraphs`` has them.
     """
 
     options: CutOptions
@@ -35,6 +37,7 @@ class Cut:
     edges: tuple[SectionEdge, ...]
     resized: ResizedTraces | None
     before_chosen: fx.Graph
+    rewrites: tuple[Rewrite, ...] = ()
 
     @property
     def stages(self) -> int:
@@ -102,7 +105,8 @@ def cut(stages: Stages, level: Level | None, phase: Phases, again: bool = True) 
     with phase("extract"):
         sections = extract(leveled.graph)
         edges = edges_between(sections)
-    return Cut(options, leveled.vocabulary, leveled.graph, sections, edges, leveled.resized, before_chosen)
+    resized, rewrites = leveled.resized, leveled.rewrites
+    return Cut(options, leveled.vocabulary, leveled.graph, sections, edges, resized, before_chosen, rewrites)
 
 
 class Cuts:

@@ -58,7 +58,7 @@ def compile_evaluation(request: Compilation, phase: Phases, trained: Compiled) -
         # The shards of the vocabulary are those of training, and so are their stages.
         plan.vocabulary.barriers if plan.vocabulary is not None else None,
         tensors_of=tensors_in_stages(trained.sections, model_stages),
-        backend=options.backend,
+        compiled=options.compiled,
         print_after=options.print_after,
         head_chunks=plan.head_chunks,
     )
@@ -74,7 +74,7 @@ def compile_evaluation(request: Compilation, phase: Phases, trained: Compiled) -
         ) from error
     cut = cut_at_level(stages, None, phase)
     live = liveness(cut.graph, cut.sections, cut.edges, plan.placement)
-    seconds = seconds_on(cluster, cut.graph, options.backend)
+    seconds = seconds_on(cluster, cut.graph, options.compiled)
     costs = section_costs(live, seconds, cluster, plan.placement, options.ranks_per_machine)
     # Without a backward, the order of training leaves gaps where that would be.
     timelines = [simulate(schedule, costs) for schedule in _forward_schedules(plan.ordered, costs)]

@@ -23,7 +23,7 @@ from fxpipe.compiler.progress import Phases
 from fxpipe.compiler.tensor_ownership import tied_gradients
 from fxpipe.errors import ArtifactError, ScheduleError, VerifyError, number_of
 from fxpipe.ir.captured import captured_step
-from fxpipe.ir.compiled import compiles, is_compiled
+from fxpipe.ir.compiled import is_compiled
 from fxpipe.ir.liveness import Liveness
 from fxpipe.ir.nodes import copy_graph
 from fxpipe.ir.sections import requested_outputs
@@ -114,7 +114,7 @@ def _finished(cut: Cut, live: Liveness, schedule: Schedule) -> tuple[Cut, tuple[
     moved = {(t.stage, t.user) for t in schedule.transfers}
     roots = {(stage, user): live.offloadable[stage][user] for stage, user in sorted(moved)}
     sizes = {key: sum(aligned(node_bytes(root)) for root in values) for key, values in roots.items()}
-    joined = frozenset() if compiles(cut.options.backend, Phase.B) else joined_stages(schedule)
+    joined = frozenset() if Phase.B in cut.options.compiled else joined_stages(schedule)
     return finished(cut, joined, roots), make_pools(schedule, sizes) if moved else ()
 
 
@@ -127,7 +127,7 @@ def _programs(plan: Plan, cut: Cut, instructions: Programs, pools: tuple[Pool, .
     crossing = {name for edge in cut.edges for name in edge.names}
     # For the receives: shape, strides and dtype of each value that crosses.
     fakes = {n.name: n.meta["val"] for n in call_nodes(cut.graph) if n.name in crossing}
-    compiled = frozenset(s.color for s in cut.sections if is_compiled(s, cut.options.backend))
+    compiled = frozenset(s.color for s in cut.sections if is_compiled(s, cut.options.compiled))
     calls, programs = signatures(cut.sections), []
     for rank in range(plan.ranks):
         stages = ", ".join(

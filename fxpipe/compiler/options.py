@@ -15,6 +15,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 import torch
 
 from fxpipe.errors import OptionError, one_of
+from fxpipe.ir.compiled import compiled_phases
 from fxpipe.passes.level.recompute import Level
 from fxpipe.plan.meshes import Mesh
 from fxpipe.plan.rewrites import RULES, Rule
@@ -22,7 +23,7 @@ from fxpipe.plan.step import Replay, Tier
 from fxpipe.runtime.program.offload import default_tier
 from fxpipe.schedule.formats.handwritten import is_file_name, read_schedule
 from fxpipe.schedule.offload.planner import FULL
-from fxpipe.schedule.ops import Objective, Schedule, Validation
+from fxpipe.schedule.ops import Objective, Phase, Schedule, Validation
 from fxpipe.schedule.search.fastest import AUTO
 from fxpipe.schedule.units import BYTES, parse_bytes
 
@@ -170,10 +171,9 @@ class Options:
     """The name of a rewrite, after which the graph is printed, one line a node, for each candidate
     (``"untie"``; docs/architecture.md lists them, and so does the error for another name)."""
     without: Sequence[Rule] = ()
-    """Names of rules that are not to be applied. By their values ``"causal-masks"`` and ``"empty-masks"`` of
-    attention are dropped, so that it runs by a kernel that knows causality, or that has no mask;
-    ``"batch-masks"`` does so in programs of their own for batches without padding (docs/models.md).
-    ``fxpipe explain`` tells what they save."""
+    """Names of rules that are not to be applied: ``"causal-masks"``, ``"empty-masks"``, ``"batch-masks"``,
+    ``"repeat-in-kernels"`` and ``"compiled-weights"`` (docs/models.md); ``fxpipe explain`` tells what they
+    save."""
     check: bool = True
     """Whether to prove that the programs are the captured step (docs/certificate.md). False leaves it to
     ``pipe.check()`` and ``fxpipe check``."""
@@ -217,6 +217,11 @@ class Settings(Options):
     def rules(self) -> tuple[Rule, ...]:
         """The rules that may give the step other kernels."""
         return tuple(rule for rule in RULES if rule not in self.without)
+
+    @property
+    def compiled(self) -> frozenset[Phase]:
+        """The phases whose sections, or parts of them, are compiled."""
+        return compiled_phases(self.backend, self.rules)
 
     @property
     def replays(self) -> Replay:

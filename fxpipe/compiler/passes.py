@@ -16,7 +16,6 @@ from torch import fx
 from fxpipe.cost.nodes import NodeSeconds
 from fxpipe.cost.recomputable import recomputable_nodes
 from fxpipe.errors import PartitionError
-from fxpipe.ir.compiled import compiles
 from fxpipe.ir.graph import Free
 from fxpipe.ir.resized import ResizedTraces
 from fxpipe.ir.step_invariants import mean_values, once_values
@@ -48,7 +47,9 @@ from fxpipe.passes.level.mincut_saved_for_weight import mincut_saved_for_weight
 from fxpipe.passes.level.move_head_to_backward import move_head_to_backward
 from fxpipe.passes.level.recompute import Level, recompute
 from fxpipe.passes.level.repeat_in_kernels import repeat_in_kernels
+from fxpipe.passes.rewrite import kept_bytes
 from fxpipe.passes.scheduled.insert_offload import insert_offload
+from fxpipe.plan.rewrites import RULES, Rewrite, Rule
 from fxpipe.schedule.ops import Phase
 from fxpipe.schedule.stages import Vocabulary
 from fxpipe.vocabulary.chunks import chunk_head
@@ -67,7 +68,8 @@ class CutOptions:
     run for their costs.  ``recompute``: the level of recomputation.  ``tensors_of``, ``slowness``: see
     ``partition``.  ``balanced``: the rank of each stage, where ranks are balanced.  ``cuts``: where to cut,
     instead of by costs.  ``placements``: the names of those that the cut is for.  ``grad_dtype``,
-    ``print_after``, ``head_chunks``: see ``fxpipe.compile``.  ``backend``: that runs the sections.
+    ``print_after``, ``head_chunks``: see ``fxpipe.compile``.  ``compiled``: the phases of which sections are
+    compiled.  ``rules``: that may be applied.
     """
 
     stages: int
@@ -83,9 +85,10 @@ class CutOptions:
     cuts: tuple[int, ...] = ()
     placements: tuple[str, ...] = ()
     grad_dtype: torch.dtype | None = None
-    backend: str = "eager"
+    compiled: frozenset[Phase] = frozenset()
     print_after: str | None = None
     head_chunks: int = 1
+    rules: tuple[Rule, ...] = tuple(RULES)
 
 
 class Uncut:
@@ -124,7 +127,7 @@ class StepGraphs:
 
     ``uncut``: what it has in common with all copies that are cut.  ``cut``: the forward, if it was cut by its
     costs.  ``offloaded``, ``joined``: known for the chosen cut alone: see ``Offloaded`` and
-    ``join_backward``.
+    ``join_backward``.  ``rewrites``: rules that gave it other kernels.
     """
 
     graph: fx.Graph
@@ -134,6 +137,7 @@ class StepGraphs:
     cut: CutChain | None = None
     offloaded: Offloaded = field(default_factory=dict)
     joined: frozenset[int] = frozenset()
+    rewrites: tuple[Rewrite, ...] = ()
 
     @property
     def graphs(self) -> tuple[fx.Graph, ...]:
@@ -203,8 +207,8 @@ def _split_vocabulary(step: StepGraphs, options: CutOptions) -> None:
 
 def _chunk_head(step: StepGraphs, options: CutOptions) -> None:
     if options.head_chunks > 1 and options.barriers is None:
-        for graph in step.graphs:
-            chunk_head(graph, options.head_chunks)
+        heads, *_ = (chunk_head(graph, options.head_chunks) for graph in step.graphs)
+        step.rewrites += (Rewrite("head-chunks", *heads),)
 
 
 def _sink_cheap_values(step: StepGraphs, options: CutOptions) -> None:
@@ -246,14 +250,28 @@ def _partition(step: StepGraphs, options: CutOptions) -> None:
 def _recompute(step: StepGraphs, options: CutOptions) -> None:
     if options.recompute is not None:
         recompute(step.graph, options.recompute)
-    elif options.backend == "inductor" and step.vocabulary is not None:
+    elif Phase.W in options.compiled and step.vocabulary is not None:
         first = step.vocabulary.embedding_shards + options.stages
-        recompute(step.graph, "elementwise", range(first, first + step.vocabulary.output_shards))
+        shards = range(first, first + step.vocabulary.output_shards)
+        _repeat(step, options, lambda graph: recompute(graph, "elementwise", shards))
 
 
 def _repeat_in_kernels(step: StepGraphs, options: CutOptions) -> None:
-    if compiles(options.backend, Phase.B):
-        repeat_in_kernels(step.graph)
+    if Phase.B in options.compiled:
+        _repeat(step, options, repeat_in_kernels)
+
+
+def _repeat(step: StepGraphs, options: CutOptions, repeat: Callable[[fx.Graph], int]) -> None:
+    """Let compiled functions repeat ops; the step remembers how many, and the bytes that this saves."""
+    if "repeat-in-kernels" not in options.rules:
+        return
+    before = kept_bytes(step.graph)
+    if ops := repeat(step.graph):
+        saved = max(0, before - kept_bytes(step.graph))
+        others = [each for each in step.rewrites if each.rule != "repeat-in-kernels"]
+        for each in {*step.rewrites} - {*others}:
+            ops, saved = ops + each.ops, saved + each.bytes
+        step.rewrites = (*others, Rewrite("repeat-in-kernels", ops, bytes=saved))
 
 
 def _insert_offload(step: StepGraphs, options: CutOptions) -> None:
@@ -295,7 +313,7 @@ PASSES = Passes(
         _of_graph(simplify_views),
         _of_graph(accept_any_strides),
         _of_graph(accumulate_together),  # lets gradients live longer, which no op may overwrite then
-        Pass("use_inplace_ops", lambda step, options: use_inplace_ops(step.graph, options.backend)),
+        Pass("use_inplace_ops", lambda step, options: use_inplace_ops(step.graph, options.compiled)),
     ),
     scheduled=(Pass("insert_offload", _insert_offload),),
 )

@@ -85,9 +85,10 @@ def all_stages(
                 slowness=slowness_here,
                 placements=tuple(names),
                 grad_dtype=options.grad_dtype,
-                backend=options.backend,
+                compiled=options.compiled,
                 print_after=options.print_after,
                 head_chunks=head.chunks,
+                rules=options.rules,
             )
             try:
                 if head not in steps:

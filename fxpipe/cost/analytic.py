@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 from torch import fx
@@ -30,11 +30,11 @@ SecondsOfRanks = Sequence[Mapping[Color, float]]
 
 
 def analytic_seconds(
-    graph: fx.Graph, node_seconds: NodeSeconds, backend: str = "eager"
+    graph: fx.Graph, node_seconds: NodeSeconds, compiled: Collection[Phase] = ()
 ) -> dict[Color, float]:
     """The seconds of every section, from the shapes of its kernels and the device's description.
 
-    backend: that runs the sections.
+    compiled: the phases of which sections are compiled.
     """
     device = node_seconds.device
     sections = defaultdict[Color, list[fx.Node]](list)
@@ -42,7 +42,7 @@ def analytic_seconds(
         sections[node.meta["color"]].append(node)
     seconds: dict[Color, float] = {}
     for color, nodes in sections.items():
-        ops, fused = kernels_of(nodes, color.phase, backend)
+        ops, fused = kernels_of(nodes, color.phase, compiled)
         moved = (kernel.bytes_moved() for kernel in fused)
         # The overhead once a section, whatever is in it: the call and its messages.
         seconds[color] = (
@@ -53,9 +53,9 @@ def analytic_seconds(
     return seconds
 
 
-def seconds_on(cluster: Cluster, graph: fx.Graph, backend: str = "eager") -> SecondsOfRanks:
+def seconds_on(cluster: Cluster, graph: fx.Graph, compiled: Collection[Phase] = ()) -> SecondsOfRanks:
     """``analytic_seconds`` of every section on each rank."""
-    by_device = {seconds.device: analytic_seconds(graph, seconds, backend) for seconds in cluster.distinct}
+    by_device = {seconds.device: analytic_seconds(graph, seconds, compiled) for seconds in cluster.distinct}
     return tuple(by_device[device] for device in cluster.devices)
 
 
@@ -95,11 +95,11 @@ def work_for_any_size(
     resized: ResizedTraces,
     cluster: Cluster,
     placement: Sequence[int],
-    backend: str = "eager",
+    compiled: Collection[Phase] = (),
 ) -> PlanWork:
     """The analytic costs on their ranks as expressions of the named lengths.
 
-    backend: that runs the sections.
+    compiled: the phases of which sections are compiled.
     Raises SizeError where a size is no polynomial.
     """
     sizes = Sizes(graph, resized)
@@ -108,7 +108,7 @@ def work_for_any_size(
     def work(stage: int, phase: Phase) -> tuple[Work, ...]:
         # Layers are alike, so a few terms with a number stand for thousands of ops.
         alike: Counter[tuple[Polynomial, Polynomial, str, str]] = Counter()
-        ops, fused = kernels_of(live.ops[Color(stage, phase)], phase, backend)
+        ops, fused = kernels_of(live.ops[Color(stage, phase)], phase, compiled)
         for kernel in fused:
             alike[0, kernel.bytes_moved(sizes.bytes), "float32", "move"] += 1
         for node in ops:

@@ -13,7 +13,7 @@ again by each, unless it needs too many inputs for that; views cost nothing.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from math import prod
 from typing import Any, NamedTuple, cast
 
@@ -69,12 +69,16 @@ class Kernel(NamedTuple):
         return sum(map(size, (*self.reads.values(), *self.writes)))
 
 
-def kernels_of(nodes: Sequence[fx.Node], phase: Phase, backend: str) -> tuple[list[fx.Node], list[Kernel]]:
-    """The ops of a section, in the order in which they run, that a backend runs one by one, and its fused
-    kernels."""
-    functions = compiled_functions(nodes, phase, backend)
-    compiled = {node for function in functions for node in function}
-    ops, fused = [node for node in nodes if node not in compiled], list[Kernel]()
+def kernels_of(
+    nodes: Sequence[fx.Node], phase: Phase, compiled: Collection[Phase]
+) -> tuple[list[fx.Node], list[Kernel]]:
+    """The ops of a section, in the order in which they run, that run one by one, and its fused kernels.
+
+    compiled: the phases of which sections are compiled.
+    """
+    functions = compiled_functions(nodes, phase) if phase in compiled else []
+    inside = {node for function in functions for node in function}
+    ops, fused = [node for node in nodes if node not in inside], list[Kernel]()
     for function in functions:
         fusion = _Fusion(function)
         ops += [node for node in fusion.levels if is_library(node)]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Collection, Mapping, Set
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -70,14 +70,14 @@ def measured_seconds(
     device: torch.device,
     described: Device,
     known: Known,
-    backend: str,
+    compiled: Collection[Phase],
     ranks: int,
 ) -> dict[Color, float]:
     """The median seconds of some runs of each section, plus its overhead in a program, and the time of the
     link for what lanes exchange.
 
-    The sections of a stage run in turns, as those of a step do.  ranks: that share this machine, whose other
-    cores compute meanwhile.
+    The sections of a stage run in turns, as those of a step do.  compiled: the phases of which sections are
+    compiled.  ranks: that share this machine, whose other cores compute meanwhile.
     Raises ScheduleError for an op that fails on synthetic inputs.
     """
     between = {
@@ -93,7 +93,7 @@ def measured_seconds(
     with running(AloneLane(0, lanes)), torch.no_grad(), busy_threads(_others(ranks, device)):
         for each in of_stage.values():
             # Their inputs are freed before those of the next stage are made.
-            medians = medians_in_turns([_timed(section, device, known, backend) for section in each], device)
+            medians = medians_in_turns([_timed(section, device, known, compiled) for section in each], device)
             medians_of |= zip((section.color for section in each), medians, strict=True)
     return {
         color: described.stage_overhead
@@ -112,10 +112,10 @@ def _others(ranks: int, device: torch.device) -> int:
     return max(1, min(ranks, len(os.sched_getaffinity(0)) // torch.get_num_threads())) - 1
 
 
-def _timed(section: Section, device: torch.device, known: Known, backend: str) -> Timed:
+def _timed(section: Section, device: torch.device, known: Known, compiled: Collection[Phase]) -> Timed:
     # The checks of data would fail on values that are made up.
     graph = _without_checks(section.graph)
-    function = _function(graph, section.phase) if is_compiled(section, backend) else _by_op(graph)
+    function = _function(graph, section.phase) if is_compiled(section, compiled) else _by_op(graph)
     written = _written(graph)
     inputs, overwritten = list[object](), list[torch.Tensor]()
     generator = torch.Generator(device)  # the user's random numbers stay as they are

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from torch import fx
 
 from fxpipe.ir.graph import Section, offload, read_buffer, reload
 from fxpipe.ir.storage import call_nodes, is_view, leading_to, node_bytes, storage_root, written_arguments
+from fxpipe.plan.rewrites import Rule
 from fxpipe.runtime.program.checks import expect
 from fxpipe.schedule.ops import Color, Phase
 
@@ -24,32 +25,34 @@ LEAST = 1 << 20
 _NO_WORK = (read_buffer, expect, offload, reload, operator.getitem)
 
 
-def compiles(backend: str, phase: Phase) -> bool:
-    """Whether a backend compiles sections of a phase as a whole."""
-    return backend == "inductor" and phase is not Phase.W
+def compiled_phases(backend: str, rules: Collection[Rule]) -> frozenset[Phase]:
+    """The phases whose sections, or parts of them, a backend compiles; rules: that may be applied."""
+    if backend != "inductor":
+        return frozenset()
+    return frozenset(phase for phase in Phase if phase is not Phase.W or "compiled-weights" in rules)
 
 
-def is_compiled(section: Section, backend: str) -> bool:
-    """Whether a backend compiles the section, or parts of it."""
+def is_compiled(section: Section, compiled: Collection[Phase]) -> bool:
+    """Whether the section, or parts of it, are compiled.  compiled: the phases of which they are."""
     nodes = call_nodes(section.graph)
-    if section.phase is Phase.W:
-        return backend == "inductor" and bool(stretches(nodes))
-    return compiles(backend, section.phase) and any(computing(nodes))
+    if section.phase not in compiled:
+        return False
+    return bool(stretches(nodes)) if section.phase is Phase.W else any(computing(nodes))
 
 
-def compiled_ops(graph: fx.Graph, backend: str) -> set[fx.Node]:
-    """The ops of all sections that a backend compiles."""
+def compiled_ops(graph: fx.Graph, compiled: Collection[Phase]) -> set[fx.Node]:
+    """The ops of all sections that are compiled, of these phases."""
     by_color = defaultdict[Color, list[fx.Node]](list)
     for node in call_nodes(graph):
         by_color[node.meta["color"]].append(node)
-    functions = (compiled_functions(nodes, color.phase, backend) for color, nodes in by_color.items())
+    functions = (
+        compiled_functions(nodes, color.phase) for color, nodes in by_color.items() if color.phase in compiled
+    )
     return {node for parts in functions for part in parts for node in part}
 
 
-def compiled_functions(nodes: Sequence[fx.Node], phase: Phase, backend: str) -> list[list[fx.Node]]:
-    """The ops of a section, in the order in which they run, that a backend compiles, by function."""
-    if backend != "inductor":
-        return []
+def compiled_functions(nodes: Sequence[fx.Node], phase: Phase) -> list[list[fx.Node]]:
+    """The ops of a section, in the order in which they run, that are compiled, by function."""
     return stretches(nodes) if phase is Phase.W else [[*nodes]]
 
 

@@ -9,7 +9,7 @@ from torch import fx
 
 from fxpipe.ir.builder import node_arg
 from fxpipe.ir.nodes import copy_node
-from fxpipe.ir.storage import call_nodes
+from fxpipe.ir.storage import call_nodes, node_bytes, storage_root
 from fxpipe.schedule.ops import Color, Phase
 
 
@@ -20,6 +20,15 @@ def by_stage(graph: fx.Graph, phases: Container[Phase]) -> dict[int, list[fx.Nod
         if node.meta["color"].phase in phases:
             stages.setdefault(node.meta["color"].stage, []).append(node)
     return stages
+
+
+def kept_bytes(graph: fx.Graph) -> int:
+    """The bytes of the forward's values that B or W of the same stage reads."""
+    kept = set[fx.Node]()
+    for stage, users in by_stage(graph, (Phase.B, Phase.W)).items():
+        roots = {storage_root(node) for user in users for node in user.all_input_nodes}
+        kept |= {root for root in roots if root.meta.get("color") == Color(stage, Phase.F)}
+    return sum(map(node_bytes, kept))
 
 
 def repeat_for(

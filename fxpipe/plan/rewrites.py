@@ -1,7 +1,7 @@
 """The rules that give a step other kernels than the model's code asks for, each with a proof.
 
-A rule is applied where the values that it knows make its result the same function of the model's inputs; the
-bits may be those of another kernel.  ``fxpipe.compile(..., without=["causal-masks"])`` leaves one out.
+A rule is applied where what it knows makes its result the same function of the model's inputs; the bits may
+be those of another kernel.  ``fxpipe.compile(..., without=["causal-masks"])`` leaves one out.
 """
 
 from __future__ import annotations
@@ -13,23 +13,31 @@ from typing import Annotated, Literal
 from fxpipe.plan.tensors import Size
 from fxpipe.strict import at_least
 
-Rule = Literal["causal-masks", "empty-masks", "batch-masks"]
+Rule = Literal[
+    "causal-masks", "empty-masks", "batch-masks", "repeat-in-kernels", "compiled-weights", "head-chunks"
+]
 #: What a call of attention needs of its mask: nothing, the rule of causality alone, or all of it.
 Mask = Literal["none", "causal", "dense"]
 
-#: What each rule does, as it is told of the ops that it was applied to.
-RULES: Mapping[Rule, str] = {
-    "causal-masks": "call the kernel that knows causality, as their masks are causal by value",
-    "empty-masks": "have no mask, as theirs masks nothing",
-    "batch-masks": "have programs of their own for batches without padding",
+#: What each rule is applied to, and what that does then, where ``{plan}`` is the plan.
+RULES: Mapping[Rule, tuple[str, str]] = {
+    "causal-masks": ("attention", "call the kernel that knows causality, as their masks are causal by value"),
+    "empty-masks": ("attention", "have no mask, as theirs masks nothing"),
+    "batch-masks": ("attention", "have programs of their own for batches without padding"),
+    "repeat-in-kernels": ("op", "of the forward, again in kernels of the backward instead of saved results"),
+    "compiled-weights": ("op", "between additions to gradients, in fused kernels"),
+    "head-chunks": ("output layer", "in the backward, in {plan.head_chunks} parts of the tokens"),
 }
+#: Rules that an option asks for, and its value that leaves them out.
+ASKED: Mapping[Rule, str] = {"head-chunks": "head_chunks=1"}
 
 
 @dataclass(frozen=True)
 class Rewrite:
     """A rule that was applied to ``ops`` ops of a microbatch.
 
-    ``seconds``, ``bytes``: what a microbatch takes less on one device, by analytic costs.
+    ``seconds``, ``bytes``: what a microbatch takes less on one device, by analytic costs, where they are
+    known.
     """
 
     rule: Rule

@@ -35,11 +35,8 @@ def explain(plan: Plan, console: Console) -> None:
         console.print(terminal(line), soft_wrap=True)
     if plan.device:
         console.print(terminal(f"Costs of the device {plan.device}{_machines(plan)}."), soft_wrap=True)
-    if plan.head_chunks > 1:
-        head = f"The output layer runs in the backward, in {plan.head_chunks} parts of the tokens."
-        console.print(terminal(head), soft_wrap=True)
     for rewrite in plan.rewrites:
-        console.print(terminal(_rewritten(rewrite)), soft_wrap=True)
+        console.print(terminal(_rewritten(rewrite, plan)), soft_wrap=True)
     if plan.replicas > 1:
         console.print(terminal(_exchanged(plan)), soft_wrap=True)
     # Simulated again: a plan has the costs and the order, and no times of ops.
@@ -79,11 +76,12 @@ def _loss(plan: Plan) -> Iterator[str]:
         )
 
 
-def _rewritten(rewrite: Rewrite) -> str:
+def _rewritten(rewrite: Rewrite, plan: Plan) -> str:
     less = [seconds_text(rewrite.seconds)] if rewrite.seconds else []
     less += [bytes_text(rewrite.bytes)] if rewrite.bytes else []
     saved = f": {' and '.join(less)} less for a microbatch" if less else ""
-    return f"{rewrite.rule}: {number_of(rewrite.ops, 'attention')} {RULES[rewrite.rule]}{saved}."
+    noun, does = RULES[rewrite.rule]
+    return f"{rewrite.rule}: {number_of(rewrite.ops, noun)} {does.format(plan=plan)}{saved}."
 
 
 def _left_out(plan: Plan) -> Iterator[str]:

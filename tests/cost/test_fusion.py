@@ -21,7 +21,7 @@ FLOATS = ROWS * WIDTH * 4
 def found(step: Callable[..., object], *inputs: torch.Tensor) -> tuple[list[str], list[Kernel]]:
     """The ops of libraries, and the fused kernels, of a function."""
     graph = make_fx(step)(*inputs).graph
-    ops, fused = kernels_of(call_nodes(graph), Phase.F, "inductor")
+    ops, fused = kernels_of(call_nodes(graph), Phase.F, {*Phase})
     return [str(op.target).split(".")[1] for op in ops], fused
 
 
@@ -165,8 +165,8 @@ def test_other_sizes_have_fused_times(by_backend):
 def test_kernels_of_a_section(by_backend):
     graph: fx.Graph = by_backend["inductor"].graph
     nodes = [n for n in call_nodes(graph) if n.meta["color"] == Color(0, Phase.F)]
-    ops, fused = kernels_of(nodes, Phase.F, "inductor")
-    one_by_one, none = kernels_of(nodes, Phase.F, "eager")
+    ops, fused = kernels_of(nodes, Phase.F, {*Phase})
+    one_by_one, none = kernels_of(nodes, Phase.F, set())
     assert (one_by_one, none) == (nodes, [])
     # Of each layer the products and attention; the head.
     assert len(ops) == 2 * 5 + 1

@@ -140,9 +140,17 @@ def test_gradients_are_those_of_the_whole_head(name):
 
 
 def test_it_is_explained(capsys):
-    compiled(Words(), plain).explain()
-    text = "The output layer runs in the backward, in 3 parts of the tokens."
-    assert text in capsys.readouterr().out.splitlines()
+    pipe = compiled(Words(), plain)
+    (rewrite,) = pipe.plan.rewrites
+    logits = TOKENS * WORDS * 8
+    assert (rewrite.rule, rewrite.ops, rewrite.seconds) == ("head-chunks", 1, 0.0)
+    assert logits <= rewrite.bytes <= 1.1 * logits  # their logarithmic softmax, which is kept once
+    pipe.explain()
+    text = "head-chunks: 1 output layer in the backward, in 3 parts of the tokens: "
+    assert text in capsys.readouterr().out
+    assert not compiled(Words(), plain, chunks=1).plan.rewrites
+    with pytest.raises(OptionError, match="'head-chunks', which only an option asks for: head_chunks=1"):
+        compiled(Words(), plain, without=["head-chunks"])
 
 
 def test_tokens_that_are_ignored_in_a_whole_part():

@@ -12,6 +12,7 @@ Inductor plans the memory of what it compiles by itself: no op of that is rewrit
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from functools import cache
 from typing import Any
 
@@ -23,12 +24,13 @@ from fxpipe.ir.compiled import compiled_ops
 from fxpipe.ir.storage import call_nodes, is_view, last_uses, node_bytes, storage_roots, written
 from fxpipe.plan.tensors import is_dense
 from fxpipe.runtime.torch_private import schema_of
+from fxpipe.schedule.ops import Phase
 
 
-def use_inplace_ops(graph: fx.Graph, backend: str = "eager") -> None:
+def use_inplace_ops(graph: fx.Graph, compiled_phases: Collection[Phase] = ()) -> None:
     roots = storage_roots(graph)
     last = last_uses(graph, roots)
-    compiled = compiled_ops(graph, backend)
+    compiled = compiled_ops(graph, compiled_phases)
     for node in call_nodes(graph):
         if is_view(node) or node in compiled:
             continue

@@ -37,8 +37,9 @@ Repeats = Level | Literal["elementwise"]
 _SCALE = 1000
 
 
-def recompute(graph: fx.Graph, level: Repeats, stages: Container[int] | None = None) -> None:
-    """Recompute values of these stages; by default of all."""
+def recompute(graph: fx.Graph, level: Repeats, stages: Container[int] | None = None) -> int:
+    """Recompute values of these stages; by default of all.  Returns the number of recomputed ops."""
+    repeated = 0
     for stage, backward in sorted(by_stage(graph, (Phase.B, Phase.W)).items()):
         if stages is not None and stage not in stages:
             continue
@@ -47,10 +48,12 @@ def recompute(graph: fx.Graph, level: Repeats, stages: Container[int] | None = N
         of_b = (user for user in backward if user.meta["color"].phase is Phase.B)
         in_b = leading_to((node for user in of_b for node in user.all_input_nodes), again.__contains__)
         clones = repeat_for(backward, again, in_b)
+        repeated += sum(not is_view(clone) for clone in clones)
         if level == "elementwise":
             for clone in clones:
                 clone.meta["fused"] = True
     drop_dead(graph)
+    return repeated
 
 
 def _made_again(backward: list[fx.Node], stage: int, level: Repeats) -> set[fx.Node]:

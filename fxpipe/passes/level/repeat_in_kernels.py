@@ -26,11 +26,15 @@ from fxpipe.schedule.ops import Color, Phase
 _SCALE = 1000
 
 
-def repeat_in_kernels(graph: fx.Graph) -> None:
+def repeat_in_kernels(graph: fx.Graph) -> int:
+    """Returns the number of ops that are repeated."""
+    repeated = 0
     for stage, users in sorted(by_stage(graph, (Phase.B,)).items()):
         for clone in repeat_for(users, _to_repeat(users, Color(stage, Phase.F))):
             clone.meta["fused"] = True
+            repeated += not is_view(clone)
     drop_dead(graph)
+    return repeated
 
 
 def _to_repeat(users: list[fx.Node], forward: Color) -> set[fx.Node]:

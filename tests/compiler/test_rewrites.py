@@ -1,0 +1,107 @@
+"""Rules that give compiled sections other kernels: what the plan tells of them, and what leaves them out."""
+
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from torch import nn
+
+import fxpipe
+import fxpipe.ir.compiled
+from fxpipe.ir.storage import call_nodes
+from fxpipe.passes.rewrite import kept_bytes
+from fxpipe.plan.rewrites import ASKED, RULES, Rewrite
+from fxpipe.viz.explanation import explain
+
+WIDTH = 16
+
+
+class Layer(nn.Module):
+    """A norm, with a scale whose gradient is a sum of products, and an activation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        normed = self.scale * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6))
+        up = self.up(normed)
+        y: torch.Tensor = self.down(up * up.tanh().exp())
+        return x + y
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(Layer(), Layer())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.layers(x)
+        return y.square().mean()
+
+
+def compiled(**options: Any) -> fxpipe.Pipeline:
+    given = {"ranks": 1, "microbatches": 2, "schedule": "zb-h1", "backend": "inductor"} | options
+    return fxpipe.compile(Net(), {"x": torch.randn(8, WIDTH)}, **given)
+
+
+def of(pipe: fxpipe.Pipeline) -> dict[str, Rewrite]:
+    return {rewrite.rule: rewrite for rewrite in pipe.plan.rewrites}
+
+
+def told(pipe: fxpipe.Pipeline) -> str:
+    with (console := Console(width=200)).capture() as shown:
+        explain(pipe.plan, console)
+    return shown.get()
+
+
+@pytest.fixture(autouse=True)
+def small_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values of any size are worth a compiled function."""
+    monkeypatch.setattr(fxpipe.ir.compiled, "LEAST", 1)
+
+
+def test_a_plan_tells_what_the_backward_repeats() -> None:
+    on, off = compiled(), compiled(without=["repeat-in-kernels"])
+    repeated = of(on)["repeat-in-kernels"]
+    assert "repeat-in-kernels" not in of(off)
+    assert repeated.ops > 2
+    assert on.graph is not None
+    assert off.graph is not None
+    assert repeated.bytes == kept_bytes(off.graph) - kept_bytes(on.graph) > 0
+    kept = [pipe.plan.costs.stages[0].saved_activations for pipe in (on, off)]
+    assert kept[0] < kept[1]
+    assert f"repeat-in-kernels: {repeated.ops} ops of the forward, again in kernels" in told(on)
+    assert len(call_nodes(on.graph)) > len(call_nodes(off.graph))
+
+
+def test_a_plan_tells_what_of_the_weight_gradients_is_compiled() -> None:
+    on, off = compiled(), compiled(without=["compiled-weights"])
+    compiled_ops = of(on)["compiled-weights"]
+    assert "compiled-weights" not in of(off)
+    # Of each layer the gradient of the norm's scale, and what of the normed input it needs.
+    assert compiled_ops.ops >= 2 * 2
+    faster = off.plan.costs.stages[0].weight - on.plan.costs.stages[0].weight
+    assert compiled_ops.seconds == pytest.approx(faster)
+    assert faster > 0
+    assert f"compiled-weights: {compiled_ops.ops} ops between additions to gradients" in told(on)
+    functions = [pipe.artifact.programs[0].count("@inductor") for pipe in (on, off)]
+    assert functions[0] > functions[1] >= 2  # F and B
+
+
+def test_op_by_op_no_rule_of_kernels_is_applied() -> None:
+    assert not compiled(backend="eager").plan.rewrites
+
+
+def test_saved_plans_keep_them(tmp_path: Any) -> None:
+    pipe = compiled()
+    pipe.save(tmp_path / "saved")
+    assert fxpipe.load(tmp_path / "saved").plan.rewrites == pipe.plan.rewrites
+
+
+def test_each_rule_can_be_left_out() -> None:
+    """By its name, or by the option that asks for it."""
+    assert ASKED.keys() < RULES.keys()
+    assert compiled(without=[rule for rule in RULES if rule not in ASKED]).plan.rewrites == ()
