@@ -115,22 +115,29 @@ def gradient_hooks(tensor: torch.Tensor) -> tuple[int, ...]:
     return (*(tensor._backward_hooks or ()), *(tensor._post_accumulate_grad_hooks or ()))
 
 
-#: The hooks that ``before_each_update`` has registered, by torch's numbers.
-_before_each_update = set[int]()
+#: The hooks of all optimizers that are not the user's, by torch's numbers.
+_own_step_hooks = set[int]()
 
 
 def before_each_update(function: Callable[[torch.optim.Optimizer], None]) -> RemovableHandle:
     """Call a function before each step of every optimizer, as no hook of the user's."""
     handle = nn_optimizer.register_optimizer_step_pre_hook(lambda optimizer, *_: function(optimizer))
-    _before_each_update.add(handle.id)
+    _own_step_hooks.add(handle.id)
     return handle
+
+
+def after_each_update(function: Callable[[torch.optim.Optimizer], None]) -> None:
+    """Call a function behind each step of every optimizer, as no hook of the user's, from now on: torch goes
+    through its hooks, of which none may be removed meanwhile."""
+    handle = nn_optimizer.register_optimizer_step_post_hook(lambda optimizer, *_: function(optimizer))
+    _own_step_hooks.add(handle.id)
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     """Whether functions of the user's are called before or behind each step of an optimizer."""
     of_optimizer = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
-    before_all = nn_optimizer._global_optimizer_pre_hooks.keys() - _before_each_update
-    return any((*of_optimizer, before_all, nn_optimizer._global_optimizer_post_hooks))
+    of_all = nn_optimizer._global_optimizer_pre_hooks, nn_optimizer._global_optimizer_post_hooks
+    return any((*of_optimizer, *(hooks.keys() - _own_step_hooks for hooks in of_all)))
 
 
 def hooks_registered() -> int:

@@ -2,17 +2,21 @@
 
 import json
 import types
+import weakref
 from pathlib import Path
 
 import partial_model_worker as worker
 import pytest
 import torch
 from launch import forked
+from torch import nn
 from torch.nn import functional
 
 import fxpipe
 from fxpipe.errors import OptionError, PartitionError, RunError
 from fxpipe.plan.rows import ShardName
+from fxpipe.runtime.torch_private import has_step_hooks
+from fxpipe.training.model import partial_model
 from fxpipe.training.model.accumulators import check_rows
 
 pytestmark = [pytest.mark.slow, pytest.mark.waits]
@@ -288,3 +292,30 @@ def test_options_that_are_not_those_of_the_other_pipeline(taught, options, messa
 def test_another_model_is_not_like_a_pipeline(taught):
     with pytest.raises(OptionError, match="has no tensor of the pipeline"):
         fxpipe.compile(worker.Taught(), (torch.randn(1, worker.WIDTH),), like=taught, **worker.SHAPE)
+
+
+def test_an_update_by_a_scripts_own_optimizer_changes_all_whole_models():
+    """Each stops to watch within the loop of torch over its hooks; one that is gone stays out of it."""
+
+    class Whole:
+        def __init__(self, tensors):
+            self.registered = {name: weakref.ref(tensor) for name, tensor in tensors.items()}
+            self.times = 0
+            partial_model.watch_updates(self)
+
+        def of(self):
+            return None
+
+        def changed(self):
+            self.times += 1
+            partial_model.unwatch_updates(self)
+
+    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+    states = [Whole(dict(model.named_parameters())) for model in (first, second, first, first)]
+    del states[2]
+    optimizer = torch.optim.SGD(first.parameters(), lr=0.1)
+    assert not has_step_hooks(optimizer)
+    for _ in range(2):
+        first.weight.grad = torch.ones(2, 2)
+        optimizer.step()
+    assert [state.times for state in states] == [1, 0, 1]

@@ -11,7 +11,6 @@ from functools import cached_property
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from fxpipe.errors import RunError, suggested
 from fxpipe.plan.artifact import Plan, RankTensors, TensorLayout, holders
@@ -33,6 +32,7 @@ from fxpipe.training.model.partial_model import (
     sharing,
     show_stale,
     trained_tensors,
+    unwatch_updates,
     watch_updates,
 )
 from fxpipe.training.model.pending_update import PendingUpdate
@@ -53,8 +53,7 @@ class ModelState:
     steps beside ``.grad``.  ``run``: a name of the run, the same after it was resumed.
     ``then``: its hooks and frozen parameters when it was compiled.  ``lane``: that of a state of one lane,
     made by a process that runs all.  ``rows``: the parameters of rows of tables.  ``registered``: the model's
-    tensors under torchrun, which may live longer than a module around them.  ``watch``: of updates by any
-    optimizer, while the model is whole.
+    tensors under torchrun, which may live longer than a module around them.
     """
 
     plan: Plan
@@ -73,7 +72,6 @@ class ModelState:
     rows: dict[str, nn.Parameter] = field(default_factory=dict)
     updates: PendingUpdate = field(default_factory=PendingUpdate)
     registered: dict[str, weakref.ref[torch.Tensor]] = field(default_factory=dict)
-    watch: RemovableHandle | None = None
     whole: WholeModel | None = None  # as synchronize has left the model, until a step changes it
     kept: frozenset[str] = frozenset()  # names of buffers that are in plain attributes of the model's modules
 
@@ -313,15 +311,12 @@ class ModelState:
         if self.process is None:
             return
         self.whole = WholeModel(trained_tensors(self))
-        if self.watch is None:  # a script's own optimizer may change it now
-            watch_updates(self)
+        watch_updates(self)  # a script's own optimizer may change it now
 
     def changed(self) -> None:
         """Values of this rank have changed: the model no longer has those of all ranks."""
         self.synchronized, self.whole = False, None
-        if self.watch is not None:
-            self.watch.remove()
-            self.watch = None
+        unwatch_updates(self)
         if self.process is not None:
             free_others(self)
 

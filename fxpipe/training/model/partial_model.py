@@ -11,12 +11,13 @@ import sys
 import traceback
 import warnings
 import weakref
+from functools import cache
 from types import FrameType
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.optim.optimizer import Optimizer
 
 from fxpipe.errors import RunError
 from fxpipe.plan.artifact import Plan
@@ -24,6 +25,7 @@ from fxpipe.plan.attribute_state import kept_slots
 from fxpipe.plan.rows import ShardName
 from fxpipe.runtime.job.process import Process
 from fxpipe.runtime.job.user_line import is_of_user
+from fxpipe.runtime.torch_private import after_each_update
 from fxpipe.training.model.elsewhere import Elsewhere, hide, is_elsewhere, send_away, show
 from fxpipe.training.model.pending_update import PendingUpdate
 
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
 
 #: The training of the pipelines that were compiled in this process, as long as they or their optimizers live.
 _compiled: weakref.WeakSet[ModelState] = weakref.WeakSet()
+#: Those whose model is whole.
+_watched: weakref.WeakSet[ModelState] = weakref.WeakSet()
 
 
 def register(state: ModelState) -> None:
@@ -214,18 +218,24 @@ def names_by_rank(
 
 def watch_updates(state: ModelState) -> None:
     """Take a step of any optimizer of the model's tensors as a change of values, as long as it is whole."""
-    weak_state = weakref.ref(state)  # torch keeps the hook for ever, and must not keep the state
+    _hook_all_optimizers()
+    _watched.add(state)
 
-    def updated(optimizer: Optimizer, *_: object) -> None:
-        living = weak_state()
-        if living is None:
-            handle.remove()
-            return
-        ids = {id(tensor) for tensor in tensors_of(living).values()}
+
+def unwatch_updates(state: ModelState) -> None:
+    _watched.discard(state)
+
+
+@cache
+def _hook_all_optimizers() -> None:
+    after_each_update(_updated)
+
+
+def _updated(optimizer: Optimizer) -> None:
+    for state in [*_watched]:
+        ids = {id(tensor) for tensor in tensors_of(state).values()}
         if any(id(parameter) in ids for group in optimizer.param_groups for parameter in group["params"]):
-            living.changed()
-
-    state.watch = handle = register_optimizer_step_post_hook(updated)
+            state.changed()
 
 
 def registered(model: nn.Module | None) -> dict[str, torch.Tensor]:

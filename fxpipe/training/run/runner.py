@@ -55,16 +55,18 @@ class Runner(LocalRunner):
     """Runs the program of this process's rank.  ``stop_asked``: whether this rank was asked to end the run.
     ``stops``: whether one of the ranks was, before the last step; the same on all ranks.  ``is_evaluation``:
     whether it is that of ``pipe.evaluate``.  ``like``: that whose number of the step this one goes on with.
-    ``last``: the runner of the last step: this one, or that of the programs for some batches.
     """
 
     stop_asked: bool = False
     stops: bool = False
     is_evaluation: bool = False
     like: Runner | None = None
+    _last: Runner | None = None  # not itself, which would keep the model alive in a circle
 
-    def __post_init__(self) -> None:
-        self.last = self
+    @property
+    def last(self) -> Runner:
+        """The runner of the last step: this one, or that of the programs for some batches."""
+        return self if self._last is None else self._last
 
     def _beside(self, artifact: Artifact) -> Runner:
         other = super()._beside(artifact)
@@ -95,9 +97,9 @@ class Runner(LocalRunner):
         """See ``Pipeline.step``."""
         if self.process is not None:
             self.process.watch.check()
-        self.last = self._for(batch)
-        if self.last is not self:
-            return self._step_of_other(self.last, batch, outputs, outputs_on, check, record)
+        self._last = self._for(batch)
+        if self._last is not None:
+            return self._step_of_other(self._last, batch, outputs, outputs_on, check, record)
         rt, program, spec = self.runtime, self._own_program, self.plan.step
         self._warm_up.run(rt, program, batch, lambda: self._words(Facts(self.artifact.number), batch))
         rt.start()
@@ -146,11 +148,11 @@ class Runner(LocalRunner):
             self.rank_digests.stepped()
         return StepResult(loss, results)
 
-    def _for(self, batch: object) -> Runner:
-        """The runner of the programs for a batch, the same on all ranks and replicas."""
+    def _for(self, batch: object) -> Runner | None:
+        """The runner of the programs for batches like this alone; the same on all ranks and replicas."""
         other, process = self._for_assumed, self.process
         if other is None:
-            return self
+            return None
         holds = is_as_assumed(other.plan.assumed, batch)
         if process is not None:
             # A rank without the leaves has no say, and one alone may refuse the batch later.
@@ -159,7 +161,7 @@ class Runner(LocalRunner):
                 *process.begin_gather(say, f"the batch of {self._named(self.step_number)}")()[:, 0].tolist()
             }
             holds = said <= {0, 2} and 2 in said
-        return other if holds else self
+        return other if holds else None
 
     def _step_of_other(
         self,
