@@ -33,7 +33,7 @@ class Setting(NamedTuple):
     placement: str
     barriers: int
     recompute: str
-    head_chunks: int
+    head_chunks: int = 1
 
 
 @dataclass(frozen=True, eq=False)

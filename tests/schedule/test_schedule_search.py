@@ -10,7 +10,7 @@ from fxpipe.schedule.check import check
 from fxpipe.schedule.costs import Costs, StageCost, chain
 from fxpipe.schedule.families.registry import FAMILIES
 from fxpipe.schedule.placement import place
-from fxpipe.schedule.problem import Limit, Problem, per_rank
+from fxpipe.schedule.problem import Limit, Problem, Setting, per_rank
 from fxpipe.schedule.search.auto import search
 from fxpipe.schedule.search.fastest import fastest
 from fxpipe.schedule.stages import Vocabulary
@@ -68,7 +68,7 @@ def check_left_out(asked: list[Problem], found: SearchResult, why: str) -> None:
     assert left
     by_setting = {problem.setting: problem for problem in asked}
     for row in left:
-        problem = by_setting[row.stages_per_rank, row.placement, row.barriers, row.recompute]
+        problem = by_setting[Setting(*(getattr(row, name) for name in Setting._fields))]
         alone = fastest(row.schedule, [problem])
         assert found.timeline.seconds <= alone.timeline.seconds * (1 + 1e-9)
 
@@ -116,7 +116,7 @@ def test_a_family_that_cannot_be_built_is_named():
 
 def test_each_problem_has_its_own_limit():
     found = search([problems(4, 6)[0], *problems(4, 6, 0.5)[1:]])
-    assert found.problem.setting == (1, "plain", 0, "")
+    assert found.problem.setting == Setting(1, "plain", 0, "")
 
 
 def test_nothing_fits():
