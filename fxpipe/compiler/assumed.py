@@ -90,7 +90,7 @@ def _number(leaf: torch.Tensor) -> float | None:
 
 
 def _like(options: Settings, trained: Compiled, assumed: dict[str, float]) -> Settings:
-    """The settings with the decisions of a plan."""
+    """The settings with the decisions of the step that is compiled for all batches."""
     plan = trained.artifact.plan
     levels: dict[str, Level | Literal[False]] = {"": False, "norms": "norms", "full": "full"}
     ways: dict[int | None, Literal["1-barrier", "2-barrier", False]]
@@ -104,6 +104,8 @@ def _like(options: Settings, trained: Compiled, assumed: dict[str, float]) -> Se
         vocab_parallel=ways[None if plan.vocabulary is None else plan.vocabulary.barriers],
         head_chunks=plan.head_chunks,
         split_points=None,
+        # The order is known: nothing has to be timed once more.
+        costs="analytic" if options.costs == "measured" else options.costs,
         evaluation=False,
         print_after=None,
     )

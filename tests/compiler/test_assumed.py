@@ -25,7 +25,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "one rank": {"ranks": 1},
     "V, split backward": {"ranks": 2, "schedule": "zb-v"},
     "recompute, of any length": {"ranks": 2, "recompute": "full", "dimensions": {"sequence": LENGTH}},
-    "offload": {"ranks": 2, "offload": 0.5},
+    "offload, measured": {"ranks": 2, "offload": 0.5, "schedule": "1f1b", "costs": "measured"},
     "replicas": {"ranks": 2, "replicas": 2, "shard": "gradients"},
 }
 
