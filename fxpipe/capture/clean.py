@@ -139,7 +139,9 @@ def _place_sums(graph: fx.Graph) -> None:
     for node in graph.nodes:
         origin = origin_of(node)
         if origin.is_of_autograd:
-            added[node] = [p for n in node.all_input_nodes for p in added.get(n, [origin_of(n).path])]
+            # Each path once: sums of sums that have summands in common would double them at each step.
+            paths = (p for n in node.all_input_nodes for p in added.get(n, [origin_of(n).path]))
+            added[node] = [*dict.fromkeys(paths)]
         elif not origin.backward and origin.seq is not None:
             forward[origin.seq].append(node)
     for node, paths in reversed(added.items()):
