@@ -96,10 +96,14 @@ class GradientNames:
 
 
 def _summands(node: fx.Node) -> Iterator[fx.Node]:
-    """The operands of a sum of autograd's engine, which adds two at a time."""
-    todo = [node]
+    """The operands of a sum of autograd's engine, which adds two at a time; each once, as sums of sums may
+    have them in common."""
+    todo, seen = [node], set[fx.Node]()
     while todo:
         one = todo.pop()
+        if one in seen:
+            continue
+        seen.add(one)
         if _is_sum(one):
             todo += map(root, one.all_input_nodes)
         elif one is not node:

@@ -121,3 +121,22 @@ def test_a_copy_of_a_graph_is_that_of_its_nodes():
     copy.erase_node(found[0][1])
     assert found[0][1] not in source.users
     assert found[0][0] in source.users
+
+
+class Crossing(nn.Module):
+    """Two values that are added up crosswise: the gradient of each is a sum of the same two sums."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        a, b = self.first(x), self.second(x)
+        for _ in range(40):
+            a, b = a + b, b + a
+        return (a * b).mean()
+
+
+def test_sums_of_sums_take_no_more_with_each_step():
+    step = capture(Crossing(), (torch.randn(2, 4),), None, 1.0, torch.device("cpu"))
+    assert len(step.graph.nodes) > 80
