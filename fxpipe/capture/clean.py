@@ -140,8 +140,8 @@ def _place_sums(graph: fx.Graph) -> None:
         origin = origin_of(node)
         if origin.is_of_autograd:
             # Each path once: sums of sums that have summands in common would double them at each step.
-            paths = (p for n in node.all_input_nodes for p in added.get(n, [origin_of(n).path]))
-            added[node] = [*dict.fromkeys(paths)]
+            each = (p for n in node.all_input_nodes for p in added.get(n, [origin_of(n).path]))
+            added[node] = [*dict.fromkeys(each)]
         elif not origin.backward and origin.seq is not None:
             forward[origin.seq].append(node)
     for node, paths in reversed(added.items()):
