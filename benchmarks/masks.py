@@ -66,7 +66,8 @@ def decoders(seed: int, report: Report) -> Iterator[tuple[str, ...]]:
             model = without_dropout(build(kind, name, "CAUSAL_LM").model)
             row = measured(kind, model.to(torch.float64).train())
         except ERRORS as error:
-            text = f"{type(error).__name__}: {str(error).splitlines()[0][:80]}"
+            # Without paths of this machine.
+            text = f"{type(error).__name__}: {str(error).splitlines()[0].partition(' (/')[0][:80]}"
             report.line(f"{kind} is left out, as its code or compile raises {text}")
             continue
         if row is not None:
