@@ -32,9 +32,9 @@ class ParameterRows:
     plan: Plan
     calls: Calls
     held: Held
-    states: dict[int, str] = field(default_factory=dict)
-    lines: dict[int, Line] = field(default_factory=dict)
-    frees: bool = False
+    states: dict[int, str] = field(init=False)
+    lines: dict[int, Line] = field(default_factory=dict, init=False)
+    frees: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         buckets = self.plan.tensors[self.rank].exchanged
