@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from fxpipe.api.pipeline import Pipeline
     from fxpipe.api.read_checkpoint import Checkpoint, read_checkpoint
     from fxpipe.compiler.options import Offload
+    from fxpipe.integrations.experts import ExpertParallel
+    from fxpipe.integrations.summed_gradients import SummedGradients
     from fxpipe.runtime.program.outputs import StepResult
     from fxpipe.runtime.ranks.local_mesh import local_lanes
     from fxpipe.schedule.ops import Schedule
@@ -55,6 +57,7 @@ __all__ = [
     "Checkpoint",
     "Checkpointer",
     "DeadlockError",
+    "ExpertParallel",
     "FxpipeError",
     "LimitError",
     "Offload",
@@ -66,6 +69,7 @@ __all__ = [
     "ScheduleError",
     "SizeError",
     "StepResult",
+    "SummedGradients",
     "VerifyError",
     "VocabularyError",
     "__version__",
@@ -79,10 +83,12 @@ _LAZY = {
     "__version__": "fxpipe.plan.version",
     "Checkpoint": "fxpipe.api.read_checkpoint",
     "Checkpointer": "fxpipe.api.checkpointer",
+    "ExpertParallel": "fxpipe.integrations.experts",
     "Offload": "fxpipe.compiler.options",
     "Pipeline": "fxpipe.api.pipeline",
     "Schedule": "fxpipe.schedule.ops",
     "StepResult": "fxpipe.runtime.program.outputs",
+    "SummedGradients": "fxpipe.integrations.summed_gradients",
     "compile": "fxpipe.api.compile",
     "load": "fxpipe.api.load",
     "local_lanes": "fxpipe.runtime.ranks.local_mesh",

@@ -12,6 +12,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
+    PrepareModuleInputOutput,
     PrepareModuleOutput,
     RowwiseParallel,
     SequenceParallel,
@@ -19,6 +20,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.nn import functional as F
+
+from fxpipe import ExpertParallel
 
 WORDS, WIDTH, HEADS, LENGTH = 24, 16, 4, 6
 
@@ -37,6 +40,36 @@ class Attention(nn.Module):
         return self.o(found.transpose(1, 2).flatten(2))
 
 
+class Experts(nn.Module):
+    """Each two layers, on all tokens; works with all experts, and with some of them."""
+
+    def __init__(self, experts: int = 4, width: int = WIDTH, inner: int = 8) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(experts, width, inner) / 4)
+        self.bias = nn.Parameter(torch.randn(experts, inner) / 4)
+        self.down = nn.Parameter(torch.randn(experts, inner, width) / 4)
+
+    def forward(self, x, index, weights):
+        inner = torch.einsum("tw,ewi->eti", x, self.up) + self.bias.unsqueeze(1)
+        each = torch.einsum("eti,eiw->etw", F.gelu(inner), self.down)
+        counts = x.new_zeros(len(x), len(self.up)).scatter_add(1, index, weights)
+        return torch.einsum("te,etw->tw", counts, each)
+
+
+class Mixture(nn.Module):
+    """Two experts for each token."""
+
+    def __init__(self, experts: int = 4, top_k: int = 2) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(WIDTH, experts), Experts(experts)
+        self.top_k = top_k
+
+    def forward(self, x):
+        rows = x.flatten(0, -2)
+        weights, index = self.router(rows).softmax(-1).topk(self.top_k)
+        return self.experts(rows, index, weights / weights.sum(-1, keepdim=True)).view_as(x)
+
+
 class Block(nn.Module):
     def __init__(self, dropout: float) -> None:
         super().__init__()
@@ -44,9 +77,11 @@ class Block(nn.Module):
         self.attention = Attention()
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
         self.inner, self.outer = nn.Dropout(dropout), nn.Dropout(dropout)
+        self.mixture = Mixture()
 
     def forward(self, x):
         x = x + self.attention(self.first(x))
+        x = x + self.mixture(x)
         return x + self.outer(self.down(self.inner(F.gelu(self.up(self.second(x))))))
 
 
@@ -95,6 +130,14 @@ PLANS: dict[str, dict[str, Callable[[], Any]]] = {
         ),
         **{f"blocks.*.attention.{name}": ColwiseParallel for name in "qkv"},
         "blocks.*.attention.o": lambda: RowwiseParallel(output_layouts=Shard(1)),
+        "blocks.*.mixture": lambda: PrepareModuleInputOutput(
+            input_layouts=Shard(1),
+            desired_input_layouts=Replicate(),
+            use_local_input=True,
+            output_layouts=Replicate(),
+            desired_output_layouts=Shard(1),
+        ),
+        "blocks.*.mixture.experts": lambda: ExpertParallel(tokens="divided"),
         "blocks.*.up": lambda: ColwiseParallel(input_layouts=Shard(1)),
         "blocks.*.down": lambda: RowwiseParallel(output_layouts=Shard(1)),
         "norm": SequenceParallel,
@@ -107,6 +150,7 @@ PLANS: dict[str, dict[str, Callable[[], Any]]] = {
             output_layouts=Shard(1), desired_output_layouts=Replicate()
         ),
     },
+    "experts": {"blocks.*.mixture.experts": ExpertParallel},
     "loss": {**_COLUMNS_AND_ROWS, "head": lambda: ColwiseParallel(use_local_output=False)},
 }
 

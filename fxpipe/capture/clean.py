@@ -30,7 +30,7 @@ from fxpipe.runtime.program.checks import expect, expect_op
 
 aten = torch.ops.aten
 
-_NO_VALUE = {aten._assert_tensor_metadata.default, aten._assert_async.msg, aten._assert_async.default}
+_ASSERTS = (aten._assert_async.msg, aten._assert_async.default)
 
 
 def clean(
@@ -75,12 +75,15 @@ def clean(
         new[node] = known[id(constant)]
 
     for node in module.graph.nodes:
-        if node.op != "call_function" or node.target in _NO_VALUE:
+        if node.op != "call_function" or node.target is aten._assert_tensor_metadata.default:
             continue
         if node.target is expect_op:
             new[node] = _copied(graph, node, new, node_name(node, origin_of(node), short))
             new[node].target = expect
             checks.append(new[node])
+            continue
+        if node.target in _ASSERTS:
+            checks.append(_asserted(graph, node, new, node_name(node, origin_of(node), short)))
             continue
         viewed = root(node)
         if viewed != node:
@@ -129,6 +132,16 @@ def _copied(graph: fx.Graph, node: fx.Node, new: dict[fx.Node, fx.Node], name: s
     if "random_position" in node.meta:
         copy.meta["random_position"] = node.meta["random_position"]
     return copy
+
+
+def _asserted(graph: fx.Graph, node: fx.Node, new: dict[fx.Node, fx.Node], name: str) -> fx.Node:
+    """The check that the model's own assert of a tensor holds."""
+    value, *message = fx.map_arg(node.args, new.__getitem__)
+    says = message[0] if message else "An assert of the model does not hold of this microbatch"
+    args = value, [True], f"{says} ({origin_of(node)})."
+    check: fx.Node = new_node(graph, "call_function", expect, args, {}, name)
+    check.meta.update(origin=origin_of(node), val=None)
+    return check
 
 
 def _place_sums(graph: fx.Graph) -> None:

@@ -593,6 +593,23 @@ def test_the_way_for_compilers_where_the_other_hangs_on_data():
     assert_equals_eager(Skips, holes, ranks=2, schedule="zb-h1")
 
 
+@pytest.mark.parametrize("message", [["a mask has zeros and ones"], []])
+def test_an_assert_of_a_tensor_holds_of_each_microbatch(message):
+    class Asserts(Reads):
+        def read(self, x, mask):
+            torch._assert_async((mask <= 1).all(), *message)
+            return x * mask
+
+    assert_equals_eager(Asserts, batch, ranks=2, schedule="zb-h1")
+    pipe = fxpipe.compile(Asserts(), batch(2), ranks=2, microbatches=2, schedule="1f1b")
+    wrong = batch(4)
+    wrong["mask"][3, 2] = 5
+    says = message[0] if message else "An assert of the model does not hold of this microbatch"
+    with pytest.raises(fxpipe.RunError, match=rf"^{says} \(.*test_capture_checks\.py:\d+\)\.$"):
+        pipe.run_local(wrong)
+    pipe.run_local(batch(4))
+
+
 def test_code_for_compilers_that_fails():
     """Eager's way hangs on data, and is taken all the same."""
 

@@ -14,6 +14,7 @@ vary draw other numbers on each lane; the loss and the gradients of what all lan
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -22,6 +23,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from fxpipe.capture.lanes.collectives import functional_collectives
 from fxpipe.capture.reads.varying_values import FEW
 from fxpipe.capture.trace import Captured
 from fxpipe.errors import CaptureError
@@ -56,7 +58,7 @@ def capture_lanes(model: nn.Module, capture: Callable[[], Captured]) -> Captured
     traces: dict[int, Captured] = {}
     # Three lanes tell whether a number grows evenly with the lane; more would only take time.
     for lane in sorted({0, min(1, number - 1), number - 1}):
-        with compat.as_lane(type(mesh), number, lane):
+        with compat.as_lane(type(mesh), number, lane), functional_collectives():
             traces[lane] = capture()
         _use_lanes(traces[lane].graph, group, number)
     joint = traces[0]
@@ -70,7 +72,7 @@ def lane_as_text(model: nn.Module, capture: Callable[[], Captured], lane: int) -
     """The step that one lane runs, as text, the same on all processes whose models are alike."""
     mesh = mesh_of(model)
     lane_plan(model, mesh.size())
-    with compat.as_lane(type(mesh), mesh.size(), lane):
+    with compat.as_lane(type(mesh), mesh.size(), lane), functional_collectives():
         trace = capture()
     _use_lanes(trace.graph, members_of(mesh.get_group().group_name), mesh.size())
     constants = {name: value.tolist() for name, value in trace.constants.items() if value.numel() <= FEW}
@@ -91,6 +93,12 @@ def _use_lanes(graph: fx.Graph, group: list[int], number: int) -> None:
         node.target, node.args, node.kwargs = target, (value, *args), {}
         val = node.meta["val"]
         node.meta["val"] = val.new_empty(val.shape)  # contiguous
+    for node in graph.find_nodes(op="call_function", target=aten.copy.default):
+        # What is written to all of a tensor, as by a collective, does not vary because the tensor has before.
+        layouts = [(x.shape, x.dtype, x.stride()) for x in (n.meta["val"] for n in node.args[:2])]
+        if layouts[0] == layouts[1]:
+            node.replace_all_uses_with(node.args[1])
+            graph.erase_node(node)
 
 
 def _between_lanes(
@@ -149,9 +157,7 @@ def _merge(graphs: Mapping[int, fx.Graph], number: int) -> None:
             if len(arguments[lane]) != len(arguments[0]):
                 raise _differ(node, other, lane)
         differ = [
-            k
-            for k, x in enumerate(arguments[0])
-            if any(type(y[k]) is not type(x) or y[k] != x for y in arguments.values())
+            k for k, x in enumerate(arguments[0]) if any(not _equal(y[k], x) for y in arguments.values())
         ]
         if differ and not _vary(node, differ, arguments, number):
             lane = next(lane for lane, y in arguments.items() if y != arguments[0])
@@ -169,6 +175,11 @@ def _kind(node: fx.Node) -> object:
 def _leaves(node: fx.Node, same: Mapping[fx.Node, fx.Node]) -> list[object]:
     mapped = fx.map_arg((node.args, node.kwargs), lambda n: same.get(n, n))
     return pytree.tree_leaves(mapped)
+
+
+def _equal(a: object, b: object) -> bool:
+    """Whether two arguments are the same; NaN is the same as NaN."""
+    return type(a) is type(b) and (a == b or (a != a and b != b))
 
 
 def _differ(node: fx.Node, other: fx.Node, lane: int) -> CaptureError:
@@ -251,7 +262,7 @@ def key_by_lane(graph: fx.Graph, plan: LanePlan) -> set[fx.Node]:
         if node.op != "call_function" or node.target in _EQUAL:
             continue
         is_of_lanes = getattr(node.target, "namespace", "") == "lanes"
-        if not is_of_lanes and varying.isdisjoint(node.all_input_nodes):
+        if not is_of_lanes and varying.isdisjoint(_read(node)):
             continue
         varying.add(node)
         if draws_numbers(node):
@@ -259,6 +270,23 @@ def key_by_lane(graph: fx.Graph, plan: LanePlan) -> set[fx.Node]:
             node.args = (key, node.meta["random_position"], node.target, *node.args)
             node.target = keyed
     return varying
+
+
+def _read(node: fx.Node) -> Sequence[fx.Node]:
+    """The operands whose values an op takes: of a slice of a concatenation, those that it is of."""
+    joined: Any = node.args[0] if node.target is aten.slice.Tensor else None
+    if joined is None or joined.target is not aten.cat.default:
+        return node.all_input_nodes
+    given: Any = (*node.args[1:], *(0, None, None)[len(node.args) - 1 :])
+    dim, first, last = given[:3]
+    parts, *of = joined.args
+    dims = len(joined.meta["val"].shape)
+    if dim % dims != (of[0] if of else 0) % dims:
+        return node.all_input_nodes
+    lengths: list[int] = [part.meta["val"].shape[dim] for part in parts]
+    begin, end, _ = slice(first, last).indices(sum(lengths))
+    ends = [*itertools.accumulate(lengths)]
+    return [x for x, n, at in zip(parts, lengths, ends, strict=True) if at > begin and at - n < end]
 
 
 def _lane_key(graph: fx.Graph) -> fx.Node:

@@ -1,7 +1,8 @@
 """Run-time checks that facts about the example also hold for every microbatch.
 
 A forward that branches on data (``if mask.all():``) was traced along one branch.  The program has the
-condition as an op, ``expect``, and stops if a microbatch would have taken the other branch.
+condition as an op, ``expect``, and stops if a microbatch would have taken the other branch.  An assert of a
+tensor in the model's code (``torch._assert_async``) is such an op as well.
 """
 
 from __future__ import annotations
@@ -40,7 +41,10 @@ def unchecked() -> Iterator[None]:
 
 
 def expect(value: torch.Tensor, expected: list[bool | int], where: str) -> None:
-    """Raise RunError, naming the source line that read the value, unless its elements are as expected."""
+    """Raise RunError, naming the source line that read the value, unless its elements are as expected.
+
+    where: that line, or a sentence, with its full stop, of what an assert of the model's says.
+    """
     expect_op(value, expected, where)
 
 
@@ -56,6 +60,8 @@ def _check(value: torch.Tensor, expected: list[bool | int], where: str) -> None:
 def check_values(values: list[object], expected: list[bool | int], where: str) -> None:
     """Raise RunError, naming the source line that read the values, unless they are as expected."""
     if values != list(expected) and not _equal(values, expected):
+        if where.endswith("."):
+            raise RunError(where)
         remedy = INSTEAD_OF_A_NUMBER
         if isinstance(values[0], bool):
             remedy = (

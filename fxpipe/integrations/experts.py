@@ -1,0 +1,247 @@
+"""Expert parallelism, a style for torch's ``parallelize_module``: each lane holds some experts of a mixture.
+
+``tokens="whole"``                            ``tokens="divided"``
+every lane runs its experts on all tokens     every lane routes its share of the tokens
+                                              dispatch: rows to the lanes of their experts
+experts                                       experts
+one sum over the lanes                        combine: rows back, weighted sum, one gather
+
+The exchange of divided tokens has room for a fixed number of rows from each lane to each other, so that
+shapes do not depend on data.  The ops are torch's: the style also runs in eager, a process for each lane.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from math import ceil
+from typing import Any, Literal
+
+import torch
+import torch.distributed._functional_collectives as functional
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from fxpipe.errors import OptionError
+from fxpipe.integrations.summed_gradients import local_parameters, parameters_of
+
+
+class ExpertParallel(ParallelStyle):
+    """Shards the experts of a module over the lanes, and brings tokens to them.
+
+    The module's parameters have its experts as their first dimension, and its forward maps
+    (tokens [T, hidden], experts of each token [T, k], their weights [T, k]) to [T, hidden], as that of the
+    mixtures of transformers does.
+
+    tokens: "whole", or "divided" over the lanes.
+    capacity: of divided tokens, the rows that one lane may send to another, as a multiple of those that it
+        sends if all experts get equally many; None has room for any routing.
+    beyond: what happens to rows beyond the capacity.  "error": the step ends with a RunError on all lanes.
+        "drop": these experts add nothing to their tokens.
+    skips: whether the forward leaves out experts whose number is that of its experts or larger; otherwise
+        such rows are computed and do not count.
+    number: the attribute of the module with the number of its experts, if it has one; in the forward it is
+        that of the lane.
+    counts: whether the module gets buffers ``expert_loads`` (int64[experts]: the rows that training has sent
+        to each) and ``expert_drops`` (int64[]: those beyond the capacity).  Replicas keep those of the first.
+
+    Raises OptionError, in ``parallelize_module``, for experts that the lanes cannot share evenly.
+    """
+
+    def __init__(
+        self,
+        *,
+        tokens: Literal["whole", "divided"] = "whole",
+        capacity: float | None = None,
+        beyond: Literal["error", "drop"] = "error",
+        skips: bool = False,
+        number: str = "num_experts",
+        counts: bool = False,
+    ):
+        if tokens not in ("whole", "divided"):
+            raise OptionError(f"tokens is 'whole' or 'divided', not {tokens!r}.")
+        if beyond not in ("error", "drop"):
+            raise OptionError(f"beyond is 'error' or 'drop', not {beyond!r}.")
+        if capacity is not None and tokens == "whole":
+            raise OptionError('A capacity is that of an exchange, which only tokens="divided" has.')
+        if capacity is not None and not (isinstance(capacity, int | float) and capacity > 0):
+            raise OptionError(f"capacity is a number above 0, or None, not {capacity!r}.")
+        self.tokens, self.capacity, self.beyond = tokens, capacity, beyond
+        self.skips, self.number, self.counts = skips, number, counts
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        experts = _number_of_experts(module, device_mesh)
+        for owner, name, parameter in parameters_of(module):
+            share = distribute_tensor(
+                parameter.data, device_mesh, [Shard(0)], src_data_rank=self.src_data_rank
+            )
+            owner.register_parameter(name, nn.Parameter(share, parameter.requires_grad))
+        if self.counts:
+            counts = torch.zeros(experts, dtype=torch.int64, device=next(module.parameters()).device)
+            module.register_buffer("expert_loads", counts)
+            module.register_buffer("expert_drops", counts.new_zeros(()))
+        local = partial(_on_parts, module, module.forward, self.number, experts // device_mesh.size())
+        module.forward = partial(self._forward, module, local, device_mesh, experts)
+        return module
+
+    def _forward(
+        self,
+        module: nn.Module,
+        local: Callable[..., torch.Tensor],
+        mesh: DeviceMesh,
+        experts: int,
+        hidden_states: torch.Tensor,
+        top_k_index: torch.Tensor,
+        top_k_weights: torch.Tensor,
+    ) -> torch.Tensor:
+        if self.counts and module.training:
+            with torch.no_grad():
+                rows = top_k_index.reshape(-1, 1) == torch.arange(experts, device=top_k_index.device)
+                module.get_buffer("expert_loads").add_(rows.sum(0))
+        each = experts // mesh.size()
+        absent = each if self.skips else 0
+        if self.tokens == "whole":
+            return _whole(local, mesh, each, absent, hidden_states, top_k_index, top_k_weights)
+        tokens, lanes = len(hidden_states), mesh.size()
+        rows_of_lane = ceil(tokens / lanes) * top_k_index.shape[1]
+        room = ceil(tokens / lanes) * min(top_k_index.shape[1], each)
+        if self.capacity is not None:
+            room = min(room, ceil(self.capacity * rows_of_lane / lanes))
+        padded = -tokens % lanes
+        index = nn.functional.pad(top_k_index, (0, 0, 0, padded), value=experts)  # of no lane
+        if self.capacity is not None:
+            self._count_drops(module, index, lanes, each, room)
+        x = nn.functional.pad(hidden_states, (0, 0, 0, padded))
+        weights = nn.functional.pad(top_k_weights, (0, 0, 0, padded))
+        return _divided(local, mesh, each, absent, room, x, index, weights)[:tokens]
+
+    def _count_drops(self, module: nn.Module, index: torch.Tensor, lanes: int, each: int, room: int) -> None:
+        """Count the rows beyond the room, of all lanes: each has all tokens' experts."""
+        with torch.no_grad():
+            owners = index.reshape(lanes, -1, 1) // each == torch.arange(lanes, device=index.device)
+            drops = (owners.sum(1) - room).clamp(min=0).sum()
+            if self.beyond == "error":
+                torch._assert_async(
+                    drops == 0,
+                    f"More than {room} rows of a mixture go from one lane to another, its capacity of "
+                    f"{self.capacity:g}. Compile with a larger one, or with beyond='drop'",
+                )
+            elif self.counts and module.training:
+                module.get_buffer("expert_drops").add_(drops)
+
+
+def _number_of_experts(module: nn.Module, mesh: DeviceMesh) -> int:
+    shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
+    numbers = {shape[:1] for shape in shapes.values()}
+    if mesh.ndim != 1:
+        raise OptionError(f"ExpertParallel is for a mesh of one dimension, not {mesh.mesh_dim_names}.")
+    if len(numbers) != 1 or () in numbers:
+        raise OptionError(
+            "ExpertParallel is for a module whose parameters all have its experts as their first dimension; "
+            f"this {type(module).__name__} has {shapes or 'no parameters'}."
+        )
+    ((experts,),) = numbers
+    if experts % mesh.size():
+        raise OptionError(
+            f"The {experts} experts of a {type(module).__name__} cannot be shared evenly by {mesh.size()} "
+            "lanes: use lanes that divide them."
+        )
+    return experts
+
+
+def _on_parts(
+    module: nn.Module, forward: Callable[..., torch.Tensor], number: str, each: int, *args: torch.Tensor
+) -> torch.Tensor:
+    """Run a module with the experts of this lane alone."""
+    experts = getattr(module, number, None)
+    if experts is not None:
+        setattr(module, number, each)
+    try:
+        with local_parameters(module):
+            return forward(*args)
+    finally:
+        if experts is not None:
+            setattr(module, number, experts)
+
+
+def _whole(
+    local: Callable[..., torch.Tensor],
+    mesh: DeviceMesh,
+    each: int,
+    absent: int,
+    x: torch.Tensor,
+    index: torch.Tensor,
+    weights: torch.Tensor,
+) -> torch.Tensor:
+    """All tokens through the experts of each lane, and the sum of what these give."""
+    x, weights = (_alike(value, mesh) for value in (x, weights))
+    index = index - mesh.get_local_rank() * each
+    here = (index >= 0) & (index < each)
+    result = local(x, torch.where(here, index, absent), torch.where(here, weights, 0))
+    return _joined(result, mesh, Partial())
+
+
+def _divided(
+    local: Callable[..., torch.Tensor],
+    mesh: DeviceMesh,
+    each: int,
+    absent: int,
+    room: int,
+    x: torch.Tensor,
+    index: torch.Tensor,
+    weights: torch.Tensor,
+) -> torch.Tensor:
+    """A share of the tokens for each lane, whose rows go to their experts and back; tokens: a multiple of the
+    lanes.  Of an index beyond all experts there is no row."""
+    lanes = mesh.size()
+    x, index, weights = (_share(value, mesh) for value in (x, index, weights))
+    tokens, top_k = index.shape
+    pairs = index.reshape(-1)
+    owners = pairs // each
+    is_of = owners.unsqueeze(1) == torch.arange(lanes, device=pairs.device)
+    places = ((is_of.cumsum(0) - 1) * is_of).sum(1)  # of each row among those for its lane
+    kept = is_of.any(1) & (places < room)
+    places = torch.where(kept, owners * room + places, lanes * room)
+
+    rows = torch.arange(len(pairs), device=pairs.device)
+    # Places that no row takes get the first one, for an expert that skips it or whose result nobody reads.
+    sources = pairs.new_zeros(lanes * room + 1).scatter(0, places, rows)[:-1]
+    experts = pairs.new_full((lanes * room + 1,), absent).scatter(0, places, pairs % each)[:-1]
+    received = _exchanged(x[sources // top_k], mesh)
+    numbers = _exchanged(experts, mesh).unsqueeze(1)
+    back = _exchanged(local(received, numbers, received.new_ones(numbers.shape)), mesh)
+    of_rows = back[torch.where(kept, places, 0)].view(tokens, top_k, -1)
+    counted = torch.where(kept.view(tokens, top_k), weights, 0)
+    result = (of_rows * counted.unsqueeze(-1)).sum(1)
+    return _joined(result.to(x.dtype), mesh, Shard(0))
+
+
+def _alike(value: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """A tensor that all lanes have, whose gradient is the sum of theirs."""
+    distributed: Any = DTensor.from_local(value, mesh, [Replicate()], run_check=False)
+    part: torch.Tensor = distributed.to_local(grad_placements=[Partial()])
+    return part
+
+
+def _share(value: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """This lane's rows of a tensor that all lanes have."""
+    distributed: Any = DTensor.from_local(value, mesh, [Replicate()], run_check=False)
+    part: torch.Tensor = distributed.redistribute(placements=[Shard(0)]).to_local()
+    return part
+
+
+def _joined(part: torch.Tensor, mesh: DeviceMesh, placement: Any) -> torch.Tensor:
+    """The sum, or the rows, of all lanes."""
+    distributed: Any = DTensor.from_local(part, mesh, [placement], run_check=False)
+    whole: torch.Tensor = distributed.redistribute(placements=[Replicate()]).to_local()
+    return whole
+
+
+def _exchanged(rows: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """A share of the rows from each lane, in their order, for one to each."""
+    group = mesh.get_group()
+    shares = [len(rows) // mesh.size()] * mesh.size()
+    received: torch.Tensor = functional.all_to_all_single_autograd(rows.contiguous(), shares, shares, group)
+    return received

@@ -1,0 +1,128 @@
+"""The tensor and expert parallelism that transformers plans for its models, by ``parallelize_module``.
+
+transformers' plan: {"model.layers.*.self_attn.q_proj": "colwise", …}, its own hooks, its own launcher
+here:               parallelize(model, mesh["tp"]), and the model is compiled like any other
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from fxpipe.errors import OptionError
+from fxpipe.integrations.experts import ExpertParallel
+from fxpipe.integrations.summed_gradients import SummedGradients
+
+#: A word of transformers' plans -> the style of a module.
+_STYLES: dict[str, Callable[[], ParallelStyle]] = {
+    "colwise": ColwiseParallel,
+    "colwise_gather_output": lambda: ColwiseParallel(output_layouts=Replicate()),
+    "colwise_rep": lambda: ColwiseParallel(output_layouts=Replicate()),
+    "rowwise": RowwiseParallel,
+    "rowwise_split_input": lambda: RowwiseParallel(input_layouts=Replicate()),
+    "rowwise_rep": lambda: RowwiseParallel(input_layouts=Replicate()),
+    "embedding_rowwise": lambda: RowwiseParallel(input_layouts=Replicate()),
+    "embedding_colwise": lambda: ColwiseParallel(output_layouts=Replicate()),
+    "replicated_with_grad_allreduce": SummedGradients,
+    "sequence_parallel": SequenceParallel,
+}
+#: Words of modules of experts, of which lanes hold some each; their parameters have words of their own.
+_EXPERTS = ("moe_tp_experts", "ep_dispatch_experts")
+#: What all lanes run alike.
+_NONE = ("replicate", "ep_router", "gather")
+
+
+def parallelize(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    experts: ExpertParallel | None = None,
+    plan: Mapping[str, str] | None = None,
+) -> nn.Module:
+    """Distribute a model of transformers over the lanes of a mesh, by the plan of its configuration.
+
+    Each lane gets some of the experts of a mixture, whole, also where the plan cuts each of them.  Weights
+    that the model ties are tied again.  Returns the model, of which each process has all values before.
+
+    mesh: of one dimension.
+    experts: the style of experts; by default all tokens go through those of every lane.
+    plan: module, as a pattern -> style; by default ``model.tp_plan`` with ``model.ep_plan``.
+
+    Raises OptionError for a style that has no counterpart, heads or experts that the lanes do not divide, and
+    a model without a plan.
+    """
+    words = dict(plan) if plan is not None else {**_plan(model, "tp"), **_plan(model, "ep")}
+    if not words:
+        raise OptionError(
+            f"{type(model).__name__} has no plan of tensor parallelism. Give one by modules: "
+            'parallelize(model, mesh, plan={"*.up": "colwise", "*.down": "rowwise"}).'
+        )
+    _check_heads(model, mesh.size(), words)
+    for path, module in [*model.named_modules()]:
+        word = words.get(_pattern(path))
+        if word in _EXPERTS:
+            style = experts or ExpertParallel()
+            # Experts of transformers that know of it skip those of other lanes.
+            if hasattr(module, "_is_expert_parallel"):
+                module._is_expert_parallel = style.skips = True
+            parallelize_module(module, mesh, style)
+        elif word == "mla_kv_a_proj":
+            _sum_rotary_gradient(module, model.config.get_text_config().qk_rope_head_dim, mesh)  # type: ignore[union-attr, operator]
+        elif word is not None and word not in _NONE:
+            if word not in _STYLES:
+                raise OptionError(
+                    f"The plan of {type(model).__name__} has {word!r} for {path}, which has no counterpart "
+                    f"here. Give a plan without it (that module is then whole on all lanes). Known are "
+                    f"{', '.join((*_STYLES, *_EXPERTS, 'mla_kv_a_proj'))}."
+                )
+            parallelize_module(module, mesh, _STYLES[word]())
+    if hasattr(model, "tie_weights"):
+        model.tie_weights()  # type: ignore[operator]
+    return model
+
+
+def _plan(model: nn.Module, kind: str) -> Mapping[str, str]:
+    """The plan of a model and of its parts, by their names in the model."""
+    of_model: Any = getattr(model, f"{kind}_plan", None) or getattr(model, f"_{kind}_plan", None)
+    return of_model or {}
+
+
+def _pattern(path: str) -> str:
+    """model.layers.0.mlp -> model.layers.*.mlp"""
+    return re.sub(r"\.\d+(?=\.|$)", ".*", path)
+
+
+def _check_heads(model: nn.Module, lanes: int, words: Mapping[str, str]) -> None:
+    config: Any = getattr(model, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    is_cut = any(path.endswith(("k_proj", "qkv_proj")) and word == "colwise" for path, word in words.items())
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        heads = getattr(config, name, None)
+        if is_cut and isinstance(heads, int) and heads % lanes:
+            raise OptionError(f"{name} is {heads}, which {lanes} lanes do not divide.")
+
+
+def _sum_rotary_gradient(module: nn.Module, width: int, mesh: DeviceMesh) -> None:
+    """The last columns of what the module gives go to the heads of each lane without a layer between, whose
+    input gradient would be summed: so theirs is summed here."""
+    forward = module.forward
+
+    def summed(*args: Any, **kwargs: Any) -> torch.Tensor:
+        result: torch.Tensor = forward(*args, **kwargs)
+        first, last = result.split([result.shape[-1] - width, width], -1)
+        alike: Any = DTensor.from_local(last, mesh, [Replicate()], run_check=False)
+        return torch.cat([first, alike.to_local(grad_placements=[Partial()])], -1)
+
+    module.forward = summed
