@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import fork_server
+import frozen_imports
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -46,8 +47,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish() -> None:
     """Imported objects stay: looking at them in each collection of garbage takes a tenth of the time."""
-    gc.collect()
-    gc.freeze()
+    frozen_imports.freeze()
     gc.set_threshold(10_000)
 
 
@@ -56,6 +56,7 @@ def pytest_configure(config: pytest.Config) -> None:
     is_own = not hasattr(config, "workerinput") and config.getoption("numprocesses", None)
     if is_own and not config.getoption("--fast") and not config.getoption("--collect-only"):
         fork_server.offer()
+        config.option.tx = [f"popen//python={fork_server.forking_python()}" for _ in config.option.tx]
 
 
 @pytest.fixture

@@ -1,8 +1,8 @@
 """A first compilation and step, which load modules and fill torch's caches: forked ranks find these full."""
 
-import gc
 import weakref
 
+import frozen_imports
 import torch
 from zoo import CASES, Shape, compiled
 
@@ -24,9 +24,8 @@ def run() -> None:
 
 if torch.accelerator.device_count() == 0:  # no fork can have a backward after one that started threads
     run()
-    # Imported objects stay: ranks need not look for garbage among them, and copy no pages for that.
-    gc.collect()
-    gc.freeze()
+    # Ranks need not look for garbage among imported objects, and copy no pages for that.
+    frozen_imports.freeze()
     # At its end a rank would take hundreds of torch's libraries apart, op by op.
     for finalizer in weakref.finalize._registry:
         finalizer.atexit = False

@@ -1,8 +1,8 @@
 """The process that ranks are forked from: it has imported torch and fxpipe, which takes seconds.
 
 It has one thread: a fork of a process of pytest, whose other threads hold locks, can hang.  All workers of
-pytest-xdist share the one that its own process offers.  That process never needs torch: it is not imported
-here.
+pytest-xdist share the one that its own process offers, and are forked from it themselves.  That process never
+needs torch: it is not imported here.
 """
 
 from __future__ import annotations
@@ -11,8 +11,11 @@ import ast
 import functools
 import multiprocessing
 import os
+import shlex
+import sys
 import time
 from multiprocessing import forkserver, resource_tracker
+from multiprocessing.connection import Connection
 from pathlib import Path
 from unittest import mock
 
@@ -39,6 +42,23 @@ def offer() -> None:
     """Start a server for the processes that this one will start.  It ends with this one."""
     _start()
     os.environ[_OFFERED] = repr({name: getattr(_SERVER, name) for name in _KNOWN if hasattr(_SERVER, name)})
+
+
+def forking_python() -> str:
+    """The command that stands in for Python where a worker of pytest-xdist starts."""
+    return shlex.join((sys.executable, str(Path(__file__).with_name("forked_worker.py"))))
+
+
+def run_code(code: str, stdin: Connection, stdout: Connection, environment: dict[str, str]) -> None:
+    """What ``python -u -c CODE`` does, in a forked process: with these pipes and this environment."""
+    os.environ.clear()
+    os.environ.update(environment)
+    os.dup2(stdin.fileno(), 0)
+    os.dup2(stdout.fileno(), 1)
+    stdin.close()
+    stdout.close()
+    sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", closefd=False)  # noqa: SIM115 - for good
+    exec(code, vars(sys.modules["__main__"]))
 
 
 def serve() -> None:
