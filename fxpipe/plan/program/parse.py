@@ -82,7 +82,7 @@ def _refuse(what: str, node: ast.AST) -> NoReturn:
 
 def _program(source: str, filename: str = "<unknown>") -> r.Program:
     tree, bound = ast.parse(source, filename), set[str]()
-    for node in ast.walk(tree):
+    for node in r.parts(tree):
         match node:
             case ast.Name(id=name, ctx=ast.Store() | ast.Del()):
                 bound.add(name)
