@@ -19,12 +19,15 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from unittest import mock
 
-#: What a rank imports to compile, train and end; the last one compiles, trains and writes as ranks do.
+#: What a rank imports to compile, train and end, and what files of tests import beside that; the last one
+#: compiles, trains and writes as ranks do.
 PRELOADED = [
     "fxpipe.compiler.compile",
     "fxpipe.api.checkpointer",
     "torch._dynamo",
     "torch.distributed.elastic.multiprocessing.api",
+    "models",
+    "hypothesis",
     "first_step",
 ]
 ENDED = "the fork server of the tests ended"

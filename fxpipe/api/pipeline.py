@@ -50,6 +50,7 @@ from fxpipe.training.run.local_runner import LocalResult
 from fxpipe.training.run.runner import Runner
 from fxpipe.training.weights.pretrained import export, values_at
 from fxpipe.training.weights.tensor_values import InMemory
+from fxpipe.viz.notebook import ShownResult, shown_as
 
 T = TypeVar("T")
 
@@ -185,7 +186,8 @@ class Pipeline(Views):
         """
         what = outputs, checked(check), checked_record(record), replay
         with self._runner.as_traced():
-            return self._runner.run_local(batch, step, threads, measure_memory, *what)
+            result = self._runner.run_local(batch, step, threads, measure_memory, *what)
+        return shown_as(ShownResult, result)
 
     @overload
     def step(

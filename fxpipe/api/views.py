@@ -17,7 +17,6 @@ from fxpipe.cost.plan_costs import costs_of, expressions, known_work
 from fxpipe.errors import OptionError, RunError, at_least_one, number_of, one_of
 from fxpipe.ir.graph import Section
 from fxpipe.plan.artifact import Artifact, Plan, Validation
-from fxpipe.plan.memory import rank_memory
 from fxpipe.plan.saved import files
 from fxpipe.plan.work import Expressions, PlanWork
 from fxpipe.runtime.job.process import Process
@@ -27,7 +26,8 @@ from fxpipe.schedule.ops import VALIDATIONS, Schedule
 from fxpipe.schedule.simulation.simulator import simulate
 from fxpipe.schedule.simulation.steps import Steps, simulate_steps
 from fxpipe.schedule.simulation.timeline import Timeline
-from fxpipe.viz.summary import as_html, costs_text, memory_rows, summary
+from fxpipe.viz.notebook import ShownSteps, ShownTimeline, pipeline_html, shown_as, stage_html
+from fxpipe.viz.summary import costs_text, summary
 
 #: What the classes of fxpipe use of a pipeline, and its users do not.
 _INTERNAL = {
@@ -43,7 +43,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, eq=False, repr=False)
 class Stage:
     """A stage of a pipeline, as a user sees it: the names of its parameters, the costs with which the
-    schedule was made, and its sections (none if the pipeline was loaded, or compiled by another rank)."""
+    schedule was made, and its sections (none if the pipeline was loaded, or compiled by another rank).
+    ``shapes``: of its parameters."""
 
     index: int
     rank: int
@@ -51,6 +52,7 @@ class Stage:
     costs: StageCost
     sections: tuple[Section, ...]
     work: PlanWork | None
+    shapes: Mapping[str, tuple[int, ...]]
 
     @cached_property
     def expressions(self) -> Expressions:
@@ -63,6 +65,10 @@ class Stage:
     def __repr__(self) -> str:
         parameters = number_of(len(self.parameters), "parameter")
         return f"Stage({self.index}, rank {self.rank}: {parameters}; {costs_text(self.costs)})"
+
+    def _repr_html_(self) -> str:
+        """Its costs for one microbatch and its parameters, for notebooks."""
+        return stage_html(f"stage {self.index} on rank {self.rank}", self.costs, self.shapes)
 
 
 @brief_methods
@@ -83,10 +89,9 @@ class Views:
         return "\n  ".join([f"Pipeline of {lines[0]}", *lines[1:]])
 
     def _repr_html_(self) -> str:
-        """The text of ``repr`` with the memory of each rank, for notebooks."""
-        plan = self.artifact.plan
-        memory = rank_memory(plan, plan.prediction.peak_memory)
-        return as_html(summary(plan), memory_rows(memory, plan.memory_limit))
+        """The text of ``repr`` with the simulated step and the memory of each rank, for notebooks."""
+        # Under torchrun the ops of the other ranks would have to be fetched by all.
+        return pipeline_html(self.artifact.plan, with_picture=self.process is None)
 
     def __dir__(self) -> list[str]:
         return [name for name in super().__dir__() if name not in _INTERNAL]
@@ -139,6 +144,7 @@ class Views:
                 cost,
                 tuple(x for x in self.sections if x.stage == s.stage),
                 plan.work,
+                {name: plan.whole_layout(name).shape for name in s.parameters},
             )
             for s, cost in zip(plan.stages, plan.costs.stages, strict=True)
         )
@@ -156,7 +162,8 @@ class Views:
             enough).
         Raises SizeError for an unknown name and for a length below one, ScheduleError for an unknown device.
         """
-        return simulate(self.schedule, costs_of(self.plan, sizes, device))
+        timeline = simulate(self.schedule, costs_of(self.plan, sizes, device))
+        return shown_as(ShownTimeline, timeline, model=self.plan.model)
 
     def simulate_steps(
         self,
@@ -176,9 +183,9 @@ class Views:
         if validation is not None:
             one_of("validation", validation, VALIDATIONS)
         plan = self.plan
-        return simulate_steps(
-            plan.ordered, costs_of(plan, sizes, device), validation or plan.validation, steps
-        )
+        costs = costs_of(plan, sizes, device)
+        shown = simulate_steps(plan.ordered, costs, validation or plan.validation, steps)
+        return shown_as(ShownSteps, shown, model=plan.model)
 
     def leaves(self, rank: int | None = None) -> tuple[str, ...]:
         """The names of the leaves of a batch that a rank needs (by default this process's); its batches may

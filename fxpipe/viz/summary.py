@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from html import escape
+from collections.abc import Sequence
 
-from fxpipe.errors import number_of, printable, shortened
+from fxpipe.errors import number_of, shortened
 from fxpipe.plan.artifact import Plan
 from fxpipe.plan.memory import RankMemory, rank_memory
 from fxpipe.schedule.costs import StageCost
@@ -68,14 +67,3 @@ def memory_rows(memory: Sequence[RankMemory], limit: str) -> list[tuple[str, ...
 
 #: ``other``: buffers, outputs, the memory of sums over replicas, and all else in a limit.
 MEMORY = ("rank", "parameters", "gradients", "other", "activations", "peak", "+ AdamW")
-
-
-def as_html(lines: Iterable[str], rows: Sequence[Sequence[str]]) -> str:
-    """Lines, and a table whose first row has the names of its columns."""
-    most = 32
-    head = "".join(f"<th>{escape(name)}</th>" for name in rows[0])
-    cells = ("".join(f"<td>{escape(printable(cell))}</td>" for cell in row) for row in rows[1 : 1 + most])
-    body = "".join(f"<tr>{row}</tr>" for row in cells)
-    more = f"<div>… and {len(rows) - 1 - most} more</div>" if len(rows) - 1 > most else ""
-    text = "<br>".join(map(escape, lines))
-    return f"<div>{text}<table><tr>{head}</tr>{body}</table>{more}</div>"

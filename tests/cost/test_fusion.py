@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from models import gpt2, words
 from torch import fx, nn
 
 import fxpipe
@@ -11,7 +12,6 @@ from fxpipe.cost.fusion import Kernel, kernels_of
 from fxpipe.ir.compat import make_fx
 from fxpipe.ir.storage import call_nodes
 from fxpipe.schedule.ops import Color, Phase
-from tests.models import gpt2, words
 
 ROWS, WIDTH = 64, 32
 FLOATS = ROWS * WIDTH * 4
