@@ -19,7 +19,8 @@ from torch import fx
 from fxpipe.errors import CaptureError, SizeError
 from fxpipe.ir.compat import pytree
 from fxpipe.ir.fake_op_cache import give_own_values
-from fxpipe.ir.resized import ResizedTraces, monomials
+from fxpipe.ir.resized import ResizedTraces
+from fxpipe.ir.size import monomials
 from fxpipe.runtime.program.batch import batch_leaves
 
 MICROBATCH = "microbatch"

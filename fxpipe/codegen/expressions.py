@@ -7,7 +7,7 @@ import keyword
 import math
 import operator
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,6 +37,9 @@ ARGUMENTS = {**CONTAINERS, Kind.KEY: "key"}
 #: The variables of keys of random ops: that of a microbatch, and that of a lane in it.
 KEYS = ("key", "lane_key")
 
+#: What a program whose microbatches have lengths uses itself, beside their variables.
+OF_LENGTHS = ("layouts", "messages")
+
 END = 2**63 - 1  # the end of a slice that has none
 
 #: Names that a program uses itself: imports, definitions, arguments and variables.
@@ -59,13 +62,24 @@ def variable(name: str) -> str:
     return f"{name}_" if _TAKEN.fullmatch(name) else name
 
 
+def length_variables(names: Iterable[str]) -> list[str]:
+    """The variables of lengths with these names, each another one."""
+    variables: list[str] = []
+    for name in names:
+        text = variable(identifier(name))
+        text = f"{text}_" if keyword.iskeyword(text) or text in OF_LENGTHS else text
+        variables.append(unused(text, variables.__contains__))
+    return variables
+
+
 class Aliases:
     """The aliases of ops that a program's head declares: ``addmm = torch.ops.aten.addmm.default``.
 
     No alias is the name of a variable or of a function.
     """
 
-    def __init__(self, sections: Iterable[Section]) -> None:
+    def __init__(self, sections: Iterable[Section], lengths: Sequence[str] = ()) -> None:
+        """lengths: variables of lengths, which mean the same in all functions."""
         self.ops: dict[str, str] = {}  # alias -> dotted name
         self.registrars: set[tuple[str, str]] = set()  # the namespace of a library's ops, and its module
         self.uses_end = False
@@ -73,7 +87,8 @@ class Aliases:
         self.uses_expect = False
         self.uses_within = False
         self.uses_inductor = False
-        self._variables = {variable(node.name) for s in sections for node in s.graph.nodes}
+        self._lengths = frozenset([*lengths, *OF_LENGTHS] if lengths else ())
+        self._variables = {variable(node.name) for s in sections for node in s.graph.nodes} | self._lengths
 
     def new(self, name: str) -> str:
         """A name that resembles this one and that nothing else has."""
@@ -82,8 +97,8 @@ class Aliases:
         return variable
 
     def local(self, name: str) -> str:
-        """The name as a variable of some functions, in which it hides no op."""
-        variable = f"{name}_" if name in self.ops else name
+        """The name as a variable of some functions, in which it hides no op and no length."""
+        variable = f"{name}_" if name in self.ops or name in self._lengths else name
         self._variables.add(variable)
         return variable
 

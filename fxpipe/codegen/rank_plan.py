@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -27,6 +27,9 @@ from fxpipe.schedule.lowering.instructions import (
 )
 from fxpipe.schedule.ops import Activation, Color, OpKind, Phase
 
+Sizes = tuple[tuple[int, ...], tuple[int, ...]]
+"""Shape and strides, whose numbers may be expressions of lengths."""
+
 
 @dataclass(frozen=True, eq=False)
 class RankPlan:
@@ -46,6 +49,8 @@ class RankPlan:
     joined: frozenset[int]  # the stages that run every B and W as one op
     buckets: tuple[tuple[Bucket, int], ...] = ()  # over replicas, each with the bytes of its parameters
     compiled: frozenset[Color] = frozenset()  # the sections that Inductor compiles
+    lengths: Mapping[str, str] = field(default_factory=dict)  # variable -> name, of those of a microbatch
+    sizes: Mapping[str, Sizes] = field(default_factory=dict)  # of values that cross, where they have lengths
 
     @cached_property
     def own(self) -> tuple[Section, ...]:
@@ -123,6 +128,12 @@ class RankPlan:
     def arriving(self, name: str, stage: int) -> str:
         """The variable of a received value for ``stage``; two stages of a rank may receive the same value."""
         return f"{variable(name)}_s{stage}" if name in self.arrives_twice else variable(name)
+
+    def layout(self, name: str) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
+        """The layout of a value that crosses, as a program says it."""
+        tensor = self.tensors[name]
+        shape, stride = self.sizes.get(name, (tuple(tensor.shape), tuple(tensor.stride())))
+        return shape, stride, tensor.dtype
 
     def layouts(self) -> list[str]:
         """The names of the values whose layouts the program needs."""

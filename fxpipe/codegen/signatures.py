@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from fxpipe.codegen.expressions import CONTAINERS
 from fxpipe.ir.graph import Kind, Section, Value
+from fxpipe.ir.size import size_names
 from fxpipe.schedule.ops import Color, Phase
 
 PHASE_NAMES = {Phase.F: "forward", Phase.B: "backward", Phase.W: "weight"}
@@ -28,10 +29,10 @@ LISTS = {
 class Signature:
     """The signature of a section's function.
 
-    ``containers``: the dicts that it reads (``params``, …) and keys.  ``lists_in``, ``lists_out``: the
-    lists from and to other phases of its own stage, with the values in each.  ``values_in``, ``values_out``:
-    the values from and to other stages, with those that the user asks for.  ``results``: loss, count and
-    buffers.
+    ``containers``: the dicts that it reads (``params``, …), keys, and lengths of the microbatch.
+    ``lists_in``, ``lists_out``: the lists from and to other phases of its own stage, with the values in each.
+    ``values_in``, ``values_out``: the values from and to other stages, with those that the user asks for.
+    ``results``: loss, count and buffers.
     """
 
     name: str
@@ -56,6 +57,7 @@ def _signature(section: Section, consumers: list[tuple[Color, Value]]) -> Signat
     kinds = {v.kind for v in section.inputs}
     containers = [text for kind, text in CONTAINERS.items() if kind in kinds]
     containers += [v.name for v in section.inputs if v.kind is Kind.KEY]
+    containers += size_names(section.graph.nodes)
     lists_in: dict[str, list[str]] = {}
     for v in section.inputs:
         if v.producer is not None and v.producer.stage == section.stage:

@@ -16,6 +16,7 @@ from fxpipe.codegen.statements import Statement, body
 from fxpipe.codegen.wrapping import wrapped
 from fxpipe.ir.graph import Kind
 from fxpipe.ir.names import text_literal
+from fxpipe.ir.size import size_names
 from fxpipe.ir.storage import leading_to
 from fxpipe.ir.text import shape_text
 
@@ -27,6 +28,11 @@ def once_containers(values: Values) -> list[str]:
     """The arguments of a function, beside the batch."""
     kinds = {node.meta["input"].kind for node in leading_to(values) if node.op == "placeholder"}
     return [name for kind, name in CONTAINERS.items() if kind in kinds - {Kind.BATCH}]
+
+
+def count_lengths(values: Values) -> list[str]:
+    """The lengths of a microbatch that ``counts`` takes."""
+    return size_names(leading_to(values))
 
 
 def once_source(values: Values, names: Aliases) -> str:
@@ -56,8 +62,9 @@ def counts_source(values: Values, names: Aliases) -> str:
     nodes = sorted(n for n in leading_to(values) if n.op == "call_function")
     lines = node_lines(nodes, scope, place, values.keys(), lambda node: "")
     entries = ", ".join(f"{text_literal(name)}: {scope.text(node)}" for node, name in values.items())
+    arguments = ["batch", *once_containers(values), *count_lengths(values)]
     text = [
-        f"def counts({', '.join(['batch', *once_containers(values)])}):",
+        f"def counts({', '.join(arguments)}):",
         '    """What the loss of a microbatch is a mean over; the batch\'s is over all of them."""',
         *body([*lines], [scope.text(node) for node in values], storages(nodes, scope)),
         f"    return {{{entries}}}",

@@ -9,7 +9,7 @@ level only where it may give the fastest step).
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -18,11 +18,13 @@ from torch import fx
 from fxpipe.capture.call import check_call
 from fxpipe.capture.capture_options import CaptureOptions
 from fxpipe.capture.lanes.joint_graph import capture_lanes, lane_as_text
+from fxpipe.capture.lengths import LengthTraces, OtherMasksError, at_other_lengths
 from fxpipe.capture.resized import named_lengths, sample
 from fxpipe.capture.rules.attention_masks import Masks
 from fxpipe.capture.scale import LATER
 from fxpipe.capture.trace import Captured, capture
 from fxpipe.capture.underflow import warn_of_float16
+from fxpipe.codegen.expressions import length_variables
 from fxpipe.compiler.candidates import Candidates, candidates
 from fxpipe.compiler.check_options import check_lanes
 from fxpipe.compiler.choose import Costing, choose, with_uses
@@ -68,16 +70,19 @@ class Compiled:
 class CapturedStep:
     """One graph of the training step, and its traces at other sizes, if its dimensions have names.
 
+    ``lengths``: those at lengths that a program may take, or why it takes the example's alone.
     ``cuts``: those that were made of it so far.
     """
 
     captured: Captured
     resized: ResizedTraces | None
+    lengths: LengthTraces | str = ""
     cuts: Cuts = field(default_factory=Cuts)
 
     @property
     def graphs(self) -> StepGraphs:
-        return StepGraphs(self.captured.graph, self.resized)
+        lengths = self.lengths.traces if isinstance(self.lengths, LengthTraces) else None
+        return StepGraphs(self.captured.graph, self.resized, lengths=lengths)
 
 
 def capture_step(request: Compilation, phase: Phases) -> CapturedStep:
@@ -107,24 +112,57 @@ def _captured_at_sizes(request: Compilation, lengths: Mapping[str, int]) -> Capt
     while True:
         masks: list[tuple[Mask, ...]] = []
 
+        def capture(example: object) -> Captured:
+            return _captured(replace(request, example=example), agreed)  # noqa: B023 - called in this round
+
         def trace(example: object) -> Captured:
-            captured = _captured(replace(request, example=example), agreed)  # noqa: B023 - called in this round
+            captured = capture(example)
             masks.append((*captured.masks.needed,))  # noqa: B023
             return captured
 
         captured = trace(request.example)
+        named: LengthTraces | str = ""
         try:
             resized = sample(captured.graph, request.example, lengths, lambda example: trace(example).graph)
+            if len({*masks}) == 1:
+                named = _at_lengths_of_programs(request, captured, capture)
+        except OtherMasksError as error:
+            if agreed is not None:
+                return CapturedStep(captured, resized, str(error))
+            masks += error.masks
         except SizeError:
             # Where the number of calls depends on the length, no agreement makes the traces alike.
             if len({*masks}) == 1 or len({*map(len, masks)}) > 1:
                 raise
         if len({*masks}) == 1:
-            return CapturedStep(captured, resized)
+            return CapturedStep(captured, resized, named)
         # What only some sizes allow is left to the kernel of any mask, so that all traces have the same ops.
         agreed = tuple(
             a if all(a == b for b in others) else "dense" for a, *others in zip(*masks, strict=True)
         )
+
+
+def _at_lengths_of_programs(
+    request: Compilation, captured: Captured, trace: Callable[[object], Captured]
+) -> LengthTraces | str:
+    """The step at the lengths that a program may take; why it takes the example's alone."""
+    options = request.options
+    if not options.dimensions:
+        return ""
+    others = {
+        "backend='inductor' compiles functions for the example's lengths": bool(options.compiled),
+        "a replay of a captured step has the example's lengths": bool(options.replays),
+        "all lanes of a rank run ops of the example's lengths": bool(captured.lanes.shards),
+    }
+    if reasons := [reason for reason, holds in others.items() if holds]:
+        return reasons[0]
+    try:
+        variables = length_variables(options.dimensions)
+        return at_other_lengths(captured, request.example, options.dimensions, variables, trace)
+    except OtherMasksError:
+        raise
+    except SizeError as error:
+        return str(error)
 
 
 @collector_paused()
@@ -192,7 +230,9 @@ def compile_model(
 
     with phase("codegen"):
         request = replace(request, options=options)
-        cut, artifact = generate(request, captured, cut, live, result.timeline, completed, phase)
+        cut, artifact = generate(
+            request, captured, cut, live, result.timeline, completed, phase, step.lengths
+        )
     return Compiled(artifact, cluster, cut.graph, cut.sections, captured.masks, captured.sources)
 
 

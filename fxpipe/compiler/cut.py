@@ -8,10 +8,12 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
+from fxpipe.capture.lengths import name_sizes
+from fxpipe.codegen.expressions import OF_LENGTHS
 from fxpipe.compiler.passes import PASSES, CutOptions, Offloaded, StepGraphs, Uncut, run_passes
 from fxpipe.compiler.progress import Phases
 from fxpipe.cost.nodes import CHEAPER_IN_PLACE
-from fxpipe.errors import PartitionError
+from fxpipe.errors import PartitionError, SizeError
 from fxpipe.ir.graph import Section
 from fxpipe.ir.nodes import copy_graph
 from fxpipe.ir.resized import ResizedTraces
@@ -26,8 +28,8 @@ class Cut:
     """The step cut into stages; ``vocabulary``: the stages beside the model's own.
 
     ``graph``, ``sections``: as the costs need them.  ``edges``: the values that sections of different stages
-    need of each other.  ``before_chosen``: the graph without the passes of the chosen cut.  ``rewrites``: as
-    ``StepGraphs`` has them.
+    need of each other.  ``before_chosen``: the graph without the passes of the chosen cut.  ``rewrites``,
+    ``lengths``: as ``StepGraphs`` has them.
     """
 
     options: CutOptions
@@ -38,6 +40,7 @@ class Cut:
     resized: ResizedTraces | None
     before_chosen: fx.Graph
     rewrites: tuple[Rewrite, ...] = ()
+    lengths: ResizedTraces | None = None
 
     @property
     def stages(self) -> int:
@@ -54,13 +57,28 @@ def split(step: StepGraphs, options: CutOptions) -> StepGraphs:
 
     Raises VocabularyError as ``split_vocabulary`` does.
     """
-    whole = replace(step, graph=copy_graph(step.graph), uncut=Uncut())
-    if step.resized is not None:
-        whole.resized = replace(step.resized, graphs=tuple(map(copy_graph, step.resized.graphs)))
+    whole = replace(
+        step,
+        graph=copy_graph(step.graph),
+        uncut=Uncut(),
+        resized=None if step.resized is None else _copied(step.resized),
+        lengths=None if step.lengths is None else _copied(step.lengths),
+    )
     run_passes(PASSES.captured, whole, options)
     if whole.resized is not None:
         whole.resized = whole.resized.after_rewrite(whole.graph, whole.resized.graphs)
+    if whole.lengths is not None:
+        whole.lengths = whole.lengths.after_rewrite(whole.graph, whole.lengths.graphs)
+        # From here on one graph is rewritten, in which each number is a length, or one at all lengths.
+        try:
+            name_sizes(whole.graph, whole.lengths, {*whole.lengths.names, *OF_LENGTHS})
+        except SizeError:
+            whole.lengths = None
     return whole
+
+
+def _copied(traces: ResizedTraces) -> ResizedTraces:
+    return replace(traces, graphs=tuple(map(copy_graph, traces.graphs)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,8 +123,17 @@ def cut(stages: Stages, level: Level | None, phase: Phases, again: bool = True) 
     with phase("extract"):
         sections = extract(leveled.graph)
         edges = edges_between(sections)
-    resized, rewrites = leveled.resized, leveled.rewrites
-    return Cut(options, leveled.vocabulary, leveled.graph, sections, edges, resized, before_chosen, rewrites)
+    return Cut(
+        options,
+        leveled.vocabulary,
+        leveled.graph,
+        sections,
+        edges,
+        leveled.resized,
+        before_chosen,
+        leveled.rewrites,
+        leveled.lengths,
+    )
 
 
 class Cuts:
@@ -155,7 +182,7 @@ def finished(cut: Cut, joined: frozenset[int], offloaded: Offloaded) -> Cut:
 
     joined: the stages whose B and W are one op.  offloaded: values of the cut's graph.
     """
-    step = StepGraphs(cut.before_chosen, cut.resized, cut.vocabulary, joined=joined)
+    step = StepGraphs(cut.before_chosen, cut.resized, cut.vocabulary, joined=joined, lengths=cut.lengths)
     run_passes(PASSES.chosen, step, cut.options)
     # The passes rewrite a graph in place, so its nodes have the names that the schedule's values have.
     named = {node.name: node for node in step.graph.nodes}

@@ -3,30 +3,34 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import pairwise
+from types import MappingProxyType
 
 from torch import fx
 
+from fxpipe.capture.lengths import LengthTraces
 from fxpipe.capture.trace import Captured
 from fxpipe.certificate.check import check
 from fxpipe.codegen.collectives import collectives
 from fxpipe.codegen.program import program_source
-from fxpipe.codegen.rank_plan import RankPlan
+from fxpipe.codegen.rank_plan import RankPlan, Sizes
 from fxpipe.codegen.signatures import signatures
 from fxpipe.compiler.buckets import bucket_uses
 from fxpipe.compiler.compilation import Compilation
 from fxpipe.compiler.cut import Cut, finished
+from fxpipe.compiler.lengths import crossing_sizes, why_one_length
 from fxpipe.compiler.make_plan import make_plan
 from fxpipe.compiler.progress import Phases
 from fxpipe.compiler.tensor_ownership import tied_gradients
-from fxpipe.errors import ArtifactError, ScheduleError, VerifyError, number_of
+from fxpipe.errors import ArtifactError, ScheduleError, SizeError, VerifyError, number_of
 from fxpipe.ir.captured import captured_step
 from fxpipe.ir.compiled import is_compiled
 from fxpipe.ir.liveness import Liveness
 from fxpipe.ir.nodes import copy_graph
 from fxpipe.ir.sections import requested_outputs
+from fxpipe.ir.size import without_names
 from fxpipe.ir.storage import call_nodes, graph_outputs, node_bytes
 from fxpipe.plan.artifact import Artifact, Plan
 from fxpipe.plan.captured import CapturedStep
@@ -44,6 +48,8 @@ from fxpipe.vocabulary.split import split_vocabulary
 
 #: Problems of the certificate that an error shows.
 MOST_SHOWN = 8
+NO_LENGTHS: Mapping[str, str] = MappingProxyType({})
+NO_SIZES: Mapping[str, Sizes] = MappingProxyType({})
 
 
 def generate(
@@ -54,10 +60,12 @@ def generate(
     timeline: Timeline,
     completed: Callable[[Plan], Plan],
     phase: Phases,
+    lengths: LengthTraces | str = "",
 ) -> tuple[Cut, Artifact]:
     """The last passes, now that the schedule says which values are offloaded; the plan and the programs.
 
-    completed: the plan with its optional fields.
+    completed: the plan with its optional fields.  lengths: the step at those that programs may take, or why
+    they take the example's alone.
     """
     schedule, options = timeline.schedule, request.options
     # Before the passes: an error of the schedule needs no program.
@@ -78,7 +86,9 @@ def generate(
         instructions = with_validation(instructions, schedule.placement)
     # What is proved is what the programs are written from.
     prove(instructions, schedule.placement)
-    programs = _programs(plan, cut, instructions, pools)
+    plan, programs = _of_lengths(plan, lengths, cut, instructions, pools)
+    if programs is None:
+        programs = _programs(plan, cut, instructions, pools)
     with phase("check"):
         step = _captured_as_data(captured, cut)
         if step is not None and options.check:
@@ -123,7 +133,60 @@ def joined_stages(schedule: Schedule) -> frozenset[int]:
     return schedule.joined - {transfer.stage for transfer in schedule.transfers if transfer.user is Phase.W}
 
 
-def _programs(plan: Plan, cut: Cut, instructions: Programs, pools: tuple[Pool, ...]) -> tuple[str, ...]:
+def _of_lengths(
+    plan: Plan, lengths: LengthTraces | str, cut: Cut, instructions: Programs, pools: tuple[Pool, ...]
+) -> tuple[Plan, tuple[str, ...] | None]:
+    """The programs for microbatches of many lengths, with their plan.  None, and a plan that says why, where
+    they take the example's lengths alone, in which the cut's graphs then compute."""
+    why = why_one_length(lengths, cut)
+    if not why and isinstance(lengths, LengthTraces) and cut.lengths is not None:
+        crossing = {name for edge in cut.edges for name in edge.names}
+        named = replace(plan, step=replace(plan.step, lengths=lengths.lengths))
+        try:
+            sizes = crossing_sizes(cut.graph, crossing, cut.lengths)
+            variables = dict(zip(cut.lengths.names, (each.name for each in lengths.lengths), strict=True))
+            programs = _programs(named, cut, instructions, pools, variables, sizes)
+            _check_at_lengths(named, programs, lengths, cut)
+            return named, programs
+        except SizeError as error:
+            why = str(error)
+    for graph in _graphs(cut):
+        without_names(graph)
+    return replace(plan, step=replace(plan.step, one_length=why)), None
+
+
+def _graphs(cut: Cut) -> list[fx.Graph]:
+    """The graphs that programs are written from."""
+    graphs = {section.graph: None for section in cut.sections}
+    inputs = (n.meta.get("input") for graph in [*graphs] for n in graph.find_nodes(op="placeholder"))
+    once = {x.computed.graph: None for x in inputs if x is not None and x.computed is not None}
+    return [cut.graph, *graphs, *once]
+
+
+def _check_at_lengths(plan: Plan, programs: tuple[str, ...], lengths: LengthTraces, cut: Cut) -> None:
+    """Raise SizeError if programs are not the step that was captured at another length, whatever the option
+    ``check`` says: a pass may have written the example's length as a number."""
+    for point, captured in zip(lengths.points[1:], lengths.captured[1:], strict=True):
+        step = _captured_as_data(captured, cut)
+        if step is None:
+            raise SizeError("the programs cannot be checked against the captured step at other lengths")
+        try:
+            certificate = check(replace(plan, step=plan.step.at(point)), programs, step)
+        except ArtifactError as error:
+            raise SizeError(f"the programs cannot be checked at other lengths: {error}") from error
+        if not certificate.holds:
+            raise SizeError(f"the programs are not the captured step at {point}: {certificate.problems[0]}")
+
+
+def _programs(
+    plan: Plan,
+    cut: Cut,
+    instructions: Programs,
+    pools: tuple[Pool, ...],
+    variables: Mapping[str, str] = NO_LENGTHS,
+    sizes: Mapping[str, Sizes] = NO_SIZES,
+) -> tuple[str, ...]:
+    """variables: of lengths, with their names.  sizes: of what crosses between stages, in these."""
     crossing = {name for edge in cut.edges for name in edge.names}
     # For the receives: shape, strides and dtype of each value that crosses.
     fakes = {n.name: n.meta["val"] for n in call_nodes(cut.graph) if n.name in crossing}
@@ -138,6 +201,7 @@ def _programs(plan: Plan, cut: Cut, instructions: Programs, pools: tuple[Pool, .
             "",
             f"Schedule {plan.schedule}, {number_of(plan.step.microbatches, 'microbatch')}.",
             *([f"Gradients are accumulated in {plan.grad_dtype}."] if plan.grad_dtype else []),
+            *_about_lengths(plan),
         )
         programs.append(
             program_source(
@@ -159,10 +223,18 @@ def _programs(plan: Plan, cut: Cut, instructions: Programs, pools: tuple[Pool, .
                         for bucket in plan.tensors[rank].exchanged
                     ),
                     compiled=compiled,
+                    lengths=variables,
+                    sizes=sizes,
                 )
             )
         )
     return tuple(programs)
+
+
+def _about_lengths(plan: Plan) -> list[str]:
+    """What a program says of the lengths of its microbatches."""
+    texts = [f"{each.name} = {each.example}" for each in plan.step.lengths]
+    return [f"Shapes, costs and bytes in comments are those of {', '.join(texts)}."] if texts else []
 
 
 def _captured_as_data(captured: Captured, cut: Cut) -> CapturedStep | None:

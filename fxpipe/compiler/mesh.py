@@ -92,8 +92,7 @@ def choose_mesh(request: Compilation, wanted: Sequence[TriedMesh], phase: Phases
     tried = compare_meshes(request, step, wanted, phase)
     phase.finish("chosen")
     mesh = fastest_mesh(tried).mesh
-    resized = () if step.resized is None else step.resized.graphs
-    choose_microbatches((step.captured.graph, *resized), mesh.microbatches)
+    choose_microbatches(step.graphs.graphs, mesh.microbatches)
     # Its cuts were made before the number of microbatches was known.
     return MeshChoice(mesh, replace(step, cuts=Cuts()), tried)
 

@@ -125,6 +125,7 @@ def _names(nodes: Set[fx.Node]) -> frozenset[str]:
 class StepGraphs:
     """The graph that the passes rewrite, its traces at other sizes, and the stages that were added to it.
 
+    ``lengths``: its traces at lengths that a program may take, where dimensions have names.
     ``uncut``: what it has in common with all copies that are cut.  ``cut``: the forward, if it was cut by its
     costs.  ``offloaded``, ``joined``: known for the chosen cut alone: see ``Offloaded`` and
     ``join_backward``.  ``rewrites``: rules that gave it other kernels.
@@ -138,11 +139,13 @@ class StepGraphs:
     offloaded: Offloaded = field(default_factory=dict)
     joined: frozenset[int] = frozenset()
     rewrites: tuple[Rewrite, ...] = ()
+    lengths: ResizedTraces | None = None
 
     @property
     def graphs(self) -> tuple[fx.Graph, ...]:
         """The graph and its traces at other sizes."""
-        return self.graph, *(self.resized.graphs if self.resized is not None else ())
+        traces = (each for each in (self.resized, self.lengths) if each is not None)
+        return self.graph, *(graph for each in traces for graph in each.graphs)
 
 
 @dataclass(frozen=True)

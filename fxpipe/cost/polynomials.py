@@ -18,7 +18,8 @@ from torch import fx
 from fxpipe.errors import SizeError
 from fxpipe.ir.compat import pytree
 from fxpipe.ir.graph import Origin
-from fxpipe.ir.resized import ResizedTraces, monomials
+from fxpipe.ir.resized import ResizedTraces
+from fxpipe.ir.size import monomials
 from fxpipe.ir.storage import tensors
 from fxpipe.plan.work import Terms
 
@@ -55,10 +56,7 @@ class Sizes:
             for terms in (1, 2)
         ]
         self._read: dict[Numbers, Polynomial | None] = {}
-        self._resized_values = dict(resized.resized_values)
-        for node in graph.nodes:
-            if any(t not in self._resized_values for t in tensors(node)):
-                self._derive(node)
+        self._resized_values = resized.with_values_of(graph).resized_values
 
     def shapes(self, node: fx.Node) -> object:
         """The node's value, with a Shape for each tensor."""
@@ -76,26 +74,6 @@ class Sizes:
     def terms(self, polynomial: Polynomial) -> Terms:
         terms = self._ring(polynomial).terms()
         return tuple((int(c.numerator), int(c.denominator), *powers) for powers, c in terms)
-
-    def _derive(self, node: fx.Node) -> None:
-        """The resized values of a node that a pass added: its op, run on the resized values of its inputs.
-
-        An input that a pass added is an accumulator, as large at every length.
-        """
-        if node.op == "placeholder":
-            self._resized_values[node.meta["val"]] = (node.meta["val"],) * len(self._points)
-            return
-        inputs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta.get("val"))
-
-        def result(point: int) -> list[torch.Tensor]:
-            args, kwargs = pytree.tree_map_only(
-                torch.Tensor, lambda t: self._resized_values[t][point], inputs
-            )
-            leaves = pytree.tree_leaves(node.target(*args, **kwargs))  # type: ignore[operator]
-            return [x for x in leaves if isinstance(x, torch.Tensor)]
-
-        for like in zip(tensors(node), *map(result, range(1, len(self._points))), strict=True):
-            self._resized_values[like[0]] = like
 
     def _span(self, like: tuple[torch.Tensor, ...], node: fx.Node) -> Polynomial:
         """``values.storage_bytes``, in elements.  Each stride is a polynomial times the one below it."""

@@ -26,7 +26,9 @@ from fxpipe.cost.nodes import node_cost
 from fxpipe.errors import ScheduleError
 from fxpipe.ir.compiled import is_compiled, stretches
 from fxpipe.ir.graph import Input, Kind, Section
+from fxpipe.ir.nodes import copy_graph
 from fxpipe.ir.ops import is_between_lanes
+from fxpipe.ir.size import size_names, without_names
 from fxpipe.ir.storage import call_nodes, storage_root, written_arguments
 from fxpipe.plan.attribute_state import kept_slots, kept_tensors
 from fxpipe.plan.dtensors import local
@@ -139,6 +141,9 @@ def _timed(section: Section, device: torch.device, known: Known, compiled: Colle
 
 
 def _by_op(graph: fx.Graph) -> Callable[..., object]:
+    if size_names(graph.nodes):  # the text of a module has no variables for them
+        graph = copy_graph(graph)
+        without_names(graph)
     return fx.GraphModule(nn.Module(), graph).forward
 
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
 
 from fxpipe.errors import SizeError
+from fxpipe.ir.compat import pytree
 from fxpipe.ir.graph import Origin
+from fxpipe.ir.size import Size
 from fxpipe.ir.storage import tensors
 
 
@@ -36,6 +38,21 @@ class ResizedTraces:
         }
         return replace(self, resized_values=self.resized_values | resized_values, graphs=tuple(graphs))
 
+    def with_values_of(self, graph: fx.Graph) -> ResizedTraces:
+        """The traces with the values that passes have added to a graph: their ops, run on the resized values
+        of their inputs.  An input that a pass added is an accumulator, as large at every length."""
+        values = dict(self.resized_values)
+        for node in graph.nodes:
+            if all(t in values for t in tensors(node)):
+                continue
+            if node.op == "placeholder":
+                values[node.meta["val"]] = (node.meta["val"],) * len(self.points)
+                continue
+            others = (_result(node, values, self, point) for point in range(1, len(self.points)))
+            for like in zip(tensors(node), *others, strict=True):
+                values[like[0]] = like
+        return replace(self, resized_values=values)
+
 
 def value_key(node: fx.Node, args: object, kwargs: object, resized: ResizedTraces | None) -> Hashable:
     """A key that ops have in common which do the same with the same arguments, at other sizes as well.
@@ -47,11 +64,24 @@ def value_key(node: fx.Node, args: object, kwargs: object, resized: ResizedTrace
     return node.target, repr(args), repr(kwargs), sizes
 
 
-def monomials(count: int, terms: int) -> list[tuple[int, ...]]:
-    """The exponents of the monomials of ``count`` lengths that a size of one term or two may have."""
-    # Fewer for sums of two terms of many lengths, whose pairs would be too many to try.
-    degree = max(3, count) if terms == 1 or count <= 3 else 2
-    return [e for e in itertools.product(range(degree + 1), repeat=count) if sum(e) <= degree]
+def _result(
+    node: fx.Node,
+    values: Mapping[torch.Tensor, tuple[torch.Tensor, ...]],
+    traces: ResizedTraces,
+    point: int,
+) -> list[torch.Tensor]:
+    """The tensors that a node gives at a point."""
+    lengths = dict(zip(traces.names, traces.points[point], strict=True))
+
+    def there(value: object) -> object:
+        if isinstance(value, Size):
+            return value.at(lengths) if {*value.names} <= lengths.keys() else int(value)
+        return values[value][point] if isinstance(value, torch.Tensor) else value
+
+    inputs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta.get("val"))
+    args, kwargs = pytree.tree_map(there, inputs)
+    leaves = pytree.tree_leaves(node.target(*args, **kwargs))  # type: ignore[operator]
+    return [x for x in leaves if isinstance(x, torch.Tensor)]
 
 
 def _matched(graph: fx.Graph, other: fx.Graph) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

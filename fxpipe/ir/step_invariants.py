@@ -14,6 +14,7 @@ from fxpipe.ir.compat import OpOverload
 from fxpipe.ir.graph import Input, Kind, batch_mean
 from fxpipe.ir.nodes import copy_node, input_nodes
 from fxpipe.ir.resized import ResizedTraces, value_key
+from fxpipe.ir.size import size_names
 from fxpipe.ir.storage import (
     call_nodes,
     graph_outputs,
@@ -130,8 +131,9 @@ def _made(node: fx.Node, inputs: Sequence[_Made]) -> _Made:
 
 
 def _is_pure(node: fx.Node) -> bool:
-    """Whether the op gives the same tensors for the same arguments, whenever and wherever it runs."""
-    if node.op != "call_function":
+    """Whether the op gives the same tensors for the same arguments, whenever and wherever it runs, and for
+    microbatches of all lengths."""
+    if node.op != "call_function" or size_names([node]):
         return False
     if node.target is operator.getitem:
         return True

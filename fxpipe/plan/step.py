@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Annotated, Literal, NamedTuple
 
 from fxpipe.plan.tensors import Dtype, FloatingDtype, Shape, Size
@@ -65,6 +65,22 @@ class BatchSpec:
         """The names of the leaves that are tensors."""
         return tuple(leaf.name for leaf in self.leaves if leaf.shape is not None)
 
+    def with_lengths(self, lengths: Mapping[int, int]) -> BatchSpec:
+        """The leaves of a microbatch of other lengths; the leading dimension stays.  lengths: by that of the
+        example."""
+        return BatchSpec(tuple(_with_lengths(leaf, lengths) for leaf in self.leaves))
+
+
+def _with_lengths(leaf: Leaf, lengths: Mapping[int, int]) -> Leaf:
+    if leaf.shape is None or not {*leaf.shape[1:]} & lengths.keys():
+        return leaf
+    shape = (leaf.shape[0], *(lengths.get(n, n) for n in leaf.shape[1:]))
+    stride, step = [0] * len(shape), 1
+    # In the order in which the example's elements lie, without gaps.
+    for d in sorted(range(len(shape)), key=lambda d: (leaf.stride[d], -d)):
+        stride[d], step = step, step * shape[d]
+    return replace(leaf, shape=shape, stride=tuple(stride))
+
 
 def counted(tensors: Iterable[tuple[Sequence[int], str]]) -> tuple[str, tuple[int, ...]]:
     """The unit in which the data of a step are counted, and the lengths whose product is their number in a
@@ -77,6 +93,23 @@ def counted(tensors: Iterable[tuple[Sequence[int], str]]) -> tuple[str, tuple[in
     if "int" in dtype and len(shape) == 2:
         return "tokens", tuple(shape)
     return "samples", tuple(shape[:1])
+
+
+@dataclass(frozen=True)
+class NamedLength:
+    """A dimension of microbatches that may have other lengths than the example's.
+
+    ``example``: the longest, that of the example.  ``least``: the shortest.  ``step``: lengths between them
+    are multiples of it.
+    """
+
+    name: str
+    example: Size
+    least: Size
+    step: Size
+
+    def allows(self, length: int) -> bool:
+        return self.least <= length <= self.example and length % self.step == 0
 
 
 @dataclass(frozen=True)
@@ -100,6 +133,8 @@ class StepSpec:
     ``default_dtype``: torch's default dtype in the trace.  ``leaves``: per rank the names of the leaves of
     the batch that its program uses.  ``outputs``: those that a step can be asked for.  ``has_loss``: else the
     step is a forward for its outputs alone.
+    ``lengths``: the dimensions of microbatches that may have other lengths than the example's.
+    ``one_length``: why there are none, where dimensions were named.
     """
 
     ranks: Annotated[int, between(1, MOST_RANKS)]
@@ -113,3 +148,14 @@ class StepSpec:
     leaves: tuple[tuple[str, ...], ...]
     outputs: tuple[OutputSpec, ...] = ()
     has_loss: bool = True
+    lengths: tuple[NamedLength, ...] = ()
+    one_length: str = ""
+
+    def batch_at(self, lengths: Mapping[str, int]) -> BatchSpec:
+        """The leaves of a microbatch of these lengths, all of them named."""
+        return self.batch.with_lengths({each.example: lengths[each.name] for each in self.lengths})
+
+    def at(self, lengths: Mapping[str, int]) -> StepSpec:
+        """The data of steps whose microbatches all have these lengths."""
+        named = (replace(each, example=lengths[each.name]) for each in self.lengths)
+        return replace(self, batch=self.batch_at(lengths), lengths=tuple(named))

@@ -18,6 +18,7 @@ from fxpipe.certificate.programs.values import (
     Container,
     Held,
     Leaves,
+    Length,
     Memory,
     Offloaded,
     Pending,
@@ -87,6 +88,11 @@ class Sections:
                 return term, number, argument.version - version, memory.keeper, memory.root
             case Leaves():
                 return "leaves", None if inputs.own is None else argument.microbatch - inputs.own
+            case Length():
+                if inputs.own is not None and argument.microbatch != inputs.own:
+                    text = f"gives a section of microbatch {inputs.own} a length of {argument.microbatch}"
+                    raise Rejected(self.calls.line(), text)
+                return int(argument)
             case Container():
                 return argument.kind
             case Within():
@@ -179,7 +185,7 @@ def _microbatch(args: Sequence[object]) -> int | None:
             todo += each
         elif isinstance(each, Offloaded):
             todo.append(each.value)
-        elif isinstance(each, Value | Leaves) and each.microbatch is not None:
+        elif isinstance(each, Value | Leaves | Length) and each.microbatch is not None:
             count[each.microbatch] += 1
     return count.most_common(1)[0][0] if count else None
 
@@ -210,6 +216,8 @@ class _Copies:
                 return self._list(argument)
             case tuple():
                 return tuple(self.of(each) for each in argument)
+            case Length():
+                return int(argument)
         return argument
 
     def _list(self, items: list[object]) -> list[object]:

@@ -186,14 +186,27 @@ class Offloaded:
     state: str = "leaving"
 
 
+class Length(int):
+    """A length of a microbatch.  In a check all have the same: ``microbatch`` tells whose it is."""
+
+    microbatch: int
+
+    def __new__(cls, value: int, microbatch: int) -> Length:
+        length = super().__new__(cls, value)
+        length.microbatch = microbatch
+        return length
+
+
 class Announced(tuple[object, ...]):
-    """A layout of ``MESSAGES``: shape, strides and dtype, with the name that both ends have for it."""
+    """A layout of ``MESSAGES``: shape, strides and dtype, with the name that both ends have for it.
+    ``microbatch``: whose lengths it has; None where all microbatches have the example's."""
 
     name: str
+    microbatch: int | None
 
-    def __new__(cls, name: str, layout: Iterable[object]) -> Announced:
+    def __new__(cls, name: str, layout: Iterable[object], microbatch: int | None = None) -> Announced:
         announced = super().__new__(cls, layout)
-        announced.name = name
+        announced.name, announced.microbatch = name, microbatch
         return announced
 
     def __str__(self) -> str:

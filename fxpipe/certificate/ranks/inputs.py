@@ -8,8 +8,8 @@ from functools import cached_property
 
 from fxpipe.certificate.problems import Line, Rejected
 from fxpipe.certificate.programs.calls import Calls
-from fxpipe.certificate.programs.sections import Sections
-from fxpipe.certificate.programs.values import Container, Held, Leaves, Memory, Sum, Value
+from fxpipe.certificate.programs.sections import Called, Sections
+from fxpipe.certificate.programs.values import Announced, Container, Held, Leaves, Length, Memory, Sum, Value
 from fxpipe.certificate.ranks.exchanges import ParameterRows
 from fxpipe.certificate.ranks.world import World
 from fxpipe.certificate.reference import Reference
@@ -108,6 +108,23 @@ class Inputs:
             return Value(self.reference.input("batch", name), microbatch, Memory("the batch"))
 
         return [Leaves(m, read) for m in range(self.plan.step.microbatches)]
+
+    def lengths(self, name: str) -> list[Length]:
+        for each in self.plan.step.lengths:
+            if each.name == name:
+                return [Length(each.example, m) for m in range(self.plan.step.microbatches)]
+        raise Rejected(self.line, f"asks for the lengths {name!r}, which the plan does not have")
+
+    def layouts(self, messages: Called) -> list[dict[object, Announced]]:
+        """What ``messages`` gives for the lengths of each microbatch."""
+        values = [each.example for each in self.plan.step.lengths]
+        layouts = messages.run(*values)
+        if not isinstance(layouts, dict):
+            raise Rejected(self.line, "has messages that are no dict of layouts")
+        return [
+            {name: Announced(name, layout, m) for name, layout in layouts.items()}
+            for m in range(self.plan.step.microbatches)
+        ]
 
     def key(self, microbatch: int) -> Value:
         return Value(self.reference.input("key", "key"), microbatch, Memory("a key"))

@@ -96,7 +96,8 @@ class TermRuntime(Traffic):
             raise Rejected(self.line, "takes a mean over other microbatches than those of the batch")
         means: dict[str, Term] = {}
         for leaves in batches:
-            values = self.sections.call(counts, [leaves, *constants])
+            others = (each[leaves.microbatch] if isinstance(each, list) else each for each in constants)
+            values = self.sections.call(counts, [leaves, *others])
             if not isinstance(values, dict) or not all(isinstance(value, Value) for value in values.values()):
                 raise Rejected(self.line, "takes the means over the batch of what is no dict of tensors")
             for name, value in values.items():

@@ -61,6 +61,7 @@ class Traffic(Inputs):
     def _send(self, key: Key, value: Any, layout: object) -> None:
         sent = self._noted(value)
         self._check_layout(sent.term, layout)
+        self._check_lengths(sent, layout)
         due = self.reference.named.get(_name(layout), sent.term)
         if due is not sent.term:  # its reader may do the same to both
             self.held.otherwise[f"sends {sent.term} as {due}"] = self.line.number
@@ -78,6 +79,13 @@ class Traffic(Inputs):
         if actual != Layout(tuple(shape), dtype):
             text = f"sends {term} of shape {actual.shape} and {actual.dtype} as one of {shape} and {dtype}"
             self.calls.note(text, f"{LAYOUT} {_name(layout)}", of=[term])
+
+    def _check_lengths(self, value: Value, layout: object) -> None:
+        """A message must have the lengths of its microbatch."""
+        of = layout.microbatch if isinstance(layout, Announced) else None
+        if None not in (of, value.microbatch) and of != value.microbatch:
+            text = f"has microbatch {value.microbatch} of {_name(layout)} in the lengths of {of}"
+            self.calls.note(text, f"{LAYOUT} {_name(layout)}")
 
     def receive(self, layouts: object, source: int) -> Pending:
         if source == self.rank:
@@ -125,6 +133,7 @@ class Traffic(Inputs):
             self.calls.note(
                 f"asks {asked} its warm-up ({pending.line}) for what {message.line} sends {sent} its own"
             )
+        self._check_lengths(value, layout)
         return Value(value.term, value.microbatch, self._new_memory(value))
 
     def _summed(self, parts: list[Value]) -> Value:

@@ -35,6 +35,7 @@ from fxpipe.ir.compiled import computing
 from fxpipe.ir.graph import Input, offload, reload
 from fxpipe.ir.names import comment, identifier, unused
 from fxpipe.ir.node_names import BACKWARD, Gradient, Named, gradient_name
+from fxpipe.ir.size import size_names
 from fxpipe.ir.text import shape_text
 from fxpipe.schedule.ops import Phase
 
@@ -157,6 +158,9 @@ class Loop:
                 argument = outer if outer in KEYS else self._new(self._local(slot.nodes))
                 self.arguments.add(argument, outer)
                 self.texts[slot.example] = argument
+        for length in size_names(self.run.body):
+            self.used.add(length)
+            self.arguments.add(length, length)
 
     def _numbers(self) -> None:
         """Numbers that differ from period to period; such that differ alike are one argument."""

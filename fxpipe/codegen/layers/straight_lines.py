@@ -22,6 +22,7 @@ from fxpipe.codegen.statements import CARRY, Statement, body, emptying
 from fxpipe.codegen.wrapping import wrapped
 from fxpipe.ir.compiled import computing, stretches
 from fxpipe.ir.names import comment
+from fxpipe.ir.size import size_names
 from fxpipe.schedule.ops import Phase
 
 #: Fewest ops that compute something: one alone has nothing to be fused with.
@@ -128,10 +129,10 @@ class _Stretch:
         yield Statement(f"{left}{called}({', '.join(arguments)})", (), heading)
 
     def _containers(self) -> list[str]:
-        """The dicts of tensors that the ops read, and the key."""
+        """The dicts of tensors that the ops read, the key, and lengths."""
         inputs = {x for node in self.nodes for x in node.all_input_nodes if x.op == "placeholder"}
         read = {self.scope.text(x).partition("[")[0] for x in inputs}
-        return [text for text in ARGUMENTS.values() if text in read]
+        return [text for text in ARGUMENTS.values() if text in read] + size_names(self.nodes)
 
     def _text(self, inputs: list[str], results: list[str]) -> list[str]:
         lines = emptying(inputs, CARRY) if inputs else []

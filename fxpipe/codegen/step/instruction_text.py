@@ -83,8 +83,8 @@ def _listed(items: list[str | Hole]) -> Line:
     return _joined(items) if len(items) == 1 else ("[", *_joined(items), "]")
 
 
-def _layout(name: str) -> str:
-    return f"MESSAGES[{text_literal(name)}]"
+def _layout(plan: RankPlan, name: str) -> str:
+    return f"{'layouts[m]' if plan.lengths else 'MESSAGES'}[{text_literal(name)}]"
 
 
 def _arrives(pending: str) -> Line:
@@ -96,7 +96,7 @@ def _message(plan: RankPlan, instruction: PostRecv | Wait | Send, messages: tupl
     edge = messages[0].edge
     named = [(name, message.edge.target) for message in messages for name in plan.names(message.edge)]
     arriving = [plan.arriving(name, target.stage) for name, target in named]
-    layouts = _listed([_layout(name) for name, _ in named])
+    layouts = _listed([_layout(plan, name) for name, _ in named])
     pending = f"from_{plan.op_name(edge.source)}_to_{plan.op_name(edge.target)}"
     match instruction:
         case PostRecv():
@@ -144,7 +144,7 @@ def _start(plan: RankPlan, collective: Collective) -> list[Line]:
 
 def _broadcast(plan: RankPlan, collective: Collective, name: str) -> Line:
     source = plan.placement[collective.sources[0].stage]
-    call = f", {_layout(name)}, source={source}, group={collective.group})"
+    call = f", {_layout(plan, name)}, source={source}, group={collective.group})"
     if source == plan.rank:
         return "rt.broadcast(", _read(variable(name)), call
     return Hole(Use.PENDING, _broadcasted(plan, collective, name)), f" = rt.broadcast(None{call}"
@@ -159,9 +159,9 @@ def _give_own(plan: RankPlan, collective: Collective, name: str, pending: str) -
     """The line with which this rank gives its own value to a collective of all."""
     value, group = _read(variable(name)), f"group={collective.group})"
     if collective.kind is CollectiveKind.ALL_GATHER:
-        return _give(pending), " = rt.all_gather(", value, f", {_layout(name)}, {group}"
+        return _give(pending), " = rt.all_gather(", value, f", {_layout(plan, name)}, {group}"
     target = plan.placement[collective.targets[0].stage]
-    call: Line = "rt.reduce(", value, f", {_layout(name)}, to={target}, {group}"
+    call: Line = "rt.reduce(", value, f", {_layout(plan, name)}, to={target}, {group}"
     total = Hole(Use.PENDING, variable(plan.sums[name]))
     return (total, " = ", *call) if target == plan.rank else call
 
@@ -191,6 +191,7 @@ def _op(plan: RankPlan, op: Op) -> list[Line]:
 def _call(plan: RankPlan, call: Signature, stage: int) -> Iterator[Line]:
     """The call of one section's function."""
     by_microbatch = {"batch": "batches[m]", "key": "rt.key(m)", "lane_key": "rt.lane_key(m)"}
+    by_microbatch |= {name: f"{name}[m]" for name in plan.lengths}
     arguments: list[str | Hole] = [by_microbatch.get(name, name) for name in call.containers]
     arguments += [_read(f"{name}{stage}") for name in call.lists_in]
     arguments += [_read(plan.arriving(name, stage)) for name in call.values_in]

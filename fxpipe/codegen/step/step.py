@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from itertools import takewhile
 
@@ -16,7 +17,7 @@ from fxpipe.codegen.rank_plan import RankPlan
 from fxpipe.codegen.step.actions import VALIDATED, Action, ActionPlace, Done, actions
 from fxpipe.codegen.step.instruction_text import Hole
 from fxpipe.codegen.step.lifetimes import Lifetimes, OpFunction, lifetimes
-from fxpipe.codegen.step_invariants import once_containers
+from fxpipe.codegen.step_invariants import count_lengths, once_containers
 from fxpipe.codegen.wrapping import WIDTH, wrapped
 from fxpipe.ir.graph import Kind
 from fxpipe.ir.names import text_literal
@@ -118,7 +119,7 @@ def _once(plan: RankPlan) -> list[str]:
 
 def _means(plan: RankPlan) -> list[str]:
     """The exchange over replicas must not run twice, so this stands before a warm-up."""
-    arguments = ", ".join(["counts", "batches", *once_containers(plan.counts)])
+    arguments = ", ".join(["counts", "batches", *once_containers(plan.counts), *count_lengths(plan.counts)])
     return [f"{'means' if plan.once else 'once'} = rt.batch_means({arguments})"] if plan.counts else []
 
 
@@ -127,6 +128,7 @@ def _used(plan: RankPlan) -> set[str]:
     calls = [plan.calls[s.color] for s in plan.own]
     used = {c for call in calls for c in call.containers}
     used.update(once_containers(plan.once), once_containers(plan.counts), ["batch"] if plan.counts else [])
+    used.update(count_lengths(plan.counts))
     if any(value.kind is Kind.BUFFER for call in calls for value in call.results):
         used.add("buffers")  # written, whether or not it is read
     return used
@@ -147,8 +149,18 @@ def _head(plan: RankPlan) -> list[str]:
         lines.append(f"    {', '.join(containers)} = {', '.join(f'rt.{c}' for c in containers)}")
     if "batch" in used:
         lines.append("    batches = rt.microbatches(batch)")
+    lines += _lengths(plan, used)
     lines += (f"    {text}" for text in [*_means(plan), *([] if validates else _once(plan))])
     return lines
+
+
+def _lengths(plan: RankPlan, used: AbstractSet[str]) -> Iterator[str]:
+    """What the lengths of the microbatches decide, in lists by microbatch."""
+    for variable, name in plan.lengths.items():
+        if variable in used:
+            yield f"    {variable} = rt.lengths({text_literal(name)})  # by microbatch"
+    if plan.lengths and plan.layouts():
+        yield "    layouts = rt.layouts(messages)  # by microbatch"
 
 
 def _in_dicts(functions: Iterable[OpFunction], lives: Lifetimes) -> list[str]:

@@ -92,6 +92,11 @@ class Function(ast.stmt):
     end_lineno: int | None
 
 
+def _lines_of(dictionary: ast.Dict) -> dict[str, int]:
+    """The line of each key."""
+    return {str(getattr(key, "value", None)): key.lineno for key in dictionary.keys if key is not None}
+
+
 def parts(node: ast.AST) -> Iterator[ast.AST]:
     """A node and all that is in it, in the order of the text; names and constants without their contexts.
 
@@ -155,8 +160,10 @@ class Program:
         lines: dict[str, int] = {}
         for each in self.body:
             match each:
-                case ast.Assign(targets=[ast.Name(id="MESSAGES")], value=ast.Dict(keys=keys)):
-                    lines |= {str(getattr(key, "value", None)): key.lineno for key in keys if key is not None}
+                case ast.Assign(targets=[ast.Name(id="MESSAGES")], value=ast.Dict() as layouts):
+                    lines |= _lines_of(layouts)
+                case Function(name="messages", body=[*_, ast.Return(value=ast.Dict() as layouts)]):
+                    lines |= _lines_of(layouts)
         return lines
 
     @cached_property

@@ -36,6 +36,8 @@ VERBS = {
         # Ops, and what they read and give.
         Verb("op", ("name",), waits_for="its device"),
         Verb("microbatches", ("batch",)),
+        Verb("lengths", ("name",)),
+        Verb("layouts", ("messages",)),
         Verb("key", ("microbatch",)),
         Verb("lane_key", ("microbatch",)),
         Verb("once", ("compute", "*tensors"), waits_for="rows of other replicas"),

@@ -13,7 +13,7 @@ from fxpipe.plan.program import records as r
 from fxpipe.plan.program.parse import compiled
 from fxpipe.plan.program.performed import Performed
 from fxpipe.runtime.program.comm import Collective, Layout
-from fxpipe.runtime.program.program_text import ProgramTraffic, traffic
+from fxpipe.runtime.program.program_text import ProgramTraffic, layouts_of_lengths, traffic
 
 PROGRAM = "fxpipe_program_"  # the names of programs, as modules, begin so
 
@@ -74,6 +74,5 @@ def load_program(source: str, filename: str) -> Program:
             f"{filename} fails before its step: {type(error).__name__}: {error}. {remedy}."
         ) from error
     performed, messages = Performed(step), namespace.get("MESSAGES", {})
-    return Program(
-        namespace["step"], traffic(performed, messages), messages, performed.ops, performed.has_warm_up
-    )
+    known = traffic(performed, layouts_of_lengths(program) or messages)
+    return Program(namespace["step"], known, messages, performed.ops, performed.has_warm_up)

@@ -67,8 +67,19 @@ def traffic(performed: Performed, messages: object) -> ProgramTraffic:
     )
 
 
+def layouts_of_lengths(program: r.Program) -> dict[str, ast.expr]:
+    """The layouts that the function ``messages`` gives, as expressions of lengths; none without it."""
+    match program.functions.get("messages"):
+        case r.Function(body=[*_, ast.Return(value=ast.Dict(keys=keys, values=values))]):
+            pairs = zip(keys, values, strict=True)
+            return {str(key.value): value for key, value in pairs if isinstance(key, ast.Constant)}
+    return {}
+
+
 def _layout(name: object, layout: object) -> str:
     match layout:
+        case ast.Tuple(elts=[ast.Tuple(), ast.Tuple(), ast.expr() as dtype]):
+            return " ".join([*map(ast.unparse, layout.elts[:2]), str(getattr(dtype, "value", None))])
         case (tuple() as shape, tuple() as stride, torch.dtype() as dtype):
             if all(type(n) is int for n in (*shape, *stride)):
                 return f"{shape} {stride} {dtype}"
@@ -100,5 +111,10 @@ def _call(value: ast.expr) -> RuntimeCall | None:
 def _message(item: ast.expr) -> str:
     match item:
         case ast.Subscript(value=ast.Name(id="MESSAGES"), slice=ast.Constant(value=str(name))):
+            return name
+        case ast.Subscript(
+            value=ast.Subscript(value=ast.Name(id="layouts"), slice=ast.Name()),
+            slice=ast.Constant(value=str(name)),
+        ):
             return name
     return ""

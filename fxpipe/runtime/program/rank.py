@@ -13,8 +13,8 @@ import torch
 from fxpipe.errors import RunError
 from fxpipe.plan.step import StepSpec
 from fxpipe.plan.tensors import dtype_of
-from fxpipe.runtime.program.batch import microbatches_of
 from fxpipe.runtime.program.comm import Collective, Comm, Layout, Numbers, Pending, Wait, in_layout
+from fxpipe.runtime.program.lengths import Lengths, cut
 from fxpipe.runtime.program.losses import Losses
 from fxpipe.runtime.program.offload import Offloader
 from fxpipe.runtime.program.outputs import Collected
@@ -36,8 +36,9 @@ class Runtime:
     there are several; ``shards``: the same, if they own rows of parameters; ``buckets``: the accumulators, as
     they are summed over replicas.  ``lanes``: those that share each op with this process, where there are
     several.  ``weighted``: the batches of the steps that are one evaluation, each with what its microbatches
-    count for.  ``kept_total``: None, or what gets the total of the losses while a step is captured, to be
-    shared behind each replay.  ``device``: where the program runs; None if the batch is
+    count for.  ``sizes``: the lengths of each microbatch of the step, in the plan's order; those of the
+    example before the first.  ``kept_total``: None, or what gets the total of the losses while a step is
+    captured, to be shared behind each replay.  ``device``: where the program runs; None if the batch is
     always there.  ``waiting``: what the rank waits for, if it does.  ``validate``: waits for the verdict of
     all ranks on the last update, undoes it if it does not stand, and tells whether it does.
     """
@@ -63,12 +64,18 @@ class Runtime:
     validate: Callable[[], bool] | None = None
     weighted: Sequence[tuple[object, Sequence[float]]] = ()
     losses: Losses = field(default_factory=Losses)
+    sizes: Sequence[Lengths] = ()
     kept_total: list[torch.Tensor] | None = None
     _sharing: Numbers | None = None
     _shared: list[float] | None = None
     _ahead: dict[int, Pending] | None = None
     _sums: list[object] = field(default_factory=list)
     _gathers: dict[int, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.sizes:
+            example = {each.name: each.example for each in self.spec.lengths}
+            self.sizes = [example] * self.spec.microbatches
 
     def start(self) -> None:
         """Begin a step, also after one that failed."""
@@ -138,8 +145,15 @@ class Runtime:
 
     def microbatches(self, batch: object) -> list[dict[str, torch.Tensor]]:
         """Cut the batch into microbatches, each a dict from leaf name to tensor."""
-        spec = self.spec
-        return microbatches_of(spec.batch, batch, spec.microbatches, spec.leaves[self.rank], self.device)
+        return cut(self.spec, batch, self.sizes, self.spec.leaves[self.rank], self.device)
+
+    def lengths(self, name: str) -> list[int]:
+        """The lengths of a named dimension, by microbatch."""
+        return [lengths[name] for lengths in self.sizes]
+
+    def layouts(self, messages: Callable[..., dict[str, Layout]]) -> list[dict[str, Layout]]:
+        """The layouts of the messages of each microbatch, which ``messages`` gives for its lengths."""
+        return [messages(*lengths.values()) for lengths in self.sizes]
 
     def key(self, microbatch: int) -> int:
         """The random-number key of one microbatch of this step; those of all replicas have other keys."""
@@ -174,12 +188,16 @@ class Runtime:
     ) -> dict[str, torch.Tensor]:
         """The means, over the microbatches of all replicas, of what ``counts`` finds in each.
 
-        constants: what it takes beside a microbatch; they may be buffers.
+        constants: what it takes beside a microbatch; they may be buffers, and a list has one for each.
         """
         parts: list[tuple[Sequence[Mapping[str, torch.Tensor]], Sequence[float]]]
         parts = [(self.microbatches(batch), weights) for batch, weights in self.weighted]
         parts = parts or [(batches, [1.0] * len(batches))]
-        each = [counts(batch, *constants) for part, _ in parts for batch in part]
+        each = [
+            counts(batch, *(x[m] if isinstance(x, list) else x for x in constants))
+            for part, _ in parts
+            for m, batch in enumerate(part)
+        ]
         weights = [weight for _, part in parts for weight in part]
         means = {}
         for name, first in each[0].items():

@@ -21,9 +21,10 @@ from fxpipe.runtime.debug.recording import Recording, check_ops
 from fxpipe.runtime.job.process import Process
 from fxpipe.runtime.program.accelerator import is_accelerator
 from fxpipe.runtime.program.ambient import as_traced
-from fxpipe.runtime.program.batch import batch_leaves, is_as_assumed, rows_of_replica
+from fxpipe.runtime.program.batch import batch_leaves
 from fxpipe.runtime.program.comm import Comm
 from fxpipe.runtime.program.lanes import running
+from fxpipe.runtime.program.lengths import are_as_assumed, check_outputs, lengths_of, of_replica, or_example
 from fxpipe.runtime.program.load_program import Program, load_program
 from fxpipe.runtime.program.offload import TIMEOUT, Offloader, check_tier, open_store
 from fxpipe.runtime.program.outputs import MOST_SHOWN, Collected, requested, shown
@@ -129,13 +130,17 @@ class LocalRunner:
                 "run_local runs all ranks in this process, which under torchrun holds the tensors of one of "
                 "them. Call pipe.step(batch) on all ranks, or start the script as one process."
             )
-        if self._for_assumed is not None and is_as_assumed(self._for_assumed.plan.assumed, batch):
+        if self._for_assumed is not None and are_as_assumed(
+            self.plan.step, self._for_assumed.plan.assumed, batch
+        ):
             return self._for_assumed.run_local(
                 batch, step, threads, measure_memory, outputs, check, record, replay
             )
         spec = self.plan.step
         at_least_one("threads", threads)
+        lengths = or_example(spec, lengths_of(spec, batch, self.plan.replicas))
         wanted = requested(outputs, None, spec.outputs, spec.ranks)
+        check_outputs(spec, wanted, lengths)
         check_ops(record, [op for program in self._local_programs for op in program.ops])
         self.updates.settle()
         self.state.check_unchanged(self.state.follow_model())
@@ -143,6 +148,9 @@ class LocalRunner:
         world, runtimes = ranks.world, ranks.runtimes
         for rt in runtimes:
             rt.step_number, rt.collected = step, Collected(wanted)
+        for number, rt in enumerate(runtimes):
+            begin = number // (world.ranks * world.lanes) * spec.microbatches
+            rt.sizes = lengths[begin : begin + spec.microbatches]
         meters = [SavedBytes(self._tensors_of(rt, batch)) for rt in runtimes] if measure_memory else []
         if replay:
             if measure_memory or outputs or check or record:
@@ -195,7 +203,7 @@ class LocalRunner:
         mains: list[Callable[[], object]] = []
         for number, rt in enumerate(runtimes):
             replica = number // (world.ranks * world.lanes)
-            rows = rows_of_replica(spec.batch, batch, spec.microbatches, replica, world.replicas)
+            rows = of_replica(spec, batch, replica, world.replicas)
             program = self._recorded(self._local_programs[rt.rank], rt, {} if replica else record, number)
             mains.append(partial(self._run_program, program, rt, number, rows, check))
         for number, meter in enumerate(meters):

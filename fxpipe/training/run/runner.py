@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,8 +15,17 @@ import torch
 from fxpipe.errors import BatchError, FxpipeError, RunError, number_of
 from fxpipe.plan.artifact import Artifact
 from fxpipe.runtime.debug.finite import Check, place_of_failure
-from fxpipe.runtime.program.batch import check_batch, given_leaves, is_as_assumed
 from fxpipe.runtime.program.comm import NoAnswer
+from fxpipe.runtime.program.lengths import (
+    Lengths,
+    agreed_lengths,
+    all_leaves,
+    are_as_assumed,
+    check_outputs,
+    checked,
+    lengths_of,
+    or_example,
+)
 from fxpipe.runtime.program.load_program import Program
 from fxpipe.runtime.program.outputs import Collected, On, StepResult, empty, joined, requested
 from fxpipe.runtime.program.rank import Runtime
@@ -97,17 +107,20 @@ class Runner(LocalRunner):
         """See ``Pipeline.step``."""
         if self.process is not None:
             self.process.watch.check()
+        lengths = self._agreed_lengths(batch)
         self._last = self._for(batch)
         if self._last is not None:
             return self._step_of_other(self._last, batch, outputs, outputs_on, check, record)
         rt, program, spec = self.runtime, self._own_program, self.plan.step
         self._warm_up.run(rt, program, batch, lambda: self._words(Facts(self.artifact.number), batch))
         rt.start()
+        rt.sizes = lengths
         number = rt.step_number = self.step_number
         with self._watched(rt, program):
             with self._refused_by_all(rt, number):
                 wanted = requested(outputs, outputs_on, spec.outputs, spec.ranks)
-                check_batch(spec.batch, batch, spec.microbatches, spec.leaves[rt.rank])
+                check_outputs(spec, wanted, lengths)
+                checked(spec, batch, lengths, spec.leaves[rt.rank])
                 self.updates.check()
                 self.state.check_unchanged(self.state.follow_model())
                 if self.process is not None:
@@ -148,12 +161,37 @@ class Runner(LocalRunner):
             self.rank_digests.stepped()
         return StepResult(loss, results)
 
+    def _agreed_lengths(self, batch: object) -> list[Lengths]:
+        """The lengths of the microbatches, on which all ranks of a replica agree before anything is sent.
+
+        Raises BatchError on all ranks where one of them refuses its batch for its lengths.
+        """
+        spec, process = self.plan.step, self.process
+        if process is None or not spec.lengths:
+            return or_example(spec, lengths_of(spec, batch) if spec.lengths else [None] * spec.microbatches)
+        try:
+            error, own = None, lengths_of(spec, batch)
+        except BatchError as refusal:
+            error, own = refusal, []
+        header = json.dumps({"refuses": "" if error is None else str(error), "lengths": own})
+        ranks = [json.loads(each) for each in process.gather(header.encode())]
+        if error is not None:
+            raise error
+        for rank, said in enumerate(ranks):
+            if said["refuses"]:
+                raise BatchError(
+                    f"Rank {rank} refuses the batch of {self._named(self.step_number)}: {said['refuses']}"
+                )
+        return agreed_lengths(
+            spec, {rank: ranks[rank]["lengths"] for rank in process.of_replica(process.replica)}
+        )
+
     def _for(self, batch: object) -> Runner | None:
         """The runner of the programs for batches like this alone; the same on all ranks and replicas."""
         other, process = self._for_assumed, self.process
         if other is None:
             return None
-        holds = is_as_assumed(other.plan.assumed, batch)
+        holds = are_as_assumed(self.plan.step, other.plan.assumed, batch)
         if process is not None:
             # A rank without the leaves has no say, and one alone may refuse the batch later.
             say = torch.tensor([0 if holds is None else 1 + holds], device="cpu")
@@ -443,8 +481,8 @@ class Runner(LocalRunner):
 
     def _words(self, facts: Facts, batch: object) -> torch.Tensor:
         """The words that this rank compares with those of the others."""
-        spec = self.plan.step.batch
-        return words(facts, spec.tensors, given_leaves(spec, batch))
+        spec = self.plan.step
+        return words(facts, spec.batch.tensors, all_leaves(spec, batch))
 
     def _failure(self, error: Exception, rt: Runtime, step: int) -> Exception:
         """Notify the other ranks of an error on this rank; return the error to raise."""

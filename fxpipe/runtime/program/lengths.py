@@ -1,0 +1,196 @@
+"""The lengths of the microbatches of a step: those of a batch, or of a list of microbatches."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from fxpipe.errors import BatchError, number_of
+from fxpipe.plan.step import NamedLength, StepSpec
+from fxpipe.runtime.program.batch import (
+    batch_leaves,
+    check_batch,
+    given_leaves,
+    is_as_assumed,
+    microbatches_of,
+    rows_of_replica,
+)
+
+Lengths = dict[str, int]
+"""Of a microbatch, by name."""
+
+
+def listed(spec: StepSpec, batch: object, replicas: int = 1) -> list[object] | None:
+    """The microbatches of a list of them; None for a batch of all.
+
+    replicas: whose microbatches the list has.  Raises BatchError for a list where no dimension has a name,
+    and for another number than the program has.
+    """
+    if not isinstance(batch, list) or not _is_list_of_microbatches(spec, batch):
+        return None
+    if not spec.lengths:
+        why = spec.one_length or "no dimension was named: give dimensions={'sequence': 512} to fxpipe.compile"
+        raise BatchError(
+            f"The batch is a list of microbatches, and the programs take one batch of all: {why}."
+        )
+    if len(batch) != spec.microbatches * replicas:
+        raise BatchError(
+            f"The list has {number_of(len(batch), 'microbatch')}, and the pipeline was compiled for "
+            f"{spec.microbatches * replicas}: give as many, or compile again with another number."
+        )
+    return batch
+
+
+def _is_list_of_microbatches(spec: StepSpec, batch: list[object]) -> bool:
+    """Whether a list is none of a microbatch's arguments."""
+    names = {leaf.name for leaf in spec.batch.leaves}
+    if not batch:
+        return bool(names)
+    if any(isinstance(each, torch.Tensor) for each in batch):
+        return False
+    return not {name for name, _ in batch_leaves(batch)} <= names
+
+
+def lengths_of(spec: StepSpec, batch: object, replicas: int = 1) -> list[Lengths | None]:
+    """The lengths of each microbatch; None of one whose leaves are not there.
+
+    Raises BatchError, naming microbatch and length, where leaves disagree, and for a length that programs do
+    not take.
+    """
+    items = listed(spec, batch, replicas)
+    if items is not None:
+        return [_lengths_of(spec, item, f"Microbatch {m}") for m, item in enumerate(items)]
+    return [_lengths_of(spec, batch, "The batch")] * (spec.microbatches * replicas)
+
+
+def agreed_lengths(spec: StepSpec, ranks: Mapping[int, Sequence[Lengths | None]]) -> list[Lengths]:
+    """The lengths of each microbatch, by what each rank knows of them: of none those of the example.
+
+    Raises BatchError where ranks differ.
+    """
+    agreed: list[Lengths | None] = []
+    for m in range(spec.microbatches):
+        known = {rank: lengths for rank, of_all in ranks.items() if (lengths := of_all[m]) is not None}
+        agreed.append(next(iter(known.values()), None))
+        for rank, lengths in known.items():
+            if lengths != agreed[m]:
+                first = next(iter(known))
+                raise BatchError(
+                    f"Rank {rank} has {_text(lengths)} in microbatch {m}, and rank {first} {_text(known[first])}."
+                    " Give all ranks the same batches in the same order."
+                )
+    return or_example(spec, agreed)
+
+
+def _text(lengths: Lengths) -> str:
+    return ", ".join(f"{name} {length}" for name, length in lengths.items())
+
+
+def or_example(spec: StepSpec, lengths: Sequence[Lengths | None]) -> list[Lengths]:
+    """The lengths, those of the example in place of what is not known."""
+    example = {each.name: each.example for each in spec.lengths}
+    return [example if each is None else each for each in lengths]
+
+
+def check_outputs(spec: StepSpec, wanted: Collection[str], lengths: Sequence[Lengths]) -> None:
+    """Raise BatchError for outputs of microbatches of other lengths than the example's."""
+    example = {each.name: each.example for each in spec.lengths}
+    for m, each in enumerate(lengths):
+        if wanted and each != example:
+            raise BatchError(
+                f"Outputs are given of microbatches as long as the example, {_text(example)}, and microbatch "
+                f"{m} has {_text(each)}: leave out outputs, or pad."
+            )
+
+
+def of_replica(spec: StepSpec, batch: object, replica: int, replicas: int) -> object:
+    """What a replica takes of the batch of all replicas, or of their list of microbatches."""
+    items = listed(spec, batch, replicas)
+    if items is not None:
+        return items[replica * spec.microbatches : (replica + 1) * spec.microbatches]
+    lengths = or_example(spec, lengths_of(spec, batch, replicas))[0]
+    return rows_of_replica(spec.batch_at(lengths), batch, spec.microbatches, replica, replicas)
+
+
+def are_as_assumed(spec: StepSpec, assumed: Mapping[str, float], batch: object) -> bool | None:
+    """``is_as_assumed``, of all microbatches of a list."""
+    if not isinstance(batch, list) or not spec.lengths or not _is_list_of_microbatches(spec, batch):
+        return is_as_assumed(assumed, batch)
+    holds = [is_as_assumed(assumed, item) for item in batch]
+    return None if None in holds else all(holds)
+
+
+def _lengths_of(spec: StepSpec, microbatch: object, where: str) -> Lengths | None:
+    leaves, named = given_leaves(spec.batch, microbatch), {each.example: each for each in spec.lengths}
+    lengths: Lengths = {}
+    leaf_of: dict[str, str] = {}
+    for leaf in spec.batch.leaves:
+        value = leaves.get(leaf.name)
+        shape = () if leaf.unread or leaf.shape is None else leaf.shape
+        # What else a leaf may be, the check of the batch tells.
+        given = value.shape if isinstance(value, torch.Tensor) and value.dim() == len(shape) else shape[:1]
+        for expected, actual in zip(shape[1:], given[1:], strict=False):
+            if (each := named.get(expected)) is None:
+                continue
+            if lengths.setdefault(each.name, actual) != actual:
+                first = f"{lengths[each.name]} in {leaf_of[each.name]!r}"
+                raise BatchError(f"{where} has {each.name} {first} and {actual} in {leaf.name!r}.")
+            leaf_of.setdefault(each.name, leaf.name)
+            if not each.allows(actual):
+                raise BatchError(f"{where} has {each.name} {actual} in {leaf.name!r}. {allowed(each)}")
+    names = [each.name for each in spec.lengths]
+    return {name: lengths[name] for name in names} if lengths.keys() >= {*names} else None
+
+
+def allowed(length: NamedLength) -> str:
+    """The lengths that programs take, as a sentence."""
+    multiples = f", multiples of {length.step}" if length.step > 1 else ""
+    return (
+        f"The programs take {length.name} from {length.least} to {length.example}{multiples}: pad a shorter "
+        "one, and compile with a longer example for a longer one."
+    )
+
+
+def checked(
+    spec: StepSpec, batch: object, lengths: Sequence[Mapping[str, int]], needed: Collection[str]
+) -> None:
+    """Raise BatchError, naming the leaf, if the batch is unlike the example at these lengths."""
+    items = listed(spec, batch)
+    if items is None:
+        check_batch(spec.batch_at(lengths[0]), batch, spec.microbatches, needed)
+        return
+    for item, each in zip(items, lengths, strict=True):
+        check_batch(spec.batch_at(each), item, 1, needed)
+
+
+def cut(
+    spec: StepSpec,
+    batch: object,
+    lengths: Sequence[Mapping[str, int]],
+    needed: Collection[str],
+    device: torch.device | None,
+) -> list[dict[str, torch.Tensor]]:
+    """The leaves of each microbatch, on the device; see ``microbatches_of``."""
+    items = listed(spec, batch)
+    if items is None:
+        return microbatches_of(spec.batch_at(lengths[0]), batch, spec.microbatches, needed, device)
+    return [
+        microbatches_of(spec.batch_at(each), item, 1, needed, device)[0]
+        for item, each in zip(items, lengths, strict=True)
+    ]
+
+
+def all_leaves(spec: StepSpec, batch: object) -> dict[str, Any]:
+    """The leaves of a batch that are there; of a list of microbatches those of all, one behind the other."""
+    items = listed(spec, batch)
+    if items is None:
+        return given_leaves(spec.batch, batch)
+    of_each = [given_leaves(spec.batch, item) for item in items]
+    values = {name: [leaves.get(name) for leaves in of_each] for name in spec.batch.tensors}
+    return {
+        name: torch.cat([x.reshape(-1) for x in each if isinstance(x, torch.Tensor)])
+        for name, each in values.items()
+        if all(isinstance(x, torch.Tensor) for x in each)
+    }
