@@ -78,8 +78,8 @@ def agreed_lengths(spec: StepSpec, ranks: Mapping[int, Sequence[Lengths | None]]
             if lengths != agreed[m]:
                 first = next(iter(known))
                 raise BatchError(
-                    f"Rank {rank} has {_text(lengths)} in microbatch {m}, and rank {first} {_text(known[first])}."
-                    " Give all ranks the same batches in the same order."
+                    f"Rank {rank} has {_text(lengths)} in microbatch {m}, and rank {first} has "
+                    f"{_text(known[first])}. Give all ranks the same batches in the same order."
                 )
     return or_example(spec, agreed)
 
