@@ -125,7 +125,7 @@ def _captured_at_sizes(request: Compilation, lengths: Mapping[str, int]) -> Capt
         try:
             resized = sample(captured.graph, request.example, lengths, lambda example: trace(example).graph)
             if len({*masks}) == 1:
-                named = _at_lengths_of_programs(request, captured, capture)
+                named = at_lengths_of_programs(request, captured, capture)
         except OtherMasksError as error:
             if agreed is not None:
                 return CapturedStep(captured, resized, str(error))
@@ -142,7 +142,7 @@ def _captured_at_sizes(request: Compilation, lengths: Mapping[str, int]) -> Capt
         )
 
 
-def _at_lengths_of_programs(
+def at_lengths_of_programs(
     request: Compilation, captured: Captured, trace: Callable[[object], Captured]
 ) -> LengthTraces | str:
     """The step at the lengths that a program may take; why it takes the example's alone."""

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 
 from torch import nn
 
 from fxpipe.capture.lanes.joint_graph import capture_lanes
+from fxpipe.capture.lengths import LengthTraces, OtherMasksError
+from fxpipe.capture.trace import Captured
 from fxpipe.compiler.compilation import Compilation
-from fxpipe.compiler.compile import Compiled, traced
+from fxpipe.compiler.compile import Compiled, at_lengths_of_programs, traced
 from fxpipe.compiler.cut import cut as cut_at_level
 from fxpipe.compiler.cut import split, stages_of
 from fxpipe.compiler.generate import generate
@@ -65,9 +67,17 @@ def compile_evaluation(request: Compilation, phase: Phases, trained: Compiled) -
     phase.expect(6)
     with phase("evaluation"), _in_eval_mode(model):
         buffers = {name for rank_tensors in plan.tensors for name in rank_tensors.buffers}
-        captured = capture_lanes(model, lambda: traced(request, buffers))
+        captured = _captured(request, buffers)
+        try:
+            lengths = at_lengths_of_programs(
+                request, captured, lambda other: _captured(replace(request, example=other), buffers)
+            )
+        except OtherMasksError as error:
+            lengths = str(error)
+    traces = lengths.traces if isinstance(lengths, LengthTraces) else None
     try:
-        stages = stages_of(split(StepGraphs(captured.graph, None), cut_options), cut_options, phase)
+        step = split(StepGraphs(captured.graph, None, lengths=traces), cut_options)
+        stages = stages_of(step, cut_options, phase)
     except PartitionError as error:
         raise PartitionError(
             f"In eval mode: {error} Or compile model.eval() by itself, with gradients=False."
@@ -84,7 +94,11 @@ def compile_evaluation(request: Compilation, phase: Phases, trained: Compiled) -
         plan_made = replace(plan_made, model=f"{plan_made.model}, evaluation", device=cluster.name)
         return with_tensors_of(plan_made, cut.sections, plan)
 
-    return generate(request, captured, cut, live, timeline, of_training, phase)[1]
+    return generate(request, captured, cut, live, timeline, of_training, phase, lengths)[1]
+
+
+def _captured(request: Compilation, buffers: Collection[str]) -> Captured:
+    return capture_lanes(request.model, lambda: traced(request, buffers))
 
 
 def _forward_schedules(trained: Schedule, costs: Costs) -> Iterator[Schedule]:

@@ -28,7 +28,7 @@ def listed(spec: StepSpec, batch: object, replicas: int = 1) -> list[object] | N
     replicas: whose microbatches the list has.  Raises BatchError for a list where no dimension has a name,
     and for another number than the program has.
     """
-    if not isinstance(batch, list) or not _is_list_of_microbatches(spec, batch):
+    if not isinstance(batch, list) or not are_listed(spec, batch):
         return None
     if not spec.lengths:
         why = spec.one_length or "no dimension was named: give dimensions={'sequence': 512} to fxpipe.compile"
@@ -43,9 +43,11 @@ def listed(spec: StepSpec, batch: object, replicas: int = 1) -> list[object] | N
     return batch
 
 
-def _is_list_of_microbatches(spec: StepSpec, batch: list[object]) -> bool:
-    """Whether a list is none of a microbatch's arguments."""
+def are_listed(spec: StepSpec, batch: object) -> bool:
+    """Whether a batch is a list of microbatches, and none of arguments."""
     names = {leaf.name for leaf in spec.batch.leaves}
+    if not isinstance(batch, list):
+        return False
     if not batch:
         return bool(names)
     if any(isinstance(each, torch.Tensor) for each in batch):
@@ -116,7 +118,7 @@ def of_replica(spec: StepSpec, batch: object, replica: int, replicas: int) -> ob
 
 def are_as_assumed(spec: StepSpec, assumed: Mapping[str, float], batch: object) -> bool | None:
     """``is_as_assumed``, of all microbatches of a list."""
-    if not isinstance(batch, list) or not spec.lengths or not _is_list_of_microbatches(spec, batch):
+    if not isinstance(batch, list) or not are_listed(spec, batch):
         return is_as_assumed(assumed, batch)
     holds = [is_as_assumed(assumed, item) for item in batch]
     return None if None in holds else all(holds)

@@ -21,6 +21,7 @@ from fxpipe.runtime.program.lengths import (
     agreed_lengths,
     all_leaves,
     are_as_assumed,
+    are_listed,
     check_outputs,
     checked,
     lengths_of,
@@ -256,7 +257,7 @@ class Runner(LocalRunner):
     def evaluate(self, batch: object, outputs: Sequence[str], outputs_on: On) -> StepResult:
         """A step of a forward, or several for a batch with fewer rows."""
         spec, rt = self.plan.step, self.runtime
-        short = short_batch(spec, batch, outputs)
+        short = None if are_listed(spec, batch) else short_batch(spec, batch, outputs)
         if short is None:
             return self.step(batch, outputs, outputs_on, None, {})
         if len(short.steps) > 1 and rt.replicas is not None:
