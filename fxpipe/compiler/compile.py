@@ -8,6 +8,7 @@ level only where it may give the fastest step).
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,6 +22,7 @@ from fxpipe.capture.lanes.joint_graph import capture_lanes, lane_as_text
 from fxpipe.capture.lengths import LengthTraces, OtherMasksError, at_other_lengths
 from fxpipe.capture.resized import named_lengths, sample
 from fxpipe.capture.rules.attention_masks import Masks
+from fxpipe.capture.rules.length_means import weigh_means
 from fxpipe.capture.scale import LATER
 from fxpipe.capture.trace import Captured, capture
 from fxpipe.capture.underflow import warn_of_float16
@@ -125,7 +127,7 @@ def _captured_at_sizes(request: Compilation, lengths: Mapping[str, int]) -> Capt
         try:
             resized = sample(captured.graph, request.example, lengths, lambda example: trace(example).graph)
             if len({*masks}) == 1:
-                named = at_lengths_of_programs(request, captured, capture)
+                named = at_lengths_of_programs(request, captured, capture, resized.graphs)
         except OtherMasksError as error:
             if agreed is not None:
                 return CapturedStep(captured, resized, str(error))
@@ -135,30 +137,51 @@ def _captured_at_sizes(request: Compilation, lengths: Mapping[str, int]) -> Capt
             if len({*masks}) == 1 or len({*map(len, masks)}) > 1:
                 raise
         if len({*masks}) == 1:
-            return CapturedStep(captured, resized, named)
+            # After the means of the step have factors, it has more values.
+            return CapturedStep(captured, resized.after_rewrite(captured.graph, resized.graphs), named)
         # What only some sizes allow is left to the kernel of any mask, so that all traces have the same ops.
         agreed = tuple(
             a if all(a == b for b in others) else "dense" for a, *others in zip(*masks, strict=True)
         )
 
 
+def _with_weighted_means(named: LengthTraces, others: Sequence[fx.Graph]) -> LengthTraces:
+    """others: more traces of the step, which get the same ops."""
+    first, *_ = graphs = [each.graph for each in named.captured]
+    for line in weigh_means((*graphs, *others), graphs):
+        warnings.warn(
+            f"The loss takes a mean over the elements of a microbatch in {line}, and its gradient does not "
+            "show. The loss of microbatches of several lengths is the mean of their own means: let loss_fn "
+            "return (sum, count).",
+            stacklevel=2,
+        )
+    return replace(named, traces=named.traces.after_rewrite(first, graphs[1:]))
+
+
 def at_lengths_of_programs(
-    request: Compilation, captured: Captured, trace: Callable[[object], Captured]
+    request: Compilation,
+    captured: Captured,
+    trace: Callable[[object], Captured],
+    others: Sequence[fx.Graph] = (),
 ) -> LengthTraces | str:
-    """The step at the lengths that a program may take; why it takes the example's alone."""
+    """The step at the lengths that a program may take, or why it takes the example's alone.
+
+    others: traces at other sizes, which are rewritten alike.
+    """
     options = request.options
     if not options.dimensions:
         return ""
-    others = {
+    reasons = {
         "backend='inductor' compiles functions for the example's lengths": bool(options.compiled),
         "a replay of a captured step has the example's lengths": bool(options.replays),
         "all lanes of a rank run ops of the example's lengths": bool(captured.lanes.shards),
     }
-    if reasons := [reason for reason, holds in others.items() if holds]:
-        return reasons[0]
+    if why := [reason for reason, holds in reasons.items() if holds]:
+        return why[0]
     try:
         variables = length_variables(options.dimensions)
-        return at_other_lengths(captured, request.example, options.dimensions, variables, trace)
+        named = at_other_lengths(captured, request.example, options.dimensions, variables, trace)
+        return _with_weighted_means(named, others) if options.mean == "batch" else named
     except OtherMasksError:
         raise
     except SizeError as error:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from enum import Enum
+from typing import Any
 
 import torch
 from torch import fx
@@ -132,13 +133,17 @@ def _of_rows(node: fx.Node, rows: Mapping[fx.Node, Rows], number: int) -> Rows:
     return Rows.FIRST if stays else Rows.MIXED
 
 
+def named_arguments(node: fx.Node) -> dict[str, Any]:
+    """The arguments of an op by their names, with those that it has by default."""
+    schema = schema_of(node.target).arguments
+    named = {a.name: a.default_value for a in schema if a.has_default_value()}
+    return named | {a.name: x for a, x in zip(schema, node.args, strict=False)} | dict(node.kwargs)
+
+
 def named_dims(node: fx.Node, before: int) -> set[int] | None:
     """The dimensions that an op names, of its operand or, where it has one more, of its result; None for
     all."""
-    schema = schema_of(node.target).arguments
-    named = {a.name: a.default_value for a in schema if a.has_default_value()}
-    named |= {a.name: x for a, x in zip(schema, node.args, strict=False)} | dict(node.kwargs)
-    dims = named.get("dim")
+    dims = named_arguments(node).get("dim")
     if dims is None or dims == []:
         return None
     value = node.meta["val"]

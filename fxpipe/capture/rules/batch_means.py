@@ -263,7 +263,7 @@ def _as_division(tail: Tail, division: _Division) -> _Division:
     item = division.node
     if not _is_loss(item):
         return division
-    loss, call = node_arg(item, 0), partial(_called, tail.calls, item)
+    loss, call = node_arg(item, 0), partial(called, tail.calls, item)
     logs, labels, weight, _, ignored = loss.args
     loss.args = (logs, labels, weight, _SUM, ignored)
     before = [*item.users]
@@ -313,7 +313,7 @@ def _keep_for_others(tail: Tail, divisions: Set[fx.Node]) -> None:
 
 
 def _divide_by_mean(tail: Tail, division: _Division, share: float) -> None:
-    node, call = division.node, partial(_called, tail.calls, division.node)
+    node, call = division.node, partial(called, tail.calls, division.node)
     *before, divisor = node.args
     assert isinstance(divisor, fx.Node)
     dtype = node.meta["val"].dtype
@@ -344,7 +344,7 @@ def _divide_by_mean(tail: Tail, division: _Division, share: float) -> None:
         other.args = (*other.args[:place], mean, *other.args[place + 1 :])
 
 
-def _called(calls: Calls, of: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+def called(calls: Calls, of: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
     """A new op, where the graph inserts, of another one's origin."""
     values, named = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
     val = target(*values, **named)
