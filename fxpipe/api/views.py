@@ -18,6 +18,7 @@ from fxpipe.errors import OptionError, RunError, at_least_one, number_of, one_of
 from fxpipe.ir.graph import Section
 from fxpipe.plan.artifact import Artifact, Plan, Validation
 from fxpipe.plan.saved import files
+from fxpipe.plan.step import NamedLength
 from fxpipe.plan.work import Expressions, PlanWork
 from fxpipe.runtime.job.process import Process
 from fxpipe.runtime.job.tracebacks import brief_methods
@@ -193,6 +194,11 @@ class Views:
         if rank is None:
             rank = 0 if self.process is None else self.process.rank
         return self.artifact.plan.step.leaves[rank]
+
+    @property
+    def lengths(self) -> tuple[NamedLength, ...]:
+        """The dimensions of microbatches that may have other lengths than the example's (docs/lengths.md)."""
+        return self.artifact.plan.step.lengths
 
     @property
     def outputs(self) -> tuple[str, ...]:

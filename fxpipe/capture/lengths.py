@@ -49,11 +49,11 @@ class LengthTraces:
         return [dict(zip(names, point, strict=True)) for point in self.traces.points]
 
 
-class OtherMasksError(SizeError):
-    """Attentions whose masks say other things at other lengths.  ``masks``: by length, those of all calls."""
+class OtherMasks(Exception):
+    """The masks of attention say other things at other lengths.  ``masks``: by length, those of all calls."""
 
     def __init__(self, masks: Sequence[tuple[Mask, ...]]) -> None:
-        super().__init__("The masks of attention say other things at other lengths.")
+        super().__init__("the masks of attention say other things at other lengths")
         self.masks = masks
 
 
@@ -68,9 +68,9 @@ def at_other_lengths(
 
     dimensions: the lengths of the example, for which expressions have these ``variables``.  capture: an
     example -> the step.  Raises SizeError, naming op, module path and source line, where the step is no
-    function of the lengths; OtherMasksError where an agreement on what masks say may help.
+    function of the lengths; OtherMasks where an agreement on what masks say may help.
     """
-    failure: CaptureError | SizeError | None = None
+    failure: Exception = SizeError(f"an example of {dict(dimensions)} is too short to tell lengths apart")
     for lengths in _ranges(dimensions):
         points = _points(lengths)
         try:
@@ -84,11 +84,8 @@ def at_other_lengths(
             for _ in _arguments(captured.graph, traces):
                 pass  # raises where a number is no expression
             return LengthTraces(lengths, (captured, *others), traces)
-        except OtherMasksError:
-            raise
         except (CaptureError, SizeError) as error:
-            failure = failure or error
-    assert failure is not None
+            failure = error if failure.__traceback__ is None else failure
     raise SizeError(str(failure)) from failure
 
 
@@ -180,10 +177,10 @@ def _point(point: Sequence[int]) -> str:
 
 
 def _check_masks(steps: Sequence[Captured]) -> None:
-    """Raise OtherMasksError where the calls of attention are alike but for what their masks say."""
+    """Raise OtherMasks where the calls of attention are alike but for what their masks say."""
     masks = [tuple(each.masks.needed) for each in steps]
     if len({*masks}) > 1 and len({*map(len, masks)}) == 1:
-        raise OtherMasksError(masks)
+        raise OtherMasks(masks)
 
 
 def _check_outputs(results: Sequence[Outputs]) -> None:

@@ -22,6 +22,7 @@ from fxpipe.certificate.problems import (
     RankProof,
     Rejected,
     differs_at,
+    lengths_text,
 )
 from fxpipe.certificate.programs.calls import Calls
 from fxpipe.certificate.programs.evaluate import Evaluator
@@ -35,7 +36,7 @@ from fxpipe.certificate.reference import Reference, reference_of
 from fxpipe.certificate.terms.identities import RULES
 from fxpipe.certificate.terms.layouts import Unknown
 from fxpipe.certificate.terms.terms import Term, Terms
-from fxpipe.errors import RunError
+from fxpipe.errors import ArtifactError, RunError
 from fxpipe.plan.artifact import Artifact, Plan
 from fxpipe.plan.captured import CapturedStep, digest
 from fxpipe.plan.libraries import imported
@@ -48,9 +49,22 @@ MOST_PROBLEMS = 100
 def check(plan: Plan, programs: Sequence[str], captured: CapturedStep) -> Certificate:
     """Check the programs of all ranks, one text a rank, against the step that was captured.
 
-    Raises ArtifactError if the captured step names ops that do not exist.
+    Of programs that take microbatches of several lengths, at all those at which the step was captured.
+    Raises ArtifactError if the captured step names ops that do not exist, or lengths that the plan has not.
     """
-    return check_against(reference_of(captured, Terms(RULES)), plan, programs)
+    certificate = check_against(reference_of(captured, Terms(RULES)), plan, programs)
+    names = [each.name for each in plan.step.lengths]
+    if names:
+        example = {each.name: each.example for each in plan.step.lengths}
+        certificate = replace(certificate, lengths=(lengths_text(example),))
+    for other in captured.others:
+        if [*other.lengths] != names:
+            raise ArtifactError(f"The step was captured at {other.lengths}, and the plan has {names}.")
+        if certificate.holds:
+            there = replace(plan, step=plan.step.at(other.lengths))
+            proved = check_against(reference_of(other.step, Terms(RULES)), there, programs)
+            certificate = certificate.at_lengths(other.lengths, proved)
+    return certificate
 
 
 def check_against(reference: Reference, plan: Plan, programs: Sequence[str]) -> Certificate:

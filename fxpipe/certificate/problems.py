@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from fxpipe.errors import number_of
@@ -65,6 +66,7 @@ class Certificate:
     where they hold more memory than the plan has, or run in another order, which changes no result.
 
     ``split``: whether the step was taken with its vocabulary layers split, which is not proved here.
+    ``lengths``: of microbatches, as text, at which the programs were checked, where they take several.
     """
 
     microbatches: int
@@ -76,13 +78,24 @@ class Certificate:
     problems: tuple[Problem, ...]
     split: bool = False
     otherwise: tuple[Problem, ...] = ()
+    lengths: tuple[str, ...] = ()
 
     @property
     def holds(self) -> bool:
         return not self.problems
 
+    def at_lengths(self, lengths: Mapping[str, int], proved: Certificate) -> Certificate:
+        """This certificate and that of the same programs for microbatches of other lengths."""
+        text = lengths_text(lengths)
+        problems = (replace(each, text=f"at {text}: {each.text}") for each in proved.problems)
+        return replace(self, lengths=(*self.lengths, text), problems=(*self.problems, *problems))
+
     def __str__(self) -> str:
         return "\n".join(_lines(self))
+
+
+def lengths_text(lengths: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {length}" for name, length in lengths.items())
 
 
 class Rejected(Exception):
@@ -106,6 +119,8 @@ def _lines(certificate: Certificate) -> list[str]:
         f"{number_of(certificate.outputs, 'output')}, once for each of "
         f"{number_of(certificate.microbatches, 'microbatch')} ({number_of(certificate.values, 'value')})."
     ]
+    if certificate.lengths:
+        lines.append(f"Checked for microbatches of {'; '.join(certificate.lengths)}.")
     for rank, proof in enumerate(certificate.ranks):
         lines.append(
             f"rank {rank}: {number_of(proof.ops, 'op')}, {number_of(proof.calls, 'call')} of sections, "

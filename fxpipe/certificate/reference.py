@@ -15,7 +15,7 @@ from fxpipe.certificate.terms.layouts import Unknown
 from fxpipe.certificate.terms.schemas import draws, schema_of
 from fxpipe.certificate.terms.terms import BATCH_MEAN, Layout, Named, Term, Terms, canonical
 from fxpipe.errors import ArtifactError, number_of
-from fxpipe.plan.captured import CapturedInput, CapturedOp, CapturedStep
+from fxpipe.plan.captured import CapturedInput, CapturedOp, CapturedOps
 from fxpipe.plan.tensors import dtype_of
 
 _TORCH = (torch.dtype, torch.layout, torch.memory_format)
@@ -66,7 +66,7 @@ class Reference:
             yield Problem(line.rank, line.number, f"{first.text}: changes {so}", cause)
 
 
-def reference_of(step: CapturedStep, terms: Terms) -> Reference:
+def reference_of(step: CapturedOps, terms: Terms) -> Reference:
     """Raises ArtifactError where an op does not exist, or does not fit its arguments."""
     reference = Reference(terms, buffers=dict.fromkeys(step.buffers))  # type: ignore[arg-type]
     values: list[Any] = [_input(reference, one) for one in step.inputs]

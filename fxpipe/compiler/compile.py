@@ -19,7 +19,7 @@ from torch import fx
 from fxpipe.capture.call import check_call
 from fxpipe.capture.capture_options import CaptureOptions
 from fxpipe.capture.lanes.joint_graph import capture_lanes, lane_as_text
-from fxpipe.capture.lengths import LengthTraces, OtherMasksError, at_other_lengths
+from fxpipe.capture.lengths import LengthTraces, OtherMasks, at_other_lengths
 from fxpipe.capture.resized import named_lengths, sample
 from fxpipe.capture.rules.attention_masks import Masks
 from fxpipe.capture.rules.length_means import weigh_means
@@ -128,7 +128,7 @@ def _captured_at_sizes(request: Compilation, lengths: Mapping[str, int]) -> Capt
             resized = sample(captured.graph, request.example, lengths, lambda example: trace(example).graph)
             if len({*masks}) == 1:
                 named = at_lengths_of_programs(request, captured, capture, resized.graphs)
-        except OtherMasksError as error:
+        except OtherMasks as error:
             if agreed is not None:
                 return CapturedStep(captured, resized, str(error))
             masks += error.masks
@@ -182,8 +182,6 @@ def at_lengths_of_programs(
         variables = length_variables(options.dimensions)
         named = at_other_lengths(captured, request.example, options.dimensions, variables, trace)
         return _with_weighted_means(named, others) if options.mean == "batch" else named
-    except OtherMasksError:
-        raise
     except SizeError as error:
         return str(error)
 

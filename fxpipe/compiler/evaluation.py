@@ -9,7 +9,7 @@ from dataclasses import replace
 from torch import nn
 
 from fxpipe.capture.lanes.joint_graph import capture_lanes
-from fxpipe.capture.lengths import LengthTraces, OtherMasksError
+from fxpipe.capture.lengths import LengthTraces, OtherMasks
 from fxpipe.capture.trace import Captured
 from fxpipe.compiler.compilation import Compilation
 from fxpipe.compiler.compile import Compiled, at_lengths_of_programs, traced
@@ -72,7 +72,7 @@ def compile_evaluation(request: Compilation, phase: Phases, trained: Compiled) -
             lengths = at_lengths_of_programs(
                 request, captured, lambda other: _captured(replace(request, example=other), buffers)
             )
-        except OtherMasksError as error:
+        except OtherMasks as error:
             lengths = str(error)
     traces = lengths.traces if isinstance(lengths, LengthTraces) else None
     try:

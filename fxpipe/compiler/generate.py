@@ -33,7 +33,7 @@ from fxpipe.ir.sections import requested_outputs
 from fxpipe.ir.size import without_names
 from fxpipe.ir.storage import call_nodes, graph_outputs, node_bytes
 from fxpipe.plan.artifact import Artifact, Plan
-from fxpipe.plan.captured import CapturedStep
+from fxpipe.plan.captured import AtLengths, CapturedOps, CapturedStep
 from fxpipe.runtime.program.offload import aligned
 from fxpipe.schedule.lowering.deadlock import prove
 from fxpipe.schedule.lowering.instructions import Collective, Programs
@@ -86,14 +86,13 @@ def generate(
         instructions = with_validation(instructions, schedule.placement)
     # What is proved is what the programs are written from.
     prove(instructions, schedule.placement)
-    plan, programs = _of_lengths(plan, lengths, cut, instructions, pools)
-    if programs is None:
-        programs = _programs(plan, cut, instructions, pools)
+    plan, programs, others = _of_lengths(plan, lengths, cut, instructions, pools)
     with phase("check"):
         step = _captured_as_data(captured, cut)
         if step is not None and options.check:
-            _check_programs(plan, programs, step)
-    text = "" if step is None else step.to_json()
+            _check_programs(plan, programs, CapturedStep(**vars(step)))
+    # At other lengths the programs were checked before.
+    text = "" if step is None else CapturedStep(**vars(step), others=others).to_json()
     return cut, Artifact(plan, programs, captured.constants, plan.number, captured=text)
 
 
@@ -135,9 +134,9 @@ def joined_stages(schedule: Schedule) -> frozenset[int]:
 
 def _of_lengths(
     plan: Plan, lengths: LengthTraces | str, cut: Cut, instructions: Programs, pools: tuple[Pool, ...]
-) -> tuple[Plan, tuple[str, ...] | None]:
-    """The programs for microbatches of many lengths, with their plan.  None, and a plan that says why, where
-    they take the example's lengths alone, in which the cut's graphs then compute."""
+) -> tuple[Plan, tuple[str, ...], tuple[AtLengths, ...]]:
+    """The programs, for microbatches of many lengths if possible, with their plan and the step at other
+    lengths.  Else the plan says why, and the cut's graphs compute in the example's lengths from then on."""
     why = why_one_length(lengths, cut)
     if not why and isinstance(lengths, LengthTraces) and cut.lengths is not None:
         crossing = {name for edge in cut.edges for name in edge.names}
@@ -146,13 +145,13 @@ def _of_lengths(
             sizes = crossing_sizes(cut.graph, crossing, cut.lengths)
             variables = dict(zip(cut.lengths.names, (each.name for each in lengths.lengths), strict=True))
             programs = _programs(named, cut, instructions, pools, variables, sizes)
-            _check_at_lengths(named, programs, lengths, cut)
-            return named, programs
+            return named, programs, _checked_at_lengths(named, programs, lengths, cut)
         except SizeError as error:
             why = str(error)
     for graph in _graphs(cut):
         without_names(graph)
-    return replace(plan, step=replace(plan.step, one_length=why)), None
+    plan = replace(plan, step=replace(plan.step, one_length=why))
+    return plan, _programs(plan, cut, instructions, pools), ()
 
 
 def _graphs(cut: Cut) -> list[fx.Graph]:
@@ -163,19 +162,24 @@ def _graphs(cut: Cut) -> list[fx.Graph]:
     return [cut.graph, *graphs, *once]
 
 
-def _check_at_lengths(plan: Plan, programs: tuple[str, ...], lengths: LengthTraces, cut: Cut) -> None:
-    """Raise SizeError if programs are not the step that was captured at another length, whatever the option
-    ``check`` says: a pass may have written the example's length as a number."""
+def _checked_at_lengths(
+    plan: Plan, programs: tuple[str, ...], lengths: LengthTraces, cut: Cut
+) -> tuple[AtLengths, ...]:
+    """The step at other lengths as data.  Raises SizeError if programs are another one there, whatever the
+    option ``check`` says: a pass may have written the example's length as a number."""
+    others = []
     for point, captured in zip(lengths.points[1:], lengths.captured[1:], strict=True):
         step = _captured_as_data(captured, cut)
         if step is None:
             raise SizeError("the programs cannot be checked against the captured step at other lengths")
         try:
-            certificate = check(replace(plan, step=plan.step.at(point)), programs, step)
+            certificate = check(replace(plan, step=plan.step.at(point)), programs, CapturedStep(**vars(step)))
         except ArtifactError as error:
             raise SizeError(f"the programs cannot be checked at other lengths: {error}") from error
         if not certificate.holds:
             raise SizeError(f"the programs are not the captured step at {point}: {certificate.problems[0]}")
+        others.append(AtLengths(point, step))
+    return tuple(others)
 
 
 def _programs(
@@ -237,7 +241,7 @@ def _about_lengths(plan: Plan) -> list[str]:
     return [f"Shapes, costs and bytes in comments are those of {', '.join(texts)}."] if texts else []
 
 
-def _captured_as_data(captured: Captured, cut: Cut) -> CapturedStep | None:
+def _captured_as_data(captured: Captured, cut: Cut) -> CapturedOps | None:
     """The captured graph as data, with its vocabulary layers split if those of the cut are; None, with a
     warning, where an argument of an op has no form as data."""
     graph, barriers, chunks = captured.graph, cut.options.barriers, cut.options.head_chunks

@@ -11,13 +11,13 @@ import torch
 from torch import fx
 
 from fxpipe.ir.graph import Input, Outputs
-from fxpipe.plan.captured import CAPTURED_FORMAT, CapturedInput, CapturedOp, CapturedStep, digest
+from fxpipe.plan.captured import CAPTURED_FORMAT, CapturedInput, CapturedOp, CapturedOps, digest
 from fxpipe.runtime.torch_private import schema_of
 
 
 def captured_step(
     graph: fx.Graph, constants: Mapping[str, torch.Tensor], *, split: bool = False
-) -> CapturedStep:
+) -> CapturedOps:
     """A captured graph as data.  ``split``: whether its vocabulary layers are split over the ranks.
 
     Raises TypeError for an argument that has no form as data.
@@ -32,7 +32,7 @@ def captured_step(
             ops.append(_op(node, numbers))
         numbers[node] = len(numbers)
     named: Outputs = graph.output_node().args[0]  # type: ignore[assignment]
-    return CapturedStep(
+    return CapturedOps(
         format=CAPTURED_FORMAT,
         inputs=tuple(inputs),
         ops=tuple(ops),

@@ -15,11 +15,12 @@ from typing import Annotated, Any
 import torch
 
 from fxpipe.errors import ArtifactError
+from fxpipe.plan.step import MOST_LENGTH
 from fxpipe.plan.tensors import Dtype, Shape
 from fxpipe.strict import Fits, Mismatch, between, entries, parse_json, structure
 
 CAPTURED_FORMAT = 1
-MOST_OPS = 1 << 20
+MOST_OPS, MOST_OTHERS = 1 << 20, 64
 
 Index = Annotated[int, between(0, 2 * MOST_OPS)]
 """The number of a value: first the inputs, then the ops' results, in order."""
@@ -52,7 +53,7 @@ class CapturedOp:
 
 
 @dataclass(frozen=True)
-class CapturedStep:
+class CapturedOps:
     """The step of one microbatch, with its results by the number of their values; ``Outputs`` in
     ``ir/graph.py`` says what they are.
 
@@ -72,6 +73,21 @@ class CapturedStep:
     split: bool = False
     constants: dict[str, str] = field(default_factory=dict)
 
+
+@dataclass(frozen=True)
+class AtLengths:
+    """The step of a microbatch of other lengths than the example's.  ``lengths``: by name."""
+
+    lengths: dict[str, Annotated[int, between(1, MOST_LENGTH)]]
+    step: CapturedOps
+
+
+@dataclass(frozen=True)
+class CapturedStep(CapturedOps):
+    """The captured step of the example.  ``others``: at other lengths, where programs take several."""
+
+    others: Annotated[tuple[AtLengths, ...], entries(0, MOST_OTHERS)] = ()
+
     def to_json(self) -> str:
         return json.dumps(vars(self), default=vars, separators=(",", ":"))
 
@@ -80,7 +96,8 @@ class CapturedStep:
         """Raises ArtifactError, naming ``where`` and the field, for a text that is no captured step."""
         try:
             step = structure(parse_json(text), CapturedStep)
-            _check(step)
+            for each in (step, *(other.step for other in step.others)):
+                _check(each)
         except Mismatch as error:
             raise ArtifactError(
                 f"{where} is damaged: {error}. Undo the edit, or save the pipeline again."
@@ -88,7 +105,7 @@ class CapturedStep:
         return step
 
 
-def _check(step: CapturedStep) -> None:
+def _check(step: CapturedOps) -> None:
     """Raise Mismatch for another format, and for a value that nothing computes, or nothing before its use."""
     Fits(lambda version: version == CAPTURED_FORMAT, f"{CAPTURED_FORMAT}").check(step.format, "format")
     count = len(step.inputs)

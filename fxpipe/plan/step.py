@@ -9,7 +9,7 @@ from typing import Annotated, Literal, NamedTuple
 from fxpipe.plan.tensors import Dtype, FloatingDtype, Shape, Size
 from fxpipe.strict import between
 
-MOST_RANKS = 1 << 16
+MOST_RANKS, MOST_LENGTH = 1 << 16, 1 << 31
 
 Tier = Literal["host", "disk"]
 """The offload stores: pinned memory beside a GPU, a file beside the CPU."""
@@ -104,9 +104,9 @@ class NamedLength:
     """
 
     name: str
-    example: Size
-    least: Size
-    step: Size
+    example: Annotated[int, between(1, MOST_LENGTH)]
+    least: Annotated[int, between(1, MOST_LENGTH)]
+    step: Annotated[int, between(1, MOST_LENGTH)]
 
     def allows(self, length: int) -> bool:
         return self.least <= length <= self.example and length % self.step == 0

@@ -52,6 +52,12 @@ def _step(plan: Plan) -> None:
         _known(f"step.leaves[{rank}]", names, step.batch.tensors, "the name of a tensor in step.batch.leaves")
     _known("assumed", (*plan.assumed,), step.batch.tensors, "the name of a tensor in step.batch.leaves")
     _distinct("step.outputs", [output.name for output in step.outputs])
+    _distinct("step.lengths", [each.name for each in step.lengths])
+    shapes = {n for leaf in step.batch.leaves for n in (leaf.shape or ())[1:]}
+    for k, each in enumerate(step.lengths):
+        path = f"step.lengths[{k}]"
+        require(f"{path}.example", each.example, each.example in shapes, "a length of the example")
+        require(f"{path}.least", each.least, each.least <= each.example, f"at most {each.example}")
     for k, output in enumerate(step.outputs):
         _ranks(f"step.outputs[{k}].rank", output.rank, plan)
 

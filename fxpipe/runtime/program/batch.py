@@ -259,8 +259,8 @@ def _check(leaf: Leaf, value: object, microbatches: int) -> None:
     if tuple(value.shape) != (rows, *leaf.shape[1:]):
         raise BatchError(
             f"{leaf.name!r} has shape {tuple(value.shape)}; {number_of(microbatches, 'microbatch')} of "
-            f"{leaf.shape} make {(rows, *leaf.shape[1:])}. A program is for one shape: pad the batch to it, "
-            "or compile once for each length, with the same split_points."
+            f"{leaf.shape} make {(rows, *leaf.shape[1:])}. Without dimensions= of fxpipe.compile a program "
+            "is for one shape: pad the batch to it."
         )
 
 

@@ -146,6 +146,15 @@ def _lengths_of(spec: StepSpec, microbatch: object, where: str) -> Lengths | Non
     return {name: lengths[name] for name in names} if lengths.keys() >= {*names} else None
 
 
+def _why(spec: StepSpec) -> str:
+    """Why programs take the example's lengths alone, although dimensions were named."""
+    return (
+        f"No other lengths are possible, though dimensions were named: {spec.one_length}"
+        if spec.one_length
+        else ""
+    )
+
+
 def allowed(length: NamedLength) -> str:
     """The lengths that programs take, as a sentence."""
     multiples = f", multiples of {length.step}" if length.step > 1 else ""
@@ -161,7 +170,10 @@ def checked(
     """Raise BatchError, naming the leaf, if the batch is unlike the example at these lengths."""
     items = listed(spec, batch)
     if items is None:
-        check_batch(spec.batch_at(lengths[0]), batch, spec.microbatches, needed)
+        try:
+            check_batch(spec.batch_at(lengths[0]), batch, spec.microbatches, needed)
+        except BatchError as error:
+            raise BatchError(f"{error} {_why(spec)}".rstrip()) from error
         return
     for item, each in zip(items, lengths, strict=True):
         check_batch(spec.batch_at(each), item, 1, needed)

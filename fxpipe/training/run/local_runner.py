@@ -153,6 +153,11 @@ class LocalRunner:
             rt.sizes = lengths[begin : begin + spec.microbatches]
         meters = [SavedBytes(self._tensors_of(rt, batch)) for rt in runtimes] if measure_memory else []
         if replay:
+            if spec.lengths:
+                raise RunError(
+                    "A captured step is replayed for one length, and the programs take several: leave out "
+                    "replay=True, or dimensions of fxpipe.compile."
+                )
             if measure_memory or outputs or check or record:
                 raise RunError(
                     "A replay has no ops to look at: leave out replay=True where run_local is to measure "

@@ -1,0 +1,92 @@
+"""Which lengths of microbatches a step is one for, and why it is for no others."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import fxpipe
+from fxpipe.capture.lengths import shortened
+
+WIDTH, LENGTH = 4, 32
+
+
+class Net(nn.Module):
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.first, self.last, self.function = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.function(self.first(x))).square().sum()
+
+
+def halves(x: torch.Tensor) -> torch.Tensor:
+    half = x.shape[1] // 2
+    return torch.cat([x[:, :half], x[:, half:].tanh()], 1)
+
+
+def above_twelve(x: torch.Tensor) -> torch.Tensor:
+    return x.tanh() if x.shape[1] > 12 else x
+
+
+def weighted(x: torch.Tensor) -> torch.Tensor:
+    return x * torch.tensor([float(n) for n in range(x.shape[1])])[:, None]
+
+
+def multiples_of_five(x: torch.Tensor) -> torch.Tensor:
+    return x if x.shape[1] % 5 else x.tanh()
+
+
+def step_of(function: Callable[[torch.Tensor], torch.Tensor]) -> fxpipe.Pipeline:
+    x = torch.randn(2, LENGTH, WIDTH)
+    with torch.random.fork_rng():
+        return fxpipe.compile(Net(function), (x,), ranks=1, microbatches=2, dimensions={"time": LENGTH})
+
+
+@pytest.mark.parametrize(
+    ("function", "lengths"),
+    [
+        pytest.param(lambda x: x.cumsum(1) / x.shape[1], (2, LENGTH, 1), id="any"),
+        pytest.param(halves, (8, LENGTH, 8), id="floor division"),
+        pytest.param(above_twelve, (16, LENGTH, 1), id="branch"),
+    ],
+)
+def test_lengths_that_a_step_takes(function, lengths):
+    pipe = step_of(function)
+    (length,) = pipe.lengths
+    assert (length.name, length.least, length.example, length.step) == ("time", *lengths)
+
+
+@pytest.mark.parametrize(
+    ("function", "why"),
+    [
+        pytest.param(
+            weighted, r"constant 'constant_0', a tensor that the model's Python makes", id="constant"
+        ),
+        pytest.param(
+            multiples_of_five, r"made of other ops at other sizes.*test_other_lengths.py", id="branch"
+        ),
+    ],
+)
+def test_a_step_for_the_length_of_the_example_alone(function, why):
+    x = torch.randn(2, LENGTH, WIDTH)
+    pipe = fxpipe.compile(Net(function), (x,), ranks=1, microbatches=2, dimensions={"time": LENGTH})
+    assert pipe.lengths == ()
+    shorter = torch.randn(4, LENGTH - 2, WIDTH)
+    with pytest.raises(fxpipe.BatchError, match=f"No other lengths are possible.*{why}"):
+        pipe.step((shorter,))
+    with pytest.raises(fxpipe.BatchError, match=f"list of microbatches.*{why}"):
+        pipe.step([(x,), (x,)])
+    pipe.step((torch.randn(4, LENGTH, WIDTH),))
+
+
+def test_the_beginning_of_an_example():
+    x = torch.arange(24.0).view(2, 3, 4).transpose(1, 2).requires_grad_()
+    number = torch.tensor(3)
+    short = shortened({"x": x, "number": number}, {"time": 4}, {"time": 2})
+    assert short["number"] is number
+    assert torch.equal(short["x"], x[:, :2])
+    assert short["x"].requires_grad
+    assert short["x"].is_leaf
+    assert short["x"].stride() == (6, 1, 2)

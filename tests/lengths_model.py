@@ -1,0 +1,108 @@
+"""A small language model and microbatches of any length, for tests; and what ranks run to train it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import fxpipe
+
+WORDS, WIDTH, LENGTH, MICROBATCHES = 16, 8, 16, 3  # as many words as a microbatch has positions
+LEARNING_RATE = 0.1
+LISTS = ((5, 16, 2), (9, 3, 12))
+
+
+class Block(nn.Module):
+    """Causal attention by a mask that is part of a buffer, and a convolution over time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.over_time = nn.Conv1d(WIDTH, WIDTH, 3, padding=1)
+        self.register_buffer("mask", torch.ones(32, 32, dtype=torch.bool).tril())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows, length, _ = x.shape
+        q, k, v = self.mix(x).view(rows, length, 3, 2, WIDTH // 2).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v, self.mask[:length, :length])
+        x = x + self.out(y.transpose(1, 2).reshape(rows, length, WIDTH))
+        return x + self.over_time(x.transpose(1, 2)).transpose(1, 2)
+
+
+class Words(nn.Module):
+    """Positions from a table, masks, and the mean over labels that count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.positions = nn.Embedding(WORDS, WIDTH), nn.Embedding(32, WIDTH)
+        self.blocks = nn.ModuleList([Block() for _ in range(3)])
+        self.head = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids) + self.positions(torch.arange(ids.shape[1]))
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+def microbatch(length: int, rows: int = 2) -> dict[str, torch.Tensor]:
+    labels = torch.randint(WORDS, (rows, length))
+    labels[0, : length // 3] = -100
+    return {"ids": torch.randint(WORDS, (rows, length)), "labels": labels}
+
+
+def words(**options: object) -> fxpipe.Pipeline:
+    torch.manual_seed(0)
+    given = {"ranks": 2, "microbatches": MICROBATCHES, "schedule": "1f1b", "dimensions": {"sequence": LENGTH}}
+    return fxpipe.compile(Words(), microbatch(LENGTH), **given | options)
+
+
+def counted(microbatches: Sequence[dict[str, torch.Tensor]]) -> list[torch.Tensor]:
+    return [(each["labels"] != -100).sum() for each in microbatches]
+
+
+def eager(model: nn.Module, microbatches: Sequence[dict[str, torch.Tensor]]) -> torch.Tensor:
+    """The loss of all labels that count; gradients are in the model's parameters then."""
+    model.zero_grad()
+    counts = counted(microbatches)
+    each = [model(**one) * count for one, count in zip(microbatches, counts, strict=True)]
+    loss = torch.stack(each).sum() / sum(counts)
+    loss.backward()
+    return loss.detach()
+
+
+def train(directory: Path) -> None:
+    """Two updates beside eager PyTorch, with refused lists between them, in each rank."""
+    pipe = words()
+    model = Words()
+    torch.manual_seed(0)
+    reference = Words()
+    rank = pipe.artifact.plan.ranks and int(pipe._runner.runtime.rank)
+    optimizer = pipe.optimizer(torch.optim.SGD, lr=LEARNING_RATE)
+    theirs = torch.optim.SGD(reference.parameters(), lr=LEARNING_RATE)
+    differences, refused = [], []
+    for number, lengths in enumerate(LISTS):
+        torch.manual_seed(number)
+        batch = [microbatch(length) for length in lengths]
+        loss = pipe.step(batch)
+        optimizer.step()
+        optimizer.zero_grad()
+        differences.append(float(loss - eager(reference, batch)))
+        theirs.step()
+        short = [*batch[:2], microbatch(lengths[2] + 1 if rank else lengths[2])]
+        one = [*batch[:2], microbatch(1)] if rank else batch
+        for wrong in (batch[:2], [*batch[:2], microbatch(LENGTH + 1)], short, one):
+            try:
+                pipe.step(wrong)
+                refused.append("")
+            except fxpipe.BatchError as error:
+                refused.append(str(error))
+    pipe.synchronize(model)
+    weights = zip(model.parameters(), reference.parameters(), strict=True)
+    differences += [float((ours - those).abs().max()) for ours, those in weights]
+    (directory / f"{rank}.json").write_text(json.dumps([differences, refused]))

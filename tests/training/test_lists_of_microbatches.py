@@ -1,0 +1,187 @@
+"""Steps of microbatches with lengths of their own, against eager PyTorch."""
+
+import json
+
+import pytest
+import torch
+from launch import forked
+from lengths_model import LENGTH, LISTS, Words, eager, microbatch, train, words
+from torch import nn
+from torch.nn import functional as F
+
+import fxpipe
+from fxpipe.certificate.check import check
+from fxpipe.plan.captured import CapturedStep
+
+torch.set_default_dtype(torch.float64)
+
+
+@pytest.fixture(scope="module")
+def pipe() -> fxpipe.Pipeline:
+    return words()
+
+
+def model_of(pipe: fxpipe.Pipeline) -> Words:
+    model = Words()
+    model.load_state_dict(pipe.state_dict())
+    return model
+
+
+def check_step(pipe: fxpipe.Pipeline, batch: list[dict[str, torch.Tensor]], given: object = None) -> None:
+    model = model_of(pipe)
+    result, loss = pipe.run_local(batch if given is None else given), eager(model, batch)
+    torch.testing.assert_close(result.loss, loss)
+    torch.testing.assert_close(result.grads, {name: p.grad for name, p in model.named_parameters()})
+
+
+@pytest.mark.parametrize("lengths", [*LISTS, (16, 16, 16)])
+def test_a_list_of_microbatches(pipe, lengths):
+    check_step(pipe, [microbatch(length) for length in lengths])
+
+
+def test_one_batch_of_another_length(pipe):
+    batch = microbatch(11, rows=6)
+    check_step(pipe, [batch], batch)
+
+
+def test_programs_hold_the_length_as_a_name(pipe):
+    first, last = pipe.artifact.programs
+    for text in ("def messages(sequence):", "((2, sequence, 8), (8 * sequence, 8, 1), torch.float64)"):
+        assert text in first
+        assert text in last
+    assert "[2, sequence, 8]" in first
+    assert 'sequence = rt.lengths("sequence")' in first
+    assert "stage0_forward(params, buffers, batches[m], sequence[m])" in first
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"schedule": "zb-v", "recompute": "full"},
+        {"schedule": "zb-h1", "microbatches": 4, "offload": True},
+        {"replicas": 2},
+    ],
+    ids=["V", "offload", "replicas"],
+)
+def test_schedules_memory_and_replicas(options):
+    pipe = words(**options)
+    number = pipe.plan.step.microbatches * pipe.plan.replicas
+    check_step(pipe, [microbatch(2 + 5 * k % 14) for k in range(number)])
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        (lambda: [], "The list has 0 microbatches, and the pipeline was compiled for 3"),
+        (lambda: [microbatch(5)] * 4, "The list has 4 microbatches"),
+        (
+            lambda: [microbatch(5), microbatch(5), microbatch(17)],
+            "Microbatch 2 has sequence 17 .* from 2 to 16",
+        ),
+        (lambda: [microbatch(5), microbatch(1), microbatch(5)], "Microbatch 1 has sequence 1 in 'ids'"),
+        (
+            lambda: [{**microbatch(5), "labels": microbatch(6)["labels"]}, microbatch(5), microbatch(5)],
+            "Microbatch 0 has sequence 5 in 'ids' and 6 in 'labels'",
+        ),
+        (lambda: [microbatch(5, rows=3), microbatch(5), microbatch(5)], "'ids' has 3 rows"),
+        (lambda: microbatch(17, rows=6), "The batch has sequence 17"),
+    ],
+    ids=["empty", "more", "longer", "one", "leaves", "rows", "longer batch"],
+)
+def test_a_list_that_is_refused(pipe, batch, message):
+    with pytest.raises(fxpipe.BatchError, match=message):
+        pipe.run_local(batch())
+    check_step(pipe, [microbatch(length) for length in (4, 6, 2)])
+
+
+def test_a_list_where_no_dimension_has_a_name():
+    pipe = words(dimensions=None, ranks=1)
+    with pytest.raises(fxpipe.BatchError, match=r"no dimension was named: give dimensions="):
+        pipe.step([microbatch(LENGTH)] * 3)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "problem"),
+    [
+        ("sequence[m])", "sequence[0])", "gives a section of microbatch 1 a length of 0"),
+        ("[2, sequence, 8]", "[2, 16, 8]", "at sequence 2: "),
+        ('layouts[m]["', 'layouts[1]["', "in the lengths of 1"),
+        ("(2, sequence, 8), (8 * sequence", "(2, 16, 8), (128", "at sequence 2: "),
+    ],
+)
+def test_an_edit_of_lengths_is_another_step(pipe, before, after, problem):
+    """Of these the last three are the captured step where all microbatches are as long as the example."""
+    artifact = pipe.artifact
+    captured = CapturedStep.from_json(artifact.captured, "captured")
+    programs = [text.replace(before, after) for text in artifact.programs]
+    assert programs != [*artifact.programs]
+    problems = check(artifact.plan, programs, captured).problems
+    assert any(problem in each.text for each in problems), problems
+
+
+def test_what_is_proved(pipe):
+    certificate = pipe.check()
+    assert certificate.holds
+    assert certificate.lengths == ("sequence 16", "sequence 2", "sequence 15", "sequence 9")
+
+
+def test_saved_and_loaded(pipe, tmp_path):
+    pipe.save(tmp_path / "saved")
+    loaded = fxpipe.load(tmp_path / "saved")
+    assert loaded.lengths == pipe.lengths
+    batch = [microbatch(length) for length in LISTS[0]]
+    torch.testing.assert_close(loaded.run_local(batch).grads, pipe.run_local(batch).grads, rtol=0, atol=0)
+
+
+def test_evaluation():
+    pipe = words(ranks=1, evaluation=True)
+    batch = [microbatch(length) for length in LISTS[0]]
+    torch.testing.assert_close(pipe.evaluate(batch), eager(model_of(pipe), batch))
+
+
+class Regression(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        output = self.last(self.first(x).tanh())
+        return F.mse_loss(output, y) + 0.1 * output.abs().mean()
+
+
+@pytest.mark.parametrize("mean", ["batch", "microbatch"])
+def test_the_mean_over_elements_of_all_microbatches(mean):
+    def part(length: int) -> dict[str, torch.Tensor]:
+        return {"x": torch.randn(2, length, 4), "y": torch.randn(2, length, 4)}
+
+    model = Regression()
+    options = {"ranks": 1, "microbatches": 3, "dimensions": {"time": 12}, "mean": mean}
+    pipe = fxpipe.compile(model, part(12), **options)
+    batch = [part(length) for length in (3, 12, 6)]
+    shares = [3, 12, 6] if mean == "batch" else [1, 1, 1]
+    loss = sum(model(**one) * share for one, share in zip(batch, shares, strict=True)) / sum(shares)
+    grads = dict(
+        zip(pipe.run_local(batch).grads, torch.autograd.grad(loss, [*model.parameters()]), strict=True)
+    )
+    result = pipe.run_local(batch)
+    torch.testing.assert_close(result.loss, loss.detach())
+    torch.testing.assert_close(result.grads, grads)
+
+
+@pytest.mark.slow
+def test_ranks_agree_on_lengths_before_a_step(tmp_path):
+    run = forked(2, train, tmp_path, dtype=torch.float64, logs=tmp_path / "logs")
+    assert run.code == 0, run
+    (differences, refused), (others, theirs) = (
+        json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)
+    )
+    assert max(map(abs, [*differences, *others])) < 1e-12
+    for ours in (refused, theirs):
+        assert len(ours) == 4 * len(LISTS)
+        few, longer, another, one = ours[:4]
+        assert few.startswith("The list has 2 microbatches")
+        assert longer.startswith("Microbatch 2 has sequence 17")
+        assert another.startswith("Rank 1 has sequence 3 in microbatch 2, and rank 0 has sequence 2.")
+        assert "Microbatch 2 has sequence 1 " in one
+    assert refused[3].startswith("Rank 1 refuses the batch of step 1")
