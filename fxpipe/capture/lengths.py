@@ -8,13 +8,17 @@ model at a length in between would make the traces at the two ends differ.  Thos
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import torch
 from torch import fx
 
+from fxpipe.capture.reads.length_reads import SIGNS
 from fxpipe.capture.trace import Captured
 from fxpipe.errors import CaptureError, SizeError
 from fxpipe.ir.compat import pytree
@@ -29,6 +33,8 @@ from fxpipe.runtime.program.checks import expect
 
 #: What lengths may be multiples of, where the model does not run the same ops at any.
 STEPS = (1, 8, 64)
+#: Most lengths for which a comparison is evaluated; of one name this is all of them.
+MOST_TRIED = 1 << 16
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,6 +89,7 @@ def at_other_lengths(
             traces = traces.after_rewrite(captured.graph, [other.graph for other in others])
             for _ in _arguments(captured.graph, traces):
                 pass  # raises where a number is no expression
+            _check_comparisons([captured, *others], traces, lengths)
             return LengthTraces(lengths, (captured, *others), traces)
         except (CaptureError, SizeError) as error:
             failure = error if failure.__traceback__ is None else failure
@@ -186,6 +193,55 @@ def _check_masks(steps: Sequence[Captured]) -> None:
 def _check_outputs(results: Sequence[Outputs]) -> None:
     if len({(tuple(r.outputs), tuple(r.grads), tuple(r.buffers), len(r.checks)) for r in results}) > 1:
         raise SizeError("The step gives other results at other lengths.")
+
+
+def _check_comparisons(
+    steps: Sequence[Captured], traces: ResizedTraces, lengths: Sequence[NamedLength]
+) -> None:
+    """Raise SizeError where the model's Python compares a size with a number, and would decide otherwise at a
+    length that programs may take."""
+    by_line: list[dict[tuple[str, str], list[Fraction]]] = []
+    for step in steps:
+        by_line.append({})
+        for each in step.comparisons:
+            by_line[-1].setdefault((each.sign, each.source), []).append(each.difference)
+    decided: set[tuple[str, str, int | None]] = set()
+    for sign, source in dict.fromkeys(key for each in by_line for key in each):
+        of_each = [each.get((sign, source), []) for each in by_line]
+        if len({difference for differences in of_each for difference in differences}) <= 1:
+            continue  # however often: a cache that knows a size compares it once more
+        where = f"The model's Python compares a length at {source}"
+        if len({*map(len, of_each)}) > 1:
+            raise SizeError(f"{where} more often at some lengths than at others.")
+        for values in zip(*of_each, strict=True):
+            scale = math.lcm(*(value.denominator for value in values))
+            size = sized([int(value * scale) for value in values], traces.names, traces.points)
+            if (sign, source, size) in decided:
+                continue
+            decided.add((sign, source, size))
+            if size is None:
+                raise SizeError(f"{where} in a way that says nothing of lengths in between.")
+            other = _other_outcome(sign, size, traces.names, lengths) if isinstance(size, Size) else None
+            if other is not None:
+                text = ", ".join(f"{name} {length}" for name, length in other.items())
+                raise SizeError(f"{where}, and decides otherwise for {text} than for the example.")
+
+
+def _other_outcome(
+    sign: str, size: Size, variables: Sequence[str], lengths: Sequence[NamedLength]
+) -> dict[str, int] | None:
+    """Lengths at which a comparison of a size with 0 has another outcome than at the example's; None if there
+    are none.  Of several names a part of all lengths is tried, the ends among them."""
+    most = MOST_TRIED if len(lengths) == 1 else round(MOST_TRIED ** (1 / len(lengths)))
+    tried = []
+    for each in lengths:
+        all_of_it = range(each.least, each.example + 1, each.step)
+        tried.append([*all_of_it[:: -(-len(all_of_it) // most)], each.example])
+    for point in itertools.product(*tried):
+        value = size.at(dict(zip(variables, point, strict=True)))
+        if bool(SIGNS[sign](value, 0)) != bool(SIGNS[sign](int(size), 0)):
+            return dict(zip((each.name for each in lengths), point, strict=True))
+    return None
 
 
 def _check_constants(captured: Captured, other: Captured) -> None:

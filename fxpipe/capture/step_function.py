@@ -25,6 +25,7 @@ from fxpipe.capture.inputs import Given
 from fxpipe.capture.lanes.dtensors import local_gradient
 from fxpipe.capture.provenance import Provenance
 from fxpipe.capture.reads.data_assignment import DataAssignments
+from fxpipe.capture.reads.length_reads import LengthReads
 from fxpipe.capture.reads.tensor_reads import TensorReads
 from fxpipe.capture.reads.varying_values import Values
 from fxpipe.capture.reads.world import World
@@ -98,6 +99,7 @@ class StepFunction:
         self.asked = ASKED_NOTHING  # see ``TensorReads``
         self.attention = AttentionMasks(self.provenance.answers, options.rules, options.masks)
         self.masks = self.attention.masks
+        self.length_reads = LengthReads() if options.lengths else None
         self.aliases: list[tuple[str, str]] = []  # of buffers
 
     def __call__(self, *values: torch.Tensor) -> dict[str, Any]:
@@ -109,7 +111,8 @@ class StepFunction:
             id(x.fake) for x in self.inputs if x.real.is_leaf and x.real.grad is not None
         )
         reads.hooked = self.hooks.follow_gradients(self.registered, wanted)
-        with self.hooks, self.provenance, reads, self.attention:
+        lengths = self.length_reads or contextlib.nullcontext()
+        with self.hooks, self.provenance, reads, self.attention, lengths:
             first = self._step(wanted, self.gradients, reads)
         self.masks = self.attention.masks
         check_made(self.model, self.registered, self.provenance.answers)

@@ -27,6 +27,7 @@ from fxpipe.capture.functional import KeepsState, functionalize, overwritten
 from fxpipe.capture.hooks import hook_functions
 from fxpipe.capture.inputs import inputs
 from fxpipe.capture.reads.checkpoint import recorded_checkpoints
+from fxpipe.capture.reads.length_reads import Comparison
 from fxpipe.capture.rules.attention_masks import Masks
 from fxpipe.capture.rules.batch_means import NO_MEANS, BatchMeans, divide_by_batch_means
 from fxpipe.capture.state.attribute_state import unwritten
@@ -61,6 +62,7 @@ class Captured:
     ``unread``: the leaves of which nothing reads anything.
     ``means``: what the loss divides by.
     ``masks``: what became of those of attention.
+    ``comparisons``: that the forward's Python makes with sizes, where they were asked for.
     """
 
     graph: fx.Graph
@@ -73,6 +75,7 @@ class Captured:
     unread: frozenset[str] = frozenset()
     means: BatchMeans = NO_MEANS
     masks: Masks = field(default_factory=Masks)
+    comparisons: tuple[Comparison, ...] = ()
 
     @property
     def checks(self) -> int:
@@ -210,6 +213,7 @@ def _traced(
             asked=step.asked,
             written=frozenset(written),
             masks=step.masks,
+            comparisons=() if step.length_reads is None else tuple(step.length_reads.comparisons),
             unread=frozenset(n for n, _ in batch_leaves(example) if n.partition(".")[0] in step.unread),
         )
         _check_written(captured.graph, step.registered, replaced)

@@ -285,6 +285,7 @@ def traced(
         over_batch=options.mean == "batch",
         rules=options.rules,
         masks=masks,
+        lengths=bool(options.dimensions),
         replicas=None if options.mesh.microbatches == LATER else options.mesh.replicas,
         has_group=request.has_group,
     )
