@@ -215,6 +215,7 @@ class Pipeline(Views):
         """Run one training step of this rank; return the loss of the whole batch, on every rank.
 
         batch: the same on all ranks, which is checked; a rank needs only the leaves that ``leaves`` names.
+            Where dimensions have names, also a list of microbatches, each of its own lengths.
         outputs: names of ``pipe.outputs``; then a ``StepResult`` with the loss and their values is returned.
         outputs_on: the rank that is to have them, or ``"all"``; by default each stays on the rank that
             computes it.
@@ -278,10 +279,10 @@ class Pipeline(Views):
         ``step``: the number of the last one.  ``seconds``: of a step with what the script does around it,
         evaluations left out: the mean since the last call.  ``tokens/s`` or ``samples/s``: of all ranks and
         replicas.  ``MFU``: the model's FLOPs, without recomputation, relative to the peak of all devices;
-        where the data sheet of this one is known.  ``memory``: the most bytes that torch has had on an
-        accelerator.  ``bubble``: this rank's idle share from its first op to its last, of steps that are not
-        replayed, and ``predicted``, that of the plan.  ``norm``: of the gradients of the last update, where
-        the optimizer has computed it.
+        where the data sheet of this one is known.  Both are of microbatches as long as the example.
+        ``memory``: the most bytes that torch has had on an accelerator.  ``bubble``: this rank's idle share
+        from its first op to its last, of steps that are not replayed, and ``predicted``, that of the plan.
+        ``norm``: of the gradients of the last update, where the optimizer has computed it.
         Raises RunError before the first step.
         """
         seconds = self._clock.take()

@@ -97,7 +97,7 @@ def _plan(options: argparse.Namespace) -> None:
     device, phase = torch.device("cpu"), Phases(f"fxpipe plan {type(model).__name__}", ends=False)
     checked(settings, request.meshes(rows_of(example)))
     compilation = Compilation(model, example, loss_fn, settings, device)
-    step = planned_step(compilation, phase)
+    step = planned_step(compilation, phase, has_programs=False)
     sizes = [{}, *({name: length} for name, length in options.size)]
     captured = step.captured.graph, step.resized, example, options.device
     compared = []

@@ -87,8 +87,11 @@ class CapturedStep:
         return StepGraphs(self.captured.graph, self.resized, lengths=lengths)
 
 
-def capture_step(request: Compilation, phase: Phases) -> CapturedStep:
-    """The step for any number of ranks and replicas; the gradient of its loss is 1 / microbatches."""
+def capture_step(request: Compilation, phase: Phases, has_programs: bool = True) -> CapturedStep:
+    """The step for any number of ranks and replicas; the gradient of its loss is 1 / microbatches.
+
+    has_programs: whether programs will be written, which take microbatches of several lengths.
+    """
     model, example, options = request.model, request.example, request.options
     check_call(model, example, request.loss_fn)
     check_names(model)
@@ -97,7 +100,7 @@ def capture_step(request: Compilation, phase: Phases) -> CapturedStep:
         if options.dimensions is None:
             step = CapturedStep(_captured(request), None)
         else:
-            step = _captured_at_sizes(request, named_lengths(example, options.dimensions))
+            step = _captured_at_sizes(request, named_lengths(example, options.dimensions), has_programs)
         check_unshared(dict(batch_leaves(example)), step.captured.written, options.mesh.microbatches)
         check_lanes(options, step.captured.lanes)
         warn_of_float16(step.captured.graph)
@@ -108,7 +111,7 @@ def _captured(request: Compilation, masks: tuple[Mask, ...] | None = None) -> Ca
     return capture_lanes(request.model, lambda: traced(request, masks=masks))
 
 
-def _captured_at_sizes(request: Compilation, lengths: Mapping[str, int]) -> CapturedStep:
+def _captured_at_sizes(request: Compilation, lengths: Mapping[str, int], has_programs: bool) -> CapturedStep:
     """The step, and its traces at other sizes; what a mask is by value, it has to be in all of them."""
     agreed: tuple[Mask, ...] | None = None
     while True:
@@ -126,7 +129,7 @@ def _captured_at_sizes(request: Compilation, lengths: Mapping[str, int]) -> Capt
         named: LengthTraces | str = ""
         try:
             resized = sample(captured.graph, request.example, lengths, lambda example: trace(example).graph)
-            if len({*masks}) == 1:
+            if has_programs and len({*masks}) == 1:
                 named = at_lengths_of_programs(request, captured, capture, resized.graphs)
         except OtherMasks as error:
             if agreed is not None:

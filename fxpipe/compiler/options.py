@@ -122,9 +122,10 @@ class Options:
     """The number of ranks that share a machine: messages between machines take the time of the network. By
     default torchrun's ``--nproc-per-node``, and without torchrun one machine has all ranks."""
     dimensions: Mapping[str, int] | None = None
-    """Names for lengths of the example, ``{"sequence": 256}``, so that ``pipe.simulate`` can predict costs
-    for other lengths: every dimension that is 256 long gets that name, but the leading one is ``microbatch``.
-    The model is traced twice more, at other lengths; raises SizeError if its ops differ."""
+    """Names for lengths of the example, ``{"sequence": 256}``: there microbatches may be shorter, each of its
+    own length (docs/lengths.md), and ``pipe.simulate`` predicts costs for other lengths. Every dimension that
+    is 256 long gets that name, but the leading one is ``microbatch``. The model is traced some times more, at
+    other lengths; raises SizeError if its ops differ at two of them."""
 
     # Memory
     memory_limit: float | str | None = None
