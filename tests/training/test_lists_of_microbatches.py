@@ -1,6 +1,7 @@
 """Steps of microbatches with lengths of their own, against eager PyTorch."""
 
 import json
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -13,11 +14,17 @@ import fxpipe
 from fxpipe.certificate.check import check
 from fxpipe.plan.captured import CapturedStep
 
-torch.set_default_dtype(torch.float64)
+
+@pytest.fixture(scope="module", autouse=True)
+def double() -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(before)
 
 
 @pytest.fixture(scope="module")
-def pipe() -> fxpipe.Pipeline:
+def pipe(double: None) -> fxpipe.Pipeline:
     return words()
 
 
