@@ -17,6 +17,8 @@ class CaptureOptions:
     ``over_batch``: whether the means of the loss are those of the batch (``batch_means.py``).
     ``rules``: those of ``plan/rewrites.py`` that may be applied.
     ``masks``: what the attentions may need of their masks at least, in order (``attention_masks.py``).
+    ``fused_attention``: whether dropout within attention is left out, for which the CPU, unlike accelerators,
+    has no kernel: for costs alone.
     ``lengths``: whether to note what the forward's Python compares with sizes (``length_reads.py``).
     ``replicas``: their number; None where it is chosen later.
     ``has_group``: whether torch.distributed says that there is a process group, if there is one replica.
@@ -29,6 +31,7 @@ class CaptureOptions:
     over_batch: bool = True
     rules: Collection[Rule] = tuple(RULES)
     masks: tuple[Mask, ...] | None = None
+    fused_attention: bool = False
     lengths: bool = False
     replicas: int | None = 1
     has_group: bool = False

@@ -97,7 +97,9 @@ class StepFunction:
         self.taken, self.taken_names = len(args), {*kwargs}
         self.unread: set[str] = set()  # keys of the example that neither forward nor loss_fn reads
         self.asked = ASKED_NOTHING  # see ``TensorReads``
-        self.attention = AttentionMasks(self.provenance.answers, options.rules, options.masks)
+        self.attention = AttentionMasks(
+            self.provenance.answers, options.rules, options.masks, options.fused_attention
+        )
         self.masks = self.attention.masks
         self.length_reads = LengthReads() if options.lengths else None
         self.aliases: list[tuple[str, str]] = []  # of buffers

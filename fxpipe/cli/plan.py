@@ -20,7 +20,7 @@ from fxpipe.compiler.mesh import checked, compare_meshes, fastest_mesh, planned_
 from fxpipe.compiler.mesh_request import MeshRequest, request_of, rows_of
 from fxpipe.compiler.options import Options, Settings, settle
 from fxpipe.compiler.progress import Phases
-from fxpipe.cost.known_devices import device_named, device_names
+from fxpipe.cost.known_devices import device_named, device_names, is_cpu
 from fxpipe.cost.throughput import Throughput, throughputs
 from fxpipe.errors import OptionError, number_of
 from fxpipe.plan.meshes import Mesh, TriedMesh
@@ -96,8 +96,16 @@ def _plan(options: argparse.Namespace) -> None:
     model, example, loss_fn = _model(options.model)
     device, phase = torch.device("cpu"), Phases(f"fxpipe plan {type(model).__name__}", ends=False)
     checked(settings, request.meshes(rows_of(example)))
-    compilation = Compilation(model, example, loss_fn, settings, device)
-    step = planned_step(compilation, phase, has_programs=False)
+    compilation = Compilation(
+        model,
+        example,
+        loss_fn,
+        settings,
+        device,
+        has_programs=False,
+        fused_attention=not is_cpu(options.device),
+    )
+    step = planned_step(compilation, phase)
     sizes = [{}, *({name: length} for name, length in options.size)]
     captured = step.captured.graph, step.resized, example, options.device
     compared = []

@@ -19,6 +19,8 @@ class Compilation:
 
     ``device``: of the model.  ``has_group``: whether the script has made torch.distributed's default process
     group.  ``walked``: the Python that the model and ``loss_fn`` reach, if it is known.
+    ``has_programs``: whether programs are written; False for a plan of times and memory alone.
+    ``fused_attention``: of such a plan, as for ``CaptureOptions``.
     """
 
     model: nn.Module
@@ -28,3 +30,5 @@ class Compilation:
     device: torch.device
     has_group: bool = False
     walked: PythonState | None = None
+    has_programs: bool = True
+    fused_attention: bool = False

@@ -87,11 +87,8 @@ class CapturedStep:
         return StepGraphs(self.captured.graph, self.resized, lengths=lengths)
 
 
-def capture_step(request: Compilation, phase: Phases, has_programs: bool = True) -> CapturedStep:
-    """The step for any number of ranks and replicas; the gradient of its loss is 1 / microbatches.
-
-    has_programs: whether programs will be written, which take microbatches of several lengths.
-    """
+def capture_step(request: Compilation, phase: Phases) -> CapturedStep:
+    """The step for any number of ranks and replicas; the gradient of its loss is 1 / microbatches."""
     model, example, options = request.model, request.example, request.options
     check_call(model, example, request.loss_fn)
     check_names(model)
@@ -100,7 +97,7 @@ def capture_step(request: Compilation, phase: Phases, has_programs: bool = True)
         if options.dimensions is None:
             step = CapturedStep(_captured(request), None)
         else:
-            step = _captured_at_sizes(request, named_lengths(example, options.dimensions), has_programs)
+            step = _captured_at_sizes(request, named_lengths(example, options.dimensions))
         check_unshared(dict(batch_leaves(example)), step.captured.written, options.mesh.microbatches)
         check_lanes(options, step.captured.lanes)
         warn_of_float16(step.captured.graph)
@@ -111,7 +108,7 @@ def _captured(request: Compilation, masks: tuple[Mask, ...] | None = None) -> Ca
     return capture_lanes(request.model, lambda: traced(request, masks=masks))
 
 
-def _captured_at_sizes(request: Compilation, lengths: Mapping[str, int], has_programs: bool) -> CapturedStep:
+def _captured_at_sizes(request: Compilation, lengths: Mapping[str, int]) -> CapturedStep:
     """The step, and its traces at other sizes; what a mask is by value, it has to be in all of them."""
     agreed: tuple[Mask, ...] | None = None
     while True:
@@ -129,7 +126,7 @@ def _captured_at_sizes(request: Compilation, lengths: Mapping[str, int], has_pro
         named: LengthTraces | str = ""
         try:
             resized = sample(captured.graph, request.example, lengths, lambda example: trace(example).graph)
-            if has_programs and len({*masks}) == 1:
+            if request.has_programs and len({*masks}) == 1:
                 named = at_lengths_of_programs(request, captured, capture, resized.graphs)
         except OtherMasks as error:
             if agreed is not None:
@@ -289,6 +286,7 @@ def traced(
         rules=options.rules,
         masks=masks,
         lengths=bool(options.dimensions),
+        fused_attention=request.fused_attention,
         replicas=None if options.mesh.microbatches == LATER else options.mesh.replicas,
         has_group=request.has_group,
     )

@@ -77,13 +77,12 @@ def checked(options: Settings, wanted: Iterable[TriedMesh]) -> list[TriedMesh]:
     return meshes
 
 
-def planned_step(request: Compilation, phase: Phases, has_programs: bool = True) -> CapturedStep:
-    """The step, captured for a number of microbatches that is chosen later.  has_programs: as for
-    ``capture_step``."""
+def planned_step(request: Compilation, phase: Phases) -> CapturedStep:
+    """The step, captured for a number of microbatches that is chosen later."""
     # One capture for all meshes: their numbers of microbatches differ in one factor of the loss.
     options = request.options
     later = replace(request, options=replace(options, mesh=replace(options.mesh, microbatches=LATER)))
-    return capture_step(later, phase, has_programs)
+    return capture_step(later, phase)
 
 
 @collector_paused()

@@ -94,6 +94,12 @@ def peak_rate(name: str, arithmetic: str) -> float:
     return peak.get(arithmetic, peak["float32"])
 
 
+def is_cpu(name: str) -> bool:
+    """Whether a device, named as for ``device_named``, is a CPU: its offload store is a disk."""
+    sheet = _sheet_named(read_device(Path(name)).device.name if is_device_file(name) else name)
+    return sheet is not None and sheet.host == "disk"
+
+
 def is_device_name(name: str) -> bool:
     """Whether a name is that of a known device, or of a file."""
     return is_device_file(name) or _sheet_named(name) is not None

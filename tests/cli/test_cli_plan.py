@@ -44,6 +44,28 @@ def a_model():
     return Words()
 
 
+class Attention(nn.Module):
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(128, 3 * 128) for _ in range(2))
+        self.dropout = dropout
+
+    def forward(self, x):
+        for layer in self.layers:
+            q, k, v = layer(x).unflatten(-1, (3, 4, 32)).permute(2, 0, 3, 1, 4)
+            mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout, is_causal=True)
+            x = x + mixed.transpose(1, 2).flatten(2)
+        return x.square().mean()
+
+
+def attention():
+    return Attention(0.0), (torch.zeros(2, 256, 128),)
+
+
+def attention_with_dropout():
+    return Attention(0.1), (torch.zeros(2, 256, 128),)
+
+
 GIVEN = ["plan", "--model", f"{__name__}:words", "--device", "H100", "--schedule", "1f1b"]
 
 
@@ -150,3 +172,15 @@ def test_the_help_of_an_option_is_the_first_sentence_of_its_docs(capsys):
     for name in ("recompute", "replicas", "memory_limit", "schedule"):
         sentence = DOCS[name].split(". ")[0].rstrip(".").replace("`", "")
         assert f"{sentence[0].lower()}{sentence[1:]}" in printed.replace("- ", "-")
+
+
+@pytest.mark.parametrize(("device", "has_a_kernel"), [("A100", True), ("EPYC 7763", False)])
+def test_attention_with_dropout_is_a_kernel_of_accelerators_alone(capsys, device, has_a_kernel):
+    def seconds_and_memory(model: str) -> list[tuple[float, object]]:
+        given = ["--model", f"{__name__}:{model}", "--device", device, "--devices", "2", "--batch", "8"]
+        assert main(["plan", *given, "--schedule", "1f1b", "--json"]) == 0
+        (entry,) = json.loads(capsys.readouterr().out)
+        return [(row["seconds"], row["memory"]) for row in entry["meshes"] if row["seconds"]]
+
+    with_dropout, without = seconds_and_memory("attention_with_dropout"), seconds_and_memory("attention")
+    assert (with_dropout == without) == has_a_kernel

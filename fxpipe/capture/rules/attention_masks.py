@@ -54,6 +54,7 @@ class AttentionMasks(TorchFunctionMode):
     answers: has the values of tensors, and what they are made from.
     allowed: the rules that may be applied.
     agreed: what the calls with a mask may need at least, in order; None to go by the values alone.
+    is_fused: whether attention is without dropout.
     ``masks``: of the last run.
     """
 
@@ -62,8 +63,10 @@ class AttentionMasks(TorchFunctionMode):
         answers: Specialization,
         allowed: Collection[Rule],
         agreed: Sequence[Mask] | None,
+        is_fused: bool = False,
     ) -> None:
         super().__init__()
+        self._is_fused = is_fused
         self._answers, self._allowed, self._agreed = answers, allowed, agreed
         self._said: dict[tuple[fx.Node, int], Mask] = {}
         self.masks = Masks()
@@ -95,6 +98,7 @@ class AttentionMasks(TorchFunctionMode):
             mask = self._needed_of(attn_mask, query.shape[-2] == key.shape[-2])
             is_causal = mask == "causal"
             attn_mask = attn_mask if mask == "dense" else None
+        dropout_p = 0.0 if self._is_fused else dropout_p
         return _attention(query, key, value, attn_mask, dropout_p, is_causal, **others)
 
     def _needed_of(self, tensor: torch.Tensor, square: bool) -> Mask:

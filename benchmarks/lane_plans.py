@@ -1,0 +1,129 @@
+"""transformers' decoders on two lanes by their own plans of parallelism, beside eager.
+
+    PYTHONPATH=. python benchmarks/lane_plans.py --output benchmarks/results/lane_plans.txt
+
+Each family with a plan of tensor or expert parallelism (a tiny model, random weights, float64) is distributed
+by ``fxpipe.integrations.transformers.parallelize`` over two lanes of two ranks, mixtures with all tokens on
+each lane and with divided ones, and runs one step in one process.  The table has the parameters that lanes
+share, and the largest error of loss and gradients against eager by the largest gradient; families of which
+eager itself fails with the tiny configuration are left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from report import Report
+from torch import nn
+from torch.nn import functional as F
+from transformers.models.auto import modeling_auto
+
+import fxpipe
+from benchmarks.model_coverage.case import without_dropout
+from benchmarks.model_coverage.sources.hugging_face import build
+from fxpipe.errors import FxpipeError
+from fxpipe.integrations.transformers import parallelize
+
+LANES, RANKS, MICROBATCHES, ROWS, LENGTH = 2, 2, 2, 2, 12
+ERRORS = (
+    ValueError, TypeError, ImportError, RuntimeError, LookupError, AttributeError, NotImplementedError,
+    StrictDataclassError,
+)  # fmt: skip
+
+
+def main() -> None:
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    parser.add_argument("--families", nargs="*", help="instead of all")
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    torch.set_default_dtype(torch.float64)
+    report = Report("transformers' decoders on two lanes, by their own plans, beside eager")
+    rows = [*measured(options.families, report)]
+    report.table(("family", "tokens", "parameters shared", "error"), rows)
+    right = sum(row[-1][0].isdigit() and float(row[-1]) < 1e-6 for row in rows)
+    report.line(f"{right} of {len(rows)} are those of eager.")
+    report.save(options.output)
+
+
+def measured(families: list[str] | None, report: Report) -> Iterator[tuple[str, ...]]:
+    for kind, names in sorted(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()):
+        if families and kind not in families:
+            continue
+        torch.manual_seed(0)
+        try:
+            built = build(kind, names if isinstance(names, str) else names[0], "CAUSAL_LM").model
+            model = without_dropout(built).to(torch.float64).train()
+            words = {**(getattr(model, "tp_plan", None) or {}), **(getattr(model, "ep_plan", None) or {})}
+            if not words:
+                continue
+            has_experts = any(word in ("moe_tp_experts", "ep_dispatch_experts") for word in words.values())
+            if has_experts:
+                model.set_experts_implementation("batched_mm")
+            expected = eager(model)
+        except ERRORS as error:
+            report.line(f"{kind} is left out, as its own code raises {text(error)}")
+            continue
+        for tokens in ("whole", "divided") if has_experts else ("whole",):
+            row = kind, tokens if has_experts else "", *on_lanes(copy.deepcopy(model), tokens, expected)
+            print(*row, flush=True)
+            yield row
+
+
+def text(error: BaseException) -> str:
+    """Without paths of this machine."""
+    lines = str(error).splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0].partition(' (/')[0][:160]}"
+
+
+def batch() -> dict[str, torch.Tensor]:
+    ids = torch.randint(3, 90, (ROWS * MICROBATCHES, LENGTH), generator=torch.Generator().manual_seed(1))
+    return {"input_ids": ids, "labels": ids}
+
+
+def loss_of(output: Any, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """The loss of transformers, in float64 throughout."""
+    return F.cross_entropy(output["logits"][:, :-1].flatten(0, 1), batch["labels"][:, 1:].reshape(-1))
+
+
+def eager(model: nn.Module) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {"the loss": torch.zeros(())}
+    model.zero_grad()
+    for k in range(MICROBATCHES):
+        part = {name: x[ROWS * k :][:ROWS] for name, x in batch().items()}
+        loss = loss_of(model(input_ids=part["input_ids"]), part) / MICROBATCHES
+        loss.backward()
+        found["the loss"] += loss.detach()
+    found |= {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return found
+
+
+def on_lanes(model: nn.Module, tokens: Any, expected: Mapping[str, torch.Tensor]) -> tuple[str, str]:
+    whole = {name: value.clone() for name, value in model.state_dict().items()}
+    example = {name: x[:ROWS] for name, x in batch().items()}
+    try:
+        with fxpipe.local_lanes(LANES) as mesh:
+            parallelize(model, mesh, fxpipe.ExpertParallel(tokens=tokens))
+            options = {"ranks": RANKS, "microbatches": MICROBATCHES, "schedule": "zb-h1"}
+            pipe = fxpipe.compile(model, example, loss_fn=loss_of, **options)
+        pipe.load_state_dict(whole)
+        result = pipe.run_local(batch())
+    except (FxpipeError, *ERRORS) as error:
+        return "", text(error)
+    found = {"the loss": result.loss, **result.grads}
+    largest = max(float(x.abs().max()) for x in expected.values())
+    error = max(float((found[name] - x).abs().max()) for name, x in expected.items())
+    return str(len(pipe.plan.lanes.shards)), f"{error / largest:.1e}"
+
+
+if __name__ == "__main__":
+    main()
