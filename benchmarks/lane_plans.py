@@ -5,8 +5,8 @@
 Each family with a plan of tensor or expert parallelism (a tiny model, random weights, float64) is distributed
 by ``fxpipe.integrations.transformers.parallelize`` over two lanes of two ranks, mixtures with all tokens on
 each lane and with divided ones, and runs one step in one process.  The table has the parameters that lanes
-share, and the largest error of loss and gradients against eager by the largest gradient; families of which
-eager itself fails with the tiny configuration are left out.
+share, and the largest error of the loss and of a gradient against eager, by its largest value (at least a
+millionth of that of all); families of which eager itself fails with the tiny configuration are left out.
 """
 
 from __future__ import annotations
@@ -120,9 +120,11 @@ def on_lanes(model: nn.Module, tokens: Any, expected: Mapping[str, torch.Tensor]
     except (FxpipeError, *ERRORS) as error:
         return "", text(error)
     found = {"the loss": result.loss, **result.grads}
-    largest = max(float(x.abs().max()) for x in expected.values())
-    error = max(float((found[name] - x).abs().max()) for name, x in expected.items())
-    return str(len(pipe.plan.lanes.shards)), f"{error / largest:.1e}"
+    largest = {name: float(x.abs().max()) for name, x in expected.items()}
+    # Gradients that are zero but for rounding have no size of their own.
+    floor = 1e-6 * max(largest.values())
+    errors = (float((found[n] - x).abs().max()) / max(largest[n], floor) for n, x in expected.items())
+    return str(len(pipe.plan.lanes.shards)), f"{max(errors):.1e}"
 
 
 if __name__ == "__main__":
