@@ -2,6 +2,7 @@
 
     python benchmarks/certificate.py --settings 100 --output benchmarks/results/certificate_settings.txt
     python benchmarks/certificate.py --mutations 10000 --output benchmarks/results/certificate_mutations.txt
+    python benchmarks/certificate.py --mutations 900 --lanes --output benchmarks/results/certificate_lanes.txt
     python benchmarks/certificate.py --attribution 200 --output benchmarks/results/certificate_attribution.txt
     python benchmarks/certificate.py --large --output benchmarks/results/certificate_large.txt
 
@@ -19,6 +20,7 @@ line that was edited, or names it or what was edited, and how many problems one 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import json
 import os
@@ -51,6 +53,7 @@ from fxpipe.plan.captured import CapturedStep
 from fxpipe.runtime.ranks.local import LocalComm
 
 sys.path.insert(0, str(ROOT / "tests"))
+import tensor_parallel
 from models import MODELS, next_word_loss
 from zoo import CASES, EFFORT, Case, captured_once
 
@@ -74,9 +77,10 @@ class Setting:
         return f"{self.name}: m={self.microbatches}, {given}"
 
 
-def drawn(generator: random.Random, microbatches: tuple[int, ...]) -> Setting:
-    """A model, an order, and how memory is saved."""
-    name = generator.choice((*FAMILIES, "tied_head", "tied_thrice", *CASES))
+def drawn(generator: random.Random, microbatches: tuple[int, ...], has_lanes: bool) -> Setting:
+    """A model, an order, and how memory is saved.  has_lanes: whether its parameters are DTensors."""
+    plans = sorted(tensor_parallel.PLANS)
+    name = generator.choice(plans if has_lanes else (*FAMILIES, "tied_head", "tied_thrice", *CASES))
     words = name in (*FAMILIES, "tied_head")
     share = generator.choice((False, False, 0.5, True))
     options = {
@@ -91,6 +95,8 @@ def drawn(generator: random.Random, microbatches: tuple[int, ...]) -> Setting:
 
 
 def case_of(setting: Setting) -> Case:
+    if setting.name in tensor_parallel.PLANS:
+        return Case(lambda: tensor_parallel.Words(layers=2), tensor_parallel.batch)
     if setting.name in CASES:
         return CASES[setting.name]
     case = MODELS[setting.name]
@@ -100,11 +106,18 @@ def case_of(setting: Setting) -> Case:
 def pipeline(setting: Setting) -> fxpipe.Pipeline | None:
     """None where the model does not fit the setting: too few places to cut, barriers in an order without."""
     case = case_of(setting)
-    with warnings.catch_warnings(), captured_once(setting.name, setting.microbatches):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        stack.enter_context(captured_once(setting.name, setting.microbatches))
         warnings.simplefilter("ignore")
+        model = case.build()
+        whole = {name: value.clone() for name, value in model.state_dict().items()}
+        if is_on_lanes := setting.name in tensor_parallel.PLANS:
+            mesh = stack.enter_context(fxpipe.local_lanes(2))
+            stack.enter_context(tensor_parallel.parallelized(model, mesh, setting.name))
         try:
-            return fxpipe.compile(
-                case.build(),
+            pipe = fxpipe.compile(
+                model,
                 case.example(),
                 loss_fn=case.loss_fn,
                 microbatches=setting.microbatches,
@@ -112,25 +125,28 @@ def pipeline(setting: Setting) -> fxpipe.Pipeline | None:
                 check=False,
                 **setting.options,
             )
+            if is_on_lanes:
+                pipe.load_state_dict(whole)
+            return pipe
         except (fxpipe.PartitionError, fxpipe.ScheduleError, fxpipe.VocabularyError):
             return None
 
 
 def pipelines(
-    seed: int, microbatches: tuple[int, ...] = (2, 3, 6)
+    seed: int, microbatches: tuple[int, ...] = (2, 3, 6), has_lanes: bool = False
 ) -> Iterator[tuple[Setting, fxpipe.Pipeline]]:
     generator = random.Random(seed)
     while True:
-        setting = drawn(generator, microbatches)
+        setting = drawn(generator, microbatches, has_lanes)
         pipe = pipeline(setting)
         if pipe is not None:
             yield setting, pipe
 
 
-def try_settings(report: Report, count: int, seed: int) -> None:
+def try_settings(report: Report, count: int, seed: int, has_lanes: bool) -> None:
     rejected = 0
     seconds = []
-    for _, (setting, pipe) in zip(range(count), pipelines(seed), strict=False):
+    for _, (setting, pipe) in zip(range(count), pipelines(seed, has_lanes=has_lanes), strict=False):
         before = time.perf_counter()
         found = check_artifact(pipe.artifact)
         seconds.append(time.perf_counter() - before)
@@ -155,18 +171,21 @@ class Run:
 def run(pipe: fxpipe.Pipeline, batch: Any) -> Run | str:
     """A step of all ranks; the error as text if it fails."""
     sent: dict[tuple[int, Any], list[str]] = {}
-    send, join = LocalComm.send, LocalComm._join
+    send, collective = LocalComm.send, LocalComm.collective
 
     def noted(self: LocalComm, tensors: Any, to: int) -> None:
-        sent.setdefault((self._rank, to), []).extend(map(_bits, tensors))
+        sent.setdefault((self._number, to), []).extend(map(_bits, tensors))
         send(self, tensors, to)
 
-    def joined(self: LocalComm, tensor: torch.Tensor | None, group: int) -> Any:
-        sent.setdefault((self._rank, f"group {group}"), []).append("" if tensor is None else _bits(tensor))
-        return join(self, tensor, group)
+    def joined(
+        self: LocalComm, verb: Any, tensor: torch.Tensor | None, layout: Any, root: int, group: int
+    ) -> Any:
+        bits = "" if tensor is None else _bits(tensor)
+        sent.setdefault((self._number, f"group {group}"), []).append(f"{verb} of {root}: {bits}")
+        return collective(self, verb, tensor, layout, root, group)
 
     state = {name: tensor.clone() for name, tensor in pipe.buffers.items()}
-    with mock.patch.object(LocalComm, "send", noted), mock.patch.object(LocalComm, "_join", joined):
+    with mock.patch.object(LocalComm, "send", noted), mock.patch.object(LocalComm, "collective", joined):
         try:
             done = pipe.run_local(batch, measure_memory=True, outputs=pipe.outputs)
         except (fxpipe.FxpipeError, AssertionError, RuntimeError) as error:
@@ -232,12 +251,14 @@ class Tally:
         )
 
 
-def try_mutations(tally: Tally, count: int, seed: int, each: int, seconds: float, path: Path | None) -> None:
+def try_mutations(
+    tally: Tally, count: int, seed: int, each: int, seconds: float, path: Path | None, has_lanes: bool
+) -> None:
     """``each`` edits of every pipeline, for at most so many seconds."""
     checking.parse = lru_cache(8)(checking.parse)  # of several programs one has changed
     signal.signal(signal.SIGALRM, _endless)
     generator = random.Random(seed)
-    made, left, end = pipelines(seed, (2, 3)), count, time.monotonic() + seconds
+    made, left, end = pipelines(seed, (2, 3), has_lanes), count, time.monotonic() + seconds
     while left and time.monotonic() < end:
         setting, pipe = next(made)
         step = reference_of(CapturedStep.from_json(pipe.artifact.captured, "captured.json"), Terms(RULES))
@@ -273,7 +294,7 @@ def try_mutations(tally: Tally, count: int, seed: int, each: int, seconds: float
                 tally.escaped.append(text)
         if path:
             tally.save(path)
-    tally.pieces.append(f"{count - left} of seed {seed}")
+    tally.pieces.append(f"{count - left} of seed {seed}{' with lanes' if has_lanes else ''}")
 
 
 def _endless(*_: object) -> None:
@@ -406,6 +427,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=inf, help="of wall time, for a piece of mutations")
     parser.add_argument("--tally", type=Path, help="a file with the edits of earlier pieces, to add to")
     parser.add_argument("--attribution", type=int, default=0, help="edits that are rejected")
+    parser.add_argument("--lanes", action="store_true", help="settings and mutations of models with DTensors")
     parser.add_argument("--large", action="store_true")
     parser.add_argument(
         "--size", type=int, nargs=3, default=(96, 64, 256), help="layers, ranks, microbatches"
@@ -417,11 +439,11 @@ def main() -> None:
     fxpipe.ir.liveness.SMALLEST = 1  # small values are offloaded, too
     report = Report("The certificate")
     if options.settings:
-        try_settings(report, options.settings, options.seed)
+        try_settings(report, options.settings, options.seed, options.lanes)
     if options.mutations:
         tally = Tally.of(options.tally)
         asked = options.mutations, options.seed, options.each, options.seconds
-        try_mutations(tally, *asked, options.tally)
+        try_mutations(tally, *asked, options.tally, options.lanes)
         tally.print(report)
         if options.tally:
             tally.save(options.tally)
