@@ -46,6 +46,7 @@ from fxpipe.plan.lanes import NO_LANES, LanePlan
 from fxpipe.plan.step import ASKED_NOTHING, Asked
 from fxpipe.python_state.walk import PythonState
 from fxpipe.runtime.program.batch import batch_leaves
+from fxpipe.runtime.program.checks import is_assert
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,8 +80,8 @@ class Captured:
 
     @property
     def checks(self) -> int:
-        """The number of checks of each microbatch."""
-        return len(graph_outputs(self.graph).checks)
+        """The number of checks of each microbatch, beside the model's own asserts."""
+        return sum(not is_assert(str(node.args[2])) for node in graph_outputs(self.graph).checks)
 
 
 def capture(

@@ -595,13 +595,18 @@ def test_the_way_for_compilers_where_the_other_hangs_on_data():
 
 @pytest.mark.parametrize("message", [["a mask has zeros and ones"], []])
 def test_an_assert_of_a_tensor_holds_of_each_microbatch(message):
+    way = mock.Mock()
+
     class Asserts(Reads):
         def read(self, x, mask):
+            way(torch.compiler.is_compiling())
             torch._assert_async((mask <= 1).all(), *message)
             return x * mask
 
     assert_equals_eager(Asserts, batch, ranks=2, schedule="zb-h1")
+    way.reset_mock()
     pipe = fxpipe.compile(Asserts(), batch(2), ranks=2, microbatches=2, schedule="1f1b")
+    assert way.mock_calls == [mock.call(False)]  # no code for compilers has fewer
     wrong = batch(4)
     wrong["mask"][3, 2] = 5
     says = message[0] if message else "An assert of the model does not hold of this microbatch"

@@ -48,6 +48,11 @@ def expect(value: torch.Tensor, expected: list[bool | int], where: str) -> None:
     expect_op(value, expected, where)
 
 
+def is_assert(where: str) -> bool:
+    """Whether the text of an ``expect`` is that of an assert in the model's code."""
+    return where.endswith(".")
+
+
 def _check(value: torch.Tensor, expected: list[bool | int], where: str) -> None:
     if _off:
         return
@@ -60,7 +65,7 @@ def _check(value: torch.Tensor, expected: list[bool | int], where: str) -> None:
 def check_values(values: list[object], expected: list[bool | int], where: str) -> None:
     """Raise RunError, naming the source line that read the values, unless they are as expected."""
     if values != list(expected) and not _equal(values, expected):
-        if where.endswith("."):
+        if is_assert(where):
             raise RunError(where)
         remedy = INSTEAD_OF_A_NUMBER
         if isinstance(values[0], bool):
