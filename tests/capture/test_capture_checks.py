@@ -606,7 +606,7 @@ def test_an_assert_of_a_tensor_holds_of_each_microbatch(message):
     assert_equals_eager(Asserts, batch, ranks=2, schedule="zb-h1")
     way.reset_mock()
     pipe = fxpipe.compile(Asserts(), batch(2), ranks=2, microbatches=2, schedule="1f1b")
-    assert way.mock_calls == [mock.call(False)]  # no code for compilers has fewer
+    assert mock.call(True) not in way.mock_calls  # no code for compilers has fewer
     wrong = batch(4)
     wrong["mask"][3, 2] = 5
     says = message[0] if message else "An assert of the model does not hold of this microbatch"
