@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.waits]
 PAGES = sorted(str(path.relative_to(ROOT)) for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
 #: Their Python runs on four ranks, but for sections that run all ranks in one process.
 ON_RANKS = ("README.md", "docs/steps.md", "docs/mesh.md", "docs/howto.md", "docs/training.md")
-IN_ONE_PROCESS = ("docs/howto.md", "docs/debugging.md")
+IN_ONE_PROCESS = ("README.md", "docs/howto.md", "docs/debugging.md")
 #: They compile for more ranks than four, or for other devices.
 COMPILED = (
     "docs/costs.md", "docs/calibrate.md", "docs/inductor.md", "docs/lanes.md", "docs/large_models.md",
