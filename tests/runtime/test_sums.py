@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from launch import forked
+from marks import with_variations
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -96,7 +97,7 @@ def run(ranks: int, function: Callable[..., None], *arguments: object, logs: Any
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", with_variations([2, 3, 4], [4]))
 def test_a_sum_has_the_bits_of_one_process(ranks, tmp_path):
     run(ranks, sums, logs=tmp_path)
 

@@ -76,15 +76,24 @@ def test_evaluation(name):
 GRID = list(itertools.product((2, 4), ("gpipe", "1f1b", "zb-h1"), ((1, "plain"), (2, "plain"), (2, "v"))))
 
 
+# Half of them, like the squares of one color of a board: they have every two of the three.
 @pytest.mark.parametrize(
-    ("ranks", "schedule", "stages"), GRID, ids=lambda x: str(x) if x != (1, "plain") else "1"
+    ("ranks", "schedule", "stages"),
+    [pytest.param(*x, marks=[pytest.mark.variation] * (k % 2)) for k, x in enumerate(GRID)],
+    ids=lambda x: str(x) if x != (1, "plain") else "1",
 )
 def test_every_shape(ranks, schedule, stages):
     check_against_eager(CASES["unet"], 4, Shape(ranks, schedule, *stages))
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
-@pytest.mark.parametrize("microbatches", [1, 2, 3])
+# Each number and each schedule.
+@pytest.mark.parametrize(
+    ("microbatches", "schedule"),
+    [
+        pytest.param(*x, marks=[pytest.mark.variation] * (k % 2))
+        for k, x in enumerate(itertools.product((1, 2, 3), ("gpipe", "1f1b", "zb-h1")))
+    ],
+)
 def test_fewer_microbatches_than_ranks(microbatches, schedule):
     check_against_eager(CASES["encoder_decoder"], microbatches, Shape(4, schedule))
 
