@@ -20,6 +20,7 @@ SUBCOMMANDS = {
     "simulate": ("simulate", "predict bubble and memory of a schedule"),
     "compare": ("compare", "simulate all schedules and compare them"),
     "plan": ("plan", "compare meshes of ranks and replicas for a model, without hardware"),
+    "compile": ("compile", "compile a model and save the pipeline"),
     "calibrate": ("calibrate", "measure this machine's device, for plans"),
     "check": ("saved", "prove that a saved pipeline's programs are the captured step"),
     "explain": ("saved", "list the candidates that were considered for a saved pipeline"),
@@ -28,14 +29,13 @@ SUBCOMMANDS = {
     "draw": ("saved", "draw the schedule of a saved pipeline"),
     "diff": ("diff", "compare the decisions of two saved pipelines"),
     "run": ("run.run_command", "train a saved pipeline (under torchrun)"),
+    "export": ("export", "write a checkpoint's weights for from_pretrained"),
     "replay": ("replay", "run one op of a recorded step alone, in a debugger if asked"),
     "completion": ("completion", "print the completion of these commands for a shell"),
 }
 
 #: What a script does, and not the command line: what it would be called -> what to write.
 IN_PYTHON = {
-    "compile": "a script compiles, pipe = fxpipe.compile(model, example, ranks=…, microbatches=…), and "
-    "pipe.save(directory) keeps the result for fxpipe run. fxpipe plan compares meshes for a model.",
     "train": "a script trains, with pipe.step(batch) under torchrun; fxpipe run trains a saved pipeline.",
     "version": "fxpipe --version prints it.",
 }

@@ -6,15 +6,13 @@ import argparse
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from rich.console import Console
-from torch import nn
 
-from fxpipe.api.arguments import DOCS
-from fxpipe.cli.arguments import flag, memory, non_negative, positive, positive_int
-from fxpipe.cli.run.functions import called
+from fxpipe.cli.arguments import memory, non_negative, positive, positive_int
+from fxpipe.cli.option_of_compile import add_option
+from fxpipe.cli.run.model_function import model_from
 from fxpipe.compiler.compilation import Compilation
 from fxpipe.compiler.mesh import checked, compare_meshes, fastest_mesh, planned_step
 from fxpipe.compiler.mesh_request import MeshRequest, request_of, rows_of
@@ -46,20 +44,20 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
         help="a Python function that returns (model, example), or (model, example, loss_fn)",
     )
     add("--device", required=True, metavar="NAME", help=f"one of: {', '.join(device_names())}")
-    _add_option(parser, "devices", type=positive_int, metavar="N")
-    _add_option(parser, "ranks", type=positive_int, metavar="P")
-    _add_option(parser, "replicas", type=positive_int, metavar="D")
+    add_option(parser, "devices", type=positive_int, metavar="N")
+    add_option(parser, "ranks", type=positive_int, metavar="P")
+    add_option(parser, "replicas", type=positive_int, metavar="D")
     add("--nodes", type=positive_int, default=1, metavar="N", help="machines that have the devices (1)")
-    _add_option(parser, "batch", type=positive_int, metavar="ROWS")
-    _add_option(parser, "microbatches", type=positive_int, metavar="M")
-    _add_option(parser, "memory_limit", type=memory, metavar="BYTES")
-    _add_option(parser, "optimizer_bytes", type=non_negative, default=8.0, metavar="X")
-    _add_option(parser, "shard", choices=("auto", "none", *SHARDS), default="auto")
-    _add_option(parser, "grad_dtype", choices=DTYPES)
-    _add_option(parser, "schedule", default="auto", metavar="NAME")
-    _add_option(parser, "recompute", choices=("norms", "full", "auto"))
-    _add_option(parser, "vocab_parallel", choices=("1-barrier", "2-barrier", "auto"))
-    _add_option(parser, "effort", type=positive, metavar="S")
+    add_option(parser, "batch", type=positive_int, metavar="ROWS")
+    add_option(parser, "microbatches", type=positive_int, metavar="M")
+    add_option(parser, "memory_limit", type=memory, metavar="BYTES")
+    add_option(parser, "optimizer_bytes", type=non_negative, default=8.0, metavar="X")
+    add_option(parser, "shard", choices=("auto", "none", *SHARDS), default="auto")
+    add_option(parser, "grad_dtype", choices=DTYPES)
+    add_option(parser, "schedule", default="auto", metavar="NAME")
+    add_option(parser, "recompute", choices=("norms", "full", "auto"))
+    add_option(parser, "vocab_parallel", choices=("1-barrier", "2-barrier", "auto"))
+    add_option(parser, "effort", type=positive, metavar="S")
     add(
         "--dimension",
         type=_length,
@@ -80,20 +78,13 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     add("--json", action="store_true", help="print one JSON object")
 
 
-def _add_option(parser: argparse.ArgumentParser, name: str, **settings: Any) -> None:
-    """An option of ``fxpipe.compile``; its help is the first sentence of its documentation there."""
-    text = DOCS.get(name, name).split(". ")[0].rstrip(".").replace("`", "").replace("%", "%%")
-    default = f" ({settings['default']})" if "default" in settings else ""
-    parser.add_argument(flag(name), help=f"{text[0].lower()}{text[1:]}{default}", **settings)
-
-
 def _plan(options: argparse.Namespace) -> None:
     device_named(options.device)  # before the model is made
     shard = None if options.shard == "none" else options.shard
     numbers = options.devices, options.ranks, options.replicas, options.microbatches, options.batch
     request = request_of(*numbers, shard, None) or _by_hand(options, shard)
     settings = _settings(options, request)
-    model, example, loss_fn = _model(options.model)
+    model, example, loss_fn = model_from(options.model, torch.device("meta"))
     device, phase = torch.device("cpu"), Phases(f"fxpipe plan {type(model).__name__}", ends=False)
     checked(settings, request.meshes(rows_of(example)))
     compilation = Compilation(
@@ -161,16 +152,6 @@ def _as_json(at: Throughput, tried: Sequence[TriedMesh]) -> dict[str, object]:
             row |= {f"{at.unit}_per_second": at.per_second(one), "mfu": at.utilization(one)}
         rows.append(row)
     return {"sizes": dict(at.lengths), "meshes": rows}
-
-
-def _model(where: str) -> tuple[nn.Module, object, Callable[..., object] | None]:
-    """What the function gives, on the meta device."""
-    returns = "(model, example) or (model, example, loss_fn)."
-    made = called(where, returns, OptionError, {}, torch.device("meta"))
-    if not isinstance(made, tuple) or len(made) not in (2, 3) or not isinstance(made[0], nn.Module):
-        raise OptionError(f"{where} gives a {type(made).__name__}; it must give {returns}")
-    model, example, *loss_fn = made
-    return model, example, loss_fn[0] if loss_fn else None
 
 
 def _settings(options: argparse.Namespace, request: MeshRequest) -> Settings:

@@ -52,7 +52,6 @@ def test_what_was_probably_meant(capsys, typed, meant):
 @pytest.mark.parametrize(
     ("typed", "instead"),
     [
-        ("compile model.py", "pipe = fxpipe.compile("),
         ("train x", "pipe.step"),
         ("version", "fxpipe --version"),
     ],

@@ -1,0 +1,108 @@
+"""``fxpipe compile``: a model, as a function of the user's gives it, saved as a pipeline."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from fxpipe.api.compile import compile as compile_pipeline
+from fxpipe.cli.arguments import memory, positive, positive_int
+from fxpipe.cli.option_of_compile import add_option
+from fxpipe.cli.run.model_function import model_from
+from fxpipe.errors import OptionError, printable
+from fxpipe.plan.memory import rank_memory
+from fxpipe.plan.saved.files import check_free
+from fxpipe.runtime.job.process import under_torchrun
+
+DTYPES = {"float32": torch.float32, "float64": torch.float64}
+
+
+def add_compile(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Compiles a model for so many ranks and saves the pipeline, for fxpipe run, explain, report and "
+        "check. A script may have more options: fxpipe.compile."
+    )
+    parser.set_defaults(command=_compile)
+    add = parser.add_argument
+    add(
+        "model",
+        metavar="MODULE:FUNCTION",
+        help="a Python function that returns (model, example), or (model, example, loss_fn); the example is "
+        "one microbatch",
+    )
+    add("-o", "--output", type=Path, required=True, metavar="DIR", help="the directory of the pipeline")
+    add("--overwrite", action="store_true", help="take the place of a pipeline that was saved there")
+    add_option(parser, "ranks", type=positive_int, required=True, metavar="P")
+    add_option(parser, "replicas", type=positive_int, metavar="D")
+    add_option(parser, "microbatches", type=positive_int, required=True, metavar="M")
+    add_option(parser, "schedule", default="auto", metavar="NAME")
+    add_option(parser, "stages_per_rank", type=positive_int, metavar="V")
+    add_option(parser, "memory_limit", type=memory, metavar="BYTES")
+    add_option(parser, "shard", choices=("optimizer", "gradients", "parameters"))
+    add_option(parser, "recompute", choices=("norms", "full", "auto"))
+    add_option(parser, "offload", choices=("auto", "all"))
+    add_option(parser, "vocab_parallel", choices=("1-barrier", "2-barrier", "auto"))
+    add_option(parser, "grad_dtype", choices=DTYPES)
+    add_option(parser, "costs", default="analytic", metavar="NAME")
+    add_option(parser, "effort", type=positive, metavar="S")
+    add("--evaluation", action="store_true", help="make the programs of an evaluation as well")
+    add("--json", action="store_true", help="print one JSON object: the directory and what is predicted")
+
+
+def _compile(options: argparse.Namespace) -> None:
+    if under_torchrun():
+        raise OptionError(
+            "fxpipe compile runs in one process; torchrun -m fxpipe run trains what it has saved."
+        )
+    check_free(options.output, options.overwrite)  # before anything long begins
+    model, example, loss_fn = model_from(options.model)
+    limit = options.memory_limit
+    pipe = compile_pipeline(
+        model,
+        cast(Any, example),  # compile looks at it
+        ranks=options.ranks,
+        replicas=options.replicas,
+        microbatches=options.microbatches,
+        loss_fn=loss_fn,
+        schedule=options.schedule,
+        stages_per_rank=options.stages_per_rank,
+        memory_limit=None if limit is None else limit.unit or float(limit),
+        shard=options.shard,
+        recompute=options.recompute or False,
+        offload=True if options.offload == "all" else options.offload or False,
+        vocab_parallel=options.vocab_parallel or False,
+        grad_dtype=DTYPES.get(options.grad_dtype),
+        costs=options.costs,
+        effort=options.effort,
+        evaluation=options.evaluation,
+    )
+    pipe.save(options.output, overwrite=options.overwrite)
+    if options.json:
+        plan = pipe.plan
+        predicted = plan.prediction
+        record = {
+            "directory": str(options.output),
+            "model": plan.model,
+            "ranks": plan.ranks,
+            "replicas": plan.replicas,
+            "microbatches": plan.step.microbatches,
+            "stages": len(plan.stages),
+            "schedule": plan.schedule,
+            "seconds": predicted.seconds,
+            "span_bubble": predicted.span_bubble,
+            "memory": [each.peak for each in rank_memory(plan, predicted.peak_memory)],
+        }
+        print(json.dumps(record))
+        return
+    print(printable(repr(pipe)))
+    directory = shlex.quote(str(options.output))
+    processes = pipe.plan.ranks * pipe.plan.replicas
+    print(printable(f"saved: {options.output}"))
+    print(
+        f"train it: torchrun --nproc-per-node {processes} -m fxpipe run {directory} --data FILE.safetensors"
+    )
