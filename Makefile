@@ -15,7 +15,7 @@ INSTALLED := $(VENV)/.installed
 PIP_INSTALL := pip install --quiet --disable-pip-version-check --no-compile
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-fast test-all kernels bytecode lint site gpu-check coverage env clean distclean
+.PHONY: help demo test test-fast test-all kernels bytecode lint site gpu-check coverage matrix env clean distclean
 
 help:
 	@echo "make demo       compile a small GPT-2 into 4 rank programs and train it here; see build/demo/"
@@ -28,6 +28,7 @@ help:
 	@echo "make gpu-check  try fxpipe on the GPUs of this machine (fifteen minutes); docs/gpus.md"
 	@echo "make coverage   compile some hundreds of models that others wrote, compare with eager (hours); docs/coverage.md"
 	@echo "                (make coverage ARGS='--only llama --options auto' tries some of them)"
+	@echo "make matrix     try other versions of Python and torch, each in an environment of its own"
 	@echo "make env        only make .venv and install into it"
 	@echo "make clean      remove what was built; make distclean removes .venv as well"
 
@@ -86,6 +87,10 @@ $(COVERAGE)/.installed: pyproject.toml constraints.txt benchmarks/model_coverage
 	$(COVERAGE)/bin/$(PIP_INSTALL) -c constraints.txt -e '.[dev]'
 	$(COVERAGE)/bin/$(PIP_INSTALL) --no-deps -r benchmarks/model_coverage/requirements.txt
 	@touch $@
+
+# Those that are not to be had are told: make matrix ARGS='--python python3.12 --torch newest --tests'
+matrix:
+	$(PYTHON) scripts/matrix.py $(ARGS)
 
 env: $(INSTALLED)
 

@@ -18,6 +18,7 @@ from fxpipe.api.like import check_like, settings_like
 from fxpipe.api.pipeline import Pipeline
 from fxpipe.api.rank_consistency import arguments_of, check_lanes
 from fxpipe.api.rank_tensors import held_of
+from fxpipe.api.tried_torch import warn_of_untried
 from fxpipe.compiler.assumed import with_assumed
 from fxpipe.compiler.check_options import check as check_options
 from fxpipe.compiler.compilation import Compilation
@@ -72,6 +73,7 @@ def compile(
     ``ranks``.
     """
     arguments = Arguments(**options)
+    warn_of_untried(torch.__version__)
     if not isinstance(model, nn.Module):
         kind = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
         raise CaptureError(f"The model is {kind}, and must be a module, such as nn.Linear(8, 8).")

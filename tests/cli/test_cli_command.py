@@ -146,7 +146,7 @@ def test_running_several_ranks_in_one_process(capsys, saved, tmp_path):
 def test_tensorboard_is_missed_before_anything_runs(capsys, saved, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     run = "run", saved / "no", "--data", "x", "--tensorboard", "y"
-    assert "pip install tensorboard" in refused(capsys, *run)
+    assert "pip install 'fxpipe[tensorboard]'" in refused(capsys, *run)
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh"])

@@ -271,5 +271,5 @@ def board_class() -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
-        raise RunError("--tensorboard needs TensorBoard: pip install tensorboard.") from error
+        raise RunError("--tensorboard needs TensorBoard: pip install 'fxpipe[tensorboard]'.") from error
     return SummaryWriter
