@@ -55,6 +55,9 @@ function candidatesTab(model, host) {
         el("b", {}, name(c)),
       ),
     );
+  const beyond = beyondLimit(all, chosen),
+    limited = model.head.limit !== null,
+    gains = beyond.filter((c) => c.gain > 0.0005);
   const rows = [...all]
     .sort((a, b) => (a.compared ?? Infinity) - (b.compared ?? Infinity))
     .map((c) =>
@@ -84,15 +87,38 @@ function candidatesTab(model, host) {
     el("h2", {}, "What more memory buys"),
     steps.length
       ? el("ul", {}, steps)
-      : el("p", {}, "Nothing among these candidates: the fastest also needs the least memory."),
+      : el("p", {}, "Nothing among the candidates that fit: the fastest also needs the least memory."),
+    ...(limited ? [el("h2", {}, "What a higher limit buys"), higherLimit(gains, beyond, name)] : []),
     el("h2", {}, "The candidates, fastest first"),
     table(["", "candidate", "step", "span bubble", "activations", "why it was left out"], rows, [2, 3, 4]),
   );
-  drawCandidates(plot, points, best, chosen, name, many);
+  drawCandidates(plot, points, best, chosen, name, many, beyond, model.head.limit);
 }
 
-function drawCandidates(host, points, best, chosen, name, many) {
-  const sorted = [...points].sort((a, b) => a.peak_memory - b.peak_memory),
+// The candidates that the limit left out, by the memory that it lacks; gain: of the chosen one's step.
+function beyondLimit(all, chosen) {
+  if (chosen.period !== null) return []; // compared by a step of many, which is not simulated here
+  return all
+    .filter((c) => c.beyond)
+    .map((c) => ({ ...c, ...c.beyond, compared: c.beyond.seconds, gain: 1 - c.beyond.seconds / chosen.seconds }))
+    .sort((a, b) => a.more - b.more || a.compared - b.compared);
+}
+
+function higherLimit(gains, beyond, name) {
+  const best = frontierOf(gains.map((c) => ({ ...c, peak_memory: c.more })));
+  if (!beyond.length)
+    return el("p", {}, "Not known: no candidate of the plan's own stages and recomputation was left out for its memory.");
+  if (!best.length)
+    return el("p", {}, `Nothing: ${numberOf(beyond.length, "candidate")} of the plan's own stages that the limit left out would be no faster.`);
+  const items = best.map((c) =>
+    el("li", {}, `+ ${bytesText(c.more)} on each rank: `, el("b", {}, name(c)), `, ${percent(c.gain)} faster`),
+  );
+  items.push(el("li", {}, `beyond + ${bytesText(best.at(-1).more)} nothing, of families that are not searched, with the stages of the plan`));
+  return el("ul", {}, items);
+}
+
+function drawCandidates(host, points, best, chosen, name, many, beyond, limit) {
+  const sorted = [...points, ...beyond].sort((a, b) => a.peak_memory - b.peak_memory),
     tip = el("p", { class: "soft" }, "Point at a candidate for its name.");
   const make = () =>
     new uPlot(
@@ -144,12 +170,25 @@ function drawCandidates(host, points, best, chosen, name, many) {
             (u) => {
               if (u.cursor.idx !== null && u.cursor.left >= 0) {
                 const c = sorted[u.cursor.idx];
-                tip.textContent = `${name(c)}: step ${secondsText(c.compared)}, bubble ${bubbleText(c.span_bubble)}, ${bytesText(c.peak_memory)} of activations`;
+                tip.textContent = `${name(c)}${c.beyond ? ", above the limit" : ""}: step ${secondsText(c.compared)}, bubble ${bubbleText(c.span_bubble)}, ${bytesText(c.peak_memory)} of activations`;
               }
             },
           ],
           draw: [
             (u) => {
+              if (limit !== null) {
+                const at = u.valToPos(limit, "x", true);
+                u.ctx.strokeStyle = color("off");
+                u.ctx.lineWidth = devicePixelRatio;
+                u.ctx.beginPath();
+                u.ctx.moveTo(at, u.bbox.top);
+                u.ctx.lineTo(at, u.bbox.top + u.bbox.height);
+                u.ctx.stroke();
+                u.ctx.fillStyle = color("off");
+                u.ctx.font = `${11 * devicePixelRatio}px system-ui`;
+                u.ctx.textAlign = "left";
+                u.ctx.fillText("limit", at + 4 * devicePixelRatio, u.bbox.top + 12 * devicePixelRatio);
+              }
               const x = u.valToPos(chosen.peak_memory, "x", true),
                 y = u.valToPos(chosen.compared, "y", true),
                 r = 9 * devicePixelRatio;

@@ -36,6 +36,7 @@ from fxpipe.viz.report.columns import (
     update_rows,
 )
 from fxpipe.viz.report.graph_record import GraphRecord
+from fxpipe.viz.report.misfits import beyond_limit
 from fxpipe.viz.report.program_lines import places
 from fxpipe.viz.seam_marks import many_steps
 from fxpipe.viz.summary import throughput_text
@@ -71,13 +72,22 @@ def report_data(
         "stages": _stages(plan, timeline, graph),
         "edges": _edges(plan, graph),
         "links": _links(timeline),
-        "candidates": [unstructure(tried) for tried in plan.tried],
+        "candidates": _candidates(plan),
         "programs": [
             {name: asdict(place) for name, place in places(program).items()} for program in programs
         ],
         "graph": None if graph is None else _graph(graph),
         "unknown": _unknown(plan, programs, graph, measured),
     }
+
+
+def _candidates(plan: Plan) -> list[dict[str, object]]:
+    """With ``beyond``, what one that the limit left out would take without it, where that is known."""
+    beyond = beyond_limit(plan)
+    return [
+        unstructure(tried) | {"beyond": asdict(beyond[k]) if k in beyond else None}
+        for k, tried in enumerate(plan.tried)
+    ]
 
 
 def _makespan(measured: Measured) -> float:
@@ -105,6 +115,7 @@ def _head(plan: Plan, timeline: Timeline) -> dict[str, object]:
         "throughput": throughput_text(plan, timeline.seconds),
         "span_bubble": timeline.span_bubble,
         "peak_memory": list(timeline.peak_memory),
+        "limit": min(limits) if limits else None,
         "bounds": f"{plan.schedule}: {'; '.join(gap_texts(timeline, limits, units))}",
         "memory": max((total.peak, rank) for rank, total in enumerate(memory)),
         "memory_with_adamw": max((total.peak + total.adamw, rank) for rank, total in enumerate(memory)),

@@ -1,0 +1,63 @@
+"""The candidates that the memory limit has left out, simulated without it: what more memory would buy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fxpipe.errors import ScheduleError
+from fxpipe.plan.artifact import Plan
+from fxpipe.schedule.candidate_row import Tried
+from fxpipe.schedule.families.registry import FAMILIES
+from fxpipe.schedule.search.build import build
+from fxpipe.schedule.simulation.simulator import simulate
+
+
+@dataclass(frozen=True)
+class Beyond:
+    """A candidate without the limit.  ``seconds`` a step.  ``peak_memory``: bytes of activations of the
+    fullest rank.  ``more``: bytes that the limit lacks."""
+
+    seconds: float
+    peak_memory: float
+    more: float
+
+
+def beyond_limit(plan: Plan) -> dict[int, Beyond]:
+    """By their places in ``plan.tried``, those that need more memory and would then run.
+
+    Of the plan's own stages, whose costs are known: families that are not searched, with the placement and
+    the recomputation of the plan.  None where vocabulary layers are split or values are offloaded.
+    """
+    if not plan.limits or plan.vocabulary is not None or plan.transfers:
+        return {}
+    return {
+        number: found
+        for number, tried in enumerate(plan.tried)
+        if tried.seconds is None and tried.peak_memory is not None
+        if (found := _simulated(plan, tried)) is not None
+    }
+
+
+def _simulated(plan: Plan, tried: Tried) -> Beyond | None:
+    stages = tried.stages_per_rank * plan.ranks
+    if stages != len(plan.placement) or tried.recompute != plan.recompute or tried.barriers:
+        return None
+    family = FAMILIES.get(tried.schedule)
+    if family is None or family.is_searched:
+        return None
+    try:
+        schedule = build(
+            tried.schedule,
+            ranks=plan.ranks,
+            microbatches=plan.step.microbatches,
+            costs=plan.costs,
+            stages_per_rank=tried.stages_per_rank,
+            placement=tried.placement,
+        )
+    except ScheduleError:  # it has no order of these stages
+        return None
+    if tuple(schedule.placement) != tuple(plan.placement):
+        return None
+    timeline = simulate(schedule, plan.costs)
+    lacks = max(peak - limit for peak, limit in zip(timeline.peak_memory, plan.limits, strict=True))
+    return Beyond(timeline.seconds, max(timeline.peak_memory), lacks) if lacks > 0 else None
