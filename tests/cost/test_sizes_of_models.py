@@ -28,8 +28,9 @@ def test_language_models(model, split):
     model = model()
     pipe = two_stages(model, text(2, LENGTH), split, dimensions={"sequence": LENGTH})
     assert pipe.simulate({}).costs == pipe.plan.costs
-    fresh = two_stages(model, text(5, 23), split, dimensions={"sequence": 23})
-    check_against_fresh(pipe, fresh, {"microbatch": 5, "sequence": 23})
+    # Positions of few words are kept for the backward, those of many are computed again.
+    fresh = two_stages(model, text(5, 12), split, dimensions={"sequence": 12})
+    check_against_fresh(pipe, fresh, {"microbatch": 5, "sequence": 12})
 
 
 @pytest.mark.variation
