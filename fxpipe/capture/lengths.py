@@ -143,6 +143,8 @@ def _named(node: fx.Node, values: Sequence[object], traces: ResizedTraces) -> ob
     if isinstance(first, fx.Node):
         return None
     if isinstance(first, list | tuple | dict):
+        if not first and not any(values):
+            return None
         items = [_items(value) for value in values]
         if {len(each) for each in items} != {len(items[0])}:
             raise _unlike(node, values, traces)
@@ -153,7 +155,8 @@ def _named(node: fx.Node, values: Sequence[object], traces: ResizedTraces) -> ob
         if isinstance(first, dict):
             return dict(zip(first, new, strict=True))
         return new if isinstance(first, list) else tuple(new)
-    if all(type(value) is type(first) and repr(value) == repr(first) for value in values):
+    # As text, in which 0.0 and -0.0 differ, and NaN is NaN.
+    if all(value is first or (type(value) is type(first) and repr(value) == repr(first)) for value in values):
         return None
     if not all(type(value) is int for value in values) or node.target is expect:
         raise _unlike(node, values, traces)

@@ -12,6 +12,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
+from functools import lru_cache
 
 from torch import fx
 
@@ -86,8 +87,15 @@ def sized(values: Sequence[int], names: Sequence[str], points: Sequence[Sequence
     few terms has them."""
     if len(set(values)) == 1:
         return values[0]
+    terms = _terms(tuple(values), tuple(map(tuple, points)))
+    return None if terms is None else Size(values[0], names, terms)
+
+
+@lru_cache(maxsize=4096)
+def _terms(values: tuple[int, ...], points: tuple[tuple[int, ...], ...]) -> Terms | None:
+    """Most numbers of a step are one of a few functions of its lengths: each is found once."""
     powers = sorted(
-        (e for e in monomials(len(names), 2) if sum(e) <= 2), key=lambda e: (sum(e), [-x for x in e])
+        (e for e in monomials(len(points[0]), 2) if sum(e) <= 2), key=lambda e: (sum(e), [-x for x in e])
     )
     columns = {e: [math.prod(map(pow, point, e)) for point in points] for e in powers}
     for terms in range(1, MOST_TERMS + 1):
@@ -95,7 +103,7 @@ def sized(values: Sequence[int], names: Sequence[str], points: Sequence[Sequence
             solved = _solved([columns[e] for e in chosen], values)
             if solved is not None and (terms == 1 or max(c.denominator for c in solved) <= MOST_DENOMINATOR):
                 numbers = ((c.numerator, c.denominator, *e) for c, e in zip(solved, chosen, strict=True))
-                return Size(values[0], names, tuple(numbers))
+                return tuple(numbers)
     return None
 
 

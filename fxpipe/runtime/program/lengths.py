@@ -38,7 +38,7 @@ def listed(spec: StepSpec, batch: object, replicas: int = 1) -> list[object] | N
     if len(batch) != spec.microbatches * replicas:
         raise BatchError(
             f"The list has {number_of(len(batch), 'microbatch')}, and the pipeline was compiled for "
-            f"{spec.microbatches * replicas}: give as many, or compile again with another number."
+            f"{spec.microbatches * replicas}: give as many, or compile for another number too, with like=."
         )
     return batch
 
