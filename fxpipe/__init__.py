@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from fxpipe.api.read_checkpoint import Checkpoint, read_checkpoint
     from fxpipe.compiler.options import Offload
     from fxpipe.integrations.experts import ExpertParallel
+    from fxpipe.integrations.pack import PackedSteps, pack
     from fxpipe.integrations.summed_gradients import SummedGradients
     from fxpipe.runtime.program.outputs import StepResult
     from fxpipe.runtime.ranks.local_mesh import local_lanes
@@ -62,6 +63,7 @@ __all__ = [
     "LimitError",
     "Offload",
     "OptionError",
+    "PackedSteps",
     "PartitionError",
     "Pipeline",
     "RunError",
@@ -76,6 +78,7 @@ __all__ = [
     "compile",
     "load",
     "local_lanes",
+    "pack",
     "read_checkpoint",
 ]
 
@@ -85,6 +88,7 @@ _LAZY = {
     "Checkpointer": "fxpipe.api.checkpointer",
     "ExpertParallel": "fxpipe.integrations.experts",
     "Offload": "fxpipe.compiler.options",
+    "PackedSteps": "fxpipe.integrations.pack",
     "Pipeline": "fxpipe.api.pipeline",
     "Schedule": "fxpipe.schedule.ops",
     "StepResult": "fxpipe.runtime.program.outputs",
@@ -92,6 +96,7 @@ _LAZY = {
     "compile": "fxpipe.api.compile",
     "load": "fxpipe.api.load",
     "local_lanes": "fxpipe.runtime.ranks.local_mesh",
+    "pack": "fxpipe.integrations.pack",
     "read_checkpoint": "fxpipe.api.read_checkpoint",
 }
 

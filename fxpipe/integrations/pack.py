@@ -1,0 +1,183 @@
+"""Samples of different lengths in the microbatches of a step, one behind the other, by what they cost.
+
+    samples of 700, 30, 512, 90, 410 tokens   ──►   [1, 730], [1, 1012]
+
+A microbatch has one row.  In it the positions of each sample begin at 0, by which models that take
+``position_ids`` keep samples apart, and the first label of each sample is ignored, which the last token of
+the one before would predict.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import Sampler
+
+from fxpipe.errors import OptionError, number_of
+
+Sample = Mapping[str, torch.Tensor]
+
+
+def pack(
+    samples: Sequence[Sample | torch.Tensor],
+    *,
+    tokens: int,
+    microbatches: int,
+    cost: tuple[float, float] = (1.0, 0.0),
+    multiple: int = 1,
+    padding: int = 0,
+    ignored: int = -100,
+) -> list[dict[str, torch.Tensor]]:
+    """The microbatches of a step, for ``pipe.step``; with ``functools.partial`` a collate function.
+
+    samples: one-dimensional ``input_ids``, alone or in a mapping with ``labels`` (by default the same) and
+        other leaves of the same length.
+    tokens: the most of a microbatch.
+    cost: of a sample of L tokens, a · L + b · L²; microbatches are filled so that the largest is small.
+    multiple: of which the lengths of microbatches are, by ``padding`` at their end, whose labels are ignored.
+
+    Returns mappings of ``input_ids``, ``position_ids``, ``labels`` and the other leaves, each [1, tokens].
+    Raises OptionError for samples that do not fit, and for fewer of them than microbatches.
+    """
+    rows = [_leaves(sample) for sample in samples]
+    places = assigned([len(row["input_ids"]) for row in rows], tokens - tokens % multiple, microbatches, cost)
+    return [_joined([rows[k] for k in place], multiple, padding, ignored) for place in places]
+
+
+def assigned(
+    lengths: Sequence[int], tokens: int, microbatches: int, cost: tuple[float, float] = (1.0, 0.0)
+) -> list[list[int]]:
+    """The samples of each microbatch: the most expensive one first, always to the cheapest with room for it.
+
+    Raises OptionError as ``pack`` does.
+    """
+    if len(lengths) < microbatches:
+        raise OptionError(
+            f"{number_of(len(lengths), 'sample')} cannot fill {microbatches} microbatches: give more, or "
+            "compile for fewer microbatches."
+        )
+    linear, quadratic = cost
+    seconds = [linear * n + quadratic * n * n for n in lengths]
+    places: list[list[int]] = [[] for _ in range(microbatches)]
+    spent, room = [0.0] * microbatches, [tokens] * microbatches
+    for k in sorted(range(len(lengths)), key=lambda k: (-seconds[k], k)):
+        # An empty one first, as each microbatch has to have something.
+        open_ones = [m for m in range(microbatches) if room[m] >= lengths[k]]
+        if not open_ones:
+            raise OptionError(
+                f"The samples have {sum(lengths)} tokens, the longest {max(lengths)}, and do not fit into "
+                f"{microbatches} microbatches of {tokens}: give fewer, or more tokens."
+            )
+        m = min(open_ones, key=lambda m: (bool(places[m]), spent[m], -room[m]))
+        places[m].append(k)
+        spent[m] += seconds[k]
+        room[m] -= lengths[k]
+    return [sorted(place) for place in places]
+
+
+def _leaves(sample: Sample | torch.Tensor) -> dict[str, torch.Tensor]:
+    leaves = {"input_ids": sample} if isinstance(sample, torch.Tensor) else dict(sample)
+    if "input_ids" not in leaves or any(x.dim() < 1 for x in leaves.values()):
+        raise OptionError("A sample is a tensor of tokens, or a mapping that has them as 'input_ids'.")
+    lengths = {name: len(x) for name, x in leaves.items()}
+    if len({*lengths.values()}) > 1 or not leaves["input_ids"].numel():
+        raise OptionError(f"The leaves of a sample are equally long and not empty; they have {lengths}.")
+    return {"input_ids": leaves["input_ids"], "labels": leaves["input_ids"], **leaves}
+
+
+def _joined(
+    rows: Sequence[Mapping[str, torch.Tensor]], multiple: int, padding: int, ignored: int
+) -> dict[str, torch.Tensor]:
+    names = rows[0].keys()
+    if any(row.keys() != names for row in rows):
+        raise OptionError(f"One sample has {', '.join(names)}, and another one other leaves.")
+    joined = {name: torch.cat([row[name] for row in rows]) for name in names}
+    lengths = torch.tensor([len(row["input_ids"]) for row in rows])
+    joined["labels"][lengths.cumsum(0) - lengths] = ignored
+    missing = -len(joined["input_ids"]) % multiple
+    for name, value in joined.items():
+        fill = ignored if name == "labels" else padding if name == "input_ids" else 0
+        joined[name] = torch.cat([value, value.new_full((missing, *value.shape[1:]), fill)])
+    lengths = torch.cat([lengths, lengths.new_tensor([missing] if missing else [])])
+    joined["position_ids"] = torch.cat([torch.arange(n) for n in lengths.tolist()])
+    return {name: value.unsqueeze(0) for name, value in joined.items()}
+
+
+class PackedSteps(Sampler[list[int]]):
+    """The samples of each step, as a ``batch_sampler``: as many as fit, in a new order in each epoch.
+
+    lengths: of all samples, in tokens.  tokens, microbatches, cost, multiple: as for ``pack``, which is the
+    collate function.  replica, replicas: with several, all have the same number of steps and of microbatches,
+    and each gets its own samples.  Samples that are left at the end of an epoch come in the next one.
+
+    ``state_dict`` and ``load_state_dict`` go on in the middle of an epoch with the same steps.
+    """
+
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        *,
+        tokens: int,
+        microbatches: int,
+        cost: tuple[float, float] = (1.0, 0.0),
+        multiple: int = 1,
+        replica: int = 0,
+        replicas: int = 1,
+        seed: int = 0,
+    ):
+        longest = max(lengths, default=0)
+        if longest > tokens - tokens % multiple:
+            raise OptionError(f"A sample of {longest} tokens does not fit into a microbatch of {tokens}.")
+        self.lengths, self.tokens, self.microbatches = lengths, tokens - tokens % multiple, microbatches
+        self.cost, self.replica, self.replicas, self.seed = cost, replica, replicas, seed
+        self.epoch, self.step = 0, 0
+
+    def __iter__(self) -> Iterator[list[int]]:
+        begun = self.step
+        for number, step in enumerate(self._steps()):
+            if number < begun:
+                continue
+            self.step = number + 1
+            yield step
+        self.epoch, self.step = self.epoch + 1, 0
+
+    def _steps(self) -> Iterator[list[int]]:
+        generator = torch.Generator().manual_seed(self.seed + self.epoch)
+        order = torch.randperm(len(self.lengths), generator=generator).tolist()
+        while order:
+            most, held = self.tokens * self.microbatches * self.replicas, 0
+            count = 0
+            while count < len(order) and held + self.lengths[order[count]] <= most:
+                held += self.lengths[order[count]]
+                count += 1
+            while count and (step := self._fitting(order[:count])) is None:
+                count -= 1
+            if not count or step is None:
+                return
+            yield step
+            order = order[count:]
+
+    def _fitting(self, samples: Sequence[int]) -> list[int] | None:
+        """This replica's samples of a step; None if they do not fit on any replica."""
+        number = self.microbatches * self.replicas
+        try:
+            places = assigned([self.lengths[k] for k in samples], self.tokens, number, self.cost)
+            # Not the heaviest microbatches together.
+            of_each = [
+                sorted(k for place in places[replica :: self.replicas] for k in place)
+                for replica in range(self.replicas)
+            ]
+            for own in of_each:  # as each replica's ``pack`` will assign them
+                lengths = [self.lengths[samples[k]] for k in own]
+                assigned(lengths, self.tokens, self.microbatches, self.cost)
+        except OptionError:
+            return None
+        return [samples[k] for k in of_each[self.replica]]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self.epoch, "step": self.step, "seed": self.seed}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.epoch, self.step, self.seed = (int(state[name]) for name in ("epoch", "step", "seed"))

@@ -1,0 +1,131 @@
+"""Samples of different lengths in the microbatches of a step."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+from zoo import relative_error, too_far
+
+import fxpipe
+from fxpipe.errors import OptionError
+from fxpipe.integrations.pack import assigned
+
+pytestmark = pytest.mark.usefixtures("double")
+
+#: Of samples; the longest is as long as a microbatch.
+LENGTHS = [7, 3, 20, 9, 4, 11, 5, 2]
+TOKENS, MICROBATCHES = 20, 4
+
+
+def samples(lengths=LENGTHS) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    return [torch.randint(1, 32, (n,)) for n in lengths]
+
+
+def test_samples_stand_one_behind_the_other():
+    first, second, third = samples([3, 2, 4])
+    found = fxpipe.pack([first, second, third], tokens=8, microbatches=2, multiple=4)
+    assert [x["input_ids"].shape for x in found] == [(1, 4), (1, 8)]
+    assert torch.equal(found[0]["input_ids"][0], third)
+    assert torch.equal(found[1]["input_ids"][0], torch.cat([first, second, torch.zeros(3, dtype=torch.long)]))
+    assert found[1]["position_ids"].tolist() == [[0, 1, 2, 0, 1, 0, 1, 2]]
+    ignored = [-100, *first[1:].tolist(), -100, *second[1:].tolist(), -100, -100, -100]
+    assert found[1]["labels"].tolist() == [ignored]
+
+
+def test_other_leaves_come_along():
+    one = {"input_ids": torch.arange(3), "labels": torch.tensor([-100, 5, 6]), "weights": torch.rand(3, 2)}
+    (found,) = fxpipe.pack([one], tokens=4, microbatches=1, multiple=4, padding=9)
+    assert found["input_ids"].tolist() == [[0, 1, 2, 9]]
+    assert found["labels"].tolist() == [[-100, 5, 6, -100]]
+    assert torch.equal(found["weights"][0], torch.cat([one["weights"], torch.zeros(1, 2)]))
+
+
+def test_the_largest_microbatch_is_small():
+    """At most the mean and one sample, by what samples cost."""
+    torch.manual_seed(1)
+    lengths = torch.randint(50, 2000, (60,)).tolist()
+    for cost in ((1.0, 0.0), (1.0, 0.01)):
+        seconds = [cost[0] * n + cost[1] * n * n for n in lengths]
+        places = assigned(lengths, 16000, 8, cost)
+        assert sorted(k for place in places for k in place) == [*range(60)]
+        assert max(sum(seconds[k] for k in place) for place in places) <= sum(seconds) / 8 + max(seconds)
+
+
+def test_what_does_not_fit():
+    with pytest.raises(
+        OptionError, match="61 tokens, the longest 20, and do not fit into 2 microbatches of 20"
+    ):
+        fxpipe.pack(samples(), tokens=20, microbatches=2)
+    with pytest.raises(OptionError, match="8 samples cannot fill 9 microbatches"):
+        fxpipe.pack(samples(), tokens=20, microbatches=9)
+    with pytest.raises(
+        OptionError, match=r"equally long and not empty; they have \{'input_ids': 2, 'labels': 3\}"
+    ):
+        fxpipe.pack([{"input_ids": torch.ones(2), "labels": torch.ones(3)}], tokens=8, microbatches=1)
+    with pytest.raises(OptionError, match="A sample of 20 tokens does not fit into a microbatch of 16"):
+        fxpipe.PackedSteps(LENGTHS, tokens=16, microbatches=2)
+
+
+def steps(**options):
+    torch.manual_seed(3)
+    lengths = torch.randint(2, 20, (100,)).tolist()
+    return fxpipe.PackedSteps(lengths, tokens=TOKENS, microbatches=MICROBATCHES, **options), lengths
+
+
+def test_steps_have_each_sample_once_and_go_on_as_before():
+    sampler, lengths = steps()
+    first, second = [*sampler], [*sampler]
+    assert first != second
+    for epoch in (first, second):
+        seen = [k for step in epoch for k in step]
+        assert len(seen) == len({*seen})
+        left = sum(lengths) - sum(lengths[k] for k in seen)
+        assert left < TOKENS * MICROBATCHES
+    again, _ = steps()
+    taken = iter(again)
+    assert [next(taken), next(taken)] == first[:2]
+    resumed, _ = steps()
+    resumed.load_state_dict(again.state_dict())
+    assert [*resumed] == first[2:]
+    assert [*resumed] == second
+
+
+def test_replicas_have_as_many_steps_and_other_samples():
+    (one, lengths), (other, _) = steps(replica=0, replicas=2), steps(replica=1, replicas=2)
+    pairs = [*zip(one, other, strict=True)]
+    assert len(pairs) > 4
+    seen = [k for pair in pairs for step in pair for k in step]
+    assert len(seen) == len({*seen})
+    data = samples(lengths)
+    collate = partial(fxpipe.pack, tokens=TOKENS, microbatches=MICROBATCHES)
+    for batch in DataLoader(data, batch_sampler=steps(replica=1, replicas=2)[0], collate_fn=collate):
+        assert len(batch) == MICROBATCHES
+
+
+@pytest.mark.slow
+def test_a_packed_step_is_that_of_each_sample_alone():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, max_position_embeddings=32, use_cache=False,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config).double()
+    data = samples()
+    example = fxpipe.pack([data[2]], tokens=TOKENS, microbatches=1)[0]
+    pipe = fxpipe.compile(
+        model, example, ranks=2, microbatches=MICROBATCHES, schedule="1f1b", dimensions={"sequence": TOKENS}
+    )
+    found = pipe.run_local(fxpipe.pack(data, tokens=TOKENS, microbatches=MICROBATCHES))
+    count = sum(len(x) - 1 for x in data)
+    loss = torch.zeros(())
+    for sample in data:
+        one = model(sample[None], labels=sample[None]).loss * (len(sample) - 1) / count
+        one.backward()
+        loss += one.detach()
+    assert relative_error(found.loss, loss) < 1e-6  # the loss is computed in single precision
+    assert too_far(found.grads, {n: p.grad for n, p in model.named_parameters()}, 1e-5) == {}
