@@ -4,6 +4,7 @@ import inspect
 import re
 from dataclasses import fields
 
+import pytest
 from docs_worker import ROOT
 
 import fxpipe
@@ -52,10 +53,11 @@ def test_each_option_is_read():
     assert {field.name for field in fields(Options)} - read <= settled
 
 
-def test_each_option_of_the_planner_reaches_it():
-    """Of a command: its namespace is read by name."""
-    source = (ROOT / "fxpipe/cli/plan.py").read_text()
-    options = set(re.findall(r'_add_option\(\s*parser, "([a-z_]+)"', source))
+@pytest.mark.parametrize("command", ["plan", "compile"])
+def test_each_option_of_a_command_is_read(command):
+    """Of ``compile``'s own: the namespace is read by name."""
+    source = (ROOT / f"fxpipe/cli/{command}.py").read_text()
+    options = set(re.findall(r'add_option\(\s*parser, "([a-z_]+)"', source))
     assert len(options) > 5
     assert {name for name in options if f"options.{name}" not in source} == set()
 
