@@ -36,7 +36,7 @@ def main() -> int:
     failed = 0
     for python, torch in product(options.python, options.torch):
         begin = time.monotonic()
-        home = ROOT / "build/matrix" / f"{Path(python).name}-torch-{torch}"
+        home = ROOT / "build/matrix" / re.sub(r"[^\w.]+", "-", f"{python} torch {torch}").strip("-")
         problem = installed(python, torch, home, options.tests)
         if problem:
             print(f"{python:<12} torch {torch:<8} cannot be installed: {problem}", flush=True)
