@@ -47,6 +47,14 @@ def test_losses_of_two_heads(printed):
     assert "stage 2 -> 3, F: " in printed
 
 
+def test_samples_of_any_length_are_packed(printed):
+    line = next(line for line in printed.splitlines() if "microbatches of" in line)
+    lengths = [int(n) for n in line.partition("[")[2].partition("]")[0].split(",")]
+    assert len(lengths) == 8
+    assert len({*lengths}) > 1
+    assert 200 < max(lengths) <= 256
+
+
 def test_adapters_alone_are_saved(printed, directory):
     adapters = load_file(directory / "build/adapters.safetensors")
     assert {name.rpartition(".")[2] for name in adapters} == {"lora_a", "lora_b"}
