@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,11 +27,15 @@ def add_diff(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(command=_diff)
     parser.add_argument("first", type=Path, help="a saved pipeline")
     parser.add_argument("second", type=Path, help="another one")
+    parser.add_argument("--json", action="store_true", help="print a JSON list of what differs")
 
 
 def _diff(options: argparse.Namespace) -> None:
     first, second = read_plan(options.first), read_plan(options.second)
     rows = [*differences(first, second)]
+    if options.json:
+        print(json.dumps([{"what": what, "first": a, "second": b} for what, a, b in rows]))
+        return
     console = Console(markup=False, emoji=False)
     if not rows:
         console.print(terminal(f"{options.first} and {options.second} have the same plan."), soft_wrap=True)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
 
 from fxpipe.certificate.check import check_artifact
-from fxpipe.certificate.problems import Certificate
+from fxpipe.certificate.problems import Certificate, Problem
 from fxpipe.cli.arguments import output, picture, working, write_picture
 from fxpipe.cost.plan_costs import costs_of
 from fxpipe.errors import RunError, printable
@@ -30,6 +32,7 @@ def _add(
     parser.description = description
     parser.set_defaults(command=command)
     parser.add_argument("directory", type=Path, help="a saved pipeline")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def add_check(parser: argparse.ArgumentParser) -> None:
@@ -41,18 +44,24 @@ def add_check(parser: argparse.ArgumentParser) -> None:
 
 
 def _check(options: argparse.Namespace) -> None:
-    directory: Path = options.directory
-    holds = [_is_checked(each) for each in directories(directory)]  # each is shown
-    if not all(holds):
+    certificates: dict[Path, Certificate] = {}
+    for directory in directories(options.directory):
+        with working("check"):
+            certificates[directory] = certificate = _certificate(directory)
+        if not options.json:
+            print("\n".join(printable(line) for line in [f"{directory}:", *str(certificate).splitlines()]))
+    if options.json:
+        print(json.dumps([_as_json(*each) for each in certificates.items()]))
+    if not all(each.holds for each in certificates.values()):
         raise RunError("The programs are not proved to be the captured step.")
 
 
-def _is_checked(directory: Path) -> bool:
-    """Print the certificate of one directory of programs."""
-    with working("check"):
-        certificate = _certificate(directory)
-    print("\n".join(printable(line) for line in [f"{directory}:", *str(certificate).splitlines()]))
-    return certificate.holds
+def _as_json(directory: Path, certificate: Certificate) -> dict[str, object]:
+    def rows(problems: Iterable[Problem]) -> list[dict[str, object]]:
+        return [{"rank": each.rank, "line": each.line, "text": each.text} for each in problems]
+
+    problems = {"problems": rows(certificate.problems), "otherwise": rows(certificate.otherwise)}
+    return {"directory": str(directory), "holds": certificate.holds, **problems}
 
 
 def _certificate(directory: Path) -> Certificate:
@@ -73,7 +82,19 @@ def add_explain(parser: argparse.ArgumentParser) -> None:
 
 
 def _explain(options: argparse.Namespace) -> None:
-    explain(read_plan(options.directory), Console(markup=False, emoji=False))
+    plan = read_plan(options.directory)
+    if not options.json:
+        explain(plan, Console(markup=False, emoji=False))
+        return
+    record = {
+        "schedule": plan.schedule,
+        "device": plan.device,
+        "prediction": asdict(plan.prediction),
+        "candidates": [asdict(each) for each in plan.tried],
+        "meshes": [asdict(each) for each in plan.meshes],
+        "rewrites": [asdict(each) for each in plan.rewrites],
+    }
+    print(json.dumps(record))
 
 
 def add_draw(parser: argparse.ArgumentParser) -> None:
@@ -85,7 +106,11 @@ def add_draw(parser: argparse.ArgumentParser) -> None:
 def _draw(options: argparse.Namespace) -> None:
     plan = read_plan(options.directory)
     write_picture(options.file, timeline_svg(simulate(plan.ordered, costs_of(plan)), plan.model))
-    print(printable(f"drawn: {options.file}"))
+    _written(options, options.file, f"drawn: {options.file}")
+
+
+def _written(options: argparse.Namespace, file: Path, text: str) -> None:
+    print(json.dumps({"file": str(file)}) if options.json else printable(text))
 
 
 def add_report(parser: argparse.ArgumentParser) -> None:
@@ -102,7 +127,7 @@ def _report(options: argparse.Namespace) -> None:
     path = options.output or options.directory / "report.html"
     with working("report"):
         write_report(saved_source(options.directory), path)
-    print(path)
+    _written(options, path, str(path))
 
 
 def add_trace(parser: argparse.ArgumentParser) -> None:
@@ -118,4 +143,4 @@ def _trace(options: argparse.Namespace) -> None:
     path = options.output or options.directory / "trace.json"
     with working("trace"):
         write_trace(saved_source(options.directory), path)
-    print(path)
+    _written(options, path, str(path))

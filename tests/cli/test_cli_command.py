@@ -1,6 +1,7 @@
 """The command line as a whole: what is mistyped, units, pictures, completion, and the small commands."""
 
 import json
+import shutil
 import subprocess
 import sys
 
@@ -131,6 +132,34 @@ def test_differences_of_two_plans(capsys, saved):
     assert [*differences(first, first)] == []
     assert main(["diff", str(saved / "gpipe"), str(saved / "zb-h1")]) == 0
     assert "order of rank 1" in capsys.readouterr().out
+
+
+def test_json_of_saved_pipelines(capsys, saved, tmp_path):
+    def printed(*arguments, code=0):
+        assert main([*map(str, arguments), "--json"]) == code
+        return json.loads(capsys.readouterr().out)
+
+    found = {
+        row["what"]: (row["first"], row["second"])
+        for row in printed("diff", saved / "gpipe", saved / "zb-h1")
+    }
+    assert found["schedule"] == ("gpipe", "zb-h1")
+    record = printed("explain", saved / "zb-h1")
+    assert record["schedule"] == "zb-h1"
+    assert record["prediction"]["seconds"] == fxpipe.load(saved / "zb-h1").plan.prediction.seconds
+    for name, file in (("trace", "trace.json"), ("report", "report.html"), ("draw", "step.svg")):
+        output = [tmp_path / file] if name == "draw" else ["--output", tmp_path / file]
+        assert printed(name, saved / "gpipe", *output) == {"file": str(tmp_path / file)}
+        assert (tmp_path / file).exists()
+    assert printed("check", saved / "gpipe") == [
+        {"directory": str(saved / "gpipe"), "holds": True, "problems": [], "otherwise": []}
+    ]
+    shutil.copytree(saved / "gpipe", tmp_path / "edited")
+    program = tmp_path / "edited" / "rank0.py"
+    program.write_text(program.read_text().replace("1e-05)", "1e-04)", 1))
+    (row,) = printed("check", tmp_path / "edited", code=2)
+    assert not row["holds"]
+    assert row["problems"][0]["rank"] == 0
 
 
 def test_costs_that_are_not_there(capsys):
