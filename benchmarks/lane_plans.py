@@ -73,9 +73,10 @@ def measured(families: list[str] | None, report: Report) -> Iterator[tuple[str, 
             report.line(f"{kind} is left out, as its own code raises {text(error)}")
             continue
         for tokens in ("whole", "divided") if has_experts else ("whole",):
-            row = kind, tokens if has_experts else "", *on_lanes(copy.deepcopy(model), tokens, expected)
-            print(*row, flush=True)
-            yield row
+            shared, result = on_lanes(copy.deepcopy(model), tokens, expected)
+            if not shared:
+                report.line(f"{kind} is refused: {result}")
+            yield kind, tokens if has_experts else "", shared, result if shared else "refused"
 
 
 def text(error: BaseException) -> str:

@@ -44,12 +44,15 @@ def parameters_of(module: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]
 
 
 @contextlib.contextmanager
-def local_parameters(module: nn.Module, partial_gradients: bool = False) -> Iterator[None]:
-    """Within it the parts of this lane stand in the place of the parameters below a module that are DTensors.
+def local_parameters(
+    module: nn.Module, partial_gradients: bool = False, is_deep: bool = True
+) -> Iterator[None]:
+    """Within it the parts of this lane stand in the place of the parameters of a module that are DTensors.
 
     partial_gradients: whether the gradient of a whole parameter is a part of a sum on each lane.
+    is_deep: whether those below the module's children are, too.
     """
-    before = parameters_of(module)
+    before = [each for each in parameters_of(module) if is_deep or each[0] is module]
     placements = [Partial()] if partial_gradients else None
     for owner, name, parameter in before:
         if isinstance(parameter, DTensor):

@@ -6,6 +6,7 @@ here:               parallelize(model, mesh["tp"]), and the model is compiled li
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -24,7 +25,7 @@ from torch.distributed.tensor.parallel import (
 
 from fxpipe.errors import OptionError
 from fxpipe.integrations.experts import ExpertParallel
-from fxpipe.integrations.summed_gradients import SummedGradients
+from fxpipe.integrations.summed_gradients import SummedGradients, local_parameters
 
 #: A word of transformers' plans -> the style of a module.
 _STYLES: dict[str, Callable[[], ParallelStyle]] = {
@@ -73,11 +74,14 @@ def parallelize(
     for path, module in [*model.named_modules()]:
         word = words.get(_pattern(path))
         if word in _EXPERTS:
-            style = experts or ExpertParallel()
+            style = copy.copy(experts) if experts else ExpertParallel()
             # Experts of transformers that know of it skip those of other lanes.
             if hasattr(module, "_is_expert_parallel"):
                 module._is_expert_parallel = style.skips = True
             parallelize_module(module, mesh, style)
+        elif word == "local_params":
+            of_own = {name: words.get(_pattern(f"{path}.{name}")) for name in _own(module)}
+            _share_own_parameters(module, of_own, mesh)
         elif word == "mla_kv_a_proj":
             _sum_rotary_gradient(module, model.config.get_text_config().qk_rope_head_dim, mesh)  # type: ignore[union-attr, operator]
         elif word is not None and word not in _NONE:
@@ -85,7 +89,7 @@ def parallelize(
                 raise OptionError(
                     f"The plan of {type(model).__name__} has {word!r} for {path}, which has no counterpart "
                     f"here. Give a plan without it (that module is then whole on all lanes). Known are "
-                    f"{', '.join((*_STYLES, *_EXPERTS, 'mla_kv_a_proj'))}."
+                    f"{', '.join((*_STYLES, *_EXPERTS, 'local_params', 'mla_kv_a_proj'))}."
                 )
             parallelize_module(module, mesh, _STYLES[word]())
     if hasattr(model, "tie_weights"):
@@ -112,6 +116,25 @@ def _check_heads(model: nn.Module, lanes: int, words: Mapping[str, str]) -> None
         heads = getattr(config, name, None)
         if is_cut and isinstance(heads, int) and heads % lanes:
             raise OptionError(f"{name} is {heads}, which {lanes} lanes do not divide.")
+
+
+def _own(module: nn.Module) -> dict[str, nn.Parameter]:
+    return dict(module.named_parameters(recurse=False))
+
+
+def _share_own_parameters(module: nn.Module, words: Mapping[str, str | None], mesh: DeviceMesh) -> None:
+    """Share parameters of the module itself, as a number for each head, and run it on those of a lane."""
+    forward = module.forward
+    for name, parameter in _own(module).items():
+        if words[name] == "colwise":
+            share = distribute_tensor(parameter.data, mesh, [Shard(max(parameter.dim() - 2, 0))])
+            module.register_parameter(name, nn.Parameter(share, parameter.requires_grad))
+
+    def on_own(*args: Any, **kwargs: Any) -> Any:
+        with local_parameters(module, is_deep=False):
+            return forward(*args, **kwargs)
+
+    module.forward = on_own
 
 
 def _sum_rotary_gradient(module: nn.Module, width: int, mesh: DeviceMesh) -> None:

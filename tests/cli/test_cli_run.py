@@ -361,7 +361,7 @@ def test_tensorboard(alone, capsys, monkeypatch):
     module = types.ModuleType("torch.utils.tensorboard")
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
     shared = ["run", alone, "--data", "data.safetensors", "--steps", 2, "--tensorboard", "board"]
-    assert "pip install tensorboard" in refusal(capsys, *shared)
+    assert "pip install 'fxpipe[tensorboard]'" in refusal(capsys, *shared)
     module.SummaryWriter = Board
     assert main([str(a) for a in shared]) == 0
     (board,) = boards

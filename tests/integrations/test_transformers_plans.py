@@ -33,6 +33,12 @@ def gemma3() -> nn.Module:
     return transformers.Gemma3ForCausalLM(config)
 
 
+def granite_swa() -> nn.Module:
+    """Has numbers for each head, which are no module's weight."""
+    config = transformers.GraniteSwaConfig(**SMALL, sliding_window=4)
+    return transformers.GraniteSwaForCausalLM(config)
+
+
 def deepseek_v2() -> nn.Module:
     config = transformers.DeepseekV2Config(
         **(SMALL | {"num_key_value_heads": 4}), **EXPERTS, n_routed_experts=4, n_group=2, topk_group=1,
@@ -66,7 +72,12 @@ def parallelize(model: nn.Module, lanes: int = 2, **options) -> nn.Module:
 @pytest.mark.parametrize(
     ("kind", "tokens", "limit"),
     # Norms and the head compute in single precision.
-    [(qwen3_moe, "divided", 1e-6), (deepseek_v2, "whole", 1e-6), (gemma3, "whole", 1e-5)],
+    [
+        (qwen3_moe, "divided", 1e-6),
+        (deepseek_v2, "whole", 1e-6),
+        (gemma3, "whole", 1e-5),
+        (granite_swa, "whole", 1e-6),
+    ],
 )
 def test_a_plan_equals_eager(kind, tokens, limit):
     from fxpipe.integrations import transformers as integration

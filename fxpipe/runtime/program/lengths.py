@@ -125,6 +125,8 @@ def are_as_assumed(spec: StepSpec, assumed: Mapping[str, float], batch: object) 
 
 
 def _lengths_of(spec: StepSpec, microbatch: object, where: str) -> Lengths | None:
+    if not spec.lengths:
+        return {}
     leaves, named = given_leaves(spec.batch, microbatch), {each.example: each for each in spec.lengths}
     lengths: Lengths = {}
     leaf_of: dict[str, str] = {}
@@ -132,7 +134,9 @@ def _lengths_of(spec: StepSpec, microbatch: object, where: str) -> Lengths | Non
         value = leaves.get(leaf.name)
         shape = () if leaf.unread or leaf.shape is None else leaf.shape
         # What else a leaf may be, the check of the batch tells.
-        given = value.shape if isinstance(value, torch.Tensor) and value.dim() == len(shape) else shape[:1]
+        given = shape[:1]
+        if isinstance(value, torch.Tensor) and not value.is_nested and value.dim() == len(shape):
+            given = value.shape
         for expected, actual in zip(shape[1:], given[1:], strict=False):
             if (each := named.get(expected)) is None:
                 continue
