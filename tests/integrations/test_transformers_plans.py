@@ -35,8 +35,8 @@ def gemma3() -> nn.Module:
 
 def granite_swa() -> nn.Module:
     """Has numbers for each head, which are no module's weight."""
-    config = transformers.GraniteSwaConfig(**SMALL, sliding_window=4)
-    return transformers.GraniteSwaForCausalLM(config)
+    config = transformers.GraniteSWAConfig(**SMALL, sliding_window=4)
+    return transformers.GraniteSWAForCausalLM(config)
 
 
 def deepseek_v2() -> nn.Module:
