@@ -163,7 +163,7 @@ class Runner(LocalRunner):
         return StepResult(loss, results)
 
     def _agreed_lengths(self, batch: object) -> list[Lengths]:
-        """The lengths of the microbatches, on which all ranks of a replica agree before anything is sent.
+        """The lengths of this replica's microbatches, on which its ranks agree before anything is sent.
 
         Raises BatchError on all ranks where one of them refuses its batch for its lengths.
         """
@@ -183,9 +183,12 @@ class Runner(LocalRunner):
                 raise BatchError(
                     f"Rank {rank} refuses the batch of {self._named(self.step_number)}: {said['refuses']}"
                 )
-        return agreed_lengths(
-            spec, {rank: ranks[rank]["lengths"] for rank in process.of_replica(process.replica)}
-        )
+        # Of all replicas, so that where the ranks of one disagree all refuse the step.
+        of_each = [
+            agreed_lengths(spec, {rank: ranks[rank]["lengths"] for rank in process.of_replica(replica)})
+            for replica in range(self.plan.replicas)
+        ]
+        return of_each[process.replica]
 
     def _for(self, batch: object) -> Runner | None:
         """The runner of the programs for batches like this alone; the same on all ranks and replicas."""
