@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import argparse
 import copy
+import time
 import warnings
 from collections.abc import Iterator, Mapping
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -42,22 +44,26 @@ def main() -> None:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("--families", nargs="*", help="instead of all")
+    parser.add_argument("--seconds", type=float, default=inf, help="after which it begins no other family")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_default_dtype(torch.float64)
     report = Report("transformers' decoders on two lanes, by their own plans, beside eager")
-    rows = [*measured(options.families, report)]
+    rows = [*measured(options.families, report, time.monotonic() + options.seconds)]
     report.table(("family", "tokens", "parameters shared", "error"), rows)
     right = sum(row[-1][0].isdigit() and float(row[-1]) < 1e-6 for row in rows)
     report.line(f"{right} of {len(rows)} are those of eager.")
     report.save(options.output)
 
 
-def measured(families: list[str] | None, report: Report) -> Iterator[tuple[str, ...]]:
+def measured(families: list[str] | None, report: Report, end: float) -> Iterator[tuple[str, ...]]:
     for kind, names in sorted(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()):
         if families and kind not in families:
             continue
+        if time.monotonic() > end:
+            report.line(f"It ended before {kind}.")
+            return
         torch.manual_seed(0)
         try:
             built = build(kind, names if isinstance(names, str) else names[0], "CAUSAL_LM").model
