@@ -12,6 +12,7 @@ shapes do not depend on data.  The ops are torch's: the style also runs in eager
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from functools import partial
 from math import ceil
@@ -142,6 +143,13 @@ def _number_of_experts(module: nn.Module, mesh: DeviceMesh) -> int:
             "ExpertParallel is for a module whose parameters all have its experts as their first dimension; "
             f"this {type(module).__name__} has {shapes or 'no parameters'}."
         )
+    try:
+        inspect.signature(module.forward).bind(None, None, None)
+    except TypeError as error:
+        raise OptionError(
+            f"The forward of a {type(module).__name__} does not take (tokens, experts of each, their "
+            "weights), by which ExpertParallel brings tokens to experts."
+        ) from error
     ((experts,),) = numbers
     if experts % mesh.size():
         raise OptionError(

@@ -162,6 +162,10 @@ def test_what_cannot_be_shared():
     linear.bias = nn.Parameter(torch.zeros(4))
     with pytest.raises(OptionError, match=r"this Linear has \{'weight': \(3, 6\), 'bias': \(4,\)"):
         applied(linear)
+    one = Experts(3)
+    one.forward = lambda tokens: tokens
+    with pytest.raises(OptionError, match="The forward of a Experts does not take"):
+        applied(one)
     with pytest.raises(OptionError, match="this Dropout has no parameters"):
         applied(nn.Dropout())
     for style, says in (
