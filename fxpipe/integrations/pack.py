@@ -112,7 +112,8 @@ class PackedSteps(Sampler[list[int]]):
     collate function.  replica, replicas: with several, all have the same number of steps and of microbatches,
     and each gets its own samples.  Samples that are left at the end of an epoch come in the next one.
 
-    ``state_dict`` and ``load_state_dict`` go on in the middle of an epoch with the same steps.
+    ``state_dict`` and ``load_state_dict`` go on in the middle of an epoch with the same steps.  A loader with
+    workers asks for steps before they are trained: it has to save the state with its own.
     """
 
     def __init__(
@@ -147,10 +148,10 @@ class PackedSteps(Sampler[list[int]]):
         generator = torch.Generator().manual_seed(self.seed + self.epoch)
         order = torch.randperm(len(self.lengths), generator=generator).tolist()
         while order:
-            most, held = self.tokens * self.microbatches * self.replicas, 0
-            count = 0
-            while count < len(order) and held + self.lengths[order[count]] <= most:
-                held += self.lengths[order[count]]
+            most = self.tokens * self.microbatches * self.replicas
+            total = count = 0
+            while count < len(order) and total + self.lengths[order[count]] <= most:
+                total += self.lengths[order[count]]
                 count += 1
             while count and (step := self._fitting(order[:count])) is None:
                 count -= 1
@@ -169,8 +170,8 @@ class PackedSteps(Sampler[list[int]]):
                 sorted(k for place in places[replica :: self.replicas] for k in place)
                 for replica in range(self.replicas)
             ]
-            for own in of_each:  # as each replica's ``pack`` will assign them
-                lengths = [self.lengths[samples[k]] for k in own]
+            for of_replica in of_each:  # as each replica's ``pack`` will assign them
+                lengths = [self.lengths[samples[k]] for k in of_replica]
                 assigned(lengths, self.tokens, self.microbatches, self.cost)
         except OptionError:
             return None

@@ -42,8 +42,6 @@ _STYLES: dict[str, Callable[[], ParallelStyle]] = {
 }
 #: Words of modules of experts, of which lanes hold some each; their parameters have words of their own.
 _EXPERTS = ("moe_tp_experts", "ep_dispatch_experts")
-#: What all lanes run alike.
-_NONE = ("replicate", "ep_router", "gather")
 
 
 def parallelize(
@@ -84,7 +82,7 @@ def parallelize(
             _share_own_parameters(module, of_own, mesh)
         elif word == "mla_kv_a_proj":
             _sum_rotary_gradient(module, model.config.get_text_config().qk_rope_head_dim, mesh)  # type: ignore[union-attr, operator]
-        elif word is not None and word not in _NONE:
+        elif word not in (None, "replicate"):
             if word not in _STYLES:
                 raise OptionError(
                     f"The plan of {type(model).__name__} has {word!r} for {path}, which has no counterpart "
