@@ -15,6 +15,7 @@ import fxpipe
 WORDS, WIDTH, LENGTH, MICROBATCHES = 16, 8, 16, 3  # as many words as a microbatch has positions
 LEARNING_RATE = 0.1
 LISTS = ((5, 16, 2), (9, 3, 12))
+NUMBERS = ((5, 16, 2), (9, 3, 12, 7, 4), (4, 16), (9, 3, 12, 7, 4))
 
 
 class Block(nn.Module):
@@ -86,17 +87,19 @@ def train(directory: Path) -> None:
     optimizer = pipe.optimizer(torch.optim.SGD, lr=LEARNING_RATE)
     theirs = torch.optim.SGD(reference.parameters(), lr=LEARNING_RATE)
     differences, refused = [], []
-    for number, lengths in enumerate(LISTS):
+    for number, lengths in enumerate(NUMBERS):
         torch.manual_seed(number)
         batch = [microbatch(length) for length in lengths]
         loss = pipe.step(batch)
         optimizer.step()
         optimizer.zero_grad()
+        pipe.prepare([microbatch(length) for length in NUMBERS[(number + 1) % len(NUMBERS)]])
         differences.append(float(loss - eager(reference, batch)))
         theirs.step()
-        short = [*batch[:2], microbatch(lengths[2] + 1 if rank else lengths[2])]
-        one = [*batch[:2], microbatch(1)] if rank else batch
-        for wrong in (batch[:2], [*batch[:2], microbatch(LENGTH + 1)], short, one):
+        last = microbatch(lengths[-1] - 1 if rank else lengths[-1])
+        one = [*batch[:-1], microbatch(1)] if rank else batch
+        longer = [*batch[:-1], microbatch(LENGTH + 1)]
+        for wrong in ([], longer, [*batch[:-1], last], one, batch[rank:]):
             try:
                 pipe.step(wrong)
                 refused.append("")

@@ -273,6 +273,15 @@ class Pipeline(Views):
                 result = pipe._runner.evaluate(batch, outputs or (), outputs_on)
             return _loss(result) if outputs is None else result
 
+    def prepare(self, batch: object) -> None:
+        """Begin to look for the fastest order of the microbatches of a later batch, while the step before
+        runs; ``batch``: a list as for ``step``, whose lengths alone are read.  All ranks call it, or none.
+
+        Without it ``step`` looks for the order itself.  Raises BatchError as that does for lengths that
+        programs do not take, and for ranks that differ.
+        """
+        self._runner.prepare(batch)
+
     def figures(self) -> dict[str, float]:
         """Figures of the last steps for any logger (W&B, TensorBoard, JSON); waits for no other rank.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -154,17 +154,44 @@ class Views:
     def schedule(self) -> Schedule:
         return self.plan.ordered
 
-    def simulate(self, sizes: Mapping[str, int] | None = None, *, device: str | None = None) -> Timeline:
+    def simulate(
+        self,
+        sizes: Mapping[str, int] | None = None,
+        *,
+        device: str | None = None,
+        lengths: Sequence[Mapping[str, int] | int] | None = None,
+    ) -> Timeline:
         """Simulate the step: times, bubbles and the bytes that each rank holds between ops.
 
+        lengths: of each microbatch of a batch, ``[{"sequence": 512}, …]`` or ``[512, …]``: the step in the
+            order that ``step`` runs for them (docs/lengths.md).  On rank 0, and not of a loaded pipeline.
         sizes: other lengths than the example's, ``{"microbatch": 2, "sequence": 4096}``; the names
             must be in ``dimensions`` of ``compile``.  Stages and schedule do not change.
         device: the name of a device, ``"B200"``: the analytic times on it.  Needs ``dimensions`` too ({} is
             enough).
         Raises SizeError for an unknown name and for a length below one, ScheduleError for an unknown device.
         """
-        timeline = simulate(self.schedule, costs_of(self.plan, sizes, device))
+        if lengths is not None:
+            timeline = self._simulated_by_lengths(lengths)
+        else:
+            timeline = simulate(self.schedule, costs_of(self.plan, sizes, device))
         return shown_as(ShownTimeline, timeline, model=self.plan.model)
+
+    def _simulated_by_lengths(self, lengths: Sequence[Mapping[str, int] | int]) -> Timeline:
+        write, names = self.artifact.write_step, [each.name for each in self.lengths]
+        if write is None:
+            raise RunError(
+                "Orders by lengths are found where a pipeline with named dimensions was compiled, on rank 0."
+            )
+        if not lengths:
+            raise OptionError("lengths is empty: give those of each microbatch.")
+        each: list[Mapping[str, int]] = []
+        for m, given in enumerate(lengths):
+            named = {names[0]: given} if isinstance(given, int) and len(names) == 1 else given
+            if not isinstance(named, Mapping) or {*named} != {*names}:
+                raise OptionError(f"lengths[{m}] is {given!r} and must give {', '.join(names)}.")
+            each.append(named)
+        return write.timeline(each)
 
     def simulate_steps(
         self,

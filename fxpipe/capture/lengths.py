@@ -24,8 +24,10 @@ from fxpipe.errors import CaptureError, SizeError
 from fxpipe.ir.compat import pytree
 from fxpipe.ir.graph import Origin, Outputs
 from fxpipe.ir.nodes import rename
+from fxpipe.ir.ops import begins_backward
 from fxpipe.ir.resized import ResizedTraces
-from fxpipe.ir.size import Size, sized
+from fxpipe.ir.size import Share, Size, sized
+from fxpipe.ir.storage import graph_outputs
 from fxpipe.plan.captured import digest
 from fxpipe.plan.rewrites import Mask
 from fxpipe.plan.step import NamedLength
@@ -113,14 +115,18 @@ def shortened(example: object, old: Mapping[str, int], new: Mapping[str, int]) -
 
 
 def name_sizes(graph: fx.Graph, traces: ResizedTraces, reserved: Collection[str]) -> None:
-    """Let each number among the arguments of ops that is another one at other lengths be their expression.
+    """Let each number among the arguments of ops that is another one at other lengths be their expression,
+    and what the gradient of a mean begins with that of the number of microbatches.
 
     No node keeps a name that is ``reserved`` for lengths.  Raises SizeError for a number that is no
     expression of few terms, naming the op with its line.
     """
     for node, (args, kwargs) in [*_arguments(graph, traces)]:
         node.args, node.kwargs = args, kwargs
+    is_mean = graph_outputs(graph).count is None
     for node in graph.nodes:
+        if is_mean and begins_backward(node):
+            node.update_arg(1, Share(node.args[1]))
         if node.name in reserved:
             rename(node, f"{node.name}_")
 

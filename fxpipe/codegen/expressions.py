@@ -38,7 +38,7 @@ ARGUMENTS = {**CONTAINERS, Kind.KEY: "key"}
 KEYS = ("key", "lane_key")
 
 #: What a program whose microbatches have lengths uses itself, beside their variables.
-OF_LENGTHS = ("layouts", "messages")
+OF_LENGTHS = ("layouts", "messages", "microbatches")
 
 END = 2**63 - 1  # the end of a slice that has none
 

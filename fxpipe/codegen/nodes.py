@@ -19,7 +19,8 @@ from fxpipe.codegen.statements import Statement
 from fxpipe.codegen.wrapping import WIDTH
 from fxpipe.ir.graph import Origin, offload, read_buffer, reload
 from fxpipe.ir.names import comment
-from fxpipe.ir.ops import node_flops
+from fxpipe.ir.ops import begins_backward, node_flops
+from fxpipe.ir.size import Share
 from fxpipe.ir.storage import is_view, written_arguments
 
 aten = torch.ops.aten
@@ -119,9 +120,8 @@ def _allocates(node: fx.Node, scope: Scope) -> bool:
 
 def _reason(node: fx.Node) -> str:
     """What the number is that a backward starts from: the loss is the mean of those of the microbatches."""
-    origin: Origin = node.meta["origin"]
-    starts = node.target is aten.full.default and not node.args[0] and origin.backward and origin.seq is None
-    return "1 / microbatches" if starts and node.args[1] != 1 else ""
+    is_number = begins_backward(node) and not isinstance(node.args[1], Share)
+    return "1 / microbatches" if is_number and node.args[1] != 1 else ""
 
 
 class _Where(NamedTuple):

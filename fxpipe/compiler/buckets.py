@@ -15,7 +15,7 @@ from fxpipe.plan.rows import ShardName
 from fxpipe.plan.tensors import dtype_of, gradient_dtype
 from fxpipe.schedule.bucket_use import BucketUse, once
 from fxpipe.schedule.bucket_use import per_use as for_each_use
-from fxpipe.schedule.ops import PHASES, Color, Op, Schedule, parse_op
+from fxpipe.schedule.ops import PHASES, Color, Op, Schedule
 
 #: A sum over replicas takes as much memory again as its bucket, and links are at their best from far less on.
 MOST_BYTES = 64 << 20
@@ -102,16 +102,18 @@ def bucket_uses(
         colors = {color for color, members in names.items() if not members.isdisjoint(bucket.gradients)}
         return lambda op: any(Color(op.stage, phase) in colors for phase in PHASES[op.kind])
 
-    def use_of(bucket: Bucket, ops: Sequence[Op]) -> BucketUse:
-        last = parse_op(bucket.after)
+    def use_of(bucket: Bucket, ops: Sequence[Op], is_frozen: bool = False) -> BucketUse:
+        adds, uses = touches(accumulated, bucket), touches(used, bucket)
+        # Behind the last op where another rank makes the gradient.
+        last = next(filter(uses if is_frozen else adds, reversed(ops)), ops[-1])
         if per_use:
-            return for_each_use(ops, touches(used, bucket), touches(accumulated, bucket), last)
-        return once(parse_op(bucket.before) if plan.shard else None, last)
+            return for_each_use(ops, uses, adds, last)
+        return once(next(filter(uses, ops), last) if plan.shard else None, last)
 
     return tuple(
         (
             *(use_of(bucket, ops) for bucket in tensors.buckets),
-            *(use_of(bucket, ops)._replace(sums=()) for bucket in tensors.frozen),
+            *(use_of(bucket, ops, is_frozen=True)._replace(sums=()) for bucket in tensors.frozen),
         )
         for tensors, ops in zip(plan.tensors, schedule.order, strict=True)
     )

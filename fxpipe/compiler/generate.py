@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from types import MappingProxyType
 
@@ -20,13 +21,15 @@ from fxpipe.codegen.signatures import signatures
 from fxpipe.compiler.buckets import bucket_uses
 from fxpipe.compiler.compilation import Compilation
 from fxpipe.compiler.cut import Cut, finished
-from fxpipe.compiler.lengths import crossing_sizes, why_one_length
+from fxpipe.compiler.lengths import StepWriter, crossing_sizes, why_one_length
 from fxpipe.compiler.make_plan import make_plan
+from fxpipe.compiler.options import Settings
 from fxpipe.compiler.progress import Phases
 from fxpipe.compiler.tensor_ownership import tied_gradients
 from fxpipe.errors import ArtifactError, ScheduleError, SizeError, VerifyError, number_of
 from fxpipe.ir.captured import captured_step
 from fxpipe.ir.compiled import is_compiled
+from fxpipe.ir.graph import Section
 from fxpipe.ir.liveness import Liveness
 from fxpipe.ir.nodes import copy_graph
 from fxpipe.ir.sections import requested_outputs
@@ -75,25 +78,35 @@ def generate(
     plan = completed(make_plan(request, captured, cut, timeline, joint))
     if pools:
         plan = replace(plan, tier=options.tier, pools=tuple(pool.bytes for pool in pools))
-    # The instructions of all ranks, proved to end.
-    instructions = lower(schedule, timeline.costs.edges, joint, timeline.spans)
-    divides = plan.step.has_count and options.gradients
-    buckets = bucket_uses(plan, cut.sections, schedule, per_use=options.per_use)
-    # After the lowering, which knows ops and messages alone.
-    instructions = with_gradients(instructions, buckets, tied_gradients(plan.tensors), divides)
-    # Without an update there is no verdict to wait for.
-    if plan.trains:
-        instructions = with_validation(instructions, schedule.placement)
-    # What is proved is what the programs are written from.
-    prove(instructions, schedule.placement)
-    plan, programs, others = _of_lengths(plan, lengths, cut, instructions, pools)
+    instruct = partial(_instructions, plan, cut.sections, options)
+    instructions = instruct(lower(schedule, timeline.costs.edges, joint, timeline.spans), schedule)
+    plan, rank_plans, programs, others = _of_lengths(plan, lengths, cut, instructions, pools)
+    writer = None
+    if plan.step.lengths and not schedule.transfers:
+        writer = StepWriter(plan, rank_plans, lambda other: instruct(lower(other, plan.costs.edges), other))
     with phase("check"):
         step = _captured_as_data(captured, cut)
         if step is not None and options.check:
             _check_programs(plan, programs, CapturedStep(**vars(step)))
     # At other lengths the programs were checked before.
     text = "" if step is None else CapturedStep(**vars(step), others=others).to_json()
-    return cut, Artifact(plan, programs, captured.constants, plan.number, captured=text)
+    return cut, Artifact(plan, programs, captured.constants, plan.number, captured=text, write_step=writer)
+
+
+def _instructions(
+    plan: Plan, sections: Sequence[Section], options: Settings, lowered: Programs, schedule: Schedule
+) -> Programs:
+    """The instructions of all ranks for a schedule, proved to end.  lowered: its ops and messages."""
+    divides = plan.step.has_count and options.gradients
+    buckets = bucket_uses(plan, sections, schedule, per_use=options.per_use)
+    # After the lowering, which knows ops and messages alone.
+    instructions = with_gradients(lowered, buckets, tied_gradients(plan.tensors), divides)
+    # Without an update there is no verdict to wait for.
+    if plan.trains:
+        instructions = with_validation(instructions, schedule.placement)
+    # What is proved is what the programs are written from.
+    prove(instructions, schedule.placement)
+    return instructions
 
 
 def _check_buffer_order(graph: fx.Graph, schedule: Schedule) -> None:
@@ -134,9 +147,10 @@ def joined_stages(schedule: Schedule) -> frozenset[int]:
 
 def _of_lengths(
     plan: Plan, lengths: LengthTraces | str, cut: Cut, instructions: Programs, pools: tuple[Pool, ...]
-) -> tuple[Plan, tuple[str, ...], tuple[AtLengths, ...]]:
-    """The programs, for microbatches of many lengths if possible, with their plan and the step at other
-    lengths.  Else the plan says why, and the cut's graphs compute in the example's lengths from then on."""
+) -> tuple[Plan, tuple[RankPlan, ...], tuple[str, ...], tuple[AtLengths, ...]]:
+    """The programs, for microbatches of many lengths if possible, with their plan, what they are written from
+    and the step at other lengths.  Else the plan says why, and the cut's graphs compute in the example's
+    lengths from then on."""
     why = why_one_length(lengths, cut)
     if not why and isinstance(lengths, LengthTraces) and cut.lengths is not None:
         crossing = {name for edge in cut.edges for name in edge.names}
@@ -144,14 +158,16 @@ def _of_lengths(
         try:
             sizes = crossing_sizes(cut.graph, crossing, cut.lengths)
             variables = dict(zip(cut.lengths.names, (each.name for each in lengths.lengths), strict=True))
-            programs = _programs(named, cut, instructions, pools, variables, sizes)
-            return named, programs, _checked_at_lengths(named, programs, lengths, cut)
+            rank_plans = _rank_plans(named, cut, instructions, pools, variables, sizes)
+            programs = tuple(map(program_source, rank_plans))
+            return named, rank_plans, programs, _checked_at_lengths(named, programs, lengths, cut)
         except SizeError as error:
             why = str(error)
     for graph in _graphs(cut):
         without_names(graph)
     plan = replace(plan, step=replace(plan.step, one_length=why))
-    return plan, _programs(plan, cut, instructions, pools), ()
+    rank_plans = _rank_plans(plan, cut, instructions, pools)
+    return plan, rank_plans, tuple(map(program_source, rank_plans)), ()
 
 
 def _graphs(cut: Cut) -> list[fx.Graph]:
@@ -182,20 +198,23 @@ def _checked_at_lengths(
     return tuple(others)
 
 
-def _programs(
+def _rank_plans(
     plan: Plan,
     cut: Cut,
     instructions: Programs,
     pools: tuple[Pool, ...],
     variables: Mapping[str, str] = NO_LENGTHS,
     sizes: Mapping[str, Sizes] = NO_SIZES,
-) -> tuple[str, ...]:
-    """variables: of lengths, with their names.  sizes: of what crosses between stages, in these."""
+) -> tuple[RankPlan, ...]:
+    """What the programs are written from.
+
+    variables: of lengths, with their names.  sizes: of what crosses between stages, in these.
+    """
     crossing = {name for edge in cut.edges for name in edge.names}
     # For the receives: shape, strides and dtype of each value that crosses.
     fakes = {n.name: n.meta["val"] for n in call_nodes(cut.graph) if n.name in crossing}
     compiled = frozenset(s.color for s in cut.sections if is_compiled(s, cut.options.compiled))
-    calls, programs = signatures(cut.sections), []
+    calls, plans = signatures(cut.sections), []
     for rank in range(plan.ranks):
         stages = ", ".join(
             f"{s.stage} ({s.modules})" if s.modules else f"{s.stage}" for s in plan.stages if s.rank == rank
@@ -207,32 +226,30 @@ def _programs(
             *([f"Gradients are accumulated in {plan.grad_dtype}."] if plan.grad_dtype else []),
             *_about_lengths(plan),
         )
-        programs.append(
-            program_source(
-                RankPlan(
-                    rank=rank,
-                    title=title,
-                    sections=cut.sections,
-                    calls=calls,
-                    edges=cut.edges,
-                    placement=plan.placement,
-                    instructions=instructions[rank],
-                    outputs=requested_outputs(cut.graph),
-                    tensors=fakes,
-                    places=pools[rank].offsets if pools else {},
-                    costs=plan.costs,
-                    joined=plan.ordered.joined,
-                    buckets=tuple(
-                        (bucket, sum(plan.layouts[name].nbytes for name in bucket.gradients))
-                        for bucket in plan.tensors[rank].exchanged
-                    ),
-                    compiled=compiled,
-                    lengths=variables,
-                    sizes=sizes,
-                )
+        plans.append(
+            RankPlan(
+                rank=rank,
+                title=title,
+                sections=cut.sections,
+                calls=calls,
+                edges=cut.edges,
+                placement=plan.placement,
+                instructions=instructions[rank],
+                outputs=requested_outputs(cut.graph),
+                tensors=fakes,
+                places=pools[rank].offsets if pools else {},
+                costs=plan.costs,
+                joined=plan.ordered.joined,
+                buckets=tuple(
+                    (bucket, sum(plan.layouts[name].nbytes for name in bucket.gradients))
+                    for bucket in plan.tensors[rank].exchanged
+                ),
+                compiled=compiled,
+                lengths=variables,
+                sizes=sizes,
             )
         )
-    return tuple(programs)
+    return tuple(plans)
 
 
 def _about_lengths(plan: Plan) -> list[str]:

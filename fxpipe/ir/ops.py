@@ -11,6 +11,7 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
+from fxpipe.ir.graph import Origin
 from fxpipe.ir.storage import argument, is_view
 
 aten = torch.ops.aten
@@ -49,6 +50,13 @@ def _counted_as(target: fx.node.Target) -> tuple[Any, ...]:
     if packet is None:
         return ()
     return packet, getattr(aten, packet.__name__.removesuffix("_"), packet)  # addmm_ counts as addmm
+
+
+def begins_backward(node: fx.Node) -> bool:
+    """Whether the op is what a backward starts from, the gradient of the loss: 1 / microbatches of a mean."""
+    origin: Origin = node.meta.get("origin", Origin())
+    is_full = node.op == "call_function" and node.target is aten.full.default and not node.args[0]
+    return is_full and origin.backward and origin.seq is None
 
 
 def is_causal(node: fx.Node) -> bool:

@@ -82,6 +82,17 @@ class Size(int):
         return int(value)
 
 
+class Share(float):
+    """1 / microbatches, for the number of them that a step has: for passes and for torch that of the compiled
+    step, as text the expression."""
+
+    names = ("microbatches",)
+    used = frozenset(names)
+
+    def __repr__(self) -> str:
+        return "1 / microbatches"
+
+
 def sized(values: Sequence[int], names: Sequence[str], points: Sequence[Sequence[int]]) -> int | None:
     """The number that has these values at the points, the first that of the example; None if no polynomial of
     few terms has them."""
@@ -125,19 +136,20 @@ def _solved(columns: Sequence[Sequence[int]], values: Sequence[int]) -> list[Fra
 
 
 def size_names(nodes: Iterable[fx.Node]) -> list[str]:
-    """The names of the lengths on which arguments of the nodes depend, in their order."""
+    """The names of the lengths, and of the number of microbatches, on which arguments of the nodes depend, in
+    their order."""
     used: set[str] = set()
-    names: tuple[str, ...] = ()
+    names: dict[str, None] = {}
     for node in nodes:
         for size in sizes_in([*node.args, *node.kwargs.values()]):
-            names = size.names
+            names |= dict.fromkeys(size.names)
             used |= size.used
-    return [name for name in names if name in used]
+    return sorted((name for name in names if name in used), key=lambda name: name in Share.used)
 
 
-def sizes_in(argument: object) -> Iterator[Size]:
-    """The sizes in an op's arguments."""
-    if isinstance(argument, Size):
+def sizes_in(argument: object) -> Iterator[Size | Share]:
+    """The expressions in an op's arguments."""
+    if isinstance(argument, Size | Share):
         yield argument
     elif isinstance(argument, list | tuple):
         for each in argument:
@@ -162,6 +174,8 @@ def _plain(value: object) -> object:
     match value:
         case Size():
             return int(value)
+        case Share():
+            return float(value)
         case dict():
             return {key: _plain(each) for key, each in value.items()}
         case list() | tuple():

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from math import prod
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Protocol
 
 import torch
 
@@ -19,7 +19,7 @@ from fxpipe.plan.number import number
 from fxpipe.plan.rewrites import Rewrite
 from fxpipe.plan.rows import ShardName
 from fxpipe.plan.saved.check import check_plan
-from fxpipe.plan.step import MOST_RANKS, Replay, Shard, StepSpec, Tier, counted
+from fxpipe.plan.step import MOST_RANKS, OrderedStep, Replay, Shard, StepSpec, Tier, counted
 from fxpipe.plan.tensors import Dtype, GradDtype, Shape, Size, dtype_of, gradient_dtype, is_dense
 from fxpipe.plan.version import __version__
 from fxpipe.plan.work import PlanWork
@@ -41,6 +41,9 @@ from fxpipe.strict import (
     structure,
     unstructure,
 )
+
+if TYPE_CHECKING:
+    from fxpipe.schedule.simulation.timeline import Timeline
 
 FORMAT = 2
 MOST_TRIED = 4096
@@ -337,6 +340,16 @@ class Plan:
         return plan
 
 
+class WritesSteps(Protocol):
+    """Writes the steps for the lengths of each microbatch of a batch."""
+
+    def __call__(self, lengths: Sequence[Mapping[str, int]]) -> OrderedStep: ...
+
+    def timeline(self, lengths: Sequence[Mapping[str, int]]) -> Timeline:
+        """The step as simulated."""
+        ...
+
+
 @dataclass(frozen=True, eq=False)
 class Artifact:
     """What a compilation gives.  ``programs``: the source of every rank's program.  ``constants``: tensors
@@ -346,7 +359,8 @@ class Artifact:
     of the others are empty), and a plan without ``order`` and ``transfers``, which grow with ranks times
     microbatches, ``tried``, and the edges of ``costs``.  ``ask``: gives them the whole plan; ``number``: that
     of the whole plan.  ``captured``: the captured step as JSON (``captured.py``), on rank 0 alone; empty
-    where an earlier version saved it.
+    where an earlier version saved it.  ``write_step``: the step for the lengths of each microbatch of a
+    batch, on rank 0 alone; None where they all have the example's, and of a pipeline that was loaded.
     """
 
     plan: Plan
@@ -355,6 +369,7 @@ class Artifact:
     number: int
     ask: Callable[[], Plan] | None = None
     captured: str = ""
+    write_step: WritesSteps | None = None
 
     @cached_property
     def whole_plan(self) -> Plan:

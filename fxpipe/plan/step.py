@@ -126,6 +126,17 @@ class OutputSpec:
 
 
 @dataclass(frozen=True)
+class OrderedStep:
+    """The function ``step`` of each rank's program for the microbatches of one batch, as text.
+
+    ``ops``: those that it calls, by rank.
+    """
+
+    texts: tuple[str, ...]
+    ops: tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True)
 class StepSpec:
     """The data that every rank's runtime needs beside its program; a part of plan.json.
 
@@ -154,6 +165,10 @@ class StepSpec:
     def batch_at(self, lengths: Mapping[str, int]) -> BatchSpec:
         """The leaves of a microbatch of these lengths, all of them named."""
         return self.batch.with_lengths({each.example: lengths[each.name] for each in self.lengths})
+
+    def with_microbatches(self, number: int) -> StepSpec:
+        """The data of a step of another number of microbatches."""
+        return self if number == self.microbatches else replace(self, microbatches=number)
 
     def at(self, lengths: Mapping[str, int]) -> StepSpec:
         """The data of steps whose microbatches all have these lengths."""

@@ -47,6 +47,32 @@ def lower_bound(costs: Costs, placement: tuple[int, ...], microbatches: int) -> 
     return max(bounds)
 
 
+def lower_bound_of_each(each: Sequence[Costs], placement: tuple[int, ...]) -> float:
+    """``lower_bound`` where each microbatch has costs of its own.
+
+    The longest way of a microbatch, and the work of each rank between the shortest ways to its first op and
+    from its last.
+    """
+    known = {id(costs): costs for costs in each}
+    ways: dict[int, tuple[list[float], list[float], list[float]]] = {}
+    for key, costs in known.items():
+        lasts, waits = work_and_waits(costs, placement)
+        ways[key] = lasts, *distances(waits, lasts)
+    bounds = [max(map(sum, zip(*way, strict=True))) for way in ways.values()]
+    for rank in range(max(placement) + 1):
+        mine = [
+            SECTIONS_PER_STAGE * stage + kind
+            for stage, holder in enumerate(placement)
+            if holder == rank
+            for kind in range(SECTIONS_PER_STAGE)
+        ]
+        work = sum(ways[id(costs)][0][i] for costs in each for i in mine)
+        head = min(head[i] for _, head, _ in ways.values() for i in mine)
+        tail = min(tail[i] for *_, tail in ways.values() for i in mine if i % SECTIONS_PER_STAGE == _W)
+        bounds.append(head + work + tail)
+    return max(bounds)
+
+
 def work_and_waits(costs: Costs, placement: tuple[int, ...]) -> tuple[list[float], list[Needs]]:
     """The seconds and the dependencies of each section."""
     table, times = needs(costs, placement), durations(costs)

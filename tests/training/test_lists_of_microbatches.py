@@ -2,17 +2,19 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 from launch import forked
-from lengths_model import LENGTH, LISTS, Words, eager, microbatch, train, words
+from lengths_model import LENGTH, LISTS, NUMBERS, Words, eager, microbatch, train, words
 from torch import nn
 from torch.nn import functional as F
 
 import fxpipe
 from fxpipe.certificate.check import check
 from fxpipe.plan.captured import CapturedStep
+from fxpipe.schedule.ops import order_text
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -46,6 +48,11 @@ def test_a_list_of_microbatches(pipe, lengths):
     check_step(pipe, [microbatch(length) for length in lengths])
 
 
+@pytest.mark.parametrize("number", [1, 2, 5, 8])
+def test_any_number_of_microbatches(pipe, number):
+    check_step(pipe, [microbatch(2 + 5 * k % 14) for k in range(number)])
+
+
 def test_one_batch_of_another_length(pipe):
     batch = microbatch(11, rows=6)
     check_step(pipe, [batch], batch)
@@ -67,21 +74,88 @@ def test_programs_hold_the_length_as_a_name(pipe):
     [
         {"schedule": "zb-v", "recompute": "full"},
         {"schedule": "zb-h1", "microbatches": 4, "offload": True},
-        {"replicas": 2},
+        {"replicas": 2, "shard": "gradients"},
+        {"schedule": "zb", "validation": "post"},
     ],
-    ids=["V", "offload", "replicas"],
+    ids=["V", "offload", "replicas", "post"],
 )
 def test_schedules_memory_and_replicas(options):
     pipe = words(**options)
-    number = pipe.plan.step.microbatches * pipe.plan.replicas
-    check_step(pipe, [microbatch(2 + 5 * k % 14) for k in range(number)])
+    replicas, number = pipe.plan.replicas, pipe.plan.step.microbatches
+    # What offloads keeps the number that its transfers were planned for.
+    for each in (number,) if "offload" in options else (number, 5):
+        check_step(pipe, [microbatch(2 + 5 * k % 14) for k in range(each * replicas)])
+
+
+def test_another_number_where_activations_are_offloaded():
+    pipe = words(schedule="zb-h1", microbatches=4, offload=True)
+    with pytest.raises(fxpipe.BatchError, match=r"5 microbatches, .* written for 4: .* offloads"):
+        pipe.run_local([microbatch(5)] * 5)
+
+
+def test_the_order_of_a_batch_is_the_captured_step(pipe):
+    """The certificate of the programs with the step that is written for a batch, at the example's lengths."""
+    lengths = [{"sequence": n} for n in (16, 2, 9)]
+    artifact = pipe.artifact
+    step, timeline = artifact.write_step(lengths), artifact.write_step.timeline(lengths)
+    assert timeline.schedule.name == "1f1b by lengths"
+    assert step.ops[0] == tuple(str(op) for op in timeline.schedule.order[0])
+    programs = [
+        program[: program.index("def step(rt, batch):")] + text + "\n"
+        for program, text in zip(artifact.programs, step.texts, strict=True)
+    ]
+    order = tuple(order_text(timeline.schedule.order).splitlines())
+    plan = replace(artifact.plan, order=order, schedule=timeline.schedule.name)
+    plan = replace(plan, prediction=replace(plan.prediction, peak_memory=(1e9, 1e9)))
+    certificate = check(plan, programs, CapturedStep.from_json(artifact.captured, "captured"))
+    assert certificate.holds, certificate.problems
+    swapped = programs[1].replace("F1(1)", "F1(2)", 1)
+    assert not check(plan, [programs[0], swapped], CapturedStep.from_json(artifact.captured, "x")).holds
+
+
+def test_a_step_holds_no_more_than_the_plan_predicts(pipe):
+    most = pipe.plan.prediction.peak_memory
+    for lengths in ((16, 2, 16, 3, 16, 16, 2), (2, 2, 16, 9)):
+        result = pipe.run_local([microbatch(n) for n in lengths], measure_memory=True)
+        simulated = pipe.simulate(lengths=lengths).peak_memory
+        for measured, expected, limit in zip(result.peak_saved, simulated, most, strict=True):
+            assert measured == pytest.approx(expected, rel=0.05)
+            assert expected <= limit * (1 + 1e-9)
+
+
+def test_simulated_lengths_that_are_no_lengths(pipe, tmp_path):
+    with pytest.raises(fxpipe.OptionError, match=r"lengths\[1\] is {'time': 3} and must give sequence"):
+        pipe.simulate(lengths=[5, {"time": 3}])
+    with pytest.raises(fxpipe.OptionError, match="lengths is empty"):
+        pipe.simulate(lengths=[])
+
+
+class Dropped(Words):
+    """With dropout behind the embedding."""
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = F.dropout(self.embed(ids), 0.5)
+        return F.cross_entropy(self.head(self.blocks[0](x)).flatten(0, 1), labels.flatten())
+
+
+def test_random_numbers_are_those_of_the_place_in_the_list():
+    """Whichever order the microbatches are run in, as a loaded pipeline runs the plan's own."""
+    torch.manual_seed(0)
+    pipe = fxpipe.compile(Dropped(), microbatch(LENGTH), ranks=2, microbatches=4, dimensions={"sequence": 16})
+    batch = [microbatch(n) for n in (3, 16, 8, 2)]
+    found = pipe.run_local(batch, step=7)
+    assert pipe.simulate(lengths=[3, 16, 8, 2]).schedule.name.endswith("by lengths")
+    pipe.artifact.__dict__["write_step"] = None
+    del pipe._runner.__dict__["_orders"]
+    expected = pipe.run_local(batch, step=7)
+    torch.testing.assert_close(found.loss, expected.loss)
+    torch.testing.assert_close(found.grads, expected.grads)
 
 
 @pytest.mark.parametrize(
     ("batch", "message"),
     [
-        (lambda: [], "The list has 0 microbatches, and the pipeline was compiled for 3"),
-        (lambda: [microbatch(5)] * 4, "The list has 4 microbatches"),
+        (lambda: [], "The list has 0 microbatches: give one or more"),
         (
             lambda: [microbatch(5), microbatch(5), microbatch(17)],
             "Microbatch 2 has sequence 17 .* from 2 to 16",
@@ -94,7 +168,7 @@ def test_schedules_memory_and_replicas(options):
         (lambda: [microbatch(5, rows=3), microbatch(5), microbatch(5)], "'ids' has 3 rows"),
         (lambda: microbatch(17, rows=6), "The batch has sequence 17"),
     ],
-    ids=["empty", "more", "longer", "one", "leaves", "rows", "longer batch"],
+    ids=["empty", "longer", "one", "leaves", "rows", "longer batch"],
 )
 def test_a_list_that_is_refused(pipe, batch, message):
     with pytest.raises(fxpipe.BatchError, match=message):
@@ -138,7 +212,11 @@ def test_saved_and_loaded(pipe, tmp_path):
     loaded = fxpipe.load(tmp_path / "saved")
     assert loaded.lengths == pipe.lengths
     batch = [microbatch(length) for length in LISTS[0]]
-    torch.testing.assert_close(loaded.run_local(batch).grads, pipe.run_local(batch).grads, rtol=0, atol=0)
+    torch.testing.assert_close(loaded.run_local(batch).grads, pipe.run_local(batch).grads)
+    with pytest.raises(fxpipe.BatchError, match="a pipeline that was loaded"):
+        loaded.run_local(batch[:2])
+    with pytest.raises(fxpipe.RunError, match="where a pipeline with named dimensions was compiled"):
+        loaded.simulate(lengths=[3])
 
 
 def test_evaluation():
@@ -185,10 +263,11 @@ def test_ranks_agree_on_lengths_before_a_step(tmp_path):
     )
     assert max(map(abs, [*differences, *others])) < 1e-12
     for ours in (refused, theirs):
-        assert len(ours) == 4 * len(LISTS)
-        few, longer, another, one = ours[:4]
-        assert few.startswith("The list has 2 microbatches")
-        assert longer.startswith("Microbatch 2 has sequence 17")
-        assert another.startswith("Rank 1 has sequence 3 in microbatch 2, and rank 0 has sequence 2.")
-        assert "Microbatch 2 has sequence 1 " in one
-    assert refused[3].startswith("Rank 1 refuses the batch of step 1")
+        assert len(ours) == 5 * len(NUMBERS)
+        none, longer, another, one, fewer = ours[5:10]
+        assert none.startswith("The list has 0 microbatches")
+        assert longer.startswith("Microbatch 4 has sequence 17")
+        assert another.startswith("Rank 1 has sequence 3 in microbatch 4, and rank 0 has sequence 4.")
+        assert "Microbatch 4 has sequence 1 " in one
+        assert fewer.startswith("Rank 1 has 4 microbatches, and rank 0 has 5.")
+    assert refused[8].startswith("Rank 1 refuses the batch of step 2")

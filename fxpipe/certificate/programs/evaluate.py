@@ -362,6 +362,7 @@ _SIGNS: dict[tuple[str, int], Callable[..., object]] = {
     ("+", 2): operator.add,
     ("-", 2): operator.sub,
     ("*", 2): operator.mul,
+    ("/", 2): operator.truediv,
     ("//", 2): operator.floordiv,
     ("%", 2): operator.mod,
 }

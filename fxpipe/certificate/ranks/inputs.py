@@ -38,6 +38,10 @@ class Inputs:
         return self.calls.line()
 
     @property
+    def microbatch_count(self) -> int:
+        return self.plan.step.microbatches
+
+    @property
     def params(self) -> Container:
         return Container("params", self._parameter)
 

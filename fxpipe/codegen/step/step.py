@@ -21,6 +21,7 @@ from fxpipe.codegen.step_invariants import count_lengths, once_containers
 from fxpipe.codegen.wrapping import WIDTH, wrapped
 from fxpipe.ir.graph import Kind
 from fxpipe.ir.names import text_literal
+from fxpipe.ir.size import Share
 from fxpipe.schedule.lowering.instructions import (
     AllReduceGradient,
     AtEnd,
@@ -159,6 +160,8 @@ def _lengths(plan: RankPlan, used: AbstractSet[str]) -> Iterator[str]:
     for variable, name in plan.lengths.items():
         if variable in used:
             yield f"    {variable} = rt.lengths({text_literal(name)})  # by microbatch"
+    if Share.used <= used:
+        yield "    microbatches = rt.microbatch_count"
     if plan.lengths and plan.layouts():
         yield "    layouts = rt.layouts(messages)  # by microbatch"
 

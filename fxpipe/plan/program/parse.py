@@ -68,6 +68,11 @@ def compiled(source: str, filename: str) -> tuple[CodeType, r.Program]:
     return compile(tree, filename, "exec"), program
 
 
+def code_of(step: str, filename: str) -> CodeType:
+    """The code of a function ``step`` that fxpipe wrote for a program; nothing has to be read of it."""
+    return compile(step, filename, "exec")
+
+
 class _Unlike(Exception):
     """A node that the grammar does not have, where it stands."""
 

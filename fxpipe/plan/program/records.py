@@ -29,8 +29,8 @@ OF_RUNTIME = ATTRIBUTES | VERBS.keys()
 METHODS = frozenset({"append", "clear", "insert", "pop", "reverse"})
 #: What it may compute of numbers; ``once | means`` too.
 SIGNS: dict[type[ast.operator | ast.unaryop], str] = {
-    ast.Add: "+", ast.Sub: "-", ast.USub: "-", ast.Mult: "*", ast.FloorDiv: "//", ast.Mod: "%",
-    ast.BitOr: "|",
+    ast.Add: "+", ast.Sub: "-", ast.USub: "-", ast.Mult: "*", ast.Div: "/", ast.FloorDiv: "//",
+    ast.Mod: "%", ast.BitOr: "|",
 }  # fmt: skip
 
 

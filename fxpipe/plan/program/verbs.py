@@ -72,4 +72,4 @@ VERBS = {
     )
 }  # fmt: skip
 #: What programs read of ``rt`` without a call.
-ATTRIBUTES = frozenset({"buffers", "constants", "grads", "params", "rank"})
+ATTRIBUTES = frozenset({"buffers", "constants", "grads", "microbatch_count", "params", "rank"})

@@ -26,7 +26,7 @@ def listed(spec: StepSpec, batch: object, replicas: int = 1) -> list[object] | N
     """The microbatches of a list of them; None for a batch of all.
 
     replicas: whose microbatches the list has.  Raises BatchError for a list where no dimension has a name,
-    and for another number than the program has.
+    an empty one, and one that replicas cannot divide.
     """
     if not isinstance(batch, list) or not are_listed(spec, batch):
         return None
@@ -35,10 +35,11 @@ def listed(spec: StepSpec, batch: object, replicas: int = 1) -> list[object] | N
         raise BatchError(
             f"The batch is a list of microbatches, and the programs take one batch of all: {why}."
         )
-    if len(batch) != spec.microbatches * replicas:
+    if not batch or len(batch) % replicas:
+        of_replicas = f" for {number_of(replicas, 'replica')}" if replicas > 1 else ""
         raise BatchError(
-            f"The list has {number_of(len(batch), 'microbatch')}, and the pipeline was compiled for "
-            f"{spec.microbatches * replicas}: give as many, or compile for another number too, with like=."
+            f"The list has {number_of(len(batch), 'microbatch')}{of_replicas}: give "
+            f"{'each the same number' if of_replicas else 'one or more'}."
         )
     return batch
 
@@ -73,7 +74,17 @@ def agreed_lengths(spec: StepSpec, ranks: Mapping[int, Sequence[Lengths | None]]
     Raises BatchError where ranks differ.
     """
     agreed: list[Lengths | None] = []
-    for m in range(spec.microbatches):
+    # A rank without leaves has no say in how many there are.
+    ranks = {rank: of_all for rank, of_all in ranks.items() if any(of_all)} or ranks
+    numbers = {rank: len(of_all) for rank, of_all in ranks.items()}
+    first, number = next(iter(numbers.items()))
+    for rank, other in numbers.items():
+        if other != number:
+            raise BatchError(
+                f"Rank {rank} has {number_of(other, 'microbatch')}, and rank {first} has {number}. Give all "
+                "ranks the same batches in the same order."
+            )
+    for m in range(number):
         known = {rank: lengths for rank, of_all in ranks.items() if (lengths := of_all[m]) is not None}
         agreed.append(next(iter(known.values()), None))
         for rank, lengths in known.items():
@@ -111,7 +122,8 @@ def of_replica(spec: StepSpec, batch: object, replica: int, replicas: int) -> ob
     """What a replica takes of the batch of all replicas, or of their list of microbatches."""
     items = listed(spec, batch, replicas)
     if items is not None:
-        return items[replica * spec.microbatches : (replica + 1) * spec.microbatches]
+        number = len(items) // replicas
+        return items[replica * number : (replica + 1) * number]
     lengths = or_example(spec, lengths_of(spec, batch, replicas))[0]
     return rows_of_replica(spec.batch_at(lengths), batch, spec.microbatches, replica, replicas)
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import ast
 import linecache
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fxpipe.errors import ArtifactError, RunError
 from fxpipe.plan.program import records as r
-from fxpipe.plan.program.parse import compiled
+from fxpipe.plan.program.parse import code_of, compiled
 from fxpipe.plan.program.performed import Performed
 from fxpipe.runtime.program.comm import Collective, Layout
 from fxpipe.runtime.program.program_text import ProgramTraffic, layouts_of_lengths, traffic
@@ -31,13 +31,28 @@ class CollectiveCall:
 @dataclass(frozen=True)
 class Program:
     """The function ``step(rt, batch)``, the messages that it sends and receives with their layouts, and its
-    ops in order.  ``has_warm_up``: whether it asks itself for the verdict on the last update."""
+    ops in order.  ``has_warm_up``: whether it asks itself for the verdict on the last update.  ``text``: of a
+    step that stands in the place of the program's own; ``traffic`` is that of its own."""
 
     step: Callable[[object, object], Any]
     traffic: ProgramTraffic
     layouts: Mapping[str, Layout]
     ops: tuple[str, ...]
     has_warm_up: bool
+    text: str = ""
+
+    def with_step(self, text: str, ops: tuple[str, ...]) -> Program:
+        """The program with another function ``step`` of its sections, which calls these ops."""
+        own = self.step.__code__.co_filename.removesuffix(".py").removesuffix(".py>")
+        filename = f"{own}, {len(text)}-{abs(hash(text)):x}.py{'>' if own.startswith('<') else ''}"
+        linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
+        namespace = dict(self.step.__globals__)
+        exec(code_of(text, filename), namespace)
+        return replace(self, step=namespace["step"], ops=ops, text=text)
+
+    def forget(self) -> None:
+        """Let the text of a step go that does not run again."""
+        linecache.cache.pop(self.step.__code__.co_filename, None)
 
     def collectives(self) -> list[CollectiveCall]:
         """The collectives of its step, each once, in the same order on all ranks; its traffic is known."""

@@ -143,6 +143,11 @@ class Runtime:
     def _knows_loss(self) -> bool:
         return len(self.losses.values) == self.spec.microbatches
 
+    @property
+    def microbatch_count(self) -> int:
+        """The number of microbatches of this step."""
+        return self.spec.microbatches
+
     def microbatches(self, batch: object) -> list[dict[str, torch.Tensor]]:
         """Cut the batch into microbatches, each a dict from leaf name to tensor."""
         return cut(self.spec, batch, self.sizes, self.spec.leaves[self.rank], self.device)

@@ -6,7 +6,7 @@ Sections are numbered as in :mod:`fxpipe.schedule.dependencies`, 3·stage + 0, 1
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -111,7 +111,10 @@ class ScheduleArrays:
         return tuple(sum(self.joined[stage] for stage in stages) for stages in self.placed)
 
 
-#: The fields that the tables have as they are.
+#: The fields of sections and stages, and those that the tables have as they are.
+_PER_SECTION = (
+    "seconds", "lead", "rank", "hold", "hold_for_w", "joined", "at_start", "at_end", "gathered", "sum",
+)  # fmt: skip
 _FLOATS = ("seconds", "lead", "at_start", "at_end", "hold", "hold_for_w", "update", "gathered", "sum")
 
 
@@ -165,6 +168,38 @@ def schedule_arrays(
         update=tuple(costs.update_seconds(rank, "post") if updates else 0.0 for rank in ranks),
         gathered=_gathered([each.gather for each in exchanged], placement),
         sum=tuple(seconds for each in exchanged for seconds in (0.0, 0.0, each.sum)),
+    )
+
+
+def joined_arrays(each: Sequence[ScheduleArrays]) -> ScheduleArrays:
+    """The arrays of several microbatches with costs of their own, as of one microbatch that runs through the
+    stages of all: stage s of microbatch j is the stage j · stages + s.
+
+    each: of one microbatch, on the same placement.
+    """
+    first = each[0]
+
+    def shifted(table: str) -> tuple[Needs, ...]:
+        return tuple(
+            tuple((section + k * first.sections, delay) for section, delay in row)
+            for k, arrays in enumerate(each)
+            for row in getattr(arrays, table)
+        )
+
+    placed = (
+        tuple(k * first.stages + stage for k in range(len(each)) for stage in stages)
+        for stages in first.placed
+    )
+    rows: dict[str, Any] = {
+        name: tuple(x for arrays in each for x in getattr(arrays, name)) for name in _PER_SECTION
+    }
+    return replace(
+        first,
+        stages=first.stages * len(each),
+        needs=shifted("needs"),
+        feeds=shifted("feeds"),
+        placed=tuple(placed),
+        **rows,
     )
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from fxpipe.schedule.bound import lower_bound
+from fxpipe.schedule.bound import lower_bound, lower_bound_of_each
 from fxpipe.schedule.costs import Costs
 from fxpipe.schedule.dependencies import SECTIONS_PER_STAGE, needs, sections
 from fxpipe.schedule.ops import Direction, Op, OpKind, Schedule, Transfer
@@ -48,6 +48,7 @@ class ExchangeSpan(NamedTuple):
 class Timeline:
     """``spans[rank]`` are the ops that the rank ran, in order.  Times and bytes have the units of ``costs``.
 
+    ``of_each``: the costs of each microbatch, where they differ; then ``costs`` are those of the example.
     ``transfers``: the offloads and reloads of each rank.  ``stalled``: per rank the seconds in which its next
     op waited for a transfer alone.  ``exchanges``: with the other replicas, of each rank.
     """
@@ -58,6 +59,7 @@ class Timeline:
     transfers: tuple[tuple[TransferSpan, ...], ...] = ()
     stalled: tuple[float, ...] = ()
     exchanges: tuple[tuple[ExchangeSpan, ...], ...] = ()
+    of_each: tuple[Costs, ...] = ()
 
     def __repr__(self) -> str:
         figures = f"seconds={self.seconds:.6g}, span_bubble={self.span_bubble:.4g}"
@@ -177,12 +179,31 @@ class Timeline:
         consumer's start.  An offloaded activation is freed between two ops, and is live again from the start
         of its reload.
         """
-        at_start, at_end = memory_changes(self.costs, self.schedule.placement)
-        changes = {
-            kind: [(sum(at_start[s] for s in joined), sum(at_end[s] for s in joined)) for joined in per_stage]
-            for kind, per_stage in sections(self.schedule.stages).items()
-        }
-        return tuple(_memory(spans, changes, self._between(rank)) for rank, spans in enumerate(self.spans))
+        return tuple(
+            _memory(spans, self.change_of, self._between(rank)) for rank, spans in enumerate(self.spans)
+        )
+
+    def change_of(self, op: Op) -> tuple[float, float]:
+        """The change of live memory at the start of an op, and at its end."""
+        return self._changes[op.microbatch if self.of_each else 0][op.kind][op.stage]
+
+    @cached_property
+    def _changes(self) -> list[_Changes]:
+        """Those of each microbatch, one for all where they are alike."""
+        placement, run = self.schedule.placement, sections(self.schedule.stages)
+        changes: list[_Changes] = []
+        for costs in self.of_each or (self.costs,):
+            at_start, at_end = memory_changes(costs, placement)
+            changes.append(
+                {
+                    kind: [
+                        (sum(at_start[s] for s in joined), sum(at_end[s] for s in joined))
+                        for joined in per_stage
+                    ]
+                    for kind, per_stage in run.items()
+                }
+            )
+        return changes
 
     def _between(self, rank: int) -> list[list[tuple[float, float]]]:
         """The (time, change) of live memory after each op: by the offloads that are waited for there, and
@@ -231,7 +252,10 @@ class Timeline:
     @cached_property
     def lower_bound(self) -> float:
         """A lower bound on the seconds of any schedule of this placement: :mod:`fxpipe.schedule.bound`."""
-        return lower_bound(self.costs, self.schedule.placement, self.schedule.microbatches)
+        placement = self.schedule.placement
+        if self.of_each:
+            return lower_bound_of_each(self.of_each, placement)
+        return lower_bound(self.costs, placement, self.schedule.microbatches)
 
 
 def _bubble(whole: float, work: float) -> float:
@@ -240,13 +264,15 @@ def _bubble(whole: float, work: float) -> float:
 
 
 def _memory(
-    spans: tuple[Span, ...], changes: _Changes, between: list[list[tuple[float, float]]]
+    spans: tuple[Span, ...],
+    change_of: Callable[[Op], tuple[float, float]],
+    between: list[list[tuple[float, float]]],
 ) -> tuple[tuple[float, float], ...]:
     """The changes of a rank's memory.  ``between``: further changes after each op, before the next one
     starts."""
     live, steps = 0.0, []
     for (op, start, end), further in zip(spans, between, strict=True):
-        at_start, at_end = changes[op.kind][op.stage]
+        at_start, at_end = change_of(op)
         for time, change in ((start, at_start), (end, at_end), *further):
             if change:
                 live += change

@@ -41,6 +41,7 @@ from fxpipe.runtime.torch_private import zero_each
 from fxpipe.training.model.accumulators import zero_buckets
 from fxpipe.training.model.model_state import ModelState
 from fxpipe.training.model.pending_update import PendingUpdate
+from fxpipe.training.run.batch_orders import BatchOrders
 
 NOTHING: Mapping[str, Path] = MappingProxyType({})
 
@@ -139,9 +140,12 @@ class LocalRunner:
         spec = self.plan.step
         at_least_one("threads", threads)
         lengths = or_example(spec, lengths_of(spec, batch, self.plan.replicas))
+        number = len(lengths) // self.plan.replicas
+        of_replicas = [lengths[k : k + number] for k in range(0, len(lengths), number)]
+        programs, spec = self._orders.of(of_replicas, self._local_programs), spec.with_microbatches(number)
         wanted = requested(outputs, None, spec.outputs, spec.ranks)
         check_outputs(spec, wanted, lengths)
-        check_ops(record, [op for program in self._local_programs for op in program.ops])
+        check_ops(record, [op for program in programs for op in program.ops])
         self.updates.settle()
         self.state.check_unchanged(self.state.follow_model())
         ranks = self._ranks_replayed() if replay else self._ranks()
@@ -149,8 +153,7 @@ class LocalRunner:
         for rt in runtimes:
             rt.step_number, rt.collected = step, Collected(wanted)
         for number, rt in enumerate(runtimes):
-            begin = number // (world.ranks * world.lanes) * spec.microbatches
-            rt.sizes = lengths[begin : begin + spec.microbatches]
+            rt.spec, rt.sizes = spec, of_replicas[number // (world.ranks * world.lanes)]
         meters = [SavedBytes(self._tensors_of(rt, batch)) for rt in runtimes] if measure_memory else []
         if replay:
             if spec.lengths:
@@ -165,7 +168,7 @@ class LocalRunner:
                 )
             losses = self._replay_locally(ranks, batch, threads)
         else:
-            losses = self._run_locally(world, runtimes, batch, threads, check, record, meters)
+            losses = self._run_locally(world, runtimes, batch, programs, threads, check, record, meters)
         first = runtimes[: world.ranks * world.lanes]  # of replica 0: all replicas have the same sums
         of_ranks = [first[begin : begin + world.lanes] for begin in range(0, len(first), world.lanes)]
         whole = self.plan.lanes.joined
@@ -198,18 +201,19 @@ class LocalRunner:
         world: LocalWorld,
         runtimes: Sequence[Runtime],
         batch: object,
+        programs: Sequence[Program],
         threads: int,
         check: Check = None,
         record: Mapping[str, Path] = NOTHING,
         meters: Sequence[SavedBytes] = (),
     ) -> list[torch.Tensor | None]:
-        """Run a step of all ranks; return their losses."""
+        """Run a step of all ranks by these programs; return their losses."""
         spec = self.plan.step
         mains: list[Callable[[], object]] = []
         for number, rt in enumerate(runtimes):
             replica = number // (world.ranks * world.lanes)
             rows = of_replica(spec, batch, replica, world.replicas)
-            program = self._recorded(self._local_programs[rt.rank], rt, {} if replica else record, number)
+            program = self._recorded(programs[rt.rank], rt, {} if replica else record, number)
             mains.append(partial(self._run_program, program, rt, number, rows, check))
         for number, meter in enumerate(meters):
             mains[number] = partial(_metered, mains[number], runtimes[number], meter)
@@ -240,7 +244,7 @@ class LocalRunner:
     def _replay_locally(
         self, ranks: LocalRanks, batch: object, threads: int
     ) -> Sequence[torch.Tensor | None]:
-        run = partial(self._run_locally, ranks.world, threads=threads)
+        run = partial(self._run_locally, ranks.world, programs=self._local_programs, threads=threads)
         ranks.replays = ranks.replays or Replays("always", self.device, run)
         ranks.replays.run = run
         for rt in ranks.runtimes:
@@ -286,7 +290,12 @@ class LocalRunner:
         if not record.keys() & {*program.ops}:
             return program
         source, dtype = self.artifact.programs[rt.rank], self.plan.step.default_dtype
-        return Recording(record, rt, number, source, dtype).of(self._program(rt.rank))
+        recorded = Recording(record, rt, number, source, dtype).of(self._program(rt.rank))
+        return recorded.with_step(program.text, program.ops) if program.text else recorded
+
+    @cached_property
+    def _orders(self) -> BatchOrders:
+        return BatchOrders(self.artifact, self.process)
 
     @cached_property
     def _local_programs(self) -> tuple[Program, ...]:

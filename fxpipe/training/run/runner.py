@@ -108,11 +108,14 @@ class Runner(LocalRunner):
         """See ``Pipeline.step``."""
         if self.process is not None:
             self.process.watch.check()
-        lengths = self._agreed_lengths(batch)
+        of_replicas = self._agreed_lengths(batch)
         self._last = self._for(batch)
         if self._last is not None:
             return self._step_of_other(self._last, batch, outputs, outputs_on, check, record)
-        rt, program, spec = self.runtime, self._own_program, self.plan.step
+        lengths = of_replicas[0 if self.process is None else self.process.replica]
+        rt, spec = self.runtime, self.plan.step.with_microbatches(len(lengths))
+        (program,) = self._orders.of(of_replicas, [self._own_program])
+        rt.spec = spec
         self._warm_up.run(rt, program, batch, lambda: self._words(Facts(self.artifact.number), batch))
         rt.start()
         rt.sizes = lengths
@@ -131,6 +134,7 @@ class Runner(LocalRunner):
                 self.state.changed()
                 rt.params, rt.buffers = self.state.params_and_buffers(rt.rank)
                 self._warm_up.settle(rt, program, batch)
+                self._warm_up.follow(rt, program)
                 asked = "" if outputs_on is None else f"{sorted(rt.collected.wanted)} on {outputs_on}"
                 # Sent before the program and read behind it, so that the words travel while it computes.
                 compare = self._begin_comparison(batch, number, asked)
@@ -143,7 +147,7 @@ class Runner(LocalRunner):
                     self.updates.settle()
                 if self.updates.are_settled:
                     self._begin_gradients(rt, finish)
-                loss = self._run(rt, batch, check, record)
+                loss = self._run(program, rt, batch, check, record)
                 rt.validate = None  # which would keep this and the runtime alive in a circle
                 self.state.refreshed()
                 compare()  # before outputs move: ranks that differ would wait for other messages
@@ -162,14 +166,20 @@ class Runner(LocalRunner):
             self.rank_digests.stepped()
         return StepResult(loss, results)
 
-    def _agreed_lengths(self, batch: object) -> list[Lengths]:
-        """The lengths of this replica's microbatches, on which its ranks agree before anything is sent.
+    def prepare(self, batch: object) -> None:
+        """See ``Pipeline.prepare``."""
+        self._orders.prepare(self._agreed_lengths(batch))
+
+    def _agreed_lengths(self, batch: object) -> list[list[Lengths]]:
+        """The lengths of each replica's microbatches, on which its ranks agree before anything is sent.
 
         Raises BatchError on all ranks where one of them refuses its batch for its lengths.
         """
         spec, process = self.plan.step, self.process
-        if process is None or not spec.lengths:
-            return or_example(spec, lengths_of(spec, batch) if spec.lengths else [None] * spec.microbatches)
+        if not spec.lengths:
+            return [or_example(spec, [None] * spec.microbatches)] * self.plan.replicas
+        if process is None:
+            return [or_example(spec, lengths_of(spec, batch))]
         try:
             error, own = None, lengths_of(spec, batch)
         except BatchError as refusal:
@@ -184,11 +194,10 @@ class Runner(LocalRunner):
                     f"Rank {rank} refuses the batch of {self._named(self.step_number)}: {said['refuses']}"
                 )
         # Of all replicas, so that where the ranks of one disagree all refuse the step.
-        of_each = [
+        return [
             agreed_lengths(spec, {rank: ranks[rank]["lengths"] for rank in process.of_replica(replica)})
-            for replica in range(self.plan.replicas)
+            for replica in range(process.replicas)
         ]
-        return of_each[process.replica]
 
     def _for(self, batch: object) -> Runner | None:
         """The runner of the programs for batches like this alone; the same on all ranks and replicas."""
@@ -221,15 +230,15 @@ class Runner(LocalRunner):
         return result
 
     def _run(
-        self, rt: Runtime, batch: object, check: Check, record: Mapping[str, Path]
+        self, program: Program, rt: Runtime, batch: object, check: Check, record: Mapping[str, Path]
     ) -> torch.Tensor | None:
-        """Run the program, or replay it; return its loss."""
+        """Run a program, or replay it; return its loss."""
         asks = check or record or rt.collected.wanted or rt.weighted
         if self._replays is not None and not asks:
             (loss,) = self._replays.step([rt], batch)
             return loss
         with self._warm_up.memory(rt.step_number):
-            recorded = self._recorded(self._own_program, rt, record, self._number_in_world)
+            recorded = self._recorded(program, rt, record, self._number_in_world)
             return self._run_program(recorded, rt, self._number_in_world, batch, check)
 
     @cached_property
@@ -323,7 +332,7 @@ class Runner(LocalRunner):
     def _outputs(self, rt: Runtime, on: On) -> dict[str, torch.Tensor]:
         """The outputs of the last step that this rank is to have, of its replica's rows.  Unless ``on`` is
         None, all ranks call it alike."""
-        wanted, microbatches, process = rt.collected.wanted, self.plan.step.microbatches, self.process
+        wanted, microbatches, process = rt.collected.wanted, rt.spec.microbatches, self.process
         computed = rt.collected.joined(rt.rank, microbatches)
         rt.collected = Collected()  # the caller alone keeps them
         if on is None or process is None:

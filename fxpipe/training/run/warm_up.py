@@ -32,6 +32,7 @@ class WarmUp:
     state: ModelState
     _is_over: bool = False
     _releases: Releases | None = None  # None if messages do not wait on the device
+    _program: Program | None = None  # of which these are
     _settled_at: int = -1  # when the memory of steps had grown so often
     _has_said_grown: bool = False
 
@@ -61,6 +62,7 @@ class WarmUp:
             ranks = [events_from(data) for data in process.gather_in_replica(as_bytes(events))]
             known = [each for each in ranks if each is not None]
             self._releases = releases(known)[rt.rank] if len(known) == len(ranks) else ()
+            self._program = program
             assert isinstance(rt.comm, DistributedComm)
             rt.comm.sent = SentOnStreams(self._releases)
             with process.agreed(RUN_ALONE), process.unhurried():
@@ -85,6 +87,14 @@ class WarmUp:
                 break
         self._settled_at = memory.grown
         rt.params, _ = self.state.params_and_buffers(rt.rank)
+
+    def follow(self, rt: Runtime, program: Program) -> None:
+        """Let what the program sends go as it proves to be taken: of another order than that of the first
+        step no proof is known, and it keeps all until the end of the step."""
+        if self._releases is not None:
+            assert isinstance(rt.comm, DistributedComm)
+            assert isinstance(rt.comm.sent, SentOnStreams)
+            rt.comm.sent.releases = self._releases if program is self._program else ()
 
     @contextlib.contextmanager
     def memory(self, number: int) -> Iterator[None]:

@@ -1,0 +1,172 @@
+"""The order of a step whose microbatches have costs of their own, as where their lengths differ.
+
+Which microbatch comes when, and what each rank runs of it, is found together: list scheduling in simulated
+time for an order of the microbatches and a timetable, of which a climb moves one thing at a time.  The work
+is a number, and no time, so that the same lengths always give the same order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import inf
+
+import numpy as np
+
+from fxpipe.errors import ScheduleError
+from fxpipe.schedule.bound import lower_bound_of_each
+from fxpipe.schedule.costs import Costs, StageCost
+from fxpipe.schedule.engine.arrays import ScheduleArrays, joined_arrays, schedule_arrays
+from fxpipe.schedule.engine.order import Order, OrderTimes
+from fxpipe.schedule.ops import Op, OpKind, RankOps, Schedule
+from fxpipe.schedule.search.due_dates import start_alone
+from fxpipe.schedule.search.uneven_kernel import climb
+from fxpipe.schedule.simulation.timeline import Span, Timeline
+
+WORK = 600_000
+"""Ops that the climb looks at, about a quarter of a second: no step takes less."""
+_LEAST = 60  # timetables, of steps with many ops
+_KINDS = {0: OpKind.F, 1: OpKind.B, 2: OpKind.W}
+_SECTIONS = {OpKind.F: (0,), OpKind.B: (1,), OpKind.W: (2,), OpKind.BW: (1, 2)}
+
+
+@dataclass(frozen=True, eq=False)
+class Uneven:
+    """Microbatches with costs of their own on the stages of a placement.
+
+    ``costs``: of each microbatch.  ``limits``: per rank the memory for activations, infinite for none.
+    ``joined``: the stages that run B and W as one op.  ``in_order``: whether microbatches must come in
+    theirs, as where they change buffers.
+    """
+
+    costs: tuple[Costs, ...]
+    placement: tuple[int, ...]
+    limits: tuple[float, ...]
+    joined: frozenset[int] = frozenset()
+    in_order: bool = False
+
+    @cached_property
+    def each(self) -> list[ScheduleArrays]:
+        """The arrays of each microbatch alone; equal costs have one."""
+        known: dict[int, ScheduleArrays] = {}
+        for costs in self.costs:
+            if id(costs) not in known:
+                known[id(costs)] = schedule_arrays(self._with_joined(costs), self.placement, 1)
+        return [known[id(costs)] for costs in self.costs]
+
+    @cached_property
+    def arrays(self) -> ScheduleArrays:
+        """The arrays of all microbatches, as of one that runs through the stages of all."""
+        return joined_arrays(self.each)
+
+    @cached_property
+    def bound(self) -> float:
+        """Seconds that no order beats, whatever memory it has."""
+        return lower_bound_of_each([self._with_joined(costs) for costs in self.costs], self.placement)
+
+    def best(self, static: RankOps | None = None, work: int = WORK, seed: int = 0) -> RankOps:
+        """The ops of each rank in the fastest order that is found.
+
+        static: an order of as many microbatches that keeps the limits; it is given back where no other is
+        faster.  Raises ScheduleError where one microbatch does not fit, and ``static`` is None.
+        """
+        order = self._climbed(work, seed)
+        times = [self.times(ops) for ops in (order, static) if ops is not None]
+        if not times:
+            raise ScheduleError("no order of these microbatches keeps the memory limit")
+        if order is None or (static is not None and times[-1].makespan <= times[0].makespan):
+            assert static is not None
+            return static
+        return order
+
+    def times(self, ops: RankOps) -> OrderTimes:
+        """When the ops of an order end."""
+        done = Order(self.arrays, self._encoded(ops)).run()
+        assert done is not None, "an order that was built can progress"
+        return done
+
+    def timeline(self, schedule: Schedule, costs: Costs) -> Timeline:
+        """The simulated step of a schedule.  costs: of the example, for what is told of a step as a whole."""
+        ends = self.times(schedule.order).end
+
+        def span(op: Op) -> Span:
+            ids = self._encoded(((op,),))
+            return Span(op, float(ends[ids[0]] - self.arrays.seconds[ids[0]]), float(ends[ids[-1]]))
+
+        spans = tuple(tuple(map(span, rank_ops)) for rank_ops in schedule.order)
+        return Timeline(schedule, costs, spans, of_each=self.costs)
+
+    def peaks(self, ops: RankOps) -> list[float]:
+        """Per rank the most memory that activations take."""
+        return Order(self.arrays, self._encoded(ops)).peaks()
+
+    def _climbed(self, work: int, seed: int) -> RankOps | None:
+        m, first = len(self.costs), self.each[0]
+        # A rank that cannot hold a microbatch in all its stages could block itself.
+        least = [max(arrays.smallest_limits[rank] for arrays in self.each) for rank in range(first.ranks)]
+        if any(need > limit * (1 + 1e-9) for need, limit in zip(least, self.limits, strict=True)):
+            return None
+        best = np.empty(self.arrays.sections, np.int64)
+        period = np.array([arrays.period for arrays in self.each])
+        time = climb(
+            self.arrays.tables,
+            first.stages,
+            m,
+            np.cumsum([0, *map(len, first.placed)]),
+            np.array([stage for stages in first.placed for stage in stages]),
+            np.concatenate([start_alone(arrays) for arrays in self.each]),
+            period,
+            self._starts(period),
+            not self.in_order and m > 1,
+            np.array(self.limits, np.float64),
+            self.bound * (1 + 1e-9),
+            max(_LEAST, work // len(best)),
+            seed,
+            best,
+        )
+        return self._decoded(best) if time < inf else None
+
+    def _starts(self, period: np.ndarray) -> np.ndarray:
+        """Orders of the microbatches: as given, the shortest first, the longest first, the longest amidst."""
+        given = np.arange(len(period))
+        if self.in_order:
+            return given[None]
+        rising = np.argsort(period, kind="stable")
+        return np.stack([given, rising, rising[::-1], np.concatenate([rising[::2], rising[1::2][::-1]])])
+
+    def _with_joined(self, costs: Costs) -> Costs:
+        """Of stages that run B and W as one op, the costs with all of it in B."""
+
+        def joined(cost: StageCost) -> StageCost:
+            both = cost.backward + cost.weight
+            return replace(cost, backward=both, weight=0.0, saved_for_weight=0.0)
+
+        stages = tuple(joined(c) if s in self.joined else c for s, c in enumerate(costs.stages))
+        return replace(costs, stages=stages) if self.joined else costs
+
+    def _encoded(self, ops: RankOps) -> np.ndarray:
+        stages = len(self.placement)
+        return np.array(
+            [
+                3 * (op.microbatch * stages + op.stage) + section
+                for rank_ops in ops
+                for op in rank_ops
+                for section in _SECTIONS[op.kind]
+            ],
+            np.int64,
+        )
+
+    def _decoded(self, op_ids: np.ndarray) -> RankOps:
+        stages, ranks = len(self.placement), self.each[0].ranks
+        order: list[list[Op]] = [[] for _ in range(ranks)]
+        for op_id in op_ids.tolist():
+            at, section = divmod(op_id, 3)
+            microbatch, stage = divmod(at, stages)
+            kind = _KINDS[section]
+            if stage in self.joined:
+                # Its W takes no time, and comes when it may: both are the B's one op.
+                if kind is OpKind.W:
+                    continue
+                kind = OpKind.BW if kind is OpKind.B else kind
+            order[self.placement[stage]].append(Op(kind, stage, microbatch))
+        return tuple(map(tuple, order))

@@ -1,0 +1,137 @@
+"""The programs of ranks with the order of ops that is the fastest for the lengths of a batch.
+
+Rank 0 writes the function ``step`` of each rank, and sends it: what the ranks run cannot differ, though their
+processors may.  A batch whose microbatches are as those of the example runs the program as it is.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from fxpipe.errors import BatchError, FxpipeError
+from fxpipe.plan.artifact import Artifact
+from fxpipe.plan.step import OrderedStep
+from fxpipe.runtime.job.process import Process
+from fxpipe.runtime.program.lengths import Lengths
+from fxpipe.runtime.program.load_program import Program
+
+#: So many orders are kept; a batch of the same lengths runs one of them again.
+MOST_KEPT = 64
+
+Key = tuple[tuple[int, ...], ...]
+"""The lengths of each microbatch, by the names of the plan in their order."""
+
+
+@dataclass(eq=False)
+class BatchOrders:
+    """The orders of the last batches.  ``process``: None where this process runs all ranks."""
+
+    artifact: Artifact
+    process: Process | None
+    _programs: OrderedDict[Key, tuple[Program, ...]] = field(default_factory=OrderedDict)
+    _begun: dict[Key, Future[OrderedStep]] = field(default_factory=dict)
+
+    def prepare(self, replicas: Sequence[Sequence[Lengths]]) -> None:
+        """Begin to look for the order of a batch that comes later.  replicas: the lengths of each."""
+        key, write = self._key(replicas), self.artifact.write_step
+        if key is None or write is None or key in self._begun or key in self._programs:
+            return
+        self._begun[key] = self._thread.submit(write, self._lengths(key))
+
+    def of(self, replicas: Sequence[Sequence[Lengths]], programs: Sequence[Program]) -> Sequence[Program]:
+        """The programs for a batch; ``programs``: those of the pipeline, of this process or of all ranks.
+
+        All ranks call it alike, and raise BatchError where there is no order for so many microbatches.
+        """
+        key = self._key(replicas)
+        if key is None:
+            return programs
+        if key not in self._programs:
+            if (step := self._step(key)) is None:
+                return programs
+            self._programs[key] = tuple(
+                program.with_step(text, ops)
+                for program, text, ops in zip(programs, step.texts, step.ops, strict=True)
+            )
+            if len(self._programs) > MOST_KEPT:
+                for program in self._programs.popitem(last=False)[1]:
+                    program.forget()
+        self._programs.move_to_end(key)
+        return self._programs[key]
+
+    def _key(self, replicas: Sequence[Sequence[Lengths]]) -> Key | None:
+        """None of a batch whose microbatches are as the example.  Replicas run one order: their messages to
+        each other must not cross."""
+        spec = self.artifact.plan.step
+        numbers = {len(lengths) for lengths in replicas}
+        if len(numbers) > 1:
+            each = " and ".join(map(str, sorted(numbers)))
+            raise BatchError(f"Replicas have {each} microbatches: give each the same number of them.")
+        example = tuple(each.example for each in spec.lengths)
+        key = tuple(
+            tuple(max(lengths[each.name] for lengths in same) for each in spec.lengths)
+            for same in zip(*replicas, strict=True)
+        )
+        return None if key == (example,) * spec.microbatches else key
+
+    def _lengths(self, key: Key) -> list[Lengths]:
+        names = [each.name for each in self.artifact.plan.step.lengths]
+        return [dict(zip(names, lengths, strict=True)) for lengths in key]
+
+    def _step(self, key: Key) -> OrderedStep | None:
+        """The step of this process, or those of all ranks; None for the program's own."""
+        if self.process is None:
+            return self._written(key)
+        if not self.process.leads:
+            return _received(self.process.scatter(None))
+        try:
+            step = self._written(key)
+        except FxpipeError as error:
+            self._send([_packed({"error": str(error)})] * self.process.world_size)
+            raise
+        if step is None:
+            return _received(self._send([_packed({})] * self.process.world_size))
+        pairs = zip(step.texts, step.ops, strict=True)
+        parts = [_packed({"text": text, "ops": ops}) for text, ops in pairs]
+        return _received(self._send(self.process.of_each(parts)))
+
+    def _send(self, parts: Sequence[bytes]) -> bytes:
+        assert self.process is not None
+        return self.process.scatter(parts)
+
+    def _written(self, key: Key) -> OrderedStep | None:
+        write, number = self.artifact.write_step, self.artifact.plan.step.microbatches
+        begun = self._begun.pop(key, None)
+        if begun is not None:
+            return begun.result()
+        if write is not None:
+            return write(self._lengths(key))
+        if len(key) == number:
+            return None
+        raise BatchError(
+            f"The batch has {len(key)} microbatches, and the programs were written for {number}: a pipeline "
+            "that was loaded, or that offloads, takes no other number. Compile it in this script, or for "
+            "another number too, with like=."
+        )
+
+    @cached_property
+    def _thread(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(1, thread_name_prefix="fxpipe orders")
+
+
+def _packed(data: object) -> bytes:
+    return zlib.compress(json.dumps(data).encode(), 1)
+
+
+def _received(data: bytes) -> OrderedStep | None:
+    """Raises BatchError where rank 0 found none."""
+    found = json.loads(zlib.decompress(data))
+    if "error" in found:
+        raise BatchError(f"Rank 0 has no order for this batch: {found['error']}")
+    return OrderedStep((found["text"],), (tuple(found["ops"]),)) if found else None

@@ -1,0 +1,122 @@
+"""Orders of microbatches with costs of their own."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from fxpipe.errors import ScheduleError
+from fxpipe.schedule.bound import lower_bound, lower_bound_of_each
+from fxpipe.schedule.check import check
+from fxpipe.schedule.costs import Costs, StageCost, chain
+from fxpipe.schedule.ops import OpKind, Schedule
+from fxpipe.schedule.placement import place
+from fxpipe.schedule.search.build import build
+from fxpipe.schedule.search.uneven import Uneven
+from fxpipe.schedule.simulation.simulator import simulate
+
+RANKS, LONGEST = 4, 100
+WORK = 30_000
+
+
+def costs_of(length: int, stages: int = RANKS) -> Costs:
+    seconds = 1e-3 * (length + length**2 / LONGEST)
+    stage = StageCost(seconds, 1.2 * seconds, 0.8 * seconds, 10.0 * length, 4.0 * length)
+    return chain([stage] * stages, seconds=1e-3 + 1e-5 * length, bytes=length)
+
+
+def drawn(number: int, seed: int = 0) -> list[int]:
+    random = np.random.default_rng(seed)
+    return [int(x) for x in np.clip(random.lognormal(3, 1, number), 4, LONGEST)]
+
+
+def problem(lengths: list[int], limit: float, shape: str = "plain", **options: object) -> Uneven:
+    stages = 2 * RANKS if shape == "v" else RANKS
+    costs = {length: costs_of(length, stages) for length in lengths}
+    placement = place(shape, RANKS, stages // RANKS)
+    return Uneven(tuple(costs[n] for n in lengths), placement, (limit,) * RANKS, **options)
+
+
+def static(name: str, microbatches: int, limit: float, stages_per_rank: int = 1) -> Schedule:
+    return build(
+        name,
+        ranks=RANKS,
+        microbatches=microbatches,
+        costs=costs_of(LONGEST, RANKS * stages_per_rank),
+        stages_per_rank=stages_per_rank,
+        placement="v" if stages_per_rank > 1 else "plain",
+        memory_limit=limit,
+    )
+
+
+@pytest.mark.parametrize("shape", ["plain", "v"])
+@pytest.mark.parametrize("seed", range(3))
+def test_an_order_is_whole_within_limits_and_never_slower(shape, seed):
+    chunks = 2 if shape == "v" else 1
+    lengths, limit = [*drawn(11, seed), LONGEST], 3 * chunks * 10.0 * LONGEST
+    uneven, before = problem(lengths, limit, shape), static("zb", 12, limit, chunks)
+    ops = uneven.best(before.order, WORK)
+    check(Schedule("found", uneven.placement, len(lengths), ops))
+    assert max(uneven.peaks(ops)) <= limit * (1 + 1e-9)
+    assert uneven.bound <= uneven.times(ops).makespan <= uneven.times(before.order).makespan
+    assert uneven.best(before.order, WORK) == ops  # on any machine, as the work is counted
+
+
+def test_long_microbatches_amidst_short_ones_no_longer_hold_up_the_others():
+    """The order for equal microbatches pairs a long F with a short B on the next rank."""
+    lengths, limit = [8, 10, 100, 9, 12, 70, 8, 9, 11, 90, 10, 8], 3 * 10.0 * LONGEST
+    uneven, before = problem(lengths, limit), static("zb", 12, limit)
+    found = uneven.times(uneven.best(before.order)).makespan
+    assert found < 0.7 * uneven.times(before.order).makespan
+    assert found < 1.35 * uneven.bound
+
+
+def test_any_number_of_microbatches():
+    for number in (1, 2, 7):
+        uneven = problem(drawn(number), 3 * 10.0 * LONGEST)
+        check(Schedule("found", uneven.placement, number, uneven.best(work=WORK)))
+
+
+def test_of_equal_microbatches_the_order_is_as_fast_as_for_equal_ones():
+    before = static("zb", 8, 5 * 10.0 * LONGEST)
+    uneven = problem([LONGEST] * 8, 5 * 10.0 * LONGEST)
+    timeline = uneven.timeline(before, uneven.costs[0])
+    expected = simulate(before, uneven.costs[0])
+    assert timeline.seconds == pytest.approx(expected.seconds)
+    assert timeline.peak_memory == pytest.approx(expected.peak_memory)
+    assert timeline.spans[1][3].start == pytest.approx(expected.spans[1][3].start)
+    assert lower_bound_of_each(uneven.costs, uneven.placement) == pytest.approx(
+        lower_bound(uneven.costs[0], uneven.placement, 8)
+    )
+    assert uneven.times(uneven.best(before.order)).makespan <= expected.seconds * (1 + 1e-9)
+
+
+def test_memory_of_a_timeline_is_that_of_each_microbatch():
+    uneven = problem([10, 100, 30], 3 * 10.0 * LONGEST)
+    ops = uneven.best(work=WORK)
+    timeline = uneven.timeline(Schedule("found", uneven.placement, 3, ops), costs_of(LONGEST))
+    assert timeline.peak_memory == pytest.approx(uneven.peaks(ops))
+    assert timeline.lower_bound <= timeline.seconds
+
+
+def test_stages_that_join_b_and_w_keep_it():
+    uneven = problem(drawn(6), 3 * 10.0 * LONGEST, joined=frozenset({1, 2}))
+    ops = uneven.best(work=WORK)
+    check(Schedule("found", uneven.placement, 6, ops))
+    kinds = [{op.kind for op in rank_ops} for rank_ops in ops]
+    assert kinds[0] == kinds[3] == {OpKind.F, OpKind.B, OpKind.W}
+    assert kinds[1] == kinds[2] == {OpKind.F, OpKind.BW}
+
+
+def test_microbatches_that_change_buffers_come_in_their_order():
+    uneven = problem(drawn(8, seed=5), 3 * 10.0 * LONGEST, in_order=True)
+    for rank_ops in uneven.best(work=WORK):
+        forwards = [op.microbatch for op in rank_ops if op.kind is OpKind.F]
+        assert all(a < b for a, b in pairwise(forwards))
+
+
+def test_a_limit_below_one_microbatch():
+    uneven, before = problem([10, 100], 9.0 * LONGEST), static("zb", 2, 10.0 * LONGEST)
+    assert uneven.best(before.order) == before.order
+    with pytest.raises(ScheduleError, match="no order of these microbatches"):
+        uneven.best()
