@@ -3,7 +3,8 @@
     torchrun --nproc-per-node 4 examples/train_chats.py
 
 A sample is a question, whose labels are ignored, and an answer: the first lines of a function of Python's
-standard library, and its body.  Each microbatch has as many samples as fit, and the length that these have.
+standard library, and its body.  Each microbatch has as many samples as fit, and the length that these have; a
+step has as many microbatches as its samples fill, in the order that is the fastest for their lengths.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from torch.utils.data import DataLoader
 
 import fxpipe
 
-MICROBATCHES, TOKENS, VOCABULARY = 8, 256, 1024
+#: The longest sample, what shorter ones fill together, and the tokens of a step.
+LONGEST, TOKENS, STEP, VOCABULARY = 256, 128, 1536, 1024
 
 
 def functions(documents: Sequence[str]) -> list[tuple[str, str]]:
@@ -44,9 +46,9 @@ def functions(documents: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def sample(tokenizer: Tokenizer, question: str, answer: str) -> dict[str, Tensor]:
-    """The tokens of both, at most those of a microbatch; the labels of the question are ignored."""
+    """The tokens of both, at most those of the longest sample; the labels of the question are ignored."""
     asked, answered = (torch.tensor(tokenizer.encode(text).ids) for text in (question, answer))
-    tokens = torch.cat([asked, answered]).long()[:TOKENS]
+    tokens = torch.cat([asked, answered]).long()[:LONGEST]
     labels = tokens.clone()
     labels[: len(asked)] = -100
     return {"input_ids": tokens, "labels": labels}
@@ -69,21 +71,20 @@ def main() -> None:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCABULARY, hidden_size=128, intermediate_size=256, num_attention_heads=4,
-        num_key_value_heads=4, num_hidden_layers=options.layers, max_position_embeddings=TOKENS,
+        num_key_value_heads=4, num_hidden_layers=options.layers, max_position_embeddings=LONGEST,
         use_cache=False,
     )  # fmt: skip
     model = LlamaForCausalLM(config)  # or from_pretrained(…)
     longest = max(samples, key=lambda each: len(each["input_ids"]))
-    (example,) = fxpipe.pack([longest], tokens=TOKENS, microbatches=1, multiple=TOKENS)
+    (example,) = fxpipe.pack([longest], tokens=LONGEST, multiple=LONGEST)
     pipe = fxpipe.compile(
-        model, example, ranks=4, microbatches=MICROBATCHES, schedule="zb-h1", dimensions={"sequence": TOKENS}
+        model, example, ranks=4, microbatches=STEP // TOKENS, schedule="zb", dimensions={"sequence": LONGEST}
     )
     optimizer = pipe.optimizer(torch.optim.AdamW, lr=3e-3)
 
-    fit = {"tokens": TOKENS, "microbatches": MICROBATCHES}
     lengths = [len(each["input_ids"]) for each in samples]
-    steps = fxpipe.PackedSteps(lengths, **fit)
-    collate = partial(fxpipe.pack, **fit)
+    steps = fxpipe.PackedSteps(lengths, tokens=TOKENS, step_tokens=STEP)
+    collate = partial(fxpipe.pack, tokens=TOKENS)
     loader = DataLoader(samples, batch_sampler=steps, collate_fn=collate)  # type: ignore[arg-type]
     first = pipe.runtime.rank == 0
     if first:

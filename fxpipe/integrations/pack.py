@@ -24,7 +24,7 @@ def pack(
     samples: Sequence[Sample | torch.Tensor],
     *,
     tokens: int,
-    microbatches: int,
+    microbatches: int | None = None,
     cost: tuple[float, float] = (1.0, 0.0),
     multiple: int = 1,
     padding: int = 0,
@@ -35,15 +35,34 @@ def pack(
     samples: one-dimensional ``input_ids``, alone or in a mapping with ``labels`` (by default the same) and
         other leaves of the same length.
     tokens: the most of a microbatch.
-    cost: of a sample of L tokens, a · L + b · L²; microbatches are filled so that the largest is small.
+    microbatches: their number.  Without it there are as many as samples of up to ``tokens`` fill, and a
+        longer sample is alone in one: short microbatches, which the order of a batch evens out, leave a
+        pipeline less idle than few long ones (docs/lengths.md).
+    cost: of a sample of L tokens, a · L + b · L²; so many microbatches are filled so that the largest is small.
     multiple: of which the lengths of microbatches are, by ``padding`` at their end, whose labels are ignored.
 
     Returns mappings of ``input_ids``, ``position_ids``, ``labels`` and the other leaves, each [1, tokens].
     Raises OptionError for samples that do not fit, and for fewer of them than microbatches.
     """
     rows = [_leaves(sample) for sample in samples]
-    places = assigned([len(row["input_ids"]) for row in rows], tokens - tokens % multiple, microbatches, cost)
+    lengths, most = [len(row["input_ids"]) for row in rows], tokens - tokens % multiple
+    places = filled(lengths, most) if microbatches is None else assigned(lengths, most, microbatches, cost)
     return [_joined([rows[k] for k in place], multiple, padding, ignored) for place in places]
+
+
+def filled(lengths: Sequence[int], tokens: int) -> list[list[int]]:
+    """The samples of as many microbatches as they fill: the longest first, to the fullest with room."""
+    places: list[list[int]] = []
+    room: list[int] = []
+    for k in sorted(range(len(lengths)), key=lambda k: (-lengths[k], k)):
+        able = [m for m in range(len(places)) if room[m] >= lengths[k]]
+        m = min(able, key=lambda m: (room[m], m), default=len(places))
+        if m == len(places):
+            places.append([])
+            room.append(tokens)
+        places[m].append(k)
+        room[m] -= lengths[k]
+    return [sorted(place) for place in places]
 
 
 def assigned(
@@ -109,8 +128,9 @@ class PackedSteps(Sampler[list[int]]):
     """The samples of each step, as a ``batch_sampler``: as many as fit, in a new order in each epoch.
 
     lengths: of all samples, in tokens.  tokens, microbatches, cost, multiple: as for ``pack``, which is the
-    collate function.  replica, replicas: with several, all have the same number of steps and of microbatches,
-    and each gets its own samples.  Samples that are left at the end of an epoch come in the next one.
+    collate function.  step_tokens: the most of a step on a replica, instead of ``microbatches``.
+    replica, replicas: with several, all have the same number of steps and of microbatches, and each gets its
+    own samples.  Samples that are left at the end of an epoch come in the next one.
 
     ``state_dict`` and ``load_state_dict`` go on in the middle of an epoch with the same steps.  A loader with
     workers asks for steps before they are trained: it has to save the state with its own.
@@ -121,17 +141,26 @@ class PackedSteps(Sampler[list[int]]):
         lengths: Sequence[int],
         *,
         tokens: int,
-        microbatches: int,
+        microbatches: int | None = None,
+        step_tokens: int | None = None,
         cost: tuple[float, float] = (1.0, 0.0),
         multiple: int = 1,
         replica: int = 0,
         replicas: int = 1,
         seed: int = 0,
     ):
-        longest = max(lengths, default=0)
-        if longest > tokens - tokens % multiple:
+        longest, most = max(lengths, default=0), tokens - tokens % multiple
+        if (microbatches is None) == (step_tokens is None):
+            raise OptionError(
+                "PackedSteps needs either microbatches=, their number in each step, or step_tokens=, the "
+                "most of a step."
+            )
+        if microbatches is not None and longest > most:
             raise OptionError(f"A sample of {longest} tokens does not fit into a microbatch of {tokens}.")
-        self.lengths, self.tokens, self.microbatches = lengths, tokens - tokens % multiple, microbatches
+        if step_tokens is not None and longest > step_tokens:
+            raise OptionError(f"A sample of {longest} tokens does not fit into a step of {step_tokens}.")
+        self.lengths, self.tokens, self.microbatches = lengths, most, microbatches
+        self.step_tokens = most * (microbatches or 0) if step_tokens is None else step_tokens
         self.cost, self.replica, self.replicas, self.seed = cost, replica, replicas, seed
         self.epoch, self.step = 0, 0
 
@@ -148,7 +177,7 @@ class PackedSteps(Sampler[list[int]]):
         generator = torch.Generator().manual_seed(self.seed + self.epoch)
         order = torch.randperm(len(self.lengths), generator=generator).tolist()
         while order:
-            most = self.tokens * self.microbatches * self.replicas
+            most = self.step_tokens * self.replicas
             total = count = 0
             while count < len(order) and total + self.lengths[order[count]] <= most:
                 total += self.lengths[order[count]]
@@ -162,20 +191,30 @@ class PackedSteps(Sampler[list[int]]):
 
     def _fitting(self, samples: Sequence[int]) -> list[int] | None:
         """This replica's samples of a step; None if they do not fit on any replica."""
-        number = self.microbatches * self.replicas
+        lengths = [self.lengths[k] for k in samples]
         try:
-            places = assigned([self.lengths[k] for k in samples], self.tokens, number, self.cost)
+            if self.microbatches is None:
+                places = filled(lengths, self.tokens)
+            else:
+                places = assigned(lengths, self.tokens, self.microbatches * self.replicas, self.cost)
             # Not the heaviest microbatches together.
             of_each = [
                 sorted(k for place in places[replica :: self.replicas] for k in place)
                 for replica in range(self.replicas)
             ]
-            for of_replica in of_each:  # as each replica's ``pack`` will assign them
-                lengths = [self.lengths[samples[k]] for k in of_replica]
-                assigned(lengths, self.tokens, self.microbatches, self.cost)
+            # As each replica's ``pack`` will make them.
+            numbers = {self._number([lengths[k] for k in of_replica]) for of_replica in of_each}
         except OptionError:
             return None
+        if len(numbers) > 1 or 0 in numbers:
+            return None
         return [samples[k] for k in of_each[self.replica]]
+
+    def _number(self, lengths: Sequence[int]) -> int:
+        """The number of a replica's microbatches."""
+        if self.microbatches is None:
+            return len(filled(lengths, self.tokens))
+        return len(assigned(lengths, self.tokens, self.microbatches, self.cost))
 
     def state_dict(self) -> dict[str, int]:
         return {"epoch": self.epoch, "step": self.step, "seed": self.seed}

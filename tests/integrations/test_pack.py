@@ -11,7 +11,7 @@ from zoo import relative_error, too_far
 
 import fxpipe
 from fxpipe.errors import OptionError
-from fxpipe.integrations.pack import assigned
+from fxpipe.integrations.pack import assigned, filled
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -68,6 +68,35 @@ def test_what_does_not_fit():
         fxpipe.pack([{"input_ids": torch.ones(2), "labels": torch.ones(3)}], tokens=8, microbatches=1)
     with pytest.raises(OptionError, match="A sample of 20 tokens does not fit into a microbatch of 16"):
         fxpipe.PackedSteps(LENGTHS, tokens=16, microbatches=2)
+
+
+def test_as_many_microbatches_as_samples_fill():
+    found = fxpipe.pack(samples([3, 30, 9, 8, 12]), tokens=20)
+    assert sorted(x["input_ids"].shape[1] for x in found) == [12, 20, 30]
+    assert filled([3, 30, 9, 8, 12], 20) == [[1], [3, 4], [0, 2]]
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_steps_of_some_tokens_have_each_sample_once(replicas):
+    torch.manual_seed(3)
+    lengths = torch.randint(2, 50, (120,)).tolist()
+    fit = {"tokens": 24, "step_tokens": 150, "replicas": replicas}
+    each = [[*fxpipe.PackedSteps(lengths, replica=k, **fit)] for k in range(replicas)]
+    for together in zip(*each, strict=True):
+        numbers = {len(filled([lengths[k] for k in own], 24)) for own in together}
+        assert len(numbers) == 1
+        assert sum(lengths[k] for own in together for k in own) <= 150 * replicas
+    taken = sorted(k for steps in each for own in steps for k in own)
+    assert len(taken) == len({*taken})
+    assert len(taken) > 100
+
+
+def test_a_number_of_microbatches_or_of_tokens():
+    for both in ({}, {"microbatches": 2, "step_tokens": 40}):
+        with pytest.raises(OptionError, match=r"needs either microbatches=, .* or step_tokens="):
+            fxpipe.PackedSteps(LENGTHS, tokens=16, **both)
+    with pytest.raises(OptionError, match="A sample of 20 tokens does not fit into a step of 19"):
+        fxpipe.PackedSteps(LENGTHS, tokens=8, step_tokens=19)
 
 
 def steps(**options):
