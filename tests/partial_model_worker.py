@@ -249,6 +249,7 @@ def two_lengths(rank: Rank) -> None:
     rank.text(
         "like", [stage.parameters for stage in longer.stages] == [s.parameters for s in script.pipe.stages]
     )
+    script.pipe.full_state_dict()  # the model was whole to be compiled once more, and is not any more
     pipes = {5: script.pipe, 9: longer}
     for length in (5, 9, 9, 5):
         script.pipe, script.batch, script.whole = pipes[length], words(length), words(length)

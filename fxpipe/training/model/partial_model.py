@@ -53,8 +53,12 @@ def register(state: ModelState) -> None:
 
 
 def share_model(state: ModelState) -> None:
-    """Free what no pipeline has here of the model of a new pipeline."""
+    """Free what no pipeline has here of the model of a new pipeline; to others it is not whole any more."""
     _free(state, state.plan.tensor_names)
+    for other in _compiled:
+        if other is not state and _common(state, other):
+            other.synchronized, other.whole = False, None
+            unwatch_updates(other)
 
 
 def free_others(state: ModelState) -> None:
