@@ -1,0 +1,305 @@
+"""Hugging Face's Trainer on a pipeline, under torchrun: a process for each rank.
+
+Trainer's loop calls             which here is
+training_step                    kept until the last one of an update, then a step of the pipeline
+optimizer.step, the norm         those of ``pipe.optimizer``, which clips by the norm of all ranks
+prediction_step                  ``pipe.evaluate``
+save_model                       the whole model on the first rank, as ``save_pretrained`` writes it
+saving and loading of a state    a ``Checkpointer`` in the directory ``fxpipe`` of a checkpoint
+"""
+
+from __future__ import annotations
+
+import glob
+import shutil
+import warnings
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+import fxpipe
+from fxpipe.errors import ArtifactError, OptionError
+from fxpipe.integrations.sizes import Microbatch, Sizes
+from fxpipe.integrations.trainer_arguments import check_arguments, check_given, check_optimizer
+from fxpipe.integrations.trainer_loss import counted, is_mean, loss_of
+from fxpipe.integrations.trainer_process import (
+    as_first,
+    as_only_process,
+    kept_random_numbers,
+    ranks_of,
+    together,
+)
+
+#: The directory in a checkpoint of the Trainer from which training goes on.
+_STATE = "fxpipe"
+
+
+class Trainer(transformers.Trainer):
+    """``transformers.Trainer`` whose steps are those of a pipeline.
+
+    pipeline: options of ``fxpipe.compile`` (schedule, memory_limit, recompute …).  ``ranks`` is by default
+        the number of processes.  ``example``: a microbatch as the collator makes it, by default of the first
+        rows of the training data; with ``dimensions`` one of the longest.
+    outputs: the tensors of the model's output that ``predict`` and ``compute_metrics`` get.
+    weights: a directory of Hugging Face, from which each rank reads its part of a model on the meta device.
+    figures: whether those of ``pipe.figures()`` are logged with the loss.
+    All else is as for ``transformers.Trainer``.  A microbatch has ``per_device_train_batch_size`` rows, and a
+    step ``gradient_accumulation_steps`` microbatches.
+
+    Losses, norms, learning rates, metrics and weights are those of ``transformers.Trainer`` in one process,
+    but for the random numbers of dropout.  ``pipe`` is compiled by the first call of ``train``, ``evaluate``
+    or ``predict``; all ranks make the same calls.
+    Raises OptionError, on all ranks, for arguments that have no meaning for a pipeline.
+    """
+
+    model: Any
+    state: Any
+    lr_scheduler: Any
+
+    def __init__(
+        self,
+        model: nn.Module,
+        args: Any = None,
+        *more: Any,
+        pipeline: Mapping[str, Any] | None = None,
+        outputs: Sequence[str] = ("logits",),
+        weights: str | Path | None = None,
+        figures: bool = False,
+        **named: Any,
+    ):
+        args = args if args is not None else transformers.TrainingArguments("tmp_trainer")
+        check_arguments(args)
+        check_given(type(self), transformers.Trainer, model, named, pipeline or {})
+        ranks = ranks_of(model, (pipeline or {}).get("ranks"), args.world_size)
+        as_only_process(args)
+        self._options, self._outputs, self._figures = {**(pipeline or {}), "ranks": ranks}, outputs, figures
+        self._updates: Any = None
+        self._given: list[Microbatch] = []
+        super().__init__(model, args, *more, **named)
+        if self.optimizer is not None or self.lr_scheduler is not None:
+            raise OptionError(
+                "optimizers= are made of a whole model: give optimizer_cls_and_kwargs=(class, options), and "
+                "the scheduler by lr_scheduler_type."
+            )
+        first = None if weights is None else Path(weights)
+        self._sizes = Sizes(self.model, self._options, loss_of(self), partial(_context, args), first)
+
+    @property
+    def pipe(self) -> fxpipe.Pipeline | None:
+        """The pipeline; None before it is compiled."""
+        return self._sizes.first
+
+    def get_train_dataloader(self) -> Any:
+        with as_first(self.args):  # workers of all ranks draw the same random numbers
+            return super().get_train_dataloader()
+
+    def _compile(self) -> fxpipe.Pipeline:
+        """The pipeline that trains."""
+        if self.pipe is not None:
+            if not self.pipe.plan.trains:
+                raise OptionError("This Trainer has evaluated without training data: make another to train.")
+            return self.pipe
+        example = self._example()
+        count = self._get_num_items_in_batch([example], self.args.device)
+        microbatches = self.args.gradient_accumulation_steps
+        if microbatches == 1 and self._options["ranks"] > 1 and self.args.process_index == 0:
+            warnings.warn(
+                "gradient_accumulation_steps=1 makes steps of one microbatch, in which ranks run one after "
+                "the other. Give several times as many as ranks, and per_device_train_batch_size fewer rows.",
+                stacklevel=2,
+            )
+        mean = is_mean(self, count)
+        return self._sizes.compile_first(counted(example, count), microbatches, is_mean=mean)
+
+    def _example(self) -> dict[str, Any]:
+        if "example" in self._options:
+            return self._prepare_inputs(dict(self._options["example"]))
+        with kept_random_numbers():
+            loader, rows = self.get_train_dataloader(), self._train_batch_size
+            data = loader.dataset
+            is_stream = isinstance(data, torch.utils.data.IterableDataset)
+            items = [*islice(data, rows)] if is_stream else [data[k % len(data)] for k in range(rows)]
+            return self._prepare_inputs(dict(loader.collate_fn(items)))
+
+    # Steps
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        self._given = []
+        return super().get_batch_samples(*args, **kwargs)
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        """Keep a microbatch; run the step with the last one of an update.  Returns the loss of the step then
+        and 0 before: their sum is that of what ``transformers.Trainer`` returns."""
+        if callable(switch := getattr(self.optimizer, "train", None)):
+            switch()
+        self._given.append(counted(self._prepare_inputs(dict(inputs)), num_items_in_batch))
+        if len(self._given) < self.current_gradient_accumulation_steps:
+            return torch.zeros((), device=self.args.device)
+        loss = self._sizes.step(self._given, is_mean=is_mean(self, num_items_in_batch))
+        return loss.to(self.args.device)
+
+    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
+        return model if isinstance(model, _OnRanks) else _OnRanks(model, self)
+
+    def create_optimizer(self, model: nn.Module | None = None) -> Any:
+        """Compile the pipeline, and make the optimizer of this rank's parameters."""
+        if self.optimizer is None:
+            pipe, args = self._compile(), self.args
+            of_args = self.get_optimizer_cls_and_kwargs(args, self.model)
+            kind, options = self.optimizer_cls_and_kwargs or of_args
+            check_optimizer(kind, options, args.optim)
+            decayed = {*self.get_decay_parameter_names(self.model)}
+            trained = [name for name, p in self.model.named_parameters() if p.requires_grad]
+            parts = [name for name in trained if name in decayed], [n for n in trained if n not in decayed]
+            groups = [
+                {"params": [*map(glob.escape, names)], "weight_decay": decay}
+                for names, decay in zip(parts, (args.weight_decay, 0.0), strict=True)
+                if names
+            ]
+            largest = args.max_grad_norm if args.max_grad_norm and args.max_grad_norm > 0 else float("inf")
+            self._updates = pipe.optimizer(kind, groups=groups, clip_grad_norm=largest, **options)
+            self.optimizer = self._updates
+        return self.optimizer
+
+    def _clip_grad_norm(self, model: nn.Module) -> float:
+        return float("nan")  # the optimizer clips, and ``log`` has the norm
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> float:
+        return float("nan")
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        if "grad_norm" in logs and self._updates is not None and self.pipe is not None:
+            norm = self._updates.last_norm
+            logs["grad_norm"] = float("nan") if norm is None else float(norm)
+            found = self.pipe.figures() if self._figures else {}
+            logs |= {name: x for name, x in found.items() if name not in ("step", "norm")}
+        super().log(logs, *args, **kwargs)
+
+    # Evaluation
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        if self.train_dataset is not None:
+            self._compile()
+        return super().evaluation_loop(*args, **kwargs)
+
+    def prediction_step(
+        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
+    ) -> tuple[Any, Any, Any]:
+        inputs = self._prepare_inputs(dict(inputs))
+        has_labels = bool(self.label_names) and all(inputs.get(name) is not None for name in self.label_names)
+        has_loss = has_labels or (not self.label_names and self.can_return_loss)
+        names = [] if prediction_loss_only else [n for n in self._outputs if n not in (ignore_keys or ())]
+        if not has_loss and not names:
+            return None, None, None
+        sizes = self.args.per_device_train_batch_size, self.args.eval_batch_size
+        result = self._sizes.evaluate(inputs, *sizes, names, has_loss=has_loss)
+        loss = None if result.loss is None else result.loss.to(self.args.device)
+        if prediction_loss_only:
+            return loss, None, None
+        labels = _only([inputs[name] for name in self.label_names]) if has_labels else None
+        return loss, _only([result.outputs[name].to(self.args.device) for name in names]), labels
+
+    # Saving, and going on
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write the whole model as ``save_pretrained`` does; all ranks call it, and wait for the first."""
+        if self.pipe is None:
+            return super().save_model(output_dir, _internal_call)
+        state = self.pipe.full_state_dict()
+        with together(self.pipe, "save the model"):
+            if self.args.should_save:
+                self._save(output_dir, state)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        pipe, directory = self._compile(), Path(output_dir) / _STATE
+        with together(pipe, "save the optimizer"):
+            if self.args.should_save:  # Trainer writes over an earlier run in its directory
+                shutil.rmtree(directory, ignore_errors=True)
+        with self._kept(directory) as kept:
+            kept.save()
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        if self.args.should_save:  # all ranks have the same states, and read this file
+            super()._save_rng_state(output_dir)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        path = Path(resume_from_checkpoint)
+        if (path / "optimizer.pt").exists():
+            raise ArtifactError(
+                f"{path} is of transformers.Trainer, whose optimizer keeps its state in another form. To go "
+                "on with the weights and a new optimizer, open it by from_pretrained."
+            )
+        if not (path / "config.json").exists() and not (path / _STATE).is_dir():
+            raise ArtifactError(f"{path} is no checkpoint of the Trainer.")
+        if not (path / _STATE).is_dir() or any(p.is_meta for p in self.model.parameters()):
+            if self.pipe is None:
+                self._sizes.weights = path
+            else:
+                self.pipe.load_state_dict(path)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None and (directory := Path(checkpoint) / _STATE).is_dir():
+            with self._kept(directory) as kept:
+                kept.resume()
+
+    def _load_best_model(self) -> None:
+        pipe, path = self._compile(), Path(self.state.best_model_checkpoint)
+        if not (path / _STATE).is_dir():
+            pipe.load_state_dict(path)
+            return
+        number = pipe.step_number
+        with fxpipe.Checkpointer(pipe, path / _STATE) as kept:
+            kept.resume()
+        pipe.step_number = number
+
+    def _kept(self, directory: Path) -> fxpipe.Checkpointer:
+        state = {"lr_scheduler": self.lr_scheduler}
+        pipe, updates = self._compile(), self._updates
+        return fxpipe.Checkpointer(pipe, directory, optimizer=updates, state=state, asynchronous=False)
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        if not any(p.is_meta for p in model.parameters()):
+            super()._move_model_to_device(model, device)
+
+    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
+        raise OptionError("hyperparameter_search makes a model for each trial: start a run for each instead.")
+
+
+class _OnRanks(nn.Module):
+    """What the loop of the Trainer takes for its model: the parameters are on the ranks of the pipeline."""
+
+    def __init__(self, model: nn.Module, trainer: Trainer):
+        super().__init__()
+        self.model = model
+        self._of = (trainer,)  # in a tuple, as it is no module of this one
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        (trainer,) = self._of
+        if trainer._updates is not None:
+            trainer._updates.zero_grad()
+
+    def train(self, mode: bool = True) -> _OnRanks:
+        return self  # a program has its mode
+
+    def forward(self, *args: object, **kwargs: object) -> None:
+        raise OptionError(
+            "The model runs in steps of the pipeline alone: give its loss as compute_loss_func."
+        )
+
+
+def _context(args: Any) -> Any:
+    """Autocast where the arguments ask for it."""
+    return torch.autocast(args.device.type, torch.bfloat16) if args.bf16 else nullcontext()
+
+
+def _only(values: Sequence[Any]) -> Any:
+    return values[0] if len(values) == 1 else tuple(values)

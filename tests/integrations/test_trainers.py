@@ -1,0 +1,252 @@
+"""Trainers of other libraries: on ranks and in one process they have the numbers of the plain ones."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from launch import forked
+from safetensors.torch import load_file
+from torch import nn
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+import trainers_worker as worker  # noqa: E402 - it needs both
+
+from fxpipe.errors import ArtifactError, OptionError  # noqa: E402
+from fxpipe.integrations import trainer as trainer_module  # noqa: E402
+from fxpipe.integrations.trainer import Trainer  # noqa: E402
+from fxpipe.integrations.trainer_arguments import check_given, check_optimizer  # noqa: E402
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("double")]
+
+PLAIN = transformers.Trainer
+NUMBERS = ("loss", "grad_norm", "learning_rate", "epoch", "train_loss", "eval_loss", "eval_right", "step")
+
+
+def assert_same_log(found: list[dict[str, Any]], plain: list[dict[str, Any]], rel: float = 1e-10) -> None:
+    assert len(found) == len(plain)
+    for here, there in zip(found, plain, strict=True):
+        names = [name for name in NUMBERS if name in there]
+        assert [here[name] for name in names] == pytest.approx([there[name] for name in names], rel=rel)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The whole script with transformers' own Trainer, in this process."""
+    torch.set_default_dtype(torch.float64)
+    directory = tmp_path_factory.mktemp("plain")
+    trainer = worker.whole(PLAIN, directory, {})
+    trainer.train()
+    trainer.save_model(str(directory / "last"))
+    return trainer
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The whole script on two ranks."""
+    directory = tmp_path_factory.mktemp("ranks")
+    run = forked(2, worker.train_on_ranks, str(directory), dtype=torch.float64, logs=directory / "logs")
+    assert run.code == 0, run
+    return directory
+
+
+@pytest.fixture(scope="module")
+def told(directory: Path) -> list[dict[str, Any]]:
+    return [json.loads((directory / f"told{rank}.json").read_text()) for rank in range(2)]
+
+
+def test_ranks_have_the_numbers_of_one_process(plain, told):
+    for of_rank in told:
+        assert_same_log(of_rank["trained"], plain.state.log_history)
+        assert 0 < of_rank["held"] < len([*plain.model.parameters()])
+
+
+def test_a_run_goes_on_as_if_it_had_not_ended(told, directory):
+    first, rest = told[0]["trained"], told[0]["resumed"]
+    numbers = [{name: x[name] for name in NUMBERS[:3] if name in x} for x in first if x["step"] > 5]
+    again = [{name: x[name] for name in NUMBERS[:3] if name in x} for x in rest if x["step"] > 5]
+    assert numbers == again  # bit for bit
+    assert len([x for x in numbers if "loss" in x]) == 2
+    weights = [load_file(directory / name / "last" / "model.safetensors") for name in ("trained", "resumed")]
+    torch.testing.assert_close(weights[0], weights[1], rtol=0, atol=0)
+
+
+def test_the_best_weights_are_saved_as_from_pretrained_opens_them(plain, told, directory):
+    assert told[0]["trained best"] == told[1]["trained best"] == str(directory / "trained" / "checkpoint-5")
+    opened = transformers.LlamaForCausalLM.from_pretrained(directory / "trained" / "last")
+    assert opened.dtype == torch.float64
+    torch.testing.assert_close(opened.state_dict(), plain.model.state_dict(), rtol=1e-10, atol=1e-12)
+    assert told[0]["predicted"] == told[1]["predicted"]
+    logits = plain.model(worker.Rows(3, seed=2)[:]["input_ids"]).logits
+    torch.testing.assert_close(torch.tensor(told[0]["predicted"]), logits.detach(), rtol=1e-10, atol=1e-12)
+
+
+def test_the_example_saves_what_from_pretrained_opens(directory):
+    opened = transformers.LlamaForCausalLM.from_pretrained(directory / "build" / "trainer" / "last")
+    assert opened.config.num_hidden_layers == 2
+
+
+def test_only_the_first_rank_writes(directory):
+    files = {path.name for path in (directory / "trained" / "checkpoint-5").iterdir()}
+    assert files >= {"config.json", "model.safetensors", "trainer_state.json", "rng_state.pth", "fxpipe"}
+    assert not [name for name in files if name.startswith(("rng_state_", "optimizer", "scheduler"))]
+
+
+def both(
+    directory: Path, make: Any, more: dict[str, Any], options: dict[str, Any], **given: Any
+) -> list[Any]:
+    """The same run with transformers' Trainer, and with a pipeline of one rank."""
+    given = {"train_dataset": worker.Rows(), "eval_dataset": worker.Rows(7, seed=1)} | given
+    pipeline = {"schedule": "1f1b", "check": False} | options
+    trainers = [
+        PLAIN(make(), worker.arguments(directory / "plain", **more), **given),
+        Trainer(make(), worker.arguments(directory / "here", **more), **given, pipeline=pipeline),
+    ]
+    for trainer in trainers:
+        trainer.train()
+    return trainers
+
+
+def longest() -> dict[str, torch.Tensor]:
+    return {name: x.repeat(2, 1) for name, x in worker.Rows()[0].items()}
+
+
+CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "each microbatch's own mean": (worker.Means, {"eval_strategy": "epoch"}, {}, {}),
+    "a causal language model's own loss": (worker.llama, {"max_steps": 2}, {}, {}),
+    "smoothed labels": (
+        worker.Means, {"label_smoothing_factor": 0.1, "per_device_eval_batch_size": 1, "do_eval": True}, {},
+        {},
+    ),
+    "microbatches of several lengths": (
+        worker.Means, {"eval_strategy": "epoch"},
+        {"dimensions": {"sequence": worker.LENGTH}, "example": longest()}, {"data_collator": worker.trimmed},
+    ),
+    "a stream, rates by a metric": (
+        worker.Means,
+        {
+            "lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "steps",
+            "eval_steps": 2, "lr_scheduler_kwargs": {"patience": 0}, "max_grad_norm": 0.0,
+        },
+        {}, {"train_dataset": worker.Stream()},
+    ),
+    "autocast": (worker.Means, {"bf16": True, "gradient_accumulation_steps": 2, "max_steps": 2}, {}, {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_losses_norms_and_rates_of_one_rank(case, tmp_path):
+    make, more, options, given = CASES[case]
+    plain, here = both(tmp_path, make, more, options, **given)
+    rel = 1e-6 if make is worker.llama else 1e-10  # its logits become float32
+    assert_same_log(here.state.log_history, plain.state.log_history, rel)
+    weights = here.pipe.state_dict()
+    torch.testing.assert_close(weights, dict(plain.model.state_dict()), rtol=100 * rel, atol=rel)
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Any:
+    def made(model: Any = None, pipeline: Any = None, more: Any = None, **given: Any) -> Any:
+        args = worker.arguments(tmp_path / "run", **({"max_steps": 1} | (more or {})))
+        given = {"train_dataset": worker.Rows()} | given
+        pipeline = {"schedule": "1f1b", "check": False} | (pipeline or {})
+        return Trainer(model or worker.Means(), args, pipeline=pipeline, **given)
+
+    return made
+
+
+def test_an_evaluation_without_training(small):
+    trainer = small(train_dataset=None, eval_dataset=worker.Rows(7, seed=1), compute_metrics=worker.accuracy)
+    plain = PLAIN(
+        worker.Means(), trainer.args, eval_dataset=worker.Rows(7, seed=1), compute_metrics=worker.accuracy
+    )
+    assert_same_log([trainer.evaluate() | {"step": 0}], [plain.evaluate() | {"step": 0}])
+    unlabeled = [{"input_ids": row["input_ids"]} for row in worker.Rows(3)]
+    logits = plain.predict(unlabeled).predictions
+    assert trainer.predict(unlabeled).predictions == pytest.approx(logits)
+    trainer.train_dataset = worker.Rows()
+    with pytest.raises(OptionError, match="make another to train"):
+        trainer.train()
+
+
+def test_weights_alone_are_resumed(small):
+    first = small(more={"save_strategy": "steps", "save_steps": 1, "save_only_model": True}, figures=True)
+    first.train()
+    assert {"tokens/s", "predicted"} <= first.state.log_history[0].keys()
+    path = Path(first.args.output_dir) / "checkpoint-1"
+    (path / "config.json").write_text("{}")  # of a model of transformers
+    second = small()
+    second.train(resume_from_checkpoint=str(path))
+    torch.testing.assert_close(second.pipe.state_dict(), first.pipe.state_dict())
+    with pytest.raises(ArtifactError, match="no checkpoint of the Trainer"):
+        small().train(resume_from_checkpoint=str(path.parent))
+    (path / "optimizer.pt").touch()
+    with pytest.raises(ArtifactError, match=r"is of transformers\.Trainer, whose optimizer"):
+        small().train(resume_from_checkpoint=str(path))
+
+
+def test_a_model_on_the_meta_device_reads_its_weights(small, directory):
+    with torch.device("meta"):
+        model = worker.llama()
+    trainer = small(model, weights=directory / "trained" / "last", eval_dataset=worker.Rows(7, seed=1))
+    trainer.train()
+    trainer.evaluate()
+    found = transformers.LlamaForCausalLM.from_pretrained(directory / "trained" / "last")
+    plain = PLAIN(found, trainer.args, train_dataset=worker.Rows())
+    plain.train()
+    assert_same_log(trainer.state.log_history[:1], plain.state.log_history[:1], 1e-6)
+
+
+def test_rows_of_several_shapes_have_a_remedy(small):
+    with pytest.raises(OptionError, match=r"rows of 'input_ids' of the shapes \(2,\) and .*dimensions"):
+        small(data_collator=worker.trimmed, more={"train_sampling_strategy": "sequential"}).train()
+
+
+class OwnLoss(Trainer):
+    def compute_loss(self, *args, **kwargs):
+        return super().compute_loss(*args, **kwargs)
+
+
+REFUSED = {
+    "fp16=True": lambda small: small(more={"fp16": True}),
+    "auto_find_batch_size=True": lambda small: small(more={"auto_find_batch_size": True}),
+    "torch_compile=True": lambda small: small(more={"torch_compile": True}),
+    "neftune_noise_alpha=5": lambda small: small(more={"neftune_noise_alpha": 5}),
+    "train_sampling_strategy='batch_rebalance'": lambda small: small(
+        more={"train_sampling_strategy": "batch_rebalance"}
+    ),
+    "pipeline has 'microbatches'": lambda small: small(pipeline={"microbatches": 4}),
+    "ranks=2 has 2 processes, and 1 were started": lambda small: small(pipeline={"ranks": 2}),
+    "no model_init": lambda small: small(model_init=worker.Means),
+    "optimizers= are made of a whole model": lambda small: small(
+        optimizers=(torch.optim.SGD([nn.Parameter(torch.zeros(1))]), None)
+    ),
+    "optim='lomo' is made of the whole model": lambda small: check_optimizer(
+        object, {"model": None}, transformers.training_args.OptimizerNames.LOMO
+    ),
+    "OwnLoss has a compute_loss of its own": lambda small: OwnLoss(worker.Means(), small().args),
+    "a transformers whose Trainer has _clip_grad_norm": lambda small: check_given(
+        Trainer, object, worker.Means(), {}, {}
+    ),
+    "makes a model for each trial": lambda small: small().hyperparameter_search(),
+    "runs in steps of the pipeline alone": lambda small: small()._wrap_model(worker.Means())(),
+}
+
+
+@pytest.mark.parametrize("text", REFUSED)
+def test_what_has_no_meaning_is_refused(text, small):
+    with pytest.raises(OptionError, match=re.escape(text)):
+        REFUSED[text](small)
+
+
+def test_one_microbatch_is_warned_of(monkeypatch, small):
+    monkeypatch.setattr(trainer_module.Sizes, "compile_first", lambda *args, **kwargs: None)
+    trainer = small(more={"gradient_accumulation_steps": 1})
+    trainer._options["ranks"] = 2
+    with pytest.warns(UserWarning, match="ranks run one after the other"):
+        trainer._compile()

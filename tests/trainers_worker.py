@@ -1,0 +1,138 @@
+"""Scripts of Hugging Face's Trainer and of Lightning: on ranks, and beside them in one process."""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+WORDS, LENGTH, ROWS = 24, 6, 29  # an epoch has three whole steps, and one whose last microbatch has one row
+
+
+class Rows(torch.utils.data.Dataset):
+    """Sequences; some labels of each are ignored, of some rows nearly all."""
+
+    def __init__(self, rows: int = ROWS, seed: int = 0):
+        generator = torch.Generator().manual_seed(seed)
+        self.ids = torch.randint(WORDS, (rows, LENGTH), generator=generator)
+        keeps = torch.rand(rows, LENGTH, generator=generator) < torch.linspace(0.3, 1, rows)[:, None]
+        self.labels = torch.where(keeps, self.ids, -100)
+        self.labels[:, -1] = self.ids[:, -1]
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, k: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": self.ids[k], "labels": self.labels[k]}
+
+
+def llama() -> nn.Module:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=WORDS, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, max_position_embeddings=LENGTH, tie_word_embeddings=True,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).double()
+
+
+def arguments(directory: Path, **more: Any) -> TrainingArguments:
+    options: dict[str, Any] = {
+        "per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "per_device_eval_batch_size": 5,
+        "max_steps": 5, "learning_rate": 1e-2, "warmup_steps": 2, "max_grad_norm": 0.5,
+        "weight_decay": 0.1, "logging_steps": 1, "save_strategy": "no", "report_to": [], "use_cpu": True,
+        "disable_tqdm": True, "seed": 3,
+    }  # fmt: skip
+    return TrainingArguments(str(directory), **(options | more))
+
+
+def exact_loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+    """The loss of a causal language model, in the dtype of its logits."""
+    logits, targets = outputs["logits"][:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    if num_items_in_batch is None:
+        return F.cross_entropy(logits, targets)
+    return F.cross_entropy(logits, targets, reduction="sum") / num_items_in_batch
+
+
+def accuracy(predicted: Any) -> dict[str, float]:
+    right = (predicted.predictions[:, :-1].argmax(-1) == predicted.label_ids[:, 1:]).sum()
+    return {"right": float(right)}
+
+
+#: Evaluates, saves and goes back to the best weights.
+WHOLE = {
+    "max_steps": 7, "eval_strategy": "steps", "eval_steps": 5, "save_strategy": "steps", "save_steps": 5,
+    "load_best_model_at_end": True, "metric_for_best_model": "loss",
+}  # fmt: skip
+
+
+def whole(cls: Any, directory: Path, more: dict[str, Any], **options: Any) -> Any:
+    """A Trainer of the whole script."""
+    given = {"train_dataset": Rows(), "eval_dataset": Rows(7, seed=1)}
+    given |= {"compute_loss_func": exact_loss, "compute_metrics": accuracy}
+    return cls(llama(), arguments(directory, **WHOLE, **more), **given, **options)
+
+
+def run_example(name: str, directory: str) -> None:
+    """An example, in a small size, in float32 as its user has it."""
+    torch.set_default_dtype(torch.float32)
+    os.chdir(directory)
+    sys.path.insert(0, str(EXAMPLES))
+    sys.argv = [name, "--steps", "2", "--layers", "2", "--bytes", "20000"]
+    runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    torch.set_default_dtype(torch.float64)
+
+
+def train_on_ranks(directory: str) -> None:
+    """The whole script on ranks; then from its checkpoint on."""
+    from fxpipe.integrations.trainer import Trainer
+
+    told: dict[str, Any] = {}
+    for name, checkpoint in (("trained", None), ("resumed", f"{directory}/trained/checkpoint-5")):
+        trainer = whole(Trainer, Path(directory) / name, {}, pipeline={"schedule": "zb-h1", "check": False})
+        trainer.train(resume_from_checkpoint=checkpoint)
+        trainer.save_model(f"{directory}/{name}/last")
+        told[name] = trainer.state.log_history
+        told[f"{name} best"] = trainer.state.best_model_checkpoint
+    predicted = trainer.predict(Rows(3, seed=2))
+    told["predicted"] = predicted.predictions.tolist()
+    run_example("train_trainer.py", directory)
+    told["held"] = len(trainer.pipe.parameters)
+    Path(directory, f"told{os.environ['RANK']}.json").write_text(json.dumps(told))
+
+
+class Means(nn.Module):
+    """Its loss is the mean over the labels of a microbatch, whatever the others have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.config = LlamaConfig()  # which Trainer reads
+        self.table, self.layer = nn.Embedding(WORDS, 8), nn.Linear(8, 8)
+        self.head = nn.Linear(8, WORDS)
+
+    def forward(self, input_ids, labels=None):
+        logits = self.head(torch.tanh(self.layer(self.table(input_ids))))
+        if labels is None:
+            return {"logits": logits}
+        return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        rows = Rows()
+        return (rows[k] for k in range(len(rows)))
+
+
+def trimmed(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """A microbatch as long as its own rows need."""
+    length = max(2, *(int((row["labels"] != -100).sum()) for row in rows))
+    return {name: torch.stack([row[name][-length:] for row in rows]) for name in rows[0]}
