@@ -93,6 +93,8 @@ def run_example(name: str, directory: str) -> None:
 
 def train_on_ranks(directory: str) -> None:
     """The whole script on ranks; then from its checkpoint on."""
+    import lightning_worker
+
     from fxpipe.integrations.trainer import Trainer
 
     told: dict[str, Any] = {}
@@ -104,6 +106,7 @@ def train_on_ranks(directory: str) -> None:
         told[f"{name} best"] = trainer.state.best_model_checkpoint
     predicted = trainer.predict(Rows(3, seed=2))
     told["predicted"] = predicted.predictions.tolist()
+    told["lightning"] = lightning_worker.train_on_ranks(Path(directory, "lightning"))
     run_example("train_trainer.py", directory)
     told["held"] = len(trainer.pipe.parameters)
     Path(directory, f"told{os.environ['RANK']}.json").write_text(json.dumps(told))

@@ -79,7 +79,11 @@ class Sizes:
             example = {n: _repeated(x, number, rows) if given is None else given[n] for n, x in batch.items()}
             others = {"gradients": False, "outputs": (*outputs,), "loss_fn": self.loss if has_loss else None}
             self._others[key] = self._compiled(example, -(-most // rows), others)
-        return self._others[key].evaluate(dict(batch), outputs=outputs, outputs_on="all")
+        pipe = self._others[key]
+        number = pipe.step_number
+        result = pipe.evaluate(dict(batch), outputs=outputs, outputs_on="all")
+        pipe.step_number = number  # dropout's numbers go on as without an evaluation
+        return result
 
     @property
     def _has_names(self) -> bool:

@@ -15,10 +15,13 @@ from torch import nn
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
-import trainers_worker as worker  # noqa: E402 - it needs both
+pl = pytest.importorskip("lightning.pytorch")
+import lightning_worker  # noqa: E402 - these need them
+import trainers_worker as worker  # noqa: E402
 
-from fxpipe.errors import ArtifactError, OptionError  # noqa: E402
+from fxpipe.errors import ArtifactError, CaptureError, OptionError  # noqa: E402
 from fxpipe.integrations import trainer as trainer_module  # noqa: E402
+from fxpipe.integrations.lightning import PipelineStrategy  # noqa: E402
 from fxpipe.integrations.trainer import Trainer  # noqa: E402
 from fxpipe.integrations.trainer_arguments import check_given, check_optimizer  # noqa: E402
 
@@ -124,7 +127,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {},
     ),
     "microbatches of several lengths": (
-        worker.Means, {"eval_strategy": "epoch"},
+        worker.Means, {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 2},
         {"dimensions": {"sequence": worker.LENGTH}, "example": longest()}, {"data_collator": worker.trimmed},
     ),
     "a stream, rates by a metric": (
@@ -183,23 +186,17 @@ def test_weights_alone_are_resumed(small):
     second = small()
     second.train(resume_from_checkpoint=str(path))
     torch.testing.assert_close(second.pipe.state_dict(), first.pipe.state_dict())
+    with torch.device("meta"):
+        model = worker.Means()
+    third = small(model, weights=path, eval_dataset=worker.Rows(7, seed=1))
+    third.train()
+    torch.testing.assert_close(third.pipe.state_dict(), second.pipe.state_dict())
+    assert third.evaluate()["eval_loss"] > 0  # by a pipeline of another size, on the same tensors
     with pytest.raises(ArtifactError, match="no checkpoint of the Trainer"):
         small().train(resume_from_checkpoint=str(path.parent))
     (path / "optimizer.pt").touch()
     with pytest.raises(ArtifactError, match=r"is of transformers\.Trainer, whose optimizer"):
         small().train(resume_from_checkpoint=str(path))
-
-
-def test_a_model_on_the_meta_device_reads_its_weights(small, directory):
-    with torch.device("meta"):
-        model = worker.llama()
-    trainer = small(model, weights=directory / "trained" / "last", eval_dataset=worker.Rows(7, seed=1))
-    trainer.train()
-    trainer.evaluate()
-    found = transformers.LlamaForCausalLM.from_pretrained(directory / "trained" / "last")
-    plain = PLAIN(found, trainer.args, train_dataset=worker.Rows())
-    plain.train()
-    assert_same_log(trainer.state.log_history[:1], plain.state.log_history[:1], 1e-6)
 
 
 def test_rows_of_several_shapes_have_a_remedy(small):
@@ -250,3 +247,98 @@ def test_one_microbatch_is_warned_of(monkeypatch, small):
     trainer._options["ranks"] = 2
     with pytest.warns(UserWarning, match="ranks run one after the other"):
         trainer._compile()
+
+
+def logged(directory: Path) -> list[dict[str, float]]:
+    lines = [line.split(",") for line in lightning_worker.numbers(directory).splitlines()]
+    return [{n: float(x) for n, x in zip(lines[0], line, strict=True) if x} for line in lines[1:]]
+
+
+@pytest.fixture(scope="module")
+def plain_lightning(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_default_dtype(torch.float64)
+    directory = tmp_path_factory.mktemp("lightning")
+    lightning_worker.fit(directory, 2, devices=1)
+    return directory
+
+
+def test_lightning_on_ranks(plain_lightning, told, directory):
+    found, plain = logged(directory / "lightning" / "trained"), logged(plain_lightning)
+    assert [{*each} for each in found] == [{*each} for each in plain]
+    for here, there in zip(found, plain, strict=True):
+        assert here == pytest.approx(there, rel=1e-12)
+    assert told[0]["lightning"] == told[1]["lightning"]
+    first, second = told[0]["lightning"]
+    assert first == second  # bit for bit
+
+
+def test_plain_lightning_opens_a_checkpoint_of_ranks(plain_lightning, directory, tmp_path):
+    kept = directory / "lightning" / "trained" / "kept" / "epoch=0-step=4.ckpt"
+    lightning_worker.fit(tmp_path / "plain", 2, kept, devices=1)
+    assert logged(tmp_path / "plain")[-1] == pytest.approx(logged(plain_lightning)[-1], rel=1e-12)
+    own, strategy = plain_lightning / "kept" / "epoch=0-step=4.ckpt", PipelineStrategy(microbatches=2)
+    options = {"devices": 1, "strategy": strategy, "precision": "64-true"}
+    trainer = lightning_worker.fit(tmp_path / "here", 2, own, **options)
+    assert logged(tmp_path / "here")[-1] == pytest.approx(logged(plain_lightning)[-1], rel=1e-12)
+    module, (train, evaluated) = trainer.lightning_module, lightning_worker.loaders()
+    found = trainer.test(module, evaluated, verbose=False)
+    assert found[0]["val_loss"] == pytest.approx(float(trainer.callback_metrics["val_loss"]))
+    with pytest.raises(OptionError, match=r"predict: call strategy\.pipe\.synchronize"):
+        trainer.predict(module, evaluated)
+    with pytest.raises(OptionError, match="is of one module"):
+        trainer.fit(lightning_worker.Net(), train)
+
+
+class Indexed(lightning_worker.Net):
+    def training_step(self, batch, batch_idx):
+        if batch_idx % 2:
+            self.log("odd", 1.0)
+        return super().training_step(batch, batch_idx)
+
+
+class Epochs(lightning_worker.Net):
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) * self.current_epoch
+
+
+class Modules(lightning_worker.Net):
+    def training_step(self, batch, batch_idx):
+        self.log("metric", self.body)
+        return super().training_step(batch, batch_idx)
+
+
+class ByHand(lightning_worker.Net):
+    automatic_optimization = False
+
+
+class Several(lightning_worker.Net):
+    def configure_optimizers(self):
+        return [torch.optim.SGD(self.parameters(), lr=0.1) for _ in range(2)]
+
+    def training_step(self, batch, batch_idx, optimizer_idx=0):
+        return super().training_step(batch, batch_idx)
+
+
+RUNS: dict[str, tuple[Any, dict[str, Any], int]] = {
+    "The step uses batch_idx": (Indexed, {}, 8),
+    "A step of Epochs uses self.current_epoch": (Epochs, {}, 8),
+    "self.log('metric', …) in training_step takes a tensor or a number": (Modules, {}, 8),
+    "automatic_optimization=False": (ByHand, {}, 8),
+    "accumulate_grad_batches: give larger batches": (lightning_worker.Net, {"accumulate_grad_batches": 2}, 8),
+    "clips by the norm of all gradients": (
+        lightning_worker.Net,
+        {"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"},
+        8,
+    ),
+    "4 microbatches cannot share a batch of 6 rows": (lightning_worker.Net, {}, 6),
+}
+
+
+@pytest.mark.parametrize("text", RUNS)
+def test_what_a_strategy_does_not_do_is_refused(text):
+    module, options, rows = RUNS[text]
+    strategy = PipelineStrategy(microbatches=4, schedule="1f1b")
+    quiet = {"logger": False, "enable_checkpointing": False, "max_epochs": 1} | lightning_worker.QUIET
+    trainer = pl.Trainer(devices=1, strategy=strategy, **quiet, **options)
+    with pytest.raises((OptionError, CaptureError), match=re.escape(text)):
+        trainer.fit(module(), *lightning_worker.loaders(rows))
