@@ -17,6 +17,7 @@ from worker import Worker
 
 import fxpipe
 from fxpipe.compiler.lengths import StepWriter
+from fxpipe.cost.batch_order import BatchPlanner
 from fxpipe.schedule.costs import Costs, chain
 from fxpipe.training.run.batch_orders import BatchOrders
 
@@ -80,8 +81,8 @@ class Sleeper(nn.Module):
         return mean_square(x)
 
 
-class Timed(StepWriter):
-    """Writes steps for the seconds that the stages sleep, and for memory by tokens."""
+class Timed(BatchPlanner):
+    """Orders for the seconds that the stages sleep, and for memory by tokens."""
 
     def costs(self, lengths: Mapping[str, int]) -> Costs:
         tokens = lengths["time"]
@@ -104,8 +105,9 @@ def in_own_order(pipe: fxpipe.Pipeline) -> fxpipe.Pipeline:
     writer = pipe.artifact.write_step
     if writer is None:  # of another rank than the first
         return pipe
-    plan = replace(writer.plan, limits=(1.0 * MEMORY * LONGEST,) * RANKS)
-    timed = Timed(plan, writer.rank_plans, writer.instructions)
+    assert isinstance(writer, StepWriter)
+    plan = replace(pipe.artifact.plan, limits=(1.0 * MEMORY * LONGEST,) * RANKS)
+    timed = replace(writer, orders=Timed(plan))
     return replace(pipe, artifact=replace(pipe.artifact, write_step=timed))
 
 
@@ -134,7 +136,10 @@ def main() -> None:
         own = kinds["order 2048"]
         result["waits"] = waits_for_orders(own, each["order 2048"])
         if worker.rank == 0:
-            result["simulated"] = own.simulate(lengths=each["order 2048"]).seconds
+            writer = own.artifact.write_step
+            assert isinstance(writer, StepWriter)
+            timeline = writer.orders.timeline([{"time": n} for n in each["order 2048"]])
+            result["simulated"] = timeline.seconds
         measured.append(result)
     worker.finish(measured)
 

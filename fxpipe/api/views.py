@@ -13,6 +13,7 @@ from torch import fx
 from fxpipe.api.hints import missing
 from fxpipe.certificate.check import check_artifact
 from fxpipe.certificate.problems import Certificate
+from fxpipe.cost.batch_order import BatchPlanner, named_lengths
 from fxpipe.cost.plan_costs import costs_of, expressions, known_work
 from fxpipe.errors import OptionError, RunError, at_least_one, number_of, one_of
 from fxpipe.ir.graph import Section
@@ -164,7 +165,7 @@ class Views:
         """Simulate the step: times, bubbles and the bytes that each rank holds between ops.
 
         lengths: of each microbatch of a batch, ``[{"sequence": 512}, …]`` or ``[512, …]``: the step in the
-            order that ``step`` runs for them (docs/lengths.md).  On rank 0, and not of a loaded pipeline.
+            order that ``step`` runs for them (docs/lengths.md).
         sizes: other lengths than the example's, ``{"microbatch": 2, "sequence": 4096}``; the names
             must be in ``dimensions`` of ``compile``.  Stages and schedule do not change.
         device: the name of a device, ``"B200"``: the analytic times on it.  Needs ``dimensions`` too ({} is
@@ -172,26 +173,10 @@ class Views:
         Raises SizeError for an unknown name and for a length below one, ScheduleError for an unknown device.
         """
         if lengths is not None:
-            timeline = self._simulated_by_lengths(lengths)
+            timeline = BatchPlanner(self.plan).timeline(named_lengths(self.lengths, lengths))
         else:
             timeline = simulate(self.schedule, costs_of(self.plan, sizes, device))
         return shown_as(ShownTimeline, timeline, model=self.plan.model)
-
-    def _simulated_by_lengths(self, lengths: Sequence[Mapping[str, int] | int]) -> Timeline:
-        write, names = self.artifact.write_step, [each.name for each in self.lengths]
-        if write is None:
-            raise RunError(
-                "Orders by lengths are found where a pipeline with named dimensions was compiled, on rank 0."
-            )
-        if not lengths:
-            raise OptionError("lengths is empty: give those of each microbatch.")
-        each: list[Mapping[str, int]] = []
-        for m, given in enumerate(lengths):
-            named = {names[0]: given} if isinstance(given, int) and len(names) == 1 else given
-            if not isinstance(named, Mapping) or {*named} != {*names}:
-                raise OptionError(f"lengths[{m}] is {given!r} and must give {', '.join(names)}.")
-            each.append(named)
-        return write.timeline(each)
 
     def simulate_steps(
         self,

@@ -50,11 +50,12 @@ def figures(
         "peak_memory": timeline.peak_memory,
         "memory": timeline.memory,
         "critical_path": [(str(op), start, end) for op, start, end in timeline.critical_path],
-        "steps": {
+    }
+    if not timeline.of_each:  # another batch has another order
+        printed["steps"] = {
             validation: steady_state(schedule, timeline.costs, validation)._asdict()
             for validation in VALIDATIONS
-        },
-    }
+        }
     if moved is not None or any(timeline.transfers):
         counts = {} if moved is None else {"asked": moved.asked, "moved": moved.moved}
         printed["offload"] = {
@@ -102,7 +103,7 @@ def print_timeline(
         *gap_texts(timeline, limits, units),
         f"span bubble {bubble_text(timeline.span_bubble)}, "
         f"makespan bubble {bubble_text(timeline.makespan_bubble)}",
-        f"many steps: {many_steps(schedule, timeline.costs, units)}",
+        *([] if timeline.of_each else [f"many steps: {many_steps(schedule, timeline.costs, units)}"]),
         f"critical path: {kinds}; {units.time(timeline.seconds - on_path)} of it in transfers",
     ]
     if moved is not None:

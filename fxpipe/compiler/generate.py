@@ -26,6 +26,7 @@ from fxpipe.compiler.make_plan import make_plan
 from fxpipe.compiler.options import Settings
 from fxpipe.compiler.progress import Phases
 from fxpipe.compiler.tensor_ownership import tied_gradients
+from fxpipe.cost.batch_order import BatchPlanner
 from fxpipe.errors import ArtifactError, ScheduleError, SizeError, VerifyError, number_of
 from fxpipe.ir.captured import captured_step
 from fxpipe.ir.compiled import is_compiled
@@ -83,7 +84,8 @@ def generate(
     plan, rank_plans, programs, others = _of_lengths(plan, lengths, cut, instructions, pools)
     writer = None
     if plan.step.lengths and not schedule.transfers:
-        writer = StepWriter(plan, rank_plans, lambda other: instruct(lower(other, plan.costs.edges), other))
+        orders, edges = BatchPlanner(plan), plan.costs.edges
+        writer = StepWriter(orders, rank_plans, lambda other: instruct(lower(other, edges), other))
     with phase("check"):
         step = _captured_as_data(captured, cut)
         if step is not None and options.check:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import torch
 from torch import fx
@@ -14,74 +13,36 @@ from fxpipe.capture.lengths import LengthTraces
 from fxpipe.codegen.rank_plan import RankPlan, Sizes
 from fxpipe.codegen.step.step import called_ops, step_calls, step_source
 from fxpipe.compiler.cut import Cut
-from fxpipe.cost.plan_costs import costs_of
+from fxpipe.cost.batch_order import BatchPlanner
 from fxpipe.errors import SizeError
 from fxpipe.ir.graph import Origin
 from fxpipe.ir.resized import ResizedTraces
 from fxpipe.ir.size import sized
 from fxpipe.ir.storage import call_nodes
-from fxpipe.plan.artifact import Plan
 from fxpipe.plan.step import OrderedStep
-from fxpipe.schedule.costs import Costs
 from fxpipe.schedule.lowering.instructions import Programs
 from fxpipe.schedule.ops import Schedule
-from fxpipe.schedule.search.uneven import Uneven
-from fxpipe.schedule.simulation.timeline import Timeline
 
 
 @dataclass(frozen=True, eq=False)
 class StepWriter:
-    """Writes ``step`` for the microbatches of a batch, whose ops take times of their own.
+    """Writes ``step`` for the microbatches of a batch, in the order that is the fastest for their lengths.
 
     ``rank_plans``: what the programs are written from.  ``instructions``: of all ranks for a schedule.
     """
 
-    plan: Plan
+    orders: BatchPlanner
     rank_plans: tuple[RankPlan, ...]
     instructions: Callable[[Schedule], Programs]
 
     def __call__(self, lengths: Sequence[Mapping[str, int]]) -> OrderedStep:
-        """The step for microbatches of these lengths, in the order that is the fastest for them."""
-        texts, ops = [], []
-        for rank_plan, instructions in zip(
-            self.rank_plans, self.instructions(self.timeline(lengths).schedule), strict=True
-        ):
+        schedule, texts, ops = self.orders.timeline(lengths).schedule, [], []
+        for rank_plan, instructions in zip(self.rank_plans, self.instructions(schedule), strict=True):
             of_order = replace(rank_plan, instructions=instructions)
             calls = step_calls(of_order)
             texts.append(step_source(of_order, calls))
             ops.append(tuple(called_ops(of_order, calls)))
         return OrderedStep(tuple(texts), tuple(ops))
-
-    def timeline(self, lengths: Sequence[Mapping[str, int]]) -> Timeline:
-        """The fastest order for microbatches of these lengths, simulated.
-
-        It holds no more memory for activations than the plan's limits or, without a limit, the plan's own
-        order at the example's lengths.
-        """
-        plan, schedule = self.plan, self.plan.ordered
-        problem = Uneven(
-            tuple(map(self.costs, lengths)),
-            plan.placement,
-            plan.limits or plan.prediction.peak_memory,
-            schedule.joined,
-            in_order=bool(plan.changed),
-        )
-        static = schedule.order if len(lengths) == plan.step.microbatches else None
-        order = problem.best(static)
-        name = schedule.name if order is static else f"{schedule.name} by lengths"
-        return problem.timeline(Schedule(name, plan.placement, len(lengths), order), plan.costs)
-
-    def costs(self, lengths: Mapping[str, int]) -> Costs:
-        """The costs of a microbatch of these lengths, found once for each."""
-        key = tuple(lengths.items())
-        if key not in self._costs:
-            # Of an evaluation they are those of the example, whatever the lengths.
-            self._costs[key] = costs_of(self.plan, None if self.plan.work is None else lengths)
-        return self._costs[key]
-
-    @cached_property
-    def _costs(self) -> dict[tuple[tuple[str, int], ...], Costs]:
-        return {}
 
 
 def why_one_length(lengths: LengthTraces | str, cut: Cut) -> str:

@@ -38,7 +38,8 @@ def pack(
     microbatches: their number.  Without it there are as many as samples of up to ``tokens`` fill, and a
         longer sample is alone in one: short microbatches, which the order of a batch evens out, leave a
         pipeline less idle than few long ones (docs/lengths.md).
-    cost: of a sample of L tokens, a · L + b · L²; so many microbatches are filled so that the largest is small.
+    cost: of a sample of L tokens, a · L + b · L²; by it so many microbatches are filled that the largest is
+        small.
     multiple: of which the lengths of microbatches are, by ``padding`` at their end, whose labels are ignored.
 
     Returns mappings of ``input_ids``, ``position_ids``, ``labels`` and the other leaves, each [1, tokens].

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from math import prod
-from typing import TYPE_CHECKING, Annotated, Protocol
+from typing import Annotated
 
 import torch
 
@@ -41,9 +41,6 @@ from fxpipe.strict import (
     structure,
     unstructure,
 )
-
-if TYPE_CHECKING:
-    from fxpipe.schedule.simulation.timeline import Timeline
 
 FORMAT = 2
 MOST_TRIED = 4096
@@ -340,16 +337,6 @@ class Plan:
         return plan
 
 
-class WritesSteps(Protocol):
-    """Writes the steps for the lengths of each microbatch of a batch."""
-
-    def __call__(self, lengths: Sequence[Mapping[str, int]]) -> OrderedStep: ...
-
-    def timeline(self, lengths: Sequence[Mapping[str, int]]) -> Timeline:
-        """The step as simulated."""
-        ...
-
-
 @dataclass(frozen=True, eq=False)
 class Artifact:
     """What a compilation gives.  ``programs``: the source of every rank's program.  ``constants``: tensors
@@ -369,7 +356,7 @@ class Artifact:
     number: int
     ask: Callable[[], Plan] | None = None
     captured: str = ""
-    write_step: WritesSteps | None = None
+    write_step: Callable[[Sequence[Mapping[str, int]]], OrderedStep] | None = None
 
     @cached_property
     def whole_plan(self) -> Plan:

@@ -112,6 +112,15 @@ class NamedLength:
         return self.least <= length <= self.example and length % self.step == 0
 
 
+def allowed(length: NamedLength) -> str:
+    """The lengths that programs take, as a sentence."""
+    multiples = f", multiples of {length.step}" if length.step > 1 else ""
+    return (
+        f"The programs take {length.name} from {length.least} to {length.example}{multiples}: pad a shorter "
+        "one, and compile with a longer example for a longer one."
+    )
+
+
 @dataclass(frozen=True)
 class OutputSpec:
     """An output that can be asked for; a part of plan.json.

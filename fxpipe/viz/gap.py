@@ -16,6 +16,8 @@ LEAST = 5e-4
 
 def bound_within(timeline: Timeline, limits: Sequence[float] | None) -> float:
     """The bound under limits of activations, of each rank; without any, under the schedule's own peaks."""
+    if timeline.of_each:  # of microbatches of many lengths no bound with memory is known
+        return timeline.lower_bound
     schedule = timeline.schedule
     largest = [max(timeline.peak_memory)] * schedule.ranks if limits is None else limits
     bound = lower_bound_within(timeline.costs, schedule.placement, schedule.microbatches, largest)
@@ -26,7 +28,8 @@ def gap_texts(timeline: Timeline, limits: Sequence[float] | None, units: Units) 
     """``time 57, lower bound 54 within the memory limit, 51 with any``, and the gains that this leaves."""
     free, within = timeline.lower_bound, bound_within(timeline, limits)
     memory = "its own peak memory" if limits is None else "the memory limit"
-    text = f"time {units.time(timeline.seconds)}, lower bound {units.time(within)} within {memory}"
+    text = f"time {units.time(timeline.seconds)}, lower bound {units.time(within)}"
+    text += " with any memory" if timeline.of_each else f" within {memory}"
     if within > free * (1 + LEAST):
         text += f", {units.time(free)} with any"
     search, more = (1 - bound / timeline.seconds for bound in (within, free))

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 import fxpipe
 from fxpipe.certificate.check import check
+from fxpipe.cli import main
 from fxpipe.plan.captured import CapturedStep
 from fxpipe.schedule.ops import order_text
 
@@ -97,7 +98,7 @@ def test_the_order_of_a_batch_is_the_captured_step(pipe):
     """The certificate of the programs with the step that is written for a batch, at the example's lengths."""
     lengths = [{"sequence": n} for n in (16, 2, 9)]
     artifact = pipe.artifact
-    step, timeline = artifact.write_step(lengths), artifact.write_step.timeline(lengths)
+    step, timeline = artifact.write_step(lengths), pipe.simulate(lengths=lengths)
     assert timeline.schedule.name == "1f1b by lengths"
     assert step.ops[0] == tuple(str(op) for op in timeline.schedule.order[0])
     programs = [
@@ -123,11 +124,13 @@ def test_a_step_holds_no_more_than_the_plan_predicts(pipe):
             assert expected <= limit * (1 + 1e-9)
 
 
-def test_simulated_lengths_that_are_no_lengths(pipe, tmp_path):
-    with pytest.raises(fxpipe.OptionError, match=r"lengths\[1\] is {'time': 3} and must give sequence"):
+def test_simulated_lengths_that_are_no_lengths(pipe):
+    with pytest.raises(fxpipe.SizeError, match=r"lengths\[1\] is {'time': 3} and must give sequence"):
         pipe.simulate(lengths=[5, {"time": 3}])
-    with pytest.raises(fxpipe.OptionError, match="lengths is empty"):
+    with pytest.raises(fxpipe.SizeError, match="lengths is empty"):
         pipe.simulate(lengths=[])
+    with pytest.raises(fxpipe.SizeError, match=r"lengths\[0\] has sequence 17. .* from 2 to 16"):
+        pipe.simulate(lengths=[17])
 
 
 class Dropped(Words):
@@ -215,8 +218,27 @@ def test_saved_and_loaded(pipe, tmp_path):
     torch.testing.assert_close(loaded.run_local(batch).grads, pipe.run_local(batch).grads)
     with pytest.raises(fxpipe.BatchError, match="a pipeline that was loaded"):
         loaded.run_local(batch[:2])
-    with pytest.raises(fxpipe.RunError, match="where a pipeline with named dimensions was compiled"):
-        loaded.simulate(lengths=[3])
+    assert loaded.simulate(lengths=[3, 9]).seconds == pipe.simulate(lengths=[3, 9]).seconds
+
+
+def test_the_command_shows_the_order_of_a_batch(pipe, tmp_path, capsys):
+    pipe.save(tmp_path / "saved")
+    (tmp_path / "lengths").write_text("3\n9\n16\n")
+    saved = ["simulate", "--costs", str(tmp_path / "saved")]
+    assert main([*saved, "--lengths", str(tmp_path / "lengths"), "--json"]) == 0
+    found, expected = json.loads(capsys.readouterr().out), pipe.simulate(lengths=[3, 9, 16])
+    assert found["seconds"] == expected.seconds
+    assert found["lower_bound_within_memory"] == found["lower_bound"] <= expected.seconds
+    assert found["peak_memory"] == [*expected.peak_memory]
+    assert main([*saved, "--lengths", "3,9,16,2"]) == 0
+    assert "1f1b by lengths: 2 ranks, 4 microbatches" in capsys.readouterr().out
+    for wrong, message in (
+        (["--lengths", "3,x"], "'3,x' is no list of lengths"),
+        (["--lengths", "3", "--schedule", "1f1b"], "--lengths and --schedule exclude each other"),
+        (["--lengths", "99"], "lengths[0] has sequence 99"),
+    ):
+        assert main([*saved, *wrong]) != 0
+        assert message in capsys.readouterr().err
 
 
 def test_evaluation():

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fxpipe.errors import BatchError, number_of
-from fxpipe.plan.step import NamedLength, StepSpec
+from fxpipe.plan.step import StepSpec, allowed
 from fxpipe.runtime.program.batch import (
     batch_leaves,
     check_batch,
@@ -168,15 +168,6 @@ def _why(spec: StepSpec) -> str:
         f"No other lengths are possible, though dimensions were named: {spec.one_length}"
         if spec.one_length
         else ""
-    )
-
-
-def allowed(length: NamedLength) -> str:
-    """The lengths that programs take, as a sentence."""
-    multiples = f", multiples of {length.step}" if length.step > 1 else ""
-    return (
-        f"The programs take {length.name} from {length.least} to {length.example}{multiples}: pad a shorter "
-        "one, and compile with a longer example for a longer one."
     )
 
 
