@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -63,10 +64,16 @@ def test_every_contract_is_tried():
     assert {*names} - {"fxpipe"} == {*BROKEN}
 
 
+@cache
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@cache
 def _imports(path: Path) -> set[str]:
     """The modules that a file imports, with the names that it takes from them."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(_tree(path)):
         if isinstance(node, ast.Import):
             found |= {name.name for name in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -106,9 +113,7 @@ WITH_PATTERNS = {
 
 def _parses(path: Path) -> set[str]:
     """What a file has that reads or runs a text as Python."""
-    called = {
-        ast.unparse(node.func) for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)
-    }
+    called = {ast.unparse(node.func) for node in ast.walk(_tree(path)) if isinstance(node, ast.Call)}
     parsers = {"ast.parse", "ast.literal_eval", "compile", "eval"} & (called | _imports(path))
     return ({"tokenize", "symtable", "dis"} & _imports(path)) | parsers
 
