@@ -24,7 +24,7 @@ from zoo import Case, Shape
 VOCABULARY, LENGTH, CLASSES = 96, 10, 5
 #: What the families that descend from Llama share.
 DECODER = {
-    "num_hidden_layers": 3,
+    "num_hidden_layers": 2,
     "hidden_size": 32,
     "intermediate_size": 48,
     "num_attention_heads": 4,
@@ -62,7 +62,7 @@ def pictures(rows: int) -> dict[str, Any]:
 
 
 def gpt2(**changes: Any) -> nn.Module:
-    small = {"n_layer": 3, "n_embd": 32, "n_head": 4, "vocab_size": VOCABULARY, "n_positions": 32}
+    small = {"n_layer": 2, "n_embd": 32, "n_head": 4, "vocab_size": VOCABULARY, "n_positions": 32}
     still = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     return hf.GPT2LMHeadModel(hf.GPT2Config(**{**small, **still, **changes}))
 
@@ -83,7 +83,7 @@ def gemma2() -> nn.Module:
 def mixtral() -> nn.Module:
     """With the loss that balances the experts."""
     config = hf.MixtralConfig(
-        **{**DECODER, "num_hidden_layers": 2},
+        **DECODER,
         num_local_experts=4,
         num_experts_per_tok=2,
         output_router_logits=True,
@@ -94,7 +94,7 @@ def mixtral() -> nn.Module:
 def deepseek_v3() -> nn.Module:
     """Latent attention; a dense layer, then one with routed and shared experts."""
     config = hf.DeepseekV3Config(
-        **{**DECODER, "num_hidden_layers": 2, "num_key_value_heads": 4},
+        **{**DECODER, "num_key_value_heads": 4},
         moe_intermediate_size=16,
         n_routed_experts=8,
         n_group=2,
@@ -118,7 +118,7 @@ def gpt_neox() -> nn.Module:
 
 def opt() -> nn.Module:
     config = hf.OPTConfig(
-        num_hidden_layers=3,
+        num_hidden_layers=2,
         hidden_size=32,
         word_embed_proj_dim=24,
         ffn_dim=48,
@@ -132,7 +132,7 @@ def opt() -> nn.Module:
 
 def bert() -> nn.Module:
     config = hf.BertConfig(
-        num_hidden_layers=3,
+        num_hidden_layers=2,
         hidden_size=32,
         intermediate_size=48,
         num_attention_heads=4,
@@ -160,7 +160,7 @@ def t5() -> nn.Module:
 
 def vit() -> nn.Module:
     config = hf.ViTConfig(
-        num_hidden_layers=3,
+        num_hidden_layers=2,
         hidden_size=32,
         intermediate_size=48,
         num_attention_heads=4,

@@ -157,7 +157,7 @@ def test_auto_moves_as_much_as_the_limit_asks_for():
 
 def test_the_planner_offloads_where_that_is_faster(tmp_path, capsys):
     roomy = compiled("llama", "interleaved")
-    limit = max(weights(roomy)) + 0.75 * max(roomy.simulate().peak_memory)
+    limit = max(weights(roomy)) + 0.88 * max(roomy.simulate().peak_memory)
     slow, fast = (
         compiled("llama", "auto", stages_per_rank=2, placement="plain", offload=o, memory_limit=limit)
         for o in (False, "auto")
@@ -303,7 +303,7 @@ def timeline(name: str, ranks: int, microbatches: int, chunks: int, k: float) ->
     return simulate(schedule, with_link(costs, k, 1))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     st.sampled_from(["1f1b", "zb-h1", "interleaved", "gis"]),
     st.integers(1, 4),

@@ -47,7 +47,7 @@ class Words(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(WORDS, WIDTH)
-        self.layers = nn.ModuleList([Layer() for _ in range(4)])
+        self.layers = nn.ModuleList([Layer() for _ in range(2)])
         self.head = nn.Linear(WIDTH, WORDS, bias=False)
 
     def forward(self, ids, labels):
