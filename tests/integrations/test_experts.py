@@ -62,9 +62,19 @@ def check_against_eager(pipe: fxpipe.Pipeline, expected: nn.Module) -> None:
 
 
 @pytest.mark.parametrize(
-    ("lanes", "options"), [(2, {}), (4, {"recompute": "full"}), (2, {"schedule": "zb-v"})], ids=str
+    ("tokens", "lanes", "options"),
+    [
+        ("whole", 2, {}),
+        ("divided", 4, {"recompute": "full"}),
+        pytest.param("divided", 2, {}, marks=pytest.mark.variation),
+        pytest.param("whole", 4, {"recompute": "full"}, marks=pytest.mark.variation),
+        *(
+            pytest.param(tokens, 2, {"schedule": "zb-v"}, marks=pytest.mark.variation)
+            for tokens in ("whole", "divided")
+        ),
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("tokens", ["whole", "divided"])
 def test_each_form_equals_eager(tokens, lanes, options):
     check_against_eager(compiled(lanes, tokens=tokens, options=options), Net())
 
