@@ -38,7 +38,7 @@ def test_every_family_equals_one_process(name, ranks, microbatches):
     check_against_eager(CASES["unet"], microbatches, Shape(ranks, name))
 
 
-def compiled(ranks=2, microbatches=4, depth=6, **options) -> fxpipe.Pipeline:
+def compiled(ranks=2, microbatches=4, depth=4, **options) -> fxpipe.Pipeline:
     torch.manual_seed(0)
     model, example = Chain(depth), numbers(2)
     with captured_once("chain", depth, microbatches):
@@ -57,7 +57,7 @@ F1.0 B1.0 F1.1 W1.0 B1.1 F1.2 B1.2 W1.1 W1.2
 
 def check_loss(pipe: fxpipe.Pipeline, microbatches: int) -> None:
     torch.manual_seed(0)
-    model, batch = Chain(6), numbers(2 * microbatches)
+    model, batch = Chain(4), numbers(2 * microbatches)
     expected = eager(model, batch, microbatches)
     result = pipe.run_local(batch)
     assert relative_error(result.loss, expected.loss) <= 1e-10
@@ -153,13 +153,14 @@ def test_more_stages_do_not_win_by_nothing():
     overhead = CPU.stage_overhead
     busy = {
         stages: sum(
-            cost.total for cost in compiled(schedule="1f1b", stages_per_rank=stages).plan.costs.stages
+            cost.total
+            for cost in compiled(depth=6, schedule="1f1b", stages_per_rank=stages).plan.costs.stages
         )
         for stages in (1, 2, 3)
     }
     assert busy[2] - busy[1] == pytest.approx(3 * 2 * overhead)  # F, B and W of two stages more
     assert busy[3] - busy[2] == pytest.approx(3 * 2 * overhead)
-    tried = compiled(schedule="auto").plan.tried
+    tried = compiled(depth=6, schedule="auto").plan.tried
     least = {n: min(a.seconds for a in tried if a.stages_per_rank == n and a.seconds) for n in (1, 2, 4)}
     assert least[1] < least[2] < least[4]
 

@@ -470,7 +470,7 @@ def test_no_rank_has_logits_of_the_whole_vocabulary() -> None:
 HEAVY_LOGITS = Case(lambda: MODELS["gpt2"].build().double(), MODELS["gpt2"].batch, same_word_loss)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+@pytest.mark.parametrize("schedule", with_variations(["1f1b", "zb-v"], ["zb-v"]))
 def test_memory_is_as_simulated_and_a_microbatch_more_for_each_barrier(schedule: str) -> None:
     """Where logits weigh, less than the last rank of the schedule without holds."""
     case = HEAVY_LOGITS
@@ -701,9 +701,9 @@ def test_an_unknown_choice() -> None:
     [
         ("gpt2", False, "auto"),
         ("gpt2", "1-barrier", "1f1b"),
-        ("gpt2", "2-barrier", "zb-v"),
-        ("t5", False, "zb-h1"),
-        ("t5", "1-barrier", "interleaved"),
+        pytest.param("gpt2", "2-barrier", "zb-v", marks=pytest.mark.variation),
+        pytest.param("t5", False, "zb-h1", marks=pytest.mark.variation),
+        pytest.param("t5", "1-barrier", "interleaved", marks=pytest.mark.variation),
         ("t5", "2-barrier", "1f1b"),
     ],
 )
@@ -729,7 +729,7 @@ def test_evaluation_gives_the_loss_alone(name: str, vocab_parallel: str | bool, 
     assert not any("mm" in str(n.target) for n in behind)
 
 
-@pytest.mark.parametrize("barriers", ["1-barrier", "2-barrier"])
+@pytest.mark.parametrize("barriers", with_variations(["1-barrier", "2-barrier"], ["1-barrier"]))
 def test_costs_for_other_sizes_are_those_of_a_compilation_at_them(barriers: str) -> None:
     def compiled(rows: int, length: int, dimensions: dict[str, int] | None) -> fxpipe.Pipeline:
         ids = torch.zeros(rows, length, dtype=torch.long)
