@@ -45,10 +45,14 @@ class Words(nn.Module):
         self.head = nn.Linear(WIDTH, WORDS)
 
     def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self.logits(ids).flatten(0, 1), labels.flatten())
+
+    def logits(self, ids: torch.Tensor) -> torch.Tensor:
         x = self.embed(ids) + self.positions(torch.arange(ids.shape[1]))
         for block in self.blocks:
             x = block(x)
-        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+        output: torch.Tensor = self.head(x)
+        return output
 
 
 def microbatch(length: int, rows: int = 2) -> dict[str, torch.Tensor]:
@@ -79,7 +83,7 @@ def eager(model: nn.Module, microbatches: Sequence[dict[str, torch.Tensor]]) -> 
 
 def train(directory: Path) -> None:
     """Two updates beside eager PyTorch, with refused lists between them, in each rank."""
-    pipe = words()
+    pipe = words(outputs=["head"], evaluation=True)
     model = Words()
     torch.manual_seed(0)
     reference = Words()
@@ -108,4 +112,8 @@ def train(directory: Path) -> None:
     pipe.synchronize(model)
     weights = zip(model.parameters(), reference.parameters(), strict=True)
     differences += [float((ours - those).abs().max()) for ours, those in weights]
-    (directory / f"{rank}.json").write_text(json.dumps([differences, refused]))
+    batch = [microbatch(length) for length in (3, 16, 9)]
+    outputs = pipe.evaluate(batch, outputs=["head"], outputs_on=0).listed
+    found = zip(outputs.get("head", []), batch, strict=rank == 0)
+    apart = [float((x - reference.logits(one["ids"])).abs().max()) for x, one in found]
+    (directory / f"{rank}.json").write_text(json.dumps([differences, refused, apart]))

@@ -179,6 +179,18 @@ def test_a_list_that_is_refused(pipe, batch, message):
     check_step(pipe, [microbatch(length) for length in (4, 6, 2)])
 
 
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_outputs_of_a_list_are_those_of_each_microbatch(replicas):
+    pipe = words(outputs=["head", "loss"], replicas=replicas)
+    batch = [microbatch(length) for length in (5, 16, 2, 9)]
+    result, model = pipe.run_local(batch, outputs=["head", "loss"]), model_of(pipe)
+    assert result.outputs == {}
+    assert "head: of 4 microbatches" in repr(result)
+    for m, one in enumerate(batch):
+        torch.testing.assert_close(result.listed["head"][m], model.logits(one["ids"]))
+        torch.testing.assert_close(result.listed["loss"][m], model(**one))
+
+
 def test_a_list_where_no_dimension_has_a_name():
     pipe = words(dimensions=None, ranks=1)
     with pytest.raises(fxpipe.BatchError, match=r"no dimension was named: give dimensions="):
@@ -280,7 +292,7 @@ def test_the_mean_over_elements_of_all_microbatches(mean):
 def test_ranks_agree_on_lengths_before_a_step(tmp_path):
     run = forked(2, train, tmp_path, dtype=torch.float64, logs=tmp_path / "logs")
     assert run.code == 0, run
-    (differences, refused), (others, theirs) = (
+    (differences, refused, *outputs), (others, theirs, *_) = (
         json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)
     )
     assert max(map(abs, [*differences, *others])) < 1e-12
@@ -292,4 +304,5 @@ def test_ranks_agree_on_lengths_before_a_step(tmp_path):
         assert another.startswith("Rank 1 has sequence 3 in microbatch 4, and rank 0 has sequence 4.")
         assert "Microbatch 4 has sequence 1 " in one
         assert fewer.startswith("Rank 1 has 4 microbatches, and rank 0 has 5.")
+    assert max(outputs[0]) < 1e-12
     assert refused[8].startswith("Rank 1 refuses the batch of step 2")

@@ -107,17 +107,6 @@ def or_example(spec: StepSpec, lengths: Sequence[Lengths | None]) -> list[Length
     return [example if each is None else each for each in lengths]
 
 
-def check_outputs(spec: StepSpec, wanted: Collection[str], lengths: Sequence[Lengths]) -> None:
-    """Raise BatchError for outputs of microbatches of other lengths than the example's."""
-    example = {each.name: each.example for each in spec.lengths}
-    for m, each in enumerate(lengths):
-        if wanted and each != example:
-            raise BatchError(
-                f"Outputs are given of microbatches as long as the example, {_text(example)}, and microbatch "
-                f"{m} has {_text(each)}: leave out outputs, or pad."
-            )
-
-
 def of_replica(spec: StepSpec, batch: object, replica: int, replicas: int) -> object:
     """What a replica takes of the batch of all replicas, or of their list of microbatches."""
     items = listed(spec, batch, replicas)

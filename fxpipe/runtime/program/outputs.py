@@ -9,12 +9,16 @@ from typing import Literal
 
 import torch
 
-from fxpipe.errors import RunError
+from fxpipe.errors import RunError, number_of
 from fxpipe.plan.step import OutputSpec
 from fxpipe.plan.tensors import dtype_of
 
 On = int | Literal["all"] | None
 """The rank that is to have the outputs; ``"all"``: every rank; None: each output's own rank."""
+
+
+Listed = dict[str, list[torch.Tensor]]
+"""The values of outputs for each microbatch of a list, by name."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -23,52 +27,79 @@ class StepResult:
 
     ``loss``: of the whole batch, 0-d, on every rank; None if the model has none.
     ``outputs``: name -> the microbatches' values in order: joined along their leading dimension, or stacked
-    if they are 0-d.
+    if they are 0-d.  ``listed``: of a batch that was a list of microbatches, name -> their values, in the
+    list's order; then there are no ``outputs``.
     """
 
     loss: torch.Tensor | None
     outputs: dict[str, torch.Tensor]
+    listed: Listed = field(default_factory=dict)
 
     def __repr__(self) -> str:
-        return f"StepResult({', '.join(shown(self.loss, self.outputs))})"
+        return f"StepResult({', '.join(shown(self.loss, self.outputs, self.listed))})"
 
 
 MOST_SHOWN = 8
 
 
-def shown(loss: torch.Tensor | None, outputs: Mapping[str, torch.Tensor]) -> list[str]:
+def shown(
+    loss: torch.Tensor | None,
+    outputs: Mapping[str, torch.Tensor],
+    listed: Mapping[str, Sequence[torch.Tensor]],
+) -> list[str]:
     """A result as texts: the loss, and outputs with their shapes."""
     texts = [f"{name}: {tuple(x.shape)} {x.dtype}" for name, x in outputs.items()]
+    texts += [f"{name}: of {number_of(len(each), 'microbatch')}" for name, each in listed.items()]
     more = [f"… {len(texts) - MOST_SHOWN} more"] if len(texts) > MOST_SHOWN else []
     return ["no loss" if loss is None else f"loss={float(loss):.6g}", *texts[:MOST_SHOWN], *more]
 
 
 @dataclass(eq=False)
 class Collected:
-    """The outputs of one step on one rank.  ``wanted``: those to collect, from all ranks, by name."""
+    """The outputs of one step on one rank.
+
+    ``wanted``: those to collect, from all ranks, by name.  ``is_list``: whether the values of each microbatch
+    are kept apart, as they may have other shapes.
+    """
 
     wanted: Mapping[str, OutputSpec] = field(default_factory=dict)
+    is_list: bool = False
     values: dict[str, torch.Tensor] = field(default_factory=dict)  # with a dimension of microbatches in front
+    listed: dict[str, dict[int, torch.Tensor]] = field(default_factory=dict)
     _times: Counter[str] = field(default_factory=Counter)
 
     @staticmethod
     def of(
-        wanted: Mapping[str, OutputSpec], rank: int, microbatches: int, device: torch.device | None
+        wanted: Mapping[str, OutputSpec],
+        rank: int,
+        microbatches: int,
+        device: torch.device | None,
+        is_list: bool,
     ) -> Collected:
         """New memory for the outputs of a rank, which the caller keeps after the step."""
-        mine = (spec for spec in wanted.values() if spec.rank == rank)
-        return Collected(wanted, {spec.name: empty(spec, microbatches, device) for spec in mine})
+        mine = (spec for spec in wanted.values() if spec.rank == rank and not is_list)
+        return Collected(wanted, is_list, {spec.name: empty(spec, microbatches, device) for spec in mine})
 
     def add(self, name: str, value: torch.Tensor, microbatch: int, microbatches: int) -> None:
         """Raises RunError if an edited program gives another value than the plan has."""
         spec = self.wanted.get(name)
         if spec is None:
             return
-        if (tuple(value.shape), str(value.dtype)) != (spec.shape, spec.dtype):
+        shape, expected = tuple(value.shape), spec.shape
+        if self.is_list:  # at other lengths than the example's
+            shape, expected = (
+                tuple(shape[:1]) + (-1,) * len(shape[1:]),
+                expected[:1] + (-1,) * len(expected[1:]),
+            )
+        if (shape, str(value.dtype)) != (expected, spec.dtype):
             raise RunError(
                 f"The program gives the output {name!r} as {value.dtype} of shape {tuple(value.shape)}; the "
                 f"plan has {spec.dtype} of shape {spec.shape}. Undo the edit, or compile again."
             )
+        if self.is_list:
+            self.listed.setdefault(name, {})[microbatch] = value.clone(memory_format=torch.contiguous_format)
+            self._times[name] += 1
+            return
         if name not in self.values:
             self.values[name] = value.new_empty((microbatches, *value.shape))
         self.values[name][microbatch].copy_(value)
@@ -77,6 +108,7 @@ class Collected:
     def forget(self) -> None:
         """Let all microbatches come again."""
         self._times.clear()
+        self.listed.clear()
 
     def joined(self, rank: int, microbatches: int) -> dict[str, torch.Tensor]:
         """The outputs of this rank.  Raises RunError if an edited program left one out."""
@@ -89,6 +121,10 @@ class Collected:
                     "again."
                 )
         return {name: joined(value) for name, value in self.values.items()}
+
+    def in_order(self) -> Listed:
+        """The outputs of this rank by microbatch, behind ``joined``."""
+        return {name: [each[m] for m in sorted(each)] for name, each in self.listed.items()}
 
 
 def empty(spec: OutputSpec, microbatches: int, device: torch.device | None) -> torch.Tensor:

@@ -24,10 +24,10 @@ from fxpipe.runtime.program.ambient import as_traced
 from fxpipe.runtime.program.batch import batch_leaves
 from fxpipe.runtime.program.comm import Comm
 from fxpipe.runtime.program.lanes import running
-from fxpipe.runtime.program.lengths import are_as_assumed, check_outputs, lengths_of, of_replica, or_example
+from fxpipe.runtime.program.lengths import are_as_assumed, are_listed, lengths_of, of_replica, or_example
 from fxpipe.runtime.program.load_program import Program, load_program
 from fxpipe.runtime.program.offload import TIMEOUT, Offloader, check_tier, open_store
-from fxpipe.runtime.program.outputs import MOST_SHOWN, Collected, requested, shown
+from fxpipe.runtime.program.outputs import MOST_SHOWN, Collected, Listed, requested, shown
 from fxpipe.runtime.program.rank import Runtime
 from fxpipe.runtime.program.record import Clock, DeviceClock, Record
 from fxpipe.runtime.ranks.agreement import check_agreement
@@ -51,13 +51,15 @@ class LocalResult:
     """The result of a step of all ranks in this process.  ``loss``: of the whole batch, 0-d.  ``grads``:
     parameter name -> gradient of the mean loss.  ``runtimes``: the ranks' runtimes, with their records.
     ``peak_saved``: per rank the maximum number of bytes held between two ops, if measured.  ``outputs``:
-    those that were asked for, as in :class:`StepResult`; the loss is None if the model has none."""
+    those that were asked for, and ``listed``, as in :class:`StepResult`; the loss is None if the model has
+    none."""
 
     loss: torch.Tensor | None
     grads: dict[str, torch.Tensor]
     runtimes: tuple[Runtime, ...]
     peak_saved: tuple[int, ...]
     outputs: dict[str, torch.Tensor]
+    listed: Listed = field(default_factory=dict)
 
     def __repr__(self) -> str:
         elements = sum(grad.numel() for grad in self.grads.values())
@@ -65,7 +67,7 @@ class LocalResult:
         parts = [grads] if self.grads else []
         if self.peak_saved:
             parts.append(f"peak_saved={[*self.peak_saved[:MOST_SHOWN]]}")
-        return f"LocalResult({', '.join([*shown(self.loss, self.outputs), *parts])})"
+        return f"LocalResult({', '.join([*shown(self.loss, self.outputs, self.listed), *parts])})"
 
 
 @dataclass(eq=False)
@@ -144,14 +146,14 @@ class LocalRunner:
         of_replicas = [lengths[k : k + number] for k in range(0, len(lengths), number)]
         programs, spec = self._orders.of(of_replicas, self._local_programs), spec.with_microbatches(number)
         wanted = requested(outputs, None, spec.outputs, spec.ranks)
-        check_outputs(spec, wanted, lengths)
+        is_list = bool(spec.lengths) and are_listed(spec, batch)
         check_ops(record, [op for program in programs for op in program.ops])
         self.updates.settle()
         self.state.check_unchanged(self.state.follow_model())
         ranks = self._ranks_replayed() if replay else self._ranks()
         world, runtimes = ranks.world, ranks.runtimes
         for rt in runtimes:
-            rt.step_number, rt.collected = step, Collected(wanted)
+            rt.step_number, rt.collected = step, Collected(wanted, is_list)
         for number, rt in enumerate(runtimes):
             rt.spec, rt.sizes = spec, of_replicas[number // (world.ranks * world.lanes)]
         meters = [SavedBytes(self._tensors_of(rt, batch)) for rt in runtimes] if measure_memory else []
@@ -188,12 +190,17 @@ class LocalRunner:
             name: torch.cat([outputs[name] for outputs in of_each if name in outputs])
             for name in {name for outputs in of_each for name in outputs}
         }
+        listed: Listed = {}
+        for rt in runtimes[:: world.lanes]:
+            for name, values in rt.collected.in_order().items():
+                listed.setdefault(name, []).extend(values)
         return LocalResult(
             losses[0],
             grads,
             tuple(runtimes),
             tuple(m.peak for m in meters),
-            {name: collected[name] for name in wanted},
+            {} if is_list else {name: collected[name] for name in wanted},
+            {name: listed[name] for name in wanted} if is_list else {},
         )
 
     def _run_locally(

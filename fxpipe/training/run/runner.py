@@ -22,13 +22,12 @@ from fxpipe.runtime.program.lengths import (
     all_leaves,
     are_as_assumed,
     are_listed,
-    check_outputs,
     checked,
     lengths_of,
     or_example,
 )
 from fxpipe.runtime.program.load_program import Program
-from fxpipe.runtime.program.outputs import Collected, On, StepResult, empty, joined, requested
+from fxpipe.runtime.program.outputs import Collected, On, StepResult, requested
 from fxpipe.runtime.program.rank import Runtime
 from fxpipe.runtime.ranks.agreement import check_agreement, check_programs
 from fxpipe.runtime.ranks.connect import connect
@@ -56,6 +55,7 @@ from fxpipe.training.optimizer.batch_digest import (
 )
 from fxpipe.training.run.kept_gradients import KeptGradients
 from fxpipe.training.run.local_runner import LocalRunner
+from fxpipe.training.run.moved_outputs import outputs_of
 from fxpipe.training.run.rank_digests import RankDigests
 from fxpipe.training.run.short_batches import short_batch
 from fxpipe.training.run.warm_up import WarmUp
@@ -123,14 +123,14 @@ class Runner(LocalRunner):
         with self._watched(rt, program):
             with self._refused_by_all(rt, number):
                 wanted = requested(outputs, outputs_on, spec.outputs, spec.ranks)
-                check_outputs(spec, wanted, lengths)
                 checked(spec, batch, lengths, spec.leaves[rt.rank])
                 self.updates.check()
                 self.state.check_unchanged(self.state.follow_model())
                 if self.process is not None:
                     check_rows(self.state, rt.rank)
             try:
-                rt.collected = Collected.of(wanted, rt.rank, spec.microbatches, self.device)
+                is_list = bool(spec.lengths) and are_listed(spec, batch)
+                rt.collected = Collected.of(wanted, rt.rank, spec.microbatches, self.device, is_list)
                 self.state.changed()
                 rt.params, rt.buffers = self.state.params_and_buffers(rt.rank)
                 self._warm_up.settle(rt, program, batch)
@@ -151,7 +151,7 @@ class Runner(LocalRunner):
                 rt.validate = None  # which would keep this and the runtime alive in a circle
                 self.state.refreshed()
                 compare()  # before outputs move: ranks that differ would wait for other messages
-                results = self._outputs(rt, outputs_on)
+                results, listed = outputs_of(rt, outputs_on, self.process)
             except NoAnswer as error:
                 raise (error if self.process is None else self.process.watch.lost(error)) from None
             except Exception as error:  # whatever it is, the other ranks must hear of it
@@ -164,7 +164,7 @@ class Runner(LocalRunner):
         self.state.store_buffers(rt)
         if self.process is not None:
             self.rank_digests.stepped()
-        return StepResult(loss, results)
+        return StepResult(loss, results, listed)
 
     def prepare(self, batch: object) -> None:
         """See ``Pipeline.prepare``."""
@@ -328,29 +328,6 @@ class Runner(LocalRunner):
                 gathered |= {} if bucket.parameters else bucket.views(rows[0])
         state.refreshed()
         return gathered
-
-    def _outputs(self, rt: Runtime, on: On) -> dict[str, torch.Tensor]:
-        """The outputs of the last step that this rank is to have, of its replica's rows.  Unless ``on`` is
-        None, all ranks call it alike."""
-        wanted, microbatches, process = rt.collected.wanted, rt.spec.microbatches, self.process
-        computed = rt.collected.joined(rt.rank, microbatches)
-        rt.collected = Collected()  # the caller alone keeps them
-        if on is None or process is None:
-            return computed
-        moved = {}
-        for name, spec in wanted.items():
-            value = computed.get(name)
-            if value is None:
-                value = joined(empty(spec, microbatches, self.device))
-            data = value.view(-1).view(torch.uint8)  # gloo does not know all dtypes
-            if on == "all":
-                process.broadcast_in_replica_(data, spec.rank)
-            elif spec.rank != on and process.rank in (spec.rank, on):
-                ranks = process.of_replica(process.replica)
-                process.send_to(data, ranks[spec.rank], ranks[on])
-            if on in ("all", process.rank):
-                moved[name] = value
-        return moved
 
     @cached_property
     def runtime(self) -> Runtime:
