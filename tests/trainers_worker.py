@@ -93,10 +93,12 @@ def run_example(name: str, directory: str) -> None:
 
 def train_on_ranks(directory: str) -> None:
     """The whole script on ranks; then from its checkpoint on."""
+    import accelerate_worker
     import lightning_worker
 
     from fxpipe.integrations.trainer import Trainer
 
+    accelerate_worker.main(directory)
     told: dict[str, Any] = {}
     for name, checkpoint in (("trained", None), ("resumed", f"{directory}/trained/checkpoint-5")):
         trainer = whole(Trainer, Path(directory) / name, {}, pipeline={"schedule": "zb-h1", "check": False})

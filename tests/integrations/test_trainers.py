@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,8 @@ from torch import nn
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 pl = pytest.importorskip("lightning.pytorch")
-import lightning_worker  # noqa: E402 - these need them
+import accelerate_worker  # noqa: E402 - these need them
+import lightning_worker  # noqa: E402
 import trainers_worker as worker  # noqa: E402
 
 from fxpipe.errors import ArtifactError, CaptureError, OptionError  # noqa: E402
@@ -342,3 +346,35 @@ def test_what_a_strategy_does_not_do_is_refused(text):
     trainer = pl.Trainer(devices=1, strategy=strategy, **quiet, **options)
     with pytest.raises((OptionError, CaptureError), match=re.escape(text)):
         trainer.fit(module(), *lightning_worker.loaders(rows))
+
+
+def assert_accelerated(directory: Path, rel: float) -> None:
+    told = [json.loads((directory / f"accelerate{rank}.json").read_text()) for rank in range(2)]
+    plain, losses = accelerate_worker.model(), []
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for batch in accelerate_worker.loader():
+        loss = accelerate_worker.loss_fn(plain(batch["input"].double()), batch)
+        loss.backward()
+        nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    for rank, of_rank in enumerate(told):
+        assert (of_rank["processes"], of_rank["first"]) == (2, rank == 0)
+        assert of_rank["losses"] == pytest.approx(losses, rel=rel)
+        assert "The backward has run" in of_rank["backward"]
+        assert "wrapped in DistributedDataParallel" in of_rank["prepare"]
+
+
+def test_an_accelerator_counts_and_prints_for_ranks(told, directory):
+    assert_accelerated(directory, 1e-12)
+
+
+@pytest.mark.variation
+def test_accelerate_launch_starts_ranks(tmp_path):
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
+    command += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
+    command += [accelerate_worker.__file__, str(tmp_path)]
+    run = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert_accelerated(tmp_path, 1e-5)  # in float32

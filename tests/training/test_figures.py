@@ -1,5 +1,6 @@
 """Figures of the last steps, as loggers take them."""
 
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -60,6 +61,23 @@ def test_figures_of_steps(pipe, monkeypatch):
     pipe.evaluate(batch)
     assert pipe.figures()["seconds"] == 7.0
     assert pipe.figures()["seconds"] == 7.0, "those of the last call"
+
+
+def test_loggers_take_them(pipe, tmp_path):
+    tensorboard = pytest.importorskip("torch.utils.tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    pipe.step({"ids": IDS.repeat(2, 1)})
+    found = pipe.figures()
+    with tensorboard.SummaryWriter(str(tmp_path)) as board:
+        for name, number in found.items():
+            board.add_scalar(name, number, pipe.step_number)
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    written = {name: events.Scalars(name)[0] for name in events.Tags()["scalars"]}
+    assert {x.step for x in written.values()} == {pipe.step_number}
+    assert {name: x.value for name, x in written.items()} == pytest.approx(found, rel=1e-6)
+    assert json.loads(json.dumps(found)) == found
 
 
 def test_the_share_of_the_peak(pipe, monkeypatch):
