@@ -23,10 +23,10 @@ OPTIONS = {"lr": 1e-2, "clip_grad_norm": 0.5}
 class Tied(nn.Module):
     """A language model with dropout, whose head is its embedding; the last row of a batch is half ignored."""
 
-    def __init__(self, words: int = WORDS) -> None:
+    def __init__(self, words: int = WORDS, blocks: int = 2) -> None:
         super().__init__()
         self.embedding = nn.Embedding(words, WIDTH)
-        self.blocks = nn.ModuleList([Block() for _ in range(4)])
+        self.blocks = nn.ModuleList([Block() for _ in range(blocks)])
         self.dropout = nn.Dropout(0.2)
         self.head = nn.Linear(WIDTH, words, bias=False)
         self.head.weight = self.embedding.weight

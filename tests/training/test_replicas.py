@@ -8,7 +8,7 @@ import pytest
 import replicas_worker as worker
 import torch
 from launch import forked
-from marks import slow_except
+from marks import slow_except, with_variations
 from replicas_worker import CASES, MICROBATCHES, RANKS, REPLICAS, Case
 from safetensors.torch import load_file
 from torch import nn
@@ -24,10 +24,17 @@ LIMIT = 1e-12
 PROCESSES = RANKS * REPLICAS
 
 
+#: Each of their options is another case's as well.
+VARIATIONS = ("optimizer", "counts, parameters", "undivided, parameters", "half")
+
+
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory) -> Path:
+def runs(request, tmp_path_factory) -> Path:
+    """Of the cases whose tests run, in one launch."""
     directory = tmp_path_factory.mktemp("replicas")
-    asked = [*CASES], directory
+    here = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    names = {item.callspec.params.get("name") for item in here} | {worker.FROZEN_EACH_USE}
+    asked = [name for name in CASES if name in names], directory
     run = forked(PROCESSES, worker.train, *asked, dtype=torch.float64, logs=directory / "logs")
     assert run.code == 0, str(run)
     return directory
@@ -51,7 +58,7 @@ def alone() -> Callable[[Case], dict[str, torch.Tensor]]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("double")
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", with_variations(CASES, VARIATIONS))
 def test_replicas_train_as_one_pipeline(runs, alone, name):
     case = CASES[name]
     expected = alone(case)
