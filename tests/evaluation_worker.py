@@ -26,7 +26,7 @@ class Normed(nn.Module):
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
-        blocks = [nn.Sequential(Block(), nn.BatchNorm1d(WIDTH), nn.Dropout(dropout)) for _ in range(6)]
+        blocks = [nn.Sequential(Block(), nn.BatchNorm1d(WIDTH), nn.Dropout(dropout)) for _ in range(4)]
         self.blocks = nn.Sequential(*blocks)
 
     def forward(self, x, y):
