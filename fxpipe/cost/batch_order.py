@@ -12,7 +12,7 @@ from fxpipe.plan.artifact import Plan
 from fxpipe.plan.step import NamedLength, allowed
 from fxpipe.schedule.costs import Costs
 from fxpipe.schedule.ops import Schedule
-from fxpipe.schedule.search.uneven import Uneven
+from fxpipe.schedule.search.uneven import LOOKS_A_SECOND, WORK, Uneven
 from fxpipe.schedule.simulation.timeline import Timeline
 
 _Lengths = tuple[tuple[str, int], ...]
@@ -39,7 +39,8 @@ class BatchPlanner:
             in_order=bool(plan.changed),
         )
         static = schedule.order if len(lengths) == plan.step.microbatches else None
-        order = problem.best(static)
+        # The search takes no longer than the step: of short ones little can be gained.
+        order = problem.best(static, min(WORK, int(problem.bound * LOOKS_A_SECOND)))
         name = schedule.name if order is static else f"{schedule.name} by lengths"
         return problem.timeline(Schedule(name, plan.placement, len(lengths), order), plan.costs)
 

@@ -23,8 +23,8 @@ from fxpipe.schedule.search.due_dates import start_alone
 from fxpipe.schedule.search.uneven_kernel import climb
 from fxpipe.schedule.simulation.timeline import Span, Timeline
 
-WORK = 600_000
-"""Ops that the climb looks at, about a quarter of a second: no step takes less."""
+WORK, LOOKS_A_SECOND = 600_000, 2_400_000
+"""Ops that the climb looks at, at most, and in about a second."""
 _LEAST = 60  # timetables, of steps with many ops
 _KINDS = {0: OpKind.F, 1: OpKind.B, 2: OpKind.W}
 _SECTIONS = {OpKind.F: (0,), OpKind.B: (1,), OpKind.W: (2,), OpKind.BW: (1, 2)}

@@ -1,0 +1,164 @@
+"""Lists of microbatches of many lengths on models that others wrote, beside eager.
+
+    PYTHONPATH=. python benchmarks/length_models.py --output benchmarks/results/length_models.txt
+
+Each model is a tiny decoder of a family of transformers with random weights, in float64 without dropout,
+compiled with its sequence named, on 2 or 4 ranks under a schedule that is drawn.  Lists of 1 to 6
+microbatches, whose lengths are drawn too, are run with an update by the gradients after each; the table has
+the largest error of loss, gradients and updated weights against eager, relative to the largest gradient.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import random
+import signal
+import time
+import warnings
+from pathlib import Path
+from types import FrameType
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from masks import ERRORS, loss_and_count
+from report import Report
+from torch import nn
+from transformers.models.auto import modeling_auto
+
+import fxpipe
+from benchmarks.model_coverage.case import without_dropout
+from benchmarks.model_coverage.sources.hugging_face import build
+
+LONGEST, RATE = 24, 1e-3
+DRAWN = (
+    {"ranks": 2, "schedule": "1f1b"},
+    {"ranks": 2, "schedule": "zb"},
+    {"ranks": 4, "schedule": "auto"},
+    {"ranks": 2, "schedule": "zb-v"},
+    {"ranks": 2, "schedule": "zb-h1", "recompute": "full"},
+    {"ranks": 2, "schedule": "zb", "replicas": 2},
+    {"ranks": 2, "schedule": "zb", "validation": "post"},
+    {"ranks": 2, "schedule": "interleaved", "microbatches": 4},
+)
+
+
+def main() -> None:
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    parser.add_argument("--number", type=int, default=40, help="models that are tried")
+    parser.add_argument("--lists", type=int, default=30, help="lists of lengths for each model")
+    parser.add_argument("--seed", type=int, default=0, help="of families, settings and lists")
+    parser.add_argument("--seconds", type=int, default=180, help="the most for a model")
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    torch.set_default_dtype(torch.float64)
+    report = Report("Lists of microbatches of many lengths, on decoders of transformers")
+    families = sorted(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items())
+    draw = random.Random(options.seed)
+    draw.shuffle(families)
+    rows = []
+    for kind, names in families[: options.number]:
+        name = names if isinstance(names, str) else names[0]
+        rows.append(row(kind, name, draw.choice(DRAWN), options.lists, draw, options.seconds))
+        print(*rows[-1], flush=True)
+    report.table(["family", "setting", "lengths", "lists", "largest error", "seconds"], rows)
+    report.save(options.output)
+
+
+class OutOfTime(Exception):
+    """A model took longer than it may."""
+
+
+def out_of_time(number: int, frame: FrameType | None) -> None:
+    raise OutOfTime
+
+
+def row(
+    kind: str, name: str, setting: dict[str, object], lists: int, draw: random.Random, seconds: int
+) -> tuple[str, ...]:
+    begin = time.process_time()
+    shown = ", ".join(f"{value}" if key == "schedule" else f"{key} {value}" for key, value in setting.items())
+    signal.signal(signal.SIGALRM, out_of_time)
+    signal.setitimer(signal.ITIMER_REAL, seconds, 1)  # again, as the first may fall into a callback
+    torch.manual_seed(0)
+    try:
+        model = without_dropout(build(kind, name, "CAUSAL_LM").model).to(torch.float64).train()
+        reference = copy.deepcopy(model)
+        example = microbatch(LONGEST)
+        pipe = fxpipe.compile(
+            model,
+            example,
+            loss_fn=loss_and_count,
+            dimensions={"sequence": LONGEST},
+            **{"microbatches": 3} | setting,  # type: ignore[arg-type]
+        )
+    except (*ERRORS, StrictDataclassError, OutOfTime) as error:
+        text = (
+            f"{type(error).__name__}: {str(error).splitlines()[0].partition(' (/')[0]}"
+            if str(error)
+            else "time"
+        )
+        return kind, shown, f"not compiled: {text[:60]}", "", "", ""
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    if not pipe.lengths:
+        return kind, shown, f"the example's alone: {pipe.artifact.plan.step.one_length[:60]}", "", "", ""
+    (known,) = pipe.lengths
+    able = [n for n in range(known.least, known.example + 1) if known.allows(n)]
+    worst, done = 0.0, 0
+    signal.setitimer(signal.ITIMER_REAL, seconds, 1)
+    try:
+        for _ in range(lists):
+            number = draw.randint(1, 6) * pipe.plan.replicas
+            batch = [microbatch(draw.choice(able)) for _ in range(number)]
+            worst = max(worst, step(pipe, model, reference, batch))
+            done += 1
+    except OutOfTime:
+        pass
+    except ERRORS as error:  # of the model's own kernels in float64, or of fxpipe
+        text = f"{type(error).__name__}: {str(error).splitlines()[0].partition(' (/')[0]}"
+        return kind, shown, f"list {done} raises {text[:60]}", "", "", ""
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    lengths = f"{able[0]} to {able[-1]}" + (f" by {known.step}" if known.step > 1 else "")
+    return kind, shown, lengths, str(done), f"{worst:.1e}", f"{time.process_time() - begin:.0f}"
+
+
+def microbatch(length: int) -> dict[str, torch.Tensor]:
+    ids = torch.randint(3, 90, (2, length))
+    labels = ids.clone()
+    labels[0, : length // 3] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+def step(
+    pipe: fxpipe.Pipeline, model: nn.Module, reference: nn.Module, batch: list[dict[str, torch.Tensor]]
+) -> float:
+    """The largest error of a step with its update, relative to the largest gradient."""
+    result = pipe.run_local(batch)
+    reference.zero_grad()
+    count = sum(int((one["labels"][:, 1:] != -100).sum()) for one in batch)
+    loss = torch.zeros(())
+    for one in batch:
+        part = loss_and_count(reference(input_ids=one["input_ids"]), one)[0] / count
+        part.backward()
+        loss += part.detach()
+    assert result.loss is not None
+    theirs = {name: p for name, p in reference.named_parameters() if p.grad is not None}
+    largest = max(float(p.grad.abs().max()) for p in theirs.values() if p.grad is not None)
+    errors = [float((result.loss - loss).abs())]
+    ours = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, p in theirs.items():
+            assert p.grad is not None
+            errors.append(float((result.grads[name] - p.grad).abs().max()))
+            ours[name] -= RATE * result.grads[name]
+            p -= RATE * p.grad
+            errors.append(float((ours[name] - p).abs().max()))
+    return max(errors) / largest
+
+
+if __name__ == "__main__":
+    main()
