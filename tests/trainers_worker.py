@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional as F
-from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
+from transformers import PretrainedConfig, PreTrainedModel, TrainingArguments
+from transformers.loss.loss_utils import ForCausalLMLoss
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 WORDS, LENGTH, ROWS = 24, 6, 29  # an epoch has three whole steps, and one whose last microbatch has one row
@@ -35,13 +36,35 @@ class Rows(torch.utils.data.Dataset):
         return {"input_ids": self.ids[k], "labels": self.labels[k]}
 
 
-def llama() -> nn.Module:
+class Tied(PreTrainedModel):
+    """A language model of transformers whose tables are one tensor."""
+
+    config_class = PretrainedConfig
+    _tied_weights_keys = {"head.weight": "table.weight"}  # noqa: RUF012 - as transformers has it
+
+    def __init__(self, config: PretrainedConfig) -> None:
+        super().__init__(config)
+        self.table = nn.Embedding(WORDS, 8)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4))
+        self.head = nn.Linear(8, WORDS, bias=False)
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.table
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.head
+
+    def forward(self, input_ids, labels=None, **loss_options):
+        hidden = self.table(input_ids)
+        for block in self.blocks:
+            hidden = hidden + block(hidden)
+        return {"logits": self.head(hidden)}
+
+
+def tied() -> nn.Module:
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=WORDS, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=2, max_position_embeddings=LENGTH, tie_word_embeddings=True,
-    )  # fmt: skip
-    return LlamaForCausalLM(config).double()
+    return Tied(PretrainedConfig(tie_word_embeddings=True, vocab_size=WORDS)).double()
 
 
 def arguments(directory: Path, **more: Any) -> TrainingArguments:
@@ -78,15 +101,15 @@ def whole(cls: Any, directory: Path, more: dict[str, Any], **options: Any) -> An
     """A Trainer of the whole script."""
     given = {"train_dataset": Rows(), "eval_dataset": Rows(7, seed=1)}
     given |= {"compute_loss_func": exact_loss, "compute_metrics": accuracy}
-    return cls(llama(), arguments(directory, **WHOLE, **more), **given, **options)
+    return cls(tied(), arguments(directory, **WHOLE, **more), **given, **options)
 
 
-def run_example(name: str, directory: str) -> None:
+def run_example(name: str, directory: str, *options: str) -> None:
     """An example, in a small size, in float32 as its user has it."""
     torch.set_default_dtype(torch.float32)
     os.chdir(directory)
     sys.path.insert(0, str(EXAMPLES))
-    sys.argv = [name, "--steps", "2", "--layers", "2", "--bytes", "20000"]
+    sys.argv = [name, *options]
     runpy.run_path(str(EXAMPLES / name), run_name="__main__")
     torch.set_default_dtype(torch.float64)
 
@@ -109,7 +132,8 @@ def train_on_ranks(directory: str) -> None:
     predicted = trainer.predict(Rows(3, seed=2))
     told["predicted"] = predicted.predictions.tolist()
     told["lightning"] = lightning_worker.train_on_ranks(Path(directory, "lightning"))
-    run_example("train_trainer.py", directory)
+    run_example("train_trainer.py", directory, "--steps", "1", "--layers", "2", "--bytes", "10000")
+    run_example("train_lightning.py", directory, "--steps", "3", "--layers", "2")
     told["held"] = len(trainer.pipe.parameters)
     Path(directory, f"told{os.environ['RANK']}.json").write_text(json.dumps(told))
 
@@ -120,7 +144,7 @@ class Means(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.config = LlamaConfig()  # which Trainer reads
+        self.config = PretrainedConfig()  # which Trainer reads
         self.table, self.layer = nn.Embedding(WORDS, 8), nn.Linear(8, 8)
         self.head = nn.Linear(8, WORDS)
 
@@ -129,6 +153,16 @@ class Means(nn.Module):
         if labels is None:
             return {"logits": logits}
         return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+
+class Counts(Means):
+    """Its loss is that of a causal language model, which divides by the number of labels of a step."""
+
+    loss_type = "ForCausalLM"
+
+    def forward(self, input_ids, labels=None, **loss_options):
+        logits = super().forward(input_ids)["logits"]
+        return {"loss": ForCausalLMLoss(logits, labels, WORDS, **loss_options), "logits": logits}
 
 
 class Stream(torch.utils.data.IterableDataset):

@@ -146,6 +146,13 @@ class PipelineStrategy(SingleDeviceStrategy):
         self._gradients = []
         return self.precision_plugin.post_backward(loss, self._module)
 
+    def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
+        """Run the step of the pipeline, then the update; not within it, as Lightning does: fxpipe compares
+        what lies between."""
+        result = self.precision_plugin._wrap_closure(model or self._module, optimizer, closure)
+        optimizer.step(**kwargs)
+        return result
+
     def validation_step(self, batch: Any, *args: Any, **kwargs: Any) -> None:
         self._evaluate("validation_step", batch)
 

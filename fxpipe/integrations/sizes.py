@@ -73,10 +73,11 @@ class Sizes:
         if number > most:
             raise OptionError(f"A batch of the evaluation has {number} rows, and {most} were announced.")
         shapes = () if self._has_names else tuple((name, *_shape(x)[1:]) for name, x in batch.items())
-        key = (tuple(batch), tuple(outputs), has_loss, shapes)
+        key = (tuple(batch), tuple(outputs), has_loss, shapes, rows, most)
         if key not in self._others:
             given = self.options.get("example")
-            example = {n: _repeated(x, number, rows) if given is None else given[n] for n, x in batch.items()}
+            example = {n: _repeated(x, number, rows) for n, x in batch.items()}
+            example |= {n: x for n, x in (given or {}).items() if n in batch}
             others = {"gradients": False, "outputs": (*outputs,), "loss_fn": self.loss if has_loss else None}
             self._others[key] = self._compiled(example, -(-most // rows), others)
         pipe = self._others[key]

@@ -26,7 +26,7 @@ from torch import nn
 
 import fxpipe
 from fxpipe.errors import ArtifactError, OptionError
-from fxpipe.integrations.sizes import Microbatch, Sizes
+from fxpipe.integrations.sizes import Microbatch, Sizes, rows_of
 from fxpipe.integrations.trainer_arguments import check_arguments, check_given, check_optimizer
 from fxpipe.integrations.trainer_loss import counted, is_mean, loss_of
 from fxpipe.integrations.trainer_process import (
@@ -198,8 +198,11 @@ class Trainer(transformers.Trainer):
         names = [] if prediction_loss_only else [n for n in self._outputs if n not in (ignore_keys or ())]
         if not has_loss and not names:
             return None, None, None
-        sizes = self.args.per_device_train_batch_size, self.args.eval_batch_size
-        result = self._sizes.evaluate(inputs, *sizes, names, has_loss=has_loss)
+        sizes, count = (self.args.per_device_train_batch_size, self.args.eval_batch_size), None
+        if has_loss and self.compute_loss_func is not None:  # it may divide by the number of the batch
+            sizes = (rows_of(inputs),) * 2
+            count = self._get_num_items_in_batch([inputs], self.args.device)
+        result = self._sizes.evaluate(counted(inputs, count), *sizes, names, has_loss=has_loss)
         loss = None if result.loss is None else result.loss.to(self.args.device)
         if prediction_loss_only:
             return loss, None, None
@@ -238,7 +241,7 @@ class Trainer(transformers.Trainer):
                 f"{path} is of transformers.Trainer, whose optimizer keeps its state in another form. To go "
                 "on with the weights and a new optimizer, open it by from_pretrained."
             )
-        if not (path / "config.json").exists() and not (path / _STATE).is_dir():
+        if not (path / _STATE).is_dir() and not [*path.glob("*.safetensors*")]:
             raise ArtifactError(f"{path} is no checkpoint of the Trainer.")
         if not (path / _STATE).is_dir() or any(p.is_meta for p in self.model.parameters()):
             if self.pipe is None:

@@ -85,15 +85,17 @@ def test_a_run_goes_on_as_if_it_had_not_ended(told, directory):
 
 def test_the_best_weights_are_saved_as_from_pretrained_opens_them(plain, told, directory):
     assert told[0]["trained best"] == told[1]["trained best"] == str(directory / "trained" / "checkpoint-5")
-    opened = transformers.LlamaForCausalLM.from_pretrained(directory / "trained" / "last")
+    opened = worker.Tied.from_pretrained(directory / "trained" / "last")
+    assert opened.head.weight is opened.table.weight
     assert opened.dtype == torch.float64
     torch.testing.assert_close(opened.state_dict(), plain.model.state_dict(), rtol=1e-10, atol=1e-12)
     assert told[0]["predicted"] == told[1]["predicted"]
-    logits = plain.model(worker.Rows(3, seed=2)[:]["input_ids"]).logits
+    logits = plain.model(worker.Rows(3, seed=2)[:]["input_ids"])["logits"]
     torch.testing.assert_close(torch.tensor(told[0]["predicted"]), logits.detach(), rtol=1e-10, atol=1e-12)
 
 
-def test_the_example_saves_what_from_pretrained_opens(directory):
+def test_the_examples_write_what_others_open(directory):
+    assert [*(directory / "build" / "lightning").rglob("*.ckpt")]
     opened = transformers.LlamaForCausalLM.from_pretrained(directory / "build" / "trainer" / "last")
     assert opened.config.num_hidden_layers == 2
 
@@ -125,9 +127,11 @@ def longest() -> dict[str, torch.Tensor]:
 
 CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "each microbatch's own mean": (worker.Means, {"eval_strategy": "epoch"}, {}, {}),
-    "a causal language model's own loss": (worker.llama, {"max_steps": 2}, {}, {}),
+    "a mean over the labels of a step": (
+        worker.Counts, {"max_steps": 4, "eval_strategy": "steps", "eval_steps": 4}, {}, {},
+    ),
     "smoothed labels": (
-        worker.Means, {"label_smoothing_factor": 0.1, "per_device_eval_batch_size": 1, "do_eval": True}, {},
+        worker.Means, {"label_smoothing_factor": 0.1, "max_steps": 2}, {},
         {},
     ),
     "microbatches of several lengths": (
@@ -137,7 +141,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "a stream, rates by a metric": (
         worker.Means,
         {
-            "lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "steps",
+            "max_steps": 4, "lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "steps",
             "eval_steps": 2, "lr_scheduler_kwargs": {"patience": 0}, "max_grad_norm": 0.0,
         },
         {}, {"train_dataset": worker.Stream()},
@@ -150,7 +154,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 def test_losses_norms_and_rates_of_one_rank(case, tmp_path):
     make, more, options, given = CASES[case]
     plain, here = both(tmp_path, make, more, options, **given)
-    rel = 1e-6 if make is worker.llama else 1e-10  # its logits become float32
+    rel = 1e-6 if make is worker.Counts else 1e-10  # its logits become float32
     assert_same_log(here.state.log_history, plain.state.log_history, rel)
     weights = here.pipe.state_dict()
     torch.testing.assert_close(weights, dict(plain.model.state_dict()), rtol=100 * rel, atol=rel)
@@ -159,7 +163,7 @@ def test_losses_norms_and_rates_of_one_rank(case, tmp_path):
 @pytest.fixture
 def small(tmp_path: Path) -> Any:
     def made(model: Any = None, pipeline: Any = None, more: Any = None, **given: Any) -> Any:
-        args = worker.arguments(tmp_path / "run", **({"max_steps": 1} | (more or {})))
+        args = worker.arguments(tmp_path / "run", **({"max_steps": 1, "warmup_steps": 0} | (more or {})))
         given = {"train_dataset": worker.Rows()} | given
         pipeline = {"schedule": "1f1b", "check": False} | (pipeline or {})
         return Trainer(model or worker.Means(), args, pipeline=pipeline, **given)
@@ -186,15 +190,23 @@ def test_weights_alone_are_resumed(small):
     first.train()
     assert {"tokens/s", "predicted"} <= first.state.log_history[0].keys()
     path = Path(first.args.output_dir) / "checkpoint-1"
-    (path / "config.json").write_text("{}")  # of a model of transformers
     second = small()
-    second.train(resume_from_checkpoint=str(path))
-    torch.testing.assert_close(second.pipe.state_dict(), first.pipe.state_dict())
+    plain = PLAIN(worker.Means(), second.args, train_dataset=worker.Rows())
+    for trainer in (second, plain):
+        trainer.train(resume_from_checkpoint=str(path))
+    torch.testing.assert_close(second.pipe.state_dict(), dict(plain.model.state_dict()))
     with torch.device("meta"):
         model = worker.Means()
     third = small(model, weights=path, eval_dataset=worker.Rows(7, seed=1))
     third.train()
-    torch.testing.assert_close(third.pipe.state_dict(), second.pipe.state_dict())
+    same = worker.Means()
+    same.load_state_dict(load_file(path / "model.safetensors"))
+    fourth = small(same)
+    fourth.train()
+    fourth.train()  # once more, with the same optimizer
+    assert fourth.state.global_step == 1
+    third.train()
+    torch.testing.assert_close(third.pipe.state_dict(), fourth.pipe.state_dict(), rtol=0, atol=0)
     assert third.evaluate()["eval_loss"] > 0  # by a pipeline of another size, on the same tensors
     with pytest.raises(ArtifactError, match="no checkpoint of the Trainer"):
         small().train(resume_from_checkpoint=str(path.parent))
