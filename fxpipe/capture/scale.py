@@ -10,6 +10,8 @@ from collections.abc import Iterable
 
 from torch import fx
 
+from fxpipe.ir.size import Share
+
 #: So many no step has; the quotient with one stands for the number that is chosen later.
 LATER = 2**31 - 1
 
@@ -18,7 +20,9 @@ def choose_microbatches(graphs: Iterable[fx.Graph], microbatches: int) -> None:
     """Give the graphs of a step that was captured for LATER microbatches their number, in place."""
 
     def chosen(value: object) -> object:
-        return 1 / microbatches if value == 1 / LATER else value
+        if value != 1 / LATER:
+            return value
+        return Share(1 / microbatches) if isinstance(value, Share) else 1 / microbatches
 
     for graph in graphs:
         for node in graph.nodes:

@@ -40,6 +40,7 @@ from fxpipe.capture.step_function import StepFunction
 from fxpipe.errors import CaptureError
 from fxpipe.ir import compat
 from fxpipe.ir.graph import Kind, Origin
+from fxpipe.ir.size import Share
 from fxpipe.ir.storage import call_nodes, graph_outputs, storage_root
 from fxpipe.plan.dtensors import mesh_of
 from fxpipe.plan.lanes import NO_LANES, LanePlan
@@ -205,7 +206,8 @@ def _traced(
         constants = (getattr(module, node.target) for node in module.graph.find_nodes(op="get_attr"))
         sources = tuple(map(weakref.ref, constants))
         cleaned = clean(module, [x.input for x in traced_inputs], step.aliases, frozen)
-        means = divide_by_batch_means(cleaned[0], scale) if options.over_batch else NO_MEANS
+        share = Share(scale) if options.lengths else scale  # of any number of microbatches
+        means = divide_by_batch_means(cleaned[0], share) if options.over_batch else NO_MEANS
         captured = Captured(
             *cleaned,
             means=means,

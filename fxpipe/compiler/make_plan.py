@@ -83,6 +83,7 @@ def make_plan(
             leaves=leaves_used(cut.sections, placement, mesh.ranks),
             outputs=outputs_of(cut.graph, placement),
             has_loss=loss is not None,
+            has_total=captured.means.has_total,
         ),
         stages=_stage_plans(cut.graph, cut.sections, placement),
         costs=timeline.costs,

@@ -81,9 +81,11 @@ def encoded(argument: object, numbers: dict[fx.Node, int]) -> object:
             return [encoded(each, numbers) for each in argument]
         case float() if not isfinite(argument):
             return {"float": str(argument)}
+        case float():
+            return float(argument)  # of a share, the number
         case complex():
             return {"complex": [encoded(argument.real, numbers), encoded(argument.imag, numbers)]}
-        case None | bool() | int() | float() | str():
+        case None | bool() | int() | str():
             return argument
         case torch.device():
             return {"device": argument.type}

@@ -155,6 +155,7 @@ class StepSpec:
     step is a forward for its outputs alone.
     ``lengths``: the dimensions of microbatches that may have other lengths than the example's.
     ``one_length``: why there are none, where dimensions were named.
+    ``has_total``: whether the loss divides by a number of the batch that is of all microbatches of a step.
     """
 
     ranks: Annotated[int, between(1, MOST_RANKS)]
@@ -170,6 +171,7 @@ class StepSpec:
     has_loss: bool = True
     lengths: tuple[NamedLength, ...] = ()
     one_length: str = ""
+    has_total: bool = False
 
     def batch_at(self, lengths: Mapping[str, int]) -> BatchSpec:
         """The leaves of a microbatch of these lengths, all of them named."""

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from launch import forked
-from lengths_model import LENGTH, LISTS, NUMBERS, Words, eager, microbatch, train, words
+from lengths_model import LENGTH, LISTS, NUMBERS, Words, counted, eager, microbatch, train, words
 from torch import nn
 from torch.nn import functional as F
 
@@ -257,6 +257,33 @@ def test_evaluation():
     pipe = words(ranks=1, evaluation=True)
     batch = [microbatch(length) for length in LISTS[0]]
     torch.testing.assert_close(pipe.evaluate(batch), eager(model_of(pipe), batch))
+
+
+class Total(Words):
+    """Its loss divides by the number of labels of the batch, as Hugging Face's do."""
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+        logits = self.head(self.embed(ids).tanh()).flatten(0, 1)
+        return F.cross_entropy(logits, labels.flatten(), reduction="sum") / total
+
+
+def test_a_number_of_labels_of_the_whole_batch():
+    """Each microbatch has its share, whatever their number; and a batch that makes fewer is refused."""
+    model, dimensions = Total(), {"sequence": LENGTH}
+    example = {**microbatch(LENGTH), "total": torch.tensor(1)}
+    shape = {"ranks": 1, "microbatches": 3, "dimensions": dimensions, "evaluation": True}
+    pipe = fxpipe.compile(model, example, **shape)
+    for lengths in ((4, 9), (5, 16, 2, 7, 7)):
+        parts = [microbatch(length) for length in lengths]
+        batch = [{**one, "total": sum(counted(parts))} for one in parts]
+        result, loss = pipe.run_local(batch), sum(model(**one) for one in batch)
+        torch.testing.assert_close(result.loss, loss)
+        trained = {name: p for name, p in model.named_parameters() if name in result.grads}
+        grads = torch.autograd.grad(loss, [*trained.values()])
+        torch.testing.assert_close(result.grads, dict(zip(trained, grads, strict=True)))
+    rows = microbatch(LENGTH, rows=5)
+    with pytest.raises(fxpipe.BatchError, match="The loss divides by a number of the batch, .* 5 rows make"):
+        pipe.evaluate({**rows, "total": torch.tensor(80)})
 
 
 class Regression(nn.Module):

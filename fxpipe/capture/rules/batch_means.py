@@ -57,10 +57,12 @@ _LEAST = 2.0**-16  # of a guard, so that it is below each batch's mean of counts
 @dataclass(frozen=True)
 class BatchMeans:
     """What a loss takes of all rows, as text for ``explain``.  ``exact``: divisors that are means over the
-    batch.  ``apart``: divisors, and functions of sums over rows, of which each microbatch has its own."""
+    batch.  ``apart``: divisors, and functions of sums over rows, of which each microbatch has its own.
+    ``has_total``: whether one of ``exact`` is a number of the batch for all of its microbatches."""
 
     exact: tuple[str, ...] = ()
     apart: tuple[str, ...] = ()
+    has_total: bool = False
 
 
 NO_MEANS = BatchMeans()
@@ -98,7 +100,7 @@ def divide_by_batch_means(graph: fx.Graph, share: float) -> BatchMeans:
             stacklevel=2,
         )
     exact = dict.fromkeys(each.text for each in tail.divisions)
-    return BatchMeans(tuple(exact), tuple(dict.fromkeys(tail.apart.values())))
+    return BatchMeans(tuple(exact), tuple(dict.fromkeys(tail.apart.values())), tail.has_total)
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,7 +119,7 @@ class Tail:
 
     ``linear``: its ops.  ``divisions``: the ops that divide by a count of data, which ends the way up.
     ``apart``: the texts of divisors that stay as they are, by the ops that divide.  ``odd``: those of them
-    whose divisor comes from data alone.
+    whose divisor comes from data alone.  ``has_total``: see ``BatchMeans``.
     """
 
     def __init__(self, graph: fx.Graph, loss: fx.Node) -> None:
@@ -127,6 +129,7 @@ class Tail:
         self.divisions: list[_Division] = []
         self.apart: dict[fx.Node, str] = {}
         self.odd: list[fx.Node] = []
+        self.has_total = False
         todo = [loss]
         while todo:
             node = todo.pop()
@@ -325,6 +328,7 @@ def _divide_by_mean(tail: Tail, division: _Division, share: float) -> None:
         if tail.rows[count] is Rows.SUMMED:
             return call(batch_mean, cast(count, accum_dtype(dtype)))
         if tail.is_total(count):
+            tail.has_total = True
             return call(aten.mul.Tensor, call(batch_mean, cast(count, accum_dtype(dtype))), share)
         first, *others = count.args
         assert isinstance(first, fx.Node)

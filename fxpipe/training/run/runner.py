@@ -272,6 +272,12 @@ class Runner(LocalRunner):
         short = None if are_listed(spec, batch) else short_batch(spec, batch, outputs)
         if short is None:
             return self.step(batch, outputs, outputs_on, None, {})
+        if spec.has_total:
+            raise BatchError(
+                f"The loss divides by a number of the batch, that of {spec.microbatches} microbatches, and "
+                f"{number_of(short.rows, 'row')} make fewer: drop the last ones, or let loss_fn return "
+                "(sum, count)."
+            )
         if len(short.steps) > 1 and rt.replicas is not None:
             raise BatchError(
                 f"{number_of(short.rows, 'row')} take {len(short.steps)} steps here, and perhaps another "
