@@ -282,7 +282,7 @@ def test_a_number_of_labels_of_the_whole_batch():
         grads = torch.autograd.grad(loss, [*trained.values()])
         torch.testing.assert_close(result.grads, dict(zip(trained, grads, strict=True)))
     rows = microbatch(LENGTH, rows=5)
-    with pytest.raises(fxpipe.BatchError, match="The loss divides by a number of the batch, .* 5 rows make"):
+    with pytest.raises(fxpipe.BatchError, match=r"The loss divides by a number of the batch, .* 5 rows make"):
         pipe.evaluate({**rows, "total": torch.tensor(80)})
 
 
