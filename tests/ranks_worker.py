@@ -44,7 +44,7 @@ class Shared(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(WORDS, WIDTH)
-        self.blocks = nn.ModuleList([Block() for _ in range(6)])
+        self.blocks = nn.ModuleList([Block() for _ in range(4)])
         self.frozen = nn.Parameter(torch.randn(WIDTH), requires_grad=False)
         self.register_buffer("mask", torch.randn(LENGTH, 1))
         self.head = nn.Linear(WIDTH, WORDS, bias=False)

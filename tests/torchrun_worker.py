@@ -63,7 +63,7 @@ SAME_BITS: dict[int, dict[str, tuple[Case, Shape]]] = {
         "offload, vocabulary": (CASES["tied_head"], Shape(4, "gis", vocab_parallel=True, offload=0.5)),
         "tied, V": (CASES["tied_head"], Shape(4, "zb-h1", 2, "v")),
         "tied thrice": (CASES["tied_thrice"], Shape(4, "1f1b")),
-        **{name: (CASES["unet"], Shape(4, name)) for name in ("interleaved", "zb-2p", "dualpipe-v")},  # skips
+        **{name: (CASES["unet"], Shape(4, name)) for name in ("interleaved", "dualpipe-v")},  # skips
         "encoder output": (CASES["encoder_decoder"], Shape(4, "1f1b")),
         "integers": (CASES["integer_crossing"], Shape(4, "gpipe")),
         "offload, V": (CASES["transformer_layer"], Shape(4, "zb-v", offload=True)),
@@ -135,7 +135,7 @@ def after_step(pipe: fxpipe.Pipeline, loss: torch.Tensor) -> dict[str, torch.Ten
 def same_bits(rank: Rank) -> None:
     """Each case, saved for the test to run in one process, and two steps with the same weights."""
     for name, (case, shape) in SAME_BITS[int(os.environ["WORLD_SIZE"])].items():
-        _, pipe = built_and_compiled(case, MICROBATCHES, shape)
+        _, pipe = built_and_compiled(case, MICROBATCHES, replace(shape, check=False))
         assert bool(pipe.plan.transfers) == bool(shape.offload)
         pipe.save(rank.directory / f"{name} saved")
         for step in (0, 1):

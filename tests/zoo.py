@@ -1,7 +1,7 @@
 """Small torch modules that are hard to pipeline, each with what it is fed.
 
 All return their loss (a scalar), unless their case has a ``loss_fn``.  Every one is deep enough for
-eight stages: most are a Chain of four to eight blocks with the difficulty somewhere in between.
+eight stages: most are a Chain of four blocks, of several ops each, with the difficulty somewhere in between.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import fxpipe
 from fxpipe.compiler import compile as compiler
 
 WIDTH, WORDS, LENGTH = 8, 11, 5
+DEPTH = 4  # of most models: what happens between their blocks is of four kinds at most
 
 
 def numbers(rows: int) -> dict[str, Any]:
@@ -41,6 +42,11 @@ def images(rows: int) -> dict[str, Any]:
 
 def sequences(rows: int) -> dict[str, Any]:
     return {"x": torch.randn(rows, LENGTH, WIDTH), "y": torch.randn(rows, LENGTH, WIDTH)}
+
+
+def short_sequences(rows: int) -> dict[str, Any]:
+    """For layers whose ops are traced step by step."""
+    return {name: x[:, :3] for name, x in sequences(rows).items()}
 
 
 @dataclass(frozen=True)
@@ -242,7 +248,7 @@ class Block(nn.Module):
 class Chain(nn.Module):
     """``depth`` blocks; subclasses change what happens between them (``between``)."""
 
-    def __init__(self, depth: int = 6, block: Callable[[], nn.Module] = Block) -> None:
+    def __init__(self, depth: int = DEPTH, block: Callable[[], nn.Module] = Block) -> None:
         super().__init__()
         self.blocks = nn.ModuleList([block() for _ in range(depth)])
 
@@ -261,10 +267,10 @@ class Chain(nn.Module):
 class TiedHead(nn.Module):
     """The head's weight is the embedding's, first stage and last."""
 
-    def __init__(self) -> None:
+    def __init__(self, depth: int = DEPTH) -> None:
         super().__init__()
         self.embedding = nn.Embedding(WORDS, WIDTH)
-        self.blocks = nn.Sequential(*[Block() for _ in range(6)])
+        self.blocks = nn.Sequential(*[Block() for _ in range(depth)])
         self.head = nn.Linear(WIDTH, WORDS, bias=False)
         self.head.weight = self.embedding.weight
 
@@ -277,9 +283,9 @@ class TiedThrice(TiedHead):
     """The same weight in the middle as well, there and back."""
 
     def forward(self, ids, labels):
-        x = self.blocks[:3](self.embedding(ids))
+        x = self.blocks[:2](self.embedding(ids))
         x = F.softmax(self.head(x), -1) @ self.embedding.weight + x
-        logits = self.head(self.blocks[3:](x))
+        logits = self.head(self.blocks[2:](x))
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
@@ -324,7 +330,7 @@ class LearnedTables(nn.Module):
         super().__init__()
         self.token = nn.Parameter(torch.randn(1, 1, WIDTH))
         self.positions = nn.Parameter(torch.randn(LENGTH + 1, WIDTH))
-        self.blocks = nn.Sequential(*[Block() for _ in range(6)])
+        self.blocks = nn.Sequential(*[Block() for _ in range(DEPTH)])
 
     def forward(self, x, y):
         x = torch.cat([self.token.expand(x.shape[0], -1, -1), x], 1) + self.positions
@@ -333,7 +339,7 @@ class LearnedTables(nn.Module):
 
 class WeightNorm(Chain):
     def __init__(self) -> None:
-        super().__init__(8, lambda: parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH)))
+        super().__init__(6, lambda: parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH)))
 
     def between(self, x, i):
         return torch.tanh(x)
@@ -399,7 +405,7 @@ class IntegerCrossing(Chain):
 
     def __init__(self) -> None:
         super().__init__()
-        self.tables = nn.ModuleList([nn.Embedding(WIDTH, WIDTH) for _ in range(6)])
+        self.tables = nn.ModuleList([nn.Embedding(WIDTH, WIDTH) for _ in range(DEPTH)])
 
     def forward(self, x, y):
         choice = x.argmax(-1)
@@ -592,8 +598,8 @@ class FrozenAndUnused(Chain):
         super().__init__()
         self.unused = nn.Linear(WIDTH, WIDTH)
         self.blocks[0].requires_grad_(False)
-        self.blocks[3].inner.weight.requires_grad_(False)
-        self.blocks[5].outer.bias.requires_grad_(False)
+        self.blocks[2].inner.weight.requires_grad_(False)
+        self.blocks[3].outer.bias.requires_grad_(False)
 
 
 # -- writing in place, buffers ---------------------------------------------------------------------------
@@ -619,7 +625,7 @@ class BatchNorm(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         layers = []
-        for _ in range(6):
+        for _ in range(DEPTH):
             layers += [nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3), nn.ReLU()]
         self.layers = nn.Sequential(*layers)
 
@@ -636,7 +642,7 @@ class ReassignedBuffers(Chain):
         self.register_buffer("calls", torch.tensor(0))
 
     def between(self, x, i):
-        if i == 3:
+        if i == 2:
             x = x - self.mean
             self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
             self.calls = self.calls + 1
@@ -783,9 +789,9 @@ class Experts(Chain):
 class Dropout(nn.Module):
     """Dropout, and noise drawn by the forward itself."""
 
-    def __init__(self) -> None:
+    def __init__(self, depth: int = DEPTH) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList([nn.Sequential(Block(), nn.Dropout(0.3)) for _ in range(6)])
+        self.blocks = nn.ModuleList([nn.Sequential(Block(), nn.Dropout(0.3)) for _ in range(depth)])
 
     def forward(self, x, y):
         for block in self.blocks:
@@ -836,7 +842,7 @@ CASES = {
     "sum_and_given": Case(NoLoss, numbers, sum_and_given),
     "transformer_layer": Case(Transformer, sequences),
     "multihead_attention": Case(Attention, sequences),
-    "lstm": Case(lambda: Recurrent(nn.LSTM), sequences),
-    "gru": Case(lambda: Recurrent(nn.GRU), sequences),
+    "lstm": Case(lambda: Recurrent(nn.LSTM), short_sequences),
+    "gru": Case(lambda: Recurrent(nn.GRU), short_sequences),
     "experts": Case(Experts, numbers),
 }

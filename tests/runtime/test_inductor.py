@@ -116,14 +116,15 @@ class Untied(TiedHead):
 # -- the same numbers ---------------------------------------------------------------------------------------
 
 SAME = {
-    "plain": (Case(Chain, numbers), Shape(2, "zb-h1")),
+    # Of six blocks: layers that repeat are written once.
+    "plain": (Case(lambda: Chain(6), numbers), Shape(2, "zb-h1")),
     "dropout": (worker.DROPOUT, Shape(2, "zb-h1", seed=3)),
     "dropout, recomputed": (worker.DROPOUT, Shape(2, "1f1b", recompute="full")),
     "offload": (CASES["sum_and_count"], Shape(2, "gpipe", offload=True)),
     "batch_norm": (CASES["batch_norm"], Shape(2, "1f1b")),
     "vocabulary": (Case(Untied, tokens), Shape(2, "zb-h1", vocab_parallel="2-barrier")),
     "views as messages": (CASES["transposed"], Shape(2, "1f1b")),
-    "checked": (Case(Checked, numbers), Shape(2, "1f1b")),
+    "checked": (Case(lambda: Checked(6), numbers), Shape(2, "1f1b")),
     "forward": (worker.DROPOUT, Shape(2, "gpipe", gradients=False)),
 }
 
@@ -269,7 +270,7 @@ class Scaled(Block):
 
 def test_weight_gradients_are_compiled_between_their_additions(interpreted, monkeypatch):
     """In layers that repeat and beside them; what writes to gradients is not, nor what gives small values."""
-    case, shape = Case(lambda: Chain(block=Scaled), numbers), Shape(2, "zb-h1")
+    case, shape = Case(lambda: Chain(6, Scaled), numbers), Shape(2, "zb-h1")
     _, plain = both(case, shape)
     assert not any("_weight_1(" in program for program in plain.artifact.programs)
     monkeypatch.setattr(fxpipe.ir.compiled, "LEAST", 1)
