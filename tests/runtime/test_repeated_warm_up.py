@@ -74,17 +74,19 @@ SLOW = [
 @pytest.mark.parametrize(("name", "shape"), [CASES_AND_SHAPES[0], *SLOW])
 def test_a_step_whose_warm_up_runs_twice_is_the_same(name, shape):
     case = CASES[name]
+    model, pipe = built_and_compiled(case, M, shape)
+    batch = case.data(M * (shape.replicas or 1))
+    begin = {name: value.clone() for name, value in model.state_dict().items()}
     results, states = [], []
     for undone in (False, True):
-        model, pipe = built_and_compiled(case, M, shape)
-        batch = case.data(M * (shape.replicas or 1))
+        model.load_state_dict(begin)
         if undone:
             with undone_updates(model), patch.object(Record, "forget", autospec=True) as forget:
                 results.append(pipe.run_local(batch))
             assert forget.call_count == shape.ranks * (shape.replicas or 1)
         else:
             results.append(pipe.run_local(batch))
-        states.append(dict(model.named_buffers()))
+        states.append({name: value.clone() for name, value in model.named_buffers()})
     expected, found = results
     assert torch.equal(found.loss, expected.loss)
     assert found.grads.keys() == expected.grads.keys()
