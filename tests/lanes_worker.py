@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -51,20 +52,31 @@ def mesh_of(sizes: tuple[int, int, int]) -> DeviceMesh:
     return init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "pp", "tp"))
 
 
+_api = importlib.import_module("fxpipe.api.compile")
 _captured: dict[tuple[int, int, int], Captured] = {}
+_last_lane: dict[tuple[int, int, int], str] = {}
 
 
 @contextlib.contextmanager
 def captured_once(sizes: tuple[int, int, int]) -> Iterator[None]:
-    """What replicas divide is not in the graph; ``zoo.captured_once`` has the traces, which lanes change."""
-    whole = compiler.capture_lanes
+    """What replicas divide is not in the graph, nor in what the last lane runs, which all processes compare;
+    ``zoo.captured_once`` has the traces, which lanes change."""
+    whole, as_text = compiler.capture_lanes, _api.last_lane_as_text
 
     def captured(*given: Any) -> Captured:
         if sizes not in _captured:
             _captured[sizes] = whole(*given)
         return _captured[sizes]
 
-    with mock.patch.object(compiler, "capture_lanes", captured):
+    def last_lane(*given: Any) -> str:
+        if sizes not in _last_lane:
+            _last_lane[sizes] = as_text(*given)
+        return _last_lane[sizes]
+
+    with (
+        mock.patch.object(compiler, "capture_lanes", captured),
+        mock.patch.object(_api, "last_lane_as_text", last_lane),
+    ):
         yield
 
 
