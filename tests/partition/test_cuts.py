@@ -36,7 +36,7 @@ def chains(draw) -> tuple[list[float], list[float], int]:
 
 
 @pytest.mark.slow
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(chains())
 @example(([1.0, 1.0, 1.0, 1.0], [5.0, math.inf, 5.0, 0.0], 3))
 @example(([0.0, 0.0, 0.0], [1.0, 1.0, 1.0], 2))  # nothing costs anything
@@ -121,7 +121,7 @@ def test_a_rank_with_an_op_larger_than_other_stages_gets_less_of_the_rest():
     assert loads(seconds, choose_cuts(seconds, [1.0] * 11, 4, ranks=V), V) == [8.0, 8.0]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(chains())
 @example(([0.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0], 4))
 def test_balanced_ranks_are_no_larger_than_those_of_balanced_stages(chain):

@@ -576,7 +576,7 @@ def mutate(plan: Json, draw: Callable[[int], int]) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_any_edit_of_a_plan(originals, data):
     name = data.draw(st.sampled_from(["offload", "vocabulary", "sized"]))

@@ -81,7 +81,7 @@ def test_an_order_with_less_memory_and_a_longer_period_is_not_taken(shape, micro
     assert period(with_less_memory(one)) <= period(one) * (1 + 1e-9)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.data())
 def test_no_order_gets_slower_or_larger(data):
     chunks, shape = data.draw(st.sampled_from([(1, "plain"), (2, "plain"), (2, "v")]))

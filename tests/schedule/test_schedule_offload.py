@@ -173,7 +173,7 @@ def test_the_search_offloads_where_the_limit_costs_time_otherwise():
     assert {(t.stages_per_rank, t.placement) for t in without} == {(1, "plain"), (2, "plain"), (2, "v")}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @example("interleaved", 1, 1, 1e-9, 1.0, 0.0, 1)
 @given(
     st.sampled_from(["1f1b", "zb-h1", "interleaved", "gis", "staggered", "gpipe", "1f1b-v", "dualpipe-v"]),
@@ -203,7 +203,7 @@ def test_what_was_dropped_is_tried_again(ranks, link, moved):
     assert plan.moved == moved
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     st.sampled_from(["1f1b", "interleaved", "gpipe", "dualpipe-v"]),
     st.integers(1, 4),

@@ -68,7 +68,7 @@ def needed(name: str, chunks: int, ranks: int, microbatches: int, costs: Costs) 
     return max(problem.arrays.smallest_limits)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(problems(ALL))
 def test_every_family_runs_and_is_lowered(problem):
     schedule, costs = made(*problem), problem[-1]
@@ -79,7 +79,7 @@ def test_every_family_runs_and_is_lowered(problem):
     assert len(levels(schedule, costs.edges)) == sum(map(len, schedule.order))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(problems(ALL))
 def test_links_of_machines_are_times_of_edges(problem):
     """Schedules, bounds and simulations are those of edges that each take the time of their own link."""
@@ -97,7 +97,7 @@ def test_links_of_machines_are_times_of_edges(problem):
     assert one.exposed_communication == other.exposed_communication
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(problems(tuple((name, v) for name, v in ALL if name in SEARCHED)), st.floats(0, 4))
 def test_searched_families_keep_any_limit_that_holds_one_microbatch(problem, more):
     costs = problem[-1]
