@@ -15,6 +15,7 @@ SMALL = {
     "train_vision.py": ["--steps", "1", "--width", "4", "--blocks", "3", "--test-images", "40"],
     "train_mtp.py": ["--steps", "1", "--width", "8", "--layers", "2", "--bytes", "20000"],
     "train_chats.py": ["--steps", "2", "--layers", "2", "--bytes", "40000"],
+    "train_grpo.py": ["--steps", "1", "--groups", "3", "--layers", "4"],
     "train_lora.py": ["--steps", "2", "--layers", "2", "--bytes", "20000"],
 }
 
