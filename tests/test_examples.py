@@ -50,9 +50,16 @@ def test_losses_of_two_heads(printed):
 def test_samples_of_any_length_are_packed(printed):
     line = next(line for line in printed.splitlines() if "microbatches of" in line)
     lengths = [int(n) for n in line.partition("[")[2].partition("]")[0].split(",")]
-    assert len(lengths) == 8
     assert len({*lengths}) > 1
     assert 200 < max(lengths) <= 256
+    assert 1024 < sum(lengths) <= 1536
+
+
+def test_groups_of_answers_are_rewarded(printed):
+    line = next(line for line in printed.splitlines() if "reward" in line)
+    groups = [int(n) for n in line.partition("[")[2].partition("]")[0].split(",")]
+    assert 1 <= len(groups) <= 3
+    assert all(5 <= n <= 18 for n in groups)
 
 
 def test_adapters_alone_are_saved(printed, directory):
