@@ -55,8 +55,12 @@ def test_samples_of_any_length_are_packed(printed):
     assert 1024 < sum(lengths) <= 1536
 
 
-def test_groups_of_answers_are_rewarded(printed):
-    line = next(line for line in printed.splitlines() if "reward" in line)
+@pytest.mark.variation
+def test_groups_of_answers_are_rewarded(tmp_path):
+    arguments = (str(tmp_path), {"train_grpo.py": ["--steps", "1", "--groups", "3"]})
+    ran = forked(4, examples_worker.run, *arguments, dtype=torch.float32, logs=tmp_path / "logs")
+    assert ran.code == 0, ran
+    line = next(line for line in ran.stdout[0].splitlines() if "reward" in line)
     groups = [int(n) for n in line.partition("[")[2].partition("]")[0].split(",")]
     assert 1 <= len(groups) <= 3
     assert all(5 <= n <= 18 for n in groups)

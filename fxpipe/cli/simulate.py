@@ -10,12 +10,11 @@ from pathlib import Path
 from rich.console import Console
 
 from fxpipe.cli.arguments import non_negative, picture, positive, positive_int, share, working, write_picture
+from fxpipe.cli.batch import add_lengths, batch_of
 from fxpipe.cli.figures import figures, print_timeline
 from fxpipe.cli.planning import plan
 from fxpipe.cli.sources import CostSource, add_cost_arguments, source_of
-from fxpipe.cost.batch_order import BatchPlanner, named_lengths
 from fxpipe.errors import FxpipeError, ScheduleError, number_of
-from fxpipe.plan.saved.files import read_plan
 from fxpipe.schedule.exact.order import Exact, exact
 from fxpipe.schedule.families.registry import FAMILIES
 from fxpipe.schedule.formats.handwritten import is_file_name, read_schedule
@@ -80,20 +79,15 @@ def add_simulate(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="number of neighboring ranks that share a link (default 1)",
     )
-    add(
-        "--lengths",
-        type=_lengths,
-        metavar="L,L,…",
-        help="of the microbatches of a batch, or a file of them: with --costs of a saved pipeline whose "
-        "dimension has a name, the order that pipe.step runs for them",
-    )
+    add_lengths(parser)
     add("--draw", type=picture, metavar="FILE", help="write the timeline as a picture, .svg or .png")
     add("--steps", type=positive_int, default=1, metavar="N", help="that the picture shows (1)")
     add("--json", action="store_true", help="print one JSON object")
 
 
 def _simulate(options: argparse.Namespace) -> None:
-    source, timeline = _timeline(options) if options.lengths is None else _of_lengths(options)
+    batch = batch_of(options)
+    source, timeline = _timeline(options) if batch is None else (batch.source, batch.timeline)
     best = None if options.exact is None else _exact(options, timeline)
     whole, moved = timeline, _offload(options, timeline, source.units)
     timeline = timeline if moved is None else moved.timeline
@@ -101,10 +95,13 @@ def _simulate(options: argparse.Namespace) -> None:
     if options.draw is not None:
         write_picture(options.draw, timeline_svg(_drawn(options, timeline), source.note, source.units))
     if options.json:
-        print(json.dumps(figures(timeline, best, moved, limits)))
+        more = {} if batch is None else batch.figures()
+        print(json.dumps(figures(timeline, best, moved, limits) | more))
         return
     console = Console(markup=False, emoji=False)
     print_timeline(console, timeline, source, best, None if moved is None else (whole, moved), limits)
+    if batch is not None and batch.samples:
+        console.print(batch.text(), highlight=False, soft_wrap=True)
     if options.draw is not None:
         console.print(terminal(f"drawn: {options.draw}"), soft_wrap=True)
 
@@ -128,30 +125,6 @@ def _timeline(options: argparse.Namespace) -> tuple[CostSource, Timeline]:
     objective: Objective = "period" if options.validation == "post" else options.objective
     with working("simulate"):
         return source, plan(options.schedule, source, options, limit, objective)
-
-
-def _of_lengths(options: argparse.Namespace) -> tuple[CostSource, Timeline]:
-    for name in ("schedule", "schedule_file", "exact", "offload_time", "memory_limit", "device"):
-        if getattr(options, name) is not None:
-            raise FxpipeError(
-                f"--lengths and --{name.replace('_', '-')} exclude each other: give one of them"
-            )
-    if options.costs is None or not options.costs.is_dir():
-        raise FxpipeError("--lengths needs --costs with the directory of a saved pipeline")
-    plan = read_plan(options.costs)
-    options.microbatches = plan.step.microbatches
-    source, lengths = source_of(options), named_lengths(plan.step.lengths, options.lengths)
-    return replace(source, microbatches=len(lengths)), BatchPlanner(plan).timeline(lengths)
-
-
-def _lengths(text: str) -> list[int]:
-    """Numbers, or a file of them, one a line."""
-    path = Path(text)
-    words = path.read_text().split() if path.is_file() else text.split(",")
-    try:
-        return [int(word) for word in words]
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of lengths, 731,64,2048, or a file") from error
 
 
 def _drawn(options: argparse.Namespace, timeline: Timeline) -> Timeline | Steps:

@@ -82,3 +82,18 @@ def named_lengths(
                 raise SizeError(f"lengths[{m}] has {one.name} {named[one.name]}. {allowed(one)}")
         each.append({one.name: named[one.name] for one in names})
     return each
+
+
+def filled(lengths: Sequence[int], tokens: int) -> list[list[int]]:
+    """The samples of as many microbatches as they fill: the longest first, to the fullest with room."""
+    places: list[list[int]] = []
+    room: list[int] = []
+    for k in sorted(range(len(lengths)), key=lambda k: (-lengths[k], k)):
+        able = [m for m in range(len(places)) if room[m] >= lengths[k]]
+        m = min(able, key=lambda m: (room[m], m), default=len(places))
+        if m == len(places):
+            places.append([])
+            room.append(tokens)
+        places[m].append(k)
+        room[m] -= lengths[k]
+    return [sorted(place) for place in places]

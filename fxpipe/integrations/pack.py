@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.utils.data import Sampler
 
+from fxpipe.cost.batch_order import filled
 from fxpipe.errors import OptionError, number_of
 
 Sample = Mapping[str, torch.Tensor]
@@ -49,21 +50,6 @@ def pack(
     lengths, most = [len(row["input_ids"]) for row in rows], tokens - tokens % multiple
     places = filled(lengths, most) if microbatches is None else assigned(lengths, most, microbatches, cost)
     return [_joined([rows[k] for k in place], multiple, padding, ignored) for place in places]
-
-
-def filled(lengths: Sequence[int], tokens: int) -> list[list[int]]:
-    """The samples of as many microbatches as they fill: the longest first, to the fullest with room."""
-    places: list[list[int]] = []
-    room: list[int] = []
-    for k in sorted(range(len(lengths)), key=lambda k: (-lengths[k], k)):
-        able = [m for m in range(len(places)) if room[m] >= lengths[k]]
-        m = min(able, key=lambda m: (room[m], m), default=len(places))
-        if m == len(places):
-            places.append([])
-            room.append(tokens)
-        places[m].append(k)
-        room[m] -= lengths[k]
-    return [sorted(place) for place in places]
 
 
 def assigned(

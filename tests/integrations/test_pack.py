@@ -10,8 +10,9 @@ from torch.utils.data import DataLoader
 from zoo import relative_error, too_far
 
 import fxpipe
+from fxpipe.cost.batch_order import filled
 from fxpipe.errors import OptionError
-from fxpipe.integrations.pack import assigned, filled
+from fxpipe.integrations.pack import assigned
 
 pytestmark = pytest.mark.usefixtures("double")
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,14 +44,25 @@ def assert_same_log(found: list[dict[str, Any]], plain: list[dict[str, Any]], re
         assert [here[name] for name in names] == pytest.approx([there[name] for name in names], rel=rel)
 
 
+@contextlib.contextmanager
+def in_double() -> Iterator[None]:
+    """For what a module computes once: the fixture ``double`` is of each test."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The whole script with transformers' own Trainer, in this process."""
-    torch.set_default_dtype(torch.float64)
     directory = tmp_path_factory.mktemp("plain")
-    trainer = worker.whole(PLAIN, directory, {})
-    trainer.train()
-    trainer.save_model(str(directory / "last"))
+    with in_double():
+        trainer = worker.whole(PLAIN, directory, {})
+        trainer.train()
+        trainer.save_model(str(directory / "last"))
     return trainer
 
 
@@ -272,9 +285,9 @@ def logged(directory: Path) -> list[dict[str, float]]:
 
 @pytest.fixture(scope="module")
 def plain_lightning(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_default_dtype(torch.float64)
     directory = tmp_path_factory.mktemp("lightning")
-    lightning_worker.fit(directory, 2, devices=1)
+    with in_double():
+        lightning_worker.fit(directory, 2, devices=1)
     return directory
 
 

@@ -244,7 +244,18 @@ def test_the_command_shows_the_order_of_a_batch(pipe, tmp_path, capsys):
     assert found["peak_memory"] == [*expected.peak_memory]
     assert main([*saved, "--lengths", "3,9,16,2"]) == 0
     assert "1f1b by lengths: 2 ranks, 4 microbatches" in capsys.readouterr().out
+    samples = [*saved, "--lengths", "3,2,9,4,4", "--tokens", "8"]
+    assert main(samples) == 0
+    out = capsys.readouterr().out
+    assert "5 samples of 2 to 9 tokens, in 3 microbatches: " in out
+    assert "each padded to the longest, 5 microbatches: " in out
+    assert "packed to 16 tokens, 2 microbatches: " in out
+    assert main([*samples, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["lengths"] == [9, 8, 5]
+    assert found["other_seconds"]["each padded to the longest"] == pipe.simulate(lengths=[9] * 5).seconds
     for wrong, message in (
+        (["--tokens", "3", "--schedule", "1f1b"], "--tokens needs --lengths"),
         (["--lengths", "3,x"], "'3,x' is no list of lengths"),
         (["--lengths", "3", "--schedule", "1f1b"], "--lengths and --schedule exclude each other"),
         (["--lengths", "99"], "lengths[0] has sequence 99"),

@@ -114,7 +114,9 @@ class Runner(LocalRunner):
             return self._step_of_other(self._last, batch, outputs, outputs_on, check, record)
         lengths = of_replicas[0 if self.process is None else self.process.replica]
         rt, spec = self.runtime, self.plan.step.with_microbatches(len(lengths))
-        (program,) = self._orders.of(of_replicas, [self._own_program])
+        program = self._own_program
+        if spec.lengths:
+            (program,) = self._orders.of(of_replicas, [program])
         rt.spec = spec
         self._warm_up.run(rt, program, batch, lambda: self._words(Facts(self.artifact.number), batch))
         rt.start()
@@ -177,7 +179,9 @@ class Runner(LocalRunner):
         """
         spec, process = self.plan.step, self.process
         if not spec.lengths:
-            return [or_example(spec, [None] * spec.microbatches)] * self.plan.replicas
+            # Not the plan's: programs run on any number of replicas.
+            replicas = 1 if process is None else process.replicas
+            return [or_example(spec, [None] * spec.microbatches)] * replicas
         if process is None:
             return [or_example(spec, lengths_of(spec, batch))]
         try:
