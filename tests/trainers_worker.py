@@ -104,14 +104,16 @@ def whole(cls: Any, directory: Path, more: dict[str, Any], **options: Any) -> An
     return cls(tied(), arguments(directory, **WHOLE, **more), **given, **options)
 
 
-def run_example(name: str, directory: str, *options: str) -> None:
-    """An example, in a small size, in float32 as its user has it."""
-    torch.set_default_dtype(torch.float32)
+def run_examples(directory: str) -> None:
+    """The examples in a small size."""
     os.chdir(directory)
     sys.path.insert(0, str(EXAMPLES))
-    sys.argv = [name, *options]
-    runpy.run_path(str(EXAMPLES / name), run_name="__main__")
-    torch.set_default_dtype(torch.float64)
+    for name, *options in (
+        ("train_trainer.py", "--steps", "1", "--layers", "2", "--bytes", "10000"),
+        ("train_lightning.py", "--steps", "3", "--layers", "2"),
+    ):
+        sys.argv = [name, *options]
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
 
 
 def train_on_ranks(directory: str) -> None:
@@ -132,8 +134,6 @@ def train_on_ranks(directory: str) -> None:
     predicted = trainer.predict(Rows(3, seed=2))
     told["predicted"] = predicted.predictions.tolist()
     told["lightning"] = lightning_worker.train_on_ranks(Path(directory, "lightning"))
-    run_example("train_trainer.py", directory, "--steps", "1", "--layers", "2", "--bytes", "10000")
-    run_example("train_lightning.py", directory, "--steps", "3", "--layers", "2")
     told["held"] = len(trainer.pipe.parameters)
     Path(directory, f"told{os.environ['RANK']}.json").write_text(json.dumps(told))
 

@@ -107,7 +107,11 @@ def test_the_best_weights_are_saved_as_from_pretrained_opens_them(plain, told, d
     torch.testing.assert_close(torch.tensor(told[0]["predicted"]), logits.detach(), rtol=1e-10, atol=1e-12)
 
 
-def test_the_examples_write_what_others_open(directory):
+@pytest.mark.variation
+def test_the_examples_write_what_others_open(tmp_path):
+    directory = tmp_path
+    run = forked(2, worker.run_examples, str(directory), dtype=torch.float32, logs=directory / "logs")
+    assert run.code == 0, run
     assert [*(directory / "build" / "lightning").rglob("*.ckpt")]
     opened = transformers.LlamaForCausalLM.from_pretrained(directory / "build" / "trainer" / "last")
     assert opened.config.num_hidden_layers == 2

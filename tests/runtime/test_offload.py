@@ -63,7 +63,8 @@ def compiled(name: str, schedule: str = "1f1b", **options) -> fxpipe.Pipeline:
         ("llama", "zb-h1", {"ranks": 4, "offload": 0.7}),
         pytest.param("mixtral", "zb-v", {"recompute": "norms"}, marks=pytest.mark.variation),
         pytest.param("t5", "interleaved", {}, marks=pytest.mark.variation),
-        ("llama", "gis", {"vocab_parallel": "1-barrier"}),  # a tied weight adds up in another order
+        # A tied weight adds up in another order.
+        pytest.param("llama", "gis", {"vocab_parallel": "1-barrier"}, marks=pytest.mark.variation),
         pytest.param(
             "t5", "zb-h1", {"vocab_parallel": "2-barrier", "recompute": "norms"}, marks=pytest.mark.variation
         ),

@@ -235,7 +235,7 @@ def rank_of_two(broken: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("broken", [-1, 1])
+@pytest.mark.parametrize("broken", [pytest.param(-1, marks=pytest.mark.variation), 1])
 def test_a_rank_that_replays_exchanges_the_messages_of_one_that_does_not(broken, tmp_path):
     run = forked(2, rank_of_two, broken, dtype=torch.float64, logs=tmp_path)
     assert run.code == 0, run

@@ -44,7 +44,10 @@ def programs_of(name, ranks, microbatches):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", range(len(SIZES)), ids=map(str, SIZES))
+@pytest.mark.parametrize(
+    "size",
+    [pytest.param(k, id=str(each), marks=[pytest.mark.variation] * (k < 2)) for k, each in enumerate(SIZES)],
+)
 def test_every_family_and_placement_ends_without_races(size):
     """Of every second one another choice of what else there is; ``executions_campaign.py`` runs all."""
     ranks, microbatches = SIZES[size]

@@ -74,7 +74,7 @@ EVERY = ((2, "1f1b", "1-barrier"), (3, "zb-h1", "2-barrier"))
 CHUNKED = ((2, "zb-v", "2-barrier"), (2, "v-half", "1-barrier"))
 BOTH = ("gpt2", "t5")
 #: Their layers of the vocabulary are those of another family.
-ALIKE = ("gpt_neox", "llama", "mixtral", "opt")
+ALIKE = ("gpt_neox", "llama", "mixtral", "opt", "qwen3")
 RUNS = [
     pytest.param(
         name,
