@@ -86,12 +86,10 @@ def test_schedules_memory_and_replicas(options):
     # What offloads keeps the number that its transfers were planned for.
     for each in (number,) if "offload" in options else (number, 5):
         check_step(pipe, [microbatch(2 + 5 * k % 14) for k in range(each * replicas)])
-
-
-def test_another_number_where_activations_are_offloaded():
-    pipe = words(schedule="zb-h1", microbatches=4, offload=True)
-    with pytest.raises(fxpipe.BatchError, match=r"5 microbatches, .* written for 4: .* offloads"):
-        pipe.run_local([microbatch(5)] * 5)
+    if "offload" in options:
+        message = "5 microbatches, .* written for 4: .* offloads"
+        with pytest.raises(fxpipe.BatchError, match=message):
+            pipe.run_local([microbatch(5)] * 5)
 
 
 def test_the_order_of_a_batch_is_the_captured_step(pipe):
@@ -179,7 +177,7 @@ def test_a_list_that_is_refused(pipe, batch, message):
     check_step(pipe, [microbatch(length) for length in (4, 6, 2)])
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("replicas", [pytest.param(1, marks=pytest.mark.variation), 2])
 def test_outputs_of_a_list_are_those_of_each_microbatch(replicas):
     pipe = words(outputs=["head", "loss"], replicas=replicas)
     batch = [microbatch(length) for length in (5, 16, 2, 9)]
