@@ -18,7 +18,12 @@ Part run: 8 processes whose stages only sleep, 10 us a unit; "packed" and "order
 the steps' times, beside the time that was simulated; and the milliseconds that ``step`` waits for an order
 that ``prepare`` has begun to look for one step before.
 
+Part exact: the same on 4 ranks with 5 or 6 samples, each a microbatch, and memory for 3 of the longest; the
+shortest step of all orders by OR-tools, which need not let microbatches come in one order on all ranks,
+relative to the one that is found.
+
     python benchmarks/lengths.py --output benchmarks/results/lengths.txt
+    python benchmarks/lengths.py --part exact --output benchmarks/results/lengths_exact.txt
 """
 
 from __future__ import annotations
@@ -26,6 +31,7 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -33,6 +39,8 @@ from launch import run
 from report import Report
 
 from fxpipe.schedule.costs import Costs, StageCost, chain
+from fxpipe.schedule.exact.order import exact
+from fxpipe.schedule.ops import Color, Op, Schedule
 from fxpipe.schedule.placement import place
 from fxpipe.schedule.search.build import build
 from fxpipe.schedule.search.uneven import Uneven
@@ -147,14 +155,54 @@ def measured(report: Report, seeds: int) -> None:
     report.table(["ms a step", "packed", "order 2048", "ratio", "order / simulated", "waits, ms"], rows)
 
 
+def beside_exact(report: Report, seeds: int) -> None:
+    rows, ranks = [], 4
+    for name in DISTRIBUTIONS:
+        for seed in range(seeds):
+            lengths = samples(name, seed, 5 + seed % 2)
+            each = [chain([stage_cost([n])] * ranks, seconds=LATENCY) for n in lengths]
+            limit, placement = 3.0 * max(lengths), tuple(range(ranks))
+            problem = Uneven(tuple(each), placement, (limit,) * ranks)
+            found = problem.best()
+            # As one microbatch that runs through the stages of all.
+            stages = tuple(stage for costs in each for stage in costs.stages)
+            edges = [
+                replace(edge, source=shifted(edge.source, k * ranks), target=shifted(edge.target, k * ranks))
+                for k, costs in enumerate(each)
+                for edge in costs.edges
+            ]
+            order = tuple(
+                tuple(Op(op.kind, op.stage + op.microbatch * ranks, 0) for op in ops) for ops in found
+            )
+            start = Schedule("found", placement * len(each), 1, order)
+            best = exact(
+                Costs(stages, tuple(edges)), start.placement, 1, memory_limit=limit, seconds=60, start=start
+            )
+            ours = problem.times(found).makespan
+            proven = "optimal" if best.proven else f"bound {best.bound / ours:.4f}"
+            shown = f"{problem.bound / ours:.3f}", f"{best.value / ours:.4f}", proven
+            rows.append([name, " ".join(map(str, lengths)), *shown])
+    report.line("\nPart exact: relative to the step that is found")
+    report.table(["", "lengths", "bound", "exact", ""], rows)
+
+
+def shifted(color: Color, stages: int) -> Color:
+    return Color(color.stage + stages, color.phase)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--part", choices=("simulated", "run", "exact"), help="one of them (the first two)")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     report = Report("Steps of samples of many lengths")
-    simulated(report, options.seeds)
-    measured(report, 1)
+    if options.part in (None, "simulated"):
+        simulated(report, options.seeds)
+    if options.part in (None, "run"):
+        measured(report, 1)
+    if options.part == "exact":
+        beside_exact(report, options.seeds)
     report.save(options.output)
 
 
