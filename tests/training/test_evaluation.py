@@ -263,6 +263,18 @@ def test_a_forward_that_does_not_fit_the_ranks(model, said):
         with_evaluation(Case(model, numbers), model())
 
 
+def test_a_forward_beside_training_is_no_step_of_it():
+    """Dropout's numbers, which depend on the number of the step, go on as without the evaluation."""
+    model, options = CASE.model(), {"ranks": 1, "microbatches": 2}
+    example, batch = CASE.data(1), CASE.data(2)
+    pipe = fxpipe.compile(model, example, **options)
+    pipe.step(batch)
+    number = pipe.step_number
+    beside = fxpipe.compile(model.eval(), example, gradients=False, like=pipe, **options)
+    assert torch.equal(beside.evaluate(batch), beside.evaluate(batch))
+    assert (pipe.step_number, beside.step_number) == (number, 2)
+
+
 # -- under torchrun -----------------------------------------------------------------------------------------
 
 

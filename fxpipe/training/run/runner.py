@@ -90,13 +90,14 @@ class Runner(LocalRunner):
     @property
     def step_number(self) -> int:
         """See ``Pipeline.step_number``."""
-        if self.like is not None:
+        if self.like is not None and self.plan.trains:
             return self.like.step_number
         return self.runtime.step_number if "runtime" in self.__dict__ else self.first_step
 
     @step_number.setter
     def step_number(self, number: int) -> None:
-        if self.like is not None:
+        # A forward alone is no step of the training: dropout's numbers go on as without it.
+        if self.like is not None and self.plan.trains:
             self.like.step_number = number
         self.first_step = number
         if "runtime" in self.__dict__:
