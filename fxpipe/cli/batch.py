@@ -95,9 +95,11 @@ def batch_of(options: argparse.Namespace) -> Batch | None:
         raise FxpipeError("--lengths needs --costs with the directory of a saved pipeline")
     plan = read_plan(options.costs)
     options.microbatches = plan.step.microbatches
-    samples = () if options.tokens is None else tuple(options.lengths)
-    lengths = samples and (sum(samples[k] for k in place) for place in filled(samples, options.tokens))
-    lengths = tuple(lengths or options.lengths)
+    samples: tuple[int, ...] = ()
+    lengths = tuple(options.lengths)
+    if options.tokens is not None:
+        samples = lengths
+        lengths = tuple(sum(samples[k] for k in place) for place in filled(samples, options.tokens))
     source = replace(source_of(options), microbatches=len(lengths))
     return Batch(source, BatchPlanner(plan), lengths, samples)
 

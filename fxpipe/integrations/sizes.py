@@ -80,11 +80,7 @@ class Sizes:
             example |= {n: x for n, x in (given or {}).items() if n in batch}
             others = {"gradients": False, "outputs": (*outputs,), "loss_fn": self.loss if has_loss else None}
             self._others[key] = self._compiled(example, -(-most // rows), others)
-        pipe = self._others[key]
-        number = pipe.step_number
-        result = pipe.evaluate(dict(batch), outputs=outputs, outputs_on="all")
-        pipe.step_number = number  # dropout's numbers go on as without an evaluation
-        return result
+        return self._others[key].evaluate(dict(batch), outputs=outputs, outputs_on="all")
 
     @property
     def _has_names(self) -> bool:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ import torch
 from launch import forked
 from safetensors.torch import load_file
 from torch import nn
+from zoo import in_double_precision
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -44,22 +43,11 @@ def assert_same_log(found: list[dict[str, Any]], plain: list[dict[str, Any]], re
         assert [here[name] for name in names] == pytest.approx([there[name] for name in names], rel=rel)
 
 
-@contextlib.contextmanager
-def in_double() -> Iterator[None]:
-    """For what a module computes once: the fixture ``double`` is of each test."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The whole script with transformers' own Trainer, in this process."""
     directory = tmp_path_factory.mktemp("plain")
-    with in_double():
+    with in_double_precision():
         trainer = worker.whole(PLAIN, directory, {})
         trainer.train()
         trainer.save_model(str(directory / "last"))
@@ -290,7 +278,7 @@ def logged(directory: Path) -> list[dict[str, float]]:
 @pytest.fixture(scope="module")
 def plain_lightning(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("lightning")
-    with in_double():
+    with in_double_precision():
         lightning_worker.fit(directory, 2, devices=1)
     return directory
 

@@ -43,8 +43,8 @@ class Program:
 
     def with_step(self, text: str, ops: tuple[str, ...]) -> Program:
         """The program with another function ``step`` of its sections, which calls these ops."""
-        own = self.step.__code__.co_filename.removesuffix(".py").removesuffix(".py>")
-        filename = f"{own}, {len(text)}-{abs(hash(text)):x}.py{'>' if own.startswith('<') else ''}"
+        program = self.step.__code__.co_filename.removesuffix(".py").removesuffix(".py>")
+        filename = f"{program}, {abs(hash(text)):x}.py{'>' if program.startswith('<') else ''}"
         linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
         namespace = dict(self.step.__globals__)
         exec(code_of(text, filename), namespace)

@@ -46,13 +46,17 @@ class Uneven:
     in_order: bool = False
 
     @cached_property
+    def of_ops(self) -> list[Costs]:
+        """The costs of each microbatch, with those of joined stages in B; equal ones are one object."""
+        each = {id(costs): self._with_joined(costs) for costs in self.costs}
+        return [each[id(costs)] for costs in self.costs]
+
+    @cached_property
     def each(self) -> list[ScheduleArrays]:
         """The arrays of each microbatch alone; equal costs have one."""
-        known: dict[int, ScheduleArrays] = {}
-        for costs in self.costs:
-            if id(costs) not in known:
-                known[id(costs)] = schedule_arrays(self._with_joined(costs), self.placement, 1)
-        return [known[id(costs)] for costs in self.costs]
+        distinct = {id(costs): costs for costs in self.of_ops}
+        arrays = {key: schedule_arrays(costs, self.placement, 1) for key, costs in distinct.items()}
+        return [arrays[id(costs)] for costs in self.of_ops]
 
     @cached_property
     def arrays(self) -> ScheduleArrays:
@@ -62,7 +66,7 @@ class Uneven:
     @cached_property
     def bound(self) -> float:
         """Seconds that no order beats, whatever memory it has."""
-        return lower_bound_of_each([self._with_joined(costs) for costs in self.costs], self.placement)
+        return lower_bound_of_each(self.of_ops, self.placement)
 
     def best(self, static: RankOps | None = None, work: int = WORK, seed: int = 0) -> RankOps:
         """The ops of each rank in the fastest order that is found.

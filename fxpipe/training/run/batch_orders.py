@@ -131,7 +131,7 @@ def _packed(data: object) -> bytes:
 
 def _received(data: bytes) -> OrderedStep | None:
     """Raises BatchError where rank 0 found none."""
-    found = json.loads(zlib.decompress(data))
-    if "error" in found:
-        raise BatchError(f"Rank 0 has no order for this batch: {found['error']}")
-    return OrderedStep((found["text"],), (tuple(found["ops"]),)) if found else None
+    message = json.loads(zlib.decompress(data))
+    if "error" in message:
+        raise BatchError(f"Rank 0 has no order for this batch: {message['error']}")
+    return OrderedStep((message["text"],), (tuple(message["ops"]),)) if message else None

@@ -46,8 +46,8 @@ def _listed_on(
     device: torch.device | None,
 ) -> Listed:
     """Their shapes are known where they were computed."""
-    own = {name: [tuple(x.shape) for x in each] for name, each in listed.items()}
-    shapes = [json.loads(each) for each in process.gather_in_replica(json.dumps(own).encode())]
+    computed = {name: [tuple(x.shape) for x in each] for name, each in listed.items()}
+    shapes = [json.loads(each) for each in process.gather_in_replica(json.dumps(computed).encode())]
     moved: Listed = {}
     for name, spec in wanted.items():
         dtype = dtype_of(spec.dtype)
