@@ -26,6 +26,9 @@ MESHES = (
     ((2, 2, 2), "optimizer", {"schedule": "zb-v"}),
     ((2, 2, 2), "parameters", {"recompute": "full"}),
     ((1, 2, 4), None, {"schedule": "zb-h1"}),
+    # Of divided tokens alone: other ops run while they are exchanged.
+    ((1, 2, 4), None, {"schedule": "zb", "parts": "exchanges"}),
+    ((2, 2, 2), "parameters", {"schedule": "zb-v", "parts": "exchanges"}),
 )
 MODELS = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "balanced")
 

@@ -183,7 +183,7 @@ def main() -> None:
     halves: list[Path] = []
     tokens: Tokens
     for tokens in ("whole", "divided"):
-        for mesh in meshes:
+        for mesh in (mesh for mesh in meshes if tokens == "divided" or "parts" not in mesh[2]):
             run = Mesh(name, tokens, mesh)
             run.until(HALF)
             halves.append(Path(folder[0]) / f"{tokens} {len(halves)}")

@@ -104,6 +104,7 @@ def _like(options: Settings, trained: Compiled, assumed: dict[str, float]) -> Se
         vocab_parallel=ways[None if plan.vocabulary is None else plan.vocabulary.barriers],
         head_chunks=plan.head_chunks,
         split_points=None,
+        parts=1,  # the schedule has them as stages
         # The order is known: nothing has to be timed once more.
         costs="analytic" if options.costs == "measured" else options.costs,
         evaluation=False,

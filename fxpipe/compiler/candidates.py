@@ -9,6 +9,10 @@ from typing import NamedTuple
 from torch import fx
 
 from fxpipe.compiler.options import Settings
+from fxpipe.errors import OptionError
+from fxpipe.ir.storage import call_nodes
+from fxpipe.partition.parts import EXCHANGES, PartsOfStage
+from fxpipe.passes.captured.begin_exchanges import is_exchange
 from fxpipe.passes.level.recompute import LEVELS, Level
 from fxpipe.schedule.ops import Schedule
 from fxpipe.schedule.placement import name_of, place
@@ -39,11 +43,13 @@ class Candidates:
     ``placements``: the model's stages -> the names of their placements, each with the rank of every stage.
     ``heads``: the ways to compute the output layer.
     ``levels``: of recomputation; None for none.
+    ``parts``: of each stage: a number, or as many as its exchanges between lanes make.
     """
 
     placements: Mapping[int, Mapping[str, tuple[int, ...]]]
     heads: tuple[Head, ...]
     levels: tuple[Level | None, ...]
+    parts: tuple[PartsOfStage, ...] = (1,)
 
 
 def candidates(options: Settings, graph: fx.Graph) -> Candidates:
@@ -77,4 +83,19 @@ def candidates(options: Settings, graph: fx.Graph) -> Candidates:
         levels = tuple(level for level in every if options.recompute in (AUTO, level))
     if options.memory_limit is None and options.recompute == AUTO:
         levels = (None,)  # nothing to gain: recomputation takes time for less memory
-    return Candidates(placements, tuple(heads), levels)
+    return Candidates(placements, tuple(heads), levels, _parts(options, graph))
+
+
+def _parts(options: Settings, graph: fx.Graph) -> tuple[PartsOfStage, ...]:
+    has_exchanges = any(map(is_exchange, call_nodes(graph)))
+    if options.parts == EXCHANGES and not has_exchanges:
+        raise OptionError(
+            "parts='exchanges' cuts stages where lanes exchange rows, and this model has no such exchange: "
+            "it has with fxpipe.ExpertParallel(tokens='divided'), or SequenceParallel. Leave it out, or give "
+            "a number of parts."
+        )
+    if options.parts != "auto":
+        return (options.parts,)
+    if isinstance(options.schedule, Schedule) or options.dimensions is not None or options.on_ranks:
+        return (1,)
+    return (1, EXCHANGES) if has_exchanges else (1,)

@@ -9,6 +9,7 @@ from fxpipe.compiler.options import Settings
 from fxpipe.compiler.passes import PASS_NAMES
 from fxpipe.cost.known_devices import device_names, is_device_name
 from fxpipe.errors import OptionError, at_least_one, number_of, one_of, suggested
+from fxpipe.partition.parts import EXCHANGES
 from fxpipe.plan.lanes import LanePlan
 from fxpipe.plan.rewrites import ASKED, RULES
 from fxpipe.plan.step import Tier
@@ -83,7 +84,16 @@ def _check_numbers(options: Settings) -> None:
             numbers[name] = getattr(options, name)
     for name, value in numbers.items():
         at_least_one(name, value)
-    stages = mesh.ranks * (options.stages_per_rank or 1)
+    parts = options.parts
+    if parts not in (AUTO, EXCHANGES) and (type(parts) is not int or parts < 1):
+        raise OptionError(
+            f"parts is {parts!r} and must be 'auto', 'exchanges' or the number of parts of each stage."
+        )
+    if parts == EXCHANGES and options.dimensions is not None:
+        raise OptionError(
+            "parts='exchanges' does not go with dimensions: what lanes exchange has one length."
+        )
+    stages = mesh.ranks * (options.stages_per_rank or 1) * (parts if isinstance(parts, int) else 1)
     if stages * mesh.microbatches > MOST_FORWARDS:
         raise OptionError(
             f"{number_of(mesh.microbatches, 'microbatch')} on {number_of(stages, 'stage')} are more than "
@@ -167,3 +177,5 @@ def _check_whole(options: Settings, schedule: Schedule) -> None:
             continue
         if getattr(options, name) is not None:
             raise OptionError(f"The schedule {schedule.name} is given whole: leave out {name}.")
+    if options.parts not in (AUTO, 1):
+        raise OptionError(f"The schedule {schedule.name} is given whole, parts as stages: leave out parts.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import TypeVar
 
 import torch
@@ -44,6 +45,7 @@ from fxpipe.schedule.costs import Costs, Link
 from fxpipe.schedule.memory_text import MemoryText
 from fxpipe.schedule.offload.planner import keeps
 from fxpipe.schedule.ops import Schedule
+from fxpipe.schedule.parts import placement_of_parts
 from fxpipe.schedule.problem import Problem, Setting, per_rank
 from fxpipe.schedule.search.comparison import row_of
 from fxpipe.schedule.search.fastest import fastest
@@ -51,6 +53,8 @@ from fxpipe.schedule.simulation.simulator import simulate
 from fxpipe.schedule.units import units_of
 
 _T = TypeVar("_T")
+
+_WORTH = 0.97  # of the memory that is needed: with twice the parts it has to be less, or more are not tried
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,6 +126,8 @@ class Costing:
             seconds = seconds_on(cluster, cut.graph, options.compiled)
         for name in of.options.placements:
             ranks = self.tried.placements[of.options.stages][name]
+            if cut.parts:
+                ranks = placement_of_parts(ranks, cut.parts)
             if cut.vocabulary is not None:
                 ranks = cut.vocabulary.placement(ranks)
             ownership = tensor_ownership(
@@ -205,6 +211,7 @@ class Costing:
             text=text,
             objective=options.objective,
             head_chunks=1 if cut.vocabulary is not None else cut.options.head_chunks,
+            parts=cut.parts,
         )
 
 
@@ -323,15 +330,31 @@ def _on_other_costs(result: SearchResult, problem: Problem, effort: float | None
 
 def with_uses(options: Settings, choose: Callable[[Settings], _T]) -> tuple[Settings, _T]:
     """What ``choose`` gives.  Parameters that replicas divide are gathered once a step if that keeps the
-    limit, else for each use; the options say which."""
+    limit, else for each use: of whole stages, or of 4, 8, … parts of each.  The options say which."""
     try:
         return options, choose(options)
     except ScheduleError:
         mesh = options.mesh
         if not mesh.divides_parameters or options.memory_limit is None or mesh.replicas == 1:
             raise
-        options = replace(options, per_use=True)
+    options = replace(options, per_use=True)
+    try:
         return options, choose(options)
+    except LimitError as error:
+        if options.parts != "auto":
+            raise
+        errors = [error]
+    for parts in (1 << k for k in count(2)):  # of two parts both would be there at once
+        variant = replace(options, parts=parts)
+        try:
+            return variant, choose(variant)
+        except PartitionError:
+            break  # there are fewer places to cut
+        except LimitError as error:
+            errors.append(error)
+            if error.smallest > _WORTH * errors[-2].smallest:
+                break  # what does not fit are not the parameters
+    raise min(errors, key=lambda error: error.smallest)
 
 
 def choose_below(

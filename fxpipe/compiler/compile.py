@@ -29,10 +29,11 @@ from fxpipe.capture.underflow import warn_of_float16
 from fxpipe.codegen.expressions import length_variables
 from fxpipe.compiler.candidates import Candidates, candidates
 from fxpipe.compiler.check_options import check_lanes
-from fxpipe.compiler.choose import Costing, choose, with_uses
+from fxpipe.compiler.choose import Chosen, Costing, choose, with_uses
 from fxpipe.compiler.compilation import Compilation
-from fxpipe.compiler.cut import Cuts
+from fxpipe.compiler.cut import Cuts, Stages
 from fxpipe.compiler.generate import generate
+from fxpipe.compiler.options import Settings
 from fxpipe.compiler.passes import StepGraphs
 from fxpipe.compiler.progress import Phases
 from fxpipe.compiler.stage_counts import all_stages, cluster_of, offload_bandwidth
@@ -207,15 +208,26 @@ def compile_model(
         check_state_of_replicas(model, captured.graph)
 
     cluster = cluster_of(options, device, devices, captured.graph)
-    # Cut into stages, once for each number of them and of barriers (compiler/passes.py has all rewrites).
-    stages = all_stages(step.graphs, tried, options, cluster, step.cuts, phase)
+
+    def cut_with(variant: Settings) -> tuple[list[Stages], Costing]:
+        tried = candidates(variant, captured.graph)
+        # Cut into stages, once for each number of them and of barriers (compiler/passes.py has all rewrites).
+        stages = all_stages(step.graphs, tried, variant, cluster, step.cuts, phase)
+        with_options = replace(request, options=variant)
+        return stages, costing_of(with_options, step, tried, cluster, phase)
+
+    stages, costing = cut_with(options)
     phase.expect(3 + 2 * len(stages))
 
     with phase("schedule"):
         # Rewritten and extracted with each level of recomputation that may be the fastest; the candidate and
         # the schedule with the shortest simulated step.
-        costing = costing_of(request, step, tried, cluster, phase)
-        options, chosen = with_uses(options, lambda variant: choose(variant, stages, costing))
+        def chosen_with(variant: Settings) -> Chosen:
+            if variant.parts == request.options.parts:
+                return choose(variant, stages, costing)
+            return choose(variant, *cut_with(variant))
+
+        options, chosen = with_uses(options, chosen_with)
         cut, live, result = chosen.placed.cut, chosen.placed.live, chosen.result
         work = None
         if cut.resized is not None:

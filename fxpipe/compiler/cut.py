@@ -18,8 +18,10 @@ from fxpipe.ir.graph import Section
 from fxpipe.ir.nodes import copy_graph
 from fxpipe.ir.resized import ResizedTraces
 from fxpipe.ir.sections import SectionEdge, edges_between, extract
+from fxpipe.partition.parts import EXCHANGES
 from fxpipe.passes.level.recompute import Level
 from fxpipe.plan.rewrites import Rewrite
+from fxpipe.schedule.parts import Parts
 from fxpipe.schedule.stages import Vocabulary
 
 
@@ -29,7 +31,7 @@ class Cut:
 
     ``graph``, ``sections``: as the costs need them.  ``edges``: the values that sections of different stages
     need of each other.  ``before_chosen``: the graph without the passes of the chosen cut.  ``rewrites``,
-    ``lengths``: as ``StepGraphs`` has them.
+    ``lengths``, ``parts``: as ``StepGraphs`` has them.
     """
 
     options: CutOptions
@@ -41,6 +43,7 @@ class Cut:
     before_chosen: fx.Graph
     rewrites: tuple[Rewrite, ...] = ()
     lengths: ResizedTraces | None = None
+    parts: Parts = ()
 
     @property
     def stages(self) -> int:
@@ -133,6 +136,7 @@ def cut(stages: Stages, level: Level | None, phase: Phases, again: bool = True) 
         before_chosen,
         leveled.rewrites,
         leveled.lengths,
+        leveled.parts,
     )
 
 
@@ -141,7 +145,8 @@ class Cuts:
     depend on the ranks that have them, unless vocabulary layers are split over these."""
 
     def __init__(self) -> None:
-        self._split: dict[int, StepGraphs] = {}  # by the parts of the output layer
+        # By the parts of the output layer, and whether exchanges are divided.
+        self._split: dict[tuple[int, bool], StepGraphs] = {}
         self._stages: dict[tuple[object, ...], Stages | PartitionError] = {}
         self._cuts: dict[tuple[StepGraphs, Level | None], Cut] = {}
 
@@ -150,14 +155,15 @@ class Cuts:
         # Its shards depend on the number of ranks, so other numbers cannot use it.
         if options.barriers is not None:
             return split(step, options)
-        chunks = options.head_chunks
-        if chunks not in self._split:
-            self._split[chunks] = split(step, options)
-        return self._split[chunks]
+        key = options.head_chunks, options.parts == EXCHANGES
+        if key not in self._split:
+            self._split[key] = split(step, options)
+        return self._split[key]
 
     def stages_of(self, step: StepGraphs, options: CutOptions, phase: Phases) -> Stages:
         """``stages_of``, of a result of ``split``."""
-        key = step, options.stages, options.slowness, options.balanced, options.cuts, options.tensors_of
+        cut = options.slowness, options.balanced, options.cuts, options.tensors_of
+        key = step, options.stages, options.parts, *cut
         if key not in self._stages:
             try:
                 self._stages[key] = stages_of(step, options, phase)

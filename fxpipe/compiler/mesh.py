@@ -32,6 +32,7 @@ from fxpipe.errors import (
 )
 from fxpipe.ir.garbage import collector_paused
 from fxpipe.ir.storage import graph_outputs
+from fxpipe.partition.parts import PartsOfStage
 from fxpipe.plan.dtensors import local
 from fxpipe.plan.meshes import Mesh, TriedMesh
 from fxpipe.plan.step import SHARDS
@@ -153,7 +154,7 @@ class _Search:
     step: CapturedStep
     phase: Phases
     sizes: Mapping[str, int] | None
-    cuts: tuple[list[Stages], Costing] | None = None
+    cuts: dict[PartsOfStage | str, tuple[list[Stages], Costing]] = field(default_factory=dict)
     choices: list[Chosen] = field(default_factory=list)
 
     def tried(self, mesh: Mesh, best: float) -> TriedMesh:
@@ -166,13 +167,15 @@ class _Search:
             if mesh.replicas > 1:
                 check_state_of_replicas(self.request.model, self.step.captured.graph)
             self._check_bytes(options)
-            stages, costing = self.cuts = self.cuts or self._cut(options)
+            self._cut(options)
             # Most meshes with as many ranks differ in exchanges alone, so their orders are the same.
             chosen: Chosen | float | None = self._as_before(options)
             if chosen is None:
                 # Another level of a mesh with a schedule by name is as good as known.
                 beat = inf if self.choices and options.schedule != AUTO else (1 - GAIN) * best
-                chosen = with_uses(options, lambda variant: choose_below(variant, stages, costing, beat))[1]
+                chosen = with_uses(options, lambda variant: choose_below(variant, *self._cut(variant), beat))[
+                    1
+                ]
         except LimitError as error:
             return TriedMesh(mesh, memory=error.smallest)
         except (ScheduleError, PartitionError, VocabularyError, CaptureError) as error:
@@ -183,6 +186,12 @@ class _Search:
         return chosen.of_mesh(mesh)
 
     def _cut(self, options: Settings) -> tuple[list[Stages], Costing]:
+        """The step cut into stages, and their costs; once for all meshes of these ranks."""
+        if options.parts not in self.cuts:
+            self.cuts[options.parts] = self._made(options)
+        return self.cuts[options.parts]
+
+    def _made(self, options: Settings) -> tuple[list[Stages], Costing]:
         step, phase = self.step, self.phase
         tried = candidates(options, step.captured.graph)
         cluster = cluster_of(options, self.request.device, (), step.captured.graph)
@@ -206,17 +215,18 @@ class _Search:
             for name, p in ((name, local(p)) for name, p in self.request.model.named_parameters())
         )
         least = whole / options.mesh.ranks
-        if options.mesh.divides_parameters:
+        if options.mesh.divides_parameters and options.parts == "auto":
+            least /= options.mesh.replicas  # of as many parts as it takes two may be small
+        elif options.mesh.divides_parameters:
             least *= min(1.0, 2 * options.mesh.ranks / max(tried.placements))
         if least > options.memory_limit:
             raise LimitError("Parameters and gradients alone need more than the memory limit.", least)
 
     def _as_before(self, options: Settings) -> Chosen | None:
         """The schedule of a mesh that had no less memory for it, if it keeps the limits of this one."""
-        assert self.cuts is not None
         for before in self.choices:
             try:
-                problem = self.cuts[1].problem(before.placed, options)
+                problem = self._cut(options)[1].problem(before.placed, options)
             except LimitError:
                 continue
             had, least = before.result.problem.limits, problem.arrays.smallest_limits

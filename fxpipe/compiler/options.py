@@ -107,6 +107,13 @@ class Options:
     placement: Literal["plain", "v"] | None = None
     """The rank of each stage: ``plain`` (stage s on rank s mod ranks) or ``v`` (down the ranks and back up).
     By default what suits the schedule."""
+    parts: int | Literal["auto", "exchanges"] = "auto"
+    """In how many parts each stage is cut, which follow each other on its rank. Between two parts ops of
+    other microbatches run, and replicas that divide parameters gather those of one part at a time
+    (docs/mesh.md). ``"exchanges"``: a part ends where the lanes of a rank exchange tokens or rows, which
+    are on their way until the next part of that microbatch runs (docs/lanes.md). ``"auto"``: whole stages;
+    in parts at exchanges if that is faster, as simulated; in 2, 4, 8, … parts if ``shard="parameters"``
+    keeps ``memory_limit`` in no other way."""
     split_points: Sequence[str] | None = None
     """Paths of the modules that begin the second and later stages. By default the model is cut by cost."""
     effort: float | None = None

@@ -23,7 +23,9 @@ from fxpipe.ir.text import graph_text
 from fxpipe.ir.verify import verify
 from fxpipe.partition.chain import Chain, CutChain
 from fxpipe.partition.coloring import partition
+from fxpipe.partition.parts import EXCHANGES, PartsOfStage
 from fxpipe.passes.accept_any_strides import accept_any_strides
+from fxpipe.passes.captured.begin_exchanges import begin_exchanges
 from fxpipe.passes.captured.compute_marked_values import compute_marked_values
 from fxpipe.passes.captured.hoist_updates import hoist_updates
 from fxpipe.passes.captured.key_random_ops import key_random_ops
@@ -37,6 +39,7 @@ from fxpipe.passes.chosen.use_inplace_ops import use_inplace_ops
 from fxpipe.passes.colored.compute_once import compute_once
 from fxpipe.passes.colored.copy_given_results import copy_given_results
 from fxpipe.passes.colored.count_beside_loss import count_beside_loss
+from fxpipe.passes.colored.join_exchanges import join_exchanges
 from fxpipe.passes.colored.merge_equal import merge_equal
 from fxpipe.passes.colored.sink_cheap_values import sink_cheap_values
 from fxpipe.passes.colored.split_backward import split_backward
@@ -51,6 +54,7 @@ from fxpipe.passes.rewrite import kept_bytes
 from fxpipe.passes.scheduled.insert_offload import insert_offload
 from fxpipe.plan.rewrites import RULES, Rewrite, Rule
 from fxpipe.schedule.ops import Phase
+from fxpipe.schedule.parts import Parts
 from fxpipe.schedule.stages import Vocabulary
 from fxpipe.vocabulary.chunks import chunk_head
 from fxpipe.vocabulary.split import split_vocabulary
@@ -68,8 +72,8 @@ class CutOptions:
     run for their costs.  ``recompute``: the level of recomputation.  ``tensors_of``, ``slowness``: see
     ``partition``.  ``balanced``: the rank of each stage, where ranks are balanced.  ``cuts``: where to cut,
     instead of by costs.  ``placements``: the names of those that the cut is for.  ``grad_dtype``,
-    ``print_after``, ``head_chunks``: see ``fxpipe.compile``.  ``compiled``: the phases of which sections are
-    compiled.  ``rules``: that may be applied.
+    ``print_after``, ``head_chunks``, ``parts``: see ``fxpipe.compile``.  ``compiled``: the phases of which
+    sections are compiled.  ``rules``: that may be applied.
     """
 
     stages: int
@@ -88,6 +92,7 @@ class CutOptions:
     compiled: frozenset[Phase] = frozenset()
     print_after: str | None = None
     head_chunks: int = 1
+    parts: PartsOfStage = 1
     rules: tuple[Rule, ...] = tuple(RULES)
 
 
@@ -128,7 +133,8 @@ class StepGraphs:
     ``lengths``: its traces at lengths that a program may take, where dimensions have names.
     ``uncut``: what it has in common with all copies that are cut.  ``cut``: the forward, if it was cut by its
     costs.  ``offloaded``, ``joined``: known for the chosen cut alone: see ``Offloaded`` and
-    ``join_backward``.  ``rewrites``: rules that gave it other kernels.
+    ``join_backward``.  ``rewrites``: rules that gave it other kernels.  ``parts``: of each of the model's
+    stages, if they were cut into parts.
     """
 
     graph: fx.Graph
@@ -140,6 +146,7 @@ class StepGraphs:
     joined: frozenset[int] = frozenset()
     rewrites: tuple[Rewrite, ...] = ()
     lengths: ResizedTraces | None = None
+    parts: Parts = ()
 
     @property
     def graphs(self) -> tuple[fx.Graph, ...]:
@@ -214,6 +221,12 @@ def _chunk_head(step: StepGraphs, options: CutOptions) -> None:
         step.rewrites += (Rewrite("head-chunks", *heads),)
 
 
+def _begin_exchanges(step: StepGraphs, options: CutOptions) -> None:
+    if options.parts == EXCHANGES:
+        for graph in step.graphs:
+            begin_exchanges(graph)
+
+
 def _sink_cheap_values(step: StepGraphs, options: CutOptions) -> None:
     sink_cheap_values(step.graph, recomputable_nodes(step.graph, options.seconds))
 
@@ -223,7 +236,7 @@ def _partition(step: StepGraphs, options: CutOptions) -> None:
     # ``compute_once`` takes ``once`` out of the stages.
     once, free = step.uncut.free(step.graph, step.resized, options.seconds)
     try:
-        step.cut = partition(
+        made = partition(
             step.graph,
             options.stages,
             # Once a step is nothing beside all microbatches.
@@ -237,6 +250,7 @@ def _partition(step: StepGraphs, options: CutOptions) -> None:
             ranks=options.balanced,
             cuts=options.cuts,
             chain=step.uncut.chain,
+            parts=options.parts,
         )
     except PartitionError as error:
         if step.vocabulary is None:
@@ -245,16 +259,17 @@ def _partition(step: StepGraphs, options: CutOptions) -> None:
             f"{error} With vocab_parallel the stages share what is left of the model without its "
             "vocabulary layers: or leave it out."
         ) from error
-    # The next number of stages is cut from the same chain.
-    if step.cut is not None:
-        step.uncut.chain = step.cut.chain
+    # The next number of stages is cut from the same chain, unless other tensors decide on the ops' order.
+    if options.tensors_of is None:
+        step.uncut.chain = made.chain
+    step.cut, step.parts = made.cut, made.parts
 
 
 def _recompute(step: StepGraphs, options: CutOptions) -> None:
     if options.recompute is not None:
         recompute(step.graph, options.recompute)
     elif Phase.W in options.compiled and step.vocabulary is not None:
-        first = step.vocabulary.embedding_shards + options.stages
+        first = step.vocabulary.embedding_shards + (sum(step.parts) or options.stages)
         shards = range(first, first + step.vocabulary.output_shards)
         _repeat(step, options, lambda graph: recompute(graph, "elementwise", shards))
 
@@ -292,6 +307,7 @@ PASSES = Passes(
         Pass("simplify", lambda step, options: simplify(step.graphs)),
         Pass("split_vocabulary", _split_vocabulary),
         Pass("chunk_head", _chunk_head),
+        Pass("begin_exchanges", _begin_exchanges),
     ),
     partition=(Pass("partition", _partition),),
     colored=(
@@ -299,6 +315,7 @@ PASSES = Passes(
         _of_graph(count_beside_loss),
         _of_graph(untie),
         _of_graph(split_backward),
+        _of_graph(join_exchanges),
         Pass("compute_once", lambda step, options: compute_once(step.graph, step.resized)),
         Pass("sink_cheap_values", _sink_cheap_values),
         Pass("merge_equal", lambda step, options: merge_equal(step.graph, resized=step.resized)),

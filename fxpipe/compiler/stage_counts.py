@@ -21,7 +21,13 @@ from fxpipe.cost.device import Device
 from fxpipe.cost.known_devices import device_named
 from fxpipe.cost.profile import measured_bandwidth
 from fxpipe.errors import PartitionError, VocabularyError
+from fxpipe.ir.storage import call_nodes
+from fxpipe.partition.parts import PartsOfStage
+from fxpipe.passes.captured.begin_exchanges import is_exchange
 from fxpipe.schedule.search.fastest import AUTO
+
+WORTH_HIDING = 0.05
+"""Of the step's time: if exchanges between lanes take less, stages are not cut at them unless asked to."""
 
 Held = tuple[frozenset[str], ...] | None
 """The tensors that may be used in each stage, if other pipelines have them on their ranks."""
@@ -58,10 +64,15 @@ def all_stages(
     """
     cuts: list[Stages] = []
     misfits: list[PartitionError] = []
-    ways = tried.heads
+    ways, parts_tried = tried.heads, tried.parts
+    if len(parts_tried) > 1:
+        node_seconds, ops = cluster.node_seconds(), call_nodes(captured.graph)
+        exchanged = sum(node_seconds(node) for node in ops if is_exchange(node))
+        if exchanged < WORTH_HIDING * sum(map(node_seconds, ops)):
+            parts_tried = (1,)
     measured = options.costs == "measured"
     slowness = cluster.slowness(captured.graph)
-    steps: dict[Head, StepGraphs] = {}  # for any number of stages
+    steps: dict[tuple[Head, PartsOfStage], StepGraphs] = {}  # for any number of stages
     for stages, placements in tried.placements.items():
         cuts_here: list[Stages] = []
         alike: defaultdict[tuple[tuple[float, ...], Held], list[str]] = defaultdict(list)
@@ -71,7 +82,8 @@ def all_stages(
                 tensors_of = tuple(frozenset(options.on_ranks[rank]) for rank in placement)
             # Placements in which each stage is as fast are cut alike, and need one cut.
             alike[tuple(slowness[rank] for rank in placement), tensors_of].append(name)
-        for head, ((slowness_here, tensors_of), names) in product(ways, alike.items()):
+        every = product(ways, parts_tried, alike.items())
+        for head, parts, ((slowness_here, tensors_of), names) in every:
             if head not in ways:
                 continue  # it did not fit other placements either
             cut_options = CutOptions(
@@ -89,17 +101,20 @@ def all_stages(
                 print_after=options.print_after,
                 head_chunks=head.chunks,
                 rules=options.rules,
+                parts=parts,
             )
             try:
-                if head not in steps:
+                if (head, parts) not in steps:
                     with phase("vocabulary"):
                         # Once for all numbers of stages.
-                        steps[head] = shared.split(captured, cut_options)
-                cuts_here.append(shared.stages_of(steps[head], cut_options, phase))
+                        steps[head, parts] = shared.split(captured, cut_options)
+                cuts_here.append(shared.stages_of(steps[head, parts], cut_options, phase))
             except PartitionError as error:
                 if _is_free(head, options):
                     ways = tuple(way for way in ways if way != head)  # nor does it fit more stages
                     continue
+                if parts != 1 and options.parts == AUTO:
+                    continue  # too many for these stages
                 if options.on_ranks:  # other placements may fit
                     misfits.append(error)
                     continue

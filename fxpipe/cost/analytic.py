@@ -16,7 +16,7 @@ from fxpipe.cost.kinds import kind_of
 from fxpipe.cost.nodes import NodeSeconds, bytes_moved, is_free, sent_between_lanes
 from fxpipe.cost.polynomials import Polynomial, Sizes
 from fxpipe.ir.liveness import Liveness
-from fxpipe.ir.ops import node_flops
+from fxpipe.ir.ops import BEGIN_EXCHANGES, node_flops
 from fxpipe.ir.resized import ResizedTraces
 from fxpipe.ir.storage import call_nodes, node_bytes
 from fxpipe.plan.work import BETWEEN_LANES, VIEW, PlanWork, Rates, StageWork, Terms, Work
@@ -80,7 +80,10 @@ def section_costs(
     for edge, values in zip(live.edges, live.sent, strict=True):
         moved = size(values)
         ends = placement[edge.source.stage], placement[edge.target.stage]
-        edges.append(Edge(edge.source, edge.target, moved, *cluster.message_seconds(moved, *ends)))
+        link = cluster.devices[ends[0]].intra
+        sent = (sent_between_lanes(node) for node in values if node.target in BEGIN_EXCHANGES)
+        exchange = sum(map(link.seconds, sent))
+        edges.append(Edge(edge.source, edge.target, moved, *cluster.message_seconds(moved, *ends), exchange))
     return Costs(tuple(stages), tuple(edges), ranks_per_machine=ranks_per_machine)
 
 

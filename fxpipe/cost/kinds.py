@@ -13,7 +13,7 @@ from typing import cast
 import torch
 from torch import fx
 
-from fxpipe.ir.ops import is_between_lanes
+from fxpipe.ir.ops import BEGIN_EXCHANGES, is_between_lanes
 from fxpipe.ir.storage import draws_numbers, is_view, tensors
 from fxpipe.plan.work import BETWEEN_LANES, VIEW
 from fxpipe.runtime.program.random import keyed
@@ -76,7 +76,8 @@ def kind_of(node: fx.Node) -> str:
     if is_view(node):
         return VIEW
     if is_between_lanes(node.target):
-        return BETWEEN_LANES
+        # Only what is copied counts of an exchange that is on its way while other ops run.
+        return "move" if node.target in BEGIN_EXCHANGES else BETWEEN_LANES
     # Before all else: the numbers take longer than what is done with them.
     if draws_numbers(node) or node.target is keyed:
         return "random"

@@ -15,7 +15,7 @@ from fxpipe.cost.arithmetic import arithmetic_of
 from fxpipe.cost.device import Device
 from fxpipe.cost.kinds import kind_of
 from fxpipe.ir.nodes import input_nodes
-from fxpipe.ir.ops import node_flops
+from fxpipe.ir.ops import ENDS_EXCHANGE, node_flops
 from fxpipe.ir.storage import node_bytes
 from fxpipe.plan.tensors import sum_over_ranks
 from fxpipe.plan.work import BETWEEN_LANES, VIEW
@@ -40,7 +40,8 @@ _FREE = NodeCost(0, 0, 0.0)
 def node_cost(node: fx.Node, device: Device) -> NodeCost:
     """FLOPs (matrix products and convolutions, as ``torch.utils.flop_counter`` counts them), bytes
     read and written, and the time on the device; of an op between lanes the time of the link.
-    Placeholders and sums over ranks cost nothing, and views only on a calibrated device."""
+    Placeholders and sums over ranks cost nothing, and views only on a calibrated device; of an exchange that
+    is divided the begin, its copies alone."""
     if is_free(node):
         return _FREE
     kind = kind_of(node)
@@ -91,14 +92,16 @@ def sent_between_lanes(node: fx.Node, size: Callable[[fx.Node], Any] = node_byte
     all_shares: dict[object, int] = {
         torch.ops.lanes.all_reduce.default: 2,
         torch.ops.lanes.all_gather.default: lanes,
+        torch.ops.lanes.begin_all_gather.default: lanes,
     }
     return bytes_in * Fraction(all_shares.get(node.target, 1) * (lanes - 1), lanes)
 
 
 def is_free(node: fx.Node) -> bool:
-    """Whether no op runs: of a tuple's item, of what the ranks do together, or of what is repeated in the
-    kernel of another op (``recompute``, ``repeat_in_kernels``)."""
-    is_call = node.op == "call_function" and node.target not in (operator.getitem, sum_over_ranks)
+    """Whether no op runs: of a tuple's item, of what the ranks do together, of the end of an exchange, or of
+    what is repeated in the kernel of another op (``recompute``, ``repeat_in_kernels``)."""
+    free = (operator.getitem, sum_over_ranks, ENDS_EXCHANGE)
+    is_call = node.op == "call_function" and node.target not in free
     return not is_call or "fused" in node.meta
 
 

@@ -22,6 +22,7 @@ from torch.fx.passes.split_module import split_module
 from fxpipe.cost.calibration.background_load import busy_threads
 from fxpipe.cost.calibration.clock import Timed, medians_in_turns, seconds_until_done
 from fxpipe.cost.device import Device
+from fxpipe.cost.kinds import kind_of
 from fxpipe.cost.nodes import node_cost
 from fxpipe.errors import ScheduleError
 from fxpipe.ir.compiled import is_compiled, stretches
@@ -34,6 +35,7 @@ from fxpipe.plan.attribute_state import kept_slots, kept_tensors
 from fxpipe.plan.dtensors import local
 from fxpipe.plan.step import Tier
 from fxpipe.plan.tensors import in_strides, storage_bytes
+from fxpipe.plan.work import BETWEEN_LANES
 from fxpipe.runtime.program.accelerator import is_accelerator
 from fxpipe.runtime.program.batch import batch_leaves
 from fxpipe.runtime.program.checks import expect
@@ -101,7 +103,7 @@ def measured_seconds(
         color: described.stage_overhead
         + medians_of[color]
         # A lane alone has nobody to exchange with, so this part is computed.
-        + sum(node_cost(node, described).seconds for node in nodes)
+        + sum(node_cost(node, described).seconds for node in nodes if kind_of(node) == BETWEEN_LANES)
         for color, nodes in between.items()
     }
 

@@ -13,6 +13,8 @@ from torch.utils.flop_counter import flop_registry
 
 from fxpipe.ir.graph import Origin
 from fxpipe.ir.storage import argument, is_view
+from fxpipe.runtime.program.lanes import BEGIN_EXCHANGES as BEGIN_EXCHANGES  # of graph and runtime
+from fxpipe.runtime.program.lanes import ENDS_EXCHANGE as ENDS_EXCHANGE
 
 aten = torch.ops.aten
 
@@ -94,4 +96,5 @@ def is_between_lanes(target: object) -> bool:
     return getattr(target, "namespace", "") == "lanes" and target not in (
         torch.ops.lanes.part.default,
         torch.ops.lanes.number.default,
+        torch.ops.lanes.sum_shares.default,
     )

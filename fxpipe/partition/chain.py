@@ -13,6 +13,7 @@ from torch import fx
 
 from fxpipe.ir.graph import Free, modules_around, read_buffer, sum_over_ranks
 from fxpipe.ir.storage import call_nodes, graph_outputs, is_view, node_bytes, storage_root
+from fxpipe.partition.exchanges import exchange_spans
 
 _Amount = TypeVar("_Amount", int, float)
 
@@ -30,12 +31,15 @@ class Crossing(NamedTuple):
 class Chain:
     """The forward as a chain of ops.  forward, backward: the seconds of each position's op, and of the
     backward ops that differentiate it. buffers: the first and last positions at which the forward reads or
-    writes each changed buffer."""
+    writes each changed buffer.  inside: bytes as ``crossing`` has them, but for cuts within a rank, which may
+    divide an exchange.  exchanges: see ``exchange_spans``."""
 
     forward: list[float]
     backward: list[float]
     crossing: Crossing
     buffers: dict[str, tuple[int, int]]
+    inside: list[float]
+    exchanges: dict[tuple[int, int], int]
 
     @property
     def seconds(self) -> list[float]:
@@ -77,8 +81,12 @@ def chain_of(
             home[node] = at
         seconds[home[node]] += node_seconds(node)
     whole = [*_trained_spans(graph, position, by_seq, free.in_stage), *_head_spans(position)]
-    transfers = crossing(graph, position, home, free.in_stage | free.anywhere, whole)
-    return Chain(forward, backward, transfers, _buffer_spans(graph, home))
+    anywhere, exchanges = free.in_stage | free.anywhere, exchange_spans(graph, position, home)
+    transfers = inside = crossing(graph, position, home, anywhere, whole)
+    if exchanges:
+        # What is on its way between lanes stays on its rank.
+        transfers = crossing(graph, position, home, anywhere, [*whole, *exchanges])
+    return Chain(forward, backward, transfers, _buffer_spans(graph, home), inside.bytes, exchanges)
 
 
 def without_color(graph: fx.Graph) -> list[fx.Node]:

@@ -10,6 +10,7 @@ import operator
 from collections.abc import Callable, Sequence, Set
 from functools import cache
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import fx
@@ -19,10 +20,21 @@ from fxpipe.ir.graph import Color, Free, Phase, read_buffer
 from fxpipe.ir.storage import call_nodes, graph_outputs
 from fxpipe.partition.chain import Chain, CutChain, chain_of, without_color
 from fxpipe.partition.cuts import choose_cuts
+from fxpipe.partition.exchanges import begin_where_operands_are
 from fxpipe.partition.following import following_cuts
+from fxpipe.partition.parts import PartsOfStage, inner_cuts, parts_of
 
 aten = torch.ops.aten
 _MODULE = 2.0**-10  # bytes
+
+
+class Partition(NamedTuple):
+    """What a graph was cut by.  ``chain``: None if its costs did not matter.  ``cut``: it, where the stages
+    were cut by their costs, and not into parts.  ``parts``: of each stage, if they were."""
+
+    chain: Chain | None
+    cut: CutChain | None
+    parts: tuple[int, ...]
 
 
 def partition(
@@ -38,10 +50,9 @@ def partition(
     ranks: Sequence[int] = (),
     cuts: tuple[int, ...] = (),
     chain: Chain | None = None,
-) -> CutChain | None:
+    parts: PartsOfStage = 1,
+) -> Partition:
     """Give every op without a color its stage, and phase F or B; negative stages count from the last one.
-
-    Return the chain that was cut by its costs; None where it was cut otherwise.
 
     free: the ops that move to their uses, or are copied there.
     split_points: module paths; each begins a new stage (None: cuts are chosen by cost).
@@ -52,6 +63,7 @@ def partition(
     ranks: of each stage; if given, ranks are balanced instead of stages.
     cuts: positions in a chain that was returned for the same graph, to cut there instead.
     chain: that was returned for the same graph and the same costs.
+    parts: of each stage; the stages of colors are then parts.
     Raises PartitionError for a split point that is no module of the graph and for more stages than
     there are places to cut.
     """
@@ -63,13 +75,22 @@ def partition(
         forward, cuts = following_cuts(graph, forward, free.in_stage | free.anywhere, tensors_of)
     position = {n: i for i, n in enumerate(forward)}
     by_seq = {seq: position[node] for seq, node in differentiated.items()}
+    by_cost = tensors_of is None and split_points is None and not cuts
+    if chain is None and (by_cost or parts != 1):
+        chain = chain_of(graph, position, by_seq, node_seconds, free)
     cut_chain: CutChain | None = None
     if tensors_of is None and split_points is not None:
         cuts = _cuts_by_path(forward, stages, split_points)
-    elif tensors_of is None and not cuts:
-        chain = chain or chain_of(graph, position, by_seq, node_seconds, free)
+    elif by_cost:
+        assert chain is not None, "it was made"
         cuts = _cuts_by_cost(chain, stages, slowness, ranks)
         cut_chain = CutChain(chain, cuts)
+    of_stages: tuple[int, ...] = ()
+    if parts != 1:
+        assert chain is not None, "it was made"
+        inner, cut_chain = inner_cuts(chain, cuts, parts), None
+        of_stages = parts_of(cuts, inner)
+        cuts, stages = tuple(sorted((*cuts, *inner))), stages + len(inner)
     starts = {c + 1 for c in cuts}
     stage_at = list(accumulate((int(i in starts) for i in range(len(forward))), operator.add))
     stage = {n: stage_at[i] for n, i in position.items()}
@@ -91,9 +112,12 @@ def partition(
         # Only now is their number known: stages behind the model's were counted from the last one.
         if color.stage < 0:
             node.meta["color"] = Color(before + stages + behind + color.stage, color.phase)
+    if of_stages:
+        stage_of_part = [stage for stage, number in enumerate(of_stages) for _ in range(number)]
+        begin_where_operands_are(graph, stage_of_part)
     _check_buffers(graph)
     _check_head(graph)
-    return cut_chain
+    return Partition(chain, cut_chain, of_stages)
 
 
 def _check_buffers(graph: fx.Graph) -> None:

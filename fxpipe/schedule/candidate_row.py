@@ -19,7 +19,7 @@ class Tried:
     does not fit, the smallest limit that it would keep.  ``stages_per_rank`` are the model's
     own.  ``barriers``: a microbatch, of vocabulary layers split over the ranks, 0 if they are not.
     ``recompute``: the level of recomputation, empty for none.  ``offloaded``: memory offloaded in a step.
-    ``head_chunks``: the parts of the output layer.
+    ``head_chunks``: the parts of the output layer.  ``parts``: the most parts of a stage.
     ``period``: seconds a step of many with post-validation, where schedules are compared by it.
     Memory is in the unit of the costs: bytes for a compiled model.
     """
@@ -36,6 +36,7 @@ class Tried:
     offloaded: NonNegative = 0.0
     period: NonNegative | None = None
     head_chunks: Annotated[int, at_least(1)] = 1
+    parts: Annotated[int, at_least(1)] = 1
 
     @property
     def compared(self) -> float | None:

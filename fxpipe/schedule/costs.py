@@ -52,8 +52,9 @@ class Edge:
     """The values that section ``source`` computes and section ``target`` needs, for one microbatch.
 
     Between different ranks they are a message of ``bytes`` that takes ``seconds``, or ``inter_seconds``
-    between different machines (None: ``seconds`` there too); within a rank they take no time, and ``bytes``
-    are live from the end of ``source`` to the start of ``target``.
+    between different machines (None: ``seconds`` there too).  Within a rank ``bytes`` are live from the end
+    of ``source`` to the start of ``target``, and take no time but for ``exchange``: the seconds in which the
+    lanes of the rank exchange some of them.
     """
 
     source: Color
@@ -61,6 +62,7 @@ class Edge:
     bytes: NonNegative = 0.0
     seconds: NonNegative = 0.0
     inter_seconds: NonNegative | None = None
+    exchange: NonNegative = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,9 +127,10 @@ class Costs:
         return replace(self, exchanges=()) if self.exchanges else self
 
     def message_seconds(self, edge: Edge, placement: tuple[int, ...]) -> float:
-        """The time of an edge's message if stage s runs on rank ``placement[s]``; 0 within a rank."""
+        """The time of an edge's message if stage s runs on rank ``placement[s]``, or of its exchange between
+        the lanes of that rank."""
         source, target = placement[edge.source.stage], placement[edge.target.stage]
-        return self._between(source, target, edge.seconds, edge.inter_seconds)
+        return edge.exchange + self._between(source, target, edge.seconds, edge.inter_seconds)
 
     def verdict_seconds(self, source: int, target: int) -> float:
         """The time in which a rank tells another one what its gradients hold; 0 within a rank."""

@@ -43,6 +43,16 @@ def op_of_value(value: int, microbatches: int) -> Op:
     return Op(SECTION_KINDS[offset], stage, microbatch)
 
 
+def between_lanes(costs: Costs) -> dict[int, float]:
+    """Of each section that gives something to an exchange between lanes, the seconds of that."""
+    seconds: dict[int, float] = {}
+    for edge in costs.edges:
+        if edge.exchange:
+            source = index(edge.source)
+            seconds[source] = max(edge.exchange, seconds.get(source, 0.0))
+    return seconds
+
+
 def durations(costs: Costs) -> dict[OpKind, tuple[float, ...]]:
     """Per kind and stage, the seconds of an op."""
     return {

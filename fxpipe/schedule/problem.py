@@ -17,6 +17,7 @@ from fxpipe.schedule.engine.order import Order, OrderTimes
 from fxpipe.schedule.memory_text import ANY_UNIT, MemoryText
 from fxpipe.schedule.offload.planner import Share
 from fxpipe.schedule.ops import Objective, RankOps, Schedule
+from fxpipe.schedule.parts import Parts, joined_costs, placement_of_parts
 from fxpipe.schedule.placement import place
 from fxpipe.schedule.stages import Vocabulary
 from fxpipe.schedule.vocabulary_costs import budget_for_model_stages, some_stages
@@ -27,13 +28,15 @@ Limit = float | Sequence[float] | None
 
 class Setting(NamedTuple):
     """The decisions by which the problems of a step differ.  ``barriers``: a microbatch, 0 if vocabulary
-    layers are not split.  ``recompute``: the level.  ``head_chunks``: the parts of the output layer."""
+    layers are not split.  ``recompute``: the level.  ``head_chunks``: the parts of the output layer.
+    ``parts``: the most parts of a stage."""
 
     stages_per_rank: int
     placement: str
     barriers: int
     recompute: str
     head_chunks: int = 1
+    parts: int = 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,6 +50,7 @@ class Problem:
     ``recompute``: the level of recomputation in the costs.
     ``group``: the number of microbatches in a group, for a family with groups; None leaves it to the family.
     ``text``: for messages about memory.  ``head_chunks``: the parts of the output layer in the costs.
+    ``parts``: of each of the model's stages, where the costs are those of parts.
     """
 
     ranks: int
@@ -63,16 +67,20 @@ class Problem:
     group: int | None = None
     text: MemoryText = ANY_UNIT
     head_chunks: int = 1
+    parts: Parts = ()
 
     @property
     def setting(self) -> Setting:
         barriers = 0 if self.vocabulary is None else self.vocabulary.barriers
-        return Setting(self.stages_per_rank, self.shape, barriers, self.recompute, self.head_chunks)
+        parts = max(self.parts, default=1)
+        return Setting(self.stages_per_rank, self.shape, barriers, self.recompute, self.head_chunks, parts)
 
     @cached_property
     def placement(self) -> tuple[int, ...]:
         """The rank of each stage, vocabulary stages included."""
         model_stages = place(self.shape, self.ranks, self.stages_per_rank)
+        if self.parts:
+            model_stages = placement_of_parts(model_stages, self.parts)
         return model_stages if self.vocabulary is None else self.vocabulary.placement(model_stages)
 
     @property
@@ -101,6 +109,11 @@ class Problem:
             end = len(costs.stages) - self.vocabulary.output_shards
             costs = some_stages(costs, self.vocabulary.embedding_shards, end)
         return replace(self, costs=costs, limits=limits, vocabulary=None, offload=None, slack=1.0)
+
+    @cached_property
+    def joined(self) -> Problem:
+        """The problem of the model's stages whose parts have these costs."""
+        return replace(self, costs=joined_costs(self.costs, self.parts), parts=())
 
     @cached_property
     def arrays(self) -> ScheduleArrays:

@@ -39,6 +39,8 @@ def explain(plan: Plan, console: Console) -> None:
         console.print(terminal(_rewritten(rewrite, plan)), soft_wrap=True)
     if plan.replicas > 1:
         console.print(terminal(_exchanged(plan)), soft_wrap=True)
+    if any(edge.exchange for edge in plan.costs.edges):
+        console.print(terminal(_between_lanes(plan)), soft_wrap=True)
     # Simulated again: a plan has the costs and the order, and no times of ops.
     timeline = simulate(plan.ordered, plan.costs)
     limits = plan.limits if len(plan.limits) == plan.ranks else None
@@ -137,6 +139,16 @@ def _memory(plan: Plan) -> Table:
         column.justify = "right"
     add_ends(table, rows)
     return table
+
+
+def _between_lanes(plan: Plan) -> str:
+    timeline = simulate(plan.ordered, plan.costs)
+    rank, waits = max(enumerate(timeline.exposed_communication), key=lambda each: each[1])
+    longest = max(sum(end - start for *_, start, end in spans) for spans in timeline.lane_exchanges)
+    return (
+        f"Lanes exchange rows for {seconds_text(longest)} of a step, while other ops run; rank {rank} waits "
+        f"{seconds_text(waits)} for what is on its way to it, the longest of all."
+    )
 
 
 def _exchanged(plan: Plan) -> str:
@@ -253,7 +265,8 @@ def _vocabulary(candidate: Tried) -> str:
 
 def _setting(candidate: Tried) -> str:
     placed = "" if candidate.placement == "plain" else f", {candidate.placement}"
-    return f"{candidate.schedule} x {candidate.stages_per_rank}{placed}"
+    parts = f", {candidate.parts} parts" if candidate.parts > 1 else ""
+    return f"{candidate.schedule} x {candidate.stages_per_rank}{placed}{parts}"
 
 
 def _name(candidate: Tried) -> str:

@@ -30,6 +30,7 @@ NARROWEST, WIDEST = 900, 4800
 
 COLORS = {shown: "url(#BW)" if shown is Role.BW else color(shown) for shown in Role}
 EXCHANGES = {"sum": "gradients summed", "gather": "parameters gathered"}  # over replicas
+ON_LANES = "gather"  # drawn alike, in a row of its own
 STYLE = (
     f"text{{font:{FONT}px Helvetica,Arial,sans-serif;fill:#222}}.n{{font-size:9px;text-anchor:middle}}"
     "rect{stroke:#fff;stroke-width:.5}.idle{fill:#ececec;stroke:none}.held{fill:#c9b8d8;stroke:#7a5c99}"
@@ -96,8 +97,8 @@ def _scale(steps: tuple[Step, ...], pixels: float) -> Scale:
 
 def _links(timeline: Timeline) -> int:
     """The height of the transfers and exchanges below a rank's ops."""
-    lanes = 2 * any(timeline.transfers) + any(timeline.exchanges)
-    return lanes * LINK + 2 if lanes else 0
+    rows = 2 * any(timeline.transfers) + any(timeline.exchanges) + any(timeline.lane_exchanges)
+    return rows * LINK + 2 if rows else 0
 
 
 def _head(svg: ET.Element, timeline: Timeline, steps: Steps | None, title: str, units: Units) -> None:
@@ -144,6 +145,8 @@ def _legend(timeline: Timeline, steps: Steps | None, width: float) -> list[_Key]
     if any(timeline.exchanges):
         exchanged = {span.what for rank_spans in timeline.exchanges for span in rank_spans}
         keys += [(what, text) for what, text in EXCHANGES.items() if what in exchanged]
+    if any(timeline.lane_exchanges):
+        keys += [(ON_LANES, "exchanged between lanes")]
     if steps is not None:
         keys += seam_marks.keys(steps.steps)
     if schedule.stages != schedule.ranks:
@@ -195,6 +198,9 @@ def _row(row: ET.Element, steps: tuple[Step, ...], rank: int, scale: Scale, unit
         for exchanged in step.timeline.exchanges[rank] if step.timeline.exchanges else ():
             y, tip = BAR + 1 + 2 * LINK * any(step.timeline.transfers), EXCHANGES[exchanged.what]
             _on_link(row, exchanged, y, exchanged.what, f"{tip}, stage {exchanged.stage},", scale, units)
+        for between in step.timeline.lane_exchanges[rank] if step.timeline.lane_exchanges else ():
+            y, tip = BAR - 1 + _links(step.timeline) - LINK, f"lanes exchange of stage {between.stage},"
+            _on_link(row, between, y, ON_LANES, tip, scale, units)
         if step.updates:
             seam_marks.draw_seam(row, step, rank, BAR, scale, scale.start, units)
     _memory(row, [step.timeline for step in steps], rank, scale, units)

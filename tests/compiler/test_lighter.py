@@ -23,7 +23,7 @@ def moved(
     """head: more seconds of the last op, in each phase."""
     forward = [*SECONDS[:-1], SECONDS[-1] + head]
     crossing = Crossing(values, bytes, MODULES)
-    found = CutChain(Chain(forward, [2 * f for f in forward], crossing, {}), (cut,))
+    found = CutChain(Chain(forward, [2 * f for f in forward], crossing, {}, crossing.bytes, {}), (cut,))
     own = [sum(forward[: cut + 1]), sum(forward[cut + 1 :])]
     seconds, _ = CLUSTER.message_seconds(bytes[cut], 0, 1)
     costs = chain([StageCost(f, f, f) for f in own], seconds, bytes[cut])

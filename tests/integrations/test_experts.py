@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
+
 import pytest
 import torch
 from equality import eager_step
@@ -65,7 +68,8 @@ def check_against_eager(pipe: fxpipe.Pipeline, expected: nn.Module) -> None:
     ("tokens", "lanes", "options"),
     [
         ("whole", 2, {}),
-        ("divided", 4, {"recompute": "full"}),
+        ("divided", 4, {"recompute": "full", "parts": "exchanges", "schedule": "zb"}),
+        pytest.param("divided", 2, {"parts": "exchanges", "schedule": "1f1b"}, marks=pytest.mark.variation),
         pytest.param("divided", 2, {}, marks=pytest.mark.variation),
         pytest.param("whole", 4, {"recompute": "full"}, marks=pytest.mark.variation),
         *(
@@ -76,7 +80,30 @@ def check_against_eager(pipe: fxpipe.Pipeline, expected: nn.Module) -> None:
     ids=str,
 )
 def test_each_form_equals_eager(tokens, lanes, options):
-    check_against_eager(compiled(lanes, tokens=tokens, options=options), Net())
+    pipe = compiled(lanes, tokens=tokens, options=options)
+    check_against_eager(pipe, Net())
+    in_parts = len(pipe.schedule.placement) > pipe.plan.ranks * (
+        2 if options.get("schedule") == "zb-v" else 1
+    )
+    assert in_parts == ("parts" in options)
+
+
+def test_programs_that_exchange_otherwise_are_told():
+    """What is on its way is read by its end alone, and by that of the same exchange."""
+    pipe = compiled(2, tokens="divided", options={"parts": "exchanges"})
+    program = pipe.artifact.programs[0]
+    begun = re.search(r"    (\w+) = begin_all_to_all\((\w+), 2\)", program)
+    end = re.search(rf"    (\w+) = end\({begun[1]}, 2\)", program)
+    edits = {
+        begun[0]: begun[0].replace("= begin_all_to_all", "= begin_all_gather"),
+        end[0]: f"    {end[1]} = {begun[1]} + 0",
+        f"{end[0]}\n": f"    {end[1]} = all_to_all({begun[1]}, 2)\n",
+    }
+    for before, after in edits.items():
+        programs = (program.replace(before, after, 1), *pipe.artifact.programs[1:])
+        edited = replace(pipe, artifact=replace(pipe.artifact, programs=programs))
+        assert before in program
+        assert not edited.check().holds, after
 
 
 def test_three_lanes_with_tokens_that_three_does_not_divide():

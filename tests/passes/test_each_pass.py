@@ -28,6 +28,7 @@ from fxpipe.compiler.passes import PASS_NAMES, PASSES, CutOptions, Pass, StepGra
 from fxpipe.cost.known_devices import CPU
 from fxpipe.cost.nodes import NodeSeconds
 from fxpipe.ir.text import graph_text
+from fxpipe.runtime.program import lanes
 from fxpipe.schedule.ops import Phase
 
 ROOT, GOLDEN = Path(__file__).parents[2], Path(__file__).parent / "golden"
@@ -111,6 +112,24 @@ class Autocast(Net):
             return super().forward(x)
 
 
+class Exchange(torch.autograd.Function):
+    """To each lane its share of the rows; the gradient back."""
+
+    @staticmethod
+    def forward(context: Any, x: torch.Tensor) -> torch.Tensor:
+        return lanes.all_to_all(x, 2)
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return lanes.all_to_all(gradient, 2)
+
+
+def exchanged_twice(x: torch.Tensor) -> torch.Tensor:
+    """The second time a mask, which is too small to cut a stage for."""
+    y = Exchange.apply(x).tanh()
+    return y * lanes.all_to_all(y[:, :1] > 0, 2)
+
+
 class Words(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -149,6 +168,7 @@ CASES = {
     "simplify": Case(lambda: Net(lambda x: torch.cat([x[:0], x.view(4, 2).view(2, 4)]) * 1)),
     "split_vocabulary": Case(Words, gradients=False, options={"barriers": 1}),
     "chunk_head": Case(Total, options={"head_chunks": 2}),
+    "begin_exchanges": Case(lambda: Net(Exchange.apply), options={"parts": "exchanges"}),
     "partition": Case(stages=2),
     "copy_given_results": Case(Labeled, outputs=("labels",)),
     "count_beside_loss": Case(
@@ -159,6 +179,7 @@ CASES = {
     ),
     "untie": Case(Tied, stages=2),
     "split_backward": Case(stages=2),
+    "join_exchanges": Case(lambda: Net(exchanged_twice), options={"parts": "exchanges"}),
     "compute_once": Case(Autocast),
     "sink_cheap_values": Case(Masked, stages=2),
     "merge_equal": Case(lambda: Net(lambda x: x.tanh() * x.tanh())),
@@ -215,7 +236,8 @@ def test_a_pass_changes(name, request):
 
 
 UNASKED = (
-    "split_vocabulary", "chunk_head", "move_head_to_backward", "recompute", "repeat_in_kernels",
+    "split_vocabulary", "chunk_head", "begin_exchanges", "join_exchanges", "move_head_to_backward",
+    "recompute", "repeat_in_kernels",
     "join_backward",
     "insert_offload",
 )  # fmt: skip

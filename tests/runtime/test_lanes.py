@@ -63,10 +63,34 @@ def test_shares():
     assert on_lanes(3, lambda lane: int(ops.number(5, 16, device="cpu"))) == [5, 21, 37]
 
 
+def test_an_exchange_in_two_is_that_in_one():
+    """Also where others begin before it ends; until then nobody has what the others give."""
+    given = torch.randn(2, 6, 2)
+
+    def exchanged(lane):
+        x = given[lane]
+        shares, all_rows = lanes.begin_all_to_all(x, 2), lanes.begin_all_gather(x, 2)
+        others = lanes.begin_all_to_all(2 * x, 2)
+        before = [shares.clone(), all_rows.clone()]
+        ends = [lanes.end(each, 2) for each in (all_rows, others, shares)]
+        summed = ops.sum_shares(lanes.end(lanes.begin_all_to_all(x, 2), 2), "sum", 2)
+        whole = lanes.all_gather(x, 2), lanes.all_to_all(2 * x, 2), lanes.all_to_all(x, 2)
+        return [*ends, summed], [*whole, lanes.reduce_scatter(x, "sum", 2)], before
+
+    for found, expected, before in on_lanes(2, exchanged):
+        assert all(map(torch.equal, found, expected))
+        assert not any(each.any() for each in before)
+    empty = on_lanes(2, lambda lane: lanes.end(lanes.begin_all_gather(torch.zeros(0, 3), 2), 2))
+    assert [x.shape for x in empty] == [(0, 3)] * 2
+
+
 def test_the_layouts_that_a_trace_predicts_are_those_of_the_ops():
     x = torch.randn(6, 4).t().contiguous().t()
     calls = [(ops.all_reduce, "sum", 2), (ops.all_gather, 2), (ops.reduce_scatter, "sum", 2)]
-    for op, *rest in [*calls, (ops.all_to_all, 2), (ops.part, 0, 2)]:
+    calls += [(ops.begin_all_to_all, 2), (ops.begin_all_gather, 2)]
+    of_begun = [(ops.end, 2), (ops.sum_shares, "max", 2)]  # which is contiguous
+    for op, *rest in [*calls, (ops.all_to_all, 2), (ops.part, 0, 2), *of_begun]:
+        x = x.contiguous() if (op, *rest) in of_begun else x
         with running(AloneLane(1, 2)):
             found = op(x, *rest)
         expected = op(x.to("meta"), *rest)

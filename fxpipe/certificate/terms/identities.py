@@ -16,6 +16,8 @@ it.  Beside these, terms are equal only if the same ops are applied to equal ope
                         a + b = b + a, a * b = b * a but for complex (also bitwise and logical ones)
     embeddings          embedding_dense_backward(g, i) = rows of g, added at i (as ``index_add_`` does)
     masks of results    a result of an op with ``output_mask`` does not depend on the others of the mask
+    lanes               end(begin_all_to_all(x)) = all_to_all(x), end(begin_all_gather(x)) = all_gather(x)
+                        sum_shares(all_to_all(x)) = reduce_scatter(x)
 """
 
 from __future__ import annotations
@@ -367,6 +369,22 @@ def _renamed(name: str) -> Rule:
     return lambda terms, op, args: terms.make(name, args)
 
 
+def _end(terms: Terms, op: str, args: Named) -> Term | None:
+    begun, number = args["x"], args["n"]
+    name = begun.op.removeprefix("lanes.begin_")
+    # Of as many lanes: the result of another begin, or of none, is not what they have given.
+    if name == begun.op or begun["n"] != number:
+        return None
+    return terms.plain(f"lanes.{name}", {"x": begun["x"], "n": number})
+
+
+def _sum_shares(terms: Terms, op: str, args: Named) -> Term | None:
+    shares = args["x"]
+    if shares.op != "lanes.all_to_all" or shares["n"] != args["n"]:
+        return None
+    return terms.plain("lanes.reduce_scatter", {"x": shares["x"], "op": args["op"], "n": args["n"]})
+
+
 RULES: dict[str, Rule] = {
     **dict.fromkeys(
         (
@@ -406,5 +424,7 @@ RULES: dict[str, Rule] = {
     "aten.slice_backward": _slice_backward,
     **dict.fromkeys(IN_ANY_ORDER[2:], _in_any_order),
     "aten.embedding_dense_backward": _lookup_gradient,
+    "lanes.end": _end,
+    "lanes.sum_shares": _sum_shares,
 }
 """By functional name of the op."""

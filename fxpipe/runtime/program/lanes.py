@@ -8,6 +8,9 @@ precision at least, so they have the same bits on every lane, under torchrun and
 ``all_gather(x, n)``                  all lanes' tensors, one behind the other in the first dimension
 ``reduce_scatter(x, "sum", n)``       this lane's share of the sum: of n in the first dimension
 ``all_to_all(x, n)``                  a share from each lane, for one of n in the first dimension to each
+``begin_all_to_all(x, n)``            the same, on its way until ``end(…, n)``, which alone reads the result
+``begin_all_gather(x, n)``            the same of ``all_gather``
+``sum_shares(x, "sum", n)``           of the n shares in the first dimension: the rest of ``reduce_scatter``
 ``part(x, dim, n)``                   this lane's share of a tensor that all lanes have
 ``number(first, step)``               first + step * (number of this lane), 0-d
 """
@@ -49,6 +52,18 @@ class Lanes(Protocol):
         """The tensors of all lanes, contiguous and of one shape, in their order."""
         ...
 
+    def begin_exchange(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Begin ``exchange`` of parts of one shape.  The result is for ``end`` alone."""
+        ...
+
+    def begin_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Begin ``gather``.  The result is for ``end`` alone."""
+        ...
+
+    def end(self, begun: torch.Tensor) -> torch.Tensor:
+        """What all lanes have given, one behind the other in the first dimension."""
+        ...
+
 
 @dataclass(frozen=True)
 class AloneLane:
@@ -62,6 +77,15 @@ class AloneLane:
 
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         return [tensor] * self.number
+
+    def begin_exchange(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        return torch.cat(self.exchange(parts))
+
+    def begin_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.cat(self.gather(tensor))
+
+    def end(self, begun: torch.Tensor) -> torch.Tensor:
+        return begun
 
 
 _running: ContextVar[Lanes | None] = ContextVar("lanes", default=None)  # each rank has a context of its own
@@ -136,6 +160,25 @@ def all_to_all(x: torch.Tensor, n: int) -> torch.Tensor:
     return torch.cat(_lanes().exchange([part.contiguous() for part in x.chunk(n)]))
 
 
+@_one_op
+def begin_all_to_all(x: torch.Tensor, n: int) -> torch.Tensor:
+    return _lanes().begin_exchange([part.contiguous() for part in x.chunk(n)])
+
+
+@_one_op
+def begin_all_gather(x: torch.Tensor, n: int) -> torch.Tensor:
+    return _lanes().begin_gather(x.contiguous())
+
+
+@_one_op
+def end(x: torch.Tensor, n: int) -> torch.Tensor:
+    return _lanes().end(x)
+
+
+def _sum_shares(x: torch.Tensor, op: str, n: int) -> torch.Tensor:
+    return _REDUCTIONS[op](*x.chunk(n))
+
+
 def _part(x: torch.Tensor, dim: int, n: int) -> torch.Tensor:
     return x.chunk(n, dim)[_lanes().index].clone(memory_format=torch.contiguous_format)
 
@@ -160,6 +203,16 @@ _OPS: dict[str, tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]]]
         lambda x, op, n: _resized(x, 0, len(x) // n),
     ),
     "all_to_all(Tensor x, int n) -> Tensor": (all_to_all, lambda x, n: x.new_empty(x.shape)),
+    "begin_all_to_all(Tensor x, int n) -> Tensor": (begin_all_to_all, lambda x, n: x.new_empty(x.shape)),
+    "begin_all_gather(Tensor x, int n) -> Tensor": (
+        begin_all_gather,
+        lambda x, n: _resized(x, 0, len(x) * n),
+    ),
+    "end(Tensor x, int n) -> Tensor": (end, lambda x, n: x.new_empty(x.shape)),
+    "sum_shares(Tensor x, str op, int n) -> Tensor": (
+        _sum_shares,
+        lambda x, op, n: _resized(x, 0, len(x) // n),
+    ),
     "part(Tensor x, int dim, int n) -> Tensor": (
         _part,
         lambda x, dim, n: _resized(x, dim % x.dim(), x.shape[dim] // n),
@@ -176,10 +229,17 @@ for _schema, (_run, _layout) in _OPS.items():
     _library.impl(_name, _run, "CompositeExplicitAutograd")
     _library.impl(_name, _layout, "Meta")
 
+#: What begins an exchange, and gives a value that its end alone may read.
+BEGIN_EXCHANGES = (torch.ops.lanes.begin_all_to_all.default, torch.ops.lanes.begin_all_gather.default)
+ENDS_EXCHANGE = torch.ops.lanes.end.default
+
 #: Of the ops that all lanes run together, the functions that programs call.
 FUNCTIONS: dict[object, Callable[..., torch.Tensor]] = {
     torch.ops.lanes.all_reduce.default: all_reduce,
     torch.ops.lanes.all_gather.default: all_gather,
     torch.ops.lanes.reduce_scatter.default: reduce_scatter,
     torch.ops.lanes.all_to_all.default: all_to_all,
+    torch.ops.lanes.begin_all_to_all.default: begin_all_to_all,
+    torch.ops.lanes.begin_all_gather.default: begin_all_gather,
+    torch.ops.lanes.end.default: end,
 }

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 
 from fxpipe.runtime.job.last_works import lasting
 from fxpipe.runtime.program.comm import Wait, answered, on_wire
-from fxpipe.runtime.ranks.local import LocalWorld
+from fxpipe.runtime.ranks.local import Joint, LocalWorld
 from fxpipe.runtime.torch_private import no_modes
 
 _OTHERS = Wait("the other lanes of its rank", "lanes")
@@ -21,6 +21,7 @@ class LocalLanes:
 
     def __init__(self, world: LocalWorld, rank: int, replica: int, lane: int):
         self._world, self._rank, self._replica, self.index = world, rank, replica, lane
+        self._begun: dict[int, Joint] = {}  # by the address of what is for ``end``
 
     @property
     def number(self) -> int:
@@ -32,12 +33,38 @@ class LocalLanes:
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         return [part for (part,) in self._of_all([tensor])]
 
+    def begin_exchange(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        return self._begin(parts, torch.cat([parts[self.index]] * self.number))
+
+    def begin_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self._begin([tensor] * self.number, torch.cat([tensor] * self.number))
+
+    def end(self, begun: torch.Tensor) -> torch.Tensor:
+        joint = self._begun.pop(begun.data_ptr(), None)
+        if joint is None:
+            return begun
+        return torch.cat([parts[self.index] for parts in self._taken(joint)])
+
+    def _begin(self, parts: Sequence[torch.Tensor], result: torch.Tensor) -> torch.Tensor:
+        result.zero_()  # not what ``end`` gives: who reads it has a wrong program
+        joint = self._joined(parts)
+        if result.numel():
+            self._begun[result.data_ptr()] = joint
+        else:
+            self._taken(joint)
+        return result
+
     def _of_all(self, tensors: Sequence[torch.Tensor]) -> list[Sequence[torch.Tensor]]:
         """The tensors that each lane gives to its n-th op, in the lanes' order."""
-        world = self._world
+        return self._taken(self._joined(tensors))
+
+    def _joined(self, tensors: Sequence[torch.Tensor]) -> Joint:
         with no_modes():  # a mode on this thread must see this lane's own tensors only
             copies = [tensor.clone() for tensor in tensors]
-        joint = world.join(("lanes", self._replica, self._rank), self.index, copies)
+        return self._world.join(("lanes", self._replica, self._rank), self.index, copies)
+
+    def _taken(self, joint: Joint) -> list[Sequence[torch.Tensor]]:
+        world = self._world
         number = world.number(self._rank, self._replica, self.index)
         return world.take(joint, range(self.number), self.number, number, f"the lanes of rank {self._rank}")
 
@@ -53,26 +80,62 @@ class DistributedLanes:
     wire: torch.device
     group: dist.ProcessGroup
     waits: Callable[[Wait | None], None] = lambda what: None
+    #: By the address of what is for ``end``; with what is sent, which nobody may free or write over before.
+    _begun: dict[int, tuple[dist.Work, torch.Tensor]] = field(default_factory=dict)
 
     def exchange(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        gives = [part.nbytes for part in parts]
-        takes = [gives[self.index]] * self.number
-        mine = parts[self.index]
-        received = torch.empty(sum(takes), dtype=torch.uint8, device=self.wire)
-        sent = torch.cat([on_wire(part).to(self.wire) for part in parts])
-        self._run(lambda: dist.all_to_all_single(received, sent, takes, gives, self.group, async_op=True))
-        return self._tensors(received, mine)
+        received, work, _ = self._exchanged(parts)
+        self._wait(work)
+        return self._tensors(received, parts[self.index])
 
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        sent = on_wire(tensor).to(self.wire)
-        received = torch.empty(self.number * sent.numel(), dtype=torch.uint8, device=self.wire)
-        self._run(lambda: dist.all_gather([*received.view(self.number, -1)], sent, self.group, async_op=True))
+        received, work, _ = self._gathered(tensor)
+        self._wait(work)
         return self._tensors(received, tensor)
 
-    def _run(self, begin: Callable[[], dist.Work | None]) -> None:
+    def begin_exchange(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        return self._begin(*self._exchanged(parts), parts[self.index])
+
+    def begin_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        # A copy: an op may write over the tensor while it is sent.
+        return self._begin(*self._gathered(tensor.clone()), tensor)
+
+    def end(self, begun: torch.Tensor) -> torch.Tensor:
+        if (on_its_way := self._begun.pop(begun.data_ptr(), None)) is not None:
+            self._wait(on_its_way[0])
+        return begun
+
+    def _exchanged(self, parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, dist.Work, torch.Tensor]:
+        """Where the others' parts will be, when the work has ended, and what is sent."""
+        gives = [part.nbytes for part in parts]
+        takes = [gives[self.index]] * self.number
+        received = torch.empty(sum(takes), dtype=torch.uint8, device=self.wire)
+        sent = torch.cat([on_wire(part).to(self.wire) for part in parts])
+        with answered():
+            work = dist.all_to_all_single(received, sent, takes, gives, self.group, async_op=True)
+        return received, lasting(work, self.group), sent
+
+    def _gathered(self, tensor: torch.Tensor) -> tuple[torch.Tensor, dist.Work, torch.Tensor]:
+        sent = on_wire(tensor).to(self.wire)
+        received = torch.empty(self.number * sent.numel(), dtype=torch.uint8, device=self.wire)
+        with answered():
+            work = dist.all_gather([*received.view(self.number, -1)], sent, self.group, async_op=True)
+        return received, lasting(work, self.group), sent
+
+    def _begin(
+        self, received: torch.Tensor, work: dist.Work, sent: torch.Tensor, like: torch.Tensor
+    ) -> torch.Tensor:
+        # What arrives in other memory is copied from there; nothing arrives where all shares are empty.
+        if self.wire != like.device or not received.numel():
+            self._wait(work)
+        else:
+            self._begun[received.data_ptr()] = work, sent
+        return received.to(like.device).view(like.dtype).view(-1, *like.shape[1:])
+
+    def _wait(self, work: dist.Work) -> None:
         self.waits(_OTHERS)
         with answered():
-            lasting(begin(), self.group).wait()
+            work.wait()
         self.waits(None)
 
     def _tensors(self, received: torch.Tensor, like: torch.Tensor) -> list[torch.Tensor]:

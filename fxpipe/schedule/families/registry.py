@@ -19,6 +19,7 @@ from fxpipe.schedule.families.starts import groups
 from fxpipe.schedule.families.starts import zb_v as zb_v_orders
 from fxpipe.schedule.families.weights import delay_weights
 from fxpipe.schedule.ops import OpKind, RankOps
+from fxpipe.schedule.parts import ops_of_parts
 from fxpipe.schedule.problem import Problem
 
 
@@ -29,7 +30,8 @@ class Family:
     ``chunks`` and ``shapes``: the stages per rank and the placements that it supports; the first of each is
     the default.  ``limit``: of the search, in M_B, given the number of ranks; ``default_limit``: the same,
     where the problem has no limit.  ``for_offload``: it has no advantage unless activations are offloaded.
-    ``joins``: all its B and W are one op, and nothing is held between them.
+    ``joins``: all its B and W are one op, and nothing is held between them.  ``by_stage``: it runs all
+    microbatches on one stage after the other, so that on one rank parts can be its stages.
     """
 
     name: str
@@ -41,6 +43,7 @@ class Family:
     default_limit: Callable[[int], float] | None = None
     for_offload: bool = False
     joins: bool = False
+    by_stage: bool = False
 
     @property
     def is_searched(self) -> bool:
@@ -136,7 +139,11 @@ FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (
         Family(
-            "gpipe", gpipe, "all forwards, then all backwards (1811.06965): peak memory m · M_B", joins=True
+            "gpipe",
+            gpipe,
+            "all forwards, then all backwards (1811.06965): peak memory m · M_B",
+            joins=True,
+            by_stage=True,
         ),
         Family("1f1b", one_f_one_b, "one forward, one backward (2104.04473): at most p · M_B", joins=True),
         Family("interleaved", one_f_one_b, "1F1B over chunks (2104.04473)", *_CHUNKS, joins=True),
@@ -175,11 +182,18 @@ FAMILIES: dict[str, Family] = {
 
 
 def order_of(family: Family, problem: Problem) -> Order:
-    """The order that the family builds; with uneven costs, if it is faster, that for the mean costs.
+    """The order that the family builds; with uneven costs, if it is faster, that for the mean costs.  Of
+    stages in parts it is that of the stages, an op as those of its parts.
 
     Raises ScheduleError for a limit that the family cannot keep.
     """
     assert family.function is not None, "its orders are built by rule"
+    if problem.parts and not (family.by_stage and problem.ranks == 1):
+        order = problem.order(
+            ops_of_parts(order_of(family, problem.joined).ops, problem.parts, problem.costs)
+        )
+        _check_memory(family.name, problem, order)
+        return order
     if not family.joins:
         check_least(family.name, problem)
     try:

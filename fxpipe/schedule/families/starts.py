@@ -14,11 +14,17 @@ from fxpipe.schedule.families import fb_orders
 from fxpipe.schedule.families.greedy import zero_bubble, zero_bubble_v
 from fxpipe.schedule.families.weights import delay_weights, fill_bubbles
 from fxpipe.schedule.ops import OpKind
+from fxpipe.schedule.parts import ops_of_parts
 from fxpipe.schedule.problem import Problem
 
 
 def starts(problem: Problem) -> list[Order]:
     """The orders that are published for its stages a rank and its placement, whatever memory they need."""
+    if problem.parts:
+        return [
+            problem.order(ops_of_parts(order.ops, problem.parts, problem.costs))
+            for order in starts(problem.joined)
+        ]
     if problem.is_v:
         return [*two_in_v(problem)] if problem.stages_per_rank == 2 else []
     return [*one_a_rank(problem)] if problem.stages_per_rank == 1 else [*interleaved(problem)]

@@ -8,7 +8,6 @@ from fxpipe.errors import ScheduleError, number_of, suggested
 from fxpipe.schedule.costs import Costs
 from fxpipe.schedule.families.registry import FAMILIES, Family, check_least, order_of
 from fxpipe.schedule.ops import Schedule
-from fxpipe.schedule.placement import place
 from fxpipe.schedule.problem import Limit, Problem, per_rank
 from fxpipe.schedule.search.less_memory import with_less_memory
 from fxpipe.schedule.search.pool import anneal_each, find
@@ -99,7 +98,7 @@ def _check_family(family: Family, problem: Problem) -> None:
     for what, number in numbers.items():
         if number < 1:
             raise ScheduleError(f"schedule {name}: {what} is {number}; it must be at least 1")
-    stages = len(place(problem.shape, problem.ranks, chunks))
+    stages = len(problem.model.placement)
     if chunks not in family.chunks:
         has = f"{family.chunks[0]}" if len(family.chunks) == 1 else f"at least {family.chunks[0]}"
         raise ScheduleError(f"schedule {name} has {has} stages per rank, not {chunks}")

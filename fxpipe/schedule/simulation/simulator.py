@@ -2,7 +2,7 @@
 
 A message is a delay: as in the model of 2401.10241, the channel between two ranks carries any number of
 messages at a time.  The link for offloaded activations carries one transfer at a time in each direction, and
-that to the other replicas of a rank one exchange.
+that to the other replicas of a rank one exchange; so does that between its lanes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,14 @@ from fxpipe.errors import DeadlockError
 from fxpipe.schedule.bucket_use import BucketUse, once, per_use
 from fxpipe.schedule.check import check_whole
 from fxpipe.schedule.costs import Costs
-from fxpipe.schedule.dependencies import SECTIONS_PER_STAGE, durations, needs, op_of_value, sections
+from fxpipe.schedule.dependencies import (
+    SECTIONS_PER_STAGE,
+    between_lanes,
+    durations,
+    needs,
+    op_of_value,
+    sections,
+)
 from fxpipe.schedule.ops import PHASES, Direction, Op, OpKind, Phase, Schedule, Transfer
 from fxpipe.schedule.simulation.run_loop import RunLoop
 from fxpipe.schedule.simulation.timeline import ExchangeSpan, Span, Timeline, TransferSpan
@@ -69,6 +76,7 @@ class StepRun:
         self.exchanges = [
             _Exchanges(ops, costs, begin) for ops, begin in zip(schedule.order, self.start.ranks, strict=True)
         ]
+        self.lanes = _LaneLinks(schedule, costs)
         self.loop = RunLoop[int](schedule.ranks + len(self.link_queues))
         self.carried: list[list[TransferSpan]] = [[] for _ in self.link_queues]
         self.freed: list[defaultdict[int, list[int]]] = [defaultdict(list) for _ in schedule.order]
@@ -109,6 +117,8 @@ class StepRun:
                 end = ended[value]
                 if end is None:
                     return value
+                if delay and value in self.lanes.queued:
+                    delay += self.lanes.queued[value]
                 if end + delay > start:
                     start = end + delay
             if position in due:
@@ -127,6 +137,7 @@ class StepRun:
             self.exchanges[rank].end(op, free)
             spans.append(Span(op, start, free))
             for section in self.sections[op.kind][op.stage]:
+                self.lanes.exchange(rank, section, op.microbatch, free)
                 self._end(section * microbatches + op.microbatch, free)
         return None
 
@@ -178,6 +189,26 @@ class StepRun:
             return str(self.schedule.transfers[value - self.values])
         source = op_of_value(value, self.schedule.microbatches)
         return f"{source} of rank {self.schedule.placement[source.stage]}"
+
+
+class _LaneLinks:
+    """The links between the lanes of each rank.  ``queued``: the seconds for which what a value's section
+    gives to be exchanged waits for exchanges before it."""
+
+    def __init__(self, schedule: Schedule, costs: Costs) -> None:
+        self.queued: dict[int, float] = {}
+        self._microbatches = schedule.microbatches
+        self._free = [0.0] * schedule.ranks
+        self._seconds = between_lanes(costs)
+
+    def exchange(self, rank: int, section: int, microbatch: int, end: float) -> None:
+        """Exchange what a section that has ended gives to the next one."""
+        if section not in self._seconds:
+            return
+        start = max(end, self._free[rank])
+        if start > end:
+            self.queued[section * self._microbatches + microbatch] = start - end
+        self._free[rank] = start + self._seconds[section]
 
 
 class _Exchanges:

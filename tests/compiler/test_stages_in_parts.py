@@ -1,0 +1,128 @@
+"""Stages cut into parts: the numbers of eager, as many parts as a limit needs, what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from equality import eager_step
+from torch import nn
+from torch.nn import functional as F
+from zoo import too_far
+
+import fxpipe
+from fxpipe.errors import LimitError, OptionError, PartitionError
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("double")]
+WORDS, WIDTH, LAYERS, MICROBATCHES = 20, 8, 8, 4
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.up(self.norm(x)).relu())
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.table(ids)
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
+
+
+def batch(microbatches: int) -> dict[str, torch.Tensor]:
+    torch.manual_seed(1)
+    return {"ids": torch.randint(WORDS, (microbatches, 6))}
+
+
+def compiled(**options) -> fxpipe.Pipeline:
+    given = {"ranks": 2, "microbatches": MICROBATCHES, "schedule": "1f1b"} | options
+    return fxpipe.compile(Net(), batch(1), **given)
+
+
+def check_against_eager(pipe: fxpipe.Pipeline) -> None:
+    microbatches = pipe.plan.step.microbatches * pipe.replicas
+    rows = batch(microbatches)
+    found = pipe.run_local(rows)
+    loss, grads = eager_step(Net(), rows, microbatches, None)
+    assert too_far({"loss": found.loss, **found.grads}, {"loss": loss, **grads}, 1e-12) == {}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"parts": 3},
+        {"parts": 2, "vocab_parallel": True, "schedule": "zb-h1"},
+        *(
+            pytest.param(each, marks=pytest.mark.variation)
+            for each in (
+                {"parts": 2, "schedule": "zb-v"},
+                {"parts": 2, "recompute": "full", "offload": True},
+                {"parts": 2, "validation": "post", "schedule": "zb"},
+                {"parts": 4, "replicas": 2, "shard": "parameters"},
+            )
+        ),
+    ],
+    ids=str,
+)
+def test_parts_give_the_numbers_of_eager(options):
+    pipe = compiled(**options)
+    stages = pipe.plan.ranks * (2 if options.get("schedule") == "zb-v" else 1)
+    assert len(pipe.schedule.model_stages) == options["parts"] * stages
+    check_against_eager(pipe)
+
+
+def test_a_part_follows_the_other_on_its_rank():
+    assert compiled(parts=3).schedule.placement == (0, 0, 0, 1, 1, 1)
+    in_v = compiled(parts=2, schedule="zb-v").schedule.placement
+    assert in_v == (0, 0, 1, 1, 1, 1, 0, 0)
+
+
+def test_as_many_parts_as_the_limit_of_divided_parameters_needs():
+    whole = sum(p.nbytes for p in Net().parameters())
+
+    def stages(limit: float) -> int:
+        options = {"ranks": 1, "replicas": 4, "shard": "parameters", "memory_limit": limit * whole}
+        pipe = compiled(**options)
+        peaks, held = pipe.simulate().peak_memory, pipe.plan.held
+        assert max(a.total + b for a, b in zip(held, peaks, strict=True)) <= limit * whole
+        if limit < 3:
+            check_against_eager(pipe)
+        return len(pipe.schedule.placement)
+
+    assert [stages(limit) for limit in (5.0, 3.0, 2.1)] == [1, 4, 8]
+    with pytest.raises(LimitError, match="Raise the limit"):
+        stages(0.4)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "says"),
+    [
+        ({"parts": 0}, OptionError, "parts is 0"),
+        ({"parts": "layers"}, OptionError, "parts is 'layers'"),
+        ({"parts": "exchanges"}, OptionError, "this model has no such exchange"),
+        ({"parts": "exchanges", "dimensions": {"length": 6}}, OptionError, "does not go with dimensions"),
+        ({"parts": 99}, PartitionError, "parts"),
+    ],
+    ids=str,
+)
+def test_what_parts_are_not(options, error, says):
+    with pytest.raises(error, match=says):
+        compiled(**options)
+
+
+def test_a_schedule_by_hand_has_its_parts_as_stages():
+    by_hand = compiled(parts=2).schedule
+    with pytest.raises(OptionError, match="leave out parts"):
+        compiled(schedule=by_hand, parts=2)
+    assert compiled(schedule=by_hand).schedule.placement == (0, 0, 1, 1)
