@@ -37,6 +37,32 @@ def per_use(ops: Sequence[Op], uses: Callable[[Op], bool], adds: Callable[[Op], 
     return BucketUse(tuple(_runs(ops, uses)), sums or (last,), frees=True)
 
 
+class Asks:
+    """The ops of a rank before which it asks other replicas for what later ops need.
+
+    It asks before the ops that run on the stage ahead, as many as follow each other.  So two stages are there
+    at a time, and what the next one needs has all the time of this one to come.
+    """
+
+    def __init__(self, ops: Sequence[Op]) -> None:
+        self._ops = ops
+        self._place = {op: position for position, op in enumerate(ops)}
+        self._ahead = [0, 0][: len(ops)]  # of each position, where it is asked for
+        for position in range(2, len(ops)):
+            changes = ops[position - 1].stage != ops[position - 2].stage
+            self._ahead.append(position - 1 if changes else self._ahead[-1])
+
+    def of(self, use: BucketUse) -> list[tuple[Op, Op]]:
+        """For each span of a bucket but one that begins with the step, the op before which it is asked for,
+        and its first op.  What was freed is asked for behind the op that it was freed behind."""
+        asks, free = list[tuple[Op, Op]](), 0
+        for first, last in use.spans:
+            if (place := self._place[first]) > 0:
+                asks.append((self._ops[min(max(self._ahead[place], free), place)], first))
+            free = self._place[last] + 1
+        return asks
+
+
 def _runs(ops: Sequence[Op], wanted: Callable[[Op], bool]) -> list[tuple[Op, Op]]:
     """The first and the last op of each run of wanted ones, with at most one other between two of them: what
     was freed behind one would be asked for again at once."""

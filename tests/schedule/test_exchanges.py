@@ -7,14 +7,14 @@ from random import Random
 import pytest
 
 from fxpipe.schedule.bound import lower_bound
-from fxpipe.schedule.bucket_use import per_use
+from fxpipe.schedule.bucket_use import Asks, per_use
 from fxpipe.schedule.check import check_costs
 from fxpipe.schedule.costs import Costs, Exchange, StageCost, chain
 from fxpipe.schedule.engine.order import Order
 from fxpipe.schedule.ops import OpKind, parse_ops
 from fxpipe.schedule.problem import Problem, per_rank
 from fxpipe.schedule.search.auto import search
-from fxpipe.schedule.search.build import build
+from fxpipe.schedule.search.build import build, schedule_of
 from fxpipe.schedule.search.local_search import improve
 from fxpipe.schedule.search.pool import find
 from fxpipe.schedule.simulation.simulator import simulate
@@ -121,6 +121,34 @@ def test_uses_with_one_op_between_them_are_one():
     assert [(str(a), str(b)) for a, b in use.spans] == [("F0.0", "F0.1"), ("B0.0", "B0.0")]
     assert list(map(str, use.sums)) == ["W0.0", "W0.1"]
     assert use.frees
+
+
+def test_what_is_needed_is_asked_for_before_the_stage_ahead():
+    ops = parse_ops("F0.0 F0.1 F0.2 F1.0 F1.1 F1.2 BW1.2 BW1.1 BW1.0 BW0.2 BW0.1 BW0.0")
+
+    def asked(stage):
+        use = per_use(ops, lambda op: op.stage == stage, lambda op: op.kind is OpKind.BW, ops[-1])
+        return [tuple(map(str, pair)) for pair in Asks(ops).of(use)]
+
+    assert asked(0) == [("F1.0", "BW0.2")]
+    assert asked(1) == [("F0.0", "F1.0")]
+
+
+def test_what_was_freed_is_asked_for_behind_that():
+    """W needs no parameters: they are freed between two B of one stage."""
+    ops = parse_ops("F0.0 F0.1 B0.0 W0.0 W0.1 B0.1")
+    use = per_use(ops, lambda op: op.kind is not OpKind.W, lambda op: op.kind is OpKind.W, ops[-1])
+    assert [str(last) for _, last in use.spans] == ["B0.0", "B0.1"]
+    assert [tuple(map(str, pair)) for pair in Asks(ops).of(use)] == [("W0.0", "B0.1")]
+
+
+def test_a_part_has_the_time_of_the_part_ahead_to_come():
+    """So gathers that take less than that cost nothing but the first and the last exchange."""
+    costs = replace(chain([StageCost(1.0, 1.0, 1.0)] * 4), exchanges=(Exchange(1.0, 2.9, per_use=True),) * 4)
+    problem = Problem(1, 3, 1, "plain", costs, per_rank(None, 1), parts=(4,))
+    timeline = simulate(schedule_of("gpipe", problem), costs)
+    assert timeline.seconds == 2.9 + problem.work + 1.0
+    assert sum(span.what == "gather" for span in timeline.exchanges[0]) == 7
 
 
 def test_a_stage_without_gradients_is_not_summed():

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import groupby, pairwise, takewhile
+from itertools import groupby, takewhile
 from math import inf
 from typing import NamedTuple
 
 from fxpipe.errors import ScheduleError
-from fxpipe.schedule.bucket_use import BucketUse
+from fxpipe.schedule.bucket_use import Asks, BucketUse
 from fxpipe.schedule.check import check
 from fxpipe.schedule.costs import Edge
 from fxpipe.schedule.lowering.channels import Channel, channel_of
@@ -77,8 +77,8 @@ def with_gradients(
 ) -> Programs:
     """The programs with the instructions on gradients, and on what replicas have of each other.
 
-    buckets: of each rank.  What an op needs of other replicas is asked for before the op ahead of it, and
-        what is needed at first at the start.  Gradients are summed behind their op, as soon as what others
+    buckets: of each rank.  What an op needs of other replicas is asked for as ``Asks`` says, and what is
+        needed at first at the start.  Gradients are summed behind their op, as soon as what others
         wait for is sent.
     divides: whether the loss is a (sum, count).
     """
@@ -91,7 +91,7 @@ def with_gradients(
 
 def _with_buckets(program: Sequence[Instruction], buckets: Sequence[BucketUse]) -> Iterator[Instruction]:
     ops = [i.op for i in program if isinstance(i, Compute)]
-    gathered_for, freed, summed = (defaultdict[Op, list[int]](list) for _ in range(3))
+    gathered_for, asks, freed, summed = (defaultdict[Op, list[int]](list) for _ in range(4))
     for k, use in enumerate(buckets):
         for first, last in use.spans:
             gathered_for[first].append(k)
@@ -100,25 +100,31 @@ def _with_buckets(program: Sequence[Instruction], buckets: Sequence[BucketUse]) 
         for op in use.sums:
             summed[op].append(k)
     # With spans until the end of the step nothing is gained by a later start.
-    ahead = {op: before for before, op in pairwise(ops)}
     if not any(use.frees for use in buckets):
         yield from (GatherParameters(k) for op in ops for k in gathered_for.get(op, ()))
-        ahead = {}
     elif ops:
         yield from map(GatherParameters, gathered_for.get(ops[0], ()))
-    gathers = {before: gathered_for[op] for op, before in ahead.items() if op in gathered_for}
-    due: list[Instruction] = []
+        order = Asks(ops)
+        for k, use in enumerate(buckets):
+            for op, _ in order.of(use):
+                asks[op].append(k)
+    free, sums = list[Instruction](), list[Instruction]()
     for instruction in program:
+        if not isinstance(instruction, Send | StartCollective):
+            yield from free
+            free = []
         if isinstance(instruction, Compute):
-            yield from map(GatherParameters, gathers.get(instruction.op, ()))
+            # Before the sums, which share their link and which no op waits for.
+            yield from map(GatherParameters, asks.get(instruction.op, ()))
             yield from map(WaitParameters, gathered_for.get(instruction.op, ()))
         if not isinstance(instruction, Send | StartCollective):
-            yield from due
-            due = []
+            yield from sums
+            sums = []
         yield instruction
         if isinstance(instruction, Compute):
-            due = [*map(FreeParameters, freed[instruction.op]), *map(ReduceGradients, summed[instruction.op])]
-    yield from due
+            free = [*map(FreeParameters, freed[instruction.op])]
+            sums = [*map(ReduceGradients, summed[instruction.op])]
+    yield from (*free, *sums)
     if summed:
         yield WaitGradients()
 

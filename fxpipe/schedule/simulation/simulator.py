@@ -10,10 +10,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 from fxpipe.errors import DeadlockError
-from fxpipe.schedule.bucket_use import BucketUse, once, per_use
+from fxpipe.schedule.bucket_use import Asks, BucketUse, once, per_use
 from fxpipe.schedule.check import check_whole
 from fxpipe.schedule.costs import Costs
 from fxpipe.schedule.dependencies import (
@@ -222,35 +221,34 @@ class _Exchanges:
         self.spans: list[ExchangeSpan] = []
         self._costs = costs.exchanges
         self._ready: dict[Op, float] = {}  # when the parameters are there that it needs first
-        self._gathers: defaultdict[Op, list[int]] = defaultdict(list)  # by the first op that needs them
+        self._asks: defaultdict[Op, list[tuple[int, Op]]] = defaultdict(list)  # the stage, and who needs it
         self._sums: defaultdict[Op, list[int]] = defaultdict(list)
-        self._next = dict(pairwise(ops))
-        stages = dict.fromkeys(op.stage for op in ops) if costs.exchanges else ()
-        ahead = []
-        for stage in stages:
+        if not costs.exchanges:
+            return
+        asks = Asks(ops)
+        for stage in dict.fromkeys(op.stage for op in ops):
             use = _use(ops, stage, costs.exchanges[stage].per_use)
-            for first, _ in use.spans:
-                self._gathers[first].append(stage)
             for op in use.sums:
                 self._sums[op].append(stage)
-            ahead += [first for first, _ in use.spans if not use.frees or first == ops[0]]
-        for op in ahead:
-            self._gather(op, begin)
+            for first, _ in use.spans:
+                if not use.frees or first == ops[0]:
+                    self._gather(stage, first, begin)
+            for op, first in asks.of(use) if use.frees else ():
+                self._asks[op].append((stage, first))
 
     def begin(self, op: Op, start: float) -> float:
-        """Return when an op begins that could begin at ``start``, and ask for what the next one needs."""
+        """Return when an op begins that could begin at ``start``, and ask for what later ones need."""
         start = max(start, self._ready.get(op, 0.0))
-        if op in self._next:
-            self._gather(self._next[op], start)
+        for stage, first in self._asks.pop(op, ()):
+            self._gather(stage, first, start)
         return start
 
     def end(self, op: Op, end: float) -> None:
         for stage in self._sums.pop(op, ()):
             self._carry("sum", stage, self._costs[stage].sum, end)
 
-    def _gather(self, op: Op, time: float) -> None:
-        for stage in self._gathers.pop(op, ()):
-            self._ready[op] = self._carry("gather", stage, self._costs[stage].gather, time)
+    def _gather(self, stage: int, op: Op, time: float) -> None:
+        self._ready[op] = self._carry("gather", stage, self._costs[stage].gather, time)
 
     def _carry(self, what: str, stage: int, seconds: float, time: float) -> float:
         """Exchange from ``time`` on; return when it is over."""
