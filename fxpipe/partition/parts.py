@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Collection, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import inf
 from typing import Literal
 
@@ -19,7 +19,7 @@ EXCHANGES: Literal["exchanges"] = "exchanges"
 
 PartsOfStage = int | Literal["exchanges"]
 
-_FEW = 0.1  # of the bytes of the largest exchange: for a smaller one no stage is cut
+_MOST = 0.98  # of the bytes of all exchanges: for those that make up the rest no stage is cut
 
 
 def inner_cuts(chain: Chain, cuts: Sequence[int], parts: PartsOfStage) -> tuple[int, ...]:
@@ -41,7 +41,9 @@ def inner_cuts(chain: Chain, cuts: Sequence[int], parts: PartsOfStage) -> tuple[
                     "uneven. Take fewer parts."
                 ) from error
         return tuple(found)
-    least = _FEW * max(chain.exchanges.values(), default=0)
+    sizes = sorted(chain.exchanges.values(), reverse=True)
+    enough = _MOST * sum(sizes)
+    least = next((size for size, so_far in zip(sizes, accumulate(sizes), strict=True) if so_far >= enough), 0)
     wanted = sorted((end, begin) for (begin, end), size in chain.exchanges.items() if size >= least)
     chosen: list[int] = []
 

@@ -124,9 +124,9 @@ class Exchange(torch.autograd.Function):
         return lanes.all_to_all(gradient, 2)
 
 
-def exchanged_twice(x: torch.Tensor) -> torch.Tensor:
-    """The second time a mask, which is too small to cut a stage for."""
-    y = Exchange.apply(x).tanh()
+def exchanged_often(x: torch.Tensor) -> torch.Tensor:
+    """At last a mask, which is too small to cut a stage for."""
+    y = Exchange.apply(Exchange.apply(x).tanh()).tanh()
     return y * lanes.all_to_all(y[:, :1] > 0, 2)
 
 
@@ -179,7 +179,7 @@ CASES = {
     ),
     "untie": Case(Tied, stages=2),
     "split_backward": Case(stages=2),
-    "join_exchanges": Case(lambda: Net(exchanged_twice), options={"parts": "exchanges"}),
+    "join_exchanges": Case(lambda: Net(exchanged_often), options={"parts": "exchanges"}),
     "compute_once": Case(Autocast),
     "sink_cheap_values": Case(Masked, stages=2),
     "merge_equal": Case(lambda: Net(lambda x: x.tanh() * x.tanh())),

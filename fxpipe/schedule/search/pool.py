@@ -37,6 +37,7 @@ _FEWEST, _MOST = 96, 1_536  # draws for a problem
 _BATCH = 32  # draws that are made at a time, before the next are crossed
 _KEPT = 16  # of the best draws, to cross
 _WIDTH, _LAST = 32, 2  # orders that are annealed at first and at last
+_LOOKS = 1000  # at an op, at least, in the first round: with fewer, a narrower pool finds more
 
 _KEY = attrgetter("key")
 
@@ -99,7 +100,9 @@ def find(problems: Sequence[Problem], effort: float | None = None, seed: int = 0
         others = sorted((candidate for drawing in drawings for candidate in drawing[2:]), key=_KEY)
         # A fixed number, so that the work for each does not shrink with the problems.
         pool += others[: max(0, _WIDTH - len(pool))]
-        _halve(pool, best, int((1 - drawn) * work), seed, threads)
+        rounds, each = (_WIDTH // _LAST).bit_length() - 1, _LOOKS * ops / len(able)
+        width = max(1, int((1 - drawn) * work / rounds / each))
+        _halve(sorted(pool, key=_KEY)[:width], best, int((1 - drawn) * work), seed, threads)
     return [best.get(problem) for problem in problems]
 
 
