@@ -37,7 +37,8 @@ _FEWEST, _MOST = 96, 1_536  # draws for a problem
 _BATCH = 32  # draws that are made at a time, before the next are crossed
 _KEPT = 16  # of the best draws, to cross
 _WIDTH, _LAST = 32, 2  # orders that are annealed at first and at last
-_LOOKS = 1000  # at an op, at least, in the first round: with fewer, a narrower pool finds more
+_LOOKS, _ENOUGH = 150, 1_000
+"""At an op in the first round.  If each order of the pool gets fewer, fewer orders get enough each."""
 
 _KEY = attrgetter("key")
 
@@ -100,9 +101,11 @@ def find(problems: Sequence[Problem], effort: float | None = None, seed: int = 0
         others = sorted((candidate for drawing in drawings for candidate in drawing[2:]), key=_KEY)
         # A fixed number, so that the work for each does not shrink with the problems.
         pool += others[: max(0, _WIDTH - len(pool))]
-        rounds, each = (_WIDTH // _LAST).bit_length() - 1, _LOOKS * ops / len(able)
-        width = max(1, int((1 - drawn) * work / rounds / each))
-        _halve(sorted(pool, key=_KEY)[:width], best, int((1 - drawn) * work), seed, threads)
+        work = int((1 - drawn) * work)
+        looks = work / max(1, _rounds(pool) * len(pool)) * len(able) / ops
+        if looks < _LOOKS:
+            pool = sorted(pool, key=_KEY)[: max(1, int(len(pool) * looks / _ENOUGH))]
+        _halve(pool, best, work, seed, threads)
     return [best.get(problem) for problem in problems]
 
 
@@ -202,12 +205,16 @@ def _draw(
     return [candidate for candidate in in_turn if candidate][:_WIDTH]
 
 
+def _rounds(pool: Sequence[Candidate]) -> int:
+    return max(1, (len(pool) // _LAST).bit_length())
+
+
 def _halve(pool: list[Candidate], best: _Best, work: int, seed: int, threads: ThreadPoolExecutor) -> None:
     """Anneal all; the better half continues with twice the work each, until few are left.
 
     An order whose bound is not below the best order has nothing to gain.
     """
-    rounds, number = max(1, (len(pool) // _LAST).bit_length()), 0
+    rounds, number = _rounds(pool), 0
     for _ in range(rounds):
         # An order of a problem whose bound is beaten cannot become the fastest.
         least = min((candidate.seconds for candidate in pool), default=inf)
