@@ -244,12 +244,11 @@ def predicted(models: Mapping[str, Any], group: Mapping[str, Any], run: Mapping[
     with ExitStack() as stack:
         lanes = stack.enter_context(fxpipe.local_lanes(given["lanes"])) if "lanes" in given else None
         with torch.device("meta"):
-            model: nn.Module = Decoder(**shape).bfloat16()
+            model = Decoder(**shape).bfloat16()
             ids = torch.zeros((given["rows"], shape["length"]), dtype=torch.long)
         flops = flops_of_token(shape, in_products(model))
-        model = model if lanes is None else in_lanes(model, lanes)  # type: ignore[arg-type]
         pipe = fxpipe.compile(
-            model, {"tokens": ids, "labels": ids}, loss_fn=loss, costs=given["device"], check=False,
+            model if lanes is None else in_lanes(model, lanes), {"tokens": ids, "labels": ids}, loss_fn=loss, costs=given["device"], check=False,
             split_points=cut_of(shape["layers"], given), **options,
         )  # fmt: skip
     timeline = pipe.simulate()
