@@ -247,10 +247,9 @@ def predicted(models: Mapping[str, Any], group: Mapping[str, Any], run: Mapping[
             model = Decoder(**shape).bfloat16()
             ids = torch.zeros((given["rows"], shape["length"]), dtype=torch.long)
         flops = flops_of_token(shape, in_products(model))
-        pipe = fxpipe.compile(
-            model if lanes is None else in_lanes(model, lanes), {"tokens": ids, "labels": ids}, loss_fn=loss, costs=given["device"], check=False,
-            split_points=cut_of(shape["layers"], given), **options,
-        )  # fmt: skip
+        options |= {"costs": given["device"], "split_points": cut_of(shape["layers"], given), "check": False}
+        made, example = model if lanes is None else in_lanes(model, lanes), {"tokens": ids, "labels": ids}
+        pipe = fxpipe.compile(made, example, loss_fn=loss, **options)
     timeline = pipe.simulate()
     peaks = [rank.peak for rank in rank_memory(pipe.plan, timeline.peak_memory)]
     memory = max(timeline.peak_memory if given.get("activations") else peaks)
