@@ -168,7 +168,11 @@ def _traced(
         put_back(step.pairs)
 
         as_written = compat.plain_kernels(), compat.modules_without_code(), compat.uncompiled()
-        checkpoints = compat.checkpoints_that_end(), recorded_checkpoints(step.provenance)
+        checkpoints = (
+            compat.checkpoints_that_end(),
+            compat.selective_checkpoints(),
+            recorded_checkpoints(step.provenance),
+        )
         with contextlib.ExitStack() as stack:
             stack.callback(step.constants.detach)
             for context in (flag(), *checkpoints, *as_written, compat.without_log(), mode):

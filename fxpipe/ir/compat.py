@@ -355,6 +355,20 @@ def without_log() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def selective_checkpoints() -> Iterator[None]:
+    """Let the policy of a selective activation checkpointing decide what is saved, as in eager.
+
+    In a trace torch saves all and marks the nodes, for a compiler that recomputes by marks.
+    """
+    before = checkpoint._is_compiling
+    checkpoint._is_compiling = lambda *_: False
+    try:
+        yield
+    finally:
+        checkpoint._is_compiling = before
+
+
+@contextlib.contextmanager
 def checkpoints_that_end() -> Iterator[None]:
     """End the activation checkpointing in which an error occurs.
 

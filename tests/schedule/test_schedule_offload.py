@@ -23,9 +23,9 @@ from fxpipe.schedule.offload.planner import (
     with_link,
 )
 from fxpipe.schedule.ops import PHASES, Color, Direction, Phase, Transfer
-from fxpipe.schedule.problem import Problem
+from fxpipe.schedule.problem import Problem, per_rank
 from fxpipe.schedule.search.auto import search
-from fxpipe.schedule.search.build import build
+from fxpipe.schedule.search.build import build, schedule_of
 from fxpipe.schedule.simulation.simulator import simulate
 from fxpipe.schedule.simulation.timeline import Timeline
 
@@ -313,3 +313,15 @@ def test_what_an_op_makes_and_what_the_next_one_takes_are_live_together(name, ra
     moved = offload(without, FULL).timeline
     assert all(moved.transfers)
     assert moved.peak_memory == pytest.approx(without.peak_memory, abs=1e-4)
+
+
+def test_staggered_holds_less_on_a_slow_link():
+    """Early chunks that ran ahead would wait for the link, where they take memory."""
+    costs = chain([StageCost(1 / 8, 1 / 8, 1 / 8, 1 / 8, 1 / 16)] * 64, 0.0025)
+    peaks = []
+    for k in (0.1, 0.5):
+        linked = with_link(costs, k)
+        problem = Problem(8, 24, 8, "plain", linked, per_rank(None, 8))
+        timeline = simulate(schedule_of("staggered", problem), linked)
+        peaks.append(max(offload(timeline, 0.5).timeline.peak_memory))
+    assert peaks == [2.5, 3.25]
