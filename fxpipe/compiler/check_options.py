@@ -10,7 +10,6 @@ from fxpipe.compiler.passes import PASS_NAMES
 from fxpipe.cost.known_devices import device_names, is_device_name
 from fxpipe.errors import OptionError, at_least_one, number_of, one_of, suggested
 from fxpipe.partition.parts import EXCHANGES
-from fxpipe.plan.lanes import LanePlan
 from fxpipe.plan.rewrites import ASKED, RULES
 from fxpipe.plan.step import Tier
 from fxpipe.plan.tensors import GRAD_DTYPES
@@ -58,15 +57,6 @@ def check(options: Settings) -> None:
         _check_whole(options, options.schedule)
     elif options.schedule not in (AUTO, *FAMILIES):
         raise OptionError(unknown_schedule(options.schedule))
-
-
-def check_lanes(options: Settings, lanes: LanePlan) -> None:
-    """Raise OptionError for an option that a model with DTensors cannot have."""
-    if lanes.number > 1 and options.vocab_parallel is not False:
-        raise OptionError(
-            "The model has DTensors, which do not go with vocab_parallel: lanes share the vocabulary if the "
-            "plan of parallelize_module does. Leave it out."
-        )
 
 
 def _check_numbers(options: Settings) -> None:

@@ -28,7 +28,6 @@ from fxpipe.capture.trace import Captured, capture
 from fxpipe.capture.underflow import warn_of_float16
 from fxpipe.codegen.expressions import length_variables
 from fxpipe.compiler.candidates import Candidates, candidates
-from fxpipe.compiler.check_options import check_lanes
 from fxpipe.compiler.choose import Chosen, Costing, choose, with_uses
 from fxpipe.compiler.compilation import Compilation
 from fxpipe.compiler.cut import Cuts, Stages
@@ -85,7 +84,8 @@ class CapturedStep:
     @property
     def graphs(self) -> StepGraphs:
         lengths = self.lengths.traces if isinstance(self.lengths, LengthTraces) else None
-        return StepGraphs(self.captured.graph, self.resized, lengths=lengths)
+        shares = frozenset(self.captured.lanes.shards)
+        return StepGraphs(self.captured.graph, self.resized, lengths=lengths, shares=shares)
 
 
 def capture_step(request: Compilation, phase: Phases) -> CapturedStep:
@@ -100,7 +100,6 @@ def capture_step(request: Compilation, phase: Phases) -> CapturedStep:
         else:
             step = _captured_at_sizes(request, named_lengths(example, options.dimensions))
         check_unshared(dict(batch_leaves(example)), step.captured.written, options.mesh.microbatches)
-        check_lanes(options, step.captured.lanes)
         warn_of_float16(step.captured.graph)
     return step
 

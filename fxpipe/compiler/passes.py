@@ -134,7 +134,7 @@ class StepGraphs:
     ``uncut``: what it has in common with all copies that are cut.  ``cut``: the forward, if it was cut by its
     costs.  ``offloaded``, ``joined``: known for the chosen cut alone: see ``Offloaded`` and
     ``join_backward``.  ``rewrites``: rules that gave it other kernels.  ``parts``: of each of the model's
-    stages, if they were cut into parts.
+    stages, if they were cut into parts.  ``shares``: the tensors of which each lane has a share.
     """
 
     graph: fx.Graph
@@ -147,6 +147,7 @@ class StepGraphs:
     rewrites: tuple[Rewrite, ...] = ()
     lengths: ResizedTraces | None = None
     parts: Parts = ()
+    shares: frozenset[str] = frozenset()
 
     @property
     def graphs(self) -> tuple[fx.Graph, ...]:
@@ -211,7 +212,8 @@ def _of_graphs(rewrite: Callable[[fx.Graph], None]) -> Pass:
 def _split_vocabulary(step: StepGraphs, options: CutOptions) -> None:
     if options.barriers is not None:
         # The traces at other sizes are split alike, so all have the same stages.
-        vocabularies = [split_vocabulary(graph, options.ranks, options.barriers) for graph in step.graphs]
+        how = options.ranks, options.barriers, step.shares
+        vocabularies = [split_vocabulary(graph, *how) for graph in step.graphs]
         step.vocabulary = vocabularies[0]
 
 

@@ -14,6 +14,8 @@ such tables are spread over vocabulary stages before them.  (Vocabulary parallel
 
 from __future__ import annotations
 
+from collections.abc import Set
+
 import torch
 from torch import fx
 
@@ -37,13 +39,22 @@ _UNIT = 64  # rows of a shard are a multiple of it where the table is large: mat
 _EVEN = 0.01  # by how much a shard may be larger than the mean
 
 
-def split_vocabulary(graph: fx.Graph, ranks: int, barriers: int) -> Vocabulary:
+def split_vocabulary(
+    graph: fx.Graph, ranks: int, barriers: int, shares: Set[str] = frozenset()
+) -> Vocabulary:
     """Rewrite a captured step.  The colors of output shards have negative stages, counted from the last one,
     which ``partition`` replaces.
 
+    shares: the tensors of which each lane of a rank has a share.
     Raises VocabularyError if there is no vocabulary layer, or one that cannot be split.
     """
     layers = find_layers(graph)
+    if both := shares & {table.meta["input"].name for table in layers.tables}:
+        raise VocabularyError(
+            "A vocabulary is split once: over ranks by vocab_parallel, or over lanes by the plan of "
+            f"parallelize_module, as this one is ({', '.join(sorted(both))}). Take its module out of the "
+            "plan, or leave out vocab_parallel."
+        )
     bounds = shard_bounds(layers.size, ranks)
     embedding_shards = ranks if layers.lookups else 0
     parts = [

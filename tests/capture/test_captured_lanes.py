@@ -23,7 +23,7 @@ import fxpipe.cost.profile
 from fxpipe.cost.describe import described_here
 from fxpipe.cost.known_devices import device_named
 from fxpipe.cost.nodes import node_cost
-from fxpipe.errors import CaptureError, OptionError, RunError
+from fxpipe.errors import CaptureError, RunError
 from fxpipe.ir.ops import is_between_lanes
 from fxpipe.ir.storage import call_nodes
 from fxpipe.runtime.torch_private import fake_store
@@ -189,11 +189,6 @@ def test_placements_and_meshes_that_lanes_do_not_have(mesh):
     model = parallelize_module(Net(), mesh, PLAN)
     model.norm.weight = nn.Parameter(distribute_tensor(model.norm.weight.detach(), two["b"], [Replicate()]))
     refused(model, "'up.weight' and 'norm.weight' are DTensors on two meshes")
-
-
-def test_a_vocabulary_is_not_split_over_ranks_and_lanes(mesh):
-    message = "do not go with vocab_parallel: .*Leave it out"
-    refused(parallelize_module(Net(), mesh, PLAN), message, OptionError, vocab_parallel=True)
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from zoo import captured_once, relative_error, too_far
 
 import fxpipe
+from fxpipe.errors import VocabularyError
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("double")]
 LIMIT = 1e-12
@@ -48,6 +49,12 @@ def test_every_family_equals_eager():
     with captured_once("lanes"):
         for schedule in ("1f1b", "interleaved", "zb-h1", "zb-v"):
             check_against_eager(compiled("columns and rows", schedule=schedule))
+
+
+def test_ranks_share_a_vocabulary_that_lanes_do_not():
+    check_against_eager(compiled("columns and rows", vocab_parallel="1-barrier", schedule="1f1b"))
+    with pytest.raises(VocabularyError, match=r"A vocabulary is split once.*embedding\.weight"):
+        compiled("embedding by columns", vocab_parallel=True)
 
 
 def test_three_lanes_share_what_three_divides():
