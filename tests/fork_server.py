@@ -19,14 +19,19 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from unittest import mock
 
-#: What a rank imports to compile, train and end, and what files of tests import beside that; the last one
-#: compiles, trains and writes as ranks do.
+#: What a rank imports to compile, train and end, and what files of tests import beside that, such as parts of
+#: transformers that it loads on first use; the last one compiles, trains and writes as ranks do.  Lightning
+#: is not among them: it reads its rank as it is imported.
 PRELOADED = [
     "fxpipe.compiler.compile",
     "fxpipe.api.checkpointer",
     "torch._dynamo",
     "torch.distributed.elastic.multiprocessing.api",
     "models",
+    "transformers.models.llama.modeling_llama",
+    "transformers.trainer",
+    "torchmetrics",
+    "graphviz",
     "hypothesis",
     "first_step",
 ]

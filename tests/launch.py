@@ -19,6 +19,7 @@ from unittest import mock
 
 import fork_server
 import torch
+import trials
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
@@ -135,6 +136,7 @@ def _in_rank(dtype: torch.dtype, function: Callable[..., int | None], *arguments
     """The function, and what an interpreter does at its end and multiprocessing does not."""
     torch.set_num_threads(1)
     torch.set_default_dtype(dtype)
+    trials.made_once()
     try:
         if code := function(*arguments):
             sys.exit(code)
