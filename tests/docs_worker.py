@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import re
 import runpy
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from small_samples import make_samples_small
@@ -149,13 +151,7 @@ def run(pages: Iterable[str], local: bool | None = None, **defaults: Any) -> Non
 
     defaults: of ``compile``, instead of its own.
     """
-    whole: Callable[..., fxpipe.Pipeline] = fxpipe.compile
-
-    def compiled(*given: Any, **options: Any) -> fxpipe.Pipeline:
-        return whole(*given, **{"effort": EFFORT} | defaults | options)
-
-    fxpipe.compile = compiled
-    try:
+    with _compiled_with(defaults):
         known: dict[str, Any] = {}
         for page in pages:
             known |= names()
@@ -165,14 +161,24 @@ def run(pages: Iterable[str], local: bool | None = None, **defaults: Any) -> Non
                     known["model"] = Model()
                 exec(compile(block, page, "exec"), known)
                 print("ran", block.splitlines()[0])
-    finally:
-        fxpipe.compile = whole
+
+
+@contextlib.contextmanager
+def _compiled_with(defaults: Mapping[str, Any]) -> Iterator[None]:
+    """Within, ``compile`` has these defaults, and little effort for searches."""
+    whole: Callable[..., fxpipe.Pipeline] = fxpipe.compile
+
+    def compiled(*given: Any, **options: Any) -> fxpipe.Pipeline:
+        return whole(*given, **{"effort": EFFORT, **defaults, **options})
+
+    with mock.patch.object(fxpipe, "compile", compiled):
+        yield
 
 
 def run_on_ranks(pages: Sequence[str], calls: Sequence[Sequence[str]], directory: str) -> None:
     """What each rank of torchrun does: the pages' Python, then each call, the arguments behind ``fxpipe``."""
     os.chdir(directory)
-    run(pages, local=False, check=False)
+    run(pages, local=False, schedule="1f1b", check=False)
     make_samples_small()
     for call in calls:
         code = main(fewer(call))
@@ -217,4 +223,5 @@ def run_scripts(directory: str) -> None:
         path = Path(directory) / f"{os.environ['RANK']}train{number}.py"
         path.write_text(text)
         sys.argv = [str(path)]
-        runpy.run_path(str(path), run_name="__main__")
+        with _compiled_with({}):
+            runpy.run_path(str(path), run_name="__main__")

@@ -50,7 +50,9 @@ def rows_of(key: str, option: str) -> list[Row]:
 
 
 #: Of models that other tests have as well.
-VARIATIONS = ("transformers/resnet", "torch.nn/LSTM", "torch examples/dcgan")
+VARIATIONS = (
+    "transformers/gpt2", "transformers/resnet", "transformers/doge", "torch.nn/LSTM", "torch examples/dcgan"
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(

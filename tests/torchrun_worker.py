@@ -69,6 +69,8 @@ SAME_BITS: dict[int, dict[str, tuple[Case, Shape]]] = {
         "offload, V": (CASES["transformer_layer"], Shape(4, "zb-v", offload=True)),
     },
 }
+#: Those whose way another one of as many ranks shows, or one of ``ADDED`` and ``TRAINED_SHAPES``.
+VARIATIONS = {2: ("tied", "vocabulary"), 4: ("vocabulary, V", "tied, V", "interleaved", "offload, V")}
 #: Gradients of several steps add up, until they are zeroed.
 ADDED = {
     "plain": (Case(Chain, numbers), Shape(2, "zb-h1", check=False)),
@@ -132,9 +134,15 @@ def after_step(pipe: fxpipe.Pipeline, loss: torch.Tensor) -> dict[str, torch.Ten
 # -- the same bits ----------------------------------------------------------------------------------------
 
 
-def same_bits(rank: Rank) -> None:
+def names_of(ranks: int, variations: bool = False) -> list[str]:
+    return [name for name in SAME_BITS[ranks] if (name in VARIATIONS[ranks]) == variations]
+
+
+def same_bits(rank: Rank, variations: bool = False) -> None:
     """Each case, saved for the test to run in one process, and two steps with the same weights."""
-    for name, (case, shape) in SAME_BITS[int(os.environ["WORLD_SIZE"])].items():
+    ranks = int(os.environ["WORLD_SIZE"])
+    for name in names_of(ranks, variations):
+        case, shape = SAME_BITS[ranks][name]
         _, pipe = built_and_compiled(case, MICROBATCHES, replace(shape, check=False))
         assert bool(pipe.plan.transfers) == bool(shape.offload)
         pipe.save(rank.directory / f"{name} saved")
@@ -142,6 +150,10 @@ def same_bits(rank: Rank) -> None:
             for held in pipe.plan.tensors[rank.number].parameters:
                 pipe.parameter(held).grad = None
             rank.tensors(f"{name} {step}", after_step(pipe, pipe.step(case.data(MICROBATCHES))))
+
+
+def same_bits_of_variations(rank: Rank) -> None:
+    same_bits(rank, variations=True)
 
 
 def sums(rank: Rank) -> None:

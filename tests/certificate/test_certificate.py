@@ -17,6 +17,7 @@ import fxpipe
 import fxpipe.ir.liveness
 from fxpipe.certificate.check import check, check_artifact
 from fxpipe.certificate.problems import Certificate, Line
+from fxpipe.certificate.programs import evaluate
 from fxpipe.certificate.reference import reference_of
 from fxpipe.certificate.terms.difference import difference
 from fxpipe.certificate.terms.identities import RULES
@@ -1020,13 +1021,15 @@ def test_lines_outside_of_the_grammar_are_told_together():
     assert [each.text.rpartition(" ")[2] for each in found] == ["with", "while"] * 2
 
 
-def test_no_program_runs_without_an_end():
-    _, found = problems("tied_head", 0, r"^    return rt", r"    for i in range(10000000): pass\n\g<0>")
-    assert re.search("has loops of 1000001 rounds, and 1000000 are the most", found[0])
+def test_no_program_runs_without_an_end(monkeypatch):
+    assert evaluate.MOST_ROUNDS == 1_000_000
+    monkeypatch.setattr(evaluate, "MOST_ROUNDS", 1_000)
+    _, found = problems("tied_head", 0, r"^    return rt", r"    for i in range(10000): pass\n\g<0>")
+    assert re.search("has loops of 1001 rounds, and 1000 are the most", found[0])
     _, found = problems(
         "tied_head", 0, r"^(    return rt)", r"    a = [1]\n    for i in a: a.append(i)\n\g<0>"
     )
-    assert re.search("has loops of 1000001 rounds", found[0])
+    assert re.search("has loops of 1001 rounds", found[0])
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from fxpipe.viz.frontier_picture import FrontierPoint, frontier, frontier_svg
 pytestmark = pytest.mark.slow
 
 SETTING = ["compare", "--ranks", "4", "--microbatches", "6", "--forward", "1", "--backward-input", "1.2"]
-SETTING += ["--backward-weight", "0.6"]
+SETTING += ["--backward-weight", "0.6", "--effort", "0.1"]
 
 
 def compared(capsys, *more: str) -> dict[str, dict]:
@@ -44,7 +44,7 @@ def test_limits(capsys):
 
 def test_many_steps(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
-    asked = ["--stages-per-rank", "1", "--update", "1", "--verdict", "0.1", "--effort", "0.1"]
+    asked = ["--stages-per-rank", "1", "--update", "1", "--verdict", "0.1"]
     post = compared(capsys, *asked, "--validation", "post")
     barrier = compared(capsys, *asked, "--validation", "barrier")
     periods = [own["period"] for own in post.values() if "period" in own]

@@ -66,9 +66,10 @@ def one_message(texts: list[str]) -> str:
 # -- the same bits ----------------------------------------------------------------------------------------
 
 
-def check_bits(ranks: int, directory: Path) -> None:
+def check_bits(ranks: int, directory: Path, variations: bool = False) -> None:
     """Loss on every rank, gradients and buffers of two steps; a weight held by several ranks on each."""
-    for name, (case, _) in worker.SAME_BITS[ranks].items():
+    for name in worker.names_of(ranks, variations):
+        case, _ = worker.SAME_BITS[ranks][name]
         pipe = fxpipe.load(directory / f"{name} saved")
         for step in (0, 1):
             result = pipe.run_local(case.data(MICROBATCHES), step=step)
@@ -93,6 +94,14 @@ def test_the_same_bits_as_in_one_process_on_four_ranks(tmp_path):
     run = start(worker.same_bits, 4, tmp_path)
     assert run.code == 0, run
     check_bits(4, tmp_path)
+
+
+@pytest.mark.variation
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_same_bits_in_other_settings(ranks, tmp_path):
+    run = start(worker.same_bits_of_variations, ranks, tmp_path)
+    assert run.code == 0, run
+    check_bits(ranks, tmp_path, variations=True)
 
 
 @pytest.mark.usefixtures("double")

@@ -46,7 +46,7 @@ def programs_of(name, ranks, microbatches):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "size",
-    [pytest.param(k, id=str(each), marks=[pytest.mark.variation] * (k < 2)) for k, each in enumerate(SIZES)],
+    [pytest.param(k, id=str(each), marks=[pytest.mark.variation] * (k < 3)) for k, each in enumerate(SIZES)],
 )
 def test_every_family_and_placement_ends_without_races(size):
     """Of every second one another choice of what else there is; ``executions_campaign.py`` runs all."""

@@ -73,7 +73,7 @@ def test_programs_hold_the_length_as_a_name(pipe):
 @pytest.mark.parametrize(
     "options",
     [
-        {"schedule": "zb-v", "recompute": "full"},
+        pytest.param({"schedule": "zb-v", "recompute": "full"}, marks=pytest.mark.variation),
         {"schedule": "zb-h1", "microbatches": 4, "offload": True},
         {"replicas": 2, "shard": "gradients"},
         {"schedule": "zb", "validation": "post"},

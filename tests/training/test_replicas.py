@@ -25,7 +25,10 @@ PROCESSES = RANKS * REPLICAS
 
 
 #: Each of their options is another case's as well.
-VARIATIONS = ("optimizer", "counts, parameters", "undivided, parameters", "half")
+VARIATIONS = (
+    "optimizer", "gradients", "parameters", "counts, optimizer", "counts, parameters",
+    "undivided, parameters", "half",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
