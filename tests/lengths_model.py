@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import nn
 from torch.nn import functional as F
+from zoo import captured_once
 
 import fxpipe
 
@@ -41,7 +42,7 @@ class Words(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed, self.positions = nn.Embedding(WORDS, WIDTH), nn.Embedding(32, WIDTH)
-        self.blocks = nn.ModuleList([Block() for _ in range(3)])
+        self.blocks = nn.ModuleList([Block() for _ in range(2)])
         self.head = nn.Linear(WIDTH, WORDS)
 
     def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -64,7 +65,10 @@ def microbatch(length: int, rows: int = 2) -> dict[str, torch.Tensor]:
 def words(**options: object) -> fxpipe.Pipeline:
     torch.manual_seed(0)
     given = {"ranks": 2, "microbatches": MICROBATCHES, "schedule": "1f1b", "dimensions": {"sequence": LENGTH}}
-    return fxpipe.compile(Words(), microbatch(LENGTH), **given | options)
+    options = given | options
+    asked = options["microbatches"], options["dimensions"] is None, str(options.get("outputs"))
+    with captured_once("words of lengths", *asked):
+        return fxpipe.compile(Words(), microbatch(LENGTH), **options)
 
 
 def counted(microbatches: Sequence[dict[str, torch.Tensor]]) -> list[torch.Tensor]:

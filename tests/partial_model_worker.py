@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torchrun_worker import Rank
+from zoo import captured_once
 
 import fxpipe
 
@@ -77,7 +78,8 @@ class Script:
         self.whole = words()
         options = {**SHAPE, "ranks": 2, **options}
         rows = ROWS // (options["microbatches"] * options.get("replicas", 1))
-        self.pipe = fxpipe.compile(self.model, rows_of(self.whole, 0, rows), **options)
+        with captured_once(kind, options["microbatches"], rows):
+            self.pipe = fxpipe.compile(self.model, rows_of(self.whole, 0, rows), **options)
         begin = 2 * self.pipe.replica if self.pipe.replicas > 1 else 0
         self.batch = rows_of(self.whole, begin, begin + ROWS // self.pipe.replicas)
         self.optimizer = self.pipe.optimizer(torch.optim.Adam, lr=0.05)

@@ -14,6 +14,7 @@ from marks import slow_except
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from zoo import captured_once
 
 import fxpipe
 from fxpipe.api.rank_tensors import held_of
@@ -88,7 +89,12 @@ BATCH = {"x": TOKENS, "y": TOKENS + 1}
 
 def compiled(model, ranks=1, **options):
     options = {"schedule": "1f1b", "check": False, **options}
-    return fxpipe.compile(model, {n: t[:1] for n, t in BATCH.items()}, ranks=ranks, microbatches=2, **options)
+    tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
+    own = [(name, type(t), t.shape, t.dtype, t.device.type, t.requires_grad) for name, t in tensors]
+    with captured_once(type(model), len([*model.parameters()]), *own):
+        return fxpipe.compile(
+            model, {n: t[:1] for n, t in BATCH.items()}, ranks=ranks, microbatches=2, **options
+        )
 
 
 def on_meta(**options):
