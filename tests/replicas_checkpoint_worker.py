@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -102,15 +103,18 @@ def train(pipe: fxpipe.Pipeline, directory: Path, resume: Path | None = None, ow
         save_file(losses, directory / "losses")
 
 
-def run(directory: Path) -> None:
-    """Runs without interruption, of each level; their other halves, of loaded pipelines; other meshes."""
+def run(directory: Path, goes_on: Sequence[str | None]) -> None:
+    """Runs without interruption, of each level; their other halves, of loaded pipelines; other meshes.
+
+    goes_on: the levels whose other half has the same level.
+    """
     for shard in SHARDS:
         pipe = compiled(RANKS, REPLICAS, shard)
         pipe.save(directory / f"pipe {shard}")
         train(pipe, directory / f"{shard}", own=shard is None)
         check_exports(pipe, directory / f"export {shard}")
     for shard, earlier in zip(SHARDS, (*SHARDS[1:], SHARDS[0]), strict=True):
-        for of in (shard, earlier):
+        for of in (shard, earlier) if shard in goes_on else (earlier,):
             pipe = fxpipe.load(directory / f"pipe {shard}")
             assert shard != "parameters" or abs(bytes_held(pipe) / whole_bytes(pipe) - 1 / REPLICAS) < 0.01
             train(pipe, directory / f"{shard} of {of}", directory / f"{of}" / "half", of is None)

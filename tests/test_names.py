@@ -36,7 +36,7 @@ from fxpipe.viz import labels
 from fxpipe.viz.explanation import explain
 from fxpipe.viz.frontier_picture import FrontierPoint, frontier_svg
 
-EXAMPLES = int(os.environ.get("NAMES_EXAMPLES", "4"))
+EXAMPLES = int(os.environ.get("NAMES_EXAMPLES", "3"))
 
 CODE = "setattr(__import__('builtins'), 'fxpipe_canary', True)"
 ALPHABETS = "_ __ ① ² ª ﬁ é 名前 مرحبا 😀 👩\u200d💻 a\u0301 \u202eabc \ufeff"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Hashable, Sequence
 from typing import Any
 
@@ -11,7 +12,8 @@ from fxpipe.training.optimizer.optimizer_trial import Table
 
 
 def made_once() -> None:
-    """From now on this process tries groups once that have the same classes, options and tables."""
+    """From now on the first rank alone tries groups, and once those that have the same classes, options and
+    tables.  All ranks would find the same."""
     check = make_optimizer.check_groups
     passed: dict[Hashable, object] = {}
 
@@ -20,7 +22,7 @@ def made_once() -> None:
     ) -> None:
         of_groups = [(each.cls, repr((each.defaults, each.options))) for each in groups]
         key = (*of_groups, *map(frozenset[Any], kinds), *others, *asked.items())
-        if key not in passed:
+        if key not in passed and os.environ["RANK"] == "0":
             check(groups, kinds, *others, **asked)  # type: ignore[arg-type]
             passed[key] = groups  # what is kept has its address, which some texts have, to itself
 

@@ -62,7 +62,7 @@ def problems(draw, names=tuple(FAMILIES), limited=False) -> tuple[Schedule, Cost
     return schedule, costs, limit
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(problems())
 def test_any_schedule(problem):
     schedule, costs, _ = problem
@@ -98,7 +98,7 @@ FIXED = tuple(name for name, family in FAMILIES.items() if not family.is_searche
 SEARCHED = tuple(name for name, family in FAMILIES.items() if family.is_searched)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(problems(FIXED))
 def test_memory_stays_within_what_the_family_claims(problem):
     schedule, costs, _ = problem
@@ -125,7 +125,7 @@ def test_memory_stays_within_what_the_family_claims(problem):
         assert not steps or abs(steps[-1][1]) < 1e-9
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=26, deadline=None)
 @given(problems(SEARCHED, limited=True))
 def test_searched_families_keep_any_limit(problem):
     schedule, costs, limit = problem
@@ -163,7 +163,7 @@ def check_programs(schedule: Schedule, costs: Costs) -> None:
         assert sent == {Message(e, j) for e in crossing for color, j in done if e.source == color}
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.integers(1, 8), st.integers(1, 20), st.sampled_from(["1f1b", "zb-h1"]))
 def test_receive_buffers_live_for_two_ops_at_most_in_a_plain_chain(ranks, microbatches, name):
     costs = chain([StageCost(1, 1, 1)] * ranks)
@@ -226,7 +226,7 @@ def with_lookups(
     return Costs((*(StageCost(0.05, 0, 0.05, saved, saved),) * ranks, *costs.stages), tuple(edges))
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=13, deadline=None)
 @given(problems_with_vocabulary())
 def test_vocabulary_stages_are_inserted_into_every_family(problem):
     """Whole, not below the bound, within memory, and proved to end with its exchanges."""

@@ -241,7 +241,7 @@ def words(loss: Callable[[torch.Tensor, torch.Tensor], Any], **options: Any) -> 
 
 
 @pytest.mark.parametrize("barriers", with_variations(["1-barrier", "2-barrier"], ["2-barrier"]))
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", with_variations(FORMS, ("mean", "smoothed", "temperature")))
 def test_forms_of_the_loss(form: str, barriers: str) -> None:
     case = words(FORMS[form])
     agrees(case, spread(case, 2, "1f1b", barriers), 1e-10)

@@ -22,7 +22,7 @@ from torch import nn
 import fxpipe
 
 WIDTH = 6
-EXAMPLES = int(os.environ.get("FXPIPE_EXAMPLES", "14"))
+EXAMPLES = int(os.environ.get("FXPIPE_EXAMPLES", "10"))
 
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("double")]
