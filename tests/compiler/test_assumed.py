@@ -10,6 +10,7 @@ import torch
 from assumed_worker import LENGTH, MICROBATCHES, PADDED, RATE, Decoder, batch_of, compiled
 from equality import eager_step
 from launch import forked
+from marks import with_variations
 from safetensors.torch import load_file
 from zoo import relative_error, too_far
 
@@ -53,7 +54,7 @@ def assert_as_eager(pipe: fxpipe.Pipeline, padded: bool) -> None:
     assert too_far(result.grads, gradients) == {}
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", with_variations(SHAPES, ["V, split backward"]))
 def test_each_batch_is_run_by_its_programs(
     shape: str, ran: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:

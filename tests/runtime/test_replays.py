@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 from launch import forked
+from marks import with_variations
 from tape import Tape
 from torch import nn
 from torch.nn import functional as F
@@ -127,7 +128,7 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("setting", with_variations(SETTINGS, ["1f1b"]))
 def test_replays_give_the_bits_of_the_ops(setting, monkeypatch):
     monkeypatch.setattr(local_runner, "open_store", lambda tier, size, *_: Memory(size))
     model, options = words(), SETTINGS[setting]

@@ -9,6 +9,7 @@ import pytest
 import torch
 from lanes_worker import HALF, MESHES, PROCESSES, STEPS, WITHOUT_LANES
 from launch import forked
+from marks import with_variations
 from safetensors.torch import load_file
 from zoo import relative_error
 
@@ -21,9 +22,11 @@ Values = dict[str, torch.Tensor]
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory) -> Path:
+def directory(request, tmp_path_factory) -> Path:
     directory = tmp_path_factory.mktemp("lanes")
-    run = forked(PROCESSES, worker.run, directory, dtype=torch.float64, logs=directory / "logs")
+    here = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    meshes = {item.callspec.params["name"] for item in here} | {WITHOUT_LANES}
+    run = forked(PROCESSES, worker.run, directory, meshes, dtype=torch.float64, logs=directory / "logs")
     assert run.code == 0, run
     return directory
 
@@ -68,7 +71,11 @@ def measured(directory: Path) -> Values:
     return first
 
 
-@pytest.mark.parametrize("name", ["whole", *(name for name in MESHES if name != "1 x 2 x 2")])
+#: With divided rows, the optimizer is divided as well.
+@pytest.mark.parametrize(
+    "name",
+    with_variations(["whole", *(name for name in MESHES if name != "1 x 2 x 2")], ["2 x 1 x 2"]),
+)
 def test_each_mesh_trains_as_eager_and_counts_each_share_once_in_the_norm(directory, eager, name):
     found = values(directory / name)
     assert found.keys() == {key for key in eager if not key.startswith(("loss ", "norm ", "evaluated"))}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from equality import eager_step
+from marks import with_variations
 from tensor_parallel import PLANS, Words, batch, parallelized
 from torch import nn
 from torch.distributed.tensor import Replicate, distribute_tensor
@@ -40,7 +41,11 @@ def check_against_eager(pipe: fxpipe.Pipeline, microbatches: int = 3) -> None:
     assert too_far(found.grads, grads, LIMIT) == {}
 
 
-@pytest.mark.parametrize("plan", [name for name in PLANS if name != "columns and rows"])
+#: The plan "vocabulary" divides the embedding as well; tests below have columns and rows.
+VARIATIONS = ("columns and rows", "embedding by columns")
+
+
+@pytest.mark.parametrize("plan", with_variations(PLANS, VARIATIONS))
 def test_each_plan_of_torch_equals_eager(plan):
     check_against_eager(compiled(plan))
 
