@@ -15,6 +15,7 @@ from fxpipe.cost.fusion import kernels_of
 from fxpipe.cost.kinds import kind_of
 from fxpipe.cost.nodes import NodeSeconds, bytes_moved, is_free, sent_between_lanes
 from fxpipe.cost.polynomials import Polynomial, Sizes
+from fxpipe.ir.builder import node_arg
 from fxpipe.ir.liveness import Liveness
 from fxpipe.ir.ops import BEGIN_EXCHANGES, node_flops
 from fxpipe.ir.resized import ResizedTraces
@@ -81,9 +82,12 @@ def section_costs(
         moved = size(values)
         ends = placement[edge.source.stage], placement[edge.target.stage]
         link = cluster.devices[ends[0]].intra
-        sent = (sent_between_lanes(node) for node in values if node.target in BEGIN_EXCHANGES)
-        exchange = sum(map(link.seconds, sent))
-        edges.append(Edge(edge.source, edge.target, moved, *cluster.message_seconds(moved, *ends), exchange))
+        begun = [node for node in values if node.target in BEGIN_EXCHANGES]
+        exchange = sum(link.seconds(sent_between_lanes(node)) for node in begun)
+        message = cluster.message_seconds(moved, *ends)
+        # What lanes send is there until it has arrived, beside what they receive.
+        moved += size(node_arg(node, 0) for node in begun)
+        edges.append(Edge(edge.source, edge.target, moved, *message, exchange))
     return Costs(tuple(stages), tuple(edges), ranks_per_machine=ranks_per_machine)
 
 
