@@ -91,14 +91,19 @@ def _waits(
             for section, delay in table[op.kind][op.stage]:
                 home, at, giver = origins[section, op.microbatch]
                 arrived = giver.end + delay * with_delays
-                if arrived > wait.over:  # of another rank: its own ops were over before
+                if (
+                    arrived > wait.over
+                ):  # of another rank, or exchanged between lanes: else it was over before
                     wait = IdleWait(Cause.MESSAGE, home, at, giver.end, arrived)
             for over, transfer in due.get(position, ()):
                 if over > wait.over:
                     wait = IdleWait(Cause.TRANSFER, rank, -1, over, over, transfer)
             # Nothing else makes an op of the simulator wait.
             if with_delays and start > wait.over + _EPSILON * timeline.seconds:
-                wait = IdleWait(Cause.EXCHANGE, rank, -1, start, start)
+                if wait.cause is Cause.MESSAGE and wait.rank == rank:  # behind other exchanges of the lanes
+                    wait = wait._replace(over=start)
+                else:
+                    wait = IdleWait(Cause.EXCHANGE, rank, -1, start, start)
             rank_waits.append(wait)
             free = end
         by_rank.append(tuple(rank_waits))

@@ -138,6 +138,9 @@ class App {
       this.model.predicted.data.exchanges.some((x) => x.length)
         ? el("span", { class: "key" }, swatch("exchange"), "exchange with the other replicas")
         : null,
+      this.model.predicted.data.lane_exchanges.some((x) => x.length)
+        ? el("span", { class: "key" }, swatch("exchange"), "exchange between the lanes")
+        : null,
       this.model.predicted.data.updates.some((x) => x[1])
         ? el("span", { class: "key" }, swatch("update"), "O: the optimizer's update")
         : null,

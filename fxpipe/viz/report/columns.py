@@ -65,7 +65,7 @@ def transfer_rows(spans: Sequence[TransferSpan], ticks: Ticks) -> list[list[obje
 
 
 def exchange_rows(spans: Sequence[ExchangeSpan], ticks: Ticks) -> list[list[object]]:
-    """[what, stage, start, length] of each exchange with the other replicas."""
+    """[what, stage, start, length] of each exchange with the other replicas, or between lanes."""
     return [[what, stage, ticks(start), ticks(end) - ticks(start)] for what, stage, start, end in spans]
 
 

@@ -140,6 +140,7 @@ def _predicted(timeline: Timeline, ticks: Ticks) -> dict[str, object]:
         ],
         "transfers": [transfer_rows(row, ticks) for row in timeline.transfers],
         "exchanges": [exchange_rows(row, ticks) for row in timeline.exchanges],
+        "lane_exchanges": [exchange_rows(row, ticks) for row in timeline.lane_exchanges],
         "passed": [passed_rows(row, peaks[rank], ticks) for rank, row in enumerate(passed(timeline))],
         "critical": [[placement[span.op.stage], position[span.op]] for span in timeline.critical_path],
         "seconds": timeline.seconds,

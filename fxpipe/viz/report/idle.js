@@ -8,6 +8,8 @@ function waitText(model, layer, rank, k) {
   if (until <= from) return "";
   if (k >= t.n) return "has no more ops";
   const what = t.cause[k];
+  if (what === MESSAGE && t.fromRank[k] === rank)
+    return `waits for what its lanes exchange behind ${layer.nameOf(rank, t.fromPosition[k])}`;
   if (what === MESSAGE) return `waits for ${layer.nameOf(t.fromRank[k], t.fromPosition[k])} of rank ${t.fromRank[k]}`;
   if (what === TRANSFER) return `waits for ${t.transfer[k]}`;
   if (what === EXCHANGE) return "waits for parameters from the other replicas";

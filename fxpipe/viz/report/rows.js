@@ -13,7 +13,8 @@ class Rows {
     const transfers = model.predicted.data.transfers.some((own) => own.length);
     const exchanges = model.predicted.data.exchanges.some((own) => own.length);
     const thin = 5,
-      beside = (transfers ? 2 * thin + 2 : 0) + (exchanges ? thin + 2 : 0);
+      lanes = model.predicted.data.lane_exchanges.some((own) => own.length),
+      beside = (transfers ? 2 * thin + 2 : 0) + (exchanges ? thin + 2 : 0) + (lanes ? thin + 2 : 0);
     const room = Math.max(160, this.host.parentElement.clientHeight - 290) / model.ranks,
       tight = room < 36;
     const [between, apart] = [layers > 1 ? (tight ? 1 : 2) : 0, tight ? 3 : layers > 1 ? 6 : 4]; // layers, ranks
@@ -32,6 +33,10 @@ class Rows {
         }
       if (exchanges) {
         this.rows.push({ rank, links: "exchanges", y: y + 1, height: thin });
+        y += thin + 2;
+      }
+      if (lanes) {
+        this.rows.push({ rank, links: "lane_exchanges", y: y + 1, height: thin });
         y += thin + 2;
       }
       y += apart;
