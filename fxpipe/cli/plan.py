@@ -23,7 +23,7 @@ from fxpipe.cost.throughput import Throughput, throughputs
 from fxpipe.errors import OptionError, number_of
 from fxpipe.plan.meshes import Mesh, TriedMesh
 from fxpipe.plan.step import SHARDS
-from fxpipe.schedule.units import number_text
+from fxpipe.schedule.units import bytes_text, number_text
 from fxpipe.viz.explanation import mesh_table, reasons
 from fxpipe.viz.terminal import terminal
 
@@ -79,7 +79,7 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
 
 
 def _plan(options: argparse.Namespace) -> None:
-    device_named(options.device)  # before the model is made
+    hardware = device_named(options.device)  # before the model is made
     shard = None if options.shard == "none" else options.shard
     numbers = options.devices, options.ranks, options.replicas, options.microbatches, options.batch
     request = request_of(*numbers, shard, None) or _by_hand(options, shard)
@@ -111,7 +111,7 @@ def _plan(options: argparse.Namespace) -> None:
     devices, per_node = request.devices, settings.ranks_per_machine
     console.print(
         terminal(
-            f"{type(model).__name__} on {devices} x {device_named(options.device).name}"
+            f"{type(model).__name__} on {devices} x {hardware.name}"
             f"{f', {per_node} on each machine' if options.nodes > 1 else ''}; "
             f"{_batch(request)}; optimizer state {number_text(options.optimizer_bytes)} B an element"
         ),
@@ -128,6 +128,11 @@ def _plan(options: argparse.Namespace) -> None:
         console.print(mesh_table(tried, fastest_mesh(tried).mesh if fits else None, columns))
         for line in reasons(tried):
             console.print(terminal(line), soft_wrap=True, style="dim")
+        held = (fastest_mesh(tried).memory if fits else None) or 0.0
+        if held > hardware.memory_size:
+            has = f"{hardware.memory_size / 1e9:.0f} GB"
+            text = f"No {hardware.name} holds {bytes_text(held)}: it has {has}. Give --memory-limit."
+            console.print(terminal(text), soft_wrap=True)
     for _, tried in compared:
         fastest_mesh(tried)
 

@@ -130,6 +130,21 @@ def test_the_table_says_what_is_missing(capsys, monkeypatch):
     assert "No mesh (ranks x replicas) fits: the least memory is needed by" in printed.err
 
 
+def large_model():
+    model = nn.Sequential(*(nn.Linear(65536, 65536, bias=False) for _ in range(8)))
+    return model, (torch.zeros(1, 65536),), lambda y, x: y.sum()
+
+
+def test_a_plan_that_no_such_device_holds(capsys):
+    where = ["plan", "--model", f"{__name__}:large_model", "--device", "H100", "--schedule", "1f1b"]
+    asked = [*where, "--ranks", "1", "--replicas", "1", "--microbatches", "1"]
+    assert main(asked) == 0
+    text = "No H100 SXM holds 512 GiB: it has 80 GB. Give --memory-limit."
+    assert text in " ".join(capsys.readouterr().out.split())
+    assert main([*where, "--ranks", "8", "--replicas", "1", "--microbatches", "1"]) == 0
+    assert "holds" not in capsys.readouterr().out
+
+
 def test_samples_where_the_example_has_no_tokens(capsys):
     model = ["--model", f"{__name__}:numbers", "--ranks", "1", "--replicas", "2", "--microbatches", "3"]
     (entry,) = planned(capsys, *model)
