@@ -18,6 +18,7 @@ from fxpipe.errors import OptionError, printable
 from fxpipe.plan.memory import rank_memory
 from fxpipe.plan.saved.files import check_free
 from fxpipe.runtime.job.process import under_torchrun
+from fxpipe.schedule.ops import VALIDATIONS
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
@@ -48,6 +49,8 @@ def add_compile(parser: argparse.ArgumentParser) -> None:
     add_option(parser, "offload", choices=("auto", "all"))
     add_option(parser, "vocab_parallel", choices=("1-barrier", "2-barrier", "auto"))
     add_option(parser, "grad_dtype", choices=DTYPES)
+    add_option(parser, "backend", choices=("eager", "inductor"), default="eager")
+    add_option(parser, "validation", choices=VALIDATIONS, default="barrier")
     add_option(parser, "costs", default="analytic", metavar="NAME")
     add_option(parser, "effort", type=positive, metavar="S")
     add("--evaluation", action="store_true", help="make the programs of an evaluation as well")
@@ -77,6 +80,8 @@ def _compile(options: argparse.Namespace) -> None:
         offload=True if options.offload == "all" else options.offload or False,
         vocab_parallel=options.vocab_parallel or False,
         grad_dtype=DTYPES.get(options.grad_dtype),
+        backend=options.backend,
+        validation=options.validation,
         costs=options.costs,
         effort=options.effort,
         evaluation=options.evaluation,

@@ -23,6 +23,7 @@ from fxpipe.cost.throughput import Throughput, throughputs
 from fxpipe.errors import OptionError, number_of
 from fxpipe.plan.meshes import Mesh, TriedMesh
 from fxpipe.plan.step import SHARDS
+from fxpipe.schedule.ops import VALIDATIONS
 from fxpipe.schedule.units import bytes_text, number_text
 from fxpipe.viz.explanation import mesh_table, reasons
 from fxpipe.viz.terminal import terminal
@@ -57,6 +58,8 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     add_option(parser, "schedule", default="auto", metavar="NAME")
     add_option(parser, "recompute", choices=("norms", "full", "auto"))
     add_option(parser, "vocab_parallel", choices=("1-barrier", "2-barrier", "auto"))
+    add_option(parser, "backend", choices=("eager", "inductor"), default="eager")
+    add_option(parser, "validation", choices=VALIDATIONS, default="barrier")
     add_option(parser, "effort", type=positive, metavar="S")
     add(
         "--dimension",
@@ -170,6 +173,8 @@ def _settings(options: argparse.Namespace, request: MeshRequest) -> Settings:
         grad_dtype=DTYPES.get(options.grad_dtype),
         recompute=options.recompute or False,
         vocab_parallel=options.vocab_parallel or False,
+        backend=options.backend,
+        validation=options.validation,
         dimensions=dict(options.dimension) if options.dimension or options.size else None,
         effort=options.effort,
         ranks_per_machine=request.devices // options.nodes,

@@ -88,6 +88,15 @@ def test_throughput_and_utilization(capsys):
         assert row["mfu"] == pytest.approx(utilization)
 
 
+def test_fused_kernels_and_post_validation(capsys):
+    where = ["--ranks", "2", "--replicas", "1", "--microbatches", "4"]
+    ways = [], ["--backend", "inductor"], ["--validation", "post"]
+    plain, fused, ahead = (planned(capsys, *where, *way)[0]["meshes"][0] for way in ways)
+    assert fused["seconds"] < plain["seconds"]
+    # A step of many has its update, and the copies that undo it.
+    assert ahead["seconds"] > plain["seconds"] and ahead["memory"] > plain["memory"]
+
+
 def test_sizes_are_planned_without_another_trace(capsys):
     """As a plan for an example of that size; a batch has as many rows as before."""
     given = "--devices", "2", "--ranks", "2", "--batch", "16", "--dimension", f"length={LENGTH}"
