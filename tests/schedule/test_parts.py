@@ -7,6 +7,7 @@ from random import Random
 
 import pytest
 
+from fxpipe.errors import ScheduleError
 from fxpipe.schedule.costs import Costs, Edge, Exchange, StageCost
 from fxpipe.schedule.families.registry import FAMILIES
 from fxpipe.schedule.ops import Color, Phase, Schedule, order_text, parse_order
@@ -94,6 +95,17 @@ def test_on_one_rank_gpipe_runs_part_by_part():
     """So parameters that replicas divide are gathered once for all microbatches."""
     (ops,) = schedule_of("gpipe", problem(1, 2, (2,))).order
     assert order_text((ops,)) == "F0.0 F0.1 F1.0 F1.1 BW1.0 BW1.1 BW0.0 BW0.1"
+
+
+def test_on_one_rank_gpipe_has_the_largest_groups_within_the_limit():
+    of = problem(1, 7, (4,), limit=4 * 3 + 0.5)
+    (ops,) = schedule_of("gpipe", of).order
+    assert order_text((ops[:4],)) == "F0.0 F0.1 F0.2 F1.0"
+    assert order_text((ops[-2:],)) == "BW1.6 BW0.6"
+    alone = problem(1, 2, (2,), limit=2.2)
+    assert order_text(schedule_of("gpipe", alone).order) == "F0.0 F1.0 BW1.0 BW0.0 F0.1 F1.1 BW1.1 BW0.1"
+    with pytest.raises(ScheduleError, match="schedule gpipe needs"):
+        schedule_of("gpipe", problem(1, 2, (2,), limit=1.9))
 
 
 @pytest.mark.parametrize(("shape", "parts"), [("plain", (6,) * 4), ("v", (3,) * 8)])

@@ -14,12 +14,20 @@ from fxpipe.schedule.ops import Op, OpKind, RankOps
 from fxpipe.schedule.placement import stages_of
 
 
-def breadth_first(placement: tuple[int, ...], microbatches: int, backward: OpKind) -> RankOps:
-    """All forwards, a stage at a time, then all backwards (GPipe, 1811.06965; looped: 2211.05953)."""
+def breadth_first(
+    placement: tuple[int, ...], microbatches: int, backward: OpKind, group: int | None = None
+) -> RankOps:
+    """All forwards, a stage at a time, then all backwards (GPipe, 1811.06965; looped: 2211.05953); of each
+    ``group`` of microbatches (default all) before those of the next."""
+    size = group or microbatches
+    groups = [range(first, min(first + size, microbatches)) for first in range(0, microbatches, size)]
     return tuple(
-        (
-            *(Op(OpKind.F, stage, j) for stage in stages for j in range(microbatches)),
-            *(Op(backward, stage, j) for stage in reversed(stages) for j in range(microbatches)),
+        tuple(
+            Op(kind, stage, j)
+            for own in groups
+            for kind, in_turn in ((OpKind.F, stages), (backward, reversed(stages)))
+            for stage in in_turn
+            for j in own
         )
         for stages in stages_of(placement)
     )

@@ -67,7 +67,22 @@ class Family:
 
 
 def gpipe(problem: Problem) -> RankOps:
-    return fb_orders.breadth_first(problem.placement, problem.microbatches, OpKind.BW)
+    """On one rank alone, which has no bubble, in the largest groups of microbatches that keep the limit, one
+    after the other: each group gathers parameters once that replicas divide."""
+    m = problem.microbatches
+
+    def in_groups(size: int) -> RankOps:
+        return fb_orders.breadth_first(problem.placement, m, OpKind.BW, size)
+
+    fits, too_large = 1, m + 1
+    size = m
+    while problem.ranks == 1 and problem.is_limited and too_large - fits > 1:
+        if problem.order(in_groups(size)).fits(problem.limits):
+            fits = size
+        else:
+            too_large = size
+        size = (fits + too_large) // 2
+    return in_groups(size)
 
 
 def one_f_one_b(problem: Problem) -> RankOps:
