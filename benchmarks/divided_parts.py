@@ -10,20 +10,28 @@ Part torch: the GPT-2 of ``vs_torch.py`` with AdamW, 4 microbatches, beside FSDP
 gathers it for each forward and backward.  Printed: the time of a step with its update, and the MiB that a
 process holds at most beyond what it held before it built the model.
 
+Part plan: Llama 3 70B on 64 H100s of 8 machines, one rank in 64 replicas, planned on the meta device.
+
     python benchmarks/divided_parts.py --part overlap --output benchmarks/results/divided_parts_overlap.txt
     python benchmarks/divided_parts.py --part torch --output benchmarks/results/divided_parts_torch.txt
+    python benchmarks/divided_parts.py --part plan --output benchmarks/results/divided_parts_plan.txt
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
+import torch
 from launch import run
-from report import Report, median_and_spread
+from report import ROOT, Report, median_and_spread
 from vs_torch import rotated
+
+import fxpipe
 
 REPLICAS, LAYERS, SLEEP, BAR = 4, 6, 0.020, 1.03
 SLEEPING = tuple(
@@ -44,12 +52,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--part", choices=("overlap", "torch"), required=True)
+    parser.add_argument("--part", choices=("overlap", "torch", "plan"), required=True)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=4, help="timed steps of each run")
     parser.add_argument("--output", type=Path, help="keep what is printed in this file")
     options = parser.parse_args()
     report = Report(f"ZeRO 3 by parts, part {options.part}")
+    if options.part == "plan":
+        plans(report)
+        report.save(options.output)
+        return
     cases = SLEEPING if options.part == "overlap" else CONTENDERS
     results: dict[int, list[Any]] = {k: [] for k in range(len(cases))}
     for order in rotated(range(len(cases)), options.rounds):
@@ -59,6 +71,44 @@ def main() -> None:
     report.line(f"\n{REPLICAS} replicas of 1 rank; {options.rounds} rounds of {options.steps} steps")
     {"overlap": overlap, "torch": beside_torch}[options.part](report, results)
     report.save(options.output)
+
+
+def plans(report: Report) -> None:
+    sys.path.insert(0, str(ROOT / "examples"))
+    from plan_70b import llama
+
+    rows = []
+    for schedule, microbatches in (("1f1b", 2), ("gpipe", 2), ("gpipe", 8)):
+        begun = time.perf_counter()
+        with torch.device("meta"):
+            model, example = llama()
+        pipe = fxpipe.compile(
+            model,
+            example,
+            ranks=1,
+            replicas=64,
+            microbatches=microbatches,
+            schedule=schedule,
+            shard="parameters",
+            memory_limit="74GiB",
+            optimizer_bytes=12,
+            grad_dtype=torch.float32,
+            recompute="full",
+            costs="H100",
+            ranks_per_machine=8,
+            check=False,
+        )
+        timeline = pipe.simulate()
+        exchanged = sum(end - start for *_, start, end in timeline.exchanges[0])
+        held = pipe.plan.held[0].total + timeline.peak_memory[0]
+        seconds = time.perf_counter() - begun
+        rows.append([
+            f"{schedule}, {microbatches} microbatches", str(len(pipe.schedule.placement)),
+            f"{timeline.busy[0]:.1f}", f"{exchanged:.1f}", f"{timeline.seconds:.1f}", f"{held / 2**30:.1f}",
+            f"{seconds:.0f}",
+        ])  # fmt: skip
+    columns = ["schedule", "parts", "s of ops", "s of exchanges", "s a step", "GiB", "s to compile"]
+    report.table(columns, rows)
 
 
 def overlap(report: Report, results: dict[int, list[Any]]) -> None:
