@@ -80,14 +80,12 @@ def liveness(
             (saved_activations, saved_for_weight),
             strict=True,
         ):
-            # Two stages may save different views of one storage, which is in memory once.
+            # Views of what another stage of the rank has made keep all of it, which is in memory once.
             owners = {root: _owner(root, rank, placement) for root in roots}
+            made_here = {owner for owner in owners.values() if placement[owner.meta["color"].stage] == rank}
+            received = {root for root, owner in owners.items() if owner not in made_here}
             storages.append(
-                {
-                    root
-                    for root, owner in owners.items()
-                    if placement[owner.meta["color"].stage] != rank or first.setdefault(owner, stage) == stage
-                }
+                received | {owner for owner in made_here if first.setdefault(owner, stage) == stage}
             )
     for edge in edges:
         values = {nodes[name] for name in edge.names}

@@ -7,7 +7,7 @@ import torch
 from equality import eager_step
 from torch import nn
 from torch.nn import functional as F
-from zoo import too_far
+from zoo import CASES, EFFORT, too_far
 
 import fxpipe
 from fxpipe.errors import LimitError, OptionError, PartitionError
@@ -86,6 +86,17 @@ def test_a_part_follows_the_other_on_its_rank():
     assert compiled(parts=3).schedule.placement == (0, 0, 0, 1, 1, 1)
     in_v = compiled(parts=2, schedule="zb-v").schedule.placement
     assert in_v == (0, 0, 1, 1, 1, 1, 0, 0)
+
+
+def test_views_of_what_another_part_has_made_keep_all_of_it():
+    """Queries, keys and values are made in one part and used in the next, which saves two of the three."""
+    case = CASES["multihead_attention"]
+    options = {"ranks": 2, "parts": 3, "microbatches": 2, "schedule": "1f1b", "effort": EFFORT}
+    pipe = fxpipe.compile(case.build(), case.example(), **options)
+    peaks = pipe.plan.prediction.peak_memory
+    assert tuple(rank.peak_bytes for rank in pipe.check().ranks) == peaks
+    measured = pipe.run_local(case.data(2), measure_memory=True).peak_saved
+    assert measured[0] == peaks[0]
 
 
 def test_as_many_parts_as_the_limit_of_divided_parameters_needs():
