@@ -52,13 +52,14 @@ from fxpipe.plan.dtensors import mesh_of
 from fxpipe.plan.meshes import TriedMesh
 from fxpipe.plan.rewrites import Mask
 from fxpipe.runtime.program.batch import batch_leaves, check_unshared
+from fxpipe.schedule.parts import Parts
 
 
 @dataclass(frozen=True, eq=False)
 class Compiled:
     """The artifact, with the colored graph and the sections that it was made from, and the devices that its
     costs are of.  ``masks``: what became of those of attention.  ``constants``: the model's own tensors whose
-    values the programs hold."""
+    values the programs hold.  ``parts``: of each of the model's stages, if they were cut into parts."""
 
     artifact: Artifact
     cluster: Cluster
@@ -66,6 +67,7 @@ class Compiled:
     sections: tuple[Section, ...]
     masks: Masks
     constants: tuple[weakref.ref[torch.Tensor], ...] = ()
+    parts: Parts = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -265,7 +267,7 @@ def compile_model(
         cut, artifact = generate(
             request, captured, cut, live, result.timeline, completed, phase, step.lengths
         )
-    return Compiled(artifact, cluster, cut.graph, cut.sections, captured.masks, captured.sources)
+    return Compiled(artifact, cluster, cut.graph, cut.sections, captured.masks, captured.sources, cut.parts)
 
 
 def costing_of(

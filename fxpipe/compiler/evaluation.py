@@ -28,6 +28,7 @@ from fxpipe.ir.liveness import liveness
 from fxpipe.plan.artifact import Artifact, Plan
 from fxpipe.schedule.costs import Costs
 from fxpipe.schedule.ops import Schedule
+from fxpipe.schedule.parts import by_stage
 from fxpipe.schedule.placement import name_of
 from fxpipe.schedule.search.build import build
 from fxpipe.schedule.simulation.simulator import simulate
@@ -52,14 +53,20 @@ def compile_evaluation(request: Compilation, phase: Phases, trained: Compiled) -
     )
     request, model = replace(request, options=options), request.model
     model_stages = plan.ordered.model_stages
+    held = tensors_in_stages(trained.sections, model_stages)
+    placement = tuple(plan.placement[stage] for stage in model_stages)
+    if trained.parts:
+        # Whole stages: each part would need an op of this forward, in the order of training.
+        held = tuple(frozenset[str]().union(*each) for each in by_stage(held, trained.parts))
+        placement = tuple(rank for rank, *_ in by_stage(placement, trained.parts))
     cut_options = CutOptions(
-        len(model_stages),
+        len(held),
         options.mesh.ranks,
         cluster.node_seconds(),
         None,
         # The shards of the vocabulary are those of training, and so are their stages.
         plan.vocabulary.barriers if plan.vocabulary is not None else None,
-        tensors_of=tensors_in_stages(trained.sections, model_stages),
+        tensors_of=held,
         compiled=options.compiled,
         print_after=options.print_after,
         head_chunks=plan.head_chunks,
@@ -84,11 +91,12 @@ def compile_evaluation(request: Compilation, phase: Phases, trained: Compiled) -
             f"In eval mode: {error} Or compile model.eval() by itself, with gradients=False."
         ) from error
     cut = cut_at_level(stages, None, phase)
-    live = liveness(cut.graph, cut.sections, cut.edges, plan.placement)
+    ranks = placement if cut.vocabulary is None else cut.vocabulary.placement(placement)
+    live = liveness(cut.graph, cut.sections, cut.edges, ranks)
     seconds = seconds_on(cluster, cut.graph, options.compiled)
-    costs = section_costs(live, seconds, cluster, plan.placement, options.ranks_per_machine)
+    costs = section_costs(live, seconds, cluster, ranks, options.ranks_per_machine)
     # Without a backward, the order of training leaves gaps where that would be.
-    timelines = [simulate(schedule, costs) for schedule in _forward_schedules(plan.ordered, costs)]
+    timelines = [simulate(schedule, costs) for schedule in _schedules(plan.ordered, placement, costs)]
     timeline = min(timelines, key=lambda one: one.seconds)
 
     def of_training(plan_made: Plan) -> Plan:
@@ -102,10 +110,11 @@ def _captured(request: Compilation, buffers: Collection[str]) -> Captured:
     return capture_lanes(request.model, lambda: traced(request, buffers))
 
 
-def _forward_schedules(trained: Schedule, costs: Costs) -> Iterator[Schedule]:
-    """Schedules for a step without a backward: the training step's, and all microbatches stage by stage."""
-    yield replace(trained, transfers=())
-    placement = tuple(trained.placement[stage] for stage in trained.model_stages)
+def _schedules(trained: Schedule, placement: tuple[int, ...], costs: Costs) -> Iterator[Schedule]:
+    """Schedules for a step without a backward: the training step's, if it has the same stages, and all
+    microbatches stage by stage.  placement: of the model's stages."""
+    if len(placement) == len(trained.model_stages):
+        yield replace(trained, transfers=())
     if name := name_of(placement, trained.ranks):
         yield build(
             "gpipe",

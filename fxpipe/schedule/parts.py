@@ -25,6 +25,12 @@ def placement_of_parts(placement: Sequence[int], parts: Parts) -> tuple[int, ...
     return tuple(rank for rank, number in zip(placement, parts, strict=True) for _ in range(number))
 
 
+def by_stage(of_parts: Sequence[_T], parts: Parts) -> list[list[_T]]:
+    """What each part has, in a list for each stage."""
+    rest = iter(of_parts)
+    return [[next(rest) for _ in range(number)] for number in parts]
+
+
 def joined_costs(costs: Costs, parts: Parts) -> Costs:
     """The costs of the stages whose parts have ``costs``, as if no exchange between parts took time."""
     stage_of = [stage for stage, number in enumerate(parts) for _ in range(number)]
@@ -39,14 +45,14 @@ def joined_costs(costs: Costs, parts: Parts) -> Costs:
         ends = Color(source, edge.source.phase), Color(target, edge.target.phase)
         moved = replace(edge, source=ends[0], target=ends[1])
         between[ends] = _both(between[ends], moved) if ends in between else moved
-    each = _grouped(costs.stages, parts)
+    each = by_stage(costs.stages, parts)
     return replace(
         costs,
         stages=tuple(_stage(group, more) for group, more in zip(each, handed, strict=True)),
         edges=tuple(between.values()),
         exchanges=tuple(
             Exchange(sum(e.sum for e in group), sum(e.gather for e in group), group[0].per_use)
-            for group in (_grouped(costs.exchanges, parts) if costs.exchanges else ())
+            for group in (by_stage(costs.exchanges, parts) if costs.exchanges else ())
         ),
     )
 
@@ -70,11 +76,6 @@ def ops_of_parts(ops: RankOps, parts: Parts, costs: Costs) -> RankOps:
         return [Op(kind, stage, op.microbatch) for stage in in_turn for kind in kinds]
 
     return tuple(tuple(part for op in rank_ops for part in each(op)) for rank_ops in ops)
-
-
-def _grouped(of_parts: Sequence[_T], parts: Parts) -> list[list[_T]]:
-    rest = iter(of_parts)
-    return [[next(rest) for _ in range(number)] for number in parts]
 
 
 def _stage(each: Sequence[StageCost], handed: float) -> StageCost:
