@@ -85,7 +85,8 @@ def chain_of(
     transfers = inside = crossing(graph, position, home, anywhere, whole)
     if exchanges:
         # What is on its way between lanes stays on its rank.
-        transfers = crossing(graph, position, home, anywhere, [*whole, *exchanges])
+        whole += ((begin, end + 1) for begin, end in exchanges)
+        transfers = crossing(graph, position, home, anywhere, whole)
     return Chain(forward, backward, transfers, _buffer_spans(graph, home), inside.bytes, exchanges)
 
 

@@ -42,11 +42,14 @@ def exchange_spans(
 def begin_where_operands_are(graph: fx.Graph, stage_of_part: Sequence[int]) -> None:
     """Move the begin of an exchange of gradients to the part of its operand, on the rank of its end.
 
-    By autograd's number it is in the part of the forward op that it differentiates, as its end is.
+    By autograd's number it is in the part of the forward op that it differentiates, as its end is.  The begin
+    of a forward's that split points have left in another stage moves to its end: it has to be on its rank.
     """
     for end in graph.find_nodes(op="call_function", target=ENDS_EXCHANGE):
         begin = end.args[0]
         if not origin_of(end).backward:
+            if len({stage_of_part[node.meta["color"].stage] for node in (begin, end)}) > 1:
+                begin.meta["color"] = end.meta["color"]
             continue
         moved = _made_for(begin)
         sources = {n for node in moved for n in node.all_input_nodes} - moved

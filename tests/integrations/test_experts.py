@@ -94,12 +94,13 @@ def test_programs_that_exchange_otherwise_are_told():
     program = pipe.artifact.programs[0]
     begun = re.search(r"    (\w+) = begin_all_to_all\((\w+), 2\)", program)
     end = re.search(rf"    (\w+) = end\({begun[1]}, 2\)", program)
-    edits = {
-        begun[0]: begun[0].replace("= begin_all_to_all", "= begin_all_gather"),
-        end[0]: f"    {end[1]} = {begun[1]} + 0",
-        f"{end[0]}\n": f"    {end[1]} = all_to_all({begun[1]}, 2)\n",
-    }
-    for before, after in edits.items():
+    edits = (
+        (begun[0], begun[0].replace("= begin_all_to_all", "= begin_all_gather")),
+        (end[0], f"    {end[1]} = {begun[1]} + 0"),
+        (end[0], f"    {end[1]} = all_to_all({begun[1]}, 2)"),
+        (end[0], f"{end[0]}\n{end[0]}"),
+    )
+    for before, after in edits:
         programs = (program.replace(before, after, 1), *pipe.artifact.programs[1:])
         edited = replace(pipe, artifact=replace(pipe.artifact, programs=programs))
         assert before in program

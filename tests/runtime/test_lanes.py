@@ -84,6 +84,15 @@ def test_an_exchange_in_two_is_that_in_one():
     assert [x.shape for x in empty] == [(0, 3)] * 2
 
 
+def test_an_exchange_ends_once():
+    def ended_twice(lane):
+        begun = lanes.begin_all_to_all(torch.ones(2), 2)
+        return lanes.end(begun, 2), lanes.end(begun, 2)
+
+    with pytest.raises(RunError, match="has not begun, or has ended before"):
+        on_lanes(2, ended_twice)
+
+
 def test_the_layouts_that_a_trace_predicts_are_those_of_the_ops():
     x = torch.randn(6, 4).t().contiguous().t()
     calls = [(ops.all_reduce, "sum", 2), (ops.all_gather, 2), (ops.reduce_scatter, "sum", 2)]

@@ -9,7 +9,16 @@ from typing import Any, Protocol
 import torch
 
 from fxpipe.certificate.problems import Line, Rejected
-from fxpipe.certificate.programs.values import FOLLOWS, Memory, Offloaded, Pending, Printed, Sum, Value
+from fxpipe.certificate.programs.values import (
+    FOLLOWS,
+    ON_ITS_WAY,
+    Memory,
+    Offloaded,
+    Pending,
+    Printed,
+    Sum,
+    Value,
+)
 from fxpipe.certificate.terms.identities import overlaps, permuted, rows_added
 from fxpipe.certificate.terms.layouts import Unknown, layout_of, results_of
 from fxpipe.certificate.terms.schemas import Schema, arguments_of, draws, schema_of
@@ -130,6 +139,11 @@ class Calls:
             raise Rejected(
                 self.line(), f"{schema.name} writes to several values, which the certificate does not know"
             )
+        if schema.name == "lanes.end":
+            self._end(arguments["x"])
+            return None
+        if schema.name.startswith("lanes.begin_"):
+            return Memory(ON_ITS_WAY, root=term)
         if schema.written and schema.written[0] in arguments:
             target = arguments[schema.written[0]]
             read = [value for name, value in arguments.items() if name != schema.written[0]]
@@ -169,6 +183,13 @@ class Calls:
         memory.version += 1
         memory.written = str(self.line())
         return memory
+
+    def _end(self, begun: object) -> None:
+        """Only the memory that a begin has given is filled, and once: no copy of it, here or elsewhere."""
+        if not isinstance(begun, Value) or begun.memory.keeper != ON_ITS_WAY:
+            raise Rejected(self.line(), "ends an exchange of what is not on its way between lanes")
+        begun.memory.version += 1
+        begun.memory.written = str(self.line())
 
     # -- gradients ----------------------------------------------------------------------------------------
 

@@ -8,7 +8,17 @@ from typing import Any
 
 from fxpipe.certificate.problems import Line, Rejected
 from fxpipe.certificate.programs.calls import Calls, Effects
-from fxpipe.certificate.programs.values import FOLLOWS, Held, Memory, Offloaded, Printed, Sum, Value, written
+from fxpipe.certificate.programs.values import (
+    FOLLOWS,
+    ON_ITS_WAY,
+    Held,
+    Memory,
+    Offloaded,
+    Printed,
+    Sum,
+    Value,
+    written,
+)
 from fxpipe.certificate.terms.layouts import layout_of
 from fxpipe.certificate.terms.terms import Term, canonical
 
@@ -94,7 +104,7 @@ class AsLeaves:
                 if place is None:
                     self._new -= 1
                     place = self._places[memory] = self._new
-                is_new, made_for = place < 0 and not memory.keeper, memory.root or result.term
+                is_new, made_for = place < 0 and memory.keeper in ("", ON_ITS_WAY), memory.root or result.term
                 size = layout_of(self._calls.terms, made_for).bytes if is_new else 0
                 return Leaf(result.term, place, memory.root, size, memory.keeper, result.version)
             case list():

@@ -11,11 +11,14 @@ from fxpipe.certificate.terms.terms import Term
 
 #: Why a program cannot compute with tensors otherwise.
 FOLLOWS = "the check follows the ops of torch.ops, and knows no numbers"
+#: The keeper of what the begin of an exchange gives, which its end alone may read, once.
+ON_ITS_WAY = "on its way between lanes"
 
 
 class Memory:
     """A storage.  ``version``: how often an op wrote to it; ``written``: the line of the last write.
-    ``keeper``: who may still read it, so that no op may write to it ("a message on its way"); "" for none.
+    ``keeper``: who may still read or fill it, so that no op may write to it ("a message on its way"); "" for
+    none.
 
     ``root``: the value that it was made for.
 

@@ -6,7 +6,8 @@ after:  a                               a
 
 What layers share stands before the first of them, so that they stay alike.
 Random ops, checks, reads of buffers and ops of which the step returns a result are never merged.  Two values
-that are equal at the example's sizes alone stay apart, since costs at other sizes would be wrong.
+that are equal at the example's sizes alone stay apart, since costs at other sizes would be wrong.  A divided
+exchange between lanes is merged as a whole, with its begin: no begin has two ends.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from collections.abc import Callable, Hashable, Set
 
 from torch import fx
 
+from fxpipe.ir.builder import node_arg
 from fxpipe.ir.graph import modules_on, read_buffer
+from fxpipe.ir.ops import BEGIN_EXCHANGES, ENDS_EXCHANGE
 from fxpipe.ir.resized import ResizedTraces, value_key
 from fxpipe.ir.storage import call_nodes, leading_to, may_draw_numbers, written
 from fxpipe.plan.tensors import sum_over_ranks
@@ -25,7 +28,7 @@ from fxpipe.runtime.program.checks import expect
 from fxpipe.runtime.program.random import keyed
 from fxpipe.schedule.ops import Color
 
-_EACH_ITS_OWN = (keyed, expect, read_buffer)
+_EACH_ITS_OWN = (keyed, expect, read_buffer, *BEGIN_EXCHANGES)
 
 
 def merge_equal(
@@ -47,12 +50,17 @@ def merge_equal(
         # The parts of a sum of all ranks are sent to the stage that uses it: none is a part of two such sums.
         sums = tuple(user.meta["color"] for user in node.users if user.target is sum_over_ranks)
         # Per section: over two of them, a value would have to be sent or saved.
-        key = node.meta["color"], sums, value_key(node, node.args, node.kwargs, resized)
+        begin = node_arg(node, 0) if node.target is ENDS_EXCHANGE else None
+        made = node if begin is None else begin
+        colors = node.meta["color"], made.meta["color"]
+        key = colors, node.target, sums, value_key(made, made.args, made.kwargs, resized)
         equal = first.setdefault(key, node)
         if equal is not node:
             paths.setdefault(equal, [equal.meta["origin"].path]).append(node.meta["origin"].path)
             node.replace_all_uses_with(equal)
             graph.erase_node(node)
+            if begin is not None:
+                graph.erase_node(begin)
     # Else the first layer alone would compute it, and would have other ops than the next ones.
     _before_their_layers(graph, paths)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
+from fxpipe.errors import RunError
 from fxpipe.runtime.job.last_works import lasting
 from fxpipe.runtime.program.comm import Wait, answered, on_wire
 from fxpipe.runtime.ranks.local import Joint, LocalWorld
@@ -28,10 +29,11 @@ class LocalLanes:
         return self._world.lanes
 
     def exchange(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return [each[self.index] for each in self._of_all(parts)]
+        # Copies, as this lane alone holds them: the others may have to take these yet.
+        return [each[self.index].clone() for each in self._of_all(parts)]
 
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        return [part for (part,) in self._of_all([tensor])]
+        return [part.clone() for (part,) in self._of_all([tensor])]
 
     def begin_exchange(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         return self._begin(parts, torch.cat([parts[self.index]] * self.number))
@@ -40,9 +42,13 @@ class LocalLanes:
         return self._begin([tensor] * self.number, torch.cat([tensor] * self.number))
 
     def end(self, begun: torch.Tensor) -> torch.Tensor:
+        if not begun.numel():
+            return begun
         joint = self._begun.pop(begun.data_ptr(), None)
         if joint is None:
-            return begun
+            raise RunError(
+                "A program ends an exchange between lanes that has not begun, or has ended before."
+            )
         return torch.cat([parts[self.index] for parts in self._taken(joint)])
 
     def _begin(self, parts: Sequence[torch.Tensor], result: torch.Tensor) -> torch.Tensor:
@@ -55,7 +61,8 @@ class LocalLanes:
         return result
 
     def _of_all(self, tensors: Sequence[torch.Tensor]) -> list[Sequence[torch.Tensor]]:
-        """The tensors that each lane gives to its n-th op, in the lanes' order."""
+        """The tensors that each lane gives to its n-th op, in the lanes' order.  The last lane to take them
+        frees them."""
         return self._taken(self._joined(tensors))
 
     def _joined(self, tensors: Sequence[torch.Tensor]) -> Joint:
