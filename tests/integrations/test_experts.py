@@ -49,7 +49,7 @@ def compiled(lanes: int, model: nn.Module | None = None, options=None, **style) 
     whole = {name: value.clone() for name, value in model.state_dict().items()}
     with fxpipe.local_lanes(lanes) as mesh:
         parallelize_module(model, mesh, plan(**style))
-        given = {"microbatches": 3, "schedule": "zb-h1"} | (options or {})
+        given = {"microbatches": 3, "schedule": "zb-h1", "effort": 0.1} | (options or {})
         pipe = fxpipe.compile(model, batch(1), ranks=2, **given)
     whole |= {name: x for name, x in model.named_buffers() if "expert_" in name}
     pipe.load_state_dict(whole)

@@ -27,6 +27,7 @@ from fxpipe.schedule.search.due_dates import cross, timetable
 from fxpipe.schedule.search.local_search import improve
 
 _EFFORT, _EFFORT_PER_OP = 8.0, 2e-3  # the default: seconds of one core at most, and for every op of a problem
+_EFFORT_TO_HIDE, _EFFORT_TO_HIDE_PER_OP = 32.0, 1.6e-2  # the same where lanes exchange what parts hand on
 _EFFORT_TO_ANNEAL, _EFFORT_PER_ORDER = 1.0, 1 / 15  # the same of orders that are given, and for each of them
 
 _SPEED = 30_000_000  # ops that a core looks at in a second, about
@@ -67,14 +68,17 @@ class _Best(dict[Problem, Candidate]):
 def find(problems: Sequence[Problem], effort: float | None = None, seed: int = 0) -> list[Candidate | None]:
     """The best order found for each problem; most of the work goes to the best problems.
 
-    effort: about the seconds of one core; by default two milliseconds for every op, 8 s at most.
+    effort: about the seconds of one core; by default two milliseconds for every op, 8 s at most; 16 and 32 s
+        where ops are to run beside exchanges.
     None for a problem in which one microbatch does not fit; raises ScheduleError if it fits in none.
     """
     able = [problem for problem in problems if reason_against(problem) is None]
     if not able:
         check_one_microbatch_fits(problems[0].arrays, problems[0].limits, problems[0].text)
     ops = sum(problem.ops for problem in able)
-    seconds = min(_EFFORT, _EFFORT_PER_OP * ops) if effort is None else effort
+    hides = any(edge.exchange for problem in able for edge in problem.costs.edges)
+    most, each = (_EFFORT_TO_HIDE, _EFFORT_TO_HIDE_PER_OP) if hides else (_EFFORT, _EFFORT_PER_OP)
+    seconds = min(most, each * ops) if effort is None else effort
     spans: list[Order | None] = [None] * len(able)
     if any(len(set(problem.arrays.update)) > 1 for problem in able):
         # The order with the shortest span is one more start: with uneven updates annealing alone finds worse.
