@@ -44,6 +44,31 @@ def test_layers_share_their_tables_and_masks():
         assert forward.count(op) == 1, forward
 
 
+class Layer(nn.Linear):
+    """Makes its table behind its product."""
+
+    def forward(self, x, first):
+        return super().forward(x) * first.exp().cos()
+
+
+class Late(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Layer(WIDTH, WIDTH) for _ in range(3)])
+
+    def forward(self, first):
+        x = first
+        for layer in self.layers:
+            x = layer(x, first)
+        return x.square().mean()
+
+
+def test_what_layers_share_stands_before_the_first_of_them():
+    forward = ops(compiled(Late()), "F")
+    assert forward.count("exp.default") == 1
+    assert forward.index("exp.default") < next(k for k, op in enumerate(forward) if "addmm" in op)
+
+
 def test_random_numbers_are_each_drawn():
     assert ops(compiled(), "F").count("keyed") == 3
 
