@@ -84,10 +84,9 @@ def section_costs(
         link = cluster.devices[ends[0]].intra
         begun = [node for node in values if node.target in BEGIN_EXCHANGES]
         exchange = sum(link.seconds(sent_between_lanes(node)) for node in begun)
-        message = cluster.message_seconds(moved, *ends)
-        # What lanes send is there until it has arrived, beside what they receive.
-        moved += size(node_arg(node, 0) for node in begun)
-        edges.append(Edge(edge.source, edge.target, moved, *message, exchange))
+        # What a lane gives is there as well, until all has arrived.
+        held = moved + size(node_arg(node, 0) for node in begun)
+        edges.append(Edge(edge.source, edge.target, held, *cluster.message_seconds(moved, *ends), exchange))
     return Costs(tuple(stages), tuple(edges), ranks_per_machine=ranks_per_machine)
 
 

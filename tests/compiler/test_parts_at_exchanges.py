@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor.parallel import parallelize_module
-from zoo import EFFORT, relative_error, too_far
+from zoo import EFFORT, captured_once, relative_error, too_far
 
 import fxpipe
 from fxpipe.runtime.program import lanes
@@ -67,7 +67,7 @@ def batch(microbatches: int) -> dict[str, torch.Tensor]:
 def compiled(parts: int | str = "exchanges", **options) -> fxpipe.Pipeline:
     model, given = Net(), {"microbatches": MICROBATCHES, "schedule": "1f1b", "mean": "microbatch"} | options
     whole = {name: value.clone() for name, value in model.state_dict().items()}
-    with fxpipe.local_lanes(2) as mesh:
+    with fxpipe.local_lanes(2) as mesh, captured_once("exchanges"):
         parallelize_module(model, mesh, {"layers.*": fxpipe.SummedGradients()})
         pipe = fxpipe.compile(model, batch(1), parts=parts, effort=EFFORT, **given)
     pipe.load_state_dict(whole)
@@ -116,6 +116,14 @@ def test_an_exchange_ends_on_the_rank_on_which_it_begins(options):
     pipe = compiled(**options)
     assert all(begun == ended for begun, ended in exchanges(pipe))
     check_against_whole_stages(pipe)
+
+
+def test_until_it_ends_an_exchange_holds_what_it_gives_and_what_arrives():
+    pipe = compiled(ranks=1)
+    held = [edge.bytes for edge in pipe.plan.costs.edges if edge.exchange]
+    assert min(held) == 2 * ROWS * WIDTH * 8
+    (rank,) = pipe.check().ranks
+    assert (rank.peak_bytes,) == pipe.plan.prediction.peak_memory
 
 
 def test_an_evaluation_has_whole_stages():

@@ -105,7 +105,9 @@ class AsLeaves:
                     self._new -= 1
                     place = self._places[memory] = self._new
                 is_new, made_for = place < 0 and memory.keeper in ("", ON_ITS_WAY), memory.root or result.term
-                size = layout_of(self._calls.terms, made_for).bytes if is_new else 0
+                # What is on its way is there with what this lane gives.
+                held = (made_for, made_for["x"]) if memory.keeper == ON_ITS_WAY else (made_for,)
+                size = sum(layout_of(self._calls.terms, each).bytes for each in held) if is_new else 0
                 return Leaf(result.term, place, memory.root, size, memory.keeper, result.version)
             case list():
                 if id(result) not in self._lists:
