@@ -41,11 +41,14 @@ class ScheduleError(FxpipeError):
 
 
 class LimitError(ScheduleError):
-    """A schedule does not fit a memory limit; ``smallest``: the smallest limit that it can keep."""
+    """A schedule does not fit a memory limit; ``smallest``: the smallest limit that it can keep.
 
-    def __init__(self, message: str, smallest: float) -> None:
+    ``is_least``: whether it needs more than ``smallest``, which leaves nothing for activations.
+    """
+
+    def __init__(self, message: str, smallest: float, is_least: bool = False) -> None:
         super().__init__(message)
-        self.smallest = smallest
+        self.smallest, self.is_least = smallest, is_least
 
 
 class DeadlockError(ScheduleError):

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import count
+from math import inf
 from typing import TypeVar
 
 import torch
@@ -344,6 +345,7 @@ def with_uses(options: Settings, choose: Callable[[Settings], _T]) -> tuple[Sett
         if options.parts != "auto":
             raise
         errors = [error]
+    smallest = {error.is_least: error.smallest for error in errors}
     for parts in (1 << k for k in count(2)):  # of two parts both would be there at once
         variant = replace(options, parts=parts)
         try:
@@ -352,9 +354,10 @@ def with_uses(options: Settings, choose: Callable[[Settings], _T]) -> tuple[Sett
             break  # there are fewer places to cut
         except LimitError as error:
             errors.append(error)
-            if error.smallest > _WORTH * errors[-2].smallest:
+            if error.smallest > _WORTH * smallest.get(error.is_least, inf):
                 break  # what does not fit are not the parameters
-    raise min(errors, key=lambda error: error.smallest)
+            smallest[error.is_least] = error.smallest
+    raise min(errors, key=lambda error: (error.is_least, error.smallest))
 
 
 def choose_below(

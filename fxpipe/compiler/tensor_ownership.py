@@ -286,6 +286,7 @@ def activation_budget(limit: float, weights: Sequence[float], units: Units) -> t
             f"The memory limit is {units.memory(limit)}, and the {WEIGHTS} of rank {worst} alone take "
             f"{units.limit(weights[worst])}. Raise the limit or use more ranks.{unit}",
             weights[worst],
+            is_least=True,
         )
     return tuple(limit - weight for weight in weights)
 

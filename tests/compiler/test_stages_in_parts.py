@@ -102,9 +102,9 @@ def test_views_of_what_another_part_has_made_keep_all_of_it():
 def test_as_many_parts_as_the_limit_of_divided_parameters_needs():
     whole = sum(p.nbytes for p in Net().parameters())
 
-    def stages(limit: float) -> int:
+    def stages(limit: float, schedule: str = "1f1b") -> int:
         options = {"ranks": 1, "replicas": 4, "shard": "parameters", "memory_limit": limit * whole}
-        pipe = compiled(**options)
+        pipe = compiled(**options, schedule=schedule)
         peaks, held = pipe.simulate().peak_memory, pipe.plan.held
         assert max(a.total + b for a, b in zip(held, peaks, strict=True)) <= limit * whole
         if limit < 3:
@@ -112,6 +112,9 @@ def test_as_many_parts_as_the_limit_of_divided_parameters_needs():
         return len(pipe.schedule.placement)
 
     assert [stages(limit) for limit in (5.0, 3.0, 2.1)] == [1, 4, 8]
+    # Of 4 parts not even the parameters fit, of 8 these and no activations.
+    assert stages(1.9) == 16
+    assert stages(2.5, "zb") == 8
     with pytest.raises(LimitError, match="Raise the limit"):
         stages(0.4)
 

@@ -223,14 +223,15 @@ def order_of(family: Family, problem: Problem) -> Order:
 
 
 def check_least(name: str, problem: Problem) -> None:
-    """Raise ScheduleError if one microbatch alone exceeds a rank's limit: then no family with B and W apart
-    can keep it."""
+    """Raise LimitError if one microbatch alone exceeds a rank's limit: then no family with B and W apart can
+    keep it."""
     smallest = problem.arrays.smallest_limits
     for rank, (least, limit) in enumerate(zip(smallest, problem.limits, strict=True)):
         if least > limit * (1 + 1e-9):
-            raise ScheduleError(
+            raise LimitError(
                 f"schedule {name}: one microbatch needs {problem.text.needs(least, rank, limit)}; the "
-                f"smallest limit that B and W apart can keep is {problem.text.enough(smallest)}"
+                f"smallest limit that B and W apart can keep is {problem.text.enough(smallest)}",
+                problem.text.whole(smallest),
             )
 
 
