@@ -29,11 +29,13 @@ def with_buckets(
     grad_dtype: torch.dtype | None,
     *,
     divides_frozen: bool,
+    per_use: bool,
 ) -> tuple[RankTensors, ...]:
     """The tensors of the ranks with their buckets, in the order of the ops behind which these are summed.
 
     A gradient that several ranks make is alone in its bucket: its shards are then the same on all of them.
-    So is a frozen parameter that several ranks use.
+    So is a frozen parameter that several ranks use.  per_use: what is gathered for each use is in a bucket
+    with what the same stages use.
     """
     accumulated = {s.color: [v.name for v in s.inputs if v.kind is Kind.GRADIENT] for s in sections}
     used = {s.color: [v.name for v in s.step_inputs if v.kind is Kind.PARAMETER] for s in sections}
@@ -42,6 +44,11 @@ def with_buckets(
         for name, ranks in holders(rank_tensors.parameters for rank_tensors in tensors).items()
         if len(ranks) > 1
     }
+
+    stages: dict[str, tuple[int, ...]] = {}
+    for section in sections if per_use else ():
+        for name in used[section.color]:
+            stages[name] = tuple(sorted({*stages.get(name, ()), section.stage}))
 
     def dtype(name: str) -> torch.dtype:
         return gradient_dtype(dtype_of(layouts[name].dtype), grad_dtype)
@@ -54,8 +61,9 @@ def with_buckets(
         last = dict.fromkeys(rank_tensors.gradients, len(ops) - 1) | _positions(ops, accumulated)
         first = _positions(ops[::-1], used)  # from the end
 
-        def together(name: str) -> tuple[int, str, str, str]:
-            return last[name], str(dtype(name)), layouts[name].dtype, name if name in shared else ""
+        def together(name: str) -> tuple[int, str, str, str, tuple[int, ...]]:
+            alone = name if name in shared else ""
+            return last[name], str(dtype(name)), layouts[name].dtype, alone, stages.get(name, ())
 
         for (position, *_), names in groupby(sorted(last, key=together), together):
             for members in _cut(names, nbytes):
@@ -70,8 +78,8 @@ def with_buckets(
             name for name in rank_tensors.parameters if name in last and name not in rank_tensors.gradients
         )
 
-        def together(name: str) -> tuple[int, str, str]:
-            return -first[name], layouts[name].dtype, name if name in shared else ""
+        def together(name: str) -> tuple[int, str, str, tuple[int, ...]]:
+            return -first[name], layouts[name].dtype, name if name in shared else "", stages.get(name, ())
 
         for (before, *_), names in groupby(sorted(wanted, key=together), together):
             for members in _cut(names, lambda name: layouts[name].nbytes):

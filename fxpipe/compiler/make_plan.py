@@ -97,6 +97,7 @@ def make_plan(
             layouts,
             options.grad_dtype,
             divides_frozen=mesh.divides_parameters,
+            per_use=options.per_use,
         ),
         layouts=layouts,
         prediction=Prediction(

@@ -194,10 +194,10 @@ def with_replicas(
         gradients = [stage.gradients for stage in of_rank]
         more_parameters = more_gradients = 0
         if per_use:
-            more_parameters = sum(gathered) // replicas - sum(gathered[:-2])
-            more_gradients = sum(gradients) // replicas - sum(gradients[:-2])
+            more_parameters = _more_for_each_use(gathered, whole.parameters, replicas)
+            more_gradients = _more_for_each_use(gradients, whole.gradients, replicas)
         elif shard == "parameters":  # its rows, beside all that are gathered
-            more_parameters = sum(gathered) // replicas
+            more_parameters = min(sum(gathered), whole.parameters) // replicas
         totals.append(
             replace(
                 whole,
@@ -207,6 +207,13 @@ def with_replicas(
             )
         )
     return tuple(totals)
+
+
+def _more_for_each_use(of_stages: Sequence[int], whole: int, replicas: int) -> int:
+    """The bytes of own rows and of the two last stages, beyond those of all.  whole: of all, where tensors
+    of several stages count once."""
+    total = min(sum(of_stages), whole)
+    return total // replicas + min(sum(of_stages[-2:]), total) - total
 
 
 def tensors_in_stages(sections: Sequence[Section], stages: Sequence[int]) -> tuple[frozenset[str], ...]:

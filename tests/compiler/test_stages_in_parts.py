@@ -40,21 +40,35 @@ class Net(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
 
 
+class Twice(Net):
+    """All blocks are called twice, and the table is the head's as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight = self.table.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.table(ids)
+        for block in (*self.blocks, *self.blocks):
+            x = block(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
+
+
 def batch(microbatches: int) -> dict[str, torch.Tensor]:
     torch.manual_seed(1)
     return {"ids": torch.randint(WORDS, (microbatches, 6))}
 
 
-def compiled(**options) -> fxpipe.Pipeline:
+def compiled(model: type[Net] = Net, **options) -> fxpipe.Pipeline:
     given = {"ranks": 2, "microbatches": MICROBATCHES, "schedule": "1f1b"} | options
-    return fxpipe.compile(Net(), batch(1), **given)
+    return fxpipe.compile(model(), batch(1), **given)
 
 
-def check_against_eager(pipe: fxpipe.Pipeline) -> None:
+def check_against_eager(pipe: fxpipe.Pipeline, model: type[Net] = Net) -> None:
     microbatches = pipe.plan.step.microbatches * pipe.replicas
     rows = batch(microbatches)
     found = pipe.run_local(rows)
-    loss, grads = eager_step(Net(), rows, microbatches, None)
+    loss, grads = eager_step(model(), rows, microbatches, None)
     assert too_far({"loss": found.loss, **found.grads}, {"loss": loss, **grads}, 1e-12) == {}
 
 
@@ -117,6 +131,15 @@ def test_as_many_parts_as_the_limit_of_divided_parameters_needs():
     assert stages(2.5, "zb") == 8
     with pytest.raises(LimitError, match="Raise the limit"):
         stages(0.4)
+
+
+def test_parameters_of_several_parts_are_there_once():
+    """The plan has what is gathered at most: that of two parts, where each tensor counts once."""
+    limit = 3.4 * sum(p.nbytes for p in Twice().parameters())
+    pipe = compiled(Twice, ranks=1, replicas=4, shard="parameters", memory_limit=limit, parts=8)
+    assert "rt.free_parameters" in pipe.artifact.programs[0]
+    assert pipe.check().otherwise == ()
+    check_against_eager(pipe, Twice)
 
 
 @pytest.mark.parametrize(
