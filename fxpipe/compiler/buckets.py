@@ -106,6 +106,11 @@ def bucket_uses(
     used = {s.color: {v.name for v in s.step_inputs if v.kind is Kind.PARAMETER} for s in sections}
     accumulated = {s.color: {v.name for v in s.inputs if v.kind is Kind.GRADIENT} for s in sections}
 
+    # What is computed once a step is computed from these.
+    read_once = {
+        x.name for s in sections for v in s.inputs for x in v.computed_from if x.kind is Kind.PARAMETER
+    }
+
     def touches(names: Mapping[Color, set[str]], bucket: Bucket) -> Callable[[Op], bool]:
         colors = {color for color, members in names.items() if not members.isdisjoint(bucket.gradients)}
         return lambda op: any(Color(op.stage, phase) in colors for phase in PHASES[op.kind])
@@ -114,6 +119,9 @@ def bucket_uses(
         adds, uses = touches(accumulated, bucket), touches(used, bucket)
         # Behind the last op where another rank makes the gradient.
         last = next(filter(uses if is_frozen else adds, reversed(ops)), ops[-1])
+        if per_use and not read_once.isdisjoint(bucket.gradients):
+            # At the start as well.
+            return for_each_use(ops, lambda op: op == ops[0] or uses(op), adds, last)
         if per_use:
             return for_each_use(ops, uses, adds, last)
         return once(next(filter(uses, ops), last) if plan.shard else None, last)

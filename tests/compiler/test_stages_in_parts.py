@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from equality import eager_step
@@ -59,7 +61,7 @@ def batch(microbatches: int) -> dict[str, torch.Tensor]:
     return {"ids": torch.randint(WORDS, (microbatches, 6))}
 
 
-def compiled(model: type[Net] = Net, **options) -> fxpipe.Pipeline:
+def compiled(model: Callable[[], Net] = Net, **options) -> fxpipe.Pipeline:
     given = {"ranks": 2, "microbatches": MICROBATCHES, "schedule": "1f1b"} | options
     return fxpipe.compile(model(), batch(1), **given)
 
@@ -140,6 +142,17 @@ def test_parameters_of_several_parts_are_there_once():
     assert "rt.free_parameters" in pipe.artifact.programs[0]
     assert pipe.check().otherwise == ()
     check_against_eager(pipe, Twice)
+
+
+def test_parameters_that_are_cast_once_a_step_are_there_for_it():
+    limit = 2.5 * sum(p.nbytes for p in Net().float().parameters())
+    given = {"model": lambda: Net().float(), "ranks": 1, "replicas": 4, "parts": 8, "shard": "parameters"}
+    with torch.autocast("cpu", torch.bfloat16):
+        whole, pipe = (compiled(**given, memory_limit=each) for each in (None, limit))
+    assert all("rt.once(once_a_step, params" in each.artifact.programs[0] for each in (whole, pipe))
+    assert "rt.free_parameters" in pipe.artifact.programs[0]
+    rows = batch(4 * MICROBATCHES)
+    assert torch.equal(pipe.run_local(rows).loss, whole.run_local(rows).loss)
 
 
 @pytest.mark.parametrize(

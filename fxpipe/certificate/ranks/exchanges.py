@@ -54,7 +54,7 @@ class ParameterRows:
 
     def wait(self, bucket: int) -> None:
         state = self._state(bucket, "waits for")
-        if state != COMING and self.plan.shard:
+        if state == AWAY:  # where they are here, as ``rt.once`` has waited for them, the verb does nothing
             self.calls.note(f"waits for the parameters of bucket {bucket}, which it does not gather")
         self.states[bucket] = HERE
 
