@@ -20,8 +20,8 @@ from launch import run
 from report import Report
 
 RANKS, LANES, LAYERS, MICROBATCHES = 4, 2, 4, 12
-SLEEP, EXCHANGES = 0.02, (0.005, 0.01, 0.02)  # seconds of each phase of a layer, and of an exchange
-STEPS = 3
+SLEEP, EXCHANGES = 0.02, (0.01, 0.02)  # seconds of each phase of a layer, and of an exchange
+STEPS = 2
 WAYS = (
     ("1f1b", 1),
     ("zb-h1", 1),
