@@ -108,13 +108,14 @@ def pipeline(setting: Setting) -> fxpipe.Pipeline | None:
     case = case_of(setting)
     with contextlib.ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
-        stack.enter_context(captured_once(setting.name, setting.microbatches))
         warnings.simplefilter("ignore")
         model = case.build()
         whole = {name: value.clone() for name, value in model.state_dict().items()}
         if is_on_lanes := setting.name in tensor_parallel.PLANS:
             mesh = stack.enter_context(fxpipe.local_lanes(2))
             stack.enter_context(tensor_parallel.parallelized(model, mesh, setting.name))
+        else:
+            stack.enter_context(captured_once(setting.name, setting.microbatches))
         try:
             pipe = fxpipe.compile(
                 model,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 
 import pytest
@@ -197,6 +198,13 @@ def edited(pipe: fxpipe.Pipeline) -> fxpipe.Pipeline:
         lines[a], lines[b] = lines[b], lines[a]
         programs[1] = "".join(lines)
     return replace(pipe, artifact=replace(pipe.artifact, programs=tuple(programs)))
+
+
+def test_local_lanes_leave_the_hook_of_uncaught_errors_as_it_is():
+    hook = sys.excepthook
+    with fxpipe.local_lanes(2):
+        assert sys.excepthook is hook
+    assert sys.excepthook is hook
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Iterator
 
 import torch.distributed as dist
@@ -29,7 +30,9 @@ def local_lanes(number: int, device_type: str = "cpu") -> Iterator[DeviceMesh]:
             "local_lanes is for a process that runs all lanes, and this one is one of several. Make the mesh "
             'of all: init_device_mesh(…, (ranks, lanes), mesh_dim_names=("pp", "tp"))["tp"].'
         )
+    hook = sys.excepthook
     dist.init_process_group("fake", rank=0, world_size=number, store=fake_store())
+    sys.excepthook = hook  # torch puts "[rank0]:" before each line of a traceback, once more for each group
     try:
         yield init_device_mesh(device_type, (number,), mesh_dim_names=("tp",))
     finally:
