@@ -131,10 +131,10 @@ def _plan(options: argparse.Namespace) -> None:
         console.print(mesh_table(tried, fastest_mesh(tried).mesh if fits else None, columns))
         for line in reasons(tried):
             console.print(terminal(line), soft_wrap=True, style="dim")
-        held = (fastest_mesh(tried).memory if fits else None) or 0.0
-        if held > hardware.memory_size:
+        needed = (fastest_mesh(tried).memory if fits else None) or 0.0
+        if needed > hardware.memory_size:
             has = f"{hardware.memory_size / 1e9:.0f} GB"
-            text = f"No {hardware.name} holds {bytes_text(held)}: it has {has}. Give --memory-limit."
+            text = f"No {hardware.name} holds {bytes_text(needed)}: it has {has}. Give --memory-limit."
             console.print(terminal(text), soft_wrap=True)
     for _, tried in compared:
         fastest_mesh(tried)

@@ -344,8 +344,7 @@ def with_uses(options: Settings, choose: Callable[[Settings], _T]) -> tuple[Sett
     except LimitError as error:
         if options.parts != "auto":
             raise
-        errors = [error]
-    smallest = {error.is_least: error.smallest for error in errors}
+        errors, smallest = [error], {error.is_least: error.smallest}
     for parts in (1 << k for k in count(2)):  # of two parts both would be there at once
         variant = replace(options, parts=parts)
         try:

@@ -53,20 +53,20 @@ def compile_evaluation(request: Compilation, phase: Phases, trained: Compiled) -
     )
     request, model = replace(request, options=options), request.model
     model_stages = plan.ordered.model_stages
-    held = tensors_in_stages(trained.sections, model_stages)
+    tensors_of = tensors_in_stages(trained.sections, model_stages)
     placement = tuple(plan.placement[stage] for stage in model_stages)
     if trained.parts:
         # Whole stages: each part would need an op of this forward, in the order of training.
-        held = tuple(frozenset[str]().union(*each) for each in by_stage(held, trained.parts))
+        tensors_of = tuple(frozenset[str]().union(*each) for each in by_stage(tensors_of, trained.parts))
         placement = tuple(rank for rank, *_ in by_stage(placement, trained.parts))
     cut_options = CutOptions(
-        len(held),
+        len(tensors_of),
         options.mesh.ranks,
         cluster.node_seconds(),
         None,
         # The shards of the vocabulary are those of training, and so are their stages.
         plan.vocabulary.barriers if plan.vocabulary is not None else None,
-        tensors_of=held,
+        tensors_of=tensors_of,
         compiled=options.compiled,
         print_after=options.print_after,
         head_chunks=plan.head_chunks,

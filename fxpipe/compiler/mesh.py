@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import inf
 
 from fxpipe.capture.scale import LATER, choose_microbatches
@@ -173,9 +174,7 @@ class _Search:
             if chosen is None:
                 # Another level of a mesh with a schedule by name is as good as known.
                 beat = inf if self.choices and options.schedule != AUTO else (1 - GAIN) * best
-                chosen = with_uses(options, lambda variant: choose_below(variant, *self._cut(variant), beat))[
-                    1
-                ]
+                chosen = with_uses(options, partial(self._below, beat))[1]
         except LimitError as error:
             return TriedMesh(mesh, memory=error.smallest)
         except (ScheduleError, PartitionError, VocabularyError, CaptureError) as error:
@@ -184,6 +183,9 @@ class _Search:
             return TriedMesh(mesh, bound=chosen)
         self.choices.append(chosen)
         return chosen.of_mesh(mesh)
+
+    def _below(self, beat: float, options: Settings) -> Chosen | float:
+        return choose_below(options, *self._cut(options), beat)
 
     def _cut(self, options: Settings) -> tuple[list[Stages], Costing]:
         """The step cut into stages, and their costs; once for all meshes of these ranks."""

@@ -112,7 +112,7 @@ class Options:
     other microbatches run, and replicas that divide parameters gather those of one part at a time
     (docs/mesh.md). ``"exchanges"``: a part ends where the lanes of a rank exchange tokens or rows, which
     are on their way until the next part of that microbatch runs (docs/lanes.md). ``"auto"``: whole stages;
-    in parts at exchanges if that is faster, as simulated; in 2, 4, 8, … parts if ``shard="parameters"``
+    in parts at exchanges if that is faster, as simulated; in 4, 8, … parts if ``shard="parameters"``
     keeps ``memory_limit`` in no other way."""
     split_points: Sequence[str] | None = None
     """Paths of the modules that begin the second and later stages. By default the model is cut by cost."""

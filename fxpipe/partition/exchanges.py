@@ -64,11 +64,11 @@ def begin_where_operands_are(graph: fx.Graph, stage_of_part: Sequence[int]) -> N
 
 def _made_for(begin: fx.Node) -> set[fx.Node]:
     """The begin, and the ops of the same gradient before it: a copy of its operand."""
-    found, todo = {begin}, [begin]
+    made, todo = {begin}, [begin]
     while todo:
         for node in todo.pop().all_input_nodes:
             alike = node.op == "call_function" and origin_of(node) == origin_of(begin)
-            if alike and node not in found:
-                found.add(node)
+            if alike and node not in made:
+                made.add(node)
                 todo.append(node)
-    return found
+    return made

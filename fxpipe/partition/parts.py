@@ -30,17 +30,17 @@ def inner_cuts(chain: Chain, cuts: Sequence[int], parts: PartsOfStage) -> tuple[
     allowed = chain.inside
     stages = [*pairwise((-1, *cuts, len(allowed) - 1))]
     if parts != EXCHANGES:
-        found: list[int] = []
+        inner: list[int] = []
         for number, (before, last) in enumerate(stages):
             part = slice(before + 1, last + 1)
             try:
-                found += (before + 1 + k for k in choose_cuts(chain.seconds[part], allowed[part], parts))
+                inner += (before + 1 + k for k in choose_cuts(chain.seconds[part], allowed[part], parts))
             except PartitionError as error:
                 raise PartitionError(
                     f"Stage {number} cannot be cut into {parts} parts: it has too few places, or pieces too "
                     "uneven. Take fewer parts."
                 ) from error
-        return tuple(found)
+        return tuple(inner)
     sizes = sorted(chain.exchanges.values(), reverse=True)
     enough = _MOST * sum(sizes)
     least = next((size for size, so_far in zip(sizes, accumulate(sizes), strict=True) if so_far >= enough), 0)

@@ -17,6 +17,7 @@ from fxpipe.plan.rewrites import RULES, Rewrite
 from fxpipe.schedule.candidate_row import Tried
 from fxpipe.schedule.ops import Direction
 from fxpipe.schedule.simulation.simulator import simulate
+from fxpipe.schedule.simulation.timeline import Timeline
 from fxpipe.schedule.simulation.transfers import offload_bytes
 from fxpipe.schedule.units import bubble_text, bytes_text, seconds_text, units_of
 from fxpipe.viz.gap import gap_texts
@@ -37,12 +38,12 @@ def explain(plan: Plan, console: Console) -> None:
         console.print(terminal(f"Costs of the device {plan.device}{_machines(plan)}."), soft_wrap=True)
     for rewrite in plan.rewrites:
         console.print(terminal(_rewritten(rewrite, plan)), soft_wrap=True)
-    if plan.replicas > 1:
-        console.print(terminal(_exchanged(plan)), soft_wrap=True)
-    if any(edge.exchange for edge in plan.costs.edges):
-        console.print(terminal(_between_lanes(plan)), soft_wrap=True)
     # Simulated again: a plan has the costs and the order, and no times of ops.
     timeline = simulate(plan.ordered, plan.costs)
+    if plan.replicas > 1:
+        console.print(terminal(_exchanged(plan, timeline)), soft_wrap=True)
+    if any(edge.exchange for edge in plan.costs.edges):
+        console.print(terminal(_between_lanes(timeline)), soft_wrap=True)
     limits = plan.limits if len(plan.limits) == plan.ranks else None
     bounds, gains = gap_texts(timeline, limits, units_of(plan.memory_limit))
     console.print(terminal(f"{plan.schedule}: {bounds}; {gains}."), soft_wrap=True)
@@ -141,8 +142,7 @@ def _memory(plan: Plan) -> Table:
     return table
 
 
-def _between_lanes(plan: Plan) -> str:
-    timeline = simulate(plan.ordered, plan.costs)
+def _between_lanes(timeline: Timeline) -> str:
     rank, waits = max(enumerate(timeline.exposed_communication), key=lambda each: each[1])
     longest = max(sum(end - start for *_, start, end in spans) for spans in timeline.lane_exchanges)
     return (
@@ -151,8 +151,7 @@ def _between_lanes(plan: Plan) -> str:
     )
 
 
-def _exchanged(plan: Plan) -> str:
-    timeline = simulate(plan.ordered, plan.costs)
+def _exchanged(plan: Plan, timeline: Timeline) -> str:
     longest = max(sum(end - start for *_, start, end in rank_spans) for rank_spans in timeline.exchanges)
     what = {"": "sum gradients", "optimizer": "sum gradients and gather parameters"}
     does = what.get(plan.shard, what["optimizer"])

@@ -91,9 +91,8 @@ def _waits(
             for section, delay in table[op.kind][op.stage]:
                 home, at, giver = origins[section, op.microbatch]
                 arrived = giver.end + delay * with_delays
-                if (
-                    arrived > wait.over
-                ):  # of another rank, or exchanged between lanes: else it was over before
+                # Of another rank, or exchanged between lanes: else it was over before.
+                if arrived > wait.over:
                     wait = IdleWait(Cause.MESSAGE, home, at, giver.end, arrived)
             for over, transfer in due.get(position, ()):
                 if over > wait.over:

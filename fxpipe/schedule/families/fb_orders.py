@@ -24,10 +24,10 @@ def breadth_first(
     return tuple(
         tuple(
             Op(kind, stage, j)
-            for own in groups
+            for members in groups
             for kind, in_turn in ((OpKind.F, stages), (backward, reversed(stages)))
             for stage in in_turn
-            for j in own
+            for j in members
         )
         for stages in stages_of(placement)
     )
