@@ -1,12 +1,15 @@
 """transformers' decoders on two lanes by their own plans of parallelism, beside eager.
 
     PYTHONPATH=. python benchmarks/lane_plans.py --output benchmarks/results/lane_plans.txt
+    PYTHONPATH=. python benchmarks/lane_plans.py --context --output benchmarks/results/context_models.txt
 
 Each family with a plan of tensor or expert parallelism (a tiny model, random weights, float64) is distributed
 by ``fxpipe.integrations.transformers.parallelize`` over two lanes of two ranks, mixtures with all tokens on
 each lane and with divided ones, and runs one step in one process.  The table has the parameters that lanes
 share, and the largest error of the loss and of a gradient against eager, by its largest value (at least a
-millionth of that of all); families of which eager itself fails with the tiny configuration are left out.
+millionth of that of all).  With ``--context`` the lanes divide the sequences instead, and of the plan they
+share experts alone; the table has the exchanges in programs by kind.  Families of which eager itself fails
+with the tiny configuration are left out.
 """
 
 from __future__ import annotations
@@ -46,20 +49,22 @@ def main() -> None:
     parser.add_argument("--families", nargs="*", help="instead of all")
     parser.add_argument("--seconds", type=float, default=inf, help="after which it begins no other family")
     parser.add_argument("--output", type=Path)
+    parser.add_argument("--context", action="store_true", help="lanes divide the sequences")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_default_dtype(torch.float64)
     report = Report("transformers' decoders on two lanes, by their own plans, beside eager")
-    rows = [*measured(options.families, report, time.monotonic() + options.seconds)]
-    report.table(("family", "tokens", "parameters shared", "error"), rows)
+    rows = [*measured(options, report, time.monotonic() + options.seconds)]
+    shared = "exchanges" if options.context else "parameters shared"
+    report.table(("family", "tokens", shared, "error"), rows)
     right = sum(row[-1][0].isdigit() and float(row[-1]) < 1e-6 for row in rows)
     report.line(f"{right} of {len(rows)} are those of eager.")
     report.save(options.output)
 
 
-def measured(families: list[str] | None, report: Report, end: float) -> Iterator[tuple[str, ...]]:
+def measured(options: argparse.Namespace, report: Report, end: float) -> Iterator[tuple[str, ...]]:
     for kind, names in sorted(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()):
-        if families and kind not in families:
+        if options.families and kind not in options.families:
             continue
         if time.monotonic() > end:
             report.line(f"It ended before {kind}.")
@@ -69,7 +74,7 @@ def measured(families: list[str] | None, report: Report, end: float) -> Iterator
             built = build(kind, names if isinstance(names, str) else names[0], "CAUSAL_LM").model
             model = without_dropout(built).to(torch.float64).train()
             words = {**(getattr(model, "tp_plan", None) or {}), **(getattr(model, "ep_plan", None) or {})}
-            if not words:
+            if not words and not options.context:
                 continue
             has_experts = any(word in ("moe_tp_experts", "ep_dispatch_experts") for word in words.values())
             if has_experts:
@@ -79,7 +84,7 @@ def measured(families: list[str] | None, report: Report, end: float) -> Iterator
             report.line(f"{kind} is left out, as its own code raises {text(error)}")
             continue
         for tokens in ("whole", "divided") if has_experts else ("whole",):
-            shared, result = on_lanes(copy.deepcopy(model), tokens, expected)
+            shared, result = on_lanes(copy.deepcopy(model), tokens, expected, options.context)
             if not shared:
                 report.line(f"{kind} is refused: {result}")
             yield kind, tokens if has_experts else "", shared, result if shared else "refused"
@@ -114,12 +119,15 @@ def eager(model: nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
-def on_lanes(model: nn.Module, tokens: Any, expected: Mapping[str, torch.Tensor]) -> tuple[str, str]:
+def on_lanes(
+    model: nn.Module, tokens: Any, expected: Mapping[str, torch.Tensor], context: bool
+) -> tuple[str, str]:
     whole = {name: value.clone() for name, value in model.state_dict().items()}
     example = {name: x[:ROWS] for name, x in batch().items()}
     try:
         with fxpipe.local_lanes(LANES) as mesh:
-            parallelize(model, mesh, fxpipe.ExpertParallel(tokens=tokens))
+            divided = {"input_ids": 1} if context else None
+            parallelize(model, mesh, fxpipe.ExpertParallel(tokens=tokens), context=divided)
             options = {"ranks": RANKS, "microbatches": MICROBATCHES, "schedule": "zb-h1"}
             pipe = fxpipe.compile(model, example, loss_fn=loss_of, **options)
         pipe.load_state_dict(whole)
@@ -131,7 +139,15 @@ def on_lanes(model: nn.Module, tokens: Any, expected: Mapping[str, torch.Tensor]
     # Gradients that are zero but for rounding have no size of their own.
     floor = 1e-6 * max(largest.values())
     errors = (float((found[n] - x).abs().max()) / max(largest[n], floor) for n, x in expected.items())
-    return str(len(pipe.plan.lanes.shards)), f"{max(errors):.1e}"
+    shared = exchanges(pipe) if context else str(len(pipe.plan.lanes.shards))
+    return shared, f"{max(errors):.1e}"
+
+
+def exchanges(pipe: fxpipe.Pipeline) -> str:
+    """The exchanges between lanes in the programs of all ranks, but for sums, by kind."""
+    programs = "\n".join(pipe.artifact.programs)
+    counts = {kind: programs.count(f"{kind}(") for kind in ("all_to_all", "all_gather", "reduce_scatter")}
+    return ", ".join(f"{number} {kind}" for kind, number in counts.items() if number) or "none"
 
 
 if __name__ == "__main__":

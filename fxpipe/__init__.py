@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from fxpipe.api.pipeline import Pipeline
     from fxpipe.api.read_checkpoint import Checkpoint, read_checkpoint
     from fxpipe.compiler.options import Offload
+    from fxpipe.integrations.context import ContextParallel
     from fxpipe.integrations.experts import ExpertParallel
     from fxpipe.integrations.pack import PackedSteps, pack
     from fxpipe.integrations.summed_gradients import SummedGradients
@@ -57,6 +58,7 @@ __all__ = [
     "CaptureError",
     "Checkpoint",
     "Checkpointer",
+    "ContextParallel",
     "DeadlockError",
     "ExpertParallel",
     "FxpipeError",
@@ -86,6 +88,7 @@ _LAZY = {
     "__version__": "fxpipe.plan.version",
     "Checkpoint": "fxpipe.api.read_checkpoint",
     "Checkpointer": "fxpipe.api.checkpointer",
+    "ContextParallel": "fxpipe.integrations.context",
     "ExpertParallel": "fxpipe.integrations.experts",
     "Offload": "fxpipe.compiler.options",
     "PackedSteps": "fxpipe.integrations.pack",

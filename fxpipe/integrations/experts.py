@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from fxpipe.errors import OptionError
+from fxpipe.integrations.context import distributed
 from fxpipe.integrations.summed_gradients import local_parameters, parameters_of
 
 
@@ -97,32 +98,52 @@ class ExpertParallel(ParallelStyle):
         top_k_index: torch.Tensor,
         top_k_weights: torch.Tensor,
     ) -> torch.Tensor:
+        given = [hidden_states, top_k_index, top_k_weights]
+        # Within ContextParallel the tokens are divided before, and stay so.
+        placements = hidden_states.placements if isinstance(hidden_states, DTensor) else None
+        each, index = experts // mesh.size(), _all_rows(top_k_index)
+        run = partial(_divided if self.tokens == "divided" else _whole, local, mesh, each, each * self.skips)
         if self.counts and module.training:
             with torch.no_grad():
-                rows = top_k_index.reshape(-1, 1) == torch.arange(experts, device=top_k_index.device)
+                rows = index.reshape(-1, 1) == torch.arange(experts, device=index.device)
                 module.get_buffer("expert_loads").add_(rows.sum(0))
-        each = experts // mesh.size()
-        absent = each if self.skips else 0
         if self.tokens == "whole":
-            return _whole(local, mesh, each, absent, hidden_states, top_k_index, top_k_weights)
-        tokens, lanes = len(hidden_states), mesh.size()
-        rows_of_lane = ceil(tokens / lanes) * top_k_index.shape[1]
-        room = ceil(tokens / lanes) * min(top_k_index.shape[1], each)
-        if self.capacity is not None:
-            room = min(room, ceil(self.capacity * rows_of_lane / lanes))
-        padded = -tokens % lanes
-        index = nn.functional.pad(top_k_index, (0, 0, 0, padded), value=experts)  # of no lane
-        if self.capacity is not None:
-            self._count_drops(module, index, lanes, each, room)
-        x = nn.functional.pad(hidden_states, (0, 0, 0, padded))
-        weights = nn.functional.pad(top_k_weights, (0, 0, 0, padded))
-        return _divided(local, mesh, each, absent, room, x, index, weights)[:tokens]
+            result = distributed(run(*map(_all_rows, given)), mesh)
+            return _all_rows(result) if placements is None else result.redistribute(placements=placements)
+        if placements is None and (more := -len(hidden_states) % mesh.size()):
+            of_none = (0, experts, 0)
+            given = [_padded(x, more, value) for x, value in zip(given, of_none, strict=True)]
+        by_lane = placements or [Shard(0)]
+        shares = [distributed(x, mesh).redistribute(placements=by_lane).to_local() for x in given]
+        room = self._room(module, mesh, each, shares[1], given[1] if placements is None else None)
+        result = run(room, *shares)
+        if placements is None:
+            return _joined(result, mesh, Shard(0))[: len(hidden_states)]
+        shape, stride = hidden_states.shape, hidden_states.stride()
+        return DTensor.from_local(result, mesh, placements, run_check=False, shape=shape, stride=stride)
 
-    def _count_drops(self, module: nn.Module, index: torch.Tensor, lanes: int, each: int, room: int) -> None:
-        """Count the rows beyond the room, of all lanes: each has all tokens' experts."""
+    def _room(
+        self,
+        module: nn.Module,
+        mesh: DeviceMesh,
+        each: int,
+        index: torch.Tensor,
+        of_all: torch.Tensor | None,
+    ) -> int:
+        """The rows that an exchange has room for, from each lane to each other.
+
+        index: the experts of this lane's tokens.  of_all: of all tokens, those of each lane behind the other,
+        where this lane has them.
+        """
+        room = len(index) * min(index.shape[1], each)
+        if self.capacity is None:
+            return room
+        room = min(room, ceil(self.capacity * index.numel() / mesh.size()))
         with torch.no_grad():
-            owners = index.reshape(lanes, -1, 1) // each == torch.arange(lanes, device=index.device)
-            drops = (owners.sum(1) - room).clamp(min=0).sum()
+            of_all = _joined(index, mesh, Shard(0)) if of_all is None else of_all
+            owners = of_all.reshape(mesh.size(), -1, 1) // each
+            rows = (owners == torch.arange(mesh.size(), device=index.device)).sum(1)
+            drops = (rows - room).clamp(min=0).sum()
             if self.beyond == "error":
                 torch._assert_async(
                     drops == 0,
@@ -131,6 +152,7 @@ class ExpertParallel(ParallelStyle):
                 )
             elif self.counts and module.training:
                 module.get_buffer("expert_drops").add_(drops)
+        return room
 
 
 def _number_of_experts(module: nn.Module, mesh: DeviceMesh) -> int:
@@ -201,10 +223,9 @@ def _divided(
     index: torch.Tensor,
     weights: torch.Tensor,
 ) -> torch.Tensor:
-    """A share of the tokens for each lane, whose rows go to their experts and back; tokens: a multiple of the
-    lanes.  Of an index beyond all experts there is no row."""
+    """A lane's share of the tokens, whose rows go to their experts and back; all shares have as many.  Of an
+    index beyond all experts there is no row."""
     lanes = mesh.size()
-    x, index, weights = (_share(value, mesh) for value in (x, index, weights))
     tokens, top_k = index.shape
     pairs = index.reshape(-1)
     owners = pairs // each
@@ -223,7 +244,7 @@ def _divided(
     of_rows = back[torch.where(kept, places, 0)].view(tokens, top_k, -1)
     counted = torch.where(kept.view(tokens, top_k), weights, 0)
     result = (of_rows * counted.unsqueeze(-1)).sum(1)
-    return _joined(result.to(x.dtype), mesh, Shard(0))
+    return result.to(x.dtype)
 
 
 def _alike(value: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
@@ -233,11 +254,13 @@ def _alike(value: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     return part
 
 
-def _share(value: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """This lane's rows of a tensor that all lanes have."""
-    distributed: Any = DTensor.from_local(value, mesh, [Replicate()], run_check=False)
-    part: torch.Tensor = distributed.redistribute(placements=[Shard(0)]).to_local()
-    return part
+def _all_rows(value: torch.Tensor) -> torch.Tensor:
+    """All rows of a value, which lanes may have divided."""
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def _padded(value: torch.Tensor, rows: int, with_value: int) -> torch.Tensor:
+    return nn.functional.pad(value, (0, 0, 0, rows), value=with_value)
 
 
 def _joined(part: torch.Tensor, mesh: DeviceMesh, placement: Any) -> torch.Tensor:

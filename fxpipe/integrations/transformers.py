@@ -24,6 +24,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from fxpipe.errors import OptionError
+from fxpipe.integrations.context import ContextParallel
 from fxpipe.integrations.experts import ExpertParallel
 from fxpipe.integrations.summed_gradients import SummedGradients, local_parameters
 
@@ -49,6 +50,7 @@ def parallelize(
     mesh: DeviceMesh,
     experts: ExpertParallel | None = None,
     plan: Mapping[str, str] | None = None,
+    context: Mapping[str, int] | None = None,
 ) -> nn.Module:
     """Distribute a model of transformers over the lanes of a mesh, by the plan of its configuration.
 
@@ -58,12 +60,16 @@ def parallelize(
     mesh: of one dimension.
     experts: the style of experts; by default all tokens go through those of every lane.
     plan: module, as a pattern -> style; by default ``model.tp_plan`` with ``model.ep_plan``.
+    context: the arguments whose sequences the lanes divide, with their dimension ({"input_ids": 1}), by
+        ``ContextParallel``: then the lanes share nothing of the plan but experts.
 
     Raises OptionError for a style that has no counterpart, heads or experts that the lanes do not divide, and
     a model without a plan.
     """
     words = dict(plan) if plan is not None else {**_plan(model, "tp"), **_plan(model, "ep")}
-    if not words:
+    if context is not None:
+        words = {path: word for path, word in words.items() if word in _EXPERTS}
+    elif not words:
         raise OptionError(
             f"{type(model).__name__} has no plan of tensor parallelism. Give one by modules: "
             'parallelize(model, mesh, plan={"*.up": "colwise", "*.down": "rowwise"}).'
@@ -90,6 +96,8 @@ def parallelize(
                     f"{', '.join((*_STYLES, *_EXPERTS, 'local_params', 'mla_kv_a_proj'))}."
                 )
             parallelize_module(module, mesh, _STYLES[word]())
+    if context is not None:
+        parallelize_module(model, mesh, ContextParallel(context))
     if hasattr(model, "tie_weights"):
         model.tie_weights()  # type: ignore[operator]
     return model

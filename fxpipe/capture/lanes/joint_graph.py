@@ -29,7 +29,7 @@ from fxpipe.capture.trace import Captured
 from fxpipe.errors import CaptureError
 from fxpipe.ir import compat
 from fxpipe.ir.compat import pytree
-from fxpipe.ir.graph import Input, Kind, Origin, origin_of
+from fxpipe.ir.graph import Input, Kind, Origin, batch_mean, origin_of
 from fxpipe.ir.names import identifier
 from fxpipe.ir.storage import call_nodes, draws_numbers, drop_dead, graph_outputs
 from fxpipe.ir.text import graph_text
@@ -40,6 +40,7 @@ from fxpipe.runtime.program.random import keyed
 from fxpipe.runtime.torch_private import members_of, overload_name, schema_of
 
 aten, lanes = torch.ops.aten, torch.ops.lanes
+_LOSSES, _MEAN = (aten.nll_loss_forward.default, aten.nll_loss2d_forward.default), 1
 #: What all lanes get alike, whatever each gives.
 _EQUAL = (lanes.all_reduce.default, lanes.all_gather.default)
 
@@ -64,7 +65,9 @@ def capture_lanes(model: nn.Module, capture: Callable[[], Captured]) -> Captured
     joint = traces[0]
     _check_constants(traces)
     _merge({lane: trace.graph for lane, trace in traces.items()}, number)
-    _check_results(joint.graph, plan, key_by_lane(joint.graph, plan))
+    varying = key_by_lane(joint.graph, plan)
+    _check_results(joint.graph, plan, varying)
+    _check_means(joint.graph, varying)
     return replace(joint, lanes=plan)
 
 
@@ -132,9 +135,10 @@ def _check_constants(traces: Mapping[int, Captured]) -> None:
         for name, value in first.items():
             theirs = other.constants.get(name)
             if theirs is None or theirs.shape != value.shape or not torch.equal(theirs, value):
-                node = next(
-                    n for n in traces[0].graph.find_nodes(op="placeholder") if n.meta["input"].name == name
-                )
+                inputs = traces[0].graph.find_nodes(op="placeholder")
+                node = next((n for n in inputs if n.meta["input"].name == name), None)
+                if node is None:  # no op of this lane reads it: if one of another does, the graphs differ
+                    continue
                 where = next(iter(node.users)).meta["origin"]
                 raise CaptureError(
                     f"Lane {lane} makes another constant than lane 0 ({where}). All lanes run one program: "
@@ -317,6 +321,19 @@ def _check_results(graph: fx.Graph, plan: LanePlan, varying: set[fx.Node]) -> No
                 f"{_source(value, varying).meta['origin']}. All lanes must have it alike: gather what is "
                 "sharded by the plan of parallelize_module (output_layouts=Replicate()), compute the loss in "
                 "loss_parallel(), or let the plan name the module (SequenceParallel() for a norm)."
+            )
+
+
+def _check_means(graph: fx.Graph, varying: set[fx.Node]) -> None:
+    """Raise CaptureError for a mean over the labels of one lane, of which lanes have different numbers."""
+    for node in call_nodes(graph):
+        is_mean = node.target in _LOSSES and node.args[3] == _MEAN
+        if (is_mean or node.target is batch_mean) and node.args[is_mean] in varying:
+            raise CaptureError(
+                f"The loss at {node.meta['origin']} is a mean over the labels of one lane. Lanes have other "
+                "numbers of labels that count, so the mean of their means is another loss. Divide the sum of "
+                "all lanes by the count of all, let all lanes have all labels (loss_parallel()), or divide "
+                "the sequence by fxpipe.ContextParallel."
             )
 
 

@@ -29,7 +29,7 @@ import torch
 from torch import fx
 
 from fxpipe.capture.reads.row_sums import Rows, named_dims, rows_in
-from fxpipe.capture.rules.joined_rows import joining_ops
+from fxpipe.capture.rules.joined_rows import is_sum_of_lanes, joining_ops
 from fxpipe.ir.builder import Calls, node_arg
 from fxpipe.ir.graph import Kind, batch_mean
 from fxpipe.ir.nodes import copy_node, input_nodes
@@ -158,7 +158,7 @@ class Tail:
                 yield from operands[1:]
             case aten.stack | aten.cat:
                 yield from node.all_input_nodes
-            case _ if packet in _LINEAR:
+            case _ if packet in _LINEAR or is_sum_of_lanes(node):
                 yield from operands[:1]
 
     def _scales(self, factor: fx.Node | None, node: fx.Node) -> bool:

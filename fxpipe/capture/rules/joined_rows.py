@@ -25,7 +25,7 @@ from fxpipe.ir.compat import OpOverload
 from fxpipe.ir.graph import Kind
 from fxpipe.ir.nodes import input_nodes
 
-aten = torch.ops.aten
+aten, collectives = torch.ops.aten, torch.ops._c10d_functional
 
 
 class _Rows(Enum):
@@ -124,8 +124,17 @@ def _rows_of(node: fx.Node, rows: Mapping[fx.Node, _Rows]) -> _Rows:
         return _Rows.JOINED
     summed = [rows[x] is _Rows.SUMMED for x in node.args if isinstance(x, fx.Node)]
     is_linear = packet in _LINEAR or (packet in _PRODUCTS and sum(summed) == 1)
+    is_linear |= is_sum_of_lanes(node)
     is_linear |= packet is aten.div and summed[:1] == [True] and not any(summed[1:])
     return _Rows.SUMMED if is_linear else _Rows.JOINED
+
+
+def is_sum_of_lanes(node: fx.Node) -> bool:
+    """Whether an op adds what lanes have, or waits for that."""
+    packet = getattr(node.target, "overloadpacket", None)
+    return packet is collectives.wait_tensor or (
+        packet is collectives.all_reduce and node.args[1] in ("sum", "avg")
+    )
 
 
 def _of_rows(node: fx.Node, rows: Mapping[fx.Node, _Rows]) -> _Rows:

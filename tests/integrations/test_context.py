@@ -1,0 +1,227 @@
+"""Sequences over the lanes: the loss and gradients of eager, and what lanes cannot divide."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from equality import eager_step
+from tensor_parallel import Experts
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.nn import functional as F
+from zoo import relative_error, too_far
+
+import fxpipe
+from fxpipe.errors import CaptureError, OptionError
+from fxpipe.integrations.transformers import parallelize
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("double")]
+LIMIT = 1e-12
+WORDS, WIDTH, HEADS, KEYS, ROWS, LENGTH = 24, 16, 4, 2, 2, 16
+
+
+class Block(nn.Module):
+    """Attention with fewer heads of keys than of queries, and a mixture in the place of two layers."""
+
+    def __init__(self, attention: str, mixture: bool) -> None:
+        super().__init__()
+        self.attention, each = attention, WIDTH // HEADS
+        self.norm, self.other = nn.RMSNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.q, self.k, self.v = (nn.Linear(WIDTH, n * each, bias=False) for n in (HEADS, KEYS, KEYS))
+        self.bias = nn.Parameter(torch.randn(HEADS, LENGTH, LENGTH)) if attention == "biased" else None
+        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.router, self.experts = (nn.Linear(WIDTH, 4), Experts()) if mixture else (None, None)
+
+    def forward(self, x, cos, sin):
+        q, k, v = (
+            p(y).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2)
+            for y in [self.norm(x)]
+            for p in (self.q, self.k, self.v)
+        )
+        q, k = (y * cos + torch.cat([-y.chunk(2, -1)[1], y.chunk(2, -1)[0]], -1) * sin for y in (q, k))
+        x = x + self._attend(q, k, v).transpose(1, 2).flatten(2)
+        y = self.other(x)
+        if self.experts is None:
+            return x + self.down(F.gelu(self.up(y)))
+        weights, chosen = self.router(y.flatten(0, 1)).softmax(-1).topk(2)
+        return x + self.experts(y.flatten(0, 1), chosen, weights).view_as(x)
+
+    def _attend(self, q, k, v):
+        if self.attention == "by hand":
+            k, v = (y.repeat_interleave(HEADS // KEYS, 1) for y in (k, v))
+            scores = q @ k.transpose(-1, -2) / 2
+            ahead = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
+            return scores.masked_fill(ahead, -torch.inf).softmax(-1) @ v
+        if self.attention == "window":
+            at = torch.arange(LENGTH)
+            mask = (at[:, None] >= at) & (at[:, None] < at + 3)
+            return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
+        if self.attention == "biased":
+            return F.scaled_dot_product_attention(q, k, v, self.bias, enable_gqa=True)
+        if self.attention == "across":  # all tokens see some that no lane divides
+            k, v = (y.mean(2, keepdim=True) for y in (k, v))
+            return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+
+class Decoder(nn.Module):
+    def __init__(self, attention: str = "causal", mixture: bool = False, weighted: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.ModuleList(Block(attention, mixture) for _ in range(2))
+        self.last, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
+        self.head.weight = self.words.weight
+        self.weights = nn.Buffer(torch.rand(WORDS)) if weighted else None
+
+    def forward(self, ids, labels):
+        x, angles = self.words(ids), torch.arange(ids.shape[1])[:, None] / torch.arange(1, 5)
+        for block in self.blocks:
+            x = block(x, angles.cos(), angles.sin())
+        logits = self.head(self.last(x))
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), weight=self.weights)
+        return {"loss": loss, "logits": logits}
+
+
+def batch(microbatches: int) -> dict[str, torch.Tensor]:
+    torch.manual_seed(1)
+    ids = torch.randint(WORDS, (microbatches * ROWS, LENGTH))
+    labels = ids.roll(-1, 1)
+    labels[::2, :5] = -100  # the lanes have different numbers of labels
+    return {"ids": ids, "labels": labels}
+
+
+def compiled(lanes: int, model: nn.Module, experts: str = "", **options) -> fxpipe.Pipeline:
+    whole = copy.deepcopy(model.state_dict())
+    with fxpipe.local_lanes(lanes) as mesh:
+        if experts:
+            style = fxpipe.ExpertParallel(tokens=experts, counts=True)
+            parallelize_module(model, mesh, {"blocks.*.experts": style})
+        parallelize_module(model, mesh, fxpipe.ContextParallel({"ids": 1}))
+        assert model.head.weight is model.words.weight
+        options = {"ranks": 2, "microbatches": 3, "schedule": "zb-h1", "effort": 0.1} | options
+        pipe = fxpipe.compile(model, batch(1), **options)
+    whole |= {name: x for name, x in model.named_buffers() if "expert_" in name}
+    pipe.load_state_dict(whole)
+    return pipe
+
+
+@pytest.mark.parametrize(
+    ("lanes", "model", "options"),
+    [
+        (2, {"attention": "causal", "weighted": True}, {}),
+        (8, {"attention": "causal"}, {}),  # which cannot share the heads
+        (4, {"attention": "window"}, {"recompute": "full", "parts": "exchanges", "schedule": "zb"}),
+        (2, {"attention": "biased"}, {}),
+        pytest.param(8, {"attention": "biased"}, {}, marks=pytest.mark.variation),
+        pytest.param(8, {"attention": "window"}, {"schedule": "zb-v"}, marks=pytest.mark.variation),
+        pytest.param(2, {"attention": "by hand"}, {}, marks=pytest.mark.variation),
+        pytest.param(2, {"attention": "across"}, {}, marks=pytest.mark.variation),
+    ],
+    ids=str,
+)
+def test_each_attention_equals_eager(lanes, model, options):
+    pipe, expected = compiled(lanes, Decoder(**model), **options), Decoder(**model)
+    check_against_eager(pipe, expected)
+
+
+@pytest.mark.parametrize("tokens", ["divided", pytest.param("whole", marks=pytest.mark.variation)])
+def test_experts_of_divided_tokens_equal_eager(tokens):
+    pipe, expected = compiled(2, Decoder(mixture=True), tokens), Decoder(mixture=True)
+    check_against_eager(pipe, expected)
+    loads = pipe.full_state_dict()["blocks.0.experts.expert_loads"]
+    assert loads.sum() == 3 * ROWS * LENGTH * 2
+    gathers = pipe.artifact.programs[0].count("all_gather(")
+    assert tokens == "whole" or gathers <= 3  # numbers and weights of experts, no hidden states
+
+
+def check_against_eager(pipe: fxpipe.Pipeline, expected: nn.Module) -> None:
+    found = pipe.run_local(batch(3))
+    loss, grads = eager_step(expected, batch(3), 1, lambda outputs, _: outputs["loss"])
+    assert relative_error(found.loss, loss) <= LIMIT
+    assert found.grads.keys() == grads.keys()
+    assert too_far(found.grads, grads, LIMIT) == {}
+
+
+def test_a_layer_exchanges_heads_twice():
+    pipe = compiled(2, Decoder())
+    programs = "\n".join(pipe.artifact.programs)
+    # Two blocks, forward and backward: one exchange of q, k, v and one of the result each.
+    assert programs.count("all_to_all(") == 8
+    assert "all_gather(" not in programs
+    assert pipe.check().problems == ()
+
+
+def test_outputs_are_whole():
+    pipe, expected = compiled(2, Decoder(), outputs=["logits"]), Decoder()
+    found = pipe.run_local(batch(3), outputs=["logits"]).outputs["logits"]
+    assert relative_error(found, expected(**batch(3))["logits"]) <= LIMIT
+
+
+def test_models_of_transformers():
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 8, "num_hidden_layers": 2, "vocab_size": WORDS}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4, "num_local_experts": 4}
+    model = MixtralForCausalLM(MixtralConfig(**sizes, **heads, pad_token_id=0)).double()
+    model.set_experts_implementation("batched_mm")
+    expected, rows = copy.deepcopy(model), {"input_ids": batch(2)["ids"], "labels": batch(2)["labels"]}
+    whole = copy.deepcopy(model.state_dict())
+    with fxpipe.local_lanes(2) as mesh:
+        parallelize(model, mesh, fxpipe.ExpertParallel(tokens="divided"), context={"input_ids": 1})
+        example = {name: x[:ROWS] for name, x in rows.items()}
+        pipe = fxpipe.compile(model, example, ranks=2, microbatches=2, effort=0.1)
+    pipe.load_state_dict(whole)
+    found = pipe.run_local(rows)
+    loss, grads = eager_step(expected, rows, 1, lambda output, _: output.loss)
+    assert relative_error(found.loss, loss) <= 1e-6  # transformers computes its loss in float32
+    assert too_far(found.grads, grads, 1e-6) == {}
+
+
+@pytest.mark.parametrize(
+    ("inputs", "length", "text"),
+    [
+        ({}, LENGTH, "each with the dimension of the sequence"),
+        ({"tokens": 1}, LENGTH, "has no argument 'tokens'.*It has ids, labels"),
+        ({"ids": 2}, LENGTH, "no dimension 2"),
+        ({"ids": 1}, LENGTH - 1, "15 tokens in its dimension 1, which 2 lanes cannot share.*multiple of 2"),
+    ],
+    ids=str,
+)
+def test_what_lanes_cannot_divide(inputs, length, text):
+    rows = {name: x[:, :length] for name, x in batch(1).items()}
+
+    def compile_on(mesh):
+        model = parallelize_module(Decoder(), mesh, fxpipe.ContextParallel(inputs))
+        fxpipe.compile(model, rows, ranks=2, microbatches=2)
+
+    with fxpipe.local_lanes(2) as mesh, pytest.raises((OptionError, CaptureError), match=f"(?s){text}"):
+        compile_on(mesh)
+
+
+class Biased(nn.Module):
+    """Torch takes the mean of the lanes' means."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.mesh = nn.Linear(WIDTH, WORDS), None
+
+    def forward(self, x, labels):
+        logits, labels = (
+            DTensor.from_local(y, self.mesh, [Replicate()], run_check=False).redistribute(
+                placements=[Shard(0)]
+            )
+            for y in (self.up(x), labels)
+        )
+        return F.cross_entropy(logits, labels).full_tensor()
+
+
+def test_a_mean_over_the_labels_of_one_lane_is_refused():
+    model, rows = Biased(), {"x": torch.randn(4, WIDTH), "labels": torch.randint(WORDS, (4,))}
+    with fxpipe.local_lanes(2) as model.mesh:
+        parallelize_module(model, model.mesh, {"up": ColwiseParallel(output_layouts=Replicate())})
+        with pytest.raises(CaptureError, match="mean over the labels of one lane"):
+            fxpipe.compile(model, rows, ranks=1, microbatches=2)
