@@ -11,6 +11,7 @@ import torch
 
 from fxpipe.ir.graph import Kind, Section
 from fxpipe.plan.artifact import Bucket, Plan, RankTensors, TensorLayout, holders
+from fxpipe.plan.lanes import LanePlan
 from fxpipe.plan.rows import ShardName
 from fxpipe.plan.tensors import dtype_of, gradient_dtype
 from fxpipe.schedule.bucket_use import BucketUse, once
@@ -30,6 +31,7 @@ def with_buckets(
     *,
     divides_frozen: bool,
     per_use: bool,
+    lanes: LanePlan,
 ) -> tuple[RankTensors, ...]:
     """The tensors of the ranks with their buckets, in the order of the ops behind which these are summed.
 
@@ -61,9 +63,10 @@ def with_buckets(
         last = dict.fromkeys(rank_tensors.gradients, len(ops) - 1) | _positions(ops, accumulated)
         first = _positions(ops[::-1], used)  # from the end
 
-        def together(name: str) -> tuple[int, str, str, str, tuple[int, ...]]:
+        def together(name: str) -> tuple[int, str, str, str, tuple[int, ...], bool]:
             alone = name if name in shared else ""
-            return last[name], str(dtype(name)), layouts[name].dtype, alone, stages.get(name, ())
+            of_lanes = lanes.sums(ShardName(name))
+            return last[name], str(dtype(name)), layouts[name].dtype, alone, stages.get(name, ()), of_lanes
 
         for (position, *_), names in groupby(sorted(last, key=together), together):
             for members in _cut(names, nbytes):
@@ -119,12 +122,15 @@ def bucket_uses(
         adds, uses = touches(accumulated, bucket), touches(used, bucket)
         # Behind the last op where another rank makes the gradient.
         last = next(filter(uses if is_frozen else adds, reversed(ops)), ops[-1])
+        of_lanes = plan.lanes.sums(bucket.gradients[0]) and not is_frozen
         if per_use and not read_once.isdisjoint(bucket.gradients):
             # At the start as well.
-            return for_each_use(ops, lambda op: op == ops[0] or uses(op), adds, last)
-        if per_use:
-            return for_each_use(ops, uses, adds, last)
-        return once(next(filter(uses, ops), last) if plan.shard else None, last)
+            use = for_each_use(ops, lambda op: op == ops[0] or uses(op), adds, last)
+        elif per_use:
+            use = for_each_use(ops, uses, adds, last)
+        else:
+            use = once(next(filter(uses, ops), last) if plan.shard else None, last)
+        return use._replace(of_lanes=of_lanes)
 
     return tuple(
         (

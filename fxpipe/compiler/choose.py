@@ -39,6 +39,7 @@ from fxpipe.ir.liveness import Liveness, liveness
 from fxpipe.partition.cuts import SLACK
 from fxpipe.passes.level.recompute import Level
 from fxpipe.plan.artifact import HeldBytes
+from fxpipe.plan.lanes import LanePlan
 from fxpipe.plan.meshes import Mesh, TriedMesh
 from fxpipe.schedule.bound import lower_bound
 from fxpipe.schedule.candidate import SearchResult
@@ -95,13 +96,14 @@ class Costing:
         known: Known,
         bandwidth: float,
         phase: Phases,
+        lanes: LanePlan,
         sizes: Mapping[str, int] | None = None,
     ) -> None:
         """The costs are at ``sizes``: other lengths than the example's, if dimensions have names."""
         self._options, self.tried, self._cuts = options, tried, cuts
         self._model, self._cluster = model, cluster
         self._device, self._known, self._bandwidth = device, known, bandwidth
-        self.phase, self._sizes = phase, sizes
+        self.phase, self._lanes, self._sizes = phase, lanes, sizes
         self._placed: dict[tuple[Stages, Level | None], list[Placed]] = {}
 
     def __call__(self, of: Stages, level: Level | None) -> list[Placed]:
@@ -148,7 +150,7 @@ class Costing:
                 ranks,
                 costs,
                 weight_bytes(tensors, ownership, options.grad_dtype),
-                stage_tensors(tensors, ownership, cut.sections, options.grad_dtype),
+                stage_tensors(tensors, ownership, cut.sections, options.grad_dtype, self._lanes),
                 trained_parameters(tensors, ownership, options.grad_dtype),
             )
 
@@ -193,9 +195,11 @@ class Costing:
         cut, costs, mesh = placed.cut, placed.costs, options.mesh
         if options.gradients:
             costs = replace(costs, update=update_costs(self._cluster, placed.trained, mesh.divisor))
-        if mesh.replicas > 1:
+        if mesh.replicas > 1 or self._lanes.summed:
             replicas = mesh.replicas, mesh.shard, options.per_use, options.ranks_per_machine
-            exchanged = exchanges(self._cluster, placed.ranks, placed.exchanged, *replicas)
+            exchanged = exchanges(
+                self._cluster, placed.ranks, placed.exchanged, self._lanes.number, *replicas
+            )
             costs = replace(costs, exchanges=exchanged)
         if options.offload.share is not None:
             costs = replace(costs, link=Link(1 / self._bandwidth, options.offload.ranks_per_link))
@@ -239,7 +243,7 @@ class Chosen:
 def held_bytes(placed: Placed, options: Settings) -> tuple[HeldBytes, ...]:
     """Per rank the bytes that it holds throughout a step."""
     weights, mesh = placed.weights, options.mesh
-    if mesh.replicas > 1:
+    if mesh.replicas > 1 or any(stage.of_lanes for stage in placed.exchanged.values()):
         replicas = mesh.replicas, mesh.shard, options.per_use
         weights = with_replicas(weights, placed.exchanged, placed.ranks, *replicas)
     results = result_bytes(placed.cut.graph, placed.ranks, mesh.ranks, mesh.microbatches)

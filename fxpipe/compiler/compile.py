@@ -86,8 +86,7 @@ class CapturedStep:
     @property
     def graphs(self) -> StepGraphs:
         lengths = self.lengths.traces if isinstance(self.lengths, LengthTraces) else None
-        shares = frozenset(self.captured.lanes.shards)
-        return StepGraphs(self.captured.graph, self.resized, lengths=lengths, shares=shares)
+        return StepGraphs(self.captured.graph, self.resized, lengths=lengths, lanes=self.captured.lanes)
 
 
 def capture_step(request: Compilation, phase: Phases) -> CapturedStep:
@@ -282,7 +281,8 @@ def costing_of(
     options, device = request.options, request.device
     known = known_tensors(request.model, request.example, step.captured.constants)
     bandwidth = offload_bandwidth(options, cluster, device)
-    return Costing(options, tried, step.cuts, request.model, cluster, device, known, bandwidth, phase, sizes)
+    of_step = step.cuts, request.model, cluster, device, known, bandwidth, phase, step.captured.lanes
+    return Costing(options, tried, *of_step, sizes)
 
 
 def traced(

@@ -83,8 +83,7 @@ def compile_evaluation(request: Compilation, phase: Phases, trained: Compiled) -
             lengths = str(error)
     traces = lengths.traces if isinstance(lengths, LengthTraces) else None
     try:
-        shares = frozenset(captured.lanes.shards)
-        step = split(StepGraphs(captured.graph, None, lengths=traces, shares=shares), cut_options)
+        step = split(StepGraphs(captured.graph, None, lengths=traces, lanes=captured.lanes), cut_options)
         stages = stages_of(step, cut_options, phase)
     except PartitionError as error:
         raise PartitionError(

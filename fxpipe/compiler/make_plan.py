@@ -98,6 +98,7 @@ def make_plan(
             options.grad_dtype,
             divides_frozen=mesh.divides_parameters,
             per_use=options.per_use,
+            lanes=captured.lanes,
         ),
         layouts=layouts,
         prediction=Prediction(

@@ -31,6 +31,7 @@ from fxpipe.passes.captured.hoist_updates import hoist_updates
 from fxpipe.passes.captured.key_random_ops import key_random_ops
 from fxpipe.passes.captured.read_once import read_once
 from fxpipe.passes.captured.simplify import simplify
+from fxpipe.passes.captured.sum_over_lanes_once import sum_over_lanes_once
 from fxpipe.passes.captured.tensors_for_numbers import tensors_for_numbers
 from fxpipe.passes.chosen.accumulate_together import accumulate_together
 from fxpipe.passes.chosen.join_backward import join_backward
@@ -52,6 +53,7 @@ from fxpipe.passes.level.recompute import Level, recompute
 from fxpipe.passes.level.repeat_in_kernels import repeat_in_kernels
 from fxpipe.passes.rewrite import kept_bytes
 from fxpipe.passes.scheduled.insert_offload import insert_offload
+from fxpipe.plan.lanes import NO_LANES, LanePlan
 from fxpipe.plan.rewrites import RULES, Rewrite, Rule
 from fxpipe.schedule.ops import Phase
 from fxpipe.schedule.parts import Parts
@@ -134,7 +136,7 @@ class StepGraphs:
     ``uncut``: what it has in common with all copies that are cut.  ``cut``: the forward, if it was cut by its
     costs.  ``offloaded``, ``joined``: known for the chosen cut alone: see ``Offloaded`` and
     ``join_backward``.  ``rewrites``: rules that gave it other kernels.  ``parts``: of each of the model's
-    stages, if they were cut into parts.  ``shares``: the tensors of which each lane has a share.
+    stages, if they were cut into parts.  ``lanes``: of each rank.
     """
 
     graph: fx.Graph
@@ -147,7 +149,7 @@ class StepGraphs:
     rewrites: tuple[Rewrite, ...] = ()
     lengths: ResizedTraces | None = None
     parts: Parts = ()
-    shares: frozenset[str] = frozenset()
+    lanes: LanePlan = NO_LANES
 
     @property
     def graphs(self) -> tuple[fx.Graph, ...]:
@@ -209,10 +211,16 @@ def _of_graphs(rewrite: Callable[[fx.Graph], None]) -> Pass:
     return Pass(rewrite.__name__, run)
 
 
+def _sum_over_lanes_once(step: StepGraphs, options: CutOptions) -> None:
+    if step.lanes.summed:
+        for graph in step.graphs:
+            sum_over_lanes_once(graph, step.lanes.summed)
+
+
 def _split_vocabulary(step: StepGraphs, options: CutOptions) -> None:
     if options.barriers is not None:
         # The traces at other sizes are split alike, so all have the same stages.
-        how = options.ranks, options.barriers, step.shares
+        how = options.ranks, options.barriers, step.lanes.shards.keys()
         vocabularies = [split_vocabulary(graph, *how) for graph in step.graphs]
         step.vocabulary = vocabularies[0]
 
@@ -307,6 +315,7 @@ PASSES = Passes(
         _of_graphs(read_once),
         _of_graphs(hoist_updates),
         Pass("simplify", lambda step, options: simplify(step.graphs)),
+        Pass("sum_over_lanes_once", _sum_over_lanes_once),
         Pass("split_vocabulary", _split_vocabulary),
         Pass("chunk_head", _chunk_head),
         Pass("begin_exchanges", _begin_exchanges),

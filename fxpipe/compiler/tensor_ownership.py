@@ -19,6 +19,7 @@ from fxpipe.ir.storage import graph_outputs
 from fxpipe.plan.artifact import HeldBytes, RankTensors, TensorLayout, holders
 from fxpipe.plan.attribute_state import kept_tensors, own_of_each_replica
 from fxpipe.plan.dtensors import local
+from fxpipe.plan.lanes import LanePlan
 from fxpipe.plan.rows import ShardName
 from fxpipe.plan.step import OutputSpec
 from fxpipe.plan.tensors import gradient_dtype
@@ -180,7 +181,8 @@ def with_replicas(
     shard: str | None,
     per_use: bool,
 ) -> tuple[HeldBytes, ...]:
-    """Per rank the bytes of ``weight_bytes`` as they are in a step of replicas, with those of exchanges.
+    """Per rank the bytes of ``weight_bytes`` as they are in a step of replicas, with those of exchanges, also
+    between lanes.
 
     stages: as ``stage_tensors`` gives them.  per_use: whether a replica has its rows alone, and whole
     parameters and gradients of the stage that runs, and of the next one.
@@ -203,7 +205,11 @@ def with_replicas(
                 whole,
                 parameters=whole.parameters + more_parameters,
                 gradients=whole.gradients + more_gradients,
-                exchange=min(MOST_BYTES, max(gradients, default=0)),
+                exchange=max(
+                    min(MOST_BYTES, max(gradients, default=0)) if replicas > 1 else 0,
+                    # What a lane gets of the others, then the sum, beside what all have.
+                    2 * min(MOST_BYTES, max((stage.of_lanes for stage in of_rank), default=0)),
+                ),
             )
         )
     return tuple(totals)
@@ -232,8 +238,10 @@ def stage_tensors(
     ownership: tuple[RankTensors, ...],
     sections: Sequence[Section],
     grad_dtype: torch.dtype | None,
+    lanes: LanePlan,
 ) -> dict[int, StageTensors]:
-    """The bytes that the replicas of each stage exchange.  tensors: as ``tensors_of`` gives them."""
+    """The bytes that the replicas, and the lanes, of each stage exchange at the end of a step.  tensors: as
+    ``tensors_of`` gives them."""
     trained = {name for each in ownership for name in each.gradients}
     accumulated: defaultdict[int, set[str]] = defaultdict(set)
     frozen: defaultdict[int, set[str]] = defaultdict(set)
@@ -246,6 +254,7 @@ def stage_tensors(
             _gradient_bytes(tensors, gradients, grad_dtype),
             _nbytes(tensors, gradients),
             _nbytes(tensors, frozen[stage]),
+            _gradient_bytes(tensors, {n for n in gradients if lanes.sums(ShardName(n))}, grad_dtype),
         )
         for stage, gradients in accumulated.items()
         if gradients or frozen[stage]

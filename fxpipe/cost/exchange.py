@@ -1,4 +1,4 @@
-"""The time in which replicas exchange gradients and parameters."""
+"""The time in which replicas, and lanes, exchange gradients and parameters."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from fxpipe.schedule.costs import Exchange
 
 
 class StageTensors(NamedTuple):
-    """The bytes of a stage's gradients, of their parameters, and of parameters without gradients."""
+    """The bytes of a stage's gradients, of their parameters, and of parameters without gradients; of the
+    gradients those that lanes sum."""
 
     gradients: int
     parameters: int
     frozen: int
+    of_lanes: int = 0
 
     def gathered(self, shard: str | None) -> int:
         """The bytes of the parameters that a replica gets of others."""
@@ -26,6 +28,7 @@ def exchanges(
     cluster: Cluster,
     placement: Sequence[int],
     tensors: Mapping[int, StageTensors],
+    lanes: int,
     replicas: int,
     shard: Shard,
     per_use: bool,
@@ -35,7 +38,8 @@ def exchanges(
     ops alone.
 
     In a sum each replica gets its shard of all others, (replicas - 1) / replicas of the bytes in each
-    direction, and without shards as much again of the sums; so it is with a gather.
+    direction, and without shards as much again of the sums; so it is with a gather, and with a sum over the
+    lanes, on the link of a machine, which comes before.
     """
 
     def seconds(stage: int, size: float) -> float:
@@ -43,11 +47,16 @@ def exchanges(
         # As many messages as other replicas, each of a shard.
         return (replicas - 1) * link.seconds(size / replicas) if size else 0.0
 
+    def of_lanes(stage: int, size: float) -> float:
+        link = cluster.devices[placement[stage]].intra
+        return 2 * (lanes - 1) * link.seconds(size / lanes) if size else 0.0
+
     by_stage = []
     for stage in range(len(placement)):
         sizes = tensors.get(stage, StageTensors(0, 0, 0))
-        once = seconds(stage, sizes.gradients)
+        once, before = seconds(stage, sizes.gradients), of_lanes(stage, sizes.of_lanes)
+        gather = seconds(stage, sizes.gathered(shard))
         # Without shards the sums go back to all, which moves as much again.
-        whole = Exchange(2 * once)
-        by_stage.append(Exchange(once, seconds(stage, sizes.gathered(shard)), per_use) if shard else whole)
+        whole = Exchange(before + 2 * once)
+        by_stage.append(Exchange(before + once, gather, per_use) if shard else whole)
     return tuple(by_stage)

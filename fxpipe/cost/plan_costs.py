@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from fxpipe.cost.analytic import rates_of
@@ -13,6 +13,7 @@ from fxpipe.cost.known_devices import device_named
 from fxpipe.cost.update import update_on
 from fxpipe.errors import SizeError
 from fxpipe.plan.artifact import Plan
+from fxpipe.plan.rows import ShardName
 from fxpipe.plan.tensors import dtype_of
 from fxpipe.plan.work import Expressions, PlanWork, Work
 from fxpipe.schedule.costs import Costs, Exchange, Link
@@ -54,15 +55,20 @@ def _exchanges_on(plan: Plan, device: Device, ranks_per_machine: int | None) -> 
     sizes: dict[int, StageTensors] = {}
     for stage in plan.stages:
         trained = set(plan.tensors[stage.rank].gradients)
-        layouts = [plan.layouts[name] for name in stage.parameters if name in trained]
-        gradients = sum(
-            layout.elements * plan.gradient_dtype(dtype_of(layout.dtype)).itemsize for layout in layouts
-        )
+        names = [name for name in stage.parameters if name in trained]
+        parameters = sum(plan.layouts[name].nbytes for name in names)
         frozen = sum(plan.layouts[name].nbytes for name in stage.parameters if name not in trained)
-        sizes[stage.stage] = StageTensors(gradients, sum(layout.nbytes for layout in layouts), frozen)
+        of_lanes = _gradient_bytes(plan, [name for name in names if plan.lanes.sums(ShardName(name))])
+        sizes[stage.stage] = StageTensors(_gradient_bytes(plan, names), parameters, frozen, of_lanes)
     per_use = any(exchange.per_use for exchange in plan.costs.exchanges)
     cluster = Cluster((device,) * plan.ranks)
-    return exchanges(cluster, plan.placement, sizes, plan.replicas, plan.shard, per_use, ranks_per_machine)
+    of_plan = plan.lanes.number, plan.replicas, plan.shard
+    return exchanges(cluster, plan.placement, sizes, *of_plan, per_use, ranks_per_machine)
+
+
+def _gradient_bytes(plan: Plan, names: Sequence[str]) -> int:
+    layouts = [plan.layouts[name] for name in names]
+    return sum(x.elements * plan.gradient_dtype(dtype_of(x.dtype)).itemsize for x in layouts)
 
 
 def known_work(work: PlanWork | None) -> PlanWork:

@@ -166,7 +166,10 @@ def _mean_of_all(
     labels, weight, older = by_name["target"], by_name["weight"], (by_name["size_average"], by_name["reduce"])
     if by_name["reduction"] != "mean" or older != (None, None) or labels.is_floating_point():
         return loss(*bound.args, **bound.kwargs)
-    by_name["reduction"] = "sum"
+    logits, by_name["reduction"] = by_name["input"], "sum"
+    if isinstance(logits, DTensor) and getattr(logits.placements[0], "dim", None) == 0:
+        # Here once, and not in the backward again.
+        by_name["target"] = labels.redistribute(placements=logits.placements)
     total: Any = loss(*bound.args, **bound.kwargs)
     counted = labels != by_name["ignore_index"]
     count = (counted if weight is None else weight[labels * counted] * counted).sum()

@@ -15,6 +15,7 @@ from fxpipe.ir.graph import Origin
 from fxpipe.ir.storage import argument, is_view
 from fxpipe.runtime.program.lanes import BEGIN_EXCHANGES as BEGIN_EXCHANGES  # of graph and runtime
 from fxpipe.runtime.program.lanes import ENDS_EXCHANGE as ENDS_EXCHANGE
+from fxpipe.runtime.program.lanes import SUM_OF_LANES as SUM_OF_LANES
 
 aten = torch.ops.aten
 

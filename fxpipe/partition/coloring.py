@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence, Set
 from functools import cache
-from itertools import accumulate
+from itertools import accumulate, islice
 from typing import NamedTuple
 
 import torch
@@ -114,6 +114,8 @@ def partition(
             node.meta["color"] = Color(before + stages + behind + color.stage, color.phase)
     if of_stages:
         stage_of_part = [stage for stage, number in enumerate(of_stages) for _ in range(number)]
+        beside = iter(range(len(of_stages), len(of_stages) + before + behind))  # stages of one part
+        stage_of_part = [*islice(beside, before), *stage_of_part, *beside]
         begin_where_operands_are(graph, stage_of_part)
     _check_buffers(graph)
     _check_head(graph)

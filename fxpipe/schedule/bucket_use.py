@@ -12,11 +12,12 @@ class BucketUse(NamedTuple):
     """The exchanges of a bucket with other replicas.  ``spans``: the first and the last op between which the
     parameters are needed of other replicas; none where each has all of them.  ``frees``: whether they are
     freed behind each span.  ``sums``: the ops behind which what was added to the gradients is summed over the
-    replicas; none of frozen parameters."""
+    replicas; none of frozen parameters.  ``of_lanes``: whether it is summed over the lanes before."""
 
     spans: tuple[tuple[Op, Op], ...]
     sums: tuple[Op, ...]
     frees: bool = False
+    of_lanes: bool = False
 
 
 def once(first: Op | None, last: Op) -> BucketUse:

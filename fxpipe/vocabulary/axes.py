@@ -12,6 +12,7 @@ from torch import fx
 
 from fxpipe.errors import VocabularyError
 from fxpipe.ir.graph import Kind
+from fxpipe.ir.ops import SUM_OF_LANES
 from fxpipe.ir.storage import call_nodes
 
 aten = torch.ops.aten
@@ -51,6 +52,7 @@ _AS_BEFORE = {  # where they leave the vocabulary's dimension whole
     aten._to_copy.default,
     aten._log_softmax.default,
     aten._log_softmax_backward_data.default,
+    SUM_OF_LANES,
 }
 
 

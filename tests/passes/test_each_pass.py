@@ -28,6 +28,7 @@ from fxpipe.compiler.passes import PASS_NAMES, PASSES, CutOptions, Pass, StepGra
 from fxpipe.cost.known_devices import CPU
 from fxpipe.cost.nodes import NodeSeconds
 from fxpipe.ir.text import graph_text
+from fxpipe.plan.lanes import NO_LANES, LanePlan
 from fxpipe.runtime.program import lanes
 from fxpipe.schedule.ops import Phase
 
@@ -124,6 +125,29 @@ class Exchange(torch.autograd.Function):
         return lanes.all_to_all(gradient, 2)
 
 
+class Summed(torch.autograd.Function):
+    """The weight itself; the sum over the lanes of its gradients."""
+
+    @staticmethod
+    def forward(context: Any, weight: torch.Tensor) -> torch.Tensor:
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return lanes.all_reduce(gradient, "sum", 2)
+
+
+class Alike(nn.Module):
+    """A parameter that all lanes have, and use on values of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.last = nn.Parameter(torch.ones(WIDTH)), nn.Linear(WIDTH, 1)
+
+    def forward(self, x):
+        return self.last(x * Summed.apply(self.weight)).sum()
+
+
 def exchanged_often(x: torch.Tensor) -> torch.Tensor:
     """At last a mask, which is too small to cut a stage for."""
     y = Exchange.apply(Exchange.apply(x).tanh()).tanh()
@@ -147,7 +171,7 @@ class Total(Words):
 @dataclass(frozen=True)
 class Case:
     """offloaded: name of a value of stage 0 that its B reloads.  joined: stages whose B and W are one op.
-    options: of ``CutOptions``."""
+    options: of ``CutOptions``.  lanes: of ``StepGraphs``."""
 
     model: Callable[[], nn.Module] = Net
     stages: int = 1
@@ -157,6 +181,7 @@ class Case:
     offloaded: str = ""
     joined: frozenset[int] = frozenset()
     options: Mapping[str, Any] = field(default_factory=dict)
+    lanes: LanePlan = NO_LANES
 
 
 CASES = {
@@ -166,6 +191,7 @@ CASES = {
     "read_once": Case(Counter),
     "hoist_updates": Case(Remembers),
     "simplify": Case(lambda: Net(lambda x: torch.cat([x[:0], x.view(4, 2).view(2, 4)]) * 1)),
+    "sum_over_lanes_once": Case(Alike, lanes=LanePlan(2, summed=("weight",))),
     "split_vocabulary": Case(Words, gradients=False, options={"barriers": 1}),
     "chunk_head": Case(Total, options={"head_chunks": 2}),
     "begin_exchanges": Case(lambda: Net(Exchange.apply), options={"parts": "exchanges"}),
@@ -210,7 +236,8 @@ def changed(name: str, case: Case) -> str:
         torch.device("cpu"),
         CaptureOptions(gradients=case.gradients, outputs=case.outputs),
     )
-    step = StepGraphs(capture(case.model(), example, *asked).graph, None, joined=case.joined)
+    graph = capture(case.model(), example, *asked).graph
+    step = StepGraphs(graph, None, joined=case.joined, lanes=case.lanes)
     split_points = ["last"] if case.stages > 1 else None
     options = CutOptions(case.stages, 2, NodeSeconds(CPU), split_points, **{"barriers": None, **case.options})
     for each in itertools.chain(*PASSES):
@@ -236,16 +263,15 @@ def test_a_pass_changes(name, request):
 
 
 UNASKED = (
-    "split_vocabulary", "chunk_head", "begin_exchanges", "join_exchanges", "move_head_to_backward",
-    "recompute", "repeat_in_kernels",
-    "join_backward",
+    "sum_over_lanes_once", "split_vocabulary", "chunk_head", "begin_exchanges", "join_exchanges",
+    "move_head_to_backward", "recompute", "repeat_in_kernels", "join_backward",
     "insert_offload",
 )  # fmt: skip
 
 
 @pytest.mark.parametrize("name", UNASKED)
 def test_a_pass_changes_nothing_unasked(name):
-    case = replace(CASES[name], options={}, offloaded="", joined=frozenset())
+    case = replace(CASES[name], options={}, offloaded="", joined=frozenset(), lanes=NO_LANES)
     assert changed(name, case) == ""
 
 

@@ -31,6 +31,7 @@ from fxpipe.ir import compat
 from fxpipe.ir.compat import pytree
 from fxpipe.ir.graph import Input, Kind, Origin, batch_mean, origin_of
 from fxpipe.ir.names import identifier
+from fxpipe.ir.ops import SUM_OF_LANES
 from fxpipe.ir.storage import call_nodes, draws_numbers, drop_dead, graph_outputs
 from fxpipe.ir.text import graph_text
 from fxpipe.plan.dtensors import lane_plan, mesh_of
@@ -65,6 +66,7 @@ def capture_lanes(model: nn.Module, capture: Callable[[], Captured]) -> Captured
     joint = traces[0]
     _check_constants(traces)
     _merge({lane: trace.graph for lane, trace in traces.items()}, number)
+    plan = replace(plan, summed=_summed(joint.graph))
     varying = key_by_lane(joint.graph, plan)
     _check_results(joint.graph, plan, varying)
     _check_means(joint.graph, varying)
@@ -322,6 +324,15 @@ def _check_results(graph: fx.Graph, plan: LanePlan, varying: set[fx.Node]) -> No
                 "sharded by the plan of parallelize_module (output_layouts=Replicate()), compute the loss in "
                 "loss_parallel(), or let the plan name the module (SequenceParallel() for a norm)."
             )
+
+
+def _summed(graph: fx.Graph) -> tuple[str, ...]:
+    """The parameters of which each summand of the gradient is a sum over the lanes."""
+
+    def is_sum(node: fx.Node) -> bool:
+        return node.target is SUM_OF_LANES and node.args[1] == "sum"
+
+    return tuple(name for name, parts in graph_outputs(graph).grads.items() if all(map(is_sum, parts)))
 
 
 def _check_means(graph: fx.Graph, varying: set[fx.Node]) -> None:

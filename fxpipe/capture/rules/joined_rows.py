@@ -25,7 +25,7 @@ from fxpipe.ir.compat import OpOverload
 from fxpipe.ir.graph import Kind
 from fxpipe.ir.nodes import input_nodes
 
-aten, collectives = torch.ops.aten, torch.ops._c10d_functional
+aten = torch.ops.aten
 
 
 class _Rows(Enum):
@@ -131,10 +131,11 @@ def _rows_of(node: fx.Node, rows: Mapping[fx.Node, _Rows]) -> _Rows:
 
 def is_sum_of_lanes(node: fx.Node) -> bool:
     """Whether an op adds what lanes have, or waits for that."""
-    packet = getattr(node.target, "overloadpacket", None)
-    return packet is collectives.wait_tensor or (
-        packet is collectives.all_reduce and node.args[1] in ("sum", "avg")
-    )
+    op: OpOverload = node.target  # type: ignore[assignment]
+    if getattr(op, "namespace", "") != "_c10d_functional":
+        return False
+    name = op.overloadpacket.__name__
+    return name == "wait_tensor" or (name == "all_reduce" and node.args[1] in ("sum", "avg"))
 
 
 def _of_rows(node: fx.Node, rows: Mapping[fx.Node, _Rows]) -> _Rows:

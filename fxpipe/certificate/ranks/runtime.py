@@ -11,7 +11,7 @@ from fxpipe.certificate.programs.sections import Called
 from fxpipe.certificate.programs.values import Container, Leaves, Memory, Offloaded, Once, Value
 from fxpipe.certificate.ranks.traffic import Traffic
 from fxpipe.certificate.ranks.world import Key, Message
-from fxpipe.certificate.terms.terms import BATCH_MEAN, Term
+from fxpipe.certificate.terms.terms import BATCH_MEAN, Term, canonical
 
 
 class Addition(NamedTuple):
@@ -29,7 +29,8 @@ Summands = dict[Term, list[Addition]]
 @dataclass(eq=False, repr=False)
 class TermRuntime(Traffic):
     """``losses``, ``outputs``: what the program gives, with the lines.  ``totals``: the gradients that were
-    summed over ranks.  ``summed``: those whose sums over the replicas have begun, with the line and the
+    summed over ranks.  ``of_lanes``: those that were summed over the lanes, with the line and the number of
+    their summands then.  ``summed``: those whose sums over the replicas have begun, with the line and the
     number of their summands so far.  ``waited``: the line that waited for these.  ``divided``: the line that
     divided the gradients by the count.  ``last``: the line of its end.  ``number_of_once``: how often it has
     computed something for the whole step."""
@@ -37,6 +38,7 @@ class TermRuntime(Traffic):
     losses: list[tuple[Value, Value | None, Line]] = field(default_factory=list)
     outputs: list[tuple[str, Value, Any, Line]] = field(default_factory=list)
     totals: dict[str, Summands] = field(default_factory=dict)
+    of_lanes: dict[str, tuple[Line, int]] = field(default_factory=dict)
     summed: dict[str, tuple[Line, int]] = field(default_factory=dict)
     waited: Line | None = None
     divided: Line | None = None
@@ -119,12 +121,39 @@ class TermRuntime(Traffic):
     def summands(self, name: str) -> Summands:
         """What the program has added to the gradient of a parameter, with the microbatches and lines."""
         summands: Summands = {}
+        number = self.plan.lanes.number if name in self.of_lanes else 1
         for summary in self.sections.known.values():
             for added in summary.effects.added:
                 if added.name == name:
-                    additions = summands.setdefault(added.term, [])
+                    term = added.term
+                    if number > 1:  # the sum of all microbatches over the lanes is that of the sums
+                        of_lanes = {"x": term, "op": canonical("sum"), "n": number}
+                        term = self.calls.terms.plain("lanes.all_reduce", of_lanes)
+                    additions = summands.setdefault(term, [])
                     additions.extend(Addition(m, call, added.line) for m, call in summary.calls)
         return summands
+
+    def sum_over_lanes(self, bucket: int) -> None:
+        """All lanes run this program, so the sum is over the same terms of other lanes."""
+        line, buckets = self.line, self._tensors.buckets
+        if not 0 <= bucket < len(buckets):
+            raise Rejected(line, f"sums the bucket {bucket} over lanes, which the plan does not have")
+        for name in buckets[bucket].gradients:
+            is_new = self._in_turns and self.of_lanes.get(name, (line, 0))[1] == self._begun(name)
+            if self.divided is not None or name in self.totals or (name in self.summed and not is_new):
+                self.calls.note(f"sums the gradient of {name} over the lanes behind its other sums")
+            elif name in self.of_lanes and not is_new:
+                self.calls.note(f"sums the gradient of {name} over the lanes again")
+            self.of_lanes[name] = (line, self.number_of_summands(name))
+
+    @property
+    def _in_turns(self) -> bool:
+        """Whether what is added to a gradient behind its sum over the replicas is summed apart."""
+        return self.plan.shard in ("gradients", "parameters")
+
+    def _begun(self, name: str) -> int:
+        """The number of summands whose sum over the replicas has begun."""
+        return self.summed[name][1] if name in self.summed else 0
 
     def reduce_gradients(self, bucket: int) -> None:
         """All replicas run this program, so the sum is over the same terms of other batches."""
@@ -138,6 +167,9 @@ class TermRuntime(Traffic):
                 self.held.otherwise[f"sums bucket {bucket}, to which nothing was added"] = line.number
         elif again:
             self.calls.note(f"sums the gradient of {min(again)} over the replicas again")
+        for name, number in numbers.items():
+            if name in self.of_lanes and self.of_lanes[name][1] != number:
+                self.calls.note(f"sums the gradient of {name} over the replicas before that over the lanes")
         self.summed |= {name: (line, number) for name, number in numbers.items()}
         self.waited = None  # for the last of them
 

@@ -24,6 +24,7 @@ from fxpipe.schedule.lowering.instructions import (
     Send,
     StartCollective,
     StartTransfer,
+    SumOverLanes,
     Validate,
     Wait,
     WaitCollective,
@@ -91,6 +92,7 @@ _OF_RT = {
         (GatherParameters, "gather_parameters"),
         (WaitParameters, "wait_parameters"),
         (FreeParameters, "free_parameters"),
+        (SumOverLanes, "sum_over_lanes"),
         (ReduceGradients, "reduce_gradients"),
     )
 }

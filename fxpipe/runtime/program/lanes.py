@@ -232,6 +232,7 @@ for _schema, (_run, _layout) in _OPS.items():
 #: What begins an exchange, and gives a value that its end alone may read.
 BEGIN_EXCHANGES = (torch.ops.lanes.begin_all_to_all.default, torch.ops.lanes.begin_all_gather.default)
 ENDS_EXCHANGE = torch.ops.lanes.end.default
+SUM_OF_LANES = torch.ops.lanes.all_reduce.default
 
 #: Of the ops that all lanes run together, the functions that programs call.
 FUNCTIONS: dict[object, Callable[..., torch.Tensor]] = {

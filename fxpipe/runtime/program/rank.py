@@ -306,6 +306,15 @@ class Runtime:
         """Keep an output of one microbatch, if this step was asked for it."""
         self.collected.add(name, value, microbatch, self.spec.microbatches)
 
+    def sum_over_lanes(self, bucket: int) -> None:
+        """Sum a bucket of gradients over the lanes, before it is summed over the replicas."""
+        if self.lanes is None:
+            raise RunError(f"The program sums the bucket {bucket} over lanes, and there are none.")
+        from fxpipe.runtime.program.lanes import all_reduce  # which most programs run without
+
+        whole = self._bucket(bucket).whole
+        whole.copy_(all_reduce(whole, "sum", self.lanes.number))
+
     def reduce_gradients(self, bucket: int) -> None:
         """Start to sum a bucket of gradients over the replicas.
 

@@ -29,6 +29,7 @@ from fxpipe.schedule.lowering.instructions import (
     Send,
     StartCollective,
     StartTransfer,
+    SumOverLanes,
     Wait,
     WaitCollective,
     WaitGradients,
@@ -165,7 +166,7 @@ class Rank:
                 self.gathers[bucket] = self.kernel("replicas")
             case WaitParameters(bucket):
                 self.wait(self.gathers[bucket])
-            case FreeParameters():
+            case FreeParameters() | SumOverLanes():
                 pass  # in the order of the stream of the ops
             case WaitGradients():
                 for over in self.sums:

@@ -180,6 +180,13 @@ class FreeParameters(_OfBucket):
 
 
 @dataclass(frozen=True, slots=True)
+class SumOverLanes(_OfBucket):
+    """Sum a bucket of gradients over the lanes, as ops between lanes do."""
+
+    verb = "sum over the lanes"
+
+
+@dataclass(frozen=True, slots=True)
 class ReduceGradients(_OfBucket):
     """Start to sum a bucket of gradients over the replicas; does not block."""
 
@@ -228,7 +235,7 @@ Local = Compute | StartTransfer | WaitTransfer
 AtEnd = WaitGradients | AllReduceGradient | DivideGradients
 """Instructions on the gradients of the batch, behind all others."""
 
-OfBucket = GatherParameters | WaitParameters | FreeParameters | ReduceGradients
+OfBucket = GatherParameters | WaitParameters | FreeParameters | SumOverLanes | ReduceGradients
 """Instructions that involve this rank of the other replicas."""
 
 Instruction = Local | PostRecv | Wait | Send | StartCollective | WaitCollective | OfBucket | Validate | AtEnd

@@ -29,6 +29,7 @@ from fxpipe.schedule.lowering.instructions import (
     Send,
     StartCollective,
     StartTransfer,
+    SumOverLanes,
     Wait,
     WaitCollective,
     WaitGradients,
@@ -123,7 +124,12 @@ def _with_buckets(program: Sequence[Instruction], buckets: Sequence[BucketUse]) 
         yield instruction
         if isinstance(instruction, Compute):
             free = [*map(FreeParameters, freed[instruction.op])]
-            sums = [*map(ReduceGradients, summed[instruction.op])]
+            sums = [
+                kind(k)
+                for k in summed[instruction.op]
+                for kind in (SumOverLanes, ReduceGradients)
+                if kind is ReduceGradients or buckets[k].of_lanes
+            ]
     yield from (*free, *sums)
     if summed:
         yield WaitGradients()

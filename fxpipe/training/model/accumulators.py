@@ -52,13 +52,13 @@ def accumulators(
     and is not divided by this step's count: there the step gets new accumulators, which are added to
     ``.grad`` after it, or one of the ranks alone keeps it.
 
-    memory: for new ones, by name, where there are no replicas.
+    memory: for new ones, by name, where there are no buckets.
     """
-    if rt.replicas is None:
-        return _apart(state, rt, memory)
-    if state.plan.shard:
+    if rt.replicas is not None and state.plan.shard:
         return _sharded(state, rt, rt.replicas.index)
-    return _in_buckets(state, rt, rt.replicas.number)
+    if rt.replicas is None and not state.plan.lanes.summed:
+        return _apart(state, rt, memory)
+    return _in_buckets(state, rt, 1 if rt.replicas is None else rt.replicas.number)
 
 
 def check_rows(state: ModelState, rank: int) -> None:

@@ -264,12 +264,14 @@ class LocalRunner:
         comm, offloader = LocalComm(world, rank, replica, lane), self._offloader(rank)
         self.state.check_values(rank)
         state = self.state.of_lane(lane)
-        if world.replicas == 1:
+        if world.replicas == 1 and not self.plan.lanes.summed:
             rt = self._runtime_of(rank, comm, state.zero_gradients(rank), offloader, state)
         else:
             grads, buckets = zero_buckets(state, rank, world.replicas)
             rt = self._runtime_of(rank, comm, grads, offloader, state)
-            rt.replicas, rt.buckets = LocalReplicas(world, rank, replica, lane), buckets
+            rt.buckets = buckets
+        if world.replicas > 1:
+            rt.replicas = LocalReplicas(world, rank, replica, lane)
         rt.lanes = LocalLanes(world, rank, replica, lane) if world.lanes > 1 else None
         return rt
 
