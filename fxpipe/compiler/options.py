@@ -99,7 +99,7 @@ class Options:
     path of a schedule as text or as torch's CSV (``"mine.txt"``)."""
     validation: Validation = "barrier"
     """When ranks update their parameters: the ``validation`` of the optimizer with which the pipeline is to
-    train, for the schedule (docs/steps.md). With ``"post"`` a rank begins the next step before the others
+    train, for the schedule (docs/schedules.md). With ``"post"`` a rank begins the next step before the others
     have ended this one: the schedule is then the one with the shortest simulated time a step of many, instead
     of that of one by itself."""
     stages_per_rank: int | None = None
