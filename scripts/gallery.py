@@ -54,7 +54,7 @@ def page() -> str:
         "`fxpipe simulate --draw FILE.svg` draws yours.\n"
     )
     for name, (_, title, text) in PICTURES.items():
-        parts.append(f"## {title}\n\n{text}\n\n![{title}](gallery/{name}.svg)\n")
+        parts.append(f"## {title}\n\n{text}\n\n![{name}](gallery/{name}.svg)\n")
     return "\n".join(parts)
 
 
