@@ -1,6 +1,8 @@
 """A fixed sample of the coverage suite (`make coverage`), and that the suite sees what it is there to see."""
 
-import datetime
+import json
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from benchmarks.model_coverage.sources import find
 from benchmarks.model_coverage.state import aliases_of, changed_attributes, changed_tensors, state_of
 
 pytestmark = pytest.mark.slow
+ROOT = Path(__file__).parents[1]
 
 # Each option, and the parts of models that are hard: state, names, words beside pictures, routing.
 RUN = [
@@ -170,14 +173,25 @@ def test_the_page_counts_models_by_their_worst_option():
         row("a/bad", EAGER, RIGHT),
         *(row("a/bad", option, RIGHT) for option in OPTIONS if option != "recompute"),
         row("a/bad", "recompute", WRONG, "numbers", "loss is off"),
-        row("b/untrained", EAGER, FAILED, "ValueError", "no | input"),
+        row("b/untrained", EAGER, FAILED, "ValueError", "no <input>"),
     ]
-    page = text_of(rows, 7, datetime.datetime(2026, 1, 2))
+    page = text_of(rows, {"date": "2026-01-02", "cases": 7, "machine": "", "python": "", "versions": ""})
     assert "Right with every option tried: 1, 1 of them with `fixed=[…]`" in page
     assert "refused clearly: 0; failed" in page
-    assert "| a/good | ✓ | ✓ | ✓ | ✓ fixed |  |" in page
-    assert "fxpipe at abc (13 rows): 3 of 7 cases" in page
+    assert "3 of 7 cases of the suite, at 1 commits" in page
     assert "wrong: 1." in page
     assert "| a | 2 | 1 | 1 | 0 | 0 | 1 | 0 | 2/2 | 2/2 | 1/2 | 2/2 | 1/1 |" in page
-    assert "| a/bad | recompute | numbers: loss is off |" in page
-    assert "| b/untrained | ValueError: no \\| input |" in page
+    cells = [re.findall("<td>(.*?)</td>", line) for line in page.splitlines() if line.startswith("<tr>")]
+    assert cells == [
+        ["a/bad", "wrong", "zb-h1, auto, offload, vocab", "recompute: numbers: loss is off"],
+        ["a/good", "right, fixed", "zb-h1, auto, recompute, offload (grid fixed)", ""],
+        ["b/untrained", "not counted", "", "ValueError: no &lt;input&gt;"],
+    ]
+
+
+def test_the_page_is_that_of_the_rows():
+    rows = [
+        json.loads(line) for line in (ROOT / "benchmarks/results/coverage.jsonl").read_text().splitlines()
+    ]
+    run = json.loads((ROOT / "benchmarks/results/coverage_run.json").read_text())
+    assert (ROOT / "docs/coverage.md").read_text() == text_of(rows, run)

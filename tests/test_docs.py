@@ -23,19 +23,19 @@ pytestmark = [pytest.mark.slow, pytest.mark.waits]
 
 PAGES = sorted(str(path.relative_to(ROOT)) for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
 #: Their Python runs on four ranks, but for sections that run all ranks in one process.
-ON_RANKS = ("README.md", "docs/steps.md", "docs/mesh.md", "docs/howto.md", "docs/training.md")
+ON_RANKS = ("README.md", "docs/schedules.md", "docs/mesh.md", "docs/howto.md", "docs/training.md")
 IN_ONE_PROCESS = ("README.md", "docs/howto.md", "docs/debugging.md")
 #: They compile for more ranks than four, or for other devices.
 COMPILED = (
-    "docs/costs.md", "docs/calibrate.md", "docs/inductor.md", "docs/lanes.md", "docs/large_models.md",
-    "docs/offload.md", "docs/vocabulary.md",
+    "docs/costs.md", "docs/inductor.md", "docs/lanes.md", "docs/large_models.md", "docs/offload.md",
+    "docs/vocabulary.md",
 )  # fmt: skip
 #: In the order of what one needs of another.
 COMMANDS = (
-    "README.md", "docs/calibrate.md", "docs/concepts.md", "docs/howto.md", "docs/report.md",
-    "docs/training.md", "docs/debugging.md", "docs/costs.md",
+    "README.md", "docs/concepts.md", "docs/howto.md", "docs/report.md", "docs/training.md",
+    "docs/debugging.md", "docs/costs.md",
 )  # fmt: skip
-SHOWN = ("docs/simulate.md", "docs/steps.md", "docs/certificate.md")
+SHOWN = ("docs/simulate.md", "docs/certificate.md")
 ELSEWHERE = {"docs/tutorial.md": "test_the_tutorial", "CONTRIBUTING.md": "passes/test_each_pass.py"}
 
 

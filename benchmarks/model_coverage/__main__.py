@@ -18,11 +18,12 @@ from benchmarks.model_coverage import libraries  # first of all: what the others
 from benchmarks.model_coverage.examine import EAGER, FAILED, RANDOM, RIGHT
 from benchmarks.model_coverage.options import OPTIONS
 from benchmarks.model_coverage.pool import run
-from benchmarks.model_coverage.report import NO_VOCABULARY, commit, write
+from benchmarks.model_coverage.report import NO_VOCABULARY, commit, run_of, write
 from benchmarks.model_coverage.sources import all_cases
 
 ROOT = Path(__file__).parent.parent.parent
 PAGE, RAW = ROOT / "docs" / "coverage.md", ROOT / "benchmarks" / "results" / "coverage.jsonl"
+RUN = RAW.with_name("coverage_run.json")
 
 
 def main() -> None:
@@ -73,7 +74,10 @@ def main() -> None:
                     told = f"{row.case:45s} {row.option:9s} {row.outcome:8s} {row.kind} {row.detail[:120]}"
                     print(f"{time.monotonic() - began:5.0f} s {count:4d}/{len(left)} {told}", flush=True)
     if whole or given.page_only:
-        write(kept, PAGE, len(everything), datetime.datetime.now())
+        if not given.page_only:
+            run_ = run_of(len(everything), datetime.datetime.now())
+            RUN.write_text(json.dumps(run_, indent=1) + "\n")
+        write(kept, RUN, PAGE)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import html
 import json
 import platform
 import re
@@ -28,7 +29,11 @@ PACKAGES = (
     "torch-geometric",
     "monai",
 )
-MARKS = {RIGHT: "✓", REFUSED: "refused", FAILED: "failed", WRONG: "**WRONG**", RANDOM: "runs"}
+MARKS = {RIGHT: "right", REFUSED: "refused", FAILED: "failed", WRONG: "wrong", RANDOM: "runs"}
+FIXED, NOT_COUNTED = "right, fixed", "not counted"
+#: In the order of a menu.
+RESULTS = (*MARKS.values(), FIXED, NOT_COUNTED)
+FILTER = Path(__file__).parent / "filter.html"
 NO_VOCABULARY = "found no cross-entropy"
 #: A refusal's class: the first whose words are in its message; else its exception's name.
 REFUSALS: tuple[tuple[str, str], ...] = (
@@ -46,28 +51,38 @@ REFUSALS: tuple[tuple[str, str], ...] = (
 )
 
 Row = dict[str, Any]
+Run = dict[str, Any]
 
 
-def write(raw: Path, page: Path, cases: int, when: datetime.datetime) -> None:
-    """cases: how many the suite has; rows of fewer are of a run that was ended, or of a part."""
+def write(raw: Path, run: Path, page: Path) -> None:
+    """The page of a run's rows, and of what `run_of` told of it."""
     rows = [json.loads(line) for line in raw.read_text().splitlines()]
-    page.write_text(text_of(rows, cases, when))
+    page.write_text(text_of(rows, json.loads(run.read_text())))
 
 
-def text_of(rows: list[Row], cases: int, when: datetime.datetime) -> str:
+def run_of(cases: int, when: datetime.datetime) -> Run:
+    """cases: how many the suite has; rows of fewer are of a run that was ended, or of a part."""
+    return {
+        "date": f"{when:%Y-%m-%d}",
+        "cases": cases,
+        "machine": _machine(),
+        "python": platform.python_version(),
+        "versions": _versions(),
+    }
+
+
+def text_of(rows: list[Row], run: Run) -> str:
     table: dict[str, dict[str, Row]] = defaultdict(dict)
     for row in rows:
         table[row["case"]][row["option"]] = row
     trained = {case: got for case, got in table.items() if got[EAGER]["outcome"] != FAILED}
     options = [o for o in OPTIONS if any(o in got for got in trained.values())]
     lines = [
-        *_head(rows, trained, options, f"{len(table)} of {cases}", when),
+        *_head(rows, trained, options, f"{len(table)} of {run['cases']}", run),
         *_counts(trained, options),
         *_classes(trained, options),
+        *_models(table, options),
     ]
-    lines += _problems(trained, options)
-    lines += _models(trained, options)
-    lines += _dropped({case: got for case, got in table.items() if case not in trained})
     return "\n".join(lines) + "\n"
 
 
@@ -98,7 +113,7 @@ def _head(
     trained: dict[str, dict[str, Row]],
     options: list[str],
     tried: str,
-    when: datetime.datetime,
+    run: Run,
 ) -> list[str]:
     of = Counter(outcome(got, options) for got in trained.values())
     fixed = sum(_fixed(got) and outcome(got, options) == RIGHT for got in trained.values())
@@ -106,8 +121,10 @@ def _head(
     slowest = ", ".join(
         f"{case} with {option} {seconds:.0f} s" for seconds, case, option in sorted(slow)[::-1][:5]
     )
-    commits = ", ".join(f"{c} ({n} rows)" for c, n in Counter(row["commit"] for row in rows).most_common())
-    intro = f"""# What works
+    commits = len({row["commit"] for row in rows})
+    intro = f"""# Which models work
+
+[The table of all models](#all-models) can be searched.
 
 {len(trained)} models, nearly all from other projects, with tiny random configurations and unchanged
 code. Right with every option tried: {of[RIGHT]}, {fixed} of them with `fixed=[…]`, as the error without it
@@ -121,16 +138,17 @@ precision; more if eager's own results change by more when its parameters are ro
 memory as after eager's step; compiling left parameters and buffers bit-identical, and no tensor of the
 trace alive. *Refused* is an error of fxpipe that says what and where. *Failed* is any other error, an error
 of a rank while it runs, or a process that took too long or too much memory. Models that eager does not
-train on the example are listed at the end and not counted.
+train on the example are in the table and not counted.
 
 | option | |
 |---|---|
 """
     calls = [f"| {name} | `{_call(given)}` |" for name, given in OPTIONS.items()]
     made = f"""
-`make coverage` of {when:%Y-%m-%d}, fxpipe at {commits}: {tried} cases of the suite. {_machine()}; Python
-{platform.python_version()}, {_versions()}. The slowest compilations: {slowest}.
-The rows are in `benchmarks/results/coverage.jsonl`.
+`make coverage` of {run["date"]}: {tried} cases of the suite, at {commits} commits of fxpipe, which
+[the rows](../benchmarks/results/coverage.jsonl) name. {run["machine"]}; Python {run["python"]},
+{run["versions"]}.
+The slowest compilations: {slowest}.
 """
     return [intro + "\n".join(calls), made]
 
@@ -184,7 +202,7 @@ def _counts(trained: dict[str, dict[str, Row]], options: list[str]) -> list[str]
         *lines,
         "",
         "Under an option: right or running, of the models that it applies to (`vocab` needs a vocabulary).",
-        "*fixed*: the models of *right* that need `fixed=[…]`.",
+        "*fixed*: the models of *right* that need `fixed=[…]`; *runs*: models with random numbers.",
         "",
     ]
 
@@ -202,50 +220,64 @@ def _classes(trained: dict[str, dict[str, Row]], options: list[str]) -> list[str
     return [*lines, *(f"| {_cell(name)} | {len(found)} |" for name, found in ordered), ""]
 
 
-def _problems(trained: dict[str, dict[str, Row]], options: list[str]) -> list[str]:
-    lines = []
-    for title, wanted in (("Wrong", WRONG), ("Failed unclearly", FAILED), ("Refused", REFUSED)):
-        same: dict[tuple[str, str], list[str]] = defaultdict(list)
-        for case, got in trained.items():
-            for option in options:
-                row = got.get(option)
-                if row and row["outcome"] == wanted and not _no_vocabulary(row):
-                    same[case, f"{row['kind']}: {_short(row.get('detail', ''))}"].append(option)
-        if same:
-            lines += [f"## {title}", "", "| model | options | |", "|---|---|---|"]
-            lines += [
-                f"| {case} | {', '.join(with_)} | {_cell(text)} |" for (case, text), with_ in same.items()
-            ]
-            lines.append("")
-    return lines
+def _models(table: dict[str, dict[str, Row]], options: list[str]) -> list[str]:
+    """A row for each model, and the few lines with which a browser filters them."""
+    rows, results = [], set()
+    for case, got in sorted(table.items()):
+        result, right, told = _result(got, options)
+        results.add(result)
+        cells = (case, result, ", ".join(right), "<br>".join(map(_html, told)))
+        rows.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
+    found = [name for name in RESULTS if name in results]
+    choices = "".join(f"<option>{name}</option>" for name in found)
+    return [
+        "## All models",
+        "",
+        '<div class="coverage" id="coverage-filter" hidden>',
+        '<input type="search" aria-label="Words" placeholder="Words: a library, a model, an error">',
+        f'<select aria-label="Result"><option value="">every result</option>{choices}</select>',
+        "<output></output>",
+        "</div>",
+        "",
+        '<table id="coverage">',
+        "<thead><tr><th>model</th><th>result</th><th>right with</th><th>else</th></tr></thead>",
+        "<tbody>",
+        *rows,
+        "</tbody>",
+        "</table>",
+        "",
+        FILTER.read_text().rstrip(),
+    ]
 
 
-def _models(trained: dict[str, dict[str, Row]], options: list[str]) -> list[str]:
-    lines = ["## By model", "", "| model | " + " | ".join(options) + " |", "|---|" + "---|" * len(options)]
-    for case, got in sorted(trained.items()):
-        marks = []
-        for option in options:
-            row = got.get(option)
-            blank = row is None or _no_vocabulary(row)
-            mark = "" if blank else MARKS[row["outcome"]]
-            marks.append(f"{mark} fixed" if row and row.get("fixed") else mark)
-        lines.append("| " + " | ".join([case, *marks]) + " |")
-    return [*lines, ""]
+def _result(got: dict[str, Row], options: list[str]) -> tuple[str, list[str], list[str]]:
+    """Of a model: its result, the options with which it is right or runs, and what the others told."""
+    if got[EAGER]["outcome"] == FAILED:
+        return NOT_COUNTED, [], [_told(got[EAGER])]
+    same: dict[str, list[str]] = defaultdict(list)
+    right = []
+    for option in options:
+        row = got.get(option)
+        if row is None or _no_vocabulary(row):
+            continue
+        if row["outcome"] in (RIGHT, RANDOM):
+            right.append(f"{option} ({row['fixed']} fixed)" if row.get("fixed") else option)
+        else:
+            same[_told(row)].append(option)
+    name = MARKS[outcome(got, options)]
+    if name == MARKS[RIGHT] and _fixed(got):
+        name = FIXED
+    return name, right, [f"{', '.join(with_)}: {text}" for text, with_ in same.items()]
 
 
-def _dropped(dropped: dict[str, dict[str, Row]]) -> list[str]:
-    if not dropped:
-        return []
-    lines = ["## Not counted: eager does not train them on the example", "", "| model | |", "|---|---|"]
-    for case, got in sorted(dropped.items()):
-        row = got[EAGER]
-        lines.append(f"| {case} | {_cell(row['kind'] + ': ' + _short(row.get('detail', '')))} |")
-    return [*lines, ""]
-
-
-def _short(text: str) -> str:
+def _told(row: Row) -> str:
+    text = f"{row['kind']}: {row.get('detail', '')}"
     return text if len(text) <= 160 else text[:157] + "…"
 
 
+def _html(text: str) -> str:
+    return html.escape(text, quote=False).replace("`", "&#96;").replace("*", "&#42;").replace("_", "&#95;")
+
+
 def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("<", "&lt;").replace("][", "]\\[")  # no link
+    return text.replace("|", "\\|").replace("<", "&lt;")

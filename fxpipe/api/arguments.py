@@ -27,9 +27,8 @@ class Arguments(Options):
 
     ranks: int | DeviceMesh | None = None
     """The number of ranks of a pipeline, a process each. Or a DeviceMesh of (replicas, ranks), or of the
-    ranks of a replica; with DTensors it may have their lanes as one more dimension, the last. By default the
-    compiler chooses ranks and replicas, the fastest mesh within ``memory_limit``, for so many ``devices``
-    (those that torchrun started) and a ``batch`` (docs/mesh.md)."""
+    ranks of a replica; with DTensors their lanes may be its last dimension. By default the fastest mesh
+    within ``memory_limit`` for ``devices`` and a ``batch`` (docs/mesh.md)."""
     replicas: int | None = None
     """The number of pipelines that train together, each on its own rows (docs/mesh.md). By default as many as
     torchrun started processes for. ``run_local`` runs so many, 1 by default."""
@@ -44,20 +43,18 @@ class Arguments(Options):
     batch: int | None = None
     """The rows of a step over all replicas, instead of ``microbatches``."""
     loss_fn: Callable[..., object] | None = None
-    """``(output, microbatch) -> loss``, a scalar, or ``-> (sum, count)`` for an exact mean over all counts of
-    the batch; either with a mapping of metrics behind it, ``-> (loss, {"accuracy": …})``. Without it the loss
-    is the model's output if that is a scalar, its ``.loss`` or ``["loss"]``, or the one scalar with a
-    gradient in a tuple (docs/training.md)."""
+    """``(output, microbatch) -> loss``, a scalar, or ``-> (sum, count)`` for an exact mean over all
+    counts of the batch; either with a mapping of metrics behind it, ``-> (loss, {"accuracy": …})``.
+    Without it the loss is found in the model's output (docs/training.md)."""
     like: Pipeline | None = None
-    """Another pipeline, of this model or of one with modules of it, which trains together with this one: for
-    another length, loss, or part that is trained. Each tensor that both use lies on the ranks that have it
-    there; parameters, ``.grad`` and the step number are those of both. By default so are ``ranks``,
-    ``replicas``, ``shard``, ``grad_dtype`` and ``vocab_parallel``. Raises PartitionError, naming the tensor,
-    where the model cannot be cut so (docs/training.md)."""
+    """Another pipeline, of this model or of one with modules of it, which trains together with this one.
+    Each tensor that both use lies on the ranks that have it there; parameters, ``.grad`` and the step
+    number are those of both. By default so are ``ranks``, ``replicas``, ``shard``, ``grad_dtype`` and
+    ``vocab_parallel``. Raises PartitionError where the model cannot be cut so (docs/training.md)."""
     timeout: float | timedelta | None = None
     """The longest time that a rank waits for another one under torchrun, in seconds or as a timedelta; 10
-    minutes by default. The time that rank 0 takes to compile does not count. It is a property of the process
-    group: the first call makes that, and a group that exists keeps its own (docs/training.md)."""
+    minutes by default, without the time that rank 0 takes to compile. A process group that exists keeps
+    its own (docs/training.md)."""
 
 
 DOCS = docs_of(Arguments) | docs_of(Options)

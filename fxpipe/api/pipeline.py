@@ -346,7 +346,7 @@ class Pipeline(Views):
             ``torch.nn.utils.clip_grad_norm_``.
         master_weights: update float32 copies of parameters with fewer bits, which get their values after each
             step.
-        validation: with "post" ranks do not wait for each other before they update (docs/steps.md); by
+        validation: with "post" ranks do not wait for each other before they update (docs/schedules.md); by
             default the one of ``compile``.
         changes_gradients: the script changes gradients, or parameters, between ``pipe.step`` and ``step`` by
             what needs no values of other ranks (docs/training.md); else it may only divide all by the number

@@ -187,7 +187,7 @@ class Views:
         device: str | None = None,
     ) -> Steps:
         """Simulate steps one behind the other, with the updates between them: ``.period`` is the seconds a
-        step once they repeat (docs/steps.md).
+        step once they repeat (docs/schedules.md).
 
         steps: at least so many.  validation: by default the one that the pipeline was compiled for.
         sizes, device: as for ``simulate``, which raises the same errors.

@@ -62,6 +62,7 @@ def add_calibrate(parser: argparse.ArgumentParser) -> None:
         help="compute in so many other threads meanwhile, as ranks share memory; not under torchrun, where "
         "all ranks measure at once (0)",
     )
+    add("--json", action="store_true", help="print one JSON object: the file and what it says")
 
 
 def _device_file(text: str) -> Path:
@@ -96,6 +97,11 @@ def _calibrate(options: argparse.Namespace) -> None:
         }
         with writing(options.file):
             write_device(options.file, calibrated, conditions)
+        if options.json:
+            print(
+                json.dumps({"file": str(options.file), "conditions": conditions, **unstructure(calibrated)})
+            )
+            return
         console = Console()
         console.print(device_table(calibrated))
         console.print(f"{options.file}", highlight=False, soft_wrap=True)

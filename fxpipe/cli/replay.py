@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import json
 import operator
 import pdb
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from fxpipe.errors import RunError
 from fxpipe.runtime.debug.recording import ResultDigest
 from fxpipe.runtime.debug.replay import Replayed, read_recorded, replay
+from fxpipe.strict import unstructure
 
 
 def add_replay(parser: argparse.ArgumentParser) -> None:
@@ -23,15 +26,22 @@ def add_replay(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("directory", type=Path, help="of the recording")
     parser.add_argument("op", help="F1.3: forward of stage 1, microbatch 3")
     parser.add_argument("--rank", type=int, help="if several ranks have recorded the op")
-    parser.add_argument("--pdb", action="store_true", help="stop at the first line of each function")
+    ways = parser.add_mutually_exclusive_group()
+    ways.add_argument("--pdb", action="store_true", help="stop at the first line of each function")
+    ways.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def _replay(options: argparse.Namespace) -> None:
     recorded, tensors = read_recorded(options.directory, options.op, options.rank)
-    print(f"{recorded.op} of rank {recorded.rank} in step {recorded.step}")
-    differ = 0
-    for call in replay(options.directory, recorded, tensors, _debugged if options.pdb else operator.call):
-        differ += _show(call)
+    calls = replay(options.directory, recorded, tensors, _debugged if options.pdb else operator.call)
+    if options.json:
+        functions = [_as_json(call) for call in calls]
+        differ = sum(not result["same"] for function in functions for result in function["results"])
+        record = {"op": recorded.op, "rank": recorded.rank, "step": recorded.step, "functions": functions}
+        print(json.dumps(record))
+    else:
+        print(f"{recorded.op} of rank {recorded.rank} in step {recorded.step}")
+        differ = sum(map(_show, calls))
     if differ:
         raise RunError(
             f"{differ} of the results above differ from the step's: the program was edited since, or this "
@@ -61,14 +71,25 @@ class _Debugger(pdb.Pdb):
 def _show(call: Replayed) -> int:
     """Print a call; return the number of results that differ from the step's."""
     print(f"{call.function} ({call.line})")
+    compared = _compared(call)
+    width = max((len(result.name) for result, _ in compared), default=0)
+    for result, same in compared:
+        told = "as in the step" if same else "DIFFERS"
+        print(f"  {result.name:<{width}}  {_text(result):<28} {told}")
+    return sum(not same for _, same in compared)
+
+
+def _as_json(call: Replayed) -> dict[str, Any]:
+    results = [{**unstructure(result), "same": same} for result, same in _compared(call)]
+    return {"function": call.function, "line": call.line, "results": results}
+
+
+def _compared(call: Replayed) -> list[tuple[ResultDigest, bool]]:
+    """Each result, and whether it is the step's."""
     before = {result.name: result for result in call.recorded}
     now = {result.name: result for result in call.results}
-    names = [*dict.fromkeys([*now, *before])]
-    width = max(map(len, names), default=0)
-    for name in names:
-        same = "as in the step" if now.get(name) == before.get(name) else "DIFFERS"
-        print(f"  {name:<{width}}  {_text(now.get(name) or before[name]):<28} {same}")
-    return sum(now.get(name) != before.get(name) for name in names)
+    same = {name: now.get(name) == before.get(name) for name in [*now, *before]}
+    return [(now.get(name) or before[name], same[name]) for name in same]
 
 
 def _text(result: ResultDigest) -> str:

@@ -63,34 +63,33 @@ class Options:
 
     # The step
     mean: Literal["batch", "microbatch"] = "batch"
-    """What a loss is the mean of, where it divides by a number of labels, as a cross-entropy with ignored
-    ones does, or by the sum of a mask. ``"batch"``: it divides by that of the whole batch, so that loss and
-    gradients are the whole batch's. ``"microbatch"``: each microbatch divides by its own, as in a loop of
-    plain torch that accumulates gradients; the step takes the mean of these (docs/training.md)."""
+    """What a loss is the mean of, where it divides by a number of labels or by the sum of a mask.
+    ``"batch"``: it divides by that of the whole batch. ``"microbatch"``: each microbatch divides by its
+    own, as in a loop of plain torch that accumulates gradients; the step takes the mean of these
+    (docs/training.md)."""
     gradients: bool = True
-    """Whether the step has a backward. False compiles the forward alone, for evaluation of ``model.eval()``:
-    ``pipe.step`` and ``run_local`` then give the loss. The pipeline works on the model's own weights. With
-    ``outputs`` it needs no loss."""
+    """Whether the step has a backward. False compiles the forward alone, for evaluation of
+    ``model.eval()``: ``pipe.step`` and ``run_local`` then give the loss. With ``outputs`` it needs no
+    loss."""
     grad_dtype: torch.dtype | None = None
-    """The dtype of accumulated gradients, where that of parameters has fewer bits: they are accumulated over
-    the microbatches, summed over ranks and clipped in it. ``torch.float32`` for a model of bfloat16, which
-    loses bits from about 16 microbatches on. By default each parameter's own. ``.grad`` and
-    ``run_local(…).grads`` have it; ``pipe.optimizer`` hands them over in the dtype of what it updates."""
+    """The dtype of accumulated gradients, where that of parameters has fewer bits: they are summed and
+    clipped in it, and ``.grad`` has it. ``torch.float32`` for a model of bfloat16, which loses bits from
+    about 16 microbatches on. By default each parameter's own."""
     outputs: Sequence[str] = ()
-    """Names of values that ``pipe.step(batch, outputs=[…])`` can give beside the loss: tensors in the model's
-    output (``"logits"``, ``"0"`` of a tuple, ``"losses.ce"``; ``"output"`` if it is one tensor), metrics of
-    ``loss_fn``, ``"loss"`` and ``"count"``, those of each microbatch, and the results of modules by their
-    paths (``"blocks.3"``; ``"norm#1"`` of the second call)."""
+    """Names of values that ``pipe.step(batch, outputs=[…])`` can give beside the loss: tensors in the
+    model's output (``"logits"``, ``"0"`` of a tuple, ``"losses.ce"``; ``"output"`` if it is one tensor),
+    metrics of ``loss_fn``, ``"loss"`` and ``"count"``, and the results of modules by their paths
+    (``"blocks.3"``; ``"norm#1"`` of the second call)."""
     evaluation: bool = False
-    """Whether to make the programs of ``pipe.evaluate`` as well: the forward in eval mode alone, for the same
-    ranks, which hold its tensors already. The model is traced once more."""
+    """Whether to make the programs of ``pipe.evaluate`` as well: the forward in eval mode alone, for the
+    same ranks."""
     seed: int = 0
     """The seed of dropout and other random ops. Their numbers depend on it, the step and the microbatch
     alone."""
     fixed: Sequence[str] = ()
     """Names of tensors of the example whose values are part of the program, for models whose Python code
-    decides by them in ways that a trace cannot follow (``["image_grid_thw"]``). Every microbatch must hold
-    the same values, else RunError."""
+    decides by them (``["image_grid_thw"]``). Every microbatch must hold the same values, else
+    RunError."""
 
     # The schedule
     schedule: str | Schedule | Path = AUTO
@@ -98,64 +97,59 @@ class Options:
     simulated step over all families, placements and one, two or four stages per rank. Also a Schedule, or the
     path of a schedule as text or as torch's CSV (``"mine.txt"``)."""
     validation: Validation = "barrier"
-    """When ranks update their parameters: the ``validation`` of the optimizer with which the pipeline is to
-    train, for the schedule (docs/steps.md). With ``"post"`` a rank begins the next step before the others
-    have ended this one: the schedule is then the one with the shortest simulated time a step of many, instead
-    of that of one by itself."""
+    """When ranks update their parameters: the ``validation`` of the optimizer with which the pipeline is
+    to train, for the schedule (docs/schedules.md). With ``"post"`` the schedule is the one with the
+    shortest simulated time a step of many, instead of that of one by itself."""
     stages_per_rank: int | None = None
     """The number of stages on each rank. By default what suits the schedule."""
     placement: Literal["plain", "v"] | None = None
     """The rank of each stage: ``plain`` (stage s on rank s mod ranks) or ``v`` (down the ranks and back up).
     By default what suits the schedule."""
     parts: int | Literal["auto", "exchanges"] = "auto"
-    """In how many parts each stage is cut, which follow each other on its rank. Between two parts ops of
-    other microbatches run, and replicas that divide parameters gather those of one part at a time
-    (docs/mesh.md). ``"exchanges"``: a part ends where the lanes of a rank exchange tokens or rows, which
-    are on their way until the next part of that microbatch runs (docs/lanes.md). ``"auto"``: whole stages;
-    in parts at exchanges if that is faster, as simulated; in 4, 8, … parts if ``shard="parameters"``
-    keeps ``memory_limit`` in no other way."""
+    """In how many parts each stage is cut, which follow each other on its rank. Replicas that divide
+    parameters gather those of one part at a time (docs/mesh.md). ``"exchanges"``: a part ends where the
+    lanes of a rank exchange tokens or rows (docs/lanes.md). ``"auto"``: whole stages; in parts at
+    exchanges if that is faster, as simulated; in 4, 8, … parts if ``shard="parameters"`` keeps
+    ``memory_limit`` in no other way."""
     split_points: Sequence[str] | None = None
     """Paths of the modules that begin the second and later stages. By default the model is cut by cost."""
     effort: float | None = None
-    """The effort of a search for a schedule: about the seconds of one core, and it uses all cores. By default
-    two milliseconds for every op (stage, phase, microbatch) of all placements, and 8 seconds at most."""
+    """The effort of a search for a schedule: about the seconds of one core, and it uses all cores. By
+    default two milliseconds for every op, and 8 seconds at most."""
     costs: str | Sequence[str] = "analytic"
-    """The times that the schedule is made for: ``analytic`` (FLOPs and bytes on a description of the device
-    at hand), ``measured`` (each section timed on it), or the name of a device on which the pipeline is to run
-    later, ``"H100"``, which need not be here, the file of a calibrated one, ``"cpu.json"``, or a list with
-    one for each rank (docs/costs.md). Under torchrun, analytic times of a stage are those on its own rank's
-    device."""
+    """The times that the schedule is made for: ``analytic`` (FLOPs and bytes on a description of the
+    device at hand), ``measured`` (each section timed on it), the name of a device, ``"H100"``, which need
+    not be here, the file of a calibrated one, ``"cpu.json"``, or a list with one for each rank
+    (docs/costs.md)."""
     ranks_per_machine: int | None = None
     """The number of ranks that share a machine: messages between machines take the time of the network. By
     default torchrun's ``--nproc-per-node``, and without torchrun one machine has all ranks."""
     dimensions: Mapping[str, int] | None = None
-    """Names for lengths of the example, ``{"sequence": 256}``: there microbatches may be shorter, each of its
-    own length (docs/lengths.md), and ``pipe.simulate`` predicts costs for other lengths. Every dimension that
-    is 256 long gets that name, but the leading one is ``microbatch``. The model is traced some times more, at
-    other lengths; raises SizeError if its ops differ at two of them."""
+    """Names for lengths of the example, ``{"sequence": 256}``: there microbatches may be shorter, each of
+    its own length (docs/lengths.md), and ``pipe.simulate`` predicts costs for other lengths. Every
+    dimension that is 256 long gets that name, but the leading one is ``microbatch``. Raises SizeError if
+    the model's ops differ at two lengths."""
 
     # Memory
     memory_limit: float | str | None = None
-    """The memory of each rank, in bytes or as ``"16GiB"``: for its parameters, gradients and buffers, and the
-    values saved between ops; with ``validation="post"`` also for copies of what an update changes. Leave room
-    for the memory of a single op, and for the optimizer's state, unless ``optimizer_bytes`` counts it."""
+    """The memory of each rank, in bytes or as ``"16GiB"``: for its parameters, gradients and buffers, and
+    the values saved between ops. Leave room for the memory of a single op, and for the optimizer's state,
+    unless ``optimizer_bytes`` counts it (docs/offload.md)."""
     optimizer_bytes: float = 0.0
     """The optimizer's state for each element of a trained parameter, in bytes: 8 for AdamW in float32, 12
     with ``master_weights``."""
     undivided: Sequence[str] = ()
-    """Names or patterns (``"blocks.*.weight"``) of parameters that replicas do not divide with ``shard``: one
-    replica owns all of each, and they are spread over the replicas. For optimizers that update a matrix as a
-    whole, such as Muon (docs/mesh.md)."""
+    """Names or patterns (``"blocks.*.weight"``) of parameters of which one replica owns all, with
+    ``shard``: for optimizers that update a matrix as a whole, such as Muon (docs/mesh.md)."""
     vocab_parallel: Literal["1-barrier", "2-barrier", "auto"] | bool = False
     """Whether to split the output layer with its cross-entropy, and the input embedding, over all ranks.
-    ``"1-barrier"`` (or True) or ``"2-barrier"`` (ranks wait for each other once or twice a microbatch; the
-    second needs less work before the first barrier and holds a microbatch more), or ``"auto"``
-    (docs/vocabulary.md)."""
+    ``"1-barrier"`` (or True) or ``"2-barrier"`` (ranks wait for each other once or twice a microbatch),
+    or ``"auto"`` (docs/vocabulary.md)."""
     head_chunks: int | Literal["auto"] = 1
-    """In how many parts of the tokens the output layer, its cross-entropy and their gradients are computed,
-    one after the other, so that the logits of all tokens are never there at once; for an output layer that is
-    not split over ranks (docs/vocabulary.md). ``"auto"``: whole or in parts of at least 128 tokens,
-    whichever gives the faster step within ``memory_limit``, as simulated."""
+    """In how many parts of the tokens the output layer, its cross-entropy and their gradients are
+    computed, one after the other; for an output layer that is not split over ranks (docs/vocabulary.md).
+    ``"auto"``: whole or in parts of at least 128 tokens, whichever gives the faster step within
+    ``memory_limit``, as simulated."""
     recompute: Level | Literal["auto", False] = False
     """Which forward values the backward recomputes instead of reading saved ones; gradients are
     bit-identical. ``"norms"`` (all but matrix products, convolutions and attention), ``"full"``, or
@@ -167,14 +161,13 @@ class Options:
 
     # The programs
     backend: Literal["eager", "inductor"] = "eager"
-    """What runs the ops. ``"inductor"``: before its first step each rank compiles the forward and backward of
-    its stages with Inductor, PyTorch's own compiler, which fuses their ops; the additions to
-    gradients stay eager (docs/inductor.md). Random numbers are the same, other results differ by rounding."""
+    """What runs the ops. ``"inductor"``: before its first step each rank compiles the forward and
+    backward of its stages with Inductor, PyTorch's own compiler (docs/inductor.md). Random numbers are
+    the same, other results differ by rounding."""
     replay: Literal["auto"] | bool = False
-    """Whether each rank captures its step once, as a CUDA graph, and replays it, so that the device waits for
-    no Python (docs/replay.md). True: always; ``"auto"``: if the first steps show that it is faster. The first
-    three steps run both ways and must give the same bits; otherwise steps run op by op, and a warning says
-    why."""
+    """Whether each rank captures its step once, as a CUDA graph, and replays it (docs/replay.md). True:
+    always; ``"auto"``: if the first steps show that it is faster. The first three steps run both ways and
+    must give the same bits; otherwise steps run op by op, and a warning says why."""
     print_after: str | None = None
     """The name of a rewrite, after which the graph is printed, one line a node, for each candidate
     (``"untie"``; docs/architecture.md lists them, and so does the error for another name)."""

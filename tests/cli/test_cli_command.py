@@ -184,6 +184,19 @@ def test_completion(capsys, shell):
     assert "--memory-limit" in capsys.readouterr().out
 
 
+def test_completion_for_fish(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    assert main(["completion", "fish"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert all(line.startswith("complete -c fxpipe ") for line in lines)
+    assert all(line.replace(r"\'", "").count("'") % 2 == 0 for line in lines)
+    (line,) = (line for line in lines if "seen_subcommand_from compile'" in line and "-l recompute " in line)
+    assert "-x -a 'norms full auto'" in line
+    (line,) = (line for line in lines if "seen_subcommand_from run'" in line and "-l lr " in line)
+    assert line.endswith("-l lr -r -d 'learning rate of AdamW (default 3e-4)'")
+    assert sum(" -a replay -d " in line for line in lines) == 1
+
+
 @pytest.mark.parametrize(
     ("tensors", "counted_as"),
     [
@@ -213,6 +226,13 @@ def test_a_log_of_json_lines(tmp_path):
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     assert [line["step"] for line in lines] == [-1, 0, 1]
     assert lines[2].keys() >= {"time", "loss", "lr", "norm", "samples/s", "bubble"}
+
+
+def test_the_log_as_json(tmp_path, capsys, caplog):
+    pipe = fxpipe.compile(Chain(2), numbers(2), ranks=1, microbatches=2, schedule="1f1b", check=False)
+    train(pipe, Batches(), LoopSettings(steps=2, lr=0.1, json_lines=True))
+    assert [json.loads(line)["step"] for line in capsys.readouterr().out.splitlines()] == [0, 1]
+    assert "loss" not in caplog.text
 
 
 def test_an_error_before_the_ranks_know_each_other(monkeypatch, tmp_path, capsys):

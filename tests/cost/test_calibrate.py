@@ -152,7 +152,7 @@ def test_the_command_measures_every_kind(small, tmp_path, capsys):
     path = tmp_path / "cpu.json"
     threads = torch.get_num_threads()
     try:
-        assert main(["calibrate", str(path), "--name", "this machine"]) == 0
+        assert main(["calibrate", str(path), "--name", "this machine", "--json"]) == 0
     finally:
         torch.set_num_threads(threads)
     found = read_device(path)
@@ -162,7 +162,9 @@ def test_the_command_measures_every_kind(small, tmp_path, capsys):
     for curve in found.device.curves.values():
         assert all(0 < a[1] <= b[1] < 1 for a, b in pairwise(curve.points))
     assert found.device.intra == CPU.intra  # of one process
-    assert "product float32" in capsys.readouterr().out
+    told = json.loads(capsys.readouterr().out)
+    assert (told["file"], told["conditions"]["ranks"]) == (str(path), "1")
+    assert told["curves"].keys() == found.device.curves.keys()
     assert [*tmp_path.iterdir()] == [path]
 
 

@@ -1,5 +1,6 @@
 """``record=`` and ``fxpipe replay``: an op of a step alone, with its operands, bit for bit."""
 
+import json
 import pdb
 import re
 
@@ -57,6 +58,11 @@ def test_results_are_those_of_the_step(recorded, op, capsys):
     rank = op[1]
     assert head == f"{op} of rank {rank} in step 5"
     assert function.startswith(f"stage{rank}_")
+    assert main(["replay", str(directory), op, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["op"], told["rank"], told["step"]) == (op, int(rank), 5)
+    assert told["functions"][0]["function"] == function.split(" ")[0]
+    assert {result["same"] for result in told["functions"][0]["results"]} == {True}
     assert f"{directory}/rank{rank}.py:" in function
     assert results
     assert all(line.endswith("as in the step") for line in results)

@@ -51,7 +51,7 @@ class LoopSettings:
     ``evaluate_every``: steps from one evaluation to the next; None for one at the end.
     ``record``: the directory for the times of the last step; see :mod:`fxpipe.plan.saved.recorded`.
     ``save``: the directory for the trained pipeline.  ``tensorboard``: for the figures of the log.
-    ``log_file``: to which they are appended, one JSON object a line.
+    ``log_file``: to which they are appended, one JSON object a line.  ``json_lines``: prints such lines.
     """
 
     steps: int | None
@@ -70,6 +70,7 @@ class LoopSettings:
     save: Path | None = None
     tensorboard: Path | None = None
     log_file: Path | None = None
+    json_lines: bool = False
 
 
 def train(pipe: Pipeline, data: Data, settings: LoopSettings, evaluated: Data | None = None) -> None:
@@ -222,7 +223,8 @@ class _Log:
         self._progress = Progress(console=console, disable=not (shows and console.is_terminal))
         self._bar = self._progress.add_task("train", total=steps, completed=done)
         self._later: list[tuple[int, Callable[[], dict[str, float]]]] = []
-        self._shows, self._board, self._lines = shows, None, None
+        self._shows, self._prints = shows, settings.json_lines
+        self._board, self._lines = None, None
         if shows and settings.tensorboard is not None:
             self._board = board_class()(str(settings.tensorboard))
         if shows and settings.log_file is not None:
@@ -253,10 +255,14 @@ class _Log:
         if not self._shows:
             return
         texts = (f"{name} {_TEXTS.get(name, '{:,.0f}'.format)(value)}" for name, value in figures.items())
-        logger.info("step %d  %s", step, "  ".join(texts))
+        finite = {name: value if math.isfinite(value) else None for name, value in figures.items()}
+        line = json.dumps({"step": step, "time": time.time(), **finite})
+        if self._prints:
+            print(line, flush=True)
+        else:
+            logger.info("step %d  %s", step, "  ".join(texts))
         if self._lines is not None:
-            finite = {name: value if math.isfinite(value) else None for name, value in figures.items()}
-            self._lines.write(json.dumps({"step": step, "time": time.time(), **finite}) + "\n")
+            self._lines.write(line + "\n")
             self._lines.flush()  # a run that is killed leaves its lines
         if self._board is not None:
             for name, value in figures.items():

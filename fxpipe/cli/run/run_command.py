@@ -8,6 +8,7 @@ import sys
 from contextlib import nullcontext
 from dataclasses import fields
 from pathlib import Path
+from typing import TextIO
 
 from fxpipe.api.load import load
 from fxpipe.api.pipeline import Pipeline
@@ -76,6 +77,12 @@ def add_run(parser: argparse.ArgumentParser) -> None:
         metavar="FILE.jsonl",
         help="append the figures of the log, one object a line",
     )
+    add(
+        "--json",
+        action="store_true",
+        dest="json_lines",
+        help="print the figures of the log, one JSON object a line, and all else on stderr",
+    )
     add("--tensorboard", type=Path, metavar="DIR", help="write the figures of the log for TensorBoard")
     add("--save", type=Path, metavar="DIR", help="save the trained pipeline to this directory")
     add(
@@ -105,7 +112,7 @@ def _run(options: argparse.Namespace) -> None:
     if options.every is not None and options.checkpoints is None:
         raise ArtifactError("--every needs --checkpoints, the directory for them.")
     pipe = load(options.directory, offload_directory=options.offload_directory, timeout=options.timeout)
-    _log_to_stdout()
+    _log_to(sys.stderr if options.json_lines else sys.stdout)
     options.record = options.directory if options.record else None
     settings = LoopSettings(**{each.name: getattr(options, each.name) for each in fields(LoopSettings)})
     with pipe.process.reported() if pipe.process is not None else nullcontext():
@@ -131,9 +138,9 @@ def _data(where: str, pipe: Pipeline) -> Data:
     return data_from(where, step.batch, step.microbatches, leaves, pipe.replica, replicas)
 
 
-def _log_to_stdout() -> None:
+def _log_to(stream: TextIO) -> None:
     """Without what is not printable in a terminal, which names of files may hold."""
-    handler = logging.StreamHandler(sys.stdout)
+    handler = logging.StreamHandler(stream)
     handler.setFormatter(_Printable("%(message)s"))
     logger = logging.getLogger("fxpipe.run")
     logger.handlers[:] = [handler]

@@ -42,7 +42,7 @@ def read_schedule(path: Path | str) -> Schedule:
         text = read_text(path, MOST_BYTES)
     except Mismatch as error:
         raise ScheduleError(
-            f"schedule file {path} {error}. docs/schedules.md describes the two formats."
+            f"schedule file {path} {error}. docs/simulate.md describes the two formats."
         ) from error
     try:
         return parse_schedule(text, path.stem)
