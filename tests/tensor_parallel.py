@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn import functional as F
 
-from fxpipe import ExpertParallel
+from fxpipe import ContextParallel, ExpertParallel
 
 WORDS, WIDTH, HEADS, LENGTH = 24, 16, 4, 6
 
@@ -111,7 +111,7 @@ _COLUMNS_AND_ROWS = {
     "blocks.*.down": RowwiseParallel,
 }
 
-#: name -> module, as a pattern -> what makes its style
+#: name -> module, as a pattern, or "" for all -> what makes its style
 PLANS: dict[str, dict[str, Callable[[], Any]]] = {
     "columns and rows": _COLUMNS_AND_ROWS,
     "vocabulary": {
@@ -151,11 +151,19 @@ PLANS: dict[str, dict[str, Callable[[], Any]]] = {
         ),
     },
     "experts": {"blocks.*.mixture.experts": ExpertParallel},
+    "context": {
+        "blocks.*.mixture.experts": lambda: ExpertParallel(tokens="divided"),
+        "": lambda: ContextParallel({"x": 1}),
+    },
     "loss": {**_COLUMNS_AND_ROWS, "head": lambda: ColwiseParallel(use_local_output=False)},
 }
 
 
 def parallelized(model: nn.Module, mesh: Any, plan: str) -> contextlib.AbstractContextManager[Any]:
     """Make a plan's parameters DTensors; return the context in which to compile the model."""
-    parallelize_module(model, mesh, {where: style() for where, style in PLANS[plan].items()})
+    styles = {where: style() for where, style in PLANS[plan].items()}
+    of_all = styles.pop("", None)
+    parallelize_module(model, mesh, styles)
+    if of_all is not None:
+        parallelize_module(model, mesh, of_all)
     return loss_parallel() if plan == "loss" else contextlib.nullcontext()

@@ -111,7 +111,7 @@ def _gradients(plan: Plan, reference: Reference, ranks: Ranks) -> Iterator[Probl
     foreign: list[Foreign] = []
     for name, sharing in owners.items():
         dtype = plan.gradient_dtype(dtype_of(plan.layouts[name].dtype))
-        expected = GradientSum.of(reference.grads.get(name, ()), dtype)
+        expected = GradientSum.of(reference.terms, reference.grads.get(name, ()), dtype)
         for rank in sharing:
             rt = ranks[rank]
             if len(sharing) > 1 and name not in rt.totals:

@@ -11,7 +11,8 @@ from fxpipe.certificate.programs.sections import Called
 from fxpipe.certificate.programs.values import Container, Leaves, Memory, Offloaded, Once, Value
 from fxpipe.certificate.ranks.traffic import Traffic
 from fxpipe.certificate.ranks.world import Key, Message
-from fxpipe.certificate.terms.terms import BATCH_MEAN, Term, canonical
+from fxpipe.certificate.terms.sums import sum_over_lanes
+from fxpipe.certificate.terms.terms import BATCH_MEAN, Term
 
 
 class Addition(NamedTuple):
@@ -127,8 +128,7 @@ class TermRuntime(Traffic):
                 if added.name == name:
                     term = added.term
                     if number > 1:  # the sum of all microbatches over the lanes is that of the sums
-                        of_lanes = {"x": term, "op": canonical("sum"), "n": number}
-                        term = self.calls.terms.plain("lanes.all_reduce", of_lanes)
+                        term = sum_over_lanes(self.calls.terms, term, number)
                     additions = summands.setdefault(term, [])
                     additions.extend(Addition(m, call, added.line) for m, call in summary.calls)
         return summands

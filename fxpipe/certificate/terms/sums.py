@@ -26,17 +26,29 @@ if TYPE_CHECKING:
     from fxpipe.certificate.reference import Reference
 
 
-def leaves(term: Term) -> Iterator[Term]:
-    """The summands of a sum."""
+def leaves(terms: Terms, term: Term) -> Iterator[Term]:
+    """The summands of a sum, also of one over the lanes."""
     if term.op == "aten.add" and "alpha" not in dict(term.arguments):
         for name in ("self", "other"):
-            yield from leaves(term[name])
+            yield from leaves(terms, term[name])
+    elif is_sum_over_lanes(term):
+        yield from (sum_over_lanes(terms, each, term["n"]) for each in leaves(terms, term["x"]))
     else:
         yield term
 
 
+def sum_over_lanes(terms: Terms, term: Term, lanes: int) -> Term:
+    return terms.plain("lanes.all_reduce", {"x": term, "op": canonical("sum"), "n": lanes})
+
+
+def is_sum_over_lanes(term: Term) -> bool:
+    return term.op == "lanes.all_reduce" and term["op"] == canonical("sum")
+
+
 def added_forms(terms: Terms, term: Term, dtype: torch.dtype) -> list[Term]:
     """A summand, and what may be added in its place to an accumulator of a dtype."""
+    if is_sum_over_lanes(term):
+        return [sum_over_lanes(terms, form, term["n"]) for form in added_forms(terms, term["x"], dtype)]
     wide = terms.make("aten._to_copy", {"self": term, "dtype": canonical(dtype)})
     return list(dict.fromkeys([term, *forms(terms, wide)]))
 
@@ -83,8 +95,8 @@ class GradientSum:
     dtype: torch.dtype
 
     @staticmethod
-    def of(summands: Sequence[Term], dtype: torch.dtype) -> GradientSum:
-        return GradientSum(Counter(leaf for term in summands for leaf in leaves(term)), dtype)
+    def of(terms: Terms, summands: Sequence[Term], dtype: torch.dtype) -> GradientSum:
+        return GradientSum(Counter(leaf for term in summands for leaf in leaves(terms, term)), dtype)
 
     def problems(
         self,
@@ -98,7 +110,7 @@ class GradientSum:
         known = {form: term for term in self.times for form in added_forms(reference.terms, term, self.dtype)}
         added: Summands = {}
         for term, calls in total.items():
-            for leaf in leaves(term):
+            for leaf in leaves(reference.terms, term):
                 added.setdefault(known.get(leaf, leaf), []).extend(calls)
         foreign = {term: calls for term, calls in added.items() if term not in self.times}
         counts = {term: len(added.get(term, ())) for term in self.times}
