@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from math import inf
 
 import torch
 from rich.console import Console
 
 from fxpipe.cli.arguments import memory, non_negative, positive, positive_int
 from fxpipe.cli.option_of_compile import add_option
+from fxpipe.cli.run.functions import called
 from fxpipe.cli.run.model_function import model_from
 from fxpipe.compiler.compilation import Compilation
 from fxpipe.compiler.mesh import checked, compare_meshes, fastest_mesh, planned_step
@@ -23,6 +26,7 @@ from fxpipe.cost.throughput import Throughput, throughputs
 from fxpipe.errors import OptionError, number_of
 from fxpipe.plan.meshes import Mesh, TriedMesh
 from fxpipe.plan.step import SHARDS
+from fxpipe.runtime.ranks.local_mesh import local_lanes
 from fxpipe.schedule.ops import VALIDATIONS
 from fxpipe.schedule.units import bytes_text, number_text
 from fxpipe.viz.explanation import mesh_table, reasons
@@ -33,8 +37,8 @@ DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 def add_plan(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Compares meshes of ranks and replicas for a model on devices that need not be here. Nothing is "
-        "allocated: the function runs with tensors on the meta device."
+        "Compares meshes of ranks, replicas and lanes for a model on devices that need not be here. Nothing "
+        "is allocated: the function runs with tensors on the meta device."
     )
     parser.set_defaults(command=_plan)
     add = parser.add_argument
@@ -49,6 +53,19 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     add_option(parser, "ranks", type=positive_int, metavar="P")
     add_option(parser, "replicas", type=positive_int, metavar="D")
     add("--nodes", type=positive_int, default=1, metavar="N", help="machines that have the devices (1)")
+    add(
+        "--lanes",
+        type=_numbers,
+        default=[1],
+        metavar="N,…",
+        help="numbers of lanes to compare, processes that share each rank's ops, as in 1,2,4,8 (1)",
+    )
+    add(
+        "--parallelize",
+        metavar="MODULE:FUNCTION",
+        help="with --lanes: a function of (model, mesh) that distributes the model over the lanes, as "
+        "fxpipe.integrations.transformers:parallelize does",
+    )
     add_option(parser, "batch", type=positive_int, metavar="ROWS")
     add_option(parser, "microbatches", type=positive_int, metavar="M")
     add_option(parser, "memory_limit", type=memory, metavar="BYTES")
@@ -81,52 +98,54 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     add("--json", action="store_true", help="print one JSON object")
 
 
+@dataclass(eq=False)
+class _Compared:
+    """The meshes at some lengths of named dimensions.  ``at``: the throughput of each number of lanes."""
+
+    at: dict[int, Throughput] = field(default_factory=dict)
+    tried: list[TriedMesh] = field(default_factory=list)
+
+    @property
+    def best(self) -> float:
+        return min((one.seconds for one in self.tried if one.seconds is not None), default=inf)
+
+    def per_second(self, one: TriedMesh) -> float:
+        return self.at[one.mesh.lanes].per_second(one)
+
+    def utilization(self, one: TriedMesh) -> float:
+        return self.at[one.mesh.lanes].utilization(one)
+
+
 def _plan(options: argparse.Namespace) -> None:
     hardware = device_named(options.device)  # before the model is made
-    shard = None if options.shard == "none" else options.shard
-    numbers = options.devices, options.ranks, options.replicas, options.microbatches, options.batch
-    request = request_of(*numbers, shard, None) or _by_hand(options, shard)
-    settings = _settings(options, request)
-    model, example, loss_fn = model_from(options.model, torch.device("meta"))
-    device, phase = torch.device("cpu"), Phases(f"fxpipe plan {type(model).__name__}", ends=False)
-    checked(settings, request.meshes(rows_of(example)))
-    compilation = Compilation(
-        model,
-        example,
-        loss_fn,
-        settings,
-        device,
-        has_programs=False,
-        fused_attention=not is_cpu(options.device),
-    )
-    step = planned_step(compilation, phase)
+    _check_lanes(options)
     sizes = [{}, *({name: length} for name, length in options.size)]
-    captured = step.captured.graph, step.resized, example, options.device
-    compared = []
-    for at, size in zip(throughputs(*captured, sizes), sizes, strict=True):
-        wanted = checked(settings, request.meshes(at.rows))
-        compared.append((at, compare_meshes(compilation, step, wanted, phase, size or None)))
-    phase.finish("planned")
+    compared = [_Compared() for _ in sizes]
+    for lanes in options.lanes:
+        with local_lanes(lanes) if lanes > 1 else nullcontext() as mesh:
+            name = _add(compared, options, lanes, mesh, sizes)
     if options.json:
-        print(json.dumps([_as_json(at, tried) for at, tried in compared]))
+        print(json.dumps([_as_json(each) for each in compared]))
         return
     console = Console()
-    devices, per_node = request.devices, settings.ranks_per_machine
+    request = _request(options, options.lanes[0])
+    devices = request.devices * options.lanes[0]
+    each_machine = f", {devices // options.nodes} on each machine" if options.nodes > 1 else ""
     console.print(
         terminal(
-            f"{type(model).__name__} on {devices} x {hardware.name}"
-            f"{f', {per_node} on each machine' if options.nodes > 1 else ''}; "
+            f"{name} on {devices} x {hardware.name}{each_machine}; "
             f"{_batch(request)}; optimizer state {number_text(options.optimizer_bytes)} B an element"
         ),
         soft_wrap=True,
     )
-    for at, tried in compared:
+    for each in compared:
+        at, tried = each.at[options.lanes[0]], each.tried
         if len(compared) > 1:
             console.print(terminal("\n" + ", ".join(f"{name} {n}" for name, n in at.lengths.items())))
         fits = any(one.seconds is not None for one in tried)
         columns: dict[str, Callable[[TriedMesh], str]] = {
-            f"{at.unit}/s": lambda one, at=at: _large(at.per_second(one)),  # type: ignore[misc]
-            "MFU": lambda one, at=at: f"{at.utilization(one):.1%}",  # type: ignore[misc]
+            f"{at.unit}/s": lambda one, each=each: _large(each.per_second(one)),  # type: ignore[misc]
+            "MFU": lambda one, each=each: f"{each.utilization(one):.1%}",  # type: ignore[misc]
         }
         console.print(mesh_table(tried, fastest_mesh(tried).mesh if fits else None, columns))
         for line in reasons(tried):
@@ -136,16 +155,78 @@ def _plan(options: argparse.Namespace) -> None:
             has = f"{hardware.memory_size / 1e9:.0f} GB"
             text = f"No {hardware.name} holds {bytes_text(needed)}: it has {has}. Give --memory-limit."
             console.print(terminal(text), soft_wrap=True)
-    for _, tried in compared:
-        fastest_mesh(tried)
+    for each in compared:
+        fastest_mesh(each.tried)
 
 
-def _as_json(at: Throughput, tried: Sequence[TriedMesh]) -> dict[str, object]:
+def _add(
+    compared: Sequence[_Compared],
+    options: argparse.Namespace,
+    lanes: int,
+    mesh: object,
+    sizes: Sequence[Mapping[str, int]],
+) -> str:
+    """Compare all meshes of so many lanes; return the model's name.  mesh: of these lanes, if they are
+    several."""
+    request = _request(options, lanes)
+    settings = _settings(options, request, lanes)
+    model, example, loss_fn = model_from(options.model, torch.device("meta"))
+    if lanes > 1:
+        called(options.parallelize, "nothing, or the model.", OptionError, {"model": model, "mesh": mesh})
+    name, of_lanes = type(model).__name__, f", {lanes} lanes" if lanes > 1 else ""
+    phase = Phases(f"fxpipe plan {name}{of_lanes}", ends=False)
+    checked(settings, request.meshes(rows_of(example)))
+    compilation = Compilation(
+        model,
+        example,
+        loss_fn,
+        settings,
+        torch.device("cpu"),
+        has_programs=False,
+        fused_attention=not is_cpu(options.device),
+    )
+    step = planned_step(compilation, phase)
+    captured = step.captured.graph, step.resized, example, options.device
+    for each, at, size in zip(compared, throughputs(*captured, sizes), sizes, strict=True):
+        wanted = checked(settings, request.meshes(at.rows))
+        tried = compare_meshes(compilation, step, wanted, phase, size or None, each.best)
+        each.at[lanes] = at
+        each.tried += (replace(one, mesh=replace(one.mesh, lanes=lanes)) for one in tried)
+    phase.finish("planned")
+    return name
+
+
+def _check_lanes(options: argparse.Namespace) -> None:
+    if (options.parallelize is None) != (max(options.lanes) == 1):
+        raise OptionError(
+            "--lanes of several numbers and --parallelize go together: the function that distributes the "
+            "model over the mesh of the lanes, by parallelize_module."
+        )
+
+
+def _request(options: argparse.Namespace, lanes: int) -> MeshRequest:
+    """The meshes of ranks that have so many lanes."""
+    shard = None if options.shard == "none" else options.shard
+    devices = options.devices
+    if devices is not None:
+        if lanes > 1 and devices % (options.nodes * lanes):
+            raise OptionError(
+                f"{lanes} lanes share a machine: {devices} devices on {number_of(options.nodes, 'node')} "
+                "are no multiple of them."
+            )
+        devices = devices // lanes
+    numbers = devices, options.ranks, options.replicas, options.microbatches, options.batch
+    return request_of(*numbers, shard, None) or _by_hand(options, shard)
+
+
+def _as_json(compared: _Compared) -> dict[str, object]:
     rows = []
-    for one in tried:
+    first = next(iter(compared.at.values()))
+    for one in compared.tried:
         row = {
             "ranks": one.mesh.ranks,
             "replicas": one.mesh.replicas,
+            "lanes": one.mesh.lanes,
             "microbatches": one.mesh.microbatches,
             "shard": one.mesh.shard,
             "schedule": one.schedule,
@@ -157,14 +238,15 @@ def _as_json(at: Throughput, tried: Sequence[TriedMesh]) -> dict[str, object]:
             "why_not": one.why,
         }
         if one.seconds is not None:
-            row |= {f"{at.unit}_per_second": at.per_second(one), "mfu": at.utilization(one)}
+            per_second = compared.per_second(one)
+            row |= {f"{first.unit}_per_second": per_second, "mfu": compared.utilization(one)}
         rows.append(row)
-    return {"sizes": dict(at.lengths), "meshes": rows}
+    return {"sizes": dict(first.lengths), "meshes": rows}
 
 
-def _settings(options: argparse.Namespace, request: MeshRequest) -> Settings:
+def _settings(options: argparse.Namespace, request: MeshRequest, lanes: int) -> Settings:
     if request.devices % options.nodes:
-        raise OptionError(f"{request.devices} devices are no multiple of {options.nodes} nodes.")
+        raise OptionError(f"{request.devices * lanes} devices are no multiple of {options.nodes} nodes.")
     asked = Options(
         schedule=options.schedule,
         memory_limit=options.memory_limit,
@@ -203,6 +285,13 @@ def _large(number: float) -> str:
         if number >= 0.9995 * size:
             return f"{number_text(number / size)} {unit}"
     return number_text(number)
+
+
+def _numbers(text: str) -> list[int]:
+    numbers = [int(part) if part.isdigit() else 0 for part in text.split(",")]
+    if min(numbers) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers, as 1,2,4 is")
+    return list(dict.fromkeys(numbers))
 
 
 def _length(text: str) -> tuple[str, int]:

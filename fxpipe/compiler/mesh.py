@@ -106,15 +106,17 @@ def compare_meshes(
     wanted: Sequence[TriedMesh],
     phase: Phases,
     sizes: Mapping[str, int] | None = None,
+    best: float = inf,
 ) -> tuple[TriedMesh, ...]:
     """The meshes, each with what it costs; those that have a reason against them stay as they are.
 
     step: of ``planned_step``.  wanted: few ranks first; of equal ranks the shards in the order of LEVELS.
-    sizes: other lengths than the example's, of a step whose dimensions have names.
+    sizes: other lengths than the example's, of a step whose dimensions have names.  best: seconds of the
+        fastest of other meshes.
     """
     # By number of ranks: meshes of the same number have their cuts in common.
     numbers = dict.fromkeys(tried.mesh.ranks for tried in wanted)
-    results, best = list[TriedMesh](), inf
+    results = list[TriedMesh]()
     phase.expect(len(numbers))
     for ranks in numbers:
         with phase(number_of(ranks, "rank")):

@@ -12,12 +12,14 @@ from fxpipe.strict import NonNegative, at_least, between
 
 @dataclass(frozen=True)
 class Mesh:
-    """``replicas`` pipelines of ``ranks`` each; ``microbatches`` of each replica."""
+    """``replicas`` pipelines of ``ranks`` each; ``microbatches`` of each replica.  ``lanes``: of each rank,
+    where numbers of them are compared."""
 
     ranks: Annotated[int, between(1, MOST_RANKS)]
     replicas: Annotated[int, between(1, MOST_RANKS)]
     microbatches: Annotated[int, at_least(1)]
     shard: Shard = ""
+    lanes: Annotated[int, between(1, MOST_RANKS)] = 1
 
     @property
     def divisor(self) -> int:
@@ -29,8 +31,12 @@ class Mesh:
         return self.shard == "parameters"
 
     def __str__(self) -> str:
-        """The text is like ``8 x 4 optimizer``: ranks, replicas, what is divided."""
-        return f"{self.ranks} x {self.replicas} {self.shard}".rstrip()
+        """The text is like ``8 x 4 optimizer``: ranks, replicas, several lanes, what is divided."""
+        return f"{self.size} {self.shard}".rstrip()
+
+    @property
+    def size(self) -> str:
+        return " x ".join(map(str, (self.ranks, self.replicas, self.lanes)[: 2 + (self.lanes > 1)]))
 
 
 @dataclass(frozen=True)

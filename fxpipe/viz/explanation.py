@@ -226,7 +226,9 @@ def mesh_table(
     """
     names = "mesh", "divided", "schedule", "step", "memory", *(more or {})
     table = _plain_table(*names)
-    table.caption = "mesh: ranks x replicas; *: chosen; ≥: left out, it takes at least"
+    has_lanes = any(one.mesh.lanes > 1 for one in tried)
+    sizes = "ranks x replicas x lanes" if has_lanes else "ranks x replicas"
+    table.caption = f"mesh: {sizes}; *: chosen; ≥: left out, it takes at least"
     if any(one.recompute for one in tried):
         table.caption += "\nnorms, full: what is recomputed"
     for column in table.columns[3:]:
@@ -240,7 +242,7 @@ def mesh_table(
         figures.append("" if memory is None else least + bytes_text(memory))
         figures += [figure(one) for figure in (more or {}).values() if one.seconds is not None]
         several = f" x {one.stages_per_rank}" if one.stages_per_rank > 1 else ""
-        name = f"{mesh.ranks} x {mesh.replicas}{' *' * (mesh == chosen)}"
+        name = f"{mesh.size}{' *' * (mesh == chosen)}"
         schedule = f"{one.schedule}{several} {one.recompute}".rstrip()
         row = name, mesh.shard or "nothing", schedule, *figures
         table.add_row(*map(terminal, row), style="dim" if least else None)

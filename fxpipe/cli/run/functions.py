@@ -19,7 +19,7 @@ def called(
     where: str,
     returns: str,
     error: type[FxpipeError],
-    arguments: Mapping[str, int],
+    arguments: Mapping[str, object],
     within: AbstractContextManager[object] | None = None,
 ) -> object:
     """What a function returns that is written in Python, and can be called with these arguments alone.
