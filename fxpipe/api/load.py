@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from fxpipe.api.pipeline import Pipeline
+from fxpipe.compiler.step_writer import with_writer
 from fxpipe.plan.artifact import Artifact, Plan
 from fxpipe.plan.libraries import check_libraries
 from fxpipe.plan.rows import joined
@@ -61,10 +62,14 @@ def load(
         check_libraries(plan.libraries, str(directory))
         programs = range(plan.ranks) if leads else ranks  # rank 0 saves those of all
         artifact, *others = (
-            replace(
-                artifact,
-                programs=files.read_programs(path, artifact.plan, programs),
-                captured=files.read_captured(path) if leads else "",
+            with_writer(
+                replace(
+                    artifact,
+                    programs=files.read_programs(path, artifact.plan, programs),
+                    captured=files.read_beside(path, files.CAPTURED) if leads else "",
+                    steps=files.read_beside(path, files.STEPS) if leads else "",
+                ),
+                str(path / files.STEPS),
             )
             for path, artifact in zip(texts, artifacts, strict=True)
         )
