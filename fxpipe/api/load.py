@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from fxpipe.api.pipeline import Pipeline
-from fxpipe.compiler.step_writer import with_writer
 from fxpipe.plan.artifact import Artifact, Plan
 from fxpipe.plan.libraries import check_libraries
 from fxpipe.plan.rows import joined
@@ -62,7 +61,7 @@ def load(
         check_libraries(plan.libraries, str(directory))
         programs = range(plan.ranks) if leads else ranks  # rank 0 saves those of all
         artifact, *others = (
-            with_writer(
+            _with_writer(
                 replace(
                     artifact,
                     programs=files.read_programs(path, artifact.plan, programs),
@@ -95,6 +94,14 @@ def load(
     pipe.let_model_go()  # rows become parameters of their own, before any are compared by name
     pipe.share_values()
     return pipe
+
+
+def _with_writer(artifact: Artifact, where: str) -> Artifact:
+    if not artifact.steps:
+        return artifact
+    from fxpipe.compiler.step_writer import with_writer  # a part of the compiler, which others train without
+
+    return with_writer(artifact, where)
 
 
 def _read_tensors(

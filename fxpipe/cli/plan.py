@@ -11,20 +11,23 @@ import torch
 from rich.console import Console
 
 from fxpipe.cli.arguments import memory, non_negative, positive, positive_int
+from fxpipe.cli.lengths import add_lengths, drawn
 from fxpipe.cli.option_of_compile import add_option
 from fxpipe.cli.run.model_function import model_from
+from fxpipe.cli.ways import large, print_ways, ways_as_json
 from fxpipe.compiler.compilation import Compilation
-from fxpipe.compiler.mesh import checked, compare_meshes, fastest_mesh, planned_step
+from fxpipe.compiler.mesh import checked, compare_meshes, fastest_mesh, planned_step, planner_of
 from fxpipe.compiler.mesh_request import MeshRequest, request_of, rows_of
 from fxpipe.compiler.options import Options, Settings, settle
 from fxpipe.compiler.progress import Phases
 from fxpipe.cost.known_devices import device_named, device_names, is_cpu
+from fxpipe.cost.samples import Packer
 from fxpipe.cost.throughput import Throughput, throughputs
 from fxpipe.errors import OptionError, number_of
 from fxpipe.plan.meshes import Mesh, TriedMesh
-from fxpipe.plan.step import SHARDS
+from fxpipe.plan.step import SHARDS, NamedLength
 from fxpipe.schedule.ops import VALIDATIONS
-from fxpipe.schedule.units import bytes_text, number_text
+from fxpipe.schedule.units import PHYSICAL, bytes_text, number_text
 from fxpipe.viz.explanation import mesh_table, reasons
 from fxpipe.viz.terminal import terminal
 
@@ -78,11 +81,12 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
         help="also plan for this length of a named dimension, or for so many rows (microbatch=N), without "
         "tracing again",
     )
+    add_lengths(parser, "of samples, of which steps are drawn for the fastest mesh: padded, and packed")
     add("--json", action="store_true", help="print one JSON object")
 
 
 def _plan(options: argparse.Namespace) -> None:
-    hardware = device_named(options.device)  # before the model is made
+    hardware, length = device_named(options.device), _of_samples(options)  # before the model is made
     shard = None if options.shard == "none" else options.shard
     numbers = options.devices, options.ranks, options.replicas, options.microbatches, options.batch
     request = request_of(*numbers, shard, None) or _by_hand(options, shard)
@@ -106,9 +110,22 @@ def _plan(options: argparse.Namespace) -> None:
     for at, size in zip(throughputs(*captured, sizes), sizes, strict=True):
         wanted = checked(settings, request.meshes(at.rows))
         compared.append((at, compare_meshes(compilation, step, wanted, phase, size or None)))
+    at, tried = compared[0]
+    packed, drawn_ones = [], list[list[int]]()
+    if length is not None:
+        mesh = fastest_mesh(tried).mesh
+        planner, tail = planner_of(compilation, step, mesh, phase)
+        number = mesh.microbatches * at.rows * mesh.replicas
+        drawn_ones = drawn(options.lengths, length.example, number, options.seed)
+        tokens = () if options.tokens is None else (options.tokens,)
+        packed = Packer(planner, length, at.rows, mesh.replicas, tail).ways(drawn_ones, tokens)
     phase.finish("planned")
+    of_lengths = options.lengths, options.seed, drawn_ones, packed
     if options.json:
-        print(json.dumps([_as_json(at, tried) for at, tried in compared]))
+        entries = [_as_json(at, tried) for at, tried in compared]
+        if packed:
+            entries[0] |= ways_as_json(*of_lengths)
+        print(json.dumps(entries))
         return
     console = Console()
     devices, per_node = request.devices, settings.ranks_per_machine
@@ -125,7 +142,7 @@ def _plan(options: argparse.Namespace) -> None:
             console.print(terminal("\n" + ", ".join(f"{name} {n}" for name, n in at.lengths.items())))
         fits = any(one.seconds is not None for one in tried)
         columns: dict[str, Callable[[TriedMesh], str]] = {
-            f"{at.unit}/s": lambda one, at=at: _large(at.per_second(one)),  # type: ignore[misc]
+            f"{at.unit}/s": lambda one, at=at: large(at.per_second(one)),  # type: ignore[misc]
             "MFU": lambda one, at=at: f"{at.utilization(one):.1%}",  # type: ignore[misc]
         }
         console.print(mesh_table(tried, fastest_mesh(tried).mesh if fits else None, columns))
@@ -136,8 +153,22 @@ def _plan(options: argparse.Namespace) -> None:
             has = f"{hardware.memory_size / 1e9:.0f} GB"
             text = f"No {hardware.name} holds {bytes_text(needed)}: it has {has}. Give --memory-limit."
             console.print(terminal(text), soft_wrap=True)
+    if packed:
+        print_ways(console, *of_lengths, PHYSICAL)
     for _, tried in compared:
         fastest_mesh(tried)
+
+
+def _of_samples(options: argparse.Namespace) -> NamedLength | None:
+    """The dimension in which samples have the lengths that were given."""
+    if options.lengths is None and options.tokens is not None:
+        raise OptionError("--tokens needs --lengths")
+    if options.lengths is None:
+        return None
+    if len(options.dimension) != 1 or options.vocab_parallel:
+        raise OptionError("--lengths needs one --dimension NAME=N, of the example, and no --vocab-parallel.")
+    name, example = options.dimension[0]
+    return NamedLength(name, example, 1, 1)
 
 
 def _as_json(at: Throughput, tried: Sequence[TriedMesh]) -> dict[str, object]:
@@ -195,14 +226,6 @@ def _batch(request: MeshRequest) -> str:
         return f"batch of {number_of(request.rows, 'row')}"
     assert request.microbatches is not None, "one of both is given"
     return f"{number_of(request.microbatches, 'microbatch')} a replica"
-
-
-def _large(number: float) -> str:
-    """``1_234_567`` to ``1.23 M``."""
-    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if number >= 0.9995 * size:
-            return f"{number_text(number / size)} {unit}"
-    return number_text(number)
 
 
 def _length(text: str) -> tuple[str, int]:

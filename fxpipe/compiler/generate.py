@@ -24,7 +24,7 @@ from fxpipe.compiler.cut import Cut, finished
 from fxpipe.compiler.lengths import crossing_sizes, why_one_length
 from fxpipe.compiler.make_plan import make_plan
 from fxpipe.compiler.progress import Phases
-from fxpipe.compiler.step_writer import StepWriter, as_text, instructions
+from fxpipe.compiler.step_writer import as_text, instructions, writer
 from fxpipe.errors import ArtifactError, ScheduleError, SizeError, VerifyError, number_of
 from fxpipe.ir.captured import captured_step
 from fxpipe.ir.compiled import is_compiled
@@ -77,9 +77,9 @@ def generate(
     lowered = lower(schedule, timeline.costs.edges, joint, timeline.spans)
     write = partial(_programs, cut, schedule, lowered, pools, options.per_use)
     plan, parts, programs, others = _of_lengths(plan, lengths, cut, write)
-    steps, writer = "", None
+    steps, write_step = "", None
     if plan.step.lengths:
-        steps, writer = as_text(parts, programs), StepWriter(plan, parts)
+        steps, write_step = as_text(parts, programs), writer(plan, parts)
     with phase("check"):
         step = _captured_as_data(captured, cut)
         if step is not None and options.check:
@@ -87,7 +87,7 @@ def generate(
     # At other lengths the programs were checked before.
     text = "" if step is None else CapturedStep(**vars(step), others=others).to_json()
     return cut, Artifact(
-        plan, programs, captured.constants, plan.number, captured=text, steps=steps, write_step=writer
+        plan, programs, captured.constants, plan.number, captured=text, steps=steps, write_step=write_step
     )
 
 

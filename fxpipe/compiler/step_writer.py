@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 from fxpipe.codegen.step.step import called_ops, step_calls, step_source
 from fxpipe.codegen.step.step_plan import StepParts, StepPlan
@@ -38,10 +37,11 @@ class StepWriter:
 
     plan: Plan
     parts: StepParts
+    orders: BatchPlanner
 
     def __call__(self, lengths: Sequence[Mapping[str, int]]) -> OrderedStep | None:
-        schedule = self._orders.timeline(lengths).schedule
-        if schedule.order == self.plan.ordered.order:
+        schedule, own = self.orders.timeline(lengths).schedule, self.plan.ordered
+        if schedule.order == own.order:
             return None
         programs = instructions(self.plan, self.parts, schedule, lower(schedule, self.plan.costs.edges))
         texts, ops = [], []
@@ -51,16 +51,16 @@ class StepWriter:
                 parts=self.parts,
                 placement=self.plan.placement,
                 instructions=of_rank,
-                joined=self.plan.ordered.joined,
+                joined=own.joined,
             )
             calls = step_calls(step)
             texts.append(step_source(step, calls))
             ops.append(tuple(called_ops(step, calls)))
         return OrderedStep(tuple(texts), tuple(ops))
 
-    @cached_property
-    def _orders(self) -> BatchPlanner:
-        return BatchPlanner(self.plan)
+
+def writer(plan: Plan, parts: StepParts) -> StepWriter:
+    return StepWriter(plan, parts, BatchPlanner.of(plan))
 
 
 @dataclass(frozen=True)
@@ -78,19 +78,18 @@ def as_text(parts: StepParts, programs: Sequence[str]) -> str:
 
 
 def with_writer(artifact: Artifact, where: str) -> Artifact:
-    """The artifact of a saved pipeline with the writer of its steps, if it keeps what they are written from.
+    """The artifact of a saved pipeline with the writer of its steps, of which it keeps what they are written
+    from.
 
     A program whose ``step`` was edited has none: an edited program runs as edited.  Raises ArtifactError for
     a text that is damaged, naming ``where`` and the field.
     """
-    if not artifact.steps:
-        return artifact
     saved = from_json(artifact.steps, _Saved, where)
     if not _fits(saved, artifact.plan):
         raise ArtifactError(f"{where} does not fit plan.json. Save the pipeline again.")
     if saved.texts != tuple(map(_digest, artifact.programs)):
         return artifact
-    return replace(artifact, write_step=StepWriter(artifact.plan, saved.parts))
+    return replace(artifact, write_step=writer(artifact.plan, saved.parts))
 
 
 def _fits(saved: _Saved, plan: Plan) -> bool:

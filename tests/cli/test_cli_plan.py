@@ -66,6 +66,24 @@ def attention_with_dropout():
     return Attention(0.1), (torch.zeros(2, 256, 128),)
 
 
+def test_steps_of_samples_of_a_distribution(capsys):
+    """For the fastest mesh, beside its step of microbatches that are as long as the example."""
+    given = ["--ranks", "2", "--replicas", "2", "--microbatches", "8", "--dimension", f"length={LENGTH}"]
+    (entry,) = planned(capsys, *given, "--lengths", "lognormal:mean=40,sigma=1", "--seed", "5")
+    assert (entry["steps"], entry["samples"], entry["seed"]) == (4, 8 * ROWS * 2, 5)
+    longest, buckets, *packed = entry["ways"]
+    assert [way["way"] for way in packed] == ["packed to 64", "packed to 128", "packed to 256"]
+    (mesh,) = entry["meshes"][:1]
+    full = mesh["seconds"] * 1.01
+    # Samples that are padded take no longer than the example's length, and less where they are packed.
+    assert full >= longest["seconds"] > buckets["seconds"] > min(way["seconds"] for way in packed)
+    assert all(way["filled"] > buckets["filled"] > longest["filled"] for way in packed[:1])
+    assert main([*GIVEN, *given, "--lengths", "40,41", "--tokens", "80"]) == 0
+    assert "packed to 80 *" in capsys.readouterr().out
+    assert main([*GIVEN, "--ranks", "2", "--microbatches", "8", "--lengths", "40"]) != 0
+    assert "--lengths needs one --dimension NAME=N" in capsys.readouterr().err
+
+
 GIVEN = ["plan", "--model", f"{__name__}:words", "--device", "H100", "--schedule", "1f1b"]
 
 

@@ -1,6 +1,7 @@
 """Steps of microbatches with lengths of their own, against eager PyTorch."""
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from operator import le
@@ -304,15 +305,24 @@ def test_the_command_shows_the_order_of_a_batch(pipe, tmp_path, capsys):
     samples = [*saved, "--lengths", "3,2,9,4,4", "--tokens", "8"]
     assert main(samples) == 0
     out = capsys.readouterr().out
-    assert "5 samples of 2 to 9 tokens, in 3 microbatches: " in out
-    assert "each padded to the longest, 5 microbatches: " in out
-    assert "packed to 16 tokens, 2 microbatches: " in out
+    assert "\n5 samples of 2 to 9 tokens, 4.4 on average\n" in out
+    assert re.search(r"padded to the longest +3 +41% .* longest sample", out)
+    assert re.search(r"packed to 16 .* tokens", out)
     assert main([*samples, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["lengths"] == [9, 8, 5]
-    assert found["other_seconds"]["each padded to the longest"] == pipe.simulate(lengths=[9] * 5).seconds
+    # Rows of 9, 8 and 5 tokens, two in a microbatch.
+    assert found["lengths"] == [9, 5]
+    longest, _, packed, _ = found["ways"]
+    assert longest["seconds"] == pipe.simulate(lengths=[9] * 3).seconds
+    assert packed["seconds"] == found["seconds"] == pipe.simulate(lengths=[9, 5]).seconds
+    assert packed["tokens_per_second"] == pytest.approx(22 / found["seconds"])
+    assert main([*saved, "--lengths", "lognormal:mean=6,sigma=1", "--seed", "3"]) == 0
+    out = capsys.readouterr().out
+    assert "4 steps drawn from lognormal:mean=6,sigma=1, seed 3: each of 6 samples of " in out
     for wrong, message in (
         (["--tokens", "3", "--schedule", "1f1b"], "--tokens needs --lengths"),
+        (["--samples", "3", "--schedule", "1f1b"], "--samples needs --lengths"),
+        (["--lengths", "99", "--tokens", "9"], "A sample has 99 tokens, and the example 16"),
         (["--lengths", "3,x"], "'3,x' is no list of lengths"),
         (["--lengths", "3", "--schedule", "1f1b"], "--lengths and --schedule exclude each other"),
         (["--lengths", "99"], "lengths[0] has sequence 99"),
