@@ -2,12 +2,14 @@
 
 import pytest
 import torch
+import torch.nn.attention.varlen
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 import fxpipe
 from fxpipe.api.varlen import boundaries_of, flash_attn_varlen_func, packed_attention, varlen_attn
+from fxpipe.cost.kinds import kind_of
 from fxpipe.ir.ops import node_flops
 
 LENGTH, WIDTH, WORDS = 24, 8, 16
@@ -132,6 +134,25 @@ def test_documents_are_data_of_a_pipeline(tmp_path, recompute):
     assert "import fxpipe.runtime.program.varlen" in pipe.artifact.programs[0]
     pipe.save(tmp_path / "saved")
     torch.testing.assert_close(fxpipe.load(tmp_path / "saved").run_local(batch).grads, result.grads)
+
+
+class OfTorch(Block):
+    def forward(self, x: Tensor, ends: Tensor) -> Tensor:
+        _, n, _ = x.shape
+        q, k, v = self.mix(x).view(n, 3, 2, WIDTH // 2).unbind(1)
+        mixed = torch.nn.attention.varlen.varlen_attn(q, k, v, ends, ends, n, n, window_size=(-1, 0))
+        return x + self.out(mixed.reshape(x.shape))
+
+
+def test_torchs_own_attention():
+    """It runs on GPUs alone; for these it is planned, and its programs are proved."""
+    model = Packed()
+    model.blocks = nn.ModuleList(OfTorch() for _ in range(2))
+    pipe = compiled(model.to(torch.bfloat16), costs="H100")
+    assert pipe.lengths
+    assert pipe.check().holds
+    ops = [n for n in pipe.graph.nodes if n.target is torch.ops.torch_attn._varlen_attn.default]
+    assert [(kind_of(node), node_flops(node)) for node in ops] == [("attention", 2 * LENGTH**2 * WIDTH)] * 2
 
 
 def small(model: type[nn.Module], config: type, **more: object) -> nn.Module:

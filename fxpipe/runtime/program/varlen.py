@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -179,21 +178,3 @@ def _backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...
 
 
 varlen_attention.register_autograd(_backward, setup_context=_setup)
-
-
-@register_flop_formula(torch.ops.fxpipe.varlen_attention)
-def _flops(query: Any, key: Any, value: Any, *others: Any, **result: Any) -> Any:
-    """As of one document, the most that it can be; half of it where none looks ahead."""
-    tokens, heads, size = query
-    return _products(others) * heads * tokens * key[0] * (size + value[2])
-
-
-@register_flop_formula(torch.ops.fxpipe.varlen_attention_backward)
-def _backward_flops(gradient: Any, query: Any, key: Any, value: Any, *others: Any, **result: Any) -> Any:
-    tokens, heads, size = query
-    return _products(others) * heads * tokens * key[0] * (3 * size + 2 * value[2])
-
-
-def _products(others: tuple[Any, ...]) -> int:
-    """FLOPs of a product of two numbers, half of which causal attention has."""
-    return 1 if others[-1] == 0 else 2
