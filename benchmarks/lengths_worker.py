@@ -84,7 +84,7 @@ class Sleeper(nn.Module):
 class Timed(BatchPlanner):
     """Orders for the seconds that the stages sleep, and for memory by tokens."""
 
-    def costs(self, lengths: Mapping[str, int]) -> Costs:
+    def costs(self, lengths: Mapping[str, int], share: float = 1.0) -> Costs:
         tokens = lengths["time"]
         return chain([stage_cost([tokens])] * RANKS, seconds=LATENCY + PER_TOKEN * tokens)
 

@@ -40,17 +40,19 @@ def add_batch(parser: argparse.ArgumentParser) -> None:
 @dataclass(frozen=True)
 class Batch:
     """``lengths``: of its microbatches.  ``steps``: the lengths of the samples of some steps, if samples were
-    given, of which the batch is the first; ``ways``: to put them into microbatches."""
+    given, of which the batch is the first; ``ways``: to put them into microbatches.  ``shares``: of each
+    microbatch, see ``BatchPlanner.costs``."""
 
     source: CostSource
     planner: BatchPlanner
     lengths: tuple[dict[str, int], ...]
     steps: Sequence[Sequence[int]] = ()
     ways: Sequence[Way] = ()
+    shares: tuple[float, ...] = ()
 
     @cached_property
     def timeline(self) -> Timeline:
-        return self.planner.timeline(self.lengths)
+        return self.planner.timeline(self.lengths, self.shares)
 
 
 def batch_of(options: argparse.Namespace) -> Batch | None:
@@ -82,8 +84,9 @@ def batch_of(options: argparse.Namespace) -> Batch | None:
     ways = packer.ways(steps, () if tokens is None else (tokens, packer.length.example))
     packed = [way for way in ways if way.tokens is not None and tokens in (None, way.tokens)]
     best = min(packed, key=lambda way: inf if way.seconds is None else way.seconds)
-    named = tuple({packer.length.name: n} for n in best.lengths[0])
-    return Batch(replace(source, microbatches=len(named)), planner, named, steps, ways)
+    named = tuple({packer.length.name: each.length} for each in best.steps[0])
+    shares = tuple(each.share for each in best.steps[0])
+    return Batch(replace(source, microbatches=len(named)), planner, named, steps, ways, shares)
 
 
 def _packer(plan: Plan, planner: BatchPlanner) -> Packer:

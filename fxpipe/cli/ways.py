@@ -23,8 +23,8 @@ def ways_as_json(
     rows = [
         {
             "way": way.name,
-            "microbatches": fmean(map(len, way.lengths)),
-            "longest": max(map(max, way.lengths)),
+            "microbatches": fmean(map(len, way.steps)),
+            "longest": max(each.length for step in way.steps for each in step),
             "filled": tokens / way.places,
             "seconds": None if way.seconds is None else way.seconds / len(steps),
             "tokens_per_second": None if way.seconds is None else tokens / way.seconds,
@@ -71,7 +71,7 @@ def print_ways(
             figures = [units.time(way.seconds / len(steps)), large(sum(samples) / way.seconds)]
         row = (
             f"{way.name}{' *' * (way.seconds is not None and way.seconds == best)}",
-            f"{fmean(map(len, way.lengths)):g}",
+            f"{fmean(map(len, way.steps)):g}",
             f"{sum(samples) / way.places:.0%}",
             *figures,
             way.limit,

@@ -34,7 +34,7 @@ class BatchPlanner:
     work: PlanWork | None
     limits: tuple[float, ...]
     in_order: bool = False
-    _costs: dict[_Lengths, Costs] = field(default_factory=dict)
+    _costs: dict[tuple[_Lengths, float], Costs] = field(default_factory=dict)
 
     @classmethod
     def of(cls, plan: Plan) -> Self:
@@ -46,14 +46,15 @@ class BatchPlanner:
     def without_limits(self) -> BatchPlanner:
         return replace(self, limits=(inf,) * len(self.limits))
 
-    def timeline(self, lengths: Sequence[Mapping[str, int]]) -> Timeline:
+    def timeline(self, lengths: Sequence[Mapping[str, int]], shares: Sequence[float] = ()) -> Timeline:
         """The fastest order for microbatches of these lengths, simulated.
 
+        shares: of each, see ``costs``; without them a microbatch is one document.
         Raises ScheduleError where one of them does not fit the limits.
         """
         schedule = self.schedule
         problem = Uneven(
-            tuple(map(self.costs, lengths)),
+            tuple(map(self.costs, lengths, shares or [1.0] * len(lengths))),
             schedule.placement,
             self.limits,
             schedule.joined,
@@ -65,12 +66,21 @@ class BatchPlanner:
         name = schedule.name if order is static else f"{schedule.name} by lengths"
         return problem.timeline(Schedule(name, schedule.placement, len(lengths), order), self.example)
 
-    def costs(self, lengths: Mapping[str, int]) -> Costs:
-        """The costs of a microbatch of these lengths, found once for each."""
-        key = tuple(lengths.items())
+    def costs(self, lengths: Mapping[str, int], share: float = 1.0) -> Costs:
+        """The costs of a microbatch of these lengths, found once for each.
+
+        share: of attention of packed documents, the squares of their lengths relative to that of all tokens.
+        """
+        key = tuple(lengths.items()), share if self._has_packed else 1.0
         if key not in self._costs:
-            self._costs[key] = self.example if self.work is None else self.work.costs(self.example, lengths)
+            self._costs[key] = (
+                self.example if self.work is None else self.work.costs(self.example, lengths, key[1])
+            )
         return self._costs[key]
+
+    @cached_property
+    def _has_packed(self) -> bool:
+        return self.work is not None and self.work.has_packed
 
 
 def named_lengths(

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from fxpipe.cost.batch_order import BatchPlanner, filled
 from fxpipe.errors import ScheduleError, SizeError
 from fxpipe.plan.step import NamedLength
+from fxpipe.schedule.simulation.timeline import Timeline
 
 #: Of the longest length: what samples are padded to, and to which they are packed where nobody says.
 BUCKETS, PACKED = (16, 8, 4, 2, 1), (4, 2, 1)
@@ -15,12 +17,23 @@ BUCKETS, PACKED = (16, 8, 4, 2, 1), (4, 2, 1)
 _GAIN = 0.01
 
 
+Row = Sequence[int]
+"""The lengths of the documents of a row: one where it is padded."""
+
+
+class Microbatch(NamedTuple):
+    """``share``: of what attention to all tokens computes, that of documents (``BatchPlanner.costs``)."""
+
+    length: int
+    share: float
+
+
 @dataclass(frozen=True)
 class Way:
     """A way to put samples into microbatches.
 
     ``name``: "packed to 2048".  ``tokens``: to which samples are packed; None where they are padded.
-    ``lengths``: of the microbatches of each step.  ``places``: how many tokens these have in all their rows.
+    ``steps``: the microbatches of each.  ``places``: how many tokens these have in all their rows.
     ``seconds``: of all steps together; None where one is too long for memory.
     ``limit``: what keeps the step from being shorter: the memory for activations, the longest sample, or the
     tokens of a microbatch.
@@ -28,7 +41,7 @@ class Way:
 
     name: str
     tokens: int | None
-    lengths: tuple[tuple[int, ...], ...]
+    steps: tuple[tuple[Microbatch, ...], ...]
     places: int
     seconds: float | None
     limit: str
@@ -60,35 +73,44 @@ class Packer:
             )
         buckets = [most // part for part in BUCKETS]
         padded = {
-            "padded to the longest": [[max(step)] * len(step) for step in steps],
-            "padded to buckets": [[min(b for b in buckets if b >= n) for n in step] for step in steps],
+            "padded to the longest": [[[max(step)]] * len(step) for step in steps],
+            "padded to buckets": [[[min(b for b in buckets if b >= n)] for n in step] for step in steps],
         }
         ways = [self._way(name, None, rows, "longest sample") for name, rows in padded.items()]
-        for number in sorted({*tokens} or {most // part for part in PACKED}):
-            packed = [[sum(step[k] for k in place) for place in filled(step, number)] for step in steps]
+        for number in sorted({*tokens} or {max(1, most // part) for part in PACKED}):
+            packed = [[[step[k] for k in place] for place in filled(step, number)] for step in steps]
             limit = "tokens" if longest <= number else "longest sample"
             ways.append(self._way(f"packed to {number}", number, packed, limit))
         return ways
 
-    def _way(self, name: str, tokens: int | None, steps: Iterable[Sequence[int]], limit: str) -> Way:
-        """steps: the lengths of the rows of each."""
-        lengths = tuple(map(self._microbatches, steps))
-        places = sum(map(sum, lengths)) * self.rows * self.replicas
+    def _way(self, name: str, tokens: int | None, steps: Iterable[Sequence[Row]], limit: str) -> Way:
+        """steps: the rows of each."""
+        made = tuple(map(self._microbatches, steps))
+        places = sum(each.length for step in made for each in step) * self.rows * self.replicas
         try:
-            seconds = self._seconds(self.planner, lengths)
+            seconds = self._seconds(self.planner, made)
         except ScheduleError:
-            return Way(name, tokens, lengths, places, None, "memory")
+            return Way(name, tokens, made, places, None, "memory")
         # A search for each: what one finds with less memory, the other may miss.
-        if self._seconds(self.planner.without_limits, lengths) < (1 - _GAIN) * seconds:
+        if self._seconds(self.planner.without_limits, made) < (1 - _GAIN) * seconds:
             limit = "memory"
-        return Way(name, tokens, lengths, places, seconds, limit)
+        return Way(name, tokens, made, places, seconds, limit)
 
-    def _microbatches(self, rows: Sequence[int]) -> tuple[int, ...]:
-        """The lengths of microbatches, each with rows of about equal lengths of all replicas."""
-        step, together = self.length.step, self.rows * self.replicas
-        longest = sorted(rows, reverse=True)[::together]
-        return tuple(max(self.length.least, -(-n // step) * step) for n in longest)
+    def _microbatches(self, rows: Sequence[Row]) -> tuple[Microbatch, ...]:
+        """Each has rows of about equal lengths, of all replicas."""
+        ordered, together = sorted(rows, key=sum, reverse=True), self.rows * self.replicas
+        return tuple(self._microbatch(ordered[k : k + together]) for k in range(0, len(ordered), together))
 
-    def _seconds(self, planner: BatchPlanner, steps: Sequence[Sequence[int]]) -> float:
-        name = self.length.name
-        return sum(self.tail + planner.timeline([{name: n} for n in each]).seconds for each in steps)
+    def _microbatch(self, rows: Sequence[Row]) -> Microbatch:
+        """rows: the longest first."""
+        step = self.length.step
+        length = max(self.length.least, -(-sum(rows[0]) // step) * step)
+        squares = sum(n * n for row in rows for n in row) / self.replicas
+        return Microbatch(length, min(1.0, squares / (self.rows * length) ** 2))
+
+    def _seconds(self, planner: BatchPlanner, steps: Sequence[Sequence[Microbatch]]) -> float:
+        return sum(self.tail + self.timeline(planner, each).seconds for each in steps)
+
+    def timeline(self, planner: BatchPlanner, step: Sequence[Microbatch]) -> Timeline:
+        lengths = [{self.length.name: each.length} for each in step]
+        return planner.timeline(lengths, [each.share for each in step])

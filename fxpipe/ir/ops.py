@@ -89,8 +89,13 @@ def begins_backward(node: fx.Node) -> bool:
 
 def is_causal(node: fx.Node) -> bool:
     """Whether the op is an attention that looks at earlier positions alone, half of the square."""
-    is_window = _packet(node.target) in _OF_DOCUMENTS and argument(node, "right") == 0
+    is_window = is_of_documents(node) and argument(node, "right") == 0
     return is_window or argument(node, "is_causal") is True
+
+
+def is_of_documents(node: fx.Node) -> bool:
+    """Whether the op is an attention of packed documents, whose FLOPs depend on their lengths."""
+    return _packet(node.target) in _OF_DOCUMENTS
 
 
 def is_masked(node: fx.Node) -> bool:

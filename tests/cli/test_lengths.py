@@ -7,7 +7,7 @@ import pytest
 
 from fxpipe.cli.lengths import Listed, LogNormal, drawn, lengths
 from fxpipe.cost.batch_order import BatchPlanner
-from fxpipe.cost.samples import Packer
+from fxpipe.cost.samples import Packer, Way
 from fxpipe.errors import SizeError
 from fxpipe.plan.step import NamedLength
 from fxpipe.schedule.costs import Costs, StageCost, chain
@@ -66,7 +66,7 @@ def test_a_file_that_has_something_else(tmp_path, line):
 
 
 class ByToken(BatchPlanner):
-    def costs(self, lengths: Mapping[str, int]) -> Costs:
+    def costs(self, lengths: Mapping[str, int], share: float = 1.0) -> Costs:
         n = lengths["time"]
         return chain([StageCost(n, n, n, n, n / 2)] * RANKS)
 
@@ -78,12 +78,17 @@ def packer(memory: float, **more: int) -> Packer:
     return Packer(planner, NamedLength("time", LONGEST, 16, 16), **{"rows": 1, **more})
 
 
+def lengths_of(way: Way) -> list[int]:
+    (step,) = way.steps
+    return [each.length for each in step]
+
+
 def test_ways_to_put_samples_into_microbatches():
     longest, buckets, *packed = packer(RANKS).ways([STEP], (128, 256))
-    assert longest.lengths == ((512,) * 8,)
-    assert sorted(buckets.lengths[0]) == [32, 64, 64, 128, 128, 128, 256, 512]
+    assert lengths_of(longest) == [512] * 8
+    assert sorted(lengths_of(buckets)) == [32, 64, 64, 128, 128, 128, 256, 512]
     # In multiples of 16: 500 alone, 200, 120, 100, 90 and 30, 60 and 40.
-    assert packed[0].lengths == ((512, 208, 128, 128, 112, 112),)
+    assert lengths_of(packed[0]) == [512, 208, 128, 128, 112, 112]
     assert (packed[0].tokens, packed[0].places, packed[0].limit) == (128, 1200, "longest sample")
     assert longest.seconds > buckets.seconds > packed[0].seconds
     with pytest.raises(SizeError, match="A sample has 513 tokens, and the example 512"):
@@ -92,7 +97,9 @@ def test_ways_to_put_samples_into_microbatches():
 
 def test_rows_and_replicas_have_microbatches_in_common():
     (way,) = [way for way in packer(RANKS, rows=2, replicas=2).ways([STEP], (128,)) if way.tokens]
-    assert way.lengths == ((512, 112),)
+    assert lengths_of(way) == [512, 112]
+    squares = sum(n * n for n in (500, 200, 120, 90, 30))
+    assert way.steps[0][0].share == pytest.approx(squares / 2 / (2 * 512) ** 2)
     assert way.places == 4 * (512 + 112)
 
 

@@ -9,6 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralFo
 
 import fxpipe
 from fxpipe.api.varlen import boundaries_of, flash_attn_varlen_func, packed_attention, varlen_attn
+from fxpipe.cost.batch_order import BatchPlanner
 from fxpipe.cost.kinds import kind_of
 from fxpipe.ir.ops import node_flops
 
@@ -128,6 +129,10 @@ def test_documents_are_data_of_a_pipeline(tmp_path, recompute):
     ops = [node for node in pipe.graph.nodes if node.target is torch.ops.fxpipe.varlen_attention.default]
     # Half of a square: q @ k and weights @ v, for both heads.
     assert {node_flops(node) for node in ops} == {2 * 2 * LENGTH * LENGTH * WIDTH // 2}
+    planner, long = BatchPlanner.of(pipe.plan), {"sequence": 1000 * LENGTH}
+    whole, quarters = (planner.costs(long, share).stages[0] for share in (1.0, 0.25))
+    assert 0.25 < quarters.forward / whole.forward < 0.3
+    assert quarters.weight == whole.weight
     if recompute:
         return
     # Where a saved program is loaded, it registers the op.
