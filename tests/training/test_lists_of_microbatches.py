@@ -331,6 +331,14 @@ def test_the_command_shows_the_order_of_a_batch(pipe, tmp_path, capsys):
         assert message in capsys.readouterr().err
 
 
+def test_figures_count_the_tokens_of_lists():
+    pipe = words(ranks=1)
+    for lengths in ((5, 16, 2), (9, 3)):
+        pipe.step([microbatch(n) for n in lengths])
+    found = pipe.figures()
+    assert found["tokens/s"] == pytest.approx(2 * (23 + 12) / 2 / found["seconds"])
+
+
 def test_evaluation():
     pipe = words(ranks=1, evaluation=True)
     batch = [microbatch(length) for length in LISTS[0]]
