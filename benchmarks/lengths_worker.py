@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from worker import Worker
 
 import fxpipe
-from fxpipe.compiler.lengths import StepWriter
+from fxpipe.compiler.step_writer import StepWriter
 from fxpipe.cost.batch_order import BatchPlanner
 from fxpipe.schedule.costs import Costs, chain
 from fxpipe.training.run.batch_orders import BatchOrders
@@ -84,7 +84,7 @@ class Sleeper(nn.Module):
 class Timed(BatchPlanner):
     """Orders for the seconds that the stages sleep, and for memory by tokens."""
 
-    def costs(self, lengths: Mapping[str, int]) -> Costs:
+    def costs(self, lengths: Mapping[str, int], share: float = 1.0) -> Costs:
         tokens = lengths["time"]
         return chain([stage_cost([tokens])] * RANKS, seconds=LATENCY + PER_TOKEN * tokens)
 
@@ -107,7 +107,7 @@ def in_own_order(pipe: fxpipe.Pipeline) -> fxpipe.Pipeline:
         return pipe
     assert isinstance(writer, StepWriter)
     plan = replace(pipe.artifact.plan, limits=(1.0 * MEMORY * LONGEST,) * RANKS)
-    timed = replace(writer, orders=Timed(plan))
+    timed = replace(writer, orders=Timed.of(plan))
     return replace(pipe, artifact=replace(pipe.artifact, write_step=timed))
 
 

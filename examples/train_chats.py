@@ -74,7 +74,7 @@ def main() -> None:
         num_key_value_heads=4, num_hidden_layers=options.layers, max_position_embeddings=LONGEST,
         use_cache=False,
     )  # fmt: skip
-    model = LlamaForCausalLM(config)  # or from_pretrained(…)
+    model = fxpipe.use_packed_attention(LlamaForCausalLM(config))  # or from_pretrained(…)
     longest = max(samples, key=lambda each: len(each["input_ids"]))
     (example,) = fxpipe.pack([longest], tokens=LONGEST, multiple=LONGEST)
     pipe = fxpipe.compile(

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from fxpipe.api.load import load
     from fxpipe.api.pipeline import Pipeline
     from fxpipe.api.read_checkpoint import Checkpoint, read_checkpoint
+    from fxpipe.api.varlen import flash_attn_varlen_func, use_packed_attention, varlen_attn
     from fxpipe.compiler.options import Offload
     from fxpipe.integrations.context import ContextParallel
     from fxpipe.integrations.experts import ExpertParallel
@@ -78,10 +79,13 @@ __all__ = [
     "VocabularyError",
     "__version__",
     "compile",
+    "flash_attn_varlen_func",
     "load",
     "local_lanes",
     "pack",
     "read_checkpoint",
+    "use_packed_attention",
+    "varlen_attn",
 ]
 
 _LAZY = {
@@ -97,10 +101,13 @@ _LAZY = {
     "StepResult": "fxpipe.runtime.program.outputs",
     "SummedGradients": "fxpipe.integrations.summed_gradients",
     "compile": "fxpipe.api.compile",
+    "flash_attn_varlen_func": "fxpipe.api.varlen",
     "load": "fxpipe.api.load",
     "local_lanes": "fxpipe.runtime.ranks.local_mesh",
     "pack": "fxpipe.integrations.pack",
     "read_checkpoint": "fxpipe.api.read_checkpoint",
+    "use_packed_attention": "fxpipe.api.varlen",
+    "varlen_attn": "fxpipe.api.varlen",
 }
 
 

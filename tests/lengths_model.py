@@ -120,4 +120,9 @@ def train(directory: Path) -> None:
     outputs = pipe.evaluate(batch, outputs=["head"], outputs_on=0).listed
     found = zip(outputs.get("head", []), batch, strict=rank == 0)
     apart = [float((x - reference.logits(one["ids"])).abs().max()) for x, one in found]
+    pipe.save(directory / "saved")
+    loaded, numbers = fxpipe.load(directory / "saved"), [microbatch(length) for length in (4, 16, 7, 9)]
+    loaded.prepare(numbers)
+    differences.append(float(loaded.step(numbers) - eager(reference, numbers)))
+    differences.append(float(loaded.evaluate(numbers) - eager(reference, numbers)))
     (directory / f"{rank}.json").write_text(json.dumps([differences, refused, apart]))

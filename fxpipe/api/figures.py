@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -20,15 +20,15 @@ class StepClock:
 
     def __init__(self) -> None:
         self._since: float | None = None
-        self._steps, self._last = 0, math.nan
+        self._steps, self._shares, self._last = 0, 0.0, (math.nan, math.nan)
 
     @contextmanager
-    def step(self) -> Iterator[None]:
-        """A step of the pipeline."""
+    def step(self, share: Callable[[], float]) -> Iterator[None]:
+        """A step of the pipeline.  share: behind it, its tokens relative to those of the plan's step."""
         if self._since is None:
             self._since = time.perf_counter()
         yield
-        self._steps += 1
+        self._steps, self._shares = self._steps + 1, self._shares + share()
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
@@ -38,12 +38,13 @@ class StepClock:
         if self._since is not None:
             self._since += time.perf_counter() - begun
 
-    def take(self) -> float:
-        """The mean of the steps since the last call; that of the last call if there were none since."""
+    def take(self) -> tuple[float, float]:
+        """The means of the steps since the last call, of seconds and shares; those of the last call if there
+        were none since."""
         if self._steps and self._since is not None:
             now = time.perf_counter()
-            self._last = (now - self._since) / self._steps
-            self._since, self._steps = now, 0
+            self._last = (now - self._since) / self._steps, self._shares / self._steps
+            self._since, self._steps, self._shares = now, 0, 0.0
         return self._last
 
 
@@ -54,13 +55,17 @@ def figures_of(
     spans: Sequence[tuple[str, float, float]],
     replicas: int,
     device: torch.device,
+    share: float = 1.0,
 ) -> dict[str, float]:
-    """See ``Pipeline.figures``.  spans: (op, start, end) of the last step, none where it was replayed."""
+    """See ``Pipeline.figures``.  spans: (op, start, end) of the last step, none where it was replayed.
+
+    share: the tokens of steps relative to those of the plan's.
+    """
     spec, (done, unit) = plan.step, plan.per_second(seconds, replicas)
-    figures = {"step": step, "seconds": seconds, f"{unit}/s": done}
+    figures = {"step": step, "seconds": seconds, f"{unit}/s": done * share}
     if is_accelerator(device):
         known = reported_device(identity(device)[0], memory_size(device))
-        if known is not None and plan.flops:
+        if known is not None and plan.flops and share == 1:
             peak = peak_seconds(plan.flops, known.name) * spec.microbatches / spec.ranks
             figures["MFU"] = peak / seconds
         figures["memory"] = torch.accelerator.max_memory_allocated(device)

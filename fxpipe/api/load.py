@@ -61,10 +61,14 @@ def load(
         check_libraries(plan.libraries, str(directory))
         programs = range(plan.ranks) if leads else ranks  # rank 0 saves those of all
         artifact, *others = (
-            replace(
-                artifact,
-                programs=files.read_programs(path, artifact.plan, programs),
-                captured=files.read_captured(path) if leads else "",
+            _with_writer(
+                replace(
+                    artifact,
+                    programs=files.read_programs(path, artifact.plan, programs),
+                    captured=files.read_beside(path, files.CAPTURED) if leads else "",
+                    steps=files.read_beside(path, files.STEPS) if leads else "",
+                ),
+                str(path / files.STEPS),
             )
             for path, artifact in zip(texts, artifacts, strict=True)
         )
@@ -90,6 +94,14 @@ def load(
     pipe.let_model_go()  # rows become parameters of their own, before any are compared by name
     pipe.share_values()
     return pipe
+
+
+def _with_writer(artifact: Artifact, where: str) -> Artifact:
+    if not artifact.steps:
+        return artifact
+    from fxpipe.compiler.step_writer import with_writer  # a part of the compiler, which others train without
+
+    return with_writer(artifact, where)
 
 
 def _read_tensors(

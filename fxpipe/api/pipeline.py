@@ -231,11 +231,19 @@ class Pipeline(Views):
         """
         self._check_asked(outputs)
         looks = checked(check), checked_record(record)
-        with self._clock.step(), self._runner.as_traced():
+        with self._clock.step(self._share), self._runner.as_traced():
             result = self._runner.step(batch, outputs or (), outputs_on, *looks)
         if result.loss is not None and self.artifact.plan.trains:
             result = replace(result, loss=result.loss.as_subclass(StepLoss))  # its backward() has run
         return _loss(result) if outputs is None else result
+
+    def _share(self) -> float:
+        """The tokens of the last step relative to those of the plan's."""
+        spec = self.artifact.plan.step
+        if not spec.lengths:
+            return 1.0
+        sizes, example = self._runner.last.runtime.sizes, {each.name: each.example for each in spec.lengths}
+        return spec.tokens(sizes) / spec.tokens([example] * spec.microbatches)
 
     def _check_asked(self, outputs: Sequence[str] | None) -> None:
         if outputs is None and not self.artifact.plan.step.has_loss:
@@ -287,18 +295,19 @@ class Pipeline(Views):
 
         ``step``: the number of the last one.  ``seconds``: of a step with what the script does around it,
         evaluations left out: the mean since the last call.  ``tokens/s`` or ``samples/s``: of all ranks and
-        replicas.  ``MFU``: the model's FLOPs, without recomputation, relative to the peak of all devices;
-        where the data sheet of this one is known.  Both are of microbatches as long as the example.
-        ``memory``: the most bytes that torch has had on an accelerator.  ``bubble``: this rank's idle share
-        from its first op to its last, of steps that are not replayed, and ``predicted``, that of the plan.
+        replicas, by the lengths of this one's microbatches.  ``MFU``: the model's FLOPs, without
+        recomputation, relative to the peak of all devices; of microbatches as long as the example, where the
+        data sheet of this device is known.  ``memory``: the most bytes that torch has had on an accelerator.
+        ``bubble``: this rank's idle share from its first op to its last, of steps that are not replayed, and
+        ``predicted``, that of the plan.
         ``norm``: of the gradients of the last update, where the optimizer has computed it.
         Raises RunError before the first step.
         """
-        seconds = self._clock.take()
+        seconds, share = self._clock.take()
         if math.isnan(seconds):
             raise RunError("No step has run yet: figures are those of steps.")
-        spans = self._runner.last.runtime.record.spans
-        figures = figures_of(self.plan, self.step_number - 1, seconds, spans, self.replicas, self.device)
+        spans, number = self._runner.last.runtime.record.spans, self.step_number - 1
+        figures = figures_of(self.plan, number, seconds, spans, self.replicas, self.device, share)
         optimizer = None if self._optimizer is None else self._optimizer()
         if optimizer is not None and (norm := optimizer.known_norm) is not None:
             figures["norm"] = float(norm)

@@ -173,7 +173,7 @@ class Views:
         Raises SizeError for an unknown name and for a length below one, ScheduleError for an unknown device.
         """
         if lengths is not None:
-            timeline = BatchPlanner(self.plan).timeline(named_lengths(self.lengths, lengths))
+            timeline = BatchPlanner.of(self.plan).timeline(named_lengths(self.lengths, lengths))
         else:
             timeline = simulate(self.schedule, costs_of(self.plan, sizes, device))
         return shown_as(ShownTimeline, timeline, model=self.plan.model)

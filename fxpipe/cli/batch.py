@@ -6,109 +6,94 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
+from math import inf
 
-from fxpipe.cli.arguments import positive_int
+from fxpipe.cli.arguments import flag, positive_int
+from fxpipe.cli.lengths import Listed, add_lengths, drawn
 from fxpipe.cli.sources import CostSource, source_of
-from fxpipe.cost.batch_order import BatchPlanner, filled, named_lengths
-from fxpipe.errors import FxpipeError, number_of
+from fxpipe.cost.batch_order import BatchPlanner, named_lengths
+from fxpipe.cost.plan_costs import costs_of
+from fxpipe.cost.samples import Packer, Way
+from fxpipe.errors import FxpipeError, SizeError
+from fxpipe.plan.artifact import Plan
 from fxpipe.plan.saved.files import read_plan
+from fxpipe.schedule.simulation.simulator import simulate
 from fxpipe.schedule.simulation.timeline import Timeline
 
 _OTHERS = ("schedule", "schedule_file", "exact", "offload_time", "memory_limit", "device")
 
 
-def add_lengths(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--lengths",
-        type=_lengths,
-        metavar="L,L,…",
-        help="of the microbatches of a batch, or a file of them: with --costs of a saved pipeline whose "
-        "dimension has a name, the order that pipe.step runs for them",
+def add_batch(parser: argparse.ArgumentParser) -> None:
+    add_lengths(
+        parser,
+        "of the microbatches of a batch, with --costs of a saved pipeline whose dimension has a name: the "
+        "order that pipe.step runs for them; of samples with --tokens or --samples, or of a distribution",
     )
     parser.add_argument(
-        "--tokens",
+        "--samples",
         type=positive_int,
         metavar="N",
-        help="--lengths are those of samples, which fill microbatches of up to N tokens (fxpipe.pack)",
+        help="draw so many for each of some steps (of a distribution as many as the plan has rows)",
     )
 
 
 @dataclass(frozen=True)
 class Batch:
-    """``lengths``: of its microbatches.  ``samples``: the lengths of what fills them, if that was given."""
+    """``lengths``: of its microbatches.  ``steps``: the lengths of the samples of some steps, if samples were
+    given, of which the batch is the first; ``ways``: to put them into microbatches.  ``shares``: of each
+    microbatch, see ``BatchPlanner.costs``."""
 
     source: CostSource
     planner: BatchPlanner
-    lengths: tuple[int, ...]
-    samples: tuple[int, ...] = ()
+    lengths: tuple[dict[str, int], ...]
+    steps: Sequence[Sequence[int]] = ()
+    ways: Sequence[Way] = ()
+    shares: tuple[float, ...] = ()
 
     @cached_property
     def timeline(self) -> Timeline:
-        return self._step(self.lengths)
-
-    def figures(self) -> dict[str, object]:
-        """What ``--json`` has beside the figures of the timeline."""
-        if not self.samples:
-            return {"lengths": self.lengths}
-        seconds = {name: step.seconds for name, step in self._others.items()}
-        return {"lengths": self.lengths, "samples": len(self.samples), "other_seconds": seconds}
-
-    def text(self) -> str:
-        """The samples, and their step in other microbatches."""
-        units, samples = self.source.units, self.samples
-        others = [
-            f"{name}, {number_of(step.schedule.microbatches, 'microbatch')}: {units.time(step.seconds)}"
-            for name, step in self._others.items()
-        ]
-        return (
-            f"{number_of(len(samples), 'sample')} of {min(samples)} to {max(samples)} tokens, in "
-            f"{number_of(len(self.lengths), 'microbatch')}: {units.time(self.timeline.seconds)}\n"
-            f"{'; '.join(others)}"
-        )
-
-    @cached_property
-    def _others(self) -> dict[str, Timeline]:
-        longest, most = max(self.samples), self.planner.plan.step.lengths[0].example
-        packed = [sum(self.samples[k] for k in place) for place in filled(self.samples, most)]
-        return {
-            "each padded to the longest": self._step([longest] * len(self.samples)),
-            f"packed to {most} tokens": self._step(packed),
-        }
-
-    def _step(self, lengths: Sequence[int]) -> Timeline:
-        return self.planner.timeline(named_lengths(self.planner.plan.step.lengths, lengths))
+        return self.planner.timeline(self.lengths, self.shares)
 
 
 def batch_of(options: argparse.Namespace) -> Batch | None:
     """The batch that the options describe; None if they describe none."""
     if options.lengths is None:
-        if options.tokens is not None:
-            raise FxpipeError("--tokens needs --lengths")
+        for name in ("tokens", "samples"):
+            if getattr(options, name) is not None:
+                raise FxpipeError(f"{flag(name)} needs --lengths")
         return None
     for name in _OTHERS:
         if getattr(options, name) is not None:
-            raise FxpipeError(
-                f"--lengths and --{name.replace('_', '-')} exclude each other: give one of them"
-            )
+            raise FxpipeError(f"--lengths and {flag(name)} exclude each other: give one of them")
     if options.costs is None or not options.costs.is_dir():
         raise FxpipeError("--lengths needs --costs with the directory of a saved pipeline")
     plan = read_plan(options.costs)
     options.microbatches = plan.step.microbatches
-    samples: tuple[int, ...] = ()
-    lengths = tuple(options.lengths)
-    if options.tokens is not None:
-        samples = lengths
-        lengths = tuple(sum(samples[k] for k in place) for place in filled(samples, options.tokens))
-    source = replace(source_of(options), microbatches=len(lengths))
-    return Batch(source, BatchPlanner(plan), lengths, samples)
+    planner, given = BatchPlanner.of(plan), options.lengths
+    source = source_of(options)
+    if isinstance(given, Listed) and options.tokens is options.samples is None:
+        lengths = named_lengths(plan.step.lengths, given.lengths)
+        return Batch(replace(source, microbatches=len(lengths)), planner, tuple(lengths))
+    packer = _packer(plan, planner)
+    if isinstance(given, Listed) and options.samples is None:
+        steps = [[*given.lengths]]
+    else:
+        number = options.samples or plan.step.microbatches * packer.rows * packer.replicas
+        steps = drawn(given, packer.length.example, number, options.seed)
+    tokens = options.tokens
+    ways = packer.ways(steps, () if tokens is None else (tokens, packer.length.example))
+    packed = [way for way in ways if way.tokens is not None and tokens in (None, way.tokens)]
+    best = min(packed, key=lambda way: inf if way.seconds is None else way.seconds)
+    named = tuple({packer.length.name: each.length} for each in best.steps[0])
+    shares = tuple(each.share for each in best.steps[0])
+    return Batch(replace(source, microbatches=len(named)), planner, named, steps, ways, shares)
 
 
-def _lengths(text: str) -> list[int]:
-    """Numbers, or a file of them."""
-    path = Path(text)
-    words = path.read_text().split() if path.is_file() else text.split(",")
-    try:
-        return [int(word) for word in words]
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of lengths, 731,64,2048, or a file") from error
+def _packer(plan: Plan, planner: BatchPlanner) -> Packer:
+    """Raises SizeError unless one dimension has a name."""
+    if len(plan.step.lengths) != 1:
+        named_lengths(plan.step.lengths, [0])  # raises where there is none
+        raise SizeError("Samples have one length: give those of microbatches, where several have names.")
+    rows = next(leaf.shape[0] for leaf in plan.step.batch.leaves if leaf.shape)
+    tail = simulate(plan.ordered, costs_of(plan)).exposed_exchange if plan.replicas > 1 else 0.0
+    return Packer(planner, plan.step.lengths[0], rows, plan.replicas, tail)

@@ -8,27 +8,32 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from math import inf
+from typing import NamedTuple
 
 import torch
 from rich.console import Console
 
 from fxpipe.cli.arguments import memory, non_negative, positive, positive_int
+from fxpipe.cli.lengths import add_lengths, drawn
 from fxpipe.cli.option_of_compile import add_option
 from fxpipe.cli.run.functions import called
 from fxpipe.cli.run.model_function import model_from
+from fxpipe.cli.ways import large, print_ways, ways_as_json
 from fxpipe.compiler.compilation import Compilation
-from fxpipe.compiler.mesh import checked, compare_meshes, fastest_mesh, planned_step
+from fxpipe.compiler.compile import CapturedStep
+from fxpipe.compiler.mesh import checked, compare_meshes, fastest_mesh, planned_step, planner_of
 from fxpipe.compiler.mesh_request import MeshRequest, request_of, rows_of
 from fxpipe.compiler.options import Options, Settings, settle
 from fxpipe.compiler.progress import Phases
 from fxpipe.cost.known_devices import device_named, device_names, is_cpu
+from fxpipe.cost.samples import Packer, Way
 from fxpipe.cost.throughput import Throughput, throughputs
 from fxpipe.errors import OptionError, number_of
 from fxpipe.plan.meshes import Mesh, TriedMesh
-from fxpipe.plan.step import SHARDS
+from fxpipe.plan.step import SHARDS, NamedLength
 from fxpipe.runtime.ranks.local_mesh import local_lanes
 from fxpipe.schedule.ops import VALIDATIONS
-from fxpipe.schedule.units import bytes_text, number_text
+from fxpipe.schedule.units import PHYSICAL, bytes_text, number_text
 from fxpipe.viz.explanation import mesh_table, reasons
 from fxpipe.viz.terminal import terminal
 
@@ -95,6 +100,7 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
         help="also plan for this length of a named dimension, or for so many rows (microbatch=N), without "
         "tracing again",
     )
+    add_lengths(parser, "of samples, of which steps are drawn for the fastest mesh: padded, and packed")
     add("--json", action="store_true", help="print one JSON object")
 
 
@@ -117,15 +123,24 @@ class _Compared:
 
 
 def _plan(options: argparse.Namespace) -> None:
-    hardware = device_named(options.device)  # before the model is made
+    hardware, length = device_named(options.device), _of_samples(options)  # before the model is made
     _check_lanes(options)
     sizes = [{}, *({name: length} for name, length in options.size)]
     compared = [_Compared() for _ in sizes]
+    drawn_ones, ways = list[list[int]](), list[Way]()
     for lanes in options.lanes:
         with local_lanes(lanes) if lanes > 1 else nullcontext() as mesh:
-            name = _add(compared, options, lanes, mesh, sizes)
+            planned = _planned(compared, options, lanes, mesh, sizes)
+            name = type(planned.compilation.model).__name__
+            if length is not None:
+                drawn_ones, ways = _of_lengths(options, length, planned, compared[0])
+            planned.phase.finish("planned")
+    of_lengths = options.lengths, options.seed, drawn_ones, ways
     if options.json:
-        print(json.dumps([_as_json(each) for each in compared]))
+        entries = [_as_json(each) for each in compared]
+        if ways:
+            entries[0] |= ways_as_json(*of_lengths)
+        print(json.dumps(entries))
         return
     console = Console()
     request = _request(options, options.lanes[0])
@@ -144,7 +159,7 @@ def _plan(options: argparse.Namespace) -> None:
             console.print(terminal("\n" + ", ".join(f"{name} {n}" for name, n in at.lengths.items())))
         fits = any(one.seconds is not None for one in tried)
         columns: dict[str, Callable[[TriedMesh], str]] = {
-            f"{at.unit}/s": lambda one, each=each: _large(each.per_second(one)),  # type: ignore[misc]
+            f"{at.unit}/s": lambda one, each=each: large(each.per_second(one)),  # type: ignore[misc]
             "MFU": lambda one, each=each: f"{each.utilization(one):.1%}",  # type: ignore[misc]
         }
         console.print(mesh_table(tried, fastest_mesh(tried).mesh if fits else None, columns))
@@ -155,26 +170,35 @@ def _plan(options: argparse.Namespace) -> None:
             has = f"{hardware.memory_size / 1e9:.0f} GB"
             text = f"No {hardware.name} holds {bytes_text(needed)}: it has {has}. Give --memory-limit."
             console.print(terminal(text), soft_wrap=True)
+    if ways:
+        print_ways(console, *of_lengths, PHYSICAL)
     for each in compared:
         fastest_mesh(each.tried)
 
 
-def _add(
+class _Planned(NamedTuple):
+    """A step that was captured for a number of lanes."""
+
+    compilation: Compilation
+    step: CapturedStep
+    phase: Phases
+
+
+def _planned(
     compared: Sequence[_Compared],
     options: argparse.Namespace,
     lanes: int,
     mesh: object,
     sizes: Sequence[Mapping[str, int]],
-) -> str:
-    """Compare all meshes of so many lanes; return the model's name.  mesh: of these lanes, if they are
-    several."""
+) -> _Planned:
+    """Compare all meshes of so many lanes.  mesh: of these, if they are several."""
     request = _request(options, lanes)
     settings = _settings(options, request, lanes)
     model, example, loss_fn = model_from(options.model, torch.device("meta"))
     if lanes > 1:
         called(options.parallelize, "nothing, or the model.", OptionError, {"model": model, "mesh": mesh})
-    name, of_lanes = type(model).__name__, f", {lanes} lanes" if lanes > 1 else ""
-    phase = Phases(f"fxpipe plan {name}{of_lanes}", ends=False)
+    of_lanes = f", {lanes} lanes" if lanes > 1 else ""
+    phase = Phases(f"fxpipe plan {type(model).__name__}{of_lanes}", ends=False)
     checked(settings, request.meshes(rows_of(example)))
     compilation = Compilation(
         model,
@@ -192,8 +216,33 @@ def _add(
         tried = compare_meshes(compilation, step, wanted, phase, size or None, each.best)
         each.at[lanes] = at
         each.tried += (replace(one, mesh=replace(one.mesh, lanes=lanes)) for one in tried)
-    phase.finish("planned")
-    return name
+    return _Planned(compilation, step, phase)
+
+
+def _of_lengths(
+    options: argparse.Namespace, length: NamedLength, planned: _Planned, compared: _Compared
+) -> tuple[list[list[int]], list[Way]]:
+    """Samples of the lengths that were given, of some steps, and what these take on the fastest mesh."""
+    mesh, at = fastest_mesh(compared.tried).mesh, compared.at[1]
+    planner, tail = planner_of(*planned[:2], mesh, planned.phase)
+    number = mesh.microbatches * at.rows * mesh.replicas
+    steps = drawn(options.lengths, length.example, number, options.seed)
+    tokens = () if options.tokens is None else (options.tokens,)
+    return steps, Packer(planner, length, at.rows, mesh.replicas, tail).ways(steps, tokens)
+
+
+def _of_samples(options: argparse.Namespace) -> NamedLength | None:
+    """The dimension in which samples have the lengths that were given."""
+    if options.lengths is None and options.tokens is not None:
+        raise OptionError("--tokens needs --lengths")
+    if options.lengths is None:
+        return None
+    if len(options.dimension) != 1 or options.vocab_parallel or max(options.lanes) > 1:
+        raise OptionError(
+            "--lengths needs one --dimension NAME=N, of the example, and no --vocab-parallel and no --lanes."
+        )
+    name, example = options.dimension[0]
+    return NamedLength(name, example, 1, 1)
 
 
 def _check_lanes(options: argparse.Namespace) -> None:
@@ -277,14 +326,6 @@ def _batch(request: MeshRequest) -> str:
         return f"batch of {number_of(request.rows, 'row')}"
     assert request.microbatches is not None, "one of both is given"
     return f"{number_of(request.microbatches, 'microbatch')} a replica"
-
-
-def _large(number: float) -> str:
-    """``1_234_567`` to ``1.23 M``."""
-    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if number >= 0.9995 * size:
-            return f"{number_text(number / size)} {unit}"
-    return number_text(number)
 
 
 def _numbers(text: str) -> list[int]:

@@ -17,7 +17,7 @@ from fxpipe.cost.plan_costs import costs_of
 from fxpipe.errors import RunError, printable
 from fxpipe.plan.artifact import Artifact
 from fxpipe.plan.libraries import import_libraries
-from fxpipe.plan.saved.files import CAPTURED, directories, read_captured, read_plan, read_programs
+from fxpipe.plan.saved.files import CAPTURED, directories, read_beside, read_plan, read_programs
 from fxpipe.runtime.program import lanes as lanes  # registers ops that a captured step may have
 from fxpipe.schedule.simulation.simulator import simulate
 from fxpipe.viz.explanation import explain
@@ -73,7 +73,7 @@ def _certificate(directory: Path) -> Certificate:
     plan = read_plan(directory)
     import_libraries(plan.libraries, str(directory))
     programs = read_programs(directory, plan, range(plan.ranks))
-    artifact = Artifact(plan, programs, {}, plan.number, captured=read_captured(directory))
+    artifact = Artifact(plan, programs, {}, plan.number, captured=read_beside(directory, CAPTURED))
     return check_artifact(artifact, str(directory / CAPTURED))
 
 

@@ -10,10 +10,11 @@ from pathlib import Path
 from rich.console import Console
 
 from fxpipe.cli.arguments import non_negative, picture, positive, positive_int, share, working, write_picture
-from fxpipe.cli.batch import add_lengths, batch_of
+from fxpipe.cli.batch import add_batch, batch_of
 from fxpipe.cli.figures import figures, print_timeline
 from fxpipe.cli.planning import plan
 from fxpipe.cli.sources import CostSource, add_cost_arguments, source_of
+from fxpipe.cli.ways import print_ways, ways_as_json
 from fxpipe.errors import FxpipeError, ScheduleError, number_of
 from fxpipe.schedule.exact.order import Exact, exact
 from fxpipe.schedule.families.registry import FAMILIES
@@ -79,7 +80,7 @@ def add_simulate(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="number of neighboring ranks that share a link (default 1)",
     )
-    add_lengths(parser)
+    add_batch(parser)
     add("--draw", type=picture, metavar="FILE", help="write the timeline as a picture, .svg or .png")
     add("--steps", type=positive_int, default=1, metavar="N", help="that the picture shows (1)")
     add("--json", action="store_true", help="print one JSON object")
@@ -95,13 +96,17 @@ def _simulate(options: argparse.Namespace) -> None:
     if options.draw is not None:
         write_picture(options.draw, timeline_svg(_drawn(options, timeline), source.note, source.units))
     if options.json:
-        more = {} if batch is None else batch.figures()
+        more: dict[str, object] = {}
+        if batch is not None:
+            more["lengths"] = [n for each in batch.lengths for n in each.values()]
+        if batch is not None and batch.ways:
+            more |= ways_as_json(options.lengths, options.seed, batch.steps, batch.ways)
         print(json.dumps(figures(timeline, best, moved, limits) | more))
         return
     console = Console(markup=False, emoji=False)
     print_timeline(console, timeline, source, best, None if moved is None else (whole, moved), limits)
-    if batch is not None and batch.samples:
-        console.print(batch.text(), highlight=False, soft_wrap=True)
+    if batch is not None and batch.ways:
+        print_ways(console, options.lengths, options.seed, batch.steps, batch.ways, source.units)
     if options.draw is not None:
         console.print(terminal(f"drawn: {options.draw}"), soft_wrap=True)
 

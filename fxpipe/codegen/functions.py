@@ -16,7 +16,7 @@ from fxpipe.codegen.layers.outline import LATER, Analysis, Repeated
 from fxpipe.codegen.layers.saved_lists import Layout, Stack, Taken, layout, taken
 from fxpipe.codegen.layers.straight_lines import Part, lines_of, straight_parts
 from fxpipe.codegen.nodes import place, storages
-from fxpipe.codegen.signatures import LISTS, Signature
+from fxpipe.codegen.signatures import LISTS, Result, Signature
 from fxpipe.codegen.statements import Statement, body, emptying, unpacking
 from fxpipe.codegen.wrapping import wrapped
 from fxpipe.ir.graph import Section, offload, reload
@@ -79,7 +79,11 @@ def _runs(section: Section, call: Signature) -> list[Repeated]:
         lists_out |= {value: (*lists_out.get(value, ()), name) for value in values}
     (nodes,) = section.graph.output_node().args
     returned = zip(nodes, section.outputs, strict=True)  # type: ignore[arg-type]
-    results = {n for n, value in returned if value.name in call.values_out or value in call.results}
+    results = {
+        node
+        for node, value in returned
+        if value.name in call.values_out or Result(value.kind, value.name) in call.results
+    }
     return Analysis(section, lists_in, lists_out, results).runs()
 
 
@@ -237,9 +241,10 @@ class _Function:
     def _results(self) -> list[str]:
         """The expressions that are returned, in order."""
         (nodes,) = self.section.graph.output_node().args
-        by_value = dict(zip(self.section.outputs, nodes, strict=True))  # type: ignore[arg-type]
+        outputs = (Result(value.kind, value.name) for value in self.section.outputs)
+        by_result = dict(zip(outputs, nodes, strict=True))  # type: ignore[arg-type]
         results = [self._text(name) for name in self.signature.values_out]
-        results += [self.scope.text(by_value[value]) for value in self.signature.results]
+        results += [self.scope.text(by_result[result]) for result in self.signature.results]
         for name in self.signature.lists_out:
             entries = self.lists.layouts[self.section.stage, name]
             results.append(f"[{', '.join(self._entry(entry, name) for entry in entries)}]")

@@ -8,6 +8,7 @@ travel in lists of their own (``offloaded``, ``offloaded_for_weight``).
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from fxpipe.codegen.expressions import CONTAINERS
@@ -26,22 +27,36 @@ LISTS = {
 
 
 @dataclass(frozen=True)
+class Result:
+    """The loss, the count, a buffer or an output that a section gives."""
+
+    kind: Kind
+    name: str
+
+
+@dataclass(frozen=True)
 class Signature:
-    """The signature of a section's function.
+    """The signature of a section's function, as data: a saved pipeline keeps it.
 
     ``containers``: the dicts that it reads (``params``, …), keys, and lengths of the microbatch.
     ``lists_in``, ``lists_out``: the lists from and to other phases of its own stage, with the values in each.
     ``values_in``, ``values_out``: the values from and to other stages, with those that the user asks for.
     ``results``: loss, count and buffers.
+    ``parameters``: the names of those that it reads.  ``behind_once``: of those from which it is computed
+    once a step what it reads.  ``gradients``: of those to which it adds.
     """
 
+    color: Color
     name: str
     containers: tuple[str, ...]
     lists_in: dict[str, tuple[str, ...]]
     values_in: tuple[str, ...]
     values_out: tuple[str, ...]
-    results: tuple[Value, ...]
+    results: tuple[Result, ...]
     lists_out: dict[str, tuple[str, ...]]
+    parameters: tuple[str, ...]
+    behind_once: tuple[str, ...]
+    gradients: tuple[str, ...]
 
 
 def signatures(sections: tuple[Section, ...]) -> dict[Color, Signature]:
@@ -69,7 +84,14 @@ def _signature(section: Section, consumers: list[tuple[Color, Value]]) -> Signat
     abroad = {v.name for color, v in consumers if color.stage != section.stage}
     leaving = [v.name for v in section.outputs if v.kind is Kind.VALUE and v.name in abroad]
     leaving += [v.name for v in section.outputs if v.kind is Kind.OUTPUT and v.name not in abroad]
+    results = (v for v in section.outputs if v.kind in (Kind.LOSS, Kind.COUNT, Kind.BUFFER))
+    behind = (x for v in section.inputs for x in v.computed_from)
+
+    def named(values: Iterable[Value], kind: Kind) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(v.name for v in values if v.kind is kind))
+
     return Signature(
+        color=section.color,
         name=f"stage{section.stage}_{PHASE_NAMES[section.phase]}",
         containers=tuple(containers),
         lists_in={k: tuple(v) for k, v in lists_in.items()},
@@ -77,6 +99,9 @@ def _signature(section: Section, consumers: list[tuple[Color, Value]]) -> Signat
             v.name for v in section.inputs if v.producer is not None and v.producer.stage != section.stage
         ),
         values_out=tuple(leaving),
-        results=tuple(v for v in section.outputs if v.kind in (Kind.LOSS, Kind.COUNT, Kind.BUFFER)),
+        results=tuple(Result(v.kind, v.name) for v in results),
         lists_out={k: tuple(v) for k, v in lists_out.items()},
+        parameters=named(section.inputs, Kind.PARAMETER),
+        behind_once=named(behind, Kind.PARAMETER),
+        gradients=named(section.inputs, Kind.GRADIENT),
     )

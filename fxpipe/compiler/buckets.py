@@ -9,6 +9,7 @@ from itertools import groupby
 
 import torch
 
+from fxpipe.codegen.signatures import Signature
 from fxpipe.ir.graph import Kind, Section
 from fxpipe.plan.artifact import Bucket, Plan, RankTensors, TensorLayout, holders
 from fxpipe.plan.lanes import LanePlan
@@ -100,19 +101,15 @@ def with_buckets(
 
 
 def bucket_uses(
-    plan: Plan, sections: Sequence[Section], schedule: Schedule, *, per_use: bool
+    plan: Plan, calls: Sequence[Signature], schedule: Schedule, *, per_use: bool
 ) -> tuple[tuple[BucketUse, ...], ...]:
     """Per rank when its buckets are needed of other replicas, and summed: once a step, or for each use.
 
-    Those of frozen parameters are not summed.
+    calls: of all sections.  Those of frozen parameters are not summed.
     """
-    used = {s.color: {v.name for v in s.step_inputs if v.kind is Kind.PARAMETER} for s in sections}
-    accumulated = {s.color: {v.name for v in s.inputs if v.kind is Kind.GRADIENT} for s in sections}
-
-    # What is computed once a step is computed from these.
-    read_once = {
-        x.name for s in sections for v in s.inputs for x in v.computed_from if x.kind is Kind.PARAMETER
-    }
+    used = {call.color: {*call.parameters, *call.behind_once} for call in calls}
+    accumulated = {call.color: {*call.gradients} for call in calls}
+    read_once = {name for call in calls for name in call.behind_once}
 
     def touches(names: Mapping[Color, set[str]], bucket: Bucket) -> Callable[[Op], bool]:
         colors = {color for color, members in names.items() if not members.isdisjoint(bucket.gradients)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -16,21 +16,18 @@ from fxpipe.capture.trace import Captured
 from fxpipe.certificate.check import check
 from fxpipe.codegen.collectives import collectives
 from fxpipe.codegen.program import program_source
-from fxpipe.codegen.rank_plan import RankPlan, Sizes
-from fxpipe.codegen.signatures import signatures
-from fxpipe.compiler.buckets import bucket_uses
+from fxpipe.codegen.rank_plan import OnceNodes, RankPlan, Sizes
+from fxpipe.codegen.signatures import Result, signatures
+from fxpipe.codegen.step.step_plan import StepParts
 from fxpipe.compiler.compilation import Compilation
 from fxpipe.compiler.cut import Cut, finished
-from fxpipe.compiler.lengths import StepWriter, crossing_sizes, why_one_length
+from fxpipe.compiler.lengths import crossing_sizes, why_one_length
 from fxpipe.compiler.make_plan import make_plan
-from fxpipe.compiler.options import Settings
 from fxpipe.compiler.progress import Phases
-from fxpipe.compiler.tensor_ownership import tied_gradients
-from fxpipe.cost.batch_order import BatchPlanner
+from fxpipe.compiler.step_writer import as_text, instructions, writer
 from fxpipe.errors import ArtifactError, ScheduleError, SizeError, VerifyError, number_of
 from fxpipe.ir.captured import captured_step
 from fxpipe.ir.compiled import is_compiled
-from fxpipe.ir.graph import Section
 from fxpipe.ir.liveness import Liveness
 from fxpipe.ir.nodes import copy_graph
 from fxpipe.ir.sections import requested_outputs
@@ -39,10 +36,8 @@ from fxpipe.ir.storage import call_nodes, graph_outputs, node_bytes
 from fxpipe.plan.artifact import Artifact, Plan
 from fxpipe.plan.captured import AtLengths, CapturedOps, CapturedStep
 from fxpipe.runtime.program.offload import aligned
-from fxpipe.schedule.lowering.deadlock import prove
 from fxpipe.schedule.lowering.instructions import Collective, Programs
-from fxpipe.schedule.lowering.lower import lower, with_gradients
-from fxpipe.schedule.lowering.validation import with_validation
+from fxpipe.schedule.lowering.lower import lower
 from fxpipe.schedule.offload.memory_pool import Pool
 from fxpipe.schedule.offload.memory_pool import pools as make_pools
 from fxpipe.schedule.ops import PHASES, Phase, Schedule
@@ -79,36 +74,21 @@ def generate(
     plan = completed(make_plan(request, captured, cut, timeline, joint))
     if pools:
         plan = replace(plan, tier=options.tier, pools=tuple(pool.bytes for pool in pools))
-    instruct = partial(_instructions, plan, cut.sections, options)
-    instructions = instruct(lower(schedule, timeline.costs.edges, joint, timeline.spans), schedule)
-    plan, rank_plans, programs, others = _of_lengths(plan, lengths, cut, instructions, pools)
-    writer = None
-    if plan.step.lengths and not schedule.transfers:
-        orders, edges = BatchPlanner(plan), plan.costs.edges
-        writer = StepWriter(orders, rank_plans, lambda other: instruct(lower(other, edges), other))
+    lowered = lower(schedule, timeline.costs.edges, joint, timeline.spans)
+    write = partial(_programs, cut, schedule, lowered, pools, options.per_use)
+    plan, parts, programs, others = _of_lengths(plan, lengths, cut, write)
+    steps, write_step = "", None
+    if plan.step.lengths:
+        steps, write_step = as_text(parts, programs), writer(plan, parts)
     with phase("check"):
         step = _captured_as_data(captured, cut)
         if step is not None and options.check:
             _check_programs(plan, programs, CapturedStep(**vars(step)))
     # At other lengths the programs were checked before.
     text = "" if step is None else CapturedStep(**vars(step), others=others).to_json()
-    return cut, Artifact(plan, programs, captured.constants, plan.number, captured=text, write_step=writer)
-
-
-def _instructions(
-    plan: Plan, sections: Sequence[Section], options: Settings, lowered: Programs, schedule: Schedule
-) -> Programs:
-    """The instructions of all ranks for a schedule, proved to end.  lowered: its ops and messages."""
-    divides = plan.step.has_count and options.gradients
-    buckets = bucket_uses(plan, sections, schedule, per_use=options.per_use)
-    # After the lowering, which knows ops and messages alone.
-    instructions = with_gradients(lowered, buckets, tied_gradients(plan.tensors), divides)
-    # Without an update there is no verdict to wait for.
-    if plan.trains:
-        instructions = with_validation(instructions, schedule.placement)
-    # What is proved is what the programs are written from.
-    prove(instructions, schedule.placement)
-    return instructions
+    return cut, Artifact(
+        plan, programs, captured.constants, plan.number, captured=text, steps=steps, write_step=write_step
+    )
 
 
 def _check_buffer_order(graph: fx.Graph, schedule: Schedule) -> None:
@@ -148,11 +128,14 @@ def joined_stages(schedule: Schedule) -> frozenset[int]:
 
 
 def _of_lengths(
-    plan: Plan, lengths: LengthTraces | str, cut: Cut, instructions: Programs, pools: tuple[Pool, ...]
-) -> tuple[Plan, tuple[RankPlan, ...], tuple[str, ...], tuple[AtLengths, ...]]:
-    """The programs, for microbatches of many lengths if possible, with their plan, what they are written from
-    and the step at other lengths.  Else the plan says why, and the cut's graphs compute in the example's
-    lengths from then on."""
+    plan: Plan,
+    lengths: LengthTraces | str,
+    cut: Cut,
+    write: Callable[..., tuple[StepParts, tuple[str, ...]]],
+) -> tuple[Plan, StepParts, tuple[str, ...], tuple[AtLengths, ...]]:
+    """The programs, for microbatches of many lengths if possible, with their plan, what their steps are
+    written from, and the step at other lengths.  Else the plan says why, and the cut's graphs compute in the
+    example's lengths from then on."""
     why = why_one_length(lengths, cut)
     if not why and isinstance(lengths, LengthTraces) and cut.lengths is not None:
         crossing = {name for edge in cut.edges for name in edge.names}
@@ -160,16 +143,14 @@ def _of_lengths(
         try:
             sizes = crossing_sizes(cut.graph, crossing, cut.lengths)
             variables = dict(zip(cut.lengths.names, (each.name for each in lengths.lengths), strict=True))
-            rank_plans = _rank_plans(named, cut, instructions, pools, variables, sizes)
-            programs = tuple(map(program_source, rank_plans))
-            return named, rank_plans, programs, _checked_at_lengths(named, programs, lengths, cut)
+            parts, programs = write(named, variables, sizes)
+            return named, parts, programs, _checked_at_lengths(named, programs, lengths, cut)
         except SizeError as error:
             why = str(error)
     for graph in _graphs(cut):
         without_names(graph)
     plan = replace(plan, step=replace(plan.step, one_length=why))
-    rank_plans = _rank_plans(plan, cut, instructions, pools)
-    return plan, rank_plans, tuple(map(program_source, rank_plans)), ()
+    return plan, *write(plan), ()
 
 
 def _graphs(cut: Cut) -> list[fx.Graph]:
@@ -200,24 +181,38 @@ def _checked_at_lengths(
     return tuple(others)
 
 
-def _rank_plans(
-    plan: Plan,
+def _programs(
     cut: Cut,
-    instructions: Programs,
+    schedule: Schedule,
+    lowered: Programs,
     pools: tuple[Pool, ...],
+    per_use: bool,
+    plan: Plan,
     variables: Mapping[str, str] = NO_LENGTHS,
     sizes: Mapping[str, Sizes] = NO_SIZES,
-) -> tuple[RankPlan, ...]:
-    """What the programs are written from.
+) -> tuple[StepParts, tuple[str, ...]]:
+    """What steps are written from, and the programs.
 
-    variables: of lengths, with their names.  sizes: of what crosses between stages, in these.
+    lowered: the ops and messages of the schedule.  variables: of lengths, with their names.  sizes: of what
+    crosses between stages, in these.
     """
     crossing = {name for edge in cut.edges for name in edge.names}
     # For the receives: shape, strides and dtype of each value that crosses.
     fakes = {n.name: n.meta["val"] for n in call_nodes(cut.graph) if n.name in crossing}
     compiled = frozenset(s.color for s in cut.sections if is_compiled(s, cut.options.compiled))
-    calls, plans = signatures(cut.sections), []
-    for rank in range(plan.ranks):
+    ranks, placement = range(plan.ranks), plan.placement
+    nodes = [OnceNodes.of(s for s in cut.sections if placement[s.stage] == rank) for rank in ranks]
+    requested = requested_outputs(cut.graph).items()
+    parts = StepParts(
+        calls=tuple(signatures(cut.sections).values()),
+        edges=cut.edges,
+        outputs={name: Result(value.kind, value.name) for name, value in requested},
+        before=tuple(each.calls for each in nodes),
+        lengths=dict(variables),
+        per_use=per_use,
+    )
+    of_ranks, programs = instructions(plan, parts, schedule, lowered), []
+    for rank in ranks:
         stages = ", ".join(
             f"{s.stage} ({s.modules})" if s.modules else f"{s.stage}" for s in plan.stages if s.rank == rank
         )
@@ -228,30 +223,27 @@ def _rank_plans(
             *([f"Gradients are accumulated in {plan.grad_dtype}."] if plan.grad_dtype else []),
             *_about_lengths(plan),
         )
-        plans.append(
-            RankPlan(
-                rank=rank,
-                title=title,
-                sections=cut.sections,
-                calls=calls,
-                edges=cut.edges,
-                placement=plan.placement,
-                instructions=instructions[rank],
-                outputs=requested_outputs(cut.graph),
-                tensors=fakes,
-                places=pools[rank].offsets if pools else {},
-                costs=plan.costs,
-                joined=plan.ordered.joined,
-                buckets=tuple(
-                    (bucket, sum(plan.layouts[name].nbytes for name in bucket.gradients))
-                    for bucket in plan.tensors[rank].exchanged
-                ),
-                compiled=compiled,
-                lengths=variables,
-                sizes=sizes,
-            )
+        rank_plan = RankPlan(
+            rank=rank,
+            parts=parts,
+            placement=placement,
+            instructions=of_ranks[rank],
+            joined=plan.ordered.joined,
+            places=pools[rank].offsets if pools else {},
+            title=title,
+            sections=cut.sections,
+            nodes=nodes[rank],
+            tensors=fakes,
+            costs=plan.costs,
+            buckets=tuple(
+                (bucket, sum(plan.layouts[name].nbytes for name in bucket.gradients))
+                for bucket in plan.tensors[rank].exchanged
+            ),
+            compiled=compiled,
+            sizes=sizes,
         )
-    return tuple(plans)
+        programs.append(program_source(rank_plan))
+    return parts, tuple(programs)
 
 
 def _about_lengths(plan: Plan) -> list[str]:

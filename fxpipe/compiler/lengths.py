@@ -3,46 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import fx
 
 from fxpipe.capture.lengths import LengthTraces
-from fxpipe.codegen.rank_plan import RankPlan, Sizes
-from fxpipe.codegen.step.step import called_ops, step_calls, step_source
+from fxpipe.codegen.rank_plan import Sizes
 from fxpipe.compiler.cut import Cut
-from fxpipe.cost.batch_order import BatchPlanner
 from fxpipe.errors import SizeError
 from fxpipe.ir.graph import Origin
 from fxpipe.ir.resized import ResizedTraces
 from fxpipe.ir.size import sized
 from fxpipe.ir.storage import call_nodes
-from fxpipe.plan.step import OrderedStep
-from fxpipe.schedule.lowering.instructions import Programs
-from fxpipe.schedule.ops import Schedule
-
-
-@dataclass(frozen=True, eq=False)
-class StepWriter:
-    """Writes ``step`` for the microbatches of a batch, in the order that is the fastest for their lengths.
-
-    ``rank_plans``: what the programs are written from.  ``instructions``: of all ranks for a schedule.
-    """
-
-    orders: BatchPlanner
-    rank_plans: tuple[RankPlan, ...]
-    instructions: Callable[[Schedule], Programs]
-
-    def __call__(self, lengths: Sequence[Mapping[str, int]]) -> OrderedStep:
-        schedule, texts, ops = self.orders.timeline(lengths).schedule, [], []
-        for rank_plan, instructions in zip(self.rank_plans, self.instructions(schedule), strict=True):
-            of_order = replace(rank_plan, instructions=instructions)
-            calls = step_calls(of_order)
-            texts.append(step_source(of_order, calls))
-            ops.append(tuple(called_ops(of_order, calls)))
-        return OrderedStep(tuple(texts), tuple(ops))
 
 
 def why_one_length(lengths: LengthTraces | str, cut: Cut) -> str:

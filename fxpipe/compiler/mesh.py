@@ -22,6 +22,8 @@ from fxpipe.compiler.options import Settings
 from fxpipe.compiler.progress import Phases
 from fxpipe.compiler.stage_counts import all_stages, cluster_of
 from fxpipe.compiler.tensor_ownership import check_state_of_replicas
+from fxpipe.cost.analytic import work_for_any_size
+from fxpipe.cost.batch_order import BatchPlanner
 from fxpipe.errors import (
     CaptureError,
     LimitError,
@@ -147,6 +149,30 @@ def fastest_mesh(tried: Sequence[TriedMesh]) -> TriedMesh:
         )
     levels = ("", *SHARDS)
     return min(possible, key=lambda one: (float(f"{one.seconds:.9g}"), levels.index(one.mesh.shard)))
+
+
+def planner_of(
+    request: Compilation, step: CapturedStep, mesh: Mesh, phase: Phases
+) -> tuple[BatchPlanner, float]:
+    """Orders for microbatches of any lengths on a mesh that fits, and the seconds that the exchanges of its
+    replicas take behind the last op.
+
+    step: of ``planned_step``, with names for dimensions.
+    """
+    search = _Search(request, step, phase, None)
+    tried = search.tried(mesh, inf)
+    if not search.choices:
+        raise ScheduleError(f"The mesh {mesh} does not fit: {tried.why or 'it needs more memory'}.")
+    placed, problem = search.choices[0].placed, search.choices[0].result.problem
+    timeline, options = search.choices[0].result.timeline, request.options
+    assert placed.cut.resized is not None, "dimensions have names"
+    cluster = cluster_of(replace(options, mesh=mesh), request.device, (), step.captured.graph)
+    sections = placed.live, placed.cut.graph, placed.cut.resized
+    work = work_for_any_size(*sections, cluster, placed.ranks, options.compiled)
+    limits = problem.limits if problem.is_limited else timeline.peak_memory
+    changes = bool(graph_outputs(placed.cut.graph).buffers)
+    planner = BatchPlanner(timeline.schedule, problem.costs, work, tuple(limits), changes)
+    return planner, timeline.exposed_exchange
 
 
 @dataclass(eq=False)

@@ -17,7 +17,7 @@ from fxpipe.cost.nodes import NodeSeconds, bytes_moved, is_free, sent_between_la
 from fxpipe.cost.polynomials import Polynomial, Sizes
 from fxpipe.ir.builder import node_arg
 from fxpipe.ir.liveness import Liveness
-from fxpipe.ir.ops import BEGIN_EXCHANGES, node_flops
+from fxpipe.ir.ops import BEGIN_EXCHANGES, is_of_documents, node_flops
 from fxpipe.ir.resized import ResizedTraces
 from fxpipe.ir.storage import call_nodes, node_bytes
 from fxpipe.plan.work import BETWEEN_LANES, VIEW, PlanWork, Rates, StageWork, Terms, Work
@@ -113,22 +113,30 @@ def work_for_any_size(
 
     def work(stage: int, phase: Phase) -> tuple[Work, ...]:
         # Layers are alike, so a few terms with a number stand for thousands of ops.
-        alike: Counter[tuple[Polynomial, Polynomial, str, str]] = Counter()
+        alike: Counter[tuple[Polynomial, Polynomial, str, str, bool]] = Counter()
         ops, fused = kernels_of(live.ops[Color(stage, phase)], phase, compiled)
         for kernel in fused:
-            alike[0, kernel.bytes_moved(sizes.bytes), "float32", "move"] += 1
+            alike[0, kernel.bytes_moved(sizes.bytes), "float32", "move", False] += 1
         for node in ops:
             kind = kind_of(node)
             if kind == VIEW and not is_free(node):
-                alike[0, 0, "float32", kind] += 1
+                alike[0, 0, "float32", kind, False] += 1
             elif kind == BETWEEN_LANES:
-                alike[0, sent_between_lanes(node, sizes.bytes), "float32", kind] += 1
+                alike[0, sent_between_lanes(node, sizes.bytes), "float32", kind, False] += 1
             elif not is_free(node):
                 flops, moved = node_flops(node, sizes.shapes), bytes_moved(node, sizes.bytes)
-                alike[flops, moved, arithmetic_of(node), kind] += 1
+                alike[flops, moved, arithmetic_of(node), kind, is_of_documents(node)] += 1
         return tuple(
-            Work(n, sizes.terms(f), sizes.terms(b), devices[stage].rate(arithmetic, kind), arithmetic, kind)
-            for (f, b, arithmetic, kind), n in alike.items()
+            Work(
+                count=n,
+                flops=sizes.terms(f),
+                bytes=sizes.terms(b),
+                rate=devices[stage].rate(arithmetic, kind),
+                arithmetic=arithmetic,
+                kind=kind,
+                packed=packed,
+            )
+            for (f, b, arithmetic, kind, packed), n in alike.items()
         )
 
     def size(roots: Iterable[fx.Node]) -> Terms:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import inf
+from typing import Self
 
-from fxpipe.cost.plan_costs import costs_of
 from fxpipe.errors import SizeError
 from fxpipe.plan.artifact import Plan
 from fxpipe.plan.step import NamedLength, allowed
+from fxpipe.plan.work import PlanWork
 from fxpipe.schedule.costs import Costs
 from fxpipe.schedule.ops import Schedule
 from fxpipe.schedule.search.uneven import LOOKS_A_SECOND, WORK, Uneven
@@ -20,41 +22,65 @@ _Lengths = tuple[tuple[str, int], ...]
 
 @dataclass(frozen=True, eq=False)
 class BatchPlanner:
-    """Orders for the stages and the memory of a plan whose dimensions have names."""
+    """Orders for microbatches of any lengths on the stages of a schedule, within a memory for activations.
 
-    plan: Plan
+    ``schedule``: for microbatches as the example, of which ``example`` has the costs.  ``work``: those at
+    other lengths; without it they are those of the example, as of an evaluation.  ``limits``: of each rank.
+    ``in_order``: whether microbatches must come in theirs.
+    """
 
-    def timeline(self, lengths: Sequence[Mapping[str, int]]) -> Timeline:
+    schedule: Schedule
+    example: Costs
+    work: PlanWork | None
+    limits: tuple[float, ...]
+    in_order: bool = False
+    _costs: dict[tuple[_Lengths, float], Costs] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, plan: Plan) -> Self:
+        """Without limits, those of a plan's own order are its memory at the example's lengths."""
+        limits = plan.limits or plan.prediction.peak_memory
+        return cls(plan.ordered, plan.costs, plan.work, limits, bool(plan.changed))
+
+    @cached_property
+    def without_limits(self) -> BatchPlanner:
+        return replace(self, limits=(inf,) * len(self.limits))
+
+    def timeline(self, lengths: Sequence[Mapping[str, int]], shares: Sequence[float] = ()) -> Timeline:
         """The fastest order for microbatches of these lengths, simulated.
 
-        It holds no more memory for activations than the plan's limits or, without a limit, the plan's own
-        order at the example's lengths.
+        shares: of each, see ``costs``; without them a microbatch is one document.
+        Raises ScheduleError where one of them does not fit the limits.
         """
-        plan, schedule = self.plan, self.plan.ordered
+        schedule = self.schedule
         problem = Uneven(
-            tuple(map(self.costs, lengths)),
-            plan.placement,
-            plan.limits or plan.prediction.peak_memory,
+            tuple(map(self.costs, lengths, shares or [1.0] * len(lengths))),
+            schedule.placement,
+            self.limits,
             schedule.joined,
-            in_order=bool(plan.changed),
+            in_order=self.in_order,
         )
-        static = schedule.order if len(lengths) == plan.step.microbatches else None
+        static = schedule.order if len(lengths) == schedule.microbatches else None
         # The search takes no longer than the step: of short ones little can be gained.
         order = problem.best(static, min(WORK, int(problem.bound * LOOKS_A_SECOND)))
         name = schedule.name if order is static else f"{schedule.name} by lengths"
-        return problem.timeline(Schedule(name, plan.placement, len(lengths), order), plan.costs)
+        return problem.timeline(Schedule(name, schedule.placement, len(lengths), order), self.example)
 
-    def costs(self, lengths: Mapping[str, int]) -> Costs:
-        """The costs of a microbatch of these lengths, found once for each."""
-        key = tuple(lengths.items())
+    def costs(self, lengths: Mapping[str, int], share: float = 1.0) -> Costs:
+        """The costs of a microbatch of these lengths, found once for each.
+
+        share: of attention of packed documents, the squares of their lengths relative to that of all tokens.
+        """
+        key = tuple(lengths.items()), share if self._has_packed else 1.0
         if key not in self._costs:
-            # Of an evaluation they are those of the example, whatever the lengths.
-            self._costs[key] = costs_of(self.plan, None if self.plan.work is None else lengths)
+            self._costs[key] = (
+                self.example if self.work is None else self.work.costs(self.example, lengths, key[1])
+            )
         return self._costs[key]
 
     @cached_property
-    def _costs(self) -> dict[_Lengths, Costs]:
-        return {}
+    def _has_packed(self) -> bool:
+        return self.work is not None and self.work.has_packed
 
 
 def named_lengths(

@@ -95,7 +95,7 @@ def kind_of(node: fx.Node) -> str:
 def _kind_of_target(target: object) -> str:
     packet = getattr(target, "overloadpacket", target)
     name = getattr(packet, "__name__", str(packet)).removesuffix("_")
-    if "attention" in name:
+    if "attention" in name or "_attn" in name:
         return "attention backward" if "backward" in name else "attention"
     if name in _KIND_OF:
         return _KIND_OF[name]

@@ -19,6 +19,15 @@ from fxpipe.runtime.program.lanes import SUM_OF_LANES as SUM_OF_LANES
 
 aten = torch.ops.aten
 
+#: Attention of packed documents -> the first of its arguments that is the queries, and its products with the
+#: width of queries and with that of values.  torch's formulas read boundaries, where costs have sizes alone.
+_OF_DOCUMENTS: dict[str, tuple[int, int, int]] = {
+    "varlen_attention": (0, 1, 1),
+    "varlen_attention_backward": (1, 3, 2),
+    "_varlen_attn": (0, 1, 1),
+    "_varlen_attn_backward": (1, 3, 2),
+}
+
 #: Attention on a CPU, which torch's table of FLOPs lacks, and the op with its arguments that has them.
 _COUNTED_AS: dict[object, Any] = {
     aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
@@ -33,16 +42,33 @@ def node_flops(node: fx.Node, value: Callable[[fx.Node], Any] = lambda n: n.meta
 
     value: a node's value, with tensors or with shapes that may be polynomials; the result is as they are.
     """
+    packet = _packet(node.target)
+    documents = _OF_DOCUMENTS.get(packet)
     formula = next(filter(None, map(flop_registry.get, _counted_as(node.target))), None)
-    if formula is None:
+    if formula is None and documents is None:
         return 0
     args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), value)
-    if "scaled_dot_product" in (name := node.target.__name__):  # type: ignore[union-attr]
-        args = _with_all_heads(args, 1 if "backward" in name else 0)
-    flops = formula(*args, **kwargs, out_val=value(node))
+    if documents is not None:
+        flops = _flops_of_one_document(args, *documents)
+    else:
+        if "scaled_dot_product" in packet:
+            args = _with_all_heads(args, 1 if "backward" in packet else 0)
+        flops = formula(*args, **kwargs, out_val=value(node))  # type: ignore[misc]  # it is one
     if not is_causal(node):
         return flops
     return flops // 2 if isinstance(flops, int) else flops * Fraction(1, 2)
+
+
+def _packet(target: object) -> str:
+    """The name of an op without its overload."""
+    return getattr(getattr(target, "overloadpacket", None), "__name__", "")
+
+
+def _flops_of_one_document(args: Sequence[Any], first: int, of_queries: int, of_values: int) -> Any:
+    """FLOPs of attention where all tokens are one document, the most that they can be."""
+    query, key, value = (getattr(x, "shape", x) for x in args[first : first + 3])
+    tokens, heads, size = query
+    return 2 * heads * tokens * key[0] * (of_queries * size + of_values * value[2])
 
 
 @cache
@@ -64,7 +90,13 @@ def begins_backward(node: fx.Node) -> bool:
 
 def is_causal(node: fx.Node) -> bool:
     """Whether the op is an attention that looks at earlier positions alone, half of the square."""
-    return argument(node, "is_causal") is True
+    is_window = is_of_documents(node) and argument(node, "right") == 0
+    return is_window or argument(node, "is_causal") is True
+
+
+def is_of_documents(node: fx.Node) -> bool:
+    """Whether the op is an attention of packed documents, whose FLOPs depend on their lengths."""
+    return _packet(node.target) in _OF_DOCUMENTS
 
 
 def is_masked(node: fx.Node) -> bool:

@@ -347,7 +347,9 @@ class Artifact:
     microbatches, ``tried``, and the edges of ``costs``.  ``ask``: gives them the whole plan; ``number``: that
     of the whole plan.  ``captured``: the captured step as JSON (``captured.py``), on rank 0 alone; empty
     where an earlier version saved it.  ``write_step``: the step for the lengths of each microbatch of a
-    batch, on rank 0 alone; None where they all have the example's, and of a pipeline that was loaded.
+    batch, on rank 0 alone, or None for that of the programs; None where these take the example's lengths
+    alone.  ``steps``: what it writes from, as JSON (``compiler/step_writer.py``), on rank 0 alone; empty
+    where there is none.
     """
 
     plan: Plan
@@ -356,7 +358,8 @@ class Artifact:
     number: int
     ask: Callable[[], Plan] | None = None
     captured: str = ""
-    write_step: Callable[[Sequence[Mapping[str, int]]], OrderedStep] | None = None
+    steps: str = ""
+    write_step: Callable[[Sequence[Mapping[str, int]]], OrderedStep | None] | None = None
 
     @cached_property
     def whole_plan(self) -> Plan:

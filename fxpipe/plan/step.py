@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Annotated, Literal, NamedTuple
 
 from fxpipe.plan.tensors import Dtype, FloatingDtype, Shape, Size
@@ -176,6 +178,15 @@ class StepSpec:
     def batch_at(self, lengths: Mapping[str, int]) -> BatchSpec:
         """The leaves of a microbatch of these lengths, all of them named."""
         return self.batch.with_lengths({each.example: lengths[each.name] for each in self.lengths})
+
+    def tokens(self, lengths: Iterable[Mapping[str, int]]) -> int:
+        """The number of what ``counted`` counts in microbatches of these lengths."""
+        numbers = Counter(tuple(each.items()) for each in lengths)
+        return sum(number * self._tokens(dict(each)) for each, number in numbers.items())
+
+    def _tokens(self, lengths: Mapping[str, int]) -> int:
+        leaves = self.batch_at(lengths).leaves
+        return prod(counted((leaf.shape or (), leaf.dtype) for leaf in leaves)[1])
 
     def with_microbatches(self, number: int) -> StepSpec:
         """The data of a step of another number of microbatches."""

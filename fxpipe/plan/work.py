@@ -87,7 +87,8 @@ class Rates:
 @dataclass(frozen=True)
 class Work:
     """``count`` equal ops, each with its FLOPs and bytes; ``rate``: FLOPs per second for their arithmetic.
-    ``kind``: of op, as ``cost.kinds`` has it.  ``bytes``: of an op between lanes those that a lane sends."""
+    ``kind``: of op, as ``cost.kinds`` has it.  ``bytes``: of an op between lanes those that a lane sends.
+    ``packed``: attention of packed documents, with the FLOPs of one that has all tokens."""
 
     count: Length
     flops: Terms
@@ -95,10 +96,14 @@ class Work:
     rate: Rate
     arithmetic: str
     kind: str = ""
+    packed: bool = False
 
-    def seconds(self, lengths: Sequence[Amount], rates: Rates, largest: Callable[..., Amount]) -> Amount:
-        """The seconds of one of the ops."""
+    def seconds(
+        self, lengths: Sequence[Amount], rates: Rates, largest: Callable[..., Amount], share: float = 1.0
+    ) -> Amount:
+        """The seconds of one of the ops.  share: of the FLOPs of packed documents."""
         flops, moved = value_at(self.flops, lengths), value_at(self.bytes, lengths)
+        flops = flops * share if self.packed and share < 1 else flops
         if self.kind == BETWEEN_LANES:
             return rates.latency + moved / rates.link
         roofline = self.rate, rates.memory, rates.launch
@@ -181,10 +186,17 @@ class PlanWork:
             stages.append(replace(cost, **times, **_held(work, lengths)))
         return replace(costs, stages=tuple(stages), edges=self._edges(costs, lengths))
 
-    def costs(self, costs: Costs, sizes: Mapping[str, int]) -> Costs:
+    @property
+    def has_packed(self) -> bool:
+        """Whether it has attention of packed documents."""
+        stages = ((*stage.forward, *stage.backward, *stage.weight) for stage in self.stages)
+        return any(op.packed for ops in stages for op in ops)
+
+    def costs(self, costs: Costs, sizes: Mapping[str, int], share: float = 1.0) -> Costs:
         """The costs at other lengths, from ``costs`` at the example's: bytes are exact, and times, analytic
         or measured, are scaled by the ratio of the analytic ones.
 
+        share: the squares of the lengths of packed documents, relative to that of all tokens.
         Raises SizeError for an unknown name and for a length below one.
         """
         old, new = (
@@ -192,7 +204,7 @@ class PlanWork:
         )
         stages = []
         for stage, (cost, work) in enumerate(zip(costs.stages, self.stages, strict=True)):
-            before, after = (self.stage(stage, lengths, max) for lengths in (old, new))
+            before, after = self.stage(stage, old, max), self.stage(stage, new, max, share)
             times = {
                 phase: getattr(cost, phase) * (getattr(after, phase) / getattr(before, phase))
                 for phase in PHASE_FIELDS
@@ -216,13 +228,15 @@ class PlanWork:
     def rates_of(self, stage: int) -> Rates:
         return self.stage_rates[stage] if self.stage_rates else self.rates
 
-    def stage(self, stage: int, lengths: Sequence[Amount], largest: Callable[..., Amount]) -> Expressions:
+    def stage(
+        self, stage: int, lengths: Sequence[Amount], largest: Callable[..., Amount], share: float = 1.0
+    ) -> Expressions:
         none, work, rates = 0 * lengths[0], self.stages[stage], self.rates_of(stage)
 
         def seconds(ops: tuple[Work, ...]) -> Amount:
             # A phase without ops is no section.
             overhead = rates.stage_overhead if ops else 0
-            times = (op.count * op.seconds(lengths, rates, largest) for op in ops)
+            times = (op.count * op.seconds(lengths, rates, largest, share) for op in ops)
             return sum(times, start=none + overhead)
 
         ops = (*work.forward, *work.backward, *work.weight)

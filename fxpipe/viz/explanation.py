@@ -135,7 +135,7 @@ def _longer(candidate: Tried, plan: Plan) -> str:
 def _memory(plan: Plan) -> Table:
     """The memory of each rank: of many, the first and the last."""
     head, *rows = memory_rows(rank_memory(plan, plan.prediction.peak_memory), plan.memory_limit)
-    table = _plain_table(*head)
+    table = plain_table(*head)
     for column in table.columns:
         column.justify = "right"
     add_ends(table, rows)
@@ -189,7 +189,7 @@ def _table(plan: Plan) -> Table:
     many = any(candidate.period is not None for candidate in tried)
     names = ["schedule", *["vocabulary"] * heads, *["recomputed"] * again]
     figures_of = ("step", *["of many"] * many, "longer", "span bubble", "activations")
-    table = _plain_table(*names, *["offloaded"] * moved, *figures_of)
+    table = plain_table(*names, *["offloaded"] * moved, *figures_of)
     table.caption = "x 2: two stages a rank; v: placed down the ranks and back"
     table.columns[0].no_wrap = True
     for column in table.columns[len(names) :]:
@@ -208,7 +208,7 @@ def _table(plan: Plan) -> Table:
     return table
 
 
-def _plain_table(*names: str) -> Table:
+def plain_table(*names: str) -> Table:
     """A table with a line below its head alone, which leaves more of 80 columns."""
     table = Table(*names, box=SIMPLE_HEAD, pad_edge=False, show_edge=False, collapse_padding=True)
     table.caption_justify = "left"
@@ -225,7 +225,7 @@ def mesh_table(
     more: further columns, of what a mesh with a simulated step has.
     """
     names = "mesh", "divided", "schedule", "step", "memory", *(more or {})
-    table = _plain_table(*names)
+    table = plain_table(*names)
     has_lanes = any(one.mesh.lanes > 1 for one in tried)
     sizes = "ranks x replicas x lanes" if has_lanes else "ranks x replicas"
     table.caption = f"mesh: {sizes}; *: chosen; ≥: left out, it takes at least"

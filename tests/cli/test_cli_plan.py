@@ -5,8 +5,10 @@ import json
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn import functional as F
 
+import fxpipe
 from fxpipe.api.arguments import DOCS
 from fxpipe.cli import main
 from fxpipe.cost.known_devices import peak_rate
@@ -58,12 +60,34 @@ class Attention(nn.Module):
         return x.square().mean()
 
 
+def over(model, mesh):
+    parallelize_module(model, mesh, fxpipe.ContextParallel({"ids": 1}))
+
+
 def attention():
     return Attention(0.0), (torch.zeros(2, 256, 128),)
 
 
 def attention_with_dropout():
     return Attention(0.1), (torch.zeros(2, 256, 128),)
+
+
+def test_steps_of_samples_of_a_distribution(capsys):
+    """For the fastest mesh, beside its step of microbatches that are as long as the example."""
+    given = ["--ranks", "2", "--replicas", "2", "--microbatches", "8", "--dimension", f"length={LENGTH}"]
+    (entry,) = planned(capsys, *given, "--lengths", "lognormal:mean=40,sigma=1", "--seed", "5")
+    assert (entry["steps"], entry["samples"], entry["seed"]) == (4, 8 * ROWS * 2, 5)
+    longest, buckets, *packed = entry["ways"]
+    assert [way["way"] for way in packed] == ["packed to 64", "packed to 128", "packed to 256"]
+    (mesh,) = entry["meshes"][:1]
+    full = mesh["seconds"] * 1.01
+    # Samples that are padded take no longer than the example's length, and less where they are packed.
+    assert full >= longest["seconds"] > buckets["seconds"] > min(way["seconds"] for way in packed)
+    assert all(way["filled"] > buckets["filled"] > longest["filled"] for way in packed[:1])
+    assert main([*GIVEN, *given, "--lengths", "40,41", "--tokens", "80"]) == 0
+    assert "packed to 80 *" in capsys.readouterr().out
+    assert main([*GIVEN, "--ranks", "2", "--microbatches", "8", "--lengths", "40"]) != 0
+    assert "--lengths needs one --dimension NAME=N" in capsys.readouterr().err
 
 
 GIVEN = ["plan", "--model", f"{__name__}:words", "--device", "H100", "--schedule", "1f1b"]
@@ -96,6 +120,25 @@ def test_fused_kernels_and_post_validation(capsys):
     # A step of many has its update, and the copies that undo it.
     assert ahead["seconds"] > plain["seconds"]
     assert ahead["memory"] > plain["memory"]
+
+
+def test_lanes_are_compared_as_ranks_are(capsys):
+    given = ["--devices", "8", "--nodes", "2", "--batch", "64"]
+    here = [f"{__name__}:over"]
+    (entry,) = planned(capsys, *given, "--lanes", "1,2,4", "--parallelize", *here)
+    sizes = [(one["ranks"], one["replicas"], one["lanes"]) for one in entry["meshes"]]
+    assert {ranks * replicas * lanes for ranks, replicas, lanes in sizes} == {8}
+    assert {lanes for *_, lanes in sizes} == {1, 2, 4}
+    (alone,) = planned(capsys, *given, "--lanes", "4", "--parallelize", *here)
+    assert {one["lanes"] for one in alone["meshes"]} == {4}
+    # Four lanes do the arithmetic of one device in less than its time, and not in a quarter of it.
+    (plain,) = planned(capsys, "--devices", "2", "--batch", "64")
+    four, one = (
+        next(row for row in each["meshes"] if (row["ranks"], row["shard"]) == (1, "optimizer"))
+        for each in (alone, plain)
+    )
+    assert one["seconds"] / 4 < four["seconds"] < one["seconds"]
+    assert all(one["mfu"] < 1 for one in entry["meshes"] if one["seconds"])
 
 
 def test_sizes_are_planned_without_another_trace(capsys):
@@ -168,6 +211,14 @@ def test_samples_where_the_example_has_no_tokens(capsys):
         (["--devices", "4"], "Give microbatches, of each replica, or batch"),
         (["--devices", "4", "--batch", "32", "--nodes", "3"], "4 devices are no multiple of 3 nodes"),
         (["--devices", "4", "--batch", "32", "--device", "H1000"], "'H1000'"),
+        (
+            ["--devices", "4", "--batch", "32", "--lanes", "1,2"],
+            "--lanes of several numbers and --parallelize",
+        ),
+        (
+            [*("--devices", "4", "--batch", "32", "--lanes", "3"), "--parallelize", f"{__name__}:over"],
+            "3 lanes share a machine: 4 devices on 1 node are no multiple of them",
+        ),
         (["--devices", "4", "--batch", "32", "--schedule", "2f2b"], "Unknown schedule '2f2b'"),
         (["--devices", "4", "--batch", "32", "--size", "length=8"], "No dimension is called 'length'"),
         (["--devices", "4", "--batch", "32", "--model", f"{__name__}:none"], "There is no function"),

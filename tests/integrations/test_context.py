@@ -94,13 +94,14 @@ def batch(microbatches: int) -> dict[str, torch.Tensor]:
     return {"ids": ids, "labels": labels}
 
 
-def compiled(lanes: int, model: nn.Module, experts: str = "", **options) -> fxpipe.Pipeline:
+def compiled(lanes: int, model: nn.Module, experts: str = "", more=(), **options) -> fxpipe.Pipeline:
+    """more: of what is divided beside the tokens."""
     whole = copy.deepcopy(model.state_dict())
     with fxpipe.local_lanes(lanes) as mesh:
         if experts:
             style = fxpipe.ExpertParallel(tokens=experts, counts=True)
             parallelize_module(model, mesh, {"blocks.*.experts": style})
-        parallelize_module(model, mesh, fxpipe.ContextParallel({"ids": 1}))
+        parallelize_module(model, mesh, fxpipe.ContextParallel(dict.fromkeys(["ids", *more], 1)))
         assert model.head.weight is model.words.weight
         options = {"ranks": 2, "microbatches": 3, "schedule": "zb-h1", "effort": 0.1} | options
         pipe = fxpipe.compile(model, batch(1), **options)
@@ -153,6 +154,14 @@ def test_a_layer_exchanges_heads_twice():
     assert programs.count("all_to_all(") == 8
     assert "all_gather(" not in programs
     assert pipe.check().problems == ()
+
+
+def test_labels_may_be_divided():
+    check_against_eager(compiled(2, Decoder(), more=["labels"]), Decoder())
+
+
+def test_the_vocabulary_is_split_over_the_ranks():
+    check_against_eager(compiled(2, Decoder(), vocab_parallel=True), Decoder())
 
 
 def test_outputs_are_whole():

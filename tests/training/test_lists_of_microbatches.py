@@ -1,8 +1,10 @@
 """Steps of microbatches with lengths of their own, against eager PyTorch."""
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import replace
+from operator import le
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from torch.nn import functional as F
 import fxpipe
 from fxpipe.certificate.check import check
 from fxpipe.cli import main
+from fxpipe.compiler.step_writer import with_writer
 from fxpipe.plan.captured import CapturedStep
 from fxpipe.schedule.ops import order_text
 
@@ -83,13 +86,8 @@ def test_programs_hold_the_length_as_a_name(pipe):
 def test_schedules_memory_and_replicas(options):
     pipe = words(**options)
     replicas, number = pipe.plan.replicas, pipe.plan.step.microbatches
-    # What offloads keeps the number that its transfers were planned for.
-    for each in (number,) if "offload" in options else (number, 5):
+    for each in (number, 5):
         check_step(pipe, [microbatch(2 + 5 * k % 14) for k in range(each * replicas)])
-    if "offload" in options:
-        message = "5 microbatches, .* written for 4: .* offloads"
-        with pytest.raises(fxpipe.BatchError, match=message):
-            pipe.run_local([microbatch(5)] * 5)
 
 
 def test_the_order_of_a_batch_is_the_captured_step(pipe):
@@ -120,6 +118,19 @@ def test_a_step_holds_no_more_than_the_plan_predicts(pipe):
         for measured, expected, limit in zip(result.peak_saved, simulated, most, strict=True):
             assert measured == pytest.approx(expected, rel=0.05)
             assert expected <= limit * (1 + 1e-9)
+
+
+def test_a_pipeline_that_offloads(tmp_path):
+    """Another order than the plan's offloads nothing, and holds no more than that; also of a loaded one."""
+    pipe = words(schedule="zb-h1", microbatches=4, offload=True)
+    pipe.save(tmp_path / "saved")
+    for each in (pipe, fxpipe.load(tmp_path / "saved")):
+        assert each.artifact.write_step([{"sequence": 16}] * 4) is None
+        for lengths in ((5, 16, 2, 9), (16, 16, 3, 16, 16)):
+            batch = [microbatch(n) for n in lengths]
+            check_step(each, batch)
+            peaks = each.run_local(batch, measure_memory=True).peak_saved
+            assert all(map(le, peaks, [1.05 * x for x in each.plan.prediction.peak_memory]))
 
 
 def test_simulated_lengths_that_are_no_lengths(pipe):
@@ -226,9 +237,58 @@ def test_saved_and_loaded(pipe, tmp_path):
     assert loaded.lengths == pipe.lengths
     batch = [microbatch(length) for length in LISTS[0]]
     torch.testing.assert_close(loaded.run_local(batch).grads, pipe.run_local(batch).grads)
-    with pytest.raises(fxpipe.BatchError, match="a pipeline that was loaded"):
-        loaded.run_local(batch[:2])
     assert loaded.simulate(lengths=[3, 9]).seconds == pipe.simulate(lengths=[3, 9]).seconds
+    lengths = [{"sequence": n} for n in (16, 2, 9, 7)]
+    loaded.save(tmp_path / "again")
+    for each in (loaded, fxpipe.load(tmp_path / "again")):
+        assert each.artifact.write_step(lengths) == pipe.artifact.write_step(lengths)
+        check_step(each, [microbatch(n) for n in (16, 2, 9, 7)])
+
+
+def test_saved_programs_that_were_edited(pipe, tmp_path):
+    """An edited step runs, and takes the plan's number; other edits leave batches their own orders."""
+    pipe.save(tmp_path / "saved")
+    program, batch = tmp_path / "saved" / "rank1.py", [microbatch(n) for n in (5, 16, 2)]
+    whole = program.read_text()
+    program.write_text(whole.replace("import torch\n", "import torch  # edited\n", 1))
+    with pytest.warns(UserWarning, match="was edited"):
+        check_step(fxpipe.load(tmp_path / "saved"), batch[:2])
+    program.write_text(whole.replace("def F1(m):", "def F1(m):  # edited"))
+    with pytest.warns(UserWarning, match="was edited"):
+        loaded = fxpipe.load(tmp_path / "saved")
+    check_step(loaded, batch)
+    with pytest.raises(fxpipe.BatchError, match=r"2 microbatches, .* whose step was edited"):
+        loaded.run_local(batch[:2])
+
+
+def test_a_saved_pipeline_of_an_earlier_version(pipe, tmp_path):
+    """Without what steps are written from it takes the plan's number of microbatches."""
+    pipe.save(tmp_path / "saved")
+    (tmp_path / "saved" / "steps.json").unlink()
+    sums = tmp_path / "saved" / "rank0.sha256"
+    sums.write_text("".join(x for x in sums.read_text().splitlines(True) if "steps.json" not in x))
+    loaded = fxpipe.load(tmp_path / "saved")
+    check_step(loaded, [microbatch(n) for n in (5, 16, 2)])
+    with pytest.raises(fxpipe.BatchError, match="that an earlier version saved"):
+        loaded.run_local([microbatch(5)] * 2)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        ('"format":1', '"format":2', "does not fit plan.json"),
+        ('"stage":1', '"stage":7', "does not fit plan.json"),
+        ('"edges":[', '"edges":[],"edges":[', "is damaged: has the key 'edges' twice"),
+        ('"lists_in"', '"lists"', r"is damaged: parts.calls\[0\].lists_in is missing"),
+        ('"before":[', '"before":[{"once":null,"counts":null},', "does not fit plan.json"),
+    ],
+)
+def test_damaged_parts_of_steps(pipe, tmp_path, before, after, message):
+    text = pipe.artifact.steps
+    assert before in text
+    artifact = replace(pipe.artifact, steps=text.replace(before, after))
+    with pytest.raises(fxpipe.ArtifactError, match=f"steps.json {message}"):
+        with_writer(artifact, "steps.json")
 
 
 def test_the_command_shows_the_order_of_a_batch(pipe, tmp_path, capsys):
@@ -245,21 +305,38 @@ def test_the_command_shows_the_order_of_a_batch(pipe, tmp_path, capsys):
     samples = [*saved, "--lengths", "3,2,9,4,4", "--tokens", "8"]
     assert main(samples) == 0
     out = capsys.readouterr().out
-    assert "5 samples of 2 to 9 tokens, in 3 microbatches: " in out
-    assert "each padded to the longest, 5 microbatches: " in out
-    assert "packed to 16 tokens, 2 microbatches: " in out
+    assert "\n5 samples of 2 to 9 tokens, 4.4 on average\n" in out
+    assert re.search(r"padded to the longest +3 +41% .* longest sample", out)
+    assert re.search(r"packed to 16 .* tokens", out)
     assert main([*samples, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["lengths"] == [9, 8, 5]
-    assert found["other_seconds"]["each padded to the longest"] == pipe.simulate(lengths=[9] * 5).seconds
+    # Rows of 9, 8 and 5 tokens, two in a microbatch.
+    assert found["lengths"] == [9, 5]
+    longest, _, packed, _ = found["ways"]
+    assert longest["seconds"] == pipe.simulate(lengths=[9] * 3).seconds
+    assert packed["seconds"] == found["seconds"] == pipe.simulate(lengths=[9, 5]).seconds
+    assert packed["tokens_per_second"] == pytest.approx(22 / found["seconds"])
+    assert main([*saved, "--lengths", "lognormal:mean=6,sigma=1", "--seed", "3"]) == 0
+    out = capsys.readouterr().out
+    assert "4 steps drawn from lognormal:mean=6,sigma=1, seed 3: each of 6 samples of " in out
     for wrong, message in (
         (["--tokens", "3", "--schedule", "1f1b"], "--tokens needs --lengths"),
+        (["--samples", "3", "--schedule", "1f1b"], "--samples needs --lengths"),
+        (["--lengths", "99", "--tokens", "9"], "A sample has 99 tokens, and the example 16"),
         (["--lengths", "3,x"], "'3,x' is no list of lengths"),
         (["--lengths", "3", "--schedule", "1f1b"], "--lengths and --schedule exclude each other"),
         (["--lengths", "99"], "lengths[0] has sequence 99"),
     ):
         assert main([*saved, *wrong]) != 0
         assert message in capsys.readouterr().err
+
+
+def test_figures_count_the_tokens_of_lists():
+    pipe = words(ranks=1)
+    for lengths in ((5, 16, 2), (9, 3)):
+        pipe.step([microbatch(n) for n in lengths])
+    found = pipe.figures()
+    assert found["tokens/s"] == pytest.approx(2 * (23 + 12) / 2 / found["seconds"])
 
 
 def test_evaluation():

@@ -35,7 +35,7 @@ _VIEWS = {aten.view, aten._unsafe_view, aten.reshape, aten.expand, aten.squeeze,
 _ALONG = _SUMS | {
     aten.all, aten.amax, aten.amin, aten.any, aten.argmax, aten.argmin, aten.cat, aten.cumsum, aten.flip,
     aten.gather, aten.index_select, aten.max, aten.min, aten.prod, aten.select, aten.slice, aten.sort,
-    aten.squeeze, aten.stack, aten.topk, aten.unsqueeze,
+    aten.split, aten.split_with_sizes, aten.squeeze, aten.stack, aten.topk, aten.unsqueeze,
 }  # fmt: skip
 #: A number that is added to a count, so that nothing is divided by zero, is at most this.
 LARGEST_EPSILON = 1e-3
@@ -83,6 +83,8 @@ def _is_linear(node: fx.Node, rows: Mapping[fx.Node, Rows]) -> bool:
             return bool(dtype.is_floating_point or not node.args[0].meta["val"].is_floating_point())  # type: ignore
         case _ if packet in _COPIES | _VIEWS | {aten.neg, aten.sum, aten.mean, aten.select}:
             return True
+        case _ if is_sum_of_lanes(node):
+            return True
         case aten.add:
             number = node.args[1] if isinstance(node.args[1], int | float) else 1
             return all(summed[:2]) or (summed[0] and abs(number) <= LARGEST_EPSILON)
@@ -97,6 +99,15 @@ def _is_linear(node: fx.Node, rows: Mapping[fx.Node, Rows]) -> bool:
         case aten.stack | aten.cat:
             return all(rows[x] is Rows.SUMMED for x in input_nodes(node))
     return False
+
+
+def is_sum_of_lanes(node: fx.Node) -> bool:
+    """Whether an op adds what lanes have, or waits for that."""
+    op: OpOverload = node.target  # type: ignore[assignment]
+    if getattr(op, "namespace", "") != "_c10d_functional":
+        return False
+    name = op.overloadpacket.__name__
+    return name == "wait_tensor" or (name == "all_reduce" and node.args[1] in ("sum", "avg"))
 
 
 def _of_rows(node: fx.Node, rows: Mapping[fx.Node, Rows], number: int) -> Rows:

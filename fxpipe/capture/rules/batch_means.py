@@ -28,8 +28,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpipe.capture.reads.row_sums import Rows, named_dims, rows_in
-from fxpipe.capture.rules.joined_rows import is_sum_of_lanes, joining_ops
+from fxpipe.capture.reads.row_sums import Rows, is_sum_of_lanes, named_dims, rows_in
+from fxpipe.capture.rules.joined_rows import joining_ops
 from fxpipe.ir.builder import Calls, node_arg
 from fxpipe.ir.graph import Kind, batch_mean
 from fxpipe.ir.nodes import copy_node, input_nodes

@@ -19,7 +19,7 @@ from enum import Enum
 import torch
 from torch import fx
 
-from fxpipe.capture.reads.row_sums import named_dims
+from fxpipe.capture.reads.row_sums import is_sum_of_lanes, named_dims
 from fxpipe.ir.builder import node_arg
 from fxpipe.ir.compat import OpOverload
 from fxpipe.ir.graph import Kind
@@ -127,15 +127,6 @@ def _rows_of(node: fx.Node, rows: Mapping[fx.Node, _Rows]) -> _Rows:
     is_linear |= is_sum_of_lanes(node)
     is_linear |= packet is aten.div and summed[:1] == [True] and not any(summed[1:])
     return _Rows.SUMMED if is_linear else _Rows.JOINED
-
-
-def is_sum_of_lanes(node: fx.Node) -> bool:
-    """Whether an op adds what lanes have, or waits for that."""
-    op: OpOverload = node.target  # type: ignore[assignment]
-    if getattr(op, "namespace", "") != "_c10d_functional":
-        return False
-    name = op.overloadpacket.__name__
-    return name == "wait_tensor" or (name == "all_reduce" and node.args[1] in ("sum", "avg"))
 
 
 def _of_rows(node: fx.Node, rows: Mapping[fx.Node, _Rows]) -> _Rows:

@@ -8,8 +8,8 @@ from enum import Enum
 from itertools import groupby
 from typing import NamedTuple
 
-from fxpipe.codegen.rank_plan import RankPlan
 from fxpipe.codegen.step.instruction_text import Line, OfMicrobatch, lines_of, place
+from fxpipe.codegen.step.step_plan import StepPlan
 from fxpipe.ir.names import unused
 from fxpipe.schedule.lowering.instructions import (
     AtEnd,
@@ -68,7 +68,7 @@ VALIDATED = Done(Action("", "", ActionPlace.APART, ()), 0)
 """The end of the warm-up, which does nothing itself."""
 
 
-def actions(plan: RankPlan) -> list[Done]:
+def actions(plan: StepPlan) -> list[Done]:
     """The rank's instructions in order, but those on the gradients of the whole batch."""
     known: dict[object, Action] = {}
     done = []
@@ -149,14 +149,14 @@ def _microbatch(instruction: OfMicrobatch) -> int:
             return transfer.microbatch
 
 
-def _arguments(plan: RankPlan, together: Sequence[OfMicrobatch]) -> tuple[int, ...]:
+def _arguments(plan: StepPlan, together: Sequence[OfMicrobatch]) -> tuple[int, ...]:
     if not isinstance(together[0], StartTransfer):
         return ()
     offloads = (i.transfer for i in together if isinstance(i, StartTransfer))
     return tuple(plan.places[t.activation] for t in offloads if t.direction is Direction.OUT)
 
 
-def _action(plan: RankPlan, together: Sequence[OfMicrobatch], used: set[str]) -> Action:
+def _action(plan: StepPlan, together: Sequence[OfMicrobatch], used: set[str]) -> Action:
     offloads = [i.transfer for i in together if isinstance(i, StartTransfer)]
     return Action(
         unused(_name(plan, together), used.__contains__),
@@ -180,7 +180,7 @@ def _role(instruction: OfMicrobatch) -> ActionPlace:
     return ActionPlace.APART
 
 
-def _name(plan: RankPlan, together: Sequence[OfMicrobatch]) -> str:
+def _name(plan: StepPlan, together: Sequence[OfMicrobatch]) -> str:
     """A name with an upper-case letter, as no variable has."""
     match together[0]:
         case Compute(Op(kind, stage)):
@@ -209,12 +209,12 @@ def _users(together: Sequence[OfMicrobatch]) -> list[Color]:
     return [Color(t.stage, t.user) for t in transfers]
 
 
-def _named(plan: RankPlan, collective: Collective) -> str:
+def _named(plan: StepPlan, collective: Collective) -> str:
     """The kind of a collective with its source, of several sources that of this rank."""
     return f"{collective.kind.replace('-', '_')}_{plan.op_name(plan.own_end(collective.sources))}"
 
 
-def _doc(plan: RankPlan, together: Sequence[OfMicrobatch]) -> str:
+def _doc(plan: StepPlan, together: Sequence[OfMicrobatch]) -> str:
     """What an action does, as a docstring."""
     first = together[0]
     match first:

@@ -39,8 +39,8 @@ _Row = tuple[str, ...]
 def contents(plan: RankPlan, ops: Sequence[str]) -> list[str]:
     """ops: those that the step calls."""
     lines = ["Sections, as predicted for a microbatch:", *_table(_section(plan, s.color) for s in plan.own)]
-    if plan.once:
-        lines += ["", f"Once a step: once_a_step, holds {bytes_text(once_bytes(plan.once))}"]
+    if once := plan.nodes.once:
+        lines += ["", f"Once a step: once_a_step, holds {bytes_text(once_bytes(once))}"]
     kinds: dict[object, Instruction] = {}
     for i in plan.instructions:
         if isinstance(i, PostRecv | Send | StartCollective):

@@ -10,8 +10,8 @@ from enum import Enum
 from typing import NamedTuple
 
 from fxpipe.codegen.expressions import variable
-from fxpipe.codegen.rank_plan import RankPlan
 from fxpipe.codegen.signatures import LISTS, Signature
+from fxpipe.codegen.step.step_plan import StepPlan
 from fxpipe.ir.graph import Kind
 from fxpipe.ir.names import text_literal
 from fxpipe.schedule.lowering.instructions import (
@@ -52,7 +52,7 @@ class Hole(NamedTuple):
 Line = tuple["str | Hole", ...]
 
 
-def lines_of(plan: RankPlan, instruction: OfMicrobatch) -> list[Line]:
+def lines_of(plan: StepPlan, instruction: OfMicrobatch) -> list[Line]:
     match instruction:
         case Compute(op):
             return _op(plan, op)
@@ -83,7 +83,7 @@ def _listed(items: list[str | Hole]) -> Line:
     return _joined(items) if len(items) == 1 else ("[", *_joined(items), "]")
 
 
-def _layout(plan: RankPlan, name: str) -> str:
+def _layout(plan: StepPlan, name: str) -> str:
     return f"{'layouts[m]' if plan.lengths else 'MESSAGES'}[{text_literal(name)}]"
 
 
@@ -91,7 +91,7 @@ def _arrives(pending: str) -> Line:
     return _give(pending), " = rt.wait(", Hole(Use.PENDING, pending), ")"
 
 
-def _message(plan: RankPlan, instruction: PostRecv | Wait | Send, messages: tuple[Message, ...]) -> Line:
+def _message(plan: StepPlan, instruction: PostRecv | Wait | Send, messages: tuple[Message, ...]) -> Line:
     """The line that posts messages, waits for them or sends them: of one value, or of several."""
     edge = messages[0].edge
     named = [(name, message.edge.target) for message in messages for name in plan.names(message.edge)]
@@ -132,7 +132,7 @@ def _transfer(instruction: StartTransfer | WaitTransfer, transfer: Transfer) -> 
             return "rt.offload(", values, f", at={place(transfer)})"
 
 
-def _start(plan: RankPlan, collective: Collective) -> list[Line]:
+def _start(plan: StepPlan, collective: Collective) -> list[Line]:
     of_ranks = plan.collected[collective]
     if collective.kind is CollectiveKind.BROADCAST:
         return [_broadcast(plan, collective, name) for name in of_ranks[0]]
@@ -142,7 +142,7 @@ def _start(plan: RankPlan, collective: Collective) -> list[Line]:
     ]
 
 
-def _broadcast(plan: RankPlan, collective: Collective, name: str) -> Line:
+def _broadcast(plan: StepPlan, collective: Collective, name: str) -> Line:
     source = plan.placement[collective.sources[0].stage]
     call = f", {_layout(plan, name)}, source={source}, group={collective.group})"
     if source == plan.rank:
@@ -150,12 +150,12 @@ def _broadcast(plan: RankPlan, collective: Collective, name: str) -> Line:
     return Hole(Use.PENDING, _broadcasted(plan, collective, name)), f" = rt.broadcast(None{call}"
 
 
-def _broadcasted(plan: RankPlan, collective: Collective, name: str) -> str:
+def _broadcasted(plan: StepPlan, collective: Collective, name: str) -> str:
     """The variable of a value that a broadcast brings to this rank."""
     return plan.arriving(name, plan.own_end(collective.targets).stage)
 
 
-def _give_own(plan: RankPlan, collective: Collective, name: str, pending: str) -> Line:
+def _give_own(plan: StepPlan, collective: Collective, name: str, pending: str) -> Line:
     """The line with which this rank gives its own value to a collective of all."""
     value, group = _read(variable(name)), f"group={collective.group})"
     if collective.kind is CollectiveKind.ALL_GATHER:
@@ -166,7 +166,7 @@ def _give_own(plan: RankPlan, collective: Collective, name: str, pending: str) -
     return (total, " = ", *call) if target == plan.rank else call
 
 
-def _wait(plan: RankPlan, collective: Collective) -> list[Line]:
+def _wait(plan: StepPlan, collective: Collective) -> list[Line]:
     of_ranks = plan.collected[collective]
     if collective.kind is CollectiveKind.BROADCAST:
         return [_arrives(_broadcasted(plan, collective, name)) for name in of_ranks[0]]
@@ -182,13 +182,13 @@ def _wait(plan: RankPlan, collective: Collective) -> list[Line]:
     return lines
 
 
-def _op(plan: RankPlan, op: Op) -> list[Line]:
+def _op(plan: StepPlan, op: Op) -> list[Line]:
     colors = [Color(op.stage, phase) for phase in PHASES[op.kind]]
     calls = [line for c in colors if c in plan.calls for line in _call(plan, plan.calls[c], op.stage)]
     return [(f'rt.op(f"{op.kind}{op.stage}.{{m}}")',), *calls] if calls else []
 
 
-def _call(plan: RankPlan, call: Signature, stage: int) -> Iterator[Line]:
+def _call(plan: StepPlan, call: Signature, stage: int) -> Iterator[Line]:
     """The call of one section's function."""
     by_microbatch = {"batch": "batches[m]", "key": "rt.key(m)", "lane_key": "rt.lane_key(m)"}
     by_microbatch |= {name: f"{name}[m]" for name in plan.lengths}
@@ -205,7 +205,7 @@ def _call(plan: RankPlan, call: Signature, stage: int) -> Iterator[Line]:
     results = [_read(v.name) for v in call.results if v.kind in (Kind.LOSS, Kind.COUNT)]
     if results:
         yield "rt.add_loss(", *_joined(results), ")"
-    for name, value in plan.outputs.items():
+    for name, value in plan.parts.outputs.items():
         is_result = value in call.results
         if is_result or (value.kind is Kind.OUTPUT and value.name in call.values_out):
             output = _read(value.name if is_result else variable(value.name))

@@ -13,11 +13,10 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from itertools import takewhile
 
-from fxpipe.codegen.rank_plan import RankPlan
 from fxpipe.codegen.step.actions import VALIDATED, Action, ActionPlace, Done, actions
 from fxpipe.codegen.step.instruction_text import Hole
 from fxpipe.codegen.step.lifetimes import Lifetimes, OpFunction, lifetimes
-from fxpipe.codegen.step_invariants import count_lengths, once_containers
+from fxpipe.codegen.step.step_plan import StepPlan
 from fxpipe.codegen.wrapping import WIDTH, wrapped
 from fxpipe.ir.graph import Kind
 from fxpipe.ir.names import text_literal
@@ -66,13 +65,13 @@ class StepCalls:
         return (call for line in (*self.warm_up, *self.schedule) for call in line)
 
 
-def called_ops(plan: RankPlan, calls: StepCalls) -> list[str]:
+def called_ops(plan: StepPlan, calls: StepCalls) -> list[str]:
     """The ops of the order for which the step calls a function: on this rank, others have nothing to do."""
     names = {f"{i.op.kind}{i.op.stage}" for i in plan.instructions if isinstance(i, Compute)}
     return [f"{call.function.name}.{call.microbatch}" for call in calls if call.function.name in names]
 
 
-def step_source(plan: RankPlan, called: StepCalls) -> str:
+def step_source(plan: StepPlan, called: StepCalls) -> str:
     warm_up, schedule, calls = called.warm_up, called.schedule, [*called]
     functions = list(dict.fromkeys(call.function for call in calls if call.function.lines))
     of_microbatch: defaultdict[int, list[OpFunction]] = defaultdict(list)
@@ -99,7 +98,7 @@ def step_source(plan: RankPlan, called: StepCalls) -> str:
     return "\n".join([*lines, *(["", *ends] if ends else []), "    return rt.finish()"])
 
 
-def _warm_up(plan: RankPlan, schedule: Sequence[Sequence[_Call]], lives: Lifetimes) -> Iterator[str]:
+def _warm_up(plan: StepPlan, schedule: Sequence[Sequence[_Call]], lives: Lifetimes) -> Iterator[str]:
     """The loop over the lines that run again where the last update is undone."""
     functions = dict.fromkeys(call.function for line in schedule for call in line if call.function.lines)
     made = ", ".join(_in_dicts(functions, lives))
@@ -113,30 +112,35 @@ def _warm_up(plan: RankPlan, schedule: Sequence[Sequence[_Call]], lives: Lifetim
         yield "    grads = rt.grads"
 
 
-def _once(plan: RankPlan) -> list[str]:
-    arguments = ", ".join(["once_a_step", *once_containers(plan.once)])
-    return [f"once = rt.once({arguments}){' | means' if plan.counts else ''}"] if plan.once else []
+def _once(plan: StepPlan) -> list[str]:
+    once, counts = plan.before.once, plan.before.counts
+    if once is None:
+        return []
+    return [f"once = rt.once({', '.join(['once_a_step', *once])}){'' if counts is None else ' | means'}"]
 
 
-def _means(plan: RankPlan) -> list[str]:
+def _means(plan: StepPlan) -> list[str]:
     """The exchange over replicas must not run twice, so this stands before a warm-up."""
-    arguments = ", ".join(["counts", "batches", *once_containers(plan.counts), *count_lengths(plan.counts)])
-    return [f"{'means' if plan.once else 'once'} = rt.batch_means({arguments})"] if plan.counts else []
+    once, counts = plan.before.once, plan.before.counts
+    if counts is None:
+        return []
+    arguments = ", ".join(["counts", "batches", *counts])
+    return [f"{'once' if once is None else 'means'} = rt.batch_means({arguments})"]
 
 
-def _used(plan: RankPlan) -> set[str]:
+def _used(plan: StepPlan) -> set[str]:
     """The containers that the functions of this rank read or write."""
-    calls = [plan.calls[s.color] for s in plan.own]
+    calls = [call for call in plan.parts.calls if plan.placement[call.color.stage] == plan.rank]
     used = {c for call in calls for c in call.containers}
-    used.update(once_containers(plan.once), once_containers(plan.counts), ["batch"] if plan.counts else [])
-    used.update(count_lengths(plan.counts))
+    once, counts = plan.before.once, plan.before.counts
+    used.update(once or (), () if counts is None else ("batch", *counts))
     if any(value.kind is Kind.BUFFER for call in calls for value in call.results):
         used.add("buffers")  # written, whether or not it is read
     return used
 
 
-def _head(plan: RankPlan) -> list[str]:
-    trains = any(value.kind is Kind.GRADIENT for s in plan.sections for value in s.inputs)
+def _head(plan: StepPlan) -> list[str]:
+    trains = any(call.gradients for call in plan.parts.calls)
     what = "one training step; return the loss of the whole batch"
     if not trains:
         what = "the forward; return the loss of the whole batch, if there is one"
@@ -155,7 +159,7 @@ def _head(plan: RankPlan) -> list[str]:
     return lines
 
 
-def _lengths(plan: RankPlan, used: AbstractSet[str]) -> Iterator[str]:
+def _lengths(plan: StepPlan, used: AbstractSet[str]) -> Iterator[str]:
     """What the lengths of the microbatches decide, in lists by microbatch."""
     for variable, name in plan.lengths.items():
         if variable in used:
@@ -188,7 +192,7 @@ def _rows(names: Sequence[str], width: int) -> list[list[str]]:
     return rows
 
 
-def step_calls(plan: RankPlan) -> StepCalls:
+def step_calls(plan: StepPlan) -> StepCalls:
     done = actions(plan)
     slots = _slots(done)
     regular = _regular(slots)

@@ -158,8 +158,9 @@ class _Parser:
             case ast.Assert(test=test, msg=message):
                 return self._skipped([each for each in (test, message) if each is not None], node)
             case ast.Import(names=[ast.alias(name=module, asname=None)]):
-                if module not in _RESERVED:
-                    self._bound(module.partition(".")[0], node)
+                name = module.partition(".")[0]
+                if module not in _RESERVED and name != "torch":  # of which a part is no other name
+                    self._bound(name, node)
             case ast.ImportFrom(module=module, names=aliases, level=level):
                 node.module = _EARLIER.get(str(module), str(module))
                 known, imported = _IMPORTED.get(node.module, ()), {each.name for each in aliases}

@@ -1,11 +1,11 @@
 """Writes and reads a compiled pipeline (:mod:`fxpipe.plan.artifact`) as a directory.
 
-    rank0.py …  rank0.safetensors …  rank0.sha256 …  plan.json  captured.json
+    rank0.py …  rank0.safetensors …  rank0.sha256 …  plan.json  captured.json  steps.json
 
 Nothing is pickled.  A directory is written under a temporary name and renamed when it is complete.  Reading
 does not trust a directory: the plan is checked field by field, the programs are not run, and ``rank0.sha256``
-(in the format of sha256sum; that of rank 0 has the plan as well) shows which files have changed since they
-were saved.
+(in the format of sha256sum; that of rank 0 has the plan and steps.json as well) shows which files have
+changed since they were saved.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from fxpipe.plan.tensors import dtype_of
 from fxpipe.strict import MEBIBYTE, Mismatch, open_regular, read_text, shown
 
 MOST_PLAN_BYTES, MOST_PROGRAM_BYTES = 32 * MEBIBYTE, 64 * MEBIBYTE
-STEP, CAPTURED, PLAN = "step_number", "captured.json", "plan.json"
+STEP, CAPTURED, PLAN, STEPS = "step_number", "captured.json", "plan.json", "steps.json"
 AGAIN = "Save the pipeline again."
 #: What ``pipe.save`` and ``fxpipe report`` write to a directory.
 _SAVED = re.compile(
-    r"rank\d+\.(py|safetensors|sha256)|(plan|captured|graph)\.json|(graph|timeline)\.(svg|dot)|report\.html"
+    r"rank\d+\.(py|safetensors|sha256)|(plan|captured|steps|graph)\.json|(graph|timeline)\.(svg|dot)|report\.html"
     r"|assumed|evaluation|__pycache__"
 )
 
@@ -106,11 +106,12 @@ def write_programs(artifact: Artifact, directory: Path) -> None:
     Raises ArtifactError if a file would be too large to be read again.
     """
     texts = {f"rank{rank}.py": source.encode() for rank, source in enumerate(artifact.programs)}
-    texts["plan.json"] = artifact.plan.to_json().encode()
-    if artifact.captured:
-        texts[CAPTURED] = artifact.captured.encode()
+    texts[PLAN] = artifact.plan.to_json().encode()
+    texts |= {
+        name: text.encode() for name, text in ((CAPTURED, artifact.captured), (STEPS, artifact.steps)) if text
+    }
     for name, text in texts.items():
-        most = MOST_PLAN_BYTES if name == "plan.json" else MOST_PROGRAM_BYTES
+        most = MOST_PLAN_BYTES if name == PLAN else MOST_PROGRAM_BYTES
         # Before anything is written: a pipeline that cannot be read is of no use.
         if len(text) > most:
             raise ArtifactError(
@@ -120,7 +121,8 @@ def write_programs(artifact: Artifact, directory: Path) -> None:
         (directory / name).write_bytes(text)
     # Behind the sums of rank 0's own files, which are written with its tensors.
     with (directory / "rank0.sha256").open("a") as file:
-        file.write(f"{checksum(directory / PLAN)}  {PLAN}\n")
+        for name in (PLAN, STEPS) if artifact.steps else (PLAN,):
+            file.write(f"{checksum(directory / name)}  {name}\n")
 
 
 def write_tensors(
@@ -263,9 +265,9 @@ def _text(path: Path, most: int) -> str:
         raise ArtifactError(f"{path} {error}. {AGAIN}") from error
 
 
-def read_captured(directory: Path) -> str:
-    """The captured step of a saved pipeline, as text; "" where an earlier version saved it."""
-    path = directory / CAPTURED
+def read_beside(directory: Path, name: str) -> str:
+    """A file beside the plan of a saved pipeline, ``CAPTURED`` or ``STEPS``; "" where it keeps none."""
+    path = directory / name
     return _text(path, MOST_PROGRAM_BYTES) if os.path.exists(path) else ""
 
 
@@ -377,7 +379,8 @@ def _check_sums(directory: Path, rank: int) -> None:
     lines = _text(path, MEBIBYTE).splitlines()
     sums = {name: checksum for checksum, _, name in (line.partition("  ") for line in lines)}
     program, weights = f"rank{rank}.py", f"rank{rank}.safetensors"
-    for name in (program, weights, *sorted(sums.keys() & {PLAN})):  # which an earlier version did not list
+    beside = sorted(sums.keys() & {PLAN, STEPS})  # which an earlier version did not list
+    for name in (program, weights, *beside):
         if name not in sums:
             raise ArtifactError(f"{path} is damaged or cut short: it has no checksum of {name}. {AGAIN}")
         try:
@@ -392,7 +395,7 @@ def _check_sums(directory: Path, rank: int) -> None:
             raise ArtifactError(
                 f"{directory / name} is damaged: its checksum is not the one in {path.name}. {AGAIN}"
                 f"{elsewhere} If you have changed it yourself, write its checksum: "
-                f"sha256sum {program} {weights}{f' {PLAN}' if PLAN in sums else ''} > {path.name}"
+                f"sha256sum {' '.join((program, weights, *beside))} > {path.name}"
             )
 
 

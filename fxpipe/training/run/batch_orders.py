@@ -35,7 +35,7 @@ class BatchOrders:
     artifact: Artifact
     process: Process | None
     _programs: OrderedDict[Key, tuple[Program, ...]] = field(default_factory=OrderedDict)
-    _begun: dict[Key, Future[OrderedStep]] = field(default_factory=dict)
+    _begun: dict[Key, Future[OrderedStep | None]] = field(default_factory=dict)
 
     def prepare(self, replicas: Sequence[Sequence[Lengths]]) -> None:
         """Begin to look for the order of a batch that comes later.  replicas: the lengths of each."""
@@ -116,8 +116,8 @@ class BatchOrders:
             return None
         raise BatchError(
             f"The batch has {len(key)} microbatches, and the programs were written for {number}: a pipeline "
-            "that was loaded, or that offloads, takes no other number. Compile it in this script, or for "
-            "another number too, with like=."
+            "that an earlier version saved, or whose step was edited, takes no other number. Compile it in "
+            "this script, or for another number too, with like=."
         )
 
     @cached_property

@@ -1,0 +1,214 @@
+"""Attention of packed documents as one op, against a dense masked product, and in pipelines."""
+
+import pytest
+import torch
+import torch.nn.attention.varlen
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+
+import fxpipe
+from fxpipe.api.varlen import boundaries_of, flash_attn_varlen_func, packed_attention, varlen_attn
+from fxpipe.cost.batch_order import BatchPlanner
+from fxpipe.cost.kinds import kind_of
+from fxpipe.ir.ops import node_flops
+
+LENGTH, WIDTH, WORDS = 24, 8, 16
+ENDS = torch.tensor([0, 3, 4, 9, 11, 11, 11], dtype=torch.int32)
+
+
+@pytest.fixture(autouse=True)
+def double(request):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    yield
+    torch.set_default_dtype(before)
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, left: int, right: int) -> Tensor:
+    """Attention of all positions to all, with a mask of documents and windows; 0 behind the last document."""
+    at = torch.arange(len(q))
+    document = torch.searchsorted(ends, at, right=True)
+    ahead = at - at[:, None]
+    seen = (document == document[:, None]) & (at < ends[-1])
+    seen &= (ahead <= right) | (right < 0)
+    seen &= (ahead >= -left) | (left < 0)
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q, k) * q.shape[-1] ** -0.5
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -1e30).softmax(-1) * seen, v)
+
+
+@pytest.mark.parametrize("window", [(-1, 0), (-1, -1), (2, 0), (1, 1)])
+def test_one_op_is_a_masked_product(window):
+    tensors = [torch.randn(12, heads, 5, requires_grad=True) for heads in (4, 2, 2)]
+
+    def packed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return varlen_attn(q, k, v, ENDS, None, 12, 12, window_size=window, enable_gqa=True)
+
+    found, expected = packed(*tensors), dense(*tensors, ENDS, *window)
+    torch.testing.assert_close(found, expected)
+    weights = torch.randn_like(found)
+    gradients = (torch.autograd.grad((x * weights).sum(), tensors) for x in (found, expected))
+    torch.testing.assert_close(*gradients)
+    assert not found[11:].any()
+    half = [x.detach().to(torch.bfloat16).requires_grad_() for x in tensors]
+    (rough := packed(*half)).sum().backward()
+    torch.testing.assert_close(rough, found.to(torch.bfloat16), atol=0.03, rtol=0.03)
+
+
+def test_more_keys_than_queries():
+    """The last ones stand side by side, as in the kernel for GPUs."""
+    q, k, v = torch.randn(2, 1, 3), torch.randn(5, 1, 3), torch.randn(5, 1, 3)
+    ends = torch.tensor([[0, 2], [0, 5]])
+    found = flash_attn_varlen_func(q, k, v, *ends, 2, 5, softmax_scale=1.0, causal=True)
+    seen = torch.ones(2, 5, dtype=torch.bool).tril(3)
+    scores = (q[:, 0] @ k[:, 0].T).masked_fill(~seen, -torch.inf)
+    torch.testing.assert_close(found[:, 0], scores.softmax(-1) @ v[:, 0])
+
+
+def test_the_op_keeps_torchs_contract():
+    arguments = *(torch.randn(12, 2, 4, requires_grad=True) for _ in range(3)), ENDS, ENDS, 12, 12, 0.5, -1, 0
+    torch.library.opcheck(torch.ops.fxpipe.varlen_attention.default, arguments)
+
+
+def test_boundaries_of_positions():
+    """Wherever they begin."""
+    positions = torch.tensor([[0, 1, 2, 0, 0, 1], [3, 4, 3, 4, 5, 6]])
+    assert boundaries_of(positions).tolist() == [0, 3, 4, 6, 8, *[12] * 8]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, ends: Tensor) -> Tensor:
+        _, n, _ = x.shape
+        q, k, v = self.mix(x).view(n, 3, 2, WIDTH // 2).unbind(1)
+        return x + self.out(flash_attn_varlen_func(q, k, v, ends, ends, n, n, causal=True).reshape(x.shape))
+
+
+class Packed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, ids: Tensor, labels: Tensor, ends: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x, ends[0])
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+def microbatch(n: int) -> dict[str, Tensor]:
+    """One of three documents, beside a fourth boundary."""
+    ends = torch.cat([torch.zeros(1), torch.randint(1, n, (2,)).sort().values, torch.tensor([n, n])])
+    ids, labels = torch.randint(WORDS, (2, 1, n))
+    return {"ids": ids, "labels": labels, "ends": ends[None].to(torch.int32)}
+
+
+def compiled(model: nn.Module, **options: object) -> fxpipe.Pipeline:
+    given = {"ranks": 2, "microbatches": 3, "schedule": "zb-h1", "dimensions": {"sequence": LENGTH}}
+    return fxpipe.compile(model, microbatch(LENGTH), **(given | options))
+
+
+@pytest.mark.parametrize("recompute", [False, "full"])
+def test_documents_are_data_of_a_pipeline(tmp_path, recompute):
+    model = Packed()
+    pipe = compiled(model, recompute=recompute)
+    assert pipe.lengths[0].least == 2
+    batch = [microbatch(n) for n in (24, 7, 13, 20)]
+    loss = sum(model(**one) * one["ids"].numel() for one in batch) / 64
+    gradients = torch.autograd.grad(loss, [*model.parameters()])
+    result = pipe.run_local(batch)
+    torch.testing.assert_close(result.loss, loss.detach())
+    torch.testing.assert_close([result.grads[name] for name, _ in model.named_parameters()], [*gradients])
+    assert pipe.check().holds
+    ops = [node for node in pipe.graph.nodes if node.target is torch.ops.fxpipe.varlen_attention.default]
+    # Half of a square: q @ k and weights @ v, for both heads.
+    assert {node_flops(node) for node in ops} == {2 * 2 * LENGTH * LENGTH * WIDTH // 2}
+    planner, long = BatchPlanner.of(pipe.plan), {"sequence": 1000 * LENGTH}
+    whole, quarters = (planner.costs(long, share).stages[0] for share in (1.0, 0.25))
+    assert 0.25 < quarters.forward / whole.forward < 0.3
+    assert quarters.weight == whole.weight
+    if recompute:
+        return
+    # Where a saved program is loaded, it registers the op.
+    assert "import fxpipe.runtime.program.varlen" in pipe.artifact.programs[0]
+    pipe.save(tmp_path / "saved")
+    torch.testing.assert_close(fxpipe.load(tmp_path / "saved").run_local(batch).grads, result.grads)
+
+
+class OfTorch(Block):
+    def forward(self, x: Tensor, ends: Tensor) -> Tensor:
+        _, n, _ = x.shape
+        q, k, v = self.mix(x).view(n, 3, 2, WIDTH // 2).unbind(1)
+        mixed = torch.nn.attention.varlen.varlen_attn(q, k, v, ends, ends, n, n, window_size=(-1, 0))
+        return x + self.out(mixed.reshape(x.shape))
+
+
+def test_torchs_own_attention():
+    """It runs on GPUs alone; for these it is planned, and its programs are proved."""
+    model = Packed()
+    model.blocks = nn.ModuleList(OfTorch() for _ in range(2))
+    pipe = compiled(model.to(torch.bfloat16), costs="H100")
+    assert pipe.lengths
+    assert pipe.check().holds
+    ops = [n for n in pipe.graph.nodes if n.target is torch.ops.torch_attn._varlen_attn.default]
+    assert [(kind_of(node), node_flops(node)) for node in ops] == [("attention", 2 * LENGTH**2 * WIDTH)] * 2
+
+
+def small(model: type[nn.Module], config: type, **more: object) -> nn.Module:
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "vocab_size": 64, "max_position_embeddings": 64}
+    heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4}
+    return model(config(**sizes, **heads, **more, use_cache=False)).eval()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("window", [None, 4])
+def test_models_of_transformers(window):
+    """Against their attention with a mask."""
+    kind = (LlamaForCausalLM, LlamaConfig) if window is None else (MistralForCausalLM, MistralConfig)
+    model = small(*kind, **({} if window is None else {"sliding_window": window}))
+    batch = fxpipe.pack([torch.randint(64, (n,)) for n in (9, 5, 3, 12, 7)], tokens=16)
+    expected = [model(**one).loss.detach() for one in batch]
+    fxpipe.use_packed_attention(model)
+    torch.testing.assert_close([model(**one).loss.detach() for one in batch], expected)
+    model.config.use_cache = True  # with which other attentions look at all samples
+    torch.testing.assert_close([model(**one).loss.detach() for one in batch], expected)
+    if window is None:
+        example = fxpipe.pack([torch.randint(64, (16,))], tokens=16)[0]
+        pipe = fxpipe.compile(model, example, ranks=2, microbatches=2, dimensions={"sequence": 16})
+        counts = [(one["labels"][:, 1:] != -100).sum() for one in batch]
+        loss = sum(x * n for x, n in zip(expected, counts, strict=True)) / sum(counts)
+        torch.testing.assert_close(pipe.run_local(batch).loss, loss)
+
+
+def test_what_it_does_not_take():
+    q, k = torch.randn(4, 3, 2), torch.randn(4, 2, 2)
+    ends = torch.tensor([0, 4])
+    with pytest.raises(fxpipe.OptionError, match="Queries have 3 heads, and keys 2: make the one a multiple"):
+        varlen_attn(q, k, k, ends, None, 4, 4)
+    with pytest.raises(fxpipe.OptionError, match="Queries have 2 heads, and keys 1: give enable_gqa=True"):
+        varlen_attn(k, k[:, :1], k[:, :1], ends, None, 4, 4)
+    with pytest.raises(fxpipe.OptionError, match="Queries are 2 wide, and values 1"):
+        varlen_attn(k, k, k[..., :1], ends, None, 4, 4)
+    with pytest.raises(fxpipe.OptionError, match=r"dropout_p is 0.1, and attention of packed documents"):
+        flash_attn_varlen_func(k, k, k, ends, ends, 4, 4, dropout_p=0.1)
+    x = torch.randn(1, 2, 4, 2)
+    with pytest.raises(fxpipe.OptionError, match="Linear gives attention no position_ids of its keys"):
+        packed_attention(nn.Linear(2, 2), x, x, x, None)
+    with pytest.raises(fxpipe.OptionError, match="no position_ids of its keys"):
+        packed_attention(
+            nn.Linear(2, 2), x, x[:, :, :3], x[:, :, :3], None, position_ids=torch.arange(4)[None]
+        )
+    with pytest.raises(fxpipe.OptionError, match='"packed" takes no attention mask'):
+        packed_attention(nn.Linear(2, 2), x, x, x, torch.ones(1), position_ids=torch.arange(4)[None])
+    model = fxpipe.use_packed_attention(small(LlamaForCausalLM, LlamaConfig))
+    ids = torch.ones(1, 3, dtype=torch.long)
+    with pytest.raises(fxpipe.OptionError, match='"packed" takes no attention_mask'):
+        model(ids, attention_mask=torch.tensor([[0, 1, 1]]))
+    with pytest.raises(fxpipe.OptionError, match="Linear is no model of transformers"):
+        fxpipe.use_packed_attention(nn.Linear(2, 2))
