@@ -10,6 +10,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import fxpipe
+from fxpipe.capture.reads import example
+from fxpipe.capture.rules import attention_masks
 from fxpipe.capture.trace import capture
 from fxpipe.errors import OptionError, SizeError
 from fxpipe.ir.ops import is_causal, node_flops
@@ -84,6 +86,32 @@ def test_a_mask_is_dropped_by_its_value(case: str) -> None:
     model, x = Attentions(make), torch.randn(2, LENGTH, WIDTH)
     masks = capture(model, (x,), None, 1.0, torch.device("cpu")).masks
     assert masks.needed == [needed] * 3
+
+
+@pytest.mark.parametrize("block", [1, LENGTH, 2 * LENGTH, 4 * LENGTH])
+@pytest.mark.parametrize("case", ["causal", "infinite", "of each row of the batch", "a window over all",
+                                  "nothing masked", "a window", "written later"])  # fmt: skip
+def test_a_large_mask_is_read_in_blocks_of_its_rows(case: str, block: int, monkeypatch) -> None:
+    """With the same result; an op that needs more than its rows is computed as a whole."""
+    monkeypatch.setattr(example, "BLOCK", block)
+    sizes: list[int] = []
+    monkeypatch.setattr(attention_masks, "_said_by", lambda blocks: read(map(noted(sizes), blocks)))
+    read = SAID_BY
+    test_a_mask_is_dropped_by_its_value(case)
+    if case.startswith("a window") and block > 1:  # else the positions themselves are larger
+        rows = max(1, block // LENGTH)
+        assert {*sizes} <= {rows, LENGTH % rows}, sizes
+
+
+SAID_BY = attention_masks._said_by
+
+
+def noted(sizes: list[int]) -> Callable[[torch.Tensor], torch.Tensor]:
+    def note(block: torch.Tensor) -> torch.Tensor:
+        sizes.append(block.shape[-2])
+        return block
+
+    return note
 
 
 def test_numbers_stay_those_of_the_model_with_masks() -> None:

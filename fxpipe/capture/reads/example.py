@@ -7,7 +7,7 @@ Only the ops that lead to the value are run, including in-place ops on it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,10 +19,14 @@ from fxpipe.ir import compat
 from fxpipe.ir.graph import Input, Kind
 from fxpipe.ir.storage import draws_numbers
 
+aten = torch.ops.aten
+
 #: Number of draws of random numbers that code reads; the value must be the same each time.
 DRAWS = 32
 RANDOM = Input(Kind.KEY, "key")
 _META = torch.device("meta")
+#: Elements of a value that is computed in blocks of as many.
+BLOCK = 1 << 26
 
 
 class Example:
@@ -46,6 +50,40 @@ class Example:
         graph = next(iter(needed)).graph
         placeholders = zip(graph.find_nodes(op="placeholder"), self._inputs, strict=False)
         return {n: x for n, x in placeholders if n in needed}
+
+    def blocks(self, node: fx.Node, root: torch.nn.Module, place: str) -> Iterator[torch.Tensor]:
+        """A value that is made from nothing, in blocks of its rows, the dimension before the last.
+
+        So a mask of many tokens is never whole in memory.  Where an op does more than to combine elements at
+        the same place, it is one block.
+        """
+        needed, val = _needed(node), node.meta["val"]
+        rows = val.shape[-2] if val.dim() > 1 else 0
+        large = {n: None for n in node.graph.nodes if n in needed and _elements(n) > BLOCK}
+        if not all(_is_by_rows(n, rows) for n in large) or any(map(is_mutating, needed)):
+            yield self.value(node, root, place)[0]
+            return
+        small = {x: self.value(x, root, place)[0] for n in large for x in n.all_input_nodes if x not in large}
+        each = max(1, rows * BLOCK // _elements(node)) if large else rows
+        for first in range(0, rows, each) if large else ():
+            parts: dict[fx.Node, torch.Tensor] = {}
+
+            def part(x: fx.Node, at: slice = slice(first, first + each)) -> torch.Tensor:
+                known = parts.get(x)  # noqa: B023 - called in this round
+                if known is not None:
+                    return known
+                whole = small[x]
+                return whole[..., at, :] if whole.dim() > 1 and whole.shape[-2] == rows else whole
+
+            with compat.no_modes():
+                for n in large:
+                    args = list(fx.map_arg(n.args, part))
+                    if n.target is aten.expand.default:
+                        args[1] = [*args[1][:-2], min(each, rows - first), args[1][-1]]
+                    parts[n] = n.target(*args, **fx.map_arg(n.kwargs, part))
+            yield parts[node]
+        if not large:
+            yield self.value(node, root, place)[0]
 
     def value(
         self, node: fx.Node, root: torch.nn.Module, place: str, at: fx.Node | None = None
@@ -76,6 +114,19 @@ class Example:
                     if not torch.equal(_drawn(seed, node, needed, reals, root), first):
                         raise _random_branch(first, place)
                 return first, sources | {RANDOM}
+
+
+def _elements(node: fx.Node) -> int:
+    value = node.meta.get("val")
+    return value.numel() if isinstance(value, torch.Tensor) else 0
+
+
+def _is_by_rows(node: fx.Node, rows: int) -> bool:
+    """Whether an op gives so many rows, each of them from the same rows of its operands."""
+    if node.meta["val"].dim() < 2 or node.meta["val"].shape[-2] != rows:
+        return False
+    tags = getattr(node.target, "tags", ())
+    return torch.Tag.pointwise in tags or node.target in (aten.expand.default, aten.alias.default)
 
 
 def _random_branch(value: torch.Tensor, place: str) -> CaptureError:

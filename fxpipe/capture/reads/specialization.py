@@ -14,7 +14,7 @@ Other shapes that depend on the microbatch, and floating-point numbers of it, ar
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -131,13 +131,13 @@ class Specialization:
         subject = f"{', '.join(map(repr, names))} {'is' if len(names) == 1 else 'are'}"
         return f", or, if {subject} the same in all batches, compile with fixed={list(names)}"
 
-    def constant(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """The value of a tensor that the forward makes from nothing: from no input, no random number, and no
-        tensor that the model keeps.  None for others."""
+    def constant(self, tensor: torch.Tensor) -> Iterator[torch.Tensor] | None:
+        """The value of a tensor that the forward makes from nothing, in blocks of rows: from no input, no
+        random number, and no tensor that the model keeps.  None for others."""
         node = compat.traced_node(tensor)
         if node is None or not self._example.is_made_from_nothing(node):
             return None
-        return self._example.value(node, compat.traced_constants(), self._place())[0]
+        return self._example.blocks(node, compat.traced_constants(), self._place())
 
     def is_lasting(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor of the trace is the same for all microbatches."""

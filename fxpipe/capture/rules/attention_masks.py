@@ -9,7 +9,7 @@ whether they are traced build a dense mask where in eager they call attention wi
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -128,13 +128,27 @@ class AttentionMasks(TorchFunctionMode):
         return says
 
 
-def _said_by(mask: torch.Tensor) -> Mask:
-    """Read a mask [..., queries, keys] that is True, or 0 beside -inf, where a query may look."""
+def _said_by(blocks: Iterable[torch.Tensor]) -> Mask:
+    """Read a mask [..., queries, keys], in blocks of queries, that is True, or 0 beside -inf, where a query
+    may look."""
+    says, first = set[Mask]({"none", "causal"}), 0
     with compat.no_modes():
-        may_look = mask if mask.dtype is torch.bool else mask == 0
-        if mask.dtype is not torch.bool and not ((mask == -torch.inf) | may_look).all():
-            return "dense"
-        if may_look.all():
-            return "none"
-        below = torch.ones(mask.shape[-2:], dtype=torch.bool, device=mask.device).tril()
-        return "causal" if mask.dim() > 1 and (may_look == below).all() else "dense"
+        for mask in blocks:
+            may_look = mask if mask.dtype is torch.bool else mask == 0
+            if mask.dtype is not torch.bool and not ((mask == -torch.inf) | may_look).all():
+                return "dense"
+            if mask.dim() < 2 or not (may_look == _below(mask, first)).all():
+                says.discard("causal")
+            if not may_look.all():
+                says.discard("none")
+            if not says:
+                return "dense"
+            first += mask.shape[-2] if mask.dim() > 1 else 0
+    return "none" if "none" in says else "causal"
+
+
+def _below(mask: torch.Tensor, first: int) -> torch.Tensor:
+    """Where the queries of a block may look if they see those before them.  first: the place of the first."""
+    queries, keys = mask.shape[-2:]
+    at = torch.arange(first, first + queries, device=mask.device)
+    return at.unsqueeze(1) >= torch.arange(keys, device=mask.device)
