@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 
 import pytest
 import torch
@@ -234,3 +235,21 @@ def test_a_mean_over_the_labels_of_one_lane_is_refused():
         parallelize_module(model, model.mesh, {"up": ColwiseParallel(output_layouts=Replicate())})
         with pytest.raises(CaptureError, match="mean over the labels of one lane"):
             fxpipe.compile(model, rows, ranks=1, microbatches=2)
+
+
+class Empty(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.up(x).renorm(2, 0, 1.0).sum()
+
+
+def test_an_op_without_a_rule_is_named():
+    """And is not tried on copies of the parts of DTensors, which have no values in a trace."""
+    with fxpipe.local_lanes(2) as mesh:
+        model = parallelize_module(Empty(), mesh, fxpipe.ContextParallel({"x": 1}))
+        with pytest.raises(CaptureError, match=r"test_context.py:\d+.*aten.renorm"):
+            fxpipe.compile(model, {"x": torch.randn(2, 4, WIDTH)}, ranks=1, microbatches=2)
+    gc.collect()

@@ -19,6 +19,7 @@ import torch
 from fxpipe.errors import CaptureError
 from fxpipe.ir import compat
 from fxpipe.ir.compat import pytree
+from fxpipe.plan.dtensors import is_dtensor
 
 
 class Refusals:
@@ -67,6 +68,8 @@ class Refusals:
         leaves, spec = pytree.tree_flatten((args, kwargs))
         namespace = getattr(func, "namespace", "")
         if "c10d" in namespace or not all(isinstance(x, torch.Tensor) or compat.is_plain(x) for x in leaves):
+            return False
+        if any(map(is_dtensor, leaves)):  # whose other parts are not here
             return False
         reals = [self._real(x) if isinstance(x, torch.Tensor) else x for x in leaves]
         with compat.no_modes(), torch.random.fork_rng(devices=[]):
