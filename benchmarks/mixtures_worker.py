@@ -20,14 +20,14 @@ from worker import Worker
 import fxpipe
 from fxpipe.integrations.transformers import parallelize
 
-ROWS, LENGTH, WORDS, MICROBATCHES, STEPS, HALF = 2, 6, 64, 4, 4, 2
+ROWS, LENGTH, WORDS, MICROBATCHES, STEPS, HALF = 2, 8, 64, 4, 4, 2
 OPTIONS: dict[str, Any] = {"lr": 1e-3, "clip_grad_norm": 1.0}
 SMALL: dict[str, Any] = {
     "vocab_size": WORDS, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 4, "intermediate_size": 32, "max_position_embeddings": 16, "use_cache": False,
 }  # fmt: skip
 EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 8}
-Tokens = Literal["whole", "divided"]
+Tokens = Literal["whole", "divided", "sequences"]
 
 
 class Experts(nn.Module):
@@ -138,11 +138,14 @@ class Mesh:
         model = made(name)
         sizes = (replicas, ranks, lanes)
         devices = init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "pp", "tp"))
-        style = fxpipe.ExpertParallel(tokens=tokens)
+        style = fxpipe.ExpertParallel(tokens="whole" if tokens == "whole" else "divided")
+        context = {"input_ids": 1} if tokens == "sequences" else None
         if name == "balanced":
             parallelize_module(model, devices["tp"], {"blocks.*.experts": style})
+            if context:
+                parallelize_module(model, devices["tp"], fxpipe.ContextParallel(context))
         else:
-            parallelize(model, devices["tp"], style)
+            parallelize(model, devices["tp"], style, context=context)
         example = {n: x[:ROWS] for n, x in batches()[0].items()}
         given = {"schedule": "1f1b", "effort": 0.05, "check": False} | options
         self.pipe = fxpipe.compile(
@@ -182,8 +185,8 @@ def main() -> None:
     dist.broadcast_object_list(folder)
     halves: list[Path] = []
     tokens: Tokens
-    for tokens in ("whole", "divided"):
-        for mesh in (mesh for mesh in meshes if tokens == "divided" or "parts" not in mesh[2]):
+    for tokens in worker.case["tokens"]:
+        for mesh in (mesh for mesh in meshes if tokens != "whole" or "parts" not in mesh[2]):
             run = Mesh(name, tokens, mesh)
             run.until(HALF)
             halves.append(Path(folder[0]) / f"{tokens} {len(halves)}")
