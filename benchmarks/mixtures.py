@@ -4,9 +4,10 @@
 
 Eight processes on the CPU over gloo.  Each model (tiny, random weights, float64) is distributed by
 ``fxpipe.integrations.transformers.parallelize``, its own by ``fxpipe.ExpertParallel``, and makes four
-updates of AdamW with clipping ("sequences": the lanes divide these, too, by ``ContextParallel``); a checkpoint after two of them is resumed on another mesh.  Compared with an
-eager loop over the whole batch in one process: each loss and norm, and at the end each parameter, relative
-to its largest value.  transformers computes losses, routers and norms in single precision.
+updates of AdamW with clipping; a checkpoint after two of them is resumed on another mesh.  "sequences": the
+lanes divide these, too, by ``fxpipe.ContextParallel``.  Compared with an eager loop over the whole batch in
+one process: each loss and norm, and at the end each parameter, relative to its largest value.  transformers
+computes losses, routers and norms in single precision.
 
 Bar: every run is right.
 """
