@@ -121,7 +121,10 @@ def _check_heads(model: nn.Module, lanes: int, words: Mapping[str, str]) -> None
     for name in ("num_attention_heads", "num_key_value_heads"):
         heads = getattr(config, name, None)
         if is_cut and isinstance(heads, int) and heads % lanes:
-            raise OptionError(f"{name} is {heads}, which {lanes} lanes do not divide.")
+            raise OptionError(
+                f"{name} is {heads}, which {lanes} lanes do not divide. Let them divide the sequences: "
+                'parallelize(model, mesh, context={"input_ids": 1}).'
+            )
 
 
 def _own(module: nn.Module) -> dict[str, nn.Parameter]:
