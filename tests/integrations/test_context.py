@@ -130,6 +130,10 @@ def test_each_attention_equals_eager(lanes, model, options):
     check_against_eager(pipe, expected)
 
 
+def test_a_mixture_without_a_style_equals_eager():
+    check_against_eager(compiled(2, Decoder(mixture=True)), Decoder(mixture=True))
+
+
 @pytest.mark.parametrize("tokens", ["divided", pytest.param("whole", marks=pytest.mark.variation)])
 def test_experts_of_divided_tokens_equal_eager(tokens):
     pipe, expected = compiled(2, Decoder(mixture=True), tokens), Decoder(mixture=True)
@@ -253,3 +257,21 @@ def test_an_op_without_a_rule_is_named():
         with pytest.raises(CaptureError, match=r"test_context.py:\d+.*aten.renorm"):
             fxpipe.compile(model, {"x": torch.randn(2, 4, WIDTH)}, ranks=1, microbatches=2)
     gc.collect()
+
+
+class Drawn(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        y = self.up(x)
+        return (y * torch.zeros_like(y).uniform_()).sum() + 0 * y.new_zeros(2).sum()
+
+
+def test_numbers_drawn_for_a_share_are_those_of_its_lane():
+    """Also where they are drawn in the place of zeros, which are the same on all lanes."""
+    with fxpipe.local_lanes(2) as mesh:
+        model = parallelize_module(Drawn(), mesh, fxpipe.ContextParallel({"x": 1}))
+        pipe = fxpipe.compile(model, {"x": torch.randn(2, 4, WIDTH)}, ranks=1, microbatches=2)
+    assert "keyed(lane_key, " in pipe.artifact.programs[0]

@@ -42,6 +42,11 @@ from fxpipe.runtime.torch_private import members_of, overload_name, schema_of
 
 aten, lanes = torch.ops.aten, torch.ops.lanes
 _LOSSES, _MEAN = (aten.nll_loss_forward.default, aten.nll_loss2d_forward.default), 1
+#: Ops that take a shape of a value, and none of its numbers.
+_CONSTANTS = (
+    aten.full_like.default, aten.new_full.default, aten.new_ones.default, aten.new_zeros.default,
+    aten.ones_like.default, aten.zeros_like.default,
+)  # fmt: skip
 #: What all lanes get alike, whatever each gives.
 _EQUAL = (lanes.all_reduce.default, lanes.all_gather.default)
 
@@ -259,6 +264,7 @@ def _is_share(item: fx.Node, arguments: Mapping[int, list[object]], number: int)
 def key_by_lane(graph: fx.Graph, plan: LanePlan) -> set[fx.Node]:
     """Give random ops on values that vary the key of their lane; return all values that vary."""
     varying: set[fx.Node] = set()
+    shaped: set[fx.Node] = set()  # constants of the shape of values that vary
     key: fx.Node | None = None
     for node in list(graph.nodes):
         if node.op == "placeholder":
@@ -268,7 +274,12 @@ def key_by_lane(graph: fx.Graph, plan: LanePlan) -> set[fx.Node]:
         if node.op != "call_function" or node.target in _EQUAL:
             continue
         is_of_lanes = getattr(node.target, "namespace", "") == "lanes"
-        if not is_of_lanes and varying.isdisjoint(_read(node)):
+        # Numbers that are drawn for a share are those of its lane.
+        is_drawn = draws_numbers(node) and not shaped.isdisjoint(node.all_input_nodes)
+        if not (is_of_lanes or is_drawn) and varying.isdisjoint(_read(node)):
+            continue
+        if node.target in _CONSTANTS:
+            shaped.add(node)
             continue
         varying.add(node)
         if draws_numbers(node):
