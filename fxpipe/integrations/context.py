@@ -198,9 +198,10 @@ def _attention(
     lanes, mask = mesh.size(), attn_mask
     is_divided = [x.placements == (tokens,) for x in (q, k, v)]
     if not is_divided[0]:
-        whole = [x.redistribute(placements=[Replicate()]).to_local() for x in (q, k, v)]
-        mask = _local(mask, Replicate())
-        result = attend(*whole, mask, is_causal=is_causal, enable_gqa=enable_gqa)
+        # All lanes compute the same, and have the same gradients.
+        q, k, v = (x.full_tensor() for x in (q, k, v))
+        mask = mask.full_tensor() if isinstance(mask, DTensor) else mask
+        result = attend(q, k, v, mask, is_causal=is_causal, enable_gqa=enable_gqa)
         alike: torch.Tensor = distributed(result, mesh)
         return alike
     copies = _copies(q.shape[1], k.shape[1], lanes) if all(is_divided) and q.dim() == 4 else 0
@@ -267,7 +268,9 @@ class _Read(torch.autograd.Function):
         )
 
 
-_CUTS = [getattr(x, name) for x in (torch, torch.Tensor) for name in ("chunk", "split", "unbind")]
+_CUTS = [
+    getattr(x, name) for x in (torch, torch.Tensor) for name in ("chunk", "split", "tensor_split", "unbind")
+]
 #: function -> what it is of DTensors
 _RULES: dict[object, Callable[..., Any]] = {
     **{cut: partial(_in_pieces, cut) for cut in _CUTS},

@@ -32,7 +32,8 @@ class Block(nn.Module):
         self.attention, each = attention, WIDTH // HEADS
         self.norm, self.other = nn.RMSNorm(WIDTH), nn.LayerNorm(WIDTH)
         self.q, self.k, self.v = (nn.Linear(WIDTH, n * each, bias=False) for n in (HEADS, KEYS, KEYS))
-        self.bias = nn.Parameter(torch.randn(HEADS, LENGTH, LENGTH)) if attention == "biased" else None
+        is_biased = attention in ("biased", "of all")
+        self.bias = nn.Parameter(torch.randn(HEADS, LENGTH, LENGTH)) if is_biased else None
         self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.router, self.experts = (nn.Linear(WIDTH, 4), Experts()) if mixture else (None, None)
 
@@ -62,6 +63,11 @@ class Block(nn.Module):
             return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
         if self.attention == "biased":
             return F.scaled_dot_product_attention(q, k, v, self.bias, enable_gqa=True)
+        if self.attention == "of all":  # no lane has a query of its own
+            q = q.mean(2, keepdim=True)
+            return F.scaled_dot_product_attention(q, k, v, self.bias[:, :1], enable_gqa=True).expand_as(
+                k.repeat_interleave(HEADS // KEYS, 1)
+            )
         if self.attention == "across":  # all tokens see some that no lane divides
             k, v = (y.mean(2, keepdim=True) for y in (k, v))
             return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
@@ -122,6 +128,7 @@ def compiled(lanes: int, model: nn.Module, experts: str = "", more=(), **options
         pytest.param(8, {"attention": "window"}, {"schedule": "zb-v"}, marks=pytest.mark.variation),
         pytest.param(2, {"attention": "by hand"}, {}, marks=pytest.mark.variation),
         pytest.param(2, {"attention": "across"}, {}, marks=pytest.mark.variation),
+        (2, {"attention": "of all"}, {}),
     ],
     ids=str,
 )
