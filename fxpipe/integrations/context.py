@@ -18,6 +18,7 @@ DeepSpeed-Ulysses, https://arxiv.org/abs/2309.14509.
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
@@ -30,7 +31,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.overrides import TorchFunctionMode
 
-from fxpipe.errors import OptionError
+from fxpipe.errors import CaptureError, OptionError
 from fxpipe.integrations.summed_gradients import parameters_of
 from fxpipe.ir.compat import pytree
 
@@ -142,9 +143,33 @@ class _OnDTensors(TorchFunctionMode):
         if any(isinstance(x, DTensor) for x in leaves):
             if func in _RULES:
                 return _RULES[func](self.mesh, *args, **(kwargs or {}))
+            _check_written(func, args, kwargs or {})
             leaves = [distributed(x, self.mesh) if isinstance(x, torch.Tensor) else x for x in leaves]
         args, kwargs = pytree.tree_unflatten(leaves, structure)
-        return func(*args, **cast(dict[str, Any], kwargs))
+        result = func(*args, **cast(dict[str, Any], kwargs))
+        return pytree.tree_map_only(DTensor, _summed, result)
+
+
+def _summed(value: DTensor) -> torch.Tensor:
+    """A value of which lanes have parts of a norm or a maximum, on all of them: in the ops that follow, torch
+    takes the parts of a norm for those of a sum."""
+    (placement,) = value.placements
+    is_linear = type(placement) is Partial and placement.reduce_op in ("sum", "avg")
+    if not placement.is_partial() or is_linear:
+        return value
+    return value.redistribute(placements=[Replicate()])
+
+
+def _check_written(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Raise CaptureError for an op that writes what lanes divide to a tensor that they have whole."""
+    name = getattr(func, "__name__", "")
+    in_place = name == "__setitem__" or re.fullmatch(r"__i\w+__|\w*[^_]_", name)
+    written = args[0] if in_place and args else kwargs.get("out")
+    if isinstance(written, torch.Tensor) and not isinstance(written, DTensor):
+        raise CaptureError(
+            f"{name} writes what lanes divide to a tensor of shape {tuple(written.shape)} that each of them "
+            "has whole. Make that tensor from a divided one: torch.zeros_like(x), x.new_zeros(…)."
+        )
 
 
 def distributed(value: torch.Tensor, mesh: DeviceMesh) -> Any:
@@ -177,6 +202,22 @@ def _mean_of_all(
         placements=[Replicate()]
     )
     return mean
+
+
+def _mean_of_elements(
+    loss: Callable[..., torch.Tensor], mesh: DeviceMesh, *args: Any, **kwargs: Any
+) -> torch.Tensor:
+    """A loss that is a mean over elements: torch's gradients of a lane's are those of its own mean alone."""
+    bound = inspect.signature(loss).bind(*args, **kwargs)
+    bound.apply_defaults()
+    by_name: dict[str, Any] = bound.arguments
+    for name, value in by_name.items():
+        by_name[name] = distributed(value, mesh) if isinstance(value, torch.Tensor) else value
+    older = by_name.get("size_average"), by_name.get("reduce")
+    if by_name["reduction"] != "mean" or older != (None, None) or by_name.get("weight") is not None:
+        return loss(*bound.args, **bound.kwargs)
+    by_name["reduction"] = "none"
+    return loss(*bound.args, **bound.kwargs).mean()
 
 
 def _attention(
@@ -268,14 +309,19 @@ class _Read(torch.autograd.Function):
         )
 
 
-_CUTS = [
-    getattr(x, name) for x in (torch, torch.Tensor) for name in ("chunk", "split", "tensor_split", "unbind")
-]
+#: Losses that are a mean over all of their elements.
+_MEANS = (
+    _F.binary_cross_entropy, _F.binary_cross_entropy_with_logits, _F.gaussian_nll_loss, _F.huber_loss,
+    _F.kl_div, _F.l1_loss, _F.mse_loss, _F.poisson_nll_loss, _F.smooth_l1_loss, _F.soft_margin_loss,
+)  # fmt: skip
+_PIECES = "chunk", "split", "tensor_split", "unbind"
+_CUTS = [getattr(x, name) for x in (torch, torch.Tensor) for name in _PIECES]
 #: function -> what it is of DTensors
 _RULES: dict[object, Callable[..., Any]] = {
     **{cut: partial(_in_pieces, cut) for cut in _CUTS},
     _sdpa: _attention,
     torch.cat: _concatenated,
+    **{loss: partial(_mean_of_elements, loss) for loss in _MEANS},
     **{loss: partial(_mean_of_all, loss) for loss in (_F.cross_entropy, _F.nll_loss)},
 }
 

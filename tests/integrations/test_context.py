@@ -266,6 +266,67 @@ def test_an_op_without_a_rule_is_named():
     gc.collect()
 
 
+class Computed(nn.Module):
+    """What a function makes of two layers."""
+
+    def __init__(self, function) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down, self.function = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), function
+
+    def forward(self, x):
+        return self.function(self.up(x), self.down(x))
+
+
+RIGHT = {
+    "squares": F.mse_loss,
+    "smooth": lambda y, z: F.smooth_l1_loss(y, z, beta=0.5),
+    "weighted squares": lambda y, z: F.mse_loss(y, z, weight=z.detach().abs()),
+    "norms along the sequence": lambda y, z: (torch.linalg.vector_norm(y, dim=1) * z.amax(1)).sum(),
+    "half of the tokens": lambda y, z: (y.chunk(2, 1)[1] * z.chunk(2, 1)[0].sin()).sum(),
+    "neighbors": lambda y, z: (y[:, 1:] * z[:, :-1]).sum() + (y - y.mean(1, keepdim=True)).square().mean(),
+    "sums so far": lambda y, z: (y.cumsum(1) * z).sum() + (y * z.flip(1)).sum(),
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_values_along_the_sequence_equal_eager(name):
+    model, rows = Computed(RIGHT[name]), {"x": torch.randn(4, 8, WIDTH)}
+    whole = copy.deepcopy(model.state_dict())
+    with fxpipe.local_lanes(2) as mesh:
+        parallelize_module(model, mesh, fxpipe.ContextParallel({"x": 1}))
+        pipe = fxpipe.compile(model, {"x": rows["x"][:2]}, ranks=1, microbatches=2, schedule="1f1b")
+    pipe.load_state_dict(whole)
+    found = pipe.run_local(rows)
+    loss, grads = eager_step(Computed(RIGHT[name]), rows, 2, None)
+    assert relative_error(found.loss, loss) <= LIMIT
+    assert too_far(found.grads, grads, LIMIT) == {}
+
+
+def written(y, z):
+    result = torch.zeros(y.shape)
+    result[..., :2] = y[..., :2]
+    return (result * z).sum()
+
+
+def mean_of_a_lane(y, z):
+    return torch.ops.aten.mse_loss(y, z)
+
+
+@pytest.mark.parametrize(
+    ("function", "text"),
+    [
+        (written, "__setitem__ writes what lanes divide to a tensor of shape"),
+        (mean_of_a_lane, r"a mean over the elements of one lane.*reduction='none'"),
+    ],
+)
+def test_what_would_give_other_numbers_is_refused(function, text):
+    with fxpipe.local_lanes(2) as mesh:
+        model = parallelize_module(Computed(function), mesh, fxpipe.ContextParallel({"x": 1}))
+        with pytest.raises(CaptureError, match=text):
+            fxpipe.compile(model, {"x": torch.randn(2, 8, WIDTH)}, ranks=1, microbatches=2)
+
+
 class Drawn(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -347,8 +347,15 @@ def _summed(graph: fx.Graph) -> tuple[str, ...]:
 
 
 def _check_means(graph: fx.Graph, varying: set[fx.Node]) -> None:
-    """Raise CaptureError for a mean over the labels of one lane, of which lanes have different numbers."""
+    """Raise CaptureError for the mean of a loss over what one lane has: lanes have different numbers of
+    labels, and torch gives a DTensor the gradient of the lane's own mean."""
     for node in call_nodes(graph):
+        if _is_mean(node) and node.target not in _LOSSES and not varying.isdisjoint(node.all_input_nodes):
+            raise CaptureError(
+                f"The loss at {node.meta['origin']} is a mean over the elements of one lane, whose gradient "
+                "is not that of the mean over all. Take the mean as an op of its own: reduction='none', and "
+                ".mean() of that."
+            )
         is_mean = node.target in _LOSSES and node.args[3] == _MEAN
         if (is_mean or node.target is batch_mean) and node.args[is_mean] in varying:
             raise CaptureError(
@@ -357,6 +364,18 @@ def _check_means(graph: fx.Graph, varying: set[fx.Node]) -> None:
                 "all lanes by the count of all, let all lanes have all labels (loss_parallel()), or divide "
                 "the sequence by fxpipe.ContextParallel."
             )
+
+
+def _is_mean(node: fx.Node) -> bool:
+    """Whether a loss of the forward has the reduction "mean"."""
+    if not isinstance(node.target, compat.OpOverload) or node.meta["origin"].backward:
+        return False
+    names = [argument.name for argument in schema_of(node.target).arguments]
+    if "reduction" not in names:
+        return False
+    at = names.index("reduction")
+    reduction = node.args[at] if at < len(node.args) else node.kwargs.get("reduction", _MEAN)
+    return type(reduction) is int and reduction == _MEAN
 
 
 def _source(value: Any, varying: set[fx.Node]) -> fx.Node:
