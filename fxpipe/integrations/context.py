@@ -18,7 +18,7 @@ DeepSpeed-Ulysses, https://arxiv.org/abs/2309.14509.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -168,8 +168,12 @@ def _mean_of_all(
         return loss(*bound.args, **bound.kwargs)
     logits, by_name["reduction"] = by_name["input"], "sum"
     if isinstance(logits, DTensor) and getattr(logits.placements[0], "dim", None) == 0:
-        # Here once, and not in the backward again.
-        by_name["target"] = labels.redistribute(placements=logits.placements)
+        # The labels of its rows: moved here once, and not in the backward again. A sum knows no order of
+        # rows, and torch 2.14 has no rule for the order that it gives to labels here.
+        rows = [labels.redistribute(placements=logits.placements), logits]
+        by_name["target"], by_name["input"] = (
+            DTensor.from_local(x.to_local(), mesh, [Shard(0)], run_check=False) for x in rows
+        )
     total: Any = loss(*bound.args, **bound.kwargs)
     counted = labels != by_name["ignore_index"]
     count = (counted if weight is None else weight[labels * counted] * counted).sum()
@@ -268,6 +272,37 @@ class _Read(torch.autograd.Function):
         )
 
 
+def _largest(
+    of: Callable[..., torch.return_types.topk],
+    mesh: DeviceMesh,
+    value: torch.Tensor,
+    k: int,
+    dim: int = -1,
+    *args: Any,
+    **kwargs: Any,
+) -> Sequence[torch.Tensor]:
+    """The largest values along a dimension that lanes do not divide: each lane finds those of its part.
+
+    Torch gathers the values, from 2.14 on their gradients.
+    """
+    by_lane = value.placements[0] if isinstance(value, DTensor) else Replicate()
+    divided, dim = getattr(by_lane, "dim", None), dim % value.dim()
+    if divided is None or divided == dim:
+        return of(value, k, dim, *args, **kwargs)
+    if (rows := getattr(by_lane, "split_factor", 1)) > 1:  # flattened; lanes divide the tokens of each row
+        apart = value.unflatten(divided, (rows, -1))
+        found = _largest(of, mesh, apart, k, dim + (divided < dim), *args, **kwargs)
+        return _pair(x.flatten(divided, divided + 1) for x in found)
+    local: Any = value
+    found = of(_in_layout(local.to_local()), k, dim, *args, **kwargs)
+    return _pair(DTensor.from_local(x, mesh, [by_lane], run_check=False) for x in found)
+
+
+def _pair(results: Iterable[torch.Tensor]) -> torch.return_types.topk:
+    values, indices = results
+    return torch.return_types.topk((values, indices))
+
+
 _CUTS = [
     getattr(x, name) for x in (torch, torch.Tensor) for name in ("chunk", "split", "tensor_split", "unbind")
 ]
@@ -276,6 +311,7 @@ _RULES: dict[object, Callable[..., Any]] = {
     **{cut: partial(_in_pieces, cut) for cut in _CUTS},
     _sdpa: _attention,
     torch.cat: _concatenated,
+    **{of: partial(_largest, of) for of in (torch.topk, torch.Tensor.topk)},
     **{loss: partial(_mean_of_all, loss) for loss in (_F.cross_entropy, _F.nll_loss)},
 }
 
