@@ -41,9 +41,7 @@ def test_each_option_is_documented():
     assert [*DOCS] == [*inspect.signature(fxpipe.compile).parameters][2:]
     assert all((text[0] == "`" or text[0].isupper()) and text.endswith((".", ")")) for text in DOCS.values())
     for name, text in DOCS.items():
-        shown = re.search(
-            rf"^    {name}: (.*?)(?=\n    \S|\n\n)", fxpipe.compile.__doc__, re.DOTALL | re.MULTILINE
-        )
+        shown = re.search(rf"^{name}: (.*?)(?=\n\S|\n\n)", fxpipe.compile.__doc__, re.DOTALL | re.MULTILINE)
         assert " ".join(shown[1].split()) == text
 
 
