@@ -32,7 +32,7 @@ from torch.overrides import TorchFunctionMode
 
 from fxpipe.errors import OptionError
 from fxpipe.integrations.summed_gradients import parameters_of
-from fxpipe.ir.compat import pytree
+from fxpipe.runtime.torch_private import pytree
 
 _F = nn.functional
 _sdpa: Callable[..., torch.Tensor] = _F.scaled_dot_product_attention
