@@ -15,7 +15,7 @@ INSTALLED := $(VENV)/.installed
 PIP_INSTALL := pip install --quiet --disable-pip-version-check --no-compile
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-fast test-all kernels bytecode lint site gpu-check coverage matrix env clean distclean
+.PHONY: help demo test test-fast test-all kernels bytecode lint site gpu-check coverage matrix wheel-check env clean distclean
 
 help:
 	@echo "make demo       compile a small GPT-2 into 4 rank programs and train it here; see build/demo/"
@@ -29,6 +29,7 @@ help:
 	@echo "make coverage   compile some hundreds of models that others wrote, compare with eager (hours); docs/coverage.md"
 	@echo "                (make coverage ARGS='--only llama --options auto' tries some of them)"
 	@echo "make matrix     try other versions of Python and torch, each in an environment of its own"
+	@echo "make wheel-check  build a wheel and an sdist, and run the sdist's fast tests with the wheel (five minutes)"
 	@echo "make env        only make .venv and install into it"
 	@echo "make clean      remove what was built; make distclean removes .venv as well"
 
@@ -91,6 +92,10 @@ $(COVERAGE)/.installed: pyproject.toml constraints.txt benchmarks/model_coverage
 # Those that are not to be had are told: make matrix ARGS='--python python3.12 --torch newest --tests'
 matrix:
 	$(PYTHON) scripts/matrix.py $(ARGS)
+
+# What is released, as a user has it: the fast tests of the sdist with the wheel, in a new environment.
+wheel-check:
+	$(PYTHON) scripts/matrix.py --python $(PYTHON) --torch $(PINNED) --tests $(ARGS)
 
 env: $(INSTALLED)
 

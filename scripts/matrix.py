@@ -2,23 +2,27 @@
 
     python scripts/matrix.py --python python3.11 python3.12 --torch 2.11.0 2.13.0 newest
 
-Each pair gets an environment of its own in build/matrix/, with fxpipe installed from a wheel, and runs the
-first Python of README.md there, in an empty directory; ``--tests`` runs the fast tests as well. A pair that
-cannot be installed is told as that. Exit code 1 if one failed that could be installed.
+Each pair gets an environment of its own in build/matrix/, with fxpipe's wheel, which was built from its
+sdist, and runs the first Python of README.md there, in an empty directory. ``--tests`` runs the fast tests of
+the sdist as well, unpacked without the package, so that they test the wheel. A pair that cannot be installed
+is told as that. Exit code 1 if one failed that could be installed.
 """
 
 from __future__ import annotations
 
 import argparse
 import re
+import shutil
 import subprocess
 import sys
+import tarfile
 import tempfile
 import time
 from itertools import product
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+HOME = ROOT / "build/matrix"
 PYTHONS = ("python3.11", "python3.12", "python3.13", "python3.14")
 TORCHES = ("2.11.0", "2.13.0", "newest")
 VERSIONS = "import sys, torch; print(sys.version.split()[0], torch.__version__)"
@@ -33,20 +37,42 @@ def main() -> int:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     first = re.search(r"^```python\n(.*?)^```", readme, re.MULTILINE | re.DOTALL)
     assert first is not None, "README.md begins with Python"
+    wheel, sources = built()
     failed = 0
     for python, torch in product(options.python, options.torch):
         begin = time.monotonic()
-        home = ROOT / "build/matrix" / re.sub(r"[^\w.]+", "-", f"{python} torch {torch}").strip("-")
-        problem = installed(python, torch, home, options.tests)
+        home = HOME / re.sub(r"[^\w.]+", "-", f"{python} torch {torch}").strip("-")
+        problem = installed(python, torch, home, f"{wheel}[dev]" if options.tests else str(wheel))
         if problem:
             print(f"{python:<12} torch {torch:<8} cannot be installed: {problem}", flush=True)
             continue
         found, _ = run([home / "bin/python", "-c", VERSIONS])
-        problem = tried(home, first[1], options.tests)
-        failed += bool(problem)
+        told, code = tried(home, first[1], sources if options.tests else None)
+        failed += code
         seconds = time.monotonic() - begin
-        print(f"Python and torch {found:<22} {problem or 'ok'} ({seconds:.0f} s)", flush=True)
+        print(f"Python and torch {found:<22} {told} ({seconds:.0f} s)", flush=True)
     return int(failed > 0)
+
+
+def built() -> tuple[Path, Path]:
+    """The wheel, and the unpacked sdist without the package."""
+    shutil.rmtree(HOME / "dist", ignore_errors=True)
+    python = HOME / "build/bin/python"
+    steps: list[list[object]] = [
+        [sys.executable, "-m", "venv", HOME / "build"],
+        [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "build"],
+        [python, "-m", "build", "--outdir", HOME / "dist", ROOT],
+    ]
+    for step in steps:
+        told, code = run(step)
+        if code:
+            sys.exit(f"fxpipe cannot be built: {told}")
+    (archive,), (wheel,) = ([*(HOME / "dist").glob(kind)] for kind in ("*.tar.gz", "*.whl"))
+    with tarfile.open(archive) as file:
+        file.extractall(HOME / "dist", filter="data")
+    sources = archive.with_name(archive.name.removesuffix(".tar.gz"))
+    shutil.rmtree(sources / "fxpipe")
+    return wheel, sources
 
 
 def run(command: list[object], where: Path = ROOT) -> tuple[str, int]:
@@ -61,14 +87,15 @@ def run(command: list[object], where: Path = ROOT) -> tuple[str, int]:
     return lines[-1] if lines else "", done.returncode
 
 
-def installed(python: str, torch: str, home: Path, with_tests: bool) -> str:
+def installed(python: str, torch: str, home: Path, package: str) -> str:
     """Why a pair cannot be installed; "" if it is."""
     what = "torch" if torch == "newest" else f"torch=={torch}"
     pip = [home / "bin/python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     steps: list[list[object]] = [
         [python, "-m", "venv", home],
         [*pip, what],
-        [*pip, f"{ROOT}[dev]" if with_tests else ROOT],
+        [*pip, "--force-reinstall", "--no-deps", package.removesuffix("[dev]")],
+        [*pip, package],
     ]
     for step in steps:
         told, code = run(step)
@@ -77,17 +104,14 @@ def installed(python: str, torch: str, home: Path, with_tests: bool) -> str:
     return ""
 
 
-def tried(home: Path, script: str, with_tests: bool) -> str:
-    """What failed in an environment; "" if nothing did."""
+def tried(home: Path, script: str, sources: Path | None) -> tuple[str, bool]:
+    """What an environment shows, and whether something failed.  sources: whose tests are run."""
     with tempfile.TemporaryDirectory() as folder:
         told, code = run([home / "bin/python", "-c", script], Path(folder))
-        if code:
-            return f"README.md: {told}"
-    if with_tests:
-        told, code = run([home / "bin/python", "-m", "pytest", "-q", "-n", "2", "--fast"])
-        if code:
-            return f"tests: {told}"
-    return ""
+    if code or sources is None:
+        return f"README.md: {told}" if code else "ok", bool(code)
+    told, code = run([home / "bin/python", "-m", "pytest", "-q", "-n", "2", "--fast"], sources)
+    return f"tests: {told}", bool(code)
 
 
 if __name__ == "__main__":

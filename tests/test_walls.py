@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+import fxpipe
+
+ROOT, PACKAGE = Path(__file__).parents[1], Path(fxpipe.__file__).parent
 COMPILER = ("capture", "codegen", "compiler", "cost", "ir", "partition", "passes", "vocabulary")
 
 #: Contract -> a module, and an import that it must not have.
@@ -34,7 +36,7 @@ BROKEN = {
 def report(tmp_path_factory) -> str:
     """What import-linter says of a copy in which every wall has a hole."""
     copy = tmp_path_factory.mktemp("walls")
-    shutil.copytree(ROOT / "fxpipe", copy / "fxpipe", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(PACKAGE, copy / "fxpipe", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", copy)
     for module, imported in BROKEN.values():
         path = copy / "fxpipe" / f"{module.replace('.', '/')}.py"
@@ -90,7 +92,7 @@ def _imports(path: Path) -> set[str]:
     ],
 )
 def test_parts_of_torch(rooms, part, exceptions):
-    files = [path for room in rooms for path in (ROOT / "fxpipe" / room).rglob("*.py")]
+    files = [path for room in rooms for path in (PACKAGE / room).rglob("*.py")]
     assert len(files) > 20
     users = {path.name for path in files if any(f"{x}.".startswith(f"{part}.") for x in _imports(path))}
     assert users == exceptions
@@ -120,7 +122,7 @@ def _parses(path: Path) -> set[str]:
 
 def test_one_parser_reads_programs():
     """Others look at the nodes that it gives; the certificate runs no text."""
-    files = {str(path.relative_to(ROOT / "fxpipe")): path for path in (ROOT / "fxpipe").rglob("*.py")}
+    files = {str(path.relative_to(PACKAGE)): path for path in PACKAGE.rglob("*.py")}
     assert {name: parses for name, path in files.items() if (parses := _parses(path))} == READERS
     of_programs = {
         name
@@ -135,8 +137,8 @@ def test_one_parser_reads_programs():
 
 def test_the_number_of_rooms_and_of_imports_between_them():
     rooms: dict[str, set[str]] = {}
-    for path in (ROOT / "fxpipe").rglob("*.py"):
-        room = path.relative_to(ROOT / "fxpipe").parts[0].removesuffix(".py")
+    for path in PACKAGE.rglob("*.py"):
+        room = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
         used = {name.split(".")[1] for name in _imports(path) if name.startswith("fxpipe.")}
         rooms.setdefault(room, set()).update(used - {room})
     below = {room: used & rooms.keys() for room, used in rooms.items()}

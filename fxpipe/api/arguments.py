@@ -77,10 +77,11 @@ def takes(
         ]
         positional = [p for p in whole.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
         function.__signature__ = whole.replace(parameters=[*positional, *options])  # type: ignore[attr-defined]
-        wrapper = TextWrapper(110, break_on_hyphens=False, initial_indent=4 * " ", subsequent_indent=8 * " ")
+        wrapper = TextWrapper(106, break_on_hyphens=False, subsequent_indent=4 * " ")
         texts = [wrapper.fill(f"{name}: {text}") for name, text in DOCS.items()]
         if function.__doc__ is not None:
-            before, _, after = re.split(r"^    options: (.*)\n", function.__doc__, flags=re.MULTILINE)
+            text = inspect.cleandoc(function.__doc__)  # as Python 3.13 does already
+            before, _, after = re.split(r"^options: (.*)\n", text, flags=re.MULTILINE)
             function.__doc__ = "\n".join([before.rstrip(), *texts, after])
         return function
 

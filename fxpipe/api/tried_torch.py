@@ -6,7 +6,7 @@ import re
 import warnings
 
 #: The oldest and the newest, as (major, minor).
-OLDEST, NEWEST = (2, 11), (2, 13)
+OLDEST, NEWEST = (2, 11), (2, 14)
 
 
 def warn_of_untried(version: str) -> None:

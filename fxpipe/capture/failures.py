@@ -64,7 +64,12 @@ _PACKED = (
 
 
 #: Texts of errors of a device that is not here.
-_NO_DEVICE = ("not linked with support for", "not compiled with CUDA enabled", "No CUDA GPUs are available")
+_NO_DEVICE = (
+    "not linked with support for",
+    "not compiled with CUDA enabled",
+    "No CUDA GPUs are available",
+    "Found no NVIDIA driver",
+)
 
 
 def explained(error: Exception, provenance: Provenance, of_loss: str) -> CaptureError:

@@ -16,7 +16,7 @@ from fxpipe.cli.planning import plan
 from fxpipe.cli.sources import CostSource, add_cost_arguments, source_of
 from fxpipe.cli.ways import print_ways, ways_as_json
 from fxpipe.errors import FxpipeError, ScheduleError, number_of
-from fxpipe.schedule.exact.order import Exact, exact
+from fxpipe.schedule.exact.order import Exact, cp_sat, exact
 from fxpipe.schedule.families.registry import FAMILIES
 from fxpipe.schedule.formats.handwritten import is_file_name, read_schedule
 from fxpipe.schedule.memory_text import MemoryText
@@ -87,6 +87,8 @@ def add_simulate(parser: argparse.ArgumentParser) -> None:
 
 
 def _simulate(options: argparse.Namespace) -> None:
+    if options.exact is not None:
+        cp_sat()  # before the search, which may take minutes
     batch = batch_of(options)
     source, timeline = _timeline(options) if batch is None else (batch.source, batch.timeline)
     best = None if options.exact is None else _exact(options, timeline)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -33,7 +33,7 @@ from torch.overrides import TorchFunctionMode
 
 from fxpipe.errors import CaptureError, OptionError
 from fxpipe.integrations.summed_gradients import parameters_of
-from fxpipe.ir.compat import pytree
+from fxpipe.runtime.torch_private import pytree
 
 _F = nn.functional
 _sdpa: Callable[..., torch.Tensor] = _F.scaled_dot_product_attention
@@ -193,8 +193,12 @@ def _mean_of_all(
         return loss(*bound.args, **bound.kwargs)
     logits, by_name["reduction"] = by_name["input"], "sum"
     if isinstance(logits, DTensor) and getattr(logits.placements[0], "dim", None) == 0:
-        # Here once, and not in the backward again.
-        by_name["target"] = labels.redistribute(placements=logits.placements)
+        # The labels of its rows: moved here once, and not in the backward again. A sum knows no order of
+        # rows, and torch 2.14 has no rule for the order that it gives to labels here.
+        rows = [labels.redistribute(placements=logits.placements), logits]
+        by_name["target"], by_name["input"] = (
+            DTensor.from_local(x.to_local(), mesh, [Shard(0)], run_check=False) for x in rows
+        )
     total: Any = loss(*bound.args, **bound.kwargs)
     counted = labels != by_name["ignore_index"]
     count = (counted if weight is None else weight[labels * counted] * counted).sum()
@@ -309,6 +313,37 @@ class _Read(torch.autograd.Function):
         )
 
 
+def _largest(
+    of: Callable[..., torch.return_types.topk],
+    mesh: DeviceMesh,
+    value: torch.Tensor,
+    k: int,
+    dim: int = -1,
+    *args: Any,
+    **kwargs: Any,
+) -> Sequence[torch.Tensor]:
+    """The largest values along a dimension that lanes do not divide: each lane finds those of its part.
+
+    Torch gathers the values, from 2.14 on their gradients.
+    """
+    by_lane = value.placements[0] if isinstance(value, DTensor) else Replicate()
+    divided, dim = getattr(by_lane, "dim", None), dim % value.dim()
+    if divided is None or divided == dim:
+        return of(value, k, dim, *args, **kwargs)
+    if (rows := getattr(by_lane, "split_factor", 1)) > 1:  # flattened; lanes divide the tokens of each row
+        apart = value.unflatten(divided, (rows, -1))
+        found = _largest(of, mesh, apart, k, dim + (divided < dim), *args, **kwargs)
+        return _pair(x.flatten(divided, divided + 1) for x in found)
+    local: Any = value
+    found = of(_in_layout(local.to_local()), k, dim, *args, **kwargs)
+    return _pair(DTensor.from_local(x, mesh, [by_lane], run_check=False) for x in found)
+
+
+def _pair(results: Iterable[torch.Tensor]) -> torch.return_types.topk:
+    values, indices = results
+    return torch.return_types.topk((values, indices))
+
+
 #: Losses that are a mean over all of their elements.
 _MEANS = (
     _F.binary_cross_entropy, _F.binary_cross_entropy_with_logits, _F.gaussian_nll_loss, _F.huber_loss,
@@ -322,6 +357,7 @@ _RULES: dict[object, Callable[..., Any]] = {
     _sdpa: _attention,
     torch.cat: _concatenated,
     **{loss: partial(_mean_of_elements, loss) for loss in _MEANS},
+    **{of: partial(_largest, of) for of in (torch.topk, torch.Tensor.topk)},
     **{loss: partial(_mean_of_all, loss) for loss in (_F.cross_entropy, _F.nll_loss)},
 }
 

@@ -18,12 +18,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule
-from lightning.pytorch.accelerators import CUDAAccelerator
-from lightning.pytorch.strategies import SingleDeviceStrategy
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import nn
 from torch.nn.utils import clip_grads_with_norm_
+
+try:
+    from lightning.pytorch import LightningModule
+    from lightning.pytorch.accelerators import CUDAAccelerator
+    from lightning.pytorch.strategies import SingleDeviceStrategy
+    from lightning_utilities.core.apply_func import apply_to_collection
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        f"PipelineStrategy needs Lightning: pip install 'fxpipe[lightning]' ({error})"
+    ) from error
 
 import fxpipe
 from fxpipe.errors import OptionError

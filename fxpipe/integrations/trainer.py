@@ -21,8 +21,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import nn
+
+try:
+    import accelerate  # noqa: F401 - without it transformers' Trainer begins, and fails later
+    import transformers
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        f"fxpipe's Trainer needs transformers and accelerate: pip install 'fxpipe[trainer]' ({error})"
+    ) from error
 
 import fxpipe
 from fxpipe.errors import ArtifactError, OptionError

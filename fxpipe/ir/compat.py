@@ -1,4 +1,4 @@
-"""Every private torch symbol that the compiler uses, and nothing else (checked with torch 2.11 and 2.13).
+"""Every private torch symbol that the compiler uses, and nothing else (checked with torch 2.11 to 2.14).
 
 A new torch release that moves one of these breaks here, by name, and nowhere else.
 """
@@ -74,7 +74,16 @@ class FakeMode(FakeTensorMode):
             longest = targets.shape[1] if targets.dim() == 2 else targets.numel()
             with self:
                 return scores.new_empty(rows), scores.new_empty(rows, steps, 2 * longest + 1)
+        if kwargs and kwargs.get("device") is not None:
+            _ask_for(kwargs["device"])
         return super().dispatch(func, types, args, kwargs)
+
+
+@cache
+def _ask_for(device: torch.device) -> None:
+    """Raise eager's error of a device that is not here; a CUDA build without a driver fakes tensors on it."""
+    with no_modes():
+        torch.empty(0, device=device)
 
 
 def _is_of_python() -> bool:

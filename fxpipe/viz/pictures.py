@@ -79,8 +79,10 @@ def _rendered(graphs: Mapping[str, graphviz.Digraph], directory: Path) -> list[P
             continue
         missing.append(source)
     if missing:
-        paths = shlex.join(map(str, missing))
-        print(printable(f"fxpipe: {problem}; for pictures run: dot -Tsvg -O {paths}"), file=sys.stderr)
+        # By their names alone: ``save`` writes to a draft, and renames it.
+        names = shlex.join(source.name for source in missing)
+        text = f"fxpipe: {problem}; for pictures run beside the .dot files: dot -Tsvg -O {names}"
+        print(printable(text), file=sys.stderr)
     return files
 
 

@@ -140,14 +140,14 @@ def test_what_is_offloaded():
     for rank, program in enumerate(pipe.artifact.programs):
         (own,) = rows(program, "Offloaded")
         size = pipe.plan.pools[rank] / 4
-        assert own == [f"F{rank} -> BW{rank}", bytes_text(size), "of 4 microbatches"]
+        assert own == [f"F{rank} -> BW{rank}", bytes_text(size), "microbatches: 4"]
 
 
 def test_what_replicas_gather_and_sum():
     for shard, gathered in ((None, ""), ("parameters", "gathered before F0.0, ")):
         program, _ = programs(schedule="1f1b", replicas=2, shard=shard)
         own, tied = rows(program, "Buckets of parameters")
-        assert own[:3] == ["0", f"{gathered}summed after BW0.1", "12 parameters"]
+        assert own[:3] == ["0", f"{gathered}summed after BW0.1", "parameters: 12"]
         assert tied == ["1", f"{gathered}summed after BW0.1", "1 parameter", f"{4 * WORDS * WIDTH} B"]
 
 

@@ -3,6 +3,7 @@
 import inspect
 import re
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 from docs_worker import ROOT
@@ -12,6 +13,8 @@ from fxpipe.api.arguments import DOCS
 from fxpipe.compiler.options import Options
 from fxpipe.plan.meshes import Mesh
 from scripts.site_docstrings import as_markdown
+
+PACKAGE = Path(fxpipe.__file__).parent
 
 
 def table_of_options() -> str:
@@ -38,16 +41,14 @@ def test_each_option_is_documented():
     assert [*DOCS] == [*inspect.signature(fxpipe.compile).parameters][2:]
     assert all((text[0] == "`" or text[0].isupper()) and text.endswith((".", ")")) for text in DOCS.values())
     for name, text in DOCS.items():
-        shown = re.search(
-            rf"^    {name}: (.*?)(?=\n    \S|\n\n)", fxpipe.compile.__doc__, re.DOTALL | re.MULTILINE
-        )
+        shown = re.search(rf"^{name}: (.*?)(?=\n\S|\n\n)", fxpipe.compile.__doc__, re.DOTALL | re.MULTILINE)
         assert " ".join(shown[1].split()) == text
 
 
 def test_each_option_is_read():
     """Of those that the compiler has: an option that nothing reads would be ignored in silence."""
     own = {"options.py", "check_options.py", "arguments.py"}
-    files = [path for path in (ROOT / "fxpipe").rglob("*.py") if path.name not in own]
+    files = [path for path in PACKAGE.rglob("*.py") if path.name not in own]
     read = {name for path in files for name in re.findall(r"\.([a-z_]+)\b", path.read_text())}
     settled = {"costs", "offload", "replay", "without"}  # ``Settings`` has what they stand for
     assert {field.name for field in fields(Options)} - read <= settled
@@ -56,7 +57,7 @@ def test_each_option_is_read():
 @pytest.mark.parametrize("command", ["plan", "compile"])
 def test_each_option_of_a_command_is_read(command):
     """Of ``compile``'s own: the namespace is read by name."""
-    source = (ROOT / f"fxpipe/cli/{command}.py").read_text()
+    source = (PACKAGE / f"cli/{command}.py").read_text()
     options = set(re.findall(r'add_option\(\s*parser, "([a-z_]+)"', source))
     assert len(options) > 5
     assert {name for name in options if f"options.{name}" not in source} == set()

@@ -11,7 +11,6 @@ from dataclasses import replace
 from fxpipe.codegen.rank_plan import RankPlan
 from fxpipe.codegen.step.actions import kind_of
 from fxpipe.codegen.wrapping import WIDTH
-from fxpipe.errors import number_of
 from fxpipe.ir.graph import Kind, Value
 from fxpipe.ir.step_invariants import once_bytes
 from fxpipe.ir.storage import node_bytes
@@ -130,7 +129,7 @@ def _offloaded(plan: RankPlan) -> Iterator[_Row]:
         sizes[ends, count[section.stage, section.phase]] += size
     for (ends, moved), size in sizes.items():
         if moved:
-            yield ends, bytes_text(size), f"of {number_of(moved, 'microbatch')}"
+            yield ends, bytes_text(size), f"microbatches: {moved}"
 
 
 def _buckets(plan: RankPlan) -> Iterator[_Row]:
@@ -140,7 +139,7 @@ def _buckets(plan: RankPlan) -> Iterator[_Row]:
         bucket, size = plan.buckets[k]
         begun = [f"gathered before {bucket.before}"] if k in gathered else []
         ended = [f"summed after {bucket.after}"] if k in summed else []
-        names = number_of(len(bucket.gradients), "parameter")
+        names = f"parameters: {len(bucket.gradients)}"
         yield str(k), ", ".join(begun + ended), names, bytes_text(size)
 
 
