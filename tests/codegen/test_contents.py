@@ -148,7 +148,7 @@ def test_what_replicas_gather_and_sum():
         program, _ = programs(schedule="1f1b", replicas=2, shard=shard)
         own, tied = rows(program, "Buckets of parameters")
         assert own[:3] == ["0", f"{gathered}summed after BW0.1", "parameters: 12"]
-        assert tied == ["1", f"{gathered}summed after BW0.1", "1 parameter", f"{4 * WORDS * WIDTH} B"]
+        assert tied == ["1", f"{gathered}summed after BW0.1", "parameters: 1", f"{4 * WORDS * WIDTH} B"]
 
 
 def test_the_title_of_a_model_without_modules():
