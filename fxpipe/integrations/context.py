@@ -280,8 +280,9 @@ def _attention(
 def _concatenated(
     mesh: DeviceMesh, tensors: Sequence[torch.Tensor], *args: Any, **kwargs: Any
 ) -> torch.Tensor:
-    """Without empty tensors of one dimension, which are nothing to torch, and have no rule."""
-    return torch.cat([distributed(x, mesh) for x in tensors if x.shape != (0,)], *args, **kwargs)
+    """Without empty tensors of one dimension, as caches begin with, which are nothing to torch."""
+    first, *others = [distributed(x, mesh) for x in tensors if x.shape != (0,)]
+    return torch.cat([first, *others], *args, **kwargs) if others else first.clone()
 
 
 def _in_pieces(
