@@ -281,7 +281,8 @@ def _concatenated(
     mesh: DeviceMesh, tensors: Sequence[torch.Tensor], *args: Any, **kwargs: Any
 ) -> torch.Tensor:
     """Without empty tensors of one dimension, as caches begin with, which are nothing to torch."""
-    first, *others = [distributed(x, mesh) for x in tensors if x.shape != (0,)]
+    parts = [x for x in tensors if x.shape != (0,)] or tensors[:1]
+    first, *others = (distributed(x, mesh) for x in parts)
     return torch.cat([first, *others], *args, **kwargs) if others else first.clone()
 
 
