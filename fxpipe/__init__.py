@@ -114,7 +114,14 @@ _LAZY = {
 def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module 'fxpipe' has no attribute {name!r}")
-    value = getattr(import_module(_LAZY[name]), name)
+    try:
+        value = getattr(import_module(_LAZY[name]), name)
+    except (ImportError, AttributeError) as error:
+        if torch := sys.modules.get("torch"):  # whose private parts may be elsewhere in another version
+            word = import_module("fxpipe.api.tried_torch").untried(torch.__version__)
+            if word:
+                error.add_note(word)
+        raise
     globals()[name] = value
     return value
 

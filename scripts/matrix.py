@@ -76,7 +76,7 @@ def built() -> tuple[Path, Path]:
 
 
 def run(command: list[object], where: Path = ROOT) -> tuple[str, int]:
-    """The last line of what a command prints, and its exit code."""
+    """The last line of what a command prints, with those of failed tests, and its exit code."""
     try:
         done = subprocess.run(
             [*map(str, command)], cwd=where, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -84,7 +84,8 @@ def run(command: list[object], where: Path = ROOT) -> tuple[str, int]:
     except FileNotFoundError:
         return f"there is no {command[0]}", 127
     lines = done.stdout.strip().splitlines()
-    return lines[-1] if lines else "", done.returncode
+    failed = [line for line in lines[:-1] if line.startswith("FAILED")]
+    return "\n    ".join([*lines[-1:], *failed]), done.returncode
 
 
 def installed(python: str, torch: str, home: Path, package: str) -> str:

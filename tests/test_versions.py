@@ -1,12 +1,15 @@
 """The versions of torch: what was tried, and a word on what was not."""
 
 import re
+import sys
 import tomllib
 import warnings
 from pathlib import Path
 
 import pytest
+import torch
 
+import fxpipe
 from fxpipe.api.tried_torch import NEWEST, OLDEST, warn_of_untried
 
 ROOT = Path(__file__).parents[1]
@@ -25,6 +28,15 @@ def test_another_torch_is_told_with_the_remedy(version):
         warn_of_untried(version)
     assert f"not with {version}," in str(told[0].message)
     assert str(told[0].message).endswith('pip install "torch>=2.11,<2.15".')
+
+
+def test_a_private_part_that_another_torch_lacks(monkeypatch):
+    """compile could not warn: its own import fails."""
+    monkeypatch.setattr(torch, "__version__", "2.99.0")
+    monkeypatch.setitem(sys.modules, "fxpipe.api.compile", None)
+    with pytest.raises(ImportError) as error:
+        fxpipe.__getattr__("compile")
+    assert "not with 2.99.0" in error.value.__notes__[0]
 
 
 def test_the_oldest_is_required_and_that_of_the_tests_is_among_them():

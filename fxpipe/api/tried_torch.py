@@ -9,19 +9,24 @@ import warnings
 OLDEST, NEWEST = (2, 11), (2, 14)
 
 
-def warn_of_untried(version: str) -> None:
-    """Warn, with the remedy, of a torch that is older or newer than those that were tried.
+def untried(version: str) -> str:
+    """A word, with the remedy, on a torch that is older or newer than those that were tried; else "".
 
     version: ``torch.__version__``, such as "2.13.0+cpu"; nothing is known of one without numbers, somebody's
         own build.
     """
     found = re.match(r"(\d+)\.(\d+)", version)
     if found is None or OLDEST <= (int(found[1]), int(found[2])) <= NEWEST:
-        return
+        return ""
     oldest, newest = (".".join(map(str, each)) for each in (OLDEST, NEWEST))
     below = f"{NEWEST[0]}.{NEWEST[1] + 1}"
-    warnings.warn(
+    return (
         f"fxpipe was tried with torch {oldest} to {newest}, not with {version}, and uses private parts of "
-        f'torch: if compiling fails, pip install "torch>={oldest},<{below}".',
-        stacklevel=4,
+        f'torch: if compiling fails, pip install "torch>={oldest},<{below}".'
     )
+
+
+def warn_of_untried(version: str) -> None:
+    """Warn of a torch that was not tried."""
+    if word := untried(version):
+        warnings.warn(word, stacklevel=4)

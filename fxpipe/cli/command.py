@@ -34,6 +34,15 @@ SUBCOMMANDS = {
     "completion": ("completion", "print the completion of these commands for a shell"),
 }
 
+#: What one wants -> the commands for it, and the page that says more: ``fxpipe help schedules``.
+TOPICS = {
+    "schedules": (("simulate", "compare"), "docs/schedules.md"),
+    "planning": (("plan", "calibrate"), "docs/costs.md"),
+    "training": (("compile", "run", "export"), "docs/training.md"),
+    "seeing": (("explain", "report", "draw", "trace", "diff"), "docs/report.md"),
+    "debugging": (("check", "replay"), "docs/debugging.md"),
+}
+
 #: What a script does, and not the command line: what it would be called -> what to write.
 IN_PYTHON = {
     "train": "a script trains, with pipe.step(batch) under torchrun; fxpipe run trains a saved pipeline.",
@@ -52,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     try:
         if chosen == "help":
-            parser([]).print_help()
+            _help(words[words.index(chosen) + 1 :])
             return 0
         if chosen is not None and chosen not in SUBCOMMANDS:
             if chosen in IN_PYTHON:
@@ -89,9 +98,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _help(subjects: Sequence[str]) -> None:
+    """``fxpipe help``, of a topic or a command if one is named."""
+    subject = next(iter(subjects), None)
+    if subject in SUBCOMMANDS:
+        parser([subject]).parse_args([subject, "--help"])
+    elif subject in TOPICS:
+        commands, page = TOPICS[subject]
+        for name in commands:
+            print(f"fxpipe {name:<10} {SUBCOMMANDS[name][1]}")
+        print(f"More: {page}")
+    elif subject is None:
+        parser([]).print_help()
+    else:
+        known = suggested(subject, [*TOPICS, *SUBCOMMANDS])
+        raise FxpipeError(f"there is no help on {subject!r}.{known} Topics: {', '.join(TOPICS)}")
+
+
 def parser(complete: Sequence[str]) -> argparse.ArgumentParser:
     """The parser of all commands, with the options of those in ``complete``."""
-    made = Parser(prog="fxpipe", description="A pipeline-parallel compiler for PyTorch.")
+    topics = (f"  {topic:<11} {', '.join(commands)}" for topic, (commands, _) in TOPICS.items())
+    made = Parser(
+        prog="fxpipe",
+        description="A pipeline-parallel compiler for PyTorch.",
+        epilog="\n".join(["by topic, which fxpipe help TOPIC explains:", *topics]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     made.add_argument("--version", action="version", version=f"fxpipe {__version__}")
     commands = made.add_subparsers(metavar="command", required=True, parser_class=Parser)
     for name, (module, line) in SUBCOMMANDS.items():

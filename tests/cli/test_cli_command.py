@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from safetensors.torch import save_file
@@ -15,6 +16,7 @@ from fxpipe.cli.diff import differences
 from fxpipe.cli.run.loop import LoopSettings, train
 from fxpipe.plan.step import counted
 
+ROOT = Path(__file__).parents[2]
 TIMES = ["--ranks", "2", "--microbatches", "4", "--forward", "1", "--backward-input", "1"]
 TIMES += ["--backward-weight", "1"]
 
@@ -64,6 +66,28 @@ def test_what_a_script_does_is_told(capsys, typed, instead):
 def test_help_is_a_command_too(capsys):
     assert main(["help"]) == 0
     assert "simulate" in capsys.readouterr().out
+
+
+def test_help_on_a_topic_and_on_a_command(capsys):
+    assert main(["help", "schedules"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "fxpipe simulate   predict bubble and memory of a schedule",
+        "fxpipe compare    simulate all schedules and compare them",
+        "More: docs/schedules.md",
+    ]
+    with pytest.raises(SystemExit, match="0"):
+        main(["help", "export"])
+    assert capsys.readouterr().out.startswith("usage: fxpipe export")
+    assert refused(capsys, "help", "schedule") == (
+        "fxpipe: error: there is no help on 'schedule'. Did you mean 'schedules'? Topics: schedules, "
+        "planning, training, seeing, debugging\n"
+    )
+
+
+def test_each_command_has_a_topic():
+    named = [name for commands, _ in command.TOPICS.values() for name in commands]
+    assert sorted([*named, "completion"]) == sorted(command.SUBCOMMANDS)
+    assert all((ROOT / page).exists() for _, page in command.TOPICS.values())
 
 
 def test_an_option_without_a_command(capsys):
