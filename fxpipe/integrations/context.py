@@ -286,6 +286,13 @@ def _concatenated(
     return torch.cat([first, *others], *args, **kwargs) if others else first.clone()
 
 
+def _scattered(mesh: DeviceMesh, value: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """In place, which torch has no rule for where lanes divide the rows."""
+    _check_written(torch.Tensor.scatter_, (value,), {})
+    args, kwargs = pytree.tree_map_only(torch.Tensor, partial(distributed, mesh=mesh), (args, kwargs))
+    return value.copy_(value.scatter(*args, **kwargs))
+
+
 def _in_pieces(
     cut: Callable[..., Sequence[torch.Tensor]],
     mesh: DeviceMesh,
@@ -358,6 +365,7 @@ _RULES: dict[object, Callable[..., Any]] = {
     **{cut: partial(_in_pieces, cut) for cut in _CUTS},
     _sdpa: _attention,
     torch.cat: _concatenated,
+    torch.Tensor.scatter_: _scattered,
     **{loss: partial(_mean_of_elements, loss) for loss in _MEANS},
     **{of: partial(_largest, of) for of in (torch.topk, torch.Tensor.topk)},
     **{loss: partial(_mean_of_all, loss) for loss in (_F.cross_entropy, _F.nll_loss)},

@@ -286,6 +286,13 @@ RIGHT = {
     "norms along the sequence": lambda y, z: (torch.linalg.vector_norm(y, dim=1) * z.amax(1)).sum(),
     "half of the tokens": lambda y, z: (y.chunk(2, 1)[1] * z.chunk(2, 1)[0].sin()).sum(),
     "neighbors": lambda y, z: (y[:, 1:] * z[:, :-1]).sum() + (y - y.mean(1, keepdim=True)).square().mean(),
+    "marks of the largest": lambda y, z: (
+        (
+            z.flatten(0, 1)
+            * torch.zeros_like(y).flatten(0, 1).scatter_(1, y.flatten(0, 1).topk(3).indices, 1.0)
+        ).sum()
+        + y.sum()
+    ),
     "sums so far": lambda y, z: (y.cumsum(1) * z).sum() + (y * z.flip(1)).sum(),
 }
 
