@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.torch_version import TorchVersion
 
 import fxpipe
 from fxpipe.api.tried_torch import NEWEST, OLDEST, warn_of_untried
+from fxpipe.errors import OptionError
 
 ROOT = Path(__file__).parents[1]
 
@@ -37,6 +39,12 @@ def test_a_private_part_that_another_torch_lacks(monkeypatch):
     with pytest.raises(ImportError) as error:
         fxpipe.__getattr__("compile")
     assert "not with 2.99.0" in error.value.__notes__[0]
+
+
+def test_sequences_are_not_divided_with_the_oldest_torch(monkeypatch):
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.11.0"))
+    with pytest.raises(OptionError, match=r"needs torch 2\.12 or newer, and this is 2\.11\.0"):
+        fxpipe.ContextParallel({"ids": 1})
 
 
 def test_the_oldest_is_required_and_that_of_the_tests_is_among_them():

@@ -53,6 +53,11 @@ class ContextParallel(ParallelStyle):
     """
 
     def __init__(self, inputs: Mapping[str, int]):
+        if torch.__version__ < "2.12":
+            raise OptionError(
+                f"ContextParallel needs torch 2.12 or newer, and this is {torch.__version__}, whose DTensors "
+                "do not flatten rows and tokens that lanes divide: pip install -U torch."
+            )
         if not isinstance(inputs, Mapping) or not inputs or not all(type(d) is int for d in inputs.values()):
             raise OptionError(
                 "inputs are the arguments of the forward that lanes divide, each with the dimension of the "

@@ -19,7 +19,11 @@ import fxpipe
 from fxpipe.errors import CaptureError, OptionError
 from fxpipe.integrations.transformers import parallelize
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("double")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.usefixtures("double"),
+    pytest.mark.skipif(torch.__version__ < "2.12", reason="its DTensors do not flatten divided tokens"),
+]
 LIMIT = 1e-12
 WORDS, WIDTH, HEADS, KEYS, ROWS, LENGTH = 24, 16, 4, 2, 2, 16
 
