@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from fxpipe.errors import OptionError
-from fxpipe.integrations.context import distributed
+from fxpipe.integrations.divided_attention import distributed
 from fxpipe.integrations.summed_gradients import local_parameters, parameters_of
 
 

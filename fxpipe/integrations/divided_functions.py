@@ -1,0 +1,178 @@
+"""Functions of DTensors that lanes divide, where torch has no rule, or one that gives other numbers.
+
+cross-entropy   of a mean, the sum and the count of all lanes (torch takes the mean of the lanes' means)
+other means     an op of its own (torch's gradient of the op is that of the lane's own mean)
+pieces          the gradient of one that nobody reads is zero
+topk, scatter_, cat
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, zeros
+
+from fxpipe.errors import CaptureError
+from fxpipe.integrations.divided_attention import attention, distributed, in_layout, sdpa
+from fxpipe.runtime.torch_private import pytree
+
+_F = nn.functional
+
+
+def check_written(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Raise CaptureError for an op that writes what lanes divide to a tensor that they have whole."""
+    name = getattr(func, "__name__", "")
+    in_place = name == "__setitem__" or re.fullmatch(r"__i\w+__|\w*[^_]_", name)
+    written = args[0] if in_place and args else kwargs.get("out")
+    if isinstance(written, torch.Tensor) and not isinstance(written, DTensor):
+        raise CaptureError(
+            f"{name} writes what lanes divide to a tensor of shape {tuple(written.shape)} that each of them "
+            "has whole. Make that tensor from a divided one: torch.zeros_like(x), x.new_zeros(…)."
+        )
+
+
+def _mean_of_all(
+    loss: Callable[..., torch.Tensor], mesh: DeviceMesh, *args: Any, **kwargs: Any
+) -> torch.Tensor:
+    """A loss that is a mean over the labels that count, of which lanes may have different numbers."""
+    bound = inspect.signature(loss).bind(*args, **kwargs)
+    bound.apply_defaults()
+    by_name: dict[str, Any] = bound.arguments
+    for name in ("target", "weight"):
+        by_name[name] = None if by_name[name] is None else distributed(by_name[name], mesh)
+    labels, weight, older = by_name["target"], by_name["weight"], (by_name["size_average"], by_name["reduce"])
+    if by_name["reduction"] != "mean" or older != (None, None) or labels.is_floating_point():
+        return loss(*bound.args, **bound.kwargs)
+    logits, by_name["reduction"] = by_name["input"], "sum"
+    if isinstance(logits, DTensor) and getattr(logits.placements[0], "dim", None) == 0:
+        # The labels of its rows: moved here once, and not in the backward again. A sum knows no order of
+        # rows, and torch 2.14 has no rule for the order that it gives to labels here.
+        rows = [labels.redistribute(placements=logits.placements), logits]
+        by_name["target"], by_name["input"] = (
+            DTensor.from_local(x.to_local(), mesh, [Shard(0)], run_check=False) for x in rows
+        )
+    total: Any = loss(*bound.args, **bound.kwargs)
+    counted = labels != by_name["ignore_index"]
+    count = (counted if weight is None else weight[labels * counted] * counted).sum()
+    mean: torch.Tensor = total.redistribute(placements=[Replicate()]) / count.redistribute(
+        placements=[Replicate()]
+    )
+    return mean
+
+
+def _mean_of_elements(
+    loss: Callable[..., torch.Tensor], mesh: DeviceMesh, *args: Any, **kwargs: Any
+) -> torch.Tensor:
+    """A loss that is a mean over elements: torch's gradients of a lane's are those of its own mean alone."""
+    bound = inspect.signature(loss).bind(*args, **kwargs)
+    bound.apply_defaults()
+    by_name: dict[str, Any] = bound.arguments
+    for name, value in by_name.items():
+        by_name[name] = distributed(value, mesh) if isinstance(value, torch.Tensor) else value
+    older = by_name.get("size_average"), by_name.get("reduce")
+    if by_name["reduction"] != "mean" or older != (None, None) or by_name.get("weight") is not None:
+        return loss(*bound.args, **bound.kwargs)
+    by_name["reduction"] = "none"
+    return loss(*bound.args, **bound.kwargs).mean()
+
+
+def _concatenated(
+    mesh: DeviceMesh, tensors: Sequence[torch.Tensor], *args: Any, **kwargs: Any
+) -> torch.Tensor:
+    """Without empty tensors of one dimension, as caches begin with, which are nothing to torch."""
+    parts = [x for x in tensors if x.shape != (0,)] or tensors[:1]
+    first, *others = (distributed(x, mesh) for x in parts)
+    return torch.cat([first, *others], *args, **kwargs) if others else first.clone()
+
+
+def _scattered(mesh: DeviceMesh, value: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """In place, which torch has no rule for where lanes divide the rows."""
+    check_written(torch.Tensor.scatter_, (value,), {})
+    args, kwargs = pytree.tree_map_only(torch.Tensor, partial(distributed, mesh=mesh), (args, kwargs))
+    return value.copy_(value.scatter(*args, **kwargs))
+
+
+def _in_pieces(
+    cut: Callable[..., Sequence[torch.Tensor]],
+    mesh: DeviceMesh,
+    value: torch.Tensor,
+    *args: Any,
+    **kwargs: Any,
+) -> Sequence[torch.Tensor]:
+    """The gradient of a piece that nobody reads is a DTensor of zeros; autograd's own is none."""
+    pieces = cut(value, *args, **kwargs)
+    return _Read.apply(*pieces) if isinstance(value, DTensor) else pieces  # type: ignore[no-untyped-call]
+
+
+class _Read(torch.autograd.Function):
+    """The values themselves; where one is not read its gradient is zero, as DTensors have it."""
+
+    @staticmethod
+    def forward(ctx: Any, *values: DTensor) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.layouts = [(x.device_mesh, x.placements, x.shape, x.dtype) for x in values]
+        return tuple(x.view_as(x) for x in values)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+        return tuple(
+            zeros(shape, dtype=dtype, device_mesh=mesh, placements=placements) if grad is None else grad
+            for grad, (mesh, placements, shape, dtype) in zip(grads, ctx.layouts, strict=True)
+        )
+
+
+def _largest(
+    of: Callable[..., torch.return_types.topk],
+    mesh: DeviceMesh,
+    value: torch.Tensor,
+    k: int,
+    dim: int = -1,
+    *args: Any,
+    **kwargs: Any,
+) -> Sequence[torch.Tensor]:
+    """The largest values along a dimension that lanes do not divide: each lane finds those of its part.
+
+    Torch gathers the values, from 2.14 on their gradients.
+    """
+    by_lane = value.placements[0] if isinstance(value, DTensor) else Replicate()
+    divided, dim = getattr(by_lane, "dim", None), dim % value.dim()
+    if divided is None or divided == dim:
+        return of(value, k, dim, *args, **kwargs)
+    if (rows := getattr(by_lane, "split_factor", 1)) > 1:  # flattened; lanes divide the tokens of each row
+        apart = value.unflatten(divided, (rows, -1))
+        found = _largest(of, mesh, apart, k, dim + (divided < dim), *args, **kwargs)
+        return _pair(x.flatten(divided, divided + 1) for x in found)
+    local: Any = value
+    found = of(in_layout(local.to_local()), k, dim, *args, **kwargs)
+    return _pair(DTensor.from_local(x, mesh, [by_lane], run_check=False) for x in found)
+
+
+def _pair(results: Iterable[torch.Tensor]) -> torch.return_types.topk:
+    values, indices = results
+    return torch.return_types.topk((values, indices))
+
+
+#: Losses that are a mean over all of their elements.
+_MEANS = (
+    _F.binary_cross_entropy, _F.binary_cross_entropy_with_logits, _F.gaussian_nll_loss, _F.huber_loss,
+    _F.kl_div, _F.l1_loss, _F.mse_loss, _F.poisson_nll_loss, _F.smooth_l1_loss, _F.soft_margin_loss,
+)  # fmt: skip
+_PIECES = "chunk", "split", "tensor_split", "unbind"
+_CUTS = [getattr(x, name) for x in (torch, torch.Tensor) for name in _PIECES]
+#: function -> what it is of DTensors
+RULES: dict[object, Callable[..., Any]] = {
+    **{cut: partial(_in_pieces, cut) for cut in _CUTS},
+    sdpa: attention,
+    torch.cat: _concatenated,
+    torch.Tensor.scatter_: _scattered,
+    **{loss: partial(_mean_of_elements, loss) for loss in _MEANS},
+    **{of: partial(_largest, of) for of in (torch.topk, torch.Tensor.topk)},
+    **{loss: partial(_mean_of_all, loss) for loss in (_F.cross_entropy, _F.nll_loss)},
+}
