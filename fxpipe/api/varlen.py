@@ -61,8 +61,8 @@ def varlen_attn(
         raise OptionError(f"Queries are {width} wide, and values {of_values}: pad one of them.")
     scale = width**-0.5 if scale is None else scale
     ends = cu_seq_q, cu_seq_q if cu_seq_k is None else cu_seq_k
-    found: Tensor = varlen_attention(query, key, value, *ends, max_q, max_k, scale, *window_size)[0]
-    return found
+    attended: Tensor = varlen_attention(query, key, value, *ends, max_q, max_k, scale, *window_size)[0]
+    return attended
 
 
 def flash_attn_varlen_func(
@@ -124,8 +124,9 @@ def packed_attention(
     window = (-1 if sliding_window is None else sliding_window - 1), 0 if causal else -1
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     dropped = dropout if module.training else 0.0
-    found = flash_attn_varlen_func(q, k, v, ends, ends, tokens, tokens, dropped, scaling, window_size=window)
-    return found.unflatten(0, (rows, length)), None
+    longest = tokens, tokens
+    attended = flash_attn_varlen_func(q, k, v, ends, ends, *longest, dropped, scaling, window_size=window)
+    return attended.unflatten(0, (rows, length)), None
 
 
 def _no_mask(*positions: Any, attention_mask: Tensor | None = None, **others: Any) -> None:

@@ -38,17 +38,27 @@ def check_written(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping
         )
 
 
+def _bound(
+    loss: Callable[..., torch.Tensor], mesh: DeviceMesh, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[inspect.BoundArguments, bool]:
+    """The arguments of a loss, all tensors as DTensors; and whether it is a mean."""
+    bound = inspect.signature(loss).bind(*args, **kwargs)
+    bound.apply_defaults()
+    by_name: dict[str, Any] = bound.arguments
+    for name, value in by_name.items():
+        by_name[name] = distributed(value, mesh) if isinstance(value, torch.Tensor) else value
+    older = by_name.get("size_average"), by_name.get("reduce")
+    return bound, by_name["reduction"] == "mean" and older == (None, None)
+
+
 def _mean_of_all(
     loss: Callable[..., torch.Tensor], mesh: DeviceMesh, *args: Any, **kwargs: Any
 ) -> torch.Tensor:
     """A loss that is a mean over the labels that count, of which lanes may have different numbers."""
-    bound = inspect.signature(loss).bind(*args, **kwargs)
-    bound.apply_defaults()
+    bound, is_mean = _bound(loss, mesh, args, kwargs)
     by_name: dict[str, Any] = bound.arguments
-    for name in ("target", "weight"):
-        by_name[name] = None if by_name[name] is None else distributed(by_name[name], mesh)
-    labels, weight, older = by_name["target"], by_name["weight"], (by_name["size_average"], by_name["reduce"])
-    if by_name["reduction"] != "mean" or older != (None, None) or labels.is_floating_point():
+    labels, weight = by_name["target"], by_name["weight"]
+    if not is_mean or labels.is_floating_point():
         return loss(*bound.args, **bound.kwargs)
     logits, by_name["reduction"] = by_name["input"], "sum"
     if isinstance(logits, DTensor) and getattr(logits.placements[0], "dim", None) == 0:
@@ -71,15 +81,10 @@ def _mean_of_elements(
     loss: Callable[..., torch.Tensor], mesh: DeviceMesh, *args: Any, **kwargs: Any
 ) -> torch.Tensor:
     """A loss that is a mean over elements: torch's gradients of a lane's are those of its own mean alone."""
-    bound = inspect.signature(loss).bind(*args, **kwargs)
-    bound.apply_defaults()
-    by_name: dict[str, Any] = bound.arguments
-    for name, value in by_name.items():
-        by_name[name] = distributed(value, mesh) if isinstance(value, torch.Tensor) else value
-    older = by_name.get("size_average"), by_name.get("reduce")
-    if by_name["reduction"] != "mean" or older != (None, None) or by_name.get("weight") is not None:
+    bound, is_mean = _bound(loss, mesh, args, kwargs)
+    if not is_mean or bound.arguments.get("weight") is not None:
         return loss(*bound.args, **bound.kwargs)
-    by_name["reduction"] = "none"
+    bound.arguments["reduction"] = "none"
     return loss(*bound.args, **bound.kwargs).mean()
 
 
@@ -147,11 +152,11 @@ def _largest(
         return of(value, k, dim, *args, **kwargs)
     if (rows := getattr(by_lane, "split_factor", 1)) > 1:  # flattened; lanes divide the tokens of each row
         apart = value.unflatten(divided, (rows, -1))
-        found = _largest(of, mesh, apart, k, dim + (divided < dim), *args, **kwargs)
-        return _pair(x.flatten(divided, divided + 1) for x in found)
+        largest = _largest(of, mesh, apart, k, dim + (divided < dim), *args, **kwargs)
+        return _pair(x.flatten(divided, divided + 1) for x in largest)
     local: Any = value
-    found = of(in_layout(local.to_local()), k, dim, *args, **kwargs)
-    return _pair(DTensor.from_local(x, mesh, [by_lane], run_check=False) for x in found)
+    largest = of(in_layout(local.to_local()), k, dim, *args, **kwargs)
+    return _pair(DTensor.from_local(x, mesh, [by_lane], run_check=False) for x in largest)
 
 
 def _pair(results: Iterable[torch.Tensor]) -> torch.return_types.topk:

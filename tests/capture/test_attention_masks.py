@@ -95,8 +95,7 @@ def test_a_large_mask_is_read_in_blocks_of_its_rows(case: str, block: int, monke
     """With the same result; an op that needs more than its rows is computed as a whole."""
     monkeypatch.setattr(example, "BLOCK", block)
     sizes: list[int] = []
-    monkeypatch.setattr(attention_masks, "_said_by", lambda blocks: read(map(noted(sizes), blocks)))
-    read = SAID_BY
+    monkeypatch.setattr(attention_masks, "_said_by", lambda blocks: SAID_BY(map(noted(sizes), blocks)))
     test_a_mask_is_dropped_by_its_value(case)
     if case.startswith("a window") and block > 1:  # else the positions themselves are larger
         rows = max(1, block // LENGTH)

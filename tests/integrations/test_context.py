@@ -253,7 +253,7 @@ def test_a_mean_over_the_labels_of_one_lane_is_refused():
             fxpipe.compile(model, rows, ranks=1, microbatches=2)
 
 
-class Empty(nn.Module):
+class Renormed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.up = nn.Linear(WIDTH, WIDTH)
@@ -265,7 +265,7 @@ class Empty(nn.Module):
 def test_an_op_without_a_rule_is_named():
     """And is not tried on copies of the parts of DTensors, which have no values in a trace."""
     with fxpipe.local_lanes(2) as mesh:
-        model = parallelize_module(Empty(), mesh, fxpipe.ContextParallel({"x": 1}))
+        model = parallelize_module(Renormed(), mesh, fxpipe.ContextParallel({"x": 1}))
         with pytest.raises(CaptureError, match=r"test_context.py:\d+.*aten.renorm"):
             fxpipe.compile(model, {"x": torch.randn(2, 4, WIDTH)}, ranks=1, microbatches=2)
     gc.collect()

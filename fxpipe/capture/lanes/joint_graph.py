@@ -350,14 +350,14 @@ def _check_means(graph: fx.Graph, varying: set[fx.Node]) -> None:
     """Raise CaptureError for the mean of a loss over what one lane has: lanes have different numbers of
     labels, and torch gives a DTensor the gradient of the lane's own mean."""
     for node in call_nodes(graph):
-        if _is_mean(node) and node.target not in _LOSSES and not varying.isdisjoint(node.all_input_nodes):
+        of_labels, is_mean = node.target in _LOSSES, _is_mean(node)
+        if is_mean and not of_labels and not varying.isdisjoint(node.all_input_nodes):
             raise CaptureError(
                 f"The loss at {node.meta['origin']} is a mean over the elements of one lane, whose gradient "
                 "is not that of the mean over all. Take the mean as an op of its own: reduction='none', and "
                 ".mean() of that."
             )
-        is_mean = node.target in _LOSSES and node.args[3] == _MEAN
-        if (is_mean or node.target is batch_mean) and node.args[is_mean] in varying:
+        if ((is_mean and of_labels) or node.target is batch_mean) and node.args[of_labels] in varying:
             raise CaptureError(
                 f"The loss at {node.meta['origin']} is a mean over the labels of one lane. Lanes have other "
                 "numbers of labels that count, so the mean of their means is another loss. Divide the sum of "
@@ -367,7 +367,7 @@ def _check_means(graph: fx.Graph, varying: set[fx.Node]) -> None:
 
 
 def _is_mean(node: fx.Node) -> bool:
-    """Whether a loss of the forward has the reduction "mean"."""
+    """Whether an op of the forward is a loss with the reduction "mean"."""
     if not isinstance(node.target, compat.OpOverload) or node.meta["origin"].backward:
         return False
     names = [argument.name for argument in schema_of(node.target).arguments]
