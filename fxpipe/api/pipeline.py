@@ -539,7 +539,7 @@ class Pipeline(Views):
         stored = state.stored_by(self.process.rank).state
         tensors_here = self.artifact.constants | {name: state.value(name) for name in stored}
         tensors = state.owned if state.divides_parameters else self.process.of_each(plan.tensors)
-        share_values(self.process, tensors, tensors_here, plan.lanes.shards)
+        share_values(self.process, tensors, tensors_here, plan.lanes)
         state.whole = None  # some ranks have got values, which no script has changed
 
     def save(self, path: str | Path, *, overwrite: bool = False) -> None:

@@ -41,6 +41,6 @@ def _part_of(name: str, tensor: torch.Tensor, plan: Plan, alone: bool) -> torch.
     if not is_dtensor(tensor):
         return tensor
     part = local(tensor).detach()
-    if alone and name in plan.lanes.shards:
+    if alone and name in plan.lanes.shared:
         part = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
     return nn.Parameter(part, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else part

@@ -34,8 +34,9 @@ CONTAINERS = {
 ARGUMENTS = {**CONTAINERS, Kind.KEY: "key"}
 
 
-#: The variables of keys of random ops: that of a microbatch, and that of a lane in it.
-KEYS = ("key", "lane_key")
+#: The variables of keys of random ops: that of a microbatch, and that of a lane in it, or of each of so many
+#: lanes that are so far behind each other.
+KEY = re.compile(r"key|lane_key(?:_(\d+)_(\d+))?")
 
 #: What a program whose microbatches have lengths uses itself, beside their variables.
 OF_LENGTHS = ("layouts", "messages", "microbatches")
@@ -45,7 +46,7 @@ END = 2**63 - 1  # the end of a slice that has none
 #: Names that a program uses itself: imports, definitions, arguments and variables.
 _OWN = re.compile(
     r"rt|step|torch|lanes|keyed|expect|inductor|float|complex|MESSAGES|params|once|once_a_step|buffers|constants"
-    r"|counts|means|batch|batches|grads|key|lane_key|m|i|at|carry|collected|within|range"
+    rf"|counts|means|batch|batches|grads|{KEY.pattern}|m|i|at|carry|collected|within|range"
     r"|loss|count|from_[A-Z]\d+_to_[A-Z]\d+"
     r"|(saved|saved_for_weight|offloaded|offloaded_for_weight|gradients)\d*|collective\d+_\d+"
     r"|stage\d+_(forward|backward|weight)"

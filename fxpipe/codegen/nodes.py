@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from fxpipe.codegen.comments import shape_of
-from fxpipe.codegen.expressions import KEYS, Scope
+from fxpipe.codegen.expressions import KEY, Scope
 from fxpipe.codegen.layers.repeats import leaves
 from fxpipe.codegen.statements import Statement
 from fxpipe.codegen.wrapping import WIDTH
@@ -160,7 +160,7 @@ def reads(node: fx.Node, scope: Scope) -> tuple[str, ...]:
             texts += reads(n, scope)
         elif not is_unpacked(n):
             texts.append(scope.text(n))
-    return tuple(text for text in texts if text.isidentifier() and text not in KEYS)
+    return tuple(text for text in texts if text.isidentifier() and not KEY.fullmatch(text))
 
 
 def defined(node: fx.Node, scope: Scope) -> tuple[str, ...]:

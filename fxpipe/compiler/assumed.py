@@ -44,7 +44,7 @@ def with_assumed(
     """
     options, plan, masks = request.options, trained.artifact.plan, trained.masks
     saved, share = _saved(trained.graph, trained.cluster)
-    is_able = options.gradients and not options.on_ranks and not plan.lanes.shards
+    is_able = options.gradients and not options.on_ranks and not plan.lanes.shared
     if "batch-masks" not in options.rules or not masks.leaves or share < LEAST or not is_able:
         return trained, []
     leaves = dict(batch_leaves(request.example))

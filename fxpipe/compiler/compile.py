@@ -175,7 +175,7 @@ def at_lengths_of_programs(
     reasons = {
         "backend='inductor' compiles functions for the example's lengths": bool(options.compiled),
         "a replay of a captured step has the example's lengths": bool(options.replays),
-        "all lanes of a rank run ops of the example's lengths": bool(captured.lanes.shards),
+        "all lanes of a rank run ops of the example's lengths": bool(captured.lanes.shared),
     }
     if why := [reason for reason, holds in reasons.items() if holds]:
         return why[0]

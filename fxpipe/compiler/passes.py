@@ -220,7 +220,7 @@ def _sum_over_lanes_once(step: StepGraphs, options: CutOptions) -> None:
 def _split_vocabulary(step: StepGraphs, options: CutOptions) -> None:
     if options.barriers is not None:
         # The traces at other sizes are split alike, so all have the same stages.
-        how = options.ranks, options.barriers, step.lanes.shards.keys()
+        how = options.ranks, options.barriers, step.lanes.shared
         vocabularies = [split_vocabulary(graph, *how) for graph in step.graphs]
         step.vocabulary = vocabularies[0]
 

@@ -15,7 +15,7 @@ from fxpipe.cost.arithmetic import arithmetic_of
 from fxpipe.cost.device import Device
 from fxpipe.cost.kinds import kind_of
 from fxpipe.ir.nodes import input_nodes
-from fxpipe.ir.ops import ENDS_EXCHANGE, node_flops
+from fxpipe.ir.ops import ENDS_EXCHANGE, lane_group, node_flops
 from fxpipe.ir.storage import node_bytes
 from fxpipe.plan.tensors import sum_over_ranks
 from fxpipe.plan.work import BETWEEN_LANES, VIEW
@@ -88,7 +88,7 @@ def sent_between_lanes(node: fx.Node, size: Callable[[fx.Node], Any] = node_byte
 
     Lanes are neighbors, so the link is that within a machine.  size: as for ``bytes_moved``.
     """
-    lanes, bytes_in = cast(int, node.args[-1]), size(cast(fx.Node, node.args[0]))
+    lanes, bytes_in = lane_group(node).number, size(cast(fx.Node, node.args[0]))
     all_shares: dict[object, int] = {
         torch.ops.lanes.all_reduce.default: 2,
         torch.ops.lanes.all_gather.default: lanes,

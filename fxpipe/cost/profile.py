@@ -13,7 +13,6 @@ from collections.abc import Callable, Collection, Mapping, Set
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import cast
 
 import torch
 from torch import fx, nn
@@ -28,7 +27,7 @@ from fxpipe.errors import ScheduleError
 from fxpipe.ir.compiled import is_compiled, stretches
 from fxpipe.ir.graph import Input, Kind, Section
 from fxpipe.ir.nodes import copy_graph
-from fxpipe.ir.ops import is_between_lanes
+from fxpipe.ir.ops import is_between_lanes, lane_group
 from fxpipe.ir.size import size_names, without_names
 from fxpipe.ir.storage import call_nodes, storage_root, written_arguments
 from fxpipe.plan.attribute_state import kept_slots, kept_tensors
@@ -88,7 +87,7 @@ def measured_seconds(
         section.color: [n for n in call_nodes(section.graph) if is_between_lanes(n.target)]
         for section in sections
     }
-    lanes = max((cast(int, node.args[-1]) for nodes in between.values() for node in nodes), default=1)
+    lanes = max((lane_group(node).number for nodes in between.values() for node in nodes), default=1)
     of_stage = defaultdict[int, list[Section]](list)
     for section in sections:
         of_stage[section.stage].append(section)

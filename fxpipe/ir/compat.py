@@ -174,6 +174,8 @@ def traced_constants() -> torch.nn.Module:
 
 def traced_node(tensor: torch.Tensor) -> torch.fx.Node | None:
     """The node of a tensor in the running trace; None if the trace has not seen the tensor."""
+    if not is_tracing():  # as where torch makes a part of a mesh, of real tensors
+        return None
     slot = get_proxy_slot(tensor, _tracer(), None)
     return None if slot is None else slot.proxy.node
 
@@ -417,41 +419,57 @@ def plain_kernels() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def as_lane(meshes: Any, number: int, lane: int) -> Iterator[None]:
-    """Let DTensors on meshes of one dimension, of so many processes, and code that asks for the number of its
-    process, compute as one of these does.
+def as_lane(meshes: Any, lanes: int, lane: int, place: Callable[[str], int | None]) -> Iterator[None]:
+    """Let DTensors, and code that asks for the number of its process, compute as one of the lanes does.
 
     meshes: the class DeviceMesh.  A plan has several equal meshes, in the hooks of modules among others.
+    place: that of the lane in a process group of lanes, by its name; None for other groups.
     """
+    known: dict[int, tuple[Any, object]] = {}  # by id, with the mesh, which keeps it
 
     def coordinate(mesh: Any) -> object:
-        coordinates = vars(mesh)["_coordinate_on_dim"]
-        return (
-            type(coordinates)((lane,))
-            if coordinates is not None and tuple(mesh.shape) == (number,)
-            else coordinates
-        )
+        before = vars(mesh)["_coordinate_on_dim"]
+        if before is None:
+            return None
+        if id(mesh) not in known:
+            groups = getattr(mesh, "_dim_group_names", [None] * len(before))
+            places = [None if name is None else place(name) for name in groups]
+            there = [old if new is None else new for old, new in zip(before, places, strict=True)]
+            known[id(mesh)] = mesh, type(before)(there)
+        return known[id(mesh)][1]
 
     def assign(mesh: Any, coordinates: object) -> None:
         vars(mesh)["_coordinate_on_dim"] = coordinates
-
-    def local_rank(mesh: Any, mesh_dim: int | str | None = None) -> int:
-        rank_in_mesh: int = before(mesh, mesh_dim)
-        return lane if tuple(mesh.shape) == (number,) else rank_in_mesh
+        known.pop(id(mesh), None)
 
     def rank(group: torch.distributed.ProcessGroup | None = None) -> int:
         process: int = get_rank(group)
-        is_of_lanes = group is None or torch.distributed.get_world_size(group) == number
-        return process - own_lane + lane if is_of_lanes else process
+        if group is None:
+            return process - own_lane + lane
+        there = place(group.group_name)
+        return process if there is None else there
 
+    def local_rank(mesh: Any, mesh_dim: int | str | None = None) -> int:
+        there = place(mesh.get_group(mesh_dim).group_name)
+        return before(mesh, mesh_dim) if there is None else there
+
+    def outside_of_the_trace(*args: Any, **kwargs: Any) -> object:
+        with no_modes():
+            return sizes(*args, **kwargs)
+
+    # Counts elements of a share by ops on positions, for each way of many to distribute a value.
+    strided = sys.modules["torch.distributed.tensor"].placement_types._StridedShard
+    sizes = strided.local_shard_size_and_offset
     before, get_rank = meshes.get_local_rank, torch.distributed.get_rank
-    own_lane = get_rank() % number  # lanes are innermost
+    own_lane = get_rank() % lanes  # lanes are innermost
     meshes._coordinate_on_dim, meshes.get_local_rank = property(coordinate, assign), local_rank
     torch.distributed.get_rank = rank
+    strided.local_shard_size_and_offset = outside_of_the_trace
     try:
         yield
     finally:
         del meshes._coordinate_on_dim
+        strided.local_shard_size_and_offset = sizes
         meshes.get_local_rank, torch.distributed.get_rank = before, get_rank
 
 

@@ -5,17 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
+from fxpipe.ir import compat
 from fxpipe.ir.graph import Origin
 from fxpipe.ir.storage import argument, is_view
+from fxpipe.plan.lanes import LaneGroup
 from fxpipe.runtime.program.lanes import BEGIN_EXCHANGES as BEGIN_EXCHANGES  # of graph and runtime
 from fxpipe.runtime.program.lanes import ENDS_EXCHANGE as ENDS_EXCHANGE
 from fxpipe.runtime.program.lanes import SUM_OF_LANES as SUM_OF_LANES
+from fxpipe.runtime.torch_private import schema_of
 
 aten = torch.ops.aten
 
@@ -122,6 +125,14 @@ def is_elementwise(node: fx.Node) -> bool:
     return (
         is_view(node) or target is aten._to_copy.default or torch.Tag.pointwise in getattr(target, "tags", ())
     )
+
+
+def lane_group(node: fx.Node) -> LaneGroup:
+    """The lanes that an op of lanes is between, or whose number it takes; 0 for all."""
+    op = cast(compat.OpOverload, node.target)
+    names = [argument.name for argument in schema_of(op).arguments]
+    first = names.index("n")
+    return LaneGroup(*cast(tuple[int, ...], node.args[first : first + 2] or (0,)))
 
 
 def is_between_lanes(target: object) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from math import prod
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 
@@ -292,7 +292,7 @@ class Plan:
     def whole_layout(self, name: str) -> TensorLayout:
         """The layout of a parameter or buffer of all lanes together."""
         layout = self.layouts[name]
-        if name not in self.lanes.shards:
+        if name not in self.lanes.shared:
             return layout
         shape = self.lanes.whole_shape(name, layout.shape)
         return replace(layout, shape=shape, stride=torch.empty(shape, device="meta").stride())
@@ -328,13 +328,22 @@ class Plan:
                     f"{where} has format {shown(version)} and fxpipe {__version__} reads format {FORMAT}. "
                     "Compile and save the pipeline again with this version."
                 )
-            plan = structure(data, Plan)
+            plan = structure(_with_axes(data), Plan)
             check_plan(plan)
         except Mismatch as error:
             raise ArtifactError(
                 f"{where} is damaged: {error}. Undo the edit, or save the pipeline again."
             ) from error
         return plan
+
+
+def _with_axes(data: dict[str, Any]) -> dict[str, Any]:
+    """The data of a plan; those of earlier versions have lanes of one dimension alone."""
+    match data.get("lanes"):
+        case {"number": number, **fields}:
+            axes = [{"number": number, "shards": fields.pop("shards", {})}] if number != 1 else []
+            return {**data, "lanes": {"axes": axes, **fields}}
+    return data
 
 
 @dataclass(frozen=True, eq=False)

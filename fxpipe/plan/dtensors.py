@@ -6,13 +6,14 @@ Nothing is imported for a model without DTensors.
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from typing import Any
 
 import torch
 from torch import nn
 
 from fxpipe.errors import CaptureError
-from fxpipe.plan.lanes import LanePlan
+from fxpipe.plan.lanes import LaneAxis, LanePlan
 
 #: The placements of parameters whose values are no function of a part, or of a sum of parts.
 _SUPPORTED = ("Shard", "Replicate")
@@ -54,45 +55,57 @@ def _dtensors(model: nn.Module) -> list[tuple[str, Any]]:
 
 
 def mesh_of(model: nn.Module) -> Any:
-    """The mesh of the model's DTensors; None if it has none.
+    """The mesh of the lanes, which has all dimensions on which the model has DTensors; None if it has none.
 
-    Raises CaptureError, naming the tensor, for meshes of two dimensions or several meshes.
+    Raises CaptureError, naming the tensors, where they are on parts of different meshes.
     """
-    first: tuple[str, Any] | None = None
+    meshes: dict[Any, str] = {}
     for name, tensor in _dtensors(model):
-        mesh = tensor.device_mesh
-        if mesh.ndim != 1:
-            raise CaptureError(
-                f"{name!r} is a DTensor on a mesh of {mesh.ndim} dimensions, {mesh.mesh_dim_names}. The "
-                'lanes of a rank are one dimension: give parallelize_module a part of the mesh, mesh["tp"]; '
-                "replicas and ranks are fxpipe's own."
-            )
-        if first is not None and first[1] != mesh:
-            raise CaptureError(
-                f"{first[0]!r} and {name!r} are DTensors on two meshes, {first[1]} and {mesh}. All lanes "
-                "of a rank share each of its ops: put both on one mesh."
-            )
-        first = first or (name, mesh)
-    return None if first is None else first[1]
+        meshes.setdefault(tensor.device_mesh, name)
+    if len(meshes) < 2:
+        return next(iter(meshes), None)
+    (first, name), (second, other), *_ = meshes.items()
+    roots = {mesh._get_root_mesh() for mesh in meshes}
+    names = {x for mesh in meshes for x in mesh.mesh_dim_names or ()}
+    known = [x for root in roots for x in root.mesh_dim_names or ()]
+    if len(roots) > 1 or not names <= {*known} or not all(mesh.mesh_dim_names for mesh in meshes):
+        raise CaptureError(
+            f"{name!r} and {other!r} are DTensors on two meshes, {first} and {second}. All lanes of a rank "
+            "share each of its ops: put both on one mesh, or on parts of one by the names of its dimensions, "
+            'as mesh["ep"] and mesh["tp"] are.'
+        )
+    (root,) = roots
+    return root[tuple(x for x in known if x in names)]
 
 
-def lane_plan(model: nn.Module, number: int) -> LanePlan:
-    """The shares of the lanes.  Raises CaptureError, naming the tensor, for one that is not shared evenly."""
-    shards: dict[str, int] = {}
+def lane_plan(model: nn.Module, mesh: Any) -> LanePlan:
+    """The shares of the lanes, which ``mesh_of`` gives.  Raises CaptureError, naming the tensor, for one that
+    is not shared evenly."""
+    shards: list[dict[str, int]] = [{} for _ in mesh.shape]
     for name, tensor in _dtensors(model):
-        (placement,) = tensor.placements
-        if type(placement).__name__ not in _SUPPORTED:
-            raise CaptureError(
-                f"{name!r} is a DTensor with the placement {placement}. Lanes hold parameters that are "
-                "Shard(dim) or Replicate(): distribute it so."
-            )
-        if placement.is_shard():
-            length = tensor.shape[placement.dim]
-            if length % number:
+        counts: Counter[int] = Counter()
+        for placement, axis in zip(tensor.placements, axes_of(tensor.device_mesh, mesh), strict=True):
+            if type(placement).__name__ not in _SUPPORTED:
                 raise CaptureError(
-                    f"{name!r} of shape {tuple(tensor.shape)} is {placement}, and {length} cannot be shared "
-                    f"evenly by {number} lanes. Pad it to a multiple of {number}, or use other lanes."
+                    f"{name!r} is a DTensor with the placement {placement}. Lanes hold parameters that are "
+                    "Shard(dim) or Replicate(): distribute it so."
                 )
-            # Shard(-1) is the last dimension.
-            shards[name] = placement.dim % tensor.dim()
-    return LanePlan(number, shards)
+            if not placement.is_shard():
+                continue
+            dim = placement.dim % tensor.dim()  # Shard(-1) is the last dimension
+            shards[axis][name] = dim
+            counts[dim] = (counts[dim] or 1) * mesh.shape[axis]
+            if tensor.shape[dim] % counts[dim]:
+                raise CaptureError(
+                    f"{name!r} of shape {tuple(tensor.shape)} is {placement}, and {tensor.shape[dim]} cannot "
+                    f"be shared evenly by {counts[dim]} lanes. Pad it to a multiple of {counts[dim]}, or use "
+                    "other lanes."
+                )
+    return LanePlan(tuple(map(LaneAxis, mesh.shape, shards)))
+
+
+def axes_of(part: Any, mesh: Any) -> list[int]:
+    """The dimensions of a mesh that a part of it has, in its order."""
+    if part.ndim == mesh.ndim:
+        return [*range(mesh.ndim)]
+    return [mesh.mesh_dim_names.index(name) for name in part.mesh_dim_names]

@@ -1,12 +1,16 @@
-"""Lanes in a plan: processes that share each op of a rank.
+"""Lanes in a plan: processes that share each op of a rank, as a mesh of one dimension or several.
 
-World rank = (replica * ranks + rank) * lanes + lane.
+World rank = (replica * ranks + rank) * lanes + lane; lanes are numbered with the last dimension innermost.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
+from math import prod
+from operator import mul
 from typing import Annotated
 
 import torch
@@ -14,23 +18,95 @@ import torch
 from fxpipe.plan.rows import ShardName
 from fxpipe.plan.step import MOST_RANKS
 from fxpipe.plan.tensors import MOST_DIMENSIONS
-from fxpipe.strict import between
+from fxpipe.strict import between, entries
+
+#: Dimensions of a mesh of lanes.
+MOST_AXES = 4
+
+
+@dataclass(frozen=True, order=True)
+class LaneGroup:
+    """Lanes that exchange values: ``number`` of them, each ``stride`` behind the one before.  Each lane is in
+    one such group."""
+
+    number: int
+    stride: int = 1
+
+    def index(self, lane: int) -> int:
+        """The place of a lane in its group."""
+        return lane // self.stride % self.number
+
+    def first(self, lane: int) -> int:
+        """The first lane of the group of this one."""
+        return lane - self.index(lane) * self.stride
+
+    def members(self, lane: int) -> list[int]:
+        """The lanes of the group of this one."""
+        return [self.first(lane) + k * self.stride for k in range(self.number)]
+
+    @property
+    def arguments(self) -> tuple[int, ...]:
+        """Those that name the group in an op between lanes: a stride of 1 is left out."""
+        return (self.number,) if self.stride == 1 else (self.number, self.stride)
+
+
+@dataclass(frozen=True)
+class LaneAxis:
+    """A dimension of the mesh of lanes.  ``number``: of lanes along it.  ``shards``: the parameters and
+    buffers of which each of these holds a share, and the dimension that is shared out, evenly; they all hold
+    the same of the others."""
+
+    number: Annotated[int, between(1, MOST_RANKS)]
+    shards: dict[str, Annotated[int, between(0, MOST_DIMENSIONS)]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class LanePlan:
-    """The lanes of each rank.  ``number``: of them.  ``shards``: the parameters and buffers of which each
-    lane holds a share, and the dimension that is shared out, evenly; all lanes hold the others whole.
-    ``summed``: of these the parameters whose gradients the step sums over the lanes."""
+    """The lanes of each rank.  ``axes``: the dimensions of their mesh, none for a rank of one process.
+    ``summed``: the parameters that all lanes hold whole and whose gradients the step sums over them."""
 
-    number: Annotated[int, between(1, MOST_RANKS)]
-    shards: dict[str, Annotated[int, between(0, MOST_DIMENSIONS)]] = field(default_factory=dict)
+    axes: Annotated[tuple[LaneAxis, ...], entries(0, MOST_AXES)] = ()
     summed: tuple[str, ...] = ()
+
+    @cached_property
+    def number(self) -> int:
+        return prod(axis.number for axis in self.axes)
+
+    @cached_property
+    def groups(self) -> tuple[LaneGroup, ...]:
+        """Of each dimension the lanes along it."""
+        numbers = [axis.number for axis in self.axes]
+        strides = [*accumulate(reversed(numbers), mul, initial=1)][-2::-1]
+        return tuple(map(LaneGroup, numbers, strides))
+
+    @cached_property
+    def shared(self) -> frozenset[str]:
+        """The tensors of which lanes have different shares."""
+        return frozenset(name for axis in self.axes for name in axis.shards)
+
+    def shares(self, name: str) -> Iterator[tuple[int, LaneGroup]]:
+        """The dimensions of a tensor that are shared out, from the outermost share to the innermost, with the
+        lanes over which each is."""
+        for axis, group in zip(self.axes, self.groups, strict=True):
+            if name in axis.shards:
+                yield axis.shards[name], group
+
+    def holders(self, name: str) -> list[int]:
+        """The first lane to hold each share of a tensor; the first of all for one that all hold whole."""
+        return sorted({self.holder(name, lane) for lane in range(self.number)})
+
+    def holder(self, name: str, lane: int) -> int:
+        """The first lane that holds the same share as this one."""
+        for axis, group in zip(self.axes, self.groups, strict=True):
+            if name not in axis.shards:
+                lane = group.first(lane)
+        return lane
 
     def whole_shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of a tensor of which a lane has one of this shape."""
-        dim = self.shards.get(name)
-        return shape if dim is None else (*shape[:dim], shape[dim] * self.number, *shape[dim + 1 :])
+        for dim, group in self.shares(name):
+            shape = (*shape[:dim], shape[dim] * group.number, *shape[dim + 1 :])
+        return shape
 
     def sums(self, name: ShardName) -> bool:
         """Whether the step sums the gradient of a parameter, or of rows of it, over the lanes."""
@@ -38,13 +114,17 @@ class LanePlan:
 
     def share(self, name: str, whole: torch.Tensor, lane: int) -> torch.Tensor:
         """What a lane holds of a tensor: a view, or the tensor itself."""
-        dim = self.shards.get(name)
-        return whole if dim is None else whole.chunk(self.number, dim)[lane]
+        for dim, group in self.shares(name):
+            whole = whole.chunk(group.number, dim)[group.index(lane)]
+        return whole
 
-    def joined(self, name: str, shares: Sequence[torch.Tensor]) -> torch.Tensor:
+    def joined(self, name: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """The whole tensor, from what the lanes hold in their order."""
-        dim = self.shards.get(name)
-        return shares[0] if dim is None else torch.cat([*shares], dim)
+        for axis in reversed(self.axes):
+            along = (parts[k : k + axis.number] for k in range(0, len(parts), axis.number))
+            dim = axis.shards.get(name)
+            parts = [each[0] if dim is None else torch.cat([*each], dim) for each in along]
+        return parts[0]
 
 
-NO_LANES = LanePlan(1)
+NO_LANES = LanePlan()

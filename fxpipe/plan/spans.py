@@ -25,13 +25,16 @@ Spans = Mapping[int, PartSpan]
 
 def spans_of(plan: Plan, name: ShardName, lane: int) -> dict[int, PartSpan]:
     """What a lane holds under a name, which may be that of rows of what the lane has."""
-    shape, dim = plan.layouts[name.tensor].shape, plan.lanes.shards.get(name.tensor)
+    shape, shares = plan.layouts[name.tensor].shape, dict[int, tuple[int, int]]()
     # Rows of a vocabulary table, or of a replica, are of the first dimension.
     spans = {0: PartSpan(name.begin, name.end - name.begin, shape[0])} if name.is_part else {}
-    if dim is not None:
+    for dim, group in plan.lanes.shares(name.tensor):  # a dimension may be shared out more than once
+        index, number = shares.get(dim, (0, 1))
+        shares[dim] = index * group.number + group.index(lane), number * group.number
+    for dim, (index, number) in shares.items():
         begin, length, size = spans.get(dim, PartSpan(0, shape[dim], shape[dim]))
         # Rows of a share are counted within it.
-        spans[dim] = PartSpan(lane * size + begin, length, plan.lanes.number * size)
+        spans[dim] = PartSpan(index * size + begin, length, number * size)
     return spans
 
 

@@ -10,7 +10,7 @@ from rich.console import Console
 from zoo import Chain, NoLoss, numbers
 
 import fxpipe
-from fxpipe.plan.lanes import LanePlan
+from fxpipe.plan.lanes import LaneAxis, LanePlan
 from fxpipe.plan.memory import rank_memory
 from fxpipe.viz.explanation import explain
 from fxpipe.viz.summary import summary
@@ -127,7 +127,7 @@ def test_a_pipeline_in_a_few_lines(limited, free):
     for found in (free.schedule, free.simulate(), free.simulate_steps(3)):
         assert len(repr(found)) < 300
     assert repr(free.plan) == "<Plan of Chain: 2 ranks, 4 microbatches, 2 stages, schedule 1f1b>"
-    mesh = replace(free.plan, replicas=3, shard="optimizer", lanes=LanePlan(2))
+    mesh = replace(free.plan, replicas=3, shard="optimizer", lanes=LanePlan((LaneAxis(2),)))
     assert summary(mesh)[0].startswith("Chain on 2 ranks of 2 lanes, 3 replicas, shard optimizer: 2 stages")
     html = free._repr_html_()
     assert html.count("<tr>") == 3

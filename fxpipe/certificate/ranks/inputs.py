@@ -133,8 +133,9 @@ class Inputs:
     def key(self, microbatch: int) -> Value:
         return Value(self.reference.input("key", "key"), microbatch, Memory("a key"))
 
-    def lane_key(self, microbatch: int) -> Value:
-        return Value(self.reference.input("key", "lane_key"), microbatch, Memory("a key"))
+    def lane_key(self, microbatch: int, n: int = 0, stride: int = 1) -> Value:
+        name = f"lane_key_{n}_{stride}" if n else "lane_key"
+        return Value(self.reference.input("key", name), microbatch, Memory("a key"))
 
     @cached_property
     def rows(self) -> ParameterRows:

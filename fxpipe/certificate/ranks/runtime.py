@@ -128,7 +128,7 @@ class TermRuntime(Traffic):
                 if added.name == name:
                     term = added.term
                     if number > 1:  # the sum of all microbatches over the lanes is that of the sums
-                        term = sum_over_lanes(self.calls.terms, term, number)
+                        term = sum_over_lanes(self.calls.terms, term, n=number)
                     additions = summands.setdefault(term, [])
                     additions.extend(Addition(m, call, added.line) for m, call in summary.calls)
         return summands

@@ -46,6 +46,8 @@ IN_ANY_ORDER = (
     "aten.logical_or",
 )
 RESHAPE, PERMUTE, CAST, ROWS = "reshape", "permute", "cast", "rows_added"
+#: The arguments of ops between lanes that name these.
+_GROUP = ("n", "stride")
 _PARTS = ("select", "diagonal", "unfold", "view_as_real", "view_as_complex")
 _DIVIDE = ("split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes", "unbind")
 #: Views that never copy -> the op of torch.
@@ -370,19 +372,24 @@ def _renamed(name: str) -> Rule:
 
 
 def _end(terms: Terms, op: str, args: Named) -> Term | None:
-    begun, number = args["x"], args["n"]
+    begun, group = args["x"], {name: args[name] for name in _GROUP if name in args}
     name = begun.op.removeprefix("lanes.begin_")
-    # Of as many lanes: the result of another begin, or of none, is not what they have given.
-    if name == begun.op or begun["n"] != number:
+    # Of the same lanes: the result of another begin, or of none, is not what they have given.
+    if name == begun.op or of_lanes(begun) != group:
         return None
-    return terms.plain(f"lanes.{name}", {"x": begun["x"], "n": number})
+    return terms.plain(f"lanes.{name}", {"x": begun["x"], **group})
+
+
+def of_lanes(term: Term) -> dict[str, Any]:
+    """The arguments of an op between lanes that name these."""
+    return {name: value for name, value in term.arguments if name in _GROUP}
 
 
 def _sum_shares(terms: Terms, op: str, args: Named) -> Term | None:
     shares = args["x"]
     if shares.op != "lanes.all_to_all" or shares["n"] != args["n"]:
         return None
-    return terms.plain("lanes.reduce_scatter", {"x": shares["x"], "op": args["op"], "n": args["n"]})
+    return terms.plain("lanes.reduce_scatter", {"x": shares["x"], "op": args["op"], **of_lanes(shares)})
 
 
 RULES: dict[str, Rule] = {

@@ -18,7 +18,7 @@ import torch
 
 from fxpipe.certificate.problems import Line, Problem
 from fxpipe.certificate.terms.difference import likeness
-from fxpipe.certificate.terms.identities import CAST, PERMUTE, ROWS, permuted, rows_added
+from fxpipe.certificate.terms.identities import CAST, PERMUTE, ROWS, of_lanes, permuted, rows_added
 from fxpipe.certificate.terms.terms import Term, Terms, canonical
 
 if TYPE_CHECKING:
@@ -32,13 +32,14 @@ def leaves(terms: Terms, term: Term) -> Iterator[Term]:
         for name in ("self", "other"):
             yield from leaves(terms, term[name])
     elif is_sum_over_lanes(term):
-        yield from (sum_over_lanes(terms, each, term["n"]) for each in leaves(terms, term["x"]))
+        yield from (sum_over_lanes(terms, each, **of_lanes(term)) for each in leaves(terms, term["x"]))
     else:
         yield term
 
 
-def sum_over_lanes(terms: Terms, term: Term, lanes: int) -> Term:
-    return terms.plain("lanes.all_reduce", {"x": term, "op": canonical("sum"), "n": lanes})
+def sum_over_lanes(terms: Terms, term: Term, **group: int) -> Term:
+    """group: ``n`` and, where it is not 1, ``stride``, as the op has them."""
+    return terms.plain("lanes.all_reduce", {"x": term, "op": canonical("sum"), **group})
 
 
 def is_sum_over_lanes(term: Term) -> bool:
@@ -48,7 +49,8 @@ def is_sum_over_lanes(term: Term) -> bool:
 def added_forms(terms: Terms, term: Term, dtype: torch.dtype) -> list[Term]:
     """A summand, and what may be added in its place to an accumulator of a dtype."""
     if is_sum_over_lanes(term):
-        return [sum_over_lanes(terms, form, term["n"]) for form in added_forms(terms, term["x"], dtype)]
+        of_sums = added_forms(terms, term["x"], dtype)
+        return [sum_over_lanes(terms, form, **of_lanes(term)) for form in of_sums]
     wide = terms.make("aten._to_copy", {"self": term, "dtype": canonical(dtype)})
     return list(dict.fromkeys([term, *forms(terms, wide)]))
 

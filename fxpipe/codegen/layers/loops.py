@@ -20,7 +20,7 @@ from itertools import takewhile
 
 from torch import fx
 
-from fxpipe.codegen.expressions import CONTAINERS, KEYS, Scope, item, number, variable
+from fxpipe.codegen.expressions import CONTAINERS, KEY, Scope, item, number, variable
 from fxpipe.codegen.layers.layer_functions import LayerFunctions, from_to
 from fxpipe.codegen.layers.outline import Repeated, Slot, Source
 from fxpipe.codegen.layers.repeats import free_numbers
@@ -123,7 +123,7 @@ class Loop:
         left = f"{', '.join(targets)} = " if targets else ""
         inner = [f"    {left}{call}", *(f"    {text}" for text in after)]
         reads = [self._outer(slot.nodes[0]) for slot in self.run.slots if slot.source is Source.SHARED]
-        reads = [text for text in reads if text.isidentifier() and text not in KEYS]
+        reads = [text for text in reads if text.isidentifier() and not KEY.fullmatch(text)]
         reads += [variable for _, variable in self.takes]
         yield Statement("\n".join([head, *inner]), tuple(reads), heading)
         yield from self._behind(heading)
@@ -155,7 +155,7 @@ class Loop:
         for slot in self.run.slots:
             if slot.source is Source.SHARED:
                 outer = self._outer(slot.example)
-                argument = outer if outer in KEYS else self._new(self._local(slot.nodes))
+                argument = outer if KEY.fullmatch(outer) else self._new(self._local(slot.nodes))
                 self.arguments.add(argument, outer)
                 self.texts[slot.example] = argument
         for length in size_names(self.run.body):

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from enum import Enum
 from typing import NamedTuple
 
-from fxpipe.codegen.expressions import variable
+from fxpipe.codegen.expressions import KEY, variable
 from fxpipe.codegen.signatures import LISTS, Signature
 from fxpipe.codegen.step.step_plan import StepPlan
 from fxpipe.ir.graph import Kind
@@ -188,11 +188,18 @@ def _op(plan: StepPlan, op: Op) -> list[Line]:
     return [(f'rt.op(f"{op.kind}{op.stage}.{{m}}")',), *calls] if calls else []
 
 
+def _key(container: str) -> str:
+    """A container, or the call that gives a key of random numbers."""
+    if (key := KEY.fullmatch(container)) is None:
+        return container
+    lanes = "".join(f", {number}" for number in key.groups() if number is not None)
+    return f"rt.{'key' if container == 'key' else 'lane_key'}(m{lanes})"
+
+
 def _call(plan: StepPlan, call: Signature, stage: int) -> Iterator[Line]:
     """The call of one section's function."""
-    by_microbatch = {"batch": "batches[m]", "key": "rt.key(m)", "lane_key": "rt.lane_key(m)"}
-    by_microbatch |= {name: f"{name}[m]" for name in plan.lengths}
-    arguments: list[str | Hole] = [by_microbatch.get(name, name) for name in call.containers]
+    by_microbatch = {"batch": "batches[m]"} | {name: f"{name}[m]" for name in plan.lengths}
+    arguments: list[str | Hole] = [by_microbatch.get(name) or _key(name) for name in call.containers]
     arguments += [_read(f"{name}{stage}") for name in call.lists_in]
     arguments += [_read(plan.arriving(name, stage)) for name in call.values_in]
     targets: list[str | Hole] = [_give(variable(name)) for name in call.values_out]

@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from fxpipe.ir.builder import Calls
-from fxpipe.ir.ops import BEGIN_EXCHANGES, ENDS_EXCHANGE
+from fxpipe.ir.ops import BEGIN_EXCHANGES, ENDS_EXCHANGE, lane_group
 from fxpipe.ir.storage import call_nodes
 
 _LANES = torch.ops.lanes
@@ -41,16 +41,18 @@ def begin_exchanges(graph: fx.Graph) -> None:
     call = Calls(graph)
     place = {node: number for number, node in enumerate(graph.nodes)}
     for node in filter(is_exchange, call_nodes(graph)):
-        (x, *how), n = cast(tuple[fx.Node, ...], node.args[:-1]), node.args[-1]
+        x, *how = cast(tuple[fx.Node, ...], node.args)
+        group = lane_group(node).arguments
+        how = how[: len(how) - len(group)]
         val = (x if node.target is _LANES.reduce_scatter.default else node).meta["val"]
         meta = {"origin": node.meta["origin"], "val": val.new_empty(val.shape)}
         with graph.inserting_before(node):
-            begun = call(_BEGINS[node.target], (x, n), **meta)
+            begun = call(_BEGINS[node.target], (x, *group), **meta)
         users = [user for user in node.users if user.op != "output"]
         if users:
             min(users, key=place.__getitem__).prepend(node)
-        node.target, node.args = ENDS_EXCHANGE, (begun, n)
+        node.target, node.args = ENDS_EXCHANGE, (begun, *group)
         if how:
             with graph.inserting_before(node):
-                shares = call(ENDS_EXCHANGE, (begun, n), **meta)
-            node.target, node.args = _SUM, (shares, *how, n)
+                shares = call(ENDS_EXCHANGE, (begun, *group), **meta)
+            node.target, node.args = _SUM, (shares, *how, group[0])

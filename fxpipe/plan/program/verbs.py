@@ -39,7 +39,7 @@ VERBS = {
         Verb("lengths", ("name",)),
         Verb("layouts", ("messages",)),
         Verb("key", ("microbatch",)),
-        Verb("lane_key", ("microbatch",)),
+        Verb("lane_key", ("microbatch", "n", "stride")),
         Verb("once", ("compute", "*tensors"), waits_for="rows of other replicas"),
         Verb("batch_means", ("counts", "batches", "*constants"), waits_for="the sums over the replicas"),
         Verb("add_loss", ("loss", "count")),

@@ -145,9 +145,10 @@ def _tensors(plan: Plan) -> None:
 
 
 def _lanes(plan: Plan) -> None:
-    for name, dim in plan.lanes.shards.items():
-        dims = len(plan.layouts[name].shape) if name in plan.layouts else MOST_DIMENSIONS
-        require(f"lanes.shards[{name!r}]", dim, dim < dims, f"one of {dims} dimensions")
+    for k, axis in enumerate(plan.lanes.axes):
+        for name, dim in axis.shards.items():
+            dims = len(plan.layouts[name].shape) if name in plan.layouts else MOST_DIMENSIONS
+            require(f"lanes.axes[{k}].shards[{name!r}]", dim, dim < dims, f"one of {dims} dimensions")
 
 
 def _buckets(path: str, tensors: RankTensors, plan: Plan) -> None:

@@ -321,7 +321,7 @@ def read_tensors(
 
 def _read(file: Any, name: str, plan: Plan, lane: int | None) -> torch.Tensor:
     # A slice is read alone, so that a lane does not hold what all lanes have.
-    if lane is None or name not in plan.lanes.shards:
+    if lane is None or name not in plan.lanes.shared:
         whole: torch.Tensor = file.get_tensor(name)
         return whole
     place = slices_of(plan.whole_layout(name).shape, spans_of(plan, ShardName(name), lane))

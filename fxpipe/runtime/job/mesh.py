@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import prod
+
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -18,8 +20,8 @@ def ranks_and_replicas(
 
     A mesh of two dimensions is (replicas, ranks), and has all processes; one of one dimension is (ranks,),
     also those of this process's replica alone, as ``mesh["pp"]`` gives them.
-    lanes: of a model with DTensors.  Then either kind may have them as one more dimension, the last; without
-    it the mesh has the processes of one lane, as ``mesh["pp"]`` and ``mesh["dp", "pp"]`` give them.
+    lanes: of a model with DTensors.  Then either kind may have them as further dimensions, the last; without
+    these the mesh has the processes of one lane, as ``mesh["pp"]`` and ``mesh["dp", "pp"]`` give them.
     Raises OptionError for a mesh of other processes, naming those that are needed.
     """
     for name, number in (("ranks", size), ("replicas", replicas)):
@@ -42,12 +44,16 @@ def ranks_and_replicas(
 
 
 def _of_one_lane(mesh: DeviceMesh, lanes: int) -> tuple[torch.Tensor, tuple[str, ...]]:
-    """The processes of a mesh, and the names of its dimensions, without that of the lanes."""
+    """The processes of a mesh, and the names of its dimensions, without those of the lanes."""
     processes, names = mesh.mesh, mesh.mesh_dim_names or ()
-    begins = processes[..., :1]
+    last = next((k for k in range(1, mesh.ndim + 1) if prod(mesh.shape[-k:]) == lanes), 0)
+    if lanes == 1 or not last:
+        return processes, names
+    of_lanes = processes.flatten(-last)
+    begins = of_lanes[..., :1]
     all_lanes = begins + torch.arange(lanes, device="cpu")
-    if lanes > 1 and processes.equal(all_lanes) and not int(begins.reshape(-1)[0]) % lanes:
-        return processes[..., 0], names[:-1]
+    if of_lanes.equal(all_lanes) and not int(begins.reshape(-1)[0]) % lanes:
+        return of_lanes[..., 0], names[:-last]
     return processes, names
 
 

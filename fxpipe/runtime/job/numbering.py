@@ -7,15 +7,16 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 from fxpipe.errors import RunError
+from fxpipe.plan.lanes import LaneGroup
 from fxpipe.runtime.program.comm import Wait
 
 #: Most processes that a message names at once.
 MOST_NAMED = 8
 
 T = TypeVar("T")
-Connection = tuple[int, int] | int | Literal["replicas", "lanes"]
-"""A channel, the number of a collective of all ranks, or the group of a rank of all replicas, or of its
-lanes."""
+Connection = tuple[int, int] | int | Literal["replicas"] | LaneGroup
+"""A channel, the number of a collective of all ranks, or the group of a rank of all replicas, or of lanes of
+it."""
 
 
 def ranks_named(numbers: Sequence[int]) -> str:
@@ -109,23 +110,25 @@ class Numbering:
         return f"{wait.what} ({ranks_named(processes)})"
 
     def members(self, what: Connection) -> list[list[int]]:
-        """The processes of a connection, for each replica and lane; of one of replicas or lanes, for each of
-        the others."""
+        """The processes of a connection, for each replica and lane; of one of replicas, for each rank and
+        lane; of lanes, for each rank of each replica all groups."""
         lanes, ranks, replicas = range(self.lanes), range(self.ranks), range(self.replicas)
         if what == "replicas":
             return [self.of_rank(rank, lane) for rank in ranks for lane in lanes]
-        if what == "lanes":
-            return [self.of_lanes(replica, rank) for replica in replicas for rank in ranks]
+        if isinstance(what, LaneGroup):
+            groups = [what.members(lane) for lane in lanes if lane == what.first(lane)]
+            each = [self.of_lanes(replica, rank) for replica in replicas for rank in ranks]
+            return [[processes[lane] for lane in group] for processes in each for group in groups]
         pipelines = [self.of_replica(replica, lane) for replica in replicas for lane in lanes]
         return pipelines if isinstance(what, int) else [[row[rank] for rank in what] for row in pipelines]
 
     def check_mesh(self, mesh: Any) -> None:
         """Raise RunError unless the mesh of this process's DTensors, if any, is the lanes of its rank."""
         wanted = self.of_lanes(self.replica, self.rank)
-        if mesh is not None and mesh.mesh.tolist() != wanted:
+        if mesh is not None and mesh.mesh.flatten().tolist() != wanted:
             raise RunError(
                 f"The mesh of the model's DTensors has the processes {mesh.mesh.tolist()}, and the lanes of "
-                f"rank {self.rank} are the processes {wanted}. Lanes are the last dimension: "
+                f"rank {self.rank} are the processes {wanted}. Lanes are the last dimensions: "
                 f'init_device_mesh(…, ({self.world_size // self.lanes}, {self.lanes}), mesh_dim_names=("pp", '
                 '"tp"))["tp"].'
             )

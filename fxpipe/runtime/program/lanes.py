@@ -13,6 +13,9 @@ precision at least, so they have the same bits on every lane, under torchrun and
 ``sum_shares(x, "sum", n)``           of the n shares in the first dimension: the rest of ``reduce_scatter``
 ``part(x, dim, n)``                   this lane's share of a tensor that all lanes have
 ``number(first, step)``               first + step * (number of this lane), 0-d
+
+Where lanes are a mesh of several dimensions, an op may be between the lanes along one of them: n lanes, each
+``stride`` (1 by default) behind the one before, as in ``all_reduce(x, "sum", n, stride)``.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from typing import Protocol
 import torch
 
 from fxpipe.errors import RunError
+from fxpipe.plan.lanes import LaneGroup
 from fxpipe.plan.tensors import sum_over_ranks
 from fxpipe.runtime.torch_private import is_fake
 
@@ -64,6 +68,10 @@ class Lanes(Protocol):
         """What all lanes have given, one behind the other in the first dimension."""
         ...
 
+    def along(self, group: LaneGroup) -> Lanes:
+        """Those of a group that has this one among its members, from among all lanes of the rank."""
+        ...
+
 
 @dataclass(frozen=True)
 class AloneLane:
@@ -87,6 +95,9 @@ class AloneLane:
     def end(self, begun: torch.Tensor) -> torch.Tensor:
         return begun
 
+    def along(self, group: LaneGroup) -> AloneLane:
+        return AloneLane(group.index(self.index), group.number)
+
 
 _running: ContextVar[Lanes | None] = ContextVar("lanes", default=None)  # each rank has a context of its own
 
@@ -101,14 +112,14 @@ def running(lanes: Lanes | None) -> Iterator[None]:
         _running.reset(before)
 
 
-def _lanes() -> Lanes:
+def _lanes(n: int, stride: int) -> Lanes:
     lanes = _running.get()
     if lanes is None:
         raise RunError(
             "An op between lanes ran outside of a step, where there are none. Run the program by pipe.step "
             "or pipe.run_local."
         )
-    return lanes
+    return lanes if n in (0, lanes.number) else lanes.along(LaneGroup(n, stride))
 
 
 _REDUCTIONS: dict[str, Callable[..., torch.Tensor]] = {
@@ -134,8 +145,8 @@ def _one_op(run: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 
 
 @_one_op
-def all_reduce(x: torch.Tensor, op: str, n: int) -> torch.Tensor:
-    lanes, flat = _lanes(), x.contiguous().view(-1)
+def all_reduce(x: torch.Tensor, op: str, n: int, stride: int = 1) -> torch.Tensor:
+    lanes, flat = _lanes(n, stride), x.contiguous().view(-1)
     slices = [part.contiguous() for part in flat.tensor_split(n)]
     total = _REDUCTIONS[op](*lanes.exchange(slices))
     longest = slices[0].numel()  # of slices that differ by one element
@@ -146,46 +157,46 @@ def all_reduce(x: torch.Tensor, op: str, n: int) -> torch.Tensor:
 
 
 @_one_op
-def all_gather(x: torch.Tensor, n: int) -> torch.Tensor:
-    return torch.cat(_lanes().gather(x.contiguous()))
+def all_gather(x: torch.Tensor, n: int, stride: int = 1) -> torch.Tensor:
+    return torch.cat(_lanes(n, stride).gather(x.contiguous()))
 
 
 @_one_op
-def reduce_scatter(x: torch.Tensor, op: str, n: int) -> torch.Tensor:
-    return _REDUCTIONS[op](*_lanes().exchange([part.contiguous() for part in x.chunk(n)]))
+def reduce_scatter(x: torch.Tensor, op: str, n: int, stride: int = 1) -> torch.Tensor:
+    return _REDUCTIONS[op](*_lanes(n, stride).exchange([part.contiguous() for part in x.chunk(n)]))
 
 
 @_one_op
-def all_to_all(x: torch.Tensor, n: int) -> torch.Tensor:
-    return torch.cat(_lanes().exchange([part.contiguous() for part in x.chunk(n)]))
+def all_to_all(x: torch.Tensor, n: int, stride: int = 1) -> torch.Tensor:
+    return torch.cat(_lanes(n, stride).exchange([part.contiguous() for part in x.chunk(n)]))
 
 
 @_one_op
-def begin_all_to_all(x: torch.Tensor, n: int) -> torch.Tensor:
-    return _lanes().begin_exchange([part.contiguous() for part in x.chunk(n)])
+def begin_all_to_all(x: torch.Tensor, n: int, stride: int = 1) -> torch.Tensor:
+    return _lanes(n, stride).begin_exchange([part.contiguous() for part in x.chunk(n)])
 
 
 @_one_op
-def begin_all_gather(x: torch.Tensor, n: int) -> torch.Tensor:
-    return _lanes().begin_gather(x.contiguous())
+def begin_all_gather(x: torch.Tensor, n: int, stride: int = 1) -> torch.Tensor:
+    return _lanes(n, stride).begin_gather(x.contiguous())
 
 
 @_one_op
-def end(x: torch.Tensor, n: int) -> torch.Tensor:
-    return _lanes().end(x)
+def end(x: torch.Tensor, n: int, stride: int = 1) -> torch.Tensor:
+    return _lanes(n, stride).end(x)
 
 
 def _sum_shares(x: torch.Tensor, op: str, n: int) -> torch.Tensor:
     return _REDUCTIONS[op](*x.chunk(n))
 
 
-def _part(x: torch.Tensor, dim: int, n: int) -> torch.Tensor:
-    return x.chunk(n, dim)[_lanes().index].clone(memory_format=torch.contiguous_format)
+def _part(x: torch.Tensor, dim: int, n: int, stride: int = 1) -> torch.Tensor:
+    return x.chunk(n, dim)[_lanes(n, stride).index].clone(memory_format=torch.contiguous_format)
 
 
-def _number(first: int, step: int, device: torch.device) -> torch.Tensor:
+def _number(first: int, step: int, n: int = 0, stride: int = 1, *, device: torch.device) -> torch.Tensor:
     # full, as a tensor made from a number would wait for the device
-    return torch.full((), first + step * _lanes().index, dtype=torch.int64, device=device)
+    return torch.full((), first + step * _lanes(n, stride).index, dtype=torch.int64, device=device)
 
 
 def _resized(x: torch.Tensor, dim: int, length: int) -> torch.Tensor:
@@ -196,30 +207,42 @@ _library = torch.library.Library("lanes", "DEF")
 
 #: schema -> the op, and the layout of its result
 _OPS: dict[str, tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]]] = {
-    "all_reduce(Tensor x, str op, int n) -> Tensor": (all_reduce, lambda x, op, n: x.new_empty(x.shape)),
-    "all_gather(Tensor x, int n) -> Tensor": (all_gather, lambda x, n: _resized(x, 0, len(x) * n)),
-    "reduce_scatter(Tensor x, str op, int n) -> Tensor": (
+    "all_reduce(Tensor x, str op, int n, int stride=1) -> Tensor": (
+        all_reduce,
+        lambda x, op, n, stride=1: x.new_empty(x.shape),
+    ),
+    "all_gather(Tensor x, int n, int stride=1) -> Tensor": (
+        all_gather,
+        lambda x, n, stride=1: _resized(x, 0, len(x) * n),
+    ),
+    "reduce_scatter(Tensor x, str op, int n, int stride=1) -> Tensor": (
         reduce_scatter,
-        lambda x, op, n: _resized(x, 0, len(x) // n),
+        lambda x, op, n, stride=1: _resized(x, 0, len(x) // n),
     ),
-    "all_to_all(Tensor x, int n) -> Tensor": (all_to_all, lambda x, n: x.new_empty(x.shape)),
-    "begin_all_to_all(Tensor x, int n) -> Tensor": (begin_all_to_all, lambda x, n: x.new_empty(x.shape)),
-    "begin_all_gather(Tensor x, int n) -> Tensor": (
+    "all_to_all(Tensor x, int n, int stride=1) -> Tensor": (
+        all_to_all,
+        lambda x, n, stride=1: x.new_empty(x.shape),
+    ),
+    "begin_all_to_all(Tensor x, int n, int stride=1) -> Tensor": (
+        begin_all_to_all,
+        lambda x, n, stride=1: x.new_empty(x.shape),
+    ),
+    "begin_all_gather(Tensor x, int n, int stride=1) -> Tensor": (
         begin_all_gather,
-        lambda x, n: _resized(x, 0, len(x) * n),
+        lambda x, n, stride=1: _resized(x, 0, len(x) * n),
     ),
-    "end(Tensor x, int n) -> Tensor": (end, lambda x, n: x.new_empty(x.shape)),
+    "end(Tensor x, int n, int stride=1) -> Tensor": (end, lambda x, n, stride=1: x.new_empty(x.shape)),
     "sum_shares(Tensor x, str op, int n) -> Tensor": (
         _sum_shares,
         lambda x, op, n: _resized(x, 0, len(x) // n),
     ),
-    "part(Tensor x, int dim, int n) -> Tensor": (
+    "part(Tensor x, int dim, int n, int stride=1) -> Tensor": (
         _part,
-        lambda x, dim, n: _resized(x, dim % x.dim(), x.shape[dim] // n),
+        lambda x, dim, n, stride=1: _resized(x, dim % x.dim(), x.shape[dim] // n),
     ),
-    "number(int first, int step, *, Device device) -> Tensor": (
+    "number(int first, int step, int n=0, int stride=1, *, Device device) -> Tensor": (
         _number,
-        lambda first, step, device: torch.empty((), dtype=torch.int64, device=device),
+        lambda first, step, n=0, stride=1, *, device: torch.empty((), dtype=torch.int64, device=device),
     ),
 }
 

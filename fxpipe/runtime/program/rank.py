@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fxpipe.errors import RunError
+from fxpipe.plan.lanes import LaneGroup
 from fxpipe.plan.step import StepSpec
 from fxpipe.plan.tensors import dtype_of
 from fxpipe.runtime.program.comm import Collective, Comm, Layout, Numbers, Pending, Wait, in_layout
@@ -165,10 +166,12 @@ class Runtime:
         before = 0 if self.replicas is None else self.replicas.index * self.spec.microbatches
         return fold(fold(fold(0, self.spec.seed), self.step_number), before + microbatch)
 
-    def lane_key(self, microbatch: int) -> int:
-        """The key of this lane, for values of which each lane has another share."""
+    def lane_key(self, microbatch: int, n: int = 0, stride: int = 1) -> int:
+        """The key of this lane, for values of which each lane has another share; or each of n lanes that are
+        ``stride`` behind each other."""
         assert self.lanes is not None, "a program of lanes runs with them"
-        return fold(self.key(microbatch), self.lanes.index)
+        lanes = self.lanes.along(LaneGroup(n, stride)) if n else self.lanes
+        return fold(self.key(microbatch), lanes.index)
 
     def once(
         self, compute: Callable[..., dict[str, torch.Tensor]], *tensors: Mapping[str, torch.Tensor]

@@ -15,6 +15,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 
@@ -22,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from fxpipe.errors import RunError
+from fxpipe.plan.lanes import LaneGroup
 from fxpipe.runtime.job.last_works import lasting
 from fxpipe.runtime.job.numbering import Connection
 from fxpipe.runtime.job.process import Process
@@ -45,7 +47,6 @@ MOST_QUEUES = 32
 #: Streams of a rank beside those of its communicators: of ops, offloads, reloads, the loss; and one of sums.
 OWN_STREAMS = 4
 REPLICAS: Connection = "replicas"
-LANES: Connection = "lanes"
 
 
 def connect(
@@ -54,20 +55,23 @@ def connect(
     channels: Sequence[tuple[int, int]],
     groups: int,
     collectives: Sequence[CollectiveCall] = (),
+    lanes: Sequence[LaneGroup] = (),
 ) -> DistributedComm:
     """Connect the ranks of a plan, as far as another plan has not.  All ranks must call it.
 
     channels: the ordered pairs of ranks that communicate, in the same order on all ranks; the sooner disjoint
     pairs follow each other, the more of them connect at once.
     groups: the number of those that collectives have; collectives: those of a step, in the same order on all
-    ranks.
+    ranks.  lanes: of each dimension of their mesh.
     Raises RunError where a rank needs more streams than torch has, or more queues than its device gives it.
     """
     backend, numbers = process.backend(device), range(groups)
     known = process.groups
     place = device, process.ranks, process.lanes
     wanted = [*channels, *numbers, *([REPLICAS] if process.replicas > 1 else [])]
-    wanted += [LANES] if process.lanes > 1 else []
+    all_lanes = LaneGroup(process.lanes)
+    along = [group for group in dict.fromkeys([all_lanes, *lanes]) if group.number > 1]
+    wanted += along
     new = [what for what in wanted if (*place, what) not in known]
     if backend == "gloo":
         known |= {(*place, pair): process.control for pair in channels}
@@ -112,7 +116,11 @@ def connect(
             process.replica, process.replicas, comm.wire, joint(REPLICAS), abreast, comm.on_streams
         )
     if process.lanes > 1:
-        comm.lanes = DistributedLanes(process.lane, process.lanes, comm.wire, joint(LANES))
+        each = {
+            group: DistributedLanes(group.index(process.lane), group.number, comm.wire, joint(group))
+            for group in along
+        }
+        comm.lanes = replace(each[all_lanes], groups=each)
     process.drop_with(comm, made)
     if backend != "gloo" and collectives:
         with process.watch.collective():
@@ -177,8 +185,9 @@ def _run_once(comm: DistributedComm, collectives: Sequence[CollectiveCall]) -> N
 def _described(process: Process, what: Connection, backend: str) -> str:
     if isinstance(what, int):
         return f"collective {what} of all ranks, by {backend},"
-    if isinstance(what, str):
-        return f"an operation of the {what} of this rank, by {backend},"
+    if not isinstance(what, tuple):
+        of = "lanes" if isinstance(what, LaneGroup) else what
+        return f"an operation of the {of} of this rank, by {backend},"
     source, target = (process.number(process.replica, rank, process.lane) for rank in what)
     return f"a message from rank {source} to rank {target}, by {backend},"
 

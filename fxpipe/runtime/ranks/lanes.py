@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 
 from fxpipe.errors import RunError
+from fxpipe.plan.lanes import LaneGroup
 from fxpipe.runtime.job.last_works import lasting
 from fxpipe.runtime.program.comm import Wait, answered, on_wire
 from fxpipe.runtime.ranks.local import Joint, LocalWorld
@@ -18,15 +19,20 @@ _OTHERS = Wait("the other lanes of its rank", "lanes")
 
 
 class LocalLanes:
-    """The lanes of one rank in a LocalWorld, for one of them."""
+    """The lanes of one rank in a LocalWorld, or a group of them, for one of them."""
 
-    def __init__(self, world: LocalWorld, rank: int, replica: int, lane: int):
-        self._world, self._rank, self._replica, self.index = world, rank, replica, lane
+    def __init__(self, world: LocalWorld, rank: int, replica: int, lane: int, group: LaneGroup | None = None):
+        group = group or LaneGroup(world.lanes)
+        self.index, self.number = group.index(lane), group.number
+        self._world, self._place, self._name = world, (rank, replica, lane), f"the lanes of rank {rank}"
+        self._joint = "lanes", rank, replica, *group.members(lane)
         self._begun: dict[int, Joint] = {}  # by the address of what is for ``end``
+        self._along: dict[LaneGroup, LocalLanes] = {}
 
-    @property
-    def number(self) -> int:
-        return self._world.lanes
+    def along(self, group: LaneGroup) -> LocalLanes:
+        if group not in self._along:
+            self._along[group] = LocalLanes(self._world, *self._place, group)
+        return self._along[group]
 
     def exchange(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         # Copies, as this lane alone holds them: the others may have to take these yet.
@@ -68,27 +74,34 @@ class LocalLanes:
     def _joined(self, tensors: Sequence[torch.Tensor]) -> Joint:
         with no_modes():  # a mode on this thread must see this lane's own tensors only
             copies = [tensor.clone() for tensor in tensors]
-        return self._world.join(("lanes", self._replica, self._rank), self.index, copies)
+        return self._world.join(self._joint, self.index, copies)
 
     def _taken(self, joint: Joint) -> list[Sequence[torch.Tensor]]:
-        world = self._world
-        number = world.number(self._rank, self._replica, self.index)
-        return world.take(joint, range(self.number), self.number, number, f"the lanes of rank {self._rank}")
+        number = self._world.number(*self._place)
+        return self._world.take(joint, range(self.number), self.number, number, self._name)
 
 
 @dataclass(eq=False)
 class DistributedLanes:
-    """The lanes of a rank in several processes.  ``wire``: the device from whose memory ``group`` sends.
-    ``waits``: is told when this lane begins to wait for the others, and with None when it has what they
-    give."""
+    """The lanes of a rank in several processes, or a group of them.  ``wire``: the device from whose memory
+    ``group`` sends.  ``waits``: is told when this lane begins to wait for the others, and with None when it
+    has what they give.  ``groups``: of lanes that have one, for this one."""
 
     index: int
     number: int
     wire: torch.device
     group: dist.ProcessGroup
     waits: Callable[[Wait | None], None] = lambda what: None
+    groups: Mapping[LaneGroup, DistributedLanes] = field(default_factory=dict)
     #: By the address of what is for ``end``; with what is sent, which nobody may free or write over before.
     _begun: dict[int, tuple[dist.Work, torch.Tensor]] = field(default_factory=dict)
+
+    def along(self, group: LaneGroup) -> DistributedLanes:
+        along = self.groups.get(group)
+        if along is None:
+            raise RunError(f"The mesh of the lanes has no {group}. Undo the edit of the program.")
+        along.waits = self.waits
+        return along
 
     def exchange(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         received, work, _ = self._exchanged(parts)

@@ -43,7 +43,7 @@ def _fill(
 ) -> None:
     names = [name for name in map(ShardName, (*state.parameters, *state.buffers)) if name.tensor in on_meta]
     wanted = dict.fromkeys(part for name in names for part in state.rows_of(name) or [name])
-    parts = {name for name in wanted if name.is_part or state.has_share_of(name)}
+    parts = {name for name in wanted if state.spans_of(name)}
     for part in sorted(parts):  # first, while the other tensors take no memory
         _fill_part(state, model, part, function, seed)
     with ExitStack() as stack:

@@ -141,11 +141,7 @@ class ModelState:
 
     def has_all_lanes_of(self, name: str) -> bool:
         """Whether this process runs all lanes, of which each has another share of the tensor."""
-        return self.process is None and self.lane is None and name in self.plan.lanes.shards
-
-    def has_share_of(self, name: ShardName) -> bool:
-        """Whether this process holds one lane's share of the tensor."""
-        return self.process is not None and name.tensor in self.plan.lanes.shards
+        return self.process is None and self.lane is None and name in self.plan.lanes.shared
 
     def spans_of(self, name: ShardName, lane: int | None = None) -> dict[int, PartSpan]:
         """The part of the whole model's tensor that this process, or a lane, has under a name."""
@@ -333,8 +329,8 @@ class ModelState:
             if self.process is None:
                 yield name, 0, self.value(name)
                 continue
-            for holder in processes[: self.process.lanes if self.has_share_of(name) else 1]:
-                yield name, holder % self.process.lanes, self._broadcast(name, holder)
+            for lane in self.plan.lanes.holders(name.tensor):
+                yield name, lane, self._broadcast(name, processes[lane])
 
     def _broadcast(self, name: ShardName, holder: int) -> torch.Tensor:
         """The value of a tensor on a process, on all of them; all call it."""
@@ -360,9 +356,9 @@ class ModelState:
         name: as the plan has it, of a whole parameter or of rows; or of a buffer.
         """
         owners = holders(tensors.state for tensors in self.owned)
-        lanes = self.plan.lanes.number if self.has_share_of(name) else 1
+        lanes = [0] if self.process is None else self.plan.lanes.holders(name.tensor)
         named = [(piece, processes) for piece, processes in owners.items() if name.contains(piece)]
-        return [(process, piece) for piece, processes in named for process in processes[:lanes]]
+        return [(processes[lane], piece) for piece, processes in named for lane in lanes]
 
     def value(self, name: str) -> torch.Tensor:
         """The value of a parameter, or of rows of one, or of a buffer, that this rank holds."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
@@ -12,6 +12,7 @@ from fxpipe.errors import ArtifactError, RunError
 from fxpipe.plan.artifact import Plan, RankTensors, TensorLayout, holders
 from fxpipe.plan.attribute_state import kept_slots, kept_tensors
 from fxpipe.plan.dtensors import local
+from fxpipe.plan.lanes import NO_LANES, LanePlan
 from fxpipe.plan.rows import ShardName
 from fxpipe.plan.spans import place_of
 from fxpipe.plan.tensors import dtype_of
@@ -77,7 +78,7 @@ def copy_to_model(state: ModelState, model: nn.Module | None) -> None:
     for name, lane, value in state.gathered():
         if state.process is None:  # the model has the first lane's share
             value = state.plan.lanes.share(name, value, 0)
-        elif state.has_share_of(name) and lane != state.process.lane:
+        elif lane != state.plan.lanes.holder(name.tensor, state.process.lane):
             continue
         if name in attributes:
             if is_elsewhere(attributes[name]) or attributes[name].data_ptr() != value.data_ptr():
@@ -104,7 +105,7 @@ def share_values(
     process: Process,
     tensors: Sequence[RankTensors],
     tensors_here: Mapping[str, torch.Tensor],
-    shards: Container[str] = (),
+    lanes: LanePlan = NO_LANES,
 ) -> None:
     """Give each tensor that several processes hold the values of the first.  All must call this.
 
@@ -112,17 +113,16 @@ def share_values(
     tied weight has the same gradient on all of its ranks, and would stay different for ever.
 
     tensors: the names by process.  own: the tensors of this one, overwritten in place.  Those without values
-    on one of them (on the meta device) are left out.  shards: the names of those of which each lane has
-    another share: it gets that of the same lane.
+    on one of them (on the meta device) are left out.  lanes: of a tensor that they share out each lane gets
+    the values of the first that holds the same share.
     """
     empty = process.gather(json.dumps([name for name, t in tensors_here.items() if t.is_meta]).encode())
     without = {name for names in empty for name in json.loads(names)}
     for name, holding in holders(rank.names for rank in tensors).items():
-        lanes = range(process.lanes if name.tensor in shards else 1)
-        for first, *others in (holding[lane :: len(lanes)] for lane in lanes) if name not in without else ():
-            for other in others:
-                if process.world_rank in (first, other):
-                    process.send_to(tensors_here[name].detach(), first, other)
+        for k, other in enumerate(holding):
+            first = holding[lanes.holder(name.tensor, k % lanes.number)]
+            if first != other and name not in without and process.world_rank in (first, other):
+                process.send_to(tensors_here[name].detach(), first, other)
 
 
 def load_state_dict(state: ModelState, values: TensorSource, strict: bool) -> None:

@@ -49,7 +49,7 @@ def matched(plan: Plan, into: Mapping[str, str]) -> dict[str, str]:
                 f"{target}, {ours.dtype} of shape {ours.shape}, cannot follow {source}, {theirs.dtype} of "
                 f"shape {theirs.shape}."
             )
-        if plan.lanes.shards.get(target) != plan.lanes.shards.get(source):
+        if [*plan.lanes.shares(target)] != [*plan.lanes.shares(source)]:
             raise OptionError(f"The lanes share {target} otherwise than {source}: distribute both alike.")
     return pairs
 

@@ -45,7 +45,7 @@ def make_optimizer(
         """Whether this process counts a gradient in the norm; processes: that have it, or ranks."""
         if process is None:
             return processes[0] == rank
-        first = processes[process.lane] if name.tensor in lanes.shards else processes[0]
+        first = processes[lanes.holder(name.tensor, process.lane)]
         return first == process.world_rank
 
     with agreed(process, "make its optimizer"):

@@ -144,7 +144,7 @@ class ScriptChanges:
 
     def __post_init__(self) -> None:
         owned = [{*tensors.gradients} for tensors in self.state.owned]
-        in_lanes = self.state.plan.lanes.shards
+        in_lanes = self.state.plan.lanes.shared
         is_divided = any(name.tensor in in_lanes for names in owned for name in names)
         if is_divided or len({frozenset(names) for names in owned if names}) > 1:
             self._names = self.state.owned_by(self.rank).gradients

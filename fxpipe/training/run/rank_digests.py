@@ -47,7 +47,7 @@ class RankDigests:
     changes: ScriptChanges = field(init=False)
 
     def __post_init__(self) -> None:
-        shards = self.state.plan.lanes.shards  # of which each lane has other values
+        shards = self.state.plan.lanes.shared  # of which each lane has other values
         owners = holders(tensors.state for tensors in self.state.owned).items()
         alike = [name for name, processes in owners if len(processes) > 1 and name.tensor not in shards]
         self._shared = [*alike] if self.compares else []

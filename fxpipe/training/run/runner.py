@@ -350,7 +350,14 @@ class Runner(LocalRunner):
             offloader = self._offloader(self.process.rank)
             program, is_known = self._checked_program
             collectives = program.collectives() if is_known else []  # an edited program may not show them
-            comm = connect(self.process, self.device, plan.channels, plan.collectives, collectives)
+            comm = connect(
+                self.process,
+                self.device,
+                plan.channels,
+                plan.collectives,
+                collectives,
+                plan.lanes.groups,
+            )
             rt = self._runtime_of(self.process.rank, comm, {}, offloader)
             rt.replicas, rt.lanes = comm.abreast, comm.lanes
             rt.shards = comm.abreast if plan.shard else None
