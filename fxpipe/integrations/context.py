@@ -1,7 +1,8 @@
 """Context parallelism, a style for torch's ``parallelize_module``: each lane has a part of every sequence.
 
 before: model(tokens [rows, length]), all of it on every lane
-after:  every lane computes the values of length / lanes tokens, with whole parameters
+after:  every lane computes the values of length / lanes tokens, with whole parameters; with a mesh of two
+        dimensions the lanes along the second have a part of some of them each
 
 Values are DTensors that are divided along the sequence, so torch's rules of sharding decide what each op
 computes on a lane, which values it needs of others, and how the gradients of parameters are summed; an op
@@ -20,7 +21,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.overrides import TorchFunctionMode
 
@@ -28,6 +29,7 @@ from fxpipe.errors import OptionError
 from fxpipe.integrations.divided_attention import distributed
 from fxpipe.integrations.divided_functions import RULES, check_written
 from fxpipe.integrations.summed_gradients import parameters_of
+from fxpipe.integrations.tensor_plan import share_out
 from fxpipe.runtime.torch_private import pytree
 
 
@@ -39,12 +41,15 @@ class ContextParallel(ParallelStyle):
 
     inputs: the arguments of the forward that are divided, by name, each with the dimension of the sequence
         ({"input_ids": 1}).  Other arguments are whole; what is computed of both is divided.
+    tensor: where the mesh has a second dimension, the plan of tensor parallelism along it: module, as a
+        pattern of ``parallelize_module`` -> ``ColwiseParallel()`` or ``RowwiseParallel()``, of whose layouts
+        only ``output_layouts=Replicate()`` counts: values stay DTensors between modules.
 
-    Raises OptionError: in ``parallelize_module`` for arguments that the forward does not have, in the forward
-    for a sequence that the lanes cannot share evenly.
+    Raises OptionError: in ``parallelize_module`` for arguments that the forward does not have and plans that
+    mean nothing here, in the forward for a sequence that the lanes cannot share evenly.
     """
 
-    def __init__(self, inputs: Mapping[str, int]):
+    def __init__(self, inputs: Mapping[str, int], tensor: Mapping[str, ParallelStyle] | None = None):
         if torch.__version__ < "2.12":
             raise OptionError(
                 f"ContextParallel needs torch 2.12 or newer, and this is {torch.__version__}, whose DTensors "
@@ -55,12 +60,13 @@ class ContextParallel(ParallelStyle):
                 "inputs are the arguments of the forward that lanes divide, each with the dimension of the "
                 f"sequence, as in {{'input_ids': 1}}, not {inputs!r}."
             )
-        self.inputs = dict(inputs)
+        self.inputs, self.tensor = dict(inputs), dict(tensor or {})
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        if device_mesh.ndim != 1:
+        if device_mesh.ndim != 1 + bool(self.tensor):
             raise OptionError(
-                f"ContextParallel is for a mesh of one dimension, not {device_mesh.mesh_dim_names}."
+                "ContextParallel is for a mesh of one dimension, or of two with tensor=, the plan along the "
+                f"second, not {device_mesh.mesh_dim_names} with tensor={self.tensor}."
             )
         forward, signature = module.forward, inspect.signature(module.forward)
         takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
@@ -70,13 +76,15 @@ class ContextParallel(ParallelStyle):
                     f"The forward of a {type(module).__name__} has no argument {name!r}, which "
                     f"ContextParallel is to divide. It has {', '.join(signature.parameters)}."
                 )
+        shared = share_out(module, self.tensor, device_mesh)
         made: dict[nn.Parameter, nn.Parameter] = {}  # what is tied stays so
         for owner, name, parameter in parameters_of(module):
             if parameter not in made and not isinstance(parameter, DTensor):
-                whole = distribute_tensor(
-                    parameter.data, device_mesh, [Replicate()], src_data_rank=self.src_data_rank
+                placements = [Replicate(), shared.get(parameter, Replicate())][: device_mesh.ndim]
+                distributed_one = distribute_tensor(
+                    parameter.data, device_mesh, placements, src_data_rank=self.src_data_rank
                 )
-                made[parameter] = nn.Parameter(whole, parameter.requires_grad)
+                made[parameter] = nn.Parameter(distributed_one, parameter.requires_grad)
             owner.register_parameter(name, made.get(parameter, parameter))
         module.forward = partial(self._forward, forward, signature, device_mesh)
         return module
@@ -113,12 +121,13 @@ def _divided(name: str, value: torch.Tensor, dim: int, mesh: DeviceMesh) -> torc
     """An argument that every lane has whole, or a part of, divided along a dimension."""
     if not -value.dim() <= dim < value.dim():
         raise OptionError(f"{name} of shape {tuple(value.shape)} has no dimension {dim} that lanes divide.")
-    if value.shape[dim] % mesh.size():
+    if value.shape[dim] % mesh.size(0):
         raise OptionError(
             f"{name} of shape {tuple(value.shape)} has {value.shape[dim]} tokens in its dimension {dim}, "
-            f"which {mesh.size()} lanes cannot share evenly. Pad them to a multiple of {mesh.size()}."
+            f"which {mesh.size(0)} lanes cannot share evenly. Pad them to a multiple of {mesh.size(0)}."
         )
-    divided: torch.Tensor = distributed(value, mesh).redistribute(placements=[Shard(dim % value.dim())])
+    placements = [Shard(dim % value.dim()), Replicate()][: mesh.ndim]
+    divided: torch.Tensor = distributed(value, mesh).redistribute(placements=placements)
     return divided
 
 
@@ -150,8 +159,10 @@ class _OnDTensors(TorchFunctionMode):
 def _summed(value: DTensor) -> torch.Tensor:
     """A value of which lanes have parts of a norm or a maximum, on all of them: in the ops that follow, torch
     takes the parts of a norm for those of a sum."""
-    (placement,) = value.placements
+    placements = [Replicate() if _is_no_sum(each) else each for each in value.placements]
+    return value if placements == [*value.placements] else value.redistribute(placements=placements)
+
+
+def _is_no_sum(placement: Placement) -> bool:
     is_linear = type(placement) is Partial and placement.reduce_op in ("sum", "avg")
-    if not placement.is_partial() or is_linear:
-        return value
-    return value.redistribute(placements=[Replicate()])
+    return placement.is_partial() and not is_linear

@@ -1,7 +1,9 @@
-"""Attention of values whose tokens lanes divide.
+"""Attention of values whose tokens the lanes along the first dimension of a mesh divide.
 
 each lane gets all tokens of some of the heads: an exchange of q, k and v, and one of the result
 where lanes cannot share the heads: a gather of all k and v
+
+Along other dimensions lanes may share out the heads.
 
 The exchange of heads is that of DeepSpeed-Ulysses, https://arxiv.org/abs/2309.14509.
 """
@@ -25,7 +27,7 @@ def distributed(value: torch.Tensor, mesh: DeviceMesh) -> Any:
     """A DTensor as it is; another tensor is one that all lanes have whole."""
     if isinstance(value, DTensor):
         return value
-    return DTensor.from_local(value, mesh, [Replicate()], run_check=False)
+    return DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
 def attention(
@@ -41,11 +43,14 @@ def attention(
     enable_gqa: bool = False,
 ) -> torch.Tensor:
     """Attention of [rows, heads, tokens, width], where the lanes divide the tokens; else as on one lane."""
-    tokens = Shard(query.dim() - 2)
+    tokens, mask = Shard(query.dim() - 2), attn_mask
     attend = partial(sdpa, dropout_p=dropout_p, scale=scale)
     q, k, v = (distributed(x, mesh) for x in (query, key, value))
-    lanes, mask = mesh.size(), attn_mask
-    is_divided = [x.placements == (tokens,) for x in (q, k, v)]
+    lanes, is_divided = mesh.size(0), [x.placements[0] == tokens for x in (q, k, v)]
+    has_heads = mask is not None and mask.dim() > 2 and mask.shape[-3] == q.shape[-3] > 1
+    shared = (
+        _shared_heads(q, k, v, mesh) if is_divided[0] and not has_heads else [Replicate()] * (mesh.ndim - 1)
+    )
     if not is_divided[0]:
         # All lanes compute the same, and have the same gradients.
         q, k, v = (x.full_tensor() for x in (q, k, v))
@@ -53,51 +58,65 @@ def attention(
         result = attend(q, k, v, mask, is_causal=is_causal, enable_gqa=enable_gqa)
         alike: torch.Tensor = distributed(result, mesh)
         return alike
-    copies = _copies(q.shape[1], k.shape[1], lanes) if all(is_divided) and q.dim() == 4 else 0
+    q, k, v = (x.redistribute(placements=[x.placements[0], *shared]) for x in (q, k, v))
+    of_queries, of_keys = (x.to_local().shape[1] for x in (q, k))
+    copies = _copies(of_queries, of_keys, lanes) if all(is_divided) and q.dim() == 4 else 0
     if copies:
-        if mask is not None and mask.dim() > 2 and mask.shape[-3] == q.shape[1] > 1:
-            mask = distributed(mask, mesh)
-            mask = _local(mask, Shard(mask.dim() - 3))
+        if mask is not None and has_heads:
+            mask = _local(distributed(mask, mesh), Shard(mask.dim() - 3), shared)
         else:
-            mask = _local(mask, Replicate())
+            mask = _local(mask, Replicate(), shared)
         q, k, v = (in_layout(x.to_local()) for x in (q, k, v))
         if copies > 1:
             k, v = (x.repeat_interleave(copies, 1) for x in (k, v))
         result = attend(*_all_tokens([q, k, v], mesh), mask, is_causal=is_causal, enable_gqa=enable_gqa)
         result = _all_heads(result, mesh)
     else:
-        k, v = (_whole(x) for x in (k, v))
+        k, v = (_whole(x, shared, shared) for x in (k, v))
         if is_causal:
-            first = mesh.get_local_rank() * (q.shape[-2] // lanes)
+            first = mesh.get_local_rank(0) * (q.shape[-2] // lanes)
             rows = torch.arange(q.shape[-2] // lanes, device=q.device) + first
             mask = rows.unsqueeze(1) >= torch.arange(k.shape[-2], device=q.device)
         elif mask is not None and mask.dim() > 1 and mask.shape[-2] > 1:
-            mask = distributed(mask, mesh)
-            mask = _local(mask, Shard(mask.dim() - 2))
+            mask = _local(distributed(mask, mesh), Shard(mask.dim() - 2), shared)
         else:
-            mask = _local(mask, Replicate())
+            mask = _local(mask, Replicate(), shared)
         result = attend(in_layout(q.to_local()), k, v, mask, enable_gqa=enable_gqa)
-    divided: torch.Tensor = DTensor.from_local(result, mesh, [tokens], run_check=False)
+    divided: torch.Tensor = DTensor.from_local(result, mesh, [tokens, *shared], run_check=False)
     return divided
 
 
-def _local(value: torch.Tensor | None, placement: Placement) -> torch.Tensor | None:
-    """The part of a value that a lane uses; its gradient is a part of a sum where all lanes have it whole."""
+def _shared_heads(q: DTensor, k: DTensor, v: DTensor, mesh: DeviceMesh) -> list[Placement]:
+    """How lanes along other dimensions share out the heads of all three, where they do."""
+    heads = Shard(q.dim() - 3)
+    return [
+        heads if of_q == heads and not any(x.shape[-3] % number for x in (q, k, v)) else Replicate()
+        for of_q, number in zip(q.placements[1:], mesh.shape[1:], strict=True)
+    ]
+
+
+def _local(
+    value: torch.Tensor | None, placement: Placement, shared: Sequence[Placement]
+) -> torch.Tensor | None:
+    """The part of a mask that a lane uses; its gradient is a part of a sum where lanes use the same for other
+    tokens or heads."""
     if not isinstance(value, DTensor):
         return value
+    alike = [Replicate()] * len(shared)
+    of_heads = [Partial() if each.is_shard() else each for each in shared]
     if placement.is_replicate():
-        return _whole(value)
-    return value.redistribute(placements=[placement]).to_local()
+        return _whole(value, alike, of_heads)
+    return value.redistribute(placements=[placement, *alike]).to_local(grad_placements=[placement, *of_heads])
 
 
-def _whole(value: DTensor) -> torch.Tensor:
-    """A value on all lanes; the gradient on each lane is a part of a sum."""
+def _whole(value: DTensor, shared: Sequence[Placement], gradients: Sequence[Placement]) -> torch.Tensor:
+    """A value on all lanes along the first dimension, where the gradient of each is a part of a sum; along
+    the others it is ``shared`` as its gradient."""
     mesh, placements = value.device_mesh, value.placements
     if placements[0].is_shard():
         value = DTensor.from_local(in_layout(value.to_local()), mesh, placements, run_check=False)
-        return value.full_tensor(grad_placements=[Partial()])
-    alike: torch.Tensor = distributed(value.full_tensor(), mesh).to_local(grad_placements=[Partial()])
-    return alike
+    alike: Any = value.redistribute(placements=[Replicate(), *shared])
+    return alike.to_local(grad_placements=[Partial(), *gradients])  # type: ignore[no-any-return]
 
 
 def _copies(heads: int, of_keys: int, lanes: int) -> int:
@@ -110,7 +129,7 @@ def _copies(heads: int, of_keys: int, lanes: int) -> int:
 
 def _all_tokens(parts: Sequence[torch.Tensor], mesh: DeviceMesh) -> list[torch.Tensor]:
     """Of some tokens with all heads, [rows, heads, tokens / lanes, width]: all tokens of some heads."""
-    by_lane = [x.unflatten(1, (mesh.size(), -1)).transpose(0, 1) for x in parts]
+    by_lane = [x.unflatten(1, (mesh.size(0), -1)).transpose(0, 1) for x in parts]
     heads = [x.shape[2] for x in by_lane]
     if len({x.shape[-1] for x in parts}) == 1:  # one exchange instead of three
         received = _exchanged(torch.cat(by_lane, 2), mesh).split(heads, 2)
@@ -121,15 +140,15 @@ def _all_tokens(parts: Sequence[torch.Tensor], mesh: DeviceMesh) -> list[torch.T
 
 def _all_heads(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     """The reverse of ``_all_tokens``."""
-    by_lane = x.unflatten(2, (mesh.size(), -1)).permute(2, 0, 1, 3, 4)
+    by_lane = x.unflatten(2, (mesh.size(0), -1)).permute(2, 0, 1, 3, 4)
     return _exchanged(by_lane, mesh).transpose(0, 1).flatten(1, 2)
 
 
 def _exchanged(shares: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     """A share from each lane, for one of the first dimension to each."""
-    each = [1] * mesh.size()
+    each = [1] * mesh.size(0)
     received: torch.Tensor = functional.all_to_all_single_autograd(
-        shares.contiguous(), each, each, mesh.get_group()
+        shares.contiguous(), each, each, mesh.get_group(0)
     )
     return received
 

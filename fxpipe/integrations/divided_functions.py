@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, zeros
 
 from fxpipe.errors import CaptureError
 from fxpipe.integrations.divided_attention import attention, distributed, in_layout, sdpa
+from fxpipe.integrations.divided_linear import linear
 from fxpipe.runtime.torch_private import pytree
 
 _F = nn.functional
@@ -61,19 +62,20 @@ def _mean_of_all(
     if not is_mean or labels.is_floating_point():
         return loss(*bound.args, **bound.kwargs)
     logits, by_name["reduction"] = by_name["input"], "sum"
-    if isinstance(logits, DTensor) and getattr(logits.placements[0], "dim", None) == 0:
+    whole = [Replicate()] * mesh.ndim
+    by_lane = [logits.placements[0], *whole[1:]]  # no lane has but a part of a word's logits
+    by_name["input"] = logits = logits.redistribute(placements=by_lane)
+    if getattr(by_lane[0], "dim", None) == 0:
         # The labels of its rows: moved here once, and not in the backward again. A sum knows no order of
         # rows, and torch 2.14 has no rule for the order that it gives to labels here.
-        rows = [labels.redistribute(placements=logits.placements), logits]
+        rows = [labels.redistribute(placements=by_lane), logits]
         by_name["target"], by_name["input"] = (
-            DTensor.from_local(x.to_local(), mesh, [Shard(0)], run_check=False) for x in rows
+            DTensor.from_local(x.to_local(), mesh, [Shard(0), *whole[1:]], run_check=False) for x in rows
         )
     total: Any = loss(*bound.args, **bound.kwargs)
     counted = labels != by_name["ignore_index"]
     count = (counted if weight is None else weight[labels * counted] * counted).sum()
-    mean: torch.Tensor = total.redistribute(placements=[Replicate()]) / count.redistribute(
-        placements=[Replicate()]
-    )
+    mean: torch.Tensor = total.redistribute(placements=whole) / count.redistribute(placements=whole)
     return mean
 
 
@@ -146,9 +148,9 @@ def _largest(
 
     Torch gathers the values, from 2.14 on their gradients.
     """
-    by_lane = value.placements[0] if isinstance(value, DTensor) else Replicate()
+    by_lane, *others = value.placements if isinstance(value, DTensor) else [Replicate()]
     divided, dim = getattr(by_lane, "dim", None), dim % value.dim()
-    if divided is None or divided == dim:
+    if divided is None or divided == dim or not all(each.is_replicate() for each in others):
         return of(value, k, dim, *args, **kwargs)
     if (rows := getattr(by_lane, "split_factor", 1)) > 1:  # flattened; lanes divide the tokens of each row
         apart = value.unflatten(divided, (rows, -1))
@@ -156,7 +158,7 @@ def _largest(
         return _pair(x.flatten(divided, divided + 1) for x in largest)
     local: Any = value
     largest = of(in_layout(local.to_local()), k, dim, *args, **kwargs)
-    return _pair(DTensor.from_local(x, mesh, [by_lane], run_check=False) for x in largest)
+    return _pair(DTensor.from_local(x, mesh, [by_lane, *others], run_check=False) for x in largest)
 
 
 def _pair(results: Iterable[torch.Tensor]) -> torch.return_types.topk:
@@ -175,6 +177,7 @@ _CUTS = [getattr(x, name) for x in (torch, torch.Tensor) for name in _PIECES]
 RULES: dict[object, Callable[..., Any]] = {
     **{cut: partial(_in_pieces, cut) for cut in _CUTS},
     sdpa: attention,
+    _F.linear: linear,
     torch.cat: _concatenated,
     torch.Tensor.scatter_: _scattered,
     **{loss: partial(_mean_of_elements, loss) for loss in _MEANS},
