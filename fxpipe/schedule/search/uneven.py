@@ -113,11 +113,9 @@ class Uneven:
         best = np.empty(self.arrays.sections, np.int64)
         period = np.array([arrays.period for arrays in self.each])
         time = climb(
-            self.arrays.tables,
+            self.arrays.tables._replace(placed_at=first.tables.placed_at, placed=first.tables.placed),
             first.stages,
             m,
-            np.cumsum([0, *map(len, first.placed)]),
-            np.array([stage for stages in first.placed for stage in stages]),
             np.concatenate([start_alone(arrays) for arrays in self.each]),
             period,
             self._starts(period),
