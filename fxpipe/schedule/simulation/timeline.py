@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from fxpipe.schedule.bound import lower_bound, lower_bound_of_each
 from fxpipe.schedule.costs import Costs
-from fxpipe.schedule.dependencies import SECTIONS_PER_STAGE, between_lanes, needs, sections
+from fxpipe.schedule.dependencies import SECTIONS_PER_STAGE, needs, sections
 from fxpipe.schedule.ops import Direction, Op, OpKind, Schedule, Transfer
 from fxpipe.schedule.simulation.memory import memory_changes
 from fxpipe.schedule.simulation.transfers import offload_bytes
@@ -51,7 +51,8 @@ class Timeline:
 
     ``of_each``: the costs of each microbatch, where they differ; then ``costs`` are those of the example.
     ``transfers``: the offloads and reloads of each rank.  ``stalled``: per rank the seconds in which its next
-    op waited for a transfer alone.  ``exchanges``: with the other replicas, of each rank.
+    op waited for a transfer alone.  ``exchanges``: with the other replicas, of each rank; ``lane_exchanges``:
+    between its lanes, beside ops.
     """
 
     schedule: Schedule
@@ -60,6 +61,7 @@ class Timeline:
     transfers: tuple[tuple[TransferSpan, ...], ...] = ()
     stalled: tuple[float, ...] = ()
     exchanges: tuple[tuple[ExchangeSpan, ...], ...] = ()
+    lane_exchanges: tuple[tuple[ExchangeSpan, ...], ...] = ()
     of_each: tuple[Costs, ...] = ()
 
     def __repr__(self) -> str:
@@ -88,21 +90,6 @@ class Timeline:
         return max(
             0.0, max((rank_spans[-1].end for rank_spans in self.exchanges if rank_spans), default=0.0) - ops
         )
-
-    @cached_property
-    def lane_exchanges(self) -> tuple[tuple[ExchangeSpan, ...], ...]:
-        """The exchanges between the lanes of each rank that run beside ops, one after the other."""
-        seconds, sections_of = between_lanes(self.costs), sections(self.schedule.stages)
-        of_ranks = []
-        for rank_spans in self.spans if seconds else ():
-            spans, free = list[ExchangeSpan](), 0.0
-            for op, _, end in rank_spans:
-                for section in sections_of[op.kind][op.stage]:
-                    if section in seconds:
-                        start, free = max(end, free), max(end, free) + seconds[section]
-                        spans.append(ExchangeSpan("lanes", op.stage, start, free))
-            of_ranks.append(tuple(spans))
-        return tuple(of_ranks)
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
