@@ -1,14 +1,16 @@
 """Reads untrusted files as plain data: regular files of bounded size, strict JSON, fields of the right types.
 
-Every function raises ``Mismatch``.  Its callers turn that into the error of their file, and say what to do.
+Every function raises ``Mismatch``.  Its callers turn that into the error of their file, and say what to do:
+``refused``.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from enum import Enum
 from functools import cache
@@ -17,6 +19,8 @@ from math import isfinite
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from fxpipe.errors import ArtifactError, FxpipeError
 
 _T = TypeVar("_T")
 
@@ -37,6 +41,15 @@ class Mismatch(ValueError):
         """The same of a value that is at ``path`` in a larger one."""
         joint = "." if path and self.path and not self.path.startswith("[") else ""
         return Mismatch(self.wrong, f"{path}{joint}{self.path}")
+
+
+@contextlib.contextmanager
+def refused(file: object, remedy: str, kind: type[FxpipeError] = ArtifactError) -> Iterator[None]:
+    """Turn a Mismatch in the block into an error of the file, which it begins with, and of what to do."""
+    try:
+        yield
+    except Mismatch as error:
+        raise kind(f"{file} {error}. {remedy}".rstrip()) from error
 
 
 @dataclass(frozen=True)

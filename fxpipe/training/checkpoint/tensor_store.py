@@ -18,15 +18,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError, safe_open
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from fxpipe.plan.saved.files import tensors_in
 from fxpipe.plan.spans import Spans, slices_of
-from fxpipe.strict import Mismatch, open_regular, parse_json, shown
+from fxpipe.strict import Mismatch, parse_json, shown
 
 
 @dataclass(frozen=True)
@@ -181,12 +181,10 @@ def _from(slices: Sequence[slice], begin: Sequence[int]) -> tuple[slice, ...]:
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[Any]:
     try:
-        open_regular(path).close()
-        with safe_open(path, "pt") as file:
+        with tensors_in(path) as file:
             yield file
-    except (Mismatch, OSError, SafetensorError) as error:
-        wrong = str(error) if isinstance(error, Mismatch) else f"is no safetensors file: {error}"
-        raise Mismatch(wrong, path.name) from error
+    except Mismatch as error:
+        raise Mismatch(str(error), path.name) from error
 
 
 class _SavePlanner(DefaultSavePlanner):

@@ -14,7 +14,6 @@ from typing import Annotated
 
 from torch import fx
 
-from fxpipe.errors import ArtifactError
 from fxpipe.ir.graph import Kind, Section, offload, reload
 from fxpipe.ir.liveness import Liveness, liveness
 from fxpipe.ir.ops import is_between_lanes, node_flops
@@ -23,7 +22,17 @@ from fxpipe.ir.storage import call_nodes, is_view, node_bytes, root_within, stor
 from fxpipe.ir.text import shape_text, target_text
 from fxpipe.plan.artifact import Plan
 from fxpipe.schedule.ops import Phase
-from fxpipe.strict import MEBIBYTE, Mismatch, between, entries, parse_json, read_text, structure, unstructure
+from fxpipe.strict import (
+    MEBIBYTE,
+    Mismatch,
+    between,
+    entries,
+    parse_json,
+    read_text,
+    refused,
+    structure,
+    unstructure,
+)
 
 NAME = "graph.json"
 FORMAT = 1
@@ -227,11 +236,9 @@ def read_graph(directory: Path, stages: int) -> GraphRecord | None:
     path = directory / NAME
     if not path.exists():
         return None
-    try:
+    with refused(f"{path} is damaged:", "Remove it, or save the pipeline again."):
         record = structure(parse_json(read_text(path, MOST_BYTES)), GraphRecord)
         _check(record, stages)
-    except Mismatch as error:
-        raise ArtifactError(f"{path} is damaged: {error}. Remove it, or save the pipeline again.") from error
     return record
 
 
