@@ -75,7 +75,7 @@ def at_least(least: float) -> Fits:
 
 
 def entries(least: int, most: int) -> Fits:
-    """For tuples and dicts."""
+    """Bound the number of entries of tuples and dicts."""
     return Fits(lambda collection: least <= len(collection) <= most, f"of {least} to {most} entries")
 
 

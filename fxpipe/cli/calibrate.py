@@ -147,7 +147,7 @@ def mean_of(devices: Sequence[Device]) -> Device:
 
 
 def device_table(device: Device) -> Table:
-    """Of each kind of op the seconds of the smallest, and the rate of the largest."""
+    """List of each kind of op the seconds of the smallest, and the rate of the largest."""
     table = Table("op", "smallest", "largest", title=device.name)
     for kind, curve in device.curves.items():
         size, seconds = curve.points[-1]

@@ -1,4 +1,4 @@
-"""Where the costs of ``simulate`` and ``compare`` come from: times, a file, or a saved pipeline."""
+"""Finds the costs of ``simulate`` and ``compare``: times, a file, or a saved pipeline."""
 
 from __future__ import annotations
 

@@ -266,7 +266,7 @@ class Plan:
 
     @property
     def tensor_names(self) -> set[str]:
-        """Those of the model's parameters and buffers."""
+        """The names of the model's parameters and buffers."""
         return {name.tensor for rank in self.tensors for name in rank.state}
 
     @property

@@ -249,7 +249,7 @@ class _Head:
         return self._with(node, tail, part)
 
     def _item(self, node: fx.Node) -> Part:
-        """Of a loss: that of each token, or a sum."""
+        """Take an item of a loss: that of each token, or a sum."""
         pick = node_arg(node, 0)
         part: Part = lambda build, here: build.like(node, here[pick], node.args[1])  # noqa: E731
         is_each = node.args[1] == 0 and pick.args[3] == _EACH

@@ -119,7 +119,7 @@ class Repeated:
 
 
 class Analysis:
-    """Of one section.
+    """Analyses one section.
 
     ``lists_in`` and ``lists_out``: the lists of its signature, by value.  ``results``: what it returns beside
     lists.
@@ -221,7 +221,7 @@ class Analysis:
         return divmod(where, run.period)
 
     def _kind(self, node: fx.Node) -> Kind | str | None:
-        """Of a value from outside of the run: the kind of a tensor of the rank, a list's name, or None."""
+        """Say of a value from outside of the run the kind of a tensor of the rank, a list's name, or None."""
         if node in self.index:
             return LATER
         if node.name in self.lists_in:

@@ -100,8 +100,8 @@ def _slope(curve: Curve) -> float:
 
 
 def _in_turns(device: torch.device) -> dict[str, float]:
-    """By kind the seconds that an op takes longer where others run between its calls, as in a step: their
-    code and operands have then taken the place of its own in the caches.
+    """Measure by kind the seconds that an op takes longer where others run between its calls, as in a step:
+    their code and operands have then taken the place of its own in the caches.
 
     0 on an accelerator, whose host is ahead of it.
     """

@@ -125,7 +125,7 @@ class CapturedStep:
         self._recorder.replay([seed_of(key(), position) for key, position in self._draws])
 
     def memory(self) -> AbstractContextManager[None]:
-        """In the block ops take the memory of the replays."""
+        """Let ops in the block take the memory of the replays."""
         assert self._recorder is not None
         return self._recorder.memory()
 

@@ -235,5 +235,5 @@ Programs = tuple[tuple[Instruction, ...], ...]
 
 
 def number_at_head(instructions: Sequence[Instruction]) -> int:
-    """Of the gathers with which a step begins, before its functions."""
+    """Count the gathers with which a step begins, before its functions."""
     return next((k for k, i in enumerate(instructions) if not isinstance(i, GatherParameters)), 0)

@@ -192,7 +192,7 @@ class Timeline:
 
     @cached_property
     def _changes(self) -> list[_Changes]:
-        """Those of each microbatch, one for all where they are alike."""
+        """The changes of each microbatch, one for all where they are alike."""
         placement, run = self.schedule.placement, sections(self.schedule.stages)
         changes: list[_Changes] = []
         for costs in self.of_each or (self.costs,):
