@@ -98,7 +98,8 @@ class Uneven:
             return Span(op, float(ends[ids[0]] - self.arrays.seconds[ids[0]]), float(ends[ids[-1]]))
 
         spans = tuple(tuple(map(span, rank_ops)) for rank_ops in schedule.order)
-        return Timeline(schedule, costs, spans, of_each=self.costs)
+        none = ((),) * schedule.ranks
+        return Timeline(schedule, costs, spans, none, (0.0,) * schedule.ranks, none, none, self.costs)
 
     def peaks(self, ops: RankOps) -> list[float]:
         """Per rank the most memory that activations take."""

@@ -95,7 +95,7 @@ class StepRun:
         for span in (span for queue in self.carried for span in queue):
             carried[self.schedule.placement[span.transfer.stage]].append(span)
         exchanges = tuple(tuple(exchange.spans) for exchange in self.exchanges)
-        lanes = tuple(map(tuple, self.lanes.spans)) if any(self.lanes.spans) else ()
+        lanes = tuple(map(tuple, self.lanes.spans))
         transfers = tuple(map(tuple, carried))
         return Timeline(self.schedule, self.costs, spans, transfers, tuple(self.stalled), exchanges, lanes)
 

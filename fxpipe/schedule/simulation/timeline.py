@@ -58,10 +58,10 @@ class Timeline:
     schedule: Schedule
     costs: Costs
     spans: tuple[tuple[Span, ...], ...]
-    transfers: tuple[tuple[TransferSpan, ...], ...] = ()
-    stalled: tuple[float, ...] = ()
-    exchanges: tuple[tuple[ExchangeSpan, ...], ...] = ()
-    lane_exchanges: tuple[tuple[ExchangeSpan, ...], ...] = ()
+    transfers: tuple[tuple[TransferSpan, ...], ...]
+    stalled: tuple[float, ...]
+    exchanges: tuple[tuple[ExchangeSpan, ...], ...]
+    lane_exchanges: tuple[tuple[ExchangeSpan, ...], ...]
     of_each: tuple[Costs, ...] = ()
 
     def __repr__(self) -> str:
@@ -214,7 +214,7 @@ class Timeline:
         # When all offloads that are waited for after an op have ended.
         waited = [span.end for span in self.spans[rank]]
         freed, reloaded = ([list[float]() for _ in waited] for _ in range(2))
-        for transfer, _, end in self.transfers[rank] if self.transfers else ():
+        for transfer, _, end in self.transfers[rank]:
             size = offload_bytes(self.costs.stages[transfer.stage], transfer.user)
             if transfer.direction is Direction.OUT:
                 waited[transfer.end - 1] = max(waited[transfer.end - 1], end)
