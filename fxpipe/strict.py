@@ -20,8 +20,6 @@ from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from fxpipe.errors import ArtifactError, FxpipeError
-
 _T = TypeVar("_T")
 
 MEBIBYTE = 1 << 20
@@ -44,7 +42,7 @@ class Mismatch(ValueError):
 
 
 @contextlib.contextmanager
-def refused(file: object, remedy: str, kind: type[FxpipeError] = ArtifactError) -> Iterator[None]:
+def refused(kind: type[Exception], file: object, remedy: str) -> Iterator[None]:
     """Turn a Mismatch in the block into an error of the file, which it begins with, and of what to do."""
     try:
         yield

@@ -319,7 +319,7 @@ class Plan:
     @staticmethod
     def from_json(text: str, where: str) -> Plan:
         """Raises ArtifactError, naming ``where`` and the field, for a text that is no plan of this format."""
-        with refused(f"{where} is damaged:", "Undo the edit, or save the pipeline again."):
+        with refused(ArtifactError, f"{where} is damaged:", "Undo the edit, or save the pipeline again."):
             data = parse_json(text)
             version = data.get("format") if isinstance(data, dict) else None
             # Before the fields: those of another format may be others.

@@ -14,6 +14,7 @@ from typing import Annotated, Any
 
 import torch
 
+from fxpipe.errors import ArtifactError
 from fxpipe.plan.step import MOST_LENGTH
 from fxpipe.plan.tensors import Dtype, Shape
 from fxpipe.strict import Fits, Mismatch, between, entries, parse_json, refused, structure
@@ -93,7 +94,7 @@ class CapturedStep(CapturedOps):
     @staticmethod
     def from_json(text: str, where: str) -> CapturedStep:
         """Raises ArtifactError, naming ``where`` and the field, for a text that is no captured step."""
-        with refused(f"{where} is damaged:", "Undo the edit, or save the pipeline again."):
+        with refused(ArtifactError, f"{where} is damaged:", "Undo the edit, or save the pipeline again."):
             step = structure(parse_json(text), CapturedStep)
             for each in (step, *(other.step for other in step.others)):
                 _check(each)

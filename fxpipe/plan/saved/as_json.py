@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import TypeVar
 
+from fxpipe.errors import ArtifactError
 from fxpipe.strict import parse_json, refused, structure, unstructure
 
 _T = TypeVar("_T")
@@ -16,5 +17,5 @@ def to_json(record: object) -> str:
 
 def from_json(text: str, kind: type[_T], where: str) -> _T:
     """Raises ArtifactError, naming ``where`` and the field, for a text that is no such record."""
-    with refused(f"{where} is damaged:", "Save the pipeline again."):
+    with refused(ArtifactError, f"{where} is damaged:", "Save the pipeline again."):
         return structure(parse_json(text), kind)

@@ -259,7 +259,7 @@ def _plan_text(directory: Path) -> str:
 
 
 def _text(path: Path, most: int) -> str:
-    with refused(path, AGAIN):
+    with refused(ArtifactError, path, AGAIN):
         return read_text(path, most)
 
 
@@ -279,7 +279,7 @@ def read_programs(directory: Path, plan: Plan, ranks: Sequence[int]) -> tuple[st
 
 
 def _program(path: Path) -> str:
-    with refused(f"{path} is no program: it", "Mend it, or save again."):
+    with refused(ArtifactError, f"{path} is no program: it", "Mend it, or save again."):
         return read_text(path, MOST_PROGRAM_BYTES)
 
 
@@ -354,7 +354,7 @@ def _check_shape(path: Path, name: str, shape: list[int], plan: Plan) -> None:
 @contextlib.contextmanager
 def open_tensors(path: Path, remedy: str = AGAIN) -> Iterator[Any]:
     """Open a safetensors file to read its tensors one by one.  Raises ArtifactError if it is invalid."""
-    with refused(path, remedy), tensors_in(path) as file:
+    with refused(ArtifactError, path, remedy), tensors_in(path) as file:
         yield file
 
 

@@ -41,7 +41,7 @@ def read_spans(directory: Path, ranks: int) -> tuple[RankSpans, ...] | None:
 
 
 def _read(file: Path) -> RankSpans:
-    with refused(f"{file} is damaged:", "Record the run again, or remove it."):
+    with refused(ArtifactError, f"{file} is damaged:", "Record the run again, or remove it."):
         data = parse_json(read_text(file, MOST_BYTES))
         if not isinstance(data, dict):
             raise Mismatch(f"is {shown(data)} and must be an object with spans")

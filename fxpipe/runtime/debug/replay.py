@@ -63,7 +63,7 @@ def read_recorded(directory: Path, op: str, rank: int | None) -> tuple[RecordedO
     with open_tensors(path) as file:
         text = (file.metadata() or {}).get(RECORDED, "")
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
-    with refused(f"{path} is damaged:", AGAIN):
+    with refused(ArtifactError, f"{path} is damaged:", AGAIN):
         return structure(parse_json(text), RecordedOp), tensors
 
 

@@ -31,7 +31,7 @@ def read_costs(path: Path, seconds: float = 0.0, inter_seconds: float | None = N
         edges.
     Raises ScheduleError, naming the file and the field, if the file holds no valid costs.
     """
-    with refused(f"{path} holds no valid costs:", "docs/simulate.md describes the fields.", ScheduleError):
+    with refused(ScheduleError, f"{path} holds no valid costs:", "docs/simulate.md describes the fields."):
         data = parse_json(read_text(path, MOST_BYTES))
         is_chain = isinstance(data, dict) and "edges" not in data
         costs = structure({**data, "edges": []} if is_chain else data, Costs)

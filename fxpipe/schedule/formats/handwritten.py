@@ -38,7 +38,7 @@ def read_schedule(path: Path | str) -> Schedule:
     Raises ScheduleError if the file cannot be read, or as :func:`parse_schedule` does.
     """
     path = Path(path)
-    with refused(f"schedule file {path}", "docs/simulate.md describes the two formats.", ScheduleError):
+    with refused(ScheduleError, f"schedule file {path}", "docs/simulate.md describes the two formats."):
         text = read_text(path, MOST_BYTES)
     try:
         return parse_schedule(text, path.stem)

@@ -110,7 +110,7 @@ def _files_of(path: Path) -> dict[str, Path]:
 
 
 def _indexed(path: Path) -> dict[str, Path]:
-    with refused(f"{path / INDEX}:", ""):
+    with refused(ArtifactError, f"{path / INDEX}:", ""):
         data = parse_json(read_text(path / INDEX, 256 * MEBIBYTE))
         names: dict[str, str] = structure(
             data.get("weight_map") if isinstance(data, dict) else None, dict[str, str], "weight_map"

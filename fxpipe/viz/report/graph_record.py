@@ -14,6 +14,7 @@ from typing import Annotated
 
 from torch import fx
 
+from fxpipe.errors import ArtifactError
 from fxpipe.ir.graph import Kind, Section, offload, reload
 from fxpipe.ir.liveness import Liveness, liveness
 from fxpipe.ir.ops import is_between_lanes, node_flops
@@ -236,7 +237,7 @@ def read_graph(directory: Path, stages: int) -> GraphRecord | None:
     path = directory / NAME
     if not path.exists():
         return None
-    with refused(f"{path} is damaged:", "Remove it, or save the pipeline again."):
+    with refused(ArtifactError, f"{path} is damaged:", "Remove it, or save the pipeline again."):
         record = structure(parse_json(read_text(path, MOST_BYTES)), GraphRecord)
         _check(record, stages)
     return record
