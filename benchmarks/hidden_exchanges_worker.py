@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from worker import Worker
 
 import fxpipe
-from fxpipe.compiler import choose
+from fxpipe.compiler.choice import choose
 from fxpipe.cost import analytic, nodes
 from fxpipe.cost.known_devices import CPU
 from fxpipe.runtime.ranks.lanes import DistributedLanes

@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from zoo import LIMIT, WIDTH, WORDS, Block, Case, Shape, TiedHead, built_and_compiled, eager, tokens, too_far
 
 import fxpipe
-from fxpipe.compiler.refine_cuts import LighterCuts
+from fxpipe.compiler.choice.refine_cuts import LighterCuts
 from fxpipe.errors import RunError
 from fxpipe.runtime.job.backend import is_gloo_alone
 from fxpipe.runtime.job.process import Process

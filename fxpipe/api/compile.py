@@ -21,11 +21,11 @@ from fxpipe.api.rank_tensors import held_of
 from fxpipe.api.tried_torch import warn_of_untried
 from fxpipe.compiler.assumed import with_assumed
 from fxpipe.compiler.check_options import check as check_options
+from fxpipe.compiler.choice.mesh import MeshChoice, checked, choose_mesh
+from fxpipe.compiler.choice.mesh_request import request_of, rows_of
 from fxpipe.compiler.compilation import Compilation
 from fxpipe.compiler.compile import Compiled, compile_model, last_lane_as_text
 from fxpipe.compiler.evaluation import compile_evaluation
-from fxpipe.compiler.mesh import MeshChoice, checked, choose_mesh
-from fxpipe.compiler.mesh_request import request_of, rows_of
 from fxpipe.compiler.options import Settings, settle
 from fxpipe.compiler.progress import Phases
 from fxpipe.cost.describe import described_everywhere

@@ -12,8 +12,8 @@ from torch import fx
 
 from fxpipe.capture.trace import Captured
 from fxpipe.compiler.buckets import with_buckets
+from fxpipe.compiler.choice.cut import Cut
 from fxpipe.compiler.compilation import Compilation
-from fxpipe.compiler.cut import Cut
 from fxpipe.compiler.tensor_ownership import (
     layouts_of,
     leaves_used,

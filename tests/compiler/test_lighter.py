@@ -2,7 +2,7 @@
 
 import pytest
 
-from fxpipe.compiler.refine_cuts import LighterCuts
+from fxpipe.compiler.choice.refine_cuts import LighterCuts
 from fxpipe.cost.cluster import Cluster
 from fxpipe.cost.known_devices import device_named
 from fxpipe.partition.chain import Chain, Crossing, CutChain

@@ -11,8 +11,8 @@ from torch import fx, nn
 import fxpipe
 from fxpipe import passes
 from fxpipe.capture.trace import capture
-from fxpipe.compiler import cut as run
 from fxpipe.compiler import passes as listed
+from fxpipe.compiler.choice import cut as run
 from fxpipe.compiler.passes import PASS_NAMES, PASSES, CutOptions, Pass, Passes, StepGraphs, run_passes
 from fxpipe.compiler.progress import Phases
 from fxpipe.cost.analytic import analytic_seconds, seconds_on, section_costs

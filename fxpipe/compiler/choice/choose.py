@@ -12,12 +12,12 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from fxpipe.compiler.candidates import Candidates
-from fxpipe.compiler.cut import Cut, Cuts, Stages
+from fxpipe.compiler.choice.candidates import Candidates
+from fxpipe.compiler.choice.cut import Cut, Cuts, Stages
+from fxpipe.compiler.choice.refine_cuts import LighterCuts
 from fxpipe.compiler.options import Settings
 from fxpipe.compiler.passes import CutOptions
 from fxpipe.compiler.progress import Phases
-from fxpipe.compiler.refine_cuts import LighterCuts
 from fxpipe.compiler.tensor_ownership import (
     activation_budget,
     copy_bytes,

@@ -10,8 +10,8 @@ from itertools import product
 import torch
 from torch import fx
 
-from fxpipe.compiler.candidates import Candidates, Head
-from fxpipe.compiler.cut import Cuts, Stages
+from fxpipe.compiler.choice.candidates import Candidates, Head
+from fxpipe.compiler.choice.cut import Cuts, Stages
 from fxpipe.compiler.options import Settings
 from fxpipe.compiler.passes import CutOptions, StepGraphs
 from fxpipe.compiler.progress import Phases
