@@ -28,8 +28,8 @@ from fxpipe.compiler.compile import Compiled, compile_model, last_lane_as_text
 from fxpipe.compiler.evaluation import compile_evaluation
 from fxpipe.compiler.options import Settings, settle
 from fxpipe.compiler.progress import Phases
-from fxpipe.cost.describe import described_everywhere
-from fxpipe.cost.device import Device
+from fxpipe.cost.devices.describe import described_everywhere
+from fxpipe.cost.devices.device import Device
 from fxpipe.errors import CaptureError, FxpipeError
 from fxpipe.plan.artifact import Artifact, Plan
 from fxpipe.plan.dtensors import mesh_of

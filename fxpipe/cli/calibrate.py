@@ -18,9 +18,9 @@ from fxpipe.cli.arguments import output, positive_int, whole_number
 from fxpipe.compiler.progress import Phases
 from fxpipe.cost.calibration.background_load import busy_threads
 from fxpipe.cost.calibration.calibrate import with_curves
-from fxpipe.cost.describe import described_here
-from fxpipe.cost.device import Device, Interconnect
-from fxpipe.cost.device_file import SUFFIX, write_device
+from fxpipe.cost.devices.describe import described_here
+from fxpipe.cost.devices.device import Device, Interconnect
+from fxpipe.cost.devices.device_file import SUFFIX, write_device
 from fxpipe.cost.kinds import COMPUTING, MOVING
 from fxpipe.cost.profile import measured_bandwidth
 from fxpipe.errors import OptionError

@@ -25,7 +25,7 @@ from fxpipe.compiler.compilation import Compilation
 from fxpipe.compiler.compile import CapturedStep
 from fxpipe.compiler.options import Options, Settings, settle
 from fxpipe.compiler.progress import Phases
-from fxpipe.cost.known_devices import device_named, device_names, is_cpu
+from fxpipe.cost.devices.known_devices import device_named, device_names, is_cpu
 from fxpipe.cost.samples import Packer, Way
 from fxpipe.cost.throughput import Throughput, throughputs
 from fxpipe.errors import OptionError, number_of

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fxpipe.cli.arguments import flag, memory, non_negative, positive, positive_int, share
-from fxpipe.cost.known_devices import device_named
+from fxpipe.cost.devices.known_devices import device_named
 from fxpipe.cost.plan_costs import costs_of
 from fxpipe.cost.profile import with_seconds
 from fxpipe.errors import FxpipeError, number_of

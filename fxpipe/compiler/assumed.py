@@ -19,8 +19,8 @@ from fxpipe.compiler.compile import Compiled, compile_model
 from fxpipe.compiler.options import Settings
 from fxpipe.compiler.progress import Phases
 from fxpipe.compiler.tensor_ownership import tensors_in_stages
-from fxpipe.cost.cluster import Cluster
-from fxpipe.cost.device import Device
+from fxpipe.cost.devices.cluster import Cluster
+from fxpipe.cost.devices.device import Device
 from fxpipe.errors import CaptureError, PartitionError, ScheduleError, VocabularyError
 from fxpipe.ir.ops import is_masked
 from fxpipe.ir.storage import call_nodes

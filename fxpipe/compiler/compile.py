@@ -38,8 +38,8 @@ from fxpipe.compiler.passes import StepGraphs
 from fxpipe.compiler.progress import Phases
 from fxpipe.compiler.tensor_ownership import check_names, check_state_of_replicas
 from fxpipe.cost.analytic import work_for_any_size
-from fxpipe.cost.cluster import Cluster
-from fxpipe.cost.device import Device
+from fxpipe.cost.devices.cluster import Cluster
+from fxpipe.cost.devices.device import Device
 from fxpipe.cost.profile import known_tensors
 from fxpipe.cost.rewrites import mask_rewrites, weight_rewrites
 from fxpipe.cost.throughput import step_flops

@@ -21,7 +21,7 @@ from torch.fx.passes.split_module import split_module
 
 from fxpipe.cost.calibration.background_load import busy_threads
 from fxpipe.cost.calibration.clock import Timed, medians_in_turns, seconds_until_done
-from fxpipe.cost.device import Device
+from fxpipe.cost.devices.device import Device
 from fxpipe.cost.kinds import kind_of
 from fxpipe.cost.nodes import node_cost
 from fxpipe.errors import ScheduleError

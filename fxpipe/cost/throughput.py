@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from fxpipe.cost.arithmetic import arithmetic_of
-from fxpipe.cost.known_devices import peak_rate
+from fxpipe.cost.devices.known_devices import peak_rate
 from fxpipe.cost.polynomials import Sizes
 from fxpipe.ir.ops import node_flops
 from fxpipe.ir.resized import ResizedTraces

@@ -30,7 +30,7 @@ from fxpipe.compiler.tensor_ownership import (
     with_replicas,
 )
 from fxpipe.cost.analytic import SecondsOfRanks, seconds_on, section_costs, work_for_any_size
-from fxpipe.cost.cluster import Cluster
+from fxpipe.cost.devices.cluster import Cluster
 from fxpipe.cost.exchange import StageTensors, exchanges
 from fxpipe.cost.profile import Known, measured_seconds
 from fxpipe.cost.update import Trained, update_costs

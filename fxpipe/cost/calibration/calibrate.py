@@ -16,9 +16,9 @@ import torch
 
 from fxpipe.cost.calibration.clock import median_seconds
 from fxpipe.cost.calibration.samples import Maker, samples
-from fxpipe.cost.device import Device
+from fxpipe.cost.devices.device import Device
+from fxpipe.cost.devices.known_devices import device_named, share_of_largest
 from fxpipe.cost.kinds import COMPUTING, MOVING
-from fxpipe.cost.known_devices import device_named, share_of_largest
 from fxpipe.errors import OptionError
 from fxpipe.plan.curve import Curve
 from fxpipe.runtime.program.accelerator import is_accelerator

@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from fxpipe.cost.device import Device
+from fxpipe.cost.devices.device import Device
 from fxpipe.errors import ScheduleError
 from fxpipe.plan.version import __version__
 from fxpipe.strict import MEBIBYTE, Mismatch, parse_json, read_text, refused, shown, structure, unstructure

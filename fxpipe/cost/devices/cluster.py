@@ -8,7 +8,7 @@ from functools import cached_property
 
 from torch import fx
 
-from fxpipe.cost.device import Device, Interconnect
+from fxpipe.cost.devices.device import Device, Interconnect
 from fxpipe.cost.nodes import NodeSeconds
 from fxpipe.ir.storage import call_nodes
 
