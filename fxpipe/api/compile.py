@@ -36,11 +36,11 @@ from fxpipe.plan.dtensors import mesh_of
 from fxpipe.plan.meshes import Mesh, TriedMesh
 from fxpipe.plan.saved import files
 from fxpipe.python_state.walk import PythonState
+from fxpipe.runtime.batch.microbatches import as_dicts
 from fxpipe.runtime.job.mesh import ranks_and_replicas
 from fxpipe.runtime.job.process import Process, agreed, as_timeout, under_torchrun
 from fxpipe.runtime.job.tracebacks import brief
 from fxpipe.runtime.program.accelerator import check_supported, default_device
-from fxpipe.runtime.program.batch import as_dicts
 from fxpipe.runtime.program.offload import check_tier
 from fxpipe.training.guards.guards import Traced
 from fxpipe.training.guards.python_guards import PythonGuards

@@ -22,12 +22,12 @@ from fxpipe.ir.graph import Section
 from fxpipe.plan.artifact import Artifact, Validation
 from fxpipe.plan.libraries import not_imported
 from fxpipe.plan.saved import files
+from fxpipe.runtime.batch.outputs import On, StepResult
 from fxpipe.runtime.debug.finite import Check, checked
 from fxpipe.runtime.debug.recording import checked_record
 from fxpipe.runtime.job.process import Process, agreed
 from fxpipe.runtime.job.tracebacks import brief_methods
 from fxpipe.runtime.job.user_line import called_function
-from fxpipe.runtime.program.outputs import On, StepResult
 from fxpipe.runtime.program.rank import Runtime
 from fxpipe.training.guards.guards import Traced
 from fxpipe.training.model.initialize import initialize_model

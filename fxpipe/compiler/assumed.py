@@ -27,7 +27,7 @@ from fxpipe.ir.storage import call_nodes
 from fxpipe.passes.level.recompute import Level
 from fxpipe.plan.artifact import Artifact, Plan
 from fxpipe.plan.rewrites import Rewrite
-from fxpipe.runtime.program.batch import batch_leaves
+from fxpipe.runtime.batch.microbatches import batch_leaves
 
 #: The share of a microbatch's work that these programs must save: to compile them takes as long once more.
 LEAST = 0.02

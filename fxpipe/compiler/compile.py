@@ -51,7 +51,7 @@ from fxpipe.plan.artifact import Artifact, Plan
 from fxpipe.plan.dtensors import mesh_of
 from fxpipe.plan.meshes import TriedMesh
 from fxpipe.plan.rewrites import Mask
-from fxpipe.runtime.program.batch import batch_leaves, check_unshared
+from fxpipe.runtime.batch.microbatches import batch_leaves, check_unshared
 from fxpipe.schedule.parts import Parts
 
 

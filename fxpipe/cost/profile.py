@@ -36,8 +36,8 @@ from fxpipe.plan.dtensors import local
 from fxpipe.plan.step import Tier
 from fxpipe.plan.tensors import in_strides, storage_bytes
 from fxpipe.plan.work import BETWEEN_LANES
+from fxpipe.runtime.batch.microbatches import batch_leaves
 from fxpipe.runtime.program.accelerator import is_accelerator
-from fxpipe.runtime.program.batch import batch_leaves
 from fxpipe.runtime.program.checks import expect
 from fxpipe.runtime.program.inductor import inductor
 from fxpipe.runtime.program.lanes import AloneLane, running

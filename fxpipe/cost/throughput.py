@@ -21,7 +21,7 @@ from fxpipe.ir.storage import call_nodes
 from fxpipe.plan.meshes import TriedMesh
 from fxpipe.plan.step import counted
 from fxpipe.plan.work import lengths_at, value_at
-from fxpipe.runtime.program.batch import batch_leaves
+from fxpipe.runtime.batch.microbatches import batch_leaves
 
 
 @dataclass(frozen=True)

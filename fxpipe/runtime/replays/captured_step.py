@@ -16,12 +16,12 @@ from functools import partial
 import torch
 
 from fxpipe.plan.step import BatchSpec
+from fxpipe.runtime.batch.microbatches import as_dicts, batch_leaves
+from fxpipe.runtime.batch.outputs import Collected
 from fxpipe.runtime.program.accelerator import on_host
-from fxpipe.runtime.program.batch import as_dicts, batch_leaves
 from fxpipe.runtime.program.captured import capturing
 from fxpipe.runtime.program.checks import check_values
 from fxpipe.runtime.program.losses import Losses
-from fxpipe.runtime.program.outputs import Collected
 from fxpipe.runtime.program.random import seed_of, seeded
 from fxpipe.runtime.program.rank import Runtime
 from fxpipe.runtime.program.record import Record

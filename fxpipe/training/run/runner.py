@@ -14,9 +14,7 @@ import torch
 
 from fxpipe.errors import BatchError, FxpipeError, RunError, number_of
 from fxpipe.plan.artifact import Artifact
-from fxpipe.runtime.debug.finite import Check, place_of_failure
-from fxpipe.runtime.program.comm import NoAnswer
-from fxpipe.runtime.program.lengths import (
+from fxpipe.runtime.batch.lengths import (
     Lengths,
     agreed_lengths,
     all_leaves,
@@ -26,8 +24,10 @@ from fxpipe.runtime.program.lengths import (
     lengths_of,
     or_example,
 )
+from fxpipe.runtime.batch.outputs import Collected, On, StepResult, requested
+from fxpipe.runtime.debug.finite import Check, place_of_failure
+from fxpipe.runtime.program.comm import NoAnswer
 from fxpipe.runtime.program.load_program import Program
-from fxpipe.runtime.program.outputs import Collected, On, StepResult, requested
 from fxpipe.runtime.program.rank import Runtime
 from fxpipe.runtime.ranks.agreement import check_agreement, check_programs
 from fxpipe.runtime.ranks.connect import connect
