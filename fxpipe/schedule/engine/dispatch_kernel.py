@@ -159,7 +159,7 @@ def list_ops(t, op_of, most, due, limits, lookahead, order):
                     coming[later], comes[later] = op, now + t.lead[t.section[op]]
                     later += 1
                 elif kind == 0 and not _has_memory(
-                    t, rank, at, t.hold[t.section[op] // 3], most[:, place], live[rank], used, limits[rank]
+                    t, rank, at, place, t.hold[t.section[op] // 3], most, live[rank], used, limits[rank]
                 ):
                     continue
                 elif arrival[op] > now + epsilon:
@@ -224,7 +224,7 @@ def list_ops(t, op_of, most, due, limits, lookahead, order):
 
 
 @compiled
-def _has_memory(t, rank, at, hold, most, live, used, limit):
+def _has_memory(t, rank, at, place, hold, most, live, used, limit):
     """Whether an F of the stage ``placed[at]`` may start: see :mod:`fxpipe.schedule.engine.dispatch`."""
     limit = limit * (1 + 1e-9)
     # What is live includes what waits for W alone, which ``used`` does not.
@@ -234,7 +234,7 @@ def _has_memory(t, rank, at, hold, most, live, used, limit):
     for k in range(t.placed_at[rank], at + 1):
         reserved += used[t.placed[k]]
     for k in range(at + 1, t.placed_at[rank + 1]):
-        high = most[t.placed[k]]
+        high = most[t.placed[k], place]
         if reserved + high > limit:
             return False
         # Later stages must be able to finish a microbatch, else their B, which this F's B waits for, may
