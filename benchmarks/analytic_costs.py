@@ -93,7 +93,7 @@ def measured(path: Path) -> None:
 
 def device_of(card: str) -> str:
     """The name of the known device that reports itself so."""
-    from fxpipe.cost.known_devices import data_sheets
+    from fxpipe.cost.devices.known_devices import data_sheets
 
     return next(s.name for s in data_sheets() if s.is_reported_as(card, s.memory_size))
 

@@ -1,7 +1,7 @@
 """What moving cuts to where fewer values cross does to drawn settings: the simulated step, and what is sent.
 
 Models of four kinds, ranks, schedules and devices are drawn.  Each setting is compiled with and without
-``fxpipe/compiler/refine_cuts.py``; no model runs, all are on the meta device.
+``fxpipe/compiler/choice/refine_cuts.py``; no model runs, all are on the meta device.
 
     python benchmarks/cuts.py --models 28 --seed 0 --output benchmarks/results/cuts.txt
 """
@@ -26,7 +26,7 @@ from report import ROOT, Report
 from torch import nn
 
 import fxpipe
-from fxpipe.compiler.choose import Costing
+from fxpipe.compiler.choice.choose import Costing
 from fxpipe.ir.graph import Kind, Phase
 
 sys.path.insert(0, str(ROOT / "tests"))

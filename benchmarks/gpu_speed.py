@@ -290,7 +290,7 @@ def main() -> None:
         return
     report, peak_rate = Report("Training steps on one GPU"), None
     if not options.cpu:
-        from fxpipe.cost.known_devices import data_sheets
+        from fxpipe.cost.devices.known_devices import data_sheets
 
         properties = torch.cuda.get_device_properties(0)
         sheets = [s for s in data_sheets() if s.is_reported_as(properties.name, properties.total_memory)]

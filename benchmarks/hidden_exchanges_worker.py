@@ -22,9 +22,9 @@ from torch.distributed.tensor.parallel import parallelize_module
 from worker import Worker
 
 import fxpipe
-from fxpipe.compiler import choose
+from fxpipe.compiler.choice import choose
 from fxpipe.cost import analytic, nodes
-from fxpipe.cost.known_devices import CPU
+from fxpipe.cost.devices.known_devices import CPU
 from fxpipe.runtime.ranks.lanes import DistributedLanes
 from fxpipe.schedule.bound import lower_bound
 from fxpipe.schedule.costs import StageCost

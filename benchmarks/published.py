@@ -36,7 +36,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn import functional as F
 
 import fxpipe
-from fxpipe.cost.known_devices import peak_rate
+from fxpipe.cost.devices.known_devices import peak_rate
 from fxpipe.plan.memory import rank_memory
 
 RUNS = ROOT / "benchmarks" / "published.toml"

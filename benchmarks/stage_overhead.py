@@ -2,7 +2,8 @@
 
 The same chain of small layers is cut into one, two, four and eight stages a rank. The ops stay, so that the
 slope of a step's processor time over the number of sections is the overhead of one, ``Device.stage_overhead``
-(``fxpipe/cost/device.py``). On one rank there are no messages; on two, every stage sends to the other rank.
+(``fxpipe/cost/devices/device.py``). On one rank there are no messages; on two, every stage sends to the other
+rank.
 
     python benchmarks/stage_overhead.py
 """

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from fxpipe.integrations.experts import ExpertParallel
     from fxpipe.integrations.pack import PackedSteps, pack
     from fxpipe.integrations.summed_gradients import SummedGradients
-    from fxpipe.runtime.program.outputs import StepResult
+    from fxpipe.runtime.batch.outputs import StepResult
     from fxpipe.runtime.ranks.local_mesh import local_lanes
     from fxpipe.schedule.ops import Schedule
 
@@ -98,7 +98,7 @@ _LAZY = {
     "PackedSteps": "fxpipe.integrations.pack",
     "Pipeline": "fxpipe.api.pipeline",
     "Schedule": "fxpipe.schedule.ops",
-    "StepResult": "fxpipe.runtime.program.outputs",
+    "StepResult": "fxpipe.runtime.batch.outputs",
     "SummedGradients": "fxpipe.integrations.summed_gradients",
     "compile": "fxpipe.api.compile",
     "flash_attn_varlen_func": "fxpipe.api.varlen",

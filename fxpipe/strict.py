@@ -1,14 +1,16 @@
 """Reads untrusted files as plain data: regular files of bounded size, strict JSON, fields of the right types.
 
-Every function raises ``Mismatch``.  Its callers turn that into the error of their file, and say what to do.
+Every function raises ``Mismatch``.  Its callers turn that into the error of their file, and say what to do:
+``refused``.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from enum import Enum
 from functools import cache
@@ -39,6 +41,15 @@ class Mismatch(ValueError):
         return Mismatch(self.wrong, f"{path}{joint}{self.path}")
 
 
+@contextlib.contextmanager
+def refused(kind: type[Exception], file: object, remedy: str) -> Iterator[None]:
+    """Turn a Mismatch in the block into an error of the file, which it begins with, and of what to do."""
+    try:
+        yield
+    except Mismatch as error:
+        raise kind(f"{file} {error}. {remedy}".rstrip()) from error
+
+
 @dataclass(frozen=True)
 class Fits:
     """A condition at the type of a field, such as ``Annotated[int, between(1, 9)]``: ``structure`` refuses
@@ -62,7 +73,7 @@ def at_least(least: float) -> Fits:
 
 
 def entries(least: int, most: int) -> Fits:
-    """For tuples and dicts."""
+    """Bound the number of entries of tuples and dicts."""
     return Fits(lambda collection: least <= len(collection) <= most, f"of {least} to {most} entries")
 
 

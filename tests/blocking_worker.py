@@ -31,12 +31,12 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from zoo import LIMIT, WIDTH, WORDS, Block, Case, Shape, TiedHead, built_and_compiled, eager, tokens, too_far
 
 import fxpipe
-from fxpipe.compiler.refine_cuts import LighterCuts
+from fxpipe.compiler.choice.refine_cuts import LighterCuts
 from fxpipe.errors import RunError
 from fxpipe.runtime.job.backend import is_gloo_alone
 from fxpipe.runtime.job.process import Process
 from fxpipe.runtime.ranks import connect, distributed, send_buffers, step_memory
-from fxpipe.training.run import runner, warm_up
+from fxpipe.training.run import rank_runner, warm_up
 
 #: Every family, by name with stages per rank and placement.
 FAMILIES = {
@@ -246,7 +246,7 @@ def _undo(fault: str) -> None:
             order = channels[::-1] if process.rank % 2 else channels
             return begun(process, device, order, *others)
 
-        runner.connect = reversed_on_odd_ranks
+        rank_runner.connect = reversed_on_odd_ranks
     elif fault == "kinds":
         connect._run_once = lambda *_: None
     elif fault == "kept":

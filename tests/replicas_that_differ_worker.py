@@ -20,8 +20,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fxpipe
-from fxpipe.cost import describe
-from fxpipe.cost.known_devices import device_named
+from fxpipe.cost.devices import describe
+from fxpipe.cost.devices.known_devices import device_named
 from fxpipe.plan.artifact import Plan
 from fxpipe.runtime.job.mesh import ranks_and_replicas
 from fxpipe.runtime.job.process import Process

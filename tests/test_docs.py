@@ -16,8 +16,8 @@ from small_samples import SMALL
 import fxpipe
 from fxpipe.cli import main
 from fxpipe.cost.calibration import samples
-from fxpipe.cost.device_file import read_device
-from fxpipe.cost.known_devices import CPU
+from fxpipe.cost.devices.device_file import read_device
+from fxpipe.cost.devices.known_devices import CPU
 
 pytestmark = [pytest.mark.slow, pytest.mark.waits]
 

@@ -73,7 +73,7 @@ RUN = """
 import sys
 from pathlib import Path
 import torch
-from fxpipe.runtime.program.batch import batch_spec
+from fxpipe.runtime.batch.microbatches import batch_spec
 from fxpipe.runtime.ranks.local import LocalComm, LocalWorld
 from fxpipe.runtime.program.load_program import load_program
 from fxpipe.runtime.program.rank import Runtime

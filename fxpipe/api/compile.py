@@ -21,26 +21,26 @@ from fxpipe.api.rank_tensors import held_of
 from fxpipe.api.tried_torch import warn_of_untried
 from fxpipe.compiler.assumed import with_assumed
 from fxpipe.compiler.check_options import check as check_options
+from fxpipe.compiler.choice.mesh import MeshChoice, checked, choose_mesh
+from fxpipe.compiler.choice.mesh_request import request_of, rows_of
 from fxpipe.compiler.compilation import Compilation
 from fxpipe.compiler.compile import Compiled, compile_model, last_lane_as_text
 from fxpipe.compiler.evaluation import compile_evaluation
-from fxpipe.compiler.mesh import MeshChoice, checked, choose_mesh
-from fxpipe.compiler.mesh_request import request_of, rows_of
 from fxpipe.compiler.options import Settings, settle
 from fxpipe.compiler.progress import Phases
-from fxpipe.cost.describe import described_everywhere
-from fxpipe.cost.device import Device
+from fxpipe.cost.devices.describe import described_everywhere
+from fxpipe.cost.devices.device import Device
 from fxpipe.errors import CaptureError, FxpipeError
 from fxpipe.plan.artifact import Artifact, Plan
 from fxpipe.plan.dtensors import mesh_of
 from fxpipe.plan.meshes import Mesh, TriedMesh
 from fxpipe.plan.saved import files
 from fxpipe.python_state.walk import PythonState
+from fxpipe.runtime.batch.microbatches import as_dicts
 from fxpipe.runtime.job.mesh import ranks_and_replicas
 from fxpipe.runtime.job.process import Process, agreed, as_timeout, under_torchrun
 from fxpipe.runtime.job.tracebacks import brief
 from fxpipe.runtime.program.accelerator import check_supported, default_device
-from fxpipe.runtime.program.batch import as_dicts
 from fxpipe.runtime.program.offload import check_tier
 from fxpipe.training.guards.guards import Traced
 from fxpipe.training.guards.python_guards import PythonGuards

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import torch
 
-from fxpipe.cost.known_devices import reported_device
+from fxpipe.cost.devices.known_devices import reported_device
 from fxpipe.cost.throughput import peak_seconds
 from fxpipe.plan.artifact import Plan
 from fxpipe.runtime.program.accelerator import identity, is_accelerator, memory_size

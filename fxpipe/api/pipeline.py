@@ -17,39 +17,27 @@ from torch import fx
 from fxpipe.api.figures import StepClock, figures_of
 from fxpipe.api.hints import Named
 from fxpipe.api.views import Views
+from fxpipe.api.weights import Weights
 from fxpipe.errors import OptionError, RunError
 from fxpipe.ir.graph import Section
 from fxpipe.plan.artifact import Artifact, Validation
 from fxpipe.plan.libraries import not_imported
 from fxpipe.plan.saved import files
+from fxpipe.runtime.batch.outputs import On, StepResult
 from fxpipe.runtime.debug.finite import Check, checked
 from fxpipe.runtime.debug.recording import checked_record
-from fxpipe.runtime.job.process import Process, agreed
+from fxpipe.runtime.job.process import Process
 from fxpipe.runtime.job.tracebacks import brief_methods
-from fxpipe.runtime.job.user_line import called_function
-from fxpipe.runtime.program.outputs import On, StepResult
 from fxpipe.runtime.program.rank import Runtime
 from fxpipe.training.guards.guards import Traced
-from fxpipe.training.model.initialize import initialize_model
-from fxpipe.training.model.model_state import ModelState
 from fxpipe.training.model.partial_model import register, share_model
 from fxpipe.training.model.pending_update import PendingUpdate
-from fxpipe.training.model.save import new_directory, save
-from fxpipe.training.model.state_dict import (
-    copy_to_model,
-    full_state_dict,
-    load_state_dict,
-    share_values,
-    state_dict,
-)
-from fxpipe.training.optimizer.average import Average, Decay
+from fxpipe.training.model.save import save
 from fxpipe.training.optimizer.make_optimizer import make_optimizer
 from fxpipe.training.optimizer.optimizer import PipelineOptimizer
 from fxpipe.training.optimizer.step_loss import StepLoss
 from fxpipe.training.run.local_runner import LocalResult
 from fxpipe.training.run.runner import Runner
-from fxpipe.training.weights.pretrained import export, values_at
-from fxpipe.training.weights.tensor_values import InMemory
 from fxpipe.viz.notebook import ShownResult, shown_as
 
 T = TypeVar("T")
@@ -57,7 +45,7 @@ T = TypeVar("T")
 
 @brief_methods
 @dataclass(eq=False, repr=False)
-class Pipeline(Views):
+class Pipeline(Weights, Views):
     """The result of ``fxpipe.compile`` and ``fxpipe.load``.
 
     ``parameters`` and ``buffers`` are the model's own tensors: training the pipeline trains the model (under
@@ -140,11 +128,6 @@ class Pipeline(Views):
     def let_model_go(self) -> None:
         """Keep the rows that this process holds, and not the tables: there is no model any more."""
         self.model_state.let_go()
-
-    @cached_property
-    def model_state(self) -> ModelState:
-        parts = self.artifact.plan, self.parameters, self.buffers, self.device, self.process, self.of
-        return ModelState(*parts, self.then, rows=self.rows, updates=self.updates)
 
     @cached_property
     def _runner(self) -> Runner:
@@ -322,10 +305,6 @@ class Pipeline(Views):
         """Whether a rank was asked to stop before its last step began; the same on all ranks."""
         return self._runner.stops or (self.process is None and self._runner.stop_asked)
 
-    def parameter(self, name: str) -> torch.nn.Parameter:
-        """A parameter by name, or the rows of one that a rank holds (``"lm_head.weight[0:128]"``)."""
-        return self.model_state.parameter(name)
-
     @property
     def runtime(self) -> Runtime:
         """The runtime of this process's rank."""
@@ -387,33 +366,6 @@ class Pipeline(Views):
         self._optimizer = weakref.ref(optimizer)
         return optimizer
 
-    def average(self, decay: Decay, *, into: Mapping[str, str] | None = None) -> Average:
-        """An average of the weights over steps, made where they are; all ranks must make the same.
-
-        decay: ``average = decay * average + (1 - decay) * weight`` at each call of its ``step()``, behind the
-            optimizer's; or a function of the number of calls so far.  It begins with the weights of now.
-        into: frozen parameters of the model that are the average of others, as a teacher's of a student's:
-            ``{"teacher.*": "student.*"}``, patterns whose ``*`` stand for the same text.  Ranks that have
-            the one get the other's values from those that have it.
-
-        Without ``into`` each rank keeps the averages of what it trains, in float32 or wider, and the
-        pipeline has them inside of ``with average.applied():``, for ``evaluate``, ``full_state_dict``,
-        ``export``, ``save`` and ``synchronize``.  ``Checkpointer(…, state={"average": average})`` keeps it.
-        Raises OptionError for names that do not fit, and another decay than from 0 to 1.
-        """
-        return Average(self.model_state, decay, into)
-
-    def synchronize(self, model: torch.nn.Module | None = None) -> None:
-        """Copy each parameter and buffer from the rank that holds it to the model, on every rank.
-
-        Under torchrun a rank has only the tensors that it holds, and the use of others is an error.  All
-        ranks call this before the model is used or saved, or before a pipeline that evaluates it on other
-        ranks runs.  The next step or update frees the copies.  model: another one with the same names, for
-        a pipeline that was loaded.  Raises RunError where the model has no memory of its own to copy to.
-        """
-        self.check_alike()
-        copy_to_model(self.model_state, model)
-
     @property
     def step_number(self) -> int:
         """The number of the next step: of those that were run before, also by the run that was saved or
@@ -423,124 +375,6 @@ class Pipeline(Views):
     @step_number.setter
     def step_number(self, number: int) -> None:
         self._runner.step_number = number
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """Parameters and buffers under the names of the model's own state dict, which
-        ``model.load_state_dict`` takes; they share the pipeline's memory.
-
-        Raises RunError under torchrun, where a rank holds a part of them: see ``full_state_dict``.
-        """
-        self.updates.settle()
-        return state_dict(self.model_state)
-
-    def full_state_dict(self, rank: int | None = 0) -> dict[str, torch.Tensor]:
-        """A copy of ``state_dict`` of the whole model in the memory of the CPU, on one rank (None: on each);
-        the others get an empty dict.  All ranks must call it."""
-        self.check_alike()
-        return full_state_dict(self.model_state, rank)
-
-    def load_state_dict(self, state: Mapping[str, torch.Tensor] | str | Path, strict: bool = True) -> None:
-        """Load values of parameters and buffers; this also gives tensors to a model on the meta device.
-
-        state: of the whole model, or the path of a safetensors file, of a directory of Hugging Face with
-            one or several of them, or of a checkpoint that ``torch.distributed.checkpoint`` wrote, of which
-            each rank reads its part.  A tensor with two names may have one of them, and buffers that are not
-            persistent may be missing.
-
-        Call it on all ranks, before ``optimizer`` and the first ``step``.
-        strict: raise ArtifactError for names that are missing or that the model does not have.
-        Raises ArtifactError for another shape, and for two values of one tensor.
-        """
-        self.updates.settle()
-        with agreed(self.process, "load the state dict"):
-            if not isinstance(state, Mapping | str | Path):
-                raise OptionError(f"state is {state!r:.60} and must be a mapping of tensors or a path.")
-            nested = (
-                [key for key, value in state.items() if isinstance(value, Mapping)]
-                if isinstance(state, Mapping)
-                else []
-            )
-            if nested:
-                raise OptionError(
-                    f"state[{nested[0]!r}] is a mapping, not a tensor: give the state dict in it, "
-                    f"state[{nested[0]!r}]."
-                )
-            values = values_at(Path(state)) if isinstance(state, str | Path) else InMemory(state)
-            load_state_dict(self.model_state, values, strict)
-        self.share_values()
-
-    def initialize(self, fn: Callable[[torch.nn.Module], object] | None = None, *, seed: int = 0) -> None:
-        """Give a model on the meta device its initial values, each on the ranks that hold it.
-
-        As where a model is made on a device: all modules reset themselves (``reset_parameters``), then those
-        of Hugging Face run ``_init_weights``, then ``fn(module)`` is called for each module, as by
-        ``model.apply(fn)``.  Tensors that have values keep them.
-
-        seed: with it, the name of a module decides the numbers that its functions draw, on devices of one
-            model: the values are the same for any number of ranks, lanes, stages and split tables.
-
-        Call it on all ranks, as long as the model lives, before ``optimizer`` and the first ``step``.  A rank
-        makes the tensors that it holds in their places; of a split table, or a lane's share of a tensor, it
-        makes the whole for a moment, before all others, and keeps its part.
-        Raises RunError, naming it, for a parameter or buffer that none of these functions writes.
-        """
-        if self.process is not None:
-            arguments = {"seed": repr(seed), "fn": getattr(fn, "__qualname__", type(fn).__name__)}
-            self.process.check_alike(arguments, "pipe.initialize", "Call it with the same on all ranks.")
-        with agreed(self.process, "initialize the model"):
-            initialize_model(self.model_state, fn, seed)
-        if self.process is not None and self.process.has_different_devices(self.device):
-            self.share_values()  # their generators may differ
-
-    def export(
-        self, directory: str | Path, like: str | Path | None = None, *, largest_file: str = "5GB"
-    ) -> None:
-        """Write the whole model's weights to a new directory as Hugging Face does; all ranks must call it.
-
-        like: a directory whose other files (config.json, the tokenizer's) are copied, so that
-            ``from_pretrained`` opens the new one.  largest_file: weights beyond it are split over several.
-        Raises ArtifactError, on all ranks, where the directory is not empty or cannot be written.
-        """
-        source = None if like is None else Path(like)
-        target = files.as_path(directory, "pipe.export")
-        with new_directory(target, self.process) as draft:
-            state = self.full_state_dict()
-            with agreed(self.process, "export"), files.writing(target):
-                if state:  # on rank 0
-                    export(state, draft, source, largest_file)
-
-    def check_alike(self) -> None:
-        """Raise RunError, on all ranks, unless they have made the same updates, and each tensor that several
-        hold has the same values on them.
-
-        Each step compares this as well, of the step before; ``save`` and the like call it first.
-        """
-        self.updates.settle()
-        if self.process is None:
-            return
-        with self.process.agreed("use its model"):
-            self.model_state.follow_model()
-        self._runner.rank_digests.check(self.process, called_function())
-
-    def share_values(self) -> None:
-        """Give each tensor that several ranks hold the values of the first of them.
-
-        ``compile``, ``load`` and ``load_state_dict`` do it; call it, on all ranks, after other changes of
-        values.
-        """
-        self.updates.settle()
-        if self.process is None:
-            return
-        with self.process.agreed("use its model"):
-            self.model_state.follow_model()
-        state, plan = self.model_state, self.artifact.plan
-        if not state.divides_parameters:
-            self._runner.gather_parameters()
-        stored = state.stored_by(self.process.rank).state
-        tensors_here = self.artifact.constants | {name: state.value(name) for name in stored}
-        tensors = state.owned if state.divides_parameters else self.process.of_each(plan.tensors)
-        share_values(self.process, tensors, tensors_here, plan.lanes)
-        state.whole = None  # some ranks have got values, which no script has changed
 
     def save(self, path: str | Path, *, overwrite: bool = False) -> None:
         """Write programs, plan, weights with their checksums, and pictures to a new directory.

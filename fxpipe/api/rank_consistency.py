@@ -13,8 +13,8 @@ from torch.nn.parameter import is_lazy
 from fxpipe.compiler.options import Settings
 from fxpipe.errors import CaptureError
 from fxpipe.plan.dtensors import is_dtensor
+from fxpipe.runtime.batch.microbatches import batch_leaves
 from fxpipe.runtime.job.process import Process
-from fxpipe.runtime.program.batch import batch_leaves
 from fxpipe.runtime.ranks.agreement import first_difference
 
 

@@ -69,7 +69,7 @@ class Stage:
         return f"Stage({self.index}, rank {self.rank}: {parameters}; {costs_text(self.costs)})"
 
     def _repr_html_(self) -> str:
-        """Its costs for one microbatch and its parameters, for notebooks."""
+        """Show its costs for one microbatch and its parameters in a notebook."""
         return stage_html(f"stage {self.index} on rank {self.rank}", self.costs, self.shapes)
 
 

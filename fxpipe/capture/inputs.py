@@ -18,7 +18,7 @@ from fxpipe.ir import compat
 from fxpipe.ir.graph import Input, Kind
 from fxpipe.plan.dtensors import local
 from fxpipe.plan.tensors import is_dense
-from fxpipe.runtime.program.batch import batch_leaves
+from fxpipe.runtime.batch.microbatches import batch_leaves
 from fxpipe.runtime.torch_private import storage_number
 
 #: Maximum number of elements of an input whose values are part of the program.

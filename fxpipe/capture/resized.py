@@ -21,7 +21,7 @@ from fxpipe.ir.compat import pytree
 from fxpipe.ir.fake_op_cache import give_own_values
 from fxpipe.ir.resized import ResizedTraces
 from fxpipe.ir.size import monomials
-from fxpipe.runtime.program.batch import batch_leaves
+from fxpipe.runtime.batch.microbatches import batch_leaves
 
 MICROBATCH = "microbatch"
 #: Minimum determinant of three terms at the points, each relative to its value in the example.

@@ -46,7 +46,7 @@ from fxpipe.plan.dtensors import mesh_of
 from fxpipe.plan.lanes import NO_LANES, LanePlan
 from fxpipe.plan.step import ASKED_NOTHING, Asked
 from fxpipe.python_state.walk import PythonState
-from fxpipe.runtime.program.batch import batch_leaves
+from fxpipe.runtime.batch.microbatches import batch_leaves
 from fxpipe.runtime.program.checks import is_assert
 
 

@@ -27,7 +27,7 @@ def causes(
 
 
 def _folded(problems: Iterator[Problem]) -> list[Problem]:
-    """Of the problems of a cause the first, with the number of the others."""
+    """Give of the problems of a cause the first, with the number of the others."""
     by_cause: dict[object, list[Problem]] = {}
     for problem in dict.fromkeys(problems):
         by_cause.setdefault(problem.cause or problem, []).append(problem)

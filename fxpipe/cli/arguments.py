@@ -20,7 +20,7 @@ _N = TypeVar("_N", int, float)
 
 class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """Without the usage."""
+        """End with the message, without the usage."""
         raise FxpipeError(f"{message}. See {self.prog} --help")
 
 

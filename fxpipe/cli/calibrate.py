@@ -18,9 +18,9 @@ from fxpipe.cli.arguments import output, positive_int, whole_number
 from fxpipe.compiler.progress import Phases
 from fxpipe.cost.calibration.background_load import busy_threads
 from fxpipe.cost.calibration.calibrate import with_curves
-from fxpipe.cost.describe import described_here
-from fxpipe.cost.device import Device, Interconnect
-from fxpipe.cost.device_file import SUFFIX, write_device
+from fxpipe.cost.devices.describe import described_here
+from fxpipe.cost.devices.device import Device, Interconnect
+from fxpipe.cost.devices.device_file import SUFFIX, write_device
 from fxpipe.cost.kinds import COMPUTING, MOVING
 from fxpipe.cost.profile import measured_bandwidth
 from fxpipe.errors import OptionError
@@ -147,7 +147,7 @@ def mean_of(devices: Sequence[Device]) -> Device:
 
 
 def device_table(device: Device) -> Table:
-    """Of each kind of op the seconds of the smallest, and the rate of the largest."""
+    """List of each kind of op the seconds of the smallest, and the rate of the largest."""
     table = Table("op", "smallest", "largest", title=device.name)
     for kind, curve in device.curves.items():
         size, seconds = curve.points[-1]

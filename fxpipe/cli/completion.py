@@ -62,5 +62,5 @@ def _options(made: argparse.ArgumentParser, condition: str) -> Iterator[str]:
 
 
 def _quoted(text: str) -> str:
-    """As a word of fish, where a backslash and a quote are all that is special between single quotes."""
+    """Quote a word for fish: between single quotes a backslash and a quote are all that is special."""
     return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"

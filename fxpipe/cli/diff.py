@@ -109,7 +109,7 @@ def _tensors(plan: Plan) -> list[str]:
 
 
 def _orders(first: Plan, second: Plan) -> tuple[list[str], list[str]]:
-    """Of each rank the ops from the first that differs on."""
+    """Show of each rank the ops from the first that differs on."""
     if len(first.order) != len(second.order):
         return [], []
     pairs = [_from_first_difference(*both) for both in zip(first.order, second.order, strict=True)]

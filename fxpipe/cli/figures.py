@@ -109,7 +109,7 @@ def print_timeline(
     if moved is not None:
         lines.append(_moved(*moved, units))
     if best is not None:
-        lines.append(_compared(timeline, best, units))
+        lines.append(_compared(best, units))
     console.print("\n".join(lines), highlight=False, soft_wrap=True)
 
 
@@ -145,7 +145,7 @@ def _ranks(timeline: Timeline, units: Units) -> Table:
     return table
 
 
-def _compared(timeline: Timeline, best: Exact, units: Units) -> str:
+def _compared(best: Exact, units: Units) -> str:
     peak = units.memory(max(best.timeline.peak_memory))
     what = "proven optimal" if best.proven else f"lower bound {units.time(best.bound)}"
     return (

@@ -19,13 +19,13 @@ from fxpipe.cli.option_of_compile import add_option
 from fxpipe.cli.run.functions import called
 from fxpipe.cli.run.model_function import model_from
 from fxpipe.cli.ways import large, print_ways, ways_as_json
+from fxpipe.compiler.choice.mesh import checked, compare_meshes, fastest_mesh, planned_step, planner_of
+from fxpipe.compiler.choice.mesh_request import MeshRequest, request_of, rows_of
 from fxpipe.compiler.compilation import Compilation
 from fxpipe.compiler.compile import CapturedStep
-from fxpipe.compiler.mesh import checked, compare_meshes, fastest_mesh, planned_step, planner_of
-from fxpipe.compiler.mesh_request import MeshRequest, request_of, rows_of
 from fxpipe.compiler.options import Options, Settings, settle
 from fxpipe.compiler.progress import Phases
-from fxpipe.cost.known_devices import device_named, device_names, is_cpu
+from fxpipe.cost.devices.known_devices import device_named, device_names, is_cpu
 from fxpipe.cost.samples import Packer, Way
 from fxpipe.cost.throughput import Throughput, throughputs
 from fxpipe.errors import OptionError, number_of

@@ -1,4 +1,4 @@
-"""From a request to simulated schedules."""
+"""Simulates the schedules that a command asks for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the costs of ``simulate`` and ``compare`` come from: times, a file, or a saved pipeline."""
+"""Finds the costs of ``simulate`` and ``compare``: times, a file, or a saved pipeline."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fxpipe.cli.arguments import flag, memory, non_negative, positive, positive_int, share
-from fxpipe.cost.known_devices import device_named
+from fxpipe.cost.devices.known_devices import device_named
 from fxpipe.cost.plan_costs import costs_of
 from fxpipe.cost.profile import with_seconds
 from fxpipe.errors import FxpipeError, number_of

@@ -171,7 +171,7 @@ def defined(node: fx.Node, scope: Scope) -> tuple[str, ...]:
 
 
 def storages(nodes: Iterable[fx.Node], scope: Scope) -> dict[str, str]:
-    """By the variable of each op's result, the variable or item of a container with the same storage."""
+    """Map the variable of each op's result to the variable or item of a container with the same storage."""
     known: dict[str, str] = {}
     for node in nodes:
         written = written_arguments(node.target, node.args, node.kwargs)

@@ -30,13 +30,13 @@ def program_source(plan: RankPlan) -> str:
 def _head(plan: RankPlan, names: Aliases, ops: Sequence[str]) -> str:
     """names: those of the program, after all its functions are written.  ops: those that the step calls."""
     lines = [docstring([*plan.title, "", *contents(plan, ops), "", _NOTE]), ""]
-    lines += ["import torch", *_imports(plan, names)]
+    lines += ["import torch", *_imports(names)]
     lines += ["", *(f"{alias} = {dotted}" for alias, dotted in sorted(names.ops.items()))]
     lines += ["", f"END = {END}  # of a slice up to the end"] if names.uses_end else []
     return "\n".join([*lines, *_messages(plan)])
 
 
-def _imports(plan: RankPlan, names: Aliases) -> list[str]:
+def _imports(names: Aliases) -> list[str]:
     lines = []
     if names.uses_expect:
         lines.append("from fxpipe.runtime.program.checks import expect")

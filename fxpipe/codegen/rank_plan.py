@@ -32,7 +32,7 @@ class OnceNodes:
 
     @staticmethod
     def of(sections: Iterable[Section]) -> OnceNodes:
-        """Those of a rank with these sections."""
+        """Find the nodes of a rank with these sections."""
         inputs = (n.meta.get("input") for s in sections for n in s.graph.find_nodes(op="placeholder"))
         computed = {x.computed: x.name for x in inputs if x is not None and x.computed is not None}
         means = {node: name for node, name in computed.items() if node.target is batch_mean}

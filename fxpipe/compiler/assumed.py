@@ -19,15 +19,15 @@ from fxpipe.compiler.compile import Compiled, compile_model
 from fxpipe.compiler.options import Settings
 from fxpipe.compiler.progress import Phases
 from fxpipe.compiler.tensor_ownership import tensors_in_stages
-from fxpipe.cost.cluster import Cluster
-from fxpipe.cost.device import Device
+from fxpipe.cost.devices.cluster import Cluster
+from fxpipe.cost.devices.device import Device
 from fxpipe.errors import CaptureError, PartitionError, ScheduleError, VocabularyError
 from fxpipe.ir.ops import is_masked
 from fxpipe.ir.storage import call_nodes
 from fxpipe.passes.level.recompute import Level
 from fxpipe.plan.artifact import Artifact, Plan
 from fxpipe.plan.rewrites import Rewrite
-from fxpipe.runtime.program.batch import batch_leaves
+from fxpipe.runtime.batch.microbatches import batch_leaves
 
 #: The share of a microbatch's work that these programs must save: to compile them takes as long once more.
 LEAST = 0.02

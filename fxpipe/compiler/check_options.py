@@ -7,7 +7,7 @@ from typing import Any, get_args
 
 from fxpipe.compiler.options import Settings
 from fxpipe.compiler.passes import PASS_NAMES
-from fxpipe.cost.known_devices import device_names, is_device_name
+from fxpipe.cost.devices.known_devices import device_names, is_device_name
 from fxpipe.errors import OptionError, at_least_one, number_of, one_of, suggested
 from fxpipe.partition.parts import EXCHANGES
 from fxpipe.plan.rewrites import ASKED, RULES

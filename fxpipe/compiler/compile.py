@@ -27,19 +27,19 @@ from fxpipe.capture.scale import LATER
 from fxpipe.capture.trace import Captured, capture
 from fxpipe.capture.underflow import warn_of_float16
 from fxpipe.codegen.expressions import length_variables
-from fxpipe.compiler.candidates import Candidates, candidates
-from fxpipe.compiler.choose import Chosen, Costing, choose, with_uses
+from fxpipe.compiler.choice.candidates import Candidates, candidates
+from fxpipe.compiler.choice.choose import Chosen, Costing, choose, with_uses
+from fxpipe.compiler.choice.cut import Cuts, Stages
+from fxpipe.compiler.choice.stage_counts import all_stages, cluster_of, offload_bandwidth
 from fxpipe.compiler.compilation import Compilation
-from fxpipe.compiler.cut import Cuts, Stages
 from fxpipe.compiler.generate import generate
 from fxpipe.compiler.options import Settings
 from fxpipe.compiler.passes import StepGraphs
 from fxpipe.compiler.progress import Phases
-from fxpipe.compiler.stage_counts import all_stages, cluster_of, offload_bandwidth
 from fxpipe.compiler.tensor_ownership import check_names, check_state_of_replicas
 from fxpipe.cost.analytic import work_for_any_size
-from fxpipe.cost.cluster import Cluster
-from fxpipe.cost.device import Device
+from fxpipe.cost.devices.cluster import Cluster
+from fxpipe.cost.devices.device import Device
 from fxpipe.cost.profile import known_tensors
 from fxpipe.cost.rewrites import mask_rewrites, weight_rewrites
 from fxpipe.cost.throughput import step_flops
@@ -51,7 +51,7 @@ from fxpipe.plan.artifact import Artifact, Plan
 from fxpipe.plan.dtensors import mesh_of
 from fxpipe.plan.meshes import TriedMesh
 from fxpipe.plan.rewrites import Mask
-from fxpipe.runtime.program.batch import batch_leaves, check_unshared
+from fxpipe.runtime.batch.microbatches import batch_leaves, check_unshared
 from fxpipe.schedule.parts import Parts
 
 

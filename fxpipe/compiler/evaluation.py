@@ -11,10 +11,10 @@ from torch import nn
 from fxpipe.capture.lanes.joint_graph import capture_lanes
 from fxpipe.capture.lengths import LengthTraces, OtherMasks
 from fxpipe.capture.trace import Captured
+from fxpipe.compiler.choice.cut import cut as cut_at_level
+from fxpipe.compiler.choice.cut import split, stages_of
 from fxpipe.compiler.compilation import Compilation
 from fxpipe.compiler.compile import Compiled, at_lengths_of_programs, traced
-from fxpipe.compiler.cut import cut as cut_at_level
-from fxpipe.compiler.cut import split, stages_of
 from fxpipe.compiler.generate import generate
 from fxpipe.compiler.make_plan import with_tensors_of
 from fxpipe.compiler.options import Offload

@@ -19,8 +19,8 @@ from fxpipe.codegen.program import program_source
 from fxpipe.codegen.rank_plan import OnceNodes, RankPlan, Sizes
 from fxpipe.codegen.signatures import Result, signatures
 from fxpipe.codegen.step.step_plan import StepParts
+from fxpipe.compiler.choice.cut import Cut, finished
 from fxpipe.compiler.compilation import Compilation
-from fxpipe.compiler.cut import Cut, finished
 from fxpipe.compiler.lengths import crossing_sizes, why_one_length
 from fxpipe.compiler.make_plan import make_plan
 from fxpipe.compiler.progress import Phases

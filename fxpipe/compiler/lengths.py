@@ -10,7 +10,7 @@ from torch import fx
 
 from fxpipe.capture.lengths import LengthTraces
 from fxpipe.codegen.rank_plan import Sizes
-from fxpipe.compiler.cut import Cut
+from fxpipe.compiler.choice.cut import Cut
 from fxpipe.errors import SizeError
 from fxpipe.ir.graph import Origin
 from fxpipe.ir.resized import ResizedTraces

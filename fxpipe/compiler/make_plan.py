@@ -12,8 +12,8 @@ from torch import fx
 
 from fxpipe.capture.trace import Captured
 from fxpipe.compiler.buckets import with_buckets
+from fxpipe.compiler.choice.cut import Cut
 from fxpipe.compiler.compilation import Compilation
-from fxpipe.compiler.cut import Cut
 from fxpipe.compiler.tensor_ownership import (
     layouts_of,
     leaves_used,
@@ -29,7 +29,7 @@ from fxpipe.ir.storage import call_nodes, graph_outputs
 from fxpipe.plan.artifact import FORMAT, Plan, Prediction, RankTensors, StagePlan
 from fxpipe.plan.step import StepSpec
 from fxpipe.plan.version import __version__
-from fxpipe.runtime.program.batch import batch_spec
+from fxpipe.runtime.batch.microbatches import batch_spec
 from fxpipe.schedule.lowering.channels import in_rounds
 from fxpipe.schedule.lowering.instructions import Collective
 from fxpipe.schedule.ops import Phase, order_text

@@ -1,7 +1,7 @@
 """The list of all rewrites of the graph.
 
-A pass belongs to a group by where it stands.  ``cut.py`` runs whole groups, in their order; ``verify`` runs
-behind each group, and behind the pass of ``print_after``.
+A pass belongs to a group by where it stands.  ``choice/cut.py`` runs whole groups, in their order; ``verify``
+runs behind each group, and behind the pass of ``print_after``.
 """
 
 from __future__ import annotations

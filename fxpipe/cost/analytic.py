@@ -9,8 +9,8 @@ from typing import TypeVar
 from torch import fx
 
 from fxpipe.cost.arithmetic import arithmetic_of
-from fxpipe.cost.cluster import Cluster
-from fxpipe.cost.device import Device
+from fxpipe.cost.devices.cluster import Cluster
+from fxpipe.cost.devices.device import Device
 from fxpipe.cost.fusion import kernels_of
 from fxpipe.cost.kinds import kind_of
 from fxpipe.cost.nodes import NodeSeconds, bytes_moved, is_free, sent_between_lanes

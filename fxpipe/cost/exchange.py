@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from fxpipe.cost.cluster import Cluster
+from fxpipe.cost.devices.cluster import Cluster
 from fxpipe.plan.step import Shard
 from fxpipe.schedule.costs import Exchange
 

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from fxpipe.cost.arithmetic import arithmetic_of
-from fxpipe.cost.device import Device
+from fxpipe.cost.devices.device import Device
 from fxpipe.cost.kinds import kind_of
 from fxpipe.ir.nodes import input_nodes
 from fxpipe.ir.ops import ENDS_EXCHANGE, lane_group, node_flops

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from fxpipe.cost.analytic import rates_of
-from fxpipe.cost.cluster import Cluster
-from fxpipe.cost.device import Device
+from fxpipe.cost.devices.cluster import Cluster
+from fxpipe.cost.devices.device import Device
+from fxpipe.cost.devices.known_devices import device_named
 from fxpipe.cost.exchange import StageTensors, exchanges
-from fxpipe.cost.known_devices import device_named
 from fxpipe.cost.update import update_on
 from fxpipe.errors import SizeError
 from fxpipe.plan.artifact import Plan

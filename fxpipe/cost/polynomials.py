@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import operator
 from fractions import Fraction
 from typing import Any
 
@@ -19,7 +18,7 @@ from fxpipe.errors import SizeError
 from fxpipe.ir.compat import pytree
 from fxpipe.ir.graph import Origin
 from fxpipe.ir.resized import ResizedTraces
-from fxpipe.ir.size import monomials
+from fxpipe.ir.size import monomials, solved
 from fxpipe.ir.storage import tensors
 from fxpipe.plan.work import Terms
 
@@ -107,16 +106,13 @@ class Sizes:
         """The polynomial with the fewest terms, and among those the one with the simplest numbers."""
         if len(set(values)) == 1 and values[0] == int(values[0]):
             return int(values[0])
-        # In whole numbers, in which a solution is exact or none.
-        scale = math.lcm(*(Fraction(v).denominator for v in values))
-        whole = [int(v * scale) for v in values]
         # Few terms first: with enough of them, any numbers have a polynomial.
         for terms, monomials_at in enumerate(self._monomials, start=1):
             candidates = []
             for powers in itertools.combinations(monomials_at, terms):
-                solved = _solved(*(monomials_at[e] for e in powers), values=whole)
-                if solved is not None:
-                    candidates.append({e: c / scale for e, c in zip(powers, solved, strict=True)})
+                coefficients = solved([monomials_at[e] for e in powers], values)
+                if coefficients is not None:
+                    candidates.append(dict(zip(powers, coefficients, strict=True)))
             if candidates:
                 # Of several that fit all points, the plain one is what the model's code says.
                 simplest = min(candidates, key=_complexity)
@@ -125,22 +121,6 @@ class Sizes:
                     {e: rational(c.numerator, c.denominator) for e, c in simplest.items()}
                 )
         return None
-
-
-def _solved(*columns: tuple[int, ...], values: list[int]) -> list[Fraction] | None:
-    """The coefficients, none of them 0, with which one or two columns add up to the values."""
-    if len(columns) == 1:
-        numerators, scale = [values[0]], columns[0][0]
-    else:
-        (a, c, *_), (b, d, *_) = columns
-        v, w, *_ = values
-        numerators, scale = [v * d - b * w, a * w - v * c], a * d - b * c
-    if not scale or not all(numerators):
-        return None
-    for row, v in zip(zip(*columns, strict=True), values, strict=True):
-        if sum(map(operator.mul, row, numerators)) != v * scale:
-            return None
-    return [Fraction(n, scale) for n in numerators]
 
 
 def _complexity(polynomial: dict[tuple[int, ...], Fraction]) -> int:

@@ -20,7 +20,7 @@ from torch.fx.passes.split_module import split_module
 
 from fxpipe.cost.calibration.background_load import busy_threads
 from fxpipe.cost.calibration.clock import Timed, medians_in_turns, seconds_until_done
-from fxpipe.cost.device import Device
+from fxpipe.cost.devices.device import Device
 from fxpipe.cost.kinds import kind_of
 from fxpipe.cost.nodes import node_cost
 from fxpipe.errors import ScheduleError
@@ -35,8 +35,8 @@ from fxpipe.plan.dtensors import local
 from fxpipe.plan.step import Tier
 from fxpipe.plan.tensors import in_strides, storage_bytes
 from fxpipe.plan.work import BETWEEN_LANES
+from fxpipe.runtime.batch.microbatches import batch_leaves
 from fxpipe.runtime.program.accelerator import is_accelerator
-from fxpipe.runtime.program.batch import batch_leaves
 from fxpipe.runtime.program.checks import expect
 from fxpipe.runtime.program.inductor import inductor
 from fxpipe.runtime.program.lanes import AloneLane, running

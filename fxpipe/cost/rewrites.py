@@ -7,7 +7,7 @@ from collections.abc import Collection
 
 from torch import fx
 
-from fxpipe.cost.device import Device
+from fxpipe.cost.devices.device import Device
 from fxpipe.cost.fusion import kernels_of
 from fxpipe.cost.nodes import NodeSeconds, is_free, node_cost
 from fxpipe.ir.ops import is_causal

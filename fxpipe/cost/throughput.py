@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from fxpipe.cost.arithmetic import arithmetic_of
-from fxpipe.cost.known_devices import peak_rate
+from fxpipe.cost.devices.known_devices import peak_rate
 from fxpipe.cost.polynomials import Sizes
 from fxpipe.ir.ops import node_flops
 from fxpipe.ir.resized import ResizedTraces
@@ -21,7 +21,7 @@ from fxpipe.ir.storage import call_nodes
 from fxpipe.plan.meshes import TriedMesh
 from fxpipe.plan.step import counted
 from fxpipe.plan.work import lengths_at, value_at
-from fxpipe.runtime.program.batch import batch_leaves
+from fxpipe.runtime.batch.microbatches import batch_leaves
 
 
 @dataclass(frozen=True)

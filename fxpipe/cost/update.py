@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from fxpipe.cost.cluster import Cluster
-from fxpipe.cost.device import Device
+from fxpipe.cost.devices.cluster import Cluster
+from fxpipe.cost.devices.device import Device
 from fxpipe.plan.work import Rates
 from fxpipe.schedule.costs import Update
 

@@ -1,4 +1,4 @@
-"""The captured graph as data (``plan/captured.py``); ``certificate/captured.py`` reads it."""
+"""The captured graph as data (``plan/captured.py``); ``certificate/reference.py`` reads it."""
 
 from __future__ import annotations
 

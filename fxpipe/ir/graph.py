@@ -216,7 +216,7 @@ class Section:
 
     @property
     def step_inputs(self) -> Iterator[Value]:
-        """Its inputs, with what it needs of the step's for those that are computed once."""
+        """The inputs, with what the section needs of the step's for those that are computed once."""
         for value in self.inputs:
             yield from (value, *value.computed_from)
 

@@ -111,14 +111,14 @@ def _terms(values: tuple[int, ...], points: tuple[tuple[int, ...], ...]) -> Term
     columns = {e: [math.prod(map(pow, point, e)) for point in points] for e in powers}
     for terms in range(1, MOST_TERMS + 1):
         for chosen in itertools.combinations(powers, terms):
-            solved = _solved([columns[e] for e in chosen], values)
-            if solved is not None and (terms == 1 or max(c.denominator for c in solved) <= MOST_DENOMINATOR):
-                numbers = ((c.numerator, c.denominator, *e) for c, e in zip(solved, chosen, strict=True))
-                return tuple(numbers)
+            numbers = solved([columns[e] for e in chosen], values)
+            largest = max((x.denominator for x in numbers or ()), default=0)
+            if numbers is not None and (terms == 1 or largest <= MOST_DENOMINATOR):
+                return tuple((x.numerator, x.denominator, *e) for x, e in zip(numbers, chosen, strict=True))
     return None
 
 
-def _solved(columns: Sequence[Sequence[int]], values: Sequence[int]) -> list[Fraction] | None:
+def solved(columns: Sequence[Sequence[int]], values: Sequence[int | Fraction]) -> list[Fraction] | None:
     """The coefficients, none of them 0, with which the columns add up to the values at all points; None also
     where the points do not tell the columns apart."""
     rows = [[*map(Fraction, row), Fraction(v)] for *row, v in zip(*columns, values, strict=True)]

@@ -164,7 +164,7 @@ def call_nodes(graph: fx.Graph) -> list[fx.Node]:
 def leading_to(
     nodes: Iterable[fx.Node], through: Callable[[fx.Node], bool] = lambda node: True
 ) -> set[fx.Node]:
-    """These nodes and all that their values come from.  through: which of them to take, and to go on from."""
+    """Find all that these nodes come from, and these.  through: which of them to take, and to go on from."""
     nodes_before, todo = set[fx.Node](), [*nodes]
     while todo:
         node = todo.pop()

@@ -78,7 +78,7 @@ def _balanced(
 
 
 def _turns(ranks: np.ndarray) -> list[int]:
-    """For each stage the number of its turn: a stage begins another one if it comes to a rank again."""
+    """Number the turn of each stage: a stage begins another one if it comes to a rank again."""
     found, seen = [0], {ranks[0]}
     for rank in ranks[1:]:
         found.append(found[-1] + (rank in seen))

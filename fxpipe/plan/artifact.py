@@ -30,13 +30,13 @@ from fxpipe.schedule.ops import Validation as Validation
 from fxpipe.schedule.stages import Vocabulary
 from fxpipe.strict import (
     Fits,
-    Mismatch,
     NonNegative,
     Share,
     at_least,
     between,
     entries,
     parse_json,
+    refused,
     shown,
     structure,
     unstructure,
@@ -266,7 +266,7 @@ class Plan:
 
     @property
     def tensor_names(self) -> set[str]:
-        """Those of the model's parameters and buffers."""
+        """The names of the model's parameters and buffers."""
         return {name.tensor for rank in self.tensors for name in rank.state}
 
     @property
@@ -319,7 +319,7 @@ class Plan:
     @staticmethod
     def from_json(text: str, where: str) -> Plan:
         """Raises ArtifactError, naming ``where`` and the field, for a text that is no plan of this format."""
-        try:
+        with refused(ArtifactError, f"{where} is damaged:", "Undo the edit, or save the pipeline again."):
             data = parse_json(text)
             version = data.get("format") if isinstance(data, dict) else None
             # Before the fields: those of another format may be others.
@@ -330,10 +330,6 @@ class Plan:
                 )
             plan = structure(_with_axes(data), Plan)
             check_plan(plan)
-        except Mismatch as error:
-            raise ArtifactError(
-                f"{where} is damaged: {error}. Undo the edit, or save the pipeline again."
-            ) from error
         return plan
 
 

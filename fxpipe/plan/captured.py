@@ -17,7 +17,7 @@ import torch
 from fxpipe.errors import ArtifactError
 from fxpipe.plan.step import MOST_LENGTH
 from fxpipe.plan.tensors import Dtype, Shape
-from fxpipe.strict import Fits, Mismatch, between, entries, parse_json, structure
+from fxpipe.strict import Fits, Mismatch, between, entries, parse_json, refused, structure
 
 CAPTURED_FORMAT = 1
 MOST_OPS, MOST_OTHERS = 1 << 20, 64
@@ -94,14 +94,10 @@ class CapturedStep(CapturedOps):
     @staticmethod
     def from_json(text: str, where: str) -> CapturedStep:
         """Raises ArtifactError, naming ``where`` and the field, for a text that is no captured step."""
-        try:
+        with refused(ArtifactError, f"{where} is damaged:", "Undo the edit, or save the pipeline again."):
             step = structure(parse_json(text), CapturedStep)
             for each in (step, *(other.step for other in step.others)):
                 _check(each)
-        except Mismatch as error:
-            raise ArtifactError(
-                f"{where} is damaged: {error}. Undo the edit, or save the pipeline again."
-            ) from error
         return step
 
 

@@ -41,7 +41,7 @@ def rank_memory(plan: Plan, activations: Iterable[float]) -> tuple[RankMemory, .
 
 
 def held_bytes(plan: Plan) -> tuple[HeldBytes, ...]:
-    """Of each rank; where an earlier version made the plan, its tensors alone, as they are in one replica."""
+    """The bytes of each rank; by an earlier version's plan of its tensors alone, as in one replica."""
 
     def size(name: str, *, gradient: bool = False) -> int:
         layout = plan.layouts[name]

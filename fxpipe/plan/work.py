@@ -66,7 +66,7 @@ class Rates:
     work, and the least of a message; seconds of a section beside its ops.
 
     ``inter_link``, ``inter_latency``: of a message to a rank of another machine.  ``curves``: of a calibrated
-    device, as ``cost.device.Device`` has them.
+    device, as ``cost.devices.device.Device`` has them.
     """
 
     memory: Rate

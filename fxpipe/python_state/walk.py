@@ -84,7 +84,7 @@ class Owner:
     name: str = ""
 
     def label(self, name: str) -> str:
-        """One of its contents, as messages call it: by the module, function or class that leads to it."""
+        """Name one of its contents as messages call it: by the module, function or class that leads to it."""
         match self.thing:
             case nn.Module() if self.parent is None and not self.path.startswith(LOSS):
                 return joined(self.path, name) if self.path else f"the model's {name}"

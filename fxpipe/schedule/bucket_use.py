@@ -54,8 +54,8 @@ class Asks:
             self._ahead.append(position - 1 if changes else self._ahead[-1])
 
     def of(self, use: BucketUse) -> list[tuple[Op, Op]]:
-        """For each span of a bucket but one that begins with the step, the op before which it is asked for,
-        and its first op.  What was freed is asked for behind the op that it was freed behind."""
+        """List for each span of a bucket, but one that begins with the step, the op before which it is asked
+        for, and its first op.  What was freed is asked for behind the op that it was freed behind."""
         asks, free = list[tuple[Op, Op]](), 0
         for first, last in use.spans:
             if (place := self._place[first]) > 0:

@@ -44,7 +44,7 @@ def op_of_value(value: int, microbatches: int) -> Op:
 
 
 def between_lanes(costs: Costs) -> dict[int, float]:
-    """Of each section that gives something to an exchange between lanes, the seconds of that."""
+    """Map each section that gives something to an exchange between lanes to the seconds of that."""
     seconds: dict[int, float] = {}
     for edge in costs.edges:
         if edge.exchange:

@@ -42,7 +42,7 @@ def explain(plan: Plan, console: Console) -> None:
     timeline = simulate(plan.ordered, plan.costs)
     if plan.replicas > 1:
         console.print(terminal(_exchanged(plan, timeline)), soft_wrap=True)
-    if any(edge.exchange for edge in plan.costs.edges):
+    if any(timeline.lane_exchanges):
         console.print(terminal(_between_lanes(timeline)), soft_wrap=True)
     limits = plan.limits if len(plan.limits) == plan.ranks else None
     bounds, gains = gap_texts(timeline, limits, units_of(plan.memory_limit))

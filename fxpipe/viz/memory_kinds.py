@@ -103,7 +103,7 @@ def changes(timeline: Timeline) -> tuple[tuple[MemoryChange, ...], ...]:
 def _add_transfers(timeline: Timeline, rank: int, ran: Runs, rank_changes: list[MemoryChange]) -> None:
     ends = [span.end for span in timeline.spans[rank]]
     over: defaultdict[int, float] = defaultdict(float)  # by position: when its offloads are waited for
-    carried = timeline.transfers[rank] if timeline.transfers else ()
+    carried = timeline.transfers[rank]
     for transfer, _, end in carried:
         if transfer.direction is Direction.OUT:
             # The memory is free when the rank has waited for the offload, not when that is over.

@@ -191,14 +191,14 @@ def _row(row: ET.Element, steps: tuple[Step, ...], rank: int, scale: Scale, unit
             late = span.op.stage in model_stages[1:]
             look = f"{role(span.op, schedule)} late" if late else str(role(span.op, schedule))
             _op(row, span, scale, look, len(stages), units)
-        for moved in step.timeline.transfers[rank] if step.timeline.transfers else ():
+        for moved in step.timeline.transfers[rank]:
             direction = moved.transfer.direction
             y = BAR + 1 + LINK * (direction is Direction.IN)
             _on_link(row, moved, y, str(direction), str(moved.transfer), scale, units)
-        for exchanged in step.timeline.exchanges[rank] if step.timeline.exchanges else ():
+        for exchanged in step.timeline.exchanges[rank]:
             y, tip = BAR + 1 + 2 * LINK * any(step.timeline.transfers), EXCHANGES[exchanged.what]
             _on_link(row, exchanged, y, exchanged.what, f"{tip}, stage {exchanged.stage},", scale, units)
-        for between in step.timeline.lane_exchanges[rank] if step.timeline.lane_exchanges else ():
+        for between in step.timeline.lane_exchanges[rank]:
             y, tip = BAR - 1 + _links(step.timeline) - LINK, f"lanes exchange of stage {between.stage},"
             _on_link(row, between, y, ON_LANES, tip, scale, units)
         if step.updates:

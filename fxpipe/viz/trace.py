@@ -160,8 +160,7 @@ def _links(timeline: Timeline, begin: float) -> Iterator[Event]:
     """Transfers and exchanges, in a thread for each rank and kind that has any."""
     ranks = timeline.schedule.ranks
     for rank in range(ranks):
-        transfers = timeline.transfers[rank] if timeline.transfers else ()
-        exchanges = timeline.exchanges[rank] if timeline.exchanges else ()
+        transfers, exchanges = timeline.transfers[rank], timeline.exchanges[rank]
         named = {
             f"{direction}s": [(str(t), s, e) for t, s, e in transfers if t.direction is direction]
             for direction in Direction

@@ -82,7 +82,7 @@ def _waits(
     by_rank: list[tuple[IdleWait, ...]] = []
     for rank, spans in enumerate(all_spans):
         due: defaultdict[int, list[tuple[float, Transfer]]] = defaultdict(list)
-        for carried in timeline.transfers[rank] if timeline.transfers and with_delays else ():
+        for carried in timeline.transfers[rank] if with_delays else ():
             due[carried.transfer.end].append((carried.end, carried.transfer))
         rank_waits, free = [], beginning
         for position, (op, start, end) in enumerate(spans):

@@ -67,7 +67,7 @@ def vocabulary_axes(graph: fx.Graph, tables: set[fx.Node]) -> dict[fx.Node, int]
     axes: dict[fx.Node, int] = dict.fromkeys(tables, 0)
     for node in call_nodes(graph):
         if any(n in axes for n in node.all_input_nodes):
-            axis = _axis(node, axes, size)
+            axis = _axis(node, axes)
         else:
             axis = 0 if _is_gradient_of_lookup(node, tables, size) else None
         if axis is not None:
@@ -162,7 +162,7 @@ def _is_gradient_of_lookup(node: fx.Node, tables: set[fx.Node], size: int) -> bo
     return any(u.target in LOOKUPS and u.meta["origin"].seq == node.meta["origin"].seq for u in users)
 
 
-def _axis(node: fx.Node, axes: dict[fx.Node, int], size: int) -> int | None:
+def _axis(node: fx.Node, axes: dict[fx.Node, int]) -> int | None:
     """The vocabulary's dimension in the result of an op on values that have one; None if it is summed."""
     if node.target in LOOKUPS or node.target in PICKS or is_total(node, axes) or is_argmax(node, axes):
         return None

@@ -25,6 +25,7 @@ from fxpipe.ir.nodes import input_nodes, rename, take_name
 from fxpipe.ir.storage import call_nodes, drop_dead, graph_outputs, node_bytes, set_outputs, storage_root
 from fxpipe.vocabulary.axes import RESHAPES
 from fxpipe.vocabulary.layers import picked_losses, projection_of
+from fxpipe.vocabulary.part_builder import PartBuilder, Shape, is_elementwise
 
 aten = torch.ops.aten
 _SHAPES = RESHAPES | {aten.unsqueeze.default, aten.squeeze.dim, aten.expand.default}
@@ -38,8 +39,7 @@ _ALONG = {
 _OVER = {aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.logsumexp.default, aten.argmax.default}
 _EACH, _MEAN, _SUM = 0, 1, 2  # reductions of a loss
 
-Shape = tuple[int, ...]
-Part = Callable[["_Builder", Mapping[fx.Node, fx.Node]], fx.Node]
+Part = Callable[[PartBuilder, Mapping[fx.Node, fx.Node]], fx.Node]
 """Makes an op on the tokens of a part.  The mapping has what the ops of the head before it give there."""
 Total = Callable[[Builder, Sequence[fx.Node]], fx.Node]
 """Makes a value of all tokens from those of the parts."""
@@ -152,7 +152,7 @@ class _Head:
             raise _refused(node, "divides by the number of labels of all tokens")
         if target is aten.nll_loss_backward.default and args[1] in self.tails:
             return self._unpicked(node)
-        if _is_elementwise(node):
+        if is_elementwise(node):
             return self._pointwise(node)
         source = args[0]
         if source not in self.tails:
@@ -227,7 +227,7 @@ class _Head:
         gradient, logs, labels, *others, count = args
         each = others[1] == _EACH
 
-        def part(build: _Builder, here: Mapping[fx.Node, fx.Node]) -> fx.Node:
+        def part(build: PartBuilder, here: Mapping[fx.Node, fx.Node]) -> fx.Node:
             above = here.get(gradient) or (build.rows(gradient, 0) if each else gradient)
             return build.like(node, above, here[logs], build.rows(labels, 0), *others, here.get(count, count))
 
@@ -240,7 +240,7 @@ class _Head:
             return None
         tokens = shape[: len(shape) - len(tail)]
 
-        def part(build: _Builder, here: Mapping[fx.Node, fx.Node]) -> fx.Node:
+        def part(build: PartBuilder, here: Mapping[fx.Node, fx.Node]) -> fx.Node:
             args, kwargs = fx.map_arg(
                 (node.args, dict(node.kwargs)), lambda x: here.get(x) or build.operand(x, tokens, len(tail))
             )
@@ -249,7 +249,7 @@ class _Head:
         return self._with(node, tail, part)
 
     def _item(self, node: fx.Node) -> Part:
-        """Of a loss: that of each token, or a sum."""
+        """Take an item of a loss: that of each token, or a sum."""
         pick = node_arg(node, 0)
         part: Part = lambda build, here: build.like(node, here[pick], node.args[1])  # noqa: E731
         is_each = node.args[1] == 0 and pick.args[3] == _EACH
@@ -262,7 +262,7 @@ class _Head:
             return None
         op = aten.expand.default if expands else aten.view.default
 
-        def part(build: _Builder, here: Mapping[fx.Node, fx.Node]) -> fx.Node:
+        def part(build: PartBuilder, here: Mapping[fx.Node, fx.Node]) -> fx.Node:
             x, shape = here[source], [build.end - build.begin, *tail]
             return x if list(x.meta["val"].shape) == shape else build.like(node, x, shape, op=op)
 
@@ -275,7 +275,7 @@ class _Head:
         if not all(self.tails.get(x) for x in inputs):
             return None
 
-        def part(build: _Builder, here: Mapping[fx.Node, fx.Node]) -> fx.Node:
+        def part(build: PartBuilder, here: Mapping[fx.Node, fx.Node]) -> fx.Node:
             return build.like(node, *(here[x] for x in inputs), 1, *node.args[at + 1 :])
 
         return self._with(node, self.tails[inputs[0]], part)
@@ -319,7 +319,7 @@ class _Head:
         before = {*self.graph.nodes}
         values: dict[fx.Node, list[fx.Node]] = {node: [] for node in self.totals}
         for number, (begin, end) in enumerate(pairwise(bounds)):
-            part, here = _Builder(self.graph, number, begin, end), dict[fx.Node, fx.Node]()
+            part, here = PartBuilder(self.graph, number, begin, end), dict[fx.Node, fx.Node]()
             for node, make in self.parts.items():
                 here[node] = make(part, here)
             for node, of_parts in values.items():
@@ -375,56 +375,6 @@ class _Head:
         take_name(total, old)
 
 
-class _Builder(Builder):
-    """Makes the ops of one part, of the tokens from ``begin`` to ``end``."""
-
-    def __init__(self, graph: fx.Graph, number: int, begin: int, end: int) -> None:
-        super().__init__(graph)
-        self.number, self.begin, self.end = number, begin, end
-        self._rows: dict[tuple[fx.Node, int], fx.Node] = {}
-
-    def like(self, node: fx.Node, *args: Any, op: Any = None, **kwargs: Any) -> fx.Node:
-        """An op of a node's origin; by default the same op."""
-        self.origin = node.meta["origin"]
-        target: Any = op or node.target
-        made = self.call(target, *args, **kwargs)
-        made.meta["chunk"] = self.number
-        return made
-
-    def rows(self, x: fx.Node, dim: int) -> fx.Node:
-        """The part of an operand whose dimension ``dim`` is that of the tokens."""
-        if (x, dim) not in self._rows:
-            self._rows[x, dim] = self.like(x, x, dim, self.begin, self.end, op=aten.slice.Tensor)
-        return self._rows[x, dim]
-
-    def operand(self, x: fx.Node, tokens: Shape, behind: int) -> fx.Node:
-        """The part of an operand that is broadcast to the dimensions of the tokens and ``behind`` others.
-
-        One as large as the logits is made of its own operands' parts.
-        """
-        shape = tuple(x.meta["val"].shape)
-        at = max(0, len(shape) - behind)
-        before, tail = shape[:at], shape[at:]
-        if not before:
-            return x
-        if all(n == 1 for n in before):
-            return self.like(x, x, [1, *tail], op=aten.view.default) if at > 1 else x
-        if before == tokens and prod(tail) > 1 and _is_elementwise(x):
-            arguments = x.args, dict(x.kwargs)
-            args, kwargs = fx.map_arg(arguments, lambda y: self.operand(y, tokens, behind))
-            return self.like(x, *args, **kwargs)
-        if before == tokens and x.target is aten.expand.default:
-            source = node_arg(x, 0)
-            if source.meta["val"].dim() == len(shape):
-                part = self.operand(source, tokens, behind)
-                return self.like(x, part, [self.end - self.begin, *tail])
-        if before != tokens:
-            x = self.like(x, x, [*tokens, *tail], op=aten.expand.default)
-        if len(tokens) > 1:
-            x = self.like(x, x, [prod(tokens), *tail], op=aten.reshape.default)
-        return self.rows(x, 0)
-
-
 def _read(node: fx.Node) -> list[fx.Node]:
     """The operands of an op that it reads: the backward of a loss that is no mean reads no count."""
     inputs = input_nodes(node)
@@ -434,11 +384,6 @@ def _read(node: fx.Node) -> list[fx.Node]:
 
 def _is_backward(node: fx.Node) -> bool:
     return bool(node.meta["origin"].backward)
-
-
-def _is_elementwise(node: fx.Node) -> bool:
-    is_cast = node.target is aten._to_copy.default
-    return is_cast or torch.Tag.pointwise in getattr(node.target, "tags", ())
 
 
 def _refused(node: fx.Node, why: str) -> VocabularyError:

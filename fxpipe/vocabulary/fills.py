@@ -77,7 +77,7 @@ def _number(node: fx.Node) -> fx.Node | float | None:
 
 
 def _clone(node: fx.Node, build: Builder) -> None:
-    """Of a copy over a whole value, as autograd makes it for the gradient of what is written in place."""
+    """Make a clone of a copy over a whole value, as autograd has it for what is written in place."""
     source, build.origin = node_arg(node, 1), node.meta["origin"]
     val, other = node.meta["val"], source.meta["val"]
     if (val.shape, val.dtype) == (other.shape, other.dtype):

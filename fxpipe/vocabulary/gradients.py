@@ -51,7 +51,7 @@ class Gradients:
         return self._parts[node]
 
     def total(self, node: fx.Node) -> fx.Node:
-        """Its sum over the vocabulary."""
+        """The sum of the gradient over the vocabulary."""
         parts = self.parts(node)
         build = self.shard.at(Phase.B, node.meta["origin"])
         if parts.uniform_grad is None:

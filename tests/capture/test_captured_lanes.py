@@ -20,8 +20,8 @@ from torch.distributed.tensor.parallel import (
 
 import fxpipe
 import fxpipe.cost.profile
-from fxpipe.cost.describe import described_here
-from fxpipe.cost.known_devices import device_named
+from fxpipe.cost.devices.describe import described_here
+from fxpipe.cost.devices.known_devices import device_named
 from fxpipe.cost.nodes import node_cost
 from fxpipe.errors import CaptureError, RunError
 from fxpipe.ir.ops import is_between_lanes

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 import fxpipe
 from fxpipe.api.arguments import DOCS
 from fxpipe.cli import main
-from fxpipe.cost.known_devices import peak_rate
+from fxpipe.cost.devices.known_devices import peak_rate
 
 pytestmark = pytest.mark.slow
 

@@ -21,8 +21,8 @@ from zoo import (
 
 import fxpipe
 from fxpipe.cli import main
-from fxpipe.compiler.choose import Costing
-from fxpipe.cost.known_devices import CPU
+from fxpipe.compiler.choice.choose import Costing
+from fxpipe.cost.devices.known_devices import CPU
 from fxpipe.errors import LimitError, OptionError, ScheduleError
 from fxpipe.ir.graph import Kind, Phase
 from fxpipe.runtime.program.load_program import load_program

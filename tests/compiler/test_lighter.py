@@ -2,9 +2,9 @@
 
 import pytest
 
-from fxpipe.compiler.refine_cuts import LighterCuts
-from fxpipe.cost.cluster import Cluster
-from fxpipe.cost.known_devices import device_named
+from fxpipe.compiler.choice.refine_cuts import LighterCuts
+from fxpipe.cost.devices.cluster import Cluster
+from fxpipe.cost.devices.known_devices import device_named
 from fxpipe.partition.chain import Chain, Crossing, CutChain
 from fxpipe.schedule.costs import StageCost, chain
 from fxpipe.schedule.problem import Problem, per_rank

@@ -9,7 +9,7 @@ from torch import nn
 
 import fxpipe
 from fxpipe.capture.scale import LATER
-from fxpipe.compiler import mesh
+from fxpipe.compiler.choice import mesh
 from fxpipe.errors import OptionError, ScheduleError
 from fxpipe.plan.artifact import Plan
 from fxpipe.plan.meshes import Mesh

@@ -16,9 +16,9 @@ from fxpipe.cli import main
 from fxpipe.cli.calibrate import mean_of
 from fxpipe.cost.calibration import samples
 from fxpipe.cost.calibration.background_load import busy_threads
-from fxpipe.cost.device_file import read_device, write_device
+from fxpipe.cost.devices.device_file import read_device, write_device
+from fxpipe.cost.devices.known_devices import CPU, device_named
 from fxpipe.cost.kinds import COMPUTING, MOVING, kind_of
-from fxpipe.cost.known_devices import CPU, device_named
 from fxpipe.cost.nodes import node_cost
 from fxpipe.errors import OptionError, ScheduleError
 from fxpipe.ir.ops import node_flops

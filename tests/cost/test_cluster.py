@@ -9,9 +9,9 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fxpipe
-from fxpipe.cost.cluster import Cluster, slowest_of_each
-from fxpipe.cost.describe import described_everywhere
-from fxpipe.cost.known_devices import device_named
+from fxpipe.cost.devices.cluster import Cluster, slowest_of_each
+from fxpipe.cost.devices.describe import described_everywhere
+from fxpipe.cost.devices.known_devices import device_named
 from fxpipe.cost.plan_costs import costs_of
 from fxpipe.plan.artifact import Plan
 from fxpipe.strict import unstructure

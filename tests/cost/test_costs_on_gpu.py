@@ -6,7 +6,7 @@ from torch import nn
 
 import fxpipe
 from fxpipe.cost.calibration.calibrate import calibrated, copy_rate, product_rate
-from fxpipe.cost.known_devices import data_sheets, reported_device
+from fxpipe.cost.devices.known_devices import data_sheets, reported_device
 from fxpipe.runtime.program.accelerator import identity, memory_size
 
 pytestmark = [

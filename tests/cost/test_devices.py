@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import fx, nn
 
-from fxpipe.cost import describe
 from fxpipe.cost.arithmetic import arithmetic_of
 from fxpipe.cost.calibration import calibrate
-from fxpipe.cost.known_devices import (
+from fxpipe.cost.devices import describe
+from fxpipe.cost.devices.known_devices import (
     CPU,
     data_sheets,
     device_named,

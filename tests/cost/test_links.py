@@ -14,7 +14,7 @@ from torch import nn
 import fxpipe
 from fxpipe.api.compile import _torchrun_ranks
 from fxpipe.cli import main
-from fxpipe.cost.known_devices import device_named
+from fxpipe.cost.devices.known_devices import device_named
 from fxpipe.cost.nodes import is_free
 from fxpipe.cost.plan_costs import costs_of
 from fxpipe.errors import OptionError, ScheduleError, SizeError

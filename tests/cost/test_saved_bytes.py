@@ -5,7 +5,7 @@ import torch
 from models import MODELS, in_precision, label
 from zoo import CASES, Case, Shape, built_and_compiled, compiled
 
-from fxpipe.compiler.refine_cuts import LighterCuts
+from fxpipe.compiler.choice.refine_cuts import LighterCuts
 
 pytestmark = pytest.mark.slow
 

@@ -14,7 +14,7 @@ from zoo import Chain, numbers
 
 import fxpipe
 from fxpipe import SizeError
-from fxpipe.cost.known_devices import CPU
+from fxpipe.cost.devices.known_devices import CPU
 from fxpipe.ir.ops import node_flops
 
 MICROBATCH, SEQUENCE = sympy.symbols("microbatch sequence")

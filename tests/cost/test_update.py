@@ -11,8 +11,8 @@ from torch import nn
 
 import fxpipe
 from fxpipe.compiler.tensor_ownership import copy_bytes
-from fxpipe.cost.cluster import Cluster
-from fxpipe.cost.known_devices import CPU, device_named
+from fxpipe.cost.devices.cluster import Cluster
+from fxpipe.cost.devices.known_devices import CPU, device_named
 from fxpipe.cost.update import Trained, update_costs
 from fxpipe.errors import ArtifactError, OptionError, ScheduleError
 from fxpipe.schedule.costs import Update

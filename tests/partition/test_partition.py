@@ -13,7 +13,7 @@ from zoo import CASES, Chain, captured_once, numbers
 
 import fxpipe
 from fxpipe.api.views import Stage
-from fxpipe.cost.known_devices import CPU
+from fxpipe.cost.devices.known_devices import CPU
 from fxpipe.cost.nodes import node_cost
 from fxpipe.errors import PartitionError
 from fxpipe.ir.storage import call_nodes

@@ -23,9 +23,10 @@ import fxpipe
 from fxpipe.capture.capture_options import CaptureOptions
 from fxpipe.capture.trace import capture
 from fxpipe.certificate.terms import identities
-from fxpipe.compiler import cut, passes
+from fxpipe.compiler import passes
+from fxpipe.compiler.choice import cut
 from fxpipe.compiler.passes import PASS_NAMES, PASSES, CutOptions, Pass, StepGraphs, run_passes
-from fxpipe.cost.known_devices import CPU
+from fxpipe.cost.devices.known_devices import CPU
 from fxpipe.cost.nodes import NodeSeconds
 from fxpipe.ir.text import graph_text
 from fxpipe.plan.lanes import NO_LANES, LaneAxis, LanePlan

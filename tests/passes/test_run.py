@@ -11,13 +11,13 @@ from torch import fx, nn
 import fxpipe
 from fxpipe import passes
 from fxpipe.capture.trace import capture
-from fxpipe.compiler import cut as run
 from fxpipe.compiler import passes as listed
+from fxpipe.compiler.choice import cut as run
 from fxpipe.compiler.passes import PASS_NAMES, PASSES, CutOptions, Pass, Passes, StepGraphs, run_passes
 from fxpipe.compiler.progress import Phases
 from fxpipe.cost.analytic import analytic_seconds, seconds_on, section_costs
-from fxpipe.cost.cluster import Cluster
-from fxpipe.cost.known_devices import CPU
+from fxpipe.cost.devices.cluster import Cluster
+from fxpipe.cost.devices.known_devices import CPU
 from fxpipe.cost.nodes import NodeSeconds
 from fxpipe.errors import OptionError, VerifyError
 from fxpipe.ir.graph import Input, Kind, Origin, Outputs

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from fxpipe.errors import BatchError, OptionError, RunError
 from fxpipe.plan.step import BatchSpec
+from fxpipe.runtime.batch.microbatches import batch_spec, microbatches_of
 from fxpipe.runtime.job.attempt import (
     NCCL_FAILED,
     agree_on_attempt,
@@ -27,7 +28,6 @@ from fxpipe.runtime.job.failure import Failures, Heartbeat
 from fxpipe.runtime.job.heartbeat_survey import shared_survey, with_others
 from fxpipe.runtime.job.limited_store import LimitedStore
 from fxpipe.runtime.job.process import as_timeout
-from fxpipe.runtime.program.batch import batch_spec, microbatches_of
 from fxpipe.training.optimizer.batch_digest import WORDS, Facts, all_alike, any_stops, difference, words
 
 SOON = timedelta(seconds=20)

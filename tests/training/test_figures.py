@@ -9,7 +9,7 @@ from torch import nn
 
 import fxpipe
 from fxpipe.api import figures
-from fxpipe.cost.known_devices import peak_rate
+from fxpipe.cost.devices.known_devices import peak_rate
 from fxpipe.errors import RunError
 from fxpipe.ir.ops import node_flops
 

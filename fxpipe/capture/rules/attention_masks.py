@@ -148,7 +148,7 @@ def _said_by(blocks: Iterable[torch.Tensor]) -> Mask:
 
 
 def _below(mask: torch.Tensor, first: int) -> torch.Tensor:
-    """Where the queries of a block may look if they see those before them.  first: the place of the first."""
+    """Say where queries of a block may look that see those before them.  first: the place of the first."""
     queries, keys = mask.shape[-2:]
     at = torch.arange(first, first + queries, device=mask.device)
     return at.unsqueeze(1) >= torch.arange(keys, device=mask.device)

@@ -69,8 +69,8 @@ class Constants:
                 yield name, before, now
 
     def like(self, written: torch.Tensor) -> dict[str, bool]:
-        """Those in the same attribute of modules of the same class as a tensor that is written to: the same
-        code may write to them.  As for ``KeepsState``."""
+        """Find those in the same attribute of modules of the same class as a tensor that is written to: the
+        same code may write to them.  As for ``KeepsState``."""
         attributes = {(type(slot.module), slot.keys[0]) for _, slot, x in self._before if x is written}
         return {
             name: False for name, slot, _ in self._before if (type(slot.module), slot.keys[0]) in attributes

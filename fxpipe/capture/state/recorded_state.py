@@ -141,7 +141,7 @@ def _places(thing: object) -> Iterator[object]:
 
 
 def _tensors_in(thing: object, seen: set[int]) -> Iterator[torch.Tensor]:
-    """Those in a thing, but for objects that have been seen, to which it adds."""
+    """Yield the tensors in a thing, but for objects that have been seen, to which it adds."""
     todo = [thing]
     while todo:
         x = todo.pop()

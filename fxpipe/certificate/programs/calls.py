@@ -134,7 +134,7 @@ class Calls:
         return Value(item, 0, memory or Memory(root=item))
 
     def _memory(self, schema: Schema, arguments: dict[str, object], term: Term) -> Memory | None:
-        """That of an argument, which the op views or writes to; None for new memory.  term: the op's."""
+        """The memory of the argument that the op views or writes to; None for new memory.  term: the op's."""
         if len(schema.written) > 1:
             raise Rejected(
                 self.line(), f"{schema.name} writes to several values, which the certificate does not know"

@@ -242,7 +242,7 @@ class Within:
 
 
 def written(value: object) -> str:
-    """For messages."""
+    """Write a value as text, for messages."""
     match value:
         case Printed():
             return value.text

@@ -139,5 +139,5 @@ class Inputs:
 
     @cached_property
     def rows(self) -> ParameterRows:
-        """Of parameters that replicas divide."""
+        """The rows of parameters that replicas divide."""
         return ParameterRows(self.rank, self.plan, self.calls, self.held)

@@ -21,7 +21,7 @@ ACCURACY = 1.05
 
 
 def unlike_plan(plan: Plan, ranks: Ranks) -> Iterator[Problem]:
-    """Where ranks hold more memory than the plan, or do what it has in another order."""
+    """Tell where ranks hold more memory than the plan, or do what it has in another order."""
     if not all(rt.ended for rt in ranks):
         return
     for rt in ranks:

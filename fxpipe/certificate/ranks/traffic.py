@@ -254,5 +254,5 @@ def _of_root(verb: str, root: int) -> str:
 
 
 def _name(layout: object) -> str:
-    """Of a layout of ``MESSAGES``."""
+    """The name of a layout of ``MESSAGES``."""
     return layout.name if isinstance(layout, Announced) else ""

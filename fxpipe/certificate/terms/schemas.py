@@ -79,7 +79,7 @@ def packet_name(name: str) -> str:
 
 @cache
 def schema_of(op: Any) -> Schema:
-    """Of an OpOverload."""
+    """The schema of an OpOverload."""
     schema, packet = op._schema, op.overloadpacket
     namespace, _, bare = schema.name.partition("::")
     writes = [a for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]

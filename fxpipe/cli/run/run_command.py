@@ -139,7 +139,7 @@ def _data(where: str, pipe: Pipeline) -> Data:
 
 
 def _log_to(stream: TextIO) -> None:
-    """Without what is not printable in a terminal, which names of files may hold."""
+    """Log to a stream, without what is not printable in a terminal, which names of files may hold."""
     handler = logging.StreamHandler(stream)
     handler.setFormatter(_Printable("%(message)s"))
     logger = logging.getLogger("fxpipe.run")

@@ -119,7 +119,7 @@ class Repeated:
 
 
 class Analysis:
-    """Of one section.
+    """Analyses one section.
 
     ``lists_in`` and ``lists_out``: the lists of its signature, by value.  ``results``: what it returns beside
     lists.
@@ -189,7 +189,7 @@ class Analysis:
 
     def _slot(self, run: Run, nodes: tuple[fx.Node, ...]) -> Slot | int | None:
         """A value by period; None if each period computes its own; the number of periods that are alike."""
-        places = [self._place(run, k, node) for k, node in enumerate(nodes)]
+        places = [self._place(run, node) for node in nodes]
         period, result = places[1]
         if period == 1 or places[0][0] == 0:
             alike = _until(k for k, (giver, where) in enumerate(places) if (giver - k, where) != (0, result))
@@ -213,7 +213,7 @@ class Analysis:
             return Slot(Source.OF_RANK, nodes)
         return Slot(Source.LISTED, nodes, container=kinds[0] or "")
 
-    def _place(self, run: Run, period: int, node: fx.Node) -> tuple[int, int]:
+    def _place(self, run: Run, node: fx.Node) -> tuple[int, int]:
         """The period that computes a node, and its position there; -2 for a node outside of the run."""
         where = self.index.get(node, -1) - run.begin
         if not 0 <= where < run.period * run.times:
@@ -221,7 +221,7 @@ class Analysis:
         return divmod(where, run.period)
 
     def _kind(self, node: fx.Node) -> Kind | str | None:
-        """Of a value from outside of the run: the kind of a tensor of the rank, a list's name, or None."""
+        """Say of a value from outside of the run the kind of a tensor of the rank, a list's name, or None."""
         if node in self.index:
             return LATER
         if node.name in self.lists_in:
@@ -238,7 +238,7 @@ class Analysis:
         for user in node.users:
             if user.op == "output":
                 continue
-            where, _ = self._place(run, period, user)
+            where, _ = self._place(run, user)
             if where == -2:
                 uses.add(LATER)
             elif where not in (period, period + 1):

@@ -114,7 +114,7 @@ def taken(run: Repeated, layouts: Mapping[str, Layout], others: AbstractSet[Stac
 
 
 def _taken(run: Repeated, container: str, stack: Stack | None, slots: tuple[Slot, ...]) -> Taken:
-    """With the stack, if it has the records of consecutive periods."""
+    """Take the slots with the stack, if it has the records of consecutive periods."""
     built = Taken(run, container, slots)
     if stack is None:
         return built

@@ -102,7 +102,7 @@ def lifetimes(orders: Iterable[tuple[OpFunction, ...]]) -> Lifetimes:
 
 
 def _places(order: Iterable[OpFunction], use: Use) -> dict[str, list[_Place]]:
-    """By name the places with such a use of the value, in their order."""
+    """Map a name to the places with such a use of the value, in their order."""
     places: defaultdict[str, list[_Place]] = defaultdict(list)
     for function in order:
         for number, line in enumerate(function.lines):

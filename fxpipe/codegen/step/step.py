@@ -239,7 +239,7 @@ def _slots(done: Sequence[Done]) -> list[_Slot]:
 
 
 def _regular(slots: Sequence[_Slot]) -> dict[Action, tuple[tuple[Action, ...], tuple[Action, ...]]]:
-    """For each kind of op what all of its ops do directly before, and directly after."""
+    """Find for each kind of op what all of its ops do directly before, and directly after."""
     before: dict[Action, list[Action]] = {}
     after: dict[Action, list[Action]] = {}
     for slot in slots:

@@ -112,7 +112,7 @@ class StepPlan:
 
     @cached_property
     def sums(self) -> dict[str, str]:
-        """By summand the name of the sum."""
+        """Map a summand to the name of its sum."""
         return {name: total for edge in self.parts.edges for name, total in edge.sums.items()}
 
     @cached_property

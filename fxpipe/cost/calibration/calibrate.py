@@ -16,9 +16,9 @@ import torch
 
 from fxpipe.cost.calibration.clock import median_seconds
 from fxpipe.cost.calibration.samples import Maker, samples
-from fxpipe.cost.device import Device
+from fxpipe.cost.devices.device import Device
+from fxpipe.cost.devices.known_devices import device_named, share_of_largest
 from fxpipe.cost.kinds import COMPUTING, MOVING
-from fxpipe.cost.known_devices import device_named, share_of_largest
 from fxpipe.errors import OptionError
 from fxpipe.plan.curve import Curve
 from fxpipe.runtime.program.accelerator import is_accelerator
@@ -100,8 +100,8 @@ def _slope(curve: Curve) -> float:
 
 
 def _in_turns(device: torch.device) -> dict[str, float]:
-    """By kind the seconds that an op takes longer where others run between its calls, as in a step: their
-    code and operands have then taken the place of its own in the caches.
+    """Measure by kind the seconds that an op takes longer where others run between its calls, as in a step:
+    their code and operands have then taken the place of its own in the caches.
 
     0 on an accelerator, whose host is ahead of it.
     """

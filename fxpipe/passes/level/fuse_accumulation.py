@@ -55,7 +55,7 @@ def fuse_accumulation(graph: fx.Graph, grad_dtype: torch.dtype | None = None) ->
 
 
 def _color(part: fx.Node) -> Color:
-    """Where a part is added: in W, but in B where it is of a head in parts, whose backward is all in B."""
+    """The color of the addition of a part: W, but B where it is of a head in parts, whose backward is B."""
     color: Color = part.meta["color"]
     return color if "chunk" in part.meta else Color(color.stage, Phase.W)
 

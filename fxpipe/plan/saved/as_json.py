@@ -6,7 +6,7 @@ import json
 from typing import TypeVar
 
 from fxpipe.errors import ArtifactError
-from fxpipe.strict import Mismatch, parse_json, structure, unstructure
+from fxpipe.strict import parse_json, refused, structure, unstructure
 
 _T = TypeVar("_T")
 
@@ -17,7 +17,5 @@ def to_json(record: object) -> str:
 
 def from_json(text: str, kind: type[_T], where: str) -> _T:
     """Raises ArtifactError, naming ``where`` and the field, for a text that is no such record."""
-    try:
+    with refused(ArtifactError, f"{where} is damaged:", "Save the pipeline again."):
         return structure(parse_json(text), kind)
-    except Mismatch as error:
-        raise ArtifactError(f"{where} is damaged: {error}. Save the pipeline again.") from error

@@ -30,7 +30,7 @@ from fxpipe.plan.program.parse import parse
 from fxpipe.plan.rows import ShardName
 from fxpipe.plan.spans import slices_of, spans_of
 from fxpipe.plan.tensors import dtype_of
-from fxpipe.strict import MEBIBYTE, Mismatch, open_regular, read_text, shown
+from fxpipe.strict import MEBIBYTE, Mismatch, open_regular, read_text, refused, shown
 
 MOST_PLAN_BYTES, MOST_PROGRAM_BYTES = 32 * MEBIBYTE, 64 * MEBIBYTE
 STEP, CAPTURED, PLAN, STEPS = "step_number", "captured.json", "plan.json", "steps.json"
@@ -259,10 +259,8 @@ def _plan_text(directory: Path) -> str:
 
 
 def _text(path: Path, most: int) -> str:
-    try:
+    with refused(ArtifactError, path, AGAIN):
         return read_text(path, most)
-    except Mismatch as error:
-        raise ArtifactError(f"{path} {error}. {AGAIN}") from error
 
 
 def read_beside(directory: Path, name: str) -> str:
@@ -281,10 +279,8 @@ def read_programs(directory: Path, plan: Plan, ranks: Sequence[int]) -> tuple[st
 
 
 def _program(path: Path) -> str:
-    try:
+    with refused(ArtifactError, f"{path} is no program: it", "Mend it, or save again."):
         return read_text(path, MOST_PROGRAM_BYTES)
-    except Mismatch as error:
-        raise ArtifactError(f"{path} is no program: it {error}. Mend it, or save again.") from error
 
 
 def read_tensors(
@@ -358,18 +354,20 @@ def _check_shape(path: Path, name: str, shape: list[int], plan: Plan) -> None:
 @contextlib.contextmanager
 def open_tensors(path: Path, remedy: str = AGAIN) -> Iterator[Any]:
     """Open a safetensors file to read its tensors one by one.  Raises ArtifactError if it is invalid."""
+    with refused(ArtifactError, path, remedy), tensors_in(path) as file:
+        yield file
+
+
+@contextlib.contextmanager
+def tensors_in(path: Path) -> Iterator[Any]:
+    """``open_tensors``, which raises Mismatch."""
     try:
         # A pipe or a device of this name would block, or never end.
         open_regular(path).close()
         with safe_open(path, "pt") as file:
             yield file
-    except (Mismatch, OSError, SafetensorError) as error:
-        wrong = (
-            error
-            if isinstance(error, Mismatch)
-            else f"is damaged or cut short, or no safetensors file: {error}"
-        )
-        raise ArtifactError(f"{path} {wrong}. {remedy}") from error
+    except (OSError, SafetensorError) as error:
+        raise Mismatch(f"is damaged or cut short, or no safetensors file: {error}") from error
 
 
 def _check_sums(directory: Path, rank: int) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from fxpipe.errors import ArtifactError, ScheduleError
 from fxpipe.plan.artifact import Plan
 from fxpipe.schedule.ops import Op, parse_op
-from fxpipe.strict import MEBIBYTE, Mismatch, parse_json, read_text, shown, structure
+from fxpipe.strict import MEBIBYTE, Mismatch, parse_json, read_text, refused, shown, structure
 
 MOST_BYTES = 32 * MEBIBYTE
 
@@ -41,7 +41,7 @@ def read_spans(directory: Path, ranks: int) -> tuple[RankSpans, ...] | None:
 
 
 def _read(file: Path) -> RankSpans:
-    try:
+    with refused(ArtifactError, f"{file} is damaged:", "Record the run again, or remove it."):
         data = parse_json(read_text(file, MOST_BYTES))
         if not isinstance(data, dict):
             raise Mismatch(f"is {shown(data)} and must be an object with spans")
@@ -50,8 +50,6 @@ def _read(file: Path) -> RankSpans:
             # A clock that was set back would turn into negative times in pictures.
             if end < start:
                 raise Mismatch(f"ends at {end}, before it starts, at {start}", f"spans[{k}]")
-    except Mismatch as error:
-        raise ArtifactError(f"{file} is damaged: {error}. Record the run again, or remove it.") from error
     return spans
 
 

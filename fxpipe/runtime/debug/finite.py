@@ -18,7 +18,7 @@ from fxpipe.errors import FxpipeError, RunError, one_of
 from fxpipe.plan.program import records as r
 from fxpipe.plan.program.parse import parse
 from fxpipe.plan.program.performed import text_of
-from fxpipe.runtime.program.batch import batch_leaves
+from fxpipe.runtime.batch.microbatches import batch_leaves
 from fxpipe.runtime.program.load_program import PROGRAM
 from fxpipe.runtime.program.rank import Runtime
 from fxpipe.runtime.torch_private import TorchDispatchMode, no_modes, pytree

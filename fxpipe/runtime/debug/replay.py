@@ -27,7 +27,7 @@ from fxpipe.runtime.debug.recording import (
 from fxpipe.runtime.program.ambient import as_traced
 from fxpipe.runtime.program.load_program import load_program
 from fxpipe.runtime.torch_private import pytree
-from fxpipe.strict import MEBIBYTE, Mismatch, parse_json, read_text, structure
+from fxpipe.strict import MEBIBYTE, Mismatch, parse_json, read_text, refused, structure
 
 _MOST = 256 * MEBIBYTE
 AGAIN = "Record the op again, by record= of pipe.step or pipe.run_local."
@@ -60,13 +60,11 @@ def read_recorded(directory: Path, op: str, rank: int | None) -> tuple[RecordedO
         how = known or f" Record it: pipe.step(batch, record={{{op!r}: {str(directory)!r}}})."
         raise ArtifactError(f"{directory} has no recording of {op}{of}.{suggested(op, ops)}{how}")
     path = file_of(directory, op, ranks[0] if rank is None else rank)
-    try:
-        with open_tensors(path) as file:
-            text = (file.metadata() or {}).get(RECORDED, "")
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+    with open_tensors(path) as file:
+        text = (file.metadata() or {}).get(RECORDED, "")
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+    with refused(ArtifactError, f"{path} is damaged:", AGAIN):
         return structure(parse_json(text), RecordedOp), tensors
-    except Mismatch as error:
-        raise ArtifactError(f"{path} is damaged: {error}. {AGAIN}") from error
 
 
 def replay(

@@ -28,7 +28,7 @@ captured: ContextVar[Captured | None] = ContextVar("captured", default=None)
 
 @contextmanager
 def capturing(capture: Captured) -> Iterator[None]:
-    """In the block a step is captured."""
+    """Capture a step in the block."""
     before = captured.set(capture)
     try:
         yield

@@ -14,11 +14,11 @@ from fxpipe.errors import RunError
 from fxpipe.plan.lanes import LaneGroup
 from fxpipe.plan.step import StepSpec
 from fxpipe.plan.tensors import dtype_of
+from fxpipe.runtime.batch.lengths import Lengths, cut
+from fxpipe.runtime.batch.outputs import Collected
 from fxpipe.runtime.program.comm import Collective, Comm, Layout, Numbers, Pending, Wait, in_layout
-from fxpipe.runtime.program.lengths import Lengths, cut
 from fxpipe.runtime.program.losses import Losses
 from fxpipe.runtime.program.offload import Offloader
-from fxpipe.runtime.program.outputs import Collected
 from fxpipe.runtime.program.random import fold
 from fxpipe.runtime.program.record import Record
 from fxpipe.runtime.torch_private import multiply_each

@@ -19,6 +19,7 @@ from functools import partial
 import torch
 
 from fxpipe.errors import FxpipeError
+from fxpipe.runtime.batch.outputs import Collected
 from fxpipe.runtime.program.accelerator import is_accelerator, synchronize
 from fxpipe.runtime.program.checks import unchecked
 from fxpipe.runtime.program.comm import (
@@ -33,7 +34,6 @@ from fxpipe.runtime.program.comm import (
 )
 from fxpipe.runtime.program.lanes import AloneLane, running
 from fxpipe.runtime.program.losses import Losses
-from fxpipe.runtime.program.outputs import Collected
 from fxpipe.runtime.program.rank import Runtime
 from fxpipe.runtime.program.record import Record
 from fxpipe.runtime.ranks.send_buffers import Sent, SentOnStreams

@@ -126,7 +126,7 @@ class DistributedLanes:
         return begun
 
     def _exchanged(self, parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, dist.Work, torch.Tensor]:
-        """Where the others' parts will be, when the work has ended, and what is sent."""
+        """Tell where the others' parts will be, when the work has ended, and what is sent."""
         gives = [part.nbytes for part in parts]
         takes = [gives[self.index]] * self.number
         received = torch.empty(sum(takes), dtype=torch.uint8, device=self.wire)

@@ -16,12 +16,12 @@ from functools import partial
 import torch
 
 from fxpipe.plan.step import BatchSpec
+from fxpipe.runtime.batch.microbatches import as_dicts, batch_leaves
+from fxpipe.runtime.batch.outputs import Collected
 from fxpipe.runtime.program.accelerator import on_host
-from fxpipe.runtime.program.batch import as_dicts, batch_leaves
 from fxpipe.runtime.program.captured import capturing
 from fxpipe.runtime.program.checks import check_values
 from fxpipe.runtime.program.losses import Losses
-from fxpipe.runtime.program.outputs import Collected
 from fxpipe.runtime.program.random import seed_of, seeded
 from fxpipe.runtime.program.rank import Runtime
 from fxpipe.runtime.program.record import Record
@@ -125,7 +125,7 @@ class CapturedStep:
         self._recorder.replay([seed_of(key(), position) for key, position in self._draws])
 
     def memory(self) -> AbstractContextManager[None]:
-        """In the block ops take the memory of the replays."""
+        """Let ops in the block take the memory of the replays."""
         assert self._recorder is not None
         return self._recorder.memory()
 

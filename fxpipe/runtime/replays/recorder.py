@@ -39,7 +39,7 @@ class DeviceGraph:
 
     @contextmanager
     def memory(self) -> Iterator[None]:
-        """In the block ops take the memory of what is recorded, which is free between replays."""
+        """Let ops in the block take the memory of what is recorded, which is free between replays."""
         # The allocator has the free memory of a pool by stream.
         outside = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(outside)

@@ -67,7 +67,8 @@ def _compile_waiting() -> None:
         done: dict[Any, object] = {loop: _compiled(loop) for loop in _waiting}
         for loop in done:
             names = loop.function.__globals__
-            names.update({name: done[x] for name, x in names.items() if isinstance(x, Loop) and x in done})
+            loops = {name: x for name, x in names.items() if isinstance(x, Loop)}
+            names.update({name: done.get(x, x.compiled) for name, x in loops.items()})
         for loop, function in done.items():
             loop.compiled = function
         _waiting.clear()

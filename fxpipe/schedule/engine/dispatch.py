@@ -11,6 +11,7 @@ and then this F fits, or an earlier F of the same stage gets its B.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
 
 import numpy as np
 
@@ -41,7 +42,7 @@ def dispatch(
     check_one_microbatch_fits(arrays, limits)
     due, bounds, shares = (np.asarray(row, np.float64) for row in (due, limits, lookahead))
     op_ids = np.empty(arrays.sections * arrays.microbatches, np.int64)
-    if not dispatch_ops(arrays.tables, arrays.microbatches, due, bounds, shares, op_ids):
+    if dispatch_ops(arrays.tables, arrays.microbatches, due, bounds, shares, op_ids) == inf:
         raise ScheduleError("no op can run: the edges between the sections form a cycle")
     return Order(arrays, op_ids)
 

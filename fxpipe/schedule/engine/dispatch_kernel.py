@@ -94,28 +94,42 @@ def _half(x):
 
 @compiled
 def dispatch_ops(t, m, due, limits, lookahead, order):
-    """Writes ``order``: see ``dispatch.py``.  False if no op can run, as the needs form a cycle."""
-    sections, ranks = len(t.seconds), len(limits)
+    """``list_ops`` for ``m`` microbatches that are alike, in their order."""
+    op_of, most = np.arange(len(t.section)).reshape((len(t.seconds), m)), np.empty((len(t.hold), m))
+    for stage in range(len(t.hold)):
+        most[stage] = t.hold[stage]
+    return list_ops(t, op_of, most, due, limits, lookahead, order)
+
+
+@compiled
+def list_ops(t, op_of, most, due, limits, lookahead, order):
+    """Writes ``order``: see ``dispatch.py``.  Returns its makespan, infinite if no op can run, as the needs
+    form a cycle.
+
+    Microbatches come in one order on all stages, their *places*: ``op_of[section, place]`` is an op.
+    most: per stage and place the most that a microbatch so far holds there.
+    """
+    (sections, m), ranks = op_of.shape, len(limits)
     # The same instant, reached by sums over different paths, differs by rounding.
     epsilon = 0.0
     for seconds in t.seconds:
         epsilon += 1e-9 * seconds
-    missing = np.empty(sections * m, np.int64)
-    for op in range(sections * m):
+    missing = np.empty(op_of.size, np.int64)
+    for op in range(op_of.size):
         # A counter of missing inputs: the last one that comes makes the op ready, without a look at the
         # others.
         missing[op] = t.need_at[t.section[op] + 1] - t.need_at[t.section[op]]
-    arrival = np.zeros(sections * m)
-    following = np.zeros(sections, np.int64)  # the next microbatch of each
+    arrival = np.zeros(op_of.size)
+    following = np.zeros(sections, np.int64)  # the next place of each
     live, free = np.zeros(ranks), np.zeros(ranks)
-    used = np.zeros(len(t.hold))  # between F and B, per stage
+    used = np.zeros(len(most))  # between F and B, per stage
     filled = np.empty(ranks, np.int64)  # where each rank's next op goes
     for rank in range(ranks):
         filled[rank] = 3 * m * t.placed_at[rank]
     wakes = np.zeros(ranks)  # when each rank may next be able to go on
     ready, coming = np.empty(sections, np.int64), np.empty(sections, np.int64)
     comes = np.empty(sections)  # when each op of ``coming`` arrives
-    now, waits, left = 0.0, True, sections * m
+    now, waits, left = 0.0, True, op_of.size
     while left:
         # A scan instead of a heap: wakes of one rank change often, and there are few ranks.
         rank = 0
@@ -125,7 +139,7 @@ def dispatch_ops(t, m, due, limits, lookahead, order):
         if wakes[rank] == inf:
             # All ranks wait for ops that are due earlier and have no memory: start those that have.
             if not waits:
-                return False
+                return inf
             waits = False
             for other in range(ranks):
                 wakes[other] = max(now, free[other])
@@ -135,16 +149,18 @@ def dispatch_ops(t, m, due, limits, lookahead, order):
         for at in range(t.placed_at[rank], t.placed_at[rank + 1]):
             for kind in range(3):
                 section = 3 * t.placed[at] + kind
-                j = following[section]
+                place = following[section]
                 # A W whose B has not run is not looked out for: nothing is kept free for it.
-                if j >= m or (kind == 2 and following[section - 1] <= j):
+                if place >= m or (kind == 2 and following[section - 1] <= place):
                     continue
-                op = section * m + j
+                op = op_of[section, place]
                 if missing[op]:
                     # Its arrival is not known yet; ``lead`` bounds it from below.
-                    coming[later], comes[later] = op, now + t.lead[section]
+                    coming[later], comes[later] = op, now + t.lead[t.section[op]]
                     later += 1
-                elif kind == 0 and not _has_memory(t, rank, at, live[rank], used, limits[rank] * (1 + 1e-9)):
+                elif kind == 0 and not _has_memory(
+                    t, rank, at, place, t.hold[t.section[op] // 3], most, live[rank], used, limits[rank]
+                ):
                     continue
                 elif arrival[op] > now + epsilon:
                     # It is known to come: it may be worth to keep the rank free for it.
@@ -176,23 +192,24 @@ def dispatch_ops(t, m, due, limits, lookahead, order):
             # The next known arrival wakes it; one that is not known yet does so when it becomes known, below.
             wakes[rank] = soon
             continue
-        section = t.section[chosen]
+        row = t.section[chosen]
+        at, section = row // 3, row % sections
         stage, kind = section // 3, section % 3
         following[section] += 1
         order[filled[rank]] = chosen
         filled[rank] += 1
-        end = free[rank] = now + t.seconds[section]
+        end = free[rank] = now + t.seconds[row]
         if kind == 0:
-            live[rank] += t.hold[stage]
-            used[stage] += t.hold[stage]
+            live[rank] += t.hold[at]
+            used[stage] += t.hold[at]
         elif kind == 1:
             # From here on only what W reads is left.
-            live[rank] -= t.hold[stage] - t.hold_for_w[stage]
-            used[stage] -= t.hold[stage]
+            live[rank] -= t.hold[at] - t.hold_for_w[at]
+            used[stage] -= t.hold[at]
         else:
-            live[rank] -= t.hold_for_w[stage]
+            live[rank] -= t.hold_for_w[at]
         wakes[rank] = end
-        for k in range(t.feed_at[section], t.feed_at[section + 1]):
+        for k in range(t.feed_at[row], t.feed_at[row + 1]):
             op = chosen + t.feed_step[k]
             missing[op] -= 1
             arrival[op] = max(arrival[op], end + t.feed_delay[k])
@@ -203,13 +220,13 @@ def dispatch_ops(t, m, due, limits, lookahead, order):
         left -= 1
         # An op ran, so values may arrive that let the others keep to their due dates again.
         waits = True
-    return True
+    return free.max()
 
 
 @compiled
-def _has_memory(t, rank, at, live, used, limit):
+def _has_memory(t, rank, at, place, hold, most, live, used, limit):
     """Whether an F of the stage ``placed[at]`` may start: see :mod:`fxpipe.schedule.engine.dispatch`."""
-    hold = t.hold[t.placed[at]]
+    limit = limit * (1 + 1e-9)
     # What is live includes what waits for W alone, which ``used`` does not.
     if live + hold > limit:
         return False
@@ -217,10 +234,10 @@ def _has_memory(t, rank, at, live, used, limit):
     for k in range(t.placed_at[rank], at + 1):
         reserved += used[t.placed[k]]
     for k in range(at + 1, t.placed_at[rank + 1]):
-        most = t.hold[t.placed[k]]
-        if reserved + most > limit:
+        high = most[t.placed[k], place]
+        if reserved + high > limit:
             return False
         # Later stages must be able to finish a microbatch, else their B, which this F's B waits for, may
         # never come.
-        reserved += max(used[t.placed[k]], most)
+        reserved += max(used[t.placed[k]], high)
     return True

@@ -40,7 +40,7 @@ def fill_ops(t, m, fb_order, fb_order_at, chunks, gap):
             op = fb_order[following[rank]]
             # Only an F takes memory; a B gives its own back in part.
             full = t.section[op] % 3 == 0 and live[rank] == chunks
-            ready = _arrival(t, end, op, m)
+            ready = _arrival(t, end, op)
             if ready <= now + epsilon and not full:
                 # F and B come before W: others wait for them, and for no W.
                 following[rank] += 1
@@ -49,7 +49,7 @@ def fill_ops(t, m, fb_order, fb_order_at, chunks, gap):
             op = pending[begin + ran[rank]]
             seconds = t.seconds[t.section[op]]
             # The W at the head alone: they stand in the order of their B, whose inputs came in that order.
-            if _arrival(t, end, op, m) <= now + epsilon:
+            if _arrival(t, end, op) <= now + epsilon:
                 # A full rank has to run a W, however long the bubble is.
                 suits = full or gap == 0 or now + seconds <= ready + epsilon
                 if gap == 2 and not suits:
@@ -67,7 +67,7 @@ def fill_ops(t, m, fb_order, fb_order_at, chunks, gap):
             continue
         section = t.section[chosen]
         kind = section % 3
-        start = max(now, free[rank], _arrival(t, end, chosen, m))
+        start = max(now, free[rank], _arrival(t, end, chosen))
         if filled[rank] > begin:
             # The fill before a rank's first op counts for nobody.
             idle[rank] += start - free[rank]
@@ -93,7 +93,7 @@ def fill_ops(t, m, fb_order, fb_order_at, chunks, gap):
 
 
 @compiled
-def _arrival(t, end, op, m):
+def _arrival(t, end, op):
     """The arrival of the last of the op's inputs on its rank; infinite while one has not been computed."""
     section, arrival = t.section[op], 0.0
     for k in range(t.need_at[section], t.need_at[section + 1]):

@@ -95,7 +95,7 @@ def _fresh(t, m, ranks):
 
 
 @compiled
-def _arrival(t, s, m, op):
+def _arrival(t, s, op):
     section, arrival = t.section[op], 0.0
     for k in range(t.need_at[section], t.need_at[section + 1]):
         arrival = max(arrival, s.end[op + t.need_step[k]] + t.need_delay[k])
@@ -107,7 +107,7 @@ def _put(t, s, m, op):
     """Append an op to its rank's order."""
     section = t.section[op]
     rank, stage, kind = t.rank[section], section // 3, section % 3
-    start = max(s.clock[rank], _arrival(t, s, m, op))
+    start = max(s.clock[rank], _arrival(t, s, op))
     # Before its first op a rank waits in any schedule, so this counts for nobody.
     if s.filled[rank] > 3 * m * t.placed_at[rank]:
         s.idle[rank] += start - s.clock[rank]
@@ -209,7 +209,7 @@ def zero_bubble_ops(t, m, limits, overshoot, prioritize, greedy):
             for stage in range(p - 1):
                 # The next stage has an F to go on with, so this one may leave one out.
                 if f[stage] < m and f[stage] - f[stage + 1] >= 2:
-                    wants[stage] = _wants_forward(t, s, m, limits, stage, f[stage], b[stage])
+                    wants[stage] = _wants_forward(t, s, m, limits, stage, f[stage])
             for stage in range(p - 2, -1, -1):
                 # Without an F for the next stage, the memory of this one's would wait.
                 wants[stage] = min(wants[stage], wants[stage + 1])
@@ -247,7 +247,7 @@ def _delay(t, section):
 
 @compiled
 def _fill_before(t, s, m, rank, op, greedy):
-    arrival = _arrival(t, s, m, op)
+    arrival = _arrival(t, s, op)
     _fill_whole(t, s, m, rank, arrival)
     gap = arrival - s.clock[rank]
     # The rank that idles the most sets the time, so others may idle as long for free.
@@ -256,7 +256,7 @@ def _fill_before(t, s, m, rank, op, greedy):
 
 
 @compiled
-def _wants_forward(t, s, m, limits, stage, f, b):
+def _wants_forward(t, s, m, limits, stage, f):
     """Whether the stage runs an F before its next B (1 or 0)."""
     following, clock = stage + 1, s.clock[stage]
     arrival = (
@@ -275,7 +275,7 @@ def _wants_forward(t, s, m, limits, stage, f, b):
         end += t.seconds[3 * stage + 2]
         live -= t.hold_for_w[stage]
         at += 1
-    end = max(end, _arrival(t, s, m, 3 * stage * m + f)) + t.seconds[3 * stage]
+    end = max(end, _arrival(t, s, 3 * stage * m + f)) + t.seconds[3 * stage]
     # It ends in the gap before B, so it delays nothing.
     if end <= arrival:
         return 1
@@ -311,7 +311,7 @@ def zero_bubble_v_ops(t, m, limits, fill_forward, fill_backward, allowed):
         _forward(t, s, m, f, 0, rank)
     _forward(t, s, m, f, 1, p - 1)
     for rank in range(p - 2, -1, -1):
-        arrival = _arrival(t, s, m, 3 * _stage(p, 1, rank) * m)
+        arrival = _arrival(t, s, 3 * _stage(p, 1, rank) * m)
         while (
             f[0, rank] < m
             and s.live[rank] + t.hold[rank] * (2 + 2 * rank) <= limits[rank] * (1 + 1e-9)
@@ -344,7 +344,7 @@ def zero_bubble_v_ops(t, m, limits, fill_forward, fill_backward, allowed):
                 continue
             op = (3 * _stage(p, chunk, rank) + 1) * m + b[chunk, rank]
             # Its own F or its gradient is not there yet and comes later in this pattern: it blocks.
-            if s.end[op - m] == inf or _arrival(t, s, m, op) == inf:
+            if s.end[op - m] == inf or _arrival(t, s, op) == inf:
                 return none, s.idle
             _fill_v(t, s, m, rank, op, chunk == 0 or fill_backward, allowed)
             _put(t, s, m, op)
@@ -361,9 +361,7 @@ def zero_bubble_v_ops(t, m, limits, fill_forward, fill_backward, allowed):
             else:
                 continue
             op = 3 * _stage(p, chunk, rank) * m + f[chunk, rank]
-            if _arrival(t, s, m, op) == inf or not _free_memory(
-                t, s, m, rank, _stage(p, chunk, rank), limits
-            ):
+            if _arrival(t, s, op) == inf or not _free_memory(t, s, m, rank, _stage(p, chunk, rank), limits):
                 return none, s.idle
             _fill_v(t, s, m, rank, op, fill_forward, allowed)
             _put(t, s, m, op)
@@ -377,7 +375,7 @@ def zero_bubble_v_ops(t, m, limits, fill_forward, fill_backward, allowed):
 
 @compiled
 def _fill_v(t, s, m, rank, op, partial, allowed):
-    arrival = _arrival(t, s, m, op)
+    arrival = _arrival(t, s, op)
     _fill_whole(t, s, m, rank, arrival)
     if partial and _has_weight(s, rank):
         # It may idle as long as any rank does in this run, or as it had left in the run before.

@@ -67,8 +67,8 @@ class Family:
 
 
 def gpipe(problem: Problem) -> RankOps:
-    """On one rank alone, which has no bubble, in the largest groups of microbatches that keep the limit, one
-    after the other: each group gathers parameters once that replicas divide."""
+    """Run on one rank alone, which has no bubble, in the largest groups of microbatches that keep the limit,
+    one after the other: each group gathers parameters once that replicas divide."""
     m = problem.microbatches
 
     def in_groups(size: int) -> RankOps:

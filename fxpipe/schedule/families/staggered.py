@@ -25,7 +25,7 @@ SHARE = 0.9
 
 
 def staggered(problem: Problem) -> RankOps:
-    """Of the two orders the one with the smaller product of time and memory with half of it offloaded."""
+    """Take of two orders the one with the smaller product of time and memory with half of it offloaded."""
     stages, early = problem.ranks * problem.stages_per_rank, problem.ranks * (problem.stages_per_rank // 2)
     late_alone = _within_mean(problem, range(early, stages))
     if problem.costs.link is None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from fxpipe.errors import ScheduleError
 from fxpipe.schedule.check import check_costs
 from fxpipe.schedule.costs import Costs, chain
-from fxpipe.strict import MEBIBYTE, Mismatch, parse_json, read_text, structure
+from fxpipe.strict import MEBIBYTE, parse_json, read_text, refused, structure
 
 MOST_BYTES = 8 * MEBIBYTE
 
@@ -31,15 +31,11 @@ def read_costs(path: Path, seconds: float = 0.0, inter_seconds: float | None = N
         edges.
     Raises ScheduleError, naming the file and the field, if the file holds no valid costs.
     """
-    try:
+    with refused(ScheduleError, f"{path} holds no valid costs:", "docs/simulate.md describes the fields."):
         data = parse_json(read_text(path, MOST_BYTES))
         is_chain = isinstance(data, dict) and "edges" not in data
         costs = structure({**data, "edges": []} if is_chain else data, Costs)
         if is_chain:
             costs = replace(costs, edges=chain(costs.stages, seconds, 0.0, inter_seconds).edges)
         check_costs(costs)
-    except Mismatch as error:
-        raise ScheduleError(
-            f"{path} holds no valid costs: {error}. docs/simulate.md describes the fields."
-        ) from error
     return costs

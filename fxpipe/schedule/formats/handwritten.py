@@ -20,7 +20,7 @@ from fxpipe.errors import ScheduleError
 from fxpipe.schedule.check import check
 from fxpipe.schedule.formats.torch_csv import csv_text, looks_like_csv, parse_csv
 from fxpipe.schedule.ops import RankOps, Schedule, order_text, parse_order
-from fxpipe.strict import MEBIBYTE, Mismatch, read_text
+from fxpipe.strict import MEBIBYTE, read_text, refused
 
 MOST_BYTES = 16 * MEBIBYTE
 
@@ -38,12 +38,8 @@ def read_schedule(path: Path | str) -> Schedule:
     Raises ScheduleError if the file cannot be read, or as :func:`parse_schedule` does.
     """
     path = Path(path)
-    try:
+    with refused(ScheduleError, f"schedule file {path}", "docs/simulate.md describes the two formats."):
         text = read_text(path, MOST_BYTES)
-    except Mismatch as error:
-        raise ScheduleError(
-            f"schedule file {path} {error}. docs/simulate.md describes the two formats."
-        ) from error
     try:
         return parse_schedule(text, path.stem)
     except ScheduleError as error:

@@ -53,33 +53,37 @@ class Collective:
 
 
 @dataclass(frozen=True, slots=True)
-class StartCollective:
+class _Told:
+    """An instruction with its ``text`` for messages and golden files, in which ``{0}`` is the instruction."""
+
+    text: ClassVar[str]
+
+    def __str__(self) -> str:
+        return self.text.format(self)
+
+
+@dataclass(frozen=True, slots=True)
+class StartCollective(_Told):
     """Join a collective; does not block."""
 
     collective: Collective
     microbatch: int
-
-    def __str__(self) -> str:
-        return f"join {self.collective}, microbatch {self.microbatch}"
+    text = "join {0.collective}, microbatch {0.microbatch}"
 
 
 @dataclass(frozen=True, slots=True)
-class WaitCollective:
+class WaitCollective(_Told):
     """Block until a collective has delivered its values."""
 
     collective: Collective
     microbatch: int
-
-    def __str__(self) -> str:
-        return f"collect {self.collective}, microbatch {self.microbatch}"
+    text = "collect {0.collective}, microbatch {0.microbatch}"
 
 
 @dataclass(frozen=True, slots=True)
-class Compute:
+class Compute(_Told):
     op: Op
-
-    def __str__(self) -> str:
-        return f"compute {self.op}"
+    text = "compute {0.op}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,138 +100,125 @@ class Message:
 
 
 @dataclass(frozen=True, slots=True)
-class _OnChannel:
+class _OnChannel(_Told):
     """An instruction on ``messages`` of one channel, in its order."""
 
     messages: tuple[Message, ...]
-    verb: ClassVar[str]
 
-    def __str__(self) -> str:
-        return f"{self.verb} {' and '.join(map(str, self.messages))}"
+    @property
+    def named(self) -> str:
+        return " and ".join(map(str, self.messages))
 
 
 @dataclass(frozen=True, slots=True)
 class PostRecv(_OnChannel):
     """Allocate the buffers of messages and start to receive them, as one operation; does not block."""
 
-    verb = "post"
+    text = "post {0.named}"
 
 
 @dataclass(frozen=True, slots=True)
 class Wait(_OnChannel):
     """Block until the messages of a post have arrived."""
 
-    verb = "wait"
+    text = "wait {0.named}"
 
 
 @dataclass(frozen=True, slots=True)
 class Send(_OnChannel):
     """Start to send messages, as one operation; does not block."""
 
-    verb = "send"
+    text = "send {0.named}"
 
 
 @dataclass(frozen=True, slots=True)
-class StartTransfer:
+class StartTransfer(_Told):
     """Start to offload or reload an activation; does not block."""
 
     transfer: Transfer
-
-    def __str__(self) -> str:
-        return f"begin {self.transfer}"
+    text = "begin {0.transfer}"
 
 
 @dataclass(frozen=True, slots=True)
-class WaitTransfer:
+class WaitTransfer(_Told):
     """Block until an activation is offloaded and its memory free, or reloaded and ready for use."""
 
     transfer: Transfer
-
-    def __str__(self) -> str:
-        return f"end {self.transfer}"
+    text = "end {0.transfer}"
 
 
 @dataclass(frozen=True, slots=True)
-class _OfBucket:
+class _OfBucket(_Told):
     """An instruction on the bucket of gradients and their parameters that has the number ``bucket``."""
 
     bucket: int
-    verb: ClassVar[str]
-
-    def __str__(self) -> str:
-        return f"{self.verb} bucket {self.bucket}"
 
 
 @dataclass(frozen=True, slots=True)
 class GatherParameters(_OfBucket):
     """Start to get the rows of a bucket's parameters that other replicas have updated; does not block."""
 
-    verb = "gather the parameters of"
+    text = "gather the parameters of bucket {0.bucket}"
 
 
 @dataclass(frozen=True, slots=True)
 class WaitParameters(_OfBucket):
     """Block until all rows of a bucket's parameters are there."""
 
-    verb = "wait for the parameters of"
+    text = "wait for the parameters of bucket {0.bucket}"
 
 
 @dataclass(frozen=True, slots=True)
 class FreeParameters(_OfBucket):
     """Free the rows of a bucket's parameters that other replicas own."""
 
-    verb = "free the parameters of"
+    text = "free the parameters of bucket {0.bucket}"
 
 
 @dataclass(frozen=True, slots=True)
 class SumOverLanes(_OfBucket):
     """Sum a bucket of gradients over the lanes, as ops between lanes do."""
 
-    verb = "sum over the lanes"
+    text = "sum over the lanes bucket {0.bucket}"
 
 
 @dataclass(frozen=True, slots=True)
 class ReduceGradients(_OfBucket):
     """Start to sum a bucket of gradients over the replicas; does not block."""
 
-    verb = "sum over the replicas"
+    text = "sum over the replicas bucket {0.bucket}"
 
 
 @dataclass(frozen=True, slots=True)
-class WaitGradients:
+class WaitGradients(_Told):
     """Wait for the sums over the replicas."""
 
-    def __str__(self) -> str:
-        return "wait for the sums over the replicas"
+    text = "wait for the sums over the replicas"
 
 
 @dataclass(frozen=True, slots=True)
-class Validate:
+class Validate(_Told):
     """Wait until all ranks know whether the last update of the parameters stands.  If it does not, it is
     undone, and the rank begins its program again."""
 
-    def __str__(self) -> str:
-        return "wait for the verdict on the last update"
+    text = "wait for the verdict on the last update"
 
 
 @dataclass(frozen=True, slots=True)
-class AllReduceGradient:
+class AllReduceGradient(_Told):
     """Sum the gradient of a parameter that several ranks hold; the first of ``ranks`` receives the others'
     and sends them the sum."""
 
     name: str
     ranks: tuple[int, ...]
-
-    def __str__(self) -> str:
-        return f"all-reduce the gradient of {self.name}"
+    text = "all-reduce the gradient of {0.name}"
 
 
 @dataclass(frozen=True, slots=True)
-class DivideGradients:
+class DivideGradients(_Told):
     """Wait until all messages are sent; then divide the gradients by the count of the batch."""
 
-    def __str__(self) -> str:
-        return "divide the gradients"
+    text = "divide the gradients"
 
 
 Local = Compute | StartTransfer | WaitTransfer
@@ -244,5 +235,5 @@ Programs = tuple[tuple[Instruction, ...], ...]
 
 
 def number_at_head(instructions: Sequence[Instruction]) -> int:
-    """Of the gathers with which a step begins, before its functions."""
+    """Count the gathers with which a step begins, before its functions."""
     return next((k for k, i in enumerate(instructions) if not isinstance(i, GatherParameters)), 0)

@@ -98,7 +98,8 @@ class Uneven:
             return Span(op, float(ends[ids[0]] - self.arrays.seconds[ids[0]]), float(ends[ids[-1]]))
 
         spans = tuple(tuple(map(span, rank_ops)) for rank_ops in schedule.order)
-        return Timeline(schedule, costs, spans, of_each=self.costs)
+        none = ((),) * schedule.ranks
+        return Timeline(schedule, costs, spans, none, (0.0,) * schedule.ranks, none, none, self.costs)
 
     def peaks(self, ops: RankOps) -> list[float]:
         """Per rank the most memory that activations take."""
@@ -113,11 +114,9 @@ class Uneven:
         best = np.empty(self.arrays.sections, np.int64)
         period = np.array([arrays.period for arrays in self.each])
         time = climb(
-            self.arrays.tables,
+            self.arrays.tables._replace(placed_at=first.tables.placed_at, placed=first.tables.placed),
             first.stages,
             m,
-            np.cumsum([0, *map(len, first.placed)]),
-            np.array([stage for stages in first.placed for stage in stages]),
             np.concatenate([start_alone(arrays) for arrays in self.each]),
             period,
             self._starts(period),

@@ -12,6 +12,7 @@ from math import inf
 import numpy as np
 
 from fxpipe.schedule.engine.compiled import compiled
+from fxpipe.schedule.engine.dispatch_kernel import list_ops
 
 #: The numbers of a timetable: how far F, B and W look ahead, how long W is put off, the pace of the
 #: microbatches, and how many of the last W stand behind all else.
@@ -22,10 +23,11 @@ _OFF = 4.0  # periods by which a W is put off at most
 
 
 @compiled
-def climb(t, stages, m, placed_at, placed, alone, period, starts, moves, limits, good, rounds, seed, best):
+def climb(t, stages, m, alone, period, starts, moves, limits, good, rounds, seed, best):
     """Write to ``best`` the fastest order of so many timetables; return its makespan, infinite if none is
     possible.
 
+    t: the tables of all microbatches, with the stages of one on each rank.
     alone: per op its start where its microbatch runs alone.  period: per microbatch the work of the busiest
     rank.  starts: orders of the microbatches to begin with, one a row.  moves: whether others are tried.
     good: the makespan at which the search ends.
@@ -55,7 +57,7 @@ def climb(t, stages, m, placed_at, placed, alone, period, starts, moves, limits,
         else:
             _move(other, m)
         _write_due_dates(stages, m, alone, period, other, y, len(limits), due)
-        time = list_ops(t, stages, m, placed_at, placed, other, due, limits, y, order)
+        time = _list_in(t, stages, other, due, limits, y, order)
         # Equals are taken too, as a way on; the order is kept where it is faster by more than rounding.
         if time <= value:
             if time < value * (1 - 1e-9):
@@ -101,132 +103,19 @@ def _write_due_dates(stages, m, alone, period, perm, y, ranks, due):
 
 
 @compiled
-def list_ops(t, stages, m, placed_at, placed, perm, due, limits, y, order):
-    """Write ``order`` by list scheduling under memory limits, as ``dispatch_ops`` does; return the makespan,
-    infinite where the ops block each other.
-
-    t: the tables of all microbatches.  Of rank r are the stages ``placed[placed_at[r]:placed_at[r + 1]]`` of
-    each microbatch.
-    """
-    ranks, ops, epsilon = len(limits), len(t.seconds), 0.0
-    for seconds in t.seconds:
-        epsilon += 1e-9 * seconds
-    missing, arrival = np.empty(ops, np.int64), np.zeros(ops)
-    for op in range(ops):
-        missing[op] = t.need_at[op + 1] - t.need_at[op]
-    # Per stage and place the most that a microbatch so far holds there, for later stages that must finish it.
-    most = np.empty((stages, m))
+def _list_in(t, stages, perm, due, limits, y, order):
+    """Write the order in which microbatches come as in ``perm``; return its makespan."""
+    m = len(perm)
+    op_of, most = np.empty((3 * stages, m), np.int64), np.empty((stages, m))
+    for section in range(3 * stages):
+        for place in range(m):
+            op_of[section, place] = 3 * stages * perm[place] + section
+    # What a microbatch so far holds at most in later stages, which must be able to finish it.
     for stage in range(stages):
         high = 0.0
         for place in range(m):
             high = max(high, t.hold[perm[place] * stages + stage])
             most[stage, place] = high
-    following = np.zeros(3 * stages, np.int64)  # the next place of each section
-    live, free, used = np.zeros(ranks), np.zeros(ranks), np.zeros(stages)
-    wakes, filled = np.zeros(ranks), np.empty(ranks, np.int64)
-    for rank in range(ranks):
-        filled[rank] = 3 * m * placed_at[rank]
-    ready, coming, comes = (
-        np.empty(3 * stages, np.int64),
-        np.empty(3 * stages, np.int64),
-        np.empty(3 * stages),
-    )
-    now, waits, left = 0.0, True, ops
-    while left:
-        rank = 0
-        for other in range(1, ranks):
-            if wakes[other] < wakes[rank]:
-                rank = other
-        if wakes[rank] == inf:
-            # All ranks wait for ops that are due earlier and have no memory: start those that have.
-            if not waits:
-                return inf
-            waits = False
-            for other in range(ranks):
-                wakes[other] = max(now, free[other])
-            continue
-        now, wakes[rank] = wakes[rank], inf
-        count, later, soon = 0, 0, inf
-        for at in range(placed_at[rank], placed_at[rank + 1]):
-            for kind in range(3):
-                section = 3 * placed[at] + kind
-                place = following[section]
-                if place >= m or (kind == 2 and following[section - 1] <= place):
-                    continue
-                op = 3 * stages * perm[place] + section
-                if missing[op]:
-                    coming[later], comes[later] = op, now + t.lead[op]
-                    later += 1
-                elif kind == 0 and not _has_memory(
-                    placed_at, placed, rank, at, place, t.hold[op // 3], most, live[rank], used, limits[rank]
-                ):
-                    continue
-                elif arrival[op] > now + epsilon:
-                    coming[later], comes[later] = op, arrival[op]
-                    later += 1
-                    soon = min(soon, arrival[op])
-                else:
-                    ready[count] = op
-                    count += 1
-        chosen = -1
-        while count and chosen < 0:
-            least = 0
-            for i in range(1, count):
-                if due[ready[i]] < due[ready[least]]:
-                    least = i
-            op = ready[least]
-            count -= 1
-            ready[least] = ready[count]
-            # With 1.001 a rank waits for what arrives later than the end of an op, as far as is known.
-            ahead = 1.001 * y[F] if op % 3 == 0 else 0.7 * y[op % 3]
-            until = now + t.seconds[op] * ahead - epsilon
-            chosen = op
-            if waits:
-                for i in range(later):
-                    if comes[i] < until and due[coming[i]] < due[op]:
-                        chosen = -1
-                        break
-        if chosen < 0:
-            wakes[rank] = soon
-            continue
-        at, stage, kind = chosen // 3, (chosen // 3) % stages, chosen % 3
-        following[3 * stage + kind] += 1
-        order[filled[rank]] = chosen
-        filled[rank] += 1
-        end = free[rank] = now + t.seconds[chosen]
-        if kind == 0:
-            live[rank] += t.hold[at]
-            used[stage] += t.hold[at]
-        elif kind == 1:
-            live[rank] -= t.hold[at] - t.hold_for_w[at]
-            used[stage] -= t.hold[at]
-        else:
-            live[rank] -= t.hold_for_w[at]
-        wakes[rank] = end
-        for k in range(t.feed_at[chosen], t.feed_at[chosen + 1]):
-            op = chosen + t.feed_step[k]
-            missing[op] -= 1
-            arrival[op] = max(arrival[op], end + t.feed_delay[k])
-            other = t.feed_rank[k]
-            if other != rank and not missing[op] and free[other] <= now + epsilon:
-                wakes[other] = min(wakes[other], arrival[op])
-        left -= 1
-        waits = True
-    return free.max()
-
-
-@compiled
-def _has_memory(placed_at, placed, rank, at, place, hold, most, live, used, limit):
-    """Whether an F of the stage ``placed[at]`` may start: see :mod:`fxpipe.schedule.engine.dispatch`."""
-    limit = limit * (1 + 1e-9)
-    if live + hold > limit:
-        return False
-    reserved = hold
-    for k in range(placed_at[rank], at + 1):
-        reserved += used[placed[k]]
-    for k in range(at + 1, placed_at[rank + 1]):
-        high = most[placed[k], place]
-        if reserved + high > limit:
-            return False
-        reserved += max(used[placed[k]], high)
-    return True
+    # With 1.001 a rank waits for what arrives later than the end of an op, as far as is known.
+    lookahead = np.array((1.001 * y[F], 0.7 * y[B], 0.7 * y[W]))
+    return list_ops(t, op_of, most, due, limits, lookahead, order)

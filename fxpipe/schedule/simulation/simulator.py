@@ -95,8 +95,9 @@ class StepRun:
         for span in (span for queue in self.carried for span in queue):
             carried[self.schedule.placement[span.transfer.stage]].append(span)
         exchanges = tuple(tuple(exchange.spans) for exchange in self.exchanges)
+        lanes = tuple(map(tuple, self.lanes.spans))
         transfers = tuple(map(tuple, carried))
-        return Timeline(self.schedule, self.costs, spans, transfers, tuple(self.stalled), exchanges)
+        return Timeline(self.schedule, self.costs, spans, transfers, tuple(self.stalled), exchanges, lanes)
 
     def _advance(self, actor: int) -> int | None:
         ranks = self.schedule.ranks
@@ -192,22 +193,24 @@ class StepRun:
 
 class _LaneLinks:
     """The links between the lanes of each rank.  ``queued``: the seconds for which what a value's section
-    gives to be exchanged waits for exchanges before it."""
+    gives to be exchanged waits for exchanges before it.  ``spans``: those so far, of each rank."""
 
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
         self.queued: dict[int, float] = {}
+        self.spans: list[list[ExchangeSpan]] = [[] for _ in schedule.order]
         self._microbatches = schedule.microbatches
-        self._free = [0.0] * schedule.ranks
         self._seconds = between_lanes(costs)
 
     def exchange(self, rank: int, section: int, microbatch: int, end: float) -> None:
         """Exchange what a section that has ended gives to the next one."""
         if section not in self._seconds:
             return
-        start = max(end, self._free[rank])
+        spans = self.spans[rank]
+        start = max(end, spans[-1].end) if spans else end
         if start > end:
             self.queued[section * self._microbatches + microbatch] = start - end
-        self._free[rank] = start + self._seconds[section]
+        stage = section // SECTIONS_PER_STAGE
+        spans.append(ExchangeSpan("lanes", stage, start, start + self._seconds[section]))
 
 
 class _Exchanges:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from fxpipe.schedule.bound import lower_bound, lower_bound_of_each
 from fxpipe.schedule.costs import Costs
-from fxpipe.schedule.dependencies import SECTIONS_PER_STAGE, between_lanes, needs, sections
+from fxpipe.schedule.dependencies import SECTIONS_PER_STAGE, needs, sections
 from fxpipe.schedule.ops import Direction, Op, OpKind, Schedule, Transfer
 from fxpipe.schedule.simulation.memory import memory_changes
 from fxpipe.schedule.simulation.transfers import offload_bytes
@@ -51,15 +51,17 @@ class Timeline:
 
     ``of_each``: the costs of each microbatch, where they differ; then ``costs`` are those of the example.
     ``transfers``: the offloads and reloads of each rank.  ``stalled``: per rank the seconds in which its next
-    op waited for a transfer alone.  ``exchanges``: with the other replicas, of each rank.
+    op waited for a transfer alone.  ``exchanges``: with the other replicas, of each rank; ``lane_exchanges``:
+    between its lanes, beside ops.
     """
 
     schedule: Schedule
     costs: Costs
     spans: tuple[tuple[Span, ...], ...]
-    transfers: tuple[tuple[TransferSpan, ...], ...] = ()
-    stalled: tuple[float, ...] = ()
-    exchanges: tuple[tuple[ExchangeSpan, ...], ...] = ()
+    transfers: tuple[tuple[TransferSpan, ...], ...]
+    stalled: tuple[float, ...]
+    exchanges: tuple[tuple[ExchangeSpan, ...], ...]
+    lane_exchanges: tuple[tuple[ExchangeSpan, ...], ...]
     of_each: tuple[Costs, ...] = ()
 
     def __repr__(self) -> str:
@@ -88,21 +90,6 @@ class Timeline:
         return max(
             0.0, max((rank_spans[-1].end for rank_spans in self.exchanges if rank_spans), default=0.0) - ops
         )
-
-    @cached_property
-    def lane_exchanges(self) -> tuple[tuple[ExchangeSpan, ...], ...]:
-        """The exchanges between the lanes of each rank that run beside ops, one after the other."""
-        seconds, sections_of = between_lanes(self.costs), sections(self.schedule.stages)
-        of_ranks = []
-        for rank_spans in self.spans if seconds else ():
-            spans, free = list[ExchangeSpan](), 0.0
-            for op, _, end in rank_spans:
-                for section in sections_of[op.kind][op.stage]:
-                    if section in seconds:
-                        start, free = max(end, free), max(end, free) + seconds[section]
-                        spans.append(ExchangeSpan("lanes", op.stage, start, free))
-            of_ranks.append(tuple(spans))
-        return tuple(of_ranks)
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
@@ -205,7 +192,7 @@ class Timeline:
 
     @cached_property
     def _changes(self) -> list[_Changes]:
-        """Those of each microbatch, one for all where they are alike."""
+        """The changes of each microbatch, one for all where they are alike."""
         placement, run = self.schedule.placement, sections(self.schedule.stages)
         changes: list[_Changes] = []
         for costs in self.of_each or (self.costs,):
@@ -227,7 +214,7 @@ class Timeline:
         # When all offloads that are waited for after an op have ended.
         waited = [span.end for span in self.spans[rank]]
         freed, reloaded = ([list[float]() for _ in waited] for _ in range(2))
-        for transfer, _, end in self.transfers[rank] if self.transfers else ():
+        for transfer, _, end in self.transfers[rank]:
             size = offload_bytes(self.costs.stages[transfer.stage], transfer.user)
             if transfer.direction is Direction.OUT:
                 waited[transfer.end - 1] = max(waited[transfer.end - 1], end)

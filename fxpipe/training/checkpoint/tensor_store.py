@@ -11,22 +11,21 @@ import dataclasses
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
-from operator import add
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError, safe_open
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from fxpipe.plan.saved.files import tensors_in
 from fxpipe.plan.spans import Spans, slices_of
-from fxpipe.strict import Mismatch, open_regular, parse_json, shown
+from fxpipe.strict import Mismatch, parse_json, shown
+from fxpipe.training.weights.area import Area, unlike_whole
 
 
 @dataclass(frozen=True)
@@ -40,21 +39,10 @@ class Part:
 
 @dataclass(frozen=True)
 class Chunk:
-    """The part of a tensor in one file: of ``shape``, from ``begin`` on."""
+    """The part of a tensor in one file."""
 
     file: Path
-    begin: tuple[int, ...]
-    shape: tuple[int, ...]
-
-    @property
-    def end(self) -> tuple[int, ...]:
-        return tuple(map(add, self.begin, self.shape))
-
-    def common(self, begin: Sequence[int], end: Sequence[int]) -> tuple[slice, ...] | None:
-        """The slices of the whole tensor that lie also between these two corners; None for nothing."""
-        lows, highs = map(max, self.begin, begin), map(min, self.end, end)
-        overlap = tuple(map(slice, lows, highs))
-        return overlap if all(s.start < s.stop for s in overlap) else None
+    area: Area
 
 
 @dataclass(frozen=True)
@@ -105,7 +93,7 @@ def stored(directory: Path, names: Iterable[str]) -> dict[str, Stored]:
                 dtype = (piece[0:0] if shape else file.get_tensor(key)).dtype
                 if len(offset) != len(shape):
                     raise Mismatch(f"holds {shown(key)} at {shown(offset)}, which is no place in it")
-                chunk = Chunk(directory / name, tuple(offset), shape)
+                chunk = Chunk(directory / name, Area(tuple(offset), shape))
                 parts.setdefault(key, []).append((chunk, dtype))
     return {key: _whole(key, chunks) for key, chunks in parts.items()}
 
@@ -125,27 +113,15 @@ def _offsets(metadata: Mapping[str, str]) -> dict[str, list[int]]:
 
 def _whole(name: str, parts: list[tuple[Chunk, torch.dtype]]) -> Stored:
     """Raises Mismatch unless the parts have each element of a tensor once."""
-    parts = sorted(parts, key=lambda part: (part[0].begin, part[0].shape))
-    dtype, chunks = parts[0][1], tuple(chunk for chunk, _ in parts)
-    dims = {len(chunk.shape) for chunk in chunks}
-    shape = tuple(map(max, *(chunk.end for chunk in chunks))) if len(chunks) > 1 else chunks[0].end
-    for k, (chunk, kind) in enumerate(parts):
-        overlaps = any(other.common(chunk.begin, chunk.end) is not None for other in chunks[:k])
-        if len(dims) > 1 or kind != dtype or overlaps:
-            raise _does_not_fit(name, chunk, kind, dtype, shape)
-    if sum(prod(chunk.shape) for chunk in chunks) != prod(shape):  # without overlaps: some are missing
-        raise _does_not_fit(name, chunks[-1], dtype, dtype, shape)
-    return Stored(shape, dtype, chunks)
-
-
-def _does_not_fit(
-    name: str, chunk: Chunk, kind: torch.dtype, dtype: torch.dtype, shape: tuple[int, ...]
-) -> Mismatch:
-    return Mismatch(
-        f"has a part of {shown(name)} that does not fit the others: {kind} {chunk.shape} at {chunk.begin}, "
-        f"where all parts together are {dtype} {shape}",
-        chunk.file.name,
-    )
+    parts = sorted(parts, key=lambda part: (part[0].area.begin, part[0].area.shape))
+    chunks, dtypes = tuple(chunk for chunk, _ in parts), {dtype for _, dtype in parts}
+    areas = [chunk.area for chunk in chunks]
+    shape = tuple(map(max, zip(*(area.end for area in areas), strict=False)))
+    problem = f"they are {' and '.join(sorted(map(str, dtypes)))}" if len(dtypes) > 1 else ""
+    if problem := problem or unlike_whole(shape, areas):
+        file = chunks[-1].file.name
+        raise Mismatch(f"has a part of {shown(name)} that does not fit the others: {problem}", file)
+    return Stored(shape, parts[0][1], chunks)
 
 
 def read(stored: Mapping[str, Stored], wanted: Sequence[tuple[str, Spans]]) -> list[torch.Tensor]:
@@ -157,15 +133,13 @@ def read(stored: Mapping[str, Stored], wanted: Sequence[tuple[str, Spans]]) -> l
     pieces: dict[Path, list[tuple[str, tuple[slice, ...], torch.Tensor]]] = {}
     for name, spans in wanted:
         entry = stored[name]
-        slices = slices_of(entry.shape, spans)
-        begin, end = [s.start for s in slices], [s.stop for s in slices]
-        target = torch.empty([s.stop - s.start for s in slices], dtype=entry.dtype, device="cpu")
+        area = Area.of(slices_of(entry.shape, spans))
+        target = torch.empty(area.shape, dtype=entry.dtype, device="cpu")
         tensors.append(target)
         for chunk in entry.chunks:
-            common = chunk.common(begin, end)
-            if common is not None:
-                place = target[_from(common, begin)] if begin else target
-                pieces.setdefault(chunk.file, []).append((name, _from(common, chunk.begin), place))
+            if (common := area.common(chunk.area)) is not None:
+                place = target[common.within(area.begin)] if area.shape else target
+                pieces.setdefault(chunk.file, []).append((name, common.within(chunk.area.begin), place))
     for path, parts in pieces.items():  # each file is opened once, however many tensors are in it
         with _opened(path) as file:
             for name, inside, place in parts:
@@ -173,20 +147,13 @@ def read(stored: Mapping[str, Stored], wanted: Sequence[tuple[str, Spans]]) -> l
     return tensors
 
 
-def _from(slices: Sequence[slice], begin: Sequence[int]) -> tuple[slice, ...]:
-    """Slices, counted from a corner on."""
-    return tuple(slice(s.start - b, s.stop - b) for s, b in zip(slices, begin, strict=True))
-
-
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[Any]:
     try:
-        open_regular(path).close()
-        with safe_open(path, "pt") as file:
+        with tensors_in(path) as file:
             yield file
-    except (Mismatch, OSError, SafetensorError) as error:
-        wrong = str(error) if isinstance(error, Mismatch) else f"is no safetensors file: {error}"
-        raise Mismatch(wrong, path.name) from error
+    except Mismatch as error:
+        raise Mismatch(str(error), path.name) from error
 
 
 class _SavePlanner(DefaultSavePlanner):

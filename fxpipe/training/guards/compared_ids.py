@@ -106,8 +106,8 @@ class ComparedIds:
         return self._of_objects if has_only_attributes(owner) else self._of_others
 
     def _of_objects(self, owners: Owners) -> Iterable[_Column]:
-        """Of modules, objects and classes: their class, the number of their attributes, and these; of modules
-        their submodules, and which parameters and buffers are None, as programs read what they are now."""
+        """Read of modules, objects and classes their class, the number of their attributes, and these; of
+        modules their submodules, and which parameters and buffers are None, as programs read them now."""
         modules = {place: x for place, x in owners.items() if isinstance(x, nn.Module)}
         owners = modules | owners  # these are the first
         refs, number = [*map(self._ref, owners.values())], len(modules)
@@ -132,7 +132,7 @@ class ComparedIds:
         yield _Column(read, [*each, *each, *_repeated(each, names), *of_modules * 3, *_flat(tables)])
 
     def _of_functions(self, owners: Owners) -> Iterable[_Column]:
-        """Their code and defaults, attributes, the variables of their closures, and globals."""
+        """Read their code and defaults, attributes, the variables of their closures, and globals."""
         functions, each = [*owners.values()], [*zip(owners)]
         refs = [*map(self._ref, functions)]
         self._defaults += (x.__defaults__ for x in functions if is_plain(x.__defaults__))
@@ -161,16 +161,16 @@ class ComparedIds:
         )
 
     def _of_others(self, owners: Owners) -> Iterable[_Column]:
-        """Of containers, and of objects that hold more than attributes."""
+        """Read containers, and objects that hold more than attributes."""
         refs = [(self._slots[place], self._ref(x)) for place, x in owners.items()]
         yield _Column(lambda: [ids(slots, strong(ref)) for slots, ref in refs], [*zip(owners)])
 
     def _of_tuples(self, _: Owners) -> Iterable[_Column]:
-        """None: what holds a tuple would hold another one."""
+        """Read none: what holds a tuple would hold another one."""
         return ()
 
     def _values(self) -> _Column:
-        """Of what can change in place."""
+        """Read what can change in place."""
         things = [(place, x) for place, each in enumerate(self._slots) for x, _ in each.by_value]
         return _Column(
             lambda: [self._slots[place].compared.value(strong(x)) for place, x in things],

@@ -161,7 +161,7 @@ def ids(slots: GuardSlots, owner: object) -> list[object]:
 
 
 def _bytes_of(tensor: torch.Tensor) -> bytes | None:
-    """Its bytes, since writing to its ``data`` leaves no trace; None if a step should not read them."""
+    """Take its bytes, since writing to its ``data`` leaves no trace; None if a step should not read them."""
     is_plain_one = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
     if not is_plain_one or tensor.device.type != "cpu" or tensor.nbytes > _LARGEST_ARRAY:
         return None

@@ -43,7 +43,7 @@ Key = tuple[str, str]
 
 
 class Change(NamedTuple):
-    """None: there was nothing before, or is nothing now."""
+    """A value that is another one now; None where there was, or is, nothing."""
 
     name: str
     before: object
@@ -85,7 +85,7 @@ class PythonGuards:
         self._paths = {slots.path for slots in self._slots}
 
     def changes(self, model: nn.Module | None, *, trains: bool = True) -> list[Change]:
-        """Those since the last call, or since this was made, if a step that trains had them.
+        """Find the changes since the last call, or since this was made, if a step that trains had them.
 
         model: None if it is gone: its functions and classes are still there, and what these read.
         trains: whether the mode of the whole model matters.

@@ -23,7 +23,7 @@ _PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer)
 
 
 class Aliases:
-    """Those of tensors that a pipeline has sent away.  ``explain``: why these cannot be used."""
+    """The aliases of tensors that a pipeline has sent away.  ``explain``: why these cannot be used."""
 
     def __init__(self, explain: Explain):
         self.number, self._explain = explain.number, explain
@@ -75,7 +75,7 @@ def _aliases(leaving: Mapping[str, torch.Tensor], others: Set[int]) -> Iterator[
 
 
 def _bytes(tensor: torch.Tensor) -> range:
-    """From its first to behind its last one."""
+    """The addresses of a tensor, from its first byte to behind its last one."""
     size, first = tensor.element_size(), tensor.storage_offset() * tensor.element_size()
     if not tensor.numel():
         return range(first, first)

@@ -256,7 +256,7 @@ def tensors_of(state: ModelState) -> dict[str, torch.Tensor]:
 
 
 def trained_tensors(state: ModelState) -> dict[str, torch.Tensor]:
-    """Those to which training gives new values."""
+    """Find the tensors to which training gives new values."""
     trained = changed_by(state.plan)
     return {name: tensor for name, tensor in tensors_of(state).items() if name in trained}
 

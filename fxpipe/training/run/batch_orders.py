@@ -17,8 +17,8 @@ from functools import cached_property
 from fxpipe.errors import BatchError, FxpipeError
 from fxpipe.plan.artifact import Artifact
 from fxpipe.plan.step import OrderedStep
+from fxpipe.runtime.batch.lengths import Lengths
 from fxpipe.runtime.job.process import Process
-from fxpipe.runtime.program.lengths import Lengths
 from fxpipe.runtime.program.load_program import Program
 
 #: So many orders are kept; a batch of the same lengths runs one of them again.

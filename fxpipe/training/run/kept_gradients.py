@@ -19,8 +19,8 @@ from fxpipe.training.model.model_state import ModelState
 
 @dataclass(eq=False)
 class KeptGradients:
-    """Those of one rank.  ``_holders``: of memory that a step has taken anew, how many objects and tensors
-    hold it where the script does not."""
+    """The gradients of one rank.  ``_holders``: of memory that a step has taken anew, how many objects and
+    tensors hold it where the script does not."""
 
     state: ModelState
     _tensors: dict[ShardName, torch.Tensor] = field(default_factory=dict)

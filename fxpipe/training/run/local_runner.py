@@ -16,18 +16,18 @@ from fxpipe.errors import RunError, at_least_one, number_of, printable
 from fxpipe.plan.artifact import Artifact, Plan
 from fxpipe.plan.rows import joined
 from fxpipe.plan.saved import files
+from fxpipe.runtime.batch.lengths import are_as_assumed, are_listed, lengths_of, of_replica, or_example
+from fxpipe.runtime.batch.microbatches import batch_leaves
+from fxpipe.runtime.batch.outputs import MOST_SHOWN, Collected, Listed, requested, shown
 from fxpipe.runtime.debug.finite import Check, Finite
 from fxpipe.runtime.debug.recording import Recording, check_ops
 from fxpipe.runtime.job.process import Process
 from fxpipe.runtime.program.accelerator import is_accelerator
 from fxpipe.runtime.program.ambient import as_traced
-from fxpipe.runtime.program.batch import batch_leaves
 from fxpipe.runtime.program.comm import Comm
 from fxpipe.runtime.program.lanes import running
-from fxpipe.runtime.program.lengths import are_as_assumed, are_listed, lengths_of, of_replica, or_example
 from fxpipe.runtime.program.load_program import Program, load_program
 from fxpipe.runtime.program.offload import TIMEOUT, Offloader, check_tier, open_store
-from fxpipe.runtime.program.outputs import MOST_SHOWN, Collected, Listed, requested, shown
 from fxpipe.runtime.program.rank import Runtime
 from fxpipe.runtime.program.record import Clock, DeviceClock, Record
 from fxpipe.runtime.ranks.agreement import check_agreement

@@ -10,8 +10,8 @@ import torch
 
 from fxpipe.plan.step import OutputSpec
 from fxpipe.plan.tensors import dtype_of
+from fxpipe.runtime.batch.outputs import Collected, Listed, On, empty, joined
 from fxpipe.runtime.job.process import Process
-from fxpipe.runtime.program.outputs import Collected, Listed, On, empty, joined
 from fxpipe.runtime.program.rank import Runtime
 
 _Where = int | Literal["all"]

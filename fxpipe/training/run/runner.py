@@ -14,9 +14,7 @@ import torch
 
 from fxpipe.errors import BatchError, FxpipeError, RunError, number_of
 from fxpipe.plan.artifact import Artifact
-from fxpipe.runtime.debug.finite import Check, place_of_failure
-from fxpipe.runtime.program.comm import NoAnswer
-from fxpipe.runtime.program.lengths import (
+from fxpipe.runtime.batch.lengths import (
     Lengths,
     agreed_lengths,
     all_leaves,
@@ -26,14 +24,11 @@ from fxpipe.runtime.program.lengths import (
     lengths_of,
     or_example,
 )
+from fxpipe.runtime.batch.outputs import Collected, On, StepResult, requested
+from fxpipe.runtime.debug.finite import Check, place_of_failure
+from fxpipe.runtime.program.comm import NoAnswer
 from fxpipe.runtime.program.load_program import Program
-from fxpipe.runtime.program.outputs import Collected, On, StepResult, requested
 from fxpipe.runtime.program.rank import Runtime
-from fxpipe.runtime.ranks.agreement import check_agreement, check_programs
-from fxpipe.runtime.ranks.connect import connect
-from fxpipe.runtime.ranks.heap import give_back_large_tensors
-from fxpipe.runtime.ranks.local import LocalComm, LocalWorld
-from fxpipe.runtime.ranks.replicas import DistributedReplicas
 from fxpipe.runtime.replays.replays import Replays
 from fxpipe.training.model.accumulators import (
     NOTHING,
@@ -54,15 +49,15 @@ from fxpipe.training.optimizer.batch_digest import (
     words,
 )
 from fxpipe.training.run.kept_gradients import KeptGradients
-from fxpipe.training.run.local_runner import LocalRunner
 from fxpipe.training.run.moved_outputs import outputs_of
 from fxpipe.training.run.rank_digests import RankDigests
+from fxpipe.training.run.rank_runner import RankRunner
 from fxpipe.training.run.short_batches import short_batch
 from fxpipe.training.run.warm_up import WarmUp
 
 
 @dataclass(eq=False)
-class Runner(LocalRunner):
+class Runner(RankRunner):
     """Runs the program of this process's rank.  ``stop_asked``: whether this rank was asked to end the run.
     ``stops``: whether one of the ranks was, before the last step; the same on all ranks.  ``is_evaluation``:
     whether it is that of ``pipe.evaluate``.  ``like``: that whose number of the step this one goes on with.
@@ -340,78 +335,6 @@ class Runner(LocalRunner):
         state.refreshed()
         return gathered
 
-    @cached_property
-    def runtime(self) -> Runtime:
-        """The runtime of this process's rank."""
-        plan = self.plan
-        if plan.tier == "disk":
-            give_back_large_tensors()
-        if self.process is not None:
-            offloader = self._offloader(self.process.rank)
-            program, is_known = self._checked_program
-            collectives = program.collectives() if is_known else []  # an edited program may not show them
-            comm = connect(
-                self.process,
-                self.device,
-                plan.channels,
-                plan.collectives,
-                collectives,
-                plan.lanes.groups,
-            )
-            rt = self._runtime_of(self.process.rank, comm, {}, offloader)
-            rt.replicas, rt.lanes = comm.abreast, comm.lanes
-            rt.shards = comm.abreast if plan.shard else None
-            if comm.on_streams and comm.abreast is not None:
-                self._exchange_once(comm.abreast)
-                with self.process.watch.collective():
-                    rt.mean_over_replicas(torch.zeros(1, dtype=torch.float64, device=self.device))
-            if comm.lanes is not None:
-                comm.lanes.waits = partial(setattr, rt, "waiting")
-            return rt
-        if plan.ranks * plan.lanes.number > 1:
-            lanes = plan.lanes.number
-            of_lanes = f" of {lanes} lanes" if lanes > 1 else ""
-            raise RunError(
-                f"This pipeline has {number_of(plan.ranks, 'rank')}{of_lanes} and this is one process. Start "
-                f"the script with torchrun --nproc-per-node {plan.ranks * lanes}, or run all ranks here with "
-                "pipe.run_local(batch)."
-            )
-        return self._runtime_of(0, LocalComm(LocalWorld(1), 0), {}, self._offloader(0))
-
-    def _exchange_once(self, replicas: DistributedReplicas) -> None:
-        """Exchange zeros of the size of each bucket: a communicator connects for each kind and size."""
-        assert self.process is not None
-        with self.process.watch.collective():
-            for bucket in sharded_buckets(self.state, self.process.rank, replicas):
-                if not bucket.is_frozen:
-                    replicas.wait(replicas.reduce(bucket.whole, bucket.begins, bucket.whole, mean=False))
-                if self.plan.shard:
-                    rows = bucket.own_rows() if bucket.is_frozen else bucket.whole
-                    replicas.wait(replicas.gather((rows,), bucket.begins))
-
-    @cached_property
-    def _own_program(self) -> Program:
-        """The program of this process's rank, after a check that the ranks' programs agree."""
-        if self.process is None:
-            return self._local_programs[0]
-        return self._checked_program[0]
-
-    @cached_property
-    def _checked_program(self) -> tuple[Program, bool]:
-        """The program of this process's rank, and whether the traffic of all ranks' programs is known."""
-        process = self.process
-        assert process is not None
-        with process.agreed("read its program"):
-            program = self._program(process.rank)
-        if process.replicas * process.lanes > 1:
-            text = self.artifact.programs[process.rank]
-            check_programs(text, process.world_rank, process.ranks, process.lanes, process.gather)
-
-        def gather(texts: list[str]) -> list[str]:
-            return [data.decode() for data in process.gather_in_replica(texts[0].encode())]
-
-        return program, check_agreement({process.rank: program.traffic}, gather)
-
     def _watched(self, rt: Runtime, program: Program) -> contextlib.AbstractContextManager[None]:
         """Let the watch know of the step in a block, so that it can tell what this rank waits for."""
         if self.process is None:
@@ -419,11 +342,6 @@ class Runner(LocalRunner):
         return self.process.watch.step(
             rt, self.process, program.ops, self._named(rt.step_number), trains=not self.is_evaluation
         )
-
-    @property
-    def _number_in_world(self) -> int:
-        """The number of this process, in messages and files."""
-        return 0 if self.process is None else self.process.world_rank
 
     def _named(self, step: int) -> str:
         return f"{'evaluation' if self.is_evaluation else 'step'} {step}"

@@ -15,7 +15,7 @@ import torch
 
 from fxpipe.errors import BatchError, number_of
 from fxpipe.plan.step import StepSpec
-from fxpipe.runtime.program.batch import as_dicts, batch_leaves
+from fxpipe.runtime.batch.microbatches import as_dicts, batch_leaves
 from fxpipe.runtime.torch_private import pytree
 
 

@@ -14,7 +14,8 @@ import torch
 from fxpipe.errors import ArtifactError
 from fxpipe.plan.spans import Spans, slices_of
 from fxpipe.strict import Mismatch, open_regular, shown
-from fxpipe.training.weights.dcp_metadata import METADATA, Chunk, Metadata, StoredTensor, common
+from fxpipe.training.weights.area import Area
+from fxpipe.training.weights.dcp_metadata import METADATA, Chunk, Metadata, StoredTensor
 
 #: The names under which scripts save the state dict of a model beside others.
 NESTED = ("model", "state_dict")
@@ -70,25 +71,24 @@ class DistributedCheckpoint:
             yield self._read(name, tensor, chunk)
             return
         rows, *others = wanted
-        cuts = {c.offsets[0] for c in tensor.chunks} | {c.offsets[0] + c.sizes[0] for c in tensor.chunks}
+        cuts = {row for c in tensor.chunks for row in (c.area.begin[0], c.area.end[0])}
         bounds = [rows.start, *sorted(cut for cut in cuts if rows.start < cut < rows.stop), rows.stop]
         for begin, end in pairwise(bounds):
-            yield self._rows(name, tensor, (slice(begin, end), *others))
+            yield self._rows(name, tensor, Area.of((slice(begin, end), *others)))
 
-    def _rows(self, name: str, tensor: StoredTensor, place: tuple[slice, ...]) -> torch.Tensor:
+    def _rows(self, name: str, tensor: StoredTensor, area: Area) -> torch.Tensor:
         """A part of a tensor; all its rows are in the same chunks."""
-        area = tuple(s.start for s in place), tuple(s.stop - s.start for s in place)
         rows: torch.Tensor | None = None
         for chunk in tensor.chunks:
-            shared = common(area, (chunk.offsets, chunk.sizes))
+            shared = area.common(chunk.area)
             if shared is None:
                 continue
-            part = self._read(name, tensor, chunk)[_within(shared, chunk.offsets)]
-            if part.shape == area[1]:
+            part = self._read(name, tensor, chunk)[shared.within(chunk.area.begin)]
+            if part.shape == area.shape:
                 return part
-            rows = torch.empty(area[1], dtype=tensor.dtype) if rows is None else rows
-            rows[_within(shared, area[0])] = part
-        return torch.empty(area[1], dtype=tensor.dtype) if rows is None else rows
+            rows = torch.empty(area.shape, dtype=tensor.dtype) if rows is None else rows
+            rows[shared.within(area.begin)] = part
+        return torch.empty(area.shape, dtype=tensor.dtype) if rows is None else rows
 
     def _read(self, name: str, tensor: StoredTensor, chunk: Chunk) -> torch.Tensor:
         file = self._path / chunk.file
@@ -98,16 +98,12 @@ class DistributedCheckpoint:
             raise ArtifactError(f"{file} {error}, where it should have {name}. {REMEDY}") from error
         if not isinstance(part, torch.Tensor) or part.layout != torch.strided or part.is_meta:
             raise ArtifactError(f"{file} holds something else than {name} from byte {chunk.begin} on.")
-        if (tuple(part.shape), part.dtype) != (chunk.sizes, tensor.dtype):
+        if (tuple(part.shape), part.dtype) != (chunk.area.shape, tensor.dtype):
             raise ArtifactError(
                 f"{file} holds a tensor of {tuple(part.shape)}, {part.dtype}, from byte {chunk.begin} on. It "
-                f"must be the part of {name} of {chunk.sizes}, {tensor.dtype}, by {METADATA}."
+                f"must be the part of {name} of {chunk.area.shape}, {tensor.dtype}, by {METADATA}."
             )
         return part.detach()
-
-
-def _within(area: tuple[tuple[int, ...], tuple[int, ...]], origin: tuple[int, ...]) -> tuple[slice, ...]:
-    return tuple(slice(o - b, o - b + size) for o, size, b in zip(*area, origin, strict=True))
 
 
 def _loaded(path: Path, chunk: Chunk) -> object:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from fxpipe.strict import MEBIBYTE, Mismatch, open_regular, shown
+from fxpipe.training.weights.area import Area, unlike_whole
 from fxpipe.training.weights.dcp_pickle import Record, numbers, of_kind, read_plain
 
 METADATA = ".metadata"
@@ -20,8 +21,7 @@ LARGEST = 512 * MEBIBYTE
 class Chunk:
     """A part of a tensor, and the bytes of a file of the directory that ``torch.save`` wrote of it."""
 
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
+    area: Area
     file: str
     begin: int
     length: int
@@ -69,15 +69,16 @@ class Metadata:
         if not isinstance(records, list):
             raise Mismatch("holds chunks that are no list")
         records = [of_kind(record, "ChunkStorageMetadata") for record in records]
-        areas = [(numbers(record.get("offsets")), numbers(record.get("sizes"))) for record in records]
-        filled = [(offsets, sizes) for offsets, sizes in areas if math.prod(sizes)]
-        _check_areas(key, shape, filled)
-        return StoredTensor(shape, dtype, tuple(self._chunk(key, *area) for area in filled))
+        areas = [Area(numbers(record.get("offsets")), numbers(record.get("sizes"))) for record in records]
+        filled = [area for area in areas if math.prod(area.shape)]
+        if problem := unlike_whole(shape, filled):
+            raise Mismatch(f"has parts of {shown(key)} that do not make it up: {problem}")
+        return StoredTensor(shape, dtype, tuple(self._chunk(key, area) for area in filled))
 
-    def _chunk(self, key: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Chunk:
-        info = self._places.get((key, offsets))
+    def _chunk(self, key: str, area: Area) -> Chunk:
+        info = self._places.get((key, area.begin))
         if info is None:
-            raise Mismatch(f"does not say where {shown(key)} is from {offsets}")
+            raise Mismatch(f"does not say where {shown(key)} is from {area.begin}")
         file, state = info.get("relative_path"), info.state
         if not isinstance(file, str) or Path(file).name != file or "\0" in file:
             what = shown(file) if isinstance(file, str) else "no name"
@@ -85,40 +86,7 @@ class Metadata:
         if state.get("transform_descriptors"):
             raise Mismatch(f"says that {shown(key)} is compressed: save it without extensions")
         begin, length = numbers((info.get("offset"), info.get("length")))
-        return Chunk(offsets, sizes, file, begin, length)
-
-
-_Area = tuple[tuple[int, ...], tuple[int, ...]]
-
-
-def _check_areas(key: str, shape: tuple[int, ...], areas: list[_Area]) -> None:
-    """Raise Mismatch unless each element of a tensor is in one area; an area has offsets and sizes."""
-    for offsets, sizes in areas:
-        inside = len(offsets) == len(sizes) == len(shape)
-        if not inside or any(o + s > n for o, s, n in zip(offsets, sizes, shape, strict=True)):
-            raise Mismatch(f"has a part of {shown(key)} from {offsets}, of {sizes}, beyond its shape {shape}")
-    missing = math.prod(shape) - sum(math.prod(sizes) for _, sizes in areas)
-    if missing > 0:
-        raise Mismatch(f"lacks {missing} of the {math.prod(shape)} elements of {shown(key)}")
-    # Along the dimension with the most cuts few areas are side by side.
-    dims = sorted(range(len(shape)), key=lambda d: -len({offsets[d] for offsets, _ in areas}))[:1]
-    beside: list[_Area] = []
-    for area in sorted(areas, key=lambda area: [area[0][d] for d in dims]):
-        beside = [(o, s) for o, s in beside if all(o[d] + s[d] > area[0][d] for d in dims)]
-        for other in beside:
-            if common(area, other) is not None:
-                raise Mismatch(
-                    f"has two parts of {shown(key)} that overlap, from {other[0]} and from {area[0]}"
-                )
-        beside.append(area)
-
-
-def common(one: _Area, other: _Area) -> _Area | None:
-    """The area that two have in common, if any."""
-    pairs = list(zip(*one, *other, strict=True))
-    begins = tuple(max(a, b) for a, _, b, _ in pairs)
-    sizes = tuple(min(a + m, b + n) - max(a, b) for a, m, b, n in pairs)
-    return (begins, sizes) if all(size > 0 for size in sizes) else None
+        return Chunk(area, file, begin, length)
 
 
 def _mapping(value: object) -> dict[Any, object]:

@@ -1,15 +1,16 @@
 """A pickle of the dataclasses of ``torch.distributed.checkpoint`` as records of plain values.
 
-It is not unpickled: the few operations that torch's dataclasses need are followed here.  No class or function
-that the file names is looked up, or called.
+The few operations of pickles that torch's dataclasses need are followed.  No class or function that the file
+names is looked up, or called.
 """
 
 from __future__ import annotations
 
-import pickletools
-from collections.abc import Callable, Mapping
+import io
+import pickle
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -31,6 +32,19 @@ _DATACLASSES = {
 _PATHS = {"PosixPath", "PurePosixPath", "PureWindowsPath", "WindowsPath"}
 
 
+#: The codes of the operations, by the names that ``pickle`` gives them.
+_OPERATIONS = (
+    pickle.PROTO, pickle.FRAME, pickle.STOP, pickle.MARK, pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE,
+    pickle.BININT, pickle.BININT1, pickle.BININT2, pickle.LONG1, pickle.BINFLOAT, pickle.SHORT_BINUNICODE,
+    pickle.BINUNICODE, pickle.EMPTY_TUPLE, pickle.EMPTY_LIST, pickle.EMPTY_DICT, pickle.TUPLE, pickle.TUPLE1,
+    pickle.TUPLE2, pickle.TUPLE3, pickle.APPEND, pickle.APPENDS, pickle.MEMOIZE, pickle.BINGET,
+    pickle.LONG_BINGET, pickle.BINPUT, pickle.LONG_BINPUT, pickle.GLOBAL, pickle.STACK_GLOBAL, pickle.REDUCE,
+)  # fmt: skip
+_DAMAGED = (
+    pickle.UnpicklingError, EOFError, ValueError, LookupError, TypeError, AttributeError, RecursionError,
+)  # fmt: skip
+
+
 @dataclass(eq=False)
 class Record:
     """An object of the pickle: the name of its class or function, what that was called with, its state."""
@@ -43,11 +57,6 @@ class Record:
         if not isinstance(self.state, dict) or name not in self.state:
             raise Mismatch(f"holds a {self.kind} without {name}")
         return self.state[name]
-
-
-@dataclass(frozen=True)
-class _Callable:
-    kind: str
 
 
 def of_kind(value: object, kind: str) -> Record:
@@ -67,115 +76,61 @@ def numbers(value: object) -> tuple[int, ...]:
 def read_plain(data: bytes) -> object:
     """Read a pickle of torch's dataclasses, with plain values in them, as records."""
     try:
-        return _Stack().follow(data)
+        return _Reader(io.BytesIO(data)).load()
     except Mismatch:
         raise
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+    except _DAMAGED as error:
         raise Mismatch(f"is damaged, or no pickle: {type(error).__name__}") from error
 
 
-class _Stack:
-    """The machine that a pickle is a program for, without the operations that torch's need not."""
+class _Reader(pickle._Unpickler):
+    """Python's own reader of pickles, without the operations that torch's need not."""
 
-    def __init__(self) -> None:
-        self._values: list[Any] = []
-        self._marks: list[int] = []
-        self._memo: dict[int, object] = {}
+    stack: list[Any]
+    dispatch: ClassVar[dict[int, Callable[[Any], None]]] = {
+        code: pickle._Unpickler.dispatch[code] for code in map(ord, _OPERATIONS)
+    }
 
-    def follow(self, data: bytes) -> object:
-        argument: Any
-        for operation, argument, _ in pickletools.genops(data):
-            name = operation.name
-            if name in _PLAIN:
-                self._values.append(argument)
-            elif name in _NEW:
-                self._values.append(_NEW[name]())
-            elif name == "MEMOIZE":
-                self._memo[len(self._memo)] = self._values[-1]
-            elif name in ("BINGET", "LONG_BINGET"):
-                self._values.append(self._memo[argument])
-            elif name in ("BINPUT", "LONG_BINPUT"):
-                self._memo[argument] = self._values[-1]
-            elif name == "MARK":
-                self._marks.append(len(self._values))
-            elif name == "STOP":
-                return self._values.pop()
-            elif name not in ("PROTO", "FRAME"):
-                self._combine(name, argument)
-        raise Mismatch("is cut short")
-
-    def _combine(self, name: str, argument: Any) -> None:
-        """An operation that takes values from the stack."""
-        if name == "GLOBAL":
-            self._values.append(_global(*argument.split(" ", 1)))
-            return
-        last = self._popped(name)
-        match name:
-            case "TUPLE" | "TUPLE1" | "TUPLE2" | "TUPLE3":
-                self._values.append(tuple(last))
-            case "APPEND" | "APPENDS":
-                self._values[-1].extend(last)
-            case "SETITEM" | "SETITEMS":
-                _set(self._values[-1], last)
-            case "STACK_GLOBAL":
-                self._values.append(_global(*last))
-            case "NEWOBJ" | "REDUCE":
-                self._values.append(_made(*last))
-            case "BUILD":
-                self._values[-1].state = last[0]
-
-    def _popped(self, name: str) -> list[Any]:
-        if name in ("TUPLE", "APPENDS", "SETITEMS"):
-            begin = self._marks.pop()
-        elif name in _TAKEN:
-            begin = len(self._values) - _TAKEN[name]
-        else:
-            raise Mismatch(f"is not as torch writes it: the operation {name} of a pickle")
-        if begin < 0:
-            raise Mismatch("is damaged")
-        last = self._values[begin:]
-        del self._values[begin:]
-        return last
-
-
-_PLAIN = {"NONE", "BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "SHORT_BINUNICODE", "BINUNICODE"}
-_NEW: Mapping[str, Callable[[], object]] = {
-    "EMPTY_TUPLE": tuple,
-    "EMPTY_LIST": list,
-    "EMPTY_DICT": dict,
-    "NEWTRUE": lambda: True,
-    "NEWFALSE": lambda: False,
-}
-#: How many values an operation takes from the stack.
-_TAKEN = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3, "APPEND": 1, "SETITEM": 2}
-_TAKEN |= {"STACK_GLOBAL": 2, "NEWOBJ": 2, "REDUCE": 2, "BUILD": 1}
-
-
-def _global(module: object, name: object) -> torch.dtype | _Callable:
-    """The stand-in for a class or function that a pickle names."""
-    if type(module) is not str or type(name) is not str:
-        raise Mismatch("names a class by something else than text")
-    dtype = getattr(torch, name, None) if module == "torch" else None
-    if isinstance(dtype, torch.dtype):
-        return dtype
-    known = (
-        (module.startswith("torch.distributed.") and name in _DATACLASSES)
-        or (module.startswith("pathlib") and name in _PATHS)
-        or (module, name) in (("torch", "Size"), ("torch.serialization", "_get_layout"))
-    )
-    if not known:
-        raise Mismatch(
-            f"holds {shown(f'{module}.{name}')}, which torch.distributed.checkpoint itself does not write"
+    def find_class(self, module: str, name: str) -> Any:
+        """The stand-in for a class or function that a pickle names."""
+        dtype = getattr(torch, name, None) if module == "torch" else None
+        if isinstance(dtype, torch.dtype):
+            return dtype
+        if (module, name) == ("torch", "Size"):
+            return numbers
+        known = (
+            (module.startswith("torch.distributed.") and name in _DATACLASSES)
+            or (module.startswith("pathlib") and name in _PATHS)
+            or (module, name) == ("torch.serialization", "_get_layout")
         )
-    return _Callable(name)
+        if not known:
+            raise Mismatch(
+                f"holds {shown(f'{module}.{name}')}, which torch.distributed.checkpoint itself does not write"
+            )
+        return lambda *arguments: Record(name, arguments)
 
+    def build(self) -> None:
+        """Set the state of a record, and of nothing else, as of a stand-in."""
+        state = self.stack.pop()
+        if not isinstance(self.stack[-1], Record):
+            raise Mismatch("sets the state of something else than an object")
+        self.stack[-1].state = state
 
-def _made(function: object, arguments: object) -> object:
-    if not isinstance(function, _Callable) or type(arguments) is not tuple:
-        raise Mismatch("makes an object of something else than a class")
-    if function.kind == "Size":
-        return numbers(*arguments)
-    return Record(function.kind, arguments)
+    def set_item(self) -> None:
+        value, key = self.stack.pop(), self.stack.pop()
+        _set(self.stack[-1], [key, value])
+
+    def set_items(self) -> None:
+        pairs = self.pop_mark()  # type: ignore[attr-defined]
+        _set(self.stack[-1], pairs)
+
+    # An object is made by a call of its stand-in, however the pickle makes it.
+    dispatch |= {
+        ord(pickle.NEWOBJ): dispatch[ord(pickle.REDUCE)],
+        ord(pickle.BUILD): build,
+        ord(pickle.SETITEM): set_item,
+        ord(pickle.SETITEMS): set_items,
+    }
 
 
 def _set(mapping: object, pairs: list[object]) -> None:

@@ -15,7 +15,7 @@ import torch
 from fxpipe.errors import ArtifactError
 from fxpipe.plan.saved.files import open_tensors
 from fxpipe.plan.spans import Spans, slices_of
-from fxpipe.strict import MEBIBYTE, Mismatch, parse_json, read_text, shown, structure
+from fxpipe.strict import MEBIBYTE, Mismatch, parse_json, read_text, refused, shown, structure
 from fxpipe.training.weights.dcp_checkpoint import DistributedCheckpoint
 from fxpipe.training.weights.dcp_metadata import METADATA
 from fxpipe.training.weights.tensor_values import TensorSource
@@ -110,7 +110,7 @@ def _files_of(path: Path) -> dict[str, Path]:
 
 
 def _indexed(path: Path) -> dict[str, Path]:
-    try:
+    with refused(ArtifactError, f"{path / INDEX}:", ""):
         data = parse_json(read_text(path / INDEX, 256 * MEBIBYTE))
         names: dict[str, str] = structure(
             data.get("weight_map") if isinstance(data, dict) else None, dict[str, str], "weight_map"
@@ -118,8 +118,6 @@ def _indexed(path: Path) -> dict[str, Path]:
         for file in names.values():
             if Path(file).name != file:
                 raise Mismatch(f"is {shown(file)} and must be a file of the same directory", "weight_map")
-    except Mismatch as error:
-        raise ArtifactError(f"{path / INDEX}: {error}.") from error
     return {name: path / file for name, file in names.items()}
 
 

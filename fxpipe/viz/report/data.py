@@ -82,7 +82,7 @@ def report_data(
 
 
 def _candidates(plan: Plan) -> list[dict[str, object]]:
-    """With ``beyond``, what one that the limit left out would take without it, where that is known."""
+    """List them with ``beyond``: what one that the limit left out would take without it, where known."""
     beyond = beyond_limit(plan)
     return [
         unstructure(tried) | {"beyond": asdict(beyond[k]) if k in beyond else None}

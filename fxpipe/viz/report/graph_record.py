@@ -23,7 +23,17 @@ from fxpipe.ir.storage import call_nodes, is_view, node_bytes, root_within, stor
 from fxpipe.ir.text import shape_text, target_text
 from fxpipe.plan.artifact import Plan
 from fxpipe.schedule.ops import Phase
-from fxpipe.strict import MEBIBYTE, Mismatch, between, entries, parse_json, read_text, structure, unstructure
+from fxpipe.strict import (
+    MEBIBYTE,
+    Mismatch,
+    between,
+    entries,
+    parse_json,
+    read_text,
+    refused,
+    structure,
+    unstructure,
+)
 
 NAME = "graph.json"
 FORMAT = 1
@@ -227,11 +237,9 @@ def read_graph(directory: Path, stages: int) -> GraphRecord | None:
     path = directory / NAME
     if not path.exists():
         return None
-    try:
+    with refused(ArtifactError, f"{path} is damaged:", "Remove it, or save the pipeline again."):
         record = structure(parse_json(read_text(path, MOST_BYTES)), GraphRecord)
         _check(record, stages)
-    except Mismatch as error:
-        raise ArtifactError(f"{path} is damaged: {error}. Remove it, or save the pipeline again.") from error
     return record
 
 

@@ -1,4 +1,4 @@
-"""Where the programs of a pipeline run each op: lines of their text, which is read and never run."""
+"""Finds where the programs of a pipeline run each op: lines of their text, which is read and never run."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class OpLines:
 
 
 def places(program: str) -> dict[str, OpLines]:
-    """By stage and kind (``"F1"``) where a rank's program runs its ops; empty for a text without them."""
+    """Tell by stage and kind (``"F1"``) where a program runs its ops; empty for a text without them."""
     read = parse(program)
     if read.step is None:
         return {}
@@ -51,7 +51,7 @@ def places(program: str) -> dict[str, OpLines]:
 
 
 def _calls(step: r.Function) -> dict[str, dict[int, int]]:
-    """By function, the lines of its calls with a number."""
+    """List by function the lines of its calls with a number."""
     calls: dict[str, dict[int, int]] = {}
     for each in r.parts(step):
         match each:

@@ -7,10 +7,10 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from fxpipe.cost.device import Device
+from fxpipe.cost.devices.device import Device
 from fxpipe.errors import ScheduleError
 from fxpipe.plan.version import __version__
-from fxpipe.strict import MEBIBYTE, Mismatch, parse_json, read_text, shown, structure, unstructure
+from fxpipe.strict import MEBIBYTE, Mismatch, parse_json, read_text, refused, shown, structure, unstructure
 
 FORMAT = 1
 SUFFIX = ".json"
@@ -48,14 +48,10 @@ def is_device_file(name: str) -> bool:
 
 def read_device(path: Path) -> DeviceFile:
     """Raises ScheduleError for a file that is not there, or that is no description of a device."""
-    try:
+    remedy = f"Write one with fxpipe calibrate {path}, or give the name of a known device."
+    with refused(ScheduleError, f"{path} describes no device:", remedy):
         data = parse_json(read_text(path, MOST_BYTES))
         version = data.get("format") if isinstance(data, dict) else None
         if version != FORMAT:
             raise Mismatch(f"is {shown(version)} and must be {FORMAT}", "format")
         return structure(data, DeviceFile)
-    except Mismatch as error:
-        raise ScheduleError(
-            f"{path} describes no device: {error}. Write one with fxpipe calibrate {path}, or give the name "
-            "of a known device."
-        ) from error

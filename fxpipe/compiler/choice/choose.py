@@ -12,12 +12,12 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from fxpipe.compiler.candidates import Candidates
-from fxpipe.compiler.cut import Cut, Cuts, Stages
+from fxpipe.compiler.choice.candidates import Candidates
+from fxpipe.compiler.choice.cut import Cut, Cuts, Stages
+from fxpipe.compiler.choice.refine_cuts import LighterCuts
 from fxpipe.compiler.options import Settings
 from fxpipe.compiler.passes import CutOptions
 from fxpipe.compiler.progress import Phases
-from fxpipe.compiler.refine_cuts import LighterCuts
 from fxpipe.compiler.tensor_ownership import (
     activation_budget,
     copy_bytes,
@@ -30,7 +30,7 @@ from fxpipe.compiler.tensor_ownership import (
     with_replicas,
 )
 from fxpipe.cost.analytic import SecondsOfRanks, seconds_on, section_costs, work_for_any_size
-from fxpipe.cost.cluster import Cluster
+from fxpipe.cost.devices.cluster import Cluster
 from fxpipe.cost.exchange import StageTensors, exchanges
 from fxpipe.cost.profile import Known, measured_seconds
 from fxpipe.cost.update import Trained, update_costs

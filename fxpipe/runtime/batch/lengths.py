@@ -9,7 +9,7 @@ import torch
 
 from fxpipe.errors import BatchError, number_of
 from fxpipe.plan.step import StepSpec, allowed
-from fxpipe.runtime.program.batch import (
+from fxpipe.runtime.batch.microbatches import (
     batch_leaves,
     check_batch,
     given_leaves,

@@ -11,8 +11,8 @@ from torch import fx
 
 from fxpipe.cost.arithmetic import arithmetic_of
 from fxpipe.cost.calibration.calibrate import calibrated
-from fxpipe.cost.device import Device
-from fxpipe.cost.known_devices import CPU, device_named, is_device_name, reported_device
+from fxpipe.cost.devices.device import Device
+from fxpipe.cost.devices.known_devices import CPU, device_named, is_device_name, reported_device
 from fxpipe.ir.ops import node_flops
 from fxpipe.ir.storage import call_nodes
 from fxpipe.runtime.program.accelerator import identity, is_accelerator, memory_size

@@ -9,8 +9,8 @@ from functools import cache
 from importlib.resources import files
 from pathlib import Path
 
-from fxpipe.cost.device import Device, Interconnect
-from fxpipe.cost.device_file import is_device_file, read_device
+from fxpipe.cost.devices.device import Device, Interconnect
+from fxpipe.cost.devices.device_file import is_device_file, read_device
 from fxpipe.errors import ScheduleError, suggested
 from fxpipe.strict import structure
 
@@ -150,7 +150,7 @@ def _link(name: str, reached: float) -> Interconnect:
 
 @cache
 def _table() -> _Table:
-    text = files("fxpipe.cost").joinpath("devices.toml").read_text(encoding="utf-8")
+    text = files("fxpipe.cost.devices").joinpath("devices.toml").read_text(encoding="utf-8")
     return structure(tomllib.loads(text), _Table)
 
 

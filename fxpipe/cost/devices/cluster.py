@@ -8,7 +8,7 @@ from functools import cached_property
 
 from torch import fx
 
-from fxpipe.cost.device import Device, Interconnect
+from fxpipe.cost.devices.device import Device, Interconnect
 from fxpipe.cost.nodes import NodeSeconds
 from fxpipe.ir.storage import call_nodes
 
@@ -38,7 +38,7 @@ class Cluster:
 
     @property
     def offload_bandwidth(self) -> float:
-        """Of the slowest link, as the plan has one for all."""
+        """The rate of the slowest link, as the plan has one for all."""
         return min(device.offload_bandwidth for device in self.devices)
 
     @cached_property

@@ -12,15 +12,15 @@ from functools import partial
 from math import inf
 
 from fxpipe.capture.scale import LATER, choose_microbatches
-from fxpipe.compiler.candidates import candidates
 from fxpipe.compiler.check_options import check
-from fxpipe.compiler.choose import Chosen, Costing, choose_below, held_bytes, with_uses
+from fxpipe.compiler.choice.candidates import candidates
+from fxpipe.compiler.choice.choose import Chosen, Costing, choose_below, held_bytes, with_uses
+from fxpipe.compiler.choice.cut import Cuts, Stages
+from fxpipe.compiler.choice.stage_counts import all_stages, cluster_of
 from fxpipe.compiler.compilation import Compilation
 from fxpipe.compiler.compile import CapturedStep, capture_step, costing_of
-from fxpipe.compiler.cut import Cuts, Stages
 from fxpipe.compiler.options import Settings
 from fxpipe.compiler.progress import Phases
-from fxpipe.compiler.stage_counts import all_stages, cluster_of
 from fxpipe.compiler.tensor_ownership import check_state_of_replicas
 from fxpipe.cost.analytic import work_for_any_size
 from fxpipe.cost.batch_order import BatchPlanner

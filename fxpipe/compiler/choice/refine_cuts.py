@@ -14,7 +14,7 @@ from math import inf
 
 import numpy as np
 
-from fxpipe.cost.cluster import Cluster
+from fxpipe.cost.devices.cluster import Cluster
 from fxpipe.partition.chain import CutChain
 from fxpipe.schedule.bound import lower_bound
 from fxpipe.schedule.costs import Costs, Edge

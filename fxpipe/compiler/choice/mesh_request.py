@@ -11,7 +11,7 @@ import torch
 from fxpipe.errors import OptionError, at_least_one, number_of
 from fxpipe.plan.meshes import Mesh, TriedMesh
 from fxpipe.plan.step import Shard
-from fxpipe.runtime.program.batch import batch_leaves
+from fxpipe.runtime.batch.microbatches import batch_leaves
 from fxpipe.schedule.search.fastest import AUTO
 
 #: What replicas may divide.  "gradients" takes the time and, within a step, the memory of "optimizer", which

@@ -10,15 +10,15 @@ from itertools import product
 import torch
 from torch import fx
 
-from fxpipe.compiler.candidates import Candidates, Head
-from fxpipe.compiler.cut import Cuts, Stages
+from fxpipe.compiler.choice.candidates import Candidates, Head
+from fxpipe.compiler.choice.cut import Cuts, Stages
 from fxpipe.compiler.options import Settings
 from fxpipe.compiler.passes import CutOptions, StepGraphs
 from fxpipe.compiler.progress import Phases
-from fxpipe.cost.cluster import Cluster, slowest_of_each
-from fxpipe.cost.describe import describe
-from fxpipe.cost.device import Device
-from fxpipe.cost.known_devices import device_named
+from fxpipe.cost.devices.cluster import Cluster, slowest_of_each
+from fxpipe.cost.devices.describe import describe
+from fxpipe.cost.devices.device import Device
+from fxpipe.cost.devices.known_devices import device_named
 from fxpipe.cost.profile import measured_bandwidth
 from fxpipe.errors import PartitionError, VocabularyError
 from fxpipe.ir.storage import call_nodes

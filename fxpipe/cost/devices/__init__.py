@@ -1,0 +1,1 @@
+"""Devices as data: known by name, measured here, or of all ranks."""

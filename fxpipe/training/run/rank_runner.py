@@ -1,0 +1,93 @@
+"""The program of this process's rank, which agrees with those of the others, and its connected runtime."""
+
+from __future__ import annotations
+
+from functools import cached_property, partial
+
+import torch
+
+from fxpipe.errors import RunError, number_of
+from fxpipe.runtime.program.load_program import Program
+from fxpipe.runtime.program.rank import Runtime
+from fxpipe.runtime.ranks.agreement import check_agreement, check_programs
+from fxpipe.runtime.ranks.connect import connect
+from fxpipe.runtime.ranks.heap import give_back_large_tensors
+from fxpipe.runtime.ranks.local import LocalComm, LocalWorld
+from fxpipe.runtime.ranks.replicas import DistributedReplicas
+from fxpipe.training.model.accumulators import sharded_buckets
+from fxpipe.training.run.local_runner import LocalRunner
+
+
+class RankRunner(LocalRunner):
+    """Connects the rank of this process with the others, under torchrun or as the only one."""
+
+    @cached_property
+    def runtime(self) -> Runtime:
+        """The runtime of this process's rank."""
+        plan = self.plan
+        if plan.tier == "disk":
+            give_back_large_tensors()
+        if self.process is not None:
+            offloader = self._offloader(self.process.rank)
+            program, is_known = self._checked_program
+            collectives = program.collectives() if is_known else []  # an edited program may not show them
+            connected = plan.channels, plan.collectives, collectives, plan.lanes.groups
+            comm = connect(self.process, self.device, *connected)
+            rt = self._runtime_of(self.process.rank, comm, {}, offloader)
+            rt.replicas, rt.lanes = comm.abreast, comm.lanes
+            rt.shards = comm.abreast if plan.shard else None
+            if comm.on_streams and comm.abreast is not None:
+                self._exchange_once(comm.abreast)
+                with self.process.watch.collective():
+                    rt.mean_over_replicas(torch.zeros(1, dtype=torch.float64, device=self.device))
+            if comm.lanes is not None:
+                comm.lanes.waits = partial(setattr, rt, "waiting")
+            return rt
+        if plan.ranks * plan.lanes.number > 1:
+            lanes = plan.lanes.number
+            of_lanes = f" of {lanes} lanes" if lanes > 1 else ""
+            raise RunError(
+                f"This pipeline has {number_of(plan.ranks, 'rank')}{of_lanes} and this is one process. Start "
+                f"the script with torchrun --nproc-per-node {plan.ranks * lanes}, or run all ranks here with "
+                "pipe.run_local(batch)."
+            )
+        return self._runtime_of(0, LocalComm(LocalWorld(1), 0), {}, self._offloader(0))
+
+    def _exchange_once(self, replicas: DistributedReplicas) -> None:
+        """Exchange zeros of the size of each bucket: a communicator connects for each kind and size."""
+        assert self.process is not None
+        with self.process.watch.collective():
+            for bucket in sharded_buckets(self.state, self.process.rank, replicas):
+                if not bucket.is_frozen:
+                    replicas.wait(replicas.reduce(bucket.whole, bucket.begins, bucket.whole, mean=False))
+                if self.plan.shard:
+                    rows = bucket.own_rows() if bucket.is_frozen else bucket.whole
+                    replicas.wait(replicas.gather((rows,), bucket.begins))
+
+    @cached_property
+    def _own_program(self) -> Program:
+        """The program of this process's rank, after a check that the ranks' programs agree."""
+        if self.process is None:
+            return self._local_programs[0]
+        return self._checked_program[0]
+
+    @cached_property
+    def _checked_program(self) -> tuple[Program, bool]:
+        """The program of this process's rank, and whether the traffic of all ranks' programs is known."""
+        process = self.process
+        assert process is not None
+        with process.agreed("read its program"):
+            program = self._program(process.rank)
+        if process.replicas * process.lanes > 1:
+            text = self.artifact.programs[process.rank]
+            check_programs(text, process.world_rank, process.ranks, process.lanes, process.gather)
+
+        def gather(texts: list[str]) -> list[str]:
+            return [data.decode() for data in process.gather_in_replica(texts[0].encode())]
+
+        return program, check_agreement({process.rank: program.traffic}, gather)
+
+    @property
+    def _number_in_world(self) -> int:
+        """The number of this process, in messages and files."""
+        return 0 if self.process is None else self.process.world_rank
