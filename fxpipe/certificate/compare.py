@@ -182,7 +182,7 @@ def _sums_over_replicas(plan: Plan, rt: TermRuntime) -> Iterator[Problem]:
         line, number = rt.summed[name]
         if number < rt.number_of_summands(name):
             yield _at(line, f"sums the gradient of {name} over the replicas before all is added to it")
-    for each, (line, number) in rt.of_lanes.items():
+    for each, (line, number, _) in rt.of_lanes.items():
         if number < rt.number_of_summands(each):
             yield _at(line, f"sums the gradient of {each} over the lanes before all is added to it")
     if names and rt.waited is None:

@@ -12,7 +12,7 @@ import torch
 from fxpipe.codegen.signatures import Signature
 from fxpipe.ir.graph import Kind, Section
 from fxpipe.plan.artifact import Bucket, Plan, RankTensors, TensorLayout, holders
-from fxpipe.plan.lanes import LanePlan
+from fxpipe.plan.lanes import LaneGroup, LanePlan
 from fxpipe.plan.rows import ShardName
 from fxpipe.plan.tensors import dtype_of, gradient_dtype
 from fxpipe.schedule.bucket_use import BucketUse, once
@@ -64,9 +64,9 @@ def with_buckets(
         last = dict.fromkeys(rank_tensors.gradients, len(ops) - 1) | _positions(ops, accumulated)
         first = _positions(ops[::-1], used)  # from the end
 
-        def together(name: str) -> tuple[int, str, str, str, tuple[int, ...], bool]:
+        def together(name: str) -> tuple[int, str, str, str, tuple[int, ...], LaneGroup]:
             alone = name if name in shared else ""
-            of_lanes = lanes.sums(ShardName(name))
+            of_lanes = lanes.sums(ShardName(name)) or LaneGroup(0)
             return last[name], str(dtype(name)), layouts[name].dtype, alone, stages.get(name, ()), of_lanes
 
         for (position, *_), names in groupby(sorted(last, key=together), together):
@@ -119,7 +119,7 @@ def bucket_uses(
         adds, uses = touches(accumulated, bucket), touches(used, bucket)
         # Behind the last op where another rank makes the gradient.
         last = next(filter(uses if is_frozen else adds, reversed(ops)), ops[-1])
-        of_lanes = plan.lanes.sums(bucket.gradients[0]) and not is_frozen
+        of_lanes = None if is_frozen else plan.lanes.sums(bucket.gradients[0])
         if per_use and not read_once.isdisjoint(bucket.gradients):
             # At the start as well.
             use = for_each_use(ops, lambda op: op == ops[0] or uses(op), adds, last)
@@ -127,7 +127,7 @@ def bucket_uses(
             use = for_each_use(ops, uses, adds, last)
         else:
             use = once(next(filter(uses, ops), last) if plan.shard else None, last)
-        return use._replace(of_lanes=of_lanes)
+        return use._replace(of_lanes=None if of_lanes is None else plan.lanes.arguments(of_lanes))
 
     return tuple(
         (

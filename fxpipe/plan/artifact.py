@@ -336,9 +336,8 @@ class Plan:
 def _with_axes(data: dict[str, Any]) -> dict[str, Any]:
     """The data of a plan; those of earlier versions have lanes of one dimension alone."""
     match data.get("lanes"):
-        case {"number": number, **fields}:
-            axes = [{"number": number, "shards": fields.pop("shards", {})}] if number != 1 else []
-            return {**data, "lanes": {"axes": axes, **fields}}
+        case {"number": number} as axis:
+            return {**data, "lanes": {"axes": [axis] if number != 1 else []}}
     return data
 
 

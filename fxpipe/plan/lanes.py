@@ -49,24 +49,29 @@ class LaneGroup:
         """Those that name the group in an op between lanes: a stride of 1 is left out."""
         return (self.number,) if self.stride == 1 else (self.number, self.stride)
 
+    @property
+    def named(self) -> dict[str, int]:
+        """The same by name."""
+        return dict(zip(("n", "stride"), self.arguments, strict=False))
+
 
 @dataclass(frozen=True)
 class LaneAxis:
     """A dimension of the mesh of lanes.  ``number``: of lanes along it.  ``shards``: the parameters and
     buffers of which each of these holds a share, and the dimension that is shared out, evenly; they all hold
-    the same of the others."""
+    the same of the others.  ``summed``: the parameters among these whose gradients the step sums over the
+    lanes along it."""
 
     number: Annotated[int, between(1, MOST_RANKS)]
     shards: dict[str, Annotated[int, between(0, MOST_DIMENSIONS)]] = field(default_factory=dict)
+    summed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class LanePlan:
-    """The lanes of each rank.  ``axes``: the dimensions of their mesh, none for a rank of one process.
-    ``summed``: the parameters that all lanes hold whole and whose gradients the step sums over them."""
+    """The lanes of each rank.  ``axes``: the dimensions of their mesh, none for a rank of one process."""
 
     axes: Annotated[tuple[LaneAxis, ...], entries(0, MOST_AXES)] = ()
-    summed: tuple[str, ...] = ()
 
     @cached_property
     def number(self) -> int:
@@ -83,6 +88,12 @@ class LanePlan:
     def shared(self) -> frozenset[str]:
         """The tensors of which lanes have different shares."""
         return frozenset(name for axis in self.axes for name in axis.shards)
+
+    @cached_property
+    def summed(self) -> dict[str, LaneGroup]:
+        """The parameters whose gradients the step sums over lanes, each with these lanes."""
+        along = zip(self.axes, self.groups, strict=True)
+        return {name: group for axis, group in along for name in axis.summed}
 
     def shares(self, name: str) -> Iterator[tuple[int, LaneGroup]]:
         """The dimensions of a tensor that are shared out, from the outermost share to the innermost, with the
@@ -102,15 +113,19 @@ class LanePlan:
                 lane = group.first(lane)
         return lane
 
+    def arguments(self, group: LaneGroup) -> tuple[int, ...]:
+        """Those that name a group in a call of ``rt``: none for all lanes."""
+        return () if group.number == self.number else (group.number, group.stride)
+
     def whole_shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of a tensor of which a lane has one of this shape."""
         for dim, group in self.shares(name):
             shape = (*shape[:dim], shape[dim] * group.number, *shape[dim + 1 :])
         return shape
 
-    def sums(self, name: ShardName) -> bool:
-        """Whether the step sums the gradient of a parameter, or of rows of it, over the lanes."""
-        return name.tensor in self.summed
+    def sums(self, name: ShardName) -> LaneGroup | None:
+        """The lanes over which the step sums the gradient of a parameter, or of rows of it."""
+        return self.summed.get(name.tensor)
 
     def share(self, name: str, whole: torch.Tensor, lane: int) -> torch.Tensor:
         """What a lane holds of a tensor: a view, or the tensor itself."""

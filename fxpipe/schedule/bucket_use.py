@@ -12,12 +12,13 @@ class BucketUse(NamedTuple):
     """The exchanges of a bucket with other replicas.  ``spans``: the first and the last op between which the
     parameters are needed of other replicas; none where each has all of them.  ``frees``: whether they are
     freed behind each span.  ``sums``: the ops behind which what was added to the gradients is summed over the
-    replicas; none of frozen parameters.  ``of_lanes``: whether it is summed over the lanes before."""
+    replicas; none of frozen parameters.  ``of_lanes``: the arguments that name the lanes over which it is
+    summed before; None if over none."""
 
     spans: tuple[tuple[Op, Op], ...]
     sums: tuple[Op, ...]
     frees: bool = False
-    of_lanes: bool = False
+    of_lanes: tuple[int, ...] | None = None
 
 
 def once(first: Op | None, last: Op) -> BucketUse:

@@ -192,7 +192,7 @@ CASES = {
     "read_once": Case(Counter),
     "hoist_updates": Case(Remembers),
     "simplify": Case(lambda: Net(lambda x: torch.cat([x[:0], x.view(4, 2).view(2, 4)]) * 1)),
-    "sum_over_lanes_once": Case(Alike, lanes=LanePlan((LaneAxis(2),), summed=("weight",))),
+    "sum_over_lanes_once": Case(Alike, lanes=LanePlan((LaneAxis(2, summed=("weight",)),))),
     "split_vocabulary": Case(Words, gradients=False, options={"barriers": 1}),
     "chunk_head": Case(Total, options={"head_chunks": 2}),
     "begin_exchanges": Case(lambda: Net(Exchange.apply), options={"parts": "exchanges"}),

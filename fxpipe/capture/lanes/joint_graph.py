@@ -62,7 +62,7 @@ def capture_lanes(model: nn.Module, capture: Callable[[], Captured]) -> Captured
     joint = traces[0]
     _check_constants(traces)
     _merge({lane: trace.graph for lane, trace in traces.items()}, plan)
-    plan = replace(plan, summed=_summed(joint.graph, plan))
+    plan = _with_sums(joint.graph, plan)
     varying = key_by_lane(joint.graph, plan)
     check_results(joint.graph, plan, varying)
     check_means(joint.graph, varying)
@@ -294,11 +294,12 @@ def _is_share(item: fx.Node, arguments: Mapping[int, list[object]], plan: LanePl
     return True
 
 
-def _summed(graph: fx.Graph, plan: LanePlan) -> tuple[str, ...]:
-    """The parameters of which each summand of the gradient is a sum over all lanes."""
-
-    def is_sum(node: fx.Node) -> bool:
-        is_of_all = node.target is SUM_OF_LANES and lane_group(node).number == plan.number
-        return is_of_all and node.args[1] == "sum"
-
-    return tuple(name for name, parts in graph_outputs(graph).grads.items() if all(map(is_sum, parts)))
+def _with_sums(graph: fx.Graph, plan: LanePlan) -> LanePlan:
+    """The plan with the parameters of which each summand of the gradient is a sum over lanes, the same."""
+    sums: dict[LaneGroup, list[str]] = {}
+    for name, parts in graph_outputs(graph).grads.items():
+        groups = {lane_group(x) if x.target is SUM_OF_LANES and x.args[1] == "sum" else None for x in parts}
+        if len(groups) == 1 and (group := groups.pop()) is not None:
+            sums.setdefault(group, []).append(name)
+    along = zip(plan.axes, plan.groups, strict=True)
+    return LanePlan(tuple(replace(axis, summed=tuple(sums.pop(group, ()))) for axis, group in along))

@@ -13,6 +13,7 @@ from fxpipe.certificate.ranks.traffic import Traffic
 from fxpipe.certificate.ranks.world import Key, Message
 from fxpipe.certificate.terms.sums import sum_over_lanes
 from fxpipe.certificate.terms.terms import BATCH_MEAN, Term
+from fxpipe.plan.lanes import LaneGroup
 
 
 class Addition(NamedTuple):
@@ -29,17 +30,17 @@ Summands = dict[Term, list[Addition]]
 
 @dataclass(eq=False, repr=False)
 class TermRuntime(Traffic):
-    """``losses``, ``outputs``: what the program gives, with the lines.  ``totals``: the gradients that were
-    summed over ranks.  ``of_lanes``: those that were summed over the lanes, with the line and the number of
-    their summands then.  ``summed``: those whose sums over the replicas have begun, with the line and the
-    number of their summands so far.  ``waited``: the line that waited for these.  ``divided``: the line that
-    divided the gradients by the count.  ``last``: the line of its end.  ``number_of_once``: how often it has
-    computed something for the whole step."""
+    """``losses``, ``outputs``: what the program gives, with the lines. ``totals``: the gradients that
+    were summed over ranks. ``of_lanes``: those that were summed over lanes, with the line, the number of
+    their summands then, and these lanes. ``summed``: those whose sums over the replicas have begun, with
+    the line and the number of their summands so far. ``waited``: the line that waited for these.
+    ``divided``: the line that divided the gradients by the count. ``last``: the line of its end.
+    ``number_of_once``: how often it has computed something for the whole step."""
 
     losses: list[tuple[Value, Value | None, Line]] = field(default_factory=list)
     outputs: list[tuple[str, Value, Any, Line]] = field(default_factory=list)
     totals: dict[str, Summands] = field(default_factory=dict)
-    of_lanes: dict[str, tuple[Line, int]] = field(default_factory=dict)
+    of_lanes: dict[str, tuple[Line, int, LaneGroup]] = field(default_factory=dict)
     summed: dict[str, tuple[Line, int]] = field(default_factory=dict)
     waited: Line | None = None
     divided: Line | None = None
@@ -122,29 +123,35 @@ class TermRuntime(Traffic):
     def summands(self, name: str) -> Summands:
         """What the program has added to the gradient of a parameter, with the microbatches and lines."""
         summands: Summands = {}
-        number = self.plan.lanes.number if name in self.of_lanes else 1
+        group = self.of_lanes[name][2] if name in self.of_lanes else LaneGroup(1)
         for summary in self.sections.known.values():
             for added in summary.effects.added:
                 if added.name == name:
                     term = added.term
-                    if number > 1:  # the sum of all microbatches over the lanes is that of the sums
-                        term = sum_over_lanes(self.calls.terms, term, n=number)
+                    if group.number > 1:  # the sum of all microbatches over the lanes is that of the sums
+                        term = sum_over_lanes(self.calls.terms, term, **group.named)
                     additions = summands.setdefault(term, [])
                     additions.extend(Addition(m, call, added.line) for m, call in summary.calls)
         return summands
 
-    def sum_over_lanes(self, bucket: int) -> None:
+    def sum_over_lanes(self, bucket: int, n: int = 0, stride: int = 1) -> None:
         """All lanes run this program, so the sum is over the same terms of other lanes."""
         line, buckets = self.line, self._tensors.buckets
         if not 0 <= bucket < len(buckets):
             raise Rejected(line, f"sums the bucket {bucket} over lanes, which the plan does not have")
+        if type(n) is not int or type(stride) is not int:
+            raise Rejected(line, f"sums the bucket {bucket} over lanes that are no numbers")
+        group = LaneGroup(n or self.plan.lanes.number, stride)
         for name in buckets[bucket].gradients:
-            is_new = self._in_turns and self.of_lanes.get(name, (line, 0))[1] == self._begun(name)
+            before, number = self.of_lanes.get(name), self.number_of_summands(name)
+            is_new = self._in_turns and (0 if before is None else before[1]) == self._begun(name)
             if self.divided is not None or name in self.totals or (name in self.summed and not is_new):
                 self.calls.note(f"sums the gradient of {name} over the lanes behind its other sums")
             elif name in self.of_lanes and not is_new:
                 self.calls.note(f"sums the gradient of {name} over the lanes again")
-            self.of_lanes[name] = (line, self.number_of_summands(name))
+            if before is not None and before[2] != group:
+                self.calls.note(f"sums the gradient of {name} over other lanes than before")
+            self.of_lanes[name] = (line, number, group)
 
     @property
     def _in_turns(self) -> bool:

@@ -77,7 +77,8 @@ def actions(plan: StepPlan) -> list[Done]:
             done.append(VALIDATED)
             continue
         if not isinstance(together, list):
-            done.append(Done(_OF_RT[type(together)], together.bucket))
+            lanes = together.lanes if isinstance(together, SumOverLanes) else ()
+            done.append(Done(_OF_RT[type(together)], together.bucket, lanes))
             continue
         first, key = together[0], tuple(map(kind_of, together))
         if key not in known:

@@ -62,7 +62,7 @@ VERBS = {
         Verb("gather_parameters", ("bucket",)),
         Verb("wait_parameters", ("bucket",), waits_for="rows of other replicas"),
         Verb("free_parameters", ("bucket",)),
-        Verb("sum_over_lanes", ("bucket",)),  # which waits as ops between lanes do
+        Verb("sum_over_lanes", ("bucket", "n", "stride")),  # which waits as ops between lanes do
         Verb("reduce_gradients", ("bucket",)),
         Verb("wait_gradients", waits_for="the sums over the replicas"),
         Verb("all_reduce_gradient", ("name", "ranks"), waits_for="the gradients of other ranks"),

@@ -309,14 +309,15 @@ class Runtime:
         """Keep an output of one microbatch, if this step was asked for it."""
         self.collected.add(name, value, microbatch, self.spec.microbatches)
 
-    def sum_over_lanes(self, bucket: int) -> None:
-        """Sum a bucket of gradients over the lanes, before it is summed over the replicas."""
+    def sum_over_lanes(self, bucket: int, n: int = 0, stride: int = 1) -> None:
+        """Sum a bucket of gradients over the lanes, or n that are ``stride`` behind each other, before it is
+        summed over the replicas."""
         if self.lanes is None:
             raise RunError(f"The program sums the bucket {bucket} over lanes, and there are none.")
         from fxpipe.runtime.program.lanes import all_reduce  # which most programs run without
 
         whole = self._bucket(bucket).whole
-        whole.copy_(all_reduce(whole, "sum", self.lanes.number))
+        whole.copy_(all_reduce(whole, "sum", n or self.lanes.number, stride))
 
     def reduce_gradients(self, bucket: int) -> None:
         """Start to sum a bucket of gradients over the replicas.

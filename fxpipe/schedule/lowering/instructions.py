@@ -177,8 +177,10 @@ class FreeParameters(_OfBucket):
 
 @dataclass(frozen=True, slots=True)
 class SumOverLanes(_OfBucket):
-    """Sum a bucket of gradients over the lanes, as ops between lanes do."""
+    """Sum a bucket of gradients over the lanes, as ops between lanes do.  ``lanes``: the arguments that name
+    a group of them, none for all."""
 
+    lanes: tuple[int, ...] = ()
     text = "sum over the lanes bucket {0.bucket}"
 
 

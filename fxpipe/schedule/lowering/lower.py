@@ -124,12 +124,14 @@ def _with_buckets(program: Sequence[Instruction], buckets: Sequence[BucketUse]) 
         yield instruction
         if isinstance(instruction, Compute):
             free = [*map(FreeParameters, freed[instruction.op])]
-            sums = [
-                kind(k)
-                for k in summed[instruction.op]
-                for kind in (SumOverLanes, ReduceGradients)
-                if kind is ReduceGradients or buckets[k].of_lanes
-            ]
+            sums = []
+            for k in summed[instruction.op]:
+                of_lanes = buckets[k].of_lanes
+                sums += (
+                    [ReduceGradients(k)]
+                    if of_lanes is None
+                    else [SumOverLanes(k, of_lanes), ReduceGradients(k)]
+                )
     yield from (*free, *sums)
     if summed:
         yield WaitGradients()
