@@ -2,13 +2,15 @@
 
     PYTHONPATH=. python benchmarks/lane_plans.py --output benchmarks/results/lane_plans.txt
     PYTHONPATH=. python benchmarks/lane_plans.py --context --output benchmarks/results/context_models.txt
+    PYTHONPATH=. python benchmarks/lane_plans.py --context --tensor --output benchmarks/results/context_tensor.txt
 
 Each family with a plan of tensor or expert parallelism (a tiny model, random weights, float64) is distributed
 by ``fxpipe.integrations.transformers.parallelize`` over two lanes of two ranks, mixtures with all tokens on
 each lane and with divided ones, and runs one step in one process.  The table has the parameters that lanes
 share, and the largest error of the loss and of a gradient against eager, by its largest value (at least a
 millionth of that of all).  With ``--context`` the lanes divide the sequences instead, and of the plan they
-share experts alone; the table has the exchanges in programs by kind.  Families of which eager itself fails
+share experts alone; the table has the exchanges in programs by kind.  With ``--tensor`` there are 2 x 2 lanes:
+along the second dimension they share the layers, and all of them the experts.  Families of which eager itself fails
 with the tiny configuration are left out.
 """
 
@@ -50,6 +52,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=inf, help="after which it begins no other family")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--context", action="store_true", help="lanes divide the sequences")
+    parser.add_argument("--tensor", action="store_true", help="with --context, on a mesh of 2 x 2 lanes")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_default_dtype(torch.float64)
@@ -74,7 +77,7 @@ def measured(options: argparse.Namespace, report: Report, end: float) -> Iterato
             built = build(kind, names if isinstance(names, str) else names[0], "CAUSAL_LM").model
             model = without_dropout(built).to(torch.float64).train()
             words = {**(getattr(model, "tp_plan", None) or {}), **(getattr(model, "ep_plan", None) or {})}
-            if not words and not options.context:
+            if not words and (options.tensor or not options.context):
                 continue
             has_experts = any(word in ("moe_tp_experts", "ep_dispatch_experts") for word in words.values())
             if has_experts:
@@ -85,7 +88,9 @@ def measured(options: argparse.Namespace, report: Report, end: float) -> Iterato
             report.line(f"{kind} is left out, as its own code raises {text(error)}")
             continue
         for tokens in ("whole", "divided") if has_experts else ("whole",):
-            shared, result = on_lanes(copy.deepcopy(unused), tokens, expected, options.context)
+            shared, result = on_lanes(
+                copy.deepcopy(unused), tokens, expected, options.context, options.tensor
+            )
             if not shared:
                 report.line(f"{kind} is refused: {result}")
             yield kind, tokens if has_experts else "", shared, result if shared else "refused"
@@ -121,12 +126,13 @@ def eager(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def on_lanes(
-    model: nn.Module, tokens: Any, expected: Mapping[str, torch.Tensor], context: bool
+    model: nn.Module, tokens: Any, expected: Mapping[str, torch.Tensor], context: bool, tensor: bool
 ) -> tuple[str, str]:
     whole = {name: value.clone() for name, value in model.state_dict().items()}
     example = {name: x[:ROWS] for name, x in batch().items()}
     try:
-        with fxpipe.local_lanes(LANES) as mesh:
+        sizes, names = ((LANES, LANES), ("cp", "tp")) if tensor else (LANES, ("tp",))
+        with fxpipe.local_lanes(sizes, names=names) as mesh:
             divided = {"input_ids": 1} if context else None
             parallelize(model, mesh, fxpipe.ExpertParallel(tokens=tokens), context=divided)
             options = {"ranks": RANKS, "microbatches": MICROBATCHES, "schedule": "zb-h1"}
@@ -140,7 +146,7 @@ def on_lanes(
     # Gradients that are zero but for rounding have no size of their own.
     floor = 1e-6 * max(largest.values())
     errors = (float((found[n] - x).abs().max()) / max(largest[n], floor) for n, x in expected.items())
-    shared = exchanges(pipe) if context else str(len(pipe.plan.lanes.shards))
+    shared = exchanges(pipe) if context else str(len(pipe.plan.lanes.shared))
     return shared, f"{max(errors):.1e}"
 
 

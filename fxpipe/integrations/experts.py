@@ -13,7 +13,7 @@ shapes do not depend on data.  The ops are torch's: the style also runs in eager
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from math import ceil
 from typing import Any, Literal
@@ -77,7 +77,7 @@ class ExpertParallel(ParallelStyle):
         experts = _number_of_experts(module, device_mesh)
         for owner, name, parameter in parameters_of(module):
             share = distribute_tensor(
-                parameter.data, device_mesh, [Shard(0)], src_data_rank=self.src_data_rank
+                parameter.data, device_mesh, [Shard(0)] * device_mesh.ndim, src_data_rank=self.src_data_rank
             )
             owner.register_parameter(name, nn.Parameter(share, parameter.requires_grad))
         if self.counts:
@@ -99,10 +99,10 @@ class ExpertParallel(ParallelStyle):
         top_k_weights: torch.Tensor,
     ) -> torch.Tensor:
         given = [hidden_states, top_k_index, top_k_weights]
-        # Within ContextParallel the tokens are divided before, and stay so.
         placements = hidden_states.placements if isinstance(hidden_states, DTensor) else None
-        each, index = experts // mesh.size(), _all_rows(top_k_index)
-        run = partial(_divided if self.tokens == "divided" else _whole, local, mesh, each, each * self.skips)
+        lanes = mesh if mesh.ndim == 1 else mesh._flatten()
+        each, index = experts // lanes.size(), _all_rows(top_k_index)
+        run = partial(_divided if self.tokens == "divided" else _whole, local, lanes, each, each * self.skips)
         if self.counts and module.training:
             with torch.no_grad():
                 rows = index.reshape(-1, 1) == torch.arange(experts, device=index.device)
@@ -110,17 +110,39 @@ class ExpertParallel(ParallelStyle):
         if self.tokens == "whole":
             result = distributed(run(*map(_all_rows, given)), mesh)
             return _all_rows(result) if placements is None else result.redistribute(placements=placements)
-        if placements is None and (more := -len(hidden_states) % mesh.size()):
-            of_none = (0, experts, 0)
-            given = [_padded(x, more, value) for x, value in zip(given, of_none, strict=True)]
-        by_lane = placements or [Shard(0)]
-        shares = [distributed(x, mesh).redistribute(placements=by_lane).to_local() for x in given]
-        room = self._room(module, mesh, each, shares[1], given[1] if placements is None else None)
-        result = run(room, *shares)
+        # Within ContextParallel the tokens are divided before; lanes with the same ones share them out.
+        alike: DeviceMesh | None = lanes
+        if placements is not None and getattr(placements[0], "dim", None) is not None:
+            alike = None if mesh.ndim == 1 else mesh[(mesh.mesh_dim_names or ())[-1]]
+            by_lane = [placements[0], *[Replicate()] * (mesh.ndim - 1)]
+            given = [distributed(x, mesh).redistribute(placements=by_lane).to_local() for x in given]
+        else:
+            by_lane, given = [Replicate()] * mesh.ndim, [*map(_all_rows, given)]
+        result = self._exchanging(module, run, lanes, alike, each, given)
         if placements is None:
-            return _joined(result, mesh, Shard(0))[: len(hidden_states)]
+            return result
         shape, stride = hidden_states.shape, hidden_states.stride()
-        return DTensor.from_local(result, mesh, placements, run_check=False, shape=shape, stride=stride)
+        return DTensor.from_local(result, mesh, by_lane, run_check=False, shape=shape, stride=stride)
+
+    def _exchanging(
+        self,
+        module: nn.Module,
+        run: Callable[..., torch.Tensor],
+        lanes: DeviceMesh,
+        alike: DeviceMesh | None,
+        each: int,
+        given: Sequence[torch.Tensor],
+    ) -> torch.Tensor:
+        """What the experts of all lanes give for tokens.  alike: the lanes that have the same ones."""
+        if alike is None:
+            return run(self._room(module, lanes, each, given[1], None), *given)
+        tokens, more = len(given[0]), -len(given[0]) % alike.size()
+        of_none = (0, each * lanes.size(), 0)
+        padded = [_padded(x, more, value) if more else x for x, value in zip(given, of_none, strict=True)]
+        shares = [distributed(x, alike).redistribute(placements=[Shard(0)]).to_local() for x in padded]
+        of_all = padded[1] if alike is lanes else None
+        result = run(self._room(module, lanes, each, shares[1], of_all), *shares)
+        return _joined(result, alike, Shard(0))[:tokens]
 
     def _room(
         self,
@@ -158,8 +180,11 @@ class ExpertParallel(ParallelStyle):
 def _number_of_experts(module: nn.Module, mesh: DeviceMesh) -> int:
     shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
     numbers = {shape[:1] for shape in shapes.values()}
-    if mesh.ndim != 1:
-        raise OptionError(f"ExpertParallel is for a mesh of one dimension, not {mesh.mesh_dim_names}.")
+    if mesh.ndim > 2 or (mesh.ndim == 2 and not mesh.mesh_dim_names):
+        raise OptionError(
+            "ExpertParallel is for a mesh of one dimension, or of two with names within ContextParallel, not "
+            f"{mesh}."
+        )
     if len(numbers) != 1 or () in numbers:
         raise OptionError(
             "ExpertParallel is for a module whose parameters all have its experts as their first dimension; "

@@ -41,7 +41,11 @@ def share_out(
                         f"{path} has a parameter of shape {tuple(parameter.shape)}, whose dimension {dim} "
                         f"{lanes} lanes cannot share evenly. Leave {path} out of tensor=."
                     )
-                placements[parameter] = Shard(dim)
+                if placements.setdefault(parameter, Shard(dim)) != Shard(dim):
+                    raise OptionError(
+                        f"{path} and another module share a parameter, which tensor= cuts in two ways. Give both "
+                        "styles that cut it alike: the words RowwiseParallel(), the head ColwiseParallel()."
+                    )
             if any(layout.is_replicate() for layout in getattr(style, "output_layouts", ())):
                 named[path].register_forward_hook(_whole_result)
     return placements

@@ -41,6 +41,8 @@ _STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "replicated_with_grad_allreduce": SummedGradients,
     "sequence_parallel": SequenceParallel,
 }
+#: Words of modules that all lanes hold whole where values are DTensors; torch's rules sum their gradients.
+_WHOLE = (None, "replicate", "replicated_with_grad_allreduce", "sequence_parallel")
 #: Words of modules of experts, of which lanes hold some each; their parameters have words of their own.
 _EXPERTS = ("moe_tp_experts", "ep_dispatch_experts")
 
@@ -57,7 +59,8 @@ def parallelize(
     Each lane gets some of the experts of a mixture, whole, also where the plan cuts each of them.  Weights
     that the model ties are tied again.  Returns the model, of which each process has all values before.
 
-    mesh: of one dimension.
+    mesh: of one dimension; with ``context`` of two, where lanes along the first divide the sequences and
+        those along the second share the layers by the plan.
     experts: the style of experts; by default all tokens go through those of every lane.
     plan: module, as a pattern -> style; by default ``model.tp_plan`` with ``model.ep_plan``.
     context: the arguments whose sequences the lanes divide, with their dimension ({"input_ids": 1}), by
@@ -67,22 +70,21 @@ def parallelize(
     a model without a plan.
     """
     words = dict(plan) if plan is not None else {**_plan(model, "tp"), **_plan(model, "ep")}
-    if context is not None:
+    if context is not None and mesh.ndim == 1:
         words = {path: word for path, word in words.items() if word in _EXPERTS}
     elif not words:
         raise OptionError(
             f"{type(model).__name__} has no plan of tensor parallelism. Give one by modules: "
             'parallelize(model, mesh, plan={"*.up": "colwise", "*.down": "rowwise"}).'
         )
-    _check_heads(model, mesh.size(), words)
+    _check_heads(model, mesh.size(-1), words)
+    if mesh.ndim > 1:
+        _share_beside_context(model, mesh, words, context, experts)
+        return model
     for path, module in [*model.named_modules()]:
         word = words.get(_pattern(path))
         if word in _EXPERTS:
-            style = copy.copy(experts) if experts else ExpertParallel()
-            # Experts of transformers that know of it skip those of other lanes.
-            if hasattr(module, "_is_expert_parallel"):
-                module._is_expert_parallel = style.skips = True
-            parallelize_module(module, mesh, style)
+            _share_experts(module, mesh, experts)
         elif word == "local_params":
             of_own = {name: words.get(_pattern(f"{path}.{name}")) for name in _own(module)}
             _share_own_parameters(module, of_own, mesh)
@@ -98,9 +100,51 @@ def parallelize(
             parallelize_module(module, mesh, _STYLES[word]())
     if context is not None:
         parallelize_module(model, mesh, ContextParallel(context))
+    _tie(model)
+    return model
+
+
+def _tie(model: nn.Module) -> None:
     if hasattr(model, "tie_weights"):
         model.tie_weights()  # type: ignore[operator]
-    return model
+
+
+def _share_experts(module: Any, mesh: DeviceMesh, experts: ExpertParallel | None) -> None:
+    style = copy.copy(experts) if experts else ExpertParallel()
+    # Experts of transformers that know of it skip those of other lanes.
+    if hasattr(module, "_is_expert_parallel"):
+        module._is_expert_parallel = style.skips = True
+    parallelize_module(module, mesh, style)
+
+
+def _share_beside_context(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    words: Mapping[str, str],
+    context: Mapping[str, int] | None,
+    experts: ExpertParallel | None,
+) -> None:
+    if context is None or mesh.ndim > 2:
+        raise OptionError(
+            "parallelize takes a mesh of one dimension, or of two with context=: sequences along the first, "
+            f"the plan along the second; not {mesh.mesh_dim_names} with context={context}."
+        )
+    styles = {path: words.get(_pattern(path)) for path, _ in model.named_modules()}
+    tensor: dict[str, ParallelStyle] = {}
+    for path, word in styles.items():
+        if word in _EXPERTS:
+            _share_experts(model.get_submodule(path), mesh, experts)
+        if word in (*_WHOLE, *_EXPERTS):
+            continue
+        style = _STYLES[word]() if word in _STYLES else None
+        if not isinstance(style, ColwiseParallel | RowwiseParallel):
+            raise OptionError(
+                f"The plan of {type(model).__name__} has {word!r} for {path}, which has no form beside "
+                "divided sequences. Give a mesh of one dimension, or a plan without it."
+            )
+        tensor[path] = style
+    parallelize_module(model, mesh, ContextParallel(context, tensor))
+    _tie(model)
 
 
 def _plan(model: nn.Module, kind: str) -> Mapping[str, str]:

@@ -38,7 +38,7 @@ class Block(nn.Module):
         self.q, self.k, self.v = (nn.Linear(WIDTH, n * each, bias=False) for n in (HEADS, KEYS, KEYS))
         is_biased = attention in ("biased", "of all")
         self.bias = nn.Parameter(torch.randn(HEADS, LENGTH, LENGTH)) if is_biased else None
-        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.o, self.up, self.down = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
         self.router, self.experts = (nn.Linear(WIDTH, 4), Experts()) if mixture else (None, None)
 
     def forward(self, x, cos, sin):
@@ -48,7 +48,7 @@ class Block(nn.Module):
             for p in (self.q, self.k, self.v)
         )
         q, k = (y * cos + torch.cat([-y.chunk(2, -1)[1], y.chunk(2, -1)[0]], -1) * sin for y in (q, k))
-        x = x + self._attend(q, k, v).transpose(1, 2).flatten(2)
+        x = x + self.o(self._attend(q, k, v).transpose(1, 2).flatten(2))
         y = self.other(x)
         if self.experts is None:
             return x + self.down(F.gelu(self.up(y)))
