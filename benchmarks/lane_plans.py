@@ -1,17 +1,17 @@
 """transformers' decoders on two lanes by their own plans of parallelism, beside eager.
 
     PYTHONPATH=. python benchmarks/lane_plans.py --output benchmarks/results/lane_plans.txt
-    PYTHONPATH=. python benchmarks/lane_plans.py --context --output benchmarks/results/context_models.txt
-    PYTHONPATH=. python benchmarks/lane_plans.py --context --tensor --output benchmarks/results/context_tensor.txt
+    … --context --output benchmarks/results/context_models.txt
+    … --context --tensor --output benchmarks/results/context_tensor.txt
 
 Each family with a plan of tensor or expert parallelism (a tiny model, random weights, float64) is distributed
 by ``fxpipe.integrations.transformers.parallelize`` over two lanes of two ranks, mixtures with all tokens on
 each lane and with divided ones, and runs one step in one process.  The table has the parameters that lanes
 share, and the largest error of the loss and of a gradient against eager, by its largest value (at least a
 millionth of that of all).  With ``--context`` the lanes divide the sequences instead, and of the plan they
-share experts alone; the table has the exchanges in programs by kind.  With ``--tensor`` there are 2 x 2 lanes:
-along the second dimension they share the layers, and all of them the experts.  Families of which eager itself fails
-with the tiny configuration are left out.
+share experts alone; the table has the exchanges in programs by kind.  With ``--tensor`` there are 2 x 2
+lanes: along the second dimension they share the layers, and all of them the experts.  Families of which eager
+itself fails with the tiny configuration are left out.
 """
 
 from __future__ import annotations

@@ -85,7 +85,9 @@ class ExpertParallel(ParallelStyle):
             module.register_buffer("expert_loads", counts)
             module.register_buffer("expert_drops", counts.new_zeros(()))
         local = partial(_on_parts, module, module.forward, self.number, experts // device_mesh.size())
-        module.forward = partial(self._forward, module, local, device_mesh, experts)
+        # Here, where every process makes its groups, and not in a trace, which may be that of one alone.
+        lanes = device_mesh if device_mesh.ndim == 1 else device_mesh._flatten()
+        module.forward = partial(self._forward, module, local, device_mesh, lanes, experts)
         return module
 
     def _forward(
@@ -93,6 +95,7 @@ class ExpertParallel(ParallelStyle):
         module: nn.Module,
         local: Callable[..., torch.Tensor],
         mesh: DeviceMesh,
+        lanes: DeviceMesh,
         experts: int,
         hidden_states: torch.Tensor,
         top_k_index: torch.Tensor,
@@ -100,7 +103,6 @@ class ExpertParallel(ParallelStyle):
     ) -> torch.Tensor:
         given = [hidden_states, top_k_index, top_k_weights]
         placements = hidden_states.placements if isinstance(hidden_states, DTensor) else None
-        lanes = mesh if mesh.ndim == 1 else mesh._flatten()
         each, index = experts // lanes.size(), _all_rows(top_k_index)
         run = partial(_divided if self.tokens == "divided" else _whole, local, lanes, each, each * self.skips)
         if self.counts and module.training:

@@ -43,8 +43,9 @@ def share_out(
                     )
                 if placements.setdefault(parameter, Shard(dim)) != Shard(dim):
                     raise OptionError(
-                        f"{path} and another module share a parameter, which tensor= cuts in two ways. Give both "
-                        "styles that cut it alike: the words RowwiseParallel(), the head ColwiseParallel()."
+                        f"{path} and another module share a parameter, which tensor= cuts in two ways. Give "
+                        "both styles that cut it alike: the words RowwiseParallel(), the head "
+                        "ColwiseParallel()."
                     )
             if any(layout.is_replicate() for layout in getattr(style, "output_layouts", ())):
                 named[path].register_forward_hook(_whole_result)
