@@ -285,15 +285,15 @@ class Checkpointer:
         self._writing = self._background.submit(self._write, step, record, tensors)
 
     def _warn_of_optimizer(self) -> None:
-        """Say once, on the first rank, that checkpoints leave out an optimizer that the pipeline has: a resumed
-        run goes on without its averages, which nobody sees."""
+        """Say once, on the first rank, that checkpoints leave out an optimizer that the pipeline has: a
+        resumed run goes on without its averages, which nobody sees."""
         if self.optimizer is not None or self.pipe.last_optimizer is None or self._number:
             return
         if not self._has_warned:
             self._has_warned = True
             warnings.warn(
-                f"The checkpoints in {self.directory} hold no state of the optimizer, with which a resumed run "
-                "would go on: give it as fxpipe.Checkpointer(pipe, directory, optimizer=opt).",
+                f"The checkpoints in {self.directory} hold no state of the optimizer, with which a resumed "
+                "run would go on: give it as fxpipe.Checkpointer(pipe, directory, optimizer=opt).",
                 stacklevel=5,
             )
 

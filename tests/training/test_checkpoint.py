@@ -487,8 +487,7 @@ def test_an_optimizer_that_is_not_kept_is_told_once(pipe, tmp_path):
         pipe.step(batch_of(0))
         optimizer.step()
         with pytest.warns(UserWarning, match="hold no state of the optimizer.*optimizer=opt") as told:
-            checkpoints.save()
-            checkpoints.save()
+            _ = checkpoints.save(), checkpoints.save()
     assert [one.filename for one in told] == [__file__]
 
 
