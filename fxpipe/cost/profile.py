@@ -179,7 +179,7 @@ def _run(section: Section, function: Callable[..., object], *inputs: object) -> 
     except RuntimeError as error:
         raise ScheduleError(
             f"costs='measured' runs {section.phase} of stage {section.stage} on synthetic inputs, and "
-            f"an op fails on them: {str(error).strip().splitlines()[0]} Compile with costs='analytic'."
+            f"an op fails on them: {str(error).strip().splitlines()[0].rstrip('.')}. Compile with costs='analytic'."
         ) from error
 
 
