@@ -12,10 +12,13 @@ PAGES = sorted(ROOT.glob("docs/*.md"))
 READ = [page for page in PAGES if page.name != "coverage.md"]
 
 
+def words(page: Path) -> int:
+    return sum(any(map(str.isalnum, word)) for word in page.read_text().split())  # not the lines of tables
+
+
 def test_pages_are_short():
-    assert len((ROOT / "README.md").read_text().split()) <= 1_000
-    words = {page.name: len(page.read_text().split()) for page in READ}
-    assert sum(words.values()) <= 30_000, words
+    assert words(ROOT / "README.md") <= 1_000
+    assert sum(map(words, READ)) <= 30_000, {page.name: words(page) for page in READ}
 
 
 def test_no_sentence_stands_twice():
