@@ -36,10 +36,10 @@ def main() -> None:
         {"input_ids": ids, "labels": ids},
         ranks=8,
         microbatches=32,
-        schedule="1f1b",
+        schedule="auto",
         vocab_parallel="1-barrier",
         offload=0.5,
-        memory_limit="4.25GiB",
+        memory_limit="3.9GiB",
         costs="H100",
         grad_dtype=torch.float32,
     )

@@ -1,6 +1,6 @@
 """Tries reports in a headless Chromium: loading, zoom, clicks, keys, search, unfolding, names, frames.
 
-Each pipeline is compiled, saved with measured times that are the predicted ones with noise, and reported; the
+Each pipeline is compiled, saved with measured times that are longer than the predicted ones, and reported;
 page is then used as a person would, by the mouse and the keyboard.  Ends with 1 if a check fails.
 
     python benchmarks/report_browser.py --output benchmarks/results/report_browser.txt
@@ -26,6 +26,7 @@ from torch import nn
 import fxpipe
 from fxpipe.plan.saved.files import read_plan
 from fxpipe.plan.saved.recorded import write_spans
+from fxpipe.schedule.ops import Op, OpKind
 from fxpipe.schedule.simulation.simulator import simulate
 from fxpipe.viz.report.write import saved_source, write_report
 
@@ -81,7 +82,13 @@ def saved(directory: Path, ranks: int, microbatches: int) -> None:
     plan, noise = read_plan(directory), random.Random(0)
     for rank, spans in enumerate(simulate(plan.ordered, plan.costs).spans):
         shift = noise.random() * 1e-4
-        write_spans(directory, rank, [(str(op), s + shift, e + shift) for op, s, e in spans])
+
+        def end(op: Op, start: float, end: float) -> float:  # all take 1.2 times as long, one op 1.6 times
+            return start + (1.6 if (op.kind, op.stage) == (OpKind.W, 2) else 1.2) * (end - start)
+
+        write_spans(
+            directory, rank, [(str(op), 2 * s + shift, end(op, 2 * s, s + e) + shift) for op, s, e in spans]
+        )
 
 
 @dataclass
@@ -132,6 +139,8 @@ def use(checks: Checks) -> None:
         page.run("window.hacked === undefined")
         and HOSTILE in page.run("document.querySelector('h1').textContent"),
     )
+    text = page.run("document.getElementById('inspector').textContent")
+    that("it begins with what the step loses", "What the measured step loses" in text and "rank 0" in text)
     page.click(*checks.at("op('F2.3')"))
     that("a click on an op shows it", checks.title().split() == ["F", "F2.3"])
     text = page.run("document.getElementById('inspector').textContent")
@@ -196,6 +205,11 @@ def use(checks: Checks) -> None:
     page.resize(420, 800)
     time.sleep(0.2)
     that("a narrow window shows the ranks", page.run("document.getElementById('rows').clientHeight > 100"))
+    that(
+        "the op that differs the most from its expected time is the first",
+        page.run("document.querySelector('#measured tbody td').textContent") == "W2",
+    )
+    that("it is marked", page.run("document.querySelectorAll('#measured .off').length") == 1)
     that("still no errors", not page.errors)
 
 

@@ -51,7 +51,7 @@ def page() -> str:
     parts.append(
         "F is a forward, B an input gradient, W a weight gradient; below is the memory of each rank.\n"
         "[Schedules](schedules.md) explains them, `python scripts/gallery.py` draws them, and\n"
-        "`fxpipe simulate --draw FILE.svg` draws yours.\n"
+        "`fxpipe simulate --draw FILE.svg` draws yours. [What ran where](limits.md#what-ran-where).\n"
     )
     for name, (_, title, text) in PICTURES.items():
         parts.append(f"## {title}\n\n{text}\n\n![{name}](gallery/{name}.svg)\n")

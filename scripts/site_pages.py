@@ -17,6 +17,20 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).parents[1]
 LINK = re.compile(r"(?<=\]\()(?!https?:|mailto:|#)([^)#\s]+)")
 CODE = re.compile(r"(^```.*?^```)", re.MULTILINE | re.DOTALL)
+#: How far up the search shows a page, where it is not 1: newcomers' pages before contributors'.
+BOOST = {
+    "howto.md": 3.0,
+    "training.md": 2.0,
+    "gpus.md": 2.0,
+    "trainers.md": 2.0,
+    "schedules.md": 2.0,
+    "tutorial.md": 1.5,
+    "models.md": 1.5,
+    "reference.md": 0.5,
+    "certificate.md": 0.5,
+    "coverage.md": 0.5,
+    "architecture.md": 0.3,
+}
 PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md")
 
 
@@ -37,6 +51,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
+    boost = 0.3 if page.file.src_uri.startswith("repository/") else BOOST.get(page.file.src_uri, 1.0)
+    page.meta["search"] = {"boost": boost}
     here, source = os.path.dirname(page.file.src_uri), Path(page.file.abs_src_path or "")
 
     def linked(match: re.Match[str]) -> str:

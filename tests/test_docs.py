@@ -53,6 +53,8 @@ def test_every_block_runs_or_says_why_not():
         for call in calls:
             assert call[0] == "fxpipe" or (call[0] == "torchrun" and "fxpipe" in call), (page, call)
         assert not docs_worker.shown(page) or page in SHOWN, page
+    excerpts = [page for page in PAGES for block in docs_worker.blocks(page) if not block.is_whole]
+    assert "README.md" not in excerpts
     reasons = [block.reason for page in PAGES for block in docs_worker.blocks(page) if block.reason]
     assert len(reasons) <= 12, reasons
 

@@ -347,6 +347,13 @@ PIPE = {
         OptionError,
         r"state\['x'\] is 3 and must have the methods",
     ),
+    "checkpoints of an optimizer of torch's": (
+        lambda pipe, path: fxpipe.Checkpointer(
+            pipe, path, state={"opt": torch.optim.SGD(nn.Linear(2, 2).parameters())}
+        ),
+        OptionError,
+        r"state\['opt'\] is an optimizer, whose state is another on each rank: make it by pipe.optimizer",
+    ),
     "half a step": (
         lambda pipe, path: fxpipe.Checkpointer(pipe, path, every=1.5),
         OptionError,

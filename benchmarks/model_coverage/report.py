@@ -124,7 +124,7 @@ def _head(
     commits = len({row["commit"] for row in rows})
     intro = f"""# Which models work
 
-[The table of all models](#all-models) can be searched.
+[The table of all models](#all-models) can be searched; [what ran where](limits.md#what-ran-where).
 
 {len(trained)} models, nearly all from other projects, with tiny random configurations and unchanged
 code. Right with every option tried: {of[RIGHT]}, {fixed} of them with `fixed=[…]`, as the error without it

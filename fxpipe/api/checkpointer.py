@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -60,6 +61,11 @@ def _check_given(pipe: object, optimizer: object, state: object) -> None:
         if not isinstance(thing, Stateful | Average):
             raise OptionError(
                 f"state[{name!r}] is {thing!r:.60} and must have the methods state_dict and load_state_dict."
+            )
+        if isinstance(thing, torch.optim.Optimizer):  # of which rank 0's state is no other rank's
+            raise OptionError(
+                f"state[{name!r}] is an optimizer, whose state is another on each rank: make it by "
+                "pipe.optimizer(…) and give it as optimizer=."
             )
 
 
@@ -129,6 +135,7 @@ class Checkpointer:
             self._drop_group = self._process.drop_with(self, [self._group])
         self._lock: files.Lock | None = None
         self._is_closed = False
+        self._has_warned = False
         self._is_this_run = False  # whether the checkpoints in the directory are known to be this run's
         try:
             self._check_directory()
@@ -262,6 +269,7 @@ class Checkpointer:
         self.wait()
         if any(isinstance(thing, OfAverage) and thing.average.is_applied for thing in self.user.values()):
             raise RunError("The weights are those of an average now: write checkpoints outside of applied().")
+        self._warn_of_optimizer()
         self.pipe.check_alike()
         step, state = self.pipe.step_number, self.pipe.model_state
         tensors: dict[str, torch.Tensor | Part] = {}
@@ -275,6 +283,19 @@ class Checkpointer:
             if self.asynchronous:  # copied before this returns: the next step overwrites what is written
                 tensors = {name: _staged(tensor) for name, tensor in tensors.items()}
         self._writing = self._background.submit(self._write, step, record, tensors)
+
+    def _warn_of_optimizer(self) -> None:
+        """Say once, on the first rank, that checkpoints leave out an optimizer that the pipeline has: a
+        resumed run goes on without its averages, which nobody sees."""
+        if self.optimizer is not None or self.pipe.last_optimizer is None or self._number:
+            return
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"The checkpoints in {self.directory} hold no state of the optimizer, with which a resumed "
+                "run would go on: give it as fxpipe.Checkpointer(pipe, directory, optimizer=opt).",
+                stacklevel=5,
+            )
 
     def _write(self, step: int, record: CheckpointRecord, tensors: dict[str, torch.Tensor | Part]) -> Path:
         """Runs in the background thread on every rank."""

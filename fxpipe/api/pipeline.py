@@ -291,7 +291,7 @@ class Pipeline(Weights, Views):
             raise RunError("No step has run yet: figures are those of steps.")
         spans, number = self._runner.last.runtime.record.spans, self.step_number - 1
         figures = figures_of(self.plan, number, seconds, spans, self.replicas, self.device, share)
-        optimizer = None if self._optimizer is None else self._optimizer()
+        optimizer = self.last_optimizer
         if optimizer is not None and (norm := optimizer.known_norm) is not None:
             figures["norm"] = float(norm)
         return figures
@@ -304,6 +304,11 @@ class Pipeline(Weights, Views):
     def stops(self) -> bool:
         """Whether a rank was asked to stop before its last step began; the same on all ranks."""
         return self._runner.stops or (self.process is None and self._runner.stop_asked)
+
+    @property
+    def last_optimizer(self) -> PipelineOptimizer | None:
+        """What ``optimizer`` has made last, while the script has it."""
+        return None if self._optimizer is None else self._optimizer()
 
     @property
     def runtime(self) -> Runtime:

@@ -176,9 +176,10 @@ def _run(section: Section, function: Callable[..., object], *inputs: object) -> 
     try:
         function(*inputs)
     except RuntimeError as error:
+        cause = str(error).strip().splitlines()[0].rstrip(".")
         raise ScheduleError(
             f"costs='measured' runs {section.phase} of stage {section.stage} on synthetic inputs, and "
-            f"an op fails on them: {str(error).strip().splitlines()[0]} Compile with costs='analytic'."
+            f"an op fails on them: {cause}. Compile with costs='analytic'."
         ) from error
 
 

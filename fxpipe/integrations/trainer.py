@@ -84,7 +84,7 @@ class Trainer(transformers.Trainer):
         args = args if args is not None else transformers.TrainingArguments("tmp_trainer")
         check_arguments(args)
         check_given(type(self), transformers.Trainer, model, named, pipeline or {})
-        ranks = ranks_of(model, (pipeline or {}).get("ranks"), args.world_size)
+        ranks = ranks_of(model, (pipeline or {}).get("ranks"), args)
         as_only_process(args)
         self._options, self._outputs, self._figures = {**(pipeline or {}), "ranks": ranks}, outputs, figures
         self._updates: Any = None

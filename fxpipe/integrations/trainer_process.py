@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -20,8 +21,14 @@ import fxpipe
 from fxpipe.errors import OptionError
 
 
-def ranks_of(model: nn.Module, ranks: int | None, processes: int) -> int:
+def ranks_of(model: nn.Module, ranks: int | None, args: Any) -> int:
     """The number of ranks of a model's pipeline; raises OptionError unless it has all processes."""
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    if processes > 1 and args.distributed_state.backend is None:
+        raise OptionError(
+            f"{processes} processes were started, and TrainingArguments takes each for the only one: without "
+            "an accelerator give it use_cpu=True."
+        )
     lanes = max((p.device_mesh.size() for p in model.parameters() if isinstance(p, DTensor)), default=1)
     if ranks is None:
         ranks = max(1, processes // lanes)

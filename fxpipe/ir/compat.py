@@ -522,8 +522,7 @@ def registrar(op: OpOverload) -> str | None:
     if op.namespace in _OF_TORCH:
         return None
     name: str = op._schema.name
-    custom, entry = OPDEFS.get(name), simple_registry.singleton.get(op.name())
-    fake = None if entry is None else entry.fake_impl.kernel
+    custom, fake = OPDEFS.get(name), simple_registry.singleton.find(op.name()).fake_impl.kernel
     functions = [custom and custom._init_fn, fake and fake.func]
     modules = [function.__module__ for function in functions if function is not None]
     files = set(re.findall(r"registered at (.+):\d+", torch._C._dispatch_dump(name)))

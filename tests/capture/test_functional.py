@@ -209,8 +209,8 @@ def test_numbers_are_those_of_eager(name: str) -> None:
     model = Net(ALL[name])
     inputs = [n.meta["input"] for n in found.graph.find_nodes(op="placeholder")]
     values = {**dict(model.named_parameters()), **dict(model.named_buffers()), "x": x}
-    module = fx.GraphModule(nn.Module(), found.graph)
-    outputs = module(*(values[given.name].detach() for given in inputs))
+    run = fx.Interpreter(fx.GraphModule(nn.Module(), found.graph)).run
+    outputs = run(*(values[given.name].detach() for given in inputs))
     loss = model(x)
     loss.backward()
     torch.testing.assert_close(outputs.loss, loss.detach(), rtol=1e-6, atol=1e-6)

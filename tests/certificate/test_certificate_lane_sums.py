@@ -16,6 +16,8 @@ import fxpipe
 from fxpipe.certificate.check import check_artifact
 from fxpipe.plan.lanes import LanePlan
 
+pytestmark = pytest.mark.skipif(torch.__version__ < "2.12", reason="ContextParallel needs torch 2.12")
+
 WIDTH, LENGTH, MICROBATCHES = 8, 4, 2
 
 

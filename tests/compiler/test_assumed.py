@@ -58,6 +58,8 @@ def assert_as_eager(pipe: fxpipe.Pipeline, padded: bool) -> None:
 def test_each_batch_is_run_by_its_programs(
     shape: str, ran: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if "measured" in shape and torch.__version__ < "2.13":
+        pytest.skip("torch's fake attention on a CPU has its sums in float32, and the kernel in float64")
     monkeypatch.setattr("fxpipe.ir.liveness.SMALLEST", 1)
     pipe = compiled(Decoder(), **SHAPES[shape])
     for padded in (False, True, False):

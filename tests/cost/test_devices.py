@@ -61,24 +61,9 @@ def test_names_are_of_one_device_each():
     assert len(set(names)) == len(names)
 
 
-def documented_rows() -> list[str]:
-    """The rows of the table in docs/costs.md."""
-    rows = []
-    for name in device_names():
-        device = device_named(name)
-        kinds = ("float64", "float32", "tf32", "bfloat16", "float8")
-        rates = [device.flops[kind] / 1e12 if kind in device.flops else None for kind in kinds]
-        links = (device.intra.bandwidth, device.inter.bandwidth, device.offload_bandwidth)
-        rates += [bandwidth / 1e9 for bandwidth in (device.memory_bandwidth, *links)]
-        cells = ("–" if rate is None else f"{float(f'{rate:.3g}'):g}" for rate in rates)
-        rows.append(f"| {name} | {' | '.join(cells)} |")
-    return rows
-
-
-def test_the_documented_rates():
+def test_the_page_lists_the_devices():
     text = (Path(__file__).parents[2] / "docs" / "costs.md").read_text()
-    found = [line for line in text.splitlines() if line.split(" |")[0].removeprefix("| ") in device_names()]
-    assert found == documented_rows()
+    assert f"\n{', '.join(device_names())}.\n" in text.replace(",\n", ", ")
 
 
 @pytest.mark.parametrize(

@@ -262,6 +262,14 @@ def test_what_has_no_meaning_is_refused(text, small):
         REFUSED[text](small)
 
 
+def test_processes_that_the_arguments_do_not_know(monkeypatch, small):
+    """Each would train a copy of the model: accelerate joins processes on a CPU only if it is told to."""
+    args = small().args
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(OptionError, match=r"2 processes were started, and .*use_cpu=True"):
+        Trainer(worker.Means(), args, train_dataset=worker.Rows())
+
+
 def test_one_microbatch_is_warned_of(monkeypatch, small):
     monkeypatch.setattr(trainer_module.Sizes, "compile_first", lambda *args, **kwargs: None)
     trainer = small(more={"gradient_accumulation_steps": 1})

@@ -1,27 +1,14 @@
-"""The table of the verbs of programs: both runtimes have each one, and the documentation lists them."""
+"""The table of the verbs of programs: both runtimes have each one."""
 
 import ast
 import inspect
 import textwrap
-from pathlib import Path
 
 import pytest
 
 from fxpipe.certificate.ranks.runtime import TermRuntime
-from fxpipe.plan.program.verbs import ATTRIBUTES, VERBS, Verb
+from fxpipe.plan.program.verbs import ATTRIBUTES, VERBS
 from fxpipe.runtime.program.rank import Runtime
-
-PAGE = Path(__file__).parents[2] / "docs/architecture.md"
-HEAD = "| verb | may wait for |\n|---|---|\n"
-
-
-def row(verb: Verb) -> str:
-    group = " (all ranks of a group)" if verb.is_collective else ""
-    return f"| `rt.{verb.name}({', '.join(verb.arguments)})`{group} | {verb.waits_for} |"
-
-
-def table() -> str:
-    return HEAD + "\n".join(map(row, VERBS.values())) + "\n"
 
 
 def arguments(runtime: type, verb: str) -> list[str]:
@@ -67,13 +54,3 @@ def test_the_other_rank_is_an_argument():
 
 def test_what_is_read_of_rt_is_no_verb():
     assert not ATTRIBUTES & VERBS.keys()
-
-
-def test_the_page_lists_the_verbs(request):
-    text = PAGE.read_text()
-    begin = text.index(HEAD)
-    end = text.index("\n\n", begin) + 1
-    if request.config.getoption("--update-golden"):
-        PAGE.write_text(text[:begin] + table() + text[end:])
-    else:
-        assert text[begin:end] == table(), "pytest tests/plan/test_verbs.py --update-golden writes the table"

@@ -480,6 +480,17 @@ def test_state_that_is_left_in_the_checkpoint_is_told(tmp_path):
     assert [one.filename for one in told] == [__file__]
 
 
+def test_an_optimizer_that_is_not_kept_is_told_once(pipe, tmp_path):
+    with fxpipe.Checkpointer(pipe, tmp_path) as checkpoints:
+        checkpoints.save()  # without an optimizer there is nothing to tell
+        optimizer = pipe.optimizer(torch.optim.AdamW)
+        pipe.step(batch_of(0))
+        optimizer.step()
+        with pytest.warns(UserWarning, match="hold no state of the optimizer.*optimizer=opt") as told:
+            _ = checkpoints.save(), checkpoints.save()
+    assert [one.filename for one in told] == [__file__]
+
+
 def test_what_was_not_kept(pipe, trained, tmp_path):
     directory = copied(trained, tmp_path)
     optimizer = pipe.optimizer(torch.optim.AdamW)

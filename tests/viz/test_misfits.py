@@ -47,12 +47,30 @@ def test_what_does_not_fit_is_simulated_without_the_limit(plan):
         left_out("gpipe", stages=2),  # other stages, of which no costs are known
         left_out("gpipe", recompute="full"),
         left_out("gpipe", barriers=1),
-        Tried("gpipe", 1, "plain", why="not searched"),
+        left_out("gpipe", head_chunks=2),
         left_out("1f1b"),  # fits
     ],
 )
 def test_what_is_not_known_is_left_out(plan, tried):
     assert beyond_limit(replace(plan, tried=(tried,))) == {}
+
+
+@pytest.mark.parametrize("shape", [{"vocab_parallel": True}, {"offload": 0.5}], ids=["vocabulary", "offload"])
+def test_a_split_vocabulary_and_offload_stay(shape):
+    case = CASES["tied_head"]
+    made = compiled(case, case.build(), MICROBATCHES, Shape(RANKS, "1f1b", check=False, **shape)).plan
+    tried = left_out("gpipe", barriers=0 if made.vocabulary is None else made.vocabulary.barriers)
+    limit = max(made.prediction.peak_memory)
+    found = beyond_limit(replace(made, limits=(limit,) * RANKS, memory_limit="1GiB", tried=(tried,)))[0]
+    assert found.more == found.peak_memory - limit > 0
+    whole = build(
+        "gpipe", ranks=RANKS, microbatches=MICROBATCHES, costs=made.costs, vocabulary=made.vocabulary
+    )
+    timeline = simulate(whole, made.costs)
+    if made.transfers:  # half of what it holds is not there
+        assert 0.4 < found.peak_memory / max(timeline.peak_memory) < 0.8
+    else:
+        assert found == Beyond(timeline.seconds, max(timeline.peak_memory), found.more)
 
 
 def test_without_a_limit_nothing_lacks_memory(plan):

@@ -5,6 +5,7 @@ import json
 import re
 import zlib
 from html import unescape
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import fxpipe
 from fxpipe.cli import main
 from fxpipe.errors import ArtifactError
 from fxpipe.plan.saved.recorded import write_spans
+from fxpipe.schedule.ops import OpKind
 from fxpipe.schedule.units import bytes_text, seconds_text
 from fxpipe.viz.report.data import report_data
 from fxpipe.viz.report.graph_record import (
@@ -30,6 +32,7 @@ from fxpipe.viz.report.page import SCRIPTS, page
 from fxpipe.viz.report.program_lines import places
 from fxpipe.viz.report.write import live_source, measured_step, saved_source
 
+ROOT = Path(__file__).parents[2]
 HOSTILE = "</script><img src=x onerror=hacked()><!--"
 
 
@@ -226,6 +229,20 @@ def test_the_measured_step_is_beside_it(pipe, data):
     assert list(differences.values()) == pytest.approx([2.0] * 6)
 
 
+def test_measured_times_are_judged_at_their_own_pace(pipe):
+    plan = pipe.plan
+
+    def slow(span):  # all ops take twice as long as predicted, and one four times
+        times = 4 if (span.op.kind, span.op.stage) == (OpKind.B, 1) else 2
+        return span._replace(end=span.start + times * (span.end - span.start))
+
+    spans = [[slow(span) for span in row] for row in pipe.simulate().spans]
+    rows = report_data(plan, ("",) * plan.ranks, None, spans)["differences"]
+    assert (rows[0]["stage"], rows[0]["kind"]) == (1, "B")  # the largest difference
+    assert [row["expected"] / row["predicted"] for row in rows] == pytest.approx([2.0] * 6)
+    assert [row["median"] / row["expected"] for row in rows] == pytest.approx([2.0] + 5 * [1.0])
+
+
 def test_messages_have_names_shapes_and_bytes(data):
     forward = next(edge for edge in data["edges"] if edge["source"] == "F0")
     ((name, shape, size, op),) = forward["values"]
@@ -298,6 +315,18 @@ def test_the_page_has_the_data_and_no_markup_of_names(data):
     assert text.count("<script") == text.count("</script>") == 3 + len(SCRIPTS)
     assert not re.search(r"""(src|href)=["']?(https?:)?//""", text)
     assert len(text) < 300_000
+
+
+def test_the_live_report_of_the_site_is_as_reports_are_now(data):
+    live = (ROOT / "docs/live_report.html").read_text(encoding="utf-8")
+    packed = re.search(r'id="data">([A-Za-z0-9+/=]+)<', live)[1]
+    shown = json.loads(zlib.decompress(base64.b64decode(packed)))
+    assert shown.keys() == data.keys()
+    assert shown["head"].keys() == data["head"].keys()
+    ours = page(shown)  # all but the data, which another zlib may have packed
+    assert live.replace(packed, "") == ours.replace(re.search(r'id="data">(.*?)<', ours)[1], ""), (
+        "python benchmarks/live_report.py"
+    )
 
 
 def test_all_kinds_of_memory_have_a_color(data):

@@ -77,8 +77,7 @@ class App {
       `step ${secondsText(head.seconds)}, ${head.throughput}`,
       this.model.measured ? `measured ${secondsText(this.model.measured.seconds)}` : "",
       `span bubble ${bubbleText(head.span_bubble)}`,
-      `memory${head.lanes > 1 ? " of a lane" : ""} at most ${most(head.memory)}, with AdamW's state ${most(head.memory_with_adamw)}`,
-      head.memory_limit && `limit ${head.memory_limit}`,
+      `memory${head.lanes > 1 ? " of a lane" : ""} at most ${most(head.memory)}${head.memory_limit ? ` of ${head.memory_limit}` : ""}, with AdamW's state ${most(head.memory_with_adamw)}`,
     ];
     byId("facts").textContent = facts.filter(Boolean).join(" · ");
     byId("tabs").replaceChildren(

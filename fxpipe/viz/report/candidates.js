@@ -82,13 +82,15 @@ function candidatesTab(model, host) {
     el(
       "p",
       { class: "note" },
-      "A dot is a candidate; the line joins those than which no other is faster with as little memory. x 2: two stages a rank; v: placed down the ranks and back.",
+      "A dot is a candidate; the line joins those than which no other is faster with as little memory. Behind the limit are those that it left out. x 2: two stages a rank; v: placed down the ranks and back.",
     ),
     el("h2", {}, "What more memory buys"),
     steps.length
       ? el("ul", {}, steps)
       : el("p", {}, "Nothing among the candidates that fit: the fastest also needs the least memory."),
-    ...(limited ? [el("h2", {}, "What a higher limit buys"), higherLimit(gains, beyond, name)] : []),
+    ...(limited
+      ? [el("h2", {}, "What a higher limit buys"), higherLimit(gains, beyond, name), el("p", {}, `${model.head.bounds}.`)]
+      : []),
     el("h2", {}, "The candidates, fastest first"),
     table(["", "candidate", "step", "span bubble", "activations", "why it was left out"], rows, [2, 3, 4]),
   );
@@ -100,7 +102,7 @@ function beyondLimit(all, chosen) {
   if (chosen.period !== null) return []; // compared by a step of many, which is not simulated here
   return all
     .filter((c) => c.beyond)
-    .map((c) => ({ ...c, ...c.beyond, compared: c.beyond.seconds, gain: 1 - c.beyond.seconds / chosen.seconds }))
+    .map((c) => ({ ...c, ...c.beyond, offloaded: chosen.offloaded, compared: c.beyond.seconds, gain: 1 - c.beyond.seconds / chosen.seconds }))
     .sort((a, b) => a.more - b.more || a.compared - b.compared);
 }
 

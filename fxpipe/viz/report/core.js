@@ -49,6 +49,7 @@ const flopsText = (count) => scaled(count, 1000, ["FLOP", "kFLOP", "MFLOP", "GFL
 const countText = (count) => scaled(count, 1000, ["", "k", "M", "G", "T"]).trim();
 const numberOf = (count, thing) => `${count} ${thing}${count === 1 ? "" : thing.endsWith("ch") ? "es" : "s"}`;
 const percent = (share) => `${digits(100 * share)}%`;
+const percent0 = (share) => `${Math.round(100 * share)}%`;
 const bubbleText = (share) => `${(100 * share).toFixed(2)}%`; // as fxpipe/units.py writes it
 
 function secondsText(seconds) {

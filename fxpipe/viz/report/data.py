@@ -121,7 +121,6 @@ def _head(plan: Plan, timeline: Timeline) -> dict[str, object]:
         "memory_with_adamw": max((total.peak + total.adamw, rank) for rank, total in enumerate(memory)),
         "memory_limit": plan.memory_limit,
         "decimal": is_decimal(plan.memory_limit),
-        "busy": list(timeline.busy),
         "idle": list(timeline.idle),
         "exposed_communication": list(timeline.exposed_communication),
         "exposed_exchange": timeline.exposed_exchange,
@@ -144,6 +143,7 @@ def _predicted(timeline: Timeline, ticks: Ticks) -> dict[str, object]:
         "passed": [passed_rows(row, peaks[rank], ticks) for rank, row in enumerate(passed(timeline))],
         "critical": [[placement[span.op.stage], position[span.op]] for span in timeline.critical_path],
         "seconds": timeline.seconds,
+        "busy": list(timeline.busy),
     }
 
 
@@ -158,7 +158,11 @@ def _measured(timeline: Timeline, spans: Sequence[Sequence[Span]], longest: floa
 
 def _differences(timeline: Timeline, measured: Sequence[Sequence[Span]]) -> list[dict[str, object]]:
     """The predicted seconds of each stage and kind of op, and of those measured the least, the median and the
-    largest."""
+    largest.
+
+    ``expected``: the prediction at the pace of the step, the median ratio of all, since plans for one device
+    run on another.  The op that differs the most from it, in a step, comes first.
+    """
     durations: defaultdict[tuple[int, OpKind], list[float]] = defaultdict(list)
     predicted = {
         (span.op.stage, span.op.kind): span.end - span.start for spans in timeline.spans for span in spans
@@ -166,18 +170,22 @@ def _differences(timeline: Timeline, measured: Sequence[Sequence[Span]]) -> list
     for spans in measured:
         for op, start, end in spans:
             durations[op.stage, op.kind].append(end - start)
+    pace = median(median(times) / predicted[key] for key, times in durations.items())
+
+    def off(key: tuple[int, OpKind]) -> float:
+        return abs(median(durations[key]) - pace * predicted[key])
+
     return [
         {
-            "stage": stage,
-            "kind": str(kind),
-            "predicted": predicted[stage, kind],
-            "least": min(times),
-            "median": median(times),
-            "largest": max(times),
+            "stage": key[0],
+            "kind": str(key[1]),
+            "predicted": predicted[key],
+            "expected": pace * predicted[key],
+            "least": min(durations[key]),
+            "median": median(durations[key]),
+            "largest": max(durations[key]),
         }
-        for (stage, kind), times in sorted(
-            durations.items(), key=lambda item: (item[0][0], KINDS.index(item[0][1]))
-        )
+        for key in sorted(durations, key=off, reverse=True)
     ]
 
 

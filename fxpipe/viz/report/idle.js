@@ -125,13 +125,47 @@ class GapInspector {
     );
   }
 
-  // What the time of a gap goes to: [text, ticks] of each part.
-  reason(layer, rank, k, from, until) {
+  // The three largest losses of a step, over all ranks, each with its longest gap.
+  largest(layer) {
+    const losses = new Map();
+    layer.tracks.forEach((t, rank) => {
+      for (let k = 0; k <= t.n; k++) {
+        const [from, until] = layer.gap(rank, k);
+        if (until <= from) continue;
+        for (const [text, ticks] of this.reason(layer, rank, k, from, until, "ops of other ranks")) {
+          const loss = losses.get(text) || { text, ticks: 0, most: 0 };
+          loss.ticks += ticks;
+          if (ticks > loss.most) Object.assign(loss, { most: ticks, gap: { layer, rank, k, gap: true } });
+          losses.set(text, loss);
+        }
+      }
+    });
+    const all = layer.end * layer.tracks.length,
+      found = [...losses.values()].sort((a, b) => b.ticks - a.ticks),
+      lost = found.reduce((sum, { ticks }) => sum + ticks, 0);
+    if (!lost) return el("p", {}, "No rank waits.");
+    const item = ({ text, ticks, gap }) =>
+      el(
+        "li",
+        {},
+        el("b", {}, percent(ticks / all)),
+        ` for ${text}; the longest gap: `,
+        el("button", { class: "op", onclick: () => this.events.select(gap) }, `rank ${gap.rank}`),
+      );
+    return [
+      el("h3", {}, `What the ${layer.name} step loses`),
+      el("p", {}, `Ranks wait ${percent(lost / all)} of its time${found.length > 3 ? ", mostly" : ""}`),
+      el("ol", { class: "course" }, found.slice(0, 3).map(item)),
+    ];
+  }
+
+  // What the time of a gap goes to: [text, ticks] of each part.  whose: the ops that it waits for.
+  reason(layer, rank, k, from, until, whose = `ops of rank ${layer.tracks[rank].fromRank[k]}`) {
     const t = layer.tracks[rank];
     if (k >= t.n) return [["the others, behind its last op", until - from]];
     if (t.cause[k] !== MESSAGE) return [[OTHER_REASONS[t.cause[k]] || "the runtime, or messages on their way", until - from]];
     const computing = clamp(t.made[k] - from, 0, until - from),
-      parts = [[`ops of rank ${t.fromRank[k]}${k ? "" : ", before its first op"}`, computing]];
+      parts = [[`${whose}${k ? "" : ", before its first op"}`, computing]];
     return [...parts, ["messages on their way", until - from - computing]].filter(([, ticks]) => ticks > 0);
   }
 

@@ -16,8 +16,9 @@ class Inspector extends GapInspector {
       el(
         "p",
         {},
-        "An op shows its microbatch on its way through all ranks, its messages and its line of the program; an idle gap what the rank waits for.",
+        "An op shows its microbatch on its way through all ranks, its messages and its line of the program; an idle gap what the rank waits for. Below a rank's name are the share of the step in which it computes, and its peak memory with AdamW's state.",
       ),
+      this.largest(this.model.layers[0]),
       el("h3", {}, "Questions"),
       el("p", {}, ask(`Why is rank ${this.idlest()} idle?`, () => events.idle(this.idlest())), " or a click on a rank's name"),
       el("p", {}, ask("What is live at the peak?", () => events.live(this.fullest(), null)), " or a click on the memory"),
@@ -53,7 +54,7 @@ class Inspector extends GapInspector {
   }
 
   fullest() {
-    const peaks = this.model.memory.map((_, rank) => peakOf(memoryOf(this.model, rank)).bytes);
+    const { peaks } = this.model;
     return peaks.indexOf(Math.max(...peaks));
   }
 

@@ -80,6 +80,11 @@ class Layer {
     return `${this.kinds[t.kind[k]]}${t.stage[k]}.${t.microbatch[k]}`;
   }
 
+  // The share of the step in which a rank computes.
+  busy(rank) {
+    return this.data.busy[rank] / this.seconds;
+  }
+
   // The gap before op k of a rank; k may be the number of ops, for what is left of the step.
   gap(rank, k) {
     const t = this.tracks[rank];
@@ -117,6 +122,7 @@ class Model {
     this.vocabulary = new Set(data.head.vocabulary);
     this.stagesOf = Array.from({ length: this.ranks }, () => []);
     data.head.placement.forEach((rank, stage) => this.stagesOf[rank].push(stage));
+    this.peaks = this.memory.map((_, rank) => peakOf(memoryOf(this, rank)).bytes); // with AdamW's state
   }
 
   seconds(ticks) {

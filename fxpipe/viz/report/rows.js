@@ -3,7 +3,7 @@
 
 // Heights of kinds in a row, so that they differ without color: F whole, B and BW lower, W half.
 const HEIGHTS = [1, 0.8, 0.5, 0.8];
-const LABELS = 84; // pixels left of the rows
+const LABELS = 108; // pixels left of the rows
 
 class Rows {
   // Rows from the top: per rank one for each layer, below the predicted one its links.
@@ -128,24 +128,35 @@ class Rows {
     this.drawn = performance.now() - began;
   }
 
+  // The name of each rank, its busy share, predicted and measured, and its peak memory: in two lines if there is
+  // room, else side by side.
   labels(ctx, at) {
-    const step = Math.ceil(13 / (this.height / this.model.ranks)),
-      two = this.model.layers.length > 1;
-    ctx.textAlign = "left";
+    const { model } = this,
+      step = Math.ceil(13 / (this.height / model.ranks)),
+      two = model.layers.length > 1;
+    const text = (words, size, align, tone, y) => {
+      ctx.font = `${size * at.ratio}px system-ui`;
+      ctx.textAlign = align;
+      ctx.fillStyle = tone;
+      ctx.fillText(words, align === "left" ? 4 * at.ratio : at.box.left - 5 * at.ratio, at.y(y));
+    };
     for (const row of this.rows) {
-      const first = row.layer === this.model.layers[0];
-      if (!row.layer || (row.rank % step && first)) continue;
-      const y = at.y(row.y + row.height / 2);
-      ctx.fillStyle = row.rank === this.events.rank() ? this.tone.select : this.ink;
-      if (first) ctx.fillText(two && row.height < 16 ? `${row.rank}` : `rank ${row.rank}`, 4 * at.ratio, y);
-      ctx.fillStyle = this.tone.soft;
-      if (!two) continue;
-      ctx.textAlign = "right";
-      ctx.font = `${9 * at.ratio}px system-ui`;
-      ctx.fillText(row.height < 16 ? row.layer.name : row.layer.name.slice(0, 4), at.box.left - 4 * at.ratio, y);
-      ctx.textAlign = "left";
-      ctx.font = `${11 * at.ratio}px system-ui`;
+      const first = row.layer === model.layers[0];
+      if (!row.layer || row.rank % step) continue;
+      const busy = percent0(row.layer.busy(row.rank)),
+        peak = bytesText(model.peaks[row.rank]),
+        tone = row.rank === this.events.rank() ? this.tone.select : this.ink,
+        middle = row.y + row.height / 2,
+        lines = !two && row.height >= 26;
+      if (first) text(row.height < 13 ? `${row.rank}` : `rank ${row.rank}`, 11, "left", tone, lines ? middle - 7 : middle);
+      if (two) {
+        text(`${busy} ${row.layer.name.slice(0, 4)}`, 9.5, "right", this.tone.soft, middle);
+        if (!first) text(peak, 9.5, "left", this.tone.soft, middle);
+      } else if (lines) text(`${busy} · ${peak}`, 10, "left", this.tone.soft, middle + 7);
+      else text(row.height < 13 ? `${busy} ${peak}` : busy, 9.5, "right", this.tone.soft, middle);
     }
+    ctx.font = `${11 * at.ratio}px system-ui`;
+    ctx.textAlign = "left";
   }
 
   // Boxes of one row, style by style; then what fits into them.

@@ -29,7 +29,7 @@ function stagesTab(model, host) {
       s.offloadable || s.offloadable_for_weight ? bytesText(s.offloadable + s.offloadable_for_weight) : "0 B",
     ];
   });
-  const busy = model.head.busy,
+  const { busy } = model.predicted.data,
     longest = Math.max(...busy);
   host.append(
     el("h2", {}, "Stages, of one microbatch"),
@@ -146,15 +146,17 @@ function measuredTab(model, host, events) {
     );
     return;
   }
-  const wide = Math.max(...model.differences.flatMap((d) => [d.largest, d.predicted]));
+  const wide = Math.max(...model.differences.flatMap((d) => [d.largest, d.expected])),
+    pace = model.differences[0].expected / model.differences[0].predicted;
   const rows = model.differences.map((d) => {
-    const off = Math.abs(Math.log(d.median / d.predicted)) > Math.log(1.15);
+    const off = Math.abs(Math.log(d.median / d.expected)) > Math.log(1.15);
     return [
       `${d.kind}${d.stage}`,
       model.modules(d.stage),
       secondsText(d.predicted),
+      secondsText(d.expected),
       secondsText(d.median),
-      el("span", { class: off ? "off" : "" }, `× ${digits(d.median / d.predicted)}${off ? " !" : ""}`),
+      el("span", { class: off ? "off" : "" }, `× ${digits(d.median / d.expected)}${off ? " !" : ""}`),
       `${secondsText(d.least)} to ${secondsText(d.largest)}`,
       el("div", { class: "whisker" }, whisker(d, wide)),
     ];
@@ -162,12 +164,12 @@ function measuredTab(model, host, events) {
   const kinds = model.names.kinds.flatMap((kind) => {
     const own = model.differences.filter((d) => d.kind === kind);
     if (!own.length) return [];
-    const [predicted, measured] = ["predicted", "median"].map((by) => own.reduce((sum, d) => sum + d[by], 0));
-    return [[kind, own.length, secondsText(predicted), secondsText(measured), `× ${digits(measured / predicted)}`]];
+    const [expected, measured] = ["expected", "median"].map((by) => own.reduce((sum, d) => sum + d[by], 0));
+    return [[kind, own.length, secondsText(expected), secondsText(measured), `× ${digits(measured / expected)}`]];
   });
   const ranks = model.measured.data.busy.map((seconds, rank) => [
     rank,
-    secondsText(model.head.busy[rank]),
+    secondsText(model.predicted.data.busy[rank]),
     secondsText(seconds),
     percent(model.head.idle[rank] / model.head.seconds),
     percent(1 - seconds / model.measured.seconds),
@@ -183,15 +185,15 @@ function measuredTab(model, host, events) {
       {},
       "From the first op's start to the last op's end. ",
       el("button", { onclick: () => events.tab("timeline") }, "Both on one time axis"),
-      " An exclamation mark: more than 15% from the prediction.",
+      ` Ops take × ${digits(pace)} the predicted time (the median of the ratios). At that pace they are expected as below; an exclamation mark: more than 15% from it. The largest difference is first.`,
     ),
     table(
-      ["op", "modules", "predicted", "measured (median)", "", "from least to largest", "| predicted, ● median"],
+      ["op", "modules", "predicted", "expected", "measured (median)", "", "from least to largest", "| expected, ● median"],
       rows,
-      [2, 3, 4, 5],
+      [2, 3, 4, 5, 6],
     ),
     el("h2", {}, "Kinds of ops, of one microbatch on all stages"),
-    table(["kind", "stages", "predicted", "measured (medians)", ""], kinds, [1, 2, 3, 4]),
+    table(["kind", "stages", "expected", "measured (medians)", ""], kinds, [1, 2, 3, 4]),
     el("h2", {}, "Ranks"),
     table(["rank", "busy, predicted", "busy, measured", "idle, predicted", "idle, measured"], ranks, [0, 1, 2, 3, 4]),
     el(
@@ -209,7 +211,7 @@ function whisker(d, wide) {
     mark = el("i", { class: "mark" });
   Object.assign(line.style, { left: at(d.least), width: at(d.largest - d.least) });
   dot.style.left = at(d.median);
-  mark.style.left = at(d.predicted);
+  mark.style.left = at(d.expected);
   return [line, dot, mark];
 }
 
