@@ -12,12 +12,10 @@ from fxpipe.cli.arguments import flag, positive_int
 from fxpipe.cli.lengths import Listed, add_lengths, drawn
 from fxpipe.cli.sources import CostSource, source_of
 from fxpipe.cost.batch_order import BatchPlanner, named_lengths
-from fxpipe.cost.plan_costs import costs_of
 from fxpipe.cost.samples import Packer, Way
 from fxpipe.errors import FxpipeError, SizeError
 from fxpipe.plan.artifact import Plan
 from fxpipe.plan.saved.files import read_plan
-from fxpipe.schedule.simulation.simulator import simulate
 from fxpipe.schedule.simulation.timeline import Timeline
 
 _OTHERS = ("schedule", "schedule_file", "exact", "offload_time", "memory_limit", "device")
@@ -95,5 +93,4 @@ def _packer(plan: Plan, planner: BatchPlanner) -> Packer:
         named_lengths(plan.step.lengths, [0])  # raises where there is none
         raise SizeError("Samples have one length: give those of microbatches, where several have names.")
     rows = next(leaf.shape[0] for leaf in plan.step.batch.leaves if leaf.shape)
-    tail = simulate(plan.ordered, costs_of(plan)).exposed_exchange if plan.replicas > 1 else 0.0
-    return Packer(planner, plan.step.lengths[0], rows, plan.replicas, tail)
+    return Packer(planner, plan.step.lengths[0], rows, plan.replicas)

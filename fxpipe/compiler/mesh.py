@@ -151,11 +151,8 @@ def fastest_mesh(tried: Sequence[TriedMesh]) -> TriedMesh:
     return min(possible, key=lambda one: (float(f"{one.seconds:.9g}"), levels.index(one.mesh.shard)))
 
 
-def planner_of(
-    request: Compilation, step: CapturedStep, mesh: Mesh, phase: Phases
-) -> tuple[BatchPlanner, float]:
-    """Orders for microbatches of any lengths on a mesh that fits, and the seconds that the exchanges of its
-    replicas take behind the last op.
+def planner_of(request: Compilation, step: CapturedStep, mesh: Mesh, phase: Phases) -> BatchPlanner:
+    """Orders for microbatches of any lengths on a mesh that fits.
 
     step: of ``planned_step``, with names for dimensions.
     """
@@ -171,8 +168,7 @@ def planner_of(
     work = work_for_any_size(*sections, cluster, placed.ranks, options.compiled)
     limits = problem.limits if problem.is_limited else timeline.peak_memory
     changes = bool(graph_outputs(placed.cut.graph).buffers)
-    planner = BatchPlanner(timeline.schedule, problem.costs, work, tuple(limits), changes)
-    return planner, timeline.exposed_exchange
+    return BatchPlanner(timeline.schedule, problem.costs, work, tuple(limits), changes)
 
 
 @dataclass(eq=False)

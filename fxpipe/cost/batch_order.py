@@ -8,13 +8,14 @@ from functools import cached_property
 from math import inf
 from typing import Self
 
-from fxpipe.errors import SizeError
+from fxpipe.errors import ScheduleError, SizeError
 from fxpipe.plan.artifact import Plan
 from fxpipe.plan.step import NamedLength, allowed
 from fxpipe.plan.work import PlanWork
 from fxpipe.schedule.costs import Costs
 from fxpipe.schedule.ops import Schedule
-from fxpipe.schedule.search.uneven import LOOKS_A_SECOND, WORK, Uneven
+from fxpipe.schedule.search.uneven import LOOKS_A_SECOND, WORK, TooLarge, Uneven
+from fxpipe.schedule.simulation.simulator import simulate
 from fxpipe.schedule.simulation.timeline import Timeline
 
 _Lengths = tuple[tuple[str, int], ...]
@@ -50,21 +51,34 @@ class BatchPlanner:
         """The fastest order for microbatches of these lengths, simulated.
 
         shares: of each, see ``costs``; without them a microbatch is one document.
-        Raises ScheduleError where one of them does not fit the limits.
+        Raises ScheduleError, with the microbatch and its lengths, where one of them does not fit the limits.
         """
-        schedule = self.schedule
-        problem = Uneven(
-            tuple(map(self.costs, lengths, shares or [1.0] * len(lengths))),
-            schedule.placement,
-            self.limits,
-            schedule.joined,
-            in_order=self.in_order,
-        )
-        static = schedule.order if len(lengths) == schedule.microbatches else None
+        costs = tuple(map(self.costs, lengths, shares or [1.0] * len(lengths)))
+        schedules = [self.schedule] if len(lengths) == self.schedule.microbatches else []
+        try:
+            schedules.append(self._searched(costs))
+        except ScheduleError as error:
+            if not schedules:
+                raise self._too_large(error, lengths) from error
+        return min((simulate(each, self.example, costs) for each in schedules), key=lambda one: one.seconds)
+
+    def _searched(self, costs: tuple[Costs, ...]) -> Schedule:
+        own = self.schedule
+        problem = Uneven(costs, own.placement, self.limits, own.joined, in_order=self.in_order)
         # The search takes no longer than the step: of short ones little can be gained.
-        order = problem.best(static, min(WORK, int(problem.bound * LOOKS_A_SECOND)))
-        name = schedule.name if order is static else f"{schedule.name} by lengths"
-        return problem.timeline(Schedule(name, schedule.placement, len(lengths), order), self.example)
+        order = problem.best(min(WORK, int(problem.bound * LOOKS_A_SECOND)))
+        return Schedule(f"{own.name} by lengths", own.placement, len(costs), order)
+
+    def _too_large(self, error: ScheduleError, lengths: Sequence[Mapping[str, int]]) -> ScheduleError:
+        if not isinstance(error, TooLarge):
+            return error
+        named = ", ".join(f"{name} {length}" for name, length in lengths[error.microbatch].items())
+        remedy = "shorten it, or compile with more memory_limit"
+        if self.schedule.transfers:
+            remedy = (
+                f"give {self.schedule.microbatches} microbatches, for which the plan offloads, or {remedy}"
+            )
+        return ScheduleError(f"With {named}, {error}: {remedy}.")
 
     def costs(self, lengths: Mapping[str, int], share: float = 1.0) -> Costs:
         """The costs of a microbatch of these lengths, found once for each.

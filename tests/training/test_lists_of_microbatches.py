@@ -19,6 +19,7 @@ from fxpipe.cli import main
 from fxpipe.compiler.step_writer import with_writer
 from fxpipe.plan.captured import CapturedStep
 from fxpipe.schedule.ops import order_text
+from fxpipe.training.run.batch_orders import BatchOrders
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -126,11 +127,48 @@ def test_a_pipeline_that_offloads(tmp_path):
     pipe.save(tmp_path / "saved")
     for each in (pipe, fxpipe.load(tmp_path / "saved")):
         assert each.artifact.write_step([{"sequence": 16}] * 4) is None
+        simulated, predicted = each.simulate(lengths=[16] * 4), each.plan.prediction
+        assert (simulated.peak_memory, simulated.seconds) == (predicted.peak_memory, predicted.seconds)
+        assert each.simulate(lengths=[16, 16, 16, 15]).moved < simulated.moved
         for lengths in ((5, 16, 2, 9), (16, 16, 3, 16, 16)):
             batch = [microbatch(n) for n in lengths]
             check_step(each, batch)
             peaks = each.run_local(batch, measure_memory=True).peak_saved
             assert all(map(le, peaks, [1.05 * x for x in each.plan.prediction.peak_memory]))
+
+
+def test_a_microbatch_that_does_not_fit(pipe):
+    """It is named with its length, and another batch has an order."""
+    writer = pipe.artifact.write_step
+    small = replace(writer, orders=replace(writer.orders, limits=(1e4, 1e6)))
+    orders = BatchOrders(replace(pipe.artifact, write_step=small), None)
+    message = "With sequence 15, microbatch 1 alone needs 13.6 KiB .* on rank 0, and the limit is 9.77 KiB"
+    with pytest.raises(fxpipe.BatchError, match=message):
+        orders.of([[{"sequence": 2}, {"sequence": 15}]], pipe._runner._local_programs)
+    assert len(orders.of([[{"sequence": 2}, {"sequence": 5}]], pipe._runner._local_programs)) == 2
+
+
+def test_masks_that_are_causal_at_some_lengths_alone():
+    """A window as wide as the shortest lists; in training and in evaluation."""
+
+    class Windows(Words):
+        def __init__(self) -> None:
+            super().__init__()
+            for block in self.blocks:
+                block.mask.triu_(-3)
+
+    pipe = fxpipe.compile(
+        Windows(),
+        microbatch(LENGTH),
+        ranks=1,
+        dimensions={"sequence": LENGTH},
+        microbatches=2,
+        evaluation=True,
+    )
+    batch, model = [microbatch(n) for n in (3, 16, 2)], Windows()
+    model.load_state_dict(pipe.state_dict())
+    torch.testing.assert_close(pipe.run_local(batch).loss, eager(model, batch))
+    torch.testing.assert_close(pipe.evaluate(batch), eager(model, batch))
 
 
 def test_simulated_lengths_that_are_no_lengths(pipe):

@@ -21,8 +21,10 @@ from fxpipe.runtime.job.process import Process
 from fxpipe.runtime.program.lengths import Lengths
 from fxpipe.runtime.program.load_program import Program
 
-#: So many orders are kept; a batch of the same lengths runs one of them again.
-MOST_KEPT = 64
+#: So many orders are kept; a batch of the same lengths runs one of them again.  And so many are looked for
+#: that no step has asked for yet.
+MOST_KEPT, MOST_BEGUN = 64, 8
+NO_ORDER = "There is no order for this batch"
 
 Key = tuple[tuple[int, ...], ...]
 """The lengths of each microbatch, by the names of the plan in their order."""
@@ -42,6 +44,8 @@ class BatchOrders:
         key, write = self._key(replicas), self.artifact.write_step
         if key is None or write is None or key in self._begun or key in self._programs:
             return
+        if len(self._begun) == MOST_BEGUN:  # of batches that did not come
+            self._begun.pop(next(iter(self._begun))).cancel()
         self._begun[key] = self._thread.submit(write, self._lengths(key))
 
     def of(self, replicas: Sequence[Sequence[Lengths]], programs: Sequence[Program]) -> Sequence[Program]:
@@ -86,15 +90,16 @@ class BatchOrders:
 
     def _step(self, key: Key) -> OrderedStep | None:
         """The step of this process, or those of all ranks; None for the program's own."""
-        if self.process is None:
-            return self._written(key)
-        if not self.process.leads:
+        if self.process is not None and not self.process.leads:
             return _received(self.process.scatter(None))
         try:
             step = self._written(key)
         except FxpipeError as error:
-            self._send([_packed({"error": str(error)})] * self.process.world_size)
-            raise
+            if self.process is not None:
+                self._send([_packed({"error": str(error)})] * self.process.world_size)
+            raise BatchError(f"{NO_ORDER}: {error}") from error
+        if self.process is None:
+            return step
         if step is None:
             return _received(self._send([_packed({})] * self.process.world_size))
         pairs = zip(step.texts, step.ops, strict=True)
@@ -130,8 +135,8 @@ def _packed(data: object) -> bytes:
 
 
 def _received(data: bytes) -> OrderedStep | None:
-    """Raises BatchError where rank 0 found none."""
+    """Raises BatchError where rank 0 has none."""
     message = json.loads(zlib.decompress(data))
     if "error" in message:
-        raise BatchError(f"Rank 0 has no order for this batch: {message['error']}")
+        raise BatchError(f"{NO_ORDER}: {message['error']}")
     return OrderedStep((message["text"],), (tuple(message["ops"]),)) if message else None
