@@ -23,7 +23,7 @@ from fxpipe.compiler.progress import Phases
 from fxpipe.compiler.stage_counts import all_stages, cluster_of
 from fxpipe.compiler.tensor_ownership import check_state_of_replicas
 from fxpipe.cost.analytic import work_for_any_size
-from fxpipe.cost.batch_order import BatchPlanner
+from fxpipe.cost.batch_order import BatchPlanner, own_limits
 from fxpipe.errors import (
     CaptureError,
     LimitError,
@@ -166,7 +166,9 @@ def planner_of(request: Compilation, step: CapturedStep, mesh: Mesh, phase: Phas
     cluster = cluster_of(replace(options, mesh=mesh), request.device, (), step.captured.graph)
     sections = placed.live, placed.cut.graph, placed.cut.resized
     work = work_for_any_size(*sections, cluster, placed.ranks, options.compiled)
-    limits = problem.limits if problem.is_limited else timeline.peak_memory
+    limits: Sequence[float] = problem.limits
+    if not problem.is_limited:
+        limits = own_limits(timeline.schedule, problem.costs, timeline.peak_memory)
     changes = bool(graph_outputs(placed.cut.graph).buffers)
     return BatchPlanner(timeline.schedule, problem.costs, work, tuple(limits), changes)
 

@@ -39,8 +39,7 @@ class BatchPlanner:
 
     @classmethod
     def of(cls, plan: Plan) -> Self:
-        """Without limits, those of a plan's own order are its memory at the example's lengths."""
-        limits = plan.limits or plan.prediction.peak_memory
+        limits = plan.limits or own_limits(plan.ordered, plan.costs, plan.prediction.peak_memory)
         return cls(plan.ordered, plan.costs, plan.work, limits, bool(plan.changed))
 
     @cached_property
@@ -95,6 +94,13 @@ class BatchPlanner:
     @cached_property
     def _has_packed(self) -> bool:
         return self.work is not None and self.work.has_packed
+
+
+def own_limits(schedule: Schedule, costs: Costs, peaks: Sequence[float]) -> tuple[float, ...]:
+    """What orders may hold where nobody limits it: the peaks of the schedule, and in any case a microbatch of
+    the example, of which a schedule that offloads or recomputes may hold less."""
+    example = Uneven((costs,), schedule.placement, (), schedule.joined)
+    return tuple(map(max, peaks, example.least))
 
 
 def named_lengths(

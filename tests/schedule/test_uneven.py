@@ -5,6 +5,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from fxpipe.cost.batch_order import own_limits
 from fxpipe.schedule.bound import lower_bound, lower_bound_of_each
 from fxpipe.schedule.check import check
 from fxpipe.schedule.costs import Costs, StageCost, chain
@@ -122,3 +123,9 @@ def test_a_limit_below_one_microbatch():
         TooLarge, match="microbatch 1 alone needs 1000 B for activations on rank 0, and the l"
     ):
         problem([10, 100, 20], 9.0 * LONGEST).best()
+
+
+def test_without_a_limit_each_microbatch_fits():
+    """Of an order that recomputes, W needs more than F leaves."""
+    schedule, costs = static("zb", 4, 4000.0), chain([StageCost(1, 1, 1, 10.0, 40.0)] * RANKS, 0.0)
+    assert own_limits(schedule, costs, (5.0, 50.0, 5.0, 40.0)) == (40.0, 50.0, 40.0, 40.0)

@@ -79,6 +79,11 @@ class Uneven:
         """Seconds that no order beats, whatever memory it has."""
         return lower_bound_of_each(self.of_ops, self.placement)
 
+    @cached_property
+    def least(self) -> tuple[float, ...]:
+        """Per rank the memory for any of the microbatches alone."""
+        return tuple(map(max, zip(*(arrays.smallest_limits for arrays in self.each), strict=True)))
+
     def best(self, work: int = WORK, seed: int = 0) -> RankOps:
         """The ops of each rank in the fastest order that is found.
 
@@ -110,10 +115,10 @@ class Uneven:
 
     def _check_largest(self) -> None:
         """A rank that cannot hold a microbatch in all its stages could block itself."""
-        for rank, limit in enumerate(self.limits):
-            needs = [arrays.smallest_limits[rank] for arrays in self.each]
-            if (most := max(needs)) > limit * (1 + 1e-9):
-                raise TooLarge(needs.index(most), rank, most, limit)
+        for rank, (least, limit) in enumerate(zip(self.least, self.limits, strict=True)):
+            if least > limit * (1 + 1e-9):
+                needs = [arrays.smallest_limits[rank] for arrays in self.each]
+                raise TooLarge(needs.index(least), rank, least, limit)
 
     def times(self, ops: RankOps) -> OrderTimes:
         """When the ops of an order end."""
