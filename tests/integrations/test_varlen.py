@@ -5,7 +5,20 @@ import torch
 import torch.nn.attention.varlen
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    RobertaConfig,
+    RobertaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 import fxpipe
 from fxpipe.api.varlen import boundaries_of, flash_attn_varlen_func, packed_attention, varlen_attn
@@ -14,6 +27,7 @@ from fxpipe.cost.kinds import kind_of
 from fxpipe.ir.ops import node_flops
 
 LENGTH, WIDTH, WORDS = 24, 8, 16
+AT = slice(3), slice(3, 5)
 ENDS = torch.tensor([0, 3, 4, 9, 11, 11, 11], dtype=torch.int32)
 
 
@@ -184,6 +198,38 @@ def test_models_of_transformers(window):
         counts = [(one["labels"][:, 1:] != -100).sum() for one in batch]
         loss = sum(x * n for x, n in zip(expected, counts, strict=True)) / sum(counts)
         torch.testing.assert_close(pipe.run_local(batch).loss, loss)
+
+
+def test_values_that_are_narrower_than_queries():
+    """As in latent attention."""
+    q, k, v = (torch.randn(1, 2, 5, width) for width in (6, 6, 3))
+    positions = torch.tensor([[0, 1, 2, 0, 1]])
+    found, _ = packed_attention(nn.Linear(2, 2), q, k, v, None, is_causal=True, position_ids=positions)
+    alone = [F.scaled_dot_product_attention(*(x[:, :, at] for x in (q, k, v)), is_causal=True) for at in AT]
+    torch.testing.assert_close(found, torch.cat(alone, 2).transpose(1, 2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ((RobertaForCausalLM, RobertaConfig), "RobertaForCausalLM does not count positions from 0"),
+        ((MambaForCausalLM, MambaConfig), "MambaForCausalLM mixes the samples of a row"),
+        ((Gemma2ForCausalLM, Gemma2Config), "takes no attention mask, soft cap or sink"),
+        (
+            (T5ForConditionalGeneration, T5Config),
+            "was tried on two packed samples on cpu, and cannot",
+        ),
+    ],
+)
+def test_models_that_do_not_keep_samples_apart(kind, message):
+    """They are refused, and stay as they were."""
+    model = small(*kind, d_model=8, d_ff=8).train()
+    before = model.config._attn_implementation
+    with pytest.raises(fxpipe.OptionError, match=message):
+        fxpipe.use_packed_attention(model)
+    assert model.config._attn_implementation == before
+    assert model.training
 
 
 def test_what_it_does_not_take():
