@@ -13,7 +13,7 @@ from torch import fx
 from fxpipe.api.hints import missing
 from fxpipe.certificate.check import check_artifact
 from fxpipe.certificate.problems import Certificate
-from fxpipe.cost.batch_order import BatchPlanner, named_lengths
+from fxpipe.cost.batch_order import BatchPlanner, named_lengths, sample_cost
 from fxpipe.cost.plan_costs import costs_of, expressions, known_work
 from fxpipe.errors import OptionError, RunError, at_least_one, number_of, one_of
 from fxpipe.ir.graph import Section
@@ -211,6 +211,12 @@ class Views:
     def lengths(self) -> tuple[NamedLength, ...]:
         """The dimensions of microbatches that may have other lengths than the example's (docs/lengths.md)."""
         return self.artifact.plan.step.lengths
+
+    @property
+    def sample_cost(self) -> tuple[float, float]:
+        """What ``fxpipe.pack`` and ``PackedSteps`` take as ``cost``: (a, b) of the seconds a · L + b · L² for
+        a sample of L tokens on the busiest rank; b is 0 where attention does not compute samples alone."""
+        return sample_cost(self.plan)
 
     @property
     def outputs(self) -> tuple[str, ...]:

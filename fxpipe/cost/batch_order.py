@@ -12,12 +12,14 @@ from fxpipe.errors import ScheduleError, SizeError
 from fxpipe.plan.artifact import Plan
 from fxpipe.plan.step import NamedLength, allowed
 from fxpipe.plan.work import PlanWork
-from fxpipe.schedule.costs import Costs
+from fxpipe.schedule.costs import Costs, StageCost
 from fxpipe.schedule.ops import Schedule
+from fxpipe.schedule.placement import stages_of
 from fxpipe.schedule.search.uneven import LOOKS_A_SECOND, WORK, TooLarge, Uneven
 from fxpipe.schedule.simulation.simulator import simulate
 from fxpipe.schedule.simulation.timeline import Timeline
 
+_CLEAR = 0.02
 _Lengths = tuple[tuple[str, int], ...]
 
 
@@ -94,6 +96,37 @@ class BatchPlanner:
     @cached_property
     def _has_packed(self) -> bool:
         return self.work is not None and self.work.has_packed
+
+
+def sample_cost(plan: Plan) -> tuple[float, float]:
+    """Seconds (a, b): a sample of L tokens takes a · L + b · L² of the busiest rank's time for a microbatch
+    as the example; b is 0 without attention of packed documents."""
+    tokens = plan.step.tokens([{each.name: each.example for each in plan.step.lengths}])
+    short, one = _of_documents(plan)
+    return short / tokens, (one - short) / tokens**2
+
+
+def prices_documents(plan: Plan) -> bool:
+    """Whether a microbatch as the example takes clearly less time where its packed documents are short."""
+    short, one = _of_documents(plan)
+    return short < (1 - _CLEAR) * one
+
+
+def _of_documents(plan: Plan) -> tuple[float, float]:
+    """Seconds of the busiest rank for a microbatch as the example: of documents whose attention is nothing,
+    and of one document."""
+    planner, lengths = BatchPlanner.of(plan), {} if plan.work is None else plan.work.lengths
+    of_stages = (planner.costs(lengths, share).stages for share in (0.0, 1.0))
+    of_ranks = (
+        [sum(map(_seconds, (stages[s] for s in placed))) for placed in stages_of(plan.placement)]
+        for stages in of_stages
+    )
+    short, one = map(max, of_ranks)
+    return short, one
+
+
+def _seconds(stage: StageCost) -> float:
+    return stage.forward + stage.backward + stage.weight
 
 
 def own_limits(schedule: Schedule, costs: Costs, peaks: Sequence[float]) -> tuple[float, ...]:

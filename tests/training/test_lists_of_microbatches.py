@@ -144,8 +144,8 @@ def test_a_microbatch_that_does_not_fit(pipe):
     orders = BatchOrders(replace(pipe.artifact, write_step=small), None)
     message = "With sequence 15, microbatch 1 alone needs 13.6 KiB .* on rank 0, and the limit is 9.77 KiB"
     with pytest.raises(fxpipe.BatchError, match=message):
-        orders.of([[{"sequence": 2}, {"sequence": 15}]], pipe._runner._local_programs)
-    assert len(orders.of([[{"sequence": 2}, {"sequence": 5}]], pipe._runner._local_programs)) == 2
+        orders.of([([{"sequence": 2}, {"sequence": 15}], [16, 16])], pipe._runner._local_programs)
+    assert orders.of([([{"sequence": 2}, {"sequence": 5}], [16, 16])], pipe._runner._local_programs)
 
 
 def test_masks_that_are_causal_at_some_lengths_alone():

@@ -23,6 +23,7 @@ from fxpipe.runtime.program.accelerator import is_accelerator
 from fxpipe.runtime.program.ambient import as_traced
 from fxpipe.runtime.program.batch import batch_leaves
 from fxpipe.runtime.program.comm import Comm
+from fxpipe.runtime.program.documents import shares_of
 from fxpipe.runtime.program.lanes import running
 from fxpipe.runtime.program.lengths import are_as_assumed, are_listed, lengths_of, of_replica, or_example
 from fxpipe.runtime.program.load_program import Program, load_program
@@ -142,9 +143,12 @@ class LocalRunner:
         spec = self.plan.step
         at_least_one("threads", threads)
         lengths = or_example(spec, lengths_of(spec, batch, self.plan.replicas))
+        shares = shares_of(spec, batch, lengths, self.plan.replicas)
         number = len(lengths) // self.plan.replicas
-        of_replicas = [lengths[k : k + number] for k in range(0, len(lengths), number)]
-        programs, spec = self._orders.of(of_replicas, self._local_programs), spec.with_microbatches(number)
+        parts = [slice(k, k + number) for k in range(0, len(lengths), number)]
+        of_replicas = [lengths[part] for part in parts]
+        programs = self._orders.of([(lengths[part], shares[part]) for part in parts], self._local_programs)
+        spec = spec.with_microbatches(number)
         wanted = requested(outputs, None, spec.outputs, spec.ranks)
         is_list = bool(spec.lengths) and are_listed(spec, batch)
         check_ops(record, [op for program in programs for op in program.ops])

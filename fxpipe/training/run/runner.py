@@ -14,8 +14,10 @@ import torch
 
 from fxpipe.errors import BatchError, FxpipeError, RunError, number_of
 from fxpipe.plan.artifact import Artifact
+from fxpipe.plan.step import SHARES
 from fxpipe.runtime.debug.finite import Check, place_of_failure
 from fxpipe.runtime.program.comm import NoAnswer
+from fxpipe.runtime.program.documents import agreed_shares, shares_of
 from fxpipe.runtime.program.lengths import (
     Lengths,
     agreed_lengths,
@@ -113,7 +115,7 @@ class Runner(LocalRunner):
         self._last = self._for(batch)
         if self._last is not None:
             return self._step_of_other(self._last, batch, outputs, outputs_on, check, record)
-        lengths = of_replicas[0 if self.process is None else self.process.replica]
+        lengths, _ = of_replicas[0 if self.process is None else self.process.replica]
         rt, spec = self.runtime, self.plan.step.with_microbatches(len(lengths))
         program = self._own_program
         if spec.lengths:
@@ -173,8 +175,9 @@ class Runner(LocalRunner):
         """See ``Pipeline.prepare``."""
         self._orders.prepare(self._agreed_lengths(batch))
 
-    def _agreed_lengths(self, batch: object) -> list[list[Lengths]]:
-        """The lengths of each replica's microbatches, on which its ranks agree before anything is sent.
+    def _agreed_lengths(self, batch: object) -> list[tuple[list[Lengths], list[int]]]:
+        """The lengths of each replica's microbatches, on which its ranks agree before anything is sent, and
+        the shares of their documents.
 
         Raises BatchError on all ranks where one of them refuses its batch for its lengths.
         """
@@ -182,14 +185,20 @@ class Runner(LocalRunner):
         if not spec.lengths:
             # Not the plan's: programs run on any number of replicas.
             replicas = 1 if process is None else process.replicas
-            return [or_example(spec, [None] * spec.microbatches)] * replicas
-        if process is None:
-            return [or_example(spec, lengths_of(spec, batch))]
+            number = spec.microbatches
+            return [(or_example(spec, [None] * number), [SHARES] * number)] * replicas
+        error, own, shares = None, list[Lengths | None](), list[int]()
         try:
-            error, own = None, lengths_of(spec, batch)
+            own = lengths_of(spec, batch)
+            shares = shares_of(spec, batch, own)
         except BatchError as refusal:
-            error, own = refusal, []
-        header = json.dumps({"refuses": "" if error is None else str(error), "lengths": own})
+            if process is None:
+                raise
+            error = refusal
+        if process is None:
+            return [(or_example(spec, own), shares)]
+        says = {"refuses": "" if error is None else str(error), "lengths": own, "shares": shares}
+        header = json.dumps(says)
         ranks = [json.loads(each) for each in process.gather(header.encode())]
         if error is not None:
             raise error
@@ -199,9 +208,11 @@ class Runner(LocalRunner):
                     f"Rank {rank} refuses the batch of {self._named(self.step_number)}: {said['refuses']}"
                 )
         # Of all replicas, so that where the ranks of one disagree all refuse the step.
+        of_replicas = [process.of_replica(replica) for replica in range(process.replicas)]
+        agreed = [agreed_lengths(spec, {rank: ranks[rank]["lengths"] for rank in one}) for one in of_replicas]
         return [
-            agreed_lengths(spec, {rank: ranks[rank]["lengths"] for rank in process.of_replica(replica)})
-            for replica in range(process.replicas)
+            (lengths, agreed_shares(len(lengths), [ranks[rank]["shares"] for rank in one]))
+            for lengths, one in zip(agreed, of_replicas, strict=True)
         ]
 
     def _for(self, batch: object) -> Runner | None:
