@@ -1,5 +1,7 @@
 """Attention of packed documents as one op, against a dense masked product, and in pipelines."""
 
+import warnings
+
 import pytest
 import torch
 import torch.nn.attention.varlen
@@ -273,6 +275,41 @@ def test_models_of_transformers(window):
         assert documents_of(pipe.graph) == Documents("position_ids", True)
         loss = sum(x * n for x, n in zip(expected, counts, strict=True)) / sum(counts)
         torch.testing.assert_close(pipe.run_local(batch).loss, loss)
+
+
+class Rotated(nn.Module):
+    """Its positions turn tokens and, with ``masks``, keep documents apart."""
+
+    def __init__(self, masks: bool) -> None:
+        super().__init__()
+        self.embed, self.head, self.masks = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS), masks
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(input_ids) * position_ids[..., None].to(torch.float64).cos()
+        document = (position_ids == 0).cumsum(1)
+        mask = document[:, None] == document[..., None] if self.masks else None
+        x = x + F.scaled_dot_product_attention(x, x, x, mask)
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize("masks", [False, True])
+def test_packed_samples_that_look_at_each_other(masks):
+    """A warning with the first step that has several in a row, and no other."""
+    samples = [torch.randint(WORDS, (n,)) for n in (8, 3, 5)]
+    alone, both = fxpipe.pack(samples, tokens=8)
+    options = {"ranks": 1, "microbatches": 1, "dimensions": {"sequence": 8}}
+    pipe = fxpipe.compile(Rotated(masks), alone, **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pipe.run_local([alone])
+        if masks:
+            pipe.run_local([alone, both])
+            return
+    with pytest.warns(UserWarning, match="position_ids begin anew within rows, and the model only adds or"):
+        pipe.run_local([alone, both])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pipe.run_local([alone, both])
 
 
 def test_values_that_are_narrower_than_queries():

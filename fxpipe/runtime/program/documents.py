@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from fxpipe.plan.step import SHARES, Documents, StepSpec
+from fxpipe.plan.step import POSITIONS, SHARES, Documents, StepSpec
 from fxpipe.runtime.program.batch import given_leaves
 from fxpipe.runtime.program.lengths import listed
 
@@ -31,6 +31,17 @@ def shares_of(
     leaves = (given_leaves(spec.batch, item).get(documents.leaf) for item in items)
     tokens = (0 if each is None else spec.tokens([each]) for each in lengths)
     return [_share(documents, leaf, number) for leaf, number in zip(leaves, tokens, strict=True)]
+
+
+def has_several(spec: StepSpec, batch: object) -> bool:
+    """Whether a row of positions on the CPU has several documents: it begins at 0, and does so again."""
+    for item in listed(spec, batch) or [batch]:
+        leaf = given_leaves(spec.batch, item).get(POSITIONS)
+        if isinstance(leaf, torch.Tensor) and leaf.device.type == "cpu" and leaf.dim() == 2:
+            begins = leaf == 0
+            if (begins[:, :1] & begins[:, 1:]).any():
+                return True
+    return False
 
 
 def agreed_shares(number: int, ranks: Sequence[Sequence[int]]) -> list[int]:

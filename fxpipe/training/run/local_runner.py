@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -16,6 +17,7 @@ from fxpipe.errors import RunError, at_least_one, number_of, printable
 from fxpipe.plan.artifact import Artifact, Plan
 from fxpipe.plan.rows import joined
 from fxpipe.plan.saved import files
+from fxpipe.plan.step import POSITIONS
 from fxpipe.runtime.debug.finite import Check, Finite
 from fxpipe.runtime.debug.recording import Recording, check_ops
 from fxpipe.runtime.job.process import Process
@@ -23,7 +25,7 @@ from fxpipe.runtime.program.accelerator import is_accelerator
 from fxpipe.runtime.program.ambient import as_traced
 from fxpipe.runtime.program.batch import batch_leaves
 from fxpipe.runtime.program.comm import Comm
-from fxpipe.runtime.program.documents import shares_of
+from fxpipe.runtime.program.documents import has_several, shares_of
 from fxpipe.runtime.program.lanes import running
 from fxpipe.runtime.program.lengths import are_as_assumed, are_listed, lengths_of, of_replica, or_example
 from fxpipe.runtime.program.load_program import Program, load_program
@@ -154,6 +156,7 @@ class LocalRunner:
         check_ops(record, [op for program in programs for op in program.ops])
         self.updates.settle()
         self.state.check_unchanged(self.state.follow_model())
+        self._warn_of_mixed(batch)
         ranks = self._ranks_replayed() if replay else self._ranks()
         world, runtimes = ranks.world, ranks.runtimes
         for rt in runtimes:
@@ -206,6 +209,16 @@ class LocalRunner:
             {} if is_list else {name: collected[name] for name in wanted},
             {name: listed[name] for name in wanted} if is_list else {},
         )
+
+    def _warn_of_mixed(self, batch: object) -> None:
+        """Warn, once, of packed documents that look at each other."""
+        if self._mixes and has_several(self.plan.step, batch):
+            self._mixes = False
+            warnings.warn(_MIXED, stacklevel=2)
+
+    @cached_property
+    def _mixes(self) -> bool:
+        return self.plan.step.mixes and self.plan.trains and (self.process is None or self.process.leads)
 
     def _run_locally(
         self,
@@ -363,6 +376,13 @@ class LocalRunner:
         """The tensors that a rank also holds between steps."""
         tensors = [*rt.params.values(), *rt.grads.values(), *rt.buffers.values(), *rt.constants.values()]
         return tensors + [x for _, x in batch_leaves(batch) if isinstance(x, torch.Tensor)]
+
+
+_MIXED = (
+    f"{POSITIONS} begin anew within rows, and the model only adds or rotates by them: the samples of a row "
+    "look at each other. For a decoder of transformers set use_cache=False in its config before it is "
+    "compiled, or call fxpipe.use_packed_attention(model); else train on samples one by one."
+)
 
 
 def _metered(main: Callable[[], object], rt: Runtime, meter: SavedBytes) -> object:

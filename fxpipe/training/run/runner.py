@@ -133,6 +133,7 @@ class Runner(LocalRunner):
                 self.state.check_unchanged(self.state.follow_model())
                 if self.process is not None:
                     check_rows(self.state, rt.rank)
+            self._warn_of_mixed(batch)
             try:
                 is_list = bool(spec.lengths) and are_listed(spec, batch)
                 rt.collected = Collected.of(wanted, rt.rank, spec.microbatches, self.device, is_list)
