@@ -171,6 +171,15 @@ def test_masks_that_are_causal_at_some_lengths_alone():
     torch.testing.assert_close(pipe.evaluate(batch), eager(model, batch))
 
 
+def test_a_positional_table_that_is_too_short():
+    """Refused before a step, which would fail amidst its messages."""
+    model = Words()
+    model.positions = torch.nn.Embedding(LENGTH - 1, 8)
+    message = "takes row 15 of a table with 15 rows, in module 'positions' .*: give a shorter example"
+    with pytest.raises(fxpipe.CaptureError, match=message):
+        fxpipe.compile(model, microbatch(LENGTH), ranks=1, microbatches=1, dimensions={"sequence": LENGTH})
+
+
 def test_simulated_lengths_that_are_no_lengths(pipe):
     with pytest.raises(fxpipe.SizeError, match=r"lengths\[1\] is {'time': 3} and must give sequence"):
         pipe.simulate(lengths=[5, {"time": 3}])
@@ -215,7 +224,7 @@ def test_random_numbers_are_those_of_the_place_in_the_list():
             lambda: [{**microbatch(5), "labels": microbatch(6)["labels"]}, microbatch(5), microbatch(5)],
             "Microbatch 0 has sequence 5 in 'ids' and 6 in 'labels'",
         ),
-        (lambda: [microbatch(5, rows=3), microbatch(5), microbatch(5)], "'ids' has 3 rows"),
+        (lambda: [microbatch(5, rows=3), microbatch(5), microbatch(5)], "Microbatch 0: 'ids' has 3 rows"),
         (lambda: microbatch(17, rows=6), "The batch has sequence 17"),
     ],
     ids=["empty", "longer", "one", "leaves", "rows", "longer batch"],

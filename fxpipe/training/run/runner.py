@@ -111,7 +111,7 @@ class Runner(LocalRunner):
         """See ``Pipeline.step``."""
         if self.process is not None:
             self.process.watch.check()
-        of_replicas = self._agreed_lengths(batch)
+        of_replicas = self._agreed_lengths(batch, is_checked=True)
         self._last = self._for(batch)
         if self._last is not None:
             return self._step_of_other(self._last, batch, outputs, outputs_on, check, record)
@@ -128,7 +128,8 @@ class Runner(LocalRunner):
         with self._watched(rt, program):
             with self._refused_by_all(rt, number):
                 wanted = requested(outputs, outputs_on, spec.outputs, spec.ranks)
-                checked(spec, batch, lengths, spec.leaves[rt.rank])
+                if not spec.lengths:
+                    checked(spec, batch, lengths, spec.leaves[rt.rank])
                 self.updates.check()
                 self.state.check_unchanged(self.state.follow_model())
                 if self.process is not None:
@@ -176,11 +177,14 @@ class Runner(LocalRunner):
         """See ``Pipeline.prepare``."""
         self._orders.prepare(self._agreed_lengths(batch))
 
-    def _agreed_lengths(self, batch: object) -> list[tuple[list[Lengths], list[int]]]:
+    def _agreed_lengths(
+        self, batch: object, is_checked: bool = False
+    ) -> list[tuple[list[Lengths], list[int]]]:
         """The lengths of each replica's microbatches, on which its ranks agree before anything is sent, and
         the shares of their documents.
 
-        Raises BatchError on all ranks where one of them refuses its batch for its lengths.
+        Raises BatchError on all ranks where one of them refuses its batch: for its lengths and, with
+        ``is_checked``, for anything in which its leaves are unlike the example's.
         """
         spec, process = self.plan.step, self.process
         if not spec.lengths:
@@ -192,6 +196,9 @@ class Runner(LocalRunner):
         try:
             own = lengths_of(spec, batch)
             shares = shares_of(spec, batch, own)
+            if is_checked:
+                rank = 0 if process is None else process.rank
+                checked(spec, batch, or_example(spec, own), spec.leaves[rank])
         except BatchError as refusal:
             if process is None:
                 raise
