@@ -91,6 +91,18 @@ def test_of_equal_microbatches_the_order_is_as_fast_as_for_equal_ones():
     assert uneven.times(uneven.best()).makespan <= expected.seconds * (1 + 1e-9)
 
 
+def test_the_bound_knows_when_each_microbatch_can_come():
+    """A short one comes first, and the last rank waits for the next."""
+    short, long = costs_of(4), costs_of(100)
+    bound = lower_bound_of_each([short, *[long] * 5], tuple(range(RANKS)))
+    stage, message = long.stages[0], long.edges[0].seconds
+    way = 3 * (stage.forward + message)
+    work = 5 * (stage.forward + stage.backward + stage.weight)
+    assert bound == pytest.approx(way + work)
+    orders = problem([4, *[100] * 5], 1e9)
+    assert bound <= orders.times(orders.best()).makespan
+
+
 def test_memory_of_a_timeline_is_that_of_each_microbatch():
     uneven = problem([10, 100, 30], 3 * 10.0 * LONGEST)
     ops = uneven.best(work=WORK)
