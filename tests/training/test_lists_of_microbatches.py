@@ -363,6 +363,15 @@ def test_the_command_shows_the_order_of_a_batch(pipe, tmp_path, capsys):
     assert longest["seconds"] == pipe.simulate(lengths=[9] * 3).seconds
     assert packed["seconds"] == found["seconds"] == pipe.simulate(lengths=[9, 5]).seconds
     assert packed["tokens_per_second"] == pytest.approx(22 / found["seconds"])
+    explain = ["explain", str(tmp_path / "saved")]
+    assert main([*explain, "--lengths", "3,2,9,4,4", "--tokens", "8", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["ways"] == found["ways"]
+    assert main([*explain, "--lengths", "3,2,9,4,4"]) == 0
+    out = capsys.readouterr().out
+    assert "\nMicrobatches have sequence from 2 to 16.\n" in out
+    assert re.search(r"padded to the longest +3 +41% .* longest sample", out)
+    assert main([*explain, "--tokens", "8"]) != 0
+    assert "--tokens needs --lengths" in capsys.readouterr().err
     assert main([*saved, "--lengths", "lognormal:mean=6,sigma=1", "--seed", "3"]) == 0
     out = capsys.readouterr().out
     assert "4 steps drawn from lognormal:mean=6,sigma=1, seed 3: each of 6 samples of " in out
