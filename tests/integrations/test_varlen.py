@@ -193,6 +193,12 @@ def test_the_order_of_a_batch_knows_its_documents():
     shares, lengths = [share / 16 for _, share in key], [{"sequence": length}] * 3
     few, one, _ = planner.timeline(lengths, shares).of_each
     assert few.stages[0].forward < 0.8 * one.stages[0].forward
+    packed = [[384, 384], [768], [192, 576]]
+    timeline = pipe.simulate(lengths=[length] * 3, documents=packed)
+    assert timeline.seconds == planner.timeline(lengths, shares).seconds
+    assert timeline.seconds < pipe.simulate(lengths=[length] * 3).seconds
+    with pytest.raises(fxpipe.SizeError, match="documents are of 1 microbatches, and lengths of 3"):
+        pipe.simulate(lengths=[length] * 3, documents=[[length]])
     a, b = pipe.sample_cost
     busiest = max(stage.forward + stage.backward + stage.weight for stage in one.stages)
     assert a * length + b * length**2 == pytest.approx(busiest)

@@ -58,5 +58,10 @@ def _share(documents: Documents, leaf: object, tokens: int) -> int:
     if documents.are_positions:
         begins = 1 + (values.diff() != 1).nonzero()[:, 0]
         values = torch.cat([begins.new_zeros(1), begins, begins.new_tensor([len(values)])])
-    squares = int(values.diff().clamp(min=0).square().sum())
+    return share_of(values.diff().clamp(min=0).tolist(), tokens)
+
+
+def share_of(documents: Sequence[int], tokens: int) -> int:
+    """The parts for documents of these lengths in so many tokens."""
+    squares = sum(n * n for n in documents)
     return min(SHARES, max(1, -(-squares * SHARES // tokens**2)))
