@@ -40,8 +40,8 @@ def pack(
     microbatches: their number.  Without it there are as many as samples of up to ``tokens`` fill, and a
         longer sample is alone in one: short microbatches, which the order of a batch evens out, leave a
         pipeline less idle than few long ones (docs/lengths.md).
-    cost: of a sample of L tokens, a · L + b · L²; by it so many microbatches are filled that the largest is
-        small.
+    cost: (a, b) of a · L + b · L² for a sample of L tokens, ``pipe.sample_cost``; by it so many microbatches
+        are filled that the largest is small.
     multiple: of which the lengths of microbatches are, by ``padding`` at their end, whose labels are ignored.
     documents: the most samples of a microbatch; with it that has their boundaries as ``cu_seqlens``,
         [1, documents + 1], for ``fxpipe.flash_attn_varlen_func`` in models of your own.
