@@ -107,7 +107,8 @@ def train(directory: Path) -> None:
         last = microbatch(lengths[-1] - 1 if rank else lengths[-1])
         one = [*batch[:-1], microbatch(1)] if rank else batch
         longer = [*batch[:-1], microbatch(LENGTH + 1)]
-        for wrong in ([], longer, [*batch[:-1], last], one, batch[rank:]):
+        no_labels = [{"ids": each["ids"]} for each in batch]  # which rank 1 alone needs
+        for wrong in ([], longer, [*batch[:-1], last], one, batch[rank:], no_labels):
             try:
                 pipe.step(wrong)
                 refused.append("")

@@ -487,7 +487,7 @@ def test_errors_print_under_a_public_name():
         return {kind}.union(*(kinds(each) for each in kind.__subclasses__()))
 
     names = {kind.__name__ for kind in kinds(FxpipeError) if kind.__module__ != "fxpipe.errors"}
-    caught = {"NoAnswer", "KeepsState", "_CommunicatesError"}
+    caught = {"NoAnswer", "KeepsState", "TooLarge", "_CommunicatesError"}
     assert names <= caught, "others take the place of these before a user sees them"
     public = {kind.__name__ for kind in kinds(FxpipeError)} - names
     assert public <= {*fxpipe.__all__}

@@ -9,7 +9,9 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
+from fxpipe.api.packed_check import check_apart, check_positions
 from fxpipe.errors import OptionError
 from fxpipe.runtime.program.varlen import varlen_attention
 
@@ -22,18 +24,26 @@ def use_packed_attention(model: _Model) -> _Model:
     """Let a model of transformers keep the samples of ``fxpipe.pack`` apart by attention that computes
     nothing between them, as one op, instead of by a mask.
 
-    Returns the model.  Raises OptionError for one that is not of transformers.  Attention by another mask,
-    with dropout, soft caps or sinks is an OptionError of its forward.
+    Returns the model, which has run two short samples (``packed_check.py``).  Raises OptionError for one that
+    is not of transformers, does not keep them apart, or gives attention soft caps or sinks; then it has the
+    attention that it had.  Other masks and dropout are an OptionError of its forward.
     """
-    choose: Any = getattr(model, "set_attn_implementation", None)
-    if choose is None:
+    of_transformers: Any = model
+    if getattr(model, "set_attn_implementation", None) is None:
         name = type(model).__name__
         raise OptionError(f"{name} is no model of transformers, which can be told its attention.")
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(PACKED, packed_attention)
     AttentionMaskInterface.register(PACKED, _no_mask)
-    choose(PACKED)
+    before = of_transformers.config._attn_implementation
+    check_positions(model)
+    of_transformers.set_attn_implementation(PACKED)
+    try:
+        check_apart(model)
+    except OptionError:
+        of_transformers.set_attn_implementation(before)
+        raise
     return model
 
 
@@ -123,10 +133,12 @@ def packed_attention(
     ends, tokens = boundaries_of(positions), rows * length
     window = (-1 if sliding_window is None else sliding_window - 1), 0 if causal else -1
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+    width = v.shape[-1]
+    v = F.pad(v, (0, max(0, q.shape[-1] - width)))  # as values of latent attention are narrower
     dropped = dropout if module.training else 0.0
     longest = tokens, tokens
     attended = flash_attn_varlen_func(q, k, v, ends, ends, *longest, dropped, scaling, window_size=window)
-    return attended.unflatten(0, (rows, length)), None
+    return attended[..., :width].unflatten(0, (rows, length)), None
 
 
 def _no_mask(*positions: Any, attention_mask: Tensor | None = None, **others: Any) -> None:

@@ -13,14 +13,15 @@ from torch import fx
 from fxpipe.api.hints import missing
 from fxpipe.certificate.check import check_artifact
 from fxpipe.certificate.problems import Certificate
-from fxpipe.cost.batch_order import BatchPlanner, named_lengths
+from fxpipe.cost.batch_order import BatchPlanner, named_lengths, sample_cost
 from fxpipe.cost.plan_costs import costs_of, expressions, known_work
-from fxpipe.errors import OptionError, RunError, at_least_one, number_of, one_of
+from fxpipe.errors import OptionError, RunError, SizeError, at_least_one, number_of, one_of
 from fxpipe.ir.graph import Section
 from fxpipe.plan.artifact import Artifact, Plan, Validation
 from fxpipe.plan.saved import files
-from fxpipe.plan.step import NamedLength
+from fxpipe.plan.step import SHARES, NamedLength
 from fxpipe.plan.work import Expressions, PlanWork
+from fxpipe.runtime.batch.documents import share_of
 from fxpipe.runtime.job.process import Process
 from fxpipe.runtime.job.tracebacks import brief_methods
 from fxpipe.schedule.costs import StageCost
@@ -161,11 +162,13 @@ class Views:
         *,
         device: str | None = None,
         lengths: Sequence[Mapping[str, int] | int] | None = None,
+        documents: Sequence[Sequence[int]] | None = None,
     ) -> Timeline:
         """Simulate the step: times, bubbles and the bytes that each rank holds between ops.
 
         lengths: of each microbatch of a batch, ``[{"sequence": 512}, …]`` or ``[512, …]``: the step in the
             order that ``step`` runs for them (docs/lengths.md).
+        documents: with ``lengths``, the lengths of the samples that are packed in each, ``[[300, 212], …]``.
         sizes: other lengths than the example's, ``{"microbatch": 2, "sequence": 4096}``; the names
             must be in ``dimensions`` of ``compile``.  Stages and schedule do not change.
         device: the name of a device, ``"B200"``: the analytic times on it.  Needs ``dimensions`` too ({} is
@@ -173,7 +176,14 @@ class Views:
         Raises SizeError for an unknown name and for a length below one, ScheduleError for an unknown device.
         """
         if lengths is not None:
-            timeline = BatchPlanner.of(self.plan).timeline(named_lengths(self.lengths, lengths))
+            named, spec = named_lengths(self.lengths, lengths), self.plan.step
+            if documents is not None and len(documents) != len(named):
+                raise SizeError(
+                    f"documents are of {len(documents)} microbatches, and lengths of {len(named)}."
+                )
+            of_each = zip(documents or (), named, strict=False)
+            shares = [share_of(packed, spec.tokens([each])) / SHARES for packed, each in of_each]
+            timeline = BatchPlanner.of(self.plan).timeline(named, shares)
         else:
             timeline = simulate(self.schedule, costs_of(self.plan, sizes, device))
         return shown_as(ShownTimeline, timeline, model=self.plan.model)
@@ -211,6 +221,12 @@ class Views:
     def lengths(self) -> tuple[NamedLength, ...]:
         """The dimensions of microbatches that may have other lengths than the example's (docs/lengths.md)."""
         return self.artifact.plan.step.lengths
+
+    @property
+    def sample_cost(self) -> tuple[float, float]:
+        """What ``fxpipe.pack`` and ``PackedSteps`` take as ``cost``: (a, b) of the seconds a · L + b · L² for
+        a sample of L tokens on the busiest rank; b is 0 where attention does not compute samples alone."""
+        return sample_cost(self.plan)
 
     @property
     def outputs(self) -> tuple[str, ...]:

@@ -65,6 +65,12 @@ class OtherMasks(Exception):
         self.masks = masks
 
 
+def agreed_masks(masks: Sequence[tuple[Mask, ...]]) -> tuple[Mask, ...]:
+    """What the masks of all traces are: what only some lengths allow is left to the kernel of any mask, so
+    that all traces have the same ops."""
+    return tuple(a if all(a == b for b in others) else "dense" for a, *others in zip(*masks, strict=True))
+
+
 def at_other_lengths(
     captured: Captured,
     example: object,

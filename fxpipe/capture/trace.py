@@ -28,6 +28,7 @@ from fxpipe.capture.hooks import hook_functions
 from fxpipe.capture.inputs import inputs
 from fxpipe.capture.reads.checkpoint import recorded_checkpoints
 from fxpipe.capture.reads.length_reads import Comparison
+from fxpipe.capture.reads.table_rows import check_table_rows
 from fxpipe.capture.rules.attention_masks import Masks
 from fxpipe.capture.rules.batch_means import NO_MEANS, BatchMeans, divide_by_batch_means
 from fxpipe.capture.state.attribute_state import unwritten
@@ -224,6 +225,7 @@ def _traced(
             unread=frozenset(n for n, _ in batch_leaves(example) if n.partition(".")[0] in step.unread),
         )
         _check_written(captured.graph, step.registered, replaced)
+        check_table_rows(captured.graph, module)
         warn_of_unread(step.unread, model)
         watch.warn_of_changes(step.difference, files)  # last: an error says more than they
     return captured

@@ -12,23 +12,25 @@ from fxpipe.cli.arguments import flag, positive_int
 from fxpipe.cli.lengths import Listed, add_lengths, drawn
 from fxpipe.cli.sources import CostSource, source_of
 from fxpipe.cost.batch_order import BatchPlanner, named_lengths
-from fxpipe.cost.plan_costs import costs_of
 from fxpipe.cost.samples import Packer, Way
 from fxpipe.errors import FxpipeError, SizeError
 from fxpipe.plan.artifact import Plan
 from fxpipe.plan.saved.files import read_plan
-from fxpipe.schedule.simulation.simulator import simulate
 from fxpipe.schedule.simulation.timeline import Timeline
 
 _OTHERS = ("schedule", "schedule_file", "exact", "offload_time", "memory_limit", "device")
 
 
 def add_batch(parser: argparse.ArgumentParser) -> None:
-    add_lengths(
+    add_samples(
         parser,
         "of the microbatches of a batch, with --costs of a saved pipeline whose dimension has a name: the "
         "order that pipe.step runs for them; of samples with --tokens or --samples, or of a distribution",
     )
+
+
+def add_samples(parser: argparse.ArgumentParser, help: str) -> None:
+    add_lengths(parser, help)
     parser.add_argument(
         "--samples",
         type=positive_int,
@@ -57,10 +59,8 @@ class Batch:
 
 def batch_of(options: argparse.Namespace) -> Batch | None:
     """The batch that the options describe; None if they describe none."""
+    needs_lengths(options)
     if options.lengths is None:
-        for name in ("tokens", "samples"):
-            if getattr(options, name) is not None:
-                raise FxpipeError(f"{flag(name)} needs --lengths")
         return None
     for name in _OTHERS:
         if getattr(options, name) is not None:
@@ -74,19 +74,33 @@ def batch_of(options: argparse.Namespace) -> Batch | None:
     if isinstance(given, Listed) and options.tokens is options.samples is None:
         lengths = named_lengths(plan.step.lengths, given.lengths)
         return Batch(replace(source, microbatches=len(lengths)), planner, tuple(lengths))
-    packer = _packer(plan, planner)
+    steps, ways = ways_of(options, plan, planner)
+    packed = [way for way in ways if way.tokens is not None and options.tokens in (None, way.tokens)]
+    best = min(packed, key=lambda way: inf if way.seconds is None else way.seconds)
+    (length,) = plan.step.lengths
+    named = tuple({length.name: each.length} for each in best.steps[0])
+    shares = tuple(each.share for each in best.steps[0])
+    return Batch(replace(source, microbatches=len(named)), planner, named, steps, ways, shares)
+
+
+def needs_lengths(options: argparse.Namespace) -> None:
+    """Raise FxpipeError for options of samples without their lengths."""
+    for name in ("tokens", "samples"):
+        if options.lengths is None and getattr(options, name) is not None:
+            raise FxpipeError(f"{flag(name)} needs --lengths")
+
+
+def ways_of(
+    options: argparse.Namespace, plan: Plan, planner: BatchPlanner
+) -> tuple[list[list[int]], list[Way]]:
+    """The samples of some steps that the options describe, and the ways to put them into microbatches."""
+    packer, given, tokens = _packer(plan, planner), options.lengths, options.tokens
     if isinstance(given, Listed) and options.samples is None:
         steps = [[*given.lengths]]
     else:
         number = options.samples or plan.step.microbatches * packer.rows * packer.replicas
         steps = drawn(given, packer.length.example, number, options.seed)
-    tokens = options.tokens
-    ways = packer.ways(steps, () if tokens is None else (tokens, packer.length.example))
-    packed = [way for way in ways if way.tokens is not None and tokens in (None, way.tokens)]
-    best = min(packed, key=lambda way: inf if way.seconds is None else way.seconds)
-    named = tuple({packer.length.name: each.length} for each in best.steps[0])
-    shares = tuple(each.share for each in best.steps[0])
-    return Batch(replace(source, microbatches=len(named)), planner, named, steps, ways, shares)
+    return steps, packer.ways(steps, () if tokens is None else (tokens, packer.length.example))
 
 
 def _packer(plan: Plan, planner: BatchPlanner) -> Packer:
@@ -95,5 +109,4 @@ def _packer(plan: Plan, planner: BatchPlanner) -> Packer:
         named_lengths(plan.step.lengths, [0])  # raises where there is none
         raise SizeError("Samples have one length: give those of microbatches, where several have names.")
     rows = next(leaf.shape[0] for leaf in plan.step.batch.leaves if leaf.shape)
-    tail = simulate(plan.ordered, costs_of(plan)).exposed_exchange if plan.replicas > 1 else 0.0
-    return Packer(planner, plan.step.lengths[0], rows, plan.replicas, tail)
+    return Packer(planner, plan.step.lengths[0], rows, plan.replicas)

@@ -224,11 +224,11 @@ def _of_lengths(
 ) -> tuple[list[list[int]], list[Way]]:
     """Samples of the lengths that were given, of some steps, and what these take on the fastest mesh."""
     mesh, at = fastest_mesh(compared.tried).mesh, compared.at[1]
-    planner, tail = planner_of(*planned[:2], mesh, planned.phase)
+    planner = planner_of(*planned[:2], mesh, planned.phase)
     number = mesh.microbatches * at.rows * mesh.replicas
     steps = drawn(options.lengths, length.example, number, options.seed)
     tokens = () if options.tokens is None else (options.tokens,)
-    return steps, Packer(planner, length, at.rows, mesh.replicas, tail).ways(steps, tokens)
+    return steps, Packer(planner, length, at.rows, mesh.replicas).ways(steps, tokens)
 
 
 def _of_samples(options: argparse.Namespace) -> NamedLength | None:

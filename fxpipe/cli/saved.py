@@ -13,6 +13,9 @@ from rich.console import Console
 from fxpipe.certificate.check import check_artifact
 from fxpipe.certificate.problems import Certificate, Problem
 from fxpipe.cli.arguments import output, picture, working, write_picture
+from fxpipe.cli.batch import add_samples, needs_lengths, ways_of
+from fxpipe.cli.ways import print_ways, ways_as_json
+from fxpipe.cost.batch_order import BatchPlanner
 from fxpipe.cost.plan_costs import costs_of
 from fxpipe.errors import RunError, printable
 from fxpipe.plan.artifact import Artifact
@@ -20,6 +23,7 @@ from fxpipe.plan.libraries import import_libraries
 from fxpipe.plan.saved.files import CAPTURED, directories, read_beside, read_plan, read_programs
 from fxpipe.runtime.program import lanes as lanes  # registers ops that a captured step may have
 from fxpipe.schedule.simulation.simulator import simulate
+from fxpipe.schedule.units import units_of
 from fxpipe.viz.explanation import explain
 from fxpipe.viz.report.write import saved_source, write_report
 from fxpipe.viz.timeline_picture import timeline_svg
@@ -79,14 +83,20 @@ def _certificate(directory: Path) -> Certificate:
 
 def add_explain(parser: argparse.ArgumentParser) -> None:
     _add(parser, _explain, "Lists the candidates of schedule='auto' for a saved pipeline, fastest first.")
+    add_samples(parser, "of samples: what steps of them take, padded or packed")
 
 
 def _explain(options: argparse.Namespace) -> None:
     plan = read_plan(options.directory)
+    needs_lengths(options)
+    ways = None if options.lengths is None else ways_of(options, plan, BatchPlanner.of(plan))
     if not options.json:
-        explain(plan, Console(markup=False, emoji=False))
+        console = Console(markup=False, emoji=False)
+        explain(plan, console)
+        if ways is not None:
+            print_ways(console, options.lengths, options.seed, *ways, units_of(plan.memory_limit))
         return
-    record = {
+    record: dict[str, object] = {
         "schedule": plan.schedule,
         "device": plan.device,
         "prediction": asdict(plan.prediction),
@@ -94,6 +104,8 @@ def _explain(options: argparse.Namespace) -> None:
         "meshes": [asdict(each) for each in plan.meshes],
         "rewrites": [asdict(each) for each in plan.rewrites],
     }
+    if ways is not None:
+        record |= ways_as_json(options.lengths, options.seed, *ways)
     print(json.dumps(record))
 
 

@@ -19,7 +19,7 @@ from torch import fx
 from fxpipe.capture.call import check_call
 from fxpipe.capture.capture_options import CaptureOptions
 from fxpipe.capture.lanes.joint_graph import capture_lanes, lane_as_text
-from fxpipe.capture.lengths import LengthTraces, OtherMasks, at_other_lengths
+from fxpipe.capture.lengths import LengthTraces, OtherMasks, agreed_masks, at_other_lengths
 from fxpipe.capture.resized import named_lengths, sample
 from fxpipe.capture.rules.attention_masks import Masks
 from fxpipe.capture.rules.length_means import weigh_means
@@ -140,10 +140,7 @@ def _captured_at_sizes(request: Compilation, lengths: Mapping[str, int]) -> Capt
         if len({*masks}) == 1:
             # After the means of the step have factors, it has more values.
             return CapturedStep(captured, resized.after_rewrite(captured.graph, resized.graphs), named)
-        # What only some sizes allow is left to the kernel of any mask, so that all traces have the same ops.
-        agreed = tuple(
-            a if all(a == b for b in others) else "dense" for a, *others in zip(*masks, strict=True)
-        )
+        agreed = agreed_masks(masks)
 
 
 def _with_weighted_means(named: LengthTraces, others: Sequence[fx.Graph]) -> LengthTraces:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from torch import nn
 
 from fxpipe.capture.lanes.joint_graph import capture_lanes
-from fxpipe.capture.lengths import LengthTraces, OtherMasks
+from fxpipe.capture.lengths import LengthTraces, OtherMasks, agreed_masks
 from fxpipe.capture.trace import Captured
 from fxpipe.compiler.choice.cut import cut as cut_at_level
 from fxpipe.compiler.choice.cut import split, stages_of
@@ -26,6 +26,7 @@ from fxpipe.errors import PartitionError
 from fxpipe.ir.garbage import collector_paused
 from fxpipe.ir.liveness import liveness
 from fxpipe.plan.artifact import Artifact, Plan
+from fxpipe.plan.rewrites import Mask
 from fxpipe.schedule.costs import Costs
 from fxpipe.schedule.ops import Schedule
 from fxpipe.schedule.parts import by_stage
@@ -74,13 +75,7 @@ def compile_evaluation(request: Compilation, phase: Phases, trained: Compiled) -
     phase.expect(6)
     with phase("evaluation"), _in_eval_mode(model):
         buffers = {name for rank_tensors in plan.tensors for name in rank_tensors.buffers}
-        captured = _captured(request, buffers)
-        try:
-            lengths = at_lengths_of_programs(
-                request, captured, lambda other: _captured(replace(request, example=other), buffers)
-            )
-        except OtherMasks as error:
-            lengths = str(error)
+        captured, lengths = _captured_at_lengths(request, buffers)
     traces = lengths.traces if isinstance(lengths, LengthTraces) else None
     try:
         step = split(StepGraphs(captured.graph, None, lengths=traces, lanes=captured.lanes), cut_options)
@@ -105,8 +100,24 @@ def compile_evaluation(request: Compilation, phase: Phases, trained: Compiled) -
     return generate(request, captured, cut, live, timeline, of_training, phase, lengths)[1]
 
 
-def _captured(request: Compilation, buffers: Collection[str]) -> Captured:
-    return capture_lanes(request.model, lambda: traced(request, buffers))
+def _captured_at_lengths(
+    request: Compilation, buffers: Collection[str]
+) -> tuple[Captured, LengthTraces | str]:
+    """The forward, and its traces at other lengths or why there are none."""
+    agreed: tuple[Mask, ...] | None = None
+    while True:
+
+        def capture(example: object) -> Captured:
+            of_example = replace(request, example=example)
+            return capture_lanes(request.model, lambda: traced(of_example, buffers, agreed))  # noqa: B023
+
+        captured = capture(request.example)
+        try:
+            return captured, at_lengths_of_programs(request, captured, capture)
+        except OtherMasks as error:
+            if agreed is not None:
+                return captured, str(error)
+            agreed = agreed_masks(error.masks)
 
 
 def _schedules(trained: Schedule, placement: tuple[int, ...], costs: Costs) -> Iterator[Schedule]:

@@ -12,6 +12,7 @@ from types import MappingProxyType
 from torch import fx
 
 from fxpipe.capture.lengths import LengthTraces
+from fxpipe.capture.reads.documents import documents_of
 from fxpipe.capture.trace import Captured
 from fxpipe.certificate.check import check
 from fxpipe.codegen.collectives import collectives
@@ -25,6 +26,7 @@ from fxpipe.compiler.lengths import crossing_sizes, why_one_length
 from fxpipe.compiler.make_plan import make_plan
 from fxpipe.compiler.progress import Phases
 from fxpipe.compiler.step_writer import as_text, instructions, writer
+from fxpipe.cost.batch_order import prices_documents
 from fxpipe.errors import ArtifactError, ScheduleError, SizeError, VerifyError, number_of
 from fxpipe.ir.captured import captured_step
 from fxpipe.ir.compiled import is_compiled
@@ -139,7 +141,8 @@ def _of_lengths(
     why = why_one_length(lengths, cut)
     if not why and isinstance(lengths, LengthTraces) and cut.lengths is not None:
         crossing = {name for edge in cut.edges for name in edge.names}
-        named = replace(plan, step=replace(plan.step, lengths=lengths.lengths))
+        documents = documents_of(cut.graph) if prices_documents(plan) else None
+        named = replace(plan, step=replace(plan.step, lengths=lengths.lengths, documents=documents))
         try:
             sizes = crossing_sizes(cut.graph, crossing, cut.lengths)
             variables = dict(zip(cut.lengths.names, (each.name for each in lengths.lengths), strict=True))

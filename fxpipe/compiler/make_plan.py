@@ -10,6 +10,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import fx
 
+from fxpipe.capture.reads.documents import mixes_documents
 from fxpipe.capture.trace import Captured
 from fxpipe.compiler.buckets import with_buckets
 from fxpipe.compiler.choice.cut import Cut
@@ -27,9 +28,9 @@ from fxpipe.ir.compat import OpOverload, registrar
 from fxpipe.ir.graph import Kind, Section
 from fxpipe.ir.storage import call_nodes, graph_outputs
 from fxpipe.plan.artifact import FORMAT, Plan, Prediction, RankTensors, StagePlan
-from fxpipe.plan.step import StepSpec
+from fxpipe.plan.step import POSITIONS, StepSpec
 from fxpipe.plan.version import __version__
-from fxpipe.runtime.batch.microbatches import batch_spec
+from fxpipe.runtime.batch.microbatches import batch_leaves, batch_spec
 from fxpipe.schedule.lowering.channels import in_rounds
 from fxpipe.schedule.lowering.instructions import Collective
 from fxpipe.schedule.ops import Phase, order_text
@@ -84,6 +85,7 @@ def make_plan(
             outputs=outputs_of(cut.graph, placement),
             has_loss=loss is not None,
             has_total=captured.means.has_total,
+            mixes=POSITIONS in dict(batch_leaves(request.example)) and mixes_documents(captured.graph),
         ),
         stages=_stage_plans(cut.graph, cut.sections, placement),
         costs=timeline.costs,

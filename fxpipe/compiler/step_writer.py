@@ -39,8 +39,10 @@ class StepWriter:
     parts: StepParts
     orders: BatchPlanner
 
-    def __call__(self, lengths: Sequence[Mapping[str, int]]) -> OrderedStep | None:
-        schedule, own = self.orders.timeline(lengths).schedule, self.plan.ordered
+    def __call__(
+        self, lengths: Sequence[Mapping[str, int]], shares: Sequence[float] = ()
+    ) -> OrderedStep | None:
+        schedule, own = self.orders.timeline(lengths, shares).schedule, self.plan.ordered
         if schedule.order == own.order:
             return None
         programs = instructions(self.plan, self.parts, schedule, lower(schedule, self.plan.costs.edges))

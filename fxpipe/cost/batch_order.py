@@ -8,15 +8,18 @@ from functools import cached_property
 from math import inf
 from typing import Self
 
-from fxpipe.errors import SizeError
+from fxpipe.errors import ScheduleError, SizeError
 from fxpipe.plan.artifact import Plan
 from fxpipe.plan.step import NamedLength, allowed
 from fxpipe.plan.work import PlanWork
-from fxpipe.schedule.costs import Costs
+from fxpipe.schedule.costs import Costs, StageCost
 from fxpipe.schedule.ops import Schedule
-from fxpipe.schedule.search.uneven import LOOKS_A_SECOND, WORK, Uneven
+from fxpipe.schedule.placement import stages_of
+from fxpipe.schedule.search.uneven import LOOKS_A_SECOND, WORK, TooLarge, Uneven
+from fxpipe.schedule.simulation.simulator import simulate
 from fxpipe.schedule.simulation.timeline import Timeline
 
+_CLEAR = 0.02
 _Lengths = tuple[tuple[str, int], ...]
 
 
@@ -38,8 +41,7 @@ class BatchPlanner:
 
     @classmethod
     def of(cls, plan: Plan) -> Self:
-        """Without limits, those of a plan's own order are its memory at the example's lengths."""
-        limits = plan.limits or plan.prediction.peak_memory
+        limits = plan.limits or own_limits(plan.ordered, plan.costs, plan.prediction.peak_memory)
         return cls(plan.ordered, plan.costs, plan.work, limits, bool(plan.changed))
 
     @cached_property
@@ -50,21 +52,34 @@ class BatchPlanner:
         """The fastest order for microbatches of these lengths, simulated.
 
         shares: of each, see ``costs``; without them a microbatch is one document.
-        Raises ScheduleError where one of them does not fit the limits.
+        Raises ScheduleError, with the microbatch and its lengths, where one of them does not fit the limits.
         """
-        schedule = self.schedule
-        problem = Uneven(
-            tuple(map(self.costs, lengths, shares or [1.0] * len(lengths))),
-            schedule.placement,
-            self.limits,
-            schedule.joined,
-            in_order=self.in_order,
-        )
-        static = schedule.order if len(lengths) == schedule.microbatches else None
+        costs = tuple(map(self.costs, lengths, shares or [1.0] * len(lengths)))
+        schedules = [self.schedule] if len(lengths) == self.schedule.microbatches else []
+        try:
+            schedules.append(self._searched(costs))
+        except ScheduleError as error:
+            if not schedules:
+                raise self._too_large(error, lengths) from error
+        return min((simulate(each, self.example, costs) for each in schedules), key=lambda one: one.seconds)
+
+    def _searched(self, costs: tuple[Costs, ...]) -> Schedule:
+        own = self.schedule
+        problem = Uneven(costs, own.placement, self.limits, own.joined, in_order=self.in_order)
         # The search takes no longer than the step: of short ones little can be gained.
-        order = problem.best(static, min(WORK, int(problem.bound * LOOKS_A_SECOND)))
-        name = schedule.name if order is static else f"{schedule.name} by lengths"
-        return problem.timeline(Schedule(name, schedule.placement, len(lengths), order), self.example)
+        order = problem.best(min(WORK, int(problem.bound * LOOKS_A_SECOND)))
+        return Schedule(f"{own.name} by lengths", own.placement, len(costs), order)
+
+    def _too_large(self, error: ScheduleError, lengths: Sequence[Mapping[str, int]]) -> ScheduleError:
+        if not isinstance(error, TooLarge):
+            return error
+        named = ", ".join(f"{name} {length}" for name, length in lengths[error.microbatch].items())
+        remedy = "shorten it, or compile with more memory_limit"
+        if self.schedule.transfers:
+            remedy = (
+                f"give {self.schedule.microbatches} microbatches, for which the plan offloads, or {remedy}"
+            )
+        return ScheduleError(f"With {named}, {error}: {remedy}.")
 
     def costs(self, lengths: Mapping[str, int], share: float = 1.0) -> Costs:
         """The costs of a microbatch of these lengths, found once for each.
@@ -81,6 +96,44 @@ class BatchPlanner:
     @cached_property
     def _has_packed(self) -> bool:
         return self.work is not None and self.work.has_packed
+
+
+def sample_cost(plan: Plan) -> tuple[float, float]:
+    """Seconds (a, b): a sample of L tokens takes a · L + b · L² of the busiest rank's time for a microbatch
+    as the example; b is 0 without attention of packed documents."""
+    tokens = plan.step.tokens([{each.name: each.example for each in plan.step.lengths}])
+    short, one = _of_documents(plan)
+    return short / tokens, (one - short) / tokens**2
+
+
+def prices_documents(plan: Plan) -> bool:
+    """Whether a microbatch as the example takes clearly less time where its packed documents are short."""
+    short, one = _of_documents(plan)
+    return short < (1 - _CLEAR) * one
+
+
+def _of_documents(plan: Plan) -> tuple[float, float]:
+    """Seconds of the busiest rank for a microbatch as the example: of documents whose attention is nothing,
+    and of one document."""
+    planner, lengths = BatchPlanner.of(plan), {} if plan.work is None else plan.work.lengths
+    of_stages = (planner.costs(lengths, share).stages for share in (0.0, 1.0))
+    of_ranks = (
+        [sum(map(_seconds, (stages[s] for s in placed))) for placed in stages_of(plan.placement)]
+        for stages in of_stages
+    )
+    short, one = map(max, of_ranks)
+    return short, one
+
+
+def _seconds(stage: StageCost) -> float:
+    return stage.forward + stage.backward + stage.weight
+
+
+def own_limits(schedule: Schedule, costs: Costs, peaks: Sequence[float]) -> tuple[float, ...]:
+    """What orders may hold where nobody limits it: the peaks of the schedule, and in any case a microbatch of
+    the example, of which a schedule that offloads or recomputes may hold less."""
+    example = Uneven((costs,), schedule.placement, (), schedule.joined)
+    return tuple(map(max, peaks, example.least))
 
 
 def named_lengths(

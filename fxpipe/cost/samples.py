@@ -52,14 +52,13 @@ class Packer:
     """The steps of samples on a pipeline.
 
     ``length``: the dimension that samples have lengths in.  ``rows``: of a microbatch.  ``replicas``: which
-    run microbatches of the same lengths.  ``tail``: seconds that their exchanges take behind the last op.
+    run microbatches of the same lengths.
     """
 
     planner: BatchPlanner
     length: NamedLength
     rows: int
     replicas: int = 1
-    tail: float = 0.0
 
     def ways(self, steps: Sequence[Sequence[int]], tokens: Sequence[int] = ()) -> list[Way]:
         """steps: the lengths of the samples of each.  tokens: how many to pack to.
@@ -109,7 +108,7 @@ class Packer:
         return Microbatch(length, min(1.0, squares / (self.rows * length) ** 2))
 
     def _seconds(self, planner: BatchPlanner, steps: Sequence[Sequence[Microbatch]]) -> float:
-        return sum(self.tail + self.timeline(planner, each).seconds for each in steps)
+        return sum(self.timeline(planner, each).seconds for each in steps)
 
     def timeline(self, planner: BatchPlanner, step: Sequence[Microbatch]) -> Timeline:
         lengths = [{self.length.name: each.length} for each in step]

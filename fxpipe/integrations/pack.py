@@ -30,6 +30,7 @@ def pack(
     multiple: int = 1,
     padding: int = 0,
     ignored: int = -100,
+    documents: int | None = None,
 ) -> list[dict[str, torch.Tensor]]:
     """The microbatches of a step, for ``pipe.step``; with ``functools.partial`` a collate function.
 
@@ -39,9 +40,11 @@ def pack(
     microbatches: their number.  Without it there are as many as samples of up to ``tokens`` fill, and a
         longer sample is alone in one: short microbatches, which the order of a batch evens out, leave a
         pipeline less idle than few long ones (docs/lengths.md).
-    cost: of a sample of L tokens, a · L + b · L²; by it so many microbatches are filled that the largest is
-        small.
+    cost: (a, b) of a · L + b · L² for a sample of L tokens, ``pipe.sample_cost``; by it so many microbatches
+        are filled that the largest is small.
     multiple: of which the lengths of microbatches are, by ``padding`` at their end, whose labels are ignored.
+    documents: the most samples of a microbatch; with it that has their boundaries as ``cu_seqlens``,
+        [1, documents + 1], for ``fxpipe.flash_attn_varlen_func`` in models of your own.
 
     Returns mappings of ``input_ids``, ``position_ids``, ``labels`` and the other leaves, each [1, tokens].
     Raises OptionError for samples that do not fit, and for fewer of them than microbatches.
@@ -49,7 +52,7 @@ def pack(
     rows = [_leaves(sample) for sample in samples]
     lengths, most = [len(row["input_ids"]) for row in rows], tokens - tokens % multiple
     places = filled(lengths, most) if microbatches is None else assigned(lengths, most, microbatches, cost)
-    return [_joined([rows[k] for k in place], multiple, padding, ignored) for place in places]
+    return [_joined([rows[k] for k in place], multiple, padding, ignored, documents) for place in places]
 
 
 def assigned(
@@ -94,7 +97,11 @@ def _leaves(sample: Sample | torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def _joined(
-    rows: Sequence[Mapping[str, torch.Tensor]], multiple: int, padding: int, ignored: int
+    rows: Sequence[Mapping[str, torch.Tensor]],
+    multiple: int,
+    padding: int,
+    ignored: int,
+    documents: int | None,
 ) -> dict[str, torch.Tensor]:
     names = rows[0].keys()
     if any(row.keys() != names for row in rows):
@@ -106,6 +113,13 @@ def _joined(
     for name, value in joined.items():
         fill = ignored if name == "labels" else padding if name == "input_ids" else 0
         joined[name] = torch.cat([value, value.new_full((missing, *value.shape[1:]), fill)])
+    if documents is not None:
+        if len(rows) > documents:
+            raise OptionError(
+                f"A microbatch has {number_of(len(rows), 'sample')}, and documents is {documents}: give more."
+            )
+        ends = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+        joined["cu_seqlens"] = torch.cat([ends, ends[-1:].expand(documents - len(rows))]).to(torch.int32)
     lengths = torch.cat([lengths, lengths.new_tensor([missing] if missing else [])])
     joined["position_ids"] = torch.cat([torch.arange(n) for n in lengths.tolist()])
     return {name: value.unsqueeze(0) for name, value in joined.items()}

@@ -102,6 +102,14 @@ def is_of_documents(node: fx.Node) -> bool:
     return _packet(node.target) in _OF_DOCUMENTS
 
 
+def boundaries_of_documents(node: fx.Node) -> fx.Node | None:
+    """The boundaries of the queries' documents that an attention of packed documents is given; None for other
+    ops, and for its backward."""
+    is_forward = is_of_documents(node) and _OF_DOCUMENTS[_packet(node.target)][0] == 0
+    boundaries = node.args[3] if is_forward else None
+    return boundaries if isinstance(boundaries, fx.Node) else None
+
+
 def is_masked(node: fx.Node) -> bool:
     """Whether the op is an attention that is given a mask, or the backward of one."""
     return isinstance(argument(node, "attn_mask") or argument(node, "attn_bias"), fx.Node)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from math import prod
@@ -363,7 +363,7 @@ class Artifact:
     ask: Callable[[], Plan] | None = None
     captured: str = ""
     steps: str = ""
-    write_step: Callable[[Sequence[Mapping[str, int]]], OrderedStep | None] | None = None
+    write_step: Callable[..., OrderedStep | None] | None = None
 
     @cached_property
     def whole_plan(self) -> Plan:

@@ -123,6 +123,21 @@ def allowed(length: NamedLength) -> str:
     )
 
 
+POSITIONS = "position_ids"
+"""The leaf by which models keep packed samples apart, as ``fxpipe.pack`` makes it."""
+SHARES = 16
+"""In so many parts the share of attention is known that packed documents have of that of all tokens."""
+
+
+@dataclass(frozen=True)
+class Documents:
+    """The leaf by which attention knows the packed documents of a microbatch: their boundaries, as [0, 700,
+    1200, 1200], or the positions of its tokens, which rise by 1 in each."""
+
+    leaf: str
+    are_positions: bool
+
+
 @dataclass(frozen=True)
 class OutputSpec:
     """An output that can be asked for; a part of plan.json.
@@ -158,6 +173,8 @@ class StepSpec:
     ``lengths``: the dimensions of microbatches that may have other lengths than the example's.
     ``one_length``: why there are none, where dimensions were named.
     ``has_total``: whether the loss divides by a number of the batch that is of all microbatches of a step.
+    ``documents``: where a microbatch's time depends on those that are packed in it.  ``mixes``: whether the
+    step has positions by which it keeps none apart.
     """
 
     ranks: Annotated[int, between(1, MOST_RANKS)]
@@ -174,6 +191,8 @@ class StepSpec:
     lengths: tuple[NamedLength, ...] = ()
     one_length: str = ""
     has_total: bool = False
+    documents: Documents | None = None
+    mixes: bool = False
 
     def batch_at(self, lengths: Mapping[str, int]) -> BatchSpec:
         """The leaves of a microbatch of these lengths, all of them named."""

@@ -50,8 +50,8 @@ def lower_bound(costs: Costs, placement: tuple[int, ...], microbatches: int) -> 
 def lower_bound_of_each(each: Sequence[Costs], placement: tuple[int, ...]) -> float:
     """``lower_bound`` where each microbatch has costs of its own.
 
-    The longest way of a microbatch, and the work of each rank between the shortest ways to its first op and
-    from its last.
+    The longest way of a microbatch; and of each rank, for each microbatch, the shortest way to it, then its
+    work and that of all whose way is as long or longer, then the shortest way from the last op.
     """
     known = {id(costs): costs for costs in each}
     ways: dict[int, tuple[list[float], list[float], list[float]]] = {}
@@ -66,10 +66,13 @@ def lower_bound_of_each(each: Sequence[Costs], placement: tuple[int, ...]) -> fl
             if holder == rank
             for kind in range(SECTIONS_PER_STAGE)
         ]
-        work = sum(ways[id(costs)][0][i] for costs in each for i in mine)
-        head = min(head[i] for _, head, _ in ways.values() for i in mine)
         tail = min(tail[i] for *_, tail in ways.values() for i in mine if i % SECTIONS_PER_STAGE == _W)
-        bounds.append(head + work + tail)
+        heads = {key: min(head[i] for i in mine) for key, (_, head, _) in ways.items()}
+        work = {key: sum(lasts[i] for i in mine) for key, (lasts, *_) in ways.items()}
+        left = 0.0
+        for key in sorted(map(id, each), key=heads.__getitem__, reverse=True):
+            left += work[key]
+            bounds.append(heads[key] + left + tail)
     return max(bounds)
 
 

@@ -14,6 +14,7 @@ from fxpipe.plan.artifact import Plan
 from fxpipe.plan.memory import rank_memory
 from fxpipe.plan.meshes import Mesh, TriedMesh
 from fxpipe.plan.rewrites import RULES, Rewrite
+from fxpipe.plan.step import StepSpec
 from fxpipe.schedule.candidate_row import Tried
 from fxpipe.schedule.ops import Direction
 from fxpipe.schedule.simulation.simulator import simulate
@@ -33,6 +34,8 @@ def explain(plan: Plan, console: Console) -> None:
     choice is from what is possible, and the memory of each rank."""
     console.print(terminal(_reason(plan)), soft_wrap=True)
     for line in _loss(plan):
+        console.print(terminal(line), soft_wrap=True)
+    for line in _lengths(plan.step):
         console.print(terminal(line), soft_wrap=True)
     if plan.device:
         console.print(terminal(f"Costs of the device {plan.device}{_machines(plan)}."), soft_wrap=True)
@@ -77,6 +80,17 @@ def _loss(plan: Plan) -> Iterator[str]:
             f"The loss of each microbatch is by its own {', '.join(plan.own_means)}; the mean of these "
             "losses is another one than the whole batch's, where these numbers differ."
         )
+
+
+def _lengths(step: StepSpec) -> Iterator[str]:
+    """Which lengths microbatches may have, where dimensions have names, and what their order is by."""
+    for each in step.lengths:
+        by = f" by {each.step}" if each.step > 1 else ""
+        yield f"Microbatches have {each.name} from {each.least} to {each.example}{by}."
+    if step.one_length:
+        yield f"Microbatches have the example's lengths alone: {step.one_length.rstrip('.')}."
+    if step.documents is not None:
+        yield f"The order of a batch knows packed samples by {step.documents.leaf!r}."
 
 
 def _rewritten(rewrite: Rewrite, plan: Plan) -> str:

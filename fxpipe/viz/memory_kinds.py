@@ -79,13 +79,12 @@ def changes(timeline: Timeline) -> tuple[tuple[MemoryChange, ...], ...]:
 
     Without RECEIVED they add up to ``timeline.memory``.
     """
-    stages = timeline.costs.stages
     by_rank: list[list[MemoryChange]] = [[] for _ in timeline.spans]
     ran = runs(timeline.spans)
     # An op's memory begins or ends with it, as in ``Timeline.memory``.
     for rank, row in enumerate(timeline.spans):
         for op, start, end in row:
-            cost, add = stages[op.stage], by_rank[rank].append
+            cost, add = timeline.costs_of(op.microbatch).stages[op.stage], by_rank[rank].append
             for phase in PHASES[op.kind]:
                 match phase:
                     case Phase.F:
@@ -116,7 +115,7 @@ def _add_transfers(timeline: Timeline, rank: int, ran: Runs, rank_changes: list[
     }
     for (activation, direction), time in times.items():
         stage, microbatch, user = activation
-        size = offload_bytes(timeline.costs.stages[stage], user)
+        size = offload_bytes(timeline.costs_of(microbatch).stages[stage], user)
         b = ran[index(Color(stage, Phase.B)), microbatch][2].end
         kind = MemoryKind.SAVED if user is Phase.B or time < b else MemoryKind.FOR_WEIGHT
         rank_changes.append(MemoryChange(time, kind, stage, -size if direction is Direction.OUT else size))
@@ -129,8 +128,9 @@ def _add_transfers(timeline: Timeline, rank: int, ran: Runs, rank_changes: list[
 def _add_values(timeline: Timeline, ran: Runs, by_rank: list[list[MemoryChange]]) -> None:
     """Values between stages of one rank, and messages from their arrival to the start of their op."""
     placement = timeline.schedule.placement
-    for edge in timeline.costs.edges:
-        for m in range(timeline.schedule.microbatches):
+    for m in range(timeline.schedule.microbatches):
+        costs = timeline.costs_of(m)
+        for edge in costs.edges:
             sender, _, giver = ran[index(edge.source), m]
             rank, _, taker = ran[index(arrival(edge.target)), m]
             # Nothing is sent, so the value is in memory from when it is made.
@@ -139,7 +139,7 @@ def _add_values(timeline: Timeline, ran: Runs, by_rank: list[list[MemoryChange]]
                 since, until = giver.end, ran[index(edge.target), m][2].start
             else:
                 kind, stage = MemoryKind.RECEIVED, edge.target.stage
-                since, until = giver.end + timeline.costs.message_seconds(edge, placement), taker.start
+                since, until = giver.end + costs.message_seconds(edge, placement), taker.start
             # Of no time, it would only make a notch.
             if since < until:
                 by_rank[rank] += (

@@ -37,6 +37,15 @@ def test_samples_stand_one_behind_the_other():
     assert found[1]["labels"].tolist() == [ignored]
 
 
+def test_boundaries_of_a_fixed_number():
+    """The last one is that of the last sample, and repeats; padding is no sample."""
+    found = fxpipe.pack(samples([3, 2, 4]), tokens=8, microbatches=2, multiple=4, documents=3)
+    assert [x["cu_seqlens"].tolist() for x in found] == [[[0, 4, 4, 4]], [[0, 3, 5, 5]]]
+    assert found[0]["cu_seqlens"].dtype == torch.int32
+    with pytest.raises(OptionError, match="A microbatch has 2 samples, and documents is 1: give more"):
+        fxpipe.pack(samples([3, 2, 4]), tokens=8, microbatches=2, documents=1)
+
+
 def test_other_leaves_come_along():
     one = {"input_ids": torch.arange(3), "labels": torch.tensor([-100, 5, 6]), "weights": torch.rand(3, 2)}
     (found,) = fxpipe.pack([one], tokens=4, microbatches=1, multiple=4, padding=9)

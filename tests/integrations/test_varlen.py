@@ -1,19 +1,38 @@
 """Attention of packed documents as one op, against a dense masked product, and in pipelines."""
 
+import warnings
+
 import pytest
 import torch
 import torch.nn.attention.varlen
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    RobertaConfig,
+    RobertaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 import fxpipe
 from fxpipe.api.varlen import boundaries_of, flash_attn_varlen_func, packed_attention, varlen_attn
+from fxpipe.capture.reads.documents import documents_of
 from fxpipe.cost.batch_order import BatchPlanner
 from fxpipe.cost.kinds import kind_of
 from fxpipe.ir.ops import node_flops
+from fxpipe.plan.step import BatchSpec, Documents, Leaf, NamedLength, StepSpec
+from fxpipe.runtime.batch.documents import agreed_shares, shares_of
 
 LENGTH, WIDTH, WORDS = 24, 8, 16
+AT = slice(3), slice(3, 5)
 ENDS = torch.tensor([0, 3, 4, 9, 11, 11, 11], dtype=torch.int32)
 
 
@@ -72,6 +91,17 @@ def test_the_op_keeps_torchs_contract():
     torch.library.opcheck(torch.ops.fxpipe.varlen_attention.default, arguments)
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_results_lie_without_gaps(device):
+    """However queries do, so that traces at other lengths have the same layouts."""
+    q, k, v = (torch.randn(2, 12, 4, device=device).transpose(0, 1) for _ in range(3))
+    ends = ENDS.to(device)
+    result, sums = torch.ops.fxpipe.varlen_attention(q, k, v, ends, ends, 12, 12, 0.5, -1, 0)
+    more = ends, ends, 12, 12, 0.5, -1, 0
+    gradients = torch.ops.fxpipe.varlen_attention_backward(result, q, k, v, result, sums, *more)
+    assert all(x.is_contiguous() for x in (result, *gradients))
+
+
 def test_boundaries_of_positions():
     """Wherever they begin."""
     positions = torch.tensor([[0, 1, 2, 0, 0, 1], [3, 4, 3, 4, 5, 6]])
@@ -107,6 +137,72 @@ def microbatch(n: int) -> dict[str, Tensor]:
     ends = torch.cat([torch.zeros(1), torch.randint(1, n, (2,)).sort().values, torch.tensor([n, n])])
     ids, labels = torch.randint(WORDS, (2, 1, n))
     return {"ids": ids, "labels": labels, "ends": ends[None].to(torch.int32)}
+
+
+@pytest.mark.parametrize(
+    ("documents", "leaf", "share"),
+    [
+        (Documents("ends", False), torch.tensor([[0, 700, 1000, 1024, 1024]]), 9),
+        (Documents("ends", False), torch.tensor([[0, 1024, 1024]]), 16),
+        (Documents("at", True), torch.tensor([[*range(700), *range(300), *range(24)]]), 9),
+        (Documents("at", True), torch.arange(4, 1028)[None], 16),
+        (Documents("at", True), torch.zeros(1, 1024, dtype=torch.long), 1),
+        (Documents("at", True), None, 16),
+        (Documents("ends", False), torch.tensor([[5, 0, 4000]]), 16),
+        (None, torch.zeros(1, 1024), 16),
+    ],
+)
+def test_the_share_of_attention_that_documents_have(documents, leaf, share):
+    shape = (1, 1024), (1024, 1), "torch.int64", ""
+    spec = StepSpec(
+        ranks=1,
+        microbatches=1,
+        batch=BatchSpec((Leaf("ids", *shape), Leaf("at", *shape), Leaf("ends", (1, 5), (5, 1), *shape[2:]))),
+        loss_rank=0,
+        loss_dtype="torch.float32",
+        has_count=False,
+        seed=0,
+        default_dtype="torch.float32",
+        leaves=(("ids",),),
+        lengths=(NamedLength("time", 1024, 2, 1),),
+        documents=documents,
+    )
+    item = {"at" if documents is None else documents.leaf: leaf}
+    assert shares_of(spec, [item, item], [{"time": 1024}, None]) == [share, 16]
+
+
+def test_ranks_agree_on_shares():
+    """By those that know them; one without leaves has another number of microbatches."""
+    assert agreed_shares(3, [[16, 2, 16], [16, 16, 5], [16, 16]]) == [16, 2, 5]
+
+
+def test_the_order_of_a_batch_knows_its_documents():
+    """Of equal tokens, those of a long document take longer."""
+    model, length = Packed(), 768
+    pipe = fxpipe.compile(
+        model, microbatch(length), ranks=2, microbatches=3, schedule="1f1b", dimensions={"sequence": length}
+    )
+    assert pipe.plan.step.documents == Documents("ends", False)
+    batch = [{**microbatch(length), "ends": torch.tensor([[0, a, 768, 768, 768]])} for a in (384, 0, 192)]
+    batch = [{**one, "ends": one["ends"].to(torch.int32)} for one in batch]
+    loss = sum(model(**one) for one in batch) / 3
+    torch.testing.assert_close(pipe.run_local(batch).loss, loss.detach())
+    (key,) = pipe._runner._orders._programs or [None]
+    assert key == ((length, 8), (length, 16), (length, 10))
+    planner = BatchPlanner.of(pipe.plan)
+    shares, lengths = [share / 16 for _, share in key], [{"sequence": length}] * 3
+    few, one, _ = planner.timeline(lengths, shares).of_each
+    assert few.stages[0].forward < 0.8 * one.stages[0].forward
+    packed = [[384, 384], [768], [192, 576]]
+    timeline = pipe.simulate(lengths=[length] * 3, documents=packed)
+    assert timeline.seconds == planner.timeline(lengths, shares).seconds
+    assert timeline.seconds < pipe.simulate(lengths=[length] * 3).seconds
+    with pytest.raises(fxpipe.SizeError, match="documents are of 1 microbatches, and lengths of 3"):
+        pipe.simulate(lengths=[length] * 3, documents=[[length]])
+    a, b = pipe.sample_cost
+    busiest = max(stage.forward + stage.backward + stage.weight for stage in one.stages)
+    assert a * length + b * length**2 == pytest.approx(busiest)
+    assert b * length**2 > 0.2 * busiest
 
 
 def compiled(model: nn.Module, **options: object) -> fxpipe.Pipeline:
@@ -182,8 +278,76 @@ def test_models_of_transformers(window):
         example = fxpipe.pack([torch.randint(64, (16,))], tokens=16)[0]
         pipe = fxpipe.compile(model, example, ranks=2, microbatches=2, dimensions={"sequence": 16})
         counts = [(one["labels"][:, 1:] != -100).sum() for one in batch]
+        assert documents_of(pipe.graph) == Documents("position_ids", True)
         loss = sum(x * n for x, n in zip(expected, counts, strict=True)) / sum(counts)
         torch.testing.assert_close(pipe.run_local(batch).loss, loss)
+
+
+class Rotated(nn.Module):
+    """Its positions turn tokens and, with ``masks``, keep documents apart."""
+
+    def __init__(self, masks: bool) -> None:
+        super().__init__()
+        self.embed, self.head, self.masks = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS), masks
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(input_ids) * position_ids[..., None].to(torch.float64).cos()
+        document = (position_ids == 0).cumsum(1)
+        mask = document[:, None] == document[..., None] if self.masks else None
+        x = x + F.scaled_dot_product_attention(x, x, x, mask)
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize("masks", [False, True])
+def test_packed_samples_that_look_at_each_other(masks):
+    """A warning with the first step that has several in a row, and no other."""
+    samples = [torch.randint(WORDS, (n,)) for n in (8, 3, 5)]
+    alone, both = fxpipe.pack(samples, tokens=8)
+    options = {"ranks": 1, "microbatches": 1, "dimensions": {"sequence": 8}}
+    pipe = fxpipe.compile(Rotated(masks), alone, **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pipe.run_local([alone])
+        if masks:
+            pipe.run_local([alone, both])
+            return
+    with pytest.warns(UserWarning, match="position_ids begin anew within rows, and the model only adds or"):
+        pipe.run_local([alone, both])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pipe.run_local([alone, both])
+
+
+def test_values_that_are_narrower_than_queries():
+    """As in latent attention."""
+    q, k, v = (torch.randn(1, 2, 5, width) for width in (6, 6, 3))
+    positions = torch.tensor([[0, 1, 2, 0, 1]])
+    found, _ = packed_attention(nn.Linear(2, 2), q, k, v, None, is_causal=True, position_ids=positions)
+    alone = [F.scaled_dot_product_attention(*(x[:, :, at] for x in (q, k, v)), is_causal=True) for at in AT]
+    torch.testing.assert_close(found, torch.cat(alone, 2).transpose(1, 2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ((RobertaForCausalLM, RobertaConfig), "RobertaForCausalLM does not count positions from 0"),
+        ((MambaForCausalLM, MambaConfig), "MambaForCausalLM mixes the samples of a row"),
+        ((Gemma2ForCausalLM, Gemma2Config), "takes no attention mask, soft cap or sink"),
+        (
+            (T5ForConditionalGeneration, T5Config),
+            "was tried on two packed samples on cpu, and cannot",
+        ),
+    ],
+)
+def test_models_that_do_not_keep_samples_apart(kind, message):
+    """They are refused, and stay as they were."""
+    model = small(*kind, d_model=8, d_ff=8).train()
+    before = model.config._attn_implementation
+    with pytest.raises(fxpipe.OptionError, match=message):
+        fxpipe.use_packed_attention(model)
+    assert model.config._attn_implementation == before
+    assert model.training
 
 
 def test_what_it_does_not_take():

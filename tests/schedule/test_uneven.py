@@ -5,14 +5,14 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from fxpipe.errors import ScheduleError
+from fxpipe.cost.batch_order import own_limits
 from fxpipe.schedule.bound import lower_bound, lower_bound_of_each
 from fxpipe.schedule.check import check
 from fxpipe.schedule.costs import Costs, StageCost, chain
 from fxpipe.schedule.ops import OpKind, Schedule
 from fxpipe.schedule.placement import place
 from fxpipe.schedule.search.build import build
-from fxpipe.schedule.search.uneven import Uneven
+from fxpipe.schedule.search.uneven import TooLarge, Uneven
 from fxpipe.schedule.simulation.simulator import simulate
 
 RANKS, LONGEST = 4, 100
@@ -55,18 +55,18 @@ def test_an_order_is_whole_within_limits_and_never_slower(shape, seed):
     chunks = 2 if shape == "v" else 1
     lengths, limit = [*drawn(11, seed), LONGEST], 3 * chunks * 10.0 * LONGEST
     uneven, before = problem(lengths, limit, shape), static("zb", 12, limit, chunks)
-    ops = uneven.best(before.order, WORK)
+    ops = uneven.best(WORK)
     check(Schedule("found", uneven.placement, len(lengths), ops))
     assert max(uneven.peaks(ops)) <= limit * (1 + 1e-9)
     assert uneven.bound <= uneven.times(ops).makespan <= uneven.times(before.order).makespan
-    assert uneven.best(before.order, WORK) == ops  # on any machine, as the work is counted
+    assert uneven.best(WORK) == ops  # on any machine, as the work is counted
 
 
 def test_long_microbatches_amidst_short_ones_no_longer_hold_up_the_others():
     """The order for equal microbatches pairs a long F with a short B on the next rank."""
     lengths, limit = [8, 10, 100, 9, 12, 70, 8, 9, 11, 90, 10, 8], 3 * 10.0 * LONGEST
     uneven, before = problem(lengths, limit), static("zb", 12, limit)
-    found = uneven.times(uneven.best(before.order)).makespan
+    found = uneven.times(uneven.best()).makespan
     assert found < 0.7 * uneven.times(before.order).makespan
     assert found < 1.35 * uneven.bound
 
@@ -80,7 +80,7 @@ def test_any_number_of_microbatches():
 def test_of_equal_microbatches_the_order_is_as_fast_as_for_equal_ones():
     before = static("zb", 8, 5 * 10.0 * LONGEST)
     uneven = problem([LONGEST] * 8, 5 * 10.0 * LONGEST)
-    timeline = uneven.timeline(before, uneven.costs[0])
+    timeline = simulate(before, costs_of(1), uneven.costs)
     expected = simulate(before, uneven.costs[0])
     assert timeline.seconds == pytest.approx(expected.seconds)
     assert timeline.peak_memory == pytest.approx(expected.peak_memory)
@@ -88,14 +88,29 @@ def test_of_equal_microbatches_the_order_is_as_fast_as_for_equal_ones():
     assert lower_bound_of_each(uneven.costs, uneven.placement) == pytest.approx(
         lower_bound(uneven.costs[0], uneven.placement, 8)
     )
-    assert uneven.times(uneven.best(before.order)).makespan <= expected.seconds * (1 + 1e-9)
+    assert uneven.times(uneven.best()).makespan <= expected.seconds * (1 + 1e-9)
+
+
+def test_the_bound_knows_when_each_microbatch_can_come():
+    """A short one comes first, and the last rank waits for the next."""
+    short, long = costs_of(4), costs_of(100)
+    bound = lower_bound_of_each([short, *[long] * 5], tuple(range(RANKS)))
+    stage, message = long.stages[0], long.edges[0].seconds
+    way = 3 * (stage.forward + message)
+    work = 5 * (stage.forward + stage.backward + stage.weight)
+    assert bound == pytest.approx(way + work)
+    orders = problem([4, *[100] * 5], 1e9)
+    assert bound <= orders.times(orders.best()).makespan
 
 
 def test_memory_of_a_timeline_is_that_of_each_microbatch():
     uneven = problem([10, 100, 30], 3 * 10.0 * LONGEST)
     ops = uneven.best(work=WORK)
-    timeline = uneven.timeline(Schedule("found", uneven.placement, 3, ops), costs_of(LONGEST))
+    timeline = simulate(Schedule("found", uneven.placement, 3, ops), costs_of(LONGEST), uneven.costs)
+    assert timeline.seconds == pytest.approx(uneven.times(ops).makespan)
     assert timeline.peak_memory == pytest.approx(uneven.peaks(ops))
+    # The last rank waits for each microbatch, whose message takes as long as its own length needs.
+    assert timeline.exposed_communication[3] == pytest.approx(3e-3 + 1e-5 * (10 + 100 + 30))
     assert timeline.lower_bound <= timeline.seconds
 
 
@@ -116,7 +131,13 @@ def test_microbatches_that_change_buffers_come_in_their_order():
 
 
 def test_a_limit_below_one_microbatch():
-    uneven, before = problem([10, 100], 9.0 * LONGEST), static("zb", 2, 10.0 * LONGEST)
-    assert uneven.best(before.order) == before.order
-    with pytest.raises(ScheduleError, match="no order of these microbatches"):
-        uneven.best()
+    with pytest.raises(
+        TooLarge, match="microbatch 1 alone needs 1000 B for activations on rank 0, and the l"
+    ):
+        problem([10, 100, 20], 9.0 * LONGEST).best()
+
+
+def test_without_a_limit_each_microbatch_fits():
+    """Of an order that recomputes, W needs more than F leaves."""
+    schedule, costs = static("zb", 4, 4000.0), chain([StageCost(1, 1, 1, 10.0, 40.0)] * RANKS, 0.0)
+    assert own_limits(schedule, costs, (5.0, 50.0, 5.0, 40.0)) == (40.0, 50.0, 40.0, 40.0)

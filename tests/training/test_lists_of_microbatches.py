@@ -19,6 +19,7 @@ from fxpipe.cli import main
 from fxpipe.compiler.step_writer import with_writer
 from fxpipe.plan.captured import CapturedStep
 from fxpipe.schedule.ops import order_text
+from fxpipe.training.run.batch_orders import BatchOrders
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -126,11 +127,57 @@ def test_a_pipeline_that_offloads(tmp_path):
     pipe.save(tmp_path / "saved")
     for each in (pipe, fxpipe.load(tmp_path / "saved")):
         assert each.artifact.write_step([{"sequence": 16}] * 4) is None
+        simulated, predicted = each.simulate(lengths=[16] * 4), each.plan.prediction
+        assert (simulated.peak_memory, simulated.seconds) == (predicted.peak_memory, predicted.seconds)
+        assert each.simulate(lengths=[16, 16, 16, 15]).moved < simulated.moved
         for lengths in ((5, 16, 2, 9), (16, 16, 3, 16, 16)):
             batch = [microbatch(n) for n in lengths]
             check_step(each, batch)
             peaks = each.run_local(batch, measure_memory=True).peak_saved
             assert all(map(le, peaks, [1.05 * x for x in each.plan.prediction.peak_memory]))
+
+
+def test_a_microbatch_that_does_not_fit(pipe):
+    """It is named with its length, and another batch has an order."""
+    writer = pipe.artifact.write_step
+    small = replace(writer, orders=replace(writer.orders, limits=(1e4, 1e6)))
+    orders = BatchOrders(replace(pipe.artifact, write_step=small), None)
+    message = "With sequence 15, microbatch 1 alone needs 13.6 KiB .* on rank 0, and the limit is 9.77 KiB"
+    with pytest.raises(fxpipe.BatchError, match=message):
+        orders.of([([{"sequence": 2}, {"sequence": 15}], [16, 16])], pipe._runner._local_programs)
+    assert orders.of([([{"sequence": 2}, {"sequence": 5}], [16, 16])], pipe._runner._local_programs)
+
+
+def test_masks_that_are_causal_at_some_lengths_alone():
+    """A window as wide as the shortest lists; in training and in evaluation."""
+
+    class Windows(Words):
+        def __init__(self) -> None:
+            super().__init__()
+            for block in self.blocks:
+                block.mask.triu_(-3)
+
+    pipe = fxpipe.compile(
+        Windows(),
+        microbatch(LENGTH),
+        ranks=1,
+        dimensions={"sequence": LENGTH},
+        microbatches=2,
+        evaluation=True,
+    )
+    batch, model = [microbatch(n) for n in (3, 16, 2)], Windows()
+    model.load_state_dict(pipe.state_dict())
+    torch.testing.assert_close(pipe.run_local(batch).loss, eager(model, batch))
+    torch.testing.assert_close(pipe.evaluate(batch), eager(model, batch))
+
+
+def test_a_positional_table_that_is_too_short():
+    """Refused before a step, which would fail amidst its messages."""
+    model = Words()
+    model.positions = torch.nn.Embedding(LENGTH - 1, 8)
+    message = "takes row 15 of a table with 15 rows, in module 'positions' .*: give a shorter example"
+    with pytest.raises(fxpipe.CaptureError, match=message):
+        fxpipe.compile(model, microbatch(LENGTH), ranks=1, microbatches=1, dimensions={"sequence": LENGTH})
 
 
 def test_simulated_lengths_that_are_no_lengths(pipe):
@@ -177,7 +224,7 @@ def test_random_numbers_are_those_of_the_place_in_the_list():
             lambda: [{**microbatch(5), "labels": microbatch(6)["labels"]}, microbatch(5), microbatch(5)],
             "Microbatch 0 has sequence 5 in 'ids' and 6 in 'labels'",
         ),
-        (lambda: [microbatch(5, rows=3), microbatch(5), microbatch(5)], "'ids' has 3 rows"),
+        (lambda: [microbatch(5, rows=3), microbatch(5), microbatch(5)], "Microbatch 0: 'ids' has 3 rows"),
         (lambda: microbatch(17, rows=6), "The batch has sequence 17"),
     ],
     ids=["empty", "longer", "one", "leaves", "rows", "longer batch"],
@@ -316,6 +363,15 @@ def test_the_command_shows_the_order_of_a_batch(pipe, tmp_path, capsys):
     assert longest["seconds"] == pipe.simulate(lengths=[9] * 3).seconds
     assert packed["seconds"] == found["seconds"] == pipe.simulate(lengths=[9, 5]).seconds
     assert packed["tokens_per_second"] == pytest.approx(22 / found["seconds"])
+    explain = ["explain", str(tmp_path / "saved")]
+    assert main([*explain, "--lengths", "3,2,9,4,4", "--tokens", "8", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["ways"] == found["ways"]
+    assert main([*explain, "--lengths", "3,2,9,4,4"]) == 0
+    out = capsys.readouterr().out
+    assert "\nMicrobatches have sequence from 2 to 16.\n" in out
+    assert re.search(r"padded to the longest +3 +41% .* longest sample", out)
+    assert main([*explain, "--tokens", "8"]) != 0
+    assert "--tokens needs --lengths" in capsys.readouterr().err
     assert main([*saved, "--lengths", "lognormal:mean=6,sigma=1", "--seed", "3"]) == 0
     out = capsys.readouterr().out
     assert "4 steps drawn from lognormal:mean=6,sigma=1, seed 3: each of 6 samples of " in out
@@ -410,12 +466,13 @@ def test_ranks_agree_on_lengths_before_a_step(tmp_path):
     )
     assert max(map(abs, [*differences, *others])) < 1e-12
     for ours in (refused, theirs):
-        assert len(ours) == 5 * len(NUMBERS)
-        none, longer, another, one, fewer = ours[5:10]
+        assert len(ours) == 6 * len(NUMBERS)
+        none, longer, another, one, fewer, no_labels = ours[6:12]
         assert none.startswith("The list has 0 microbatches")
         assert longer.startswith("Microbatch 4 has sequence 17")
         assert another.startswith("Rank 1 has sequence 3 in microbatch 4, and rank 0 has sequence 4.")
         assert "Microbatch 4 has sequence 1 " in one
         assert fewer.startswith("Rank 1 has 4 microbatches, and rank 0 has 5.")
+        assert "Microbatch 0: The batch has leaves ids, but the pipeline was compiled for" in no_labels
     assert max(outputs[0]) < 1e-12
-    assert refused[8].startswith("Rank 1 refuses the batch of step 2")
+    assert refused[9].startswith("Rank 1 refuses the batch of step 2")

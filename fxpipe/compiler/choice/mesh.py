@@ -23,7 +23,7 @@ from fxpipe.compiler.options import Settings
 from fxpipe.compiler.progress import Phases
 from fxpipe.compiler.tensor_ownership import check_state_of_replicas
 from fxpipe.cost.analytic import work_for_any_size
-from fxpipe.cost.batch_order import BatchPlanner
+from fxpipe.cost.batch_order import BatchPlanner, own_limits
 from fxpipe.errors import (
     CaptureError,
     LimitError,
@@ -151,11 +151,8 @@ def fastest_mesh(tried: Sequence[TriedMesh]) -> TriedMesh:
     return min(possible, key=lambda one: (float(f"{one.seconds:.9g}"), levels.index(one.mesh.shard)))
 
 
-def planner_of(
-    request: Compilation, step: CapturedStep, mesh: Mesh, phase: Phases
-) -> tuple[BatchPlanner, float]:
-    """Orders for microbatches of any lengths on a mesh that fits, and the seconds that the exchanges of its
-    replicas take behind the last op.
+def planner_of(request: Compilation, step: CapturedStep, mesh: Mesh, phase: Phases) -> BatchPlanner:
+    """Orders for microbatches of any lengths on a mesh that fits.
 
     step: of ``planned_step``, with names for dimensions.
     """
@@ -169,10 +166,11 @@ def planner_of(
     cluster = cluster_of(replace(options, mesh=mesh), request.device, (), step.captured.graph)
     sections = placed.live, placed.cut.graph, placed.cut.resized
     work = work_for_any_size(*sections, cluster, placed.ranks, options.compiled)
-    limits = problem.limits if problem.is_limited else timeline.peak_memory
+    limits: Sequence[float] = problem.limits
+    if not problem.is_limited:
+        limits = own_limits(timeline.schedule, problem.costs, timeline.peak_memory)
     changes = bool(graph_outputs(placed.cut.graph).buffers)
-    planner = BatchPlanner(timeline.schedule, problem.costs, work, tuple(limits), changes)
-    return planner, timeline.exposed_exchange
+    return BatchPlanner(timeline.schedule, problem.costs, work, tuple(limits), changes)
 
 
 @dataclass(eq=False)

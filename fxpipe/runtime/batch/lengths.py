@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import contextlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ def listed(spec: StepSpec, batch: object, replicas: int = 1) -> list[object] | N
     if not spec.lengths:
         why = spec.one_length or "no dimension was named: give dimensions={'sequence': 512} to fxpipe.compile"
         raise BatchError(
-            f"The batch is a list of microbatches, and the programs take one batch of all: {why}."
+            f"The batch is a list of microbatches, and the programs take one batch of all: {why.rstrip('.')}."
         )
     if not batch or len(batch) % replicas:
         of_replicas = f" for {number_of(replicas, 'replica')}" if replicas > 1 else ""
@@ -163,7 +164,7 @@ def _why(spec: StepSpec) -> str:
 def checked(
     spec: StepSpec, batch: object, lengths: Sequence[Mapping[str, int]], needed: Collection[str]
 ) -> None:
-    """Raise BatchError, naming the leaf, if the batch is unlike the example at these lengths."""
+    """Raise BatchError, naming microbatch and leaf, if the batch is unlike the example at these lengths."""
     items = listed(spec, batch)
     if items is None:
         try:
@@ -171,8 +172,18 @@ def checked(
         except BatchError as error:
             raise BatchError(f"{error} {_why(spec)}".rstrip()) from error
         return
-    for item, each in zip(items, lengths, strict=True):
-        check_batch(spec.batch_at(each), item, 1, needed)
+    for m, (item, each) in enumerate(zip(items, lengths, strict=True)):
+        with _named(m):
+            check_batch(spec.batch_at(each), item, 1, needed)
+
+
+@contextlib.contextmanager
+def _named(m: int) -> Iterator[None]:
+    """Name the microbatch that an error of a block is of."""
+    try:
+        yield
+    except BatchError as error:
+        raise BatchError(f"Microbatch {m}: {error}") from error
 
 
 def cut(
@@ -186,10 +197,11 @@ def cut(
     items = listed(spec, batch)
     if items is None:
         return microbatches_of(spec.batch_at(lengths[0]), batch, spec.microbatches, needed, device)
-    return [
-        microbatches_of(spec.batch_at(each), item, 1, needed, device)[0]
-        for item, each in zip(items, lengths, strict=True)
-    ]
+    microbatches = []
+    for m, (item, each) in enumerate(zip(items, lengths, strict=True)):
+        with _named(m):
+            microbatches += microbatches_of(spec.batch_at(each), item, 1, needed, device)
+    return microbatches
 
 
 def all_leaves(spec: StepSpec, batch: object) -> dict[str, Any]:

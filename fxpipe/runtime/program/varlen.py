@@ -36,7 +36,7 @@ def varlen_attention(
     """The result, and by head and position the logarithm of the sum of what softmax divides by.
 
     left, right: how far a position looks back and ahead, -1 for any distance; of a document with more keys
-    than queries the last ones stand side by side.
+    than queries the last ones stand side by side.  The result lies without gaps, however the queries do.
     """
     if _is_flash(query):
         kernel = _kernels()._varlen_attn
@@ -44,8 +44,8 @@ def varlen_attention(
         options = left < 0 and right == 0, scale, [left, right], query.shape[1] != key.shape[1]
         result, sums, _ = kernel(query, key, value, *ends, max_q, max_k, *options)
         result[last[0] :].zero_()
-        return result, sums
-    result, sums = torch.zeros_like(query), _sums_like(query)
+        return result.contiguous(), sums
+    result, sums = query.new_zeros(query.shape), _sums_like(query)
     for at_q, at_k, seen in _documents(query, boundaries_q, boundaries_k, left, right):
         q, k, v = _by_head(query[at_q]), _by_head(key[at_k]), _by_head(value[at_k])
         scores = _scores(q, k, scale, seen)
@@ -80,8 +80,8 @@ def varlen_attention_backward(
         dq, dk, dv = kernel(*values, *ends, max_q, max_k, *options)
         for gradient_of, end in ((dq, last[0]), (dk, last[1]), (dv, last[1])):
             gradient_of[end:].zero_()
-        return dq, dk, dv
-    dq, dk, dv = (torch.zeros_like(x) for x in (query, key, value))
+        return dq.contiguous(), dk.contiguous(), dv.contiguous()
+    dq, dk, dv = (x.new_zeros(x.shape) for x in (query, key, value))
     for at_q, at_k, seen in _documents(query, boundaries_q, boundaries_k, left, right):
         q, k, v = _by_head(query[at_q]), _by_head(key[at_k]), _by_head(value[at_k])
         g, out = _by_head(gradient[at_q]), _by_head(result[at_q])
@@ -157,12 +157,12 @@ def _weighted(weights: Tensor, values: Tensor) -> Tensor:
 
 @varlen_attention.register_fake
 def _(query: Tensor, *others: object) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(query), _sums_like(query)
+    return query.new_empty(query.shape), _sums_like(query)
 
 
 @varlen_attention_backward.register_fake
 def _(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *others: object) -> tuple[Tensor, ...]:
-    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

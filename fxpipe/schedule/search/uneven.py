@@ -18,16 +18,27 @@ from fxpipe.schedule.bound import lower_bound_of_each
 from fxpipe.schedule.costs import Costs, StageCost
 from fxpipe.schedule.engine.arrays import ScheduleArrays, joined_arrays, schedule_arrays
 from fxpipe.schedule.engine.order import Order, OrderTimes
-from fxpipe.schedule.ops import Op, OpKind, RankOps, Schedule
+from fxpipe.schedule.ops import Op, OpKind, RankOps
 from fxpipe.schedule.search.due_dates import start_alone
 from fxpipe.schedule.search.uneven_kernel import climb
-from fxpipe.schedule.simulation.timeline import Span, Timeline
+from fxpipe.schedule.units import bytes_text
 
 WORK, LOOKS_A_SECOND = 600_000, 2_400_000
 """Ops that the climb looks at, at most, and in about a second."""
 _LEAST = 60  # timetables, of steps with many ops
 _KINDS = {0: OpKind.F, 1: OpKind.B, 2: OpKind.W}
 _SECTIONS = {OpKind.F: (0,), OpKind.B: (1,), OpKind.W: (2,), OpKind.BW: (1, 2)}
+
+
+class TooLarge(ScheduleError):
+    """A microbatch needs more memory for activations on a rank than its limit."""
+
+    def __init__(self, microbatch: int, rank: int, needs: float, limit: float) -> None:
+        super().__init__(
+            f"microbatch {microbatch} alone needs {bytes_text(needs)} for activations on rank {rank}, and "
+            f"the limit is {bytes_text(limit)}"
+        )
+        self.microbatch = microbatch
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,20 +79,44 @@ class Uneven:
         """Seconds that no order beats, whatever memory it has."""
         return lower_bound_of_each(self.of_ops, self.placement)
 
-    def best(self, static: RankOps | None = None, work: int = WORK, seed: int = 0) -> RankOps:
+    @cached_property
+    def least(self) -> tuple[float, ...]:
+        """Per rank the memory for any of the microbatches alone."""
+        return tuple(map(max, zip(*(arrays.smallest_limits for arrays in self.each), strict=True)))
+
+    def best(self, work: int = WORK, seed: int = 0) -> RankOps:
         """The ops of each rank in the fastest order that is found.
 
-        static: an order of as many microbatches that keeps the limits; it is given back where no other is
-        faster.  Raises ScheduleError where one microbatch does not fit, and ``static`` is None.
+        Raises TooLarge for a microbatch that does not fit the limits alone, and ScheduleError where no order
+        keeps them.
         """
-        order = self._climbed(work, seed)
-        times = [self.times(ops) for ops in (order, static) if ops is not None]
-        if not times:
+        self._check_largest()
+        best = np.empty(self.arrays.sections, np.int64)
+        first, period = self.each[0], np.array([arrays.period for arrays in self.each])
+        time = climb(
+            self.arrays.tables._replace(placed_at=first.tables.placed_at, placed=first.tables.placed),
+            first.stages,
+            len(self.costs),
+            np.concatenate([start_alone(arrays) for arrays in self.each]),
+            period,
+            self._starts(period),
+            not self.in_order and len(self.costs) > 1,
+            np.array(self.limits, np.float64),
+            self.bound * (1 + 1e-9),
+            max(_LEAST, work // len(best)),
+            seed,
+            best,
+        )
+        if time == inf:
             raise ScheduleError("no order of these microbatches keeps the memory limit")
-        if order is None or (static is not None and times[-1].makespan <= times[0].makespan):
-            assert static is not None
-            return static
-        return order
+        return self._decoded(best)
+
+    def _check_largest(self) -> None:
+        """A rank that cannot hold a microbatch in all its stages could block itself."""
+        for rank, (least, limit) in enumerate(zip(self.least, self.limits, strict=True)):
+            if least > limit * (1 + 1e-9):
+                needs = [arrays.smallest_limits[rank] for arrays in self.each]
+                raise TooLarge(needs.index(least), rank, least, limit)
 
     def times(self, ops: RankOps) -> OrderTimes:
         """When the ops of an order end."""
@@ -89,45 +124,9 @@ class Uneven:
         assert done is not None, "an order that was built can progress"
         return done
 
-    def timeline(self, schedule: Schedule, costs: Costs) -> Timeline:
-        """The simulated step of a schedule.  costs: of the example, for what is told of a step as a whole."""
-        ends = self.times(schedule.order).end
-
-        def span(op: Op) -> Span:
-            ids = self._encoded(((op,),))
-            return Span(op, float(ends[ids[0]] - self.arrays.seconds[ids[0]]), float(ends[ids[-1]]))
-
-        spans = tuple(tuple(map(span, rank_ops)) for rank_ops in schedule.order)
-        none = ((),) * schedule.ranks
-        return Timeline(schedule, costs, spans, none, (0.0,) * schedule.ranks, none, none, self.costs)
-
     def peaks(self, ops: RankOps) -> list[float]:
         """Per rank the most memory that activations take."""
         return Order(self.arrays, self._encoded(ops)).peaks()
-
-    def _climbed(self, work: int, seed: int) -> RankOps | None:
-        m, first = len(self.costs), self.each[0]
-        # A rank that cannot hold a microbatch in all its stages could block itself.
-        least = [max(arrays.smallest_limits[rank] for arrays in self.each) for rank in range(first.ranks)]
-        if any(need > limit * (1 + 1e-9) for need, limit in zip(least, self.limits, strict=True)):
-            return None
-        best = np.empty(self.arrays.sections, np.int64)
-        period = np.array([arrays.period for arrays in self.each])
-        time = climb(
-            self.arrays.tables._replace(placed_at=first.tables.placed_at, placed=first.tables.placed),
-            first.stages,
-            m,
-            np.concatenate([start_alone(arrays) for arrays in self.each]),
-            period,
-            self._starts(period),
-            not self.in_order and m > 1,
-            np.array(self.limits, np.float64),
-            self.bound * (1 + 1e-9),
-            max(_LEAST, work // len(best)),
-            seed,
-            best,
-        )
-        return self._decoded(best) if time < inf else None
 
     def _starts(self, period: np.ndarray) -> np.ndarray:
         """Orders of the microbatches: as given, the shortest first, the longest first, the longest amidst."""

@@ -25,7 +25,7 @@ from fxpipe.schedule.dependencies import (
 )
 from fxpipe.schedule.ops import PHASES, Direction, Op, OpKind, Phase, Schedule, Transfer
 from fxpipe.schedule.simulation.run_loop import RunLoop
-from fxpipe.schedule.simulation.timeline import ExchangeSpan, Span, Timeline, TransferSpan
+from fxpipe.schedule.simulation.timeline import ExchangeSpan, Span, Timeline, TransferSpan, for_each
 from fxpipe.schedule.simulation.transfers import link_queues, offload_bytes
 
 
@@ -42,14 +42,16 @@ class Start:
     waits: tuple[tuple[int, float], ...] = ()
 
 
-def simulate(schedule: Schedule, costs: Costs) -> Timeline:
+def simulate(schedule: Schedule, costs: Costs, of_each: Sequence[Costs] = ()) -> Timeline:
     """The start and end of every op and transfer.  Linear in the number of both, in time and in memory.
+
+    of_each: see ``Timeline``.
 
     Raises ScheduleError if the schedule is not complete (see :func:`fxpipe.schedule.check.check`), and
     DeadlockError, listing what each rank waits for, if the orders of the ranks block each other.
     """
     check_whole(schedule, costs)
-    return StepRun(schedule, costs).finish()
+    return StepRun(schedule, costs, of_each=of_each).finish()
 
 
 class StepRun:
@@ -57,12 +59,16 @@ class StepRun:
 
     A value is the result of a section for one microbatch; transfers are numbered after the values.
     ``start``: None if all begins at 0.  ``arrived``: per rank when it could start the op of ``start.waits``.
+    ``needs``, ``durations``: of each microbatch.
     """
 
-    def __init__(self, schedule: Schedule, costs: Costs, start: Start | None = None) -> None:
-        self.schedule, self.costs = schedule, costs
-        self.needs = needs(costs, schedule.placement)
-        self.durations = durations(costs)
+    def __init__(
+        self, schedule: Schedule, costs: Costs, start: Start | None = None, of_each: Sequence[Costs] = ()
+    ) -> None:
+        self.schedule, self.costs, self.of_each = schedule, costs, tuple(of_each)
+        self.of_microbatch = self.of_each or (costs,) * schedule.microbatches
+        self.needs = for_each(self.of_microbatch, lambda one: needs(one, schedule.placement))
+        self.durations = for_each(self.of_microbatch, durations)
         self.sections = sections(schedule.stages)
         self.values = SECTIONS_PER_STAGE * schedule.stages * schedule.microbatches
         self.ended: list[float | None] = [None] * (self.values + len(schedule.transfers))
@@ -95,9 +101,9 @@ class StepRun:
         for span in (span for queue in self.carried for span in queue):
             carried[self.schedule.placement[span.transfer.stage]].append(span)
         exchanges = tuple(tuple(exchange.spans) for exchange in self.exchanges)
-        lanes = tuple(map(tuple, self.lanes.spans))
-        transfers = tuple(map(tuple, carried))
-        return Timeline(self.schedule, self.costs, spans, transfers, tuple(self.stalled), exchanges, lanes)
+        lanes, transfers = tuple(map(tuple, self.lanes.spans)), tuple(map(tuple, carried))
+        of_step = transfers, tuple(self.stalled), exchanges, lanes, self.of_each
+        return Timeline(self.schedule, self.costs, spans, *of_step)
 
     def _advance(self, actor: int) -> int | None:
         ranks = self.schedule.ranks
@@ -112,7 +118,7 @@ class StepRun:
         for position in range(len(spans), len(order)):
             op = order[position]
             start = free
-            for section, delay in self.needs[op.kind][op.stage]:
+            for section, delay in self.needs[op.microbatch][op.kind][op.stage]:
                 value = section * microbatches + op.microbatch
                 end = ended[value]
                 if end is None:
@@ -133,7 +139,7 @@ class StepRun:
                 self.arrived[rank] = start
                 start = max(start, until)
             start = self.exchanges[rank].begin(op, start)
-            free = start + self.durations[op.kind][op.stage]
+            free = start + self.durations[op.microbatch][op.kind][op.stage]
             self.exchanges[rank].end(op, free)
             spans.append(Span(op, start, free))
             for section in self.sections[op.kind][op.stage]:
@@ -153,7 +159,9 @@ class StepRun:
                     return cause
                 start = max(start, end)
             assert self.costs.link is not None, "it has transfers"
-            size = offload_bytes(self.costs.stages[transfer.stage], transfer.user)
+            size = offload_bytes(
+                self.of_microbatch[transfer.microbatch].stages[transfer.stage], transfer.user
+            )
             free = start + self.costs.link.seconds * size
             carried.append(TransferSpan(transfer, start, free))
             self._end(self.values + k, free)

@@ -6,15 +6,16 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from fxpipe.schedule.bound import lower_bound, lower_bound_of_each
 from fxpipe.schedule.costs import Costs
-from fxpipe.schedule.dependencies import SECTIONS_PER_STAGE, needs, sections
+from fxpipe.schedule.dependencies import SECTIONS_PER_STAGE, Needs, needs, sections
 from fxpipe.schedule.ops import Direction, Op, OpKind, Schedule, Transfer
 from fxpipe.schedule.simulation.memory import memory_changes
 from fxpipe.schedule.simulation.transfers import offload_bytes
 
+_Of = TypeVar("_Of")
 _Changes = Mapping[OpKind, Sequence[tuple[float, float]]]
 """Per kind and stage of an op, the change of live memory at its start and at its end."""
 
@@ -108,7 +109,7 @@ class Timeline:
         Faster links would save this time directly.
         """
         schedule = self.schedule
-        table, sections_of = needs(self.costs, schedule.placement), sections(schedule.stages)
+        tables, sections_of = self._needs, sections(schedule.stages)
         microbatches = schedule.microbatches
         ended = array("d", bytes(8 * SECTIONS_PER_STAGE * schedule.stages * microbatches))
         for spans in self.spans:
@@ -120,7 +121,7 @@ class Timeline:
         for spans in self.spans:
             total, free = 0.0, step_start
             for op, start, end in spans:
-                for section, _ in table[op.kind][op.stage]:
+                for section, _ in tables[op.microbatch][op.kind][op.stage]:
                     free = max(free, ended[section * microbatches + op.microbatch])
                 total += max(0.0, start - free)
                 free = end
@@ -132,7 +133,7 @@ class Timeline:
         """The ops from one that starts first to the one that ends last; each starts because the one before it
         ended (on its rank, or elsewhere and its value arrived then)."""
         schedule = self.schedule
-        table, sections_of = needs(self.costs, schedule.placement), sections(schedule.stages)
+        tables, sections_of = self._needs, sections(schedule.stages)
         microbatches = schedule.microbatches
         position_of = array("q", bytes(8 * SECTIONS_PER_STAGE * schedule.stages * microbatches))  # of a value
         for spans in self.spans:
@@ -149,7 +150,7 @@ class Timeline:
             path.append(span)
             # For each dependency: the time at which it let the op start, and the position where it ran.
             causes = [(self.spans[rank][position - 1].end, (rank, position - 1))] if position else []
-            for section, delay in table[span.op.kind][span.op.stage]:
+            for section, delay in tables[span.op.microbatch][span.op.kind][span.op.stage]:
                 holder = schedule.placement[section // SECTIONS_PER_STAGE]
                 source = position_of[section * microbatches + span.op.microbatch]
                 causes.append((self.spans[holder][source].end + delay, (holder, source)))
@@ -188,25 +189,33 @@ class Timeline:
 
     def change_of(self, op: Op) -> tuple[float, float]:
         """The change of live memory at the start of an op, and at its end."""
-        return self._changes[op.microbatch if self.of_each else 0][op.kind][op.stage]
+        return self._changes[op.microbatch][op.kind][op.stage]
+
+    def costs_of(self, microbatch: int) -> Costs:
+        return self.of_each[microbatch] if self.of_each else self.costs
 
     @cached_property
-    def _changes(self) -> list[_Changes]:
-        """The changes of each microbatch, one for all where they are alike."""
+    def _each(self) -> Sequence[Costs]:
+        return self.of_each or (self.costs,) * self.schedule.microbatches
+
+    @cached_property
+    def _needs(self) -> Sequence[Mapping[OpKind, tuple[Needs, ...]]]:
+        return for_each(self._each, lambda costs: needs(costs, self.schedule.placement))
+
+    @cached_property
+    def _changes(self) -> Sequence[_Changes]:
         placement, run = self.schedule.placement, sections(self.schedule.stages)
-        changes: list[_Changes] = []
-        for costs in self.of_each or (self.costs,):
+
+        def changes(costs: Costs) -> _Changes:
             at_start, at_end = memory_changes(costs, placement)
-            changes.append(
-                {
-                    kind: [
-                        (sum(at_start[s] for s in joined), sum(at_end[s] for s in joined))
-                        for joined in per_stage
-                    ]
-                    for kind, per_stage in run.items()
-                }
-            )
-        return changes
+            return {
+                kind: [
+                    (sum(at_start[s] for s in joined), sum(at_end[s] for s in joined)) for joined in per_stage
+                ]
+                for kind, per_stage in run.items()
+            }
+
+        return for_each(self._each, changes)
 
     def _between(self, rank: int) -> list[list[tuple[float, float]]]:
         """The (time, change) of live memory after each op: by the offloads that are waited for there, and
@@ -215,7 +224,7 @@ class Timeline:
         waited = [span.end for span in self.spans[rank]]
         freed, reloaded = ([list[float]() for _ in waited] for _ in range(2))
         for transfer, _, end in self.transfers[rank]:
-            size = offload_bytes(self.costs.stages[transfer.stage], transfer.user)
+            size = offload_bytes(self.costs_of(transfer.microbatch).stages[transfer.stage], transfer.user)
             if transfer.direction is Direction.OUT:
                 waited[transfer.end - 1] = max(waited[transfer.end - 1], end)
                 freed[transfer.end - 1].append(-size)
@@ -229,9 +238,8 @@ class Timeline:
     @cached_property
     def moved(self) -> float:
         """Memory offloaded in a step, in the unit of the costs."""
-        costs = self.costs.stages
         return sum(
-            offload_bytes(costs[t.stage], t.user)
+            offload_bytes(self.costs_of(t.microbatch).stages[t.stage], t.user)
             for t in self.schedule.transfers
             if t.direction is Direction.OUT
         )
@@ -259,6 +267,13 @@ class Timeline:
         if self.of_each:
             return lower_bound_of_each(self.of_each, placement)
         return lower_bound(self.costs, placement, self.schedule.microbatches)
+
+
+def for_each(each: Sequence[Costs], of: Callable[[Costs], _Of]) -> list[_Of]:
+    """What follows from the costs of each microbatch, made once for those that share one object."""
+    known = {id(costs): costs for costs in each}
+    made = {key: of(costs) for key, costs in known.items()}
+    return [made[id(costs)] for costs in each]
 
 
 def _bubble(whole: float, work: float) -> float:

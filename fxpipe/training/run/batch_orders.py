@@ -16,16 +16,20 @@ from functools import cached_property
 
 from fxpipe.errors import BatchError, FxpipeError
 from fxpipe.plan.artifact import Artifact
-from fxpipe.plan.step import OrderedStep
+from fxpipe.plan.step import SHARES, OrderedStep
 from fxpipe.runtime.batch.lengths import Lengths
 from fxpipe.runtime.job.process import Process
 from fxpipe.runtime.program.load_program import Program
 
-#: So many orders are kept; a batch of the same lengths runs one of them again.
-MOST_KEPT = 64
+#: So many orders are kept; a batch of the same lengths runs one of them again.  And so many are looked for
+#: that no step has asked for yet.
+MOST_KEPT, MOST_BEGUN = 64, 8
+NO_ORDER = "There is no order for this batch"
 
 Key = tuple[tuple[int, ...], ...]
-"""The lengths of each microbatch, by the names of the plan in their order."""
+"""The lengths of each microbatch, by the names of the plan in their order, and its share of ``SHARES``."""
+Batch = Sequence[tuple[Sequence[Lengths], Sequence[int]]]
+"""Of each replica the lengths of its microbatches, and their shares."""
 
 
 @dataclass(eq=False)
@@ -37,14 +41,16 @@ class BatchOrders:
     _programs: OrderedDict[Key, tuple[Program, ...]] = field(default_factory=OrderedDict)
     _begun: dict[Key, Future[OrderedStep | None]] = field(default_factory=dict)
 
-    def prepare(self, replicas: Sequence[Sequence[Lengths]]) -> None:
-        """Begin to look for the order of a batch that comes later.  replicas: the lengths of each."""
+    def prepare(self, replicas: Batch) -> None:
+        """Begin to look for the order of a batch that comes later."""
         key, write = self._key(replicas), self.artifact.write_step
         if key is None or write is None or key in self._begun or key in self._programs:
             return
-        self._begun[key] = self._thread.submit(write, self._lengths(key))
+        if len(self._begun) == MOST_BEGUN:  # of batches that did not come
+            self._begun.pop(next(iter(self._begun))).cancel()
+        self._begun[key] = self._thread.submit(write, *self._of_key(key))
 
-    def of(self, replicas: Sequence[Sequence[Lengths]], programs: Sequence[Program]) -> Sequence[Program]:
+    def of(self, replicas: Batch, programs: Sequence[Program]) -> Sequence[Program]:
         """The programs for a batch; ``programs``: those of the pipeline, of this process or of all ranks.
 
         All ranks call it alike, and raise BatchError where there is no order for so many microbatches.
@@ -65,36 +71,42 @@ class BatchOrders:
         self._programs.move_to_end(key)
         return self._programs[key]
 
-    def _key(self, replicas: Sequence[Sequence[Lengths]]) -> Key | None:
+    def _key(self, replicas: Batch) -> Key | None:
         """None of a batch whose microbatches are as the example.  Replicas run one order: their messages to
         each other must not cross."""
         spec = self.artifact.plan.step
-        numbers = {len(lengths) for lengths in replicas}
+        numbers = {len(lengths) for lengths, _ in replicas}
         if len(numbers) > 1:
             each = " and ".join(map(str, sorted(numbers)))
             raise BatchError(f"Replicas have {each} microbatches: give each the same number of them.")
-        example = tuple(each.example for each in spec.lengths)
-        key = tuple(
-            tuple(max(lengths[each.name] for lengths in same) for each in spec.lengths)
-            for same in zip(*replicas, strict=True)
+        example = (*(each.example for each in spec.lengths), SHARES)
+        each_replica = (
+            [
+                (*(lengths[each.name] for each in spec.lengths), share)
+                for lengths, share in zip(*one, strict=True)
+            ]
+            for one in replicas
         )
+        key = tuple(tuple(map(max, zip(*same, strict=True))) for same in zip(*each_replica, strict=True))
         return None if key == (example,) * spec.microbatches else key
 
-    def _lengths(self, key: Key) -> list[Lengths]:
+    def _of_key(self, key: Key) -> tuple[list[Lengths], list[float]]:
         names = [each.name for each in self.artifact.plan.step.lengths]
-        return [dict(zip(names, lengths, strict=True)) for lengths in key]
+        lengths = [dict(zip(names, each[:-1], strict=True)) for each in key]
+        return lengths, [each[-1] / SHARES for each in key]
 
     def _step(self, key: Key) -> OrderedStep | None:
         """The step of this process, or those of all ranks; None for the program's own."""
-        if self.process is None:
-            return self._written(key)
-        if not self.process.leads:
+        if self.process is not None and not self.process.leads:
             return _received(self.process.scatter(None))
         try:
             step = self._written(key)
         except FxpipeError as error:
-            self._send([_packed({"error": str(error)})] * self.process.world_size)
-            raise
+            if self.process is not None:
+                self._send([_packed({"error": str(error)})] * self.process.world_size)
+            raise BatchError(f"{NO_ORDER}: {error}") from error
+        if self.process is None:
+            return step
         if step is None:
             return _received(self._send([_packed({})] * self.process.world_size))
         pairs = zip(step.texts, step.ops, strict=True)
@@ -111,7 +123,7 @@ class BatchOrders:
         if begun is not None:
             return begun.result()
         if write is not None:
-            return write(self._lengths(key))
+            return write(*self._of_key(key))
         if len(key) == number:
             return None
         raise BatchError(
@@ -130,8 +142,8 @@ def _packed(data: object) -> bytes:
 
 
 def _received(data: bytes) -> OrderedStep | None:
-    """Raises BatchError where rank 0 found none."""
+    """Raises BatchError where rank 0 has none."""
     message = json.loads(zlib.decompress(data))
     if "error" in message:
-        raise BatchError(f"Rank 0 has no order for this batch: {message['error']}")
+        raise BatchError(f"{NO_ORDER}: {message['error']}")
     return OrderedStep((message["text"],), (tuple(message["ops"]),)) if message else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -16,6 +17,8 @@ from fxpipe.errors import RunError, at_least_one, number_of, printable
 from fxpipe.plan.artifact import Artifact, Plan
 from fxpipe.plan.rows import joined
 from fxpipe.plan.saved import files
+from fxpipe.plan.step import POSITIONS
+from fxpipe.runtime.batch.documents import has_several, shares_of
 from fxpipe.runtime.batch.lengths import are_as_assumed, are_listed, lengths_of, of_replica, or_example
 from fxpipe.runtime.batch.microbatches import batch_leaves
 from fxpipe.runtime.batch.outputs import MOST_SHOWN, Collected, Listed, requested, shown
@@ -142,14 +145,18 @@ class LocalRunner:
         spec = self.plan.step
         at_least_one("threads", threads)
         lengths = or_example(spec, lengths_of(spec, batch, self.plan.replicas))
+        shares = shares_of(spec, batch, lengths, self.plan.replicas)
         number = len(lengths) // self.plan.replicas
-        of_replicas = [lengths[k : k + number] for k in range(0, len(lengths), number)]
-        programs, spec = self._orders.of(of_replicas, self._local_programs), spec.with_microbatches(number)
+        parts = [slice(k, k + number) for k in range(0, len(lengths), number)]
+        of_replicas = [lengths[part] for part in parts]
+        programs = self._orders.of([(lengths[part], shares[part]) for part in parts], self._local_programs)
+        spec = spec.with_microbatches(number)
         wanted = requested(outputs, None, spec.outputs, spec.ranks)
         is_list = bool(spec.lengths) and are_listed(spec, batch)
         check_ops(record, [op for program in programs for op in program.ops])
         self.updates.settle()
         self.state.check_unchanged(self.state.follow_model())
+        self._warn_of_mixed(batch)
         ranks = self._ranks_replayed() if replay else self._ranks()
         world, runtimes = ranks.world, ranks.runtimes
         for rt in runtimes:
@@ -202,6 +209,16 @@ class LocalRunner:
             {} if is_list else {name: collected[name] for name in wanted},
             {name: listed[name] for name in wanted} if is_list else {},
         )
+
+    def _warn_of_mixed(self, batch: object) -> None:
+        """Warn, once, of packed documents that look at each other."""
+        if self._mixes and has_several(self.plan.step, batch):
+            self._mixes = False
+            warnings.warn(_MIXED, stacklevel=2)
+
+    @cached_property
+    def _mixes(self) -> bool:
+        return self.plan.step.mixes and self.plan.trains and (self.process is None or self.process.leads)
 
     def _run_locally(
         self,
@@ -359,6 +376,13 @@ class LocalRunner:
         """The tensors that a rank also holds between steps."""
         tensors = [*rt.params.values(), *rt.grads.values(), *rt.buffers.values(), *rt.constants.values()]
         return tensors + [x for _, x in batch_leaves(batch) if isinstance(x, torch.Tensor)]
+
+
+_MIXED = (
+    f"{POSITIONS} begin anew within rows, and the model only adds or rotates by them: the samples of a row "
+    "look at each other. For a decoder of transformers set use_cache=False in its config before it is "
+    "compiled, or call fxpipe.use_packed_attention(model); else train on samples one by one."
+)
 
 
 def _metered(main: Callable[[], object], rt: Runtime, meter: SavedBytes) -> object:

@@ -14,6 +14,8 @@ import torch
 
 from fxpipe.errors import BatchError, FxpipeError, RunError, number_of
 from fxpipe.plan.artifact import Artifact
+from fxpipe.plan.step import SHARES
+from fxpipe.runtime.batch.documents import agreed_shares, shares_of
 from fxpipe.runtime.batch.lengths import (
     Lengths,
     agreed_lengths,
@@ -104,11 +106,11 @@ class Runner(RankRunner):
         """See ``Pipeline.step``."""
         if self.process is not None:
             self.process.watch.check()
-        of_replicas = self._agreed_lengths(batch)
+        of_replicas = self._agreed_lengths(batch, is_checked=True)
         self._last = self._for(batch)
         if self._last is not None:
             return self._step_of_other(self._last, batch, outputs, outputs_on, check, record)
-        lengths = of_replicas[0 if self.process is None else self.process.replica]
+        lengths, _ = of_replicas[0 if self.process is None else self.process.replica]
         rt, spec = self.runtime, self.plan.step.with_microbatches(len(lengths))
         program = self._own_program
         if spec.lengths:
@@ -121,11 +123,13 @@ class Runner(RankRunner):
         with self._watched(rt, program):
             with self._refused_by_all(rt, number):
                 wanted = requested(outputs, outputs_on, spec.outputs, spec.ranks)
-                checked(spec, batch, lengths, spec.leaves[rt.rank])
+                if not spec.lengths:
+                    checked(spec, batch, lengths, spec.leaves[rt.rank])
                 self.updates.check()
                 self.state.check_unchanged(self.state.follow_model())
                 if self.process is not None:
                     check_rows(self.state, rt.rank)
+            self._warn_of_mixed(batch)
             try:
                 is_list = bool(spec.lengths) and are_listed(spec, batch)
                 rt.collected = Collected.of(wanted, rt.rank, spec.microbatches, self.device, is_list)
@@ -168,23 +172,36 @@ class Runner(RankRunner):
         """See ``Pipeline.prepare``."""
         self._orders.prepare(self._agreed_lengths(batch))
 
-    def _agreed_lengths(self, batch: object) -> list[list[Lengths]]:
-        """The lengths of each replica's microbatches, on which its ranks agree before anything is sent.
+    def _agreed_lengths(
+        self, batch: object, is_checked: bool = False
+    ) -> list[tuple[list[Lengths], list[int]]]:
+        """The lengths of each replica's microbatches, on which its ranks agree before anything is sent, and
+        the shares of their documents.
 
-        Raises BatchError on all ranks where one of them refuses its batch for its lengths.
+        Raises BatchError on all ranks where one of them refuses its batch: for its lengths and, with
+        ``is_checked``, for anything in which its leaves are unlike the example's.
         """
         spec, process = self.plan.step, self.process
         if not spec.lengths:
             # Not the plan's: programs run on any number of replicas.
             replicas = 1 if process is None else process.replicas
-            return [or_example(spec, [None] * spec.microbatches)] * replicas
-        if process is None:
-            return [or_example(spec, lengths_of(spec, batch))]
+            number = spec.microbatches
+            return [(or_example(spec, [None] * number), [SHARES] * number)] * replicas
+        error, own, shares = None, list[Lengths | None](), list[int]()
         try:
-            error, own = None, lengths_of(spec, batch)
+            own = lengths_of(spec, batch)
+            shares = shares_of(spec, batch, own)
+            if is_checked:
+                rank = 0 if process is None else process.rank
+                checked(spec, batch, or_example(spec, own), spec.leaves[rank])
         except BatchError as refusal:
-            error, own = refusal, []
-        header = json.dumps({"refuses": "" if error is None else str(error), "lengths": own})
+            if process is None:
+                raise
+            error = refusal
+        if process is None:
+            return [(or_example(spec, own), shares)]
+        says = {"refuses": "" if error is None else str(error), "lengths": own, "shares": shares}
+        header = json.dumps(says)
         ranks = [json.loads(each) for each in process.gather(header.encode())]
         if error is not None:
             raise error
@@ -194,9 +211,11 @@ class Runner(RankRunner):
                     f"Rank {rank} refuses the batch of {self._named(self.step_number)}: {said['refuses']}"
                 )
         # Of all replicas, so that where the ranks of one disagree all refuse the step.
+        of_replicas = [process.of_replica(replica) for replica in range(process.replicas)]
+        agreed = [agreed_lengths(spec, {rank: ranks[rank]["lengths"] for rank in one}) for one in of_replicas]
         return [
-            agreed_lengths(spec, {rank: ranks[rank]["lengths"] for rank in process.of_replica(replica)})
-            for replica in range(process.replicas)
+            (lengths, agreed_shares(len(lengths), [ranks[rank]["shares"] for rank in one]))
+            for lengths, one in zip(agreed, of_replicas, strict=True)
         ]
 
     def _for(self, batch: object) -> Runner | None:
