@@ -10,7 +10,9 @@ import pytest
 import torch
 from equality import eager_step
 from test_context import ROWS, WORDS, Decoder, batch, check_against_eager
+from torch import distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -24,6 +26,7 @@ import fxpipe
 from fxpipe.certificate.check import check_artifact
 from fxpipe.errors import OptionError
 from fxpipe.integrations.transformers import parallelize
+from fxpipe.runtime.torch_private import fake_store
 
 pytestmark = [
     pytest.mark.slow,
@@ -153,3 +156,22 @@ def test_a_mesh_of_two_dimensions_needs_context():
         pytest.raises(OptionError, match="one dimension, or of two with context="),
     ):
         parallelize(nn.Sequential(nn.Linear(4, 4)), mesh, plan={"0": "colwise"})
+
+
+def test_a_trace_makes_no_group_of_processes(monkeypatch):
+    """Rank 0 may trace alone, and a group is made by all."""
+
+    def new_group(*args, **kwargs):
+        raise AssertionError("a group of processes is made")
+
+    dist.init_process_group("fake", rank=0, world_size=8, store=fake_store())
+    try:
+        mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", *NAMES))["cp", "tp"]
+        model = Decoder(mixture=True)
+        parallelize_module(model, mesh, {"blocks.*.experts": fxpipe.ExpertParallel(tokens="divided")})
+        parallelize_module(model, mesh, fxpipe.ContextParallel({"ids": 1}, tensor={"blocks.*.o": ROW}))
+        monkeypatch.setattr(torch.distributed.device_mesh, "new_group", new_group)
+        monkeypatch.setattr(torch.distributed.device_mesh, "split_group", new_group)
+        fxpipe.compile(model, batch(1), ranks=2, microbatches=3, effort=0.1)
+    finally:
+        dist.destroy_process_group()
