@@ -9,6 +9,7 @@ import os
 import random
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,10 @@ def ranks_of(model: nn.Module, ranks: int | None, args: Any) -> int:
             f"{processes} processes were started, and TrainingArguments takes each for the only one: without "
             "an accelerator give it use_cpu=True."
         )
-    lanes = max((p.device_mesh.size() for p in model.parameters() if isinstance(p, DTensor)), default=1)
+    meshes = [p.device_mesh for p in model.parameters() if isinstance(p, DTensor)]
+    # Parameters may be on parts of one mesh.
+    sizes = {each for mesh in meshes for each in zip(mesh.mesh_dim_names or "tp", mesh.shape, strict=False)}
+    lanes = prod(size for _, size in sizes)
     if ranks is None:
         ranks = max(1, processes // lanes)
     if ranks * lanes != processes:

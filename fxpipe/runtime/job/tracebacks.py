@@ -10,7 +10,7 @@ import functools
 import inspect
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from types import FunctionType, TracebackType
@@ -41,12 +41,12 @@ def brief(function: Callable[P, T]) -> Callable[P, T]:
     def called(*args: P.args, **kwargs: P.kwargs) -> T:
         try:
             for name in kwargs.keys() - names.keys() if kwargs and not takes_any else ():
-                raise OptionError(f"{_name(function)} has no option {name!r}.{suggested(name, names)}")
+                raise OptionError(f"{_name(function, args)} has no option {name!r}.{suggested(name, names)}")
             if len(args) > most:
                 first = ", ".join(name for name in places if name != "self")
                 takes = f"{first} in this order" if first else "nothing by position"
                 raise OptionError(
-                    f"{_name(function)} takes {takes}, and options by name. Write the name of "
+                    f"{_name(function, args)} takes {takes}, and options by name. Write the name of "
                     f"{_shown(args[most])}."
                 )
             return function(*args, **kwargs)
@@ -59,8 +59,12 @@ def brief(function: Callable[P, T]) -> Callable[P, T]:
     return called
 
 
-def _name(function: Callable[..., object]) -> str:
-    return function.__qualname__.removesuffix(".__init__")
+def _name(function: Callable[..., object], args: Sequence[object]) -> str:
+    """Of a method, by the class of the object, whose base may have it."""
+    of, _, name = function.__qualname__.removesuffix(".__init__").rpartition(".")
+    if function.__name__ == "__init__" or not of:
+        return name
+    return f"{type(args[0]).__name__}.{name}"
 
 
 def _shown(argument: object) -> str:

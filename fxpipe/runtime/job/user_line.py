@@ -43,13 +43,17 @@ def place_of_main_thread() -> str:
 
 def called_function() -> str:
     """The function of fxpipe that the user's code, or ``fxpipe run``, has called in this thread."""
-    name, frame = "", sys._getframe(1)
+    called, frame = None, sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
         if file.startswith(_FXPIPE + os.sep) and not file.startswith((_COMMAND, _WRAPPER)):
-            name = frame.f_code.co_qualname
+            called = frame
         frame = frame.f_back  # type: ignore[assignment]
-    return name
+    if called is None:
+        return ""
+    of, _, name = called.f_code.co_qualname.rpartition(".")
+    # Of a method, by the class of the object, whose base may have it.
+    return f"{type(called.f_locals['self']).__name__}.{name}" if of and "self" in called.f_locals else name
 
 
 def comes_from(error: BaseException, file: str) -> bool:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fxpipe.errors import RunError
-from fxpipe.plan.lanes import LaneGroup
 from fxpipe.plan.step import StepSpec
 from fxpipe.plan.tensors import dtype_of
 from fxpipe.runtime.batch.lengths import Lengths, cut
@@ -170,6 +169,8 @@ class Runtime:
         """The key of this lane, for values of which each lane has another share; or each of n lanes that are
         ``stride`` behind each other."""
         assert self.lanes is not None, "a program of lanes runs with them"
+        from fxpipe.plan.lanes import LaneGroup  # which most programs run without
+
         lanes = self.lanes.along(LaneGroup(n, stride)) if n else self.lanes
         return fold(self.key(microbatch), lanes.index)
 
