@@ -32,7 +32,11 @@ def ranks_of(model: nn.Module, ranks: int | None, args: Any) -> int:
         )
     meshes = [p.device_mesh for p in model.parameters() if isinstance(p, DTensor)]
     # Parameters may be on parts of one mesh.
-    sizes = {each for mesh in meshes for each in zip(mesh.mesh_dim_names or "tp", mesh.shape, strict=False)}
+    sizes = {
+        each
+        for mesh in meshes
+        for each in zip(mesh.mesh_dim_names or range(mesh.ndim), mesh.shape, strict=True)
+    }
     lanes = prod(size for _, size in sizes)
     if ranks is None:
         ranks = max(1, processes // lanes)
