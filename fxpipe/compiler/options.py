@@ -173,8 +173,8 @@ class Options:
     (``"untie"``; docs/architecture.md lists them, and so does the error for another name)."""
     without: Sequence[Rule] = ()
     """Names of rules that are not to be applied: ``"causal-masks"``, ``"empty-masks"``, ``"batch-masks"``,
-    ``"repeat-in-kernels"`` and ``"compiled-weights"`` (docs/models.md); ``fxpipe explain`` tells what they
-    save."""
+    ``"joined-sums"``, ``"repeat-in-kernels"`` and ``"compiled-weights"`` (docs/models.md); ``fxpipe
+    explain`` tells what they save."""
     check: bool = True
     """Whether to prove that the programs are the captured step (docs/certificate.md). False leaves it to
     ``pipe.check()`` and ``fxpipe check``."""

@@ -28,6 +28,7 @@ from fxpipe.passes.accept_any_strides import accept_any_strides
 from fxpipe.passes.captured.begin_exchanges import begin_exchanges
 from fxpipe.passes.captured.compute_marked_values import compute_marked_values
 from fxpipe.passes.captured.hoist_updates import hoist_updates
+from fxpipe.passes.captured.join_sums_over_lanes import join_sums_over_lanes
 from fxpipe.passes.captured.key_random_ops import key_random_ops
 from fxpipe.passes.captured.read_once import read_once
 from fxpipe.passes.captured.simplify import simplify
@@ -211,6 +212,13 @@ def _of_graphs(rewrite: Callable[[fx.Graph], None]) -> Pass:
     return Pass(rewrite.__name__, run)
 
 
+def _join_sums_over_lanes(step: StepGraphs, options: CutOptions) -> None:
+    if "joined-sums" in options.rules:
+        joined, *_ = [join_sums_over_lanes(graph) for graph in step.graphs]
+        seconds = sum(map(options.seconds, joined))  # of as many that are gone
+        step.rewrites += (Rewrite("joined-sums", len(joined), seconds),) if joined else ()
+
+
 def _sum_over_lanes_once(step: StepGraphs, options: CutOptions) -> None:
     if step.lanes.summed:
         for graph in step.graphs:
@@ -315,6 +323,7 @@ PASSES = Passes(
         _of_graphs(read_once),
         _of_graphs(hoist_updates),
         Pass("simplify", lambda step, options: simplify(step.graphs)),
+        Pass("join_sums_over_lanes", _join_sums_over_lanes),
         Pass("sum_over_lanes_once", _sum_over_lanes_once),
         Pass("split_vocabulary", _split_vocabulary),
         Pass("chunk_head", _chunk_head),

@@ -14,7 +14,13 @@ from fxpipe.plan.tensors import Size
 from fxpipe.strict import at_least
 
 Rule = Literal[
-    "causal-masks", "empty-masks", "batch-masks", "repeat-in-kernels", "compiled-weights", "head-chunks"
+    "causal-masks",
+    "empty-masks",
+    "batch-masks",
+    "joined-sums",
+    "repeat-in-kernels",
+    "compiled-weights",
+    "head-chunks",
 ]
 #: What a call of attention needs of its mask: nothing, the rule of causality alone, or all of it.
 Mask = Literal["none", "causal", "dense"]
@@ -24,6 +30,7 @@ RULES: Mapping[Rule, tuple[str, str]] = {
     "causal-masks": ("attention", "call the kernel that knows causality, as their masks are causal by value"),
     "empty-masks": ("attention", "have no mask, as theirs masks nothing"),
     "batch-masks": ("attention", "have programs of their own for batches without padding"),
+    "joined-sums": ("sum over lanes", "with those that they are added to, as one"),
     "repeat-in-kernels": ("op", "of the forward, again in kernels of the backward instead of saved results"),
     "compiled-weights": ("op", "between additions to gradients, in fused kernels"),
     "head-chunks": ("output layer", "in the backward, in {plan.head_chunks} parts of the tokens"),

@@ -192,6 +192,7 @@ CASES = {
     "read_once": Case(Counter),
     "hoist_updates": Case(Remembers),
     "simplify": Case(lambda: Net(lambda x: torch.cat([x[:0], x.view(4, 2).view(2, 4)]) * 1)),
+    "join_sums_over_lanes": Case(lambda: Net(lambda x: Summed.apply(x).sin() + Summed.apply(x).cos())),
     "sum_over_lanes_once": Case(Alike, lanes=LanePlan((LaneAxis(2, summed=("weight",)),))),
     "split_vocabulary": Case(Words, gradients=False, options={"barriers": 1}),
     "chunk_head": Case(Total, options={"head_chunks": 2}),

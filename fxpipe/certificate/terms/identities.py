@@ -16,7 +16,8 @@ it.  Beside these, terms are equal only if the same ops are applied to equal ope
                         a + b = b + a, a * b = b * a but for complex (also bitwise and logical ones)
     embeddings          embedding_dense_backward(g, i) = rows of g, added at i (as ``index_add_`` does)
     masks of results    a result of an op with ``output_mask`` does not depend on the others of the mask
-    lanes               end(begin_all_to_all(x)) = all_to_all(x), end(begin_all_gather(x)) = all_gather(x)
+    lanes               all_reduce(x) + all_reduce(y) = all_reduce(x + y), for sums of the same lanes
+                        end(begin_all_to_all(x)) = all_to_all(x), end(begin_all_gather(x)) = all_gather(x)
                         sum_shares(all_to_all(x)) = reduce_scatter(x)
 """
 
@@ -320,6 +321,12 @@ def _add(terms: Terms, op: str, args: Named) -> Term | None:
             source: Term = args[one]
             if not layout_of(terms, source).dtype.is_floating_point:  # -0.0 + 0 is 0.0
                 return source
+    one, other = args["self"], args["other"]
+    sums = isinstance(one, Term) and isinstance(other, Term) and one.op == other.op == "lanes.all_reduce"
+    if sums and one["op"] == other["op"] == canonical("sum") and of_lanes(one) == of_lanes(other):
+        added = terms.make("aten.add", {"self": one["x"], "other": other["x"]})
+        if layout_of(terms, added) == layout_of(terms, one) == layout_of(terms, other):
+            return terms.plain("lanes.all_reduce", {"x": added, "op": one["op"], **of_lanes(one)})
     return _in_any_order(terms, op, args)
 
 
