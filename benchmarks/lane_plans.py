@@ -56,7 +56,8 @@ def main() -> None:
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_default_dtype(torch.float64)
-    report = Report("transformers' decoders on two lanes, by their own plans, beside eager")
+    number = "two by two" if options.tensor else "two"
+    report = Report(f"transformers' decoders on {number} lanes, by their own plans, beside eager")
     rows = [*measured(options, report, time.monotonic() + options.seconds)]
     shared = "exchanges" if options.context else "parameters shared"
     report.table(("family", "tokens", shared, "error"), rows)
