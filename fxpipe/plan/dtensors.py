@@ -90,7 +90,7 @@ def lane_plan(model: nn.Module, mesh: Any) -> LanePlan:
                     f"{name!r} is a DTensor with the placement {placement}. Lanes hold parameters that are "
                     "Shard(dim) or Replicate(): distribute it so."
                 )
-            if not placement.is_shard():
+            if not placement.is_shard() or mesh.shape[axis] == 1:
                 continue
             dim = placement.dim % tensor.dim()  # Shard(-1) is the last dimension
             shards[axis][name] = dim

@@ -157,6 +157,35 @@ def test_a_gradient_that_differs_along_a_dimension_is_refused(mesh):
         compiled(net)
 
 
+def test_a_dimension_of_one_lane_shares_nothing():
+    with fxpipe.local_lanes((2, 1), names=NAMES) as mesh:
+        net, state = alternating(mesh, dropout=0.5)
+        pipe = compiled(net, ranks=1)
+        assert pipe.plan.lanes.shared == {f"layers.0.{x}" for x in ("up.weight", "up.bias", "down.weight")}
+        pipe.load_state_dict(state)
+        assert pipe.run_local((torch.randint(12, (4, 4)),)).loss > 0
+
+
+class Drawn(Table):
+    """Draws numbers for a value that two of three dimensions share out."""
+
+    def forward(self, x):
+        h = DTensor.from_local(x, self.mesh, [Replicate()] * 3)
+        shares = (h @ self.up * self.scale).redistribute(placements=[Shard(0), Replicate(), Shard(2)])
+        return x + (nn.functional.dropout(shares) @ self.down).full_tensor()
+
+
+def test_numbers_for_a_share_of_two_of_three_dimensions_are_refused():
+    with fxpipe.local_lanes((2, 2, 2), names=("a", "b", "c")) as mesh:
+        net, whole = Net(Drawn()), [Replicate()] * 2
+        placements = {"up": [*whole, Shard(1)], "down": [*whole, Shard(0)], "scale": [*whole, Replicate()]}
+        net.layers[0].distribute(mesh, **placements)
+        with pytest.raises(
+            CaptureError, match=r"bernoulli.p at .* over several dimensions of a mesh of more"
+        ):
+            compiled(net)
+
+
 def test_parts_of_two_meshes_are_refused(mesh):
     net, _ = alternating(mesh)
     other = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))["b"]

@@ -84,7 +84,7 @@ def _as_one_group(node: fx.Node, groups: frozenset[LaneGroup], plan: LanePlan) -
         return LaneGroup(plan.number)
     if len(groups) > 1:
         raise CaptureError(
-            f"{node.meta['random_op']} at {node.meta['origin']} draws numbers for a value that is shared out "
+            f"{node.target} at {node.meta['origin']} draws numbers for a value that is shared out "
             "over several dimensions of a mesh of more. Give all lanes the whole value there, or share it "
             "out over one."
         )
