@@ -114,9 +114,10 @@ class ExpertParallel(ParallelStyle):
             return _all_rows(result) if placements is None else result.redistribute(placements=placements)
         # Within ContextParallel the tokens are divided before; lanes with the same ones share them out.
         alike: DeviceMesh | None = lanes
-        if placements is not None and getattr(placements[0], "dim", None) is not None:
-            alike = None if mesh.ndim == 1 else mesh[(mesh.mesh_dim_names or ())[-1]]
-            by_lane = [placements[0], *[Replicate()] * (mesh.ndim - 1)]
+        divided = [getattr(each, "dim", None) is not None for each in placements or ()]
+        if placements is not None and divided[0]:
+            alike = None if all(divided) else mesh[(mesh.mesh_dim_names or ())[-1]]
+            by_lane = [*placements] if all(divided) else [placements[0], Replicate()]
             given = [distributed(x, mesh).redistribute(placements=by_lane).to_local() for x in given]
         else:
             by_lane, given = [Replicate()] * mesh.ndim, [*map(_all_rows, given)]
