@@ -81,10 +81,10 @@ class ContextParallel(ParallelStyle):
         for owner, name, parameter in parameters_of(module):
             if parameter not in made and not isinstance(parameter, DTensor):
                 placements = [Replicate(), shared.get(parameter, Replicate())][: device_mesh.ndim]
-                distributed_one = distribute_tensor(
+                placed = distribute_tensor(
                     parameter.data, device_mesh, placements, src_data_rank=self.src_data_rank
                 )
-                made[parameter] = nn.Parameter(distributed_one, parameter.requires_grad)
+                made[parameter] = nn.Parameter(placed, parameter.requires_grad)
             owner.register_parameter(name, made.get(parameter, parameter))
         module.forward = partial(self._forward, forward, signature, device_mesh)
         return module

@@ -114,7 +114,7 @@ class ExpertParallel(ParallelStyle):
             return _all_rows(result) if placements is None else result.redistribute(placements=placements)
         # Within ContextParallel the tokens are divided before; lanes with the same ones share them out.
         alike: DeviceMesh | None = lanes
-        divided = [getattr(each, "dim", None) is not None for each in placements or ()]
+        divided = [getattr(each, "dim", None) == 0 for each in placements or ()]
         if placements is not None and divided[0]:
             alike = None if all(divided) else mesh[(mesh.mesh_dim_names or ())[-1]]
             by_lane = [*placements] if all(divided) else [placements[0], Replicate()]

@@ -258,7 +258,7 @@ def _numbers(values: Mapping[int, int], plan: LanePlan) -> list[tuple[int, ...]]
     grow evenly along each dimension of the mesh."""
     first, groups = values[0], [group for group in plan.groups if group.number > 1]
     steps = {group: values[group.stride] - first for group in groups}
-    of_neighbor = steps[groups[-1]] // groups[-1].stride
+    of_neighbor = steps[groups[-1]]  # whose stride is 1
     expected = {lane: first + sum(s * g.index(lane) for g, s in steps.items()) for lane in values}
     if values != expected:
         return None
