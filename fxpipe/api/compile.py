@@ -104,7 +104,7 @@ def compile(
         if request is None:
             check_options(settings)
         else:
-            meshes = checked(settings, request.meshes(rows_of(example)))
+            meshes = checked(settings, request.meshes(rows_of(example), lanes))
             settings = replace(settings, mesh=meshes[0].mesh)
         if settings.offload.share is not None:
             check_tier(settings.tier, device, settings.offload_directory)

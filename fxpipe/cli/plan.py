@@ -199,7 +199,7 @@ def _planned(
         called(options.parallelize, "nothing, or the model.", OptionError, {"model": model, "mesh": mesh})
     of_lanes = f", {lanes} lanes" if lanes > 1 else ""
     phase = Phases(f"fxpipe plan {type(model).__name__}{of_lanes}", ends=False)
-    checked(settings, request.meshes(rows_of(example)))
+    checked(settings, request.meshes(rows_of(example), lanes))
     compilation = Compilation(
         model,
         example,
@@ -212,7 +212,7 @@ def _planned(
     step = planned_step(compilation, phase)
     captured = step.captured.graph, step.resized, example, options.device
     for each, at, size in zip(compared, throughputs(*captured, sizes), sizes, strict=True):
-        wanted = checked(settings, request.meshes(at.rows))
+        wanted = checked(settings, request.meshes(at.rows, lanes))
         tried = compare_meshes(compilation, step, wanted, phase, size or None, each.best)
         each.at[lanes] = at
         each.tried += (replace(one, mesh=replace(one.mesh, lanes=lanes)) for one in tried)

@@ -12,8 +12,9 @@ import torch
 from fxpipe.codegen.signatures import Signature
 from fxpipe.ir.graph import Kind, Section
 from fxpipe.plan.artifact import Bucket, Plan, RankTensors, TensorLayout, holders
-from fxpipe.plan.lanes import LaneGroup, LanePlan
+from fxpipe.plan.lanes import ONE_LANE, LaneGroup, LanePlan
 from fxpipe.plan.rows import ShardName
+from fxpipe.plan.step import Shard
 from fxpipe.plan.tensors import dtype_of, gradient_dtype
 from fxpipe.schedule.bucket_use import BucketUse, once
 from fxpipe.schedule.bucket_use import per_use as for_each_use
@@ -30,7 +31,7 @@ def with_buckets(
     layouts: Mapping[str, TensorLayout],
     grad_dtype: torch.dtype | None,
     *,
-    divides_frozen: bool,
+    shard: Shard,
     per_use: bool,
     lanes: LanePlan,
 ) -> tuple[RankTensors, ...]:
@@ -53,6 +54,9 @@ def with_buckets(
         for name in used[section.color]:
             stages[name] = tuple(sorted({*stages.get(name, ()), section.stage}))
 
+    def dividing(name: str) -> LaneGroup:
+        return lanes.dividing([ShardName(name)]) if shard else ONE_LANE
+
     def dtype(name: str) -> torch.dtype:
         return gradient_dtype(dtype_of(layouts[name].dtype), grad_dtype)
 
@@ -64,10 +68,10 @@ def with_buckets(
         last = dict.fromkeys(rank_tensors.gradients, len(ops) - 1) | _positions(ops, accumulated)
         first = _positions(ops[::-1], used)  # from the end
 
-        def together(name: str) -> tuple[int, str, str, str, tuple[int, ...], LaneGroup]:
+        def together(name: str) -> tuple[int, str, str, str, tuple[int, ...], LaneGroup, LaneGroup]:
             alone = name if name in shared else ""
-            of_lanes = lanes.sums(ShardName(name)) or LaneGroup(0)
-            return last[name], str(dtype(name)), layouts[name].dtype, alone, stages.get(name, ()), of_lanes
+            of_lanes = lanes.sums(ShardName(name)) or LaneGroup(0), dividing(name)
+            return last[name], str(dtype(name)), layouts[name].dtype, alone, stages.get(name, ()), *of_lanes
 
         for (position, *_), names in groupby(sorted(last, key=together), together):
             for members in _cut(names, nbytes):
@@ -82,8 +86,9 @@ def with_buckets(
             name for name in rank_tensors.parameters if name in last and name not in rank_tensors.gradients
         )
 
-        def together(name: str) -> tuple[int, str, str, tuple[int, ...]]:
-            return -first[name], layouts[name].dtype, name if name in shared else "", stages.get(name, ())
+        def together(name: str) -> tuple[int, str, str, tuple[int, ...], LaneGroup]:
+            alone = name if name in shared else ""
+            return -first[name], layouts[name].dtype, alone, stages.get(name, ()), dividing(name)
 
         for (before, *_), names in groupby(sorted(wanted, key=together), together):
             for members in _cut(names, lambda name: layouts[name].nbytes):
@@ -94,7 +99,7 @@ def with_buckets(
         replace(
             rank_tensors,
             buckets=tuple(buckets(rank_tensors, ops)),
-            frozen=tuple(frozen(rank_tensors, ops)) if divides_frozen else (),
+            frozen=tuple(frozen(rank_tensors, ops)) if shard == "parameters" else (),
         )
         for rank_tensors, ops in zip(tensors, schedule.order, strict=True)
     )

@@ -224,7 +224,7 @@ def compile_model(
                 return choose(variant, stages, costing)
             return choose(variant, *cut_with(variant))
 
-        options, chosen = with_uses(options, chosen_with)
+        options, chosen = with_uses(options, step.captured.lanes.number, chosen_with)
         cut, live, result = chosen.placed.cut, chosen.placed.live, chosen.result
         work = None
         if cut.resized is not None:

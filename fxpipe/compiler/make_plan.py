@@ -98,7 +98,7 @@ def make_plan(
             schedule,
             layouts,
             options.grad_dtype,
-            divides_frozen=mesh.divides_parameters,
+            shard=mesh.shard,
             per_use=options.per_use,
             lanes=captured.lanes,
         ),

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 from torch import fx, nn
 
 from fxpipe.compiler.buckets import MOST_BYTES
-from fxpipe.cost.exchange import StageTensors
+from fxpipe.cost.exchange import Bytes, StageTensors
 from fxpipe.cost.update import Trained
 from fxpipe.errors import CaptureError, LimitError
 from fxpipe.ir.graph import Kind, Section
@@ -151,26 +151,26 @@ def _gradient_bytes(
 
 
 def trained_parameters(
-    tensors: Mapping[str, torch.Tensor], ownership: tuple[RankTensors, ...], grad_dtype: torch.dtype | None
+    tensors: Mapping[str, torch.Tensor],
+    ownership: tuple[RankTensors, ...],
+    grad_dtype: torch.dtype | None,
+    lanes: LanePlan,
 ) -> tuple[tuple[Trained, ...], ...]:
     """Per rank the parameters that it updates.  tensors: as ``tensors_of`` gives them."""
 
     def trained(name: str) -> Trained:
         parameter = tensors[name]
-        return Trained(
-            parameter.numel(), parameter.itemsize, gradient_dtype(parameter.dtype, grad_dtype).itemsize
-        )
+        itemsize: int = gradient_dtype(parameter.dtype, grad_dtype).itemsize
+        number = lanes.dividing([ShardName(name)]).number
+        return Trained(parameter.numel(), parameter.itemsize, itemsize, number)
 
     return tuple(tuple(map(trained, each.gradients)) for each in ownership)
 
 
-def copy_bytes(trained: Sequence[Sequence[Trained]], divided: int = 1) -> tuple[int, ...]:
+def copy_bytes(trained: Sequence[Sequence[Trained]]) -> tuple[int, ...]:
     """Per rank the bytes that it keeps from its update until it knows that all ranks' gradients are right:
-    parameters or masters, and states, as they were.
-
-    divided: as for ``update_costs``.
-    """
-    return tuple(sum(one.copied for one in updated) // divided for updated in trained)
+    parameters or masters, and states, as they were."""
+    return tuple(int(sum(one.copied for one in updated)) for updated in trained)
 
 
 def with_replicas(
@@ -184,29 +184,29 @@ def with_replicas(
     """Per rank the bytes of ``weight_bytes`` as they are in a step of replicas, with those of exchanges, also
     between lanes.
 
-    stages: as ``stage_tensors`` gives them.  per_use: whether a replica has its rows alone, and whole
+    stages: as ``stage_tensors`` gives them.  per_use: whether a process has its rows alone, and whole
     parameters and gradients of the stage that runs, and of the next one.
     """
     totals = []
     for rank, whole in enumerate(weights):
         of_rank = [stages[stage] for stage, home in enumerate(placement) if home == rank and stage in stages]
         # The two largest last: a rank has whole parameters of the stage that runs and of the next one.
-        of_rank.sort(key=lambda stage: stage.gradients + stage.gathered(shard))
+        of_rank.sort(key=lambda stage: stage.gradients.whole + stage.gathered(shard).whole)
         gathered = [stage.gathered(shard) for stage in of_rank]
         gradients = [stage.gradients for stage in of_rank]
         more_parameters = more_gradients = 0
         if per_use:
             more_parameters = _more_for_each_use(gathered, whole.parameters, replicas)
             more_gradients = _more_for_each_use(gradients, whole.gradients, replicas)
-        elif shard == "parameters":  # its rows, beside all that are gathered
-            more_parameters = min(sum(gathered), whole.parameters) // replicas
+        elif shard == "parameters" and _are_divided(gathered, replicas):  # its rows, beside all that comes
+            more_parameters = _rows(gathered, whole.parameters, replicas)
         totals.append(
             replace(
                 whole,
                 parameters=whole.parameters + more_parameters,
                 gradients=whole.gradients + more_gradients,
                 exchange=max(
-                    min(MOST_BYTES, max(gradients, default=0)) if replicas > 1 else 0,
+                    min(MOST_BYTES, max((each.whole for each in gradients), default=0)) * (replicas > 1),
                     # What a lane gets of the others, then the sum, beside what all have.
                     2 * min(MOST_BYTES, max((stage.of_lanes for stage in of_rank), default=0)),
                 ),
@@ -215,11 +215,22 @@ def with_replicas(
     return tuple(totals)
 
 
-def _more_for_each_use(of_stages: Sequence[int], whole: int, replicas: int) -> int:
-    """The bytes of own rows and of the two last stages, beyond those of all.  whole: of all, where tensors
-    of several stages count once."""
-    total = min(sum(of_stages), whole)
-    return total // replicas + min(sum(of_stages[-2:]), total) - total
+def _are_divided(of_stages: Sequence[Bytes], replicas: int) -> bool:
+    return replicas > 1 or any(each.part < each.whole for each in of_stages)
+
+
+def _rows(of_stages: Sequence[Bytes], whole: int, replicas: int) -> int:
+    """The bytes that a process owns.  whole: of all, where tensors of several stages count once."""
+    total = sum(each.whole for each in of_stages)
+    part = sum(each.part for each in of_stages) * (min(total, whole) / max(1, total))
+    return int(part / replicas)
+
+
+def _more_for_each_use(of_stages: Sequence[Bytes], whole: int, replicas: int) -> int:
+    """The bytes of own rows and of the two last stages, beyond those of all.  whole: as for ``_rows``."""
+    sizes = [each.whole for each in of_stages]
+    total = min(sum(sizes), whole)
+    return _rows(of_stages, whole, replicas) + min(sum(sizes[-2:]), total) - total
 
 
 def tensors_in_stages(sections: Sequence[Section], stages: Sequence[int]) -> tuple[frozenset[str], ...]:
@@ -249,11 +260,21 @@ def stage_tensors(
         accumulated[section.stage] |= {value.name for value in section.inputs if value.kind is Kind.GRADIENT}
         used = {value.name for value in section.step_inputs if value.kind is Kind.PARAMETER}
         frozen[section.stage] |= used - trained
+
+    def divided(names: Iterable[str], nbytes: Callable[[str], int]) -> Bytes:
+        return Bytes.of((nbytes(name), lanes.dividing([ShardName(name)]).number) for name in names)
+
+    def gradient(name: str) -> int:
+        return _gradient_bytes(tensors, [name], grad_dtype)
+
+    def parameter(name: str) -> int:
+        return tensors[name].nbytes
+
     return {
         stage: StageTensors(
-            _gradient_bytes(tensors, gradients, grad_dtype),
-            _nbytes(tensors, gradients),
-            _nbytes(tensors, frozen[stage]),
+            divided(gradients, gradient),
+            divided(gradients, parameter),
+            divided(frozen[stage], parameter),
             _gradient_bytes(tensors, {n for n in gradients if lanes.sums(ShardName(n))}, grad_dtype),
         )
         for stage, gradients in accumulated.items()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from fxpipe.cost.devices.cluster import Cluster
@@ -10,18 +10,37 @@ from fxpipe.plan.step import Shard
 from fxpipe.schedule.costs import Exchange
 
 
+class Bytes(NamedTuple):
+    """The bytes of tensors: ``whole``, and of the ``part`` that a lane has where lanes divide them."""
+
+    whole: int
+    part: float
+
+    @staticmethod
+    def of(tensors: Iterable[tuple[int, int]]) -> Bytes:
+        """tensors: the bytes of each, and the number of lanes that may divide it."""
+        tensors = [*tensors]
+        return Bytes(sum(size for size, _ in tensors), sum(size / lanes for size, lanes in tensors))
+
+    def and_of(self, other: Bytes) -> Bytes:
+        return Bytes(self.whole + other.whole, self.part + other.part)
+
+
+NO_BYTES = Bytes(0, 0.0)
+
+
 class StageTensors(NamedTuple):
     """The bytes of a stage's gradients, of their parameters, and of parameters without gradients; of the
     gradients those that lanes sum."""
 
-    gradients: int
-    parameters: int
-    frozen: int
+    gradients: Bytes = NO_BYTES
+    parameters: Bytes = NO_BYTES
+    frozen: Bytes = NO_BYTES
     of_lanes: int = 0
 
-    def gathered(self, shard: str | None) -> int:
-        """The bytes of the parameters that a replica gets of others."""
-        return self.parameters + (self.frozen if shard == "parameters" else 0)
+    def gathered(self, shard: str | None) -> Bytes:
+        """The bytes of the parameters that a process gets of others."""
+        return self.parameters.and_of(self.frozen) if shard == "parameters" else self.parameters
 
 
 def exchanges(
@@ -34,12 +53,12 @@ def exchanges(
     per_use: bool,
     ranks_per_machine: int | None,
 ) -> tuple[Exchange, ...]:
-    """The exchanges of each stage.  tensors: by stage.  per_use: whether replicas have all of them for single
-    ops alone.
+    """The exchanges of each stage.  tensors: by stage.  per_use: whether processes have all of them for
+    single ops alone.
 
     In a sum each replica gets its shard of all others, (replicas - 1) / replicas of the bytes in each
     direction, and without shards as much again of the sums; so it is with a gather, and with a sum over the
-    lanes, on the link of a machine, which comes before.
+    lanes, on the link of a machine, which comes before.  Of what lanes divide, replicas exchange a part.
     """
 
     def seconds(stage: int, size: float) -> float:
@@ -49,14 +68,17 @@ def exchanges(
 
     def of_lanes(stage: int, size: float) -> float:
         link = cluster.devices[placement[stage]].intra
-        return 2 * (lanes - 1) * link.seconds(size / lanes) if size else 0.0
+        return (lanes - 1) * link.seconds(size / lanes) if size else 0.0
 
     by_stage = []
     for stage in range(len(placement)):
-        sizes = tensors.get(stage, StageTensors(0, 0, 0))
-        once, before = seconds(stage, sizes.gradients), of_lanes(stage, sizes.of_lanes)
-        gather = seconds(stage, sizes.gathered(shard))
-        # Without shards the sums go back to all, which moves as much again.
-        whole = Exchange(before + 2 * once)
-        by_stage.append(Exchange(before + once, gather, per_use) if shard else whole)
+        sizes = tensors.get(stage, StageTensors())
+        before, gathered = of_lanes(stage, sizes.of_lanes), sizes.gathered(shard)
+        if shard:
+            of_others = (gathered.whole - gathered.part) * lanes / max(1, lanes - 1)
+            gather = seconds(stage, gathered.part) + of_lanes(stage, of_others)
+            once = before + seconds(stage, sizes.gradients.part)
+            by_stage.append(Exchange(once, gather, per_use))
+        else:  # the sums go back to all, which moves as much again
+            by_stage.append(Exchange(2 * before + 2 * seconds(stage, sizes.gradients.whole)))
     return tuple(by_stage)

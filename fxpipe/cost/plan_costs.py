@@ -9,7 +9,7 @@ from fxpipe.cost.analytic import rates_of
 from fxpipe.cost.devices.cluster import Cluster
 from fxpipe.cost.devices.device import Device
 from fxpipe.cost.devices.known_devices import device_named
-from fxpipe.cost.exchange import StageTensors, exchanges
+from fxpipe.cost.exchange import Bytes, StageTensors, exchanges
 from fxpipe.cost.update import update_on
 from fxpipe.errors import SizeError
 from fxpipe.plan.artifact import Plan
@@ -56,10 +56,14 @@ def _exchanges_on(plan: Plan, device: Device, ranks_per_machine: int | None) -> 
     for stage in plan.stages:
         trained = set(plan.tensors[stage.rank].gradients)
         names = [name for name in stage.parameters if name in trained]
-        parameters = sum(plan.layouts[name].nbytes for name in names)
-        frozen = sum(plan.layouts[name].nbytes for name in stage.parameters if name not in trained)
-        of_lanes = _gradient_bytes(plan, [name for name in names if plan.lanes.sums(ShardName(name))])
-        sizes[stage.stage] = StageTensors(_gradient_bytes(plan, names), parameters, frozen, of_lanes)
+        others = [name for name in stage.parameters if name not in trained]
+        number = {name: plan.lanes.dividing([ShardName(name)]).number for name in stage.parameters}
+        sizes[stage.stage] = StageTensors(
+            Bytes.of((_gradient_bytes(plan, [name]), number[name]) for name in names),
+            Bytes.of((plan.layouts[name].nbytes, number[name]) for name in names),
+            Bytes.of((plan.layouts[name].nbytes, number[name]) for name in others),
+            _gradient_bytes(plan, [name for name in names if plan.lanes.sums(ShardName(name))]),
+        )
     per_use = any(exchange.per_use for exchange in plan.costs.exchanges)
     cluster = Cluster((device,) * plan.ranks)
     of_plan = plan.lanes.number, plan.replicas, plan.shard

@@ -23,11 +23,17 @@ _SINGLE = 4
 
 
 class Trained(NamedTuple):
-    """A parameter that a rank updates: its elements, and the bytes of one and of one of its gradient."""
+    """A parameter that a rank updates: its elements, and the bytes of one and of one of its gradient.
+    ``lanes``: of each replica, among which it may be divided."""
 
-    elements: int
+    elements: float
     parameter: int
     gradient: int
+    lanes: int = 1
+
+    def of_owner(self, replicas: int) -> Trained:
+        """What one process updates, where all that have it divide it."""
+        return self._replace(elements=self.elements / (replicas * self.lanes))
 
     @property
     def master(self) -> int:
@@ -40,27 +46,24 @@ class Trained(NamedTuple):
         return self.master or self.parameter
 
     @property
-    def copied(self) -> int:
+    def copied(self) -> float:
         """The bytes that undo an update: what is updated, the parameter or its master, and the states."""
         return self.elements * (1 + _STATES) * self.state
 
     @property
-    def moved(self) -> int:
+    def moved(self) -> float:
         """The bytes that a fused update reads and writes: the gradient for the norm, for the update, and when
         it is set to zero; the states and the parameter or its master, whose value the parameter is given."""
         copy = self.parameter if self.master else 0
         return self.elements * (3 * self.gradient + 2 * (_STATES + 1) * self.state + copy)
 
 
-def update_costs(cluster: Cluster, trained: Sequence[Sequence[Trained]], divided: int = 1) -> Update:
-    """The update of each rank's parameters, and the messages between the slowest links.
-
-    divided: the number of replicas of which each updates its rows alone; 1 if each updates all.
-    """
+def update_costs(cluster: Cluster, trained: Sequence[Sequence[Trained]]) -> Update:
+    """The update of each rank's parameters, and the messages between the slowest links."""
     pairs = [*zip(cluster.devices, trained, strict=True)]
     return Update(
-        tuple(_seconds(device, [one.moved / divided for one in tensors]) for device, tensors in pairs),
-        tuple(_seconds(device, [2 * one.copied / divided for one in tensors]) for device, tensors in pairs),
+        tuple(_seconds(device, [one.moved for one in tensors]) for device, tensors in pairs),
+        tuple(_seconds(device, [2 * one.copied for one in tensors]) for device, tensors in pairs),
         max(device.intra.seconds(VERDICT) for device in cluster.devices),
         max(device.inter.seconds(VERDICT) for device in cluster.devices),
     )

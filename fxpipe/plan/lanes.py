@@ -55,6 +55,9 @@ class LaneGroup:
         return dict(zip(("n", "stride"), self.arguments, strict=False))
 
 
+ONE_LANE = LaneGroup(1)
+
+
 @dataclass(frozen=True)
 class LaneAxis:
     """A dimension of the mesh of lanes.  ``number``: of lanes along it.  ``shards``: the parameters and
@@ -112,6 +115,30 @@ class LanePlan:
             if name not in axis.shards:
                 lane = group.first(lane)
         return lane
+
+    def firsts(self, name: str, processes: Sequence[int]) -> dict[int, int]:
+        """For each lane the first of these processes that holds the same share of a tensor as it does, where
+        one does; lanes are the last digits of the processes' numbers."""
+        first: dict[int, int] = {}
+        for process in processes:
+            first.setdefault(self.holder(name, process % self.number), process)
+        holders = ((lane, self.holder(name, lane)) for lane in range(self.number))
+        return {lane: first[holder] for lane, holder in holders if holder in first}
+
+    def dividing(self, names: Sequence[ShardName]) -> LaneGroup:
+        """The lanes among which parameters are divided, where replicas divide theirs: those along which the
+        gradients are summed, or all parameters are the same, and so are their gradients."""
+        groups = {self._dividing(name.tensor) for name in names}
+        return groups.pop() if len(groups) == 1 else ONE_LANE
+
+    def _dividing(self, name: str) -> LaneGroup:
+        if name in self.summed:
+            return self.summed[name]
+        if name not in self.shared:
+            return LaneGroup(self.number)
+        along = zip(self.axes, self.groups, strict=True)
+        whole = (group for axis, group in along if name not in axis.shards and group.number > 1)
+        return max(whole, key=lambda group: group.number, default=ONE_LANE)
 
     def arguments(self, group: LaneGroup) -> tuple[int, ...]:
         """Those that name a group in a call of ``rt``: none for all lanes."""

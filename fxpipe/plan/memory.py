@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from math import prod
 
 from fxpipe.plan.artifact import HeldBytes, Plan
+from fxpipe.plan.rows import ShardName
 from fxpipe.plan.tensors import dtype_of
 
 
@@ -61,7 +62,12 @@ def held_bytes(plan: Plan) -> tuple[HeldBytes, ...]:
 
 def adamw_bytes(plan: Plan, rank: int) -> int:
     """The state of AdamW on a rank: two values for each trained element, in the parameter's dtype."""
-    layouts = (plan.layouts[name] for name in plan.tensors[rank].gradients)
-    trained: int = sum(prod(layout.shape) * dtype_of(layout.dtype).itemsize for layout in layouts)
-    # With shards each replica has the state of its rows.
-    return 2 * trained // (plan.replicas if plan.shard else 1)
+
+    def own(name: ShardName) -> float:
+        layout = plan.layouts[name]
+        # With shards each process has the state of its rows.
+        owners = plan.replicas * plan.lanes.dividing([name]).number if plan.shard else 1
+        itemsize: int = dtype_of(layout.dtype).itemsize
+        return prod(layout.shape) * itemsize / owners
+
+    return int(2 * sum(map(own, plan.tensors[rank].gradients)))

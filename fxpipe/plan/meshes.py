@@ -22,11 +22,6 @@ class Mesh:
     lanes: Annotated[int, between(1, MOST_RANKS)] = 1
 
     @property
-    def divisor(self) -> int:
-        """The number of replicas that share an optimizer's state: 1 if each has all of it."""
-        return self.replicas if self.shard else 1
-
-    @property
     def divides_parameters(self) -> bool:
         return self.shard == "parameters"
 

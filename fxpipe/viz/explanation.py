@@ -43,7 +43,7 @@ def explain(plan: Plan, console: Console) -> None:
         console.print(terminal(_rewritten(rewrite, plan)), soft_wrap=True)
     # Simulated again: a plan has the costs and the order, and no times of ops.
     timeline = simulate(plan.ordered, plan.costs)
-    if plan.replicas > 1:
+    if any(timeline.exchanges):
         console.print(terminal(_exchanged(plan, timeline)), soft_wrap=True)
     if any(timeline.lane_exchanges):
         console.print(terminal(_between_lanes(timeline)), soft_wrap=True)
@@ -169,8 +169,10 @@ def _exchanged(plan: Plan, timeline: Timeline) -> str:
     longest = max(sum(end - start for *_, start, end in rank_spans) for rank_spans in timeline.exchanges)
     what = {"": "sum gradients", "optimizer": "sum gradients and gather parameters"}
     does = what.get(plan.shard, what["optimizer"])
+    who = [number_of(plan.replicas, "replica")] if plan.replicas > 1 else []
+    who += [f"{plan.lanes.number} lanes"] if plan.lanes.number > 1 else []
     return (
-        f"{plan.replicas} replicas, which {does} for {seconds_text(longest)} of a step on the busiest rank; "
+        f"{' of '.join(who)}, which {does} for {seconds_text(longest)} of a step on the busiest rank; "
         f"{seconds_text(timeline.exposed_exchange)} of it come behind the last op."
     )
 

@@ -64,10 +64,4 @@ def test_each_option_of_a_command_is_read(command):
 
 
 def test_what_a_mesh_divides():
-    assert [Mesh(2, 4, 1, shard).divisor for shard in ("", "optimizer", "gradients", "parameters")] == [
-        1,
-        4,
-        4,
-        4,
-    ]
     assert [Mesh(2, 4, 1, shard).divides_parameters for shard in ("gradients", "parameters")] == [False, True]

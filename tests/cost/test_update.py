@@ -31,7 +31,9 @@ def test_bytes_of_an_update():
 def test_bytes_that_undo_an_update():
     assert [one.copied for one in (SINGLE, HALF, MASTERED, SUMMED)] == [12_000, 6_000, 12_000, 12_000]
     assert copy_bytes([[SINGLE, HALF], [MASTERED], [MASTERED]]) == (18_000, 12_000, 12_000)
-    assert copy_bytes([[SINGLE, HALF], [SINGLE]], divided=2) == (9_000, 6_000)
+    halves = SINGLE.of_owner(2), HALF.of_owner(2)
+    assert copy_bytes([halves, halves[:1]]) == (9_000, 6_000)
+    assert copy_bytes([[SINGLE._replace(lanes=4).of_owner(2)]]) == (1_500,)
 
 
 def test_copies_have_the_bytes_that_are_predicted():
@@ -59,7 +61,7 @@ def test_each_rank_updates_on_its_own_device():
     assert found.copies[2] == 0.0
     assert found.message == max(H100.intra.seconds(32), A100.intra.seconds(32))
     assert found.inter_message == max(H100.inter.seconds(32), A100.inter.seconds(32))
-    halves = update_costs(Cluster((H100,)), [[large]], divided=2)
+    halves = update_costs(Cluster((H100,)), [[large.of_owner(2)]])
     assert halves.seconds[0] == pytest.approx(H100.stage_overhead + 19e9 / H100.memory_bandwidth)
 
 

@@ -242,7 +242,7 @@ def test_tied_gradients_of_earlier_steps_are_summed_once():
     earlier = torch.randn(8, 4)
 
     def accumulator(rank: int) -> torch.Tensor:
-        rt = types.SimpleNamespace(rank=rank, grads={}, replicas=None)
+        rt = types.SimpleNamespace(rank=rank, grads={}, replicas=None, shards={})
         model.embed.weight.grad = earlier.clone()
         accumulators(state, rt)
         assert rt.grads[tied] is model.embed.weight.grad

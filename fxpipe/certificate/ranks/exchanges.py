@@ -105,10 +105,13 @@ class ParameterRows:
     def _count(self) -> None:
         """Compare the bytes of all parameters that are here or coming with the plan's."""
         plan = self.plan
-        if plan.shard != "parameters" or plan.replicas == 1 or not plan.held:
+        owners = [plan.replicas * plan.lanes.dividing(names).number for names in self._buckets]
+        if plan.shard != "parameters" or not plan.held or max(owners, default=1) == 1:
             return
         sizes = {name: plan.layouts[name].nbytes for name in plan.tensors[self.rank].parameters}
-        rows = sum(sizes[name] for name in sizes if name in self._bucket_of) // plan.replicas
+        rows = sum(
+            sum(sizes[name] for name in names) // n for names, n in zip(self._buckets, owners, strict=True)
+        )
         whole = sum(sizes[name] for name in sizes if name not in self._bucket_of)
         gathered = sum(
             sizes[name] for k, state in self.states.items() if state != AWAY for name in self._buckets[k]

@@ -77,6 +77,12 @@ class Placed:
     exchanged: Mapping[int, StageTensors]
     trained: tuple[tuple[Trained, ...], ...]
 
+    def updated(self, mesh: Mesh) -> Sequence[Sequence[Trained]]:
+        """What a process of each rank updates."""
+        if not mesh.shard:
+            return self.trained
+        return [[one.of_owner(mesh.replicas) for one in each] for each in self.trained]
+
 
 class Costing:
     """The cuts of a step at each level of recomputation on their ranks, each with its costs, made once.
@@ -151,7 +157,7 @@ class Costing:
                 costs,
                 weight_bytes(tensors, ownership, options.grad_dtype),
                 stage_tensors(tensors, ownership, cut.sections, options.grad_dtype, self._lanes),
-                trained_parameters(tensors, ownership, options.grad_dtype),
+                trained_parameters(tensors, ownership, options.grad_dtype, self._lanes),
             )
 
     def balanced(self, of: Stages, chosen: Chosen) -> Stages | None:
@@ -194,8 +200,8 @@ class Costing:
             limits, text = activation_budget(options.memory_limit, fixed, units), MemoryText(units, fixed)
         cut, costs, mesh = placed.cut, placed.costs, options.mesh
         if options.gradients:
-            costs = replace(costs, update=update_costs(self._cluster, placed.trained, mesh.divisor))
-        if mesh.replicas > 1 or self._lanes.summed:
+            costs = replace(costs, update=update_costs(self._cluster, placed.updated(mesh)))
+        if mesh.replicas > 1 or self._lanes.summed or (mesh.shard and self._lanes.number > 1):
             replicas = mesh.replicas, mesh.shard, options.per_use, options.ranks_per_machine
             exchanged = exchanges(
                 self._cluster, placed.ranks, placed.exchanged, self._lanes.number, *replicas
@@ -242,14 +248,12 @@ class Chosen:
 
 def held_bytes(placed: Placed, options: Settings) -> tuple[HeldBytes, ...]:
     """Per rank the bytes that it holds throughout a step."""
-    weights, mesh = placed.weights, options.mesh
-    if mesh.replicas > 1 or any(stage.of_lanes for stage in placed.exchanged.values()):
-        replicas = mesh.replicas, mesh.shard, options.per_use
-        weights = with_replicas(weights, placed.exchanged, placed.ranks, *replicas)
+    mesh, updated = options.mesh, placed.updated(options.mesh)
+    replicas = mesh.replicas, mesh.shard, options.per_use
+    weights = with_replicas(placed.weights, placed.exchanged, placed.ranks, *replicas)
     results = result_bytes(placed.cut.graph, placed.ranks, mesh.ranks, mesh.microbatches)
-    elements = (sum(one.elements for one in each) for each in placed.trained)
-    states = [int(options.optimizer_bytes * each / mesh.divisor) for each in elements]
-    copies = copy_bytes(placed.trained, mesh.divisor) if options.updates_ahead else [0] * mesh.ranks
+    states = [int(options.optimizer_bytes * sum(one.elements for one in each)) for each in updated]
+    copies = copy_bytes(updated) if options.updates_ahead else [0] * mesh.ranks
     return tuple(
         replace(each, results=result, optimizer=state, copies=copied)
         for each, result, state, copied in zip(weights, results, states, copies, strict=True)
@@ -333,14 +337,15 @@ def _on_other_costs(result: SearchResult, problem: Problem, effort: float | None
         yield fastest(result.schedule.name, [problem], effort=effort)
 
 
-def with_uses(options: Settings, choose: Callable[[Settings], _T]) -> tuple[Settings, _T]:
-    """What ``choose`` gives.  Parameters that replicas divide are gathered once a step if that keeps the
-    limit, else for each use: of whole stages, or of 4, 8, … parts of each.  The options say which."""
+def with_uses(options: Settings, lanes: int, choose: Callable[[Settings], _T]) -> tuple[Settings, _T]:
+    """What ``choose`` gives.  Parameters that replicas, or lanes, divide are gathered once a step if that
+    keeps the limit, else for each use: of whole stages, or of 4, 8, … parts of each.  The options say which.
+    """
     try:
         return options, choose(options)
     except ScheduleError:
         mesh = options.mesh
-        if not mesh.divides_parameters or options.memory_limit is None or mesh.replicas == 1:
+        if not mesh.divides_parameters or options.memory_limit is None or mesh.replicas * lanes == 1:
             raise
     options = replace(options, per_use=True)
     try:

@@ -200,7 +200,7 @@ class _Search:
             if chosen is None:
                 # Another level of a mesh with a schedule by name is as good as known.
                 beat = inf if self.choices and options.schedule != AUTO else (1 - GAIN) * best
-                chosen = with_uses(options, partial(self._below, beat))[1]
+                chosen = with_uses(options, self.step.captured.lanes.number, partial(self._below, beat))[1]
         except LimitError as error:
             return TriedMesh(mesh, memory=error.smallest)
         except (ScheduleError, PartitionError, VocabularyError, CaptureError) as error:
@@ -244,7 +244,9 @@ class _Search:
         )
         least = whole / options.mesh.ranks
         if options.mesh.divides_parameters and options.parts == "auto":
-            least /= options.mesh.replicas  # of as many parts as it takes two may be small
+            least /= (
+                options.mesh.replicas * self.step.captured.lanes.number
+            )  # of as many parts as it takes two may be small
         elif options.mesh.divides_parameters:
             least *= min(1.0, 2 * options.mesh.ranks / max(tried.placements))
         if least > options.memory_limit:

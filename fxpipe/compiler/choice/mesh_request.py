@@ -34,8 +34,8 @@ class MeshRequest:
     microbatches: int | None
     shards: tuple[Shard, ...]
 
-    def meshes(self, rows: int) -> Iterator[TriedMesh]:
-        """All that are possible, few ranks first.  rows: of a microbatch."""
+    def meshes(self, rows: int, lanes: int = 1) -> Iterator[TriedMesh]:
+        """All that are possible, few ranks first.  rows: of a microbatch.  lanes: of each rank."""
         for ranks in range(1, self.devices + 1):
             replicas, rest = divmod(self.devices, ranks)
             if rest or self.ranks not in (None, ranks) or self.replicas not in (None, replicas):
@@ -43,7 +43,7 @@ class MeshRequest:
             microbatches, rest = self.microbatches or 0, 0
             if self.rows is not None:
                 microbatches, rest = divmod(self.rows, rows * replicas)
-            shards = self.shards if replicas > 1 or len(self.shards) == 1 else ("",)
+            shards = self.shards if replicas * lanes > 1 or len(self.shards) == 1 else ("",)
             for shard in shards:
                 why = ""
                 if rest or not microbatches:

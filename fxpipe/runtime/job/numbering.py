@@ -14,7 +14,16 @@ from fxpipe.runtime.program.comm import Wait
 MOST_NAMED = 8
 
 T = TypeVar("T")
-Connection = tuple[int, int] | int | Literal["replicas"] | LaneGroup
+
+
+@dataclass(frozen=True)
+class Summing:
+    """Lanes once more, for sums and gathers that run beside the ops, and so beside what these exchange."""
+
+    lanes: LaneGroup
+
+
+Connection = tuple[int, int] | int | Literal["replicas"] | LaneGroup | Summing
 """A channel, the number of a collective of all ranks, or the group of a rank of all replicas, or of lanes of
 it."""
 
@@ -94,6 +103,8 @@ class Numbering:
                 processes = self.of_rank(self.rank, self.lane)
             case "lanes":
                 processes = self.of_lanes(self.replica, self.rank)
+            case "alike":
+                processes = self.that_run(self.rank)
             case None:
                 processes = []
             case rank:
@@ -115,6 +126,8 @@ class Numbering:
         lanes, ranks, replicas = range(self.lanes), range(self.ranks), range(self.replicas)
         if what == "replicas":
             return [self.of_rank(rank, lane) for rank in ranks for lane in lanes]
+        if isinstance(what, Summing):
+            return self.members(what.lanes)
         if isinstance(what, LaneGroup):
             groups = [what.members(lane) for lane in lanes if lane == what.first(lane)]
             each = [self.of_lanes(replica, rank) for replica in replicas for rank in ranks]

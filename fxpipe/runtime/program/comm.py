@@ -43,11 +43,12 @@ class Wait(NamedTuple):
     """A wait of a rank.
 
     ``what``: as text, in which {} stands for the number of the process of rank ``peers``.  ``peers``: a rank
-    of its pipeline, all of them, or this rank in all replicas or lanes; None if it waits for none.
+    of its pipeline, all of them, or this rank in all replicas, lanes, or both ("alike"); None if it waits for
+    none.
     """
 
     what: str
-    peers: int | Literal["ranks", "replicas", "lanes"] | None
+    peers: int | Literal["ranks", "replicas", "lanes", "alike"] | None
 
 
 Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]

@@ -23,6 +23,7 @@ from fxpipe.runtime.program.record import Record
 from fxpipe.runtime.torch_private import multiply_each
 
 if TYPE_CHECKING:  # most programs run without them
+    from fxpipe.plan.lanes import LaneGroup
     from fxpipe.runtime.program.lanes import Lanes
     from fxpipe.runtime.program.replicas import Bucket, Replicas, Shards
 
@@ -33,14 +34,16 @@ class Runtime:
 
     ``params`` and ``grads`` (accumulators) by parameter name; ``buffers``, ``constants`` by name.
     Gradients accumulate; zero them before the step if needed.  ``replicas``: this rank of all replicas, where
-    there are several; ``shards``: the same, if they own rows of parameters; ``buckets``: the accumulators, as
-    they are summed over replicas.  ``lanes``: those that share each op with this process, where there are
-    several.  ``weighted``: the batches of the steps that are one evaluation, each with what its microbatches
-    count for.  ``sizes``: the lengths of each microbatch of the step, in the plan's order; those of the
-    example before the first.  ``kept_total``: None, or what gets the total of the losses while a step is
-    captured, to be shared behind each replay.  ``device``: where the program runs; None if the batch is
-    always there.  ``waiting``: what the rank waits for, if it does.  ``validate``: waits for the verdict of
-    all ranks on the last update, undoes it if it does not stand, and tells whether it does.
+    there are several.  ``buckets``: the accumulators, as they are summed over replicas and lanes; ``shards``:
+    the processes that own rows of their parameters, by the lanes that divide a bucket.  ``lanes``: those that
+    share each op with this process, where there are several; ``summing_lanes``: groups of them that have
+    gradients of the same parameters; None where the program runs without them.  ``weighted``: the batches of
+    the steps that are one evaluation, each with what its microbatches count for.  ``sizes``: the lengths of
+    each microbatch of the step, in the plan's order; those of the example before the first.  ``kept_total``:
+    None, or what gets the total of the losses while a step is captured, to be shared behind each replay.
+    ``device``: where the program runs; None if the batch is always there.  ``waiting``: what the rank waits
+    for, if it does.  ``validate``: waits for the verdict of all ranks on the last update, undoes it if it
+    does not stand, and tells whether it does.
     """
 
     rank: int
@@ -59,7 +62,8 @@ class Runtime:
     waiting: Wait | None = None
     collected: Collected = field(default_factory=Collected)
     replicas: Replicas | None = None
-    shards: Shards | None = None
+    shards: Mapping[LaneGroup, Shards] = field(default_factory=dict)
+    summing_lanes: Mapping[LaneGroup, Replicas] | None = None
     buckets: Sequence[Bucket] = ()
     validate: Callable[[], bool] | None = None
     weighted: Sequence[tuple[object, Sequence[float]]] = ()
@@ -69,7 +73,7 @@ class Runtime:
     _sharing: Numbers | None = None
     _shared: list[float] | None = None
     _ahead: dict[int, Pending] | None = None
-    _sums: list[object] = field(default_factory=list)
+    _sums: list[Callable[[], None]] = field(default_factory=list)
     _gathers: dict[int, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -311,14 +315,19 @@ class Runtime:
         self.collected.add(name, value, microbatch, self.spec.microbatches)
 
     def sum_over_lanes(self, bucket: int, n: int = 0, stride: int = 1) -> None:
-        """Sum a bucket of gradients over the lanes, or n that are ``stride`` behind each other, before it is
-        summed over the replicas."""
+        """Start to sum a bucket of gradients over the lanes, or n that are ``stride`` behind each other,
+        before it is summed over the replicas."""
         if self.lanes is None:
             raise RunError(f"The program sums the bucket {bucket} over lanes, and there are none.")
-        from fxpipe.runtime.program.lanes import all_reduce  # which most programs run without
+        if self.summing_lanes is None:
+            return
+        from fxpipe.plan.lanes import LaneGroup  # which most programs run without
 
-        whole = self._bucket(bucket).whole
-        whole.copy_(all_reduce(whole, "sum", n or self.lanes.number, stride))
+        group = LaneGroup(n or self.lanes.number, stride)
+        lanes = self.summing_lanes.get(group)
+        if lanes is None:
+            raise RunError(f"The plan sums nothing over {group}. Undo the edit of the program.")
+        self._sum(lanes, *self._bucket(bucket).begin_sum_over_lanes(group), bucket, mean=False)
 
     def reduce_gradients(self, bucket: int) -> None:
         """Start to sum a bucket of gradients over the replicas.
@@ -327,44 +336,52 @@ class Runtime:
         """
         if self.replicas is None:
             return
-        summed, mean = self._bucket(bucket), not self.spec.has_count
-        if summed.is_frozen:
+        if self._bucket(bucket).is_frozen:
             raise RunError(f"The bucket {bucket} has no gradients to sum: its parameters are frozen.")
-        whole, into = summed.begin_sum(self.replicas.index)
-        if summed.flat is None:  # the accumulators go when they are summed
-            for name in summed.names:
+        self._sum(self.replicas, *self._bucket(bucket).begin_sum(), bucket, mean=not self.spec.has_count)
+
+    def _sum(
+        self,
+        peers: Replicas,
+        gives: torch.Tensor,
+        begins: Sequence[int],
+        into: torch.Tensor,
+        bucket: int,
+        *,
+        mean: bool,
+    ) -> None:
+        if self._bucket(bucket).flat is None:  # the accumulators go when they are summed
+            for name in self._bucket(bucket).names:
                 self.grads.pop(name, None)
-        self._sums.append(self.replicas.reduce(whole, summed.begins, into, mean=mean))
+        self._sums.append(partial(peers.wait, peers.reduce(gives, begins, into, mean=mean)))
 
     def wait_gradients(self) -> None:
-        """Wait for the sums over the replicas."""
-        with self._waits_for(_REPLICAS):
-            for work in self._sums:
-                assert self.replicas is not None
-                self.replicas.wait(work)
+        """Wait for the sums over the replicas, and over the lanes."""
+        with self._waits_for(_OWNERS if self.summing_lanes else _REPLICAS):
+            for wait in self._sums:
+                wait()
         self._sums = []
 
     def gather_parameters(self, bucket: int) -> None:
-        """Start to give this replica the rows of parameters that other replicas own."""
-        if self.shards is not None:
+        """Start to give this process the rows of parameters that others own."""
+        if self.shards:
             gathered = self._bucket(bucket)
             tensors = gathered.parameters or (gathered.own_rows(),)
-            self._gathers[bucket] = tensors, self.shards.gather(tensors, gathered.begins)
+            self._gathers[bucket] = tensors, self.shards[gathered.lanes].gather(tensors, gathered.begins)
 
     def wait_parameters(self, bucket: int) -> None:
-        """Wait for the rows that other replicas own."""
+        """Wait for the rows that other processes own."""
         if bucket not in self._gathers:
             return
-        assert self.shards is not None
-        (first, *_), work = self._gathers.pop(bucket)
-        with self._waits_for(_REPLICAS):
-            self.shards.wait(work)
-        if not self._bucket(bucket).parameters:
-            self.params |= self._bucket(bucket).views(first)
+        gathered, ((first, *_), work) = self._bucket(bucket), self._gathers.pop(bucket)
+        with self._waits_for(_REPLICAS if gathered.lanes.number == 1 else _OWNERS):
+            self.shards[gathered.lanes].wait(work)
+        if not gathered.parameters:
+            self.params |= gathered.views(first)
 
     def free_parameters(self, bucket: int) -> None:
-        """Free the parameters of a bucket, but for the rows that this replica owns."""
-        if self.shards is not None:
+        """Free the parameters of a bucket, but for the rows that this process owns."""
+        if self.shards:
             for name in self._bucket(bucket).names:
                 del self.params[name]
 
@@ -472,5 +489,6 @@ _ONES = partial(torch.ones, 2, dtype=torch.float64)
 _ALL = Wait("all ranks", "ranks")
 _TAKERS = Wait("other ranks to take its messages", "ranks")
 _REPLICAS = Wait("the other replicas", "replicas")
+_OWNERS = Wait("the other replicas and lanes of its rank", "alike")
 _DEVICE = Wait("its device", "ranks")  # which may itself wait for a message
 _OFFLOADED = Wait("its offloaded activations", None)

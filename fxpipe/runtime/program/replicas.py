@@ -2,7 +2,9 @@
 
 A *bucket* is the memory of several gradients, or parameters, one behind the other.  Each replica owns a slice
 of it, its *shard*: it gets that slice of all replicas, and adds them up in the replicas' order.  So all of
-them have the same bits, and the work is spread over them.
+them have the same bits, and the work is spread over them.  Lanes with gradients of the same parameters are to
+each other as replicas are; where both divide a bucket, the lanes do first, so that replicas, whose links are
+slower, exchange a lane's part alone.
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from fxpipe.errors import RunError
+from fxpipe.plan.lanes import ONE_LANE, LaneGroup
 from fxpipe.plan.rows import ShardName
 from fxpipe.plan.step import Shard
 from fxpipe.plan.tensors import accum_dtype
@@ -34,14 +38,16 @@ class Piece(NamedTuple):
 class Bucket:
     """A bucket of a plan in this process: its memory, its division by the replicas, and its use.
 
-    ``flat``: the memory of its gradients.  ``begins``: where the shards begin, and the end of the last.
-    None for memory that is made when it is needed, of ``dtype`` on ``device``.  ``layouts``: the shapes and
+    ``flat``: the memory of its gradients; None for memory that is made when it is needed, of ``dtype`` on
+    ``device``.  ``begins``: where the shards begin, and the end of the last: in turns those of all replicas
+    for each lane of ``lanes``.  ``owner``: the number of this process's shard.  ``layouts``: the shapes and
     strides of the gradients, and of their parameters.  ``is_frozen``: whether it has parameters alone.
 
-    ``level``: what replicas divide between them.  ``pieces``: the rows that this replica owns, in its shard.
-    ``parameters``: those of the gradients, where each replica has all of them and has updated rows alone.
-    ``owned``: else the rows that this replica has, of ``parameter_dtype``, one for each piece.
-    ``summed``: the gradients that this replica has after the sum.
+    ``level``: what processes divide between them.  ``pieces``: the rows that this one owns, in its shard.
+    ``parameters``: those of the gradients, where each process has all of them and has updated rows alone.
+    ``owned``: else the rows that this process has, of ``parameter_dtype``, one for each piece.
+    ``of_lane``: the gradients that it has of the sum over lanes, until that over the replicas.  ``summed``:
+    those that it has after both.
     """
 
     names: tuple[ShardName, ...]
@@ -50,12 +56,15 @@ class Bucket:
     device: torch.device
     flat: torch.Tensor | None
     begins: tuple[int, ...]
+    lanes: LaneGroup = ONE_LANE
+    owner: int = 0
     level: Shard = ""
     is_frozen: bool = False
     pieces: tuple[Piece, ...] = ()
     parameters: tuple[torch.Tensor, ...] = ()
     owned: tuple[torch.Tensor, ...] = ()
     parameter_dtype: torch.dtype | None = None
+    of_lane: torch.Tensor | None = None
     summed: torch.Tensor | None = None
 
     @property
@@ -80,20 +89,46 @@ class Bucket:
             flat[piece.begin : piece.end].copy_(in_memory_order(rows).view(-1))
         return flat
 
-    def begin_sum(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The memory that replica ``index`` gives to the sum, and that for what it gets.
+    @property
+    def replicas(self) -> int:
+        return (len(self.begins) - 1) // self.lanes.number
+
+    def begin_sum_over_lanes(self, lanes: LaneGroup) -> tuple[torch.Tensor, Sequence[int], torch.Tensor]:
+        """The memory that this process gives to the sum, where the parts of the lanes begin, and the memory
+        for what it gets."""
+        whole = self.whole
+        if not self.level:
+            return whole, even(len(whole), lanes.number), whole
+        if lanes != self.lanes:
+            raise RunError(
+                f"The program sums a bucket over {lanes}, and {self.lanes} divide it. Undo the edit."
+            )
+        begins = self.begins[:: self.replicas]
+        self.of_lane = shard_of(whole, begins, self.owner // self.replicas)
+        if self.level != "optimizer":
+            self.of_lane, self.flat = torch.zeros_like(self.of_lane), None  # the sum alone keeps it
+        return whole, begins, self.of_lane
+
+    def begin_sum(self) -> tuple[torch.Tensor, Sequence[int], torch.Tensor]:
+        """The memory that this replica gives to the sum, where the shards of the replicas begin, and the
+        memory for what it gets.
 
         Without accumulators between steps, only the sum keeps them from now on.
         """
-        whole = self.whole
-        shard = shard_of(whole, self.begins, index)
-        if self.level in ("", "optimizer"):
-            self.summed = shard if self.level else whole
-            return whole, self.summed
-        self.flat = None  # the sum alone keeps it, until it is over
-        if self.summed is None:
-            self.summed = torch.zeros_like(shard)
-        return whole, self.summed
+        lane, replica = divmod(self.owner, self.replicas)
+        first, *rest = self.begins[lane * self.replicas :][: self.replicas + 1]
+        begins = [0, *(begin - first for begin in rest)]
+        part = self.whole[first : first + begins[-1]] if self.of_lane is None else self.of_lane
+        self.of_lane = None
+        if not self.level:
+            self.summed = part
+        elif self.level == "optimizer":
+            self.summed = shard_of(part, begins, replica)
+        else:
+            self.flat = None  # the sum alone keeps it, until it is over
+            if self.summed is None:
+                self.summed = torch.zeros_like(shard_of(part, begins, replica))
+        return part, begins, self.summed
 
 
 class Accumulators(dict[str, torch.Tensor]):
@@ -110,8 +145,8 @@ class Accumulators(dict[str, torch.Tensor]):
 
 
 class Replicas(Protocol):
-    """The replicas of a rank, for one of them.  ``index``: of this replica.  ``number``: of all.  All
-    replicas call the same, in the same order."""
+    """The replicas of a rank, for one of them, or lanes with gradients of the same parameters.  ``index``: of
+    this one.  ``number``: of all.  All of them call the same, in the same order."""
 
     @property
     def index(self) -> int: ...
@@ -130,7 +165,7 @@ class Replicas(Protocol):
         ...
 
     def wait(self, work: Any) -> None:
-        """Wait until a sum, or a gather, is over."""
+        """Wait until a sum is over."""
         ...
 
     def copy_first(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -138,11 +173,15 @@ class Replicas(Protocol):
         ...
 
 
-class Shards(Replicas, Protocol):
-    """Replicas that own rows of parameters."""
+class Shards(Protocol):
+    """The processes that own rows of the same parameters, for one of them."""
 
     def gather(self, tensors: Sequence[torch.Tensor], begins: Sequence[int]) -> Any:
-        """Start to give all replicas the shards of all, in a bucket, or in dense tensors that make one."""
+        """Start to give all of them the shards of all, in a bucket, or in dense tensors that make one."""
+        ...
+
+    def wait(self, work: Any) -> None:
+        """Wait until a gather is over."""
         ...
 
 
@@ -180,6 +219,11 @@ def copy_from_bucket(bucket: torch.Tensor, tensors: Sequence[torch.Tensor]) -> N
     parts = bucket.split([tensor.numel() for tensor in tensors])
     for tensor, part in zip(tensors, parts, strict=True):
         in_memory_order(tensor).view(-1).copy_(part)
+
+
+def even(size: int, number: int) -> tuple[int, ...]:
+    """Where shards of a bucket begin that differ by at most one element, and the end of the last."""
+    return tuple(size * k // number for k in range(number + 1))
 
 
 def shard_of(bucket: torch.Tensor, begins: Sequence[int], index: int) -> torch.Tensor:

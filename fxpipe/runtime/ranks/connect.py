@@ -25,7 +25,7 @@ import torch.distributed as dist
 from fxpipe.errors import RunError
 from fxpipe.plan.lanes import LaneGroup
 from fxpipe.runtime.job.last_works import lasting
-from fxpipe.runtime.job.numbering import Connection
+from fxpipe.runtime.job.numbering import Connection, Summing
 from fxpipe.runtime.job.process import Process
 from fxpipe.runtime.program.accelerator import (
     STREAMS,
@@ -56,13 +56,15 @@ def connect(
     groups: int,
     collectives: Sequence[CollectiveCall] = (),
     lanes: Sequence[LaneGroup] = (),
+    summing: Sequence[LaneGroup] = (),
 ) -> DistributedComm:
     """Connect the ranks of a plan, as far as another plan has not.  All ranks must call it.
 
     channels: the ordered pairs of ranks that communicate, in the same order on all ranks; the sooner disjoint
     pairs follow each other, the more of them connect at once.
     groups: the number of those that collectives have; collectives: those of a step, in the same order on all
-    ranks.  lanes: of each dimension of their mesh.
+    ranks.  lanes: of each dimension of their mesh; summing: those that have gradients, or own rows, of the
+    same parameters.
     Raises RunError where a rank needs more streams than torch has, or more queues than its device gives it.
     """
     backend, numbers = process.backend(device), range(groups)
@@ -71,7 +73,7 @@ def connect(
     wanted = [*channels, *numbers, *([REPLICAS] if process.replicas > 1 else [])]
     all_lanes = LaneGroup(process.lanes)
     along = [group for group in dict.fromkeys([all_lanes, *lanes]) if group.number > 1]
-    wanted += along
+    wanted += [*along, *map(Summing, summing)]
     new = [what for what in wanted if (*place, what) not in known]
     if backend == "gloo":
         known |= {(*place, pair): process.control for pair in channels}
@@ -121,6 +123,17 @@ def connect(
             for group in along
         }
         comm.lanes = replace(each[all_lanes], groups=each)
+        comm.summing_lanes = {
+            group: DistributedReplicas(
+                group.index(process.lane),
+                group.number,
+                comm.wire,
+                joint(Summing(group)),
+                None,
+                comm.on_streams,
+            )
+            for group in summing
+        }
     process.drop_with(comm, made)
     if backend != "gloo" and collectives:
         with process.watch.collective():
@@ -186,7 +199,7 @@ def _described(process: Process, what: Connection, backend: str) -> str:
     if isinstance(what, int):
         return f"collective {what} of all ranks, by {backend},"
     if not isinstance(what, tuple):
-        of = "lanes" if isinstance(what, LaneGroup) else what
+        of = "lanes" if isinstance(what, LaneGroup | Summing) else what
         return f"an operation of the {of} of this rank, by {backend},"
     source, target = (process.number(process.replica, rank, process.lane) for rank in what)
     return f"a message from rank {source} to rank {target}, by {backend},"

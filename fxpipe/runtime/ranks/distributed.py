@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 import torch.distributed as dist
 
+from fxpipe.plan.lanes import LaneGroup
 from fxpipe.runtime.job.last_works import lasting
 from fxpipe.runtime.program.comm import (
     Collective,
@@ -36,7 +37,8 @@ class DistributedComm:
     Ranks are those of a pipeline; ``processes``: of each the number of its process.
     ``channels``: (from, to) -> the process group of its messages.  ``joint``: those of the collectives.
     ``pipeline``: of all ranks, over gloo.  ``abreast``: this rank of all replicas, and ``lanes``:
-    all lanes of it, if there are several.
+    all lanes of it, if there are several.  ``summing_lanes``: groups of them that have gradients of the same
+    parameters.
     ``on_streams``: whether the process groups send on streams of a device; they get the memory of a message
     alone, which is kept alive here.  ``tag``: of its messages, for backends that tell messages apart by one.
     """
@@ -54,6 +56,7 @@ class DistributedComm:
     tag: int = 0
     abreast: DistributedReplicas | None = None
     lanes: DistributedLanes | None = None
+    summing_lanes: Mapping[LaneGroup, DistributedReplicas] = field(default_factory=dict)
 
     def start(self) -> None:
         self.sent.start()

@@ -1,65 +1,60 @@
-"""Sums over replicas that all run in this process."""
+"""Sums over replicas, or over lanes, that all run in this process."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from fxpipe.errors import RunError
+from fxpipe.plan.lanes import LaneGroup
 from fxpipe.runtime.program.replicas import add_shard, shard_of
-from fxpipe.runtime.ranks.local import FlatMessage, Joint, LocalWorld, layout_of, text_of
+from fxpipe.runtime.ranks.local import FlatMessage, LocalWorld, layout_of, text_of
 
 
 class LocalReplicas:
-    """One rank of all replicas in a LocalWorld, or one of its lanes."""
+    """One rank of all replicas in a LocalWorld, or one of its lanes; with ``along`` lanes of one replica."""
 
-    def __init__(self, world: LocalWorld, rank: int, replica: int, lane: int = 0):
-        self._world, self._rank, self.index, self._lane = world, rank, replica, lane
+    def __init__(
+        self, world: LocalWorld, rank: int, replica: int, lane: int = 0, along: LaneGroup | None = None
+    ):
+        self._world, self._process = world, world.number(rank, replica, lane)
+        if along is None:
+            self.index, self.number, self._what = replica, world.replicas, f"rank {rank} of all replicas"
+            self._group: tuple[object, ...] = ("replicas", rank, lane)
+        else:
+            self.index, self.number, self._what = along.index(lane), along.number, f"lanes of rank {rank}"
+            self._group = ("sums", rank, replica, *along.members(lane))
+        self._name = "replica" if along is None else "lane"
 
-    @property
-    def number(self) -> int:
-        return self._world.replicas
+    def reduce(self, bucket: torch.Tensor, begins: Sequence[int], into: torch.Tensor, *, mean: bool) -> None:
+        """Sum a bucket over all of them, into itself: all of them here have the same parameters."""
+        buckets = self._of_all(bucket)
+        for index in range(self.number):
 
-    def reduce(
-        self, bucket: torch.Tensor, begins: Sequence[int], into: torch.Tensor, *, mean: bool
-    ) -> Callable[[], None]:
-        """Sum a bucket over replicas, into itself: all replicas here have the same parameters."""
-        joint = self._join(bucket)
+            def exchange(slices: torch.Tensor, *_: object) -> None:
+                parts = [shard_of(each, begins, index) for each in buckets]  # noqa: B023 - called at once
+                torch.cat(parts, out=slices)
 
-        def reduced() -> None:
-            buckets = self._taken(joint, bucket)
-            for index in range(self.number):
+            add_shard(bucket, begins, index, exchange, shard_of(into, begins, index), mean=mean)
 
-                def exchange(slices: torch.Tensor, *_: object) -> None:
-                    parts = [shard_of(each, begins, index) for each in buckets]  # noqa: B023 - called at once
-                    torch.cat(parts, out=slices)
-
-                add_shard(bucket, begins, index, exchange, shard_of(into, begins, index), mean=mean)
-
-        return reduced
-
-    def wait(self, work: Callable[[], None]) -> None:
-        work()
+    def wait(self, work: None) -> None:
+        """Nothing here runs beside the ops."""
 
     def copy_first(self, tensors: Sequence[torch.Tensor]) -> None:
         for tensor in tensors:
-            tensor.copy_(self._taken(self._join(tensor), tensor)[0])
+            tensor.copy_(self._of_all(tensor)[0])
 
-    def _join(self, tensor: torch.Tensor) -> Joint:
-        group = "replicas", self._rank, self._lane
-        return self._world.join(group, self.index, FlatMessage.of(tensor))
-
-    def _taken(self, joint: Joint, expected: torch.Tensor) -> list[torch.Tensor]:
-        """The tensors of all replicas, in their order.  Raises RunError for one that is not like this one."""
-        world, layout = self._world, layout_of(expected)
-        number = world.number(self._rank, self.index, self._lane)
-        what = f"rank {self._rank} of all replicas"
-        sent = world.take(joint, range(self.number), self.number, number, what)
-        for replica, other in enumerate(sent):
+    def _of_all(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """The tensors of all, in their order.  Raises RunError for one that is not like this one."""
+        joint = self._world.join(self._group, self.index, FlatMessage.of(tensor))
+        sent = self._world.take(joint, range(self.number), self.number, self._process, self._what)
+        layout = layout_of(tensor)
+        for number, other in enumerate(sent):
             if other.layout != layout:
                 raise RunError(
-                    f"Replica {replica} gives {text_of(other.layout)} (shape, strides, dtype) to a sum, and "
-                    f"replica {self.index} {text_of(layout)}. Run the same program on all replicas."
+                    f"{self._name.capitalize()} {number} gives {text_of(other.layout)} (shape, strides, "
+                    f"dtype) to a sum, and {self._name} {self.index} {text_of(layout)}. Run the same program "
+                    "on all of them."
                 )
-        return [one.flat.as_strided(expected.shape, expected.stride()) for one in sent]
+        return [one.flat.as_strided(tensor.shape, tensor.stride()) for one in sent]

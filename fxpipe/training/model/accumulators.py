@@ -18,7 +18,7 @@ from fxpipe.plan.artifact import Plan, holders
 from fxpipe.plan.rows import ShardName
 from fxpipe.plan.tensors import dtype_of
 from fxpipe.runtime.program.rank import Runtime
-from fxpipe.runtime.program.replicas import Accumulators, Bucket, Replicas
+from fxpipe.runtime.program.replicas import Accumulators, Bucket, even
 from fxpipe.runtime.torch_private import writes_to, zero_each
 from fxpipe.training.model.shards import Division, divisions
 from fxpipe.training.model.speculative_update import set_grad
@@ -38,8 +38,8 @@ _zeroed = WeakTensorKeyDictionary()
 def begin_buckets(state: ModelState, rt: Runtime) -> None:
     """Give the program the buckets by which it gathers parameters, before it begins."""
     rt.grads = {}
-    if rt.replicas is not None and state.plan.shard:
-        rt.buckets = sharded_buckets(state, rt.rank, rt.replicas)
+    if rt.shards:
+        rt.buckets = sharded_buckets(state)
 
 
 def accumulators(
@@ -54,8 +54,8 @@ def accumulators(
 
     memory: for new ones, by name, where there are no buckets.
     """
-    if rt.replicas is not None and state.plan.shard:
-        return _sharded(state, rt, rt.replicas.index)
+    if rt.shards:
+        return _sharded(state, rt)
     if rt.replicas is None and not state.plan.lanes.summed:
         return _apart(state, rt, memory)
     return _in_buckets(state, rt, 1 if rt.replicas is None else rt.replicas.number)
@@ -162,8 +162,8 @@ def _in_buckets(state: ModelState, rt: Runtime, replicas: int) -> Finish:
     return finish
 
 
-def _sharded(state: ModelState, rt: Runtime, replica: int) -> Finish:
-    """Each replica has the gradients of its own rows.  With ``shard="optimizer"`` the accumulators stay
+def _sharded(state: ModelState, rt: Runtime) -> Finish:
+    """Each process has the gradients of its own rows.  With ``shard="optimizer"`` the accumulators stay
     between steps, and these gradients are a part of them; else each bucket has some from the first op that
     adds to it until it is summed."""
     level = state.plan.shard
@@ -184,7 +184,7 @@ def _sharded(state: ModelState, rt: Runtime, replica: int) -> Finish:
         for bucket in buckets:
             assert bucket.summed is not None, "the program sums all buckets"
             for piece in bucket.pieces:
-                parameter, first = state.parameter(piece.name), bucket.begins[replica]
+                parameter, first = state.parameter(piece.name), bucket.begins[bucket.owner]
                 rows = bucket.summed[piece.begin - first : piece.end - first]
                 grad = rows.as_strided(parameter.shape, parameter.stride())
                 if parameter.grad is None:
@@ -198,22 +198,34 @@ def _sharded(state: ModelState, rt: Runtime, replica: int) -> Finish:
     return finish
 
 
-def sharded_buckets(state: ModelState, rank: int, replicas: Replicas) -> list[Bucket]:
-    """The buckets of a rank by their numbers, without accumulators; this replica owns rows of each."""
-    tensors = state.plan.tensors[rank]
-    divided = divisions(state.plan, tensors, replicas.number)
-    pairs = zip(tensors.exchanged, divided, strict=True)
-    buckets = [_sharded_bucket(state, each.gradients, division, replicas) for each, division in pairs]
+def new_buckets(state: ModelState, rt: Runtime) -> list[Bucket]:
+    """The buckets of this process by their numbers, with new accumulators."""
+    if rt.shards:
+        return sharded_buckets(state)
+    return zero_buckets(state, rt.rank, 1 if rt.replicas is None else rt.replicas.number)[1]
+
+
+def sharded_buckets(state: ModelState) -> list[Bucket]:
+    """The buckets of this process by their numbers, without accumulators; it owns rows of each."""
+    process = state.process
+    assert process is not None, "processes own rows"
+    tensors = state.plan.tensors[process.rank]
+    divided = divisions(state.plan, tensors, process.replicas)
+    buckets = [
+        _sharded_bucket(state, bucket.gradients, each, each.owner(process.replica, process.lane))
+        for bucket, each in zip(tensors.exchanged, divided, strict=True)
+    ]
     for bucket in buckets[len(tensors.buckets) :]:
         bucket.is_frozen = True
     return buckets
 
 
 def _sharded_bucket(
-    state: ModelState, names: tuple[ShardName, ...], division: Division, replicas: Replicas
+    state: ModelState, names: tuple[ShardName, ...], division: Division, owner: int
 ) -> Bucket:
-    bucket = _new(state, names, replicas.number)
-    bucket.begins, bucket.pieces = division.begins, division.pieces[replicas.index]
+    bucket = _new(state, names, 1)
+    bucket.begins, bucket.lanes = division.begins, division.lanes
+    bucket.owner, bucket.pieces = owner, division.pieces[owner]
     bucket.level = state.plan.shard
     if state.divides_parameters:
         bucket.owned = tuple(state.value(piece.name) for piece in bucket.pieces)
@@ -224,7 +236,7 @@ def _sharded_bucket(
 
 
 def _new(state: ModelState, names: tuple[ShardName, ...], replicas: int) -> Bucket:
-    """A bucket, whose shards differ by at most one element."""
+    """A bucket that each of the replicas has as a whole."""
     layouts = [state.layout(name) for name in names]
     size = sum(torch.Size(layout.shape).numel() for layout in layouts)
     return Bucket(
@@ -233,7 +245,7 @@ def _new(state: ModelState, names: tuple[ShardName, ...], replicas: int) -> Buck
         state.plan.gradient_dtype(dtype_of(layouts[0].dtype)),
         state.device,
         None,
-        tuple(size * k // replicas for k in range(replicas + 1)),
+        even(size, replicas),
     )
 
 

@@ -36,7 +36,7 @@ from fxpipe.training.model.partial_model import (
     watch_updates,
 )
 from fxpipe.training.model.pending_update import PendingUpdate
-from fxpipe.training.model.shards import owned
+from fxpipe.training.model.shards import are_divided, owned
 from fxpipe.training.model.whole_model import WholeModel
 
 
@@ -97,20 +97,21 @@ class ModelState:
     @cached_property
     def owned(self) -> tuple[RankTensors, ...]:
         """The tensors that each process owns; without processes, those of each rank."""
-        if self.process is None:
-            return owned(self.plan, 1)
-        of_ranks = owned(self.plan, self.process.replicas)
-        return tuple(tensors for tensors in of_ranks for _ in range(self.process.lanes))
+        return self.plan.tensors if self.process is None else owned(self.plan, self.process.replicas)
 
     def owned_by(self, rank: int) -> RankTensors:
         """The tensors that this process owns, which has this rank, or all of them."""
         return self.owned[rank if self.process is None else self.process.world_rank]
 
+    @cached_property
+    def is_divided(self) -> bool:
+        """Whether processes own rows of parameters."""
+        return self.process is not None and are_divided(self.plan, self.process.replicas)
+
     @property
     def divides_parameters(self) -> bool:
         """Whether this process has, between steps, its own rows of the trained parameters alone."""
-        several = self.process is not None and self.process.replicas > 1
-        return several and self.plan.shard == "parameters"
+        return self.is_divided and self.plan.shard == "parameters"
 
     def stored_by(self, rank: int) -> RankTensors:
         """The tensors whose values this process has between steps, which has this rank, or all of them."""
@@ -288,11 +289,11 @@ class ModelState:
     def updated(self) -> None:
         """An optimizer has changed what this process owns."""
         self.changed()
-        self.stale = bool(self.plan.shard)
-        if self.stale and self.process is not None:
+        self.stale = self.is_divided
+        if self.stale:
             for other in sharing(self):  # they have the same tensors under names of their own
                 other.stale = True
-        if self.stale and self.process is not None and not self.divides_parameters:
+        if self.stale and not self.divides_parameters:
             hide_stale(self)
 
     def refreshed(self) -> None:
@@ -329,8 +330,9 @@ class ModelState:
             if self.process is None:
                 yield name, 0, self.value(name)
                 continue
+            first = self.plan.lanes.firsts(name.tensor, processes)
             for lane in self.plan.lanes.holders(name.tensor):
-                yield name, lane, self._broadcast(name, processes[lane])
+                yield name, lane, self._broadcast(name, first[lane])
 
     def _broadcast(self, name: ShardName, holder: int) -> torch.Tensor:
         """The value of a tensor on a process, on all of them; all call it."""
@@ -356,9 +358,12 @@ class ModelState:
         name: as the plan has it, of a whole parameter or of rows; or of a buffer.
         """
         owners = holders(tensors.state for tensors in self.owned)
-        lanes = [0] if self.process is None else self.plan.lanes.holders(name.tensor)
         named = [(piece, processes) for piece, processes in owners.items() if name.contains(piece)]
-        return [(processes[lane], piece) for piece, processes in named for lane in lanes]
+        if self.process is None:
+            return [(processes[0], piece) for piece, processes in named]
+        lanes = self.plan.lanes
+        first = [(piece, lanes.firsts(piece.tensor, processes)) for piece, processes in named]
+        return [(of[lane], piece) for piece, of in first for lane in lanes.holders(name.tensor)]
 
     def value(self, name: str) -> torch.Tensor:
         """The value of a parameter, or of rows of one, or of a buffer, that this rank holds."""

@@ -1,7 +1,8 @@
-"""The rows of trained parameters that each replica owns: it alone updates them (ZeRO, arXiv 1910.02054).
+"""The rows of trained parameters that each process owns: it alone updates them (ZeRO, arXiv 1910.02054).
 
 A bucket of gradients is divided where a row begins, so that a replica owns rows, with names of their own, as
 a rank does of a vocabulary: ``"h.3.attn.weight[0:384]"``.  A parameter that is ``undivided`` is one row.
+Of what lanes have alike each replica of each lane owns rows: first the lanes divide it, then the replicas.
 """
 
 from __future__ import annotations
@@ -13,60 +14,67 @@ from itertools import pairwise
 import torch
 
 from fxpipe.plan.artifact import Plan, RankTensors, TensorLayout, holders
+from fxpipe.plan.lanes import ONE_LANE, LaneGroup
 from fxpipe.plan.rows import ShardName
 from fxpipe.runtime.program.replicas import Piece
 
 
 @dataclass(frozen=True)
 class Division:
-    """A bucket by replicas.  ``begins``: where their shards begin, and the end of the last.  ``pieces``: of
-    each shard."""
+    """A bucket by its owners, in turns all replicas of each lane of ``lanes``.  ``begins``: where their
+    shards begin, and the end of the last.  ``pieces``: of each shard."""
 
     begins: tuple[int, ...]
     pieces: tuple[tuple[Piece, ...], ...]
+    lanes: LaneGroup = ONE_LANE
+
+    def owner(self, replica: int, lane: int) -> int:
+        """The number of the shard of a process."""
+        return self.lanes.index(lane) * (len(self.pieces) // self.lanes.number) + replica
 
 
 def divisions(plan: Plan, tensors: RankTensors, replicas: int) -> list[Division]:
     """The divisions of a rank's buckets, by their numbers.
 
     Where a bucket has few parameters that are undivided, its shards differ in size: those of the next buckets
-    make up for it, so that all replicas own about as much.
+    make up for it, so that all owners have about as much.
     """
-    if not plan.undivided:
-        return [divide(bucket.gradients, plan.layouts, replicas) for bucket in tensors.exchanged]
-    owned, found = [0] * replicas, []
     shared = {n for n, ranks in holders(each.parameters for each in plan.tensors).items() if len(ranks) > 1}
+    sizes: dict[LaneGroup, list[int]] = {}  # of what each owner has
+    divided = []
     for bucket in tensors.exchanged:
+        lanes = plan.lanes.dividing(bucket.gradients)
+        before = sizes.setdefault(lanes, [0] * (replicas * lanes.number))
         # All ranks must divide a parameter alike that several have; it is alone in its bucket.
-        others = owned if shared.isdisjoint(bucket.gradients) else ()
-        division = divide(bucket.gradients, plan.layouts, replicas, plan.undivided, others)
-        owned = [
-            own + end - begin for own, (begin, end) in zip(owned, pairwise(division.begins), strict=True)
-        ]
-        found.append(division)
-    return found
+        evens_out = plan.undivided and shared.isdisjoint(bucket.gradients)
+        others = before if evens_out else [0] * len(before)
+        division = divide(bucket.gradients, plan.layouts, len(before), plan.undivided, others)
+        for owner, (begin, end) in enumerate(pairwise(division.begins)):
+            before[owner] += end - begin
+        divided.append(replace(division, lanes=lanes))
+    return divided
 
 
 def divide(
     names: Sequence[ShardName],
     layouts: Mapping[str, TensorLayout],
-    replicas: int,
+    number: int,
     undivided: Collection[str] = (),
     owned: Sequence[int] = (),
 ) -> Division:
-    """Cut a bucket of these gradients into shards, each of whole rows, or whole tensors.
+    """Cut a bucket of these gradients into as many shards, each of whole rows, or whole tensors.
 
-    owned: the elements that each replica owns of other buckets; with this one all have about as many.
+    owned: the elements that each owner has of other buckets; with this one all have about as many.
     """
     sizes = {name: torch.Size(layouts[name].shape).numel() for name in names}
     numbers = {name: 1 if name.tensor in undivided else _rows(layouts[name]) for name in names}
     rows = {name: sizes[name] // numbers[name] for name in names if sizes[name]}  # elements of a row
     total = sum(sizes.values())
-    even = (sum(owned) + total) / replicas
-    lacks = [max(0.0, even - own) for own in owned] if any(owned) else [1.0] * replicas
+    even = (sum(owned) + total) / number
+    lacks = [max(0.0, even - own) for own in owned] if any(owned) else [1.0] * number
     begins = [0]
-    for replica in range(1, replicas):
-        begin, target = 0, int(total * sum(lacks[:replica]) / sum(lacks))
+    for owner in range(1, number):
+        begin, target = 0, int(total * sum(lacks[:owner]) / sum(lacks))
         for name in names:
             if begin + sizes[name] > target:
                 begin += round((target - begin) / rows[name]) * rows[name]  # the row nearest to an even share
@@ -104,12 +112,13 @@ def owned(plan: Plan, replicas: int) -> tuple[RankTensors, ...]:
 
     Without shards all replicas own all tensors of their ranks.
     """
-    if not plan.shard or replicas == 1:
-        return plan.tensors * replicas
+    lanes = range(plan.lanes.number)
+    if not are_divided(plan, replicas):
+        return tuple(tensors for tensors in plan.tensors for _ in lanes) * replicas
 
-    def of(replica: int, tensors: RankTensors, divided: Sequence[Division]) -> RankTensors:
+    def of(replica: int, lane: int, tensors: RankTensors, divided: Sequence[Division]) -> RankTensors:
         def rows(divided: Sequence[Division]) -> tuple[ShardName, ...]:
-            return tuple(piece.name for each in divided for piece in each.pieces[replica])
+            return tuple(piece.name for each in divided for piece in each.pieces[each.owner(replica, lane)])
 
         whole = set(tensors.parameters).difference(*(bucket.gradients for bucket in tensors.exchanged))
         number = len(tensors.buckets)
@@ -118,4 +127,22 @@ def owned(plan: Plan, replicas: int) -> tuple[RankTensors, ...]:
         return replace(tensors, parameters=parameters, gradients=trained, buckets=(), frozen=())
 
     of_ranks = [(tensors, divisions(plan, tensors, replicas)) for tensors in plan.tensors]
-    return tuple(of(replica, *each) for replica in range(replicas) for each in of_ranks)
+    return tuple(
+        of(replica, lane, *each) for replica in range(replicas) for each in of_ranks for lane in lanes
+    )
+
+
+def summing_lanes(plan: Plan) -> list[LaneGroup]:
+    """The groups of lanes over which gradients are summed, or rows of parameters gathered."""
+    groups = {*plan.lanes.summed.values()}
+    for tensors in plan.tensors if plan.shard else ():
+        groups |= {plan.lanes.dividing(bucket.gradients) for bucket in tensors.exchanged}
+    return sorted(group for group in groups if group.number > 1)
+
+
+def are_divided(plan: Plan, replicas: int) -> bool:
+    """Whether processes own rows of parameters."""
+    buckets = (bucket.gradients for tensors in plan.tensors for bucket in tensors.exchanged)
+    return bool(plan.shard) and (
+        replicas > 1 or any(plan.lanes.dividing(names).number > 1 for names in buckets)
+    )

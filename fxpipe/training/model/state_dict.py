@@ -119,8 +119,9 @@ def share_values(
     empty = process.gather(json.dumps([name for name, t in tensors_here.items() if t.is_meta]).encode())
     without = {name for names in empty for name in json.loads(names)}
     for name, holding in holders(rank.names for rank in tensors).items():
-        for k, other in enumerate(holding):
-            first = holding[lanes.holder(name.tensor, k % lanes.number)]
+        firsts = lanes.firsts(name.tensor, holding)
+        for other in holding:
+            first = firsts[other % lanes.number]
             if first != other and name not in without and process.world_rank in (first, other):
                 process.send_to(tensors_here[name].detach(), first, other)
 

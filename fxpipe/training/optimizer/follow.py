@@ -92,15 +92,16 @@ def _senders(
     """The rows that an owner of a piece needs of another parameter: first and last, the name of what they are
     part of, and the process that sends them, itself if it has them."""
     assert state.process is not None
-    lanes, of_replica = state.process.lanes, state.process.ranks * state.process.lanes
+    number, of_replica = state.process.lanes, state.process.ranks * state.process.lanes
+    holder = state.plan.lanes.holder
     shape = state.plan.layouts[source].shape
     length = shape[0] if shape else 1
     for part, have in _of(source, pieces):
         begin, end = max(piece.begin, part.begin), min(piece.end, part.end, length)
         if begin >= end:
             continue
-        same_lane = [k for k in have if k % lanes == owner % lanes]
-        yield begin, end, part, _nearest(owner, same_lane, of_replica)
+        same_share = [k for k in have if holder(source, k % number) == holder(source, owner % number)]
+        yield begin, end, part, _nearest(owner, same_share, of_replica)
 
 
 def _nearest(owner: int, have: Sequence[int], of_replica: int) -> int:

@@ -45,8 +45,7 @@ def make_optimizer(
         """Whether this process counts a gradient in the norm; processes: that have it, or ranks."""
         if process is None:
             return processes[0] == rank
-        first = processes[lanes.holder(name.tensor, process.lane)]
-        return first == process.world_rank
+        return lanes.firsts(name.tensor, processes)[process.lane] == process.world_rank
 
     with agreed(process, "make its optimizer"):
         state.follow_model()

@@ -289,7 +289,9 @@ class LocalRunner:
             rt.buckets = buckets
         if world.replicas > 1:
             rt.replicas = LocalReplicas(world, rank, replica, lane)
-        rt.lanes = LocalLanes(world, rank, replica, lane) if world.lanes > 1 else None
+        if world.lanes > 1:
+            rt.lanes, summed = LocalLanes(world, rank, replica, lane), {*self.plan.lanes.summed.values()}
+            rt.summing_lanes = {each: LocalReplicas(world, rank, replica, lane, each) for each in summed}
         return rt
 
     def _run_program(

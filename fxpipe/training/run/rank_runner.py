@@ -7,14 +7,16 @@ from functools import cached_property, partial
 import torch
 
 from fxpipe.errors import RunError, number_of
+from fxpipe.plan.lanes import ONE_LANE, LaneGroup
 from fxpipe.runtime.program.load_program import Program
 from fxpipe.runtime.program.rank import Runtime
 from fxpipe.runtime.ranks.agreement import check_agreement, check_programs
 from fxpipe.runtime.ranks.connect import connect
 from fxpipe.runtime.ranks.heap import give_back_large_tensors
 from fxpipe.runtime.ranks.local import LocalComm, LocalWorld
-from fxpipe.runtime.ranks.replicas import DistributedReplicas
-from fxpipe.training.model.accumulators import sharded_buckets
+from fxpipe.runtime.ranks.replicas import DistributedReplicas, DistributedShards
+from fxpipe.training.model.accumulators import new_buckets
+from fxpipe.training.model.shards import summing_lanes
 from fxpipe.training.run.local_runner import LocalRunner
 
 
@@ -31,15 +33,20 @@ class RankRunner(LocalRunner):
             offloader = self._offloader(self.process.rank)
             program, is_known = self._checked_program
             collectives = program.collectives() if is_known else []  # an edited program may not show them
-            connected = plan.channels, plan.collectives, collectives, plan.lanes.groups
-            comm = connect(self.process, self.device, *connected)
+            groups = plan.lanes.groups, summing_lanes(plan)
+            comm = connect(self.process, self.device, plan.channels, plan.collectives, collectives, *groups)
             rt = self._runtime_of(self.process.rank, comm, {}, offloader)
             rt.replicas, rt.lanes = comm.abreast, comm.lanes
-            rt.shards = comm.abreast if plan.shard else None
-            if comm.on_streams and comm.abreast is not None:
-                self._exchange_once(comm.abreast)
+            rt.summing_lanes = comm.summing_lanes
+            if self.state.is_divided:
+                rt.replicas = replicas = comm.abreast or DistributedReplicas.alone(comm.wire)
+                along: dict[LaneGroup, DistributedReplicas | None] = {ONE_LANE: None, **comm.summing_lanes}
+                rt.shards = {group: DistributedShards(replicas, each) for group, each in along.items()}
+            if comm.on_streams and (rt.replicas is not None or rt.summing_lanes):
                 with self.process.watch.collective():
-                    rt.mean_over_replicas(torch.zeros(1, dtype=torch.float64, device=self.device))
+                    self._exchange_once(rt)
+                    if comm.abreast is not None:
+                        rt.mean_over_replicas(torch.zeros(1, dtype=torch.float64, device=self.device))
             if comm.lanes is not None:
                 comm.lanes.waits = partial(setattr, rt, "waiting")
             return rt
@@ -53,16 +60,21 @@ class RankRunner(LocalRunner):
             )
         return self._runtime_of(0, LocalComm(LocalWorld(1), 0), {}, self._offloader(0))
 
-    def _exchange_once(self, replicas: DistributedReplicas) -> None:
+    def _exchange_once(self, rt: Runtime) -> None:
         """Exchange zeros of the size of each bucket: a communicator connects for each kind and size."""
-        assert self.process is not None
-        with self.process.watch.collective():
-            for bucket in sharded_buckets(self.state, self.process.rank, replicas):
-                if not bucket.is_frozen:
-                    replicas.wait(replicas.reduce(bucket.whole, bucket.begins, bucket.whole, mean=False))
-                if self.plan.shard:
-                    rows = bucket.own_rows() if bucket.is_frozen else bucket.whole
-                    replicas.wait(replicas.gather((rows,), bucket.begins))
+        buckets = new_buckets(self.state, rt)
+        rt.buckets = buckets
+        for number, bucket in enumerate(buckets):
+            if (group := self.plan.lanes.sums(bucket.names[0])) is not None and not bucket.is_frozen:
+                rt.sum_over_lanes(number, group.number, group.stride)
+            if not bucket.is_frozen:
+                rt.reduce_gradients(number)
+            rt.wait_gradients()
+            if rt.shards:
+                rows = bucket.own_rows() if bucket.is_frozen else bucket.whole
+                shards = rt.shards[bucket.lanes]
+                shards.wait(shards.gather((rows,), bucket.begins))
+        rt.buckets = ()
 
     @cached_property
     def _own_program(self) -> Program:

@@ -341,14 +341,12 @@ class Runner(RankRunner):
         Returns the parameters that this process does not keep, by name.
         """
         state, process = self.state, self.process
-        if process is None or process.replicas == 1 or not (state.stale or state.divides_parameters):
+        if process is None or not (state.stale or state.divides_parameters):
             return {}
-        shards = self.runtime.shards
-        assert shards is not None
         gathered: dict[str, torch.Tensor] = {}
         with process.watch.collective():
-            for bucket in sharded_buckets(state, process.rank, shards):
-                rows = bucket.parameters or (bucket.own_rows(),)
+            for bucket in sharded_buckets(state):
+                rows, shards = bucket.parameters or (bucket.own_rows(),), self.runtime.shards[bucket.lanes]
                 shards.wait(shards.gather(rows, bucket.begins))
                 gathered |= {} if bucket.parameters else bucket.views(rows[0])
         state.refreshed()
