@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor.parallel import parallelize_module
 
 import fxpipe
 from fxpipe.runtime.ranks.dry_run import dry_run
@@ -95,3 +96,23 @@ def test_what_fails_is_named_by_its_op():
     with pytest.raises(torch.OutOfMemoryError):
         dry_run(rt, step, None, {})
     assert rt.current_op == "F0.0"
+
+
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="its DTensors do not flatten divided tokens")
+def test_a_program_that_sums_over_lanes():
+    model = nn.Linear(WIDTH, WIDTH)
+    with fxpipe.local_lanes(2) as mesh:
+        parallelize_module(model, mesh, fxpipe.ContextParallel({"input": 1}))
+        pipe = fxpipe.compile(
+            model,
+            (torch.ones(2, 4, WIDTH),),
+            loss_fn=lambda output, _: output.square().mean(),
+            ranks=1,
+            microbatches=2,
+        )
+    runner, world = pipe._runner, LocalWorld(1, 1, 2)
+    assert "rt.sum_over_lanes(0)" in pipe.artifact.programs[0]
+    rt = runner._local_runtime(world, 0, 0, 1)
+    grads = runner.state.of_lane(1).zero_gradients(0)
+    assert dry_run(rt, runner._local_programs[0].step, (torch.ones(4, 4, WIDTH),), grads) is not None
+    assert grads["weight"].abs().sum() > 0
