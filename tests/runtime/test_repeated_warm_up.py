@@ -20,8 +20,8 @@ def undone_updates(model: torch.nn.Module) -> Iterator[None]:
     right = {name: p.detach().clone() for name, p in model.named_parameters()}
     local_runtime = Runner._local_runtime
 
-    def with_verdict(runner: Runner, *args: object) -> object:
-        rt = local_runtime(runner, *args)  # type: ignore[arg-type]
+    def with_verdict(runner: Runner, *args: object, **options: bool) -> object:
+        rt = local_runtime(runner, *args, **options)  # type: ignore[arg-type]
         # Each rank has weights of its own, as in processes of their own.
         rt.params = {name: value + 0.5 for name, value in rt.params.items()}
         own = {name: runner.state.parameter(name).detach() for name in rt.params}

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from launch import forked
+from marks import slow_except
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
@@ -150,6 +151,28 @@ def test_what_lanes_have_alike_is_divided_and_trains_as_one_process(tmp_path):
     result = forked(4, run, tmp_path, dtype=torch.float64, logs=tmp_path / "logs")
     assert result.code == 0, result
     assert all("equal" in out for out in result.stdout)
+
+
+@pytest.mark.usefixtures("double")
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="its DTensors do not flatten divided tokens")
+@pytest.mark.parametrize("shard", slow_except(["optimizer", "gradients", "parameters"], "parameters"))
+def test_in_one_process_the_bits_are_those_without_shards(shard):
+    def compiled(**options: str) -> fxpipe.Pipeline:
+        model, example = made(), {key: value[:2] for key, value in batches()[0].items()}
+        whole = copy.deepcopy(model.state_dict())
+        with fxpipe.local_lanes((2, 2), names=("cp", "tp")) as mesh:
+            parallelize_module(model, mesh, fxpipe.ContextParallel({"ids": 1}, tensor=PLAN))
+            options = {"schedule": "1f1b", "replicas": 2, "loss_fn": lambda out, _: out["loss"]} | options
+            pipe = fxpipe.compile(model, example, ranks=2, microbatches=M, **options)
+        pipe.load_state_dict(whole)
+        return pipe
+
+    expected = compiled().run_local(batches()[0])
+    found = compiled(shard=shard).run_local(batches()[0])
+    assert found.loss.equal(expected.loss)
+    assert found.grads.keys() == expected.grads.keys()
+    assert all(found.grads[name].equal(grad) for name, grad in expected.grads.items())
+    assert {bucket.lanes for bucket in found.runtimes[0].buckets} >= {LaneGroup(2, 2)}
 
 
 def test_the_lanes_that_divide_parameters():

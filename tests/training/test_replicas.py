@@ -1,5 +1,6 @@
 """Replicas of a pipeline train as one pipeline that takes all of their microbatches."""
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -127,6 +128,37 @@ def test_the_gradients_of_replicas_in_one_process(schedule):
     assert found.grads.keys() == alone.grads.keys()
     for name, grad in alone.grads.items():
         assert relative_error(found.grads[name], grad) < LIMIT, name
+
+
+@pytest.mark.parametrize(
+    "name", slow_except(["gradients", "counts, parameters", worker.EACH_USE], "gradients")
+)
+@pytest.mark.usefixtures("double")
+def test_in_one_process_shards_give_the_same_bits(name):
+    case = CASES[name]
+    model, batch = case.made(), case.batches()[0]
+    whole = replace(
+        case, options={n: x for n, x in case.options.items() if n not in ("shard", "memory_limit")}
+    )
+    pipe, undivided = case.compiled(model, REPLICAS), whole.compiled(model, REPLICAS)
+    found, expected = pipe.run_local(batch), undivided.run_local(batch)
+    assert found.loss.equal(expected.loss)
+    assert found.grads.keys() == expected.grads.keys()
+    assert all(found.grads[n].equal(grad) for n, grad in expected.grads.items())
+    owned = found.runtimes[0].buckets[0]
+    assert 0 < owned.summed.numel() < owned.begins[-1]
+    # A step whose memory is measured has activations alone.
+    saved = [each.run_local(batch, measure_memory=True).peak_saved for each in (pipe, undivided)]
+    assert saved[0] == saved[1]
+
+
+@pytest.mark.usefixtures("double")
+def test_rows_of_others_are_not_there_before_they_are_gathered():
+    case = CASES["optimizer"]
+    pipe, batch = case.compiled(case.made(), REPLICAS), case.batches()[0]
+    programs = [re.sub(r"rt\.wait_parameters\(\d+\); ", "", program) for program in pipe.artifact.programs]
+    edited = replace(pipe, artifact=replace(pipe.artifact, programs=tuple(programs)))
+    assert edited.run_local(batch).loss.isnan()
 
 
 @pytest.mark.usefixtures("double")

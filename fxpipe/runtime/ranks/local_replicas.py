@@ -8,8 +8,8 @@ import torch
 
 from fxpipe.errors import RunError
 from fxpipe.plan.lanes import LaneGroup
-from fxpipe.runtime.program.replicas import add_shard, shard_of
-from fxpipe.runtime.ranks.local import FlatMessage, LocalWorld, layout_of, text_of
+from fxpipe.runtime.program.replicas import add_shard, copy_from_bucket, in_bucket, shard_of
+from fxpipe.runtime.ranks.local import FlatMessage, Joint, LocalWorld, layout_of, text_of
 
 
 class LocalReplicas:
@@ -28,15 +28,19 @@ class LocalReplicas:
         self._name = "replica" if along is None else "lane"
 
     def reduce(self, bucket: torch.Tensor, begins: Sequence[int], into: torch.Tensor, *, mean: bool) -> None:
-        """Sum a bucket over all of them, into itself: all of them here have the same parameters."""
         buckets = self._of_all(bucket)
-        for index in range(self.number):
+        is_whole = into is bucket
+        adds = into.untyped_storage().data_ptr() != bucket.untyped_storage().data_ptr()
+        for index in range(self.number) if is_whole else [self.index]:
 
             def exchange(slices: torch.Tensor, *_: object) -> None:
                 parts = [shard_of(each, begins, index) for each in buckets]  # noqa: B023 - called at once
                 torch.cat(parts, out=slices)
 
-            add_shard(bucket, begins, index, exchange, shard_of(into, begins, index), mean=mean)
+            own = shard_of(bucket, begins, index)
+            add_shard(bucket, begins, index, exchange, own, mean=mean)
+            if adds:
+                into.add_(own)
 
     def wait(self, work: None) -> None:
         """Nothing here runs beside the ops."""
@@ -58,3 +62,28 @@ class LocalReplicas:
                     "on all of them."
                 )
         return [one.flat.as_strided(tensor.shape, tensor.stride()) for one in sent]
+
+
+class LocalShards:
+    """The processes in a LocalWorld that own rows of the same parameters, for one of them."""
+
+    def __init__(self, world: LocalWorld, rank: int, replica: int, lane: int, lanes: LaneGroup):
+        self._world, self._process = world, world.number(rank, replica, lane)
+        self._owner, self._owners = (
+            lanes.index(lane) * world.replicas + replica,
+            lanes.number * world.replicas,
+        )
+        self._group = "shards", rank, *lanes.members(lane)
+        self._what = f"the other owners of the parameters of rank {rank}"
+
+    def gather(
+        self, tensors: Sequence[torch.Tensor], begins: Sequence[int]
+    ) -> tuple[Joint, Sequence[torch.Tensor]]:
+        own = shard_of(in_bucket(tensors), begins, self._owner)
+        return self._world.join(self._group, self._owner, own.clone()), tensors
+
+    def wait(self, work: tuple[Joint, Sequence[torch.Tensor]]) -> None:
+        joint, tensors = work
+        owners = range(self._owners)
+        shards = self._world.take(joint, owners, self._owners, self._process, self._what)
+        copy_from_bucket(torch.cat(shards), tensors)

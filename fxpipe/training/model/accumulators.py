@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -39,7 +39,7 @@ def begin_buckets(state: ModelState, rt: Runtime) -> None:
     """Give the program the buckets by which it gathers parameters, before it begins."""
     rt.grads = {}
     if rt.shards:
-        rt.buckets = sharded_buckets(state)
+        rt.buckets = sharded_buckets(state, place_of(state))
 
 
 def accumulators(
@@ -201,18 +201,32 @@ def _sharded(state: ModelState, rt: Runtime) -> Finish:
 def new_buckets(state: ModelState, rt: Runtime) -> list[Bucket]:
     """The buckets of this process by their numbers, with new accumulators."""
     if rt.shards:
-        return sharded_buckets(state)
+        return sharded_buckets(state, place_of(state))
     return zero_buckets(state, rt.rank, 1 if rt.replicas is None else rt.replicas.number)[1]
 
 
-def sharded_buckets(state: ModelState) -> list[Bucket]:
-    """The buckets of this process by their numbers, without accumulators; it owns rows of each."""
+class Place(NamedTuple):
+    """The place of a process among those that own rows."""
+
+    replicas: int
+    replica: int
+    rank: int
+    lane: int
+
+
+def place_of(state: ModelState) -> Place:
+    """That of this process."""
     process = state.process
     assert process is not None, "processes own rows"
-    tensors = state.plan.tensors[process.rank]
-    divided = divisions(state.plan, tensors, process.replicas)
+    return Place(process.replicas, process.replica, process.rank, process.lane)
+
+
+def sharded_buckets(state: ModelState, place: Place) -> list[Bucket]:
+    """The buckets of a process by their numbers, without accumulators; it owns rows of each."""
+    tensors = state.plan.tensors[place.rank]
+    divided = divisions(state.plan, tensors, place.replicas)
     buckets = [
-        _sharded_bucket(state, bucket.gradients, each, each.owner(process.replica, process.lane))
+        _sharded_bucket(state, bucket.gradients, each, each.owner(place.replica, place.lane))
         for bucket, each in zip(tensors.exchanged, divided, strict=True)
     ]
     for bucket in buckets[len(tensors.buckets) :]:
@@ -227,7 +241,7 @@ def _sharded_bucket(
     bucket.begins, bucket.lanes = division.begins, division.lanes
     bucket.owner, bucket.pieces = owner, division.pieces[owner]
     bucket.level = state.plan.shard
-    if state.divides_parameters:
+    if state.plan.shard == "parameters":
         bucket.owned = tuple(state.value(piece.name) for piece in bucket.pieces)
         bucket.parameter_dtype = dtype_of(state.layout(names[0]).dtype)
     else:

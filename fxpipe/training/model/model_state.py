@@ -161,7 +161,8 @@ class ModelState:
             for name, p in self.parameters.items()
         }
         buffers = {name: lanes.share(name, b, lane).contiguous() for name, b in self.buffers.items()}
-        return replace(self, parameters=parameters, buffers=buffers, of=lambda: None, then=None, lane=lane)
+        of_lane = replace(self, parameters=parameters, buffers=buffers, rows={})
+        return replace(of_lane, of=lambda: None, then=None, lane=lane)
 
     def check_unchanged(self, named: dict[str, nn.Parameter]) -> None:
         """Raise RunError if the model's hooks or frozen parameters are other ones than the program's.

@@ -44,7 +44,9 @@ from fxpipe.runtime.torch_private import zero_each
 from fxpipe.training.model.accumulators import zero_buckets
 from fxpipe.training.model.model_state import ModelState
 from fxpipe.training.model.pending_update import PendingUpdate
+from fxpipe.training.model.shards import are_divided
 from fxpipe.training.run.batch_orders import BatchOrders
+from fxpipe.training.run.local_shards import divide, gradients
 
 NOTHING: Mapping[str, Path] = MappingProxyType({})
 
@@ -157,7 +159,8 @@ class LocalRunner:
         self.updates.settle()
         self.state.check_unchanged(self.state.follow_model())
         self._warn_of_mixed(batch)
-        ranks = self._ranks_replayed() if replay else self._ranks()
+        # What is replayed has the same memory in each step, and what is measured is activations alone.
+        ranks = self._ranks_replayed() if replay else self._ranks(divides=not measure_memory)
         world, runtimes = ranks.world, ranks.runtimes
         for rt in runtimes:
             rt.step_number, rt.collected = step, Collected(wanted, is_list)
@@ -179,14 +182,7 @@ class LocalRunner:
         else:
             losses = self._run_locally(world, runtimes, batch, programs, threads, check, record, meters)
         first = runtimes[: world.ranks * world.lanes]  # of replica 0: all replicas have the same sums
-        of_ranks = [first[begin : begin + world.lanes] for begin in range(0, len(first), world.lanes)]
-        whole = self.plan.lanes.joined
-        gradients = [
-            {name: whole(name, [rt.grads[name] for rt in lanes]) for name in lanes[0].grads}
-            for lanes in of_ranks
-        ]
-        # In reverse, as the first rank that holds a tied weight has its sum.
-        by_name = joined({name: grad for grads in reversed(gradients) for name, grad in grads.items()})
+        by_name = joined(gradients(self.plan, world, runtimes))
         for runtime in first:
             self.state.store_buffers(runtime)
         grads = {name: by_name[name] for name in self.state.parameters if name in by_name}
@@ -245,11 +241,12 @@ class LocalRunner:
             world, mains, lambda number: runtimes[number].current_op or "its start", threads, self.device
         )
 
-    def _ranks(self) -> LocalRanks:
-        """New runtimes of all ranks."""
+    def _ranks(self, *, divides: bool = False) -> LocalRanks:
+        """New runtimes of all ranks.  divides: whether each owns rows alone of what the plan divides."""
         world = LocalWorld(self.plan.ranks, self.plan.replicas, self.plan.lanes.number)
+        divides = divides and are_divided(self.plan, world.replicas)
         runtimes = [
-            self._local_runtime(world, rank, replica, lane)
+            self._local_runtime(world, rank, replica, lane, divides=divides)
             for replica in range(world.replicas)
             for rank in range(world.ranks)
             for lane in range(world.lanes)
@@ -277,17 +274,22 @@ class LocalRunner:
             rt.params, rt.buffers = state.params_and_buffers(rt.rank)
         return ranks.replays.step(ranks.runtimes, batch)
 
-    def _local_runtime(self, world: LocalWorld, rank: int, replica: int, lane: int) -> Runtime:
+    def _local_runtime(
+        self, world: LocalWorld, rank: int, replica: int, lane: int, *, divides: bool = False
+    ) -> Runtime:
         comm, offloader = LocalComm(world, rank, replica, lane), self._offloader(rank)
         self.state.check_values(rank)
         state = self.state.of_lane(lane)
-        if world.replicas == 1 and not self.plan.lanes.summed:
+        if divides:
+            rt = self._runtime_of(rank, comm, {}, offloader, state)
+            divide(rt, state, world, replica, lane)
+        elif world.replicas == 1 and not self.plan.lanes.summed:
             rt = self._runtime_of(rank, comm, state.zero_gradients(rank), offloader, state)
         else:
             grads, buckets = zero_buckets(state, rank, world.replicas)
             rt = self._runtime_of(rank, comm, grads, offloader, state)
             rt.buckets = buckets
-        if world.replicas > 1:
+        if world.replicas > 1 and not divides:
             rt.replicas = LocalReplicas(world, rank, replica, lane)
         if world.lanes > 1:
             rt.lanes, summed = LocalLanes(world, rank, replica, lane), {*self.plan.lanes.summed.values()}

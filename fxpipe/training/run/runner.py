@@ -38,6 +38,7 @@ from fxpipe.training.model.accumulators import (
     accumulators,
     begin_buckets,
     check_rows,
+    place_of,
     sharded_buckets,
 )
 from fxpipe.training.optimizer.batch_digest import (
@@ -345,7 +346,7 @@ class Runner(RankRunner):
             return {}
         gathered: dict[str, torch.Tensor] = {}
         with process.watch.collective():
-            for bucket in sharded_buckets(state):
+            for bucket in sharded_buckets(state, place_of(state)):
                 rows, shards = bucket.parameters or (bucket.own_rows(),), self.runtime.shards[bucket.lanes]
                 shards.wait(shards.gather(rows, bucket.begins))
                 gathered |= {} if bucket.parameters else bucket.views(rows[0])
