@@ -33,14 +33,14 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import inf
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
-from mutations import edited_lines, mutated
+from mutations import edited_lines, exchange_mutated, mutated
 from report import ROOT, Report
 
 import fxpipe
@@ -77,8 +77,11 @@ class Setting:
         return f"{self.name}: m={self.microbatches}, {given}"
 
 
-def drawn(generator: random.Random, microbatches: tuple[int, ...], has_lanes: bool) -> Setting:
-    """A model, an order, and how memory is saved.  has_lanes: whether its parameters are DTensors."""
+def drawn(
+    generator: random.Random, microbatches: tuple[int, ...], has_lanes: bool, has_shards: bool
+) -> Setting:
+    """A model, an order, and how memory is saved.  has_lanes: whether its parameters are DTensors.
+    has_shards: whether replicas, or lanes, divide what they have alike."""
     plans = sorted(tensor_parallel.PLANS)
     name = generator.choice(plans if has_lanes else (*FAMILIES, "tied_head", "tied_thrice", *CASES))
     words = name in (*FAMILIES, "tied_head")
@@ -91,6 +94,10 @@ def drawn(generator: random.Random, microbatches: tuple[int, ...], has_lanes: bo
         "offload": fxpipe.Offload(share, bandwidth=1e12) if share else False,
         "grad_dtype": generator.choice((None, None, torch.float64)),
     }
+    if has_shards:
+        options["replicas"] = generator.choice((1, 2) if has_lanes else (2, 3))
+        options["shard"] = generator.choice(("optimizer", "gradients", "parameters", "parameters"))
+        options["each_use"] = options["shard"] == "parameters" and generator.random() < 0.6
     return Setting(name, generator.choice(microbatches), options)
 
 
@@ -105,7 +112,8 @@ def case_of(setting: Setting) -> Case:
 
 def pipeline(setting: Setting) -> fxpipe.Pipeline | None:
     """None where the model does not fit the setting: too few places to cut, barriers in an order without."""
-    case = case_of(setting)
+    case, options = case_of(setting), dict(setting.options)
+    each_use = options.pop("each_use", False)
     with contextlib.ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
@@ -116,29 +124,37 @@ def pipeline(setting: Setting) -> fxpipe.Pipeline | None:
             stack.enter_context(tensor_parallel.parallelized(model, mesh, setting.name))
         else:
             stack.enter_context(captured_once(setting.name, setting.microbatches))
+        compile_it = partial(
+            fxpipe.compile,
+            model,
+            case.example(),
+            loss_fn=case.loss_fn,
+            microbatches=setting.microbatches,
+            effort=EFFORT,
+            check=False,
+        )
         try:
-            pipe = fxpipe.compile(
-                model,
-                case.example(),
-                loss_fn=case.loss_fn,
-                microbatches=setting.microbatches,
-                effort=EFFORT,
-                check=False,
-                **setting.options,
-            )
+            pipe = compile_it(**options)
+            if each_use:  # below what it takes to have all parameters for the step
+                peaks = zip(pipe.plan.held, pipe.plan.prediction.peak_memory, strict=True)
+                limit = int(0.97 * max(held.total + saved for held, saved in peaks))
+                pipe = compile_it(**options, memory_limit=limit)
             if is_on_lanes:
                 pipe.load_state_dict(whole)
             return pipe
-        except (fxpipe.PartitionError, fxpipe.ScheduleError, fxpipe.VocabularyError):
+        except (fxpipe.PartitionError, fxpipe.ScheduleError, fxpipe.VocabularyError, fxpipe.CaptureError):
             return None
 
 
 def pipelines(
-    seed: int, microbatches: tuple[int, ...] = (2, 3, 6), has_lanes: bool = False
+    seed: int,
+    microbatches: tuple[int, ...] = (2, 3, 6),
+    has_lanes: bool = False,
+    has_shards: bool = False,
 ) -> Iterator[tuple[Setting, fxpipe.Pipeline]]:
     generator = random.Random(seed)
     while True:
-        setting = drawn(generator, microbatches, has_lanes)
+        setting = drawn(generator, microbatches, has_lanes, has_shards)
         pipe = pipeline(setting)
         if pipe is not None:
             yield setting, pipe
@@ -188,7 +204,9 @@ def run(pipe: fxpipe.Pipeline, batch: Any) -> Run | str:
     state = {name: tensor.clone() for name, tensor in pipe.buffers.items()}
     with mock.patch.object(LocalComm, "send", noted), mock.patch.object(LocalComm, "collective", joined):
         try:
-            done = pipe.run_local(batch, measure_memory=True, outputs=pipe.outputs)
+            done = pipe.run_local(batch, outputs=pipe.outputs)
+            # Of what replicas divide a measured step has all.
+            peak = () if pipe.plan.shard else pipe.run_local(batch, measure_memory=True).peak_saved
         except (fxpipe.FxpipeError, AssertionError, RuntimeError) as error:
             return f"{type(error).__name__}: {str(error).splitlines()[0][:100]}"
     tensors = {
@@ -201,7 +219,7 @@ def run(pipe: fxpipe.Pipeline, batch: Any) -> Run | str:
     with torch.no_grad():
         for name, tensor in pipe.buffers.items():
             tensor.copy_(state[name])
-    return Run(results, repr(sorted(sent.items(), key=str)), done.peak_saved)
+    return Run(results, repr(sorted(sent.items(), key=str)), peak)
 
 
 def _bits(tensor: torch.Tensor) -> str:
@@ -253,17 +271,24 @@ class Tally:
 
 
 def try_mutations(
-    tally: Tally, count: int, seed: int, each: int, seconds: float, path: Path | None, has_lanes: bool
+    tally: Tally,
+    count: int,
+    seed: int,
+    each: int,
+    seconds: float,
+    path: Path | None,
+    has_lanes: bool,
+    has_shards: bool,
 ) -> None:
-    """``each`` edits of every pipeline, for at most so many seconds."""
+    """``each`` edits of every pipeline, for at most so many seconds; with shards of what it exchanges."""
     checking.parse = lru_cache(8)(checking.parse)  # of several programs one has changed
     signal.signal(signal.SIGALRM, _endless)
     generator = random.Random(seed)
-    made, left, end = pipelines(seed, (2, 3), has_lanes), count, time.monotonic() + seconds
+    made, left, end = pipelines(seed, (2, 3), has_lanes, has_shards), count, time.monotonic() + seconds
     while left and time.monotonic() < end:
         setting, pipe = next(made)
         step = reference_of(CapturedStep.from_json(pipe.artifact.captured, "captured.json"), Terms(RULES))
-        batch = case_of(setting).data(setting.microbatches)
+        batch = case_of(setting).data(setting.microbatches * pipe.plan.replicas)
         expected = run(pipe, batch)
         if isinstance(expected, str):
             raise SystemExit(f"{setting} does not run: {expected}")
@@ -275,7 +300,8 @@ def try_mutations(
             left -= 1
             rank = generator.randrange(pipe.plan.ranks)
             programs = [*pipe.artifact.programs]
-            kind, done, programs[rank] = mutated(programs[rank], generator)
+            edit = exchange_mutated if has_shards else mutated
+            kind, done, programs[rank] = edit(programs[rank], generator)
             before = time.process_time()
             signal.alarm(60)
             found = check_against(step, pipe.plan, programs)
@@ -284,9 +310,10 @@ def try_mutations(
             if not found.holds:
                 tally.counts[kind, "rejected"] += 1
                 continue
-            difference = _difference(
-                run(edited(pipe, tuple(programs)), batch), expected, bool(found.otherwise)
-            )
+            # Parts of a sum over replicas may be added in another order, which rounds otherwise.
+            is_told = bool(found.otherwise)
+            done_with = run(edited(pipe, tuple(programs)), batch)
+            difference = _difference(done_with, expected, is_told, rounds=is_told or has_shards)
             column = "escaped" if difference else "told" if found.otherwise else "equal"
             tally.counts[kind, column] += 1
             if difference:
@@ -295,7 +322,8 @@ def try_mutations(
                 tally.escaped.append(text)
         if path:
             tally.save(path)
-    tally.pieces.append(f"{count - left} of seed {seed}{' with lanes' if has_lanes else ''}")
+    kinds = " with lanes" * has_lanes + " with shards" * has_shards
+    tally.pieces.append(f"{count - left} of seed {seed}{kinds}")
 
 
 def _endless(*_: object) -> None:
@@ -303,15 +331,16 @@ def _endless(*_: object) -> None:
     raise KeyboardInterrupt("a check takes more than a minute")
 
 
-def _difference(done: Run | str, expected: Run, is_told: bool) -> str:
-    """What an accepted edit changes; "" for nothing.  is_told: that it runs otherwise than the plan."""
+def _difference(done: Run | str, expected: Run, is_told: bool, rounds: bool) -> str:
+    """What an accepted edit changes; "" for nothing.  is_told: that it runs otherwise than the plan.
+    rounds: whether results may be rounded otherwise."""
     if isinstance(done, str):
         return done
     if done.results.keys() != expected.results.keys():
         return "other results"
     for name, tensor in expected.results.items():
         own = done.results[name]
-        if _bits(own) != _bits(tensor) and not (is_told and torch.allclose(own, tensor, ROUNDING)):
+        if _bits(own) != _bits(tensor) and not (rounds and torch.allclose(own, tensor, ROUNDING)):
             return f"another {name}"
     if done.messages != expected.messages and not is_told:
         return "other messages"
@@ -429,6 +458,7 @@ def main() -> None:
     parser.add_argument("--tally", type=Path, help="a file with the edits of earlier pieces, to add to")
     parser.add_argument("--attribution", type=int, default=0, help="edits that are rejected")
     parser.add_argument("--lanes", action="store_true", help="settings and mutations of models with DTensors")
+    parser.add_argument("--shards", action="store_true", help="mutations of what replicas and lanes divide")
     parser.add_argument("--large", action="store_true")
     parser.add_argument(
         "--size", type=int, nargs=3, default=(96, 64, 256), help="layers, ranks, microbatches"
@@ -444,7 +474,7 @@ def main() -> None:
     if options.mutations:
         tally = Tally.of(options.tally)
         asked = options.mutations, options.seed, options.each, options.seconds
-        try_mutations(tally, *asked, options.tally, options.lanes)
+        try_mutations(tally, *asked, options.tally, options.lanes, options.shards)
         tally.print(report)
         if options.tally:
             tally.save(options.tally)

@@ -27,6 +27,50 @@ def mutated(source: str, random: Random) -> tuple[str, str, str]:
             return kind, done, text
 
 
+def exchange_mutated(source: str, random: Random) -> tuple[str, str, str]:
+    """The same, of a line that sums gradients over replicas or lanes, or gathers, waits for or frees
+    parameters: it is missing, runs twice, changes places with another line, or names another bucket."""
+    while True:
+        tree = ast.parse(source)
+        places = [
+            (body, k)
+            for body in _bodies(tree)
+            for k, line in enumerate(body)
+            if isinstance(line, ast.Expr) and re.match(EXCHANGES, _text(line))
+        ]
+        body, k = random.choice(places)
+        line, kind = body[k], random.choice(("missing", "twice", "elsewhere", "another bucket"))
+        done = _text(line)
+        if kind == "twice":
+            body.insert(_place(body, random), copy.deepcopy(line))
+        elif kind == "another bucket":
+            numbers = _constants(line, (int,))
+            for number in random.sample(numbers, min(1, len(numbers))):
+                number.value = max(0, number.value + random.choice((-1, 1, 2)))
+        else:
+            body.remove(line)
+            if kind == "elsewhere":
+                body, _ = random.choice([*places, (body, 0)])
+                body.insert(_place(body, random), line)
+        if not all(_bodies_are_full(tree)):
+            continue
+        if (text := ast.unparse(tree)) != _normal(source):
+            return kind, done, text
+
+
+def _place(body: list[ast.stmt], random: Random) -> int:
+    """Where a line may come, before a return."""
+    return random.randrange(len(body) + (not isinstance(body[-1], ast.Return)))
+
+
+#: Calls on what replicas and lanes have of gradients and parameters.
+EXCHANGES = r"rt\.(sum_over_lanes|\w+_gradients?|(gather|wait|free)_parameters)\b"
+
+
+def _bodies_are_full(tree: ast.AST) -> Iterator[bool]:
+    return (bool(body) for body in _bodies(tree))
+
+
 def edited_lines(source: str, text: str) -> set[int]:
     """The lines of a ``mutated`` text that are not the source's.
 

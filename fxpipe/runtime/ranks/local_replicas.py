@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -10,6 +10,7 @@ from fxpipe.errors import RunError
 from fxpipe.plan.lanes import LaneGroup
 from fxpipe.runtime.program.replicas import add_shard, copy_from_bucket, in_bucket, shard_of
 from fxpipe.runtime.ranks.local import FlatMessage, Joint, LocalWorld, layout_of, text_of
+from fxpipe.runtime.torch_private import no_modes
 
 
 class LocalReplicas:
@@ -27,31 +28,42 @@ class LocalReplicas:
             self._group = ("sums", rank, replica, *along.members(lane))
         self._name = "replica" if along is None else "lane"
 
-    def reduce(self, bucket: torch.Tensor, begins: Sequence[int], into: torch.Tensor, *, mean: bool) -> None:
-        buckets = self._of_all(bucket)
-        is_whole = into is bucket
-        adds = into.untyped_storage().data_ptr() != bucket.untyped_storage().data_ptr()
-        for index in range(self.number) if is_whole else [self.index]:
+    def reduce(
+        self, bucket: torch.Tensor, begins: Sequence[int], into: torch.Tensor, *, mean: bool
+    ) -> Callable[[], None]:
+        joint = self._join(bucket)
 
-            def exchange(slices: torch.Tensor, *_: object) -> None:
-                parts = [shard_of(each, begins, index) for each in buckets]  # noqa: B023 - called at once
-                torch.cat(parts, out=slices)
+        def reduced() -> None:
+            buckets = self._taken(joint, bucket)
+            adds = into.untyped_storage().data_ptr() != bucket.untyped_storage().data_ptr()
+            for index in range(self.number) if into is bucket else [self.index]:
 
-            own = shard_of(bucket, begins, index)
-            add_shard(bucket, begins, index, exchange, own, mean=mean)
-            if adds:
-                into.add_(own)
+                def exchange(slices: torch.Tensor, *_: object) -> None:
+                    parts = [shard_of(each, begins, index) for each in buckets]  # noqa: B023 - called at once
+                    torch.cat(parts, out=slices)
 
-    def wait(self, work: None) -> None:
-        """Nothing here runs beside the ops."""
+                own = shard_of(bucket, begins, index)
+                add_shard(bucket, begins, index, exchange, own, mean=mean)
+                if adds:
+                    into.add_(own)
+
+        if self._name == "replica":
+            return reduced
+        reduced()  # a sum over the replicas may come next, of its result
+        return lambda: None
+
+    def wait(self, work: Callable[[], None]) -> None:
+        work()
 
     def copy_first(self, tensors: Sequence[torch.Tensor]) -> None:
         for tensor in tensors:
-            tensor.copy_(self._of_all(tensor)[0])
+            tensor.copy_(self._taken(self._join(tensor), tensor)[0])
 
-    def _of_all(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+    def _join(self, tensor: torch.Tensor) -> Joint:
+        return self._world.join(self._group, self.index, FlatMessage.of(tensor))
+
+    def _taken(self, joint: Joint, tensor: torch.Tensor) -> list[torch.Tensor]:
         """The tensors of all, in their order.  Raises RunError for one that is not like this one."""
-        joint = self._world.join(self._group, self.index, FlatMessage.of(tensor))
         sent = self._world.take(joint, range(self.number), self.number, self._process, self._what)
         layout = layout_of(tensor)
         for number, other in enumerate(sent):
@@ -61,7 +73,8 @@ class LocalReplicas:
                     f"dtype) to a sum, and {self._name} {self.index} {text_of(layout)}. Run the same program "
                     "on all of them."
                 )
-        return [one.flat.as_strided(tensor.shape, tensor.stride()) for one in sent]
+        with no_modes():  # as for messages: the memory of others is not this process's
+            return [one.flat.as_strided(tensor.shape, tensor.stride()) for one in sent]
 
 
 class LocalShards:
