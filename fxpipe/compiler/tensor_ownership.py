@@ -208,7 +208,7 @@ def with_replicas(
                 exchange=max(
                     min(MOST_BYTES, max((each.whole for each in gradients), default=0)) * (replicas > 1),
                     # What a lane gets of the others, then the sum, beside what all have.
-                    2 * min(MOST_BYTES, max((stage.of_lanes for stage in of_rank), default=0)),
+                    2 * min(MOST_BYTES, max((stage.of_lanes.whole for stage in of_rank), default=0)),
                 ),
             )
         )
@@ -275,7 +275,7 @@ def stage_tensors(
             divided(gradients, gradient),
             divided(gradients, parameter),
             divided(frozen[stage], parameter),
-            _gradient_bytes(tensors, {n for n in gradients if lanes.sums(ShardName(n))}, grad_dtype),
+            divided([n for n in gradients if lanes.sums(ShardName(n))], gradient),
         )
         for stage, gradients in accumulated.items()
         if gradients or frozen[stage]

@@ -25,6 +25,11 @@ class Bytes(NamedTuple):
     def and_of(self, other: Bytes) -> Bytes:
         return Bytes(self.whole + other.whole, self.part + other.part)
 
+    @property
+    def of_others(self) -> float:
+        """The bytes that a lane has not."""
+        return self.whole - self.part
+
 
 NO_BYTES = Bytes(0, 0.0)
 
@@ -36,7 +41,7 @@ class StageTensors(NamedTuple):
     gradients: Bytes = NO_BYTES
     parameters: Bytes = NO_BYTES
     frozen: Bytes = NO_BYTES
-    of_lanes: int = 0
+    of_lanes: Bytes = NO_BYTES
 
     def gathered(self, shard: str | None) -> Bytes:
         """The bytes of the parameters that a process gets of others."""
@@ -66,17 +71,17 @@ def exchanges(
         # As many messages as other replicas, each of a shard.
         return (replicas - 1) * link.seconds(size / replicas) if size else 0.0
 
-    def of_lanes(stage: int, size: float) -> float:
+    def between_lanes(stage: int, sizes: Bytes) -> float:
         link = cluster.devices[placement[stage]].intra
-        return (lanes - 1) * link.seconds(size / lanes) if size else 0.0
+        others = max(1, lanes - 1)
+        return others * link.seconds(sizes.of_others / others) if sizes.of_others else 0.0
 
     by_stage = []
     for stage in range(len(placement)):
         sizes = tensors.get(stage, StageTensors())
-        before, gathered = of_lanes(stage, sizes.of_lanes), sizes.gathered(shard)
+        before, gathered = between_lanes(stage, sizes.of_lanes), sizes.gathered(shard)
         if shard:
-            of_others = (gathered.whole - gathered.part) * lanes / max(1, lanes - 1)
-            gather = seconds(stage, gathered.part) + of_lanes(stage, of_others)
+            gather = seconds(stage, gathered.part) + between_lanes(stage, gathered)
             once = before + seconds(stage, sizes.gradients.part)
             by_stage.append(Exchange(once, gather, per_use))
         else:  # the sums go back to all, which moves as much again

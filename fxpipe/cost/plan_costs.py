@@ -62,7 +62,7 @@ def _exchanges_on(plan: Plan, device: Device, ranks_per_machine: int | None) -> 
             Bytes.of((_gradient_bytes(plan, [name]), number[name]) for name in names),
             Bytes.of((plan.layouts[name].nbytes, number[name]) for name in names),
             Bytes.of((plan.layouts[name].nbytes, number[name]) for name in others),
-            _gradient_bytes(plan, [name for name in names if plan.lanes.sums(ShardName(name))]),
+            Bytes.of((_gradient_bytes(plan, [n]), number[n]) for n in names if plan.lanes.sums(ShardName(n))),
         )
     per_use = any(exchange.per_use for exchange in plan.costs.exchanges)
     cluster = Cluster((device,) * plan.ranks)
