@@ -32,6 +32,7 @@ from fxpipe.compiler.choice.choose import Chosen, Costing, choose, with_uses
 from fxpipe.compiler.choice.cut import Cuts, Stages
 from fxpipe.compiler.choice.stage_counts import all_stages, cluster_of, offload_bandwidth
 from fxpipe.compiler.compilation import Compilation
+from fxpipe.compiler.garbage import collector_paused
 from fxpipe.compiler.generate import generate
 from fxpipe.compiler.options import Settings
 from fxpipe.compiler.passes import StepGraphs
@@ -44,7 +45,6 @@ from fxpipe.cost.profile import known_tensors
 from fxpipe.cost.rewrites import mask_rewrites, weight_rewrites
 from fxpipe.cost.throughput import step_flops
 from fxpipe.errors import SizeError
-from fxpipe.ir.garbage import collector_paused
 from fxpipe.ir.graph import Section
 from fxpipe.ir.resized import ResizedTraces
 from fxpipe.plan.artifact import Artifact, Plan

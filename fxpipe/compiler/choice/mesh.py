@@ -19,6 +19,7 @@ from fxpipe.compiler.choice.cut import Cuts, Stages
 from fxpipe.compiler.choice.stage_counts import all_stages, cluster_of
 from fxpipe.compiler.compilation import Compilation
 from fxpipe.compiler.compile import CapturedStep, capture_step, costing_of
+from fxpipe.compiler.garbage import collector_paused
 from fxpipe.compiler.options import Settings
 from fxpipe.compiler.progress import Phases
 from fxpipe.compiler.tensor_ownership import check_state_of_replicas
@@ -33,7 +34,6 @@ from fxpipe.errors import (
     VocabularyError,
     number_of,
 )
-from fxpipe.ir.garbage import collector_paused
 from fxpipe.ir.storage import graph_outputs
 from fxpipe.partition.parts import PartsOfStage
 from fxpipe.plan.dtensors import local
