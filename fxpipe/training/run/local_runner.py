@@ -152,7 +152,7 @@ class LocalRunner:
         programs = self._orders.of([(lengths[part], shares[part]) for part in parts], self._local_programs)
         spec = spec.with_microbatches(number)
         wanted = requested(outputs, None, spec.outputs, spec.ranks)
-        is_list = bool(spec.lengths) and are_listed(spec, batch)
+        is_list = are_listed(batch, spec)
         check_ops(record, [op for program in programs for op in program.ops])
         self.updates.settle()
         self.state.check_unchanged(self.state.follow_model())

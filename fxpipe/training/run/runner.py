@@ -131,7 +131,7 @@ class Runner(RankRunner):
                     check_rows(self.state, rt.rank)
             self._warn_of_mixed(batch)
             try:
-                is_list = bool(spec.lengths) and are_listed(spec, batch)
+                is_list = are_listed(batch, spec)
                 rt.collected = Collected.of(wanted, rt.rank, spec.microbatches, self.device, is_list)
                 self.state.changed()
                 rt.params, rt.buffers = self.state.params_and_buffers(rt.rank)
@@ -288,7 +288,7 @@ class Runner(RankRunner):
     def evaluate(self, batch: object, outputs: Sequence[str], outputs_on: On) -> StepResult:
         """A step of a forward, or several for a batch with fewer rows."""
         spec, rt = self.plan.step, self.runtime
-        short = None if are_listed(spec, batch) else short_batch(spec, batch, outputs)
+        short = None if are_listed(batch, spec) else short_batch(spec, batch, outputs)
         if short is None:
             return self.step(batch, outputs, outputs_on, None, {})
         if spec.has_total:
