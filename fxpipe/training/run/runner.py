@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
-from pathlib import Path
 
 import torch
 
@@ -26,8 +25,8 @@ from fxpipe.runtime.batch.lengths import (
     lengths_of,
     or_example,
 )
-from fxpipe.runtime.batch.outputs import Collected, On, StepResult, requested
-from fxpipe.runtime.debug.finite import Check, place_of_failure
+from fxpipe.runtime.batch.outputs import Collected, StepResult, requested
+from fxpipe.runtime.debug.finite import place_of_failure
 from fxpipe.runtime.program.comm import NoAnswer
 from fxpipe.runtime.program.load_program import Program
 from fxpipe.runtime.program.rank import Runtime
@@ -51,6 +50,7 @@ from fxpipe.training.optimizer.batch_digest import (
     words,
 )
 from fxpipe.training.run.kept_gradients import KeptGradients
+from fxpipe.training.run.local_runner import Looks
 from fxpipe.training.run.moved_outputs import outputs_of
 from fxpipe.training.run.rank_digests import RankDigests
 from fxpipe.training.run.rank_runner import RankRunner
@@ -100,16 +100,14 @@ class Runner(RankRunner):
         if "runtime" in self.__dict__:
             self.runtime.step_number = number
 
-    def step(
-        self, batch: object, outputs: Sequence[str], outputs_on: On, check: Check, record: Mapping[str, Path]
-    ) -> StepResult:
+    def step(self, batch: object, looks: Looks) -> StepResult:
         """See ``Pipeline.step``."""
         if self.process is not None:
             self.process.watch.check()
         of_replicas = self._agreed_lengths(batch, is_checked=True)
         self._last = self._for(batch)
         if self._last is not None:
-            return self._step_of_other(self._last, batch, outputs, outputs_on, check, record)
+            return self._step_of_other(self._last, batch, looks)
         lengths, _ = of_replicas[0 if self.process is None else self.process.replica]
         rt, spec = self.runtime, self.plan.step.with_microbatches(len(lengths))
         program = self._own_program
@@ -122,7 +120,7 @@ class Runner(RankRunner):
         number = rt.step_number = self.step_number
         with self._watched(rt, program):
             with self._refused_by_all(rt, number):
-                wanted = requested(outputs, outputs_on, spec.outputs, spec.ranks)
+                wanted = requested(looks.outputs, looks.outputs_on, spec.outputs, spec.ranks)
                 if not spec.lengths:
                     checked(spec, batch, lengths, spec.leaves[rt.rank])
                 self.updates.check()
@@ -137,7 +135,8 @@ class Runner(RankRunner):
                 rt.params, rt.buffers = self.state.params_and_buffers(rt.rank)
                 self._warm_up.settle(rt, program, batch)
                 self._warm_up.follow(rt, program)
-                asked = "" if outputs_on is None else f"{sorted(rt.collected.wanted)} on {outputs_on}"
+                on = looks.outputs_on
+                asked = "" if on is None else f"{sorted(rt.collected.wanted)} on {on}"
                 # Sent before the program and read behind it, so that the words travel while it computes.
                 compare = self._begin_comparison(batch, number, asked)
                 begin_buckets(self.state, rt)
@@ -149,11 +148,11 @@ class Runner(RankRunner):
                     self.updates.settle()
                 if self.updates.are_settled:
                     self._begin_gradients(rt, finish)
-                loss = self._run(program, rt, batch, check, record)
+                loss = self._run(program, rt, batch, looks)
                 rt.validate = None  # which would keep this and the runtime alive in a circle
                 self.state.refreshed()
                 compare()  # before outputs move: ranks that differ would wait for other messages
-                results, listed = outputs_of(rt, outputs_on, self.process)
+                results, listed = outputs_of(rt, on, self.process)
             except NoAnswer as error:
                 raise (error if self.process is None else self.process.watch.lost(error)) from None
             except Exception as error:  # whatever it is, the other ranks must hear of it
@@ -233,32 +232,21 @@ class Runner(RankRunner):
             holds = said <= {0, 2} and 2 in said
         return other if holds else None
 
-    def _step_of_other(
-        self,
-        other: Runner,
-        batch: object,
-        outputs: Sequence[str],
-        outputs_on: On,
-        check: Check,
-        record: Mapping[str, Path],
-    ) -> StepResult:
+    def _step_of_other(self, other: Runner, batch: object, looks: Looks) -> StepResult:
         """A step by the programs of another runner, which goes on with this one's number of the step."""
         other.step_number, other.stop_asked = self.step_number, self.stop_asked
-        result = other.step(batch, outputs, outputs_on, check, record)
+        result = other.step(batch, looks)
         self.step_number, self.stops = other.step_number, other.stops
         return result
 
-    def _run(
-        self, program: Program, rt: Runtime, batch: object, check: Check, record: Mapping[str, Path]
-    ) -> torch.Tensor | None:
+    def _run(self, program: Program, rt: Runtime, batch: object, looks: Looks) -> torch.Tensor | None:
         """Run a program, or replay it; return its loss."""
-        asks = check or record or rt.collected.wanted or rt.weighted
-        if self._replays is not None and not asks:
+        if self._replays is not None and not (looks or rt.weighted):
             (loss,) = self._replays.step([rt], batch)
             return loss
         with self._warm_up.memory(rt.step_number):
-            recorded = self._recorded(program, rt, record, self._number_in_world)
-            return self._run_program(recorded, rt, self._number_in_world, batch, check)
+            recorded = self._recorded(program, rt, looks.record, self._number_in_world)
+            return self._run_program(recorded, rt, self._number_in_world, batch, looks.check)
 
     @cached_property
     def _kept_gradients(self) -> KeptGradients:
@@ -285,12 +273,12 @@ class Runner(RankRunner):
             never,
         )
 
-    def evaluate(self, batch: object, outputs: Sequence[str], outputs_on: On) -> StepResult:
+    def evaluate(self, batch: object, looks: Looks) -> StepResult:
         """A step of a forward, or several for a batch with fewer rows."""
         spec, rt = self.plan.step, self.runtime
-        short = None if are_listed(batch, spec) else short_batch(spec, batch, outputs)
+        short = None if are_listed(batch, spec) else short_batch(spec, batch, looks.outputs)
         if short is None:
-            return self.step(batch, outputs, outputs_on, None, {})
+            return self.step(batch, looks)
         if spec.has_total:
             raise BatchError(
                 f"The loss divides by a number of the batch, that of {spec.microbatches} microbatches, and "
@@ -309,7 +297,7 @@ class Runner(RankRunner):
         try:
             for part, (_, weights) in zip(batches, short.steps, strict=True):
                 rt.losses.weights = weights
-                steps.append(self.step(part, outputs, outputs_on, None, {}))
+                steps.append(self.step(part, looks))
                 sums, counts = sums + rt.total[0], counts + rt.total[1]
         finally:
             rt.weighted, rt.losses.weights = (), None
