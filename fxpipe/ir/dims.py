@@ -41,6 +41,11 @@ _ALONG = SUMS | {
 }  # fmt: skip
 
 
+def is_pointwise(node: fx.Node) -> bool:
+    """Whether an op computes each entry of its result from the entries at the same place."""
+    return torch.Tag.pointwise in getattr(node.target, "tags", ())
+
+
 def through(node: fx.Node, x: fx.Node, dim: int) -> int | Lost:
     """The dimension of the result each of whose entries is made of that entry of ``dim`` of an operand alone,
     and of operands without such a dimension."""
@@ -49,7 +54,7 @@ def through(node: fx.Node, x: fx.Node, dim: int) -> int | Lost:
     named = dims_of(node, len(before)) if packet in _ALONG else set()
     if packet is None:  # an item of several results
         return dim
-    if torch.Tag.pointwise in node.target.tags or packet in COPIES or packet is aten.expand:  # type: ignore
+    if is_pointwise(node) or packet in COPIES or packet is aten.expand:
         return dim + len(after) - len(before)  # they are aligned at the last dimension
     if packet in RESHAPES:
         # As many elements before it: then it is the same dimension, whatever the others became.

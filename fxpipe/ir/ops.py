@@ -11,6 +11,7 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
+from fxpipe.ir.dims import is_pointwise
 from fxpipe.ir.graph import Origin
 from fxpipe.ir.storage import argument, is_view, place_of
 from fxpipe.plan.lanes import LaneGroup
@@ -127,10 +128,7 @@ def _with_all_heads(args: Sequence[Any], first: int) -> Any:
 def is_elementwise(node: fx.Node) -> bool:
     """Whether an op computes each entry of its result from the entries at the same place: also a view, or a
     cast."""
-    target: object = node.target
-    return (
-        is_view(node) or target is aten._to_copy.default or torch.Tag.pointwise in getattr(target, "tags", ())
-    )
+    return is_view(node) or node.target is aten._to_copy.default or is_pointwise(node)
 
 
 def lane_group(node: fx.Node) -> LaneGroup:

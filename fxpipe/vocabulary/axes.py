@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from fxpipe.errors import VocabularyError
-from fxpipe.ir.dims import Lost, dims_of, through
+from fxpipe.ir.dims import Lost, dims_of, is_pointwise, through
 from fxpipe.ir.graph import Kind
 from fxpipe.ir.ops import SUM_OF_LANES
 from fxpipe.ir.storage import argument, call_nodes
@@ -191,7 +191,7 @@ def _axis(node: fx.Node, axes: dict[fx.Node, int]) -> int | None:
     elif args[0] in axes and node.target in _AS_BEFORE:
         at = axes[args[0]]
         axis = at if leaves_out_columns(node, at) or entries(node, at) == entries(args[0], at) else None
-    elif torch.Tag.pointwise in getattr(node.target, "tags", ()):
+    elif is_pointwise(node):
         axis = _of_operands(node, axes)
     else:
         axis = None
