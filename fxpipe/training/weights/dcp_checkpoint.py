@@ -78,7 +78,7 @@ class DistributedCheckpoint:
 
     def _rows(self, name: str, tensor: StoredTensor, area: Area) -> torch.Tensor:
         """A part of a tensor; all its rows are in the same chunks."""
-        rows: torch.Tensor | None = None
+        rows = torch.empty(area.shape, dtype=tensor.dtype)
         for chunk in tensor.chunks:
             shared = area.common(chunk.area)
             if shared is None:
@@ -86,9 +86,8 @@ class DistributedCheckpoint:
             part = self._read(name, tensor, chunk)[shared.within(chunk.area.begin)]
             if part.shape == area.shape:
                 return part
-            rows = torch.empty(area.shape, dtype=tensor.dtype) if rows is None else rows
             rows[shared.within(area.begin)] = part
-        return torch.empty(area.shape, dtype=tensor.dtype) if rows is None else rows
+        return rows
 
     def _read(self, name: str, tensor: StoredTensor, chunk: Chunk) -> torch.Tensor:
         file = self._path / chunk.file
