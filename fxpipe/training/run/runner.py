@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -13,17 +12,11 @@ import torch
 
 from fxpipe.errors import BatchError, FxpipeError, RunError, number_of
 from fxpipe.plan.artifact import Artifact
-from fxpipe.plan.step import SHARES
-from fxpipe.runtime.batch.documents import agreed_shares, shares_of
 from fxpipe.runtime.batch.lengths import (
-    Lengths,
-    agreed_lengths,
     all_leaves,
     are_as_assumed,
     are_listed,
     checked,
-    lengths_of,
-    or_example,
 )
 from fxpipe.runtime.batch.outputs import Collected, StepResult, requested
 from fxpipe.runtime.debug.finite import place_of_failure
@@ -49,6 +42,7 @@ from fxpipe.training.optimizer.batch_digest import (
     refusing,
     words,
 )
+from fxpipe.training.run.batch_orders import Batch, agreed_batch
 from fxpipe.training.run.kept_gradients import KeptGradients
 from fxpipe.training.run.local_runner import Looks
 from fxpipe.training.run.moved_outputs import outputs_of
@@ -104,7 +98,7 @@ class Runner(RankRunner):
         """See ``Pipeline.step``."""
         if self.process is not None:
             self.process.watch.check()
-        of_replicas = self._agreed_lengths(batch, is_checked=True)
+        of_replicas = self._agreed(batch, is_checked=True)
         self._last = self._for(batch)
         if self._last is not None:
             return self._step_of_other(self._last, batch, looks)
@@ -169,53 +163,12 @@ class Runner(RankRunner):
 
     def prepare(self, batch: object) -> None:
         """See ``Pipeline.prepare``."""
-        self._orders.prepare(self._agreed_lengths(batch))
+        self._orders.prepare(self._agreed(batch))
 
-    def _agreed_lengths(
-        self, batch: object, is_checked: bool = False
-    ) -> list[tuple[list[Lengths], list[int]]]:
-        """The lengths of each replica's microbatches, on which its ranks agree before anything is sent, and
-        the shares of their documents.
-
-        Raises BatchError on all ranks where one of them refuses its batch: for its lengths and, with
-        ``is_checked``, for anything in which its leaves are unlike the example's.
-        """
-        spec, process = self.plan.step, self.process
-        if not spec.lengths:
-            # Not the plan's: programs run on any number of replicas.
-            replicas = 1 if process is None else process.replicas
-            number = spec.microbatches
-            return [(or_example(spec, [None] * number), [SHARES] * number)] * replicas
-        error, own, shares = None, list[Lengths | None](), list[int]()
-        try:
-            own = lengths_of(spec, batch)
-            shares = shares_of(spec, batch, own)
-            if is_checked:
-                rank = 0 if process is None else process.rank
-                checked(spec, batch, or_example(spec, own), spec.leaves[rank])
-        except BatchError as refusal:
-            if process is None:
-                raise
-            error = refusal
-        if process is None:
-            return [(or_example(spec, own), shares)]
-        says = {"refuses": "" if error is None else str(error), "lengths": own, "shares": shares}
-        header = json.dumps(says)
-        ranks = [json.loads(each) for each in process.gather(header.encode())]
-        if error is not None:
-            raise error
-        for rank, said in enumerate(ranks):
-            if said["refuses"]:
-                raise BatchError(
-                    f"Rank {rank} refuses the batch of {self._named(self.step_number)}: {said['refuses']}"
-                )
-        # Of all replicas, so that where the ranks of one disagree all refuse the step.
-        of_replicas = [process.of_replica(replica) for replica in range(process.replicas)]
-        agreed = [agreed_lengths(spec, {rank: ranks[rank]["lengths"] for rank in one}) for one in of_replicas]
-        return [
-            (lengths, agreed_shares(len(lengths), [ranks[rank]["shares"] for rank in one]))
-            for lengths, one in zip(agreed, of_replicas, strict=True)
-        ]
+    def _agreed(self, batch: object, is_checked: bool = False) -> Batch:
+        return agreed_batch(
+            self.plan.step, batch, self.process, self._named(self.step_number), is_checked=is_checked
+        )
 
     def _for(self, batch: object) -> Runner | None:
         """The runner of the programs for batches like this alone; the same on all ranks and replicas."""
