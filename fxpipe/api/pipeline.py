@@ -36,7 +36,7 @@ from fxpipe.training.model.save import save
 from fxpipe.training.optimizer.make_optimizer import make_optimizer
 from fxpipe.training.optimizer.optimizer import PipelineOptimizer
 from fxpipe.training.optimizer.step_loss import StepLoss
-from fxpipe.training.run.local_runner import LocalResult
+from fxpipe.training.run.local_runner import LocalResult, Looks
 from fxpipe.training.run.runner import Runner
 from fxpipe.viz.notebook import ShownResult, shown_as
 
@@ -167,9 +167,9 @@ class Pipeline(Weights, Views):
         Buffers are updated as in training; parameters and their ``.grad`` are left alone.
         Raises RunError under torchrun, where a process has the program and the tensors of one rank.
         """
-        what = outputs, checked(check), checked_record(record), replay
+        looks = Looks(outputs, None, checked(check), checked_record(record))
         with self._runner.as_traced():
-            result = self._runner.run_local(batch, step, threads, measure_memory, *what)
+            result = self._runner.run_local(batch, step, threads, measure_memory, replay, looks)
         return shown_as(ShownResult, result)
 
     @overload
@@ -213,9 +213,9 @@ class Pipeline(Weights, Views):
         RunError with its message, and their processes end soon after, whether or not the error is caught.
         """
         self._check_asked(outputs)
-        looks = checked(check), checked_record(record)
+        looks = Looks(outputs or (), outputs_on, checked(check), checked_record(record))
         with self._clock.step(self._share), self._runner.as_traced():
-            result = self._runner.step(batch, outputs or (), outputs_on, *looks)
+            result = self._runner.step(batch, looks)
         if result.loss is not None and self.artifact.plan.trains:
             result = replace(result, loss=result.loss.as_subclass(StepLoss))  # its backward() has run
         return _loss(result) if outputs is None else result
@@ -261,7 +261,7 @@ class Pipeline(Weights, Views):
         with self._clock.stopped(), pipe.model_state.borrowing(self._runner.gather_parameters()):
             pipe._check_asked(outputs)
             with pipe._runner.as_traced():
-                result = pipe._runner.evaluate(batch, outputs or (), outputs_on)
+                result = pipe._runner.evaluate(batch, Looks(outputs or (), outputs_on))
             return _loss(result) if outputs is None else result
 
     def prepare(self, batch: object) -> None:

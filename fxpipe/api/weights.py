@@ -178,12 +178,8 @@ class Weights:
 
         Each step compares this as well, of the step before; ``save`` and the like call it first.
         """
-        self.updates.settle()
-        if self.process is None:
-            return
-        with self.process.agreed("use its model"):
-            self.model_state.follow_model()
-        self._runner.rank_digests.check(self.process, called_function())
+        if (process := self._with_followed_model()) is not None:
+            self._runner.rank_digests.check(process, called_function())
 
     def share_values(self) -> None:
         """Give each tensor that several ranks hold the values of the first of them.
@@ -191,16 +187,21 @@ class Weights:
         ``compile``, ``load`` and ``load_state_dict`` do it; call it, on all ranks, after other changes of
         values.
         """
-        self.updates.settle()
-        if self.process is None:
+        if (process := self._with_followed_model()) is None:
             return
-        with self.process.agreed("use its model"):
-            self.model_state.follow_model()
         state, plan = self.model_state, self.artifact.plan
         if not state.divides_parameters:
             self._runner.gather_parameters()
-        stored = state.stored_by(self.process.rank).state
+        stored = state.stored_by(process.rank).state
         tensors_here = self.artifact.constants | {name: state.value(name) for name in stored}
-        tensors = state.owned if state.divides_parameters else self.process.of_each(plan.tensors)
-        share_values(self.process, tensors, tensors_here, plan.lanes)
+        tensors = state.owned if state.divides_parameters else process.of_each(plan.tensors)
+        share_values(process, tensors, tensors_here, plan.lanes)
         state.whole = None  # some ranks have got values, which no script has changed
+
+    def _with_followed_model(self) -> Process | None:
+        """This process among others, when the last update stands and the state follows the model."""
+        self.updates.settle()
+        if self.process is not None:
+            with self.process.agreed("use its model"):
+                self.model_state.follow_model()
+        return self.process

@@ -24,7 +24,7 @@ from fxpipe.schedule.simulation.steps import simulate_steps
 from fxpipe.schedule.simulation.timeline import Timeline
 from fxpipe.schedule.units import bubble_text
 from fxpipe.viz.frontier_picture import FrontierPoint, frontier, frontier_svg
-from fxpipe.viz.terminal import terminal
+from fxpipe.viz.terminal import say
 
 Outcome = Timeline | ScheduleError
 """The simulated schedule, or the reason why there is none."""
@@ -81,15 +81,15 @@ def _compare(options: argparse.Namespace) -> None:
         print(json.dumps([_figures(name, outcome, validation) for name, outcome in outcomes.items()]))
         return
     console = Console()
-    console.print(terminal(sizes), soft_wrap=True)
+    say(console, sizes)
     best = {point.name for point in frontier(points)}
     console.print(_table(outcomes, best, source, validation))
     console.print(f"* no other schedule has both less memory and a smaller {shown} bubble", highlight=False)
     for name, outcome in outcomes.items():
         if isinstance(outcome, ScheduleError):
-            console.print(terminal(f"{name}: {outcome}"), soft_wrap=True, style="dim")
+            say(console, f"{name}: {outcome}", style="dim")
     if options.draw is not None:
-        console.print(terminal(f"drawn: {options.draw}"), soft_wrap=True)
+        say(console, f"drawn: {options.draw}")
 
 
 def _outcomes(

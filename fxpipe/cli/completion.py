@@ -1,10 +1,11 @@
-"""``fxpipe completion``: the completion of all commands and options: for fish by this file, else by shtab."""
+"""``fxpipe completion``: the completion of all commands and options, by shtab."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from pathlib import Path
 
+from fxpipe.cli.arguments import output, picture
 from fxpipe.cli.command import SUBCOMMANDS, parser
 from fxpipe.errors import FxpipeError
 
@@ -21,46 +22,14 @@ def add_completion(parser: argparse.ArgumentParser) -> None:
 
 
 def _completion(options: argparse.Namespace) -> None:
-    made = parser(list(SUBCOMMANDS))
-    if options.shell == "fish":
-        print("\n".join(_fish(made)))
-        return
     try:
         import shtab
     except ImportError as error:
         raise FxpipeError("completion needs shtab: pip install 'fxpipe[completion]'") from error
-    print(shtab.complete(made, shell=options.shell))
-
-
-def _fish(made: argparse.ArgumentParser) -> Iterator[str]:
-    """Lines of ``complete``: names of commands first, then the options of each behind its name."""
-    names = " ".join(SUBCOMMANDS)
+    made = parser(list(SUBCOMMANDS))
     (commands,) = (action for action in made._actions if isinstance(action, argparse._SubParsersAction))
-    first = f"not __fish_seen_subcommand_from {names}"
-    yield from _options(made, first)
-    for name, (_, line) in SUBCOMMANDS.items():
-        yield f"complete -c fxpipe -f -n {_quoted(first)} -a {name} -d {_quoted(line)}"
-        yield from _options(commands.choices[name], f"__fish_seen_subcommand_from {name}")
-
-
-def _options(made: argparse.ArgumentParser, condition: str) -> Iterator[str]:
-    for action in made._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            continue
-        words = ["complete", "-c fxpipe", f"-n {_quoted(condition)}"]
-        for flag in action.option_strings:
-            words.append(f"-l {flag[2:]}" if flag.startswith("--") else f"-s {flag[1:]}")
-        if action.choices is not None:
-            words.append(f"-x -a {_quoted(' '.join(map(str, action.choices)))}")
-        elif not action.option_strings:
-            continue  # of a path, which fish completes by itself
-        elif action.nargs not in (0, "?"):
-            words.append("-r")
-        if action.help and action.help != argparse.SUPPRESS:
-            words.append(f"-d {_quoted(action.help.replace('%%', '%'))}")
-        yield " ".join(words)
-
-
-def _quoted(text: str) -> str:
-    """Quote a word for fish: between single quotes a backslash and a quote are all that is special."""
-    return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
+    for command in commands.choices.values():
+        for action in command._actions:
+            if action.type in (Path, output, picture):
+                action.complete = shtab.FILE
+    print(shtab.complete(made, shell=options.shell))

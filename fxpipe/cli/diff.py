@@ -14,7 +14,7 @@ from fxpipe.errors import number_of, printable
 from fxpipe.plan.artifact import Plan
 from fxpipe.plan.saved.files import read_plan
 from fxpipe.schedule.units import bubble_text, bytes_text, seconds_text
-from fxpipe.viz.terminal import terminal
+from fxpipe.viz.terminal import say, terminal
 
 #: Ranks, stages or tensors whose differences are listed one by one.
 MOST = 8
@@ -38,7 +38,7 @@ def _diff(options: argparse.Namespace) -> None:
         return
     console = Console(markup=False, emoji=False)
     if not rows:
-        console.print(terminal(f"{options.first} and {options.second} have the same plan."), soft_wrap=True)
+        say(console, f"{options.first} and {options.second} have the same plan.")
         return
     table = Table("", *(printable(str(path)) for path in (options.first, options.second)))
     for row in rows:

@@ -19,7 +19,7 @@ from fxpipe.schedule.simulation.timeline import Timeline
 from fxpipe.schedule.units import Units, bubble_text
 from fxpipe.viz.gap import bound_within, gap_texts
 from fxpipe.viz.seam_marks import many_steps
-from fxpipe.viz.terminal import add_ends, terminal, timeline_text
+from fxpipe.viz.terminal import add_ends, say, timeline_text
 
 
 def figures(
@@ -92,7 +92,7 @@ def print_timeline(
     stages = "" if schedule.stages == schedule.ranks else f", {schedule.stages} stages"
     ranks, microbatches = number_of(schedule.ranks, "rank"), number_of(schedule.microbatches, "microbatch")
     what = f"{schedule.name}: {ranks}{stages}, {microbatches}"
-    console.print(terminal(f"{what}; {source.note}"), soft_wrap=True)
+    say(console, f"{what}; {source.note}")
     colored = console.color_system is not None and not console.no_color  # NO_COLOR keeps the system
     console.print(timeline_text(timeline, console.width, colored))
     console.print(_ranks(timeline, units))

@@ -35,7 +35,7 @@ from fxpipe.runtime.ranks.local_mesh import local_lanes
 from fxpipe.schedule.ops import VALIDATIONS
 from fxpipe.schedule.units import PHYSICAL, bytes_text, number_text
 from fxpipe.viz.explanation import mesh_table, reasons
-from fxpipe.viz.terminal import terminal
+from fxpipe.viz.terminal import say, terminal
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
@@ -146,12 +146,10 @@ def _plan(options: argparse.Namespace) -> None:
     request = _request(options, options.lanes[0])
     devices = request.devices * options.lanes[0]
     each_machine = f", {devices // options.nodes} on each machine" if options.nodes > 1 else ""
-    console.print(
-        terminal(
-            f"{name} on {devices} x {hardware.name}{each_machine}; "
-            f"{_batch(request)}; optimizer state {number_text(options.optimizer_bytes)} B an element"
-        ),
-        soft_wrap=True,
+    say(
+        console,
+        f"{name} on {devices} x {hardware.name}{each_machine}; {_batch(request)}; optimizer state "
+        f"{number_text(options.optimizer_bytes)} B an element",
     )
     for each in compared:
         at, tried = each.at[options.lanes[0]], each.tried
@@ -163,13 +161,12 @@ def _plan(options: argparse.Namespace) -> None:
             "MFU": lambda one, each=each: f"{each.utilization(one):.1%}",  # type: ignore[misc]
         }
         console.print(mesh_table(tried, fastest_mesh(tried).mesh if fits else None, columns))
-        for line in reasons(tried):
-            console.print(terminal(line), soft_wrap=True, style="dim")
+        say(console, *reasons(tried), style="dim")
         needed = (fastest_mesh(tried).memory if fits else None) or 0.0
         if needed > hardware.memory_size:
             has = f"{hardware.memory_size / 1e9:.0f} GB"
             text = f"No {hardware.name} holds {bytes_text(needed)}: it has {has}. Give --memory-limit."
-            console.print(terminal(text), soft_wrap=True)
+            say(console, text)
     if ways:
         print_ways(console, *of_lengths, PHYSICAL)
     for each in compared:

@@ -27,7 +27,7 @@ from fxpipe.schedule.simulation.simulator import simulate
 from fxpipe.schedule.simulation.steps import Steps, simulate_steps
 from fxpipe.schedule.simulation.timeline import Timeline
 from fxpipe.schedule.units import Units
-from fxpipe.viz.terminal import terminal
+from fxpipe.viz.terminal import say
 from fxpipe.viz.timeline_picture import timeline_svg
 
 
@@ -110,7 +110,7 @@ def _simulate(options: argparse.Namespace) -> None:
     if batch is not None and batch.ways:
         print_ways(console, options.lengths, options.seed, batch.steps, batch.ways, source.units)
     if options.draw is not None:
-        console.print(terminal(f"drawn: {options.draw}"), soft_wrap=True)
+        say(console, f"drawn: {options.draw}")
 
 
 def _timeline(options: argparse.Namespace) -> tuple[CostSource, Timeline]:

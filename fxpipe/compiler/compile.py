@@ -32,6 +32,7 @@ from fxpipe.compiler.choice.choose import Chosen, Costing, choose, with_uses
 from fxpipe.compiler.choice.cut import Cuts, Stages
 from fxpipe.compiler.choice.stage_counts import all_stages, cluster_of, offload_bandwidth
 from fxpipe.compiler.compilation import Compilation
+from fxpipe.compiler.garbage import collector_paused
 from fxpipe.compiler.generate import generate
 from fxpipe.compiler.options import Settings
 from fxpipe.compiler.passes import StepGraphs
@@ -44,7 +45,6 @@ from fxpipe.cost.profile import known_tensors
 from fxpipe.cost.rewrites import mask_rewrites, weight_rewrites
 from fxpipe.cost.throughput import step_flops
 from fxpipe.errors import SizeError
-from fxpipe.ir.garbage import collector_paused
 from fxpipe.ir.graph import Section
 from fxpipe.ir.resized import ResizedTraces
 from fxpipe.plan.artifact import Artifact, Plan
@@ -207,11 +207,8 @@ def compile_model(
     cluster = cluster_of(options, device, devices, captured.graph)
 
     def cut_with(variant: Settings) -> tuple[list[Stages], Costing]:
-        tried = candidates(variant, captured.graph)
-        # Cut into stages, once for each number of them and of barriers (compiler/passes.py has all rewrites).
-        stages = all_stages(step.graphs, tried, variant, cluster, step.cuts, phase)
         with_options = replace(request, options=variant)
-        return stages, costing_of(with_options, step, tried, cluster, phase)
+        return stages_and_costs(with_options, step, candidates(variant, captured.graph), cluster, phase)
 
     stages, costing = cut_with(options)
     phase.expect(3 + 2 * len(stages))
@@ -266,20 +263,22 @@ def compile_model(
     return Compiled(artifact, cluster, cut.graph, cut.sections, captured.masks, captured.sources, cut.parts)
 
 
-def costing_of(
+def stages_and_costs(
     request: Compilation,
     step: CapturedStep,
     tried: Candidates,
     cluster: Cluster,
     phase: Phases,
     sizes: Mapping[str, int] | None = None,
-) -> Costing:
-    """The costs of all cuts of a step.  sizes: other lengths than the example's."""
+) -> tuple[list[Stages], Costing]:
+    """The step cut into stages, once for each number of them and of barriers (compiler/passes.py has all
+    rewrites), and what the cuts cost.  sizes: other lengths than the example's."""
     options, device = request.options, request.device
+    stages = all_stages(step.graphs, tried, options, cluster, step.cuts, phase)
     known = known_tensors(request.model, request.example, step.captured.constants)
     bandwidth = offload_bandwidth(options, cluster, device)
     of_step = step.cuts, request.model, cluster, device, known, bandwidth, phase, step.captured.lanes
-    return Costing(options, tried, *of_step, sizes)
+    return stages, Costing(options, tried, *of_step, sizes)
 
 
 def traced(

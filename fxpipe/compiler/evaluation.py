@@ -15,6 +15,7 @@ from fxpipe.compiler.choice.cut import cut as cut_at_level
 from fxpipe.compiler.choice.cut import split, stages_of
 from fxpipe.compiler.compilation import Compilation
 from fxpipe.compiler.compile import Compiled, at_lengths_of_programs, traced
+from fxpipe.compiler.garbage import collector_paused
 from fxpipe.compiler.generate import generate
 from fxpipe.compiler.make_plan import with_tensors_of
 from fxpipe.compiler.options import Offload
@@ -23,7 +24,6 @@ from fxpipe.compiler.progress import Phases
 from fxpipe.compiler.tensor_ownership import tensors_in_stages
 from fxpipe.cost.analytic import seconds_on, section_costs
 from fxpipe.errors import PartitionError
-from fxpipe.ir.garbage import collector_paused
 from fxpipe.ir.liveness import liveness
 from fxpipe.plan.artifact import Artifact, Plan
 from fxpipe.plan.rewrites import Mask

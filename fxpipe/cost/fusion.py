@@ -21,6 +21,7 @@ from torch import fx
 
 from fxpipe.cost.kinds import COMPUTING, kind_of
 from fxpipe.ir.compiled import compiled_functions, computing
+from fxpipe.ir.dims import dims_of
 from fxpipe.ir.nodes import input_nodes
 from fxpipe.ir.storage import argument, is_view, node_bytes, tensors, written_arguments
 from fxpipe.plan.work import BETWEEN_LANES
@@ -88,10 +89,9 @@ def kernels_of(
 
 def is_library(node: fx.Node) -> bool:
     """Whether no other op runs in the kernel of this one."""
-    name = getattr(getattr(node.target, "overloadpacket", None), "__name__", "").removesuffix("_")
     return (
         kind_of(node) in _LIBRARY
-        or name in _APART
+        or _name(node) in _APART
         or getattr(node.target, "namespace", "") not in ("aten", "prims")
         or any(written_arguments(node.target, node.args, node.kwargs))
     )
@@ -232,9 +232,8 @@ def _loop(node: fx.Node) -> _Loop:
         return _Loop(rows, read.numel() // rows)
     if kind == "norm" and argument(node, "dim") is None:  # of a batch
         return _Loop(read.shape[1], read.numel() // read.shape[1], across=True)
-    dim = argument(node, "dim")
-    dims = range(read.dim()) if dim in (None, []) else [dim] if isinstance(dim, int) else cast(list[int], dim)
-    reduced = {d % read.dim() for d in dims} if read.dim() else set[int]()
+    named = dims_of(node, read.dim()) if read.dim() else None
+    reduced = {*range(read.dim())} if named is None else named
     length = prod(read.shape[d] for d in reduced)
     kept = [d for d in range(read.dim()) if d not in reduced and read.shape[d] > 1]
     across = any(k > d for k in kept for d in reduced if read.shape[d] > 1)

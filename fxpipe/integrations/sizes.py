@@ -19,6 +19,7 @@ from torch import nn
 
 import fxpipe
 from fxpipe.errors import OptionError
+from fxpipe.runtime.torch_private import tensors_by_kind
 
 Microbatch = Mapping[str, Any]
 Loss = Callable[[Any, Any], torch.Tensor]
@@ -149,10 +150,10 @@ def _give_values(model: nn.Module, pipe: fxpipe.Pipeline) -> None:
     tensors = {**pipe.parameters, **pipe.buffers}
     names = {id(x): name for name, x in (*model.named_parameters(), *model.named_buffers()) if x.is_meta}
     for module in model.modules():
-        for kind in (module._parameters, module._buffers):
+        for kind in tensors_by_kind(module):
             for own, x in kind.items():
                 if id(x) in names:
-                    kind[own] = tensors.get(names[id(x)], x)  # type: ignore[assignment]
+                    kind[own] = tensors.get(names[id(x)], x)
 
 
 def rows_of(microbatch: Microbatch) -> int:

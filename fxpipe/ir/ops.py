@@ -11,14 +11,13 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
-from fxpipe.ir import compat
+from fxpipe.ir.dims import is_pointwise
 from fxpipe.ir.graph import Origin
-from fxpipe.ir.storage import argument, is_view
+from fxpipe.ir.storage import argument, is_view, place_of
 from fxpipe.plan.lanes import LaneGroup
 from fxpipe.runtime.program.lanes import BEGIN_EXCHANGES as BEGIN_EXCHANGES  # of graph and runtime
 from fxpipe.runtime.program.lanes import ENDS_EXCHANGE as ENDS_EXCHANGE
 from fxpipe.runtime.program.lanes import SUM_OF_LANES as SUM_OF_LANES
-from fxpipe.runtime.torch_private import schema_of
 
 aten = torch.ops.aten
 
@@ -129,17 +128,12 @@ def _with_all_heads(args: Sequence[Any], first: int) -> Any:
 def is_elementwise(node: fx.Node) -> bool:
     """Whether an op computes each entry of its result from the entries at the same place: also a view, or a
     cast."""
-    target: object = node.target
-    return (
-        is_view(node) or target is aten._to_copy.default or torch.Tag.pointwise in getattr(target, "tags", ())
-    )
+    return is_view(node) or node.target is aten._to_copy.default or is_pointwise(node)
 
 
 def lane_group(node: fx.Node) -> LaneGroup:
     """The lanes that an op of lanes is between, or whose number it takes; 0 for all."""
-    op = cast(compat.OpOverload, node.target)
-    names = [argument.name for argument in schema_of(op).arguments]
-    first = names.index("n")
+    first = place_of(node, "n")
     return LaneGroup(*cast(tuple[int, ...], node.args[first : first + 2] or (0,)))
 
 

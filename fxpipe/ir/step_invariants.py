@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from fxpipe.ir.compat import OpOverload
+from fxpipe.ir.dims import is_pointwise
 from fxpipe.ir.graph import Input, Kind, batch_mean
 from fxpipe.ir.nodes import copy_node, input_nodes
 from fxpipe.ir.resized import ResizedTraces, value_key
@@ -125,7 +126,7 @@ def _invariants(graph: fx.Graph) -> dict[fx.Node, _Made]:
 def _made(node: fx.Node, inputs: Sequence[_Made]) -> _Made:
     if node.target is operator.getitem or is_view(node):
         return inputs[0]
-    by_element = torch.Tag.pointwise in node.target.tags or node.target in _COPIES  # type: ignore[union-attr]
+    by_element = is_pointwise(node) or node.target in _COPIES
     fills = node.target.overloadpacket.__name__ in _FILLS  # type: ignore[union-attr]
     return _Made.FILLED if fills or (by_element and {*inputs} == {_Made.FILLED}) else _Made.COMPUTED
 

@@ -79,6 +79,11 @@ def argument(node: fx.Node, name: str, default: object = None) -> object:
     return default
 
 
+def place_of(node: fx.Node, name: str) -> int:
+    """The place of an argument that an op takes among all of them."""
+    return [parameter.name for parameter in schema_of(node.target).arguments].index(name)
+
+
 @cache
 def may_draw_numbers(target: fx.node.Target) -> bool:
     """Whether an op draws random numbers with some of its arguments."""

@@ -24,7 +24,7 @@ from fxpipe.schedule.units import bubble_text, bytes_text, seconds_text, units_o
 from fxpipe.viz.gap import gap_texts
 from fxpipe.viz.seam_marks import NAME, many_steps
 from fxpipe.viz.summary import memory_rows
-from fxpipe.viz.terminal import add_ends, terminal
+from fxpipe.viz.terminal import add_ends, say, terminal
 
 NEAREST = 3  # of the candidates that do not fit, those that are named
 
@@ -32,40 +32,32 @@ NEAREST = 3  # of the candidates that do not fit, those that are named
 def explain(plan: Plan, console: Console) -> None:
     """Print the choice and the other candidates, the fastest first, why the rest were excluded, how far the
     choice is from what is possible, and the memory of each rank."""
-    console.print(terminal(_reason(plan)), soft_wrap=True)
-    for line in _loss(plan):
-        console.print(terminal(line), soft_wrap=True)
-    for line in _lengths(plan.step):
-        console.print(terminal(line), soft_wrap=True)
+    say(console, _reason(plan), *_loss(plan), *_lengths(plan.step))
     if plan.device:
-        console.print(terminal(f"Costs of the device {plan.device}{_machines(plan)}."), soft_wrap=True)
-    for rewrite in plan.rewrites:
-        console.print(terminal(_rewritten(rewrite, plan)), soft_wrap=True)
+        say(console, f"Costs of the device {plan.device}{_machines(plan)}.")
+    say(console, *(_rewritten(rewrite, plan) for rewrite in plan.rewrites))
     # Simulated again: a plan has the costs and the order, and no times of ops.
     timeline = simulate(plan.ordered, plan.costs)
     if any(timeline.exchanges):
-        console.print(terminal(_exchanged(plan, timeline)), soft_wrap=True)
+        say(console, _exchanged(plan, timeline))
     if any(timeline.lane_exchanges):
-        console.print(terminal(_between_lanes(timeline)), soft_wrap=True)
+        say(console, _between_lanes(timeline))
     limits = plan.limits if len(plan.limits) == plan.ranks else None
     bounds, gains = gap_texts(timeline, limits, units_of(plan.memory_limit))
-    console.print(terminal(f"{plan.schedule}: {bounds}; {gains}."), soft_wrap=True)
+    say(console, f"{plan.schedule}: {bounds}; {gains}.")
     if plan.costs.update.seconds:
         many = many_steps(plan.ordered, plan.costs, units_of(plan.memory_limit))
-        made = f"it was made for {NAME[plan.validation]}"
-        console.print(terminal(f"Many steps: {many}; {made}."), soft_wrap=True)
+        say(console, f"Many steps: {many}; it was made for {NAME[plan.validation]}.")
     if plan.meshes:
         mesh = Mesh(plan.ranks, plan.replicas, plan.step.microbatches, plan.shard)
         console.print(mesh_table(plan.meshes, mesh))
-        for line in reasons(plan.meshes):
-            console.print(terminal(line), soft_wrap=True, style="dim")
+        say(console, *reasons(plan.meshes), style="dim")
     if plan.tried:
         console.print(_table(plan))
-    for line in _left_out(plan):
-        console.print(terminal(line), soft_wrap=True, style="dim")
+    say(console, *_left_out(plan), style="dim")
     console.print(_memory(plan))
     if plan.memory_limit:
-        console.print(terminal(f"The memory limit is {plan.memory_limit} on each rank."), soft_wrap=True)
+        say(console, f"The memory limit is {plan.memory_limit} on each rank.")
 
 
 def _loss(plan: Plan) -> Iterator[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import groupby, pairwise
 
+from rich.console import Console
 from rich.style import Style
 from rich.table import Table
 from rich.text import Text
@@ -22,6 +23,12 @@ ROWS = 32
 def terminal(text: str) -> Text:
     """Text for rich, without markup, emoji codes or control characters other than line breaks."""
     return Text("\n".join(map(printable, text.split("\n"))))
+
+
+def say(console: Console, *lines: str, style: str | None = None) -> None:
+    """Print lines, which the terminal wraps if it is too narrow."""
+    for line in lines:
+        console.print(terminal(line), soft_wrap=True, style=style)
 
 
 def add_ends(table: Table, rows: Sequence[Sequence[str]]) -> None:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import math
 import operator
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
 from fxpipe.errors import VocabularyError
+from fxpipe.ir.dims import Lost, dims_of, is_pointwise, through
 from fxpipe.ir.graph import Kind
 from fxpipe.ir.ops import SUM_OF_LANES
-from fxpipe.ir.storage import call_nodes
+from fxpipe.ir.storage import argument, call_nodes
 
 aten = torch.ops.aten
 
@@ -30,7 +29,7 @@ LINEAR = {  # in their first argument
     aten._to_copy.default,
     aten.clone.default,
 }
-SLICES = {aten.slice.Tensor: 1, aten.slice_backward.default: 2}  # where their dimension is, then their bounds
+SLICES = {aten.slice.Tensor, aten.slice_backward.default}
 _OF_COLUMNS = {
     *SLICES,
     aten.slice_scatter.default,
@@ -43,6 +42,16 @@ _OF_COLUMNS = {
     aten.index_put.default,
     aten.index_fill.int_Scalar,
     aten.constant_pad_nd.default,
+}
+_MOVES = RESHAPES | {
+    aten.t.default,
+    aten.transpose.int,
+    aten.permute.default,
+    aten.select.int,
+    aten.select_backward.default,
+    aten.split.Tensor,
+    aten.sum.dim_IntList,
+    operator.getitem,
 }
 _AS_BEFORE = {  # where they leave the vocabulary's dimension whole
     *SLICES,
@@ -97,9 +106,9 @@ def leaves_out_columns(node: fx.Node, axis: int) -> bool:
     """
     if node.target not in SLICES or entries(node, axis) == entries(node.args[0], axis):  # type: ignore[arg-type]
         return False
-    at, args = SLICES[node.target], (*node.args, *[None] * 5)
     # Padding can only stand for the last entries: the shards of the first ranks stay as they are.
-    if (args[at] or 0) % node.meta["val"].dim() != axis or args[at + 1] or (args[at + 3] or 1) != 1:
+    is_of_last = not argument(node, "start") and argument(node, "step") == 1
+    if dims_of(node, node.meta["val"].dim()) != {axis} or not is_of_last:
         raise whole(node)
     return True
 
@@ -119,22 +128,16 @@ def is_of_batch(node: fx.Node) -> bool:
 
 def is_total(node: fx.Node, axes: dict[fx.Node, int]) -> bool:
     """Whether a gradient is summed over the vocabulary: of what scales the logits of a token, or of all."""
-    if node.target not in (aten.sum.default, aten.sum.dim_IntList) or not node.meta["origin"].backward:
-        return False
+    is_sum = node.target in (aten.sum.default, aten.sum.dim_IntList) and node.meta["origin"].backward
     scaled: fx.Node = node.args[0]  # type: ignore[assignment]
-    if scaled not in axes:
-        return False
-    # A sum without dimensions is over all of them.
-    dims = [dim % scaled.meta["val"].dim() for dim in node.args[1]] if len(node.args) > 1 else [axes[scaled]]  # type: ignore
-    return axes[scaled] in dims
+    return is_sum and scaled in axes and through(node, scaled, axes[scaled]) is Lost.SUMMED
 
 
 def is_argmax(node: fx.Node, axes: dict[fx.Node, int]) -> bool:
     """Whether the largest entry over the vocabulary is asked for."""
-    if node.target is not aten.argmax.default or node.args[0] not in axes or len(node.args) < 2:
-        return False
     logits: fx.Node = node.args[0]  # type: ignore[assignment]
-    return isinstance(node.args[1], int) and node.args[1] % logits.meta["val"].dim() == axes[logits]
+    is_known = node.target is aten.argmax.default and logits in axes
+    return is_known and dims_of(node, logits.meta["val"].dim()) == {axes[logits]}
 
 
 def whole(node: fx.Node) -> VocabularyError:
@@ -181,11 +184,14 @@ def _axis(node: fx.Node, axes: dict[fx.Node, int]) -> int | None:
     elif node.target in UNPICKS:
         axis = axes.get(args[1])
     elif args[0] in axes and node.target in _MOVES:
-        return _MOVES[node.target](node, axes[args[0]])
+        place = through(node, args[0], axes[args[0]])
+        if place is Lost.SUMMED:
+            return None
+        axis = place if isinstance(place, int) else None
     elif args[0] in axes and node.target in _AS_BEFORE:
         at = axes[args[0]]
         axis = at if leaves_out_columns(node, at) or entries(node, at) == entries(args[0], at) else None
-    elif torch.Tag.pointwise in getattr(node.target, "tags", ()):
+    elif is_pointwise(node):
         axis = _of_operands(node, axes)
     else:
         axis = None
@@ -204,72 +210,6 @@ def _product(left: int | None, right: int | None) -> tuple[int | None, bool]:
     if left is None and right == 1:
         return 1, False
     return None, False
-
-
-def _through_view(node: fx.Node, at: int) -> int:
-    """The new index of a dimension that a reshape neither merges nor splits."""
-    before: Sequence[int] = node.args[0].meta["val"].shape  # type: ignore[union-attr]
-    after: Sequence[int] = node.meta["val"].shape
-    for k, length in enumerate(after):
-        # As many elements before it: then it is the same dimension, whatever the others became.
-        if length == before[at] and math.prod(after[:k]) == math.prod(before[:at]):
-            return k
-    raise whole(node)
-
-
-def _through_transpose(node: fx.Node, at: int) -> int:
-    if node.target is aten.t.default:
-        return 1 - at
-    one, other = (int(dim) % node.meta["val"].dim() for dim in node.args[1:])  # type: ignore[arg-type]
-    swapped: dict[int, int] = {one: other, other: one}
-    return swapped.get(at, at)
-
-
-def _through_permute(node: fx.Node, at: int) -> int:
-    before: Sequence[int] = node.args[1]  # type: ignore[assignment]
-    return [dim % len(before) for dim in before].index(at)
-
-
-def _through_select(node: fx.Node, at: int) -> int:
-    dim: int = node.args[1] % node.args[0].meta["val"].dim()  # type: ignore
-    if dim == at:
-        raise whole(node)
-    # The dimension that is taken out moves those behind it forward.
-    return at - (dim < at)
-
-
-def _through_select_backward(node: fx.Node, at: int) -> int:
-    dim: int = node.args[2] % node.meta["val"].dim()
-    return at + (dim <= at)
-
-
-def _through_split(node: fx.Node, at: int) -> int:
-    if (node.args[2] if len(node.args) > 2 else 0) % node.meta["val"][0].dim() == at:
-        raise whole(node)
-    return at
-
-
-def _through_sum(node: fx.Node, at: int) -> int | None:
-    before, dims = node.args[0].meta["val"].dim(), node.args[1]  # type: ignore[union-attr]
-    summed = {dim % before for dim in dims}  # type: ignore
-    if at in summed:
-        return None
-    keeps = len(node.args) > 2 and node.args[2]
-    # So do those that are summed.
-    return at if keeps else at - sum(dim < at for dim in summed)
-
-
-_MOVES: dict[object, Callable[[fx.Node, int], int | None]] = {
-    **dict.fromkeys(RESHAPES, _through_view),
-    aten.t.default: _through_transpose,
-    aten.transpose.int: _through_transpose,
-    aten.permute.default: _through_permute,
-    aten.select.int: _through_select,
-    aten.select_backward.default: _through_select_backward,
-    aten.split.Tensor: _through_split,
-    aten.sum.dim_IntList: _through_sum,
-    operator.getitem: lambda node, at: at,
-}
 
 
 def _of_joined(node: fx.Node, axes: list[int | None]) -> int | None:

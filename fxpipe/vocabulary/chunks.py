@@ -21,8 +21,17 @@ from torch import fx
 
 from fxpipe.errors import VocabularyError
 from fxpipe.ir.builder import Builder, node_arg
+from fxpipe.ir.dims import dims_of
 from fxpipe.ir.nodes import input_nodes, rename, take_name
-from fxpipe.ir.storage import call_nodes, drop_dead, graph_outputs, node_bytes, set_outputs, storage_root
+from fxpipe.ir.storage import (
+    call_nodes,
+    drop_dead,
+    graph_outputs,
+    node_bytes,
+    place_of,
+    set_outputs,
+    storage_root,
+)
 from fxpipe.vocabulary.axes import RESHAPES
 from fxpipe.vocabulary.layers import picked_losses, projection_of
 from fxpipe.vocabulary.part_builder import PartBuilder, Shape, is_elementwise
@@ -31,12 +40,11 @@ aten = torch.ops.aten
 _SHAPES = RESHAPES | {aten.unsqueeze.default, aten.squeeze.dim, aten.expand.default}
 _TRANSPOSES = {aten.t.default, aten.transpose.int, aten.permute.default}
 _SAME = {aten.clone.default, aten.detach.default, aten.alias.default}
-#: Where ops have the dimension along which they work: that of the words.
-_ALONG = {
-    aten._log_softmax.default: 1, aten._softmax.default: 1,
-    aten._log_softmax_backward_data.default: 2, aten._softmax_backward_data.default: 2,
+_ALONG = {  # the words, or, as sums, the tokens
+    aten._log_softmax.default, aten._log_softmax_backward_data.default, aten._softmax.default,
+    aten._softmax_backward_data.default, aten.amax.default, aten.argmax.default, aten.logsumexp.default,
+    aten.mean.dim, aten.sum.dim_IntList,
 }  # fmt: skip
-_OVER = {aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.logsumexp.default, aten.argmax.default}
 _EACH, _MEAN, _SUM = 0, 1, 2  # reductions of a loss
 
 Part = Callable[[PartBuilder, Mapping[fx.Node, fx.Node]], fx.Node]
@@ -169,15 +177,13 @@ class _Head:
             return None
         if target in _SHAPES:
             return self._shaped(node)
-        if target in _ALONG and self._is_last(source, args[_ALONG[target]]):
-            return self._along(node)
         if target in (aten.sum.default, aten.mean.default):
             over = source.meta["val"].numel() if target is aten.mean.default else 1
             dtype = dict(node.kwargs)
             return self._total(
                 node, over, lambda build, here: build.like(node, here[source], op=aten.sum.default, **dtype)
             )
-        return self._over(node) if target in _OVER else None
+        return self._along(node) if target in _ALONG else None
 
     def _with(self, node: fx.Node, tail: Shape | None, part: Part) -> Part:
         self.tails[node] = tail
@@ -190,11 +196,6 @@ class _Head:
 
         self.totals[node] = total
         return part
-
-    def _is_last(self, source: fx.Node, dim: int) -> bool:
-        """Whether a dimension is the last one, and the only one behind those of the tokens."""
-        tail, dims = self.tails[source], source.meta["val"].dim()
-        return tail is not None and len(tail) == 1 and dim % dims == dims - 1
 
     def _tail(self, node: fx.Node) -> Shape | None:
         """The dimensions behind those of the tokens."""
@@ -269,33 +270,25 @@ class _Head:
         return self._with(node, tail, part)
 
     def _along(self, node: fx.Node) -> Part | None:
-        """A softmax over the words, or its backward."""
-        target: Any = node.target
-        at, inputs = _ALONG[target], [*input_nodes(node)]
-        if not all(self.tails.get(x) for x in inputs):
+        """An op along the words, such as a softmax or a sum, or a sum over the tokens."""
+        inputs, after = [*input_nodes(node)], node.meta["val"]
+        tail, rank = self.tails[inputs[0]], inputs[0].meta["val"].dim()
+        over = dims_of(node, rank)
+        if not tail or not all(self.tails.get(x) for x in inputs):
             return None
-
-        def part(build: PartBuilder, here: Mapping[fx.Node, fx.Node]) -> fx.Node:
-            return build.like(node, *(here[x] for x in inputs), 1, *node.args[at + 1 :])
-
-        return self._with(node, self.tails[inputs[0]], part)
-
-    def _over(self, node: fx.Node) -> Part | None:
-        """A sum or a choice over the words, or a sum over the tokens."""
-        args: tuple[Any, ...] = node.args
-        source, dims, *others = args
-        rank, tail = source.meta["val"].dim(), self.tails[source]
-        listed = [dims] if isinstance(dims, int) else dims
-        if not isinstance(listed, Sequence) or not tail:
-            return None
-        over, keeps = {int(d) % rank for d in listed}, bool(others and others[0])
 
         def along(dim: int) -> Part:
-            changed = dim if isinstance(dims, int) else [dim]
-            return lambda build, here: build.like(node, here[source], changed, *others, **node.kwargs)
+            at = place_of(node, "dim")
+            dims = dim if isinstance(node.args[at], int) else [dim]
+
+            def part(build: PartBuilder, here: Mapping[fx.Node, fx.Node]) -> fx.Node:
+                args = fx.map_arg((*node.args[:at], dims, *node.args[at + 1 :]), here.__getitem__)
+                return build.like(node, *args, **node.kwargs)
+
+            return part
 
         if over == {rank - 1}:
-            left = (*tail[:-1], 1) if keeps else tail[:-1]
+            left = (*tail[:-1], after.shape[-1]) if after.dim() == rank else tail[:-1]
             return self._with(node, left, along(len(tail)))
         is_sum = node.target is aten.sum.dim_IntList
         return self._total(node, 1, along(0)) if is_sum and over == {*range(rank - len(tail))} else None

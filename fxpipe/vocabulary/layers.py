@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import fx
@@ -31,7 +31,7 @@ _OF_TABLES = RESHAPES | {aten.t.default, aten._to_copy.default, aten.transpose.i
 _OF_TABLES |= {aten.slice.Tensor}
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class VocabularyLayers:
     """The vocabulary layers of a step.  ``axes``: which dimension of a value is the vocabulary, ``size`` its
     length.
@@ -46,14 +46,14 @@ class VocabularyLayers:
     size: int
     tables: tuple[fx.Node, ...]
     axes: dict[fx.Node, int]
-    losses: tuple[fx.Node, ...]
-    label_gathers: tuple[fx.Node, ...]
-    vocab_sums: tuple[fx.Node, ...]
-    products: tuple[fx.Node, ...]
-    lookups: tuple[fx.Node, ...]
-    totals: tuple[fx.Node, ...]
-    argmaxes: tuple[fx.Node, ...]
     padded: dict[fx.Node, int]
+    losses: list[fx.Node] = field(default_factory=list)
+    label_gathers: list[fx.Node] = field(default_factory=list)
+    vocab_sums: list[fx.Node] = field(default_factory=list)
+    products: list[fx.Node] = field(default_factory=list)
+    lookups: list[fx.Node] = field(default_factory=list)
+    totals: list[fx.Node] = field(default_factory=list)
+    argmaxes: list[fx.Node] = field(default_factory=list)
 
     def entries(self, node: fx.Node) -> int:
         """The number of entries of the vocabulary that a value had before ``padding``."""
@@ -78,7 +78,9 @@ def find_layers(graph: fx.Graph) -> VocabularyLayers:
             tables[table] = None
     mask_filled_columns(graph, {size, *(head.meta["val"].shape[head.args[1]] for head in heads)})
     axes, padded = pad(graph, vocabulary_axes(graph, set(tables)), size)
-    return _sorted(graph, size, tuple(tables), axes, padded)
+    layers = VocabularyLayers(size, tuple(tables), axes, padded)
+    _sort(graph, layers)
+    return layers
 
 
 def picked_losses(graph: fx.Graph) -> list[fx.Node]:
@@ -172,20 +174,14 @@ def _place(node: fx.Node) -> str:
     return f"{origin.module} ({origin.source})"
 
 
-def _sorted(
-    graph: fx.Graph,
-    size: int,
-    tables: tuple[fx.Node, ...],
-    axes: dict[fx.Node, int],
-    padded: dict[fx.Node, int],
-) -> VocabularyLayers:
+def _sort(graph: fx.Graph, layers: VocabularyLayers) -> None:
     """Sort the uses of tables and logits.  Raises VocabularyError for a use that cannot be split."""
-    losses = tuple(n for n in axes if n.target is aten._log_softmax.default)
+    axes = layers.axes
+    layers.losses += (n for n in axes if n.target is aten._log_softmax.default)
     logs: set[fx.Node] = set()  # they and views of them
-    label_gathers, vocab_sums, products, lookups, totals, argmaxes = [], [], [], [], [], []
     for node in call_nodes(graph):
         if node in axes:
-            if node in losses or (node.target in RESHAPES and node.args[0] in logs):
+            if node in layers.losses or (node.target in RESHAPES and node.args[0] in logs):
                 logs.add(node)
             elif node.target in UNPICKS or node.target is aten._log_softmax_backward_data.default:
                 continue  # a gradient
@@ -194,17 +190,17 @@ def _sorted(
         elif not any(n in axes for n in node.all_input_nodes):
             continue
         elif is_total(node, axes):
-            totals.append(node)
+            layers.totals.append(node)
         elif is_argmax(node, axes):
-            argmaxes.append(node)
+            layers.argmaxes.append(node)
         elif node.target in LOOKUPS and is_of_batch(node_arg(node, 1)):
-            lookups.append(node)
+            layers.lookups.append(node)
         elif node.target in PICKS and node_arg(node, 0) in logs:
-            label_gathers.append(_without_weights(node))
+            layers.label_gathers.append(_without_weights(node))
         elif node.target is aten.sum.dim_IntList and node.args[0] in logs:
-            vocab_sums.append(node)
+            layers.vocab_sums.append(node)
         elif node.target is aten.mm.default and node.meta["origin"].backward:
-            products.append(node)
+            layers.products.append(node)
         else:
             raise whole(node)
     named = graph_outputs(graph)
@@ -217,19 +213,6 @@ def _sorted(
     for result in (named.loss, named.count, *named.buffers.values()):
         if result is not None and result in axes:
             raise whole(result)
-    return VocabularyLayers(
-        size,
-        tables,
-        axes,
-        losses,
-        tuple(label_gathers),
-        tuple(vocab_sums),
-        tuple(products),
-        tuple(lookups),
-        tuple(totals),
-        tuple(argmaxes),
-        padded,
-    )
 
 
 def _without_weights(pick: fx.Node) -> fx.Node:

@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from fxpipe.ir.builder import Builder, in_order, node_arg
+from fxpipe.ir.dims import is_pointwise
 from fxpipe.vocabulary.axes import entries, is_argmax, is_of_batch, is_uniform, leaves_out_columns, whole
 
 aten = torch.ops.aten
@@ -65,7 +66,7 @@ class _Padding:
     def lengthen(self, node: fx.Node) -> None:
         """The value of a node, and of operands with an entry for each of its columns."""
         val, axis = node.meta["val"], self.axes[node]
-        if torch.Tag.pointwise in getattr(node.target, "tags", ()):
+        if is_pointwise(node):
             place = axis - val.dim()
             for n in node.all_input_nodes:
                 other = n.meta["val"]

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from fxpipe.ir.builder import Builder, node_arg
+from fxpipe.ir.dims import is_pointwise
 
 aten = torch.ops.aten
 
@@ -67,4 +68,4 @@ class PartBuilder(Builder):
 
 def is_elementwise(node: fx.Node) -> bool:
     is_cast = node.target is aten._to_copy.default
-    return is_cast or torch.Tag.pointwise in getattr(node.target, "tags", ())
+    return is_cast or is_pointwise(node)

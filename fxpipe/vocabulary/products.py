@@ -17,6 +17,7 @@ from torch import fx
 
 from fxpipe.errors import VocabularyError
 from fxpipe.ir.builder import cast, node_arg
+from fxpipe.ir.dims import is_pointwise
 from fxpipe.schedule.ops import Phase
 from fxpipe.vocabulary.axes import LINEAR, whole
 from fxpipe.vocabulary.gradients import Gradients
@@ -191,7 +192,7 @@ class OneBarrier:
 
 def _scales(node: fx.Node) -> bool:
     """Does the op change each element by itself, rather than move it?"""
-    return node.target in LINEAR or torch.Tag.pointwise in getattr(node.target, "tags", ())
+    return node.target in LINEAR or is_pointwise(node)
 
 
 def _is_linear(node: fx.Node, before: fx.Node) -> bool:

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from fxpipe.ir.builder import Builder
+from fxpipe.ir.dims import is_pointwise
 from fxpipe.ir.graph import Input, Kind, Origin
 from fxpipe.plan.rows import ShardName
 from fxpipe.schedule.ops import Color, Phase
@@ -98,13 +99,12 @@ class Shard:
         is counted from the last.
         """
         axis = self.layers.axes[node]
-        is_elementwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
-        place = axis - node.meta["val"].dim() if is_elementwise else 0
+        place = axis - node.meta["val"].dim() if is_pointwise(node) else 0
 
         def part(n: fx.Node) -> fx.Node:
             if n in self.layers.axes:
                 return local(n)
-            if is_elementwise and self._is_mask(n, place):
+            if is_pointwise(node) and self._is_mask(n, place):
                 return masked(self._part_of_mask(n, node, place), place)
             # An op without inputs, such as an arange, costs less than a message.
             return n if n.all_input_nodes else self._computed_here(n)

@@ -18,11 +18,13 @@ import fxpipe.ir.liveness
 from fxpipe.certificate.check import check, check_artifact
 from fxpipe.certificate.problems import Certificate, Line
 from fxpipe.certificate.programs import evaluate
-from fxpipe.certificate.reference import reference_of
+from fxpipe.certificate.ranks.runtime import Addition
+from fxpipe.certificate.reference import Reference, reference_of
 from fxpipe.certificate.terms.difference import difference
 from fxpipe.certificate.terms.identities import RULES
 from fxpipe.certificate.terms.schemas import schema_of
-from fxpipe.certificate.terms.terms import Terms, canonical
+from fxpipe.certificate.terms.sums import GradientSum
+from fxpipe.certificate.terms.terms import Layout, Terms, canonical
 from fxpipe.errors import ArtifactError, RunError
 from fxpipe.plan.captured import CapturedStep
 from fxpipe.plan.program.parse import parse
@@ -1129,3 +1131,17 @@ def test_a_captured_step_that_is_no_step():
 def test_a_pipeline_of_an_earlier_version_cannot_be_checked():
     with pytest.raises(RunError, match="earlier version"):
         check_artifact(replace(pipeline("tied_head").artifact, captured=""))
+
+
+def test_each_wrong_summand_is_compared_with_another_one():
+    terms, layout = Terms(RULES), Layout((WIDTH,), torch.float32)
+    ones, others = (
+        [terms.make(op, {"self": terms.input("batch", name, layout, True)}) for name in "ab"]
+        for op in ("aten.sin", "aten.cos")
+    )
+    reference, line = Reference(terms), Line(0, 7)
+    added = {term: [Addition(m, line, line) for m in range(MICROBATCHES)] for term in others}
+    due = GradientSum.of(terms, ones, torch.float32)
+    assert not [*due.problems(reference, MICROBATCHES, "weight", added, None)]
+    assert len(reference.causes) == 2
+    assert [len(places) for places in reference.causes.values()] == [1, 1]

@@ -77,6 +77,39 @@ def test_a_plan_tells_what_the_backward_repeats() -> None:
     assert len(call_nodes(on.graph)) > len(call_nodes(off.graph))
 
 
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(64, WIDTH), nn.Linear(WIDTH, 64, bias=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        logits = self.head(self.words(ids).tanh()).flatten(0, 1)
+        return nn.functional.cross_entropy(logits.float(), ids.flatten())
+
+
+def test_a_split_vocabulary_repeats_its_exponentials() -> None:
+    """Its backward reads logits of 16 bits, and not what the forward makes of them in 32."""
+    ids, options = torch.arange(32).view(2, 16), {"backend": "inductor", "vocab_parallel": "1-barrier"}
+    on, off = (
+        fxpipe.compile(
+            Words().bfloat16(),
+            {"ids": ids},
+            ranks=2,
+            microbatches=4,
+            schedule="1f1b",
+            without=rules,
+            **options,
+        )
+        for rules in ((), ("repeat-in-kernels",))
+    )
+    assert on.graph is not None
+    repeated = [n for n in call_nodes(on.graph) if n.meta.get("fused")]
+    assert repeated
+    shards = on.plan.ranks
+    kept = [[stage.saved_activations for stage in pipe.plan.costs.stages[-shards:]] for pipe in (on, off)]
+    assert all(a < b for a, b in zip(*kept, strict=True))
+
+
 def test_a_plan_tells_what_of_the_weight_gradients_is_compiled() -> None:
     on, off = compiled(), compiled(without=["compiled-weights"])
     compiled_ops = of(on)["compiled-weights"]

@@ -321,6 +321,21 @@ def test_rows_that_depend_on_others_in_some_updates_alone(cls):
         check_groups([group], [{Table((32, 24), rows), Table((8,))}], CPU, ranks=2)
 
 
+class OfSize(Base):
+    """Joins rows whose gradients are about as large as it says, and no others."""
+
+    def update(self, grad, group, steps):
+        alike = 0.8 < float(grad.square().mean().sqrt()) / group["size"] < 3
+        return grad - grad.mean(0) if alike and grad.ndim == 2 and steps > 1 else grad
+
+
+@pytest.mark.parametrize("size", [10.0**k for k in range(-6, 7)])
+def test_rows_that_depend_on_others_where_gradients_have_one_size(size):
+    group, rows = Group(OfSize, {}, {"size": size}), frozenset([0])
+    with pytest.raises(RunError, match="OfSize updates rows of a parameter by the values of other"):
+        check_groups([group], [{Table((32, 24), rows)}], CPU, ranks=2)
+
+
 class WithoutZeros(Base):
     """Leaves tables without a gradient as they are, and moves the others on by a momentum."""
 

@@ -15,14 +15,12 @@ import torch
 from torch import fx
 
 from fxpipe.errors import CaptureError
-from fxpipe.ir import compat
 from fxpipe.ir.graph import Input, Kind, Origin, batch_mean
 from fxpipe.ir.names import identifier
 from fxpipe.ir.ops import lane_group
-from fxpipe.ir.storage import call_nodes, draws_numbers, graph_outputs
+from fxpipe.ir.storage import argument, call_nodes, draws_numbers, graph_outputs
 from fxpipe.plan.lanes import LaneGroup, LanePlan
 from fxpipe.runtime.program.random import keyed
-from fxpipe.runtime.torch_private import schema_of
 
 aten, lanes = torch.ops.aten, torch.ops.lanes
 _LOSSES, _MEAN = (aten.nll_loss_forward.default, aten.nll_loss2d_forward.default), 1
@@ -164,14 +162,8 @@ def check_means(graph: fx.Graph, varying: Varying) -> None:
 
 def _is_mean(node: fx.Node) -> bool:
     """Whether an op of the forward is a loss with the reduction "mean"."""
-    if not isinstance(node.target, compat.OpOverload) or node.meta["origin"].backward:
-        return False
-    names = [argument.name for argument in schema_of(node.target).arguments]
-    if "reduction" not in names:
-        return False
-    at = names.index("reduction")
-    reduction = node.args[at] if at < len(node.args) else node.kwargs.get("reduction", _MEAN)
-    return type(reduction) is int and reduction == _MEAN
+    reduction = argument(node, "reduction")
+    return not node.meta["origin"].backward and type(reduction) is int and reduction == _MEAN
 
 
 def _source(value: Any, varying: Varying) -> fx.Node:

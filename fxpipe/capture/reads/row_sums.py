@@ -5,18 +5,17 @@ Of such a value, and of no other, the mean over all microbatches says what it is
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from enum import Enum
-from typing import Any
 
 import torch
 from torch import fx
 
 from fxpipe.ir.compat import OpOverload
+from fxpipe.ir.dims import COPIES, RESHAPES, Lost, through
 from fxpipe.ir.graph import Kind
 from fxpipe.ir.nodes import input_nodes
 from fxpipe.ir.storage import graph_outputs, may_draw_numbers
-from fxpipe.runtime.torch_private import schema_of
 
 aten = torch.ops.aten
 
@@ -28,15 +27,7 @@ class Rows(Enum):
     NONE, FIRST, SUMMED, MIXED = range(4)
 
 
-_SUMS = {aten.sum, aten.mean, aten.nansum, aten.count_nonzero}
-_COPIES = {aten.clone, aten._to_copy, aten.alias, aten.detach, aten.contiguous}
-_VIEWS = {aten.view, aten._unsafe_view, aten.reshape, aten.expand, aten.squeeze, aten.unsqueeze}
-#: Ops along dimensions that they name, which leave the others as they are.
-_ALONG = _SUMS | {
-    aten.all, aten.amax, aten.amin, aten.any, aten.argmax, aten.argmin, aten.cat, aten.cumsum, aten.flip,
-    aten.gather, aten.index_select, aten.max, aten.min, aten.prod, aten.select, aten.slice, aten.sort,
-    aten.split, aten.split_with_sizes, aten.squeeze, aten.stack, aten.topk, aten.unsqueeze,
-}  # fmt: skip
+_VIEWS = RESHAPES | {aten.expand, aten.squeeze, aten.unsqueeze}
 #: A number that is added to a count, so that nothing is divided by zero, is at most this.
 LARGEST_EPSILON = 1e-3
 
@@ -81,7 +72,7 @@ def _is_linear(node: fx.Node, rows: Mapping[fx.Node, Rows]) -> bool:
         case aten._to_copy:
             dtype = node.meta["val"].dtype
             return bool(dtype.is_floating_point or not node.args[0].meta["val"].is_floating_point())  # type: ignore
-        case _ if packet in _COPIES | _VIEWS | {aten.neg, aten.sum, aten.mean, aten.select}:
+        case _ if packet in COPIES | _VIEWS | {aten.neg, aten.sum, aten.mean, aten.select}:
             return True
         case _ if is_sum_of_lanes(node):
             return True
@@ -113,50 +104,18 @@ def is_sum_of_lanes(node: fx.Node) -> bool:
 def _of_rows(node: fx.Node, rows: Mapping[fx.Node, Rows], number: int) -> Rows:
     """The rows in the result of an op on values with a part for each row, and on others without rows."""
     packet, value = node.target.overloadpacket, node.meta["val"]  # type: ignore[union-attr]
-    operands = [n.meta["val"] for n in input_nodes(node) if rows[n] is Rows.FIRST]
+    rowed = [n for n in input_nodes(node) if rows[n] is Rows.FIRST]
+    operands = [n.meta["val"] for n in rowed]
     if not all(isinstance(x, torch.Tensor) for x in operands):
         return Rows.MIXED
-    if torch.Tag.pointwise in node.target.tags or packet in _COPIES:  # type: ignore[union-attr]
-        return Rows.FIRST if all(x.dim() == value.dim() for x in operands) else Rows.MIXED
-    dims = named_dims(node, operands[0].dim())
-    if dims is None and packet in _SUMS:
-        return Rows.SUMMED
-    if dims is not None and packet in _ALONG:
-        if 0 in dims and packet in _SUMS:
-            return Rows.SUMMED
-        stays = (packet is aten.slice and value.shape == operands[0].shape) or (
-            packet is aten.squeeze and number == 1  # all of it is of the one row
-        )
-        return Rows.FIRST if 0 not in dims or stays else Rows.MIXED
+    places = {through(node, n, 0) for n in rowed}
+    if places in ({0}, {Lost.SUMMED}):
+        return Rows.FIRST if 0 in places else Rows.SUMMED
     match packet:
-        case aten.expand:
-            stays = value.dim() == operands[0].dim()
-        case aten.permute:
-            stays = node.args[1][0] == 0  # type: ignore[index]
-        case aten.transpose:
-            stays = not {0, -value.dim()} & {*node.args[1:]}
-        case aten.constant_pad_nd:
-            stays = len(node.args[1]) < 2 * value.dim()  # type: ignore[arg-type]
+        case aten.slice:
+            stays = value.shape == operands[0].shape
         case aten.embedding | aten.index:  # of a table
             stays = rows[node.args[0]] is Rows.NONE and value.shape[:1] == operands[0].shape[:1]  # type: ignore
-        case _:
-            stays = packet in _VIEWS and value.dim() > 0 and value.shape[0] % number == 0
+        case _:  # rows of several entries; of one row alone all is its own
+            stays = packet in RESHAPES | {aten.squeeze} and value.shape[:1].numel() % number == 0
     return Rows.FIRST if stays else Rows.MIXED
-
-
-def named_arguments(node: fx.Node) -> dict[str, Any]:
-    """The arguments of an op by their names, with those that it has by default."""
-    schema = schema_of(node.target).arguments
-    named = {a.name: a.default_value for a in schema if a.has_default_value()}
-    return named | {a.name: x for a, x in zip(schema, node.args, strict=False)} | dict(node.kwargs)
-
-
-def named_dims(node: fx.Node, before: int) -> set[int] | None:
-    """The dimensions that an op names, of its operand or, where it has one more, of its result; None for
-    all."""
-    dims = named_arguments(node).get("dim")
-    if dims is None or dims == []:
-        return None
-    value = node.meta["val"]
-    size = max(before, value.dim() if isinstance(value, torch.Tensor) else 0)
-    return {d % size for d in (dims if isinstance(dims, Sequence) else [dims])}

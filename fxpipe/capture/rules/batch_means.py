@@ -28,9 +28,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpipe.capture.reads.row_sums import Rows, is_sum_of_lanes, named_dims, rows_in
+from fxpipe.capture.reads.row_sums import Rows, is_sum_of_lanes, rows_in
 from fxpipe.capture.rules.joined_rows import joining_ops
 from fxpipe.ir.builder import Calls, node_arg
+from fxpipe.ir.dims import dims_of
 from fxpipe.ir.graph import Kind, batch_mean
 from fxpipe.ir.nodes import copy_node, input_nodes
 from fxpipe.ir.storage import call_nodes, drop_dead, graph_outputs, leading_to, may_draw_numbers, set_outputs
@@ -202,7 +203,7 @@ class Tail:
         while isinstance(node, fx.Node):
             packet = getattr(node.target, "overloadpacket", None)
             if packet is aten.sum:
-                dims = named_dims(node, node_arg(node, 0).meta["val"].dim())
+                dims = dims_of(node, node_arg(node, 0).meta["val"].dim())
                 return node not in self.rows and (dims is None or 0 in dims)
             if _is_loss(node):
                 return bool(node_arg(node, 0).args[3] == _SUM)

@@ -19,9 +19,10 @@ from enum import Enum
 import torch
 from torch import fx
 
-from fxpipe.capture.reads.row_sums import is_sum_of_lanes, named_dims
+from fxpipe.capture.reads.row_sums import is_sum_of_lanes
 from fxpipe.ir.builder import node_arg
 from fxpipe.ir.compat import OpOverload
+from fxpipe.ir.dims import RESHAPES, TRANSPOSES, dims_of, order_behind
 from fxpipe.ir.graph import Kind
 from fxpipe.ir.nodes import input_nodes
 
@@ -139,11 +140,9 @@ def _of_rows(node: fx.Node, rows: Mapping[fx.Node, _Rows]) -> _Rows:
         return _Rows.OTHER
     if packet in _CHOICES and not value.is_floating_point():
         return _Rows.OTHER  # an order of rows, as experts sort theirs
-    dims = named_dims(node, operands[0].dim()) if operands and packet in _SUMS | _NO_SUMS else set()
+    dims = dims_of(node, operands[0].dim()) if operands and packet in _SUMS | _NO_SUMS else set()
     if not value.dim() or dims is None or 0 in dims:
         return _Rows.JOINED if packet in _NO_SUMS else _Rows.SUMMED
-    moves = packet is aten.t or (packet is aten.permute and node.args[1][0] != 0)  # type: ignore[index]
-    moves |= packet is aten.transpose and bool({0, -value.dim()} & {*node.args[1:]})
-    is_view = packet in (aten.view, aten._unsafe_view, aten.reshape)
-    stays = any(is_view or x.shape[0] == value.shape[0] for x in operands)
+    moves = packet in TRANSPOSES and order_behind(node)[0] != 0
+    stays = any(packet in RESHAPES or x.shape[0] == value.shape[0] for x in operands)
     return _Rows.FIRST if stays and not moves else _Rows.OTHER

@@ -17,12 +17,12 @@ from functools import partial
 import torch
 from torch import fx
 
-from fxpipe.capture.reads.row_sums import named_arguments, named_dims
 from fxpipe.capture.rules.batch_means import Tail, called
 from fxpipe.ir.builder import Calls, node_arg
 from fxpipe.ir.compat import OpOverload
+from fxpipe.ir.dims import dims_of
 from fxpipe.ir.graph import batch_mean
-from fxpipe.ir.storage import call_nodes, graph_outputs, set_outputs
+from fxpipe.ir.storage import argument, call_nodes, graph_outputs, set_outputs
 from fxpipe.plan.tensors import accum_dtype
 
 aten = torch.ops.aten
@@ -58,10 +58,10 @@ def weigh_means(graphs: Sequence[fx.Graph], lengths: Collection[fx.Graph]) -> tu
 def _is_mean(node: fx.Node) -> bool:
     """Whether an op takes the mean over the first dimension at least, which has the rows of a microbatch."""
     if getattr(node.target, "overloadpacket", None) is aten.mean:
-        dims = named_dims(node, node_arg(node, 0).meta["val"].dim())
+        dims = dims_of(node, node_arg(node, 0).meta["val"].dim())
         return dims is None or 0 in dims
     is_one = isinstance(node.target, OpOverload) and isinstance(node.meta["val"], torch.Tensor)
-    return is_one and named_arguments(node).get("reduction") == _MEAN
+    return is_one and argument(node, "reduction") == _MEAN
 
 
 def _elements(node: fx.Node) -> int:

@@ -11,27 +11,7 @@ from typing import NamedTuple
 from fxpipe.codegen.step.instruction_text import Line, OfMicrobatch, lines_of, place
 from fxpipe.codegen.step.step_plan import StepPlan
 from fxpipe.ir.names import unused
-from fxpipe.schedule.lowering.instructions import (
-    AtEnd,
-    Collective,
-    Compute,
-    FreeParameters,
-    GatherParameters,
-    Instruction,
-    OfBucket,
-    PostRecv,
-    ReduceGradients,
-    Send,
-    StartCollective,
-    StartTransfer,
-    SumOverLanes,
-    Validate,
-    Wait,
-    WaitCollective,
-    WaitParameters,
-    WaitTransfer,
-    number_at_head,
-)
+from fxpipe.schedule.lowering import instructions as ins
 from fxpipe.schedule.ops import Color, Direction, Op, arrival
 
 
@@ -73,11 +53,11 @@ def actions(plan: StepPlan) -> list[Done]:
     known: dict[object, Action] = {}
     done = []
     for together in _together(plan.instructions):
-        if isinstance(together, Validate):
+        if isinstance(together, ins.Validate):
             done.append(VALIDATED)
             continue
         if not isinstance(together, list):
-            lanes = together.lanes if isinstance(together, SumOverLanes) else ()
+            lanes = together.lanes if isinstance(together, ins.SumOverLanes) else ()
             done.append(Done(_OF_RT[type(together)], together.bucket, lanes))
             continue
         first, key = together[0], tuple(map(kind_of, together))
@@ -90,36 +70,36 @@ def actions(plan: StepPlan) -> list[Done]:
 _OF_RT = {
     kind: Action(f"rt.{name}", "", ActionPlace.APART, ())
     for kind, name in (
-        (GatherParameters, "gather_parameters"),
-        (WaitParameters, "wait_parameters"),
-        (FreeParameters, "free_parameters"),
-        (SumOverLanes, "sum_over_lanes"),
-        (ReduceGradients, "reduce_gradients"),
+        (ins.GatherParameters, "gather_parameters"),
+        (ins.WaitParameters, "wait_parameters"),
+        (ins.FreeParameters, "free_parameters"),
+        (ins.SumOverLanes, "sum_over_lanes"),
+        (ins.ReduceGradients, "reduce_gradients"),
     )
 }
 
 
 def _together(
-    instructions: Sequence[Instruction],
-) -> Iterator[list[OfMicrobatch] | OfBucket | Validate]:
+    instructions: Sequence[ins.Instruction],
+) -> Iterator[list[OfMicrobatch] | ins.OfBucket | ins.Validate]:
     """The instructions of each action: one, or the transfers of a stage's microbatch that come together.
 
     Without those at the head and the end of a step.
     """
-    instructions = instructions[number_at_head(instructions) :]
+    instructions = instructions[ins.number_at_head(instructions) :]
 
-    def which(numbered: tuple[int, Instruction]) -> tuple[object, ...]:
+    def which(numbered: tuple[int, ins.Instruction]) -> tuple[object, ...]:
         number, i = numbered
-        if isinstance(i, StartTransfer | WaitTransfer):
+        if isinstance(i, ins.StartTransfer | ins.WaitTransfer):
             return type(i), i.transfer.direction, i.transfer.stage, i.transfer.microbatch
         return (number,)
 
     for _, group in groupby(enumerate(instructions), which):
         together = []
         for _, i in group:
-            if isinstance(i, OfBucket | Validate):
+            if isinstance(i, ins.OfBucket | ins.Validate):
                 yield i
-            elif not isinstance(i, AtEnd):
+            elif not isinstance(i, ins.AtEnd):
                 together.append(i)
         if together:
             yield together
@@ -128,37 +108,37 @@ def _together(
 def kind_of(instruction: OfMicrobatch) -> tuple[object, ...]:
     """The same for instructions that differ only in the microbatch, or in where in the pool they offload."""
     match instruction:
-        case Compute(op):
-            return Compute, op.kind, op.stage
-        case PostRecv(messages) | Wait(messages) | Send(messages):
+        case ins.Compute(op):
+            return ins.Compute, op.kind, op.stage
+        case ins.PostRecv(messages) | ins.Wait(messages) | ins.Send(messages):
             return type(instruction), *(message.edge for message in messages)
-        case StartCollective(collective) | WaitCollective(collective):
+        case ins.StartCollective(collective) | ins.WaitCollective(collective):
             return type(instruction), collective.number
-        case StartTransfer(t) | WaitTransfer(t):
+        case ins.StartTransfer(t) | ins.WaitTransfer(t):
             return type(instruction), t.direction, t.stage, t.user
 
 
 def _microbatch(instruction: OfMicrobatch) -> int:
     match instruction:
-        case Compute(op):
+        case ins.Compute(op):
             return op.microbatch
-        case PostRecv(messages) | Wait(messages) | Send(messages):
+        case ins.PostRecv(messages) | ins.Wait(messages) | ins.Send(messages):
             return messages[0].microbatch
-        case StartCollective(_, m) | WaitCollective(_, m):
+        case ins.StartCollective(_, m) | ins.WaitCollective(_, m):
             return m
-        case StartTransfer(transfer) | WaitTransfer(transfer):
+        case ins.StartTransfer(transfer) | ins.WaitTransfer(transfer):
             return transfer.microbatch
 
 
 def _arguments(plan: StepPlan, together: Sequence[OfMicrobatch]) -> tuple[int, ...]:
-    if not isinstance(together[0], StartTransfer):
+    if not isinstance(together[0], ins.StartTransfer):
         return ()
-    offloads = (i.transfer for i in together if isinstance(i, StartTransfer))
+    offloads = (i.transfer for i in together if isinstance(i, ins.StartTransfer))
     return tuple(plan.places[t.activation] for t in offloads if t.direction is Direction.OUT)
 
 
 def _action(plan: StepPlan, together: Sequence[OfMicrobatch], used: set[str]) -> Action:
-    offloads = [i.transfer for i in together if isinstance(i, StartTransfer)]
+    offloads = [i.transfer for i in together if isinstance(i, ins.StartTransfer)]
     return Action(
         unused(_name(plan, together), used.__contains__),
         _doc(plan, together),
@@ -170,13 +150,13 @@ def _action(plan: StepPlan, together: Sequence[OfMicrobatch], used: set[str]) ->
 
 def _role(instruction: OfMicrobatch) -> ActionPlace:
     match instruction:
-        case Compute():
+        case ins.Compute():
             return ActionPlace.OP
-        case Wait() | WaitCollective():
+        case ins.Wait() | ins.WaitCollective():
             return ActionPlace.BEFORE
-        case WaitTransfer(transfer) if transfer.direction is Direction.IN:
+        case ins.WaitTransfer(transfer) if transfer.direction is Direction.IN:
             return ActionPlace.BEFORE
-        case Send() | StartCollective():
+        case ins.Send() | ins.StartCollective():
             return ActionPlace.AFTER
     return ActionPlace.APART
 
@@ -184,21 +164,21 @@ def _role(instruction: OfMicrobatch) -> ActionPlace:
 def _name(plan: StepPlan, together: Sequence[OfMicrobatch]) -> str:
     """A name with an upper-case letter, as no variable has."""
     match together[0]:
-        case Compute(Op(kind, stage)):
+        case ins.Compute(Op(kind, stage)):
             return f"{kind}{stage}"
-        case PostRecv((message, *_)):
+        case ins.PostRecv((message, *_)):
             return f"receive_{plan.op_name(arrival(message.edge.target))}"
-        case Wait((message, *_)):
+        case ins.Wait((message, *_)):
             return f"wait_{plan.op_name(arrival(message.edge.target))}"
-        case Send((message, *_)):
+        case ins.Send((message, *_)):
             return f"send_{plan.op_name(message.edge.source)}"
-        case StartCollective(collective):
+        case ins.StartCollective(collective):
             return f"start_{_named(plan, collective)}"
-        case WaitCollective(collective):
+        case ins.WaitCollective(collective):
             return f"wait_{_named(plan, collective)}"
-        case StartTransfer(transfer):
+        case ins.StartTransfer(transfer):
             verb = str(transfer.direction)
-        case WaitTransfer(transfer):
+        case ins.WaitTransfer(transfer):
             verb = f"wait_{transfer.direction}"
     users = _users(together)
     return f"{verb}_{users[0].stage if len(users) > 1 else plan.op_name(users[0])}"
@@ -206,11 +186,11 @@ def _name(plan: StepPlan, together: Sequence[OfMicrobatch]) -> str:
 
 def _users(together: Sequence[OfMicrobatch]) -> list[Color]:
     """The sections for which transfers move what F saved."""
-    transfers = (i.transfer for i in together if isinstance(i, StartTransfer | WaitTransfer))
+    transfers = (i.transfer for i in together if isinstance(i, ins.StartTransfer | ins.WaitTransfer))
     return [Color(t.stage, t.user) for t in transfers]
 
 
-def _named(plan: StepPlan, collective: Collective) -> str:
+def _named(plan: StepPlan, collective: ins.Collective) -> str:
     """The kind of a collective with its source, of several sources that of this rank."""
     return f"{collective.kind.replace('-', '_')}_{plan.op_name(plan.own_end(collective.sources))}"
 
@@ -219,25 +199,25 @@ def _doc(plan: StepPlan, together: Sequence[OfMicrobatch]) -> str:
     """What an action does, as a docstring."""
     first = together[0]
     match first:
-        case Compute():
+        case ins.Compute():
             return ""
-        case PostRecv(messages) | Wait(messages):
+        case ins.PostRecv(messages) | ins.Wait(messages):
             sources = " and ".join(dict.fromkeys(plan.op_name(m.edge.source) for m in messages))
             rank = plan.placement[messages[0].edge.source.stage]
-            verb = "Start to receive" if isinstance(first, PostRecv) else "Wait for"
+            verb = "Start to receive" if isinstance(first, ins.PostRecv) else "Wait for"
             return f"{verb} what {sources} on rank {rank} sends."
-        case Send(messages):
+        case ins.Send(messages):
             return f"Send to rank {plan.placement[messages[0].edge.target.stage]}."
-        case StartCollective(collective):
+        case ins.StartCollective(collective):
             return f"Join the {collective.kind} of {plan.op_name(plan.own_end(collective.sources))}."
-        case WaitCollective(collective):
+        case ins.WaitCollective(collective):
             return f"Wait for the {collective.kind} of {plan.op_name(plan.own_end(collective.sources))}."
     users = _users(together)
     saved = f"what F{users[0].stage} saved for {' and '.join(dict.fromkeys(map(plan.op_name, users)))}"
     match first:
-        case StartTransfer(transfer):
+        case ins.StartTransfer(transfer):
             return f"Start to {transfer.direction} {saved}."
-        case WaitTransfer(transfer) if transfer.direction is Direction.OUT:
+        case ins.WaitTransfer(transfer) if transfer.direction is Direction.OUT:
             return f"Wait until {saved} is offloaded, and free its memory."
         case _:
             return f"Wait until {saved} is reloaded."

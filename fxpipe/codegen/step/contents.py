@@ -14,18 +14,7 @@ from fxpipe.codegen.wrapping import WIDTH
 from fxpipe.ir.graph import Kind, Value
 from fxpipe.ir.step_invariants import once_bytes
 from fxpipe.ir.storage import node_bytes
-from fxpipe.schedule.lowering.instructions import (
-    AllReduceGradient,
-    Collective,
-    GatherParameters,
-    Instruction,
-    Message,
-    PostRecv,
-    ReduceGradients,
-    Send,
-    StartCollective,
-    StartTransfer,
-)
+from fxpipe.schedule.lowering import instructions as ins
 from fxpipe.schedule.ops import Color, Direction, Phase, arrival
 from fxpipe.schedule.units import bytes_text, seconds_text
 
@@ -40,15 +29,15 @@ def contents(plan: RankPlan, ops: Sequence[str]) -> list[str]:
     lines = ["Sections, as predicted for a microbatch:", *_table(_section(plan, s.color) for s in plan.own)]
     if once := plan.nodes.once:
         lines += ["", f"Once a step: once_a_step, holds {bytes_text(once_bytes(once))}"]
-    kinds: dict[object, Instruction] = {}
+    kinds: dict[object, ins.Instruction] = {}
     for i in plan.instructions:
-        if isinstance(i, PostRecv | Send | StartCollective):
+        if isinstance(i, ins.PostRecv | ins.Send | ins.StartCollective):
             kinds.setdefault(kind_of(i), i)
     called = {op.partition(".")[0] for op in ops}
     messages = list(dict.fromkeys(row for i in kinds.values() for row in _messages(plan, i, called)))
     if messages:
         lines += ["", "Messages, of a microbatch:", *_table(messages)]
-    sums = [_sum(plan, i) for i in plan.instructions if isinstance(i, AllReduceGradient)]
+    sums = [_sum(plan, i) for i in plan.instructions if isinstance(i, ins.AllReduceGradient)]
     if sums:
         lines += ["", "Sums over ranks, at the end of the step:", *_table(sums)]
     if offloaded := list(_offloaded(plan)):
@@ -72,25 +61,25 @@ def _section(plan: RankPlan, color: Color) -> _Row:
     return op, plan.calls[color].name, seconds_text(seconds), keeps
 
 
-def _messages(plan: RankPlan, instruction: Instruction, called: AbstractSet[str]) -> Iterator[_Row]:
+def _messages(plan: RankPlan, instruction: ins.Instruction, called: AbstractSet[str]) -> Iterator[_Row]:
     """called: the names of the ops that the step calls."""
     match instruction:
-        case PostRecv(messages):
+        case ins.PostRecv(messages):
             yield from (row for message in messages for row in _message(plan, message, "from", 0))
-        case Send(messages):
+        case ins.Send(messages):
             yield from (row for message in messages for row in _message(plan, message, "to", 1))
-        case StartCollective(collective):
+        case ins.StartCollective(collective):
             yield from _collective(plan, collective, called)
 
 
-def _message(plan: RankPlan, message: Message, word: str, end: int) -> Iterator[_Row]:
+def _message(plan: RankPlan, message: ins.Message, word: str, end: int) -> Iterator[_Row]:
     ends = message.edge.source, arrival(message.edge.target)
     rank = plan.placement[ends[end].stage]
     for name in plan.names(message.edge):
         yield _arrow(plan, *ends), f"{word} rank {rank}", name, _size(plan, name)
 
 
-def _collective(plan: RankPlan, collective: Collective, called: AbstractSet[str]) -> Iterator[_Row]:
+def _collective(plan: RankPlan, collective: ins.Collective, called: AbstractSet[str]) -> Iterator[_Row]:
     of_ranks = plan.collected[collective]
     source, target = map(plan.own_end, (collective.sources, collective.targets))
     if plan.placement[target.stage] == plan.rank and plan.op_name(target) not in called:
@@ -103,7 +92,7 @@ def _arrow(plan: RankPlan, source: Color, target: Color) -> str:
     return f"{plan.op_name(source)} -> {plan.op_name(target)}"
 
 
-def _sum(plan: RankPlan, instruction: AllReduceGradient) -> _Row:
+def _sum(plan: RankPlan, instruction: ins.AllReduceGradient) -> _Row:
     others = [str(rank) for rank in instruction.ranks if rank != plan.rank]
     size = next(  # of a rank that adds to it, which this one need not
         node_bytes(node)
@@ -118,7 +107,7 @@ def _sum(plan: RankPlan, instruction: AllReduceGradient) -> _Row:
 
 def _offloaded(plan: RankPlan) -> Iterator[_Row]:
     """What of a stage's activation waits in the pool for B or W, and of how many microbatches."""
-    out = (i.transfer for i in plan.instructions if isinstance(i, StartTransfer))
+    out = (i.transfer for i in plan.instructions if isinstance(i, ins.StartTransfer))
     count = Counter((t.stage, t.user) for t in out if t.direction is Direction.OUT)
     sizes: Counter[tuple[str, int]] = Counter()
     for section in plan.own:
@@ -133,8 +122,8 @@ def _offloaded(plan: RankPlan) -> Iterator[_Row]:
 
 
 def _buckets(plan: RankPlan) -> Iterator[_Row]:
-    gathered = {i.bucket for i in plan.instructions if isinstance(i, GatherParameters)}
-    summed = {i.bucket for i in plan.instructions if isinstance(i, ReduceGradients)}
+    gathered = {i.bucket for i in plan.instructions if isinstance(i, ins.GatherParameters)}
+    summed = {i.bucket for i in plan.instructions if isinstance(i, ins.ReduceGradients)}
     for k in sorted(gathered | summed):
         bucket, size = plan.buckets[k]
         begun = [f"gathered before {bucket.before}"] if k in gathered else []

@@ -14,23 +14,18 @@ from fxpipe.codegen.signatures import LISTS, Signature
 from fxpipe.codegen.step.step_plan import StepPlan
 from fxpipe.ir.graph import Kind
 from fxpipe.ir.names import text_literal
-from fxpipe.schedule.lowering.instructions import (
-    Collective,
-    CollectiveKind,
-    Compute,
-    Message,
-    PostRecv,
-    Send,
-    StartCollective,
-    StartTransfer,
-    Wait,
-    WaitCollective,
-    WaitTransfer,
-)
+from fxpipe.schedule.lowering import instructions as ins
 from fxpipe.schedule.ops import PHASES, Color, Direction, Op, Phase, Transfer
 
 OfMicrobatch = (
-    Compute | PostRecv | Wait | Send | StartCollective | WaitCollective | StartTransfer | WaitTransfer
+    ins.Compute
+    | ins.PostRecv
+    | ins.Wait
+    | ins.Send
+    | ins.StartCollective
+    | ins.WaitCollective
+    | ins.StartTransfer
+    | ins.WaitTransfer
 )
 
 
@@ -54,15 +49,15 @@ Line = tuple["str | Hole", ...]
 
 def lines_of(plan: StepPlan, instruction: OfMicrobatch) -> list[Line]:
     match instruction:
-        case Compute(op):
+        case ins.Compute(op):
             return _op(plan, op)
-        case PostRecv(messages) | Wait(messages) | Send(messages):
+        case ins.PostRecv(messages) | ins.Wait(messages) | ins.Send(messages):
             return [_message(plan, instruction, messages)]
-        case StartCollective(collective):
+        case ins.StartCollective(collective):
             return _start(plan, collective)
-        case WaitCollective(collective):
+        case ins.WaitCollective(collective):
             return _wait(plan, collective)
-        case StartTransfer(transfer) | WaitTransfer(transfer):
+        case ins.StartTransfer(transfer) | ins.WaitTransfer(transfer):
             return [_transfer(instruction, transfer)]
 
 
@@ -91,7 +86,9 @@ def _arrives(pending: str) -> Line:
     return _give(pending), " = rt.wait(", Hole(Use.PENDING, pending), ")"
 
 
-def _message(plan: StepPlan, instruction: PostRecv | Wait | Send, messages: tuple[Message, ...]) -> Line:
+def _message(
+    plan: StepPlan, instruction: ins.PostRecv | ins.Wait | ins.Send, messages: tuple[ins.Message, ...]
+) -> Line:
     """The line that posts messages, waits for them or sends them: of one value, or of several."""
     edge = messages[0].edge
     named = [(name, message.edge.target) for message in messages for name in plan.names(message.edge)]
@@ -99,14 +96,14 @@ def _message(plan: StepPlan, instruction: PostRecv | Wait | Send, messages: tupl
     layouts = _listed([_layout(plan, name) for name, _ in named])
     pending = f"from_{plan.op_name(edge.source)}_to_{plan.op_name(edge.target)}"
     match instruction:
-        case PostRecv():
+        case ins.PostRecv():
             left = Hole(Use.PENDING, arriving[0]) if len(named) == 1 else _give(pending)
             return left, " = rt.receive(", *layouts, f", source={plan.placement[edge.source.stage]})"
-        case Wait() if len(named) == 1:
+        case ins.Wait() if len(named) == 1:
             return _arrives(arriving[0])
-        case Wait():
+        case ins.Wait():
             return *_joined(map(_give, arriving)), " = rt.wait_all(", _read(pending), ")"
-        case Send():
+        case ins.Send():
             sent = _listed([_read(variable(name)) for name, _ in named])
             return "rt.send(", *sent, ", ", *layouts, f", to={plan.placement[edge.target.stage]})"
 
@@ -121,10 +118,10 @@ def place(transfer: Transfer) -> str:
     return f"at_{transfer.user}"
 
 
-def _transfer(instruction: StartTransfer | WaitTransfer, transfer: Transfer) -> Line:
+def _transfer(instruction: ins.StartTransfer | ins.WaitTransfer, transfer: Transfer) -> Line:
     values = Hole(Use.PENDING, handles(transfer))
     match instruction, transfer.direction:
-        case WaitTransfer(), _:
+        case ins.WaitTransfer(), _:
             return f"rt.wait_{transfer.direction}(", values, ")"
         case _, Direction.IN:
             return "rt.reload(", values, ")"
@@ -132,9 +129,9 @@ def _transfer(instruction: StartTransfer | WaitTransfer, transfer: Transfer) -> 
             return "rt.offload(", values, f", at={place(transfer)})"
 
 
-def _start(plan: StepPlan, collective: Collective) -> list[Line]:
+def _start(plan: StepPlan, collective: ins.Collective) -> list[Line]:
     of_ranks = plan.collected[collective]
-    if collective.kind is CollectiveKind.BROADCAST:
+    if collective.kind is ins.CollectiveKind.BROADCAST:
         return [_broadcast(plan, collective, name) for name in of_ranks[0]]
     return [
         _give_own(plan, collective, name, f"collective{collective.number}_{k}")
@@ -142,7 +139,7 @@ def _start(plan: StepPlan, collective: Collective) -> list[Line]:
     ]
 
 
-def _broadcast(plan: StepPlan, collective: Collective, name: str) -> Line:
+def _broadcast(plan: StepPlan, collective: ins.Collective, name: str) -> Line:
     source = plan.placement[collective.sources[0].stage]
     call = f", {_layout(plan, name)}, source={source}, group={collective.group})"
     if source == plan.rank:
@@ -150,15 +147,15 @@ def _broadcast(plan: StepPlan, collective: Collective, name: str) -> Line:
     return Hole(Use.PENDING, _broadcasted(plan, collective, name)), f" = rt.broadcast(None{call}"
 
 
-def _broadcasted(plan: StepPlan, collective: Collective, name: str) -> str:
+def _broadcasted(plan: StepPlan, collective: ins.Collective, name: str) -> str:
     """The variable of a value that a broadcast brings to this rank."""
     return plan.arriving(name, plan.own_end(collective.targets).stage)
 
 
-def _give_own(plan: StepPlan, collective: Collective, name: str, pending: str) -> Line:
+def _give_own(plan: StepPlan, collective: ins.Collective, name: str, pending: str) -> Line:
     """The line with which this rank gives its own value to a collective of all."""
     value, group = _read(variable(name)), f"group={collective.group})"
-    if collective.kind is CollectiveKind.ALL_GATHER:
+    if collective.kind is ins.CollectiveKind.ALL_GATHER:
         return _give(pending), " = rt.all_gather(", value, f", {_layout(plan, name)}, {group}"
     target = plan.placement[collective.targets[0].stage]
     call: Line = "rt.reduce(", value, f", {_layout(plan, name)}, to={target}, {group}"
@@ -166,11 +163,11 @@ def _give_own(plan: StepPlan, collective: Collective, name: str, pending: str) -
     return (total, " = ", *call) if target == plan.rank else call
 
 
-def _wait(plan: StepPlan, collective: Collective) -> list[Line]:
+def _wait(plan: StepPlan, collective: ins.Collective) -> list[Line]:
     of_ranks = plan.collected[collective]
-    if collective.kind is CollectiveKind.BROADCAST:
+    if collective.kind is ins.CollectiveKind.BROADCAST:
         return [_arrives(_broadcasted(plan, collective, name)) for name in of_ranks[0]]
-    if collective.kind is CollectiveKind.REDUCE:
+    if collective.kind is ins.CollectiveKind.REDUCE:
         return [_arrives(variable(plan.sums[name])) for name in of_ranks[0]]
     lines: list[Line] = []
     for k in range(len(of_ranks[0])):

@@ -21,16 +21,7 @@ from fxpipe.codegen.wrapping import WIDTH, wrapped
 from fxpipe.ir.graph import Kind
 from fxpipe.ir.names import text_literal
 from fxpipe.ir.size import Share
-from fxpipe.schedule.lowering.instructions import (
-    AllReduceGradient,
-    AtEnd,
-    Compute,
-    DivideGradients,
-    GatherParameters,
-    Validate,
-    WaitGradients,
-    number_at_head,
-)
+from fxpipe.schedule.lowering import instructions as ins
 
 
 @dataclass(frozen=True)
@@ -67,7 +58,7 @@ class StepCalls:
 
 def called_ops(plan: StepPlan, calls: StepCalls) -> list[str]:
     """The ops of the order for which the step calls a function: on this rank, others have nothing to do."""
-    names = {f"{i.op.kind}{i.op.stage}" for i in plan.instructions if isinstance(i, Compute)}
+    names = {f"{i.op.kind}{i.op.stage}" for i in plan.instructions if isinstance(i, ins.Compute)}
     return [f"{call.function.name}.{call.microbatch}" for call in calls if call.function.name in names]
 
 
@@ -91,10 +82,10 @@ def step_source(plan: StepPlan, called: StepCalls) -> str:
             lines.append(f'        """{function.doc}"""')
         lines += [*(f"        {line}" for line in lives.written(function)), ""]
     lines = [wrapped(line) for line in lines]
-    if Validate() in plan.instructions:
+    if ins.Validate() in plan.instructions:
         lines += _warm_up(plan, warm_up, lives)
     lines += [text for line in schedule for text in _joined(map(str, line))]
-    ends = [f"    {_at_end(i)}" for i in plan.instructions if isinstance(i, AtEnd)]
+    ends = [f"    {_at_end(i)}" for i in plan.instructions if isinstance(i, ins.AtEnd)]
     return "\n".join([*lines, *(["", *ends] if ends else []), "    return rt.finish()"])
 
 
@@ -145,9 +136,9 @@ def _head(plan: StepPlan) -> list[str]:
     if not trains:
         what = "the forward; return the loss of the whole batch, if there is one"
     lines = ["def step(rt, batch):", f'    """Run this rank\'s part of {what}."""']
-    head = plan.instructions[: number_at_head(plan.instructions)]
-    lines += [f"    rt.gather_parameters({i.bucket})" for i in head if isinstance(i, GatherParameters)]
-    used, validates = _used(plan), Validate() in plan.instructions
+    head = plan.instructions[: ins.number_at_head(plan.instructions)]
+    lines += [f"    rt.gather_parameters({i.bucket})" for i in head if isinstance(i, ins.GatherParameters)]
+    used, validates = _used(plan), ins.Validate() in plan.instructions
     known = ("params", "buffers", "constants", *(() if validates else ("grads",)))
     containers = [c for c in known if c in used]
     if containers:
@@ -272,11 +263,11 @@ def _joined(statements: Iterable[str], indent: str = "    ") -> list[str]:
     return lines
 
 
-def _at_end(instruction: AtEnd) -> str:
+def _at_end(instruction: ins.AtEnd) -> str:
     match instruction:
-        case WaitGradients():
+        case ins.WaitGradients():
             return "rt.wait_gradients()"
-        case AllReduceGradient(name, ranks):
+        case ins.AllReduceGradient(name, ranks):
             return f"rt.all_reduce_gradient({text_literal(name)}, ranks={ranks})"
-        case DivideGradients():
+        case ins.DivideGradients():
             return "rt.divide_gradients_by_count()"

@@ -11,14 +11,7 @@ from fxpipe.codegen.expressions import variable
 from fxpipe.codegen.signatures import Result, Signature
 from fxpipe.ir.sections import SectionEdge
 from fxpipe.schedule.costs import Edge
-from fxpipe.schedule.lowering.instructions import (
-    Collective,
-    CollectiveKind,
-    Instruction,
-    PostRecv,
-    Send,
-    StartCollective,
-)
+from fxpipe.schedule.lowering import instructions as ins
 from fxpipe.schedule.ops import Activation, Color, OpKind, Phase
 
 
@@ -55,7 +48,7 @@ class StepPlan:
     rank: int
     parts: StepParts
     placement: tuple[int, ...]
-    instructions: tuple[Instruction, ...]
+    instructions: tuple[ins.Instruction, ...]
     joined: frozenset[int]  # the stages that run every B and W as one op
     places: Mapping[Activation, int] = field(default_factory=dict)  # of offloaded values in the rank's pool
 
@@ -89,7 +82,7 @@ class StepPlan:
         joint = {
             (a, b)
             for collective in self.collected
-            if collective.kind is not CollectiveKind.BROADCAST
+            if collective.kind is not ins.CollectiveKind.BROADCAST
             for a in collective.sources
             for b in collective.targets
         }
@@ -116,9 +109,9 @@ class StepPlan:
         return {name: total for edge in self.parts.edges for name, total in edge.sums.items()}
 
     @cached_property
-    def collected(self) -> dict[Collective, tuple[tuple[str, ...], ...]]:
+    def collected(self) -> dict[ins.Collective, tuple[tuple[str, ...], ...]]:
         """Per collective and source of it, the names of the values that it sends, the same to all targets."""
-        joined = {i.collective for i in self.instructions if isinstance(i, StartCollective)}
+        joined = {i.collective for i in self.instructions if isinstance(i, ins.StartCollective)}
         sent = self._names
         return {
             c: tuple(next(sent[s, t] for t in c.targets if (s, t) in sent) for s in c.sources) for c in joined
@@ -133,9 +126,9 @@ class StepPlan:
         names: set[str] = set()
         for instruction in self.instructions:
             match instruction:
-                case PostRecv(messages) | Send(messages):
+                case ins.PostRecv(messages) | ins.Send(messages):
                     names.update(name for message in messages for name in self.names(message.edge))
-                case StartCollective():
+                case ins.StartCollective():
                     of_ranks = self.collected[instruction.collective]
                     names.update(of_ranks[0] if len(of_ranks) == 1 else of_ranks[self.rank])
         return sorted(names)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import count
 from math import inf
 from typing import TypeVar
@@ -84,49 +84,43 @@ class Placed:
         return [[one.of_owner(mesh.replicas) for one in each] for each in self.trained]
 
 
+@dataclass(frozen=True, eq=False)
 class Costing:
     """The cuts of a step at each level of recomputation on their ranks, each with its costs, made once.
 
     device, known: where sections are timed, and with which tensors, if the costs are measured.
-    bandwidth: bytes a second to the offload store, one way.
+    bandwidth: bytes a second to the offload store, one way.  sizes: of the costs, where these are other
+    lengths than the example's.
     """
 
-    def __init__(
-        self,
-        options: Settings,
-        tried: Candidates,
-        cuts: Cuts,
-        model: nn.Module,
-        cluster: Cluster,
-        device: torch.device,
-        known: Known,
-        bandwidth: float,
-        phase: Phases,
-        lanes: LanePlan,
-        sizes: Mapping[str, int] | None = None,
-    ) -> None:
-        """The costs are at ``sizes``: other lengths than the example's, if dimensions have names."""
-        self._options, self.tried, self._cuts = options, tried, cuts
-        self._model, self._cluster = model, cluster
-        self._device, self._known, self._bandwidth = device, known, bandwidth
-        self.phase, self._lanes, self._sizes = phase, lanes, sizes
-        self._placed: dict[tuple[Stages, Level | None], list[Placed]] = {}
+    options: Settings
+    tried: Candidates
+    cuts: Cuts
+    model: nn.Module
+    cluster: Cluster
+    device: torch.device
+    known: Known
+    bandwidth: float
+    phase: Phases
+    lanes: LanePlan
+    sizes: Mapping[str, int] | None = None
+    _placed: dict[tuple[Stages, Level | None], list[Placed]] = field(default_factory=dict)
 
     def __call__(self, of: Stages, level: Level | None) -> list[Placed]:
         if (of, level) not in self._placed:
-            cut = self._cuts.cut(of, level, self.phase, again=len(self.tried.levels) > 1)
+            cut = self.cuts.cut(of, level, self.phase, again=len(self.tried.levels) > 1)
             self._placed[of, level] = list(self._all(of, cut))
         return self._placed[of, level]
 
     def _all(self, of: Stages, cut: Cut) -> Iterator[Placed]:
-        options, cluster, model = self._options, self._cluster, self._model
+        options, cluster, model = self.options, self.cluster, self.model
         if options.costs == "measured":
             # On this device alone: the others are taken to be as fast.
             measured = measured_seconds(
                 cut.sections,
-                self._device,
+                self.device,
                 cluster.first,
-                self._known,
+                self.known,
                 options.compiled,
                 options.ranks_per_machine or options.mesh.ranks,
             )
@@ -146,9 +140,9 @@ class Costing:
             # By placement, as what two stages of a rank share is in memory once.
             live = liveness(cut.graph, cut.sections, cut.edges, ranks)
             costs = section_costs(live, seconds, cluster, ranks, options.ranks_per_machine)
-            if self._sizes is not None and cut.resized is not None:
+            if self.sizes is not None and cut.resized is not None:
                 work = work_for_any_size(live, cut.graph, cut.resized, cluster, ranks, options.compiled)
-                costs = work.costs(costs, self._sizes)
+                costs = work.costs(costs, self.sizes)
             yield Placed(
                 cut,
                 live,
@@ -156,8 +150,8 @@ class Costing:
                 ranks,
                 costs,
                 weight_bytes(tensors, ownership, options.grad_dtype),
-                stage_tensors(tensors, ownership, cut.sections, options.grad_dtype, self._lanes),
-                trained_parameters(tensors, ownership, options.grad_dtype, self._lanes),
+                stage_tensors(tensors, ownership, cut.sections, options.grad_dtype, self.lanes),
+                trained_parameters(tensors, ownership, options.grad_dtype, self.lanes),
             )
 
     def balanced(self, of: Stages, chosen: Chosen) -> Stages | None:
@@ -176,7 +170,7 @@ class Costing:
         assert of.step.cut is not None, "it was cut by its costs"
         vocabulary = result.problem.vocabulary
         first = 0 if vocabulary is None else vocabulary.embedding_shards
-        scheduled = result.problem, result.schedule.order, self._cluster
+        scheduled = result.problem, result.schedule.order, self.cluster
         cuts = LighterCuts(of.step.cut, first, *scheduled).moved()
         if cuts is None:
             return None
@@ -184,7 +178,7 @@ class Costing:
 
     def _cut_again(self, of: Stages, options: CutOptions) -> Stages | None:
         try:
-            return self._cuts.stages_of(of.whole, options, self.phase)
+            return self.cuts.stages_of(of.whole, options, self.phase)
         except PartitionError:
             return None
 
@@ -200,15 +194,13 @@ class Costing:
             limits, text = activation_budget(options.memory_limit, fixed, units), MemoryText(units, fixed)
         cut, costs, mesh = placed.cut, placed.costs, options.mesh
         if options.gradients:
-            costs = replace(costs, update=update_costs(self._cluster, placed.updated(mesh)))
-        if mesh.replicas > 1 or self._lanes.summed or (mesh.shard and self._lanes.number > 1):
+            costs = replace(costs, update=update_costs(self.cluster, placed.updated(mesh)))
+        if mesh.replicas > 1 or self.lanes.summed or (mesh.shard and self.lanes.number > 1):
             replicas = mesh.replicas, mesh.shard, options.per_use, options.ranks_per_machine
-            exchanged = exchanges(
-                self._cluster, placed.ranks, placed.exchanged, self._lanes.number, *replicas
-            )
+            exchanged = exchanges(self.cluster, placed.ranks, placed.exchanged, self.lanes.number, *replicas)
             costs = replace(costs, exchanges=exchanged)
         if options.offload.share is not None:
-            costs = replace(costs, link=Link(1 / self._bandwidth, options.offload.ranks_per_link))
+            costs = replace(costs, link=Link(1 / self.bandwidth, options.offload.ranks_per_link))
         return Problem(
             mesh.ranks,
             mesh.microbatches,

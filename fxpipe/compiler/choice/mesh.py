@@ -16,9 +16,10 @@ from fxpipe.compiler.check_options import check
 from fxpipe.compiler.choice.candidates import candidates
 from fxpipe.compiler.choice.choose import Chosen, Costing, choose_below, held_bytes, with_uses
 from fxpipe.compiler.choice.cut import Cuts, Stages
-from fxpipe.compiler.choice.stage_counts import all_stages, cluster_of
+from fxpipe.compiler.choice.stage_counts import cluster_of
 from fxpipe.compiler.compilation import Compilation
-from fxpipe.compiler.compile import CapturedStep, capture_step, costing_of
+from fxpipe.compiler.compile import CapturedStep, capture_step, stages_and_costs
+from fxpipe.compiler.garbage import collector_paused
 from fxpipe.compiler.options import Settings
 from fxpipe.compiler.progress import Phases
 from fxpipe.compiler.tensor_ownership import check_state_of_replicas
@@ -33,7 +34,6 @@ from fxpipe.errors import (
     VocabularyError,
     number_of,
 )
-from fxpipe.ir.garbage import collector_paused
 from fxpipe.ir.storage import graph_outputs
 from fxpipe.partition.parts import PartsOfStage
 from fxpipe.plan.dtensors import local
@@ -225,10 +225,10 @@ class _Search:
         cluster = cluster_of(options, self.request.device, (), step.captured.graph)
         ways = len(tried.heads)
         phase.expect(ways + 2 * ways * len(tried.placements))  # at most: others were made for fewer ranks
-        stages = all_stages(step.graphs, tried, options, cluster, step.cuts, phase)
-        phase.expect(2 * len(stages) * len(tried.levels))
         request = replace(self.request, options=options)
-        return stages, costing_of(request, step, tried, cluster, phase, self.sizes)
+        stages, costing = stages_and_costs(request, step, tried, cluster, phase, self.sizes)
+        phase.expect(2 * len(stages) * len(tried.levels))
+        return stages, costing
 
     def _check_bytes(self, options: Settings) -> None:
         """Raise LimitError, before the step is cut, where some rank has too many bytes of the model: its

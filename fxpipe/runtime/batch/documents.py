@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from fxpipe.plan.step import POSITIONS, SHARES, Documents, StepSpec
-from fxpipe.runtime.batch.lengths import listed
+from fxpipe.runtime.batch.lengths import are_listed, parts_of
 from fxpipe.runtime.batch.microbatches import given_leaves
 
 
@@ -25,18 +25,18 @@ def shares_of(
 
     lengths: of each microbatch, None where they are not known.
     """
-    items, documents = listed(spec, batch, replicas), spec.documents
-    if items is None or documents is None:
+    documents, parts = spec.documents, parts_of(spec, batch, replicas)
+    if documents is None or not are_listed(batch, spec):
         return [SHARES] * len(lengths)
-    leaves = (given_leaves(spec.batch, item).get(documents.leaf) for item in items)
+    leaves = (given_leaves(spec.batch, part).get(documents.leaf) for part, _ in parts)
     tokens = (0 if each is None else spec.tokens([each]) for each in lengths)
     return [_share(documents, leaf, number) for leaf, number in zip(leaves, tokens, strict=True)]
 
 
 def has_several(spec: StepSpec, batch: object) -> bool:
     """Whether a row of positions on the CPU has several documents: it begins at 0, and does so again."""
-    for item in listed(spec, batch) or [batch]:
-        leaf = given_leaves(spec.batch, item).get(POSITIONS)
+    for part, _ in parts_of(spec, batch):
+        leaf = given_leaves(spec.batch, part).get(POSITIONS)
         if isinstance(leaf, torch.Tensor) and leaf.device.type == "cpu" and leaf.dim() == 2:
             begins = leaf == 0
             if (begins[:, :1] & begins[:, 1:]).any():

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 
 from fxpipe.errors import BatchError, number_of
-from fxpipe.plan.step import StepSpec, allowed
+from fxpipe.plan.step import BatchSpec, StepSpec, allowed
 from fxpipe.runtime.batch.microbatches import (
     batch_leaves,
     check_batch,
@@ -19,18 +19,20 @@ from fxpipe.runtime.batch.microbatches import (
     rows_of_replica,
 )
 
+_Result = TypeVar("_Result")
+
 Lengths = dict[str, int]
 """Of a microbatch, by name."""
 
 
-def listed(spec: StepSpec, batch: object, replicas: int = 1) -> list[object] | None:
-    """The microbatches of a list of them; None for a batch of all.
+def parts_of(spec: StepSpec, batch: object, replicas: int = 1) -> list[tuple[object, int]]:
+    """The microbatches of a list of them, or the batch of all, each with the number of microbatches it has.
 
-    replicas: whose microbatches the list has.  Raises BatchError for a list where no dimension has a name,
+    replicas: whose microbatches the batch has.  Raises BatchError for a list where no dimension has a name,
     an empty one, and one that replicas cannot divide.
     """
-    if not isinstance(batch, list) or not are_listed(spec, batch):
-        return None
+    if not are_listed(batch, spec):
+        return [(batch, spec.microbatches * replicas)]
     if not spec.lengths:
         why = spec.one_length or "no dimension was named: give dimensions={'sequence': 512} to fxpipe.compile"
         raise BatchError(
@@ -42,14 +44,14 @@ def listed(spec: StepSpec, batch: object, replicas: int = 1) -> list[object] | N
             f"The list has {number_of(len(batch), 'microbatch')}{of_replicas}: give "
             f"{'each the same number' if of_replicas else 'one or more'}."
         )
-    return batch
+    return [(microbatch, 1) for microbatch in batch]
 
 
-def are_listed(spec: StepSpec, batch: object) -> bool:
+def are_listed(batch: object, spec: StepSpec) -> TypeGuard[list[object]]:
     """Whether a batch is a list of microbatches, and none of arguments."""
-    names = {leaf.name for leaf in spec.batch.leaves}
     if not isinstance(batch, list):
         return False
+    names = {leaf.name for leaf in spec.batch.leaves}
     if not batch:
         return bool(names)
     if any(isinstance(each, torch.Tensor) for each in batch):
@@ -63,10 +65,11 @@ def lengths_of(spec: StepSpec, batch: object, replicas: int = 1) -> list[Lengths
     Raises BatchError, naming microbatch and length, where leaves disagree, and for a length that programs do
     not take.
     """
-    items = listed(spec, batch, replicas)
-    if items is not None:
-        return [_lengths_of(spec, item, f"Microbatch {m}") for m, item in enumerate(items)]
-    return [_lengths_of(spec, batch, "The batch")] * (spec.microbatches * replicas)
+    lengths: list[Lengths | None] = []
+    for m, (part, number) in enumerate(parts_of(spec, batch, replicas)):
+        where = "The batch" if part is batch else f"Microbatch {m}"
+        lengths += [_lengths_of(spec, part, where)] * number
+    return lengths
 
 
 def agreed_lengths(spec: StepSpec, ranks: Mapping[int, Sequence[Lengths | None]]) -> list[Lengths]:
@@ -110,19 +113,17 @@ def or_example(spec: StepSpec, lengths: Sequence[Lengths | None]) -> list[Length
 
 def of_replica(spec: StepSpec, batch: object, replica: int, replicas: int) -> object:
     """What a replica takes of the batch of all replicas, or of their list of microbatches."""
-    items = listed(spec, batch, replicas)
-    if items is not None:
-        number = len(items) // replicas
-        return items[replica * number : (replica + 1) * number]
+    if are_listed(batch, spec):
+        number = len(parts_of(spec, batch, replicas)) // replicas
+        return batch[replica * number : (replica + 1) * number]
     lengths = or_example(spec, lengths_of(spec, batch, replicas))[0]
     return rows_of_replica(spec.batch_at(lengths), batch, spec.microbatches, replica, replicas)
 
 
 def are_as_assumed(spec: StepSpec, assumed: Mapping[str, float], batch: object) -> bool | None:
     """``is_as_assumed``, of all microbatches of a list."""
-    if not isinstance(batch, list) or not are_listed(spec, batch):
-        return is_as_assumed(assumed, batch)
-    holds = [is_as_assumed(assumed, item) for item in batch]
+    microbatches = batch if are_listed(batch, spec) else [batch]
+    holds = [is_as_assumed(assumed, each) for each in microbatches]
     return None if None in holds else all(holds)
 
 
@@ -152,38 +153,11 @@ def _lengths_of(spec: StepSpec, microbatch: object, where: str) -> Lengths | Non
     return {name: lengths[name] for name in names} if lengths.keys() >= {*names} else None
 
 
-def _why(spec: StepSpec) -> str:
-    """Why programs take the example's lengths alone, although dimensions were named."""
-    return (
-        f"No other lengths are possible, though dimensions were named: {spec.one_length}"
-        if spec.one_length
-        else ""
-    )
-
-
 def checked(
     spec: StepSpec, batch: object, lengths: Sequence[Mapping[str, int]], needed: Collection[str]
 ) -> None:
     """Raise BatchError, naming microbatch and leaf, if the batch is unlike the example at these lengths."""
-    items = listed(spec, batch)
-    if items is None:
-        try:
-            check_batch(spec.batch_at(lengths[0]), batch, spec.microbatches, needed)
-        except BatchError as error:
-            raise BatchError(f"{error} {_why(spec)}".rstrip()) from error
-        return
-    for m, (item, each) in enumerate(zip(items, lengths, strict=True)):
-        with _named(m):
-            check_batch(spec.batch_at(each), item, 1, needed)
-
-
-@contextlib.contextmanager
-def _named(m: int) -> Iterator[None]:
-    """Name the microbatch that an error of a block is of."""
-    try:
-        yield
-    except BatchError as error:
-        raise BatchError(f"Microbatch {m}: {error}") from error
+    _of_each(spec, batch, lengths, partial(check_batch, needed=needed))
 
 
 def cut(
@@ -194,22 +168,35 @@ def cut(
     device: torch.device | None,
 ) -> list[dict[str, torch.Tensor]]:
     """The leaves of each microbatch, on the device; see ``microbatches_of``."""
-    items = listed(spec, batch)
-    if items is None:
-        return microbatches_of(spec.batch_at(lengths[0]), batch, spec.microbatches, needed, device)
-    microbatches = []
-    for m, (item, each) in enumerate(zip(items, lengths, strict=True)):
-        with _named(m):
-            microbatches += microbatches_of(spec.batch_at(each), item, 1, needed, device)
-    return microbatches
+    of_each = _of_each(spec, batch, lengths, partial(microbatches_of, needed=needed, device=device))
+    return [microbatch for microbatches in of_each for microbatch in microbatches]
+
+
+def _of_each(
+    spec: StepSpec,
+    batch: object,
+    lengths: Sequence[Mapping[str, int]],
+    run: Callable[[BatchSpec, object, int], _Result],
+) -> list[_Result]:
+    """Run a function of the parts of a batch; its BatchErrors name the microbatch."""
+    results: list[_Result] = []
+    for m, (part, number) in enumerate(parts_of(spec, batch)):
+        try:
+            results.append(run(spec.batch_at(lengths[m]), part, number))
+        except BatchError as error:
+            text = f"Microbatch {m}: {error}"
+            if part is batch:
+                is_one = spec.one_length and "No other lengths are possible, though dimensions were named:"
+                text = f"{error} {is_one} {spec.one_length}".rstrip()
+            raise BatchError(text) from error
+    return results
 
 
 def all_leaves(spec: StepSpec, batch: object) -> dict[str, Any]:
     """The leaves of a batch that are there; of a list of microbatches those of all, one behind the other."""
-    items = listed(spec, batch)
-    if items is None:
-        return given_leaves(spec.batch, batch)
-    of_each = [given_leaves(spec.batch, item) for item in items]
+    of_each = [given_leaves(spec.batch, part) for part, _ in parts_of(spec, batch)]
+    if not are_listed(batch, spec):
+        return of_each[0]
     values = {name: [leaves.get(name) for leaves in of_each] for name in spec.batch.tensors}
     return {
         name: torch.cat([x.reshape(-1) for x in each if isinstance(x, torch.Tensor)])

@@ -5,10 +5,10 @@ M_B is the memory of one microbatch's saved activations on one rank, in all its 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from math import ceil, inf
+from math import ceil
 
 from fxpipe.errors import LimitError, ScheduleError
 from fxpipe.schedule.engine.order import Order
@@ -226,23 +226,20 @@ def check_least(name: str, problem: Problem) -> None:
     """Raise LimitError if one microbatch alone exceeds a rank's limit: then no family with B and W apart can
     keep it."""
     smallest = problem.arrays.smallest_limits
-    for rank, (least, limit) in enumerate(zip(smallest, problem.limits, strict=True)):
-        if least > limit * (1 + 1e-9):
-            raise LimitError(
-                f"schedule {name}: one microbatch needs {problem.text.needs(least, rank, limit)}; the "
-                f"smallest limit that B and W apart can keep is {problem.text.enough(smallest)}",
-                problem.text.whole(smallest),
-            )
+    _check_limits(f"{name}: one microbatch", "B and W apart can keep", problem, smallest)
 
 
 def _check_memory(name: str, problem: Problem, order: Order) -> None:
-    if not problem.is_limited:
-        return
-    peaks = order.peaks()
-    for rank, (most, limit) in enumerate(zip(peaks, problem.limits, strict=True)):
-        if limit < inf and most > limit * (1 + 1e-9):
+    if problem.is_limited:
+        _check_limits(name, "it can keep", problem, order.peaks())
+
+
+def _check_limits(what: str, keeps: str, problem: Problem, memory: Sequence[float]) -> None:
+    """Raise LimitError if the memory of a rank exceeds its limit by more than rounding."""
+    for rank, (most, limit) in enumerate(zip(memory, problem.limits, strict=True)):
+        if most > limit * (1 + 1e-9):
             raise LimitError(
-                f"schedule {name} needs {problem.text.needs(most, rank, limit)}; the smallest limit that it "
-                f"can keep is {problem.text.enough(peaks)}",
-                problem.text.whole(peaks),
+                f"schedule {what} needs {problem.text.needs(most, rank, limit)}; the smallest limit that "
+                f"{keeps} is {problem.text.enough(memory)}",
+                problem.text.whole(memory),
             )

@@ -13,21 +13,12 @@ from collections.abc import Callable, Sequence
 from itertools import zip_longest
 
 from fxpipe.errors import DeadlockError
+from fxpipe.schedule.lowering import instructions as ins
 from fxpipe.schedule.lowering.channels import Channel, channel_of, channels_of
 from fxpipe.schedule.lowering.execution import HOSTS, Connections, Machine, Rank, execution
-from fxpipe.schedule.lowering.instructions import (
-    Compute,
-    Message,
-    PostRecv,
-    Programs,
-    Send,
-    StartCollective,
-    Wait,
-    WaitCollective,
-)
 
 
-def prove(programs: Programs, placement: tuple[int, ...]) -> None:
+def prove(programs: ins.Programs, placement: tuple[int, ...]) -> None:
     """Return if the programs end; linear in their length.
 
     Raises DeadlockError if a channel's receives are not posted in the order of its sends (naming the first
@@ -40,17 +31,17 @@ def prove(programs: Programs, placement: tuple[int, ...]) -> None:
         raise DeadlockError(_stuck(programs, placement, stuck))
 
 
-def connections_of(programs: Programs, placement: Sequence[int]) -> Connections:
+def connections_of(programs: ins.Programs, placement: Sequence[int]) -> Connections:
     """Per rank its connections before the first step: its channels in the order of all, then collectives."""
     channels = channels_of(programs, placement)
     joint = sorted(
-        {i.collective for i in programs[0] if isinstance(i, StartCollective)}, key=lambda c: c.number
+        {i.collective for i in programs[0] if isinstance(i, ins.StartCollective)}, key=lambda c: c.number
     )
     return [[*(c for c in channels if rank in c), *joint] for rank in range(len(programs))]
 
 
 def stuck_at(
-    programs: Programs,
+    programs: ins.Programs,
     placement: Sequence[int],
     machine: Machine,
     connections: Connections | None = None,
@@ -70,16 +61,16 @@ def stuck_at(
     return positions
 
 
-def _check_channels(programs: Programs, placement: tuple[int, ...]) -> None:
+def _check_channels(programs: ins.Programs, placement: tuple[int, ...]) -> None:
     """Receives must be posted in the order in which the messages are sent."""
-    sends: defaultdict[Channel, list[Message]] = defaultdict(list)
-    posts: defaultdict[Channel, list[Message]] = defaultdict(list)
+    sends: defaultdict[Channel, list[ins.Message]] = defaultdict(list)
+    posts: defaultdict[Channel, list[ins.Message]] = defaultdict(list)
     for program in programs:
         for instruction in program:
             match instruction:
-                case Send(messages):
+                case ins.Send(messages):
                     sends[channel_of(messages[0], placement)] += messages
-                case PostRecv(messages):
+                case ins.PostRecv(messages):
                     posts[channel_of(messages[0], placement)] += messages
     for channel in sends.keys() | posts.keys():
         for turn, (send, post) in enumerate(zip_longest(sends[channel], posts[channel])):
@@ -92,9 +83,9 @@ def _check_channels(programs: Programs, placement: tuple[int, ...]) -> None:
                 )
 
 
-def _check_collectives(programs: Programs) -> None:
+def _check_collectives(programs: ins.Programs) -> None:
     """All ranks must join the collectives of a communicator in the same order."""
-    joins = [[i for i in program if isinstance(i, StartCollective)] for program in programs]
+    joins = [[i for i in program if isinstance(i, ins.StartCollective)] for program in programs]
     for group in {i.collective.group for joined in joins for i in joined}:
         first, *others = ([i for i in joined if i.collective.group == group] for joined in joins)
         for rank, joined in enumerate(others, 1):
@@ -106,20 +97,20 @@ def _check_collectives(programs: Programs) -> None:
                     )
 
 
-def _stuck(programs: Programs, placement: tuple[int, ...], at: list[int]) -> str:
+def _stuck(programs: ins.Programs, placement: tuple[int, ...], at: list[int]) -> str:
     lines = ["the programs of the ranks block each other:"]
     for rank, program in enumerate(programs):
         if at[rank] == len(program):
             lines.append(f"  rank {rank} has finished")
             continue
         instruction = program[at[rank]]
-        op = next((str(i.op) for i in program[at[rank] :] if isinstance(i, Compute)), "its end")
+        op = next((str(i.op) for i in program[at[rank] :] if isinstance(i, ins.Compute)), "its end")
         what = f"  rank {rank}, before {op}: {instruction}"
         match instruction:
-            case Wait(messages):
+            case ins.Wait(messages):
                 what += f", from rank {channel_of(messages[0], placement)[0]}"
-            case WaitCollective(collective, m):
-                joined = StartCollective(collective, m)
+            case ins.WaitCollective(collective, m):
+                joined = ins.StartCollective(collective, m)
                 missing = [r for r, program in enumerate(programs) if joined not in program[: at[r]]]
                 what += f", which rank {', '.join(map(str, missing))} has not joined" if missing else ""
         lines.append(what)

@@ -14,31 +14,11 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from fxpipe.schedule.lowering import instructions as ins
 from fxpipe.schedule.lowering.channels import Channel, channel_of
-from fxpipe.schedule.lowering.instructions import (
-    AllReduceGradient,
-    Collective,
-    Compute,
-    DivideGradients,
-    FreeParameters,
-    GatherParameters,
-    Instruction,
-    PostRecv,
-    Programs,
-    ReduceGradients,
-    Send,
-    StartCollective,
-    StartTransfer,
-    SumOverLanes,
-    Wait,
-    WaitCollective,
-    WaitGradients,
-    WaitParameters,
-    WaitTransfer,
-)
 from fxpipe.schedule.ops import Activation, Direction
 
-Connections = Sequence[Sequence[Channel | Collective]]
+Connections = Sequence[Sequence[Channel | ins.Collective]]
 """Per rank the channels and collectives that it connects before its program, in its order."""
 
 
@@ -111,7 +91,7 @@ class Rank:
         machine: Machine,
         graph: Execution,
         meetings: _Meetings,
-        program: Sequence[Instruction],
+        program: Sequence[ins.Instruction],
     ) -> None:
         self.number, self.placement, self.machine = number, placement, machine
         self.graph, self.meetings, self.program = graph, meetings, program
@@ -125,55 +105,55 @@ class Rank:
         self.gathers: dict[int, int] = {}
         self.received: dict[Hashable, int] = {}
         self.moved: dict[Activation, int] = {}
-        self.connected: set[Channel | Collective] | None = None  # None: all
+        self.connected: set[Channel | ins.Collective] | None = None  # None: all
 
-    def connect(self, connections: Sequence[Channel | Collective]) -> None:
+    def connect(self, connections: Sequence[Channel | ins.Collective]) -> None:
         self.connected = set()
         for what in connections:
             self._use(what)
 
-    def run(self, position: int, instruction: Instruction) -> None:
+    def run(self, position: int, instruction: ins.Instruction) -> None:
         self.position = position
         self.host = self.host_node([self.host])
         match instruction:
-            case Compute():
+            case ins.Compute():
                 self.op()
-            case PostRecv(messages):
+            case ins.PostRecv(messages):
                 channel = channel_of(messages[0], self.placement)
                 self.received[messages] = self.message(channel, False, len(messages))
-            case Send(messages):
+            case ins.Send(messages):
                 self.message(channel_of(messages[0], self.placement), True, len(messages))
-            case Wait(messages):
+            case ins.Wait(messages):
                 self._wait_for(messages)
-            case StartCollective(collective, m):
+            case ins.StartCollective(collective, m):
                 self._use(collective)
                 group = "collectives", collective.group
                 turn = self.meetings.next((group, self.number))
                 over = self.kernel(group, meets=[(group, turn)])
                 self.received[collective, m] = over
                 self.sent.append(over)
-            case WaitCollective(collective, m):
+            case ins.WaitCollective(collective, m):
                 self._wait_for((collective, m))
-            case StartTransfer(transfer):
+            case ins.StartTransfer(transfer):
                 waits = [self.moved[transfer.activation]] if transfer.direction is Direction.IN else []
                 self.moved[transfer.activation] = self.kernel(("transfer", transfer.direction), waits=waits)
-            case WaitTransfer(transfer):
+            case ins.WaitTransfer(transfer):
                 self.wait(self.moved[transfer.activation])
             # The other replicas run the same program: they come to what they do together as this one does.
-            case ReduceGradients():
+            case ins.ReduceGradients():
                 self.sums.append(self.kernel("replicas"))
-            case GatherParameters(bucket):
+            case ins.GatherParameters(bucket):
                 self.gathers[bucket] = self.kernel("replicas")
-            case WaitParameters(bucket):
+            case ins.WaitParameters(bucket):
                 self.wait(self.gathers[bucket])
-            case FreeParameters() | SumOverLanes():
+            case ins.FreeParameters() | ins.SumOverLanes():
                 pass  # in the order of the stream of the ops
-            case WaitGradients():
+            case ins.WaitGradients():
                 for over in self.sums:
                     self.wait(over)
-            case AllReduceGradient(_, ranks):
+            case ins.AllReduceGradient(_, ranks):
                 self._all_reduce(ranks)
-            case DivideGradients():
+            case ins.DivideGradients():
                 self.end()
 
     def end(self) -> None:
@@ -201,7 +181,7 @@ class Rank:
         self.graph.before[nodes[key, turn]].append(begun)
         return nodes[key, turn]
 
-    def _use(self, what: Channel | Collective) -> None:
+    def _use(self, what: Channel | ins.Collective) -> None:
         """Connect a channel or a collective where it is used first."""
         if self.connected is not None and what not in self.connected:
             self.connected.add(what)
@@ -271,7 +251,7 @@ class Rank:
 
 
 def execution(
-    programs: Programs,
+    programs: ins.Programs,
     placement: Sequence[int],
     machine: Machine,
     connections: Connections | None = None,

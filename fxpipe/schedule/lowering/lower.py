@@ -12,30 +12,8 @@ from fxpipe.errors import ScheduleError
 from fxpipe.schedule.bucket_use import Asks, BucketUse
 from fxpipe.schedule.check import check
 from fxpipe.schedule.costs import Edge
+from fxpipe.schedule.lowering import instructions as ins
 from fxpipe.schedule.lowering.channels import Channel, channel_of
-from fxpipe.schedule.lowering.instructions import (
-    AllReduceGradient,
-    Collective,
-    CollectiveKind,
-    Compute,
-    DivideGradients,
-    FreeParameters,
-    GatherParameters,
-    Instruction,
-    Message,
-    PostRecv,
-    Programs,
-    ReduceGradients,
-    Send,
-    StartCollective,
-    StartTransfer,
-    SumOverLanes,
-    Wait,
-    WaitCollective,
-    WaitGradients,
-    WaitParameters,
-    WaitTransfer,
-)
 from fxpipe.schedule.ops import PHASES, Color, Direction, Op, Schedule, Transfer, arrival
 from fxpipe.schedule.simulation.run_loop import RunLoop
 from fxpipe.schedule.simulation.timeline import Span
@@ -44,9 +22,9 @@ from fxpipe.schedule.simulation.timeline import Span
 def lower(
     schedule: Schedule,
     edges: tuple[Edge, ...],
-    collectives: tuple[Collective, ...] = (),
+    collectives: tuple[ins.Collective, ...] = (),
     spans: Sequence[Sequence[Span]] = (),
-) -> Programs:
+) -> ins.Programs:
     """The instructions of each rank.
 
     Before each compute, the receives of the *next* compute are posted and its own receives are waited for;
@@ -71,11 +49,11 @@ def lower(
 
 
 def with_gradients(
-    programs: Programs,
+    programs: ins.Programs,
     buckets: Sequence[Sequence[BucketUse]],
-    tied: Sequence[AllReduceGradient],
+    tied: Sequence[ins.AllReduceGradient],
     divides: bool,
-) -> Programs:
+) -> ins.Programs:
     """The programs with the instructions on gradients, and on what replicas have of each other.
 
     buckets: of each rank.  What an op needs of other replicas is asked for as ``Asks`` says, and what is
@@ -83,15 +61,17 @@ def with_gradients(
         wait for is sent.
     divides: whether the loss is a (sum, count).
     """
-    end = (DivideGradients(),) if divides else ()
+    end = (ins.DivideGradients(),) if divides else ()
     return tuple(
         (*_with_buckets(program, uses), *(sums for sums in tied if rank in sums.ranks), *end)
         for rank, (program, uses) in enumerate(zip(programs, buckets, strict=True))
     )
 
 
-def _with_buckets(program: Sequence[Instruction], buckets: Sequence[BucketUse]) -> Iterator[Instruction]:
-    ops = [i.op for i in program if isinstance(i, Compute)]
+def _with_buckets(
+    program: Sequence[ins.Instruction], buckets: Sequence[BucketUse]
+) -> Iterator[ins.Instruction]:
+    ops = [i.op for i in program if isinstance(i, ins.Compute)]
     gathered_for, asks, freed, summed = (defaultdict[Op, list[int]](list) for _ in range(4))
     for k, use in enumerate(buckets):
         for first, last in use.spans:
@@ -102,39 +82,39 @@ def _with_buckets(program: Sequence[Instruction], buckets: Sequence[BucketUse]) 
             summed[op].append(k)
     # With spans until the end of the step nothing is gained by a later start.
     if not any(use.frees for use in buckets):
-        yield from (GatherParameters(k) for op in ops for k in gathered_for.get(op, ()))
+        yield from (ins.GatherParameters(k) for op in ops for k in gathered_for.get(op, ()))
     elif ops:
-        yield from map(GatherParameters, gathered_for.get(ops[0], ()))
+        yield from map(ins.GatherParameters, gathered_for.get(ops[0], ()))
         order = Asks(ops)
         for k, use in enumerate(buckets):
             for op, _ in order.of(use):
                 asks[op].append(k)
-    free, sums = list[Instruction](), list[Instruction]()
+    free, sums = list[ins.Instruction](), list[ins.Instruction]()
     for instruction in program:
-        if not isinstance(instruction, Send | StartCollective):
+        if not isinstance(instruction, ins.Send | ins.StartCollective):
             yield from free
             free = []
-        if isinstance(instruction, Compute):
+        if isinstance(instruction, ins.Compute):
             # Before the sums, which share their link and which no op waits for.
-            yield from map(GatherParameters, asks.get(instruction.op, ()))
-            yield from map(WaitParameters, gathered_for.get(instruction.op, ()))
-        if not isinstance(instruction, Send | StartCollective):
+            yield from map(ins.GatherParameters, asks.get(instruction.op, ()))
+            yield from map(ins.WaitParameters, gathered_for.get(instruction.op, ()))
+        if not isinstance(instruction, ins.Send | ins.StartCollective):
             yield from sums
             sums = []
         yield instruction
-        if isinstance(instruction, Compute):
-            free = [*map(FreeParameters, freed[instruction.op])]
+        if isinstance(instruction, ins.Compute):
+            free = [*map(ins.FreeParameters, freed[instruction.op])]
             sums = []
             for k in summed[instruction.op]:
                 of_lanes = buckets[k].of_lanes
                 sums += (
-                    [ReduceGradients(k)]
+                    [ins.ReduceGradients(k)]
                     if of_lanes is None
-                    else [SumOverLanes(k, of_lanes), ReduceGradients(k)]
+                    else [ins.SumOverLanes(k, of_lanes), ins.ReduceGradients(k)]
                 )
     yield from (*free, *sums)
     if summed:
-        yield WaitGradients()
+        yield ins.WaitGradients()
 
 
 class _Lowering:
@@ -142,7 +122,7 @@ class _Lowering:
         self,
         schedule: Schedule,
         edges: tuple[Edge, ...],
-        collectives: tuple[Collective, ...],
+        collectives: tuple[ins.Collective, ...],
         spans: Sequence[Sequence[Span]],
     ) -> None:
         self.schedule = schedule
@@ -164,8 +144,8 @@ class _Lowering:
             if schedule.placement[edge.source.stage] != schedule.placement[edge.target.stage]:
                 self.outgoing[edge.source].append(edge)
                 self.incoming[arrival(edge.target)].append(edge)
-        self.channels: defaultdict[Channel, list[Message]] = defaultdict(list)  # channel -> in order
-        self.turn: dict[Message, int] = {}  # its position in its channel
+        self.channels: defaultdict[Channel, list[ins.Message]] = defaultdict(list)  # channel -> in order
+        self.turn: dict[ins.Message, int] = {}  # its position in its channel
         for ops in schedule.order:
             for op in ops:
                 for channel, messages in self._messages(op, self.outgoing).items():
@@ -178,23 +158,23 @@ class _Lowering:
         self.starts = {op: (times[op].start, float(level)) for op, level in rounds.items()}
         self.turns = sorted(_turns(schedule, collectives, rounds, times))
 
-    def _messages(self, op: Op, table: dict[Color, list[Edge]]) -> dict[Channel, list[Message]]:
+    def _messages(self, op: Op, table: dict[Color, list[Edge]]) -> dict[Channel, list[ins.Message]]:
         """The messages to or from an op, by channel."""
-        messages: defaultdict[Channel, list[Message]] = defaultdict(list)
+        messages: defaultdict[Channel, list[ins.Message]] = defaultdict(list)
         for phase in PHASES[op.kind]:
             for edge in table.get(Color(op.stage, phase), ()):
-                message = Message(edge, op.microbatch)
+                message = ins.Message(edge, op.microbatch)
                 messages[channel_of(message, self.schedule.placement)].append(message)
         return messages
 
-    def programs(self) -> Programs:
+    def programs(self) -> ins.Programs:
         return tuple(tuple(self._program(rank)) for rank in range(self.schedule.ranks))
 
-    def _program(self, rank: int) -> Iterator[Instruction]:
+    def _program(self, rank: int) -> Iterator[ins.Instruction]:
         ops = self.schedule.order[rank]
-        posts: dict[Message, PostRecv] = {}
+        posts: dict[ins.Message, ins.PostRecv] = {}
         posted: defaultdict[Channel, int] = defaultdict(int)  # per channel
-        waited: set[PostRecv] = set()
+        waited: set[ins.PostRecv] = set()
         collectives = _Collectives(self.schedule.placement, self.turns, self.starts, rank)
         transfers = _Transfers(self.schedule, rank)
         yield from collectives.at_start()
@@ -209,22 +189,22 @@ class _Lowering:
             for post in dict.fromkeys(posts[message] for message in arriving):
                 if post not in waited:
                     waited.add(post)
-                    yield Wait(post.messages)
+                    yield ins.Wait(post.messages)
             yield from collectives.before(op)
             yield from transfers.back(position)
-            yield Compute(op)
+            yield ins.Compute(op)
             yield from collectives.after(op)
             for messages in self._messages(op, self.outgoing).values():
-                yield Send(tuple(messages))
+                yield ins.Send(tuple(messages))
 
     def _posts(
-        self, op: Op, posts: dict[Message, PostRecv], posted: dict[Channel, int]
-    ) -> Iterator[PostRecv]:
+        self, op: Op, posts: dict[ins.Message, ins.PostRecv], posted: dict[Channel, int]
+    ) -> Iterator[ins.PostRecv]:
         """The receives that the op needs and that are not posted yet, and those before them."""
         for channel, messages in self._messages(op, self.incoming).items():
             due = 1 + max(self.turn[message] for message in messages)
             for _, together in groupby(self.channels[channel][posted[channel] : due], _arrives_with):
-                post = PostRecv(tuple(together))
+                post = ins.PostRecv(tuple(together))
                 posts.update(dict.fromkeys(post.messages, post))
                 yield post
             posted[channel] = max(posted[channel], due)
@@ -263,7 +243,7 @@ def levels(schedule: Schedule, edges: Sequence[Edge]) -> dict[Op, int]:
     return op_level
 
 
-def _arrives_with(message: Message) -> tuple[Color, int]:
+def _arrives_with(message: ins.Message) -> tuple[Color, int]:
     """The section and the microbatch with which a message arrives: one op needs all that arrive with it."""
     return arrival(message.edge.target), message.microbatch
 
@@ -279,18 +259,18 @@ class _Transfers:
                 self.begins[transfer.begin].append(transfer)
                 self.ends[transfer.end].append(transfer)
 
-    def behind(self, position: int) -> Iterator[StartTransfer | WaitTransfer]:
+    def behind(self, position: int) -> Iterator[ins.StartTransfer | ins.WaitTransfer]:
         """The transfer instructions after an op: offloads end before reloads start, to free their memory."""
         begins, ends = self.begins[position + 1], self.ends[position + 1]
-        yield from (StartTransfer(t) for t in begins if t.direction is Direction.OUT)
-        yield from (WaitTransfer(t) for t in ends if t.direction is Direction.OUT)
-        yield from (StartTransfer(t) for t in begins if t.direction is Direction.IN)
+        yield from (ins.StartTransfer(t) for t in begins if t.direction is Direction.OUT)
+        yield from (ins.WaitTransfer(t) for t in ends if t.direction is Direction.OUT)
+        yield from (ins.StartTransfer(t) for t in begins if t.direction is Direction.IN)
 
-    def back(self, position: int) -> Iterator[WaitTransfer]:
+    def back(self, position: int) -> Iterator[ins.WaitTransfer]:
         """Waits for the reloads that an op needs."""
         for transfer in self.ends[position]:
             if transfer.direction is Direction.IN:
-                yield WaitTransfer(transfer)
+                yield ins.WaitTransfer(transfer)
 
 
 _Moment = tuple[float, float]
@@ -304,12 +284,12 @@ class _Turn(NamedTuple):
     microbatch: int
     number: int
     turn: int
-    collective: Collective
+    collective: ins.Collective
 
 
 def _turns(
     schedule: Schedule,
-    collectives: tuple[Collective, ...],
+    collectives: tuple[ins.Collective, ...],
     rounds: Mapping[Op, int],
     times: Mapping[Op, Span],
 ) -> Iterator[_Turn]:
@@ -339,10 +319,10 @@ class _Collectives:
     ) -> None:
         self.starts = starts
         self.turns: defaultdict[int, deque[_Turn]] = defaultdict(deque)  # of each communicator
-        self.source_in: dict[Collective, Color | None] = {}  # the section that contributes
-        self.taken_by: defaultdict[Color, list[Collective]] = defaultdict(list)
+        self.source_in: dict[ins.Collective, Color | None] = {}  # the section that contributes
+        self.taken_by: defaultdict[Color, list[ins.Collective]] = defaultdict(list)
         self.computed: set[tuple[Color | None, int]] = set()
-        self.received: Counter[Collective] = Counter()
+        self.received: Counter[ins.Collective] = Counter()
         for turn in turns:
             self.turns[turn.collective.group].append(turn)
             self.source_in.setdefault(turn.collective, None)
@@ -350,30 +330,30 @@ class _Collectives:
             for color in collective.sources:
                 if placement[color.stage] == rank:
                     self.source_in[collective] = color
-            if collective.kind is CollectiveKind.BROADCAST and self.source_in[collective]:
+            if collective.kind is ins.CollectiveKind.BROADCAST and self.source_in[collective]:
                 continue  # the sender already has the values
             for color in collective.targets:
                 if placement[color.stage] == rank:
                     self.taken_by[color].append(collective)
 
-    def at_start(self) -> Iterator[StartCollective]:
+    def at_start(self) -> Iterator[ins.StartCollective]:
         yield from self._joined(self._is_due)
 
-    def in_time(self, op: Op) -> Iterator[StartCollective]:
+    def in_time(self, op: Op) -> Iterator[ins.StartCollective]:
         yield from self._joined(lambda turn: op in self.starts and turn.moment < self.starts[op])
 
-    def before(self, op: Op) -> Iterator[WaitCollective]:
+    def before(self, op: Op) -> Iterator[ins.WaitCollective]:
         for phase in PHASES[op.kind]:
             for collective in self.taken_by.get(Color(op.stage, phase), ()):
-                yield WaitCollective(collective, op.microbatch)
+                yield ins.WaitCollective(collective, op.microbatch)
 
-    def after(self, op: Op) -> Iterator[StartCollective]:
+    def after(self, op: Op) -> Iterator[ins.StartCollective]:
         for phase in PHASES[op.kind]:
             self.computed.add((Color(op.stage, phase), op.microbatch))
             self.received.update(self.taken_by.get(Color(op.stage, phase), ()))
         yield from self._joined(self._is_due)
 
-    def _joined(self, is_wanted: Callable[[_Turn], bool]) -> Iterator[StartCollective]:
+    def _joined(self, is_wanted: Callable[[_Turn], bool]) -> Iterator[ins.StartCollective]:
         """Join what is wanted and what comes before it, as far as the rank has its contributions."""
         for turns in self.turns.values():
             able = list(takewhile(self._is_able, turns))
@@ -381,7 +361,7 @@ class _Collectives:
                 able.pop()
             for turn in able:
                 turns.popleft()
-                yield StartCollective(turn.collective, turn.microbatch)
+                yield ins.StartCollective(turn.collective, turn.microbatch)
 
     def _is_able(self, turn: _Turn) -> bool:
         source = self.source_in[turn.collective]

@@ -12,29 +12,15 @@ from collections.abc import Sequence
 from itertools import takewhile
 from typing import cast
 
+from fxpipe.schedule.lowering import instructions as ins
 from fxpipe.schedule.lowering.channels import channel_of
-from fxpipe.schedule.lowering.instructions import (
-    Collective,
-    Compute,
-    Instruction,
-    Message,
-    PostRecv,
-    Programs,
-    Send,
-    StartCollective,
-    StartTransfer,
-    Validate,
-    Wait,
-    WaitCollective,
-    number_at_head,
-)
 from fxpipe.schedule.ops import Color, OpKind, Phase
 
-Joined = tuple[Collective, int]
+Joined = tuple[ins.Collective, int]
 """A collective and its microbatch."""
 
 
-def with_validation(programs: Programs, placement: Sequence[int]) -> Programs:
+def with_validation(programs: ins.Programs, placement: Sequence[int]) -> ins.Programs:
     """The programs with an instruction ``Validate`` behind the warm-up of each rank.
 
     The warm-ups are the longest beginnings with no op but F that are closed.  Receives and collectives that
@@ -52,21 +38,21 @@ class _Rank:
     """A rank's program and where its warm-up ends.  ``length``: the number of instructions in the warm-up,
     which ends behind what follows an op. ``joins``: the collectives of each communicator, in order."""
 
-    def __init__(self, number: int, program: Sequence[Instruction]) -> None:
+    def __init__(self, number: int, program: Sequence[ins.Instruction]) -> None:
         self.number, self.program = number, program
         self.joins: defaultdict[int, list[Joined]] = defaultdict(list)
         for i in program:
-            if isinstance(i, StartCollective):
+            if isinstance(i, ins.StartCollective):
                 self.joins[i.collective.group].append((i.collective, i.microbatch))
-        self._head = number_at_head(program)
-        self._ops = [k for k, i in enumerate(program) if isinstance(i, Compute)]
-        forwards = takewhile(lambda k: cast(Compute, program[k]).op.kind is OpKind.F, self._ops)
+        self._head = ins.number_at_head(program)
+        self._ops = [k for k, i in enumerate(program) if isinstance(i, ins.Compute)]
+        forwards = takewhile(lambda k: cast(ins.Compute, program[k]).op.kind is OpKind.F, self._ops)
         self._ops = [*forwards]
         self.length = len(program)
         self.shorten(len(program))
 
     @property
-    def warm_up(self) -> Sequence[Instruction]:
+    def warm_up(self) -> Sequence[ins.Instruction]:
         return self.program[: self.length]
 
     def shorten(self, end: int) -> bool:
@@ -75,20 +61,22 @@ class _Rank:
         while self._ops and self._ops[-1] >= end:
             self._ops.pop()
         self.length = self._ops[-1] + 1 if self._ops else self._head
-        follow = takewhile(lambda i: isinstance(i, Send | StartCollective | StartTransfer), self.rest)
+        follow = takewhile(
+            lambda i: isinstance(i, ins.Send | ins.StartCollective | ins.StartTransfer), self.rest
+        )
         self.length = min(before, self.length + sum(1 for _ in follow))
         return self.length < before
 
     @property
-    def rest(self) -> Sequence[Instruction]:
+    def rest(self) -> Sequence[ins.Instruction]:
         return self.program[self.length :]
 
-    def sent(self) -> set[Message]:
-        return {message for i in self.warm_up if isinstance(i, Send) for message in i.messages}
+    def sent(self) -> set[ins.Message]:
+        return {message for i in self.warm_up if isinstance(i, ins.Send) for message in i.messages}
 
     def made(self) -> set[tuple[Color, int]]:
         """The sections that run in the warm-up, with their microbatches."""
-        ops = (i.op for i in self.warm_up if isinstance(i, Compute))
+        ops = (i.op for i in self.warm_up if isinstance(i, ins.Compute))
         return {(Color(op.stage, Phase.F), op.microbatch) for op in ops}
 
 
@@ -97,11 +85,13 @@ def _shortened(ranks: Sequence[_Rank], placement: Sequence[int]) -> bool:
     early = {message for rank in ranks for message in rank.sent()}
     done = {section for rank in ranks for section in rank.made()}
     # A receive of several messages is one operation: all of them are sent in a warm-up, or none.
-    torn: defaultdict[int, set[Message]] = defaultdict(set)
+    torn: defaultdict[int, set[ins.Message]] = defaultdict(set)
     for rank in ranks:
         for i in rank.program:
-            if isinstance(i, PostRecv) and 0 < len(part := early.intersection(i.messages)) < len(i.messages):
-                torn[channel_of(i.messages[0], placement)[0]] |= part
+            if isinstance(i, ins.PostRecv):
+                part = early.intersection(i.messages)
+                if 0 < len(part) < len(i.messages):
+                    torn[channel_of(i.messages[0], placement)[0]] |= part
     able = {
         what
         for row in ranks[0].joins.values()
@@ -112,7 +102,7 @@ def _shortened(ranks: Sequence[_Rank], placement: Sequence[int]) -> bool:
     return any(shorter)
 
 
-def _first_wrong(rank: _Rank, early: set[Message], able: set[Joined], torn: set[Message]) -> int:
+def _first_wrong(rank: _Rank, early: set[ins.Message], able: set[Joined], torn: set[ins.Message]) -> int:
     """The place of the first op that may not stand in the warm-up, or of its end.
 
     able: collectives that can be joined in the warm-ups of all ranks, with all before them.
@@ -120,13 +110,13 @@ def _first_wrong(rank: _Rank, early: set[Message], able: set[Joined], torn: set[
     op = 0
     for k, i in enumerate(rank.warm_up):
         match i:
-            case Compute():
+            case ins.Compute():
                 op = k
-            case Wait(messages) if not early.issuperset(messages):
+            case ins.Wait(messages) if not early.issuperset(messages):
                 return k
-            case Send(messages) if torn.intersection(messages):
+            case ins.Send(messages) if torn.intersection(messages):
                 return op
-            case WaitCollective(collective, m) if (collective, m) not in able:
+            case ins.WaitCollective(collective, m) if (collective, m) not in able:
                 return k
     return rank.length
 
@@ -139,9 +129,9 @@ def _joined(ranks: Sequence[_Rank]) -> set[Joined]:
     for rank in ranks:
         for i in rank.warm_up:
             match i:
-                case StartCollective(collective, m):
+                case ins.StartCollective(collective, m):
                     begun[collective, m] += 1
-                case WaitCollective(collective, m):
+                case ins.WaitCollective(collective, m):
                     waited.add((collective, m))
     early: set[Joined] = set()
     for joins in ranks[0].joins.values():
@@ -150,23 +140,25 @@ def _joined(ranks: Sequence[_Rank]) -> set[Joined]:
     return early
 
 
-def _with_validation(rank: _Rank, early: set[Message], joined: set[Joined]) -> tuple[Instruction, ...]:
-    def is_early(i: Instruction) -> bool:
+def _with_validation(
+    rank: _Rank, early: set[ins.Message], joined: set[Joined]
+) -> tuple[ins.Instruction, ...]:
+    def is_early(i: ins.Instruction) -> bool:
         match i:
-            case PostRecv(messages):
+            case ins.PostRecv(messages):
                 return early.issuperset(messages)
-            case StartCollective(collective, m):
+            case ins.StartCollective(collective, m):
                 return (collective, m) in joined
         return False
 
-    def is_moved(i: Instruction) -> bool:
-        return isinstance(i, PostRecv | StartCollective)
+    def is_moved(i: ins.Instruction) -> bool:
+        return isinstance(i, ins.PostRecv | ins.StartCollective)
 
     before, after = rank.warm_up, rank.rest
     return (
         *(i for i in before if not is_moved(i) or is_early(i)),
         *(i for i in after if is_early(i)),
-        Validate(),
+        ins.Validate(),
         *(i for i in before if is_moved(i) and not is_early(i)),
         *(i for i in after if not is_early(i)),
     )

@@ -12,7 +12,6 @@ import torch
 from fxpipe.strict import Mismatch, shown
 from fxpipe.training.checkpoint import files, tensor_store
 from fxpipe.training.checkpoint.plain import from_json
-from fxpipe.training.checkpoint.tensor_store import Stored
 from fxpipe.training.checkpoint.training_state import (
     GROUPS,
     MODEL,
@@ -21,6 +20,7 @@ from fxpipe.training.checkpoint.training_state import (
     CheckpointRecord,
     TensorKind,
 )
+from fxpipe.training.weights.area import InFile, Stored
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +36,7 @@ class CheckpointFiles:
     fields: dict[str, dict[str, object]]
     user: dict[str, Any]
     by_replica: dict[str, tuple[object, ...]]
-    tensors: Mapping[str, Stored]
+    tensors: Mapping[str, Stored[InFile]]
     state: Mapping[str, list[str]]
 
 
@@ -104,7 +104,7 @@ def _values(value: object) -> list[object]:
     return [*value.values()] if isinstance(value, dict) else []
 
 
-def _check_kinds(expected: Mapping[str, TensorKind], tensors: Mapping[str, Stored]) -> None:
+def _check_kinds(expected: Mapping[str, TensorKind], tensors: Mapping[str, Stored[InFile]]) -> None:
     """The tensors in the files must be those of state.json."""
     for name in sorted(expected.keys() | tensors.keys()) if expected else ():
         there = TensorKind.of(tensors[name]) if name in tensors else None

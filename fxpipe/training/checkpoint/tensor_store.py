@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from fxpipe.plan.saved.files import tensors_in
 from fxpipe.plan.spans import Spans, slices_of
 from fxpipe.strict import Mismatch, parse_json, shown
-from fxpipe.training.weights.area import Area, unlike_whole
+from fxpipe.training.weights.area import Area, InFile, Stored, unlike_whole
 
 
 @dataclass(frozen=True)
@@ -35,23 +35,6 @@ class Part:
     tensor: torch.Tensor
     offsets: torch.Size
     whole: torch.Size
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """The part of a tensor in one file."""
-
-    file: Path
-    area: Area
-
-
-@dataclass(frozen=True)
-class Stored:
-    """A tensor in files, by chunks in the order of their places."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    chunks: tuple[Chunk, ...]
 
 
 def write(
@@ -74,13 +57,13 @@ def write(
         )
 
 
-def stored(directory: Path, names: Iterable[str]) -> dict[str, Stored]:
+def stored(directory: Path, names: Iterable[str]) -> dict[str, Stored[InFile]]:
     """The tensors in these files of a directory.
 
     Raises Mismatch, naming the file, for one that is no safetensors file of a checkpoint, or whose part of a
     tensor does not fit the other parts.
     """
-    parts: dict[str, list[tuple[Chunk, torch.dtype]]] = {}
+    parts: dict[str, list[tuple[InFile, torch.dtype]]] = {}
     for name in sorted(names):
         with _opened(directory / name) as file:
             offsets, keys = _offsets(file.metadata() or {}), set(file.keys())
@@ -93,7 +76,7 @@ def stored(directory: Path, names: Iterable[str]) -> dict[str, Stored]:
                 dtype = (piece[0:0] if shape else file.get_tensor(key)).dtype
                 if len(offset) != len(shape):
                     raise Mismatch(f"holds {shown(key)} at {shown(offset)}, which is no place in it")
-                chunk = Chunk(directory / name, Area(tuple(offset), shape))
+                chunk = InFile(Area(tuple(offset), shape), str(directory / name))
                 parts.setdefault(key, []).append((chunk, dtype))
     return {key: _whole(key, chunks) for key, chunks in parts.items()}
 
@@ -111,7 +94,7 @@ def _offsets(metadata: Mapping[str, str]) -> dict[str, list[int]]:
     return offsets
 
 
-def _whole(name: str, parts: list[tuple[Chunk, torch.dtype]]) -> Stored:
+def _whole(name: str, parts: list[tuple[InFile, torch.dtype]]) -> Stored[InFile]:
     """Raises Mismatch unless the parts have each element of a tensor once."""
     parts = sorted(parts, key=lambda part: (part[0].area.begin, part[0].area.shape))
     chunks, dtypes = tuple(chunk for chunk, _ in parts), {dtype for _, dtype in parts}
@@ -119,12 +102,12 @@ def _whole(name: str, parts: list[tuple[Chunk, torch.dtype]]) -> Stored:
     shape = tuple(map(max, zip(*(area.end for area in areas), strict=False)))
     problem = f"they are {' and '.join(sorted(map(str, dtypes)))}" if len(dtypes) > 1 else ""
     if problem := problem or unlike_whole(shape, areas):
-        file = chunks[-1].file.name
+        file = Path(chunks[-1].file).name
         raise Mismatch(f"has a part of {shown(name)} that does not fit the others: {problem}", file)
     return Stored(shape, parts[0][1], chunks)
 
 
-def read(stored: Mapping[str, Stored], wanted: Sequence[tuple[str, Spans]]) -> list[torch.Tensor]:
+def read(stored: Mapping[str, Stored[InFile]], wanted: Sequence[tuple[str, Spans]]) -> list[torch.Tensor]:
     """Tensors, on the CPU, or parts of them: of each its name, and what is wanted of its dimensions.
 
     Raises Mismatch, naming the file, for one that cannot be read.
@@ -136,10 +119,9 @@ def read(stored: Mapping[str, Stored], wanted: Sequence[tuple[str, Spans]]) -> l
         area = Area.of(slices_of(entry.shape, spans))
         target = torch.empty(area.shape, dtype=entry.dtype, device="cpu")
         tensors.append(target)
-        for chunk in entry.chunks:
-            if (common := area.common(chunk.area)) is not None:
-                place = target[common.within(area.begin)] if area.shape else target
-                pieces.setdefault(chunk.file, []).append((name, common.within(chunk.area.begin), place))
+        for chunk, common in entry.parts(area):
+            place = target[common.within(area.begin)] if area.shape else target
+            pieces.setdefault(Path(chunk.file), []).append((name, common.within(chunk.area.begin), place))
     for path, parts in pieces.items():  # each file is opened once, however many tensors are in it
         with _opened(path) as file:
             for name, inside, place in parts:

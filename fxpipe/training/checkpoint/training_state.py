@@ -19,10 +19,11 @@ from fxpipe.plan.version import __version__
 from fxpipe.strict import Mismatch, parse_json, structure, unstructure
 from fxpipe.training.checkpoint import files
 from fxpipe.training.checkpoint.plain import to_json
-from fxpipe.training.checkpoint.tensor_store import Part, Stored
+from fxpipe.training.checkpoint.tensor_store import Part
 from fxpipe.training.model.model_state import ModelState
 from fxpipe.training.optimizer.average import OfAverage
 from fxpipe.training.optimizer.optimizer import PipelineOptimizer
+from fxpipe.training.weights.area import InFile, Stored
 
 FORMAT = 1
 # The names of tensors begin with what they are of.
@@ -47,7 +48,7 @@ class TensorKind:
     dtype: str
 
     @staticmethod
-    def of(tensor: torch.Tensor | Stored) -> TensorKind:
+    def of(tensor: torch.Tensor | Stored[InFile]) -> TensorKind:
         return TensorKind(tuple(tensor.shape), str(tensor.dtype))
 
     def __str__(self) -> str:

@@ -16,8 +16,9 @@ from functools import cached_property
 
 from fxpipe.errors import BatchError, FxpipeError
 from fxpipe.plan.artifact import Artifact
-from fxpipe.plan.step import SHARES, OrderedStep
-from fxpipe.runtime.batch.lengths import Lengths
+from fxpipe.plan.step import SHARES, OrderedStep, StepSpec
+from fxpipe.runtime.batch.documents import agreed_shares, shares_of
+from fxpipe.runtime.batch.lengths import Lengths, agreed_lengths, checked, lengths_of, or_example
 from fxpipe.runtime.job.process import Process
 from fxpipe.runtime.program.load_program import Program
 
@@ -147,3 +148,46 @@ def _received(data: bytes) -> OrderedStep | None:
     if "error" in message:
         raise BatchError(f"{NO_ORDER}: {message['error']}")
     return OrderedStep((message["text"],), (tuple(message["ops"]),)) if message else None
+
+
+def agreed_batch(
+    spec: StepSpec, batch: object, process: Process | None, step: str, *, is_checked: bool
+) -> Batch:
+    """The lengths of each replica's microbatches, on which its ranks agree before anything is sent, and the
+    shares of their documents.
+
+    step: as text.  Raises BatchError on all ranks where one of them refuses its batch: for its lengths and,
+    with ``is_checked``, for anything in which its leaves are unlike the example's.
+    """
+    if not spec.lengths:
+        # Not the plan's: programs run on any number of replicas.
+        replicas = 1 if process is None else process.replicas
+        number = spec.microbatches
+        return [(or_example(spec, [None] * number), [SHARES] * number)] * replicas
+    error, known, shares = None, list[Lengths | None](), list[int]()
+    try:
+        known = lengths_of(spec, batch)
+        shares = shares_of(spec, batch, known)
+        if is_checked:
+            rank = 0 if process is None else process.rank
+            checked(spec, batch, or_example(spec, known), spec.leaves[rank])
+    except BatchError as refusal:
+        if process is None:
+            raise
+        error = refusal
+    if process is None:
+        return [(or_example(spec, known), shares)]
+    says = {"refuses": "" if error is None else str(error), "lengths": known, "shares": shares}
+    ranks = [json.loads(each) for each in process.gather(json.dumps(says).encode())]
+    if error is not None:
+        raise error
+    for rank, said in enumerate(ranks):
+        if said["refuses"]:
+            raise BatchError(f"Rank {rank} refuses the batch of {step}: {said['refuses']}")
+    # Of all replicas, so that where the ranks of one disagree all refuse the step.
+    of_replicas = [process.of_replica(replica) for replica in range(process.replicas)]
+    agreed = [agreed_lengths(spec, {rank: ranks[rank]["lengths"] for rank in one}) for one in of_replicas]
+    return [
+        (lengths, agreed_shares(len(lengths), [ranks[rank]["shares"] for rank in one]))
+        for lengths, one in zip(agreed, of_replicas, strict=True)
+    ]

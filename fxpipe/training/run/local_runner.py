@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Self
 
 import torch
@@ -21,7 +20,7 @@ from fxpipe.plan.step import POSITIONS
 from fxpipe.runtime.batch.documents import has_several, shares_of
 from fxpipe.runtime.batch.lengths import are_as_assumed, are_listed, lengths_of, of_replica, or_example
 from fxpipe.runtime.batch.microbatches import batch_leaves
-from fxpipe.runtime.batch.outputs import MOST_SHOWN, Collected, Listed, requested, shown
+from fxpipe.runtime.batch.outputs import MOST_SHOWN, Collected, Listed, On, requested, shown
 from fxpipe.runtime.debug.finite import Check, Finite
 from fxpipe.runtime.debug.recording import Recording, check_ops
 from fxpipe.runtime.job.process import Process
@@ -48,7 +47,23 @@ from fxpipe.training.model.shards import are_divided
 from fxpipe.training.run.batch_orders import BatchOrders
 from fxpipe.training.run.local_shards import divide, gradients
 
-NOTHING: Mapping[str, Path] = MappingProxyType({})
+
+@dataclass(frozen=True)
+class Looks:
+    """What is to be seen of a step.  ``outputs``: by name; ``outputs_on``: where.  ``check``: of all results.
+    ``record``: ops, with the directories for what they are given."""
+
+    outputs: Sequence[str] = ()
+    outputs_on: On = None
+    check: Check = None
+    record: Mapping[str, Path] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        """Whether anything is to be seen, which a replay has not."""
+        return bool(self.outputs or self.check or self.record)
+
+
+NO_LOOKS = Looks()
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -127,10 +142,8 @@ class LocalRunner:
         step: int,
         threads: int,
         measure_memory: bool,
-        outputs: Sequence[str],
-        check: Check,
-        record: Mapping[str, Path],
         replay: bool,
+        looks: Looks,
     ) -> LocalResult:
         """See ``Pipeline.run_local``."""
         if self.process is not None and self.plan.ranks * self.plan.lanes.number > 1:
@@ -141,9 +154,7 @@ class LocalRunner:
         if self._for_assumed is not None and are_as_assumed(
             self.plan.step, self._for_assumed.plan.assumed, batch
         ):
-            return self._for_assumed.run_local(
-                batch, step, threads, measure_memory, outputs, check, record, replay
-            )
+            return self._for_assumed.run_local(batch, step, threads, measure_memory, replay, looks)
         spec = self.plan.step
         at_least_one("threads", threads)
         lengths = or_example(spec, lengths_of(spec, batch, self.plan.replicas))
@@ -153,9 +164,9 @@ class LocalRunner:
         of_replicas = [lengths[part] for part in parts]
         programs = self._orders.of([(lengths[part], shares[part]) for part in parts], self._local_programs)
         spec = spec.with_microbatches(number)
-        wanted = requested(outputs, None, spec.outputs, spec.ranks)
-        is_list = bool(spec.lengths) and are_listed(spec, batch)
-        check_ops(record, [op for program in programs for op in program.ops])
+        wanted = requested(looks.outputs, None, spec.outputs, spec.ranks)
+        is_list = are_listed(batch, spec)
+        check_ops(looks.record, [op for program in programs for op in program.ops])
         self.updates.settle()
         self.state.check_unchanged(self.state.follow_model())
         self._warn_of_mixed(batch)
@@ -173,14 +184,14 @@ class LocalRunner:
                     "A captured step is replayed for one length, and the programs take several: leave out "
                     "replay=True, or dimensions of fxpipe.compile."
                 )
-            if measure_memory or outputs or check or record:
+            if measure_memory or looks:
                 raise RunError(
                     "A replay has no ops to look at: leave out replay=True where run_local is to measure "
                     "memory, to give outputs, to check or to record."
                 )
             losses = self._replay_locally(ranks, batch, threads)
         else:
-            losses = self._run_locally(world, runtimes, batch, programs, threads, check, record, meters)
+            losses = self._run_locally(world, runtimes, batch, programs, threads, looks, meters)
         first = runtimes[: world.ranks * world.lanes]  # of replica 0: all replicas have the same sums
         by_name = joined(gradients(self.plan, world, runtimes))
         for runtime in first:
@@ -223,8 +234,7 @@ class LocalRunner:
         batch: object,
         programs: Sequence[Program],
         threads: int,
-        check: Check = None,
-        record: Mapping[str, Path] = NOTHING,
+        looks: Looks = NO_LOOKS,
         meters: Sequence[SavedBytes] = (),
     ) -> list[torch.Tensor | None]:
         """Run a step of all ranks by these programs; return their losses."""
@@ -233,8 +243,8 @@ class LocalRunner:
         for number, rt in enumerate(runtimes):
             replica = number // (world.ranks * world.lanes)
             rows = of_replica(spec, batch, replica, world.replicas)
-            program = self._recorded(programs[rt.rank], rt, {} if replica else record, number)
-            mains.append(partial(self._run_program, program, rt, number, rows, check))
+            program = self._recorded(programs[rt.rank], rt, {} if replica else looks.record, number)
+            mains.append(partial(self._run_program, program, rt, number, rows, looks.check))
         for number, meter in enumerate(meters):
             mains[number] = partial(_metered, mains[number], runtimes[number], meter)
         return run_all(

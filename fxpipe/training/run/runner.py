@@ -3,31 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
-from pathlib import Path
 
 import torch
 
 from fxpipe.errors import BatchError, FxpipeError, RunError, number_of
 from fxpipe.plan.artifact import Artifact
-from fxpipe.plan.step import SHARES
-from fxpipe.runtime.batch.documents import agreed_shares, shares_of
 from fxpipe.runtime.batch.lengths import (
-    Lengths,
-    agreed_lengths,
     all_leaves,
     are_as_assumed,
     are_listed,
     checked,
-    lengths_of,
-    or_example,
 )
-from fxpipe.runtime.batch.outputs import Collected, On, StepResult, requested
-from fxpipe.runtime.debug.finite import Check, place_of_failure
+from fxpipe.runtime.batch.outputs import Collected, StepResult, requested
+from fxpipe.runtime.debug.finite import place_of_failure
 from fxpipe.runtime.program.comm import NoAnswer
 from fxpipe.runtime.program.load_program import Program
 from fxpipe.runtime.program.rank import Runtime
@@ -51,7 +43,9 @@ from fxpipe.training.optimizer.batch_digest import (
     refusing,
     words,
 )
+from fxpipe.training.run.batch_orders import Batch, agreed_batch
 from fxpipe.training.run.kept_gradients import KeptGradients
+from fxpipe.training.run.local_runner import Looks
 from fxpipe.training.run.moved_outputs import outputs_of
 from fxpipe.training.run.rank_digests import RankDigests
 from fxpipe.training.run.rank_runner import RankRunner
@@ -101,16 +95,14 @@ class Runner(RankRunner):
         if "runtime" in self.__dict__:
             self.runtime.step_number = number
 
-    def step(
-        self, batch: object, outputs: Sequence[str], outputs_on: On, check: Check, record: Mapping[str, Path]
-    ) -> StepResult:
+    def step(self, batch: object, looks: Looks) -> StepResult:
         """See ``Pipeline.step``."""
         if self.process is not None:
             self.process.watch.check()
-        of_replicas = self._agreed_lengths(batch, is_checked=True)
+        of_replicas = self._agreed(batch, is_checked=True)
         self._last = self._for(batch)
         if self._last is not None:
-            return self._step_of_other(self._last, batch, outputs, outputs_on, check, record)
+            return self._step_of_other(self._last, batch, looks)
         lengths, _ = of_replicas[0 if self.process is None else self.process.replica]
         rt, spec = self.runtime, self.plan.step.with_microbatches(len(lengths))
         program = self._own_program
@@ -123,7 +115,7 @@ class Runner(RankRunner):
         number = rt.step_number = self.step_number
         with self._watched(rt, program):
             with self._refused_by_all(rt, number):
-                wanted = requested(outputs, outputs_on, spec.outputs, spec.ranks)
+                wanted = requested(looks.outputs, looks.outputs_on, spec.outputs, spec.ranks)
                 if not spec.lengths:
                     checked(spec, batch, lengths, spec.leaves[rt.rank])
                 self.updates.check()
@@ -132,13 +124,14 @@ class Runner(RankRunner):
                     check_rows(self.state, rt.rank)
             self._warn_of_mixed(batch)
             try:
-                is_list = bool(spec.lengths) and are_listed(spec, batch)
+                is_list = are_listed(batch, spec)
                 rt.collected = Collected.of(wanted, rt.rank, spec.microbatches, self.device, is_list)
                 self.state.changed()
                 rt.params, rt.buffers = self.state.params_and_buffers(rt.rank)
                 self._warm_up.settle(rt, program, batch)
                 self._warm_up.follow(rt, program)
-                asked = "" if outputs_on is None else f"{sorted(rt.collected.wanted)} on {outputs_on}"
+                on = looks.outputs_on
+                asked = "" if on is None else f"{sorted(rt.collected.wanted)} on {on}"
                 # Sent before the program and read behind it, so that the words travel while it computes.
                 compare = self._begin_comparison(batch, number, asked)
                 begin_buckets(self.state, rt)
@@ -150,11 +143,11 @@ class Runner(RankRunner):
                     self.updates.settle()
                 if self.updates.are_settled:
                     self._begin_gradients(rt, finish)
-                loss = self._run(program, rt, batch, check, record)
+                loss = self._run(program, rt, batch, looks)
                 rt.validate = None  # which would keep this and the runtime alive in a circle
                 self.state.refreshed()
                 compare()  # before outputs move: ranks that differ would wait for other messages
-                results, listed = outputs_of(rt, outputs_on, self.process)
+                results, listed = outputs_of(rt, on, self.process)
             except NoAnswer as error:
                 raise (error if self.process is None else self.process.watch.lost(error)) from None
             except Exception as error:  # whatever it is, the other ranks must hear of it
@@ -171,53 +164,12 @@ class Runner(RankRunner):
 
     def prepare(self, batch: object) -> None:
         """See ``Pipeline.prepare``."""
-        self._orders.prepare(self._agreed_lengths(batch))
+        self._orders.prepare(self._agreed(batch))
 
-    def _agreed_lengths(
-        self, batch: object, is_checked: bool = False
-    ) -> list[tuple[list[Lengths], list[int]]]:
-        """The lengths of each replica's microbatches, on which its ranks agree before anything is sent, and
-        the shares of their documents.
-
-        Raises BatchError on all ranks where one of them refuses its batch: for its lengths and, with
-        ``is_checked``, for anything in which its leaves are unlike the example's.
-        """
-        spec, process = self.plan.step, self.process
-        if not spec.lengths:
-            # Not the plan's: programs run on any number of replicas.
-            replicas = 1 if process is None else process.replicas
-            number = spec.microbatches
-            return [(or_example(spec, [None] * number), [SHARES] * number)] * replicas
-        error, own, shares = None, list[Lengths | None](), list[int]()
-        try:
-            own = lengths_of(spec, batch)
-            shares = shares_of(spec, batch, own)
-            if is_checked:
-                rank = 0 if process is None else process.rank
-                checked(spec, batch, or_example(spec, own), spec.leaves[rank])
-        except BatchError as refusal:
-            if process is None:
-                raise
-            error = refusal
-        if process is None:
-            return [(or_example(spec, own), shares)]
-        says = {"refuses": "" if error is None else str(error), "lengths": own, "shares": shares}
-        header = json.dumps(says)
-        ranks = [json.loads(each) for each in process.gather(header.encode())]
-        if error is not None:
-            raise error
-        for rank, said in enumerate(ranks):
-            if said["refuses"]:
-                raise BatchError(
-                    f"Rank {rank} refuses the batch of {self._named(self.step_number)}: {said['refuses']}"
-                )
-        # Of all replicas, so that where the ranks of one disagree all refuse the step.
-        of_replicas = [process.of_replica(replica) for replica in range(process.replicas)]
-        agreed = [agreed_lengths(spec, {rank: ranks[rank]["lengths"] for rank in one}) for one in of_replicas]
-        return [
-            (lengths, agreed_shares(len(lengths), [ranks[rank]["shares"] for rank in one]))
-            for lengths, one in zip(agreed, of_replicas, strict=True)
-        ]
+    def _agreed(self, batch: object, is_checked: bool = False) -> Batch:
+        return agreed_batch(
+            self.plan.step, batch, self.process, self._named(self.step_number), is_checked=is_checked
+        )
 
     def _for(self, batch: object) -> Runner | None:
         """The runner of the programs for batches like this alone; the same on all ranks and replicas."""
@@ -234,32 +186,21 @@ class Runner(RankRunner):
             holds = said <= {0, 2} and 2 in said
         return other if holds else None
 
-    def _step_of_other(
-        self,
-        other: Runner,
-        batch: object,
-        outputs: Sequence[str],
-        outputs_on: On,
-        check: Check,
-        record: Mapping[str, Path],
-    ) -> StepResult:
+    def _step_of_other(self, other: Runner, batch: object, looks: Looks) -> StepResult:
         """A step by the programs of another runner, which goes on with this one's number of the step."""
         other.step_number, other.stop_asked = self.step_number, self.stop_asked
-        result = other.step(batch, outputs, outputs_on, check, record)
+        result = other.step(batch, looks)
         self.step_number, self.stops = other.step_number, other.stops
         return result
 
-    def _run(
-        self, program: Program, rt: Runtime, batch: object, check: Check, record: Mapping[str, Path]
-    ) -> torch.Tensor | None:
+    def _run(self, program: Program, rt: Runtime, batch: object, looks: Looks) -> torch.Tensor | None:
         """Run a program, or replay it; return its loss."""
-        asks = check or record or rt.collected.wanted or rt.weighted
-        if self._replays is not None and not asks:
+        if self._replays is not None and not (looks or rt.weighted):
             (loss,) = self._replays.step([rt], batch)
             return loss
         with self._warm_up.memory(rt.step_number):
-            recorded = self._recorded(program, rt, record, self._number_in_world)
-            return self._run_program(recorded, rt, self._number_in_world, batch, check)
+            recorded = self._recorded(program, rt, looks.record, self._number_in_world)
+            return self._run_program(recorded, rt, self._number_in_world, batch, looks.check)
 
     @cached_property
     def _kept_gradients(self) -> KeptGradients:
@@ -286,12 +227,12 @@ class Runner(RankRunner):
             never,
         )
 
-    def evaluate(self, batch: object, outputs: Sequence[str], outputs_on: On) -> StepResult:
+    def evaluate(self, batch: object, looks: Looks) -> StepResult:
         """A step of a forward, or several for a batch with fewer rows."""
         spec, rt = self.plan.step, self.runtime
-        short = None if are_listed(spec, batch) else short_batch(spec, batch, outputs)
+        short = None if are_listed(batch, spec) else short_batch(spec, batch, looks.outputs)
         if short is None:
-            return self.step(batch, outputs, outputs_on, None, {})
+            return self.step(batch, looks)
         if spec.has_total:
             raise BatchError(
                 f"The loss divides by a number of the batch, that of {spec.microbatches} microbatches, and "
@@ -310,7 +251,7 @@ class Runner(RankRunner):
         try:
             for part, (_, weights) in zip(batches, short.steps, strict=True):
                 rt.losses.weights = weights
-                steps.append(self.step(part, outputs, outputs_on, None, {}))
+                steps.append(self.step(part, looks))
                 sums, counts = sums + rt.total[0], counts + rt.total[1]
         finally:
             rt.weighted, rt.losses.weights = (), None

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import torch
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,32 @@ class Area:
     def within(self, origin: Sequence[int]) -> tuple[slice, ...]:
         """Its place, counted from a corner on."""
         return tuple(slice(b - o, b - o + n) for b, n, o in zip(self.begin, self.shape, origin, strict=True))
+
+
+@dataclass(frozen=True)
+class InFile:
+    """An area in a file of a directory."""
+
+    area: Area
+    file: str
+
+
+_Chunk = TypeVar("_Chunk", bound=InFile)
+
+
+@dataclass(frozen=True)
+class Stored(Generic[_Chunk]):
+    """A tensor in files.  ``chunks``: each element is in one of them."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    chunks: tuple[_Chunk, ...]
+
+    def parts(self, wanted: Area) -> Iterator[tuple[_Chunk, Area]]:
+        """The chunks that have something of an area, each with that."""
+        for chunk in self.chunks:
+            if (common := wanted.common(chunk.area)) is not None:
+                yield chunk, common
 
 
 def unlike_whole(shape: tuple[int, ...], areas: Sequence[Area]) -> str:

@@ -14,8 +14,8 @@ import torch
 from fxpipe.errors import ArtifactError
 from fxpipe.plan.spans import Spans, slices_of
 from fxpipe.strict import Mismatch, open_regular, shown
-from fxpipe.training.weights.area import Area
-from fxpipe.training.weights.dcp_metadata import METADATA, Chunk, Metadata, StoredTensor
+from fxpipe.training.weights.area import Area, Stored
+from fxpipe.training.weights.dcp_metadata import METADATA, Chunk, Metadata
 
 #: The names under which scripts save the state dict of a model beside others.
 NESTED = ("model", "state_dict")
@@ -38,7 +38,7 @@ class DistributedCheckpoint:
             self._keys = _keys_of_model(self._metadata.paths)
         except Mismatch as error:
             raise self._refused(error) from error
-        self._tensors: dict[str, StoredTensor] = {}
+        self._tensors: dict[str, Stored[Chunk]] = {}
 
     def names(self) -> tuple[str, ...]:
         return tuple(self._keys)
@@ -52,7 +52,7 @@ class DistributedCheckpoint:
     def dtype(self, name: str) -> torch.dtype:
         return self._tensor(name).dtype
 
-    def _tensor(self, name: str) -> StoredTensor:
+    def _tensor(self, name: str) -> Stored[Chunk]:
         if name not in self._tensors:
             try:
                 self._tensors[name] = self._metadata.tensor(self._keys[name])
@@ -76,21 +76,17 @@ class DistributedCheckpoint:
         for begin, end in pairwise(bounds):
             yield self._rows(name, tensor, Area.of((slice(begin, end), *others)))
 
-    def _rows(self, name: str, tensor: StoredTensor, area: Area) -> torch.Tensor:
+    def _rows(self, name: str, tensor: Stored[Chunk], area: Area) -> torch.Tensor:
         """A part of a tensor; all its rows are in the same chunks."""
-        rows: torch.Tensor | None = None
-        for chunk in tensor.chunks:
-            shared = area.common(chunk.area)
-            if shared is None:
-                continue
+        rows = torch.empty(area.shape, dtype=tensor.dtype)
+        for chunk, shared in tensor.parts(area):
             part = self._read(name, tensor, chunk)[shared.within(chunk.area.begin)]
             if part.shape == area.shape:
                 return part
-            rows = torch.empty(area.shape, dtype=tensor.dtype) if rows is None else rows
             rows[shared.within(area.begin)] = part
-        return torch.empty(area.shape, dtype=tensor.dtype) if rows is None else rows
+        return rows
 
-    def _read(self, name: str, tensor: StoredTensor, chunk: Chunk) -> torch.Tensor:
+    def _read(self, name: str, tensor: Stored[Chunk], chunk: Chunk) -> torch.Tensor:
         file = self._path / chunk.file
         try:
             part = _loaded(file, chunk)

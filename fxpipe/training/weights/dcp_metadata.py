@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fxpipe.strict import MEBIBYTE, Mismatch, open_regular, shown
-from fxpipe.training.weights.area import Area, unlike_whole
+from fxpipe.training.weights.area import Area, InFile, Stored, unlike_whole
 from fxpipe.training.weights.dcp_pickle import Record, numbers, of_kind, read_plain
 
 METADATA = ".metadata"
@@ -18,22 +18,11 @@ LARGEST = 512 * MEBIBYTE
 
 
 @dataclass(frozen=True)
-class Chunk:
-    """A part of a tensor, and the bytes of a file of the directory that ``torch.save`` wrote of it."""
+class Chunk(InFile):
+    """A part of a tensor, and the bytes of the file that ``torch.save`` wrote of it."""
 
-    area: Area
-    file: str
     begin: int
     length: int
-
-
-@dataclass(frozen=True)
-class StoredTensor:
-    """A tensor in the files of a checkpoint.  ``chunks``: each element is in one of them."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    chunks: tuple[Chunk, ...]
 
 
 class Metadata:
@@ -61,7 +50,7 @@ class Metadata:
             if isinstance(key, str) and key in self._tensors:
                 self._places[key, numbers(index.get("offset"))] = of_kind(info, "_StorageInfo")
 
-    def tensor(self, key: str) -> StoredTensor:
+    def tensor(self, key: str) -> Stored[Chunk]:
         """The chunks of one tensor, checked to make it up."""
         stored = self._tensors[key]
         shape, dtype = numbers(stored.get("size")), _dtype(stored.get("properties"))
@@ -73,7 +62,7 @@ class Metadata:
         filled = [area for area in areas if math.prod(area.shape)]
         if problem := unlike_whole(shape, filled):
             raise Mismatch(f"has parts of {shown(key)} that do not make it up: {problem}")
-        return StoredTensor(shape, dtype, tuple(self._chunk(key, area) for area in filled))
+        return Stored(shape, dtype, tuple(self._chunk(key, area) for area in filled))
 
     def _chunk(self, key: str, area: Area) -> Chunk:
         info = self._places.get((key, area.begin))
