@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -12,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
 from zoo import EFFORT, LENGTH, WIDTH, WORDS, Block, captured_once, tokens
 
 import fxpipe
@@ -239,22 +242,27 @@ RESIDENT = {
 }
 
 
-def measure_resident(levels: list[str]) -> None:
-    """Compare the bytes of all tensors behind an update, on one of two processes, with what is documented."""
+def measure_resident(levels: list[str], on_lanes: bool) -> None:
+    """Compare the bytes of all tensors behind an update, on one of two processes, with what is documented.
+    on_lanes: of two lanes of one replica, which divide sequences."""
     for level in levels:
         earlier = tensors_here()  # which are kept, so that no new tensor has their memory
-        found = resident(level) - bytes_of(earlier)
+        found = resident(level, on_lanes) - bytes_of(earlier)
         assert RESIDENT[level] <= found / WHOLE < RESIDENT[level] + 0.2, (level, found / WHOLE)
 
 
-def resident(level: str) -> int:
+def resident(level: str, on_lanes: bool) -> int:
     """The bytes of all tensors of this process behind two updates of a new model."""
+    torch.manual_seed(3)
     model, batch = Even(WIDE), vectors(4, WIDE)
+    options = {"ranks": 1, "microbatches": 2, "schedule": "1f1b", "effort": EFFORT}
+    if on_lanes:
+        options["ranks"] = mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "cp"))
+        batch = {name: x.view(4, 1, WIDE).expand(4, 2, WIDE) for name, x in batch.items()}
+        parallelize_module(model, mesh["cp"], fxpipe.ContextParallel({"x": 1, "y": 1}))
     example = {name: x[:2] for name, x in batch.items()}
-    with captured_once("wide"):
-        pipe = fxpipe.compile(
-            model, example, ranks=1, microbatches=2, shard=level or None, schedule="1f1b", effort=EFFORT
-        )
+    with contextlib.nullcontext() if on_lanes else captured_once("wide"):
+        pipe = fxpipe.compile(model, example, shard=level or None, **options)
     del model
     optimizer = pipe.optimizer(torch.optim.AdamW)
     for _ in range(2):
