@@ -1,7 +1,7 @@
 """Attention of values whose tokens the lanes along the first dimension of a mesh divide.
 
 each lane gets all tokens of some of the heads: an exchange of q, k and v, and one of the result
-where lanes cannot share the heads: a gather of all k and v
+where lanes cannot share the heads evenly: of heads of zeros too, or a gather of all k and v
 
 Along other dimensions lanes may share out the heads.
 
@@ -11,8 +11,8 @@ The exchange of heads is that of DeepSpeed-Ulysses, https://arxiv.org/abs/2309.1
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed._functional_collectives as functional
@@ -58,19 +58,27 @@ def attention(
         result = attend(q, k, v, mask, is_causal=is_causal, enable_gqa=enable_gqa)
         alike: torch.Tensor = distributed(result, mesh)
         return alike
-    q, k, v = (x.redistribute(placements=[x.placements[0], *shared]) for x in (q, k, v))
+    q, k, v = (
+        x.redistribute(placements=[tokens if along else Replicate(), *shared])
+        for x, along in zip((q, k, v), is_divided, strict=True)
+    )
     of_queries, of_keys = (x.to_local().shape[1] for x in (q, k))
-    copies = _copies(of_queries, of_keys, lanes) if all(is_divided) and q.dim() == 4 else 0
-    if copies:
+    heads = None
+    if all(is_divided) and q.dim() == 4 and not of_queries % of_keys:
+        heads = _Heads.over(of_queries, of_keys, lanes)
+        # Heads of zeros cost as real ones, and a gather twice as much as a causal kernel.
+        if heads.number > (2 * of_queries if is_causal else of_queries):
+            heads = None
+    if heads is not None:
         if mask is not None and has_heads:
             mask = _local(distributed(mask, mesh), Shard(mask.dim() - 3), shared)
         else:
             mask = _local(mask, Replicate(), shared)
         q, k, v = (in_layout(x.to_local()) for x in (q, k, v))
-        if copies > 1:
-            k, v = (x.repeat_interleave(copies, 1) for x in (k, v))
+        each = of_queries // of_keys
+        q, k, v = heads.padded(q, each), heads.copied(k), heads.copied(v)
         result = attend(*_all_tokens([q, k, v], mesh), mask, is_causal=is_causal, enable_gqa=enable_gqa)
-        result = _all_heads(result, mesh)
+        result = heads.real(_all_heads(result, mesh), of_keys, each)
     else:
         k, v = (_whole(x, shared, shared) for x in (k, v))
         if is_causal:
@@ -119,12 +127,52 @@ def _whole(value: DTensor, shared: Sequence[Placement], gradients: Sequence[Plac
     return alike.to_local(grad_placements=[Partial(), *gradients])  # type: ignore[no-any-return]
 
 
-def _copies(heads: int, of_keys: int, lanes: int) -> int:
-    """As few copies of each head of keys as let the lanes share all heads evenly; 0 if none do."""
-    each, rest = divmod(heads, of_keys)
-    if rest or heads % lanes:
-        return 0
-    return next(n for n in range(1, each + 1) if each % n == 0 and of_keys * n % lanes == 0)
+class _Heads(NamedTuple):
+    """How lanes share heads: ``keys`` heads of keys, each copied ``copies`` times, and ``each`` of queries
+    for one.  Those that a model has not are zeros, and nothing reads what attention gives for them."""
+
+    keys: int
+    each: int
+    copies: int
+
+    @staticmethod
+    @cache
+    def over(queries: int, keys: int, lanes: int) -> _Heads:
+        """As few heads as lanes share evenly, of these with as few copies."""
+        of_each = queries // keys
+        options = (
+            _Heads(more, each, copies)
+            for more in range(keys, keys + lanes)
+            for each in range(of_each, of_each + (lanes if of_each > 1 else 1))
+            for copies in range(1, each + 1)
+            if not (each % copies or more * copies % lanes)
+        )
+        return min(options, key=lambda heads: (heads.number, heads.keys * heads.copies))
+
+    @property
+    def number(self) -> int:
+        """Of queries."""
+        return self.keys * self.each
+
+    def padded(self, x: torch.Tensor, each: int) -> torch.Tensor:
+        """All heads, of a value with ``each`` for a head of keys."""
+        keys = x.shape[1] // each
+        if (keys, each) == (self.keys, self.each):
+            return x
+        more = (0, 0, 0, 0, 0, self.each - each, 0, self.keys - keys)
+        return F.pad(x.unflatten(1, (keys, each)), more).flatten(1, 2)
+
+    def copied(self, x: torch.Tensor) -> torch.Tensor:
+        """The heads of keys, or of their values."""
+        whole = self._replace(each=1).padded(x, 1)
+        return whole.repeat_interleave(self.copies, 1) if self.copies > 1 else whole
+
+    def real(self, x: torch.Tensor, keys: int, each: int) -> torch.Tensor:
+        """Those of all heads that the model has."""
+        if (keys, each) == (self.keys, self.each):
+            return x
+        groups: torch.Tensor = x.unflatten(1, (self.keys, self.each))
+        return groups[:, :keys, :each].flatten(1, 2)
 
 
 def _all_tokens(parts: Sequence[torch.Tensor], mesh: DeviceMesh) -> list[torch.Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import re
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from zoo import relative_error, too_far
 
 import fxpipe
 from fxpipe.errors import CaptureError, OptionError
+from fxpipe.integrations.divided_attention import _Heads
 from fxpipe.integrations.transformers import parallelize
 
 pytestmark = [
@@ -113,7 +115,7 @@ def compiled(lanes: int, model: nn.Module, experts: str = "", more=(), **options
             style = fxpipe.ExpertParallel(tokens=experts, counts=True)
             parallelize_module(model, mesh, {"blocks.*.experts": style})
         parallelize_module(model, mesh, fxpipe.ContextParallel(dict.fromkeys(["ids", *more], 1)))
-        assert model.head.weight is model.words.weight
+        assert isinstance(model, Heads) or model.head.weight is model.words.weight
         options = {"ranks": 2, "microbatches": 3, "schedule": "zb-h1", "effort": 0.1} | options
         pipe = fxpipe.compile(model, batch(1), **options)
     whole |= {name: x for name, x in model.named_buffers() if "expert_" in name}
@@ -139,6 +141,57 @@ def compiled(lanes: int, model: nn.Module, experts: str = "", more=(), **options
 def test_each_attention_equals_eager(lanes, model, options):
     pipe, expected = compiled(lanes, Decoder(**model), **options), Decoder(**model)
     check_against_eager(pipe, expected)
+
+
+class Heads(nn.Module):
+    """Attention with such numbers of heads."""
+
+    def __init__(self, queries: int, keys: int, width: int = 4) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.numbers = nn.Embedding(WORDS, width), (queries, keys, keys)
+        self.qkv = nn.Linear(width, width * sum(self.numbers))
+        self.last = nn.Linear(width * queries, WORDS)
+
+    def forward(self, ids, labels):
+        q, k, v = self.qkv(self.words(ids)).unflatten(-1, (sum(self.numbers), -1)).split(self.numbers, 2)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return {"loss": F.cross_entropy(self.last(y.transpose(1, 2).flatten(2)).transpose(1, 2), labels)}
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "lanes", "of_lane"),
+    [
+        (6, 2, 4, 2),  # of 2 x 4 heads, 2 x 3 of them the model's
+        pytest.param(3, 3, 4, 1, marks=pytest.mark.variation),
+        pytest.param(5, 1, 4, 2, marks=pytest.mark.variation),
+        pytest.param(12, 4, 8, 2, marks=pytest.mark.variation),
+        (1, 1, 4, 1),  # of each lane for its own tokens: a gather computes less
+    ],
+)
+def test_heads_that_lanes_do_not_divide(queries, keys, lanes, of_lane):
+    pipe = compiled(lanes, Heads(queries, keys), ranks=1, schedule="1f1b")
+    check_against_eager(pipe, Heads(queries, keys))
+    tokens = LENGTH if queries > 1 else LENGTH // lanes
+    attention = rf"attention_for_cpu\(  # f64\[{ROWS}, {of_lane}, {tokens}, 4\]"
+    assert re.search(attention, pipe.artifact.programs[0])
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "lanes", "expected"),
+    [
+        (8, 8, 4, (8, 1, 1)),
+        (8, 2, 4, (2, 4, 2)),
+        (14, 2, 4, (2, 8, 2)),
+        (28, 4, 8, (4, 8, 2)),
+        (12, 12, 8, (16, 1, 1)),
+        (7, 1, 2, (1, 8, 2)),
+        (1, 1, 4, (4, 1, 1)),
+    ],
+)
+def test_as_few_heads_as_lanes_share(queries, keys, lanes, expected):
+    assert _Heads.over(queries, keys, lanes) == expected
 
 
 def test_a_mixture_without_a_style_equals_eager():
