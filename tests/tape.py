@@ -16,7 +16,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fxpipe.runtime.ranks import local
+from fxpipe.runtime.ranks import lanes, local
 
 
 class Tape(TorchDispatchMode):
@@ -38,7 +38,10 @@ class Tape(TorchDispatchMode):
 
     def record(self, run: Callable[[], object]) -> None:
         # Messages in one process hide their copies from a rank's modes; a graph has them.
-        with mock.patch.object(local, "no_modes", contextlib.nullcontext), self:
+        with contextlib.ExitStack() as stack:
+            for module in (local, lanes):
+                stack.enter_context(mock.patch.object(module, "no_modes", contextlib.nullcontext))
+            stack.enter_context(self)
             run()
         assert self.drawn == self.random_ops
 

@@ -174,20 +174,44 @@ class Replays:
 
 @dataclass(frozen=True, eq=False)
 class _State:
-    """What a step changes of a runtime.  ``grads``: copies."""
+    """What a step changes of a runtime.  ``copies``: by the names of gradients or buckets, the memory of
+    their sums and what was in it.  ``buckets``: of each the memory that it has, and its sum."""
 
+    params: Mapping[str, torch.Tensor]
     grads: Mapping[str, torch.Tensor]
+    copies: Mapping[str, tuple[torch.Tensor, torch.Tensor]]
+    buckets: Sequence[tuple[torch.Tensor | None, torch.Tensor | None]]
     buffers: Mapping[str, torch.Tensor]
     step_number: int
 
     @staticmethod
     def of(rt: Runtime) -> _State:
-        return _State({name: x.clone() for name, x in rt.grads.items()}, dict(rt.buffers), rt.step_number)
+        return _State(
+            dict(rt.params),
+            dict(rt.grads),
+            {name: (x, x.clone()) for name, x in _sums(rt).items()},
+            [(bucket.flat, bucket.summed) for bucket in rt.buckets],
+            dict(rt.buffers),
+            rt.step_number,
+        )
 
     def restore(self, rt: Runtime) -> None:
-        if self.grads:
-            copy_each([rt.grads[name] for name in self.grads], [*self.grads.values()])
-        rt.buffers, rt.step_number = dict(self.buffers), self.step_number
+        if self.copies:
+            tensors, copies = zip(*self.copies.values(), strict=True)
+            copy_each([*tensors], [*copies])
+        for bucket, (flat, summed) in zip(rt.buckets, self.buckets, strict=True):
+            bucket.flat, bucket.summed = flat, summed
+        rt.grads.clear()
+        rt.grads.update(self.grads)
+        rt.params, rt.buffers, rt.step_number = dict(self.params), dict(self.buffers), self.step_number
+
+
+def _sums(rt: Runtime) -> dict[str, torch.Tensor]:
+    """The gradients of a runtime, or of each of its buckets the memory that has them, or their sum."""
+    if not rt.buckets:
+        return dict(rt.grads)
+    memory = {bucket.names[0]: bucket.summed if bucket.flat is None else bucket.flat for bucket in rt.buckets}
+    return {name: tensor for name, tensor in memory.items() if tensor is not None}
 
 
 def _let_go(reference: weakref.ref[Replays]) -> None:
@@ -211,7 +235,8 @@ def _difference(losses: Losses, again: Losses, runtimes: Sequence[Runtime], afte
         if loss is not None and other is not None and not _same_bits(loss, other):
             return f"a replay gives the loss {float(other)!r}, and the ops {float(loss)!r}"
     for rt, state in zip(runtimes, after, strict=True):
-        pairs = {"gradient": (rt.grads, state.grads), "buffer": (rt.buffers, state.buffers)}
+        copies = {name: copy for name, (_, copy) in state.copies.items()}
+        pairs = {"gradient": (_sums(rt), copies), "buffer": (rt.buffers, state.buffers)}
         for kind, (ours, theirs) in pairs.items():
             for name in theirs:
                 if not _same_bits(ours[name], theirs[name]):

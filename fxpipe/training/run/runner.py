@@ -161,7 +161,7 @@ class Runner(RankRunner):
         self.step_number = rt.step_number
         for end in finish:
             end()
-        if self._replays is not None and rt.replicas is None:
+        if self._replays is not None and rt.shards is None:
             self._kept_gradients.keep(rt)
         self.state.store_buffers(rt)
         if self.process is not None:
@@ -255,10 +255,13 @@ class Runner(RankRunner):
         asks = check or record or rt.collected.wanted or rt.weighted
         if self._replays is not None and not asks:
             (loss,) = self._replays.step([rt], batch)
-            return loss
-        with self._warm_up.memory(rt.step_number):
-            recorded = self._recorded(program, rt, record, self._number_in_world)
-            return self._run_program(recorded, rt, self._number_in_world, batch, check)
+        else:
+            with self._warm_up.memory(rt.step_number):
+                recorded = self._recorded(program, rt, record, self._number_in_world)
+                loss = self._run_program(recorded, rt, self._number_in_world, batch, check)
+        # No part of a replay, for whose end this rank waits before it gives the others its loss.
+        self.state.follow_first_replica(rt)
+        return loss
 
     @cached_property
     def _kept_gradients(self) -> KeptGradients:
@@ -271,9 +274,7 @@ class Runner(RankRunner):
         if not wanted or self.is_evaluation:
             return None
         never = ""
-        if process is not None and process.replicas * process.lanes > 1:
-            never = "the run has replicas or lanes"
-        elif process is not None and process.has_different_devices(self.device):
+        if process is not None and process.has_different_devices(self.device):
             never = "the ranks run on devices of several kinds"
         return Replays(
             wanted,
@@ -330,7 +331,8 @@ class Runner(RankRunner):
 
         Before the step, where the last gradients are used: inside, memory for them could not be had safely.
         """
-        memory = NOTHING if self._replays is None else self._kept_gradients.lend(rt.rank)
+        is_lent = self._replays is not None and rt.shards is None
+        memory = self._kept_gradients.lend(rt.rank) if is_lent else NOTHING
         finish.append(accumulators(self.state, rt, memory))
         if self.process is not None:
             self.rank_digests.begin_digests()
