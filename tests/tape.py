@@ -54,6 +54,7 @@ class Tape(TorchDispatchMode):
         self.calls.append((_Seed(number), (), {}, []))
         return op()
 
+    @torch.no_grad()
     def replay(self, seeds: Sequence[int]) -> None:
         before = torch.default_generator.get_state()
         for func, args, kwargs, made in self.calls:
