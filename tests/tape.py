@@ -16,7 +16,10 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fxpipe.runtime.program.lanes import _OPS
 from fxpipe.runtime.ranks import lanes, local
+
+_OF_LANES = {schema.partition("(")[0]: run for schema, (run, _) in _OPS.items()}
 
 
 class Tape(TorchDispatchMode):
@@ -30,6 +33,9 @@ class Tape(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is torch.ops.aten._local_scalar_dense.default:
             raise RuntimeError("the host reads a tensor while the step is recorded")
+        if func.namespace == "lanes":  # a graph has what it starts on the device
+            with self:
+                return _OF_LANES[func._opname](*args, **kwargs)
         result = func(*args, **kwargs)
         inputs = {x.untyped_storage()._cdata for x in _tensors((args, kwargs))}
         made = [x for x in _tensors(result) if x.untyped_storage()._cdata not in inputs]

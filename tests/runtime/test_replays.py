@@ -240,8 +240,8 @@ class Rerun:
         return nullcontext()
 
 
-def on_ranks(replay: bool) -> fxpipe.Pipeline:
-    return compiled(words(), ranks=2, schedule="zb-h1", replay=replay)
+def on_ranks(replay: bool, validation: str = "barrier") -> fxpipe.Pipeline:
+    return compiled(words(), ranks=2, schedule="zb-h1", replay=replay, validation=validation)
 
 
 def on_replicas(replay: bool, level: str | None) -> fxpipe.Pipeline:
@@ -270,6 +270,7 @@ def batch_of_replica(step: int, pipe: fxpipe.Pipeline) -> dict[str, torch.Tensor
 
 PROCESSES: dict[str, Callable[[bool], fxpipe.Pipeline]] = {
     "ranks": on_ranks,
+    "ranks, post": partial(on_ranks, validation="post"),
     "replicas": partial(on_replicas, level=None),
     **{
         f"replicas, {level}": partial(on_replicas, level=level)
