@@ -20,6 +20,7 @@ from zoo import captured_once
 
 import fxpipe
 from fxpipe.errors import RunError
+from fxpipe.runtime.job import process as job
 from fxpipe.runtime.program.rank import Runtime
 from fxpipe.runtime.program.replicas import Bucket
 from fxpipe.runtime.replays import replays
@@ -319,6 +320,23 @@ def test_processes_that_replay_exchange_what_others_do(names, broken, zeroes, tm
     for rank, out in enumerate(run.stdout):
         expected = "why: broken" if rank == broken else "why:"
         assert [line.strip() for line in out.splitlines() if "why:" in line] == [expected] * len(names), run
+
+
+def rank_whose_messages_pass_through_the_host() -> None:
+    pipe = on_ranks(True)
+    with mock.patch.object(job, "is_accelerator", return_value=True):
+        assert pipe._runner._replays.never
+    with mock.patch.object(replays, "recorder_of", return_value=Rerun):
+        pipe.step(batch_of_replica(0, pipe))
+    print("why:", why(pipe))
+
+
+@pytest.mark.slow
+def test_messages_that_pass_through_the_host_are_not_captured(tmp_path):
+    """A capture would send and receive them, and the ranks would no longer agree on their number."""
+    run = forked(2, rank_whose_messages_pass_through_the_host, dtype=torch.float64, logs=tmp_path)
+    assert run.code == 0, run
+    assert all("why: the ranks exchange messages over gloo" in out for out in run.stdout), run
 
 
 def replica_that_keeps(level: str | None) -> None:

@@ -276,6 +276,9 @@ class Runner(RankRunner):
         never = ""
         if process is not None and process.has_different_devices(self.device):
             never = "the ranks run on devices of several kinds"
+        elif process is not None and process.sends_from_host(self.device):
+            # A capture would send and receive, and no replay.
+            never = "the ranks exchange messages over gloo, as those that share a GPU"
         return Replays(
             wanted,
             self.device,
