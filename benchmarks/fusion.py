@@ -3,7 +3,7 @@ same functions: their number, and the bytes that they read and write.
 
 Inductor schedules for a GPU that need not be here, and stops before it generates code: nothing runs.
 
-    python benchmarks/fusion.py [--output FILE] [model ...]
+    python benchmarks/fusion.py [--recompute norms] [--output FILE] [model ...]
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ import fxpipe
 from fxpipe.cost.fusion import kernels_of
 from fxpipe.cost.nodes import bytes_moved, is_free
 from fxpipe.ir.storage import call_nodes, is_view
+from fxpipe.passes.rewrite import kept_bytes
 from fxpipe.runtime.torch_private import decompositions, fake_tensors
 from fxpipe.schedule.ops import Phase
 
@@ -149,6 +150,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("models", nargs="*", choices=[*MODELS, []], help="all by default")
+    parser.add_argument("--recompute", choices=["norms", "full"], default=False)
     parser.add_argument("--output", type=Path, help="keep what is printed in this file")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -164,8 +166,10 @@ def main() -> None:
     for name in options.models or MODELS:
         model, example, loss = MODELS[name]()
         pipe = fxpipe.compile(model, example, loss_fn=loss, ranks=1, microbatches=2, schedule="zb-h1",
-                              backend="inductor", check=False)  # fmt: skip
+                              backend="inductor", recompute=options.recompute, check=False)  # fmt: skip
         assert pipe.sections is not None
+        assert pipe.graph is not None
+        report.line(f"{name}: F keeps {kept_bytes(pipe.graph) / 1e6:.1f} MB for B and W")
         for section in pipe.sections:
             if section.phase is Phase.W:
                 continue

@@ -1,17 +1,19 @@
 """Tokens a second of training steps on one GPU: eager PyTorch, torch.compile, and pipelines of several ranks.
 
-Forward and backward of bfloat16 models of Hugging Face without dropout, no optimizer.  All ranks of a
-pipeline run on the one GPU, in one process: a row is the sum of their work.  Eager and torch.compile run the
-same microbatches and add up their gradients.  A pipeline has two rows, op by op and replayed
-(docs/replay.md), the second where the step could be replayed.  Each contender has a process of its own.  All
-prepare at the same time, then each is measured while the others wait.
+Forward and backward of bfloat16 models of Hugging Face without dropout, no optimizer; with "AdamW" also
+clipping and a fused update.  All ranks of a pipeline run on the one GPU, in one process: a row is the sum of
+their work.  Eager and torch.compile run the same microbatches and add up their gradients.  A pipeline has
+two rows, op by op and replayed (docs/replay.md), the second where the step, and the update, could be
+replayed.  Each contender has a process of its own.  All prepare at the same time, then each is measured while
+the others wait.
 
-- ms: the median of the steps (``--steps``).  share: of torch.compile's tokens a second.
+- ms: the median of the steps (``--steps``).  share: of torch.compile's tokens a second, with AdamW or
+  without.
 - TFLOP/s: of the model, causal attention counted once, no recomputation.  MFU: of the GPU's peak.
 - peak: the most that is allocated in a step, with parameters and gradients, GB; of a replay what its graph
   keeps between steps, as reserved.
 - kernels, busy: their number and the sum of their times in a step op by op, ms.
-- other loss: |loss / eager's - 1|, or torch.compile's.
+- other loss: |loss / eager's - 1|, or torch.compile's; of rows without AdamW.
 
     python benchmarks/gpu_speed.py --models llama-670m gpt2-124m --output benchmarks/results/gpu_speed.txt
 
@@ -36,6 +38,7 @@ import torch
 from report import Report
 
 MICROBATCHES = 8
+UPDATES, RATE = ", AdamW", 1e-4
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,8 @@ CONTENDERS: dict[str, dict[str, Any] | None] = {
     "eager": None,
     "torch.compile": None,
     "1 rank": {"ranks": 1, "schedule": "1f1b"},
+    "torch.compile, AdamW": None,
+    "1 rank, AdamW": {"ranks": 1, "schedule": "1f1b"},
     "zb-h1": {"schedule": "zb-h1"},
     "zb-v, split vocabulary": {"schedule": "zb-v", "vocab_parallel": "1-barrier"},
 }
@@ -126,18 +131,22 @@ def flops_of(model: torch.nn.Module, shape: Shape) -> float:
 
 
 def plain(
-    model: torch.nn.Module, batch: dict[str, torch.Tensor], rows: int, compiled: bool
+    model: torch.nn.Module, batch: dict[str, torch.Tensor], rows: int, compiled: bool, updates: bool
 ) -> Callable[[], Any]:
-    forward = torch.compile(model) if compiled else model
+    forward, is_gpu = torch.compile(model) if compiled else model, batch["labels"].is_cuda
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, fused=is_gpu) if updates else None
 
     def step() -> torch.Tensor:
-        model.zero_grad(set_to_none=True)
+        model.zero_grad(set_to_none=optimizer is None)
         total = torch.zeros((), device=batch["labels"].device)
         for k in range(MICROBATCHES):
             part = {name: x[k * rows : (k + 1) * rows] for name, x in batch.items()}
             loss = forward(**part).loss / MICROBATCHES
             loss.backward()
             total = total + loss.detach()
+        if optimizer is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
         return total
 
     return step
@@ -149,14 +158,36 @@ def pipelined(
     shape: Shape,
     options: dict[str, Any],
     backend: str,
+    updates: bool,
 ) -> tuple[Callable[[], Any], Callable[[], Any]]:
     """A step op by op, and one that is replayed."""
     import fxpipe
 
     example = {name: x[: shape.rows] for name, x in batch.items()}
     given = {"ranks": shape.ranks, "microbatches": MICROBATCHES, "backend": backend, "effort": 0.1, **options}
+    if updates:
+        pipes = [fxpipe.compile(model, example, replay=replay, **given) for replay in (False, True)]
+        return trained(pipes[0], batch), trained(pipes[1], batch)
     pipe = fxpipe.compile(model, example, **given)
     return lambda: pipe.run_local(batch).loss, lambda: pipe.run_local(batch, replay=True).loss
+
+
+def trained(pipe: Any, batch: dict[str, torch.Tensor]) -> Callable[[], Any]:
+    is_gpu = batch["labels"].is_cuda
+    how = (
+        {"lr": torch.tensor(RATE, device="cuda"), "fused": True, "capturable": True}
+        if is_gpu
+        else {"lr": RATE}
+    )
+    optimizer = pipe.optimizer(torch.optim.AdamW, clip_grad_norm=1.0, **how)
+
+    def step() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss: torch.Tensor = pipe.step(batch)
+        optimizer.step()
+        return loss
+
+    return step
 
 
 def work(name: str, contender: str, backend: str, count: int, cpu: bool) -> None:
@@ -170,10 +201,11 @@ def work(name: str, contender: str, backend: str, count: int, cpu: bool) -> None
     ids = torch.randint(shape.vocabulary, size, generator=generator).to(device)
     batch = {"input_ids": ids, "labels": ids}
     steps: dict[str, Callable[[], Any]] = {}
+    updates = contender.endswith(UPDATES)
     if options is None:
-        steps["op by op"] = plain(model, batch, shape.rows, contender == "torch.compile")
+        steps["op by op"] = plain(model, batch, shape.rows, "torch.compile" in contender, updates)
     else:
-        steps["op by op"], replayed = pipelined(model, batch, shape, options, backend)
+        steps["op by op"], replayed = pipelined(model, batch, shape, options, backend, updates)
         if not cpu:
             steps["replayed"] = replayed
     steps["op by op"]()
@@ -186,7 +218,7 @@ def work(name: str, contender: str, backend: str, count: int, cpu: bool) -> None
     for how, step in steps.items():
         row: dict[str, Any] = {"name": f"{contender}, {how}" if options is not None else contender}
         with warnings.catch_warnings(record=True) as told:
-            for _ in range(5 if how == "replayed" else 1):
+            for _ in range(7 if how == "replayed" else 1):
                 row["loss"] = float(step())
         if why := [str(each.message) for each in told if "not replayed" in str(each.message)]:
             print(f"{name}, {contender}: {why[0]}", file=sys.stderr)
@@ -249,7 +281,9 @@ def measured(processes: dict[str, subprocess.Popen[str]], failed: set[str]) -> l
 
 def table(report: Report, name: str, rows: list[dict[str, Any]], peak_rate: float | None) -> None:
     known = {row["name"]: row for row in rows}
+    plain_rows = [row for row in rows if UPDATES not in row["name"]]
     beside = known.get("torch.compile") or known.get("eager") or rows[0]
+    of_updates = known.get(f"torch.compile{UPDATES}", beside)
     first = known.get("eager", beside)
     columns = [name, "ms", "tokens/s", "share", "TFLOP/s", "MFU", "peak", "kernels", "busy", "other loss"]
     lines = []
@@ -260,13 +294,13 @@ def table(report: Report, name: str, rows: list[dict[str, Any]], peak_rate: floa
             row["name"],
             f"{seconds * 1e3:.1f}",
             f"{row['tokens'] / seconds:,.0f}",
-            f"{statistics.median(beside['seconds']) / seconds:.3f}",
+            f"{statistics.median((beside if row in plain_rows else of_updates)['seconds']) / seconds:.3f}",
             f"{rate / 1e12:.1f}",
             "" if peak_rate is None else f"{rate / peak_rate:.3f}",
             f"{row['peak']:.2f}" if "peak" in row else "",
             str(row.get("kernels", "")),
             f"{row['busy']:.1f}" if "busy" in row else "",
-            f"{abs(row['loss'] / first['loss'] - 1):.1e}",
+            f"{abs(row['loss'] / first['loss'] - 1):.1e}" if row in plain_rows else "",
         ])  # fmt: skip
     report.table(columns, lines)
 

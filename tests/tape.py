@@ -16,7 +16,10 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fxpipe.runtime.ranks import local
+from fxpipe.runtime.program.lanes import _OPS
+from fxpipe.runtime.ranks import lanes, local
+
+_OF_LANES = {schema.partition("(")[0]: run for schema, (run, _) in _OPS.items()}
 
 
 class Tape(TorchDispatchMode):
@@ -30,6 +33,9 @@ class Tape(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is torch.ops.aten._local_scalar_dense.default:
             raise RuntimeError("the host reads a tensor while the step is recorded")
+        if func.namespace == "lanes":  # a graph has what it starts on the device
+            with self:
+                return _OF_LANES[func._opname](*args, **kwargs)
         result = func(*args, **kwargs)
         inputs = {x.untyped_storage()._cdata for x in _tensors((args, kwargs))}
         made = [x for x in _tensors(result) if x.untyped_storage()._cdata not in inputs]
@@ -38,7 +44,10 @@ class Tape(TorchDispatchMode):
 
     def record(self, run: Callable[[], object]) -> None:
         # Messages in one process hide their copies from a rank's modes; a graph has them.
-        with mock.patch.object(local, "no_modes", contextlib.nullcontext), self:
+        with contextlib.ExitStack() as stack:
+            for module in (local, lanes):
+                stack.enter_context(mock.patch.object(module, "no_modes", contextlib.nullcontext))
+            stack.enter_context(self)
             run()
         assert self.drawn == self.random_ops
 
@@ -51,6 +60,7 @@ class Tape(TorchDispatchMode):
         self.calls.append((_Seed(number), (), {}, []))
         return op()
 
+    @torch.no_grad()
     def replay(self, seeds: Sequence[int]) -> None:
         before = torch.default_generator.get_state()
         for func, args, kwargs, made in self.calls:

@@ -74,7 +74,8 @@ CASES: dict[str, tuple[Make, str]] = {
     "the other triangle": (lambda m, x: lower().T, "dense"),
     "from the batch": (lambda m, x: lower() & (x[:, None, :, :1] > -torch.inf), "dense"),
     "a buffer": (lambda m, x: m.triangle, "dense"),
-    "an attribute": (lambda m, x: m.attribute, "dense"),
+    "an attribute": (lambda m, x: m.attribute, "causal"),
+    "a part of an attribute": (lambda m, x: m.attribute[:LENGTH, :LENGTH], "causal"),
     "trained": (lambda m, x: m.bias, "dense"),
     "random": (lambda m, x: lower() & (torch.rand(LENGTH, LENGTH) > -1), "dense"),
 }
@@ -121,6 +122,17 @@ def test_numbers_stay_those_of_the_model_with_masks() -> None:
             ranks=2,
             schedule="1f1b",
         )
+
+
+def test_a_mask_that_the_forward_writes_to_stays() -> None:
+    def opened_in_place(model: Attentions, x: torch.Tensor) -> torch.Tensor:
+        model.attribute[0, 1] = ~model.attribute[0, 1]
+        return model.attribute
+
+    masks = capture(
+        Attentions(opened_in_place), (torch.randn(2, LENGTH, WIDTH),), None, 1.0, torch.device("cpu")
+    ).masks
+    assert masks.needed == ["dense"] * 3
 
 
 def test_with_other_keys_than_queries_kernels_differ_in_what_is_causal() -> None:

@@ -1,24 +1,30 @@
 """Steps that are replays of a captured one, by a tape of ops and storages in place of a GPU's graph."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
 from unittest import mock
 
 import pytest
+import tensor_parallel
 import torch
 from launch import forked
 from marks import with_variations
 from tape import Tape
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
+from zoo import captured_once
 
 import fxpipe
 from fxpipe.errors import RunError
+from fxpipe.runtime.job import process as job
 from fxpipe.runtime.program.rank import Runtime
-from fxpipe.runtime.replays import captured_step, replays
-from fxpipe.runtime.replays.captured_step import NotReplayed
+from fxpipe.runtime.program.replicas import Bucket
+from fxpipe.runtime.replays import replays
+from fxpipe.runtime.replays.captured_step import CapturedStep, NotReplayed
 from fxpipe.runtime.replays.deterministic import Deterministic
 from fxpipe.runtime.replays.replays import TRIALS
 from fxpipe.training.run import local_runner
@@ -73,7 +79,8 @@ def batch(step: int, replicas: int = 1) -> dict[str, torch.Tensor]:
 
 def compiled(model: nn.Module, **options: Any) -> fxpipe.Pipeline:
     example = {name: x[:ROWS] for name, x in batch(0).items()}
-    return fxpipe.compile(model, example, microbatches=MICROBATCHES, effort=0.02, check=False, **options)
+    with captured_once(type(model), model.training, options.get("loss_fn"), *options.get("outputs", ())):
+        return fxpipe.compile(model, example, microbatches=MICROBATCHES, effort=0.02, check=False, **options)
 
 
 def trained(replay: bool | str, steps: int = STEPS, keep: str = "", **options: Any):
@@ -131,21 +138,41 @@ SETTINGS = {
 @pytest.mark.parametrize("setting", with_variations(SETTINGS, ["1f1b"]))
 def test_replays_give_the_bits_of_the_ops(setting, monkeypatch):
     monkeypatch.setattr(local_runner, "open_store", lambda tier, size, *_: Memory(size))
-    model, options = words(), SETTINGS[setting]
-    pipe = compiled(model, ranks=2, **options)
-    for step in range(STEPS):
-        data = batch(step, options.get("replicas", 1))
+    options = SETTINGS[setting]
+    check_replays(compiled(words(), ranks=2, **options), partial(batch, replicas=options.get("replicas", 1)))
+
+
+@pytest.mark.parametrize("sizes", with_variations([(2,), (2, 2)], [(2,)]))
+def test_replays_of_lanes_draw_the_numbers_of_their_shares(sizes):
+    """Of two dimensions, along each of them other lanes draw the same."""
+    with fxpipe.local_lanes(sizes, names=("a", "b")[: len(sizes)]) as mesh:
+        torch.manual_seed(0)
+        model = tensor_parallel.Words(dropout=0.25, layers=len(sizes))
         state = {name: x.clone() for name, x in model.state_dict().items()}
-        expected = pipe.run_local(data, step=step)
-        buffers = [x.clone() for x in model.buffers()]
-        model.load_state_dict(state)
-        found = pipe.run_local(data, step=step, replay=True)
-        assert torch.equal(found.loss, expected.loss)
-        assert all(torch.equal(found.grads[name], grad) for name, grad in expected.grads.items())
-        assert all(map(torch.equal, model.buffers(), buffers))
+        for block, name in zip(model.blocks, mesh.mesh_dim_names, strict=True):
+            plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+            parallelize_module(block, mesh[name], plan)
+        example = {name: x[:ROWS] for name, x in batch_of_lanes(0).items()}
+        pipe = fxpipe.compile(model, example, ranks=1, microbatches=MICROBATCHES, check=False)
+    assert ("lane_key(m, 2" in pipe.artifact.programs[0]) == (len(sizes) == 2)
+    pipe.load_state_dict(state)
+    check_replays(pipe, batch_of_lanes)
+
+
+def check_replays(pipe: fxpipe.Pipeline, batch: Callable[[int], dict[str, torch.Tensor]]) -> None:
+    """Compare steps of all ranks in this process with replays, with other weights in each."""
+    for step in range(STEPS):
+        state = {name: x.clone() for name, x in pipe.full_state_dict().items()}
+        expected = pipe.run_local(batch(step), step=step)
+        after = {name: x.clone() for name, x in pipe.full_state_dict().items()}
+        pipe.load_state_dict(state)
+        replayed = pipe.run_local(batch(step), step=step, replay=True)
+        assert torch.equal(replayed.loss, expected.loss)
+        assert all(torch.equal(replayed.grads[name], grad) for name, grad in expected.grads.items())
+        assert all(torch.equal(x, after[name]) for name, x in pipe.full_state_dict().items())
         torch.manual_seed(step)
-        for parameter in model.parameters():
-            parameter.data.add_(0.01 * torch.randn_like(parameter))
+        moved = {name: x + 0.01 * torch.randn_like(x) for name, x in after.items() if x.is_floating_point()}
+        pipe.load_state_dict({**after, **moved})
     assert why(pipe) == ""
 
 
@@ -198,57 +225,158 @@ def test_ops_are_deterministic_in_a_trial_where_they_can_be():
     assert not torch.are_deterministic_algorithms_enabled()
 
 
-class Again(captured_step.CapturedStep):
-    """Runs the programs on the copies of the runtimes, where a graph has their work: also over gloo."""
+class Rerun:
+    """A recorder that runs the function again: over gloo, whose messages no graph has."""
 
-    def capture(self, run, batch, random_ops, make):
-        self.run, self.copies = run, [captured_step._without_host(rt) for rt in self.runtimes]
+    def __init__(self, device: torch.device, random_ops: int) -> None:
+        pass
 
-    def replay(self, batch):
-        self.batch.take(batch)
-        for rt, copy in zip(self.runtimes, self.copies, strict=True):
-            copy.start()
-            copy.buffers, copy.kept_total, copy.step_number = dict(rt.buffers), [], rt.step_number
-            copy.params, copy.grads = rt.params, rt.grads
-        self.run(self.copies, self.batch.whole)
+    def record(self, run: Callable[[], object]) -> None:
+        self.run = run
 
-    def memory(self):
+    def replay(self, seeds: Sequence[int]) -> None:
+        self.run()
+
+    def memory(self) -> nullcontext[None]:
         return nullcontext()
 
 
-def rank_of_two(broken: int) -> None:
-    """broken: the rank whose step cannot be captured."""
-    losses = {}
-    for replay in (False, True):
-        model = words()
-        pipe = compiled(model, ranks=2, schedule="zb-h1", replay=replay)
-        optimizer = pipe.optimizer(torch.optim.SGD, lr=0.1, clip_grad_norm=0.5)
-        if replay and pipe.process.rank == broken:
-            Again.capture = mock.Mock(side_effect=NotReplayed("broken"))
-        losses[replay] = []
-        with mock.patch.multiple(replays, CapturedStep=Again, recorder_of=mock.Mock()):
-            for step in range(STEPS):
-                losses[replay].append(pipe.step(batch(step)).item())
-                optimizer.step()
-                optimizer.zero_grad()
-    assert losses[True] == losses[False]
+def on_ranks(replay: bool, validation: str = "barrier") -> fxpipe.Pipeline:
+    return compiled(words(), ranks=2, schedule="zb-h1", replay=replay, validation=validation)
+
+
+def on_replicas(replay: bool, level: str | None) -> fxpipe.Pipeline:
+    return compiled(words(), ranks=1, shard=level, schedule="1f1b", replay=replay)
+
+
+def on_lanes(replay: bool, plan: str) -> fxpipe.Pipeline:
+    """Each lane draws other numbers for what it has a share of."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "tp"))["tp"]
+    torch.manual_seed(0)
+    model = tensor_parallel.Words(dropout=0.25)
+    example = {name: x[:ROWS] for name, x in batch_of_lanes(0).items()}
+    with tensor_parallel.parallelized(model, mesh, plan):
+        return fxpipe.compile(model, example, ranks=1, microbatches=MICROBATCHES, replay=replay)
+
+
+def batch_of_lanes(step: int) -> dict[str, torch.Tensor]:
+    torch.manual_seed(step)
+    return tensor_parallel.batch(MICROBATCHES * ROWS)
+
+
+def batch_of_replica(step: int, pipe: fxpipe.Pipeline) -> dict[str, torch.Tensor]:
+    size = MICROBATCHES * ROWS
+    return {name: x[pipe.replica * size :][:size] for name, x in batch(step, pipe.replicas).items()}
+
+
+PROCESSES: dict[str, Callable[[bool], fxpipe.Pipeline]] = {
+    "ranks": on_ranks,
+    "ranks, post": partial(on_ranks, validation="post"),
+    "replicas": partial(on_replicas, level=None),
+    **{
+        f"replicas, {level}": partial(on_replicas, level=level)
+        for level in ("optimizer", "gradients", "parameters")
+    },
+    **{f"lanes, {plan}": partial(on_lanes, plan=plan) for plan in ("sequence", "context")},
+}
+
+
+FEW = ["replicas", "replicas, parameters", "lanes, sequence"]
+
+
+def rank_of_two(names: Sequence[str], broken: int, zeroes: bool) -> None:
+    """broken: the process whose step cannot be captured.  zeroes: whether gradients keep their memory."""
+    torch.distributed.init_process_group("gloo")
+    recorder = (
+        mock.Mock(side_effect=NotReplayed("broken")) if torch.distributed.get_rank() == broken else Rerun
+    )
+    for name in names:
+        results = {}
+        for replay in (False, True):
+            pipe = PROCESSES[name](replay)
+            optimizer = pipe.optimizer(torch.optim.SGD, lr=0.1, clip_grad_norm=0.5)
+            results[replay] = losses = []
+            with mock.patch.object(replays, "recorder_of", return_value=recorder):
+                for step in range(STEPS):
+                    data = batch_of_lanes(step) if name.startswith("lanes") else batch_of_replica(step, pipe)
+                    losses.append(pipe.step(data).item())
+                    optimizer.step()
+                    optimizer.zero_grad(set_to_none=not zeroes)
+            losses += [x.tolist() for x in pipe.full_state_dict(rank=None).values()]
+        assert results[True] == results[False], name
+        print("why:", why(pipe))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("names", "broken", "zeroes"),
+    [(FEW, -1, False), pytest.param([*PROCESSES], -1, True, marks=pytest.mark.variation),
+     (["ranks"], 1, False), pytest.param([*PROCESSES], 1, False, marks=pytest.mark.variation)],
+)  # fmt: skip
+def test_processes_that_replay_exchange_what_others_do(names, broken, zeroes, tmp_path):
+    """With those that do not, too."""
+    run = forked(2, rank_of_two, names, broken, zeroes, dtype=torch.float64, logs=tmp_path)
+    assert run.code == 0, run
+    for rank, out in enumerate(run.stdout):
+        expected = "why: broken" if rank == broken else "why:"
+        assert [line.strip() for line in out.splitlines() if "why:" in line] == [expected] * len(names), run
+
+
+def rank_whose_messages_pass_through_the_host() -> None:
+    pipe = on_ranks(True)
+    with mock.patch.object(job, "is_accelerator", return_value=True):
+        assert pipe._runner._replays.never
+    with mock.patch.object(replays, "recorder_of", return_value=Rerun):
+        pipe.step(batch_of_replica(0, pipe))
     print("why:", why(pipe))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("broken", [pytest.param(-1, marks=pytest.mark.variation), 1])
-def test_a_rank_that_replays_exchanges_the_messages_of_one_that_does_not(broken, tmp_path):
-    run = forked(2, rank_of_two, broken, dtype=torch.float64, logs=tmp_path)
+def test_messages_that_pass_through_the_host_are_not_captured(tmp_path):
+    """A capture would send and receive them, and the ranks would no longer agree on their number."""
+    run = forked(2, rank_whose_messages_pass_through_the_host, dtype=torch.float64, logs=tmp_path)
     assert run.code == 0, run
-    expected = ["why: broken" if rank == broken else "why:" for rank in range(2)]
-    assert [out.strip().splitlines()[-1].strip() for out in run.stdout] == expected
+    assert all("why: the ranks exchange messages over gloo" in out for out in run.stdout), run
 
 
-def _frozen_keys(runtimes):
-    for rt in runtimes:
-        for microbatch in range(MICROBATCHES):
-            key = rt.key(microbatch)
-            yield key, partial(int, key)
+def replica_that_keeps(level: str | None) -> None:
+    """The script keeps a gradient beyond the step in which replays have begun."""
+    pipe = on_replicas(True, level)
+    optimizer, kept = pipe.optimizer(torch.optim.SGD, lr=0.1), []
+    with mock.patch.object(replays, "recorder_of", return_value=Rerun):
+        for step in range(STEPS):
+            pipe.step(batch_of_replica(step, pipe))
+            optimizer.step()
+            if step == TRIALS + 1:
+                kept = [x for group in optimizer.param_groups for x in (group["params"][-1].grad,)]
+                kept += [x.clone() for x in kept]
+            optimizer.zero_grad(set_to_none=True)
+    assert torch.equal(*kept)
+    print("why:", why(pipe))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", with_variations([None, "gradients"], ["gradients"]))
+def test_a_gradient_of_replicas_that_the_script_keeps_stays(level, tmp_path):
+    run = forked(2, replica_that_keeps, level, dtype=torch.float64, logs=tmp_path)
+    assert run.code == 0, run
+    expected = "lies at another address" if level is None else "why:"
+    assert all(expected in out for out in run.stdout), run
+
+
+def test_a_sum_over_replicas_stays_when_a_captured_step_makes_another():
+    """The memory of gradients that no step keeps is the graph's."""
+    ours, of_graph = (
+        Bucket(("a",), (((2,), (1,)),), torch.float64, torch.device("cpu"), None, (0, 2)) for _ in "ab"
+    )
+    of_graph.summed = torch.ones(2)
+    ours.take_sum(of_graph)
+    of_graph.summed.zero_()
+    assert torch.equal(ours.summed, torch.ones(2))
+
+
+def _frozen_key(step, now):
+    return step._keys.setdefault(key := now(), partial(int, key))()
 
 
 def _with_a_number(rt, loss, *counts):
@@ -264,7 +392,7 @@ add_loss = Runtime.add_loss
 FAULTS = {
     "a number of the host": (Runtime, "add_loss", _with_a_number, "another gradient|the loss"),
     "a wait for the device": (Runtime, "add_loss", _with_a_wait, "the host reads a tensor"),
-    "the key of a step": (captured_step, "_keys", _frozen_keys, "another gradient|the loss"),
+    "the key of a step": (CapturedStep, "key", _frozen_key, "another gradient|the loss"),
 }
 
 

@@ -17,8 +17,10 @@ from torch.distributed.tensor.parallel import parallelize_module
 from zoo import relative_error
 
 import fxpipe
+from fxpipe.errors import RunError
 from fxpipe.plan.lanes import LaneAxis, LaneGroup, LanePlan
 from fxpipe.plan.rows import ShardName
+from fxpipe.runtime.ranks.replicas import DistributedReplicas
 
 sys.path.append(str(Path(__file__).parent.parent / "integrations"))
 from test_context import Decoder
@@ -173,6 +175,27 @@ def test_in_one_process_the_bits_are_those_without_shards(shard):
     assert found.grads.keys() == expected.grads.keys()
     assert all(found.grads[name].equal(grad) for name, grad in expected.grads.items())
     assert {bucket.lanes for bucket in found.runtimes[0].buckets} >= {LaneGroup(2, 2)}
+
+
+def test_the_only_replica_keeps_buffers_of_its_own():
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+            self.register_buffer("steps", torch.zeros(()), persistent=False)
+
+        def forward(self, x):
+            self.steps += 1
+            return self.layer(x).square().mean()
+
+    pipe = fxpipe.compile(Counts(), (torch.ones(2, 4),), ranks=1, microbatches=1)
+    rt = pipe.runtime
+    rt.buffers = {"steps": torch.ones(())}
+    rt.replicas = DistributedReplicas.alone(torch.device("cpu"))
+    pipe.model_state.follow_first_replica(rt)  # an error with several
+    rt.replicas.number = 2
+    with pytest.raises(RunError, match="steps"):
+        pipe.model_state.follow_first_replica(rt)
 
 
 def test_the_lanes_that_divide_parameters():

@@ -43,8 +43,8 @@ class Example:
         return inputs | {RANDOM} if any(draws_numbers(n) for n in needed) else inputs
 
     def is_made_from_nothing(self, node: fx.Node) -> bool:
-        """Whether the value is computed from literals alone."""
-        return all(n.op == "call_function" and not draws_numbers(n) for n in _needed(node))
+        """Whether the value is computed from literals and constants alone."""
+        return all(n.op != "placeholder" and not draws_numbers(n) for n in _needed(node))
 
     def _inputs_of(self, needed: set[fx.Node]) -> dict[fx.Node, tuple[Input, torch.Tensor]]:
         graph = next(iter(needed)).graph
@@ -170,7 +170,7 @@ def _run(
         if n not in needed or n in values:
             continue
         if n.op == "call_function":
-            kwargs = fx.map_arg(n.kwargs, values.get)
+            kwargs = {**fx.map_arg(n.kwargs, values.get)}
             if kwargs.get("device") == _META:  # of a model without values, whose constants have some
                 kwargs["device"] = torch.device("cpu")
             values[n] = n.target(*fx.map_arg(n.args, values.get), **kwargs)

@@ -132,8 +132,8 @@ class Specialization:
         return f", or, if {subject} the same in all batches, compile with fixed={list(names)}"
 
     def constant(self, tensor: torch.Tensor) -> Iterator[torch.Tensor] | None:
-        """The value of a tensor that the forward makes from nothing, in blocks of rows: from no input, no
-        random number, and no tensor that the model keeps.  None for others."""
+        """The value of a tensor that is the same in all steps, in blocks of rows: from no input and no random
+        number.  None for others."""
         node = compat.traced_node(tensor)
         if node is None or not self._example.is_made_from_nothing(node):
             return None

@@ -1,7 +1,7 @@
 """Masks of attention by value, where the model calls it: before torch chooses a kernel.
 
-    a mask that the forward makes from nothing, equal to the causal one  ──►  is_causal=True, without a mask
-    ... that leaves everything in                                         ──►  without a mask
+    a mask of no input, equal to the causal one  ──►  is_causal=True, without a mask
+    ... that leaves everything in                 ──►  without a mask
 
 A pass of the graph would come too late: kernel, saved values and backward are fixed by then.  Models that ask
 whether they are traced build a dense mask where in eager they call attention with ``is_causal``.
@@ -31,6 +31,10 @@ RULES: dict[Mask, Rule] = {"none": "empty-masks", "causal": "causal-masks"}
 _attention = F.scaled_dot_product_attention
 
 
+Known = fx.Node | torch.Tensor
+"""A mask that the trace computes, or a tensor that the model keeps, or has made without torch."""
+
+
 @dataclass
 class Masks:
     """The masks of a forward: what each call with one needs, in order, and the bytes that no call needs.
@@ -40,8 +44,8 @@ class Masks:
 
     needed: list[Mask] = field(default_factory=list)
     leaves: set[str] = field(default_factory=set)
-    dropped: dict[fx.Node, tuple[Mask, int]] = field(default_factory=dict)
-    dense: set[fx.Node] = field(default_factory=set)
+    dropped: dict[Known, tuple[Mask, int]] = field(default_factory=dict)
+    dense: set[Known] = field(default_factory=set)
 
     def freed(self, mask: Mask) -> int:
         """The bytes of the masks that say this, and that no call needs."""
@@ -68,7 +72,7 @@ class AttentionMasks(TorchFunctionMode):
         super().__init__()
         self._is_fused = is_fused
         self._answers, self._allowed, self._agreed = answers, allowed, agreed
-        self._said: dict[tuple[fx.Node, int], Mask] = {}
+        self._said: dict[tuple[Known, int], Mask] = {}
         self.masks = Masks()
 
     def begin(self) -> None:
@@ -104,13 +108,14 @@ class AttentionMasks(TorchFunctionMode):
     def _needed_of(self, tensor: torch.Tensor, square: bool) -> Mask:
         """The part of its mask that a call needs.  square: whether there are as many queries as keys, without
         which kernels differ in what is causal."""
-        node = compat.traced_node(tensor) if isinstance(tensor, compat.FakeTensor) else None
+        is_fake = isinstance(tensor, compat.FakeTensor)
+        node: Known | None = compat.traced_node(tensor) if is_fake else tensor
         says: Mask = "dense"
         if node is not None and not tensor.requires_grad:
             # Layers share a mask, which an op in place may have changed in between.
             at = node, writes_to(tensor)
             if at not in self._said:
-                constant = self._answers.constant(tensor)
+                constant = self._answers.constant(tensor) if is_fake else [tensor]
                 self._said[at] = "dense" if constant is None else _said_by(constant)
                 sources = self._answers.sources(tensor)
                 if all(x.kind is Kind.BATCH for x in sources):

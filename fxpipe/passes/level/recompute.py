@@ -23,7 +23,7 @@ from torch import fx
 
 from fxpipe.ir.graph import read_buffer
 from fxpipe.ir.ops import is_between_lanes, is_elementwise, node_flops
-from fxpipe.ir.storage import drop_dead, is_view, leading_to, node_bytes
+from fxpipe.ir.storage import call_nodes, drop_dead, is_view, leading_to, node_bytes
 from fxpipe.passes.level.mincut import to_repeat
 from fxpipe.passes.rewrite import by_stage, repeat_for
 from fxpipe.plan.tensors import sum_over_ranks
@@ -47,6 +47,13 @@ def recompute(graph: fx.Graph, level: Repeats, stages: Container[int] | None = N
         # B recomputes what it needs itself, and hands that to W, which recomputes the rest.
         of_b = (user for user in backward if user.meta["color"].phase is Phase.B)
         in_b = leading_to((node for user in of_b for node in user.all_input_nodes), again.__contains__)
+        # What follows from that by elementwise ops may be fewer bytes: the cut between B and W decides.
+        for node in call_nodes(graph):
+            inputs = {*node.all_input_nodes}
+            again_inputs = again & inputs
+            is_joined = bool(again_inputs) or len(inputs) > 1
+            if node in again and is_joined and is_elementwise(node) and in_b.issuperset(again_inputs):
+                in_b.add(node)
         clones = repeat_for(backward, again, in_b)
         repeated += sum(not is_view(clone) for clone in clones)
         if level == "elementwise":

@@ -34,7 +34,7 @@ from fxpipe.runtime.job.last_works import destroy
 from fxpipe.runtime.job.limited_store import LimitedStore
 from fxpipe.runtime.job.numbering import Connection
 from fxpipe.runtime.job.watch import Watch
-from fxpipe.runtime.program.accelerator import select
+from fxpipe.runtime.program.accelerator import is_accelerator, select
 from fxpipe.runtime.program.comm import NoAnswer, answered
 from fxpipe.runtime.torch_private import PrefixStore, default_store, rendezvous
 
@@ -216,6 +216,11 @@ class Process(Collectives):
         """Whether the ranks compute on devices of different models.  All ranks must call it."""
         self.backend(device)
         return len({(place.name, place.memory) for place in self._places[device]}) > 1
+
+    def sends_from_host(self, device: torch.device) -> bool:
+        """Whether messages of steps on an accelerator pass through the host.  All ranks must call it."""
+        is_alone = self.ranks * self.replicas * self.lanes == 1
+        return is_accelerator(device) and not is_alone and self.backend(device) == "gloo"
 
     @contextlib.contextmanager
     def agreed(self, what: str) -> Iterator[None]:

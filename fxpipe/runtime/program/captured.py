@@ -13,6 +13,10 @@ import torch
 class Captured(Protocol):
     """A capture of a step.  Each replay draws by new keys, and tells what it would have checked."""
 
+    def key(self, now: Callable[[], int]) -> int:
+        """The key of the step at hand.  now: gives it, also in later steps."""
+        ...
+
     def draw(self, key: int, position: int, op: Callable[[], object], device: torch.device) -> object:
         """Run a random op of a device, which draws by the key and the position."""
         ...
@@ -24,6 +28,12 @@ class Captured(Protocol):
 
 #: The capture, while there is one.
 captured: ContextVar[Captured | None] = ContextVar("captured", default=None)
+
+
+def key_of_step(now: Callable[[], int]) -> int:
+    """The key that a function gives, which a capture asks again in each step."""
+    capture = captured.get()
+    return now() if capture is None else capture.key(now)
 
 
 @contextmanager

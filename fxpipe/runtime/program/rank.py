@@ -15,6 +15,7 @@ from fxpipe.plan.step import StepSpec
 from fxpipe.plan.tensors import dtype_of
 from fxpipe.runtime.batch.lengths import Lengths, cut
 from fxpipe.runtime.batch.outputs import Collected
+from fxpipe.runtime.program.captured import key_of_step
 from fxpipe.runtime.program.comm import Collective, Comm, Layout, Numbers, Pending, Wait, in_layout
 from fxpipe.runtime.program.losses import Losses
 from fxpipe.runtime.program.offload import Offloader
@@ -166,6 +167,9 @@ class Runtime:
 
     def key(self, microbatch: int) -> int:
         """The random-number key of one microbatch of this step; those of all replicas have other keys."""
+        return key_of_step(partial(self._key, microbatch))
+
+    def _key(self, microbatch: int) -> int:
         before = 0 if self.replicas is None else self.replicas.index * self.spec.microbatches
         return fold(fold(fold(0, self.spec.seed), self.step_number), before + microbatch)
 
@@ -176,7 +180,7 @@ class Runtime:
         from fxpipe.plan.lanes import LaneGroup  # which most programs run without
 
         lanes = self.lanes.along(LaneGroup(n, stride)) if n else self.lanes
-        return fold(self.key(microbatch), lanes.index)
+        return key_of_step(lambda: fold(self._key(microbatch), lanes.index))
 
     def once(
         self, compute: Callable[..., dict[str, torch.Tensor]], *tensors: Mapping[str, torch.Tensor]

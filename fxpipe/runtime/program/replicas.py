@@ -130,6 +130,15 @@ class Bucket:
                 self.summed = torch.zeros_like(shard_of(part, begins, replica))
         return part, begins, self.summed
 
+    def take_sum(self, other: Bucket) -> None:
+        """Have the sum that a copy of this bucket has now.
+
+        The memory of gradients that no step keeps is written to again, where a captured one runs.
+        """
+        self.summed = other.summed
+        if other.flat is None and other.summed is not None:
+            self.summed = other.summed.clone()
+
 
 class Accumulators(dict[str, torch.Tensor]):
     """The accumulators of a program in buckets, each of which is made when an op first adds to it."""

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from fxpipe.runtime.job.last_works import lasting
 from fxpipe.runtime.program.accelerator import unowned
+from fxpipe.runtime.program.captured import captured
 from fxpipe.runtime.program.comm import Exchange, answered, in_memory_order, on_wire
 from fxpipe.runtime.program.replicas import add_shard, copy_from_bucket, in_bucket, shard_of
 from fxpipe.runtime.ranks.side_stream import Begun, beside
@@ -72,7 +73,8 @@ class DistributedReplicas:
     def beside(self, run: Callable[[], None], *tensors: torch.Tensor) -> Begun:
         """Start ``run``, and keep what it works on until it is over on the device."""
         work = beside(self.wire, "replicas").run(run)
-        self._under_way = [entry for entry in self._under_way if not entry[0].is_over()]
+        if captured.get() is None:  # else no event of the device may be asked
+            self._under_way = [entry for entry in self._under_way if not entry[0].is_over()]
         self._under_way.append((work, tensors))
         return work
 

@@ -8,10 +8,9 @@ that a check reads.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 import torch
 
@@ -25,6 +24,7 @@ from fxpipe.runtime.program.losses import Losses
 from fxpipe.runtime.program.random import seed_of, seeded
 from fxpipe.runtime.program.rank import Runtime
 from fxpipe.runtime.program.record import Record
+from fxpipe.runtime.program.replicas import Accumulators
 from fxpipe.runtime.replays.recorder import DeviceGraph, MakeRecorder
 from fxpipe.runtime.torch_private import pytree
 
@@ -41,6 +41,9 @@ class CountedDraws:
     """The random ops of a step that runs op by op, counted."""
 
     number: int = 0
+
+    def key(self, now: Callable[[], int]) -> int:
+        return now()
 
     def draw(self, key: int, position: int, op: Callable[[], object], device: torch.device) -> object:
         self.number += 1
@@ -90,7 +93,7 @@ class CapturedStep:
     _draws: list[tuple[Callable[[], int], int]] = field(default_factory=list)  # the key now, and the position
     _keys: dict[int, Callable[[], int]] = field(default_factory=dict)
     _expected: list[tuple[torch.Tensor, list[bool | int], str]] = field(default_factory=list)
-    _addresses: list[int] = field(default_factory=list)
+    _addresses: dict[tuple[int, str, str], int] = field(default_factory=dict)
 
     def capture(self, run: Run, batch: object, random_ops: int, make: MakeRecorder) -> None:
         """Record the step that the runtimes are about to run.
@@ -98,14 +101,17 @@ class CapturedStep:
         random_ops: their number in a step.  Raises NotReplayed, or what fails in the step.
         """
         self.batch.take(batch)
-        self.copies = [_without_host(rt) for rt in self.runtimes]
-        for copy in self.copies:
-            copy.start()
-        self._keys = dict(_keys(self.runtimes))
         self._recorder = make(self.device, random_ops)
+
+        def step() -> object:
+            self.copies = [_without_host(rt) for rt in self.runtimes]
+            for copy in self.copies:
+                copy.start()
+            return run(self.copies, self.batch.whole)
+
         with capturing(self):
-            self._recorder.record(lambda: run(self.copies, self.batch.whole))
-        self._addresses = [tensor.data_ptr() for _, _, tensor in self._tensors()]
+            self._recorder.record(step)
+        self._addresses = self._addresses_now()
 
     def replay(self, batch: object) -> None:
         """Start the step of the runtimes on a batch; ``finish`` ends it.
@@ -113,15 +119,16 @@ class CapturedStep:
         Raises NotReplayed where a tensor lies elsewhere than in the capture.
         """
         assert self._recorder is not None
-        addresses = [tensor.data_ptr() for _, _, tensor in self._tensors()]
-        if addresses != self._addresses:
-            pairs = zip(self._tensors(), addresses, self._addresses, strict=True)
-            kind, name = next((kind, name) for (kind, name, _), now, then in pairs if now != then)
+        now, then = self._addresses_now(), self._addresses
+        if now != then:
+            _, kind, name = next(at for at in (*then, *now) if now.get(at) != then.get(at))
             raise NotReplayed(
                 f"the {kind} {name} lies at another address than in the capture, as where the script "
                 "replaces a tensor, or keeps the gradient of an earlier step"
             )
         self.batch.take(batch)
+        for rt, copy in zip(self.runtimes, self.copies, strict=False):  # none where no ops ran to be recorded
+            copy.step_number = rt.step_number  # of which its keys are
         self._recorder.replay([seed_of(key(), position) for key, position in self._draws])
 
     def memory(self) -> AbstractContextManager[None]:
@@ -137,6 +144,8 @@ class CapturedStep:
             rt.start()
             rt.record.forget()  # the ops of a replay have no times
             rt.buffers = dict(copy.buffers)
+            for bucket, of_copy in zip(rt.buckets, copy.buckets, strict=True):
+                bucket.take_sum(of_copy)
             total = copy.kept_total[-1] if copy.kept_total else None
             rt.share_total(None if total is None else on_host(total.device, total.detach))
         for rt in self.runtimes:
@@ -144,44 +153,60 @@ class CapturedStep:
                 rt.divide_gradients_by_count()
         return [rt.finish() for rt in self.runtimes]
 
+    def key(self, now: Callable[[], int]) -> int:
+        key = now()
+        self._keys[key] = now
+        return key
+
     def draw(self, key: int, position: int, op: Callable[[], object], device: torch.device) -> object:
         assert self._recorder is not None
         if device != self.device:
             raise NotReplayed(f"a random op draws on {device}, and the step runs on {self.device}")
         if key not in self._keys:
-            raise NotReplayed("a random op has a key of its own, and not that of a microbatch")
+            raise NotReplayed("a random op has a key of its own, and none of the step")
         self._draws.append((self._keys[key], position))
         return self._recorder.draw(len(self._draws) - 1, op)
 
     def expect(self, value: torch.Tensor, expected: list[bool | int], where: str) -> None:
         self._expected.append((value.reshape(-1).clone(), expected, where))
 
-    def _tensors(self) -> Iterator[tuple[str, str, torch.Tensor]]:
-        """What the programs are given beside the batch: kind, name, tensor."""
-        for rt in self.runtimes:
-            kinds = {"parameter": rt.params, "gradient of": rt.grads, "buffer": rt.buffers}
-            for kind, tensors in {**kinds, "constant": rt.constants}.items():
-                for name, tensor in tensors.items():
-                    yield kind, name, tensor
+    def _addresses_now(self) -> dict[tuple[int, str, str], int]:
+        """The addresses of what the programs are given beside the batch, by runtime, kind and name."""
+        return {
+            (number, kind, name): tensor.data_ptr()
+            for number, rt in enumerate(self.runtimes)
+            for kind, tensors in _tensors(rt).items()
+            for name, tensor in tensors.items()
+        }
+
+
+def _tensors(rt: Runtime) -> dict[str, Mapping[str, torch.Tensor]]:
+    """The tensors of a runtime, by kind and name."""
+    params, grads = dict(rt.params), dict(rt.grads)
+    for bucket in rt.buckets:
+        params |= {piece.name: x for piece, x in zip(bucket.pieces, bucket.owned, strict=False)}
+        if bucket.flat is not None:
+            grads[bucket.names[0]] = bucket.flat
+    return {
+        "parameter": params,
+        "gradient of": grads,
+        "buffer": rt.buffers,
+        "constant": rt.constants,
+    }
 
 
 def _without_host(rt: Runtime) -> Runtime:
     """A runtime on the same tensors that times no op on its device, and keeps its total for later."""
+    buckets = [replace(bucket) for bucket in rt.buckets]
     return replace(
         rt,
-        grads=dict(rt.grads),
+        params=dict(rt.params),
+        grads=Accumulators(buckets) if isinstance(rt.grads, Accumulators) else dict(rt.grads),
         buffers=dict(rt.buffers),
+        buckets=buckets,
         record=Record(),
         collected=Collected(),
         validate=None,
         losses=Losses(),
         kept_total=[],
     )
-
-
-def _keys(runtimes: Sequence[Runtime]) -> Iterator[tuple[int, Callable[[], int]]]:
-    """The keys of the step, and functions that give those of the step at hand."""
-    for rt in runtimes:
-        for microbatch in range(rt.spec.microbatches):
-            for key in (rt.key, *([] if rt.lanes is None else [rt.lane_key])):
-                yield key(microbatch), partial(key, microbatch)

@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
@@ -37,6 +38,7 @@ TRIALS = 3
 #: The share of the time of a step op by op that a replay may take, where steps are replayed if it is faster.
 WORTH = 0.98
 
+T = TypeVar("T")
 Losses = Sequence[torch.Tensor | None]
 Run = Callable[[Sequence[Runtime], object], Losses]
 
@@ -105,10 +107,10 @@ class Replays:
         """Run a step both ways with the kernels of all later steps, to see whether a replay is faster."""
         draws = CountedDraws()
         with capturing(draws):
-            op_by_op, losses = self._seconds(lambda: self._run(runtimes, batch))
+            op_by_op, losses = timed(self.device, lambda: self._run(runtimes, batch))
         after = [_State.of(rt) for rt in runtimes]
         self._capture(runtimes, batch, draws.number, before)
-        replayed, _ = self._seconds(lambda: self._again(runtimes, batch, before))
+        replayed, _ = timed(self.device, lambda: self._again(runtimes, batch, before))
         _restore(runtimes, after)
         times = f"a replay takes {replayed * 1e3:.1f} ms, and a step op by op {op_by_op * 1e3:.1f} ms"
         if self._captured is not None:
@@ -153,13 +155,6 @@ class Replays:
         with nullcontext() if captured is None else captured.memory() if memory is None else memory():
             return self.run(runtimes, batch)
 
-    def _seconds(self, run: Callable[[], Losses]) -> tuple[float, Losses]:
-        synchronize(self.device)
-        begin = time.perf_counter()
-        losses = run()
-        synchronize(self.device)
-        return time.perf_counter() - begin, losses
-
     def _op_by_op(self, reason: str) -> None:
         """Run all steps op by op, if there is a reason."""
         if not reason:
@@ -174,20 +169,44 @@ class Replays:
 
 @dataclass(frozen=True, eq=False)
 class _State:
-    """What a step changes of a runtime.  ``grads``: copies."""
+    """What a step changes of a runtime.  ``copies``: by the names of gradients or buckets, the memory of
+    their sums and what was in it.  ``buckets``: of each the memory that it has, and its sum."""
 
+    params: Mapping[str, torch.Tensor]
     grads: Mapping[str, torch.Tensor]
+    copies: Mapping[str, tuple[torch.Tensor, torch.Tensor]]
+    buckets: Sequence[tuple[torch.Tensor | None, torch.Tensor | None]]
     buffers: Mapping[str, torch.Tensor]
     step_number: int
 
     @staticmethod
     def of(rt: Runtime) -> _State:
-        return _State({name: x.clone() for name, x in rt.grads.items()}, dict(rt.buffers), rt.step_number)
+        return _State(
+            dict(rt.params),
+            dict(rt.grads),
+            {name: (x, x.clone()) for name, x in _sums(rt).items()},
+            [(bucket.flat, bucket.summed) for bucket in rt.buckets],
+            dict(rt.buffers),
+            rt.step_number,
+        )
 
     def restore(self, rt: Runtime) -> None:
-        if self.grads:
-            copy_each([rt.grads[name] for name in self.grads], [*self.grads.values()])
-        rt.buffers, rt.step_number = dict(self.buffers), self.step_number
+        if self.copies:
+            tensors, copies = zip(*self.copies.values(), strict=True)
+            copy_each([*tensors], [*copies])
+        for bucket, (flat, summed) in zip(rt.buckets, self.buckets, strict=True):
+            bucket.flat, bucket.summed = flat, summed
+        rt.grads.clear()
+        rt.grads.update(self.grads)
+        rt.params, rt.buffers, rt.step_number = dict(self.params), dict(self.buffers), self.step_number
+
+
+def _sums(rt: Runtime) -> dict[str, torch.Tensor]:
+    """The gradients of a runtime, or of each of its buckets the memory that has them, or their sum."""
+    if not rt.buckets:
+        return dict(rt.grads)
+    memory = {bucket.names[0]: bucket.summed if bucket.flat is None else bucket.flat for bucket in rt.buckets}
+    return {name: tensor for name, tensor in memory.items() if tensor is not None}
 
 
 def _let_go(reference: weakref.ref[Replays]) -> None:
@@ -208,18 +227,28 @@ def _restore(runtimes: Sequence[Runtime], states: Sequence[_State]) -> None:
 def _difference(losses: Losses, again: Losses, runtimes: Sequence[Runtime], after: Sequence[_State]) -> str:
     """What a replay has computed otherwise than the ops; "" for nothing."""
     for loss, other in zip(losses, again, strict=True):
-        if loss is not None and other is not None and not _same_bits(loss, other):
+        if loss is not None and other is not None and not same_bits(loss, other):
             return f"a replay gives the loss {float(other)!r}, and the ops {float(loss)!r}"
     for rt, state in zip(runtimes, after, strict=True):
-        pairs = {"gradient": (rt.grads, state.grads), "buffer": (rt.buffers, state.buffers)}
+        copies = {name: copy for name, (_, copy) in state.copies.items()}
+        pairs = {"gradient": (_sums(rt), copies), "buffer": (rt.buffers, state.buffers)}
         for kind, (ours, theirs) in pairs.items():
             for name in theirs:
-                if not _same_bits(ours[name], theirs[name]):
+                if not same_bits(ours[name], theirs[name]):
                     return f"a replay gives another {kind} of {name} than the ops"
     return ""
 
 
-def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+def timed(device: torch.device, run: Callable[[], T]) -> tuple[float, T]:
+    """The seconds that a function takes, on the device too, and its result."""
+    synchronize(device)
+    begin = time.perf_counter()
+    result = run()
+    synchronize(device)
+    return time.perf_counter() - begin, result
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors are the same, a NaN too."""
     kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     a, b = (torch.view_as_real(x) if x.is_complex() else x for x in (a, b))

@@ -52,13 +52,13 @@ def accumulators(
     and is not divided by this step's count: there the step gets new accumulators, which are added to
     ``.grad`` after it, or one of the ranks alone keeps it.
 
-    memory: for new ones, by name, where there are no buckets.
+    memory: for new ones, by name.
     """
     if rt.shards:
         return _sharded(state, rt)
     if rt.replicas is None and not state.plan.lanes.summed:
         return _apart(state, rt, memory)
-    return _in_buckets(state, rt, 1 if rt.replicas is None else rt.replicas.number)
+    return _in_buckets(state, rt, 1 if rt.replicas is None else rt.replicas.number, memory)
 
 
 def check_rows(state: ModelState, rank: int) -> None:
@@ -133,7 +133,9 @@ def _apart(state: ModelState, rt: Runtime, memory: Mapping[ShardName, torch.Tens
     return finish
 
 
-def _in_buckets(state: ModelState, rt: Runtime, replicas: int) -> Finish:
+def _in_buckets(
+    state: ModelState, rt: Runtime, replicas: int, memory: Mapping[ShardName, torch.Tensor]
+) -> Finish:
     """All replicas have all gradients, which lie in buckets also between steps."""
     added: list[tuple[torch.Tensor, torch.Tensor]] = []
     buckets = []
@@ -143,7 +145,10 @@ def _in_buckets(state: ModelState, rt: Runtime, replicas: int) -> Finish:
         used = [grad is not None and not take_zeroed(grad) for grad in grads]
         bucket = _new(state, names, replicas)
         # Gradients of an earlier step have been summed over replicas: only those of this step may be again.
-        bucket.flat = None if any(used) else _memory_of(grads, bucket)
+        lent = [memory.get(name) if grad is None else grad for name, grad in zip(names, grads, strict=True)]
+        bucket.flat = None if any(used) else _memory_of(lent, bucket)
+        if bucket.flat is not None and any(grad is None for grad in grads):
+            bucket.flat.zero_()
         buckets.append(bucket)
         views = bucket.views(bucket.whole)
         for parameter, is_used, (name, view) in zip(parameters, used, views.items(), strict=True):

@@ -246,12 +246,13 @@ class ModelState:
 
         Raises RunError where a buffer is in no state dict: it is each replica's own.
         """
+        if runtime.replicas is None or runtime.replicas.number == 1:
+            return
         changed = self._changed(runtime)
         private = changed.keys() - {name for _, name in self.plan.state}
         if private:
             raise RunError(own_of_each_replica(min(private)))
-        if runtime.replicas is not None:
-            runtime.replicas.copy_first([*changed.values()])
+        runtime.replicas.copy_first([*changed.values()])
 
     def _changed(self, runtime: Runtime) -> dict[str, torch.Tensor]:
         """The buffers to which a step gave new values."""

@@ -14,6 +14,7 @@ from fxpipe.plan.artifact import Validation, holders
 from fxpipe.plan.rows import ShardName
 from fxpipe.plan.tensors import gradient_dtype
 from fxpipe.runtime.job.process import agreed
+from fxpipe.runtime.replays.recorder import recorder_of
 from fxpipe.training.model.model_state import ModelState
 from fxpipe.training.optimizer.batch_digest import SAME_OPTIONS
 from fxpipe.training.optimizer.clipping import Clipping
@@ -75,6 +76,8 @@ def make_optimizer(
         )
         updated = with_masters(parameters) if master_weights else parameters
         wrapped = optimizer_of(all_groups, updated)
+        is_post = validation == "post" and process is not None  # with updates that may be taken back
+        is_replayed = not is_post and recorder_of(state.device) is not None
         optimizer = PipelineOptimizer(
             wrapped,
             {parameter: name for name, parameter in updated.items()},
@@ -86,6 +89,7 @@ def make_optimizer(
             updates=state.updates,
             changed=state.updated,
             script_changes=script_changes,
+            replay=(state.plan.replay, state.device) if is_replayed else None,
         )
     if script_changes is not None:
         script_changes.allowed = changes_gradients

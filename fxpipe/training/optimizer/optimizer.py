@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from fxpipe.errors import RunError
 from fxpipe.plan.artifact import Validation
 from fxpipe.plan.number import number
+from fxpipe.plan.step import Replay
 from fxpipe.runtime.job.process import Process
 from fxpipe.runtime.job.user_line import called_function
 from fxpipe.runtime.torch_private import copy_each, has_step_hooks, zero_each
@@ -30,6 +31,7 @@ from fxpipe.training.optimizer.script_changes import ScriptChanges
 from fxpipe.training.optimizer.several_optimizers import SeveralOptimizers
 from fxpipe.training.optimizer.speculation_policy import SpeculationPolicy
 from fxpipe.training.optimizer.step_loss import NO_SCALER
+from fxpipe.training.optimizer.update_replays import UpdateReplays
 
 
 @dataclass(eq=False)
@@ -81,9 +83,11 @@ class PipelineOptimizer(Optimizer):
         updates: PendingUpdate | None = None,
         changed: Callable[[], None] = lambda: None,
         script_changes: ScriptChanges | None = None,
+        replay: tuple[Replay, torch.device] | None = None,
     ):
         """counted: the parameters that this rank counts in the norm (one rank counts a tied parameter).
         updates: of the pipeline.  changed: called behind each step.  script_changes: what is told of updates.
+        replay: whether updates are replayed on a device, where they are known to stand.
 
         Raises RunError for a norm that is no number above 0.
         """
@@ -100,6 +104,9 @@ class PipelineOptimizer(Optimizer):
         self._pace, self._begun = SpeculationPolicy(), time.perf_counter()  # begun: the last update
         self._undo: Rollback | None = None  # the last one, for its memory
         self._numbers: torch.Tensor | None = None  # of all ranks, of the last norm
+        self._replays: UpdateReplays | None = None
+        if replay is not None and replay[0]:
+            self._replays = UpdateReplays(*replay, optimizer, self.names, self.masters)
         self._made = False
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self._made = True
@@ -139,7 +146,7 @@ class PipelineOptimizer(Optimizer):
         self.counts.updates += 1
         self.counts.called("step")
         if not self._clipping.asks:
-            self._update()
+            self._make(None)
         elif self._validation == "post" and self._ranks is not None:
             self._begin(self._ranks)
         else:
@@ -179,7 +186,17 @@ class PipelineOptimizer(Optimizer):
             self._skip(norm)
             return
         self._nonfinite.clear()
-        if self._clipping.largest is not None:
+        self._make(norm)
+
+    def _make(self, norm: torch.Tensor | None) -> None:
+        """Clip by a norm, if there is one, and update; as a replay, where there is one."""
+        if self._replays is None:
+            self._clip_and_update(norm)
+        else:
+            self._replays.make(self._clip_and_update, norm)
+
+    def _clip_and_update(self, norm: torch.Tensor | None) -> None:
+        if norm is not None and self._clipping.largest is not None:
             clip_grads_with_norm_(self._parameters(), self._clipping.largest, norm)
         self._update()
 
@@ -420,6 +437,8 @@ class PipelineOptimizer(Optimizer):
                 stacklevel=2,
             )
         self.optimizer.load_state_dict(inner)
+        if self._replays is not None:
+            self._replays.restart()
         for k, updated in enumerate(self._updated()):
             if updated in self.masters:
                 updated.copy_(masters.get(k, self.masters[updated]))

@@ -92,11 +92,13 @@ class LocalResult:
 
 @dataclass(eq=False)
 class LocalRanks:
-    """The runtimes of all ranks in this process.  ``replays``: of their step, if it is replayed."""
+    """The runtimes of all ranks in this process.  ``replays``: of their step, if it is replayed, for which
+    ``shares`` have the parameters and buffers of which each lane has another share."""
 
     world: LocalWorld
     runtimes: list[Runtime]
     replays: Replays | None = None
+    shares: list[dict[str, torch.Tensor]] = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -244,7 +246,7 @@ class LocalRunner:
             replica = number // (world.ranks * world.lanes)
             rows = of_replica(spec, batch, replica, world.replicas)
             program = self._recorded(programs[rt.rank], rt, {} if replica else looks.record, number)
-            mains.append(partial(self._run_program, program, rt, number, rows, looks.check))
+            mains.append(partial(self._run_replica, program, rt, number, rows, looks.check))
         for number, meter in enumerate(meters):
             mains[number] = partial(_metered, mains[number], runtimes[number], meter)
         return run_all(
@@ -278,10 +280,15 @@ class LocalRunner:
         run = partial(self._run_locally, ranks.world, programs=self._local_programs, threads=threads)
         ranks.replays = ranks.replays or Replays("always", self.device, run)
         ranks.replays.run = run
-        for rt in ranks.runtimes:
+        ranks.shares = ranks.shares or [{} for _ in ranks.runtimes]
+        for rt, shares in zip(ranks.runtimes, ranks.shares, strict=True):
             zero_each([*rt.grads.values()])
             state = self.state if rt.lanes is None else self.state.of_lane(rt.lanes.index)
             rt.params, rt.buffers = state.params_and_buffers(rt.rank)
+            for values in rt.params, rt.buffers:
+                for name in values.keys() & self.plan.lanes.shared:
+                    # The same memory in each step, where torch would copy the share to other memory.
+                    values[name] = shares.setdefault(name, torch.empty_like(values[name])).copy_(values[name])
         return ranks.replays.step(ranks.runtimes, batch)
 
     def _local_runtime(
@@ -316,8 +323,11 @@ class LocalRunner:
             loss: torch.Tensor | None = program.step(rt, batch)
         if finite is not None:
             finite.check_loss(loss)
-        if rt.replicas is not None:
-            self.state.follow_first_replica(rt)
+        return loss
+
+    def _run_replica(self, program: Program, rt: Runtime, number: int, batch: object, check: Check) -> object:
+        loss = self._run_program(program, rt, number, batch, check)
+        self.state.follow_first_replica(rt)
         return loss
 
     def _recorded(self, program: Program, rt: Runtime, record: Mapping[str, Path], number: int) -> Program:

@@ -155,7 +155,7 @@ class Runner(RankRunner):
         self.step_number = rt.step_number
         for end in finish:
             end()
-        if self._replays is not None and rt.replicas is None:
+        if self._replays is not None and not rt.shards:
             self._kept_gradients.keep(rt)
         self.state.store_buffers(rt)
         if self.process is not None:
@@ -197,10 +197,13 @@ class Runner(RankRunner):
         """Run a program, or replay it; return its loss."""
         if self._replays is not None and not (looks or rt.weighted):
             (loss,) = self._replays.step([rt], batch)
-            return loss
-        with self._warm_up.memory(rt.step_number):
-            recorded = self._recorded(program, rt, looks.record, self._number_in_world)
-            return self._run_program(recorded, rt, self._number_in_world, batch, looks.check)
+        else:
+            with self._warm_up.memory(rt.step_number):
+                recorded = self._recorded(program, rt, looks.record, self._number_in_world)
+                loss = self._run_program(recorded, rt, self._number_in_world, batch, looks.check)
+        # No part of a replay, for whose end this rank waits before it gives the others its loss.
+        self.state.follow_first_replica(rt)
+        return loss
 
     @cached_property
     def _kept_gradients(self) -> KeptGradients:
@@ -213,10 +216,11 @@ class Runner(RankRunner):
         if not wanted or self.is_evaluation:
             return None
         never = ""
-        if process is not None and process.replicas * process.lanes > 1:
-            never = "the run has replicas or lanes"
-        elif process is not None and process.has_different_devices(self.device):
+        if process is not None and process.has_different_devices(self.device):
             never = "the ranks run on devices of several kinds"
+        elif process is not None and process.sends_from_host(self.device):
+            # A capture would send and receive, and no replay.
+            never = "the ranks exchange messages over gloo, as those that share a GPU"
         return Replays(
             wanted,
             self.device,
@@ -239,7 +243,7 @@ class Runner(RankRunner):
                 f"{number_of(short.rows, 'row')} make fewer: drop the last ones, or let loss_fn return "
                 "(sum, count)."
             )
-        if len(short.steps) > 1 and rt.replicas is not None:
+        if len(short.steps) > 1 and rt.replicas is not None and rt.replicas.number > 1:
             raise BatchError(
                 f"{number_of(short.rows, 'row')} take {len(short.steps)} steps here, and perhaps another "
                 f"number in the other replicas: give each a multiple of {short.size}, or drop the last ones."
@@ -272,7 +276,8 @@ class Runner(RankRunner):
 
         Before the step, where the last gradients are used: inside, memory for them could not be had safely.
         """
-        memory = NOTHING if self._replays is None else self._kept_gradients.lend(rt.rank)
+        is_lent = self._replays is not None and not rt.shards
+        memory = self._kept_gradients.lend(rt.rank) if is_lent else NOTHING
         finish.append(accumulators(self.state, rt, memory))
         if self.process is not None:
             self.rank_digests.begin_digests()
