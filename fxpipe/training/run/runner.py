@@ -131,8 +131,9 @@ class Runner(RankRunner):
                     check_rows(self.state, rt.rank)
             self._warn_of_mixed(batch)
             try:
-                is_list = bool(spec.lengths) and are_listed(spec, batch)
-                rt.collected = Collected.of(wanted, rt.rank, spec.microbatches, self.device, is_list)
+                any_length = bool(spec.lengths)
+                how = any_length and are_listed(spec, batch), any_length
+                rt.collected = Collected.of(wanted, rt.rank, spec.microbatches, self.device, *how)
                 self.state.changed()
                 rt.params, rt.buffers = self.state.params_and_buffers(rt.rank)
                 self._warm_up.settle(rt, program, batch)
