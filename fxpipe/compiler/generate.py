@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -147,7 +148,14 @@ def _of_lengths(
             sizes = crossing_sizes(cut.graph, crossing, cut.lengths)
             variables = dict(zip(cut.lengths.names, (each.name for each in lengths.lengths), strict=True))
             parts, programs = write(named, variables, sizes)
-            return named, parts, programs, _checked_at_lengths(named, programs, lengths, cut)
+            points = zip(lengths.points[1:], lengths.captured[1:], strict=True)
+            others = [_checked_at(named, programs, point, step, cut) for point, step in points]
+            if lengths.one_row:
+                of_one = zip(lengths.points_of_one_row, lengths.one_row, strict=True)
+                with contextlib.suppress(SizeError):  # then they take two rows or more
+                    others += [_checked_at(named, programs, point, step, cut) for point, step in of_one]
+                    named = replace(named, step=replace(named.step, lengths=lengths.with_one_row))
+            return named, parts, programs, tuple(others)
         except SizeError as error:
             why = str(error)
     for graph in _graphs(cut):
@@ -164,24 +172,21 @@ def _graphs(cut: Cut) -> list[fx.Graph]:
     return [cut.graph, *graphs, *once]
 
 
-def _checked_at_lengths(
-    plan: Plan, programs: tuple[str, ...], lengths: LengthTraces, cut: Cut
-) -> tuple[AtLengths, ...]:
+def _checked_at(
+    plan: Plan, programs: tuple[str, ...], point: dict[str, int], captured: Captured, cut: Cut
+) -> AtLengths:
     """The step at other lengths as data.  Raises SizeError if programs are another one there, whatever the
     option ``check`` says: a pass may have written the example's length as a number."""
-    others = []
-    for point, captured in zip(lengths.points[1:], lengths.captured[1:], strict=True):
-        step = _captured_as_data(captured, cut)
-        if step is None:
-            raise SizeError("the programs cannot be checked against the captured step at other lengths")
-        try:
-            certificate = check(replace(plan, step=plan.step.at(point)), programs, CapturedStep(**vars(step)))
-        except ArtifactError as error:
-            raise SizeError(f"the programs cannot be checked at other lengths: {error}") from error
-        if not certificate.holds:
-            raise SizeError(f"the programs are not the captured step at {point}: {certificate.problems[0]}")
-        others.append(AtLengths(point, step))
-    return tuple(others)
+    step = _captured_as_data(captured, cut)
+    if step is None:
+        raise SizeError("the programs cannot be checked against the captured step at other lengths")
+    try:
+        certificate = check(replace(plan, step=plan.step.at(point)), programs, CapturedStep(**vars(step)))
+    except ArtifactError as error:
+        raise SizeError(f"the programs cannot be checked at other lengths: {error}") from error
+    if not certificate.holds:
+        raise SizeError(f"the programs are not the captured step at {point}: {certificate.problems[0]}")
+    return AtLengths(point, step)
 
 
 def _programs(

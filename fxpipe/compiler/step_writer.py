@@ -13,7 +13,7 @@ from fxpipe.codegen.step.step import called_ops, step_calls, step_source
 from fxpipe.codegen.step.step_plan import StepParts, StepPlan
 from fxpipe.compiler.buckets import bucket_uses
 from fxpipe.compiler.tensor_ownership import tied_gradients
-from fxpipe.cost.batch_order import BatchPlanner
+from fxpipe.cost.batch_order import BatchPlanner, OfReplica
 from fxpipe.errors import ArtifactError
 from fxpipe.plan.artifact import Artifact, Plan
 from fxpipe.plan.saved.as_json import from_json, to_json
@@ -40,9 +40,13 @@ class StepWriter:
     orders: BatchPlanner
 
     def __call__(
-        self, lengths: Sequence[Mapping[str, int]], shares: Sequence[float] = ()
+        self,
+        lengths: Sequence[Mapping[str, int]],
+        shares: Sequence[float] = (),
+        others: Sequence[OfReplica] = (),
     ) -> OrderedStep | None:
-        schedule, own = self.orders.timeline(lengths, shares).schedule, self.plan.ordered
+        """others: lengths and shares of other replicas, which run the same order."""
+        schedule, own = self.orders.timeline(lengths, shares, others).schedule, self.plan.ordered
         if schedule.order == own.order:
             return None
         programs = instructions(self.plan, self.parts, schedule, lower(schedule, self.plan.costs.edges))

@@ -10,9 +10,9 @@ from typing import Self
 
 from fxpipe.errors import ScheduleError, SizeError
 from fxpipe.plan.artifact import Plan
-from fxpipe.plan.step import NamedLength, allowed
+from fxpipe.plan.step import NamedLength, refused
 from fxpipe.plan.work import PlanWork
-from fxpipe.schedule.costs import Costs, StageCost
+from fxpipe.schedule.costs import Costs, StageCost, most_of
 from fxpipe.schedule.ops import Schedule
 from fxpipe.schedule.placement import stages_of
 from fxpipe.schedule.search.uneven import LOOKS_A_SECOND, WORK, TooLarge, Uneven
@@ -21,6 +21,8 @@ from fxpipe.schedule.simulation.timeline import Timeline
 
 _CLEAR = 0.02
 _Lengths = tuple[tuple[str, int], ...]
+OfReplica = tuple[Sequence[Mapping[str, int]], Sequence[float]]
+"""The lengths of a replica's microbatches, and their shares."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,20 +50,33 @@ class BatchPlanner:
     def without_limits(self) -> BatchPlanner:
         return replace(self, limits=(inf,) * len(self.limits))
 
-    def timeline(self, lengths: Sequence[Mapping[str, int]], shares: Sequence[float] = ()) -> Timeline:
+    def timeline(
+        self,
+        lengths: Sequence[Mapping[str, int]],
+        shares: Sequence[float] = (),
+        others: Sequence[OfReplica] = (),
+    ) -> Timeline:
         """The fastest order for microbatches of these lengths, simulated.
 
-        shares: of each, see ``costs``; without them a microbatch is one document.
+        shares: of each, see ``costs``; without them a microbatch is one document.  others: lengths and shares
+        of as many microbatches of other replicas, which run the same order: each takes as long as the slowest
+        of them.
         Raises ScheduleError, with the microbatch and its lengths, where one of them does not fit the limits.
         """
-        costs = tuple(map(self.costs, lengths, shares or [1.0] * len(lengths)))
-        schedules = [self.schedule] if len(lengths) == self.schedule.microbatches else []
+        replicas = [(lengths, shares or [1.0] * len(lengths)), *others]
+        of_replicas = [[*map(self.costs, *each)] for each in replicas]
+        costs = tuple(map(most_of, zip(*of_replicas, strict=True)))
+        timelines = []
+        if len(lengths) == self.schedule.microbatches:
+            # Of more rows than the example's, microbatches may be larger.
+            own = simulate(self.schedule, self.example, costs)
+            timelines = [own] if _keeps(own.peak_memory, self.limits) else []
         try:
-            schedules.append(self._searched(costs))
+            timelines.append(simulate(self._searched(costs), self.example, costs))
         except ScheduleError as error:
-            if not schedules:
-                raise self._too_large(error, lengths) from error
-        return min((simulate(each, self.example, costs) for each in schedules), key=lambda one: one.seconds)
+            if not timelines:
+                raise self._too_large(error, [each for each, _ in replicas]) from error
+        return min(timelines, key=lambda one: one.seconds)
 
     def _searched(self, costs: tuple[Costs, ...]) -> Schedule:
         own = self.schedule
@@ -70,16 +85,26 @@ class BatchPlanner:
         order = problem.best(min(WORK, int(problem.bound * LOOKS_A_SECOND)))
         return Schedule(f"{own.name} by lengths", own.placement, len(costs), order)
 
-    def _too_large(self, error: ScheduleError, lengths: Sequence[Mapping[str, int]]) -> ScheduleError:
+    def _too_large(
+        self, error: ScheduleError, replicas: Sequence[Sequence[Mapping[str, int]]]
+    ) -> ScheduleError:
         if not isinstance(error, TooLarge):
             return error
-        named = ", ".join(f"{name} {length}" for name, length in lengths[error.microbatch].items())
+        rank = error.rank
+        alike = [lengths[error.microbatch] for lengths in replicas]
+        largest = max(alike, key=lambda each: self._alone(each)[rank])
+        named = ", ".join(f"{name} {length}" for name, length in largest.items())
         remedy = "shorten it, or compile with more memory_limit"
         if self.schedule.transfers:
             remedy = (
                 f"give {self.schedule.microbatches} microbatches, for which the plan offloads, or {remedy}"
             )
         return ScheduleError(f"With {named}, {error}: {remedy}.")
+
+    def _alone(self, lengths: Mapping[str, int]) -> tuple[float, ...]:
+        """Per rank the memory for a microbatch alone."""
+        costs = (self.costs(lengths),)
+        return Uneven(costs, self.schedule.placement, (), self.schedule.joined).least
 
     def costs(self, lengths: Mapping[str, int], share: float = 1.0) -> Costs:
         """The costs of a microbatch of these lengths, found once for each.
@@ -129,6 +154,10 @@ def _seconds(stage: StageCost) -> float:
     return stage.forward + stage.backward + stage.weight
 
 
+def _keeps(peaks: Sequence[float], limits: Sequence[float]) -> bool:
+    return all(peak <= limit * (1 + 1e-9) for peak, limit in zip(peaks, limits, strict=True))
+
+
 def own_limits(schedule: Schedule, costs: Costs, peaks: Sequence[float]) -> tuple[float, ...]:
     """What orders may hold where nobody limits it: the peaks of the schedule, and in any case a microbatch of
     the example, of which a schedule that offloads or recomputes may hold less."""
@@ -156,9 +185,9 @@ def named_lengths(
         if not isinstance(named, Mapping) or {*named} != {one.name for one in names}:
             known = ", ".join(one.name for one in names)
             raise SizeError(f"lengths[{m}] is {lengths!r} and must give {known}.")
-        for one in names:
-            if not one.allows(named[one.name]):
-                raise SizeError(f"lengths[{m}] has {one.name} {named[one.name]}. {allowed(one)}")
+        if (refusal := refused(names, named)) is not None:
+            name, text = refusal
+            raise SizeError(f"lengths[{m}] has {name} {named[name]}. {text}")
         each.append({one.name: named[one.name] for one in names})
     return each
 

@@ -53,10 +53,11 @@ def _step(plan: Plan) -> None:
     _known("assumed", (*plan.assumed,), step.batch.tensors, "the name of a tensor in step.batch.leaves")
     _distinct("step.outputs", [output.name for output in step.outputs])
     _distinct("step.lengths", [each.name for each in step.lengths])
+    rows = {n for leaf in step.batch.leaves for n in (leaf.shape or ())[:1]}
     shapes = {n for leaf in step.batch.leaves for n in (leaf.shape or ())[1:]}
     for k, each in enumerate(step.lengths):
-        path = f"step.lengths[{k}]"
-        require(f"{path}.example", each.example, each.example in shapes, "a length of the example")
+        path, lengths = f"step.lengths[{k}]", rows if each.leading else shapes
+        require(f"{path}.example", each.example, each.example in lengths, "a length of the example")
         require(f"{path}.least", each.least, each.least <= each.example, f"at most {each.example}")
     for k, output in enumerate(step.outputs):
         _ranks(f"step.outputs[{k}].rank", output.rank, plan)

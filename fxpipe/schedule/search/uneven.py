@@ -38,7 +38,7 @@ class TooLarge(ScheduleError):
             f"microbatch {microbatch} alone needs {bytes_text(needs)} for activations on rank {rank}, and "
             f"the limit is {bytes_text(limit)}"
         )
-        self.microbatch = microbatch
+        self.microbatch, self.rank = microbatch, rank
 
 
 @dataclass(frozen=True, eq=False)
