@@ -1,10 +1,13 @@
 """Steps of microbatches with lengths of their own, against eager PyTorch."""
 
+import base64
 import json
 import re
+import zlib
 from collections.abc import Iterator
 from dataclasses import replace
 from operator import le
+from typing import Any
 
 import pytest
 import torch
@@ -338,6 +341,12 @@ def test_damaged_parts_of_steps(pipe, tmp_path, before, after, message):
         with_writer(artifact, "steps.json")
 
 
+def data_of(page: str) -> dict[str, Any]:
+    packed = re.search('id="data">([^<]*)<', page)
+    assert packed is not None
+    return json.loads(zlib.decompress(base64.b64decode(packed[1])))
+
+
 def test_the_command_shows_the_order_of_a_batch(pipe, tmp_path, capsys):
     pipe.save(tmp_path / "saved")
     (tmp_path / "lengths").write_text("3\n9\n16\n")
@@ -364,6 +373,7 @@ def test_the_command_shows_the_order_of_a_batch(pipe, tmp_path, capsys):
     assert packed["seconds"] == found["seconds"] == pipe.simulate(lengths=[9, 5]).seconds
     assert packed["tokens_per_second"] == pytest.approx(22 / found["seconds"])
     explain = ["explain", str(tmp_path / "saved")]
+    lengths = [3, 2, 9, 4, 4]
     assert main([*explain, "--lengths", "3,2,9,4,4", "--tokens", "8", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["ways"] == found["ways"]
     assert main([*explain, "--lengths", "3,2,9,4,4"]) == 0
@@ -372,6 +382,19 @@ def test_the_command_shows_the_order_of_a_batch(pipe, tmp_path, capsys):
     assert re.search(r"padded to the longest +3 +41% .* longest sample", out)
     assert main([*explain, "--tokens", "8"]) != 0
     assert "--tokens needs --lengths" in capsys.readouterr().err
+    report = ["report", str(tmp_path / "saved"), "-o", str(tmp_path / "report.html")]
+    assert main([*report, "--lengths", "3,2,9,4,4", "--tokens", "8"]) == 0
+    page = data_of((tmp_path / "report.html").read_text())["lengths"]
+    assert page["bars"] == [[n, lengths.count(n), n * lengths.count(n)] for n in range(1, 10)]
+    assert page["ways"] == [
+        {**way, "first": first}
+        for way, first in zip(
+            found["ways"],
+            ([[2, 9]] * 3, [[2, 16], [2, 4], [2, 2]], [[2, 9], [2, 5]], [[2, 16]]),
+            strict=True,
+        )
+    ]
+    capsys.readouterr()
     assert main([*saved, "--lengths", "lognormal:mean=6,sigma=1", "--seed", "3"]) == 0
     out = capsys.readouterr().out
     assert "4 steps drawn from lognormal:mean=6,sigma=1, seed 3: each of 6 samples of " in out

@@ -1,5 +1,6 @@
 """Steps of microbatches with rows of their own, beside their lengths, against eager PyTorch."""
 
+import json
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -9,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import fxpipe
+from fxpipe.cli import main
 
 Batch = list[dict[str, torch.Tensor]]
 SIZES = ((1, 16), (16, 2), (3, 9), (2, 16), (5, 5), (1, 3), (2, 4))
@@ -108,6 +110,27 @@ def test_memory_and_replicas(options):
     for sizes in (SIZES, SIZES[:1]):
         sizes = (sizes * number)[:number]
         check_step(pipe, [microbatch(length, rows) for rows, length in sizes])
+
+
+def test_samples_in_rows_by_length(pipe, tmp_path, capsys):
+    """As many short ones in a microbatch as it has tokens."""
+    pipe.save(tmp_path / "saved")
+    command = [
+        "simulate",
+        "--costs",
+        str(tmp_path / "saved"),
+        "--lengths",
+        "16,9,8,4,4,4,3",
+        "--tokens",
+        "16",
+    ]
+    assert main([*command, "--json"]) == 0
+    by_name = {way["way"]: way for way in json.loads(capsys.readouterr().out)["ways"]}
+    # Microbatches of 2 × 16, 4 × 8 and 1 × 3.
+    found = by_name["rows by length"]
+    assert (found["microbatches"], found["filled"]) == (3, 48 / 67)
+    lengths = [{"rows": rows, "sequence": n} for rows, n in ((2, 16), (4, 8), (1, 3))]
+    assert found["seconds"] == pipe.simulate(lengths=lengths).seconds
 
 
 class Prompted(Words):
