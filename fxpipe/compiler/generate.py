@@ -36,7 +36,7 @@ from fxpipe.ir.nodes import copy_graph
 from fxpipe.ir.sections import requested_outputs
 from fxpipe.ir.size import without_names
 from fxpipe.ir.storage import call_nodes, graph_outputs, node_bytes
-from fxpipe.plan.artifact import Artifact, Plan
+from fxpipe.plan.artifact import Artifact, OffloadSlot, Plan
 from fxpipe.plan.captured import AtLengths, CapturedOps, CapturedStep
 from fxpipe.runtime.program.offload import aligned
 from fxpipe.schedule.lowering.instructions import Collective, Programs
@@ -73,10 +73,10 @@ def generate(
     # Before the passes: an error of the schedule needs no program.
     _check_buffer_order(cut.graph, schedule)
     joint = _collectives(cut, schedule)
-    cut, pools = _finished(cut, live, schedule)
+    cut, pools, slots = _finished(cut, live, schedule)
     plan = completed(make_plan(request, captured, cut, timeline, joint))
     if pools:
-        plan = replace(plan, tier=options.tier, pools=tuple(pool.bytes for pool in pools))
+        plan = replace(plan, tier=options.tier, pools=tuple(pool.bytes for pool in pools), slots=slots)
     lowered = lower(schedule, timeline.costs.edges, joint, timeline.spans)
     write = partial(_programs, cut, schedule, lowered, pools, options.per_use)
     plan, parts, programs, others = _of_lengths(plan, lengths, cut, write)
@@ -116,13 +116,20 @@ def _collectives(cut: Cut, schedule: Schedule) -> tuple[Collective, ...]:
     return collectives(cut.edges, schedule.placement, shards)
 
 
-def _finished(cut: Cut, live: Liveness, schedule: Schedule) -> tuple[Cut, tuple[Pool, ...]]:
-    """The cut with the offloads of its schedule in the graph, and each rank's pool of offloaded values."""
+def _finished(
+    cut: Cut, live: Liveness, schedule: Schedule
+) -> tuple[Cut, tuple[Pool, ...], tuple[OffloadSlot, ...]]:
+    """The cut with the offloads of its schedule in the graph, each rank's pool of offloaded values, and what
+    is moved there."""
     moved = {(t.stage, t.user) for t in schedule.transfers}
     roots = {(stage, user): live.offloadable[stage][user] for stage, user in sorted(moved)}
-    sizes = {key: sum(aligned(node_bytes(root)) for root in values) for key, values in roots.items()}
+    slots = {
+        key: OffloadSlot(*key, sum(aligned(node_bytes(root)) for root in values), len(values))
+        for key, values in roots.items()
+    }
     joined = frozenset() if Phase.B in cut.options.compiled else joined_stages(schedule)
-    return finished(cut, joined, roots), make_pools(schedule, sizes) if moved else ()
+    pools = make_pools(schedule, lambda t: slots[t.stage, t.user].bytes) if moved else ()
+    return finished(cut, joined, roots), pools, tuple(slots.values())
 
 
 def joined_stages(schedule: Schedule) -> frozenset[int]:

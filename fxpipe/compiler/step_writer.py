@@ -31,8 +31,7 @@ STEPS_FORMAT = 1
 class StepWriter:
     """Writes ``step`` in the order that is the fastest for the lengths of the microbatches.
 
-    None for the plan's own order, which the programs have.  Other orders offload nothing: transfers are
-    planned for one order.
+    None for the plan's own order, which the programs have.
     """
 
     plan: Plan
@@ -46,9 +45,11 @@ class StepWriter:
         others: Sequence[OfReplica] = (),
     ) -> OrderedStep | None:
         """others: lengths and shares of other replicas, which run the same order."""
-        schedule, own = self.orders.timeline(lengths, shares, others).schedule, self.plan.ordered
-        if schedule.order == own.order:
+        timeline, own = self.orders.timeline(lengths, shares, others), self.plan.ordered
+        schedule = timeline.schedule
+        if (schedule.order, schedule.transfers) == (own.order, own.transfers):
             return None
+        pools = self.orders.pools_of(timeline)
         programs = instructions(self.plan, self.parts, schedule, lower(schedule, self.plan.costs.edges))
         texts, ops = [], []
         for rank, of_rank in enumerate(programs):
@@ -58,6 +59,7 @@ class StepWriter:
                 placement=self.plan.placement,
                 instructions=of_rank,
                 joined=own.joined,
+                places=pools[rank].offsets if pools else {},
             )
             calls = step_calls(step)
             texts.append(step_source(step, calls))

@@ -125,7 +125,7 @@ def test_a_step_holds_no_more_than_the_plan_predicts(pipe):
 
 
 def test_a_pipeline_that_offloads(tmp_path):
-    """Another order than the plan's offloads nothing, and holds no more than that; also of a loaded one."""
+    """Another order than the plan's holds no more than that; also of a loaded one."""
     pipe = words(schedule="zb-h1", microbatches=4, offload=True)
     pipe.save(tmp_path / "saved")
     for each in (pipe, fxpipe.load(tmp_path / "saved")):
@@ -138,6 +138,28 @@ def test_a_pipeline_that_offloads(tmp_path):
             check_step(each, batch)
             peaks = each.run_local(batch, measure_memory=True).peak_saved
             assert all(map(le, peaks, [1.05 * x for x in each.plan.prediction.peak_memory]))
+
+
+def test_another_order_offloads_too():
+    """Where it is faster: within less memory one microbatch would run after the other."""
+    pipe = words(schedule="zb-h1", microbatches=4, offload=True)
+    writer, lengths = pipe.artifact.write_step, (16, 15, 16, 14, 16)
+    named = [{"sequence": n} for n in lengths]
+    orders = replace(writer.orders, limits=tuple(0.9 * limit for limit in writer.orders.limits))
+    timeline, without = orders.timeline(named), replace(orders, slots=()).timeline(named)
+    assert timeline.schedule.transfers
+    assert timeline.seconds < 0.7 * without.seconds
+    assert [*map(le, timeline.peak_memory, orders.limits)] == [True, True]
+    assert all(map(le, (pool.bytes for pool in orders.pools_of(timeline)), pipe.plan.pools))
+    step = replace(writer, orders=orders)(named)
+    assert "rt.offload(" in step.texts[0]
+    pipe.artifact.__dict__["write_step"] = replace(writer, orders=orders)
+    batch = [microbatch(n) for n in lengths]
+    check_step(pipe, batch)
+    peaks = pipe.run_local(batch, measure_memory=True).peak_saved
+    assert peaks == pytest.approx(timeline.peak_memory, rel=0.05)
+    # With a pool for less they offload nothing.
+    assert not replace(orders, pools=(512, 512)).timeline(named).schedule.transfers
 
 
 def test_a_microbatch_that_does_not_fit(pipe):
