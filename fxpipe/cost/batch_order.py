@@ -54,6 +54,8 @@ class BatchPlanner:
     @classmethod
     def of(cls, plan: Plan) -> Self:
         limits = plan.limits or own_limits(plan.ordered, plan.costs, plan.prediction.peak_memory)
+        if not plan.limits and plan.work is not None:
+            limits = _with_most_rows(plan, plan.work, limits)
         how = bool(plan.changed), plan.slots, plan.pools
         return cls(plan.ordered, plan.costs, plan.work, limits, *how)
 
@@ -204,6 +206,19 @@ def own_limits(schedule: Schedule, costs: Costs, peaks: Sequence[float]) -> tupl
     the example, of which a schedule that offloads or recomputes may hold less."""
     example = Uneven((costs,), schedule.placement, (), schedule.joined)
     return tuple(map(max, peaks, example.least))
+
+
+def _with_most_rows(plan: Plan, work: PlanWork, limits: tuple[float, ...]) -> tuple[float, ...]:
+    """Limits within which a rank can have the most rows that a microbatch may have: what it holds of each row
+    alone, as behind a mean over the tokens, is no larger part of the example.  But no more than the fullest
+    rank."""
+    names = plan.step.lengths
+    shortest = {each.name: each.least for each in names}
+    most = shortest | {each.name: each.most(names, shortest) for each in names if each.leading}
+    if most == shortest:
+        return limits
+    alone = Uneven((work.costs(plan.costs, most),), plan.placement, (), plan.ordered.joined).least
+    return tuple(max(limit, min(one, max(limits))) for limit, one in zip(limits, alone, strict=True))
 
 
 def named_lengths(

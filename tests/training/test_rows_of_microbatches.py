@@ -182,6 +182,9 @@ LOSSES: dict[str, tuple[Callable[..., torch.Tensor], Callable[[torch.Tensor], fl
     "mean": (lambda x, mask: x.mean(), elements),
     "mean of rows": (lambda x, mask: x.mean(1).mean(), rows_alone),
     "mean of means over rows": (lambda x, mask: x.mean(0).mean(), elements),
+    "mean of rows, tokens first": (lambda x, mask: x.T.mean(0).mean(), rows_alone),
+    "mean over rows, tokens first": (lambda x, mask: x.T.mean(1).mean(), elements),
+    "mean of sums over rows": (lambda x, mask: x.sum(0).mean(), one),
     "divided by a number": (lambda x, mask: x.sum() / mask.numel(), elements),
     "divided twice": (lambda x, mask: x.sum() / mask.shape[0] / mask.shape[1], elements),
     "divided by rows": (lambda x, mask: (x.sum(1) / x.shape[1]).sum() / len(x), rows_alone),
@@ -218,6 +221,17 @@ def test_what_counts_in_the_step(name, dimensions):
     torch.testing.assert_close(result.loss, loss.detach())
     names = [name for name, _ in model.named_parameters()]
     torch.testing.assert_close(result.grads, dict(zip(names, grads, strict=True)))
+
+
+def test_a_rank_that_has_something_of_each_row_alone():
+    """Its limit is for the most rows that a microbatch may have, not for those of the example."""
+    model = Rated(lambda x, mask: ((x * mask).sum(1) / mask.sum(1)).mean())
+    pipe = fxpipe.compile(
+        model, rated(3, 12), ranks=2, microbatches=1, schedule="1f1b", dimensions={"rows": 3, "time": 12}
+    )
+    batch = [rated(18, 2), rated(1, 12)]
+    loss = sum(model(**each) * len(each["x"]) for each in batch) / 19
+    torch.testing.assert_close(pipe.run_local(batch).loss, loss.detach())
 
 
 @pytest.mark.parametrize(

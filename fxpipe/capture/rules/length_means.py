@@ -6,9 +6,9 @@ after:  mul(mean(x), div(n, batch_mean(n)))      n = full([], 14), and 36
 A step takes the mean over microbatches of losses and gradients.  With these factors that is the mean over the
 elements of all microbatches.  Where all are equally long, each factor is 1.
 
-A sum that is divided by a number which grows with the rows, as ``x.sum() / x.numel()``, is a mean, too; by
-one that does not, as ``x.sum(1) / x.shape[1]``, it is one of each row.  A mean of means over rows counts for
-the product of their numbers.
+A sum that is divided by a number which grows with the rows, as ``x.sum() / x.numel()``, is a mean, too.  One
+whose number of elements does not, as ``x.mean(1)`` or ``x.sum(1) / x.shape[1]``, is one of each row, and has
+no factor, unless it is one of means over rows, as ``x.mean(0).mean()``: then it counts for the product.
 
 So it is with cross-entropies over labels, whose counts are data (``batch_means.py``).  Where such a count is
 a mean itself, as ``mask.mean()``, its mean over the batch has the same weights:
@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from functools import partial
 from math import prod
 from typing import Any
@@ -81,20 +82,20 @@ def weigh_means(traces: TracesOfMeans) -> tuple[str, ...]:
     if any((len(each.nodes), len(each.counts)) != (len(first.nodes), len(first.counts)) for each in others):
         raise SizeError("The loss takes other means of one row.")
     matched = of_graphs[: len(traces.graphs)]
-    kinds = [_kind([each.nodes[k] for each in matched], traces) for k in range(len(first.nodes))]
-    products, apart = _products(first, kinds)
+    numbers = [[_number(each.nodes[k]) for each in matched] for k in range(len(first.nodes))]
+    products, apart = _products(first, numbers, traces)
     of_counts = [_of_count(first, count, products) for count in first.counts]
-    for k in [k for k in products if k in first.of_loss and k not in apart]:
+    for k in [k for k in products if k in first.of_loss]:
         if named.grads and not all(_gradients(each.nodes[k]) for each in of_graphs):
             apart.add(k)
     for each in of_graphs:
-        numbers = [_number(node) for node in each.nodes]
+        here = [_number(node) for node in each.nodes]
         for count, factors in zip(each.counts, of_counts, strict=True):
             if factors:
-                _weigh_count(count, prod(numbers[f] for f in factors))
+                _weigh_count(count, prod(here[f] for f in factors))
         for k, factors in products.items():
             if k in first.of_loss and k not in apart:
-                _weigh(each.nodes[k], prod(numbers[f] for f in factors), each.linear)
+                _weigh(each.nodes[k], prod(here[f] for f in factors), each.linear)
     return tuple(dict.fromkeys(first.nodes[k].meta["origin"].source for k in sorted(apart)))
 
 
@@ -143,38 +144,66 @@ class _Means:
         return sorted({*below})
 
 
-def _kind(nodes: Sequence[fx.Node], traces: TracesOfMeans) -> str:
-    """Of an op in all traces: "mean" over a number of elements that varies, "factor", or "" for neither."""
-    used = {*traces.used([_number(node) for node in nodes])}
-    if used.isdisjoint(traces.varied):
-        return ""
-    counts_rows = traces.rows in used or traces.rows not in traces.lengths[0]
-    return "mean" if _is_mean(nodes[0]) or (counts_rows and _divides(nodes[0])) else "factor"
+class _Kind(Enum):
+    """What an op is: a mean over rows, and perhaps over other elements; one over others alone; a product with
+    a length; none of these."""
+
+    ROWS, OTHERS, FACTOR, NONE = range(4)
 
 
-def _products(means: _Means, kinds: Sequence[str]) -> tuple[dict[int, list[int]], set[int]]:
-    """The means that are weighed, each with those whose numbers of elements are multiplied, and the others.
+def _kind(node: fx.Node, used: Collection[str], traces: TracesOfMeans) -> _Kind:
+    """used: the lengths on which its number depends."""
+    has_rows, is_varied = traces.rows in traces.lengths[0], not set(used).isdisjoint(traces.varied)
+    if _is_mean(node):
+        dims = named_dims(node, node_arg(node, 0).meta["val"].dim())
+        of_rows = traces.rows in used if has_rows else dims is None or 0 in dims
+        return _Kind.ROWS if of_rows else _Kind.OTHERS if is_varied else _Kind.NONE
+    of_rows = traces.rows in used if has_rows else is_varied
+    if of_rows and _divides(node):
+        return _Kind.ROWS
+    return _Kind.FACTOR if is_varied else _Kind.NONE
 
-    Raises SizeError for a mean that is multiplied by a length.
+
+def _products(
+    means: _Means, numbers: Sequence[Sequence[int]], traces: TracesOfMeans
+) -> tuple[dict[int, list[int]], set[int]]:
+    """The means that are weighed, each with those whose numbers of elements are multiplied, and others that
+    cannot be.
+
+    numbers: of each op in all traces.  Raises SizeError for a mean that is multiplied by a length.
     """
-    counted = [k for k, kind in enumerate(kinds) if kind == "mean"]
     factors: dict[int, list[int]] = {}
     apart, inner = set[int](), set[int]()
-    for k in counted:  # in order, those below first
-        below = means.below(means.nodes[k], counted)
-        inner.update(below)
-        factors[k] = [k, *factors[below[0]]] if below else [k]
-        if len(below) > 1:  # of other numbers of elements, perhaps
-            apart |= {k, *below}
-    for k in means.of_loss:
-        node, kind = means.nodes[k], kinds[k]
-        if kind and (node in means.divided or (kind == "factor" and means.below(node, counted))):
+
+    def weights(k: int) -> list[int]:
+        return [prod(each) for each in zip(*(numbers[f] for f in factors[k]), strict=True)]
+
+    def is_varied(k: int) -> bool:
+        return not {*traces.used(weights(k))}.isdisjoint(traces.varied)
+
+    for k, node in enumerate(means.nodes):  # in order, those below first
+        kind = _kind(node, traces.used(numbers[k]), traces)
+        below = means.below(node, factors)
+        if kind is _Kind.ROWS or (kind is _Kind.OTHERS and below):
+            factors[k] = [k, *(factors[below[0]] if below else ())]
+            inner.update(below)
+            if any(not _are_proportional(weights(below[0]), weights(each)) for each in below):
+                apart |= {k, *below}
+        is_mean = k in factors and is_varied(k)
+        if k in means.of_loss and (
+            (node in means.divided and (is_mean or kind is _Kind.FACTOR)) or (kind is _Kind.FACTOR and below)
+        ):
             raise SizeError(
-                f"The loss is a mean times a number that follows from lengths, in "
+                "The loss is a mean times a number that follows from lengths, in "
                 f"{node.meta['origin'].source}: it has no mean over microbatches of several lengths. With "
                 'mean="microbatch" each has its own.'
             )
-    return {k: factors[k] for k in counted if k not in inner | apart}, apart
+    varied = {k for k in factors if is_varied(k)}
+    return {k: factors[k] for k in varied - inner - apart}, apart & varied
+
+
+def _are_proportional(one: Sequence[int], other: Sequence[int]) -> bool:
+    return all(a * other[0] == b * one[0] for a, b in zip(one, other, strict=True))
 
 
 def _of_count(means: _Means, count: fx.Node, products: Mapping[int, Sequence[int]]) -> Sequence[int]:
@@ -216,10 +245,8 @@ def _divides(node: fx.Node) -> bool:
 
 
 def _is_mean(node: fx.Node) -> bool:
-    """Whether an op takes the mean over the first dimension at least, which has the rows of a microbatch."""
     if getattr(node.target, "overloadpacket", None) is aten.mean:
-        dims = named_dims(node, node_arg(node, 0).meta["val"].dim())
-        return dims is None or 0 in dims
+        return True
     is_one = isinstance(node.target, OpOverload) and isinstance(node.meta["val"], torch.Tensor)
     return is_one and named_arguments(node).get("reduction") == _MEAN
 
