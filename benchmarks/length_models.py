@@ -1,11 +1,12 @@
-"""Lists of microbatches of many lengths on models that others wrote, beside eager.
+"""Lists of microbatches of many lengths and rows on models that others wrote, beside eager.
 
     PYTHONPATH=. python benchmarks/length_models.py --output benchmarks/results/length_models.txt
 
 Each model is a tiny decoder of a family of transformers with random weights, in float64 without dropout,
-compiled with its sequence named, on 2 or 4 ranks under a schedule that is drawn.  Lists of 1 to 6
-microbatches, whose lengths are drawn too, are run with an update by the gradients after each; the table has
-the largest error of loss, gradients and updated weights against eager, relative to the largest gradient.
+compiled with its rows and its sequence named, on 2 or 4 ranks under a schedule that is drawn.  Lists of 1 to
+6 microbatches, whose lengths and rows are drawn too, are run with an update by the gradients after each; the
+table has the largest error of loss, gradients and updated weights against eager, relative to the largest
+gradient.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ import fxpipe
 from benchmarks.model_coverage.case import without_dropout
 from benchmarks.model_coverage.sources.hugging_face import build
 
-LONGEST, RATE = 24, 1e-3
+ROWS, LONGEST, RATE = 2, 24, 1e-3
 DRAWN = (
     {"ranks": 2, "schedule": "1f1b"},
     {"ranks": 2, "schedule": "zb"},
@@ -54,7 +55,7 @@ def main() -> None:
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_default_dtype(torch.float64)
-    report = Report("Lists of microbatches of many lengths, on decoders of transformers")
+    report = Report("Lists of microbatches of many lengths and rows, on decoders of transformers")
     families = sorted(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items())
     draw = random.Random(options.seed)
     draw.shuffle(families)
@@ -63,7 +64,7 @@ def main() -> None:
         name = names if isinstance(names, str) else names[0]
         rows.append(row(kind, name, draw.choice(DRAWN), options.lists, draw, options.seconds))
         print(*rows[-1], flush=True)
-    report.table(["family", "setting", "lengths", "lists", "largest error", "seconds"], rows)
+    report.table(["family", "setting", "lengths, rows from", "lists", "largest error", "seconds"], rows)
     report.save(options.output)
 
 
@@ -86,12 +87,12 @@ def row(
     try:
         model = without_dropout(build(kind, name, "CAUSAL_LM").model).to(torch.float64).train()
         reference = copy.deepcopy(model)
-        example = microbatch(LONGEST)
+        example = microbatch(ROWS, LONGEST)
         pipe = fxpipe.compile(
             model,
             example,
             loss_fn=loss_and_count,
-            dimensions={"sequence": LONGEST},
+            dimensions={"rows": ROWS, "sequence": LONGEST},
             **{"microbatches": 3} | setting,  # type: ignore[arg-type]
         )
     except (*ERRORS, StrictDataclassError, OutOfTime) as error:
@@ -105,14 +106,16 @@ def row(
         signal.setitimer(signal.ITIMER_REAL, 0)
     if not pipe.lengths:
         return kind, shown, f"the example's alone: {pipe.artifact.plan.step.one_length[:60]}", "", "", ""
-    (known,) = pipe.lengths
-    able = [n for n in range(known.least, known.example + 1) if known.allows(n)]
+    rows, known = pipe.lengths
+    able = range(known.least, known.example + 1, known.step)
     worst, done = 0.0, 0
     signal.setitimer(signal.ITIMER_REAL, seconds, 1)
     try:
         for _ in range(lists):
             number = draw.randint(1, 6) * pipe.plan.replicas
-            batch = [microbatch(draw.choice(able)) for _ in range(number)]
+            lengths = [draw.choice(able) for _ in range(number)]
+            most = [rows.most(pipe.lengths, {known.name: n}) for n in lengths]
+            batch = [microbatch(draw.randint(rows.least, m), n) for m, n in zip(most, lengths, strict=True)]
             worst = max(worst, step(pipe, model, reference, batch))
             done += 1
     except OutOfTime:
@@ -122,12 +125,13 @@ def row(
         return kind, shown, f"list {done} raises {text[:60]}", "", "", ""
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-    lengths = f"{able[0]} to {able[-1]}" + (f" by {known.step}" if known.step > 1 else "")
-    return kind, shown, lengths, str(done), f"{worst:.1e}", f"{time.process_time() - begin:.0f}"
+    text = f"{able[0]} to {able[-1]}" + (f" by {known.step}" if known.step > 1 else "")
+    text += f", {rows.least} row" + ("s" if rows.least > 1 else "")
+    return kind, shown, text, str(done), f"{worst:.1e}", f"{time.process_time() - begin:.0f}"
 
 
-def microbatch(length: int) -> dict[str, torch.Tensor]:
-    ids = torch.randint(3, 90, (2, length))
+def microbatch(rows: int, length: int) -> dict[str, torch.Tensor]:
+    ids = torch.randint(3, 90, (rows, length))
     labels = ids.clone()
     labels[0, : length // 3] = -100
     return {"input_ids": ids, "labels": labels}

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from fxpipe.compiler.options import Offload
     from fxpipe.integrations.context import ContextParallel
     from fxpipe.integrations.experts import ExpertParallel
-    from fxpipe.integrations.pack import PackedSteps, pack
+    from fxpipe.integrations.pack import PackedSteps, pack, pad
     from fxpipe.integrations.summed_gradients import SummedGradients
     from fxpipe.runtime.batch.outputs import StepResult
     from fxpipe.runtime.ranks.local_mesh import local_lanes
@@ -83,6 +83,7 @@ __all__ = [
     "load",
     "local_lanes",
     "pack",
+    "pad",
     "read_checkpoint",
     "use_packed_attention",
     "varlen_attn",
@@ -105,6 +106,7 @@ _LAZY = {
     "load": "fxpipe.api.load",
     "local_lanes": "fxpipe.runtime.ranks.local_mesh",
     "pack": "fxpipe.integrations.pack",
+    "pad": "fxpipe.integrations.pack",
     "read_checkpoint": "fxpipe.api.read_checkpoint",
     "use_packed_attention": "fxpipe.api.varlen",
     "varlen_attn": "fxpipe.api.varlen",

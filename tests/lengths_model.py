@@ -56,6 +56,14 @@ class Words(nn.Module):
         return output
 
 
+ROWS = {"rows": 2, "sequence": LENGTH}  # as dimensions
+
+
+def rows_of(length: int) -> int:
+    """As many of this length as no more tokens than the example's are, from 1 to 4."""
+    return 1 + length % min(4, 2 * LENGTH // length)
+
+
 def microbatch(length: int, rows: int = 2) -> dict[str, torch.Tensor]:
     labels = torch.randint(WORDS, (rows, length))
     labels[0, : length // 3] = -100
@@ -66,7 +74,7 @@ def words(**options: object) -> fxpipe.Pipeline:
     torch.manual_seed(0)
     given = {"ranks": 2, "microbatches": MICROBATCHES, "schedule": "1f1b", "dimensions": {"sequence": LENGTH}}
     options = given | options
-    asked = options["microbatches"], options["dimensions"] is None, str(options.get("outputs"))
+    asked = options["microbatches"], str(options["dimensions"]), str(options.get("outputs"))
     with captured_once("words of lengths", *asked):
         return fxpipe.compile(Words(), microbatch(LENGTH), **options)
 
@@ -87,8 +95,12 @@ def eager(model: nn.Module, microbatches: Sequence[dict[str, torch.Tensor]]) -> 
 
 def train(directory: Path) -> None:
     """Two updates beside eager PyTorch, with refused lists between them, in each rank."""
-    pipe = words(outputs=["head"], evaluation=True)
+    pipe = words(outputs=["head"], evaluation=True, dimensions=ROWS)
     model = Words()
+
+    def some(length: int) -> dict[str, torch.Tensor]:
+        return microbatch(length, rows_of(length))
+
     torch.manual_seed(0)
     reference = Words()
     rank = pipe.artifact.plan.ranks and int(pipe._runner.runtime.rank)
@@ -97,18 +109,21 @@ def train(directory: Path) -> None:
     differences, refused = [], []
     for number, lengths in enumerate(NUMBERS):
         torch.manual_seed(number)
-        batch = [microbatch(length) for length in lengths]
+        batch = [some(length) for length in lengths]
         loss = pipe.step(batch)
         optimizer.step()
         optimizer.zero_grad()
-        pipe.prepare([microbatch(length) for length in NUMBERS[(number + 1) % len(NUMBERS)]])
+        pipe.prepare([some(length) for length in NUMBERS[(number + 1) % len(NUMBERS)]])
         differences.append(float(loss - eager(reference, batch)))
         theirs.step()
-        last = microbatch(lengths[-1] - 1 if rank else lengths[-1])
+        rows = rows_of(lengths[-1])
+        last = microbatch(lengths[-1] - 1 if rank else lengths[-1], rows)
         one = [*batch[:-1], microbatch(1)] if rank else batch
         longer = [*batch[:-1], microbatch(LENGTH + 1)]
         no_labels = [{"ids": each["ids"]} for each in batch]  # which rank 1 alone needs
-        for wrong in ([], longer, [*batch[:-1], last], one, batch[rank:], no_labels):
+        larger = [*batch[:-1], microbatch(LENGTH, 3)]
+        other_rows = [*batch[:-1], microbatch(lengths[-1], rows + rank)]
+        for wrong in ([], longer, [*batch[:-1], last], one, batch[rank:], no_labels, larger, other_rows):
             try:
                 pipe.step(wrong)
                 refused.append("")
@@ -117,12 +132,13 @@ def train(directory: Path) -> None:
     pipe.synchronize(model)
     weights = zip(model.parameters(), reference.parameters(), strict=True)
     differences += [float((ours - those).abs().max()) for ours, those in weights]
-    batch = [microbatch(length) for length in (3, 16, 9)]
+    torch.manual_seed(LENGTH)
+    batch = [some(length) for length in (3, 16, 9)]
     outputs = pipe.evaluate(batch, outputs=["head"], outputs_on=0).listed
     found = zip(outputs.get("head", []), batch, strict=rank == 0)
     apart = [float((x - reference.logits(one["ids"])).abs().max()) for x, one in found]
     pipe.save(directory / "saved")
-    loaded, numbers = fxpipe.load(directory / "saved"), [microbatch(length) for length in (4, 16, 7, 9)]
+    loaded, numbers = fxpipe.load(directory / "saved"), [some(length) for length in (4, 16, 7, 9)]
     loaded.prepare(numbers)
     differences.append(float(loaded.step(numbers) - eager(reference, numbers)))
     differences.append(float(loaded.evaluate(numbers) - eager(reference, numbers)))

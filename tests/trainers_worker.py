@@ -171,6 +171,31 @@ class Stream(torch.utils.data.IterableDataset):
         return (rows[k] for k in range(len(rows)))
 
 
+class Uneven(torch.utils.data.Dataset):
+    """Samples of 2 to LENGTH tokens, some of whose labels are ignored."""
+
+    def __init__(self, number: int = ROWS, seed: int = 0):
+        rows = Rows(number, seed)
+        lengths = [2 + 5 * k % (LENGTH - 1) for k in range(number)]
+        self.samples = [{name: x[-n:].tolist() for name, x in rows[k].items()} for k, n in enumerate(lengths)]
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, k: int) -> dict[str, list[int]]:
+        return self.samples[k]
+
+
+def padded(samples: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+    """A microbatch as long as its longest sample."""
+    longest = max(len(sample["labels"]) for sample in samples)
+    ends = {"input_ids": 0, "labels": -100}
+    return {
+        name: torch.tensor([sample[name] + [end] * (longest - len(sample[name])) for sample in samples])
+        for name, end in ends.items()
+    }
+
+
 def trimmed(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """A microbatch as long as its own rows need."""
     length = max(2, *(int((row["labels"] != -100).sum()) for row in rows))

@@ -11,14 +11,16 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import cache
 from typing import Any
 
 import torch
 from torch import fx
 
 from fxpipe.capture.reads.length_reads import SIGNS
+from fxpipe.capture.resized import leading_name
 from fxpipe.capture.trace import Captured
 from fxpipe.errors import CaptureError, SizeError
 from fxpipe.ir.compat import pytree
@@ -41,20 +43,35 @@ MOST_TRIED = 1 << 16
 
 @dataclass(frozen=True, eq=False)
 class LengthTraces:
-    """The step at a few points, each a length for every name, with as many rows as the example.
+    """The step at a few points, each a length for every name.
 
     ``lengths``: those that a program may take.  ``captured``: the step at each point, the example's first.
-    ``traces``: the graphs that the passes rewrite alike.
+    ``traces``: the graphs that the passes rewrite alike.  ``one_row``: where rows have a name, the steps of
+    one, which may be made of other ops (a gradient that is broadcast is no sum then): programs take one row
+    if they are proved to be those.
     """
 
     lengths: tuple[NamedLength, ...]
     captured: tuple[Captured, ...]
     traces: ResizedTraces
+    one_row: tuple[Captured, ...] = ()
 
     @property
     def points(self) -> list[dict[str, int]]:
         names = [each.name for each in self.lengths]
         return [dict(zip(names, point, strict=True)) for point in self.traces.points]
+
+    @property
+    def points_of_one_row(self) -> list[dict[str, int]]:
+        """Of one row that is as long as the example, and as short as possible."""
+        longest = {each.name: 1 if each.leading else each.example for each in self.lengths}
+        shortest = {each.name: 1 if each.leading else each.least for each in self.lengths}
+        return [longest] if shortest == longest else [longest, shortest]
+
+    @property
+    def with_one_row(self) -> tuple[NamedLength, ...]:
+        """The lengths that a program may take that takes one row."""
+        return tuple(replace(each, least=1) if each.leading else each for each in self.lengths)
 
 
 class OtherMasks(Exception):
@@ -85,10 +102,16 @@ def at_other_lengths(
     function of the lengths; OtherMasks where an agreement on what masks say may help.
     """
     failure: Exception = SizeError(f"an example of {dict(dimensions)} is too short to tell lengths apart")
-    for lengths in _ranges(dimensions):
+    leading = leading_name(example, dimensions)
+
+    @cache
+    def captured_at(*point: int) -> Captured:
+        return capture(resized(example, dimensions, dict(zip(dimensions, point, strict=True)), leading))
+
+    for lengths in _ranges(dimensions, leading):
         points = _points(lengths)
         try:
-            others = [capture(shortened(example, dimensions, point)) for point in points]
+            others = [captured_at(*point.values()) for point in points]
             _check_masks([captured, *others])
             for other in others:
                 _check_constants(captured, other)
@@ -97,22 +120,38 @@ def at_other_lengths(
             traces = traces.after_rewrite(captured.graph, [other.graph for other in others])
             for _ in _arguments(captured.graph, traces):
                 pass  # raises where a number is no expression
-            _check_comparisons([captured, *others], traces, lengths)
-            return LengthTraces(lengths, (captured, *others), traces)
+            steps = [captured, *others]
+            _check_comparisons(steps, traces, lengths)
+            traced = LengthTraces(lengths, (captured, *others), traces)
         except (CaptureError, SizeError) as error:
             failure = error if failure.__traceback__ is None else failure
+            continue
+        if leading is None:
+            return traced
+        try:
+            one_row = tuple(captured_at(*point.values()) for point in traced.points_of_one_row)
+            for step in one_row:
+                _check_constants(captured, step)
+            _check_one_row(one_row, steps, traces, traced.with_one_row)
+        except (CaptureError, SizeError):
+            return traced
+        return replace(traced, one_row=one_row)
     raise SizeError(str(failure)) from failure
 
 
-def shortened(example: object, old: Mapping[str, int], new: Mapping[str, int]) -> object:
-    """The first part of an example, in each dimension that has a name.  Lengths of the leading one stay."""
-    lengths = {length: new[name] for name, length in old.items()}
+def resized(
+    example: object, old: Mapping[str, int], new: Mapping[str, int], leading: str | None = None
+) -> object:
+    """The first part of an example, in each dimension that has a name.  leading: that of its rows, which come
+    again where more are wanted; without a name all stay."""
+    lengths = {length: new[name] for name, length in old.items() if name != leading}
 
     def first(tensor: torch.Tensor) -> torch.Tensor:
-        index = tuple(slice(lengths.get(n, n)) for n in tensor.shape[1:])
-        if not index:
+        if not tensor.dim() or (tensor.dim() == 1 and leading is None):
             return tensor
-        values = tensor.detach()[:, *index]
+        rows = len(tensor) if leading is None else new[leading]
+        index = tuple(slice(lengths.get(n, n)) for n in tensor.shape[1:])
+        values = tensor.detach()[torch.arange(rows, device=tensor.device) % len(tensor)][:, *index]
         order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
         part = torch.empty_permuted(values.shape, order, dtype=tensor.dtype, device=tensor.device)
         return part.copy_(values).requires_grad_(tensor.requires_grad)
@@ -215,48 +254,83 @@ def _check_comparisons(
 ) -> None:
     """Raise SizeError where the model's Python compares a size with a number, and would decide otherwise at a
     length that programs may take."""
+    for sign, source, size in _compared(steps, traces):
+        outcome = bool(SIGNS[sign](int(size), 0))
+        for point, there in _outcomes(sign, size, traces.names, lengths):
+            if there != outcome:
+                text = ", ".join(f"{name} {length}" for name, length in point.items())
+                raise SizeError(f"{_where(source)}, and decides otherwise for {text} than for the example.")
+
+
+def _check_one_row(
+    one_row: Sequence[Captured],
+    steps: Sequence[Captured],
+    traces: ResizedTraces,
+    lengths: Sequence[NamedLength],
+) -> None:
+    """Raise SizeError where the steps of one row do not tell what that of another length is: where Python
+    compares there what it does not in ``steps``, or decides otherwise at some lengths than at others."""
+    known = {each.source for step in steps for each in step.comparisons}
+    if any(each.source not in known for step in one_row for each in step.comparisons):
+        raise SizeError("The model's Python compares lengths of one row alone.")
+    rows = next(each.name for each in lengths if each.leading)
+    for sign, source, size in _compared(steps, traces):
+        outcomes = {there for at, there in _outcomes(sign, size, traces.names, lengths) if at[rows] == 1}
+        if len(outcomes) > 1:
+            raise SizeError(f"{_where(source)}, and decides otherwise for other lengths of one row.")
+
+
+def _where(source: str) -> str:
+    return f"The model's Python compares a length at {source}"
+
+
+def _compared(steps: Sequence[Captured], traces: ResizedTraces) -> Iterator[tuple[str, str, Size]]:
+    """What is compared with 0 of the lengths: by what sign, and at which line."""
     by_line: list[dict[tuple[str, str], list[Fraction]]] = []
     for step in steps:
         by_line.append({})
         for each in step.comparisons:
             by_line[-1].setdefault((each.sign, each.source), []).append(each.difference)
-    decided: set[tuple[str, str, int | None]] = set()
+    decided: set[tuple[str, str, int]] = set()
     for sign, source in dict.fromkeys(key for each in by_line for key in each):
         of_each = [each.get((sign, source), []) for each in by_line]
         if len({difference for differences in of_each for difference in differences}) <= 1:
             continue  # however often: a cache that knows a size compares it once more
-        where = f"The model's Python compares a length at {source}"
         if len({*map(len, of_each)}) > 1:
-            raise SizeError(f"{where} more often at some lengths than at others.")
+            raise SizeError(f"{_where(source)} more often at some lengths than at others.")
         for values in zip(*of_each, strict=True):
             scale = math.lcm(*(value.denominator for value in values))
             size = sized([int(value * scale) for value in values], traces.names, traces.points)
-            if (sign, source, size) in decided:
-                continue
-            decided.add((sign, source, size))
             if size is None:
-                raise SizeError(f"{where} in a way that says nothing of lengths in between.")
-            other = _other_outcome(sign, size, traces.names, lengths) if isinstance(size, Size) else None
-            if other is not None:
-                text = ", ".join(f"{name} {length}" for name, length in other.items())
-                raise SizeError(f"{where}, and decides otherwise for {text} than for the example.")
+                raise SizeError(f"{_where(source)} in a way that says nothing of lengths in between.")
+            if isinstance(size, Size) and (sign, source, size) not in decided:
+                decided.add((sign, source, size))
+                yield sign, source, size
 
 
-def _other_outcome(
+def _outcomes(
     sign: str, size: Size, variables: Sequence[str], lengths: Sequence[NamedLength]
-) -> dict[str, int] | None:
-    """Lengths at which a comparison of a size with 0 has another outcome than at the example's; None if there
-    are none.  Of several names a part of all lengths is tried, the ends among them."""
+) -> Iterator[tuple[dict[str, int], bool]]:
+    """Of a comparison of a size with 0, at lengths that programs may take.  Of several names a part of all
+    lengths is tried, the ends among them."""
+    for point in _tried(lengths):
+        at = {variable: point[each.name] for variable, each in zip(variables, lengths, strict=True)}
+        yield point, bool(SIGNS[sign](size.at(at), 0))
+
+
+def _tried(lengths: Sequence[NamedLength]) -> Iterator[dict[str, int]]:
     most = MOST_TRIED if len(lengths) == 1 else round(MOST_TRIED ** (1 / len(lengths)))
-    tried = []
-    for each in lengths:
-        all_of_it = range(each.least, each.example + 1, each.step)
-        tried.append([*all_of_it[:: -(-len(all_of_it) // most)], each.example])
-    for point in itertools.product(*tried):
-        value = size.at(dict(zip(variables, point, strict=True)))
-        if bool(SIGNS[sign](value, 0)) != bool(SIGNS[sign](int(size), 0)):
-            return dict(zip((each.name for each in lengths), point, strict=True))
-    return None
+
+    def some(least: int, longest: int, step: int) -> list[int]:
+        all_of_it = range(least, longest + 1, step)
+        return [*all_of_it[:: -(-len(all_of_it) // most)], longest]
+
+    others = [each for each in lengths if not each.leading]
+    for values in itertools.product(*(some(each.least, each.example, each.step) for each in others)):
+        point = {each.name: value for each, value in zip(others, values, strict=True)}
+        rows = next((each for each in lengths if each.leading), None)
+        for number in (0,) if rows is None else some(rows.least, rows.most(lengths, point), 1):
+            yield point if rows is None else {**point, rows.name: number}
 
 
 def _check_constants(captured: Captured, other: Captured) -> None:
@@ -270,38 +344,71 @@ def _check_constants(captured: Captured, other: Captured) -> None:
             )
 
 
-def _ranges(dimensions: Mapping[str, int]) -> Iterator[tuple[NamedLength, ...]]:
-    """Lengths that a program may take: first the most, down to few."""
-    for step in STEPS:
-        if any(length % step for length in dimensions.values()):
+def _ranges(dimensions: Mapping[str, int], leading: str | None) -> Iterator[tuple[NamedLength, ...]]:
+    """Lengths that a program may take: first the most, down to few.  Of rows any number."""
+    others = {name: length for name, length in dimensions.items() if name != leading}
+    for step in STEPS if others else STEPS[:1]:
+        if any(length % step for length in others.values()):
             continue
-        units = {name: length // step for name, length in dimensions.items()}
-        # A length of one is broadcast, which is another op.
-        shortest = 2 if step == 1 else 1
-        for part in (0.0, 0.5):
-            least = {name: max(shortest, int(n * part)) for name, n in units.items()}
+        units = {name: length // step for name, length in others.items()}
+        # A length of one is broadcast, which is another op; so it is of x[:, :-1] at two.
+        shortest = ((2, 0.0), (4, 0.0), (2, 0.5)) if step == 1 else ((1, 0.0), (1, 0.5))
+        for few, part in shortest:
+            least = {name: max(few, int(n * part)) for name, n in units.items()}
             if all(units[name] - least[name] >= 3 for name in units):
                 yield tuple(
-                    NamedLength(name, length, least[name] * step, step) for name, length in dimensions.items()
+                    NamedLength(name, length, max(2, int(length * part)), 1, leading=True)
+                    if name == leading
+                    else NamedLength(name, length, least[name] * step, step)
+                    for name, length in dimensions.items()
                 )
 
 
 def _points(lengths: Sequence[NamedLength]) -> list[dict[str, int]]:
     """Lengths beside the example's: the least, the next to the example's, and some in between, as many as
-    tell the terms of an expression apart.  Of several names each has another order of these."""
-    known = []
-    for each in lengths:
-        first, last = each.least // each.step, each.example // each.step
-        middle = (first + last) // 2
-        quarter, more = (first + middle) // 2, (middle + last) // 2
-        units = [first, last - 1, middle, quarter, more]
-        known.append([unit * each.step for unit in dict.fromkeys(units) if unit < last])
+    tell the terms of an expression apart; no tensor is larger than in the example.  The shortest microbatch
+    has the most rows."""
     count = 3 if len(lengths) == 1 else 3 + 2 * len(lengths)
     points: list[dict[str, int]] = []
     for k in range(count):
-        # The least of all are traced together: the shortest microbatch.
-        chosen = [values[(k * (1 + 2 * j)) % len(values)] for j, values in enumerate(known)]
-        point = {each.name: value for each, value in zip(lengths, chosen, strict=True)}
+        point: dict[str, int] = {}
+        for j, each in sorted(enumerate(lengths), key=lambda pair: not pair[1].leading):
+            beside = _rows_beside if each.leading and len(lengths) > 1 else _beside
+            known = beside(each, _share_of_rows(lengths, point))
+            # The least of all are traced together.  Each name has another order of its lengths, and the
+            # second time these come in other pairs.
+            turn = k * _ORDERS[j % 4] + k // 5 * j
+            point[each.name] = known[turn % len(known)]
+        if k == 0 and len(lengths) > 1:
+            point |= {each.name: each.most(lengths, point) for each in lengths if each.leading}
+        point = {each.name: point[each.name] for each in lengths}
         if point not in points:
             points.append(point)
     return points
+
+
+_ORDERS = 1, 3, 2, 4  # of five lengths
+
+
+def _share_of_rows(lengths: Sequence[NamedLength], point: Mapping[str, int]) -> Fraction:
+    """How long a microbatch may be relative to the example, by its rows."""
+    rows = next((each for each in lengths if each.name in point and each.leading), None)
+    return Fraction(1) if rows is None else min(Fraction(1), Fraction(rows.example, point[rows.name]))
+
+
+def _beside(length: NamedLength, share: Fraction) -> list[int]:
+    if length.leading and length.example - length.least < 3:
+        return _rows_beside(length, share)
+    first, last = length.least // length.step, length.example // length.step
+    last = max(first + 1, min(last, int(last * share) + 1))
+    middle = (first + last) // 2
+    quarter, more = (first + middle) // 2, (middle + last) // 2
+    units = dict.fromkeys([first, last - 1, middle, quarter, more])
+    return [unit * length.step for unit in units if unit < last]
+
+
+def _rows_beside(rows: NamedLength, share: Fraction) -> list[int]:
+    """Also more rows than the example has."""
+    least, example = rows.least, rows.example
+    some = [least, example + 1, least + 1, 2 * example + 1, example + 3, least + 3, example + 5, example + 6]
+    return [n for n in dict.fromkeys(some) if n != example][:5]

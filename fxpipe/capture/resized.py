@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import fx
 
+from fxpipe.capture.trace import Captured
 from fxpipe.errors import CaptureError, SizeError
 from fxpipe.ir.compat import pytree
 from fxpipe.ir.fake_op_cache import give_own_values
@@ -28,8 +29,18 @@ MICROBATCH = "microbatch"
 INDEPENDENT = 1e-7
 
 
+def leading_name(example: object, dimensions: Mapping[str, int]) -> str | None:
+    """The name among these of the leading dimension: the one that is as long as no other dimension is; None
+    if it is not named."""
+    shapes = [tuple(x.shape) for _, x in batch_leaves(example) if isinstance(x, torch.Tensor) and x.dim()]
+    rows, others = {shape[0] for shape in shapes}, {n for shape in shapes for n in shape[1:]}
+    named = (name for name, n in dimensions.items() if n in rows and (n not in others or name == MICROBATCH))
+    return next(named, None)
+
+
 def named_lengths(example: object, dimensions: Mapping[str, int]) -> dict[str, int]:
-    """The length of every named dimension, ``microbatch`` (the leading one) first.
+    """The length of every named dimension, the leading one first, which is ``microbatch`` where it is not
+    named.
 
     A microbatch of one row is no named length: ops on a length of one are others than on two or more.
     Raises SizeError for names and lengths that do not tell the example's dimensions apart.
@@ -47,82 +58,113 @@ def named_lengths(example: object, dimensions: Mapping[str, int]) -> dict[str, i
         raise SizeError(
             f"There is no one leading length to call {MICROBATCH!r}: leave dimensions out. {example_has}"
         )
-    if MICROBATCH in dimensions:
-        raise SizeError(
-            f"{MICROBATCH!r} is always the leading dimension: leave it out of dimensions. {example_has}"
-        )
+    leading = leading_name(example, dimensions)
     lengths = {n for shape in shapes.values() for n in shape[1:] if n > 1}
     for name, length in dimensions.items():
         if type(length) is not int:
             raise SizeError(f"{name!r} is to be {length!r} long and must be a whole number. {example_has}")
-        if length not in lengths:
+        if name == leading and length == 1:
             raise SizeError(
-                f"{name!r} is to be {length!r} long, and no dimension but the leading one is, or it is one. "
-                f"{example_has}"
+                f"{name!r} is one row, on which ops are others than on two or more: give an example of two "
+                f"rows or more; the programs take microbatches of one row, too. {example_has}"
+            )
+        if name == MICROBATCH != leading:
+            raise SizeError(f"{MICROBATCH!r} is always the leading dimension. {example_has}")
+        if name != leading and length not in lengths:
+            raise SizeError(
+                f"{name!r} is to be {length!r} long, and no dimension is, or it is one. {example_has}"
             )
     if len(set(dimensions.values())) < len(dimensions):
         raise SizeError(
             f"Two names for one length cannot be told apart: {dict(dimensions)}. Give an example in which "
             f"these lengths differ. {example_has}"
         )
-    named = {MICROBATCH: rows.pop(), **dimensions}
-    if named[MICROBATCH] == 1:
-        del named[MICROBATCH]
+    first = leading or MICROBATCH
+    named = {first: rows.pop(), **{name: length for name, length in dimensions.items() if name != first}}
+    if named[first] == 1:
+        del named[first]
     if not named:
         raise SizeError(f"There is no length to name: give an example of two rows or more. {example_has}")
     return named
 
 
 def sample(
-    graph: fx.Graph, example: object, lengths: Mapping[str, int], capture: Callable[[object], fx.Graph]
+    graph: fx.Graph,
+    example: object,
+    lengths: Mapping[str, int],
+    capture: Callable[[object], fx.Graph],
 ) -> ResizedTraces:
     """Capture the step at other lengths and match the graphs node by node.
 
-    capture: an example -> the graph.  Raises SizeError, naming op, module path and source line, where
-    the step is not made of the same ops at other lengths.
+    capture: an example -> the graph.  Raises SizeError, naming op, module path and source line, where the
+    step is not made of the same ops at other lengths.
     """
     give_own_values(graph)  # values of one layout may differ at other lengths
     first, failure = tuple(lengths.values()), None
+    leading = leading_name(example, lengths) or MICROBATCH
     for smaller in (True, False):
         try:
-            others = _points(lengths, smaller)
-            resized = [_resized(example, lengths, dict(zip(lengths, point, strict=True))) for point in others]
-            graphs = tuple(capture(other) for other in resized)
-            return ResizedTraces(tuple(lengths), (first, *others), {}, ()).after_rewrite(graph, graphs)
+            others = _points(lengths, leading, smaller)
+            points = [dict(zip(lengths, point, strict=True)) for point in others]
+            graphs = tuple(capture(_resized(example, lengths, leading, point)) for point in points)
+            return ResizedTraces(tuple(lengths), (first, *others), {}, (), leading).after_rewrite(
+                graph, graphs
+            )
         except (CaptureError, SizeError) as error:
             failure = failure or error
-    named = [name for name in lengths if name != MICROBATCH]
+    named = [name for name in lengths if name != leading]
     remedy = "Leave dimensions out."
     if named and isinstance(failure, CaptureError):
         remedy = (
             f"That is with other lengths of {', '.join(named)}. Leave what the model's weights or code fix "
             "out of dimensions: no batch has another."
         )
+        alike = [name for name in named if lengths[name] == lengths.get(leading)]
+        if alike:
+            remedy += (
+                f" {alike[0]!r} is not the leading dimension, as another one is as long: give an example of "
+                f"other rows, or call it {MICROBATCH!r}."
+            )
     raise SizeError(f"Costs for other sizes than the example's are unknown. {failure} {remedy}") from failure
 
 
-def _resized(example: object, old: Mapping[str, int], new: Mapping[str, int]) -> object:
+def with_other_rows(
+    graph: fx.Graph, example: object, dimensions: Mapping[str, int], capture: Callable[[object], Captured]
+) -> ResizedTraces:
+    """The step of one row more, where an example has several; as ``sample``."""
+    lengths = named_lengths(example, dimensions)
+    leading = leading_name(example, lengths) or MICROBATCH
+    points = [tuple(lengths.values())]
+    graphs: list[fx.Graph] = []
+    if leading in lengths:
+        more = {**lengths, leading: lengths[leading] + 1}
+        points.append(tuple(more.values()))
+        graphs.append(capture(_resized(example, lengths, leading, more)).graph)
+    return ResizedTraces(tuple(lengths), tuple(points), {}, (), leading).after_rewrite(graph, graphs)
+
+
+def _resized(example: object, old: Mapping[str, int], leading: str, new: Mapping[str, int]) -> object:
     """The example with other lengths."""
-    lengths = {length: new[name] for name, length in old.items() if name != MICROBATCH}
+    lengths = {length: new[name] for name, length in old.items() if name != leading}
 
     def resize(tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.dim():
             return tensor
         order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
-        shape = (new.get(MICROBATCH, 1), *(lengths.get(n, n) for n in tensor.shape[1:]))
+        shape = (new.get(leading, 1), *(lengths.get(n, n) for n in tensor.shape[1:]))
         return torch.empty_permuted(shape, order, dtype=tensor.dtype, device=tensor.device).zero_()
 
     return pytree.tree_map_only(torch.Tensor, resize, example)
 
 
-def _points(lengths: Mapping[str, int], smaller: bool) -> list[tuple[int, ...]]:
+def _points(lengths: Mapping[str, int], leading: str, smaller: bool) -> list[tuple[int, ...]]:
     """Two points that, with the example's, make sizes of one term distinct and any three terms independent.
 
     smaller: use fewer positions than the example, as a model may have a table of them.
     """
     choices = []
     for name, length in lengths.items():
-        if name == MICROBATCH:
+        if name == leading:
             some = (
                 [n for n in (3, 5, 7, 11, 13) if n != length] if smaller else [length * k for k in (2, 3, 5)]
             )

@@ -77,8 +77,7 @@ def batch_of(options: argparse.Namespace) -> Batch | None:
     steps, ways = ways_of(options, plan, planner)
     packed = [way for way in ways if way.tokens is not None and options.tokens in (None, way.tokens)]
     best = min(packed, key=lambda way: inf if way.seconds is None else way.seconds)
-    (length,) = plan.step.lengths
-    named = tuple({length.name: each.length} for each in best.steps[0])
+    named = tuple(map(_packer(plan, planner).lengths, best.steps[0]))
     shares = tuple(each.share for each in best.steps[0])
     return Batch(replace(source, microbatches=len(named)), planner, named, steps, ways, shares)
 
@@ -104,9 +103,11 @@ def ways_of(
 
 
 def _packer(plan: Plan, planner: BatchPlanner) -> Packer:
-    """Raises SizeError unless one dimension has a name."""
-    if len(plan.step.lengths) != 1:
+    """Raises SizeError unless one dimension beside the rows has a name."""
+    lengths = [each for each in plan.step.lengths if not each.leading]
+    if len(lengths) != 1:
         named_lengths(plan.step.lengths, [0])  # raises where there is none
         raise SizeError("Samples have one length: give those of microbatches, where several have names.")
     rows = next(leaf.shape[0] for leaf in plan.step.batch.leaves if leaf.shape)
-    return Packer(planner, plan.step.lengths[0], rows, plan.replicas)
+    leading = next((each.name for each in plan.step.lengths if each.leading), None)
+    return Packer(planner, lengths[0], rows, plan.replicas, leading)

@@ -14,7 +14,7 @@ from fxpipe.certificate.check import check_artifact
 from fxpipe.certificate.problems import Certificate, Problem
 from fxpipe.cli.arguments import output, picture, working, write_picture
 from fxpipe.cli.batch import add_samples, needs_lengths, ways_of
-from fxpipe.cli.ways import print_ways, ways_as_json
+from fxpipe.cli.ways import print_ways, ways_as_json, ways_as_page
 from fxpipe.cost.batch_order import BatchPlanner
 from fxpipe.cost.plan_costs import costs_of
 from fxpipe.errors import RunError, printable
@@ -132,13 +132,19 @@ def add_report(parser: argparse.ArgumentParser) -> None:
         "measured step, if one was recorded there (fxpipe run --record)."
     )
     _add(parser, _report, description)
+    add_samples(parser, "of samples, whose distribution the page has: what steps of them take")
     parser.add_argument("-o", "--output", type=output, metavar="FILE.html", help="DIRECTORY/report.html")
 
 
 def _report(options: argparse.Namespace) -> None:
-    path = options.output or options.directory / "report.html"
+    path, lengths = options.output or options.directory / "report.html", None
+    needs_lengths(options)
     with working("report"):
-        write_report(saved_source(options.directory), path)
+        source = saved_source(options.directory)
+        if options.lengths is not None:
+            ways = ways_of(options, source.plan, BatchPlanner.of(source.plan))
+            lengths = ways_as_page(options.lengths, options.seed, *ways)
+        write_report(source, path, lengths)
     _written(options, path, str(path))
 
 

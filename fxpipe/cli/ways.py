@@ -36,6 +36,29 @@ def ways_as_json(
     return {"lengths_of": lengths.text, **drawn, "steps": len(steps), "samples": len(steps[0]), "ways": rows}
 
 
+#: The most bars of a picture of lengths.
+BARS = 48
+
+
+def ways_as_page(
+    lengths: Lengths, seed: int, steps: Sequence[Sequence[int]], ways: Sequence[Way]
+) -> dict[str, object]:
+    """``ways_as_json`` with what the report draws.  ``bars``: of each the tokens up to which samples are in
+    it, their number and their tokens; ``first``: rows and lengths of the microbatches of the first step."""
+    record = ways_as_json(lengths, seed, steps, ways)
+    samples = [n for step in steps for n in step]
+    width = -(-max(samples) // BARS)
+    bars = [[width * (k + 1), 0, 0] for k in range(-(-max(samples) // width))]
+    for n in samples:
+        bars[(n - 1) // width][1] += 1
+        bars[(n - 1) // width][2] += n
+    rows: list[dict[str, object]] = record["ways"]  # type: ignore[assignment]
+    for row, way in zip(rows, ways, strict=True):
+        row["first"] = [[each.rows, each.length] for each in way.steps[0]]
+    tokens = {"least": min(samples), "longest": max(samples), "mean": fmean(samples)}
+    return record | tokens | {"bars": bars}
+
+
 def large(number: float) -> str:
     """``1_234_567`` to ``1.23 M``."""
     for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):

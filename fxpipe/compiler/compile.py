@@ -20,9 +20,9 @@ from fxpipe.capture.call import check_call
 from fxpipe.capture.capture_options import CaptureOptions
 from fxpipe.capture.lanes.joint_graph import capture_lanes, lane_as_text
 from fxpipe.capture.lengths import LengthTraces, OtherMasks, agreed_masks, at_other_lengths
-from fxpipe.capture.resized import named_lengths, sample
+from fxpipe.capture.resized import named_lengths, sample, with_other_rows
 from fxpipe.capture.rules.attention_masks import Masks
-from fxpipe.capture.rules.length_means import weigh_means
+from fxpipe.capture.rules.length_means import TracesOfMeans, weigh_means
 from fxpipe.capture.scale import LATER
 from fxpipe.capture.trace import Captured, capture
 from fxpipe.capture.underflow import warn_of_float16
@@ -128,7 +128,7 @@ def _captured_at_sizes(request: Compilation, lengths: Mapping[str, int]) -> Capt
         try:
             resized = sample(captured.graph, request.example, lengths, lambda example: trace(example).graph)
             if request.has_programs and len({*masks}) == 1:
-                named = at_lengths_of_programs(request, captured, capture, resized.graphs)
+                named = at_lengths_of_programs(request, captured, capture, resized)
         except OtherMasks as error:
             if agreed is not None:
                 return CapturedStep(captured, resized, str(error))
@@ -143,28 +143,42 @@ def _captured_at_sizes(request: Compilation, lengths: Mapping[str, int]) -> Capt
         agreed = agreed_masks(masks)
 
 
-def _with_weighted_means(named: LengthTraces, others: Sequence[fx.Graph]) -> LengthTraces:
-    """others: more traces of the step, which get the same ops."""
-    first, *_ = graphs = [each.graph for each in named.captured]
-    for line in weigh_means((*graphs, *others), graphs):
+def _with_weighted_means(
+    named: LengthTraces, captured: Sequence[Captured], others: ResizedTraces
+) -> LengthTraces:
+    """captured: of one row.  others: more traces of the step, which get the same ops."""
+    names = [each.name for each in named.lengths]
+    points = [dict(zip(others.names, point, strict=True)) for point in others.points]
+    here = [points[0] | dict(zip(names, point, strict=True)) for point in named.traces.points]
+    graphs = [each.graph for each in named.captured]
+    lines = weigh_means(
+        TracesOfMeans(
+            (*graphs, *others.graphs),
+            (*here, *points[1:]),
+            others.leading,
+            names,
+            tuple(each.graph for each in captured),
+        )
+    )
+    for line in lines:
         warnings.warn(
-            f"The loss takes a mean over the elements of a microbatch in {line}, and its gradient does not "
-            "show. The loss of microbatches of several lengths is the mean of their own means: let loss_fn "
-            "return (sum, count).",
+            f"The loss takes a mean over the elements of a microbatch in {line}, which fxpipe cannot take "
+            "over those of all: the loss of microbatches of several lengths is the mean of their own means. "
+            "Let loss_fn return (sum, count).",
             stacklevel=2,
         )
-    return replace(named, traces=named.traces.after_rewrite(first, graphs[1:]))
+    return replace(named, traces=named.traces.after_rewrite(graphs[0], graphs[1:]), one_row=tuple(captured))
 
 
 def at_lengths_of_programs(
     request: Compilation,
     captured: Captured,
     trace: Callable[[object], Captured],
-    others: Sequence[fx.Graph] = (),
+    others: ResizedTraces | None = None,
 ) -> LengthTraces | str:
     """The step at the lengths that a program may take, or why it takes the example's alone.
 
-    others: traces at other sizes, which are rewritten alike.
+    others: traces at other sizes, which are rewritten alike, if there are any.
     """
     options = request.options
     if not options.dimensions:
@@ -179,7 +193,15 @@ def at_lengths_of_programs(
     try:
         variables = length_variables(options.dimensions)
         named = at_other_lengths(captured, request.example, options.dimensions, variables, trace)
-        return _with_weighted_means(named, others) if options.mean == "batch" else named
+        if options.mean == "microbatch":
+            return named
+        others = others or with_other_rows(captured.graph, request.example, options.dimensions, trace)
+        try:
+            return _with_weighted_means(named, named.one_row, others)
+        except SizeError:
+            if not named.one_row:
+                raise
+            return _with_weighted_means(named, (), others)
     except SizeError as error:
         return str(error)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -35,7 +36,7 @@ from fxpipe.ir.nodes import copy_graph
 from fxpipe.ir.sections import requested_outputs
 from fxpipe.ir.size import without_names
 from fxpipe.ir.storage import call_nodes, graph_outputs, node_bytes
-from fxpipe.plan.artifact import Artifact, Plan
+from fxpipe.plan.artifact import Artifact, OffloadSlot, Plan
 from fxpipe.plan.captured import AtLengths, CapturedOps, CapturedStep
 from fxpipe.runtime.program.offload import aligned
 from fxpipe.schedule.lowering.instructions import Collective, Programs
@@ -72,10 +73,10 @@ def generate(
     # Before the passes: an error of the schedule needs no program.
     _check_buffer_order(cut.graph, schedule)
     joint = _collectives(cut, schedule)
-    cut, pools = _finished(cut, live, schedule)
+    cut, pools, slots = _finished(cut, live, schedule)
     plan = completed(make_plan(request, captured, cut, timeline, joint))
     if pools:
-        plan = replace(plan, tier=options.tier, pools=tuple(pool.bytes for pool in pools))
+        plan = replace(plan, tier=options.tier, pools=tuple(pool.bytes for pool in pools), slots=slots)
     lowered = lower(schedule, timeline.costs.edges, joint, timeline.spans)
     write = partial(_programs, cut, schedule, lowered, pools, options.per_use)
     plan, parts, programs, others = _of_lengths(plan, lengths, cut, write)
@@ -115,13 +116,20 @@ def _collectives(cut: Cut, schedule: Schedule) -> tuple[Collective, ...]:
     return collectives(cut.edges, schedule.placement, shards)
 
 
-def _finished(cut: Cut, live: Liveness, schedule: Schedule) -> tuple[Cut, tuple[Pool, ...]]:
-    """The cut with the offloads of its schedule in the graph, and each rank's pool of offloaded values."""
+def _finished(
+    cut: Cut, live: Liveness, schedule: Schedule
+) -> tuple[Cut, tuple[Pool, ...], tuple[OffloadSlot, ...]]:
+    """The cut with the offloads of its schedule in the graph, each rank's pool of offloaded values, and what
+    is moved there."""
     moved = {(t.stage, t.user) for t in schedule.transfers}
     roots = {(stage, user): live.offloadable[stage][user] for stage, user in sorted(moved)}
-    sizes = {key: sum(aligned(node_bytes(root)) for root in values) for key, values in roots.items()}
+    slots = {
+        key: OffloadSlot(*key, sum(aligned(node_bytes(root)) for root in values), len(values))
+        for key, values in roots.items()
+    }
     joined = frozenset() if Phase.B in cut.options.compiled else joined_stages(schedule)
-    return finished(cut, joined, roots), make_pools(schedule, sizes) if moved else ()
+    pools = make_pools(schedule, lambda t: slots[t.stage, t.user].bytes) if moved else ()
+    return finished(cut, joined, roots), pools, tuple(slots.values())
 
 
 def joined_stages(schedule: Schedule) -> frozenset[int]:
@@ -147,7 +155,14 @@ def _of_lengths(
             sizes = crossing_sizes(cut.graph, crossing, cut.lengths)
             variables = dict(zip(cut.lengths.names, (each.name for each in lengths.lengths), strict=True))
             parts, programs = write(named, variables, sizes)
-            return named, parts, programs, _checked_at_lengths(named, programs, lengths, cut)
+            points = zip(lengths.points[1:], lengths.captured[1:], strict=True)
+            others = [_checked_at(named, programs, point, step, cut) for point, step in points]
+            if lengths.one_row:
+                of_one = zip(lengths.points_of_one_row, lengths.one_row, strict=True)
+                with contextlib.suppress(SizeError):  # then they take two rows or more
+                    others += [_checked_at(named, programs, point, step, cut) for point, step in of_one]
+                    named = replace(named, step=replace(named.step, lengths=lengths.with_one_row))
+            return named, parts, programs, tuple(others)
         except SizeError as error:
             why = str(error)
     for graph in _graphs(cut):
@@ -164,24 +179,21 @@ def _graphs(cut: Cut) -> list[fx.Graph]:
     return [cut.graph, *graphs, *once]
 
 
-def _checked_at_lengths(
-    plan: Plan, programs: tuple[str, ...], lengths: LengthTraces, cut: Cut
-) -> tuple[AtLengths, ...]:
+def _checked_at(
+    plan: Plan, programs: tuple[str, ...], point: dict[str, int], captured: Captured, cut: Cut
+) -> AtLengths:
     """The step at other lengths as data.  Raises SizeError if programs are another one there, whatever the
     option ``check`` says: a pass may have written the example's length as a number."""
-    others = []
-    for point, captured in zip(lengths.points[1:], lengths.captured[1:], strict=True):
-        step = _captured_as_data(captured, cut)
-        if step is None:
-            raise SizeError("the programs cannot be checked against the captured step at other lengths")
-        try:
-            certificate = check(replace(plan, step=plan.step.at(point)), programs, CapturedStep(**vars(step)))
-        except ArtifactError as error:
-            raise SizeError(f"the programs cannot be checked at other lengths: {error}") from error
-        if not certificate.holds:
-            raise SizeError(f"the programs are not the captured step at {point}: {certificate.problems[0]}")
-        others.append(AtLengths(point, step))
-    return tuple(others)
+    step = _captured_as_data(captured, cut)
+    if step is None:
+        raise SizeError("the programs cannot be checked against the captured step at other lengths")
+    try:
+        certificate = check(replace(plan, step=plan.step.at(point)), programs, CapturedStep(**vars(step)))
+    except ArtifactError as error:
+        raise SizeError(f"the programs cannot be checked at other lengths: {error}") from error
+    if not certificate.holds:
+        raise SizeError(f"the programs are not the captured step at {point}: {certificate.problems[0]}")
+    return AtLengths(point, step)
 
 
 def _programs(

@@ -127,8 +127,9 @@ class Options:
     dimensions: Mapping[str, int] | None = None
     """Names for lengths of the example, ``{"sequence": 256}``: there microbatches may be shorter, each of
     its own length (docs/lengths.md), and ``pipe.simulate`` predicts costs for other lengths. Every
-    dimension that is 256 long gets that name, but the leading one is ``microbatch``. Raises SizeError if
-    the model's ops differ at two lengths."""
+    dimension that is 256 long gets that name, but the leading one is ``microbatch``; with another name, or
+    with that, it may have other lengths, too: ``{"rows": 2, "sequence": 256}``. Raises SizeError if the
+    model's ops differ at two lengths."""
 
     # Memory
     memory_limit: float | str | None = None

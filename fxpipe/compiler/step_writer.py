@@ -13,7 +13,7 @@ from fxpipe.codegen.step.step import called_ops, step_calls, step_source
 from fxpipe.codegen.step.step_plan import StepParts, StepPlan
 from fxpipe.compiler.buckets import bucket_uses
 from fxpipe.compiler.tensor_ownership import tied_gradients
-from fxpipe.cost.batch_order import BatchPlanner
+from fxpipe.cost.batch_order import BatchPlanner, OfReplica
 from fxpipe.errors import ArtifactError
 from fxpipe.plan.artifact import Artifact, Plan
 from fxpipe.plan.saved.as_json import from_json, to_json
@@ -31,8 +31,7 @@ STEPS_FORMAT = 1
 class StepWriter:
     """Writes ``step`` in the order that is the fastest for the lengths of the microbatches.
 
-    None for the plan's own order, which the programs have.  Other orders offload nothing: transfers are
-    planned for one order.
+    None for the plan's own order, which the programs have.
     """
 
     plan: Plan
@@ -40,11 +39,17 @@ class StepWriter:
     orders: BatchPlanner
 
     def __call__(
-        self, lengths: Sequence[Mapping[str, int]], shares: Sequence[float] = ()
+        self,
+        lengths: Sequence[Mapping[str, int]],
+        shares: Sequence[float] = (),
+        others: Sequence[OfReplica] = (),
     ) -> OrderedStep | None:
-        schedule, own = self.orders.timeline(lengths, shares).schedule, self.plan.ordered
-        if schedule.order == own.order:
+        """others: lengths and shares of other replicas, which run the same order."""
+        timeline, own = self.orders.timeline(lengths, shares, others), self.plan.ordered
+        schedule = timeline.schedule
+        if (schedule.order, schedule.transfers) == (own.order, own.transfers):
             return None
+        pools = self.orders.pools_of(timeline)
         programs = instructions(self.plan, self.parts, schedule, lower(schedule, self.plan.costs.edges))
         texts, ops = [], []
         for rank, of_rank in enumerate(programs):
@@ -54,6 +59,7 @@ class StepWriter:
                 placement=self.plan.placement,
                 instructions=of_rank,
                 joined=own.joined,
+                places=pools[rank].offsets if pools else {},
             )
             calls = step_calls(step)
             texts.append(step_source(step, calls))

@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from math import inf
+from math import ceil, inf
+from operator import le
 from typing import Self
 
 from fxpipe.errors import ScheduleError, SizeError
-from fxpipe.plan.artifact import Plan
-from fxpipe.plan.step import NamedLength, allowed
+from fxpipe.plan.artifact import OffloadSlot, Plan
+from fxpipe.plan.step import NamedLength, refused
 from fxpipe.plan.work import PlanWork
-from fxpipe.schedule.costs import Costs, StageCost
-from fxpipe.schedule.ops import Schedule
+from fxpipe.runtime.program.offload import ALIGNMENT, aligned
+from fxpipe.schedule.costs import Costs, StageCost, most_of
+from fxpipe.schedule.offload.memory_pool import Pool, pools
+from fxpipe.schedule.offload.planner import offload_within
+from fxpipe.schedule.ops import Schedule, Transfer
 from fxpipe.schedule.placement import stages_of
 from fxpipe.schedule.search.uneven import LOOKS_A_SECOND, WORK, TooLarge, Uneven
 from fxpipe.schedule.simulation.simulator import simulate
 from fxpipe.schedule.simulation.timeline import Timeline
+from fxpipe.schedule.simulation.transfers import offload_bytes
 
 _CLEAR = 0.02
+#: Of the limits: what orders may hold before something of it is offloaded.
+_MORE = 1.3, 2.0
 _Lengths = tuple[tuple[str, int], ...]
+OfReplica = tuple[Sequence[Mapping[str, int]], Sequence[float]]
+"""The lengths of a replica's microbatches, and their shares."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,7 +38,8 @@ class BatchPlanner:
 
     ``schedule``: for microbatches as the example, of which ``example`` has the costs.  ``work``: those at
     other lengths; without it they are those of the example, as of an evaluation.  ``limits``: of each rank.
-    ``in_order``: whether microbatches must come in theirs.
+    ``in_order``: whether microbatches must come in theirs.  ``slots``: what can be offloaded, within
+    ``pools``, the bytes of each rank.
     """
 
     schedule: Schedule
@@ -37,49 +47,107 @@ class BatchPlanner:
     work: PlanWork | None
     limits: tuple[float, ...]
     in_order: bool = False
+    slots: tuple[OffloadSlot, ...] = ()
+    pools: tuple[int, ...] = ()
     _costs: dict[tuple[_Lengths, float], Costs] = field(default_factory=dict)
 
     @classmethod
     def of(cls, plan: Plan) -> Self:
         limits = plan.limits or own_limits(plan.ordered, plan.costs, plan.prediction.peak_memory)
-        return cls(plan.ordered, plan.costs, plan.work, limits, bool(plan.changed))
+        if not plan.limits and plan.work is not None:
+            limits = _with_most_rows(plan, plan.work, limits)
+        how = bool(plan.changed), plan.slots, plan.pools
+        return cls(plan.ordered, plan.costs, plan.work, limits, *how)
 
     @cached_property
     def without_limits(self) -> BatchPlanner:
         return replace(self, limits=(inf,) * len(self.limits))
 
-    def timeline(self, lengths: Sequence[Mapping[str, int]], shares: Sequence[float] = ()) -> Timeline:
+    def timeline(
+        self,
+        lengths: Sequence[Mapping[str, int]],
+        shares: Sequence[float] = (),
+        others: Sequence[OfReplica] = (),
+    ) -> Timeline:
         """The fastest order for microbatches of these lengths, simulated.
 
-        shares: of each, see ``costs``; without them a microbatch is one document.
+        shares: of each, see ``costs``; without them a microbatch is one document.  others: lengths and shares
+        of as many microbatches of other replicas, which run the same order: each takes as long as the slowest
+        of them.
         Raises ScheduleError, with the microbatch and its lengths, where one of them does not fit the limits.
         """
-        costs = tuple(map(self.costs, lengths, shares or [1.0] * len(lengths)))
-        schedules = [self.schedule] if len(lengths) == self.schedule.microbatches else []
+        replicas = [(lengths, shares or [1.0] * len(lengths)), *others]
+        of_replicas = [[*map(self.costs, *each)] for each in replicas]
+        costs = tuple(map(most_of, zip(*of_replicas, strict=True)))
+        timelines = []
+        if len(lengths) == self.schedule.microbatches:
+            # Of more rows than the example's, microbatches may be larger.
+            own = simulate(self.schedule, self.example, costs)
+            timelines = [own] if _keeps(own.peak_memory, self.limits) else []
         try:
-            schedules.append(self._searched(costs))
+            timelines.append(self._searched(costs))
         except ScheduleError as error:
-            if not schedules:
-                raise self._too_large(error, lengths) from error
-        return min((simulate(each, self.example, costs) for each in schedules), key=lambda one: one.seconds)
+            timelines += self._offloading(costs)
+            if not timelines:
+                raise self._too_large(error, [each for each, _ in replicas]) from error
+        else:
+            timelines += self._offloading(costs)
+        return min(timelines, key=lambda one: one.seconds)
 
-    def _searched(self, costs: tuple[Costs, ...]) -> Schedule:
+    def _searched(self, costs: tuple[Costs, ...], limits: Sequence[float] | None = None) -> Timeline:
+        """limits: by default those for activations."""
         own = self.schedule
-        problem = Uneven(costs, own.placement, self.limits, own.joined, in_order=self.in_order)
+        limits = self.limits if limits is None else tuple(limits)
+        problem = Uneven(costs, own.placement, limits, own.joined, in_order=self.in_order)
         # The search takes no longer than the step: of short ones little can be gained.
-        order = problem.best(min(WORK, int(problem.bound * LOOKS_A_SECOND)))
-        return Schedule(f"{own.name} by lengths", own.placement, len(costs), order)
+        order = problem.best(int(min(WORK, problem.bound * LOOKS_A_SECOND)))
+        schedule = Schedule(f"{own.name} by lengths", own.placement, len(costs), order)
+        return simulate(schedule, self.example, costs)
 
-    def _too_large(self, error: ScheduleError, lengths: Sequence[Mapping[str, int]]) -> ScheduleError:
+    def _offloading(self, costs: tuple[Costs, ...]) -> Iterator[Timeline]:
+        """Orders that hold more than the limits, of which as much leaves as keeps them."""
+        able = {(slot.stage, slot.user) for slot in self.slots}
+        for share in _MORE if able else ():
+            try:
+                timeline = self._searched(costs, [share * limit for limit in self.limits])
+                timeline = offload_within(timeline, self.limits, able=able).timeline
+            except ScheduleError:
+                continue
+            if all(map(le, (pool.bytes for pool in self.pools_of(timeline)), self.pools)):
+                yield timeline
+
+    def pools_of(self, timeline: Timeline) -> tuple[Pool, ...]:
+        """The pools of a step's offloaded activations; none where it offloads nothing."""
+        tensors = {(slot.stage, slot.user): slot.tensors for slot in self.slots}
+
+        def size(transfer: Transfer) -> int:
+            of_stage = timeline.costs_of(transfer.microbatch).stages[transfer.stage]
+            # Each tensor begins at a multiple of the alignment.
+            return aligned(ceil(offload_bytes(of_stage, transfer.user))) + (
+                ALIGNMENT * (tensors[transfer.stage, transfer.user] - 1)
+            )
+
+        return pools(timeline.schedule, size) if timeline.schedule.transfers else ()
+
+    def _too_large(
+        self, error: ScheduleError, replicas: Sequence[Sequence[Mapping[str, int]]]
+    ) -> ScheduleError:
         if not isinstance(error, TooLarge):
             return error
-        named = ", ".join(f"{name} {length}" for name, length in lengths[error.microbatch].items())
+        rank = error.rank
+        alike = [lengths[error.microbatch] for lengths in replicas]
+        largest = max(alike, key=lambda each: self._alone(each)[rank])
+        named = ", ".join(f"{name} {length}" for name, length in largest.items())
         remedy = "shorten it, or compile with more memory_limit"
         if self.schedule.transfers:
-            remedy = (
-                f"give {self.schedule.microbatches} microbatches, for which the plan offloads, or {remedy}"
-            )
+            number = self.schedule.microbatches
+            remedy = f"give {number} microbatches, for which the plan offloads most, or {remedy}"
         return ScheduleError(f"With {named}, {error}: {remedy}.")
+
+    def _alone(self, lengths: Mapping[str, int]) -> tuple[float, ...]:
+        """Per rank the memory for a microbatch alone."""
+        costs = (self.costs(lengths),)
+        return Uneven(costs, self.schedule.placement, (), self.schedule.joined).least
 
     def costs(self, lengths: Mapping[str, int], share: float = 1.0) -> Costs:
         """The costs of a microbatch of these lengths, found once for each.
@@ -129,11 +197,28 @@ def _seconds(stage: StageCost) -> float:
     return stage.forward + stage.backward + stage.weight
 
 
+def _keeps(peaks: Sequence[float], limits: Sequence[float]) -> bool:
+    return all(peak <= limit * (1 + 1e-9) for peak, limit in zip(peaks, limits, strict=True))
+
+
 def own_limits(schedule: Schedule, costs: Costs, peaks: Sequence[float]) -> tuple[float, ...]:
     """What orders may hold where nobody limits it: the peaks of the schedule, and in any case a microbatch of
     the example, of which a schedule that offloads or recomputes may hold less."""
     example = Uneven((costs,), schedule.placement, (), schedule.joined)
     return tuple(map(max, peaks, example.least))
+
+
+def _with_most_rows(plan: Plan, work: PlanWork, limits: tuple[float, ...]) -> tuple[float, ...]:
+    """Limits within which a rank can have the most rows that a microbatch may have: what it holds of each row
+    alone, as behind a mean over the tokens, is no larger part of the example.  But no more than the fullest
+    rank."""
+    names = plan.step.lengths
+    shortest = {each.name: each.least for each in names}
+    most = shortest | {each.name: each.most(names, shortest) for each in names if each.leading}
+    if most == shortest:
+        return limits
+    alone = Uneven((work.costs(plan.costs, most),), plan.placement, (), plan.ordered.joined).least
+    return tuple(max(limit, min(one, max(limits))) for limit, one in zip(limits, alone, strict=True))
 
 
 def named_lengths(
@@ -156,9 +241,9 @@ def named_lengths(
         if not isinstance(named, Mapping) or {*named} != {one.name for one in names}:
             known = ", ".join(one.name for one in names)
             raise SizeError(f"lengths[{m}] is {lengths!r} and must give {known}.")
-        for one in names:
-            if not one.allows(named[one.name]):
-                raise SizeError(f"lengths[{m}] has {one.name} {named[one.name]}. {allowed(one)}")
+        if (refusal := refused(names, named)) is not None:
+            name, text = refusal
+            raise SizeError(f"lengths[{m}] has {name} {named[name]}. {text}")
         each.append({one.name: named[one.name] for one in names})
     return each
 

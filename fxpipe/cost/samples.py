@@ -22,8 +22,10 @@ Row = Sequence[int]
 
 
 class Microbatch(NamedTuple):
-    """``share``: of what attention to all tokens computes, that of documents (``BatchPlanner.costs``)."""
+    """``rows``: of each replica.  ``share``: of what attention to all tokens computes, that of documents
+    (``BatchPlanner.costs``)."""
 
+    rows: int
     length: int
     share: float
 
@@ -52,13 +54,14 @@ class Packer:
     """The steps of samples on a pipeline.
 
     ``length``: the dimension that samples have lengths in.  ``rows``: of a microbatch.  ``replicas``: which
-    run microbatches of the same lengths.
+    run microbatches of the same lengths.  ``leading``: the name of the rows, if there may be others.
     """
 
     planner: BatchPlanner
     length: NamedLength
     rows: int
     replicas: int = 1
+    leading: str | None = None
 
     def ways(self, steps: Sequence[Sequence[int]], tokens: Sequence[int] = ()) -> list[Way]:
         """steps: the lengths of the samples of each.  tokens: how many to pack to.
@@ -76,16 +79,26 @@ class Packer:
             "padded to buckets": [[[min(b for b in buckets if b >= n)] for n in step] for step in steps],
         }
         ways = [self._way(name, None, rows, "longest sample") for name, rows in padded.items()]
+        if self.leading is not None:
+            alone = ([[n] for n in step] for step in steps)
+            ways.append(self._way("rows by length", None, alone, "longest sample", by_length=True))
         for number in sorted({*tokens} or {max(1, most // part) for part in PACKED}):
             packed = [[[step[k] for k in place] for place in filled(step, number)] for step in steps]
             limit = "tokens" if longest <= number else "longest sample"
             ways.append(self._way(f"packed to {number}", number, packed, limit))
         return ways
 
-    def _way(self, name: str, tokens: int | None, steps: Iterable[Sequence[Row]], limit: str) -> Way:
-        """steps: the rows of each."""
-        made = tuple(map(self._microbatches, steps))
-        places = sum(each.length for step in made for each in step) * self.rows * self.replicas
+    def _way(
+        self,
+        name: str,
+        tokens: int | None,
+        steps: Iterable[Sequence[Row]],
+        limit: str,
+        by_length: bool = False,
+    ) -> Way:
+        """steps: the rows of each.  by_length: put as many short rows into a microbatch as it has tokens."""
+        made = tuple(self._microbatches(rows, by_length) for rows in steps)
+        places = sum(each.rows * each.length for step in made for each in step) * self.replicas
         try:
             seconds = self._seconds(self.planner, made)
         except ScheduleError:
@@ -95,21 +108,33 @@ class Packer:
             limit = "memory"
         return Way(name, tokens, made, places, seconds, limit)
 
-    def _microbatches(self, rows: Sequence[Row]) -> tuple[Microbatch, ...]:
+    def _microbatches(self, rows: Sequence[Row], by_length: bool) -> tuple[Microbatch, ...]:
         """Each has rows of about equal lengths, of all replicas."""
-        ordered, together = sorted(rows, key=sum, reverse=True), self.rows * self.replicas
-        return tuple(self._microbatch(ordered[k : k + together]) for k in range(0, len(ordered), together))
+        ordered, made, k = sorted(rows, key=sum, reverse=True), list[Microbatch](), 0
+        while k < len(ordered):
+            length = self._padded(sum(ordered[k]))
+            number = self.rows * self.length.example // length if by_length else self.rows
+            # Of what is left a microbatch has no more than it needs.
+            number = min(number, -(-(len(ordered) - k) // self.replicas)) if by_length else number
+            made.append(self._microbatch(ordered[k : k + number * self.replicas], number, length))
+            k += number * self.replicas
+        return tuple(made)
 
-    def _microbatch(self, rows: Sequence[Row]) -> Microbatch:
-        """rows: the longest first."""
+    def _padded(self, tokens: int) -> int:
         step = self.length.step
-        length = max(self.length.least, -(-sum(rows[0]) // step) * step)
+        return max(self.length.least, -(-tokens // step) * step)
+
+    def _microbatch(self, rows: Sequence[Row], number: int, length: int) -> Microbatch:
         squares = sum(n * n for row in rows for n in row) / self.replicas
-        return Microbatch(length, min(1.0, squares / (self.rows * length) ** 2))
+        return Microbatch(number, length, min(1.0, squares / (number * length) ** 2))
 
     def _seconds(self, planner: BatchPlanner, steps: Sequence[Sequence[Microbatch]]) -> float:
         return sum(self.timeline(planner, each).seconds for each in steps)
 
     def timeline(self, planner: BatchPlanner, step: Sequence[Microbatch]) -> Timeline:
-        lengths = [{self.length.name: each.length} for each in step]
-        return planner.timeline(lengths, [each.share for each in step])
+        return planner.timeline([*map(self.lengths, step)], [each.share for each in step])
+
+    def lengths(self, microbatch: Microbatch) -> dict[str, int]:
+        """By name."""
+        rows = {} if self.leading is None else {self.leading: microbatch.rows}
+        return {**rows, self.length.name: microbatch.length}

@@ -86,11 +86,12 @@ def throughputs(
     flops = step_flops(graph) if named is None else step_flops(graph, named.shapes)
     tensors = (x for _, x in batch_leaves(example) if isinstance(x, torch.Tensor))
     unit, shape = counted((x.shape, str(x.dtype)) for x in tensors)
-    names = {length: name for name, length in lengths.items() if name != "microbatch"}
+    leading = "" if resized is None else resized.leading
+    names = {length: name for name, length in lengths.items() if name != leading}
     results = []
     for wanted in sizes:
         at = lengths_at(lengths, wanted)
-        rows = at.get("microbatch", shape[0])
+        rows = at.get(leading, shape[0])
         others = [at.get(names.get(n, ""), n) for n in shape[1:]]
         values = [Fraction(n) for n in at.values()]
         numbers = {

@@ -18,7 +18,7 @@ from torch.utils.data import Sampler
 from fxpipe.cost.batch_order import filled
 from fxpipe.errors import OptionError, number_of
 
-Sample = Mapping[str, torch.Tensor]
+Sample = Mapping[str, torch.Tensor | Sequence[int]]
 
 
 def pack(
@@ -55,6 +55,58 @@ def pack(
     return [_joined([rows[k] for k in place], multiple, padding, ignored, documents) for place in places]
 
 
+def pad(
+    samples: Sequence[Sample | torch.Tensor],
+    *,
+    tokens: int,
+    multiple: int = 1,
+    padding: int = 0,
+    ignored: int = -100,
+    mask: str | None = "attention_mask",
+) -> list[dict[str, torch.Tensor]]:
+    """The microbatches of a step with a sample in each row, for models that do not keep packed samples apart.
+
+    samples: as ``pack`` has them.  Those of about the same length are in one microbatch, with as many rows as
+        ``tokens`` allow and at least one: [3, 680], [1, 2040]; ``dimensions`` names both
+        (docs/lengths.md).
+    multiple: of which the lengths of microbatches are, by ``padding`` at the end of rows, whose labels are
+        ignored.  mask: the name of a leaf that is 1 at tokens and 0 at padding; None for none.
+    """
+    rows = [_leaves(sample) for sample in samples]
+    rows.sort(key=lambda row: -len(row["input_ids"]))
+    microbatches = []
+    while rows:
+        length = -(-len(rows[0]["input_ids"]) // multiple) * multiple
+        number = max(1, tokens // length)
+        microbatches.append(_padded(rows[:number], length, padding, ignored, mask))
+        rows = rows[number:]
+    return microbatches
+
+
+def _padded(
+    rows: Sequence[Mapping[str, torch.Tensor]], length: int, padding: int, ignored: int, mask: str | None
+) -> dict[str, torch.Tensor]:
+    _check_alike(rows)
+    if mask is not None:
+        rows = [{**row, mask: torch.ones(len(row["input_ids"]), dtype=torch.long)} for row in rows]
+    return {
+        name: torch.stack([_filled(name, row[name], length, padding, ignored) for row in rows])
+        for name in rows[0]
+    }
+
+
+def _filled(name: str, value: torch.Tensor, length: int, padding: int, ignored: int) -> torch.Tensor:
+    """A leaf with something behind it, up to a length."""
+    fill = ignored if name == "labels" else padding if name == "input_ids" else 0
+    return torch.cat([value, value.new_full((length - len(value), *value.shape[1:]), fill)])
+
+
+def _check_alike(rows: Sequence[Mapping[str, torch.Tensor]]) -> None:
+    names = rows[0].keys()
+    if any(row.keys() != names for row in rows):
+        raise OptionError(f"One sample has {', '.join(names)}, and another one other leaves.")
+
+
 def assigned(
     lengths: Sequence[int], tokens: int, microbatches: int, cost: tuple[float, float] = (1.0, 0.0)
 ) -> list[list[int]]:
@@ -87,7 +139,8 @@ def assigned(
 
 
 def _leaves(sample: Sample | torch.Tensor) -> dict[str, torch.Tensor]:
-    leaves = {"input_ids": sample} if isinstance(sample, torch.Tensor) else dict(sample)
+    given = {"input_ids": sample} if isinstance(sample, torch.Tensor) else sample
+    leaves = {name: torch.as_tensor(x) for name, x in given.items()}  # also of a dataset's lists
     if "input_ids" not in leaves or any(x.dim() < 1 for x in leaves.values()):
         raise OptionError("A sample is a tensor of tokens, or a mapping that has them as 'input_ids'.")
     lengths = {name: len(x) for name, x in leaves.items()}
@@ -103,16 +156,13 @@ def _joined(
     ignored: int,
     documents: int | None,
 ) -> dict[str, torch.Tensor]:
-    names = rows[0].keys()
-    if any(row.keys() != names for row in rows):
-        raise OptionError(f"One sample has {', '.join(names)}, and another one other leaves.")
-    joined = {name: torch.cat([row[name] for row in rows]) for name in names}
+    _check_alike(rows)
+    joined = {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
     lengths = torch.tensor([len(row["input_ids"]) for row in rows])
     joined["labels"][lengths.cumsum(0) - lengths] = ignored
     missing = -len(joined["input_ids"]) % multiple
-    for name, value in joined.items():
-        fill = ignored if name == "labels" else padding if name == "input_ids" else 0
-        joined[name] = torch.cat([value, value.new_full((missing, *value.shape[1:]), fill)])
+    whole = len(joined["input_ids"]) + missing
+    joined = {name: _filled(name, value, whole, padding, ignored) for name, value in joined.items()}
     if documents is not None:
         if len(rows) > documents:
             raise OptionError(

@@ -28,11 +28,15 @@ Loss = Callable[[Any, Any], torch.Tensor]
 _OF_FIRST = ("ranks", "split_points", "vocab_parallel", "grad_dtype")
 
 
+_OF_STEP = ("example", "microbatches")  # which are given otherwise
+
+
 @dataclass(eq=False)
 class Sizes:
     """The pipelines of a model by the sizes of their steps.
 
-    ``options``: of ``fxpipe.compile``, and ``example``, a microbatch.  ``loss``: (output, microbatch) -> that
+    ``options``: of ``fxpipe.compile``, and ``example``, a microbatch; ``microbatches`` of a step where
+    batches are lists.  ``loss``: (output, microbatch) -> that
     of the microbatch.  ``context``: in which the model is traced.  ``weights``: a directory with those that
     the model gets when it is cut; by default its own.  ``first``: the pipeline whose tensors are those of
     all; None before the first step.
@@ -46,22 +50,44 @@ class Sizes:
     first: fxpipe.Pipeline | None = None
     _others: dict[object, fxpipe.Pipeline] = field(default_factory=dict)
 
+    @property
+    def takes_lists(self) -> bool:
+        """Whether a batch may be a list of microbatches, in any number."""
+        return "microbatches" in self.options
+
     def compile_first(self, example: Microbatch, microbatches: int, *, is_mean: bool) -> fxpipe.Pipeline:
         """Compile for a whole step.  is_mean: see ``step``."""
+        if self.takes_lists:
+            return self._of_lists(1, is_mean, example)
         return self._trains(example, microbatches, 1.0 if is_mean else float(microbatches))
 
-    def step(self, microbatches: Sequence[Microbatch], *, is_mean: bool) -> torch.Tensor:
+    def step(self, batches: Sequence[Sequence[Microbatch]], *, is_mean: bool) -> torch.Tensor:
         """Run forward and backward of a step; gradients are added to those that are there.
 
-        is_mean: whether the loss is the mean of those of the microbatches, each by its own; else their sum,
-        as where each has divided by the number of labels of the whole step.
+        batches: of one microbatch each, or lists of them.  is_mean: whether the loss is the mean of those of
+        the batches, each by its own; else their sum, as where each has divided by the number of labels of the
+        whole step.
         Raises OptionError for microbatches of several lengths, where these have no name.
         """
+        microbatches = [each for batch in batches for each in batch]
         total, losses = len(microbatches), []
+        if self.takes_lists:
+            lists = batches if is_mean else [microbatches]
+            pipe = self._of_lists(len(lists), is_mean, microbatches[0])
+            return torch.stack([_number(pipe.step([*map(dict, each)])) for each in lists]).sum()
         for part in (list(part) for _, part in groupby(microbatches, rows_of)):
             factor = len(part) / total if is_mean else float(len(part))
             losses.append(self._of_size(part, factor, total).step(self._joined(part)))
-        return torch.stack([loss.as_subclass(torch.Tensor) for loss in losses]).sum()
+        return torch.stack([*map(_number, losses)]).sum()
+
+    def evaluate_list(self, microbatches: Sequence[Microbatch]) -> torch.Tensor:
+        """The loss of a list of microbatches in eval mode, on all ranks."""
+        key = ("a list", *microbatches[0])
+        if key not in self._others:
+            example = {**microbatches[0], **self.options["example"]}
+            others = {"gradients": False, "loss_fn": self.loss}
+            self._others[key] = self._compiled(example, self.options["microbatches"], others)
+        return self._others[key].evaluate([*map(dict, microbatches)])
 
     def evaluate(
         self, batch: Microbatch, rows: int, most: int, outputs: Sequence[str], *, has_loss: bool
@@ -119,14 +145,33 @@ class Sizes:
             self._others[key] = self._trains({**part[0], **example}, len(part), factor)
         return self._others[key]
 
+    def _of_lists(self, lists: int, is_mean: bool, example: Microbatch) -> fxpipe.Pipeline:
+        """The pipeline for lists of microbatches, so many in a step: its loss is the mean over what counts in
+        a list, or what all of it is where that divides by the number of labels of the step."""
+        factor = 1 / lists if is_mean else 1.0
+        if self.first is None or ("lists", factor) not in self._others:
+            longest = {**example, **self.options["example"]}
+            others = {"loss_fn": self._times(factor)}
+            pipe = self._compiled(longest, self.options["microbatches"], others)
+            if not pipe.lengths or not (is_mean or pipe.plan.step.has_total):
+                why = pipe.plan.step.one_length or (
+                    "a loss is a sum over labels, divided by num_items_in_batch, and this one is another"
+                )
+                raise OptionError(f"The loss has no mean over microbatches of a list: {why.rstrip('.')}.")
+            self._others["lists", factor] = pipe
+        return self._others["lists", factor]
+
+    def _times(self, factor: float) -> Loss:
+        loss = self.loss
+        return loss if factor == 1 else lambda output, microbatch: loss(output, microbatch) * factor
+
     def _trains(self, example: Microbatch, microbatches: int, factor: float) -> fxpipe.Pipeline:
         """A pipeline whose loss is the mean of those of microbatches, each times the factor."""
-        loss = self.loss
-        loss_fn = loss if factor == 1 else lambda output, microbatch: loss(output, microbatch) * factor
-        return self._compiled(example, microbatches, {"mean": "microbatch", "loss_fn": loss_fn})
+        others = {"mean": "microbatch", "loss_fn": self._times(factor)}
+        return self._compiled(example, microbatches, others)
 
     def _compiled(self, example: Microbatch, microbatches: int, others: Mapping[str, Any]) -> fxpipe.Pipeline:
-        options = {name: x for name, x in self.options.items() if name != "example"} | dict(others)
+        options = {name: x for name, x in self.options.items() if name not in _OF_STEP} | dict(others)
         if self.first is not None:
             options = {name: x for name, x in options.items() if name not in _OF_FIRST} | {"like": self.first}
             if not isinstance(options.get("schedule", ""), str):  # one that is written for other numbers
@@ -162,6 +207,11 @@ def rows_of(microbatch: Microbatch) -> int:
     if rows is None:
         raise OptionError(f"A batch has no tensor with rows, only {', '.join(microbatch) or 'nothing'}.")
     return rows
+
+
+def _number(loss: torch.Tensor) -> torch.Tensor:
+    """A loss as a tensor like others."""
+    return loss.as_subclass(torch.Tensor)
 
 
 def _shape(value: object) -> tuple[int, ...]:

@@ -58,7 +58,9 @@ class Trainer(transformers.Trainer):
     weights: a directory of Hugging Face, from which each rank reads its part of a model on the meta device.
     figures: whether those of ``pipe.figures()`` are logged with the loss.
     All else is as for ``transformers.Trainer``.  A microbatch has ``per_device_train_batch_size`` rows, and a
-    step ``gradient_accumulation_steps`` microbatches.
+    step ``gradient_accumulation_steps`` microbatches.  A collator may make a list of microbatches of so many
+    rows, as ``fxpipe.pack`` does: with ``dimensions``, ``example`` and ``microbatches``, for how many of a
+    step the schedule is.
 
     Losses, norms, learning rates, metrics and weights are those of ``transformers.Trainer`` in one process,
     but for the random numbers of dropout.  ``pipe`` is compiled by the first call of ``train``, ``evaluate``
@@ -88,7 +90,7 @@ class Trainer(transformers.Trainer):
         as_only_process(args)
         self._options, self._outputs, self._figures = {**(pipeline or {}), "ranks": ranks}, outputs, figures
         self._updates: Any = None
-        self._given: list[Microbatch] = []
+        self._given: list[list[Microbatch]] = []
         super().__init__(model, args, *more, **named)
         if self.optimizer is not None or self.lr_scheduler is not None:
             raise OptionError(
@@ -115,7 +117,7 @@ class Trainer(transformers.Trainer):
             return self.pipe
         example = self._example()
         count = self._get_num_items_in_batch([example], self.args.device)
-        microbatches = self.args.gradient_accumulation_steps
+        microbatches = self._options.get("microbatches", self.args.gradient_accumulation_steps)
         if microbatches == 1 and self._options["ranks"] > 1 and self.args.process_index == 0:
             warnings.warn(
                 "gradient_accumulation_steps=1 makes steps of one microbatch, in which ranks run one after "
@@ -133,7 +135,30 @@ class Trainer(transformers.Trainer):
             data = loader.dataset
             is_stream = isinstance(data, torch.utils.data.IterableDataset)
             items = [*islice(data, rows)] if is_stream else [data[k % len(data)] for k in range(rows)]
-            return self._prepare_inputs(dict(loader.collate_fn(items)))
+            (example,) = self._microbatches(loader.collate_fn(items))
+            return example
+
+    def _microbatches(self, inputs: Any) -> list[dict[str, Any]]:
+        """Those of what a collator has made.  Raises OptionError for a list that was not announced."""
+        if isinstance(inputs, list) and not self._sizes.takes_lists:
+            raise OptionError(
+                "The collator makes lists of microbatches: give pipeline={'dimensions': {'sequence': the "
+                "longest}, 'example': a microbatch of that, 'microbatches': about how many make a step}."
+            )
+        parts = inputs if isinstance(inputs, list) else [inputs]
+        return [self._prepare_inputs(dict(each)) for each in parts]
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
+        parts = [part for each in batch_samples for part in (each if isinstance(each, list) else [each])]
+        return super()._get_num_items_in_batch(parts, device)
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        parts = inputs if isinstance(inputs, list) else [inputs]
+        return sum(super(Trainer, self).floating_point_ops(each) for each in parts)
+
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        for each in inputs if isinstance(inputs, list) else [inputs]:
+            super()._track_num_input_tokens(each)  # type: ignore[no-untyped-call]
 
     # Steps
 
@@ -146,7 +171,8 @@ class Trainer(transformers.Trainer):
         and 0 before: their sum is that of what ``transformers.Trainer`` returns."""
         if callable(switch := getattr(self.optimizer, "train", None)):
             switch()
-        self._given.append(counted(self._prepare_inputs(dict(inputs)), num_items_in_batch))
+        parts = self._microbatches(inputs)
+        self._given.append([counted(each, num_items_in_batch) for each in parts])
         if len(self._given) < self.current_gradient_accumulation_steps:
             return torch.zeros((), device=self.args.device)
         loss = self._sizes.step(self._given, is_mean=is_mean(self, num_items_in_batch))
@@ -199,6 +225,8 @@ class Trainer(transformers.Trainer):
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
     ) -> tuple[Any, Any, Any]:
+        if isinstance(inputs, list):
+            return self._evaluated(inputs, prediction_loss_only), None, None
         inputs = self._prepare_inputs(dict(inputs))
         has_labels = bool(self.label_names) and all(inputs.get(name) is not None for name in self.label_names)
         has_loss = has_labels or (not self.label_names and self.can_return_loss)
@@ -215,6 +243,18 @@ class Trainer(transformers.Trainer):
             return loss, None, None
         labels = _only([inputs[name] for name in self.label_names]) if has_labels else None
         return loss, _only([result.outputs[name].to(self.args.device) for name in names]), labels
+
+    def _evaluated(self, inputs: list[Any], prediction_loss_only: bool) -> torch.Tensor:
+        """The loss of a list of microbatches."""
+        if not prediction_loss_only:
+            raise OptionError(
+                "The collator makes lists of microbatches, which have no rows to predict: leave out "
+                "compute_metrics, or give evaluation a collator of its own by get_eval_dataloader."
+            )
+        count, parts = None, self._microbatches(inputs)
+        if self.compute_loss_func is not None:
+            count = self._get_num_items_in_batch(parts, self.args.device)
+        return self._sizes.evaluate_list([counted(each, count) for each in parts]).to(self.args.device)
 
     # Saving, and going on
 

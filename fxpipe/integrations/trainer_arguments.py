@@ -38,7 +38,7 @@ _REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
 _REPLACED = (
     "_clip_grad_norm", "_get_grad_norm", "_get_num_items_in_batch", "_load_best_model",
     "_load_from_checkpoint", "_load_optimizer_and_scheduler", "_move_model_to_device", "_prepare_inputs",
-    "_save", "_save_optimizer_and_scheduler", "_save_rng_state", "_wrap_model",
+    "_save", "_save_optimizer_and_scheduler", "_save_rng_state", "_track_num_input_tokens", "_wrap_model",
 )  # fmt: skip
 #: Options of ``fxpipe.compile`` that follow from those of the Trainer.
 _FOLLOW = (
@@ -77,7 +77,7 @@ def check_given(
             "is behind its output as compute_loss_func=(outputs, labels, num_items_in_batch) -> loss."
         )
     for name in _FOLLOW:
-        if name in options:
+        if name in options and not (name == "microbatches" and {"dimensions", "example"} <= options.keys()):
             raise OptionError(
                 f"pipeline has {name!r}, which follows from the arguments of the Trainer: a microbatch has "
                 "per_device_train_batch_size rows, and a step gradient_accumulation_steps microbatches."

@@ -22,13 +22,14 @@ class ResizedTraces:
 
     ``points``: the example's first.
     ``resized_values``: a tensor of the example's graph -> the tensors in its place, one a point.
-    ``graphs``: the captures at the other points.
+    ``graphs``: the captures at the other points.  ``leading``: the name of the leading dimension.
     """
 
     names: tuple[str, ...]
     points: tuple[tuple[int, ...], ...]
     resized_values: dict[torch.Tensor, tuple[torch.Tensor, ...]]
     graphs: tuple[fx.Graph, ...]
+    leading: str = ""
 
     def after_rewrite(self, graph: fx.Graph, graphs: Sequence[fx.Graph]) -> ResizedTraces:
         """The traces of a rewritten graph, given the other captures after the same rewrite."""

@@ -105,12 +105,14 @@ def sized(values: Sequence[int], names: Sequence[str], points: Sequence[Sequence
 @lru_cache(maxsize=4096)
 def _terms(values: tuple[int, ...], points: tuple[tuple[int, ...], ...]) -> Terms | None:
     """Most numbers of a step are one of a few functions of its lengths: each is found once."""
-    powers = sorted(
-        (e for e in monomials(len(points[0]), 2) if sum(e) <= 2), key=lambda e: (sum(e), [-x for x in e])
-    )
+    # Of several lengths also products of three, as rows · sequence², in expressions of one term or two.
+    degrees = range(4 if len(points[0]) > 1 else 3)
+    powers = [e for e in itertools.product(degrees, repeat=len(points[0])) if sum(e) in degrees]
+    powers.sort(key=lambda e: (sum(e), [-x for x in e]))
     columns = {e: [math.prod(map(pow, point, e)) for point in points] for e in powers}
     for terms in range(1, MOST_TERMS + 1):
-        for chosen in itertools.combinations(powers, terms):
+        able = powers if terms < MOST_TERMS else [e for e in powers if sum(e) <= 2]
+        for chosen in itertools.combinations(able, terms):
             numbers = solved([columns[e] for e in chosen], values)
             largest = max((x.denominator for x in numbers or ()), default=0)
             if numbers is not None and (terms == 1 or largest <= MOST_DENOMINATOR):

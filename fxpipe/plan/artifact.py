@@ -25,7 +25,7 @@ from fxpipe.plan.version import __version__
 from fxpipe.plan.work import PlanWork
 from fxpipe.schedule.candidate_row import Recompute, Tried
 from fxpipe.schedule.costs import MOST_STAGES, Costs
-from fxpipe.schedule.ops import Schedule, Transfer, parse_ops
+from fxpipe.schedule.ops import Phase, Schedule, Transfer, parse_ops
 from fxpipe.schedule.ops import Validation as Validation
 from fxpipe.schedule.stages import Vocabulary
 from fxpipe.strict import (
@@ -155,6 +155,16 @@ class Prediction:
 
 
 @dataclass(frozen=True)
+class OffloadSlot:
+    """What a stage's F can move for its B or its W: the bytes of the example in a pool, and the tensors."""
+
+    stage: Size
+    user: Phase
+    bytes: Size
+    tensors: Size
+
+
+@dataclass(frozen=True)
 class HeldBytes:
     """Bytes that a rank holds throughout a step, one of several replicas included.
 
@@ -186,22 +196,22 @@ class Plan:
     ``state``: the names of a state dict in the model's order, each with the name of its tensor (two for a
     tensor with two names, none for a buffer that is not persistent).  ``work``: the costs for other sizes,
     where dimensions were named.  ``tried``: the candidates of ``auto``.  ``transfers``: offloads and reloads,
-    ``tier``: the offload store, ``pools``: the bytes of each rank in it.  ``device``: the device whose
-    description the costs are from, as text.  ``replicas``: for so many the schedule was made, and
-    ``run_local`` runs them; other numbers can run the programs.  ``shard``: what replicas divide between
-    them.  ``grad_dtype``: the dtype of gradients, as text; empty for that of each parameter.  ``lanes``:
-    where the model has DTensors; then ``layouts`` are those of one lane.  ``validation``: the schedule was
-    made for steps with it.  ``replay``: whether ranks replay captured steps.  ``meshes``: those that were
-    compared to choose ranks and replicas.  ``own_hooks``: the functions of hooks that the forward registers
-    by itself.  ``changed``: the buffers to which a step gives new values.  ``memory_limit``: as it was
-    given, empty for none; ``limits``: what it leaves to the activations of each rank, beside what it holds,
-    ``held`` (empty in plans of earlier versions).  ``batch_means``: what the loss divides by, as text, of
-    which all microbatches take the mean over the batch; ``own_means``: of which each has its own.
-    ``rewrites``: rules that gave the step other kernels.  ``libraries``: ops of others, with the modules that
-    register them.  ``flops``: of the captured step of one microbatch by arithmetic (``bfloat16``), without
-    recomputation; empty in plans of earlier versions.  ``head_chunks``: the parts of the output layer.
-    ``assumed``: leaf of the batch -> the number that all of its elements are, where the programs are for such
-    batches alone.
+    ``tier``: the offload store, ``pools``: the bytes of each rank in it; ``slots``: what it moves there.
+    ``device``: the device whose description the costs are from, as text.  ``replicas``: for so many the
+    schedule was made, and ``run_local`` runs them; other numbers can run the programs. ``shard``: what
+    replicas divide between them. ``grad_dtype``: the dtype of gradients, as text; empty for that of each
+    parameter. ``lanes``: where the model has DTensors; then ``layouts`` are those of one lane.
+    ``validation``: the schedule was made for steps with it. ``replay``: whether ranks replay captured steps.
+    ``meshes``: those that were compared to choose ranks and replicas. ``own_hooks``: the functions of hooks
+    that the forward registers by itself. ``changed``: the buffers to which a step gives new values.
+    ``memory_limit``: as it was given, empty for none; ``limits``: what it leaves to the activations of each
+    rank, beside what it holds, ``held`` (empty in plans of earlier versions). ``batch_means``: what the loss
+    divides by, as text, of which all microbatches take the mean over the batch; ``own_means``: of which each
+    has its own. ``rewrites``: rules that gave the step other kernels. ``libraries``: ops of others, with the
+    modules that register them. ``flops``: of the captured step of one microbatch by arithmetic
+    (``bfloat16``), without recomputation; empty in plans of earlier versions. ``head_chunks``: the parts of
+    the output layer. ``assumed``: leaf of the batch -> the number that all of its elements are, where the
+    programs are for such batches alone.
     ``undivided``: parameters of which one replica owns all, with ``shard``.
     """
 
@@ -248,6 +258,7 @@ class Plan:
     head_chunks: Annotated[int, at_least(1)] = 1
     assumed: dict[str, float] = field(default_factory=dict)
     undivided: tuple[str, ...] = ()
+    slots: Annotated[tuple[OffloadSlot, ...], entries(0, MOST_STAGES)] = ()
 
     def __repr__(self) -> str:
         """Short: ``to_json`` has all of it."""

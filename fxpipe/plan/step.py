@@ -67,16 +67,18 @@ class BatchSpec:
         """The names of the leaves that are tensors."""
         return tuple(leaf.name for leaf in self.leaves if leaf.shape is not None)
 
-    def with_lengths(self, lengths: Mapping[int, int]) -> BatchSpec:
-        """The leaves of a microbatch of other lengths; the leading dimension stays.  lengths: by that of the
-        example."""
-        return BatchSpec(tuple(_with_lengths(leaf, lengths) for leaf in self.leaves))
+    def with_lengths(self, lengths: Mapping[int, int], rows: int | None = None) -> BatchSpec:
+        """The leaves of a microbatch of other lengths.  lengths: by that of the example, of all dimensions
+        but the leading one.  rows: the length of that, if it is another one."""
+        return BatchSpec(tuple(_with_lengths(leaf, lengths, rows) for leaf in self.leaves))
 
 
-def _with_lengths(leaf: Leaf, lengths: Mapping[int, int]) -> Leaf:
-    if leaf.shape is None or not {*leaf.shape[1:]} & lengths.keys():
+def _with_lengths(leaf: Leaf, lengths: Mapping[int, int], rows: int | None) -> Leaf:
+    if not leaf.shape:
         return leaf
-    shape = (leaf.shape[0], *(lengths.get(n, n) for n in leaf.shape[1:]))
+    shape = (rows or leaf.shape[0], *(lengths.get(n, n) for n in leaf.shape[1:]))
+    if shape == leaf.shape:
+        return leaf
     stride, step = [0] * len(shape), 1
     # In the order in which the example's elements lie, without gaps.
     for d in sorted(range(len(shape)), key=lambda d: (leaf.stride[d], -d)):
@@ -102,25 +104,40 @@ class NamedLength:
     """A dimension of microbatches that may have other lengths than the example's.
 
     ``example``: the longest, that of the example.  ``least``: the shortest.  ``step``: lengths between them
-    are multiples of it.
+    are multiples of it.  ``leading``: it is the number of rows, of which shorter microbatches may have more
+    than the example (``most``).
     """
 
     name: str
     example: Annotated[int, between(1, MOST_LENGTH)]
     least: Annotated[int, between(1, MOST_LENGTH)]
     step: Annotated[int, between(1, MOST_LENGTH)]
+    leading: bool = False
 
-    def allows(self, length: int) -> bool:
-        return self.least <= length <= self.example and length % self.step == 0
+    def most(self, others: Iterable[NamedLength], lengths: Mapping[str, int]) -> int:
+        """The longest in a microbatch of these lengths, in which no tensor is larger than in the example."""
+        if not self.leading:
+            return self.example
+        each = (self.example * other.example // lengths[other.name] for other in others if other != self)
+        return min(each, default=self.example)
 
 
-def allowed(length: NamedLength) -> str:
-    """The lengths that programs take, as a sentence."""
-    multiples = f", multiples of {length.step}" if length.step > 1 else ""
-    return (
-        f"The programs take {length.name} from {length.least} to {length.example}{multiples}: pad a shorter "
-        "one, and compile with a longer example for a longer one."
-    )
+def refused(names: Sequence[NamedLength], lengths: Mapping[str, int]) -> tuple[str, str] | None:
+    """The name of the first of some lengths that programs do not take, and those that they take, as a
+    sentence; None if they take all."""
+    for each in sorted(names, key=lambda each: each.leading):
+        most = each.most(names, lengths)
+        if not each.least <= lengths[each.name] <= most or lengths[each.name] % each.step:
+            multiples = f", multiples of {each.step}" if each.step > 1 else ""
+            others = [f"{one.name} {lengths[one.name]}" for one in names if each.leading and one != each]
+            beside = f" with {', '.join(others)}" if others else ""
+            if each.leading:
+                remedy = "give fewer rows in more microbatches, or compile with a larger example."
+            else:
+                remedy = "pad a shorter one, and compile with a longer example for a longer one."
+            text = f"The programs take {each.name} from {each.least} to {most}{multiples}{beside}: {remedy}"
+            return each.name, text
+    return None
 
 
 POSITIONS = "position_ids"
@@ -196,7 +213,9 @@ class StepSpec:
 
     def batch_at(self, lengths: Mapping[str, int]) -> BatchSpec:
         """The leaves of a microbatch of these lengths, all of them named."""
-        return self.batch.with_lengths({each.example: lengths[each.name] for each in self.lengths})
+        others = {each.example: lengths[each.name] for each in self.lengths if not each.leading}
+        rows = next((lengths[each.name] for each in self.lengths if each.leading), None)
+        return self.batch.with_lengths(others, rows)
 
     def tokens(self, lengths: Iterable[Mapping[str, int]]) -> int:
         """The number of what ``counted`` counts in microbatches of these lengths."""

@@ -47,35 +47,6 @@ def lower_bound(costs: Costs, placement: tuple[int, ...], microbatches: int) -> 
     return max(bounds)
 
 
-def lower_bound_of_each(each: Sequence[Costs], placement: tuple[int, ...]) -> float:
-    """``lower_bound`` where each microbatch has costs of its own.
-
-    The longest way of a microbatch; and of each rank, for each microbatch, the shortest way to it, then its
-    work and that of all whose way is as long or longer, then the shortest way from the last op.
-    """
-    known = {id(costs): costs for costs in each}
-    ways: dict[int, tuple[list[float], list[float], list[float]]] = {}
-    for key, costs in known.items():
-        lasts, waits = work_and_waits(costs, placement)
-        ways[key] = lasts, *distances(waits, lasts)
-    bounds = [max(map(sum, zip(*way, strict=True))) for way in ways.values()]
-    for rank in range(max(placement) + 1):
-        mine = [
-            SECTIONS_PER_STAGE * stage + kind
-            for stage, holder in enumerate(placement)
-            if holder == rank
-            for kind in range(SECTIONS_PER_STAGE)
-        ]
-        tail = min(tail[i] for *_, tail in ways.values() for i in mine if i % SECTIONS_PER_STAGE == _W)
-        heads = {key: min(head[i] for i in mine) for key, (_, head, _) in ways.items()}
-        work = {key: sum(lasts[i] for i in mine) for key, (lasts, *_) in ways.items()}
-        left = 0.0
-        for key in sorted(map(id, each), key=heads.__getitem__, reverse=True):
-            left += work[key]
-            bounds.append(heads[key] + left + tail)
-    return max(bounds)
-
-
 def work_and_waits(costs: Costs, placement: tuple[int, ...]) -> tuple[list[float], list[Needs]]:
     """The seconds and the dependencies of each section."""
     table, times = needs(costs, placement), durations(costs)

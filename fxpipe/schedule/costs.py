@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Annotated, Generic, NamedTuple, TypeVar
 
 from fxpipe.schedule.ops import Color, Phase, Validation
@@ -63,6 +63,9 @@ class Edge:
     seconds: NonNegative = 0.0
     inter_seconds: NonNegative | None = None
     exchange: NonNegative = 0.0
+
+
+_Record = TypeVar("_Record", StageCost, Edge)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +152,27 @@ class Costs:
         if inter_seconds is None or size is None or source // size == target // size:
             return seconds
         return inter_seconds
+
+
+def most_of(costs: Sequence[Costs]) -> Costs:
+    """The largest of each number of a microbatch, of several with the same sections and messages."""
+    first, *others = dict.fromkeys(costs)
+    if not others:
+        return first
+    stages, edges = (
+        zip(*each, strict=True) for each in ([c.stages for c in costs], [c.edges for c in costs])
+    )
+    return replace(first, stages=tuple(map(_most_of, stages)), edges=tuple(map(_most_of, edges)))
+
+
+def _most_of(records: Sequence[_Record]) -> _Record:
+    """The first of some records, with the largest of each of their numbers."""
+    numbers = {
+        each.name: max(getattr(record, each.name) for record in records)
+        for each in fields(records[0])
+        if isinstance(getattr(records[0], each.name), int | float)
+    }
+    return replace(records[0], **numbers)
 
 
 def chain(

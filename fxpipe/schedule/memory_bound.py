@@ -53,12 +53,12 @@ def lower_bound_within(
     bound = lower_bound(costs, placement, microbatches)
     if min(limits) == inf:
         return bound
-    step = _Step.of(costs, placement)
+    step = StepPaths.of(costs, placement)
     return max(bound, _by_starts(step, microbatches, limits), _by_area(step, microbatches, limits))
 
 
 @dataclass(frozen=True)
-class _Step:
+class StepPaths:
     """A step as the rules read it: each section's rank, seconds, needs, and longest path to its start and
     from its end; each stage's costs, with the bytes alone that stay on the rank."""
 
@@ -72,12 +72,12 @@ class _Step:
     costs: Costs
 
     @staticmethod
-    def of(costs: Costs, placement: tuple[int, ...]) -> _Step:
+    def of(costs: Costs, placement: tuple[int, ...]) -> StepPaths:
         seconds, waits = work_and_waits(costs, placement)
         none = [0.0] * len(seconds)
         head, tail = distances(waits, seconds, none, none)
         ranks = tuple(placement[section // SECTIONS_PER_STAGE] for section in range(len(seconds)))
-        return _Step(ranks, seconds, waits, in_order(waits), head, tail, _staying(costs), costs)
+        return StepPaths(ranks, seconds, waits, in_order(waits), head, tail, _staying(costs), costs)
 
 
 def _staying(costs: Costs) -> tuple[StageCost, ...]:
@@ -96,7 +96,7 @@ def _staying(costs: Costs) -> tuple[StageCost, ...]:
     )
 
 
-def _by_starts(step: _Step, microbatches: int, limits: Sequence[float]) -> float:
+def _by_starts(step: StepPaths, microbatches: int, limits: Sequence[float]) -> float:
     """Rules 1 to 5."""
     before, after, exclusions = _on_own_rank(step, limits, microbatches)
     if any(not ways for waits in exclusions.values() for _, ways in waits):
@@ -168,7 +168,7 @@ def _fit(room: float, size: float, most: int) -> int:
 
 
 def _on_own_rank(
-    step: _Step, limits: Sequence[float], microbatches: int
+    step: StepPaths, limits: Sequence[float], microbatches: int
 ) -> tuple[list[tuple[float, float]], list[tuple[float, float]], _Held]:
     """The (head, before) of rule 4 and (after, tail) of rule 5 by section, and what rule 3 compares by F."""
     leads = _reached(step.order, [[s for s, _ in sources] for sources in step.waits])
@@ -202,9 +202,9 @@ def _reached(order: Sequence[int], along: Sequence[Sequence[int]]) -> list[set[i
     return reached
 
 
-def _by_area(step: _Step, microbatches: int, limits: Sequence[float]) -> float:
-    """Rule 6."""
-    amounts_of: dict[int, list[tuple[float, float]]] = {rank: [] for rank in range(len(limits))}
+def held_on_rank(step: StepPaths) -> list[list[tuple[float, float]]]:
+    """Per rank the bytes that a microbatch holds, and for how many seconds at least."""
+    amounts_of: list[list[tuple[float, float]]] = [[] for _ in range(1 + max(step.rank))]
     ways: dict[int, dict[int, float]] = {}  # from a section's start to that of others
     for stage, cost in enumerate(step.stages):
         f, b, w = sections_of(stage)
@@ -220,8 +220,13 @@ def _by_area(step: _Step, microbatches: int, limits: Sequence[float]) -> float:
                 ways[source] = ways.get(source) or _ways(step, source)
                 way = ways[source].get(target, 0.0) - step.seconds[source]
                 amounts_of[step.rank[source]].append((edge.bytes, max(0.0, way)))
+    return amounts_of
+
+
+def _by_area(step: StepPaths, microbatches: int, limits: Sequence[float]) -> float:
+    """Rule 6."""
     longest = 0.0
-    for rank, amounts in amounts_of.items():
+    for rank, amounts in enumerate(held_on_rank(step)):
         area = sum(size * seconds for size, seconds in amounts)
         sections = [s for s in range(len(step.rank)) if step.rank[s] == rank]
         if not area or limits[rank] == inf:
@@ -232,7 +237,7 @@ def _by_area(step: _Step, microbatches: int, limits: Sequence[float]) -> float:
     return longest
 
 
-def _ways(step: _Step, start: int) -> dict[int, float]:
+def _ways(step: StepPaths, start: int) -> dict[int, float]:
     """The longest path from the start of ``start`` to that of each section that needs it."""
     paths_to = {start: 0.0}
     for s in step.order:

@@ -78,7 +78,8 @@ def _lengths(step: StepSpec) -> Iterator[str]:
     """Which lengths microbatches may have, where dimensions have names, and what their order is by."""
     for each in step.lengths:
         by = f" by {each.step}" if each.step > 1 else ""
-        yield f"Microbatches have {each.name} from {each.least} to {each.example}{by}."
+        more = " (more where they are shorter)" if each.leading and len(step.lengths) > 1 else ""
+        yield f"Microbatches have {each.name} from {each.least} to {each.example}{by}{more}."
     if step.one_length:
         yield f"Microbatches have the example's lengths alone: {step.one_length.rstrip('.')}."
     if step.documents is not None:

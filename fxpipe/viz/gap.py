@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import inf
 
+from fxpipe.schedule.bound_of_each import lower_bound_of_each
 from fxpipe.schedule.memory_bound import lower_bound_within
 from fxpipe.schedule.simulation.timeline import Timeline
 from fxpipe.schedule.units import Units
@@ -16,10 +17,10 @@ LEAST = 5e-4
 
 def bound_within(timeline: Timeline, limits: Sequence[float] | None) -> float:
     """The bound under limits of activations, of each rank; without any, under the schedule's own peaks."""
-    if timeline.of_each:  # of microbatches of many lengths no bound with memory is known
-        return timeline.lower_bound
     schedule = timeline.schedule
     largest = [max(timeline.peak_memory)] * schedule.ranks if limits is None else limits
+    if timeline.of_each:
+        return lower_bound_of_each(timeline.of_each, schedule.placement, largest)
     bound = lower_bound_within(timeline.costs, schedule.placement, schedule.microbatches, largest)
     return timeline.lower_bound if bound == inf else bound  # by rounding alone: the schedule keeps its limits
 
@@ -29,7 +30,7 @@ def gap_texts(timeline: Timeline, limits: Sequence[float] | None, units: Units) 
     free, within = timeline.lower_bound, bound_within(timeline, limits)
     memory = "its own peak memory" if limits is None else "the memory limit"
     text = f"time {units.time(timeline.seconds)}, lower bound {units.time(within)}"
-    text += " with any memory" if timeline.of_each else f" within {memory}"
+    text += f" within {memory}"
     if within > free * (1 + LEAST):
         text += f", {units.time(free)} with any"
     search, more = (1 - bound / timeline.seconds for bound in (within, free))

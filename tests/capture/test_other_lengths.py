@@ -1,13 +1,17 @@
 """Which lengths of microbatches a step is one for, and why it is for no others."""
 
+import itertools
+import math
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import fxpipe
-from fxpipe.capture.lengths import shortened
+from fxpipe.capture.lengths import _points, resized
+from fxpipe.plan.step import NamedLength
 
 WIDTH, LENGTH = 4, 32
 
@@ -84,9 +88,32 @@ def test_a_step_for_the_length_of_the_example_alone(function, why):
 def test_the_beginning_of_an_example():
     x = torch.arange(24.0).view(2, 3, 4).transpose(1, 2).requires_grad_()
     number = torch.tensor(3)
-    short = shortened({"x": x, "number": number}, {"time": 4}, {"time": 2})
+    short = resized({"x": x, "number": number}, {"time": 4}, {"time": 2})
     assert short["number"] is number
     assert torch.equal(short["x"], x[:, :2])
     assert short["x"].requires_grad
     assert short["x"].is_leaf
     assert short["x"].stride() == (6, 1, 2)
+
+
+def test_rows_of_an_example_come_again():
+    x, labels = torch.arange(24).view(2, 3, 4), torch.tensor([5, 6])
+    sizes = {"rows": 2, "time": 3}, {"rows": 5, "time": 2}
+    more = resized({"x": x, "labels": labels}, *sizes, "rows")
+    assert more["labels"].tolist() == [5, 6, 5, 6, 5]
+    assert torch.equal(more["x"], x[[0, 1, 0, 1, 0], :2])
+
+
+@pytest.mark.parametrize("names", [(10, 16), (10, 16, 12), ("rows", 16), ("rows", 16, 12)])
+def test_points_tell_expressions_apart(names):
+    """No two sums of three terms have the same values at all of them."""
+    lengths = [
+        NamedLength("rows", 2, 2, 1, leading=True) if n == "rows" else NamedLength(f"of {n}", n, 2, 1)
+        for n in names
+    ]
+    points = [{each.name: each.example for each in lengths}, *_points(lengths)]
+    terms = [e for e in itertools.product(range(3), repeat=len(lengths)) if sum(e) <= 2]
+    values = np.array([[math.prod(map(pow, point.values(), e)) for e in terms] for point in points])
+    scaled = values / values.max(0)
+    for six in itertools.combinations(range(len(terms)), 6):
+        assert np.linalg.matrix_rank(scaled[:, six], tol=1e-10) == 6

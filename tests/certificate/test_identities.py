@@ -45,6 +45,15 @@ def same(dtype, one, other):
         (FLOAT, lambda call, x, y: call(aten._to_copy.default, x, dtype=FLOAT), True),
         (FLOAT, lambda call, x, y: call(aten.neg.default, call(aten.neg.default, x)), True),
         (FLOAT, lambda call, x, y: call(aten.select.int, call(aten.unsqueeze.default, x, 1), 1, 0), True),
+        (FLOAT, lambda call, x, y: call(aten.sum.dim_IntList, call(aten.unsqueeze.default, x, 1), [1]), True),
+        (FLOAT, lambda call, x, y: call(aten.sum.dim_IntList, x, [0], True), False),
+        (
+            FLOAT,
+            lambda call, x, y: call(
+                aten.sum.dim_IntList, call(aten.unsqueeze.default, x, 0), [0], dtype=torch.float64
+            ),
+            False,
+        ),
         (
             FLOAT,
             lambda call, x, y: call(aten.select.int, call(aten.expand.default, x, [4, 2, 3]), 0, 3),

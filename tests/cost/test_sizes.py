@@ -199,7 +199,7 @@ def test_the_microbatch_alone():
     ("dimensions", "message"),
     [
         ({"sequence": 13}, "'sequence' is to be 13 long, and no dimension.* x \\(2, 12, 8\\)"),
-        ({"sequence": 2}, "'sequence' is to be 2 long"),
+        ({"sequence": 1}, "'sequence' is to be 1 long"),
         ({"sequence": "12"}, "'sequence' is to be '12' long"),
         ({"source": 12, "target": 12}, "Two names for one length cannot be told apart"),
         (["sequence"], "dimensions maps names to lengths.*it is \\['sequence'\\]"),

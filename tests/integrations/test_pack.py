@@ -54,6 +54,30 @@ def test_other_leaves_come_along():
     assert torch.equal(found["weights"][0], torch.cat([one["weights"], torch.zeros(1, 2)]))
 
 
+def test_samples_in_rows_of_their_own():
+    """Those of about the same length are in one microbatch, of as many rows as there is room for."""
+    found = fxpipe.pad(samples([3, 7, 2, 4, 1, 11]), tokens=8, multiple=2)
+    assert [(*x["input_ids"].shape,) for x in found] == [(1, 12), (1, 8), (2, 4), (2, 2)]
+    of_four, of_three = samples([3, 7, 2, 4])[3], samples([3])[0]
+    assert found[2]["input_ids"].tolist() == [of_four.tolist(), [*of_three.tolist(), 0]]
+    assert found[2]["labels"].tolist() == [of_four.tolist(), [*of_three.tolist(), -100]]
+    assert found[2]["attention_mask"].tolist() == [[1, 1, 1, 1], [1, 1, 1, 0]]
+
+
+def test_samples_as_a_dataset_has_them():
+    """Lists of numbers, and leaves of more dimensions."""
+    given = [
+        {"input_ids": [5, 6], "weights": torch.ones(2, 3)},
+        {"input_ids": [7], "weights": torch.ones(1, 3)},
+    ]
+    (found,) = fxpipe.pad(given, tokens=8, padding=1, mask=None)
+    assert found["input_ids"].tolist() == [[5, 6], [7, 1]]
+    assert found["weights"].sum((1, 2)).tolist() == [6, 3]
+    assert fxpipe.pack(given, tokens=8)[0]["labels"].tolist() == [[-100, 6, -100]]
+    with pytest.raises(OptionError, match="One sample has input_ids, labels, and another one other leaves"):
+        fxpipe.pad([samples([3])[0], given[0]], tokens=8, mask=None)
+
+
 def test_the_largest_microbatch_is_small():
     """At most the mean and one sample, by what samples cost."""
     torch.manual_seed(1)

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ import accelerate_worker  # noqa: E402 - these need them
 import lightning_worker  # noqa: E402
 import trainers_worker as worker  # noqa: E402
 
+import fxpipe  # noqa: E402
 from fxpipe.errors import ArtifactError, CaptureError, OptionError  # noqa: E402
 from fxpipe.integrations import trainer as trainer_module  # noqa: E402
 from fxpipe.integrations.lightning import PipelineStrategy  # noqa: E402
@@ -153,6 +155,51 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     ),
     "autocast": (worker.Means, {"bf16": True, "gradient_accumulation_steps": 2, "max_steps": 2}, {}, {}),
 }  # fmt: skip
+
+
+LISTS = {"dimensions": {"rows": 2, "sequence": worker.LENGTH}, "example": longest(), "microbatches": 3}
+
+
+@pytest.mark.parametrize("make", [worker.Means, worker.Counts])
+def test_a_collator_that_makes_lists(make, tmp_path):
+    """Of microbatches in which rows are about equally long, beside one padded batch."""
+    samples = {"train_dataset": worker.Uneven(), "eval_dataset": worker.Uneven(7, seed=1)}
+    more = {"per_device_train_batch_size": 5, "gradient_accumulation_steps": 2, "eval_strategy": "epoch"}
+    made = partial(fxpipe.pad, tokens=2 * worker.LENGTH, mask=None)
+    plain = PLAIN(
+        make(), worker.arguments(tmp_path / "plain", **more), **samples, data_collator=worker.padded
+    )
+    here = Trainer(
+        make(),
+        worker.arguments(tmp_path / "here", **more),
+        **samples,
+        data_collator=made,
+        pipeline={"schedule": "1f1b", "check": False} | LISTS,
+    )
+    for trainer in (plain, here):
+        trainer.train()
+    rel = 1e-6 if make is worker.Counts else 1e-10
+    assert_same_log(here.state.log_history, plain.state.log_history, rel)
+    torch.testing.assert_close(
+        here.pipe.state_dict(), dict(plain.model.state_dict()), rtol=100 * rel, atol=rel
+    )
+
+
+def test_lists_that_are_refused(small):
+    made = {"train_dataset": worker.Uneven(), "data_collator": partial(fxpipe.pad, tokens=12, mask=None)}
+    with pytest.raises(OptionError, match=r"makes lists of microbatches: give pipeline={'dimensions'"):
+        small(**made).train()
+    with pytest.raises(OptionError, match="pipeline has 'microbatches', which follows from"):
+        small(pipeline={"microbatches": 4})
+    trainer = small(pipeline=LISTS, **made, eval_dataset=worker.Uneven(3), compute_metrics=worker.accuracy)
+    with pytest.raises(OptionError, match="which have no rows to predict"):
+        trainer.evaluate()
+
+    def halved(outputs, labels, num_items_in_batch=None):
+        return worker.exact_loss(outputs, labels) / 2
+
+    with pytest.raises(OptionError, match="no mean over microbatches of a list: a loss is a sum over labels"):
+        small(pipeline=LISTS, **made, compute_loss_func=halved).train()
 
 
 @pytest.mark.parametrize("case", CASES)

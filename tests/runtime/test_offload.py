@@ -315,7 +315,7 @@ def test_places_in_the_pool_do_not_overlap_while_they_are_needed(name, ranks, mi
     chunks = 2 if name in ("interleaved", "gis") else 1
     schedule = plan_offload(timeline(name, ranks, microbatches, chunks, k), 1.0).timeline.schedule
     sizes = {(s, u): 10 + s + 3 * (u is Phase.W) for s in range(schedule.stages) for u in (Phase.B, Phase.W)}
-    found = pools(schedule, sizes)
+    found = pools(schedule, lambda t: sizes[t.stage, t.user])
     times: dict[int, list] = {rank: [] for rank in range(ranks)}
     out = {t.activation: t.begin for t in schedule.transfers if t.direction is Direction.OUT}
     for t in schedule.transfers:

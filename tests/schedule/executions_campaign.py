@@ -159,7 +159,7 @@ def pool_parts(schedule: Schedule, costs: Costs) -> Places:
         size = stage.offloadable if transfer.user is Phase.B else stage.offloadable_for_weight
         sizes[transfer.stage, transfer.user] = round(512 * size) * (1 + transfer.stage % 3)
     found = []
-    for pool in pools(schedule, sizes):
+    for pool in pools(schedule, lambda t: sizes[t.stage, t.user]):
         spans = {own: (at, at + sizes[own[0], own[2]]) for own, at in pool.offsets.items()}
         parts = list(pairwise(sorted({edge for span in spans.values() for edge in span})))
         found.append({own: [p for p in parts if at <= p[0] < end] for own, (at, end) in spans.items()})

@@ -264,7 +264,7 @@ def places(schedule: Schedule, offsets) -> list[dict]:
 def test_places_of_the_pool_are_used_again_without_races():
     schedule = offloading()
     programs = lower(schedule, chain([StageCost(1, 1, 1)] * 3).edges)
-    (pool,) = pools(schedule, {(0, schedule.transfers[0].user): 512})
+    (pool,) = pools(schedule, lambda _: 512)
     offsets = {activation: (at, 512) for activation, at in pool.offsets.items()}
     assert len({at for at, _ in offsets.values()}) == 1, "the second is offloaded after the first is back"
     assert races(programs, schedule.placement, places(schedule, offsets)) == []

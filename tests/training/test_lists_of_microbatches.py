@@ -1,10 +1,13 @@
 """Steps of microbatches with lengths of their own, against eager PyTorch."""
 
+import base64
 import json
 import re
+import zlib
 from collections.abc import Iterator
 from dataclasses import replace
 from operator import le
+from typing import Any
 
 import pytest
 import torch
@@ -122,7 +125,7 @@ def test_a_step_holds_no_more_than_the_plan_predicts(pipe):
 
 
 def test_a_pipeline_that_offloads(tmp_path):
-    """Another order than the plan's offloads nothing, and holds no more than that; also of a loaded one."""
+    """Another order than the plan's holds no more than that; also of a loaded one."""
     pipe = words(schedule="zb-h1", microbatches=4, offload=True)
     pipe.save(tmp_path / "saved")
     for each in (pipe, fxpipe.load(tmp_path / "saved")):
@@ -135,6 +138,28 @@ def test_a_pipeline_that_offloads(tmp_path):
             check_step(each, batch)
             peaks = each.run_local(batch, measure_memory=True).peak_saved
             assert all(map(le, peaks, [1.05 * x for x in each.plan.prediction.peak_memory]))
+
+
+def test_another_order_offloads_too():
+    """Where it is faster: within less memory one microbatch would run after the other."""
+    pipe = words(schedule="zb-h1", microbatches=4, offload=True)
+    writer, lengths = pipe.artifact.write_step, (16, 15, 16, 14, 16)
+    named = [{"sequence": n} for n in lengths]
+    orders = replace(writer.orders, limits=tuple(0.9 * limit for limit in writer.orders.limits))
+    timeline, without = orders.timeline(named), replace(orders, slots=()).timeline(named)
+    assert timeline.schedule.transfers
+    assert timeline.seconds < 0.7 * without.seconds
+    assert [*map(le, timeline.peak_memory, orders.limits)] == [True, True]
+    assert all(map(le, (pool.bytes for pool in orders.pools_of(timeline)), pipe.plan.pools))
+    step = replace(writer, orders=orders)(named)
+    assert "rt.offload(" in step.texts[0]
+    pipe.artifact.__dict__["write_step"] = replace(writer, orders=orders)
+    batch = [microbatch(n) for n in lengths]
+    check_step(pipe, batch)
+    peaks = pipe.run_local(batch, measure_memory=True).peak_saved
+    assert peaks == pytest.approx(timeline.peak_memory, rel=0.05)
+    # With a pool for less they offload nothing.
+    assert not replace(orders, pools=(512, 512)).timeline(named).schedule.transfers
 
 
 def test_a_microbatch_that_does_not_fit(pipe):
@@ -338,6 +363,12 @@ def test_damaged_parts_of_steps(pipe, tmp_path, before, after, message):
         with_writer(artifact, "steps.json")
 
 
+def data_of(page: str) -> dict[str, Any]:
+    packed = re.search('id="data">([^<]*)<', page)
+    assert packed is not None
+    return json.loads(zlib.decompress(base64.b64decode(packed[1])))
+
+
 def test_the_command_shows_the_order_of_a_batch(pipe, tmp_path, capsys):
     pipe.save(tmp_path / "saved")
     (tmp_path / "lengths").write_text("3\n9\n16\n")
@@ -364,6 +395,7 @@ def test_the_command_shows_the_order_of_a_batch(pipe, tmp_path, capsys):
     assert packed["seconds"] == found["seconds"] == pipe.simulate(lengths=[9, 5]).seconds
     assert packed["tokens_per_second"] == pytest.approx(22 / found["seconds"])
     explain = ["explain", str(tmp_path / "saved")]
+    lengths = [3, 2, 9, 4, 4]
     assert main([*explain, "--lengths", "3,2,9,4,4", "--tokens", "8", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["ways"] == found["ways"]
     assert main([*explain, "--lengths", "3,2,9,4,4"]) == 0
@@ -372,6 +404,19 @@ def test_the_command_shows_the_order_of_a_batch(pipe, tmp_path, capsys):
     assert re.search(r"padded to the longest +3 +41% .* longest sample", out)
     assert main([*explain, "--tokens", "8"]) != 0
     assert "--tokens needs --lengths" in capsys.readouterr().err
+    report = ["report", str(tmp_path / "saved"), "-o", str(tmp_path / "report.html")]
+    assert main([*report, "--lengths", "3,2,9,4,4", "--tokens", "8"]) == 0
+    page = data_of((tmp_path / "report.html").read_text())["lengths"]
+    assert page["bars"] == [[n, lengths.count(n), n * lengths.count(n)] for n in range(1, 10)]
+    assert page["ways"] == [
+        {**way, "first": first}
+        for way, first in zip(
+            found["ways"],
+            ([[2, 9]] * 3, [[2, 16], [2, 4], [2, 2]], [[2, 9], [2, 5]], [[2, 16]]),
+            strict=True,
+        )
+    ]
+    capsys.readouterr()
     assert main([*saved, "--lengths", "lognormal:mean=6,sigma=1", "--seed", "3"]) == 0
     out = capsys.readouterr().out
     assert "4 steps drawn from lognormal:mean=6,sigma=1, seed 3: each of 6 samples of " in out
@@ -466,13 +511,15 @@ def test_ranks_agree_on_lengths_before_a_step(tmp_path):
     )
     assert max(map(abs, [*differences, *others])) < 1e-12
     for ours in (refused, theirs):
-        assert len(ours) == 6 * len(NUMBERS)
-        none, longer, another, one, fewer, no_labels = ours[6:12]
+        assert len(ours) == 8 * len(NUMBERS)
+        none, longer, another, one, fewer, no_labels, larger, other_rows = ours[8:16]
         assert none.startswith("The list has 0 microbatches")
         assert longer.startswith("Microbatch 4 has sequence 17")
-        assert another.startswith("Rank 1 has sequence 3 in microbatch 4, and rank 0 has sequence 4.")
+        assert another.startswith("Rank 1 has rows 1, sequence 3 in microbatch 4, and rank 0 has rows 1, ")
         assert "Microbatch 4 has sequence 1 " in one
         assert fewer.startswith("Rank 1 has 4 microbatches, and rank 0 has 5.")
         assert "Microbatch 0: The batch has leaves ids, but the pipeline was compiled for" in no_labels
+        assert "Microbatch 4 has rows 3 in 'ids'. The programs take rows from 1 to 2 with seq" in larger
+        assert other_rows.startswith("Rank 1 has rows 2, sequence 4 in microbatch 4")
     assert max(outputs[0]) < 1e-12
-    assert refused[9].startswith("Rank 1 refuses the batch of step 2")
+    assert refused[11].startswith("Rank 1 refuses the batch of step 2")

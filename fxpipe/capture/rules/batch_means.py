@@ -363,7 +363,8 @@ def _is_loss(node: fx.Node) -> bool:
 
 
 def _same_for_all(graph: fx.Graph) -> set[fx.Node]:
-    """The values of parameters, constants, and numbers of the batch that all of its microbatches share."""
+    """The values of parameters, constants, means over the batch, and numbers of the batch that all of its
+    microbatches share."""
     changed = graph_outputs(graph).buffers
     same: set[fx.Node] = set()
     for node in graph.nodes:
@@ -372,7 +373,9 @@ def _same_for_all(graph: fx.Graph) -> set[fx.Node]:
             has_rows = source.kind is Kind.BATCH and node.meta["val"].dim() > 0
             if not has_rows and source.kind is not Kind.KEY and source.name not in changed:
                 same.add(node)
-        elif same.issuperset(input_nodes(node)) and not may_draw_numbers(node.target):
+        elif node.target is batch_mean or (
+            same.issuperset(input_nodes(node)) and not may_draw_numbers(node.target)
+        ):
             same.add(node)
     return same
 

@@ -10,6 +10,7 @@ it.  Beside these, terms are equal only if the same ops are applied to equal ope
                         reshape(reshape(x)) = reshape(x);  reshape to x's own shape = x
     permutations        t, transpose = permute;  permute(permute(x)) = one;  one that moves none = x
     views               of the same elements of x, in one order = one;  of all of x, in its order = x
+                        a sum over dimensions of one element = reshape, but for the sign of zeros
     parts and joins     a slice of all, or its backward = x;  expand to x's own shape = x;  of two one counts
                         cat without empty parts;  cat of one = x
     arithmetic          x * 1 = x / 1 = x - 0 = x ** 1 = -(-x) = not not x = x;  x + 0 = x for integers
@@ -224,6 +225,18 @@ def _expand(terms: Terms, op: str, args: Named) -> Term | None:
     return _view(terms, "aten.expand", {"self": source, "size": shape}, Layout(shape, layout.dtype))
 
 
+def _sum(terms: Terms, op: str, args: Named) -> Term | None:
+    source, dims = args["self"], args.get("dim") or ()
+    layout = layout_of(terms, source)
+    over = {_dimension(d, len(layout.shape)) for d in dims}
+    keeps = layout.dtype.is_floating_point and args.get("dtype") in (None, canonical(layout.dtype))
+    if not keeps or not over or not layout.shape or any(layout.shape[d] != 1 for d in over):
+        return None
+    if args.get("keepdim") == ("bool", True):
+        return source  # type: ignore[no-any-return]
+    return reshaped(terms, source, tuple(n for d, n in enumerate(layout.shape) if d not in over))
+
+
 def _slice(terms: Terms, op: str, args: Named) -> Term | None:
     layout = layout_of(terms, args["self"])
     dim = _dimension(args.get("dim", 0), len(layout.shape))
@@ -427,6 +440,7 @@ RULES: dict[str, Rule] = {
     "aten.transpose": _transpose,
     "aten.expand": _expand,
     "aten.slice": _slice,
+    "aten.sum": _sum,
     **dict.fromkeys(("item", *(f"aten.{name}" for name in _PARTS)), _view),
     "aten.cat": _cat,
     "aten.mul": _mul,

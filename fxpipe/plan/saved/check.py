@@ -18,6 +18,7 @@ from fxpipe.plan.tensors import IS_DTYPE, IS_FLOATING, MOST_DIMENSIONS, dtype_of
 from fxpipe.plan.work import PHASE_FIELDS, PlanWork, Terms
 from fxpipe.schedule.check import check_costs, check_whole
 from fxpipe.schedule.costs import Costs, StageBytes
+from fxpipe.schedule.ops import Phase
 from fxpipe.strict import Mismatch, between, require, shown, structure, unstructure
 
 if TYPE_CHECKING:
@@ -53,10 +54,11 @@ def _step(plan: Plan) -> None:
     _known("assumed", (*plan.assumed,), step.batch.tensors, "the name of a tensor in step.batch.leaves")
     _distinct("step.outputs", [output.name for output in step.outputs])
     _distinct("step.lengths", [each.name for each in step.lengths])
+    rows = {n for leaf in step.batch.leaves for n in (leaf.shape or ())[:1]}
     shapes = {n for leaf in step.batch.leaves for n in (leaf.shape or ())[1:]}
     for k, each in enumerate(step.lengths):
-        path = f"step.lengths[{k}]"
-        require(f"{path}.example", each.example, each.example in shapes, "a length of the example")
+        path, lengths = f"step.lengths[{k}]", rows if each.leading else shapes
+        require(f"{path}.example", each.example, each.example in lengths, "a length of the example")
         require(f"{path}.least", each.least, each.least <= each.example, f"at most {each.example}")
     for k, output in enumerate(step.outputs):
         _ranks(f"step.outputs[{k}].rank", output.rank, plan)
@@ -219,6 +221,11 @@ def _offload(plan: Plan) -> None:
         require("transfers", plan.transfers, not plan.transfers, "empty where tier is null")
     _as_many("held", plan, plan.ranks if plan.held else 0, "rank")
     _as_many("pools", plan, 0 if plan.tier is None else plan.ranks, "rank, where there is a tier")
+    stages = range(len(plan.placement) if plan.tier is not None else 0)
+    for k, slot in enumerate(plan.slots):
+        require(f"slots[{k}].stage", slot.stage, slot.stage in stages, "a stage that offloads")
+        require(f"slots[{k}].user", str(slot.user), slot.user is not Phase.F, "B or W")
+        require(f"slots[{k}].tensors", slot.tensors, slot.tensors > 0, "1 or more")
 
 
 def _work(plan: Plan) -> None:

@@ -9,7 +9,7 @@ from typing import Any, TypeGuard, TypeVar
 import torch
 
 from fxpipe.errors import BatchError, number_of
-from fxpipe.plan.step import BatchSpec, StepSpec, allowed
+from fxpipe.plan.step import BatchSpec, StepSpec, refused
 from fxpipe.runtime.batch.microbatches import (
     batch_leaves,
     check_batch,
@@ -68,7 +68,7 @@ def lengths_of(spec: StepSpec, batch: object, replicas: int = 1) -> list[Lengths
     lengths: list[Lengths | None] = []
     for m, (part, number) in enumerate(parts_of(spec, batch, replicas)):
         where = "The batch" if part is batch else f"Microbatch {m}"
-        lengths += [_lengths_of(spec, part, where)] * number
+        lengths += [_lengths_of(spec, part, where, number)] * number
     return lengths
 
 
@@ -127,30 +127,40 @@ def are_as_assumed(spec: StepSpec, assumed: Mapping[str, float], batch: object) 
     return None if None in holds else all(holds)
 
 
-def _lengths_of(spec: StepSpec, microbatch: object, where: str) -> Lengths | None:
+def _lengths_of(spec: StepSpec, batch: object, where: str, microbatches: int = 1) -> Lengths | None:
+    """The lengths of each of so many microbatches in a batch."""
     if not spec.lengths:
         return {}
-    leaves, named = given_leaves(spec.batch, microbatch), {each.example: each for each in spec.lengths}
+    leaves = given_leaves(spec.batch, batch)
+    named = {each.example: each for each in spec.lengths if not each.leading}
+    leading = next((each for each in spec.lengths if each.leading), None)
     lengths: Lengths = {}
     leaf_of: dict[str, str] = {}
     for leaf in spec.batch.leaves:
         value = leaves.get(leaf.name)
         shape = () if leaf.unread or leaf.shape is None else leaf.shape
         # What else a leaf may be, the check of the batch tells.
-        given = shape[:1]
+        given: tuple[int, ...] = ()
         if isinstance(value, torch.Tensor) and not value.is_nested and value.dim() == len(shape):
             given = value.shape
-        for expected, actual in zip(shape[1:], given[1:], strict=False):
-            if (each := named.get(expected)) is None:
+        actual_of = [(named.get(n), actual) for n, actual in zip(shape[1:], given[1:], strict=False)]
+        if given and leading is not None:
+            rows, rest = divmod(given[0], microbatches)
+            # Rows that make no whole microbatches the check of the batch tells.
+            actual_of.append((leading, leading.example if rest else rows))
+        for each, actual in actual_of:
+            if each is None:
                 continue
             if lengths.setdefault(each.name, actual) != actual:
                 first = f"{lengths[each.name]} in {leaf_of[each.name]!r}"
                 raise BatchError(f"{where} has {each.name} {first} and {actual} in {leaf.name!r}.")
             leaf_of.setdefault(each.name, leaf.name)
-            if not each.allows(actual):
-                raise BatchError(f"{where} has {each.name} {actual} in {leaf.name!r}. {allowed(each)}")
-    names = [each.name for each in spec.lengths]
-    return {name: lengths[name] for name in names} if lengths.keys() >= {*names} else None
+    if not lengths.keys() >= {each.name for each in spec.lengths}:
+        return None
+    if (refusal := refused(spec.lengths, lengths)) is not None:
+        name, text = refusal
+        raise BatchError(f"{where} has {name} {lengths[name]} in {leaf_of[name]!r}. {text}")
+    return {each.name: lengths[each.name] for each in spec.lengths}
 
 
 def checked(

@@ -59,11 +59,12 @@ class Collected:
     """The outputs of one step on one rank.
 
     ``wanted``: those to collect, from all ranks, by name.  ``is_list``: whether the values of each microbatch
-    are kept apart, as they may have other shapes.
+    are kept apart.  ``any_length``: whether they may have other shapes than the example's.
     """
 
     wanted: Mapping[str, OutputSpec] = field(default_factory=dict)
     is_list: bool = False
+    any_length: bool = False
     values: dict[str, torch.Tensor] = field(default_factory=dict)  # with a dimension of microbatches in front
     listed: dict[str, dict[int, torch.Tensor]] = field(default_factory=dict)
     _times: Counter[str] = field(default_factory=Counter)
@@ -75,10 +76,12 @@ class Collected:
         microbatches: int,
         device: torch.device | None,
         is_list: bool,
+        any_length: bool,
     ) -> Collected:
         """New memory for the outputs of a rank, which the caller keeps after the step."""
-        mine = (spec for spec in wanted.values() if spec.rank == rank and not is_list)
-        return Collected(wanted, is_list, {spec.name: empty(spec, microbatches, device) for spec in mine})
+        mine = (spec for spec in wanted.values() if spec.rank == rank and not any_length)
+        values = {spec.name: empty(spec, microbatches, device) for spec in mine}
+        return Collected(wanted, is_list, any_length, values)
 
     def add(self, name: str, value: torch.Tensor, microbatch: int, microbatches: int) -> None:
         """Raises RunError if an edited program gives another value than the plan has."""
@@ -86,11 +89,8 @@ class Collected:
         if spec is None:
             return
         shape, expected = tuple(value.shape), spec.shape
-        if self.is_list:  # at other lengths than the example's
-            shape, expected = (
-                tuple(shape[:1]) + (-1,) * len(shape[1:]),
-                expected[:1] + (-1,) * len(expected[1:]),
-            )
+        if self.any_length:
+            shape, expected = (-1,) * len(shape), (-1,) * len(expected)
         if (shape, str(value.dtype)) != (expected, spec.dtype):
             raise RunError(
                 f"The program gives the output {name!r} as {value.dtype} of shape {tuple(value.shape)}; the "

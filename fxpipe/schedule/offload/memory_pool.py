@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from fxpipe.schedule.ops import Activation, Direction, Phase, Schedule
+from fxpipe.schedule.ops import Activation, Direction, Schedule, Transfer
 
 
 @dataclass(frozen=True)
@@ -16,15 +16,15 @@ class Pool:
     offsets: Mapping[Activation, int]
 
 
-def pools(schedule: Schedule, sizes: Mapping[tuple[int, Phase], int]) -> tuple[Pool, ...]:
-    """The pool of each rank.  ``sizes``: bytes that a stage offloads per microbatch, by stage and user."""
+def pools(schedule: Schedule, size_of: Callable[[Transfer], int]) -> tuple[Pool, ...]:
+    """The pool of each rank.  size_of: the bytes of an activation that is moved."""
     until = {t.activation: t.end for t in schedule.transfers if t.direction is Direction.IN}
     ends, offsets = [0] * schedule.ranks, [dict[Activation, int]() for _ in range(schedule.ranks)]
     regions: list[list[tuple[int, int, int]]] = [[] for _ in range(schedule.ranks)]  # begin, end, until when
     for transfer in sorted(schedule.transfers, key=lambda t: t.begin):
         if transfer.direction is Direction.IN:
             continue
-        rank, size = schedule.placement[transfer.stage], sizes[transfer.stage, transfer.user]
+        rank, size = schedule.placement[transfer.stage], size_of(transfer)
         live = sorted(region for region in regions[rank] if region[2] >= transfer.begin)
         at = 0
         for begin, end, _ in live:

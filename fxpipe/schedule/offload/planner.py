@@ -8,7 +8,7 @@ reload as late as the link allows.  Where a link cannot carry the share that is 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from typing import NamedTuple
@@ -70,13 +70,19 @@ def offload(timeline: Timeline, share: float) -> OffloadPlan:
     return _Planner(timeline).plan([share] * timeline.schedule.ranks)
 
 
-def offload_within(timeline: Timeline, limits: Sequence[float], text: MemoryText = ANY_UNIT) -> OffloadPlan:
+def offload_within(
+    timeline: Timeline,
+    limits: Sequence[float],
+    text: MemoryText = ANY_UNIT,
+    able: Collection[tuple[int, Phase]] | None = None,
+) -> OffloadPlan:
     """Offload about the smallest share that keeps every rank within its memory limit.
 
+    able: what can be moved, by stage and user; by default all.
     Raises ScheduleError, naming the smallest limit that can be kept, if offloading as much as the links carry
     does not suffice.
     """
-    planner, ranks = _Planner(timeline), range(timeline.schedule.ranks)
+    planner, ranks = _Planner(timeline, able), range(timeline.schedule.ranks)
     most = planner.plan([FULL] * len(ranks))
     if not keeps(most.timeline, limits):
         peaks = most.timeline.peak_memory
@@ -132,7 +138,7 @@ def keeps(timeline: Timeline, limits: Sequence[float]) -> bool:
 
 
 class _Planner:
-    def __init__(self, timeline: Timeline) -> None:
+    def __init__(self, timeline: Timeline, able: Collection[tuple[int, Phase]] | None = None) -> None:
         if timeline.costs.link is None:
             raise ScheduleError("nothing can be offloaded: the costs have no link; give its seconds per byte")
         self.timeline = timeline
@@ -142,7 +148,7 @@ class _Planner:
         self.links = [ranks[first : first + sharing] for first in range(0, len(ranks), sharing)]
         self.starts = [[span.start for span in spans] for spans in timeline.spans]
         self.ends = [[span.end for span in spans] for spans in timeline.spans]
-        self.lifetimes = [_lifetimes(timeline, rank) for rank in ranks]
+        self.lifetimes = [_lifetimes(timeline, rank, able) for rank in ranks]
         self.epsilon = 1e-9 * timeline.seconds
 
     def plan(self, shares: Sequence[float]) -> OffloadPlan:
@@ -162,7 +168,8 @@ class _Planner:
                 transfers += [(lifetime.begin, lifetime, gone), (back[lifetime], lifetime, there)]
         transfers.sort(key=lambda entry: entry[:2])
         schedule = replace(self.timeline.schedule, transfers=tuple(t for _, _, t in transfers))
-        return OffloadPlan(simulate(schedule, self.timeline.costs), sum(map(len, wanted)), len(carried))
+        simulated = simulate(schedule, self.timeline.costs, self.timeline.of_each)
+        return OffloadPlan(simulated, sum(map(len, wanted)), len(carried))
 
     def _rank(self, lifetime: Lifetime) -> int:
         return self.timeline.schedule.placement[lifetime.stage]
@@ -241,7 +248,9 @@ class _Planner:
         return out, back
 
 
-def _lifetimes(timeline: Timeline, rank: int) -> list[list[Lifetime]]:
+def _lifetimes(
+    timeline: Timeline, rank: int, able: Collection[tuple[int, Phase]] | None
+) -> list[list[Lifetime]]:
     """Groups of a rank's lifetimes by stage and user, in microbatch order; the longest group first."""
     first: dict[tuple[int, int], tuple[float, int]] = {}
     by_use: dict[tuple[int, Phase], list[Lifetime]] = {}
@@ -250,8 +259,8 @@ def _lifetimes(timeline: Timeline, rank: int) -> list[list[Lifetime]]:
             if user is Phase.F:
                 first[op.stage, op.microbatch] = end, position
                 continue
-            size = offload_bytes(timeline.costs.stages[op.stage], user)
-            if size:
+            size = offload_bytes(timeline.costs_of(op.microbatch).stages[op.stage], user)
+            if size and (able is None or (op.stage, user) in able):
                 begin, behind = first[op.stage, op.microbatch]
                 lifetime = Lifetime(op.stage, op.microbatch, user, begin, start, behind, position, size)
                 by_use.setdefault((op.stage, user), []).append(lifetime)
@@ -261,14 +270,15 @@ def _lifetimes(timeline: Timeline, rank: int) -> list[list[Lifetime]]:
 
 def _spread(groups: Sequence[Sequence[Lifetime]], share: float) -> list[Lifetime]:
     """A share of all bytes: whole groups, then evenly spread microbatches of the next group."""
-    left = share * sum(group[0].bytes for group in groups)
+    sizes = [sum(lifetime.bytes for lifetime in group) for group in groups]
+    left = share * sum(sizes)
     wanted = []
-    for group in groups:
-        part = min(1.0, left / group[0].bytes)
+    for group, size in zip(groups, sizes, strict=True):
+        part = min(1.0, left / size)
         wanted += [
             lifetime for j, lifetime in enumerate(group) if int((j + 1) * part + 1e-9) > int(j * part + 1e-9)
         ]
-        left -= part * group[0].bytes
+        left -= part * size
     return wanted
 
 

@@ -14,7 +14,7 @@ from math import inf
 import numpy as np
 
 from fxpipe.errors import ScheduleError
-from fxpipe.schedule.bound import lower_bound_of_each
+from fxpipe.schedule.bound_of_each import lower_bound_of_each
 from fxpipe.schedule.costs import Costs, StageCost
 from fxpipe.schedule.engine.arrays import ScheduleArrays, joined_arrays, schedule_arrays
 from fxpipe.schedule.engine.order import Order, OrderTimes
@@ -38,7 +38,7 @@ class TooLarge(ScheduleError):
             f"microbatch {microbatch} alone needs {bytes_text(needs)} for activations on rank {rank}, and "
             f"the limit is {bytes_text(limit)}"
         )
-        self.microbatch = microbatch
+        self.microbatch, self.rank = microbatch, rank
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,8 +76,8 @@ class Uneven:
 
     @cached_property
     def bound(self) -> float:
-        """Seconds that no order beats, whatever memory it has."""
-        return lower_bound_of_each(self.of_ops, self.placement)
+        """Seconds that no order beats that keeps the limits."""
+        return lower_bound_of_each(self.of_ops, self.placement, self.limits)
 
     @cached_property
     def least(self) -> tuple[float, ...]:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, TypeVar
 
-from fxpipe.schedule.bound import lower_bound, lower_bound_of_each
+from fxpipe.schedule.bound import lower_bound
+from fxpipe.schedule.bound_of_each import lower_bound_of_each
 from fxpipe.schedule.costs import Costs
 from fxpipe.schedule.dependencies import SECTIONS_PER_STAGE, Needs, needs, sections
 from fxpipe.schedule.ops import Direction, Op, OpKind, Schedule, Transfer

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -27,8 +27,10 @@ from fxpipe.runtime.program.load_program import Program
 MOST_KEPT, MOST_BEGUN = 64, 8
 NO_ORDER = "There is no order for this batch"
 
-Key = tuple[tuple[int, ...], ...]
-"""The lengths of each microbatch, by the names of the plan in their order, and its share of ``SHARES``."""
+_Lengths = tuple[int, ...]
+Key = tuple[tuple[_Lengths, ...], ...]
+"""Of each replica the lengths of each microbatch, by the names of the plan in their order, and its share of
+``SHARES``; replicas with the same are one."""
 Batch = Sequence[tuple[Sequence[Lengths], Sequence[int]]]
 """Of each replica the lengths of its microbatches, and their shares."""
 
@@ -49,7 +51,7 @@ class BatchOrders:
             return
         if len(self._begun) == MOST_BEGUN:  # of batches that did not come
             self._begun.pop(next(iter(self._begun))).cancel()
-        self._begun[key] = self._thread.submit(write, *self._of_key(key))
+        self._begun[key] = self._thread.submit(self._written_for, write, key)
 
     def of(self, replicas: Batch, programs: Sequence[Program]) -> Sequence[Program]:
         """The programs for a batch; ``programs``: those of the pipeline, of this process or of all ranks.
@@ -81,20 +83,23 @@ class BatchOrders:
             each = " and ".join(map(str, sorted(numbers)))
             raise BatchError(f"Replicas have {each} microbatches: give each the same number of them.")
         example = (*(each.example for each in spec.lengths), SHARES)
-        each_replica = (
-            [
+        each_replica = [
+            tuple(
                 (*(lengths[each.name] for each in spec.lengths), share)
                 for lengths, share in zip(*one, strict=True)
-            ]
+            )
             for one in replicas
-        )
-        key = tuple(tuple(map(max, zip(*same, strict=True))) for same in zip(*each_replica, strict=True))
-        return None if key == (example,) * spec.microbatches else key
+        ]
+        key = tuple(sorted({*each_replica}))
+        return None if key == ((example,) * spec.microbatches,) else key
 
-    def _of_key(self, key: Key) -> tuple[list[Lengths], list[float]]:
+    def _written_for(self, write: Callable[..., OrderedStep | None], key: Key) -> OrderedStep | None:
         names = [each.name for each in self.artifact.plan.step.lengths]
-        lengths = [dict(zip(names, each[:-1], strict=True)) for each in key]
-        return lengths, [each[-1] / SHARES for each in key]
+        (lengths, shares), *others = (
+            ([dict(zip(names, each, strict=False)) for each in one], [each[-1] / SHARES for each in one])
+            for one in key
+        )
+        return write(lengths, shares, others)
 
     def _step(self, key: Key) -> OrderedStep | None:
         """The step of this process, or those of all ranks; None for the program's own."""
@@ -124,13 +129,13 @@ class BatchOrders:
         if begun is not None:
             return begun.result()
         if write is not None:
-            return write(*self._of_key(key))
-        if len(key) == number:
+            return self._written_for(write, key)
+        if len(key[0]) == number:
             return None
         raise BatchError(
-            f"The batch has {len(key)} microbatches, and the programs were written for {number}: a pipeline "
-            "that an earlier version saved, or whose step was edited, takes no other number. Compile it in "
-            "this script, or for another number too, with like=."
+            f"The batch has {len(key[0])} microbatches, and the programs were written for {number}: a "
+            "pipeline that an earlier version saved, or whose step was edited, takes no other one. Compile "
+            "it in this script, or for another number too, with like=."
         )
 
     @cached_property

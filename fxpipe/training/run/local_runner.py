@@ -176,7 +176,7 @@ class LocalRunner:
         ranks = self._ranks_replayed() if replay else self._ranks(divides=not measure_memory)
         world, runtimes = ranks.world, ranks.runtimes
         for rt in runtimes:
-            rt.step_number, rt.collected = step, Collected(wanted, is_list)
+            rt.step_number, rt.collected = step, Collected(wanted, is_list, bool(spec.lengths))
         for number, rt in enumerate(runtimes):
             rt.spec, rt.sizes = spec, of_replicas[number // (world.ranks * world.lanes)]
         meters = [SavedBytes(self._tensors_of(rt, batch)) for rt in runtimes] if measure_memory else []

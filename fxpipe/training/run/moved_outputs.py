@@ -25,8 +25,10 @@ def outputs_of(rt: Runtime, on: On, process: Process | None) -> tuple[dict[str, 
     rt.collected = Collected()  # the caller alone keeps them
     if on is None or process is None:
         return computed, listed
-    if asked.is_list:
-        return {}, _listed_on(asked.wanted, listed, on, process, rt.device)
+    if asked.any_length:
+        lists = listed if asked.is_list else {name: [value] for name, value in computed.items()}
+        there = _listed_on(asked.wanted, lists, on, process, rt.device)
+        return ({}, there) if asked.is_list else ({name: value for name, (value,) in there.items()}, {})
     moved = {}
     for name, spec in asked.wanted.items():
         value = computed.get(name)

@@ -9,12 +9,14 @@ const TABS = [
   ["links", "Links"],
   ["measured", "Measured"],
   ["candidates", "Candidates"],
+  ["lengths", "Lengths"], // of a report that was made with samples
   ["about", "About"],
 ];
 
 class App {
   constructor(model) {
     this.model = model;
+    this.tabs = TABS.filter(([id]) => id !== "lengths" || model.lengths);
     if (model.head.decimal) BYTES = [1000, ["B", "kB", "MB", "GB", "TB"]];
     this.rank = 0;
     const events = {
@@ -50,6 +52,7 @@ class App {
     linksTab(model, byId("links"));
     measuredTab(model, byId("measured"), events);
     candidatesTab(model, byId("candidates"));
+    if (model.lengths) lengthsTab(model, byId("lengths"));
     aboutTab(model, byId("about"));
     this.search = new Search(model, byId("search"), byId("hits"), events);
     this.events = events;
@@ -81,7 +84,7 @@ class App {
     ];
     byId("facts").textContent = facts.filter(Boolean).join(" · ");
     byId("tabs").replaceChildren(
-      ...TABS.map(([id, name], k) =>
+      ...this.tabs.map(([id, name], k) =>
         el(
           "button",
           { role: "tab", id: `tab-${id}`, title: `${name} (${k + 1})`, onclick: () => this.tab(id) },
@@ -153,7 +156,7 @@ class App {
 
   tab(name) {
     this.current = name;
-    for (const [id] of TABS) {
+    for (const [id] of this.tabs) {
       byId(id).hidden = id !== name;
       byId(`tab-${id}`).setAttribute("aria-selected", id === name);
     }
@@ -217,7 +220,7 @@ class App {
     for (const part of location.hash.slice(1).split("&")) {
       const [name, value = ""] = part.split("="),
         layer = name.startsWith("measured-") ? this.model.measured : this.model.predicted;
-      if (TABS.some(([id]) => id === name)) this.tab(name);
+      if (this.tabs.some(([id]) => id === name)) this.tab(name);
       if (name === "zoom") this.timeline.show(...value.split(",").map((x) => x * this.model.end));
       const place = /op$/.test(name) && layer?.places.get(value);
       if (place) this.select({ layer, rank: place[0], k: place[1], gap: false }, true);
@@ -262,7 +265,7 @@ class App {
         history.replaceState(null, "", "#");
       },
     };
-    const act = acts[event.key] || (TABS[event.key - 1] && (() => this.tab(TABS[event.key - 1][0])));
+    const act = acts[event.key] || (this.tabs[event.key - 1] && (() => this.tab(this.tabs[event.key - 1][0])));
     if (!act || (this.current !== "timeline" && /Arrow|^[adgfcp+\-=0]$/.test(event.key))) return;
     act();
     event.preventDefault();

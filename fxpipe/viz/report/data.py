@@ -6,7 +6,7 @@ The page computes nothing that is here; what is not known it says, by ``unknown`
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from math import prod
 from statistics import median
@@ -47,10 +47,14 @@ Measured = Sequence[Sequence[Span]] | None
 
 
 def report_data(
-    plan: Plan, programs: Sequence[str], graph: GraphRecord | None, measured: Measured = None
+    plan: Plan,
+    programs: Sequence[str],
+    graph: GraphRecord | None,
+    measured: Measured = None,
+    lengths: Mapping[str, object] | None = None,
 ) -> dict[str, object]:
     """The report's data as JSON.  programs: of each rank, empty where it is not known.  graph: None for a
-    pipeline that was saved by an earlier version."""
+    pipeline that was saved by an earlier version.  lengths: steps of samples, as ``cli.ways`` has them."""
     timeline = simulate(plan.ordered, plan.costs)
     updates = simulate_steps(plan.ordered, plan.costs, plan.validation, 1).steps[0].updates
     ends = (update.end - timeline.begin for update in updates if update.end > update.start)
@@ -73,6 +77,7 @@ def report_data(
         "edges": _edges(plan, graph),
         "links": _links(timeline),
         "candidates": _candidates(plan),
+        "lengths": lengths,
         "programs": [
             {name: asdict(place) for name, place in places(program).items()} for program in programs
         ],

@@ -28,6 +28,7 @@ SCRIPTS = (
     "graph.js",
     "tables.js",
     "candidates.js",
+    "lengths.js",
     "search.js",
     "app.js",
 )

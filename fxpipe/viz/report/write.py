@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -80,9 +81,9 @@ def measured_step(plan: Plan, directory: Path | None) -> Measured:
     return aligned(timeline, measured)
 
 
-def write_report(source: ReportSource, path: Path) -> Path:
-    """Write one file of HTML; return it."""
-    text = page(report_data(source.plan, source.programs, source.graph, source.measured))
+def write_report(source: ReportSource, path: Path, lengths: Mapping[str, object] | None = None) -> Path:
+    """Write one file of HTML; return it.  lengths: see ``report_data``."""
+    text = page(report_data(source.plan, source.programs, source.graph, source.measured, lengths))
     with files.writing(path):
         path.write_text(text, encoding="utf-8")
     return path
