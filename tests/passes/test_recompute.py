@@ -56,7 +56,7 @@ def test_the_same_gradients_from_less_memory(name, schedule, vocab_parallel):
     plain = compiled(model, name, schedule, False, vocab_parallel=vocab_parallel)
     expected = plain.run_local(batch)
     most = max(plain.simulate().peak_memory)
-    for level, share_saved, share_of_peak in (("norms", 0.8, 0.8), ("full", 0.25, 0.5)):
+    for level, share_saved, share_of_peak in (("norms", 0.8, 0.85), ("full", 0.25, 0.5)):
         again = compiled(model, name, schedule, level, vocab_parallel=vocab_parallel)
         found = again.run_local(batch, measure_memory=True)
         assert torch.equal(found.loss, expected.loss), level

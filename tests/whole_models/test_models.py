@@ -71,7 +71,8 @@ def check(case: Case, shape: Shape, dtype: torch.dtype) -> None:
     expected = eager(model, batch, MICROBATCHES, case.loss_fn or own_loss)
     result = pipe.run_local(batch)
     assert {g.dtype for g in result.grads.values()} == {dtype}
-    assert relative_error(result.loss, expected.loss) <= LIMIT[dtype]
+    # Some models take the loss in single precision.
+    assert relative_error(result.loss, expected.loss) <= max(LIMIT[dtype], LIMIT[result.loss.dtype])
     assert too_far(result.grads, expected.grads, LIMIT[dtype]) == {}
 
 

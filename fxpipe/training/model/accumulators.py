@@ -5,6 +5,7 @@ Accumulators that are summed over replicas lie in buckets, one behind the other.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
@@ -181,8 +182,11 @@ def _sharded(state: ModelState, rt: Runtime) -> Finish:
             elif parameter.grad is not None and level == "optimizer":  # it is a part of what is zeroed here
                 set_grad(parameter, parameter.grad.clone())
         if level == "optimizer":
-            bucket.flat = state.accumulators.setdefault(bucket.names, bucket.whole)
-            bucket.flat.zero_()
+            given = (grad() for grad in state.handed_out.pop(bucket.names, ()))
+            if all(grad is None for grad in given):
+                bucket.flat = state.accumulators.get(bucket.names)
+            # Else the script has a gradient of the last step, which stays as it is.
+            state.accumulators[bucket.names] = bucket.whole.zero_()
     rt.grads = Accumulators(buckets)
 
     def finish() -> None:
@@ -194,6 +198,7 @@ def _sharded(state: ModelState, rt: Runtime) -> Finish:
                 grad = rows.as_strided(parameter.shape, parameter.stride())
                 if parameter.grad is None:
                     set_grad(parameter, grad)
+                    state.handed_out.setdefault(bucket.names, []).append(weakref.ref(grad))
                 else:
                     set_grad(parameter, parameter.grad.to(grad.dtype).add_(grad))
         rt.buckets, rt.grads = (), {}  # let go of the memory of whole buckets before the update

@@ -48,12 +48,12 @@ class ModelState:
     of the model's table as long as the model lives.  ``of``: gives the model that was compiled in this
     process, whose tensors may be replaced between two steps; None if there is none (any more): under torchrun
     a pipeline does not keep it alive, as a rank needs only its part.  ``synchronized``: whether the model of
-    each rank has the trained values of all ranks.  ``stale``: whether other replicas have
-    rows of parameters with newer values.  ``accumulators``: by the names of a bucket, those that stay between
-    steps beside ``.grad``.  ``run``: a name of the run, the same after it was resumed.
-    ``then``: its hooks and frozen parameters when it was compiled.  ``lane``: that of a state of one lane,
-    made by a process that runs all.  ``rows``: the parameters of rows of tables.  ``registered``: the model's
-    tensors under torchrun, which may live longer than a module around them.
+    each rank has the trained values of all ranks.  ``stale``: whether other replicas have rows of parameters
+    with newer values.  ``accumulators``: by the names of a bucket, those that stay between steps beside
+    ``.grad``, which is a part of them; ``handed_out``: these gradients.  ``run``: a name of the run, the same
+    after it was resumed. ``then``: its hooks and frozen parameters when it was compiled.  ``lane``: that of a
+    state of one lane, made by a process that runs all.  ``rows``: the parameters of rows of tables.
+    ``registered``: the model's tensors under torchrun, which may live longer than a module around them.
     """
 
     plan: Plan
@@ -67,6 +67,7 @@ class ModelState:
     run: str = field(default_factory=lambda: secrets.token_hex(8))
     stale: bool = False
     accumulators: dict[tuple[ShardName, ...], torch.Tensor] = field(default_factory=dict)
+    handed_out: dict[tuple[ShardName, ...], list[weakref.ref[torch.Tensor]]] = field(default_factory=dict)
     borrowed: dict[str, torch.Tensor] = field(default_factory=dict)
     lane: int | None = None
     rows: dict[str, nn.Parameter] = field(default_factory=dict)
