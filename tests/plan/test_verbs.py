@@ -2,12 +2,12 @@
 
 import ast
 import inspect
-import textwrap
 
 import pytest
 
 from fxpipe.certificate.ranks.runtime import TermRuntime
 from fxpipe.plan.program.verbs import ATTRIBUTES, VERBS
+from fxpipe.runtime.program.bucket_verbs import BucketVerbs
 from fxpipe.runtime.program.rank import Runtime
 
 
@@ -30,9 +30,10 @@ def is_of_self(node: ast.AST) -> bool:
 
 def waiting_methods() -> set[str]:
     """The methods of a rank in which it says that it waits, or that call one of these."""
-    (cls,) = ast.parse(textwrap.dedent(inspect.getsource(Runtime))).body
+    classes = [ast.parse(inspect.getsource(cls)).body[0] for cls in (Runtime, BucketVerbs)]
     uses = {
         method.name: {node.attr: type(node.ctx) for node in ast.walk(method) if is_of_self(node)}
+        for cls in classes
         for method in cls.body
         if isinstance(method, ast.FunctionDef)
     }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -15,6 +14,7 @@ from fxpipe.plan.step import StepSpec
 from fxpipe.plan.tensors import dtype_of
 from fxpipe.runtime.batch.lengths import Lengths, cut
 from fxpipe.runtime.batch.outputs import Collected
+from fxpipe.runtime.program.bucket_verbs import REPLICAS, BucketVerbs
 from fxpipe.runtime.program.captured import key_of_step
 from fxpipe.runtime.program.comm import Collective, Comm, Layout, Numbers, Pending, Wait, in_layout
 from fxpipe.runtime.program.losses import Losses
@@ -30,7 +30,7 @@ if TYPE_CHECKING:  # most programs run without them
 
 
 @dataclass(eq=False)
-class Runtime:
+class Runtime(BucketVerbs):
     """The tensors of one rank, and its communication with other ranks.
 
     ``params`` and ``grads`` (accumulators) by parameter name; ``buffers``, ``constants`` by name.
@@ -130,14 +130,6 @@ class Runtime:
         self.collected.forget()
         self.record.forget()
 
-    @contextmanager
-    def _waits_for(self, what: Wait) -> Iterator[None]:
-        """Wait in a block, whose time counts for no op.  After an error ``waiting`` stays, for messages."""
-        self.record.pause()
-        self.waiting = what
-        yield
-        self.waiting = None
-
     def _posted(self, pending: Pending | None) -> Pending | None:
         """Remember what is to arrive, as long as it may have to come again."""
         if self._ahead is not None and pending is not None:
@@ -222,18 +214,11 @@ class Runtime:
             total = torch.stack([*values]).sum(0).view(-1)  # no number of the host is copied to a device
             total = torch.cat([total, total.new_full((1,), sum(weights))])
             if self.replicas is not None:
-                self.waiting = _REPLICAS
+                self.waiting = REPLICAS
                 self.mean_over_replicas(total)
                 self.waiting = None
             means[name] = (total[:-1] / total[-1]).view(first.shape).to(first.dtype)
         return means
-
-    def mean_over_replicas(self, numbers: torch.Tensor) -> None:
-        """Let all replicas have the mean of their numbers, which are few."""
-        assert self.replicas is not None
-        flat, replicas = numbers.view(-1), self.replicas.number
-        begins = [flat.numel() * k // replicas for k in range(replicas + 1)]
-        self.replicas.wait(self.replicas.reduce(flat, begins, flat, mean=True))
 
     def receive(self, layouts: Layout | list[Layout], source: int) -> Pending:
         """Allocate the buffers of a message, one or a list, and start to receive it; does not block."""
@@ -317,82 +302,6 @@ class Runtime:
     def add_output(self, name: str, value: torch.Tensor, microbatch: int) -> None:
         """Keep an output of one microbatch, if this step was asked for it."""
         self.collected.add(name, value, microbatch, self.spec.microbatches)
-
-    def sum_over_lanes(self, bucket: int, n: int = 0, stride: int = 1) -> None:
-        """Start to sum a bucket of gradients over the lanes, or n that are ``stride`` behind each other,
-        before it is summed over the replicas."""
-        if self.lanes is None:
-            raise RunError(f"The program sums the bucket {bucket} over lanes, and there are none.")
-        if self.summing_lanes is None:
-            return
-        from fxpipe.plan.lanes import LaneGroup  # which most programs run without
-
-        group = LaneGroup(n or self.lanes.number, stride)
-        lanes = self.summing_lanes.get(group)
-        if lanes is None:
-            raise RunError(f"The plan sums nothing over {group}. Undo the edit of the program.")
-        self._sum(lanes, *self._bucket(bucket).begin_sum_over_lanes(group), bucket, mean=False)
-
-    def reduce_gradients(self, bucket: int) -> None:
-        """Start to sum a bucket of gradients over the replicas.
-
-        Those of a mean are divided by the number of replicas.
-        """
-        if self.replicas is None:
-            return
-        if self._bucket(bucket).is_frozen:
-            raise RunError(f"The bucket {bucket} has no gradients to sum: its parameters are frozen.")
-        self._sum(self.replicas, *self._bucket(bucket).begin_sum(), bucket, mean=not self.spec.has_count)
-
-    def _sum(
-        self,
-        peers: Replicas,
-        gives: torch.Tensor,
-        begins: Sequence[int],
-        into: torch.Tensor,
-        bucket: int,
-        *,
-        mean: bool,
-    ) -> None:
-        if self._bucket(bucket).flat is None:  # the accumulators go when they are summed
-            for name in self._bucket(bucket).names:
-                self.grads.pop(name, None)
-        self._sums.append(partial(peers.wait, peers.reduce(gives, begins, into, mean=mean)))
-
-    def wait_gradients(self) -> None:
-        """Wait for the sums over the replicas, and over the lanes."""
-        with self._waits_for(_OWNERS if self.summing_lanes else _REPLICAS):
-            for wait in self._sums:
-                wait()
-        self._sums = []
-
-    def gather_parameters(self, bucket: int) -> None:
-        """Start to give this process the rows of parameters that others own."""
-        if self.shards:
-            gathered = self._bucket(bucket)
-            tensors = gathered.parameters or (gathered.own_rows(),)
-            self._gathers[bucket] = tensors, self.shards[gathered.lanes].gather(tensors, gathered.begins)
-
-    def wait_parameters(self, bucket: int) -> None:
-        """Wait for the rows that other processes own."""
-        if bucket not in self._gathers:
-            return
-        gathered, ((first, *_), work) = self._bucket(bucket), self._gathers.pop(bucket)
-        with self._waits_for(_REPLICAS if gathered.lanes.number == 1 else _OWNERS):
-            self.shards[gathered.lanes].wait(work)
-        if not gathered.parameters:
-            self.params |= gathered.views(first)
-
-    def free_parameters(self, bucket: int) -> None:
-        """Free the parameters of a bucket, but for the rows that this process owns."""
-        if self.shards:
-            for name in self._bucket(bucket).names:
-                del self.params[name]
-
-    def _bucket(self, number: int) -> Bucket:
-        if not 0 <= number < len(self.buckets):
-            raise RunError(f"The program names the bucket {number} of {len(self.buckets)}.")
-        return self.buckets[number]
 
     def all_reduce_gradient(self, name: str, ranks: tuple[int, ...]) -> None:
         """Sum the gradient of a parameter that several ranks hold; all of them get the same bits.
@@ -492,7 +401,5 @@ class Runtime:
 _ONES = partial(torch.ones, 2, dtype=torch.float64)
 _ALL = Wait("all ranks", "ranks")
 _TAKERS = Wait("other ranks to take its messages", "ranks")
-_REPLICAS = Wait("the other replicas", "replicas")
-_OWNERS = Wait("the other replicas and lanes of its rank", "alike")
 _DEVICE = Wait("its device", "ranks")  # which may itself wait for a message
 _OFFLOADED = Wait("its offloaded activations", None)
