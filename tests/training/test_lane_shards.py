@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 from launch import forked
-from marks import slow_except
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
@@ -36,8 +35,15 @@ SETTINGS = {
     "vocabulary": ((1, 2, 2, 1), {"shard": "optimizer", "vocab_parallel": True, "schedule": "zb-h1"}),
     "whole matrices": ((2, 1, 2, 1), {"shard": "gradients", "undivided": ["blocks.*.weight"]}),
 }
-#: Where each goes on, from the checkpoint behind the first step.
-NEXT = {"for each use": "gradients", "state": "vocabulary", "vocabulary": "for each use"}
+#: Those that are tried together, and where each goes on from the checkpoint behind the first step.
+RUNS = [
+    (["gradients", "parameters"], {"gradients": "for each use"}),
+    pytest.param(
+        [*SETTINGS],
+        {"for each use": "gradients", "state": "vocabulary", "vocabulary": "for each use"},
+        marks=pytest.mark.variation,
+    ),
+]
 
 
 def batches() -> list[dict[str, torch.Tensor]]:
@@ -125,9 +131,9 @@ def check(name: str, losses: list[float], state: dict[str, torch.Tensor]) -> Non
     assert max(relative_error(state[key], value) for key, value in weights.items()) < 1e-12
 
 
-def run(directory: Path) -> None:
+def run(directory: Path, names: list[str], goes_on: dict[str, str]) -> None:
     torch.distributed.init_process_group("gloo")
-    for name in SETTINGS:
+    for name in names:
         pipe, optimizer = compiled(name)
         (replicas, _, sequences, _), options = SETTINGS[name]
         of_rank = pipe.plan.tensors[pipe.process.rank].gradients
@@ -135,29 +141,36 @@ def run(directory: Path) -> None:
         owned = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
         assert owned < (1.5 if "undivided" in options else 1.1) * share, name
         losses = trained(pipe, optimizer, 1)
-        if name in NEXT:
+        if name in goes_on:
             with fxpipe.Checkpointer(pipe, directory / name, optimizer=optimizer) as checkpoints:
                 checkpoints.save()
         check(name, losses + trained(pipe, optimizer, STEPS), pipe.full_state_dict(rank=None))
-    for name, goes_on in NEXT.items():
-        pipe, optimizer = compiled(goes_on)
+    for name, other in goes_on.items():
+        pipe, optimizer = compiled(other)
         with fxpipe.Checkpointer(pipe, directory / name, optimizer=optimizer) as checkpoints:
             assert checkpoints.resume()
-        check(goes_on, trained(pipe, optimizer, STEPS), pipe.full_state_dict(rank=None))
+        check(other, trained(pipe, optimizer, STEPS), pipe.full_state_dict(rank=None))
     print("equal")
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.__version__ < "2.12", reason="its DTensors do not flatten divided tokens")
-def test_what_lanes_have_alike_is_divided_and_trains_as_one_process(tmp_path):
-    result = forked(4, run, tmp_path, dtype=torch.float64, logs=tmp_path / "logs")
+@pytest.mark.parametrize(("names", "goes_on"), RUNS, ids=str)
+def test_what_lanes_have_alike_is_divided_and_trains_as_one_process(tmp_path, names, goes_on):
+    result = forked(4, run, tmp_path, names, goes_on, dtype=torch.float64, logs=tmp_path / "logs")
     assert result.code == 0, result
     assert all("equal" in out for out in result.stdout)
 
 
 @pytest.mark.usefixtures("double")
 @pytest.mark.skipif(torch.__version__ < "2.12", reason="its DTensors do not flatten divided tokens")
-@pytest.mark.parametrize("shard", slow_except(["optimizer", "gradients", "parameters"], "parameters"))
+@pytest.mark.parametrize(
+    "shard",
+    [
+        "parameters",
+        *(pytest.param(level, marks=pytest.mark.variation) for level in ("optimizer", "gradients")),
+    ],
+)
 def test_in_one_process_the_bits_are_those_without_shards(shard):
     def compiled(**options: str) -> fxpipe.Pipeline:
         model, example = made(), {key: value[:2] for key, value in batches()[0].items()}

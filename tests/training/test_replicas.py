@@ -136,7 +136,10 @@ def test_the_gradients_of_replicas_in_one_process(schedule):
 
 
 @pytest.mark.parametrize(
-    "name", slow_except(["gradients", "counts, parameters", worker.EACH_USE], "gradients")
+    "name",
+    slow_except(
+        ["gradients", "counts, parameters", worker.EACH_USE], "gradients", variations=["counts, parameters"]
+    ),
 )
 @pytest.mark.usefixtures("double")
 def test_in_one_process_shards_give_the_same_bits(name):
