@@ -38,7 +38,7 @@ ERRORS = {
 #: What processes say where a step fails, in the order of ``worker.FAILURES``.
 FAILURES = (
     r"BatchError: 'x' has 3 rows, .* 4 are needed",
-    r"Rank [23] has ended, after 1 step",
+    r"Rank [23] has ended, after 1 step|waits for the other .*(?s:.)*got no answer",
 )
 
 
@@ -62,7 +62,7 @@ def test_all_processes_say_what_differs(directory):
 
 
 def test_a_step_that_fails_on_one_replica_ends_all(directory):
-    """Those that torch's agent has not ended before say why."""
+    """Those that torch's agent has not ended before say why, or as far as they came that they wait."""
     begun, attempts, logs = time.monotonic(), len(FAILURES), directory / "failures"
     run = forked(PROCESSES, worker.fail, directory, dtype=torch.float64, logs=logs, restarts=attempts - 1)
     assert run.code != 0
