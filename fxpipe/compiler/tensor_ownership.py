@@ -161,8 +161,7 @@ def trained_parameters(
     def trained(name: str) -> Trained:
         parameter = tensors[name]
         itemsize: int = gradient_dtype(parameter.dtype, grad_dtype).itemsize
-        number = lanes.dividing([ShardName(name)]).number
-        return Trained(parameter.numel(), parameter.itemsize, itemsize, number)
+        return Trained(parameter.numel(), parameter.itemsize, itemsize, lanes.divisor(name))
 
     return tuple(tuple(map(trained, each.gradients)) for each in ownership)
 
@@ -262,7 +261,7 @@ def stage_tensors(
         frozen[section.stage] |= used - trained
 
     def divided(names: Iterable[str], nbytes: Callable[[str], int]) -> Bytes:
-        return Bytes.of((nbytes(name), lanes.dividing([ShardName(name)]).number) for name in names)
+        return Bytes.of((nbytes(name), lanes.divisor(name)) for name in names)
 
     def gradient(name: str) -> int:
         return _gradient_bytes(tensors, [name], grad_dtype)

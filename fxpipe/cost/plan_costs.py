@@ -57,7 +57,7 @@ def _exchanges_on(plan: Plan, device: Device, ranks_per_machine: int | None) -> 
         trained = set(plan.tensors[stage.rank].gradients)
         names = [name for name in stage.parameters if name in trained]
         others = [name for name in stage.parameters if name not in trained]
-        number = {name: plan.lanes.dividing([ShardName(name)]).number for name in stage.parameters}
+        number = {name: plan.lanes.divisor(name) for name in stage.parameters}
         sizes[stage.stage] = StageTensors(
             Bytes.of((_gradient_bytes(plan, [name]), number[name]) for name in names),
             Bytes.of((plan.layouts[name].nbytes, number[name]) for name in names),

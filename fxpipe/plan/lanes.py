@@ -131,6 +131,10 @@ class LanePlan:
         groups = {self._dividing(name.tensor) for name in names}
         return groups.pop() if len(groups) == 1 else ONE_LANE
 
+    def divisor(self, name: str) -> int:
+        """The number of lanes among which a parameter, or rows of it, may be divided."""
+        return self._dividing(ShardName(name).tensor).number
+
     def _dividing(self, name: str) -> LaneGroup:
         if name in self.summed:
             return self.summed[name]

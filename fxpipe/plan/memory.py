@@ -66,7 +66,7 @@ def adamw_bytes(plan: Plan, rank: int) -> int:
     def own(name: ShardName) -> float:
         layout = plan.layouts[name]
         # With shards each process has the state of its rows.
-        owners = plan.replicas * plan.lanes.dividing([name]).number if plan.shard else 1
+        owners = plan.replicas * plan.lanes.divisor(name) if plan.shard else 1
         itemsize: int = dtype_of(layout.dtype).itemsize
         return prod(layout.shape) * itemsize / owners
 

@@ -115,8 +115,10 @@ class BucketVerbs:
     def mean_over_replicas(self, numbers: torch.Tensor) -> None:
         """Let all replicas have the mean of their numbers, which are few."""
         assert self.replicas is not None
-        flat, replicas = numbers.view(-1), self.replicas.number
-        begins = [flat.numel() * k // replicas for k in range(replicas + 1)]
+        from fxpipe.runtime.program.replicas import even  # which is there where replicas are
+
+        flat = numbers.view(-1)
+        begins = even(flat.numel(), self.replicas.number)
         self.replicas.wait(self.replicas.reduce(flat, begins, flat, mean=True))
 
     @contextmanager

@@ -27,6 +27,7 @@ class LocalReplicas:
             self.index, self.number, self._what = along.index(lane), along.number, f"lanes of rank {rank}"
             self._group = ("sums", rank, replica, *along.members(lane))
         self._name = "replica" if along is None else "lane"
+        self._is_last = along is None  # of the sums of a bucket
 
     def reduce(
         self, bucket: torch.Tensor, begins: Sequence[int], into: torch.Tensor, *, mean: bool
@@ -47,7 +48,7 @@ class LocalReplicas:
                 if adds:
                     into.add_(own)
 
-        if self._name == "replica":
+        if self._is_last:
             return reduced
         reduced()  # a sum over the replicas may come next, of its result
         return lambda: None
