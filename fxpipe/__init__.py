@@ -44,7 +44,9 @@ if TYPE_CHECKING:
     from fxpipe.compiler.options import Offload
     from fxpipe.integrations.context import ContextParallel
     from fxpipe.integrations.experts import ExpertParallel
+    from fxpipe.integrations.head_parallel import HeadParallel
     from fxpipe.integrations.pack import PackedSteps, pack, pad
+    from fxpipe.integrations.padded_parallel import PaddedParallel
     from fxpipe.integrations.summed_gradients import SummedGradients
     from fxpipe.runtime.batch.outputs import StepResult
     from fxpipe.runtime.ranks.local_mesh import local_lanes
@@ -63,10 +65,12 @@ __all__ = [
     "DeadlockError",
     "ExpertParallel",
     "FxpipeError",
+    "HeadParallel",
     "LimitError",
     "Offload",
     "OptionError",
     "PackedSteps",
+    "PaddedParallel",
     "PartitionError",
     "Pipeline",
     "RunError",
@@ -95,8 +99,10 @@ _LAZY = {
     "Checkpointer": "fxpipe.api.checkpointer",
     "ContextParallel": "fxpipe.integrations.context",
     "ExpertParallel": "fxpipe.integrations.experts",
+    "HeadParallel": "fxpipe.integrations.head_parallel",
     "Offload": "fxpipe.compiler.options",
     "PackedSteps": "fxpipe.integrations.pack",
+    "PaddedParallel": "fxpipe.integrations.padded_parallel",
     "Pipeline": "fxpipe.api.pipeline",
     "Schedule": "fxpipe.schedule.ops",
     "StepResult": "fxpipe.runtime.batch.outputs",

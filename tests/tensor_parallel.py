@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn import functional as F
 
-from fxpipe import ContextParallel, ExpertParallel
+from fxpipe import ContextParallel, ExpertParallel, HeadParallel, PaddedParallel
 
 WORDS, WIDTH, HEADS, LENGTH = 24, 16, 4, 6
 
@@ -151,6 +151,16 @@ PLANS: dict[str, dict[str, Callable[[], Any]]] = {
         ),
     },
     "experts": {"blocks.*.mixture.experts": ExpertParallel},
+    "uneven": {
+        "embedding": lambda: PaddedParallel(RowwiseParallel(input_layouts=Replicate())),
+        **{f"blocks.*.attention.{name}": lambda: PaddedParallel(ColwiseParallel()) for name in "qkv"},
+        "blocks.*.attention": HeadParallel,
+        "blocks.*.attention.o": lambda: PaddedParallel(RowwiseParallel()),
+        "blocks.*.mixture.experts": lambda: ExpertParallel(tokens="divided"),
+        "blocks.*.up": lambda: PaddedParallel(ColwiseParallel()),
+        "blocks.*.down": lambda: PaddedParallel(RowwiseParallel()),
+        "head": lambda: PaddedParallel(ColwiseParallel()),
+    },
     "context": {
         "blocks.*.mixture.experts": lambda: ExpertParallel(tokens="divided"),
         "": lambda: ContextParallel({"x": 1}),

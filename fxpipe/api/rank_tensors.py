@@ -42,5 +42,5 @@ def _part_of(name: str, tensor: torch.Tensor, plan: Plan, alone: bool) -> torch.
         return tensor
     part = local(tensor).detach()
     if alone and name in plan.lanes.shared:
-        part = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        part = plan.whole_layout(name).empty(torch.device("meta"))
     return nn.Parameter(part, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else part

@@ -11,14 +11,16 @@ The exchange of heads is that of DeepSpeed-Ulysses, https://arxiv.org/abs/2309.1
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache, partial
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed._functional_collectives as functional
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.nn import functional as F
+
+from fxpipe.integrations.heads import Heads
 
 sdpa: Callable[..., torch.Tensor] = F.scaled_dot_product_attention
 
@@ -65,7 +67,7 @@ def attention(
     of_queries, of_keys = (x.to_local().shape[1] for x in (q, k))
     heads = None
     if all(is_divided) and q.dim() == 4 and not of_queries % of_keys:
-        heads = _Heads.over(of_queries, of_keys, lanes)
+        heads = Heads.over(of_queries, of_keys, lanes)
         # Heads of zeros cost as real ones, and a gather twice as much as a causal kernel.
         if heads.number > (2 * of_queries if is_causal else of_queries):
             heads = None
@@ -125,54 +127,6 @@ def _whole(value: DTensor, shared: Sequence[Placement], gradients: Sequence[Plac
         value = DTensor.from_local(in_layout(value.to_local()), mesh, placements, run_check=False)
     alike: Any = value.redistribute(placements=[Replicate(), *shared])
     return alike.to_local(grad_placements=[Partial(), *gradients])  # type: ignore[no-any-return]
-
-
-class _Heads(NamedTuple):
-    """How lanes share heads: ``keys`` heads of keys, each copied ``copies`` times, and ``each`` of queries
-    for one.  Those that a model has not are zeros, and nothing reads what attention gives for them."""
-
-    keys: int
-    each: int
-    copies: int
-
-    @staticmethod
-    @cache
-    def over(queries: int, keys: int, lanes: int) -> _Heads:
-        """As few heads as lanes share evenly, of these with as few copies."""
-        of_each = queries // keys
-        options = (
-            _Heads(more, each, copies)
-            for more in range(keys, keys + lanes)
-            for each in range(of_each, of_each + (lanes if of_each > 1 else 1))
-            for copies in range(1, each + 1)
-            if not (each % copies or more * copies % lanes)
-        )
-        return min(options, key=lambda heads: (heads.number, heads.keys * heads.copies))
-
-    @property
-    def number(self) -> int:
-        """Of queries."""
-        return self.keys * self.each
-
-    def padded(self, x: torch.Tensor, each: int) -> torch.Tensor:
-        """All heads, of a value with ``each`` for a head of keys."""
-        keys = x.shape[1] // each
-        if (keys, each) == (self.keys, self.each):
-            return x
-        more = (0, 0, 0, 0, 0, self.each - each, 0, self.keys - keys)
-        return F.pad(x.unflatten(1, (keys, each)), more).flatten(1, 2)
-
-    def copied(self, x: torch.Tensor) -> torch.Tensor:
-        """The heads of keys, or of their values."""
-        whole = self._replace(each=1).padded(x, 1)
-        return whole.repeat_interleave(self.copies, 1) if self.copies > 1 else whole
-
-    def real(self, x: torch.Tensor, keys: int, each: int) -> torch.Tensor:
-        """Those of all heads that the model has."""
-        if (keys, each) == (self.keys, self.each):
-            return x
-        groups: torch.Tensor = x.unflatten(1, (self.keys, self.each))
-        return groups[:, :keys, :each].flatten(1, 2)
 
 
 def _all_tokens(parts: Sequence[torch.Tensor], mesh: DeviceMesh) -> list[torch.Tensor]:

@@ -28,10 +28,13 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from fxpipe.errors import OptionError
 from fxpipe.integrations.divided_attention import distributed
 from fxpipe.integrations.summed_gradients import local_parameters, parameters_of
+from fxpipe.plan.dtensors import note_length
+from fxpipe.plan.lanes import padded
 
 
 class ExpertParallel(ParallelStyle):
-    """Shards the experts of a module over the lanes, and brings tokens to them.
+    """Shards the experts of a module over the lanes, and brings tokens to them.  Where the lanes cannot share
+    them evenly, zeros that no token goes to fill up the last lanes.
 
     The module's parameters have its experts as their first dimension, and its forward maps
     (tokens [T, hidden], experts of each token [T, k], their weights [T, k]) to [T, hidden], as that of the
@@ -49,7 +52,7 @@ class ExpertParallel(ParallelStyle):
     counts: whether the module gets buffers ``expert_loads`` (int64[experts]: the rows that training has sent
         to each) and ``expert_drops`` (int64[]: those beyond the capacity).  Replicas keep those of the first.
 
-    Raises OptionError, in ``parallelize_module``, for experts that the lanes cannot share evenly.
+    Raises OptionError, in ``parallelize_module``, for a module that is none of experts.
     """
 
     def __init__(
@@ -75,16 +78,22 @@ class ExpertParallel(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         experts = _number_of_experts(module, device_mesh)
+        each = -(-experts // device_mesh.size())
         for owner, name, parameter in parameters_of(module):
+            if experts % device_mesh.size():
+                note_length(owner, name, experts)
             share = distribute_tensor(
-                parameter.data, device_mesh, [Shard(0)] * device_mesh.ndim, src_data_rank=self.src_data_rank
+                padded(parameter.data, 0, each * device_mesh.size()),
+                device_mesh,
+                [Shard(0)] * device_mesh.ndim,
+                src_data_rank=self.src_data_rank,
             )
             owner.register_parameter(name, nn.Parameter(share, parameter.requires_grad))
         if self.counts:
             counts = torch.zeros(experts, dtype=torch.int64, device=next(module.parameters()).device)
             module.register_buffer("expert_loads", counts)
             module.register_buffer("expert_drops", counts.new_zeros(()))
-        local = partial(_on_parts, module, module.forward, self.number, experts // device_mesh.size())
+        local = partial(_on_parts, module, module.forward, self.number, each)
         # Here, where every process makes its groups, and not in a trace, which may be that of one alone.
         lanes = device_mesh if device_mesh.ndim == 1 else device_mesh._flatten()
         module.forward = partial(self._forward, module, local, device_mesh, lanes, experts)
@@ -103,7 +112,7 @@ class ExpertParallel(ParallelStyle):
     ) -> torch.Tensor:
         given = [hidden_states, top_k_index, top_k_weights]
         placements = hidden_states.placements if isinstance(hidden_states, DTensor) else None
-        each, index = experts // lanes.size(), _all_rows(top_k_index)
+        each, index = -(-experts // lanes.size()), _all_rows(top_k_index)
         run = partial(_divided if self.tokens == "divided" else _whole, local, lanes, each, each * self.skips)
         if self.counts and module.training:
             with torch.no_grad():
@@ -201,11 +210,6 @@ def _number_of_experts(module: nn.Module, mesh: DeviceMesh) -> int:
             "weights), by which ExpertParallel brings tokens to experts."
         ) from error
     ((experts,),) = numbers
-    if experts % mesh.size():
-        raise OptionError(
-            f"The {experts} experts of a {type(module).__name__} cannot be shared evenly by {mesh.size()} "
-            "lanes: use lanes that divide them."
-        )
     return experts
 
 

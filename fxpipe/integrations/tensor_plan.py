@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
-from typing import Any
 
 import torch
 from torch import nn
@@ -35,7 +34,8 @@ def share_out(
         if not matching:
             raise OptionError(f"tensor= names {pattern!r}, and the model has no such module.")
         for path in matching:
-            for parameter, dim in _dims(path, named[path], style).items():
+            for name, dim in dims_of(named[path], style, f"tensor= of {path}").items():
+                parameter = named[path].get_parameter(name)
                 if parameter.shape[dim] % lanes:
                     raise OptionError(
                         f"{path} has a parameter of shape {tuple(parameter.shape)}, whose dimension {dim} "
@@ -52,21 +52,22 @@ def share_out(
     return placements
 
 
-def _dims(path: str, module: nn.Module, style: ParallelStyle) -> dict[nn.Parameter, int]:
-    """The parameters that the lanes share out, each with its dimension."""
-    weight: Any = getattr(module, "weight", None)
-    bias = getattr(module, "bias", None)
-    of_columns = {weight: 0} | ({} if bias is None else {bias: 0})
+def dims_of(module: nn.Module, style: ParallelStyle, what: str) -> dict[str, int]:
+    """The parameters of a module that a style shares out, by name, each with its dimension.
+
+    what: says so, and for which module, in the OptionError for styles and modules that are not known.
+    """
+    of_rows = {"weight": 0} | ({} if getattr(module, "bias", None) is None else {"bias": 0})
     match module, style:
         case nn.Linear(), ColwiseParallel():
-            return of_columns
+            return of_rows
         case (nn.Linear(), RowwiseParallel()) | (nn.Embedding(), ColwiseParallel()):
-            return {weight: 1}
+            return {"weight": 1}
         case nn.Embedding(), RowwiseParallel():
-            return {weight: 0}
+            return {"weight": 0}
     raise OptionError(
-        f"tensor= has {type(style).__name__} for {path}, a {type(module).__name__}. It takes ColwiseParallel "
-        "and RowwiseParallel, for nn.Linear and nn.Embedding."
+        f"{what} has {type(style).__name__} for a {type(module).__name__}. It takes ColwiseParallel and "
+        "RowwiseParallel, for nn.Linear and nn.Embedding."
     )
 
 

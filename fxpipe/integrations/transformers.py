@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -26,7 +26,10 @@ from torch.distributed.tensor.parallel import (
 from fxpipe.errors import OptionError
 from fxpipe.integrations.context import ContextParallel
 from fxpipe.integrations.experts import ExpertParallel
+from fxpipe.integrations.head_parallel import HeadParallel
+from fxpipe.integrations.padded_parallel import PaddedParallel
 from fxpipe.integrations.summed_gradients import SummedGradients, local_parameters
+from fxpipe.integrations.tensor_plan import dims_of
 
 #: A word of transformers' plans -> the style of a module.
 _STYLES: dict[str, Callable[[], ParallelStyle]] = {
@@ -43,6 +46,15 @@ _STYLES: dict[str, Callable[[], ParallelStyle]] = {
 }
 #: Words of modules that all lanes hold whole where values are DTensors; torch's rules sum their gradients.
 _WHOLE = (None, "replicate", "replicated_with_grad_allreduce", "sequence_parallel")
+#: Words of an attention whose values have all heads on each lane; there norms have whole gradients.
+_WHOLE_HEADS = {
+    "colwise": "colwise_gather_output",
+    "rowwise": "rowwise_split_input",
+    "replicated_with_grad_allreduce": "replicate",
+    "mla_kv_a_proj": "replicate",
+}
+#: Modules that give the heads of keys, and those of queries.
+_OF_KEYS, _OF_QUERIES = ("k_proj", "qkv_proj", "kv_b_proj"), ("q_proj", "q_norm", "o_proj")
 #: Words of modules of experts, of which lanes hold some each; their parameters have words of their own.
 _EXPERTS = ("moe_tp_experts", "ep_dispatch_experts")
 
@@ -56,8 +68,10 @@ def parallelize(
 ) -> nn.Module:
     """Distribute a model of transformers over the lanes of a mesh, by the plan of its configuration.
 
-    Each lane gets some of the experts of a mixture, whole, also where the plan cuts each of them.  Weights
-    that the model ties are tied again.  Returns the model, of which each process has all values before.
+    Each lane gets some of the experts of a mixture, whole, also where the plan cuts each of them.  Where the
+    lanes cannot share the heads of attention evenly, its projections give whole values, and ``HeadParallel``
+    shares them out; other layers that they cannot share evenly are ``PaddedParallel``.  Weights that the
+    model ties are tied again.  Returns the model, of which each process has all values before.
 
     mesh: of one dimension; with ``context`` of two, where lanes along the first divide the sequences and
         those along the second share the layers by the plan.
@@ -66,8 +80,7 @@ def parallelize(
     context: the arguments whose sequences the lanes divide, with their dimension ({"input_ids": 1}), by
         ``ContextParallel``: then the lanes share nothing of the plan but experts.
 
-    Raises OptionError for a style that has no counterpart, heads or experts that the lanes do not divide, and
-    a model without a plan.
+    Raises OptionError for a style that has no counterpart, and a model without a plan.
     """
     words = dict(plan) if plan is not None else {**_plan(model, "tp"), **_plan(model, "ep")}
     if context is not None and mesh.ndim == 1:
@@ -77,7 +90,7 @@ def parallelize(
             f"{type(model).__name__} has no plan of tensor parallelism. Give one by modules: "
             'parallelize(model, mesh, plan={"*.up": "colwise", "*.down": "rowwise"}).'
         )
-    _check_heads(model, mesh.size(-1), words)
+    words, heads = _of_uneven_heads(model, mesh.size(-1), words)
     if mesh.ndim > 1:
         _share_beside_context(model, mesh, words, context, experts)
         return model
@@ -97,11 +110,22 @@ def parallelize(
                     f"here. Give a plan without it (that module is then whole on all lanes). Known are "
                     f"{', '.join((*_STYLES, *_EXPERTS, 'local_params', 'mla_kv_a_proj'))}."
                 )
-            parallelize_module(module, mesh, _STYLES[word]())
+            parallelize_module(module, mesh, _style(module, word, mesh))
+        if _pattern(path) in heads:
+            parallelize_module(module, mesh, HeadParallel(heads[_pattern(path)]))
     if context is not None:
         parallelize_module(model, mesh, ContextParallel(context))
     _tie(model)
     return model
+
+
+def _style(module: nn.Module, word: str, mesh: DeviceMesh) -> ParallelStyle:
+    style = _STYLES[word]()
+    if isinstance(module, nn.Linear | nn.Embedding) and isinstance(style, ColwiseParallel | RowwiseParallel):
+        dims = dims_of(module, style, "A plan")
+        if any(module.get_parameter(name).shape[dim] % mesh.size() for name, dim in dims.items()):
+            return PaddedParallel(style)
+    return style
 
 
 def _tie(model: nn.Module) -> None:
@@ -158,17 +182,34 @@ def _pattern(path: str) -> str:
     return re.sub(r"\.\d+(?=\.|$)", ".*", path)
 
 
-def _check_heads(model: nn.Module, lanes: int, words: Mapping[str, str]) -> None:
+def _of_uneven_heads(
+    model: nn.Module, lanes: int, words: Mapping[str, str]
+) -> tuple[dict[str, str], dict[str, Literal["whole", "divided"]]]:
+    """A plan by which attention gets all heads on each lane where lanes cannot share them evenly, and the
+    modules of such attention, by which queries these have."""
     config: Any = getattr(model, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    is_cut = any(path.endswith(("k_proj", "qkv_proj")) and word == "colwise" for path, word in words.items())
-    for name in ("num_attention_heads", "num_key_value_heads"):
-        heads = getattr(config, name, None)
-        if is_cut and isinstance(heads, int) and heads % lanes:
-            raise OptionError(
-                f"{name} is {heads}, which {lanes} lanes do not divide. Let them divide the sequences: "
-                'parallelize(model, mesh, context={"input_ids": 1}).'
-            )
+    queries, keys = (getattr(config, f"num_{name}_heads", None) for name in ("attention", "key_value"))
+    uneven = [isinstance(heads, int) and heads % lanes > 0 for heads in (queries, keys)]
+    named = ((*path.rpartition(".")[::2], word) for path, word in words.items())
+    of = (
+        {owner for owner, name, word in named if name in _OF_KEYS and word == "colwise"}
+        if any(uneven)
+        else ()
+    )
+    changed, ways = dict(words), dict[str, Literal["whole", "divided"]]()
+    for owner in of:
+        inside = {path: path.rpartition(".")[2] for path in words if path.startswith(f"{owner}.")}
+        # Too few heads of keys: each lane keeps its heads of queries, if attention alone reads both.
+        is_sdpa = getattr(config, "_attn_implementation", None) == "sdpa"
+        is_divided = not uneven[0] and is_sdpa and "k_proj" in inside.values()
+        ways[owner] = "divided" if is_divided else "whole"
+        for path, name in inside.items():
+            if not (is_divided and name in _OF_QUERIES):
+                changed[path] = _WHOLE_HEADS.get(words[path], words[path])
+        if not is_divided and changed.get(owner) == "local_params":  # numbers of its own for each head
+            changed[owner] = "replicate"
+    return changed, ways
 
 
 def _own(module: nn.Module) -> dict[str, nn.Parameter]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from fxpipe.plan.lanes import LaneAxis, LanePlan
 
 #: The placements of parameters whose values are no function of a part, or of a sum of parts.
 _SUPPORTED = ("Shard", "Replicate")
+#: The attribute of a module with the lengths of its parameters that end with zeros.
+_LENGTHS = "_fxpipe_lengths"
 
 
 def is_dtensor_type(kind: type) -> bool:
@@ -98,10 +101,23 @@ def lane_plan(model: nn.Module, mesh: Any) -> LanePlan:
             if tensor.shape[dim] % counts[dim]:
                 raise CaptureError(
                     f"{name!r} of shape {tuple(tensor.shape)} is {placement}, and {tensor.shape[dim]} cannot "
-                    f"be shared evenly by {counts[dim]} lanes. Pad it to a multiple of {counts[dim]}, or use "
-                    "other lanes."
+                    f"be shared evenly by {counts[dim]} lanes. Use other lanes, or fxpipe.PaddedParallel("
+                    "style), which pads the parameters of a module."
                 )
-    return LanePlan(tuple(map(LaneAxis, mesh.shape, shards)))
+    of_module = {id(p): length for owner in model.modules() for p, length in _lengths(owner)}
+    lengths = {name: of_module[id(p)] for name, p in _dtensors(model) if id(p) in of_module}
+    return LanePlan(tuple(map(LaneAxis, mesh.shape, shards)), lengths)
+
+
+def _lengths(module: nn.Module) -> Iterator[tuple[torch.Tensor, int]]:
+    """The parameters of a module that end with zeros, as ``note_length`` has noted."""
+    for name, length in module.__dict__.get(_LENGTHS, {}).items():
+        yield module.get_parameter(name), length
+
+
+def note_length(module: nn.Module, name: str, length: int) -> None:
+    """Note that zeros are behind this length of the dimension of a parameter that lanes share out."""
+    module.__dict__.setdefault(_LENGTHS, {})[name] = length
 
 
 def axes_of(part: Any, mesh: Any) -> list[int]:

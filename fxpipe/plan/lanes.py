@@ -18,7 +18,7 @@ import torch
 from fxpipe.plan.rows import ShardName
 from fxpipe.plan.step import MOST_RANKS
 from fxpipe.plan.tensors import MOST_DIMENSIONS
-from fxpipe.strict import between, entries
+from fxpipe.strict import at_least, between, entries
 
 #: Dimensions of a mesh of lanes.
 MOST_AXES = 4
@@ -72,9 +72,12 @@ class LaneAxis:
 
 @dataclass(frozen=True)
 class LanePlan:
-    """The lanes of each rank.  ``axes``: the dimensions of their mesh, none for a rank of one process."""
+    """The lanes of each rank.  ``axes``: the dimensions of their mesh, none for a rank of one process.
+    ``lengths``: of tensors that lanes cannot share evenly, the length of the one dimension that they share;
+    zeros behind it fill up the last shares."""
 
     axes: Annotated[tuple[LaneAxis, ...], entries(0, MOST_AXES)] = ()
+    lengths: dict[str, Annotated[int, at_least(1)]] = field(default_factory=dict)
 
     @cached_property
     def number(self) -> int:
@@ -151,7 +154,8 @@ class LanePlan:
     def whole_shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of a tensor of which a lane has one of this shape."""
         for dim, group in self.shares(name):
-            shape = (*shape[:dim], shape[dim] * group.number, *shape[dim + 1 :])
+            length = self.lengths.get(name, shape[dim] * group.number)
+            shape = (*shape[:dim], length, *shape[dim + 1 :])
         return shape
 
     def sums(self, name: ShardName) -> LaneGroup | None:
@@ -159,8 +163,12 @@ class LanePlan:
         return self.summed.get(name.tensor)
 
     def share(self, name: str, whole: torch.Tensor, lane: int) -> torch.Tensor:
-        """What a lane holds of a tensor: a view, or the tensor itself."""
-        for dim, group in self.shares(name):
+        """What a lane holds of a tensor: a view, or the tensor itself, where no zeros are behind it."""
+        shares = [*self.shares(name)]
+        if name in self.lengths:
+            dim, lanes = shares[0][0], prod(group.number for _, group in shares)
+            whole = padded(whole, dim, -(-self.lengths[name] // lanes) * lanes)
+        for dim, group in shares:
             whole = whole.chunk(group.number, dim)[group.index(lane)]
         return whole
 
@@ -170,7 +178,16 @@ class LanePlan:
             along = (parts[k : k + axis.number] for k in range(0, len(parts), axis.number))
             dim = axis.shards.get(name)
             parts = [each[0] if dim is None else torch.cat([*each], dim) for each in along]
-        return parts[0]
+        whole = parts[0]
+        if name in self.lengths:
+            whole = whole.narrow(next(self.shares(name))[0], 0, self.lengths[name])
+        return whole
+
+
+def padded(tensor: torch.Tensor, dim: int, length: int) -> torch.Tensor:
+    """A tensor with zeros behind it along a dimension."""
+    more = [0] * (2 * (tensor.dim() - dim) - 1) + [length - tensor.shape[dim]]
+    return torch.constant_pad_nd(tensor, more) if more[-1] else tensor
 
 
 NO_LANES = LanePlan()

@@ -8,15 +8,18 @@ from typing import NamedTuple
 import torch
 
 from fxpipe.plan.artifact import Plan
+from fxpipe.plan.lanes import padded
 from fxpipe.plan.rows import ShardName
 
 
 class PartSpan(NamedTuple):
-    """A part of a dimension that is ``whole`` long, by its ``begin`` and ``length``."""
+    """A part of a dimension that is ``whole`` long, by its ``begin`` and ``length``.  ``zeros``: how many a
+    process holds behind it."""
 
     begin: int
     length: int
     whole: int
+    zeros: int = 0
 
 
 #: Dimension -> the part that is held; of other dimensions all is.
@@ -32,10 +35,29 @@ def spans_of(plan: Plan, name: ShardName, lane: int) -> dict[int, PartSpan]:
         index, number = shares.get(dim, (0, 1))
         shares[dim] = index * group.number + group.index(lane), number * group.number
     for dim, (index, number) in shares.items():
-        begin, length, size = spans.get(dim, PartSpan(0, shape[dim], shape[dim]))
+        begin, length, size, _ = spans.get(dim, PartSpan(0, shape[dim], shape[dim]))
         # Rows of a share are counted within it.
-        spans[dim] = PartSpan(index * size + begin, length, number * size)
+        begin += index * size
+        whole = plan.lanes.lengths.get(name.tensor, number * size)
+        real = max(0, min(length, whole - begin))
+        spans[dim] = PartSpan(min(begin, whole), real, whole, length - real)
     return spans
+
+
+def with_zeros(part: torch.Tensor, spans: Spans, shape: Sequence[int]) -> torch.Tensor:
+    """A part of a tensor of this shape, as ``slices_of`` gives it, with the zeros that a process holds."""
+    for dim, (_, length, whole, zeros) in spans.items():
+        if dim < len(shape) and shape[dim] == whole:
+            part = padded(part, dim, length + zeros)
+    return part
+
+
+def without_zeros(held: torch.Tensor, spans: Spans) -> torch.Tensor:
+    """What a process holds of a tensor, or of an optimizer's state of it, without zeros: a view."""
+    for dim, (_, length, _, zeros) in spans.items():
+        if zeros and held.shape[dim : dim + 1] == (length + zeros,):
+            held = held.narrow(dim, 0, length)
+    return held
 
 
 def slices_of(shape: Sequence[int], spans: Spans) -> tuple[slice, ...]:
@@ -45,7 +67,7 @@ def slices_of(shape: Sequence[int], spans: Spans) -> tuple[slice, ...]:
     is not as long as the parameter's.
     """
     slices = [slice(0, length) for length in shape]
-    for dim, (begin, length, whole) in spans.items():
+    for dim, (begin, length, whole, _) in spans.items():
         if dim < len(shape) and shape[dim] == whole:
             slices[dim] = slice(begin, begin + length)
     return tuple(slices)
@@ -53,6 +75,6 @@ def slices_of(shape: Sequence[int], spans: Spans) -> tuple[slice, ...]:
 
 def place_of(whole: torch.Tensor, spans: Spans, first_row: int = 0) -> torch.Tensor:
     """The part of a tensor that has these spans, as a view.  first_row: of a tensor that is rows itself."""
-    for dim, (begin, length, _) in spans.items():
+    for dim, (begin, length, _, _) in spans.items():
         whole = whole.narrow(dim, begin - (0 if dim else first_row), length)
     return whole

@@ -6,14 +6,14 @@ import pytest
 import torch
 from equality import eager_step
 from marks import with_variations
-from tensor_parallel import PLANS, Words, batch, parallelized
+from tensor_parallel import LENGTH, PLANS, WORDS, Words, batch, parallelized
 from torch import nn
 from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from zoo import captured_once, relative_error, too_far
 
 import fxpipe
-from fxpipe.errors import VocabularyError
+from fxpipe.errors import ArtifactError, VocabularyError
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("double")]
 LIMIT = 1e-12
@@ -42,7 +42,7 @@ def check_against_eager(pipe: fxpipe.Pipeline, microbatches: int = 3) -> None:
 
 
 #: The plan "vocabulary" divides the embedding as well; tests below have columns and rows.
-VARIATIONS = ("columns and rows", "embedding by columns")
+VARIATIONS = ("columns and rows", "embedding by columns", "uneven")
 
 
 @pytest.mark.parametrize("plan", with_variations(PLANS, VARIATIONS))
@@ -64,6 +64,28 @@ def test_ranks_share_a_vocabulary_that_lanes_do_not():
 
 def test_three_lanes_share_what_three_divides():
     check_against_eager(compiled("vocabulary", lanes=3))
+
+
+def test_five_lanes_share_what_five_does_not_divide():
+    pipe = compiled("uneven", lanes=5, ranks=1, schedule="1f1b")
+    check_against_eager(pipe)
+    lanes = pipe.plan.lanes
+    assert lanes.lengths == {
+        "embedding.weight": WORDS, "head.weight": WORDS, "blocks.0.up.weight": 64, "blocks.0.up.bias": 64,
+        "blocks.0.down.weight": 64, **{f"blocks.0.attention.{name}.weight": 16 for name in "qkvo"},
+        **{f"blocks.0.mixture.experts.{name}": 4 for name in ("up", "bias", "down")},
+    }  # fmt: skip
+    # Each computes one of four heads, the last zeros, and one of four experts.
+    assert pipe.plan.layouts["blocks.0.mixture.experts.up"].shape[0] == 1
+    assert pipe.plan.layouts["head.weight"].shape == (5, 16)
+    kernels = [node for node in pipe.graph.nodes if "for_cpu.default" in str(node.target)]
+    assert {node.args[0].meta["val"].shape for node in kernels} == {(2, 1, LENGTH, 4)}
+    torch.manual_seed(0)
+    expected = Words().state_dict()
+    for name, value in pipe.full_state_dict().items():
+        assert torch.equal(value, expected[name])
+    with pytest.raises(ArtifactError, match=r"head\.weight, of shape \(24, 16\), has shape \(25, 16\)"):
+        pipe.load_state_dict(expected | {"head.weight": torch.zeros(25, 16)})
 
 
 def test_random_numbers_depend_on_neither_ranks_nor_replicas_nor_recomputation():

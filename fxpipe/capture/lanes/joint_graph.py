@@ -302,4 +302,5 @@ def _with_sums(graph: fx.Graph, plan: LanePlan) -> LanePlan:
         if len(groups) == 1 and (group := groups.pop()) is not None:
             sums.setdefault(group, []).append(name)
     along = zip(plan.axes, plan.groups, strict=True)
-    return LanePlan(tuple(replace(axis, summed=tuple(sums.pop(group, ()))) for axis, group in along))
+    axes = tuple(replace(axis, summed=tuple(sums.pop(group, ()))) for axis, group in along)
+    return replace(plan, axes=axes)

@@ -151,6 +151,22 @@ def _lanes(plan: Plan) -> None:
         for name, dim in axis.shards.items():
             dims = len(plan.layouts[name].shape) if name in plan.layouts else MOST_DIMENSIONS
             require(f"lanes.axes[{k}].shards[{name!r}]", dim, dim < dims, f"one of {dims} dimensions")
+    for name, length in plan.lanes.lengths.items():
+        shares = [*plan.lanes.shares(name)]
+        is_one = len({dim for dim, _ in shares}) == 1
+        require(f"lanes.lengths[{name!r}]", name, is_one, "a tensor of which lanes share out one dimension")
+        if name in plan.layouts:
+            each, lanes = (
+                plan.layouts[name].shape[shares[0][0]],
+                math.prod(group.number for _, group in shares),
+            )
+            fits = -(-length // lanes) == each
+            require(
+                f"lanes.lengths[{name!r}]",
+                length,
+                fits,
+                f"a length of which each of {lanes} lanes has {each}",
+            )
 
 
 def _buckets(path: str, tensors: RankTensors, plan: Plan) -> None:

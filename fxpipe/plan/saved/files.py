@@ -28,7 +28,7 @@ from fxpipe.errors import ArtifactError, OptionError, number_of
 from fxpipe.plan.artifact import Artifact, Plan
 from fxpipe.plan.program.parse import parse
 from fxpipe.plan.rows import ShardName
-from fxpipe.plan.spans import slices_of, spans_of
+from fxpipe.plan.spans import slices_of, spans_of, with_zeros
 from fxpipe.plan.tensors import dtype_of
 from fxpipe.strict import MEBIBYTE, Mismatch, open_regular, read_text, refused, shown
 
@@ -320,9 +320,8 @@ def _read(file: Any, name: str, plan: Plan, lane: int | None) -> torch.Tensor:
     if lane is None or name not in plan.lanes.shared:
         whole: torch.Tensor = file.get_tensor(name)
         return whole
-    place = slices_of(plan.whole_layout(name).shape, spans_of(plan, ShardName(name), lane))
-    share: torch.Tensor = file.get_slice(name)[place]
-    return share
+    shape, spans = plan.whole_layout(name).shape, spans_of(plan, ShardName(name), lane)
+    return with_zeros(file.get_slice(name)[slices_of(shape, spans)], spans, shape)
 
 
 def read_constants(directory: Path, plan: Plan, ranks: Sequence[int]) -> dict[str, torch.Tensor]:

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from fxpipe.plan.saved.files import tensors_in
-from fxpipe.plan.spans import Spans, slices_of
+from fxpipe.plan.spans import Spans, slices_of, with_zeros
 from fxpipe.strict import Mismatch, parse_json, shown
 from fxpipe.training.weights.area import Area, InFile, Stored, unlike_whole
 
@@ -42,9 +42,15 @@ def write(
 ) -> None:
     """Write the tensors of all ranks, each into a file of its own; a tensor of several ranks once.
 
-    group: of all ranks, for tensors on the CPU; None for a single process.
+    group: of all ranks, for tensors on the CPU; None for a single process.  Parts without elements are left
+        out.
     Raises CheckpointException on every rank if one cannot write.
     """
+    tensors = {
+        name: t
+        for name, t in tensors.items()
+        if not isinstance(t, Part) or t.tensor.numel() or not t.whole.numel()
+    }
     with warnings.catch_warnings():
         # That a process writes for itself, which is meant.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -108,7 +114,8 @@ def _whole(name: str, parts: list[tuple[InFile, torch.dtype]]) -> Stored[InFile]
 
 
 def read(stored: Mapping[str, Stored[InFile]], wanted: Sequence[tuple[str, Spans]]) -> list[torch.Tensor]:
-    """Tensors, on the CPU, or parts of them: of each its name, and what is wanted of its dimensions.
+    """Tensors, on the CPU, or parts of them with the zeros behind: of each its name, and what is wanted of
+    its dimensions.
 
     Raises Mismatch, naming the file, for one that cannot be read.
     """
@@ -126,7 +133,8 @@ def read(stored: Mapping[str, Stored[InFile]], wanted: Sequence[tuple[str, Spans
         with _opened(path) as file:
             for name, inside, place in parts:
                 place.copy_(file.get_slice(name)[inside] if inside else file.get_tensor(name))
-    return tensors
+    parts_read = zip(tensors, wanted, strict=True)
+    return [with_zeros(tensor, spans, stored[name].shape) for tensor, (name, spans) in parts_read]
 
 
 @contextlib.contextmanager

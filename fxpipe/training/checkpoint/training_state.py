@@ -15,6 +15,7 @@ import torch
 
 from fxpipe.errors import ArtifactError, RunError
 from fxpipe.plan.rows import ShardName
+from fxpipe.plan.spans import without_zeros
 from fxpipe.plan.version import __version__
 from fxpipe.strict import Mismatch, parse_json, structure, unstructure
 from fxpipe.training.checkpoint import files
@@ -142,6 +143,7 @@ def part_of(state: ModelState, name: ShardName, tensor: torch.Tensor) -> torch.T
     """A parameter, or a tensor of the optimizer's state of it, as a part of the whole one, along each
     dimension of which this process has a part and the tensor is as long."""
     spans = state.spans_of(name)
+    tensor = without_zeros(tensor, spans)
     fitting = {dim: span for dim, span in spans.items() if tensor.shape[dim : dim + 1] == (span.length,)}
     offsets = [fitting[dim].begin if dim in fitting else 0 for dim in range(tensor.dim())]
     whole = [fitting[dim].whole if dim in fitting else length for dim, length in enumerate(tensor.shape)]

@@ -12,7 +12,7 @@ import torch
 from fxpipe.plan.artifact import Artifact
 from fxpipe.plan.rows import ShardName
 from fxpipe.plan.saved import files
-from fxpipe.plan.spans import place_of
+from fxpipe.plan.spans import place_of, without_zeros
 from fxpipe.runtime.job.process import Process, agreed, own_ranks
 from fxpipe.training.model.model_state import ModelState
 
@@ -108,7 +108,7 @@ def _send(
     """Copy a tensor of an owner to its place on the first process; the others do nothing."""
     source = artifact.constants.get(name) if process.world_rank == owner else None
     if process.world_rank == owner and source is None:
-        source = state.value(name)
+        source = without_zeros(state.value(name), state.spans_of(name))
     if owner == 0 and target is not None and source is not None:
         target.copy_(source)
     elif process.world_rank == owner and source is not None:

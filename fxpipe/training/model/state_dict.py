@@ -14,7 +14,7 @@ from fxpipe.plan.attribute_state import kept_slots, kept_tensors
 from fxpipe.plan.dtensors import local
 from fxpipe.plan.lanes import NO_LANES, LanePlan
 from fxpipe.plan.rows import ShardName
-from fxpipe.plan.spans import place_of
+from fxpipe.plan.spans import place_of, without_zeros
 from fxpipe.plan.tensors import dtype_of
 from fxpipe.runtime.job.process import Process
 from fxpipe.training.model.elsewhere import bring_back, is_elsewhere
@@ -53,7 +53,7 @@ def full_state_dict(state: ModelState, rank: int | None) -> dict[str, torch.Tens
             continue
         if table not in values:
             values[table] = state.plan.whole_layout(table).empty(torch.device("cpu"))
-        place_of(values[table], spans).copy_(value)
+        place_of(values[table], spans).copy_(without_zeros(value, spans))
     return {key: values[name] for key, name in state.plan.state} if wanted else {}
 
 

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from fxpipe.plan.spans import PartSpan, Spans, place_of
+from fxpipe.plan.spans import PartSpan, Spans, place_of, without_zeros
 
 
 class TensorSource(Protocol):
@@ -53,7 +53,10 @@ class InMemory:
 @torch.no_grad()
 def copy_to(target: torch.Tensor, values: TensorSource, name: str, spans: Spans) -> None:
     """Overwrite a tensor, of whatever device and dtype, with this part of a given one."""
-    begin = 0
+    begin, held = 0, target
+    target = without_zeros(held, spans)
+    if target is not held:
+        held.zero_()
     for part in values.parts(name, spans):
         if target.dim():
             target[begin : begin + len(part)].copy_(part)
