@@ -70,8 +70,9 @@ def parallelize(
 
     Each lane gets some of the experts of a mixture, whole, also where the plan cuts each of them.  Where the
     lanes cannot share the heads of attention evenly, its projections give whole values, and ``HeadParallel``
-    shares them out; other layers that they cannot share evenly are ``PaddedParallel``.  Weights that the
-    model ties are tied again.  Returns the model, of which each process has all values before.
+    shares them out; other layers that they cannot share evenly are ``PaddedParallel``, or whole on all lanes
+    along the second dimension of a mesh.  Weights that the model ties are tied again.  Returns the model, of
+    which each process has all values before.
 
     mesh: of one dimension; with ``context`` of two, where lanes along the first divide the sequences and
         those along the second share the layers by the plan.
@@ -121,11 +122,17 @@ def parallelize(
 
 def _style(module: nn.Module, word: str, mesh: DeviceMesh) -> ParallelStyle:
     style = _STYLES[word]()
-    if isinstance(module, nn.Linear | nn.Embedding) and isinstance(style, ColwiseParallel | RowwiseParallel):
-        dims = dims_of(module, style, "A plan")
-        if any(module.get_parameter(name).shape[dim] % mesh.size() for name, dim in dims.items()):
-            return PaddedParallel(style)
-    return style
+    return PaddedParallel(style) if _is_uneven(module, style, mesh.size()) else style
+
+
+def _is_uneven(module: nn.Module, style: ParallelStyle, lanes: int) -> bool:
+    """Whether lanes cannot share a layer evenly."""
+    if not (
+        isinstance(module, nn.Linear | nn.Embedding) and isinstance(style, ColwiseParallel | RowwiseParallel)
+    ):
+        return False
+    dims = dims_of(module, style, "The plan")
+    return any(module.get_parameter(name).shape[dim] % lanes for name, dim in dims.items())
 
 
 def _tie(model: nn.Module) -> None:
@@ -166,7 +173,8 @@ def _share_beside_context(
                 f"The plan of {type(model).__name__} has {word!r} for {path}, which has no form beside "
                 "divided sequences. Give a mesh of one dimension, or a plan without it."
             )
-        tensor[path] = style
+        if not _is_uneven(model.get_submodule(path), style, mesh.size(-1)):  # else whole on all lanes
+            tensor[path] = style
     parallelize_module(model, mesh, ContextParallel(context, tensor))
     _tie(model)
 

@@ -115,6 +115,16 @@ def _lengths(module: nn.Module) -> Iterator[tuple[torch.Tensor, int]]:
         yield module.get_parameter(name), length
 
 
+def shape_of(module: nn.Module, name: str) -> torch.Size:
+    """The shape of a parameter or buffer of a module; without the zeros that ``note_length`` has noted."""
+    tensor: Any = getattr(module, name)
+    length = module.__dict__.get(_LENGTHS, {}).get(name)
+    if length is None or not is_dtensor(tensor):
+        return torch.Size(tensor.shape)
+    dim = next(placement.dim for placement in tensor.placements if placement.is_shard())
+    return torch.Size((*tensor.shape[:dim], length, *tensor.shape[dim + 1 :]))
+
+
 def note_length(module: nn.Module, name: str, length: int) -> None:
     """Note that zeros are behind this length of the dimension of a parameter that lanes share out."""
     module.__dict__.setdefault(_LENGTHS, {})[name] = length

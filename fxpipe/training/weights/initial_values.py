@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from fxpipe.errors import RunError
+from fxpipe.plan.dtensors import shape_of
 from fxpipe.plan.number import number
 from fxpipe.runtime.job.failure import in_short
 from fxpipe.runtime.program.random import keyed
@@ -154,7 +155,7 @@ def _with_tensors(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Iter
                 for short, tensor in slots.items():
                     if tensor is not None:
                         name = f"{path}.{short}" if path else short
-                        made.append(_like(tensor, tensors.get(name)))
+                        made.append(_like(tensor, tensors.get(name), shape_of(module, short)))
                         slots[short] = made[-1]
                         names[_storage(made[-1])] = name
         yield names
@@ -164,9 +165,9 @@ def _with_tensors(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Iter
             slots |= entries
 
 
-def _like(old: torch.Tensor, value: torch.Tensor | None) -> torch.Tensor:
+def _like(old: torch.Tensor, value: torch.Tensor | None, shape: torch.Size) -> torch.Tensor:
     """``value``, or a tensor without values, with the marks that code has put on the old one."""
-    new = torch.empty(old.shape, dtype=old.dtype, device="meta") if value is None else value
+    new = torch.empty(shape, dtype=old.dtype, device="meta") if value is None else value
     if isinstance(old, nn.Parameter):
         new = nn.Parameter(new, old.requires_grad)
     new.__dict__.update(old.__dict__)
