@@ -1,12 +1,14 @@
-"""transformers' decoders on two lanes by their own plans of parallelism, beside eager.
+"""transformers' decoders on lanes by their own plans of parallelism, beside eager.
 
     PYTHONPATH=. python benchmarks/lane_plans.py --output benchmarks/results/lane_plans.txt
+    … --lanes 3 --output benchmarks/results/lane_plans_uneven.txt
     … --context --output benchmarks/results/context_models.txt
     … --context --tensor --output benchmarks/results/context_tensor.txt
 
 Each family with a plan of tensor or expert parallelism (a tiny model, random weights, float64) is distributed
-by ``fxpipe.integrations.transformers.parallelize`` over two lanes of two ranks, mixtures with all tokens on
-each lane and with divided ones, and runs one step in one process.  The table has the parameters that lanes
+by ``fxpipe.integrations.transformers.parallelize`` over the lanes of two ranks, mixtures with all tokens on
+each lane and with divided ones, and runs one step in one process.  Three lanes divide neither the heads of
+these models nor most of their layers.  The table has the parameters that lanes
 share, and the largest error of the loss and of a gradient against eager, by its largest value (at least a
 millionth of that of all).  With ``--context`` the lanes divide the sequences instead, and of the plan they
 share experts alone; the table has the exchanges in programs by kind.  With ``--tensor`` there are 2 x 2
@@ -38,7 +40,7 @@ from benchmarks.model_coverage.sources.hugging_face import build
 from fxpipe.errors import FxpipeError
 from fxpipe.integrations.transformers import parallelize
 
-LANES, RANKS, MICROBATCHES, ROWS, LENGTH = 2, 2, 2, 2, 12
+RANKS, MICROBATCHES, ROWS, LENGTH = 2, 2, 2, 12
 ERRORS = (
     ValueError, TypeError, ImportError, RuntimeError, LookupError, AttributeError, NotImplementedError,
     StrictDataclassError,
@@ -51,12 +53,13 @@ def main() -> None:
     parser.add_argument("--families", nargs="*", help="instead of all")
     parser.add_argument("--seconds", type=float, default=inf, help="after which it begins no other family")
     parser.add_argument("--output", type=Path)
+    parser.add_argument("--lanes", type=int, default=2)
     parser.add_argument("--context", action="store_true", help="lanes divide the sequences")
     parser.add_argument("--tensor", action="store_true", help="with --context, on a mesh of 2 x 2 lanes")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_default_dtype(torch.float64)
-    number = "two by two" if options.tensor else "two"
+    number = f"{options.lanes} x {options.lanes}" if options.tensor else options.lanes
     report = Report(f"transformers' decoders on {number} lanes, by their own plans, beside eager")
     rows = [*measured(options, report, time.monotonic() + options.seconds)]
     shared = "exchanges" if options.context else "parameters shared"
@@ -89,9 +92,7 @@ def measured(options: argparse.Namespace, report: Report, end: float) -> Iterato
             report.line(f"{kind} is left out, as its own code raises {text(error)}")
             continue
         for tokens in ("whole", "divided") if has_experts else ("whole",):
-            shared, result = on_lanes(
-                copy.deepcopy(unused), tokens, expected, options.context, options.tensor
-            )
+            shared, result = on_lanes(copy.deepcopy(unused), tokens, expected, options)
             if not shared:
                 report.line(f"{kind} is refused: {result}")
             yield kind, tokens if has_experts else "", shared, result if shared else "refused"
@@ -127,14 +128,14 @@ def eager(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def on_lanes(
-    model: nn.Module, tokens: Any, expected: Mapping[str, torch.Tensor], context: bool, tensor: bool
+    model: nn.Module, tokens: Any, expected: Mapping[str, torch.Tensor], asked: argparse.Namespace
 ) -> tuple[str, str]:
     whole = {name: value.clone() for name, value in model.state_dict().items()}
     example = {name: x[:ROWS] for name, x in batch().items()}
     try:
-        sizes, names = ((LANES, LANES), ("cp", "tp")) if tensor else (LANES, ("tp",))
+        sizes, names = ((asked.lanes, asked.lanes), ("cp", "tp")) if asked.tensor else (asked.lanes, ("tp",))
         with fxpipe.local_lanes(sizes, names=names) as mesh:
-            divided = {"input_ids": 1} if context else None
+            divided = {"input_ids": 1} if asked.context else None
             parallelize(model, mesh, fxpipe.ExpertParallel(tokens=tokens), context=divided)
             options = {"ranks": RANKS, "microbatches": MICROBATCHES, "schedule": "zb-h1"}
             pipe = fxpipe.compile(model, example, loss_fn=loss_of, **options)
@@ -147,7 +148,7 @@ def on_lanes(
     # Gradients that are zero but for rounding have no size of their own.
     floor = 1e-6 * max(largest.values())
     errors = (float((found[n] - x).abs().max()) / max(largest[n], floor) for n, x in expected.items())
-    shared = exchanges(pipe) if context else str(len(pipe.plan.lanes.shared))
+    shared = exchanges(pipe) if asked.context else str(len(pipe.plan.lanes.shared))
     return shared, f"{max(errors):.1e}"
 
 

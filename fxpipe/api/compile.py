@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fxpipe.api.arguments import Arguments, takes
+from fxpipe.api.lane_choice import on_fastest_lanes
 from fxpipe.api.like import check_like, settings_like
 from fxpipe.api.pipeline import Pipeline
 from fxpipe.api.rank_consistency import arguments_of, check_lanes
@@ -79,6 +80,28 @@ def compile(
         raise CaptureError(f"The model is {kind}, and must be a module, such as nn.Linear(8, 8).")
     device = _device_of(model)
     check_supported(device)
+    example = as_dicts(tuple(example) if isinstance(example, list) else example)  # as DataLoaders give them
+    if arguments.parallelize is None:
+        return _compile(model, example, arguments, device)
+
+    def settled(asked: Arguments, lanes: int) -> Settings:
+        return _settled(asked, None, None, device, lanes)
+
+    with on_fastest_lanes(model, example, arguments, device, settled) as on_lanes:
+        pipe = _compile(model, example, on_lanes.arguments, device, on_lanes.meshes)
+    if on_lanes.values:
+        pipe.load_state_dict(on_lanes.values)
+    return pipe
+
+
+def _compile(
+    model: nn.Module,
+    example: Any,
+    arguments: Arguments,
+    device: torch.device,
+    compared: tuple[TriedMesh, ...] = (),
+) -> Pipeline:
+    """compared: the meshes from which that of the arguments was chosen, where lanes were."""
     mesh = mesh_of(model)
     lanes = 1 if mesh is None else mesh.size()
     like, loss_fn, ranks, replicas = arguments.like, arguments.loss_fn, arguments.ranks, arguments.replicas
@@ -94,9 +117,6 @@ def compile(
         world = None if process is None else process.world_size // lanes
         per_step = arguments.microbatches, arguments.batch
         request = request_of(arguments.devices, pipeline_ranks, replicas, *per_step, arguments.shard, world)
-        if isinstance(example, list):  # as DataLoaders give them
-            example = tuple(example)
-        example = as_dicts(example)
         settings = _settled(arguments, pipeline_ranks, process, device)
         if like is not None:
             settings = settings_like(settings, like, model)
@@ -121,7 +141,11 @@ def compile(
         check_lanes(process, lambda: last_lane_as_text(compilation))
 
     choice: MeshChoice | None = None
-    if len(meshes) > 1:
+    if compared:
+        settings = replace(settings, mesh=replace(settings.mesh, lanes=lanes))
+        compilation = replace(compilation, options=settings)
+        choice = MeshChoice(settings.mesh, None, compared)
+    elif len(meshes) > 1:
         fastest, choice = _mesh_for_all(compilation, meshes, process)
         settings = replace(settings, mesh=fastest)
         compilation = replace(compilation, options=settings)
@@ -215,11 +239,15 @@ _MESH = ("ranks", "replicas", "microbatches", "devices", "batch", "shard")
 
 
 def _settled(
-    arguments: Arguments, ranks: int | None, process: Process | None, device: torch.device
+    arguments: Arguments,
+    ranks: int | None,
+    process: Process | None,
+    device: torch.device,
+    lanes: int = 1,
 ) -> Settings:
     """The options for this device, on a mesh of which unknown numbers are 1 until it is chosen."""
     if arguments.ranks_per_machine is None:
-        machine = _torchrun_ranks(1 if process is None else process.lanes)
+        machine = _torchrun_ranks(lanes if process is None else process.lanes)
         arguments = replace(arguments, ranks_per_machine=machine)
     first = Mesh(
         1 if ranks is None else ranks,

@@ -49,7 +49,8 @@ def explain(plan: Plan, console: Console) -> None:
         many = many_steps(plan.ordered, plan.costs, units_of(plan.memory_limit))
         say(console, f"Many steps: {many}; it was made for {NAME[plan.validation]}.")
     if plan.meshes:
-        mesh = Mesh(plan.ranks, plan.replicas, plan.step.microbatches, plan.shard)
+        lanes = max(one.mesh.lanes for one in plan.meshes) > 1 and plan.lanes.number  # else none are compared
+        mesh = Mesh(plan.ranks, plan.replicas, plan.step.microbatches, plan.shard, lanes or 1)
         console.print(mesh_table(plan.meshes, mesh))
         say(console, *reasons(plan.meshes), style="dim")
     if plan.tried:

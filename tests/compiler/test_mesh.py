@@ -1,16 +1,18 @@
 """The choice of ranks, replicas, and what replicas divide."""
 
+import re
 from dataclasses import replace
 
 import pytest
 import torch
 from launch import forked
 from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fxpipe
 from fxpipe.capture.scale import LATER
 from fxpipe.compiler.choice import mesh
-from fxpipe.errors import OptionError, ScheduleError
+from fxpipe.errors import FxpipeError, OptionError, ScheduleError
 from fxpipe.plan.artifact import Plan
 from fxpipe.plan.meshes import Mesh
 
@@ -191,6 +193,57 @@ def test_a_model_that_replicas_cannot_train():
     pipe = fxpipe.compile(model, example, **given)
     assert chosen(pipe) == (2, 1, "")
     assert "changes count, which is in no state dict" in table(pipe)["1 x 2"].why
+
+
+def in_turns(model, mesh):
+    styles = {f"layers.{k}": RowwiseParallel() if k % 2 else ColwiseParallel() for k in range(LAYERS)}
+    parallelize_module(model, mesh, styles)
+
+
+def test_lanes_win_where_there_is_one_microbatch(capsys):
+    on_a_machine = {"batch": ROWS, "devices": 4, "ranks_per_machine": 4}
+    pipe = compiled(**on_a_machine, parallelize=in_turns)
+    assert chosen(pipe) == (1, 1, "")
+    assert pipe.plan.lanes.number == 4
+    seconds = {name: tried.seconds or tried.bound for name, tried in table(pipe).items()}
+    assert set(seconds) == {"1 x 4", "2 x 2", "4 x 1", "1 x 2 x 2", "2 x 1 x 2", "1 x 1 x 4"}
+    assert seconds["1 x 1 x 4"] < 0.5 * seconds["4 x 1"]
+    pipe.explain()
+    assert re.search(r"1 x 1 x 4 \*  nothing +1f1b", capsys.readouterr().out)
+    alone = compiled(**on_a_machine, parallelize=in_turns, lanes=(1, 3))
+    assert chosen(alone) == (4, 1, "")
+    assert alone.plan.lanes.number == 1
+
+
+def test_lanes_are_chosen_with_the_values_of_the_model():
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 2)), torch.randn(4, 8)
+    expected = model(x).square().mean()
+    styles = {"0": fxpipe.PaddedParallel(ColwiseParallel()), "2": fxpipe.PaddedParallel(RowwiseParallel())}
+    pipe = fxpipe.compile(
+        model, (x[:2],), loss_fn=lambda output, _: output.square().mean(), batch=4, devices=4, lanes=[4],
+        parallelize=lambda model, mesh: parallelize_module(model, mesh, styles),
+    )  # fmt: skip
+    assert pipe.plan.lanes.lengths == {"0.weight": 6, "0.bias": 6, "2.weight": 6}
+    torch.testing.assert_close(pipe.run_local((x,)).loss, expected)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"batch": None, "microbatches": 2}, "parallelize, a function .* It needs batch"),
+        ({"devices": None}, "without torchrun devices"),
+        ({"lanes": [3]}, r"lanes=\[3\]: none of these divides 4 devices of a machine"),
+        ({"lanes": [0]}, "Each of lanes is 0 and must be"),
+        (
+            {"lanes": [2], "parallelize": lambda model, mesh: nn.Linear(2, 2)},
+            "1 x 2 x 2: .*distributes the model in",
+        ),
+    ],
+)
+def test_what_leaves_no_choice_of_lanes(options, message):
+    with pytest.raises(FxpipeError, match=message):
+        compiled(**({"parallelize": in_turns} | options))
 
 
 def test_nothing_fits():

@@ -54,10 +54,10 @@ EFFORT = 0.2
 
 @dataclass(frozen=True, eq=False)
 class MeshChoice:
-    """The fastest mesh, the step that was captured for it, and all meshes."""
+    """The fastest mesh, the step that was captured for it, if one was, and all meshes."""
 
     mesh: Mesh
-    step: CapturedStep
+    step: CapturedStep | None
     tried: tuple[TriedMesh, ...]
 
 
