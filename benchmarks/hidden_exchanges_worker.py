@@ -132,12 +132,16 @@ def main() -> None:
     link = CPU.intra
     nodes.sent_between_lanes = analytic.sent_between_lanes = sent  # type: ignore
     choose.measured_seconds = known_seconds(exchange)  # type: ignore
-    SlowLink(exchange).install()
+    slow = SlowLink(exchange)
+    slow.install()
     results = []
     for schedule, parts in worker.case["ways"]:
         pipe = compiled(schedule, parts)
         batch = (torch.linspace(0, 1, ROWS * WIDTH * MICROBATCHES).reshape(-1, WIDTH),)
-        taken, _ = worker.time_steps(partial(step, pipe, batch), lambda: None, 1, STEPS)
+        timed = []
+        for slow.seconds in (exchange, 0.0):
+            taken, _ = worker.time_steps(partial(step, pipe, batch), lambda: None, 1, STEPS)
+            timed.append(statistics.median(taken))
         costs, made = pipe.plan.costs, pipe.schedule
         if worker.rank:
             continue
@@ -150,9 +154,10 @@ def main() -> None:
         )
         bounds = [lower_bound(each, made.placement, MICROBATCHES) for each in (costs, pure)]
         results.append({
-            "seconds": statistics.median(taken),
+            "seconds": timed[0],
+            "without": timed[1],
             "simulated": simulate(made, costs).seconds,
-            "ideal": simulate(made, pure).seconds,
+            "simulated_without": simulate(made, pure).seconds,
             "bound": bounds[0] - bounds[1],
         })  # fmt: skip
     worker.finish(results)
