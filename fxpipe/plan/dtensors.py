@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -104,15 +103,31 @@ def lane_plan(model: nn.Module, mesh: Any) -> LanePlan:
                     f"be shared evenly by {counts[dim]} lanes. Use other lanes, or fxpipe.PaddedParallel("
                     "style), which pads the parameters of a module."
                 )
-    of_module = {id(p): length for owner in model.modules() for p, length in _lengths(owner)}
-    lengths = {name: of_module[id(p)] for name, p in _dtensors(model) if id(p) in of_module}
-    return LanePlan(tuple(map(LaneAxis, mesh.shape, shards)), lengths)
+    return LanePlan(tuple(map(LaneAxis, mesh.shape, shards)), _lengths(model))
 
 
-def _lengths(module: nn.Module) -> Iterator[tuple[torch.Tensor, int]]:
-    """The parameters of a module that end with zeros, as ``note_length`` has noted."""
-    for name, length in module.__dict__.get(_LENGTHS, {}).items():
-        yield module.get_parameter(name), length
+def _lengths(model: nn.Module) -> dict[str, int]:
+    """The parameters that end with zeros, as ``note_length`` has noted, by their first names.
+
+    Raises CaptureError for one that a module shares which reads the zeros.
+    """
+    slots = [(path, module, short) for path, module in model.named_modules() for short in module._parameters]
+    names: dict[int, str] = {}
+    lengths: dict[str, int] = {}
+    for path, module, short in slots:
+        parameter: Any = module._parameters[short]
+        if parameter is not None and is_dtensor(parameter):
+            name = names.setdefault(id(parameter), f"{path}.{short}" if path else short)
+            if (shape := shape_of(module, short)) != parameter.shape:
+                lengths[name] = next(n for n, whole in zip(shape, parameter.shape, strict=True) if n != whole)
+    for path, module, short in slots:
+        name = names.get(id(module._parameters[short]), "")
+        if name in lengths and shape_of(module, short) == module._parameters[short].shape:
+            raise CaptureError(
+                f"{f'{path}.{short}'!r} is {name!r}, which has zeros behind its {lengths[name]} rows or "
+                "columns. Give the modules of both the style PaddedParallel, before they share it."
+            )
+    return lengths
 
 
 def shape_of(module: nn.Module, name: str) -> torch.Size:

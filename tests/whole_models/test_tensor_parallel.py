@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from zoo import captured_once, relative_error, too_far
 
 import fxpipe
-from fxpipe.errors import ArtifactError, VocabularyError
+from fxpipe.errors import ArtifactError, CaptureError, VocabularyError
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("double")]
 LIMIT = 1e-12
@@ -86,6 +86,28 @@ def test_five_lanes_share_what_five_does_not_divide():
         assert torch.equal(value, expected[name])
     with pytest.raises(ArtifactError, match=r"head\.weight, of shape \(24, 16\), has shape \(25, 16\)"):
         pipe.load_state_dict(expected | {"head.weight": torch.zeros(25, 16)})
+
+
+@pytest.mark.parametrize("style", [ColwiseParallel, fxpipe.PaddedParallel])
+def test_a_padded_weight_that_layers_share(style):
+    model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 5, bias=False))
+    rows, columns = RowwiseParallel(input_layouts=Replicate()), ColwiseParallel(output_layouts=Replicate())
+    styles = {"0": fxpipe.PaddedParallel(rows), "1": columns if style is ColwiseParallel else style(columns)}
+    options = {"ranks": 1, "microbatches": 2, "loss_fn": lambda output, _: output.logsumexp(-1).mean()}
+    with fxpipe.local_lanes(2) as mesh:
+        parallelize_module(model, mesh, styles)
+        model[1].weight = model[0].weight
+        if style is ColwiseParallel:
+            with pytest.raises(
+                CaptureError, match=r"'1\.weight' is '0\.weight', which has zeros behind its 5"
+            ):
+                fxpipe.compile(model, (torch.tensor([[1]]),), **options)
+            return
+        pipe = fxpipe.compile(model, (torch.tensor([[1]]),), **options)
+    weight = torch.randn(5, 4)
+    pipe.load_state_dict({"0.weight": weight, "1.weight": weight})
+    expected = (weight[[1, 4]] @ weight.T).logsumexp(-1).mean()
+    torch.testing.assert_close(pipe.run_local((torch.tensor([[1], [4]]),)).loss, expected)
 
 
 def test_random_numbers_depend_on_neither_ranks_nor_replicas_nor_recomputation():
