@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from datetime import timedelta
 from textwrap import TextWrapper
@@ -19,6 +19,7 @@ from fxpipe.compiler.options import Options, docs_of
 P = ParamSpec("P")
 T = TypeVar("T")
 Example = TypeVar("Example")
+Parallelize = Callable[[nn.Module, DeviceMesh], object]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,10 +41,10 @@ class Arguments(Options):
     """The number of microbatches of each replica; or give ``batch``."""
     devices: int | None = None
     """The number of devices: ranks times replicas, where the compiler chooses these (docs/mesh.md)."""
-    parallelize: Callable[[nn.Module, DeviceMesh], object] | None = None
+    parallelize: Parallelize | Mapping[str, Parallelize] | None = None
     """A function of (model, mesh) that distributes the model over the lanes of a rank, in place, as
     ``fxpipe.integrations.transformers.parallelize`` does: the compiler chooses their number with that of
-    ranks and replicas, for a ``batch`` (docs/mesh.md)."""
+    ranks and replicas, for a ``batch`` (docs/mesh.md). Or several by names, of which it chooses one."""
     lanes: Sequence[int] = (1, 2, 4, 8)
     """With ``parallelize``, the numbers of lanes that are compared, of those that divide a machine's
     devices."""

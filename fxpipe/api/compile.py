@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fxpipe.api.arguments import Arguments, takes
-from fxpipe.api.lane_choice import on_fastest_lanes
+from fxpipe.api.lane_choice import OnLanes, on_fastest_lanes
 from fxpipe.api.like import check_like, settings_like
 from fxpipe.api.pipeline import Pipeline
 from fxpipe.api.rank_consistency import arguments_of, check_lanes
@@ -88,7 +88,7 @@ def compile(
         return _settled(asked, None, None, device, lanes)
 
     with on_fastest_lanes(model, example, arguments, device, settled) as on_lanes:
-        pipe = _compile(model, example, on_lanes.arguments, device, on_lanes.meshes)
+        pipe = _compile(model, example, on_lanes.arguments, device, on_lanes)
     if on_lanes.values:
         pipe.load_state_dict(on_lanes.values)
     return pipe
@@ -99,9 +99,9 @@ def _compile(
     example: Any,
     arguments: Arguments,
     device: torch.device,
-    compared: tuple[TriedMesh, ...] = (),
+    on_lanes: OnLanes | None = None,
 ) -> Pipeline:
-    """compared: the meshes from which that of the arguments was chosen, where lanes were."""
+    """on_lanes: the model, where the compiler has chosen its lanes."""
     mesh = mesh_of(model)
     lanes = 1 if mesh is None else mesh.size()
     like, loss_fn, ranks, replicas = arguments.like, arguments.loss_fn, arguments.ranks, arguments.replicas
@@ -141,10 +141,10 @@ def _compile(
         check_lanes(process, lambda: last_lane_as_text(compilation))
 
     choice: MeshChoice | None = None
-    if compared:
-        settings = replace(settings, mesh=replace(settings.mesh, lanes=lanes))
+    if on_lanes is not None:
+        settings = replace(settings, mesh=on_lanes.mesh)
         compilation = replace(compilation, options=settings)
-        choice = MeshChoice(settings.mesh, None, compared)
+        choice = MeshChoice(settings.mesh, None, on_lanes.meshes)
     elif len(meshes) > 1:
         fastest, choice = _mesh_for_all(compilation, meshes, process)
         settings = replace(settings, mesh=fastest)

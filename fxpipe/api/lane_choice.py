@@ -11,14 +11,15 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import inf
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fxpipe.api.arguments import Arguments
+from fxpipe.api.arguments import Arguments, Parallelize
 from fxpipe.compiler.choice.mesh import checked, compare_meshes, fastest_mesh, planned_step
 from fxpipe.compiler.choice.mesh_request import request_of, rows_of
 from fxpipe.compiler.compilation import Compilation
@@ -38,10 +39,11 @@ _NAMES = ("dp", "pp", "tp")
 
 @dataclass(frozen=True, eq=False)
 class OnLanes:
-    """A model that is distributed over its lanes.  ``arguments``: for that mesh.  ``meshes``: that were
-    compared, where this process compared them.  ``values``: of the whole model, where this process runs all
-    lanes."""
+    """A model that is distributed over its lanes.  ``mesh``: that was chosen; ``arguments``: for it.
+    ``meshes``: that were compared, where this process compared them.  ``values``: of the whole model, where
+    this process runs all lanes."""
 
+    mesh: Mesh
     arguments: Arguments
     meshes: tuple[TriedMesh, ...]
     values: dict[str, torch.Tensor]
@@ -67,12 +69,12 @@ def on_fastest_lanes(
     search = _Search(model, example, arguments, device, settled, devices)
     with ExitStack() as stack:
         if under_torchrun():
-            made = {
-                n: init_device_mesh(device.type, (devices // n, n), mesh_dim_names=("", "tp"))
+            meshes = {
+                n: init_device_mesh(device.type, (devices // n, n), mesh_dim_names=_NAMES[1:])
                 for n in numbers
             }
             process = Process.join(device, as_timeout(arguments.timeout))
-            copies = {n: search.distributed(n, mesh["tp"]) for n, mesh in made.items()}
+            copies = [one for n, mesh in meshes.items() for one in search.distributed(n, mesh["tp"])]
             mesh, tried = _mesh_for_all(search, copies, process)
             sizes = mesh.replicas, mesh.ranks, mesh.lanes
             lanes = init_device_mesh(device.type, sizes, mesh_dim_names=_NAMES)["tp"]
@@ -80,14 +82,15 @@ def on_fastest_lanes(
             tried = []
             for n in numbers:
                 with local_lanes(n) as of_lanes:
-                    tried += search.compared(n, search.distributed(n, of_lanes), tried)
+                    for one in search.distributed(n, of_lanes):
+                        tried += search.compared(one, tried)
             mesh = search.fastest(tried)
             lanes = stack.enter_context(local_lanes(mesh.lanes))
         values = {}
         if mesh.lanes > 1:
             if not under_torchrun() and not any(p.is_meta for p in model.parameters()):
                 values = {name: value.clone() for name, value in model.state_dict().items()}
-            _parallelize(arguments, model, lanes)
+            _parallelize(search.ways[mesh.way], model, lanes)
         fixed = replace(
             arguments,
             ranks=mesh.ranks,
@@ -98,15 +101,15 @@ def on_fastest_lanes(
             batch=None,
             parallelize=None,
         )
-        yield OnLanes(fixed, tuple(tried), values)
+        yield OnLanes(mesh, fixed, tuple(tried), values)
 
 
 def _numbers(arguments: Arguments, devices: int | None) -> list[int]:
     """The numbers of lanes that are compared, of those that share machines and devices evenly."""
-    if not callable(arguments.parallelize) or devices is None or arguments.batch is None:
+    if not all(map(callable, _ways(arguments).values())) or devices is None or arguments.batch is None:
         raise OptionError(
-            "parallelize, a function of (model, mesh), leaves the number of lanes to the compiler. It needs "
-            "batch, the rows of a step over all replicas, and without torchrun devices."
+            "parallelize, a function of (model, mesh) or several by names, leaves the number of lanes to the "
+            "compiler. It needs batch, the rows of a step over all replicas, and without torchrun devices."
         )
     if isinstance(arguments.ranks, DeviceMesh):
         raise OptionError("With parallelize ranks is a number, or None: the compiler makes the mesh.")
@@ -122,22 +125,27 @@ def _numbers(arguments: Arguments, devices: int | None) -> list[int]:
     return numbers
 
 
-def _parallelize(arguments: Arguments, model: nn.Module, mesh: DeviceMesh) -> None:
-    assert arguments.parallelize is not None
-    result = arguments.parallelize(model, mesh)
+def _ways(arguments: Arguments) -> Mapping[str, Parallelize]:
+    """The functions that distribute the model, by names."""
+    asked = arguments.parallelize
+    return asked if isinstance(asked, Mapping) else {} if asked is None else {"": asked}
+
+
+def _parallelize(way: Parallelize, model: nn.Module, mesh: DeviceMesh) -> None:
+    result = way(model, mesh)
     if result is not None and result is not model:
         raise OptionError("parallelize distributes the model in place, and has returned another one.")
 
 
 def _mesh_for_all(
-    search: _Search, copies: Mapping[int, nn.Module | str], process: Process
+    search: _Search, copies: Sequence[_Distributed], process: Process
 ) -> tuple[Mesh, list[TriedMesh]]:
     """The mesh that rank 0 chooses, and on it those that were compared."""
     tried = list[TriedMesh]()
 
     def choose() -> Mesh:
-        for n, model in copies.items():
-            tried.extend(search.compared(n, model, tried))
+        for one in copies:
+            tried.extend(search.compared(one, tried))
         return search.fastest(tried)
 
     if not process.leads:
@@ -146,6 +154,14 @@ def _mesh_for_all(
     mesh = parts.made_first(choose, process)
     parts.send_mesh(mesh, process)
     return mesh, tried
+
+
+class _Distributed(NamedTuple):
+    """A model without its values on so many lanes, or why it cannot be there."""
+
+    lanes: int
+    way: str
+    model: nn.Module | str
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,28 +173,34 @@ class _Search:
     settled: Callable[[Arguments, int], Settings]
     devices: int
 
-    def distributed(self, lanes: int, mesh: DeviceMesh) -> nn.Module | str:
-        """The model without its values on so many lanes, or why it cannot be there."""
-        if lanes == 1:
-            return self.model
-        shapes: dict[int, Any] = {
-            id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad)
-            for p in self.model.parameters()
-        }
-        model = copy.deepcopy(self.model, shapes)
-        try:
-            _parallelize(self.arguments, model, mesh)
-        except Exception as error:  # noqa: BLE001 - the user's function may raise anything
-            return in_short(error)
-        return model
+    @cached_property
+    def ways(self) -> Mapping[str, Parallelize]:
+        return _ways(self.arguments)
 
-    def compared(self, lanes: int, model: nn.Module | str, before: Sequence[TriedMesh]) -> list[TriedMesh]:
-        """All meshes of ranks that have so many lanes.  before: those of other numbers."""
-        asked = self.arguments
-        one = Mesh(1, max(1, self.devices // lanes), 1, lanes=lanes)
+    def distributed(self, lanes: int, mesh: DeviceMesh) -> Iterator[_Distributed]:
+        """The model in each way; on one lane as it is."""
+        if lanes == 1:
+            yield _Distributed(1, "", self.model)
+            return
+        for name, way in self.ways.items():
+            shapes: dict[int, Any] = {
+                id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad)
+                for p in self.model.parameters()
+            }
+            model = copy.deepcopy(self.model, shapes)
+            try:
+                _parallelize(way, model, mesh)
+            except Exception as error:  # noqa: BLE001 - the user's function may raise anything
+                yield _Distributed(lanes, name, in_short(error))
+            else:
+                yield _Distributed(lanes, name, model)
+
+    def compared(self, one: _Distributed, before: Sequence[TriedMesh]) -> list[TriedMesh]:
+        """All meshes of ranks that have lanes like these.  before: others."""
+        asked, (lanes, way, model) = self.arguments, one
+        any_mesh = Mesh(1, max(1, self.devices // lanes), 1, lanes=lanes, way=way)
         if isinstance(model, str):
-            return [TriedMesh(one, why=model)]
-        name = f"fxpipe {type(model).__name__}, {lanes} lanes"
+            return [TriedMesh(any_mesh, why=model)]
         try:
             numbers = self.devices // lanes, asked.ranks, asked.replicas, asked.microbatches, asked.batch
             request = request_of(*numbers, asked.shard, None)  # type: ignore[arg-type]
@@ -188,14 +210,14 @@ class _Search:
             settings = replace(settings, mesh=wanted[0].mesh)
             walked = PythonState.of(model, asked.loss_fn)
             compilation = Compilation(model, self.example, asked.loss_fn, settings, self.device, True, walked)
-            phase = Phases(name, ends=False)
+            phase = Phases(f"fxpipe {type(model).__name__}, {lanes} lanes {way}".rstrip(), ends=False)
             step = planned_step(compilation, phase)
             best = min((each.seconds for each in before if each.seconds is not None), default=inf)
             tried = compare_meshes(compilation, step, wanted, phase, best=best)
             phase.finish("compared")
         except FxpipeError as error:
-            return [TriedMesh(one, why=in_short(error))]
-        return [replace(each, mesh=replace(each.mesh, lanes=lanes)) for each in tried]
+            return [TriedMesh(any_mesh, why=in_short(error))]
+        return [replace(each, mesh=replace(each.mesh, lanes=lanes, way=way)) for each in tried]
 
     def fastest(self, tried: Sequence[TriedMesh]) -> Mesh:
         if all(each.why for each in tried):

@@ -67,9 +67,11 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--parallelize",
+        action="append",
+        default=[],
         metavar="MODULE:FUNCTION",
         help="with --lanes: a function of (model, mesh) that distributes the model over the lanes, as "
-        "fxpipe.integrations.transformers:parallelize does",
+        "fxpipe.integrations.transformers:parallelize does; several are compared",
     )
     add_option(parser, "batch", type=positive_int, metavar="ROWS")
     add_option(parser, "microbatches", type=positive_int, metavar="M")
@@ -128,9 +130,9 @@ def _plan(options: argparse.Namespace) -> None:
     sizes = [{}, *({name: length} for name, length in options.size)]
     compared = [_Compared() for _ in sizes]
     drawn_ones, ways = list[list[int]](), list[Way]()
-    for lanes in options.lanes:
+    for lanes, way in ((n, way) for n in options.lanes for way in (options.parallelize if n > 1 else [""])):
         with local_lanes(lanes) if lanes > 1 else nullcontext() as mesh:
-            planned = _planned(compared, options, lanes, mesh, sizes)
+            planned = _planned(compared, options, lanes, way, mesh, sizes)
             name = type(planned.compilation.model).__name__
             if length is not None:
                 drawn_ones, ways = _of_lengths(options, length, planned, compared[0])
@@ -185,15 +187,17 @@ def _planned(
     compared: Sequence[_Compared],
     options: argparse.Namespace,
     lanes: int,
+    way: str,
     mesh: object,
     sizes: Sequence[Mapping[str, int]],
 ) -> _Planned:
-    """Compare all meshes of so many lanes.  mesh: of these, if they are several."""
+    """Compare all meshes of so many lanes.  way: the function that distributes the model over their mesh, if
+    they are several."""
     request = _request(options, lanes)
     settings = _settings(options, request, lanes)
     model, example, loss_fn = model_from(options.model, torch.device("meta"))
     if lanes > 1:
-        called(options.parallelize, "nothing, or the model.", OptionError, {"model": model, "mesh": mesh})
+        called(way, "nothing, or the model.", OptionError, {"model": model, "mesh": mesh})
     of_lanes = f", {lanes} lanes" if lanes > 1 else ""
     phase = Phases(f"fxpipe plan {type(model).__name__}{of_lanes}", ends=False)
     checked(settings, request.meshes(rows_of(example), lanes))
@@ -212,7 +216,8 @@ def _planned(
         wanted = checked(settings, request.meshes(at.rows, lanes))
         tried = compare_meshes(compilation, step, wanted, phase, size or None, each.best)
         each.at[lanes] = at
-        each.tried += (replace(one, mesh=replace(one.mesh, lanes=lanes)) for one in tried)
+        name = way.rpartition(":")[2] if len(options.parallelize) > 1 else ""
+        each.tried += (replace(one, mesh=replace(one.mesh, lanes=lanes, way=name)) for one in tried)
     return _Planned(compilation, step, phase)
 
 
@@ -243,7 +248,7 @@ def _of_samples(options: argparse.Namespace) -> NamedLength | None:
 
 
 def _check_lanes(options: argparse.Namespace) -> None:
-    if (options.parallelize is None) != (max(options.lanes) == 1):
+    if (not options.parallelize) != (max(options.lanes) == 1):
         raise OptionError(
             "--lanes of several numbers and --parallelize go together: the function that distributes the "
             "model over the mesh of the lanes, by parallelize_module."
@@ -273,6 +278,7 @@ def _as_json(compared: _Compared) -> dict[str, object]:
             "ranks": one.mesh.ranks,
             "replicas": one.mesh.replicas,
             "lanes": one.mesh.lanes,
+            "way": one.mesh.way,
             "microbatches": one.mesh.microbatches,
             "shard": one.mesh.shard,
             "schedule": one.schedule,

@@ -254,7 +254,8 @@ def compile_model(
         measured = ", sections measured" if options.costs == "measured" else ""
         now = chosen.of_mesh(options.mesh)
         # The chosen mesh was compared with little effort; this is what all effort has given.
-        compared = tuple(now if each.mesh == options.mesh else each for each in meshes)
+        others = (each for each in meshes if each.mesh != options.mesh)
+        compared = (now, *others) if meshes else ()
         device = cluster.name + measured
         masks = captured.masks
         causal, without_mask = ((masks.needed.count(m), masks.freed(m)) for m in ("causal", "none"))

@@ -13,25 +13,28 @@ from fxpipe.strict import NonNegative, at_least, between
 @dataclass(frozen=True)
 class Mesh:
     """``replicas`` pipelines of ``ranks`` each; ``microbatches`` of each replica.  ``lanes``: of each rank,
-    where numbers of them are compared."""
+    where numbers of them are compared.  ``way``: the name of how the model is distributed over them, where
+    several ways are."""
 
     ranks: Annotated[int, between(1, MOST_RANKS)]
     replicas: Annotated[int, between(1, MOST_RANKS)]
     microbatches: Annotated[int, at_least(1)]
     shard: Shard = ""
     lanes: Annotated[int, between(1, MOST_RANKS)] = 1
+    way: str = ""
 
     @property
     def divides_parameters(self) -> bool:
         return self.shard == "parameters"
 
     def __str__(self) -> str:
-        """The text is like ``8 x 4 optimizer``: ranks, replicas, several lanes, what is divided."""
+        """The text is like ``8 x 4 optimizer``: ranks, replicas, several lanes, the way, what is divided."""
         return f"{self.size} {self.shard}".rstrip()
 
     @property
     def size(self) -> str:
-        return " x ".join(map(str, (self.ranks, self.replicas, self.lanes)[: 2 + (self.lanes > 1)]))
+        numbers = (self.ranks, self.replicas, self.lanes)[: 2 + (self.lanes > 1)]
+        return f"{' x '.join(map(str, numbers))} {self.way}".rstrip()
 
 
 @dataclass(frozen=True)

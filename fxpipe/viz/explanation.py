@@ -49,9 +49,7 @@ def explain(plan: Plan, console: Console) -> None:
         many = many_steps(plan.ordered, plan.costs, units_of(plan.memory_limit))
         say(console, f"Many steps: {many}; it was made for {NAME[plan.validation]}.")
     if plan.meshes:
-        lanes = max(one.mesh.lanes for one in plan.meshes) > 1 and plan.lanes.number  # else none are compared
-        mesh = Mesh(plan.ranks, plan.replicas, plan.step.microbatches, plan.shard, lanes or 1)
-        console.print(mesh_table(plan.meshes, mesh))
+        console.print(mesh_table(plan.meshes, _chosen(plan)))
         say(console, *reasons(plan.meshes), style="dim")
     if plan.tried:
         console.print(_table(plan))
@@ -257,6 +255,13 @@ def mesh_table(
         row = name, mesh.shard or "nothing", schedule, *figures
         table.add_row(*map(terminal, row), style="dim" if least else None)
     return table
+
+
+def _chosen(plan: Plan) -> Mesh | None:
+    """The mesh of a plan: the first of those that are like it."""
+    like = plan.ranks, plan.replicas, plan.step.microbatches, plan.shard
+    meshes = (one.mesh for one in plan.meshes)
+    return next((m for m in meshes if (m.ranks, m.replicas, m.microbatches, m.shard) == like), None)
 
 
 def reasons(tried: Sequence[TriedMesh]) -> list[str]:

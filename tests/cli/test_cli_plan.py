@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor.parallel import parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn import functional as F
 
 import fxpipe
@@ -62,6 +62,13 @@ class Attention(nn.Module):
 
 def over(model, mesh):
     parallelize_module(model, mesh, fxpipe.ContextParallel({"ids": 1}))
+
+
+def over_words(model, mesh):
+    style = fxpipe.PaddedParallel(ColwiseParallel())
+    parallelize_module(
+        model, mesh, {name: style for name, part in model.named_modules() if isinstance(part, nn.Linear)}
+    )
 
 
 def attention():
@@ -130,7 +137,10 @@ def test_lanes_are_compared_as_ranks_are(capsys):
     assert {ranks * replicas * lanes for ranks, replicas, lanes in sizes} == {8}
     assert {lanes for *_, lanes in sizes} == {1, 2, 4}
     (alone,) = planned(capsys, *given, "--lanes", "4", "--parallelize", *here)
-    assert {one["lanes"] for one in alone["meshes"]} == {4}
+    assert {(one["lanes"], one["way"]) for one in alone["meshes"]} == {(4, "")}
+    ways = ["--parallelize", *here, "--parallelize", f"{__name__}:over_words"]
+    (both,) = planned(capsys, *given, "--lanes", "1,4", *ways)
+    assert {(one["lanes"], one["way"]) for one in both["meshes"]} == {(1, ""), (4, "over"), (4, "over_words")}
     # Four lanes do the arithmetic of one device in less than its time, and not in a quarter of it.
     (plain,) = planned(capsys, "--devices", "2", "--batch", "64")
     four, one = (

@@ -7,6 +7,7 @@ import pytest
 import torch
 from launch import forked
 from torch import nn
+from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fxpipe
@@ -105,7 +106,7 @@ def test_parameters_are_divided_where_nothing_else_fits():
     limit = 0.85 * min(tried.memory for tried in free.plan.meshes)
     pipe = compiled(**given, memory_limit=limit)
     assert chosen(pipe) == (2, 8, "parameters")
-    assert [tried.seconds is None for tried in pipe.plan.meshes] == [True, True, False]
+    assert [tried.seconds is None for tried in pipe.plan.meshes] == [False, True, True]
     assert all(exchange.per_use for exchange in pipe.plan.costs.exchanges)
 
 
@@ -210,6 +211,15 @@ def test_lanes_win_where_there_is_one_microbatch(capsys):
     assert seconds["1 x 1 x 4"] < 0.5 * seconds["4 x 1"]
     pipe.explain()
     assert re.search(r"1 x 1 x 4 \*  nothing +1f1b", capsys.readouterr().out)
+
+    def whole(model, mesh):
+        parallelize_module(model, mesh, {"layers.0": ColwiseParallel(output_layouts=Replicate())})
+
+    ways = compiled(**on_a_machine, parallelize={"one": whole, "all": in_turns}, lanes=[4])
+    assert [*table(ways)] == ["1 x 1 x 4 all", "1 x 1 x 4 one"]
+    assert len(ways.plan.lanes.shared) == 12
+    ways.explain()
+    assert re.search(r"1 x 1 x 4 all \*  nothing +1f1b", capsys.readouterr().out)
     alone = compiled(**on_a_machine, parallelize=in_turns, lanes=(1, 3))
     assert chosen(alone) == (4, 1, "")
     assert alone.plan.lanes.number == 1
