@@ -111,6 +111,11 @@ def explained(error: Exception, provenance: Provenance, of_loss: str) -> Capture
 
 def _of_a_known_cause(error: Exception, provenance: Provenance, where: str) -> CaptureError | None:
     """The explanation of an error whose cause can be told from it."""
+    if "at least two devices" in str(error) and "meta" in str(error):
+        return CaptureError(
+            f"An op reads a tensor on the meta device, in {where}, that is neither a parameter nor a buffer, "
+            "so that nothing gives it values. Register it as a buffer, or make it with device='cpu'."
+        )
     packs = isinstance(error, compat.DATA_DEPENDENT) and "_pack_padded_sequence" in str(error)
     if packs or ("data is not allocated" in str(error) and any("nn/modules/rnn" in x for x in _files(error))):
         return CaptureError(

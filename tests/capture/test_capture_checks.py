@@ -524,6 +524,20 @@ def test_a_model_on_the_meta_device():
     assert "meta device" in refused(OnMeta)
 
 
+def test_a_mask_on_the_meta_device_in_an_attribute():
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.mask = nn.Linear(8, 8), torch.ones(8, 8, device="meta", dtype=torch.bool).tril()
+
+        def forward(self, x):
+            return F.scaled_dot_product_attention(self.layer(x), x, x, attn_mask=self.mask).square().mean()
+
+    message = refused(Masked, {"x": torch.randn(2, 8, 8)})
+    assert "An op reads a tensor on the meta device" in message
+    assert "Register it as a buffer" in message
+
+
 def test_a_fixed_input():
     class Grid(Reads):
         """Its mask's values decide shapes in a way that no fake tensor can follow."""

@@ -139,6 +139,8 @@ def _said_by(blocks: Iterable[torch.Tensor]) -> Mask:
     says, first = set[Mask]({"none", "causal"}), 0
     with compat.no_modes():
         for mask in blocks:
+            if mask.is_meta:  # nothing is known of it; constants are checked later
+                return "dense"
             may_look = mask if mask.dtype is torch.bool else mask == 0
             if mask.dtype is not torch.bool and not ((mask == -torch.inf) | may_look).all():
                 return "dense"
