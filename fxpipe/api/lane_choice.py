@@ -9,13 +9,14 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -67,6 +68,7 @@ def on_fastest_lanes(
     numbers = _numbers(arguments, devices)
     assert devices is not None, "checked with the numbers"
     search = _Search(model, example, arguments, device, settled, devices)
+    lanes: DeviceMesh | None
     with ExitStack() as stack:
         if under_torchrun():
             meshes = {
@@ -81,13 +83,13 @@ def on_fastest_lanes(
         else:
             tried = []
             for n in numbers:
-                with local_lanes(n) as of_lanes:
+                with _local(n) as of_lanes:
                     for one in search.distributed(n, of_lanes):
                         tried += search.compared(one, tried)
             mesh = search.fastest(tried)
-            lanes = stack.enter_context(local_lanes(mesh.lanes))
+            lanes = stack.enter_context(_local(mesh.lanes))
         values = {}
-        if mesh.lanes > 1:
+        if lanes is not None and mesh.lanes > 1:
             if not under_torchrun() and not any(p.is_meta for p in model.parameters()):
                 values = {name: value.clone() for name, value in model.state_dict().items()}
             _parallelize(search.ways[mesh.way], model, lanes)
@@ -123,6 +125,11 @@ def _numbers(arguments: Arguments, devices: int | None) -> list[int]:
             f"lanes={[*arguments.lanes]}: none of these divides {machine} devices of a machine."
         )
     return numbers
+
+
+def _local(lanes: int) -> AbstractContextManager[DeviceMesh | None]:
+    """The mesh of several lanes."""
+    return local_lanes(lanes) if lanes > 1 else nullcontext()
 
 
 def _ways(arguments: Arguments) -> Mapping[str, Parallelize]:
@@ -177,9 +184,9 @@ class _Search:
     def ways(self) -> Mapping[str, Parallelize]:
         return _ways(self.arguments)
 
-    def distributed(self, lanes: int, mesh: DeviceMesh) -> Iterator[_Distributed]:
+    def distributed(self, lanes: int, mesh: DeviceMesh | None) -> Iterator[_Distributed]:
         """The model in each way; on one lane as it is."""
-        if lanes == 1:
+        if mesh is None or lanes == 1:
             yield _Distributed(1, "", self.model)
             return
         for name, way in self.ways.items():
@@ -209,7 +216,16 @@ class _Search:
             wanted = checked(settings, request.meshes(rows_of(self.example), lanes))
             settings = replace(settings, mesh=wanted[0].mesh)
             walked = PythonState.of(model, asked.loss_fn)
-            compilation = Compilation(model, self.example, asked.loss_fn, settings, self.device, True, walked)
+            compilation = Compilation(
+                model,
+                self.example,
+                asked.loss_fn,
+                settings,
+                self.device,
+                dist.is_initialized(),
+                walked,
+                has_programs=False,
+            )
             phase = Phases(f"fxpipe {type(model).__name__}, {lanes} lanes {way}".rstrip(), ends=False)
             step = planned_step(compilation, phase)
             best = min((each.seconds for each in before if each.seconds is not None), default=inf)
