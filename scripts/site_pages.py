@@ -33,6 +33,7 @@ BOOST = {
     "tutorial.md": 1.5,
     "models.md": 1.5,
     "reference.md": 0.5,
+    "replay.md": 0.5,
     "certificate.md": 0.5,
     "coverage.md": 0.5,
     "architecture.md": 0.3,
