@@ -1,7 +1,7 @@
 # An image in which `make demo` runs: docker build -t fxpipe . && docker run --rm fxpipe
 # and the tests: docker run --rm fxpipe make test-fast
-# The project's own checks have no container engine: this file was not built by them. Its lines are those of
-# "Install" in README.md, for Debian 12, which has Python 3.11. Behind a mirror of packages:
+# The project's own checks have no container engine. Its lines were run, `make demo` as the last one, in a root
+# directory of Debian 12 (`debootstrap --variant=minbase bookworm`, `chroot`), which has Python 3.11.2. Behind a mirror:
 # docker build --build-arg PIP_INDEX_URL=… -t fxpipe .
 FROM debian:12-slim
 

@@ -19,8 +19,9 @@ import tomllib
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -34,9 +35,11 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.nn import functional as F
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import fxpipe
-from fxpipe.cost.devices.known_devices import peak_rate
+from fxpipe.cost.devices.device_file import write_device
+from fxpipe.cost.devices.known_devices import data_sheets, device_named, peak_rate
 from fxpipe.plan.memory import rank_memory
 
 RUNS = ROOT / "benchmarks" / "published.toml"
@@ -47,7 +50,7 @@ COMPILE = (  # options of fxpipe.compile that the file may have
 )  # fmt: skip
 MODEL = (
     "layers", "width", "heads", "kv_heads", "inner", "vocabulary", "length", "llama", "bias", "dropout",
-    "matrices",
+    "matrices", "selective",
 )  # fmt: skip
 
 
@@ -58,19 +61,22 @@ class Decoder(nn.Module):
     """Tokens to logits.  ``llama``: RMSNorm, rotary positions, SwiGLU, no biases; else as GPT-2.
 
     ``matrices``: attention as products and a softmax, whose matrices are kept, instead of one kernel.
+    ``selective``: layers keep attention and every second product, and recompute the rest, by torchtitan's
+    policy, for which q, k, v and the two upper products are products of their own.
     """
 
     def __init__(
         self, *, layers: int, width: int, heads: int, vocabulary: int, length: int,
         kv_heads: int | None = None, inner: int | None = None, llama: bool = False, bias: bool = True,
-        dropout: float = 0.0, matrices: bool = False,
+        dropout: float = 0.0, matrices: bool = False, selective: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
+        self.selective = selective
         self.tokens = nn.Embedding(vocabulary, width)
         self.positions = None if llama else nn.Embedding(length, width)
         self.drop = nn.Dropout(dropout)
         parts = (width, heads, kv_heads or heads, inner or 4 * width, length, llama, bias and not llama)
-        self.layers = nn.ModuleList(Layer(*parts, dropout, matrices) for _ in range(layers))
+        self.layers = nn.ModuleList(Layer(*parts, dropout, matrices, selective) for _ in range(layers))
         self.norm = norm_of(width, llama, bias)
         self.head = nn.Linear(width, vocabulary, bias=False)
 
@@ -80,7 +86,10 @@ class Decoder(nn.Module):
             x = x + self.positions(torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens))
         x = self.drop(x)
         for layer in self.layers:
-            x = layer(x)
+            if self.selective:
+                x = checkpoint(layer, x, use_reentrant=False, context_fn=kept_of_layer)
+            else:
+                x = layer(x)
         logits: Tensor = self.head(self.norm(x))
         return logits
 
@@ -88,15 +97,15 @@ class Decoder(nn.Module):
 class Layer(nn.Module):
     def __init__(
         self, width: int, heads: int, kv_heads: int, inner: int, length: int, llama: bool, bias: bool,
-        dropout: float, matrices: bool,
+        dropout: float, matrices: bool, apart: bool,
     ) -> None:  # fmt: skip
         super().__init__()
         self.first, self.second = norm_of(width, llama, bias), norm_of(width, llama, bias)
         self.size, self.shared = width // heads, heads // kv_heads
         self.parts = (width, kv_heads * self.size, kv_heads * self.size)
-        self.qkv = nn.Linear(width, sum(self.parts), bias=bias)
+        self.qkv = products(width, self.parts, bias, apart)
         self.out = nn.Linear(width, width, bias=bias)
-        self.up = nn.Linear(width, 2 * inner if llama else inner, bias=bias)
+        self.up = products(width, (inner, inner) if llama else (inner,), bias, apart)
         self.down = nn.Linear(inner, width, bias=bias)
         self.drop, self.llama, self.matrices = nn.Dropout(dropout), llama, matrices
         if matrices:
@@ -106,18 +115,15 @@ class Layer(nn.Module):
             self.register_buffer("sin", torch.zeros(length, self.size, dtype=torch.float32))
 
     def forward(self, x: Tensor) -> Tensor:
-        projected = self.qkv(self.first(x))
-        # A lane has its share of each part.
-        shares = [part * projected.shape[-1] // sum(self.parts) for part in self.parts]
-        q, k, v = (one.unflatten(-1, (-1, self.size)).transpose(1, 2) for one in projected.split(shares, -1))
+        projected = parts_of(self.qkv, self.first(x), self.parts)
+        q, k, v = (one.unflatten(-1, (-1, self.size)).transpose(1, 2) for one in projected)
         if self.llama:
             q, k = self.turned(q), self.turned(k)
         if self.shared > 1:
             k, v = k.repeat_interleave(self.shared, 1), v.repeat_interleave(self.shared, 1)
         x = x + self.drop(self.out(self.mixed(q, k, v).transpose(1, 2).flatten(2)))
-        up = self.up(self.second(x))
-        gate, linear = up.chunk(2, -1) if self.llama else (up, None)
-        inner = F.gelu(gate, approximate="tanh") if linear is None else F.silu(gate) * linear
+        gate, *linear = parts_of(self.up, self.second(x), (1, 1) if self.llama else (1,))
+        inner = F.silu(gate) * linear[0] if linear else F.gelu(gate, approximate="tanh")
         result: Tensor = x + self.drop(self.down(inner))
         return result
 
@@ -133,6 +139,35 @@ class Layer(nn.Module):
         single = x.float()
         left, right = single.chunk(2, -1)
         return (single * self.cos + torch.cat((-right, left), -1) * self.sin).to(x.dtype)
+
+
+def products(width: int, parts: Sequence[int], bias: bool, apart: bool) -> nn.Module:
+    """One product, or one for each of its parts."""
+    if apart:
+        return nn.ModuleList(nn.Linear(width, part, bias=bias) for part in parts)
+    return nn.Linear(width, sum(parts), bias=bias)
+
+
+def parts_of(product: nn.Module, x: Tensor, parts: Sequence[int]) -> list[Tensor]:
+    """Its parts, of these widths or of as many to a lane, which has its share of each."""
+    if isinstance(product, nn.ModuleList):
+        return [one(x) for one in product]
+    whole = product(x)
+    return [*whole.split([part * whole.shape[-1] // sum(parts) for part in parts], -1)]
+
+
+def kept_of_layer() -> Any:
+    """What torchtitan keeps of a layer with the option "op" of its selective checkpoints."""
+    products = {False: 0, True: 0}  # of the forward, and of its repetition
+
+    def policy(context: Any, op: Any, *args: Any, **options: Any) -> CheckpointPolicy:
+        keeps = "scaled_dot_product" in str(op)
+        if op is torch.ops.aten.mm.default:
+            products[context.is_recompute] += 1
+            keeps = products[context.is_recompute] % 2 == 1
+        return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
 
 
 def norm_of(width: int, llama: bool, bias: bool) -> nn.Module:
@@ -247,7 +282,8 @@ def predicted(models: Mapping[str, Any], group: Mapping[str, Any], run: Mapping[
             model = Decoder(**shape).bfloat16()
             ids = torch.zeros((given["rows"], shape["length"]), dtype=torch.long)
         flops = flops_of_token(shape, in_products(model))
-        options |= {"costs": given["device"], "split_points": cut_of(shape["layers"], given), "check": False}
+        options |= {"costs": device_of(given, stack), "split_points": cut_of(shape["layers"], given)}
+        options["check"] = False
         made, example = model if lanes is None else in_lanes(model, lanes), {"tokens": ids, "labels": ids}
         pipe = fxpipe.compile(made, example, loss_fn=loss, **options)
     timeline = pipe.simulate()
@@ -259,6 +295,19 @@ def predicted(models: Mapping[str, Any], group: Mapping[str, Any], run: Mapping[
     published = given["mfu"] / 100 * whole / flops if "mfu" in given else given["rate"]
     published *= shape["length"] if given.get("samples") else 1
     return Predicted(group, run, rate, published, rate * flops / whole, memory / 1e9)
+
+
+def device_of(given: Mapping[str, Any], stack: ExitStack) -> str:
+    """The device's name, or a file of it with the rates of the cluster's; the stack removes it."""
+    if "rates" not in given:
+        return str(given["device"])
+    (sheet,) = (x for x in data_sheets() if given["device"] in (x.name, *x.also))
+    device, rates = device_named(given["device"]), given["rates"]
+    flops = {name: rate * rates["bfloat16"] / sheet.peak["bfloat16"] for name, rate in device.flops.items()}
+    memory = device.memory_bandwidth * rates["memory"] / sheet.memory_bandwidth
+    path = Path(stack.enter_context(TemporaryDirectory()), "device.json")
+    write_device(path, replace(device, flops=flops, memory_bandwidth=memory), {})
+    return str(path)
 
 
 def cut_of(layers: int, given: Mapping[str, Any]) -> list[str] | None:

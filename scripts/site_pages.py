@@ -2,15 +2,21 @@
 
 On GitHub, README.md and the pages in docs/ link to each other and to files of the repository by relative
 paths. In the site README.md is the front page, and linked files outside of docs/ are in ``repository/``.
+
+mkdocs checks the links of Markdown; ``on_post_build`` those of the pages as built, so also of raw HTML, of
+docstrings and of what the theme adds.
 """
 
 from __future__ import annotations
 
 import os
 import re
+from html.parser import HTMLParser
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import BuildError
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
@@ -27,6 +33,7 @@ BOOST = {
     "tutorial.md": 1.5,
     "models.md": 1.5,
     "reference.md": 0.5,
+    "replay.md": 0.5,
     "certificate.md": 0.5,
     "coverage.md": 0.5,
     "architecture.md": 0.3,
@@ -67,6 +74,40 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
     parts = CODE.split(markdown)
     parts[::2] = [LINK.sub(linked, part) for part in parts[::2]]
     return "".join(parts)
+
+
+def on_post_build(config: MkDocsConfig) -> None:
+    """Refuse a site with a link that leads nowhere within it."""
+    pages = {path.resolve(): Anchors(path.read_text()) for path in Path(config.site_dir).rglob("*.html")}
+    broken = []
+    for path, page in pages.items():
+        for link in page.links:
+            address = urlsplit(link)
+            if address.scheme or address.netloc or path.name == "404.html":  # whose links begin at the root
+                continue
+            target = (path.parent / unquote(address.path)).resolve() if address.path else path
+            place = unquote(address.fragment)
+            if not target.exists() or (place and target in pages and place not in pages[target].names):
+                broken.append(f"{path.relative_to(Path(config.site_dir).resolve())}: {link}")
+    if broken:
+        raise BuildError("Links that lead nowhere:\n" + "\n".join(broken))
+
+
+class Anchors(HTMLParser):
+    """The links of a page of HTML, and the names of its places."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.links: list[str] = []
+        self.names: set[str] = set()
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        for name, value in attrs:
+            if name in ("href", "src") and value:
+                self.links.append(value)
+            if name in ("id", "name") and value:
+                self.names.add(value)
 
 
 def in_site(path: Path) -> str:

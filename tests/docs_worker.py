@@ -41,8 +41,10 @@ class Model(nn.Module):
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(8))
         self.head = nn.Linear(8, WORDS, bias=False)
 
-    def forward(self, input_ids, labels=None):
+    def forward(self, input_ids, labels=None, position_ids=None):
         hidden = self.embedding(input_ids)
+        if position_ids is not None:
+            hidden = hidden + position_ids.unsqueeze(-1) / LENGTH
         for block in self.blocks:
             hidden = hidden + block(hidden)
         logits = self.head(hidden)
@@ -73,8 +75,8 @@ class Block:
 
     @property
     def is_whole(self) -> bool:
-        """An ellipsis stands for something else."""
-        return "…" not in self.text.replace("# rank0.py … rank3.py", "")
+        """An ellipsis stands for something else, but for one in a comment."""
+        return "…" not in re.sub(r"#.*", "", self.text)
 
 
 FENCE = re.compile(
@@ -134,12 +136,20 @@ def names() -> dict[str, Any]:
         **{"model": Model(), "example": example, "loader": batches, "batch": batches[0]},
         **{"batch_of": lambda step: batches[step % 2], "steps": 3, "data": list(rows)},
         **{"plan": {"blocks.*.0": ColwiseParallel(output_layouts=Replicate())}},
-        **{"parallelize_module": parallelize_module},
+        **{"parallelize_module": parallelize_module, "pairwise": pairwise},
+        **{"short_example": example, "long_example": {name: rows[:2, :2] for name, rows in example.items()}},
     }
 
 
+LENGTHS = """
+ids = labels = torch.randint(12, (2, 2048))
+parts = [ids[:, :n] for n in (64, 31, 2048, *[8] * 13)]
+loader = [[{"input_ids": part, "labels": part} for part in parts] for _ in range(2)]
+dataset = [{"input_ids": ids[0, :n], "labels": ids[0, :n]} for n in (900, 700, 1500, *[40] * 60)]
+"""
 #: What the text of a page says that its blocks begin with.
 BEFORE = {
+    "docs/lengths.md": LENGTHS,
     "docs/lanes.md": "import copy",
     "docs/large_models.md": 'with torch.device("meta"):\n    model = type(model)()\n'
     "pipe = fxpipe.compile(model, example, ranks=4, microbatches=16)",

@@ -1,7 +1,9 @@
 """The Python and the commands of pages run as they stand there; excerpts and tables are those of the code."""
 
 import contextlib
+import functools
 import io
+import json
 import re
 from pathlib import Path
 
@@ -23,12 +25,14 @@ pytestmark = [pytest.mark.slow, pytest.mark.waits]
 
 PAGES = sorted(str(path.relative_to(ROOT)) for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
 #: Their Python runs on four ranks, but for sections that run all ranks in one process.
-ON_RANKS = ("README.md", "docs/schedules.md", "docs/mesh.md", "docs/howto.md", "docs/training.md")
+ON_RANKS = (
+    "README.md", "docs/schedules.md", "docs/mesh.md", "docs/howto.md", "docs/training.md", "docs/lengths.md",
+)  # fmt: skip
 IN_ONE_PROCESS = ("README.md", "docs/howto.md", "docs/debugging.md")
 #: They compile for more ranks than four, or for other devices.
 COMPILED = (
     "docs/costs.md", "docs/inductor.md", "docs/lanes.md", "docs/large_models.md", "docs/offload.md",
-    "docs/vocabulary.md",
+    "docs/replay.md", "docs/vocabulary.md",
 )  # fmt: skip
 #: In the order of what one needs of another.
 COMMANDS = (
@@ -36,7 +40,12 @@ COMMANDS = (
     "docs/debugging.md", "docs/costs.md",
 )  # fmt: skip
 SHOWN = ("docs/simulate.md", "docs/certificate.md")
-ELSEWHERE = {"docs/tutorial.md": "test_the_tutorial", "CONTRIBUTING.md": "passes/test_each_pass.py"}
+ELSEWHERE = {
+    "docs/tutorial.md": "test_the_tutorial",
+    "docs/architecture.md": "test_one_model_through_every_phase",
+    "docs/trainers.md": "integrations/test_trainers.py",
+    "CONTRIBUTING.md": "passes/test_each_pass.py",
+}
 
 
 def started(page: str) -> list[list[str]]:
@@ -53,8 +62,9 @@ def test_every_block_runs_or_says_why_not():
         for call in calls:
             assert call[0] == "fxpipe" or (call[0] == "torchrun" and "fxpipe" in call), (page, call)
         assert not docs_worker.shown(page) or page in SHOWN, page
-    excerpts = [page for page in PAGES for block in docs_worker.blocks(page) if not block.is_whole]
-    assert "README.md" not in excerpts
+        for block in docs_worker.blocks(page):
+            assert block.language in ("python", "bash", "console", "json"), (page, block)
+            assert block.is_whole or block.title or block.language == "console", (page, block)
     reasons = [block.reason for page in PAGES for block in docs_worker.blocks(page) if block.reason]
     assert len(reasons) <= 12, reasons
 
@@ -151,6 +161,15 @@ def test_what_commands_print(here, page, capsys):
             assert any(found.startswith(begin) if rest else found == line for found in printed), line
 
 
+def test_a_file_of_costs(tmp_path, capsys):
+    (block,) = (block for block in docs_worker.blocks("docs/simulate.md") if block.language == "json")
+    (tmp_path / "costs.json").write_text(block.text)
+    call = ["simulate", "--costs", str(tmp_path / "costs.json"), "--schedule", "zb-h1", "--ranks", "2"]
+    assert main([*call, "--microbatches", "1", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["seconds"] == pytest.approx(1.0 + 0.1 + 1.2 + 1.3 + 0.1 + 1.1 + 0.9)
+
+
 def test_the_tutorial(tmp_path):
     ran = forked(2, docs_worker.run_scripts, str(tmp_path), dtype=torch.float32, logs=tmp_path / "logs")
     assert ran.code == 0, ran
@@ -159,12 +178,43 @@ def test_the_tutorial(tmp_path):
     assert fxpipe.read_checkpoint(tmp_path / "checkpoints").state["loader"] == {"taken": 4}
 
 
-def test_excerpts_of_programs_are_those_of_the_goldens():
-    excerpts = [(block.title, block.text) for block in docs_worker.blocks("docs/concepts.md") if block.title]
-    assert len(excerpts) == 4
+def assert_excerpt(text: str, whole: str) -> None:
+    """Its parts, between ellipses and empty lines, stand in ``whole`` in this order."""
+    rest = whole
+    for part in re.split(r"^\s*…\n", text, flags=re.MULTILINE):
+        for lines in filter(None, part.split("\n\n")):
+            assert lines in rest, f"not behind what stands above it: {lines}"
+            rest = rest[rest.index(lines) + len(lines) :]
+
+
+@pytest.mark.parametrize(("page", "number"), [("docs/concepts.md", 4), ("docs/inductor.md", 1)])
+def test_excerpts_of_programs_are_those_of_the_goldens(page, number):
+    excerpts = [(block.title, block.text) for block in docs_worker.blocks(page) if block.title]
+    assert len(excerpts) == number
     for title, text in excerpts:
-        rest = (ROOT / "tests/golden" / f"{title}.golden").read_text()
-        for part in re.split(r"^\s*…\n", text, flags=re.MULTILINE):
-            for lines in filter(None, part.split("\n\n")):
-                assert lines in rest, f"not behind what stands above it in {title}: {lines}"
-                rest = rest[rest.index(lines) + len(lines) :]
+        assert_excerpt(text, (ROOT / "tests/golden" / f"{title}.golden").read_text())
+
+
+def test_one_model_through_every_phase(monkeypatch, capsys):
+    """The excerpts of docs/architecture.md are of the model that stands above them."""
+    page = (ROOT / "docs/architecture.md").read_text().partition("## One model through every phase")[2]
+    fences = re.findall(r"^```(\w*)\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    model, captured, fused, sections, orders, program = (text for _, text in fences[:6])
+    names = {"torch": torch, "nn": torch.nn, "fxpipe": fxpipe}
+    exec(model, names)
+    pipe, plain = names["pipe"], fxpipe.compile
+    for name in ("hoist_updates", "fuse_accumulation"):
+        monkeypatch.setattr(fxpipe, "compile", functools.partial(plain, print_after=name))
+        exec(model, names)
+    printed = re.sub(r" : .*", "", capsys.readouterr().out)
+    captured = re.sub(r"^ *(seq +\d+ +)?", "", captured, flags=re.MULTILINE)
+    assert_excerpt(captured, re.sub(r"^ +", "", printed, flags=re.MULTILINE))
+    assert_excerpt(re.sub(r" : .*", "", fused), printed)
+    assert_excerpt(program, pipe.artifact.programs[1])
+    for line, text in zip(orders.splitlines(), pipe.artifact.programs, strict=True):
+        assert f"Order:\n  {line.partition(': ')[2]}\n" in text
+    for line, section in zip(sections.splitlines(), pipe.sections, strict=False):
+        assert line.startswith(f"{section.phase}{section.stage} ")
+        for side, values in zip(line[2:].split("->"), (section.inputs, section.outputs), strict=True):
+            told = re.sub(r"\w+_…|…|\b(parameter|batch|value|gradient)\b", "", side)
+            assert {*re.findall(r"[\w.]+", told)} <= {value.name for value in values}

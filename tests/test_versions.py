@@ -17,19 +17,19 @@ from fxpipe.errors import OptionError
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.mark.parametrize("version", ["2.11.0", "2.12.1", "2.14.1+cu130", "built at home"])
+@pytest.mark.parametrize("version", ["2.11.0", "2.12.1", "2.15.0+cu132", "built at home"])
 def test_what_was_tried_needs_no_word(version):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warn_of_untried(version)
 
 
-@pytest.mark.parametrize("version", ["2.15.0+cpu", "2.10.2", "3.0.0a0+git1234"])
+@pytest.mark.parametrize("version", ["2.16.0+cpu", "2.10.2", "3.0.0a0+git1234"])
 def test_another_torch_is_told_with_the_remedy(version):
-    with pytest.warns(UserWarning, match="tried with torch 2.11 to 2.14") as told:
+    with pytest.warns(UserWarning, match="tried with torch 2.11 to 2.15") as told:
         warn_of_untried(version)
     assert f"not with {version}," in str(told[0].message)
-    assert str(told[0].message).endswith('pip install "torch>=2.11,<2.15".')
+    assert str(told[0].message).endswith('pip install "torch>=2.11,<2.16".')
 
 
 def test_a_private_part_that_another_torch_lacks(monkeypatch):

@@ -6,7 +6,7 @@ import re
 import warnings
 
 #: The oldest and the newest, as (major, minor).
-OLDEST, NEWEST = (2, 11), (2, 14)
+OLDEST, NEWEST = (2, 11), (2, 15)
 
 
 def untried(version: str) -> str:

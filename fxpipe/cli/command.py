@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib import import_module
 
 from fxpipe.cli.arguments import Parser, flag
@@ -107,12 +107,22 @@ def _help(subjects: Sequence[str]) -> None:
         commands, page = TOPICS[subject]
         for name in commands:
             print(f"fxpipe {name:<10} {SUBCOMMANDS[name][1]}")
+        for line in _schedules() if subject == "schedules" else ():
+            print(line)
         print(f"More: {page}")
     elif subject is None:
         parser([]).print_help()
     else:
         known = suggested(subject, [*TOPICS, *SUBCOMMANDS])
         raise FxpipeError(f"there is no help on {subject!r}.{known} Topics: {', '.join(TOPICS)}")
+
+
+def _schedules() -> Iterator[str]:
+    from fxpipe.schedule.families.registry import FAMILIES  # it imports numba
+
+    yield "\nOf p ranks and m microbatches; M_B is what a rank holds of a microbatch:"
+    yield from (f"  {name:<12} {family.summary}" for name, family in FAMILIES.items())
+    yield ""
 
 
 def parser(complete: Sequence[str]) -> argparse.ArgumentParser:

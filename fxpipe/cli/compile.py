@@ -8,19 +8,14 @@ import shlex
 from pathlib import Path
 from typing import Any, cast
 
-import torch
-
 from fxpipe.api.compile import compile as compile_pipeline
-from fxpipe.cli.arguments import memory, positive, positive_int
-from fxpipe.cli.option_of_compile import add_option
+from fxpipe.cli.arguments import positive_int
+from fxpipe.cli.option_of_compile import add_option, add_options, options_of
 from fxpipe.cli.run.model_function import model_from
 from fxpipe.errors import OptionError, printable
 from fxpipe.plan.memory import rank_memory
 from fxpipe.plan.saved.files import check_free
 from fxpipe.runtime.job.process import under_torchrun
-from fxpipe.schedule.ops import VALIDATIONS
-
-DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 
 def add_compile(parser: argparse.ArgumentParser) -> None:
@@ -41,18 +36,11 @@ def add_compile(parser: argparse.ArgumentParser) -> None:
     add_option(parser, "ranks", type=positive_int, required=True, metavar="P")
     add_option(parser, "replicas", type=positive_int, metavar="D")
     add_option(parser, "microbatches", type=positive_int, required=True, metavar="M")
-    add_option(parser, "schedule", default="auto", metavar="NAME")
     add_option(parser, "stages_per_rank", type=positive_int, metavar="V")
-    add_option(parser, "memory_limit", type=memory, metavar="BYTES")
     add_option(parser, "shard", choices=("optimizer", "gradients", "parameters"))
-    add_option(parser, "recompute", choices=("norms", "full", "auto"))
     add_option(parser, "offload", choices=("auto", "all"))
-    add_option(parser, "vocab_parallel", choices=("1-barrier", "2-barrier", "auto"))
-    add_option(parser, "grad_dtype", choices=DTYPES)
-    add_option(parser, "backend", choices=("eager", "inductor"), default="eager")
-    add_option(parser, "validation", choices=VALIDATIONS, default="barrier")
+    add_options(parser)
     add_option(parser, "costs", default="analytic", metavar="NAME")
-    add_option(parser, "effort", type=positive, metavar="S")
     add("--evaluation", action="store_true", help="make the programs of an evaluation as well")
     add("--json", action="store_true", help="print one JSON object: the directory and what is predicted")
 
@@ -64,7 +52,6 @@ def _compile(options: argparse.Namespace) -> None:
         )
     check_free(options.output, options.overwrite)  # before anything long begins
     model, example, loss_fn = model_from(options.model)
-    limit = options.memory_limit
     pipe = compile_pipeline(
         model,
         cast(Any, example),  # compile looks at it
@@ -72,19 +59,12 @@ def _compile(options: argparse.Namespace) -> None:
         replicas=options.replicas,
         microbatches=options.microbatches,
         loss_fn=loss_fn,
-        schedule=options.schedule,
         stages_per_rank=options.stages_per_rank,
-        memory_limit=None if limit is None else limit.unit or float(limit),
         shard=options.shard,
-        recompute=options.recompute or False,
         offload=True if options.offload == "all" else options.offload or False,
-        vocab_parallel=options.vocab_parallel or False,
-        grad_dtype=DTYPES.get(options.grad_dtype),
-        backend=options.backend,
-        validation=options.validation,
         costs=options.costs,
-        effort=options.effort,
         evaluation=options.evaluation,
+        **options_of(options),
     )
     pipe.save(options.output, overwrite=options.overwrite)
     if options.json:

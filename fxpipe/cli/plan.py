@@ -13,9 +13,9 @@ from typing import NamedTuple
 import torch
 from rich.console import Console
 
-from fxpipe.cli.arguments import memory, non_negative, positive, positive_int
+from fxpipe.cli.arguments import non_negative, positive_int
 from fxpipe.cli.lengths import add_lengths, drawn
-from fxpipe.cli.option_of_compile import add_option
+from fxpipe.cli.option_of_compile import add_option, add_options, options_of
 from fxpipe.cli.run.functions import called
 from fxpipe.cli.run.model_function import model_from
 from fxpipe.cli.ways import large, print_ways, ways_as_json
@@ -32,12 +32,9 @@ from fxpipe.errors import OptionError, number_of
 from fxpipe.plan.meshes import Mesh, TriedMesh
 from fxpipe.plan.step import SHARDS, NamedLength
 from fxpipe.runtime.ranks.local_mesh import local_lanes
-from fxpipe.schedule.ops import VALIDATIONS
 from fxpipe.schedule.units import PHYSICAL, bytes_text, number_text
 from fxpipe.viz.explanation import mesh_table, reasons
 from fxpipe.viz.terminal import say, terminal
-
-DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 
 def add_plan(parser: argparse.ArgumentParser) -> None:
@@ -75,16 +72,9 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     )
     add_option(parser, "batch", type=positive_int, metavar="ROWS")
     add_option(parser, "microbatches", type=positive_int, metavar="M")
-    add_option(parser, "memory_limit", type=memory, metavar="BYTES")
     add_option(parser, "optimizer_bytes", type=non_negative, default=8.0, metavar="X")
     add_option(parser, "shard", choices=("auto", "none", *SHARDS), default="auto")
-    add_option(parser, "grad_dtype", choices=DTYPES)
-    add_option(parser, "schedule", default="auto", metavar="NAME")
-    add_option(parser, "recompute", choices=("norms", "full", "auto"))
-    add_option(parser, "vocab_parallel", choices=("1-barrier", "2-barrier", "auto"))
-    add_option(parser, "backend", choices=("eager", "inductor"), default="eager")
-    add_option(parser, "validation", choices=VALIDATIONS, default="barrier")
-    add_option(parser, "effort", type=positive, metavar="S")
+    add_options(parser)
     add(
         "--dimension",
         type=_length,
@@ -300,21 +290,13 @@ def _settings(options: argparse.Namespace, request: MeshRequest, lanes: int) -> 
     if request.devices % options.nodes:
         raise OptionError(f"{request.devices * lanes} devices are no multiple of {options.nodes} nodes.")
     asked = Options(
-        schedule=options.schedule,
-        memory_limit=options.memory_limit,
         costs=options.device,
         optimizer_bytes=options.optimizer_bytes,
-        grad_dtype=DTYPES.get(options.grad_dtype),
-        recompute=options.recompute or False,
-        vocab_parallel=options.vocab_parallel or False,
-        backend=options.backend,
-        validation=options.validation,
         dimensions=dict(options.dimension) if options.dimension or options.size else None,
-        effort=options.effort,
         ranks_per_machine=request.devices // options.nodes,
+        **options_of(options),
     )
-    settings = settle(asked, Mesh(1, 1, 1), torch.device("cpu"))
-    return replace(settings, limit_text="" if options.memory_limit is None else options.memory_limit.unit)
+    return settle(asked, Mesh(1, 1, 1), torch.device("cpu"))
 
 
 def _by_hand(options: argparse.Namespace, shard: str | None) -> MeshRequest:

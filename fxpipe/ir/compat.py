@@ -1,4 +1,4 @@
-"""Every private torch symbol that the compiler uses, and nothing else (checked with torch 2.11 to 2.14).
+"""Every private torch symbol that the compiler uses, and nothing else (checked with torch 2.11 to 2.15).
 
 A new torch release that moves one of these breaks here, by name, and nowhere else.
 """

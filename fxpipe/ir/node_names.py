@@ -114,7 +114,11 @@ def _ends(parts: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
 
 
 def _op(target: object) -> str:
-    return target.overloadpacket.__name__.strip("_") if isinstance(target, OpOverload) else "item"
+    """``_unsafe_view`` is a view as well: which of both torch traces depends on its version."""
+    if not isinstance(target, OpOverload):
+        return "item"
+    name: str = target.overloadpacket.__name__
+    return name.strip("_").removeprefix("unsafe_")
 
 
 def _item(node: fx.Node) -> str:

@@ -50,12 +50,13 @@ LOSS = "loss_fn"
 """The path of the loss function."""
 #: Methods that make an object: what they set is no state of the forward.
 _CONSTRUCTORS = {"__init__", "__new__", "__post_init__"}
-#: Other special methods that a forward does not run, or that set what it keeps.
+#: Other special methods that a forward does not run, or that set what it keeps.  Since Python 3.14 a function
+#: makes a class's annotations, in whose closure is all that the class has.
 _OTHER_METHODS = {
     f"__{name}__"
     for name in (
         "init_subclass", "setstate", "getstate", "reduce", "reduce_ex", "copy", "deepcopy", "repr", "str",
-        "eq", "hash", "dir", "setattr", "delattr",
+        "eq", "hash", "dir", "setattr", "delattr", "annotate", "annotate_func",
     )
 }  # fmt: skip
 #: Methods of an ``autograd.Function`` that autograd calls.

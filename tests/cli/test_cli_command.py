@@ -15,6 +15,7 @@ from fxpipe.cli import command, main
 from fxpipe.cli.diff import differences
 from fxpipe.cli.run.loop import LoopSettings, train
 from fxpipe.plan.step import counted
+from fxpipe.schedule.families.registry import FAMILIES
 
 ROOT = Path(__file__).parents[2]
 TIMES = ["--ranks", "2", "--microbatches", "4", "--forward", "1", "--backward-input", "1"]
@@ -70,11 +71,17 @@ def test_help_is_a_command_too(capsys):
 
 def test_help_on_a_topic_and_on_a_command(capsys):
     assert main(["help", "schedules"]) == 0
-    assert capsys.readouterr().out.splitlines() == [
+    told = capsys.readouterr().out.splitlines()
+    assert told[:2] + told[-2:] == [
         "fxpipe simulate   predict bubble and memory of a schedule",
         "fxpipe compare    simulate all schedules and compare them",
+        "",
         "More: docs/schedules.md",
     ]
+    assert [line.split()[0] for line in told[4:-2]] == [*FAMILIES]
+    assert "  zb-h1        backward split, W delayed (2401.10241): at most p · M_B" in told
+    assert main(["help", "planning"]) == 0
+    assert "zb-h1" not in capsys.readouterr().out
     with pytest.raises(SystemExit, match="0"):
         main(["help", "export"])
     assert capsys.readouterr().out.startswith("usage: fxpipe export")

@@ -22,6 +22,7 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 pl = pytest.importorskip("lightning.pytorch")
 import accelerate_worker  # noqa: E402 - these need them
+import docs_worker  # noqa: E402
 import lightning_worker  # noqa: E402
 import trainers_worker as worker  # noqa: E402
 
@@ -323,6 +324,41 @@ def test_one_microbatch_is_warned_of(monkeypatch, small):
     trainer._options["ranks"] = 2
     with pytest.warns(UserWarning, match="ranks run one after the other"):
         trainer._compile()
+
+
+def sides(number: int) -> list[str]:
+    """A script of docs/trainers.md before it changes, and afterwards, on one rank."""
+    diffs = [block.text for block in docs_worker.blocks("docs/trainers.md") if block.language == "diff"]
+    lines = [line for line in diffs[number].splitlines() if line != "@@"]
+    texts = ["\n".join(line[1:] for line in lines if line[0] in " " + sign) for sign in "-+"]
+    return [text.replace("devices=4", "devices=1") for text in texts]
+
+
+def test_the_page_changes_a_script_of_trainer_and_not_its_numbers(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    more = {"use_cpu": True, "max_steps": 2, "logging_steps": 1, "report_to": [], "disable_tqdm": True}
+    monkeypatch.setattr(transformers, "TrainingArguments", partial(transformers.TrainingArguments, **more))
+    logs = []
+    for text in sides(0):
+        names = {"model": worker.Counts(), "rows": worker.Rows(64), "others": worker.Rows(7, seed=1)}
+        exec(text, names)
+        logs.append(names["trainer"].state.log_history)
+        assert (tmp_path / "trained" / "model.safetensors").exists()
+    assert type(names["trainer"]) is Trainer
+    assert_same_log(logs[1], logs[0], 1e-6)
+
+
+def test_the_page_changes_a_script_of_lightning_and_not_its_numbers(tmp_path, monkeypatch):
+    quiet = partial(pl.Trainer, default_root_dir=tmp_path, logger=False, **lightning_worker.QUIET)
+    monkeypatch.setattr(pl, "Trainer", quiet)
+    losses = []
+    for text in sides(1):
+        names = dict(zip(("train_loader", "val_loader"), lightning_worker.loaders(), strict=True))
+        names |= {"L": pl, "module": lightning_worker.Net()}
+        exec(text, names)
+        losses.append(float(names["trainer"].callback_metrics["val_loss"]))
+    assert isinstance(names["trainer"].strategy, PipelineStrategy)
+    assert losses[1] == pytest.approx(losses[0], rel=1e-12)
 
 
 def logged(directory: Path) -> list[dict[str, float]]:

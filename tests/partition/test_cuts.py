@@ -8,7 +8,9 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from torch import nn
 
+import fxpipe
 from fxpipe.errors import PartitionError
 from fxpipe.partition.cuts import SLACK, choose_cuts
 
@@ -132,3 +134,23 @@ def test_balanced_ranks_are_no_larger_than_those_of_balanced_stages(chain):
     assert after in brute_force(seconds, bytes, 4)
     rounding = 1e-5 * sum(seconds) + 1e-12
     assert max(loads(seconds, after, V)) <= max(loads(seconds, before, V)) * (1 + SLACK) ** 2 + rounding
+
+
+class Constant(nn.Module):
+    """Its loss is made of a parameter alone, by ops that stand at no place of their own in the chain."""
+
+    def __init__(self, loss) -> None:
+        super().__init__()
+        self.weight, self.loss = nn.Parameter(torch.tensor(2.0)), loss
+
+    def forward(self, x):
+        return self.loss(self.weight)
+
+
+def test_a_forward_without_an_op_that_costs():
+    options = {"ranks": 1, "microbatches": 2, "schedule": "1f1b"}
+    pipe = fxpipe.compile(Constant(lambda weight: weight.view(())), (torch.zeros(2),), **options)
+    found = pipe.run_local((torch.zeros(4),))
+    assert (float(found.loss), float(found.grads["weight"])) == (2.0, 1.0)
+    with pytest.raises(PartitionError, match="Stage 0 would be empty"):
+        fxpipe.compile(Constant(lambda weight: weight), (torch.zeros(2),), **options)

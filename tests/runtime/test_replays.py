@@ -22,7 +22,7 @@ import fxpipe
 from fxpipe.errors import RunError
 from fxpipe.runtime.job import process as job
 from fxpipe.runtime.program.rank import Runtime
-from fxpipe.runtime.program.replicas import Bucket
+from fxpipe.runtime.program.replicas import Bucket, Division
 from fxpipe.runtime.replays import replays
 from fxpipe.runtime.replays.captured_step import CapturedStep, NotReplayed
 from fxpipe.runtime.replays.deterministic import Deterministic
@@ -367,7 +367,7 @@ def test_a_gradient_of_replicas_that_the_script_keeps_stays(level, tmp_path):
 def test_a_sum_over_replicas_stays_when_a_captured_step_makes_another():
     """The memory of gradients that no step keeps is the graph's."""
     ours, of_graph = (
-        Bucket(("a",), (((2,), (1,)),), torch.float64, torch.device("cpu"), None, (0, 2)) for _ in "ab"
+        Bucket(("a",), (((2,), (1,)),), torch.float64, torch.device("cpu"), Division((0, 2))) for _ in "ab"
     )
     of_graph.summed = torch.ones(2)
     ours.take_sum(of_graph)

@@ -187,7 +187,7 @@ def test_in_one_process_the_bits_are_those_without_shards(shard):
     assert found.loss.equal(expected.loss)
     assert found.grads.keys() == expected.grads.keys()
     assert all(found.grads[name].equal(grad) for name, grad in expected.grads.items())
-    assert {bucket.lanes for bucket in found.runtimes[0].buckets} >= {LaneGroup(2, 2)}
+    assert {bucket.division.lanes for bucket in found.runtimes[0].buckets} >= {LaneGroup(2, 2)}
 
 
 def test_the_only_replica_keeps_buffers_of_its_own():

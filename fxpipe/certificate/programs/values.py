@@ -22,8 +22,8 @@ class Memory:
 
     ``root``: the value that it was made for.
 
-    It counts in ``held`` from ``count`` on until nothing of the program refers to it.  ``used``: how many ops
-    had begun when it was last read.
+    It counts in ``held`` from ``count`` on until nothing of the program refers to it.  ``since``, ``used``:
+    how many ops had begun then, and when it was last read.
     """
 
     __slots__ = ("__weakref__", "bytes", "held", "keeper", "root", "since", "used", "version", "written")
@@ -31,7 +31,7 @@ class Memory:
     def __init__(self, keeper: str = "", *, root: Term | None = None, bytes: int = 0) -> None:
         self.bytes, self.keeper, self.root = bytes, keeper, root
         self.held: Held | None = None
-        self.since, self.used, self.version, self.written = 0, 0, 0, ""
+        self.version, self.written = 0, ""
 
     def count(self, held: Held) -> None:
         if self.held is None:

@@ -71,9 +71,6 @@ def _before_their_layers(graph: fx.Graph, paths: dict[fx.Node, list[str]]) -> No
     for node, modules in paths.items():
         if len(set(modules)) > 1:
             shared[node.meta["color"], _first_layer(modules)].append(node)
-    if not shared:
-        return
-    early = _before_section(graph)
     colors = {color for color, _ in shared}
     inside: defaultdict[tuple[Color, str], list[fx.Node]] = defaultdict(list)
     for node in call_nodes(graph):
@@ -81,12 +78,10 @@ def _before_their_layers(graph: fx.Graph, paths: dict[fx.Node, list[str]]) -> No
             for module in modules_on(node.meta["origin"].path):
                 inside[node.meta["color"], module].append(node)
     for layer, values in shared.items():
-        # Others need a value that is computed between the layers.
-        movable = [value for value in values if value in early]
-        moved = leading_to(movable)
+        moved = leading_to(values)
         begin = next((node for node in inside[layer] if node not in moved), None)
         if begin is not None:
-            for value in movable:
+            for value in values:
                 _move(value, begin)
 
 
@@ -96,20 +91,6 @@ def _first_layer(paths: list[str]) -> str:
         if not all(path == module or path.startswith(f"{module}.") for path in paths):
             return module
     return paths[0]
-
-
-def _before_section(graph: fx.Graph) -> set[fx.Node]:
-    """The ops that lead to values from what is there when their section begins: inputs of the step, and
-    values of other sections."""
-    early: set[fx.Node] = set()
-    for node in graph.nodes:
-        color = node.meta.get("color")
-        if node.op == "placeholder" or (
-            node.op == "call_function"
-            and all(n in early or n.meta.get("color", color) != color for n in node.all_input_nodes)
-        ):
-            early.add(node)
-    return early
 
 
 def _move(node: fx.Node, place: fx.Node) -> None:

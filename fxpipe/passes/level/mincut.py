@@ -7,11 +7,13 @@ the flow runs from their users back to the values that must be saved.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from math import inf
 
 from torch import fx
 
+from fxpipe.ir.storage import is_view, node_bytes
 from fxpipe.passes.level.max_flow import sink_side
 
 Price = Callable[[fx.Node], int | None]
@@ -62,3 +64,16 @@ def to_repeat(needed: Iterable[fx.Node], keep: Price, repeat: Price) -> set[fx.N
         return able
     far = sink_side(capacities, source, sink)
     return {node for node in able if (node, EXIT) not in far}
+
+
+def to_repeat_for(users: Sequence[fx.Node], may: Callable[[fx.Node], bool], keep: Price) -> set[fx.Node]:
+    """The same of what these ops take from others, where ``may`` says which to recompute: a view for nothing,
+    another op for the bytes that it moves."""
+    size, inside = cache(node_bytes), {*users}
+
+    def repeat(node: fx.Node) -> int | None:
+        if not may(node):
+            return None
+        return 0 if is_view(node) else size(node) + sum(map(size, node.all_input_nodes))
+
+    return to_repeat([n for user in users for n in user.all_input_nodes if n not in inside], keep, repeat)

@@ -9,13 +9,11 @@ and its time.  Of equally small cuts the one that repeats the least is taken.
 
 from __future__ import annotations
 
-from functools import cache
-
 from torch import fx
 
 from fxpipe.ir.ops import is_elementwise
 from fxpipe.ir.storage import drop_dead, is_view, node_bytes
-from fxpipe.passes.level.mincut import to_repeat
+from fxpipe.passes.level.mincut import to_repeat_for
 from fxpipe.passes.rewrite import by_stage, repeat_for
 from fxpipe.schedule.ops import Phase
 
@@ -29,23 +27,15 @@ def mincut_saved_for_weight(graph: fx.Graph) -> None:
     drop_dead(graph)
 
 
-def _is_cheap(node: fx.Node, stage: int) -> bool:
-    # A matrix product again would cost more time than its memory is worth.
-    return node.meta["color"].stage == stage and is_elementwise(node)
-
-
 def _to_repeat(users: list[fx.Node], stage: int) -> set[fx.Node]:
     """The nodes outside W that W recomputes."""
-    size = cache(node_bytes)
+
+    def is_cheap(node: fx.Node) -> bool:
+        # A matrix product again would cost more time than its memory is worth.
+        return node.meta["color"].stage == stage and is_elementwise(node)
 
     def keep(node: fx.Node) -> int | None:
         # A view keeps its whole storage alive, so only owners of storages are saved.
-        return None if is_view(node) and _is_cheap(node, stage) else _SCALE * size(node)
+        return None if is_view(node) and is_cheap(node) else _SCALE * node_bytes(node)
 
-    def repeat(node: fx.Node) -> int | None:
-        if not _is_cheap(node, stage):
-            return None
-        return 0 if is_view(node) else size(node) + sum(map(size, node.all_input_nodes))
-
-    inside = {*users}
-    return to_repeat([n for user in users for n in user.all_input_nodes if n not in inside], keep, repeat)
+    return to_repeat_for(users, is_cheap, keep)

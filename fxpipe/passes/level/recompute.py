@@ -24,7 +24,7 @@ from torch import fx
 from fxpipe.ir.graph import read_buffer
 from fxpipe.ir.ops import is_between_lanes, is_elementwise, node_flops
 from fxpipe.ir.storage import call_nodes, drop_dead, is_view, leading_to, node_bytes
-from fxpipe.passes.level.mincut import to_repeat
+from fxpipe.passes.level.mincut import to_repeat_for
 from fxpipe.passes.rewrite import by_stage, repeat_for
 from fxpipe.plan.tensors import sum_over_ranks
 from fxpipe.schedule.ops import Color, Phase
@@ -64,7 +64,7 @@ def recompute(graph: fx.Graph, level: Repeats, stages: Container[int] | None = N
 
 
 def _made_again(backward: list[fx.Node], stage: int, level: Repeats) -> set[fx.Node]:
-    forward, size = Color(stage, Phase.F), cache(node_bytes)
+    forward = Color(stage, Phase.F)
 
     @cache
     def may(node: fx.Node) -> bool:
@@ -81,12 +81,6 @@ def _made_again(backward: list[fx.Node], stage: int, level: Repeats) -> set[fx.N
         is_tuple = isinstance(node.meta["val"], (tuple, list))
         # A tuple cannot be saved, and a view keeps its base alive.
         free = may(node) and (is_tuple or is_view(node))
-        return None if free else _SCALE * size(node)
+        return None if free else _SCALE * node_bytes(node)
 
-    def repeat(node: fx.Node) -> int | None:
-        if not may(node):
-            return None
-        return 0 if is_view(node) else size(node) + sum(map(size, node.all_input_nodes))
-
-    inside = {*backward}
-    return to_repeat([n for user in backward for n in user.all_input_nodes if n not in inside], keep, repeat)
+    return to_repeat_for(backward, may, keep)

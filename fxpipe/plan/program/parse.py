@@ -236,9 +236,8 @@ class _Parser:
             self.outside += unlike
             self.names.update(parameters)
             body = [*unlike, *self.block(node.body)]
-            local, is_compiled = frozenset(self.names), bool(node.decorator_list)
             lines = node.lineno, node.end_lineno
-            return r.Function(node.name, parameters, body, local, is_compiled, *lines)
+            return r.Function(node.name, parameters, body, frozenset(self.names), *lines)
         finally:
             self.names, self.depth, self.is_step = around
 

@@ -80,14 +80,13 @@ class Outside(ast.stmt):
 
 @dataclass(eq=False)
 class Function(ast.stmt):
-    """``local``: the names that it assigns, its parameters among them.  ``is_compiled``: by Inductor."""
+    """``local``: the names that it assigns, its parameters among them."""
 
     _fields = ("body",)
     name: str
     parameters: tuple[str, ...]
     body: list[ast.stmt]
     local: frozenset[str]
-    is_compiled: bool
     lineno: int
     end_lineno: int | None
 

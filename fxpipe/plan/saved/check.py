@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from fxpipe.errors import FxpipeError
 from fxpipe.plan.rows import ShardName
 from fxpipe.plan.step import Leaf
-from fxpipe.plan.tensors import IS_DTYPE, IS_FLOATING, MOST_DIMENSIONS, dtype_of
+from fxpipe.plan.tensors import IS_DTYPE, IS_FLOATING, MOST_DIMENSIONS, dtype_of, is_packed
 from fxpipe.plan.work import PHASE_FIELDS, PlanWork, Terms
 from fxpipe.schedule.check import check_costs, check_whole
 from fxpipe.schedule.costs import Costs, StageBytes
@@ -282,11 +282,8 @@ def _fills(path: str, shape: tuple[int, ...], stride: tuple[int, ...]) -> None:
         raise Mismatch(
             f"has {len(stride)} entries and must have {len(shape)}, one for each dimension", f"{path}.stride"
         )
-    size = 1
-    for step, length in sorted((s, n) for s, n in zip(stride, shape, strict=True) if n > 1):
-        fits = step == size or not math.prod(shape)
-        require(f"{path}.stride", stride, fits, f"without holes for shape {shape}")
-        size *= length
+    fits = not math.prod(shape) or is_packed(shape, stride)
+    require(f"{path}.stride", stride, fits, f"without holes for shape {shape}")
 
 
 def _ranks(path: str, rank: int, plan: Plan) -> None:

@@ -214,6 +214,6 @@ def _is_whole(file: str) -> bool:
     return True
 
 
-def in_short(error: Exception) -> str:
-    """An error as text for the other ranks."""
+def in_short(error: BaseException) -> str:
+    """An error as text for the other ranks, and for the terminal."""
     return str(error) if isinstance(error, FxpipeError) else f"{type(error).__name__}: {error}"

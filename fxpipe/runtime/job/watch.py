@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from fxpipe.errors import FxpipeError, RunError, number_of
-from fxpipe.runtime.job.failure import BEAT, ENDED, FIRST, WATCHED, Failures, Heartbeat, record
+from fxpipe.runtime.job.failure import BEAT, ENDED, FIRST, WATCHED, Failures, Heartbeat, in_short, record
 from fxpipe.runtime.job.heartbeat_survey import shared_survey, with_others
 from fxpipe.runtime.job.user_line import comes_from, place_of_error, place_of_main_thread
 from fxpipe.runtime.program.comm import NoAnswer, answered
@@ -182,8 +182,8 @@ class Watch:
             show()
         else:
             if not str(error) or str(error) not in first:
-                text = str(error) if isinstance(error, RunError) else f"{type(error).__name__}: {error}"
-                print(f"fxpipe: rank {self.failures.rank} ends: {text}", file=sys.stderr, flush=True)
+                text = f"fxpipe: rank {self.failures.rank} ends: {in_short(error)}"
+                print(text, file=sys.stderr, flush=True)
             self._over.set()
             _await_torchrun()
 

@@ -88,16 +88,17 @@ class BucketVerbs:
         """Start to give this process the rows of parameters that others own."""
         if self.shards:
             gathered = self._bucket(bucket)
-            tensors = gathered.parameters or (gathered.own_rows(),)
-            self._gathers[bucket] = tensors, self.shards[gathered.lanes].gather(tensors, gathered.begins)
+            tensors, division = gathered.parameters or (gathered.own_rows(),), gathered.division
+            self._gathers[bucket] = tensors, self.shards[division.lanes].gather(tensors, division.begins)
 
     def wait_parameters(self, bucket: int) -> None:
         """Wait for the rows that other processes own."""
         if bucket not in self._gathers:
             return
         gathered, ((first, *_), work) = self._bucket(bucket), self._gathers.pop(bucket)
-        with self._waits_for(REPLICAS if gathered.lanes.number == 1 else _OWNERS):
-            self.shards[gathered.lanes].wait(work)
+        lanes = gathered.division.lanes
+        with self._waits_for(REPLICAS if lanes.number == 1 else _OWNERS):
+            self.shards[lanes].wait(work)
         if not gathered.parameters:
             self.params |= gathered.views(first)
 

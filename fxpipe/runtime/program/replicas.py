@@ -34,18 +34,42 @@ class Piece(NamedTuple):
     end: int
 
 
+@dataclass(frozen=True)
+class Division:
+    """A bucket by its owners, in turns all replicas of each lane of ``lanes``.
+
+    ``begins``: where their shards begin, and the end of the last.  ``pieces``: of each shard; none if all
+    have the whole bucket, and shards are those of a sum.
+    """
+
+    begins: tuple[int, ...]
+    pieces: tuple[tuple[Piece, ...], ...] = ()
+    lanes: LaneGroup = ONE_LANE
+
+    @property
+    def size(self) -> int:
+        return self.begins[-1]
+
+    @property
+    def replicas(self) -> int:
+        return (len(self.begins) - 1) // self.lanes.number
+
+    def owner(self, replica: int, lane: int) -> int:
+        """The number of the shard of a process."""
+        return self.lanes.index(lane) * self.replicas + replica
+
+
 @dataclass(eq=False)
 class Bucket:
     """A bucket of a plan in this process: its memory, its division by the replicas, and its use.
 
     ``flat``: the memory of its gradients; None for memory that is made when it is needed, of ``dtype`` on
-    ``device``.  ``begins``: where the shards begin, and the end of the last: in turns those of all replicas
-    for each lane of ``lanes``.  ``owner``: the number of this process's shard.  ``layouts``: the shapes and
-    strides of the gradients, and of their parameters.  ``is_frozen``: whether it has parameters alone.
+    ``device``.  ``owner``: the number of this process's shard.  ``layouts``: the shapes and strides of the
+    gradients, and of their parameters.  ``is_frozen``: whether it has parameters alone.
 
-    ``level``: what processes divide between them.  ``pieces``: the rows that this one owns, in its shard.
+    ``level``: what processes divide between them.
     ``parameters``: those of the gradients, where each process has all of them and has updated rows alone.
-    ``owned``: else the rows that this process has, of ``parameter_dtype``, one for each piece.
+    ``owned``: else the rows that this process has, of ``parameter_dtype``, one for each of its ``pieces``.
     ``of_lane``: the gradients that it has of the sum over lanes, until that over the replicas.  ``summed``:
     those that it has after both.
     """
@@ -54,13 +78,11 @@ class Bucket:
     layouts: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
     dtype: torch.dtype
     device: torch.device
-    flat: torch.Tensor | None
-    begins: tuple[int, ...]
-    lanes: LaneGroup = ONE_LANE
+    division: Division
     owner: int = 0
     level: Shard = ""
     is_frozen: bool = False
-    pieces: tuple[Piece, ...] = ()
+    flat: torch.Tensor | None = None
     parameters: tuple[torch.Tensor, ...] = ()
     owned: tuple[torch.Tensor, ...] = ()
     parameter_dtype: torch.dtype | None = None
@@ -68,10 +90,15 @@ class Bucket:
     summed: torch.Tensor | None = None
 
     @property
+    def pieces(self) -> tuple[Piece, ...]:
+        """The rows that this process owns, in its shard."""
+        return self.division.pieces[self.owner] if self.division.pieces else ()
+
+    @property
     def whole(self) -> torch.Tensor:
         """The accumulators' memory; zeros, where nothing was added yet."""
         if self.flat is None:
-            self.flat = torch.zeros(self.begins[-1], dtype=self.dtype, device=self.device)
+            self.flat = torch.zeros(self.division.size, dtype=self.dtype, device=self.device)
         return self.flat
 
     def views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -84,14 +111,10 @@ class Bucket:
 
     def own_rows(self) -> torch.Tensor:
         """New memory for all parameters, with the rows that this replica has."""
-        flat = torch.empty(self.begins[-1], dtype=self.parameter_dtype, device=self.device)
+        flat = torch.empty(self.division.size, dtype=self.parameter_dtype, device=self.device)
         for piece, rows in zip(self.pieces, self.owned, strict=True):
             flat[piece.begin : piece.end].copy_(in_memory_order(rows).view(-1))
         return flat
-
-    @property
-    def replicas(self) -> int:
-        return (len(self.begins) - 1) // self.lanes.number
 
     def begin_sum_over_lanes(self, lanes: LaneGroup) -> tuple[torch.Tensor, Sequence[int], torch.Tensor]:
         """The memory that this process gives to the sum, where the parts of the lanes begin, and the memory
@@ -99,12 +122,13 @@ class Bucket:
         whole = self.whole
         if not self.level:
             return whole, even(len(whole), lanes.number), whole
-        if lanes != self.lanes:
+        division = self.division
+        if lanes != division.lanes:
             raise RunError(
-                f"The program sums a bucket over {lanes}, and {self.lanes} divide it. Undo the edit."
+                f"The program sums a bucket over {lanes}, and {division.lanes} divide it. Undo the edit."
             )
-        begins = self.begins[:: self.replicas]
-        self.of_lane = shard_of(whole, begins, self.owner // self.replicas)
+        begins = division.begins[:: division.replicas]
+        self.of_lane = shard_of(whole, begins, self.owner // division.replicas)
         if self.level != "optimizer":
             self.of_lane, self.flat = torch.zeros_like(self.of_lane), None  # the sum alone keeps it
         return whole, begins, self.of_lane
@@ -115,8 +139,9 @@ class Bucket:
 
         Without accumulators between steps, only the sum keeps them from now on.
         """
-        lane, replica = divmod(self.owner, self.replicas)
-        first, *rest = self.begins[lane * self.replicas :][: self.replicas + 1]
+        number = self.division.replicas
+        lane, replica = divmod(self.owner, number)
+        first, *rest = self.division.begins[lane * number :][: number + 1]
         begins = [0, *(begin - first for begin in rest)]
         part = self.whole[first : first + begins[-1]] if self.of_lane is None else self.of_lane
         self.of_lane = None

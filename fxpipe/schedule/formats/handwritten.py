@@ -18,8 +18,8 @@ from typing import TypeGuard
 
 from fxpipe.errors import ScheduleError
 from fxpipe.schedule.check import check
-from fxpipe.schedule.formats.torch_csv import csv_text, looks_like_csv, parse_csv
-from fxpipe.schedule.ops import RankOps, Schedule, order_text, parse_order
+from fxpipe.schedule.formats.torch_csv import looks_like_csv, parse_csv
+from fxpipe.schedule.ops import RankOps, Schedule, parse_order
 from fxpipe.strict import MEBIBYTE, read_text, refused
 
 MOST_BYTES = 16 * MEBIBYTE
@@ -66,16 +66,6 @@ def parse_schedule(text: str, name: str) -> Schedule:
     schedule = Schedule(name, _placement(name, order), microbatches, order)
     check(schedule)
     return schedule
-
-
-def write_text(schedule: Schedule, path: Path) -> None:
-    """Write one line per rank, in the text format of :func:`read_schedule`."""
-    path.write_text(order_text(schedule.order) + "\n")
-
-
-def write_csv(schedule: Schedule, path: Path) -> None:
-    """Write CSV for torch's ``_load_csv(path, format="compute_only")`` and for :func:`read_schedule`."""
-    path.write_text(csv_text(schedule.order), newline="")
 
 
 def _placement(name: str, order: RankOps) -> tuple[int, ...]:

@@ -18,7 +18,6 @@ from fxpipe.schedule.ops import NUMBER, Op, OpKind, RankOps
 from fxpipe.strict import shown
 
 _KINDS = {"F": OpKind.F, "I": OpKind.B, "W": OpKind.W, "B": OpKind.BW}
-_LETTERS = {kind: letter for letter, kind in _KINDS.items()}
 _COMPUTE = re.compile(rf"({NUMBER})([FIWB])({NUMBER})")
 _MOVES = re.compile(r"[0-9]+(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD)[0-9]*")
 _TOGETHER = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
@@ -39,12 +38,6 @@ def parse_csv(text: str) -> RankOps:
         )
     except csv.Error as error:
         raise ScheduleError(f"the schedule is not valid CSV: {error}") from error
-
-
-def csv_text(order: RankOps) -> str:
-    """The CSV of an order: one row per rank, without pauses."""
-    rows = (",".join(f"{op.stage}{_LETTERS[op.kind]}{op.microbatch}" for op in ops) + "\r\n" for ops in order)
-    return "".join(rows)
 
 
 def _ops(cell: str, where: str) -> Iterator[Op]:

@@ -19,9 +19,9 @@ from fxpipe.plan.artifact import Plan, holders
 from fxpipe.plan.rows import ShardName
 from fxpipe.plan.tensors import dtype_of
 from fxpipe.runtime.program.rank import Runtime
-from fxpipe.runtime.program.replicas import Accumulators, Bucket, even
+from fxpipe.runtime.program.replicas import Accumulators, Bucket, Division, even
 from fxpipe.runtime.torch_private import writes_to, zero_each
-from fxpipe.training.model.shards import Division, divisions
+from fxpipe.training.model.shards import divisions
 from fxpipe.training.model.speculative_update import set_grad
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def zeros(state: ModelState, name: ShardName) -> torch.Tensor:
 
 def zero_buckets(state: ModelState, rank: int, replicas: int) -> tuple[dict[str, torch.Tensor], list[Bucket]]:
     """New accumulators of a rank, in buckets."""
-    buckets = [_new(state, names, replicas) for names in names_of_buckets(state.plan, rank)]
+    buckets = [_whole(state, names, replicas) for names in names_of_buckets(state.plan, rank)]
     return {name: view for bucket in buckets for name, view in bucket.views(bucket.whole).items()}, buckets
 
 
@@ -144,7 +144,7 @@ def _in_buckets(
         parameters = [state.parameter(name) for name in names]
         grads = [parameter.grad for parameter in parameters]
         used = [grad is not None and not take_zeroed(grad) for grad in grads]
-        bucket = _new(state, names, replicas)
+        bucket = _whole(state, names, replicas)
         # Gradients of an earlier step have been summed over replicas: only those of this step may be again.
         lent = [memory.get(name) if grad is None else grad for name, grad in zip(names, grads, strict=True)]
         bucket.flat = None if any(used) else _memory_of(lent, bucket)
@@ -193,7 +193,7 @@ def _sharded(state: ModelState, rt: Runtime) -> Finish:
         for bucket in buckets:
             assert bucket.summed is not None, "the program sums all buckets"
             for piece in bucket.pieces:
-                parameter, first = state.parameter(piece.name), bucket.begins[bucket.owner]
+                parameter, first = state.parameter(piece.name), bucket.division.begins[bucket.owner]
                 rows = bucket.summed[piece.begin - first : piece.end - first]
                 grad = rows.as_strided(parameter.shape, parameter.stride())
                 if parameter.grad is None:
@@ -247,10 +247,8 @@ def sharded_buckets(state: ModelState, place: Place) -> list[Bucket]:
 def _sharded_bucket(
     state: ModelState, names: tuple[ShardName, ...], division: Division, owner: int
 ) -> Bucket:
-    bucket = _new(state, names, 1)
-    bucket.begins, bucket.lanes = division.begins, division.lanes
-    bucket.owner, bucket.pieces = owner, division.pieces[owner]
-    bucket.level = state.plan.shard
+    bucket = _new(state, names, division)
+    bucket.owner, bucket.level = owner, state.plan.shard
     if state.plan.shard == "parameters":
         bucket.owned = tuple(state.value(piece.name) for piece in bucket.pieces)
         bucket.parameter_dtype = dtype_of(state.layout(names[0]).dtype)
@@ -259,23 +257,26 @@ def _sharded_bucket(
     return bucket
 
 
-def _new(state: ModelState, names: tuple[ShardName, ...], replicas: int) -> Bucket:
+def _whole(state: ModelState, names: tuple[ShardName, ...], replicas: int) -> Bucket:
     """A bucket that each of the replicas has as a whole."""
+    size = sum(torch.Size(state.layout(name).shape).numel() for name in names)
+    return _new(state, names, Division(even(size, replicas)))
+
+
+def _new(state: ModelState, names: tuple[ShardName, ...], division: Division) -> Bucket:
     layouts = [state.layout(name) for name in names]
-    size = sum(torch.Size(layout.shape).numel() for layout in layouts)
     return Bucket(
         names,
         tuple((layout.shape, layout.stride) for layout in layouts),
         state.plan.gradient_dtype(dtype_of(layouts[0].dtype)),
         state.device,
-        None,
-        even(size, replicas),
+        division,
     )
 
 
 def _memory_of(grads: Sequence[torch.Tensor | None], bucket: Bucket) -> torch.Tensor | None:
     """The memory in which the gradients of a bucket lie, one behind the other."""
-    first, size = grads[0], bucket.begins[-1]
+    first, size = grads[0], bucket.division.size
     if first is None or first.dtype != bucket.dtype:
         return None
     if first.untyped_storage().nbytes() < (first.storage_offset() + size) * first.itemsize:

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from fxpipe.plan.dtensors import local
+from fxpipe.plan.tensors import storage_bytes
 from fxpipe.runtime.torch_private import has_memory, holders_of_memory
 from fxpipe.training.model.elsewhere import Classes, Explain, hide, is_elsewhere
 
@@ -76,8 +77,5 @@ def _aliases(leaving: Mapping[str, torch.Tensor], others: Set[int]) -> Iterator[
 
 def _bytes(tensor: torch.Tensor) -> range:
     """The addresses of a tensor, from its first byte to behind its last one."""
-    size, first = tensor.element_size(), tensor.storage_offset() * tensor.element_size()
-    if not tensor.numel():
-        return range(first, first)
-    steps = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return range(first, first + (steps + 1) * size)
+    first = tensor.storage_offset() * tensor.element_size()
+    return range(first, first + storage_bytes(tensor))

@@ -8,29 +8,15 @@ Of what lanes have alike each replica of each lane owns rows: first the lanes di
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 
 import torch
 
 from fxpipe.plan.artifact import Plan, RankTensors, TensorLayout, holders
-from fxpipe.plan.lanes import ONE_LANE, LaneGroup
+from fxpipe.plan.lanes import LaneGroup
 from fxpipe.plan.rows import ShardName
-from fxpipe.runtime.program.replicas import Piece
-
-
-@dataclass(frozen=True)
-class Division:
-    """A bucket by its owners, in turns all replicas of each lane of ``lanes``.  ``begins``: where their
-    shards begin, and the end of the last.  ``pieces``: of each shard."""
-
-    begins: tuple[int, ...]
-    pieces: tuple[tuple[Piece, ...], ...]
-    lanes: LaneGroup = ONE_LANE
-
-    def owner(self, replica: int, lane: int) -> int:
-        """The number of the shard of a process."""
-        return self.lanes.index(lane) * (len(self.pieces) // self.lanes.number) + replica
+from fxpipe.runtime.program.replicas import Division, Piece
 
 
 def divisions(plan: Plan, tensors: RankTensors, replicas: int) -> list[Division]:

@@ -83,7 +83,9 @@ def _of_lane(of_replicas: Sequence[Sequence[Runtime]], lane: int) -> dict[str, t
         return first.grads
     grads: dict[str, torch.Tensor] = {}
     for number, bucket in enumerate(first.buckets):
-        owners = [each[k].buckets[number] for k in bucket.lanes.members(lane) for each in of_replicas]
+        owners = [
+            each[k].buckets[number] for k in bucket.division.lanes.members(lane) for each in of_replicas
+        ]
         parts = [owner.summed for owner in owners if owner.summed is not None]
         if not bucket.is_frozen and len(parts) == len(owners):
             grads |= bucket.views(torch.cat(parts))

@@ -72,8 +72,8 @@ class RankRunner(LocalRunner):
             rt.wait_gradients()
             if rt.shards:
                 rows = bucket.own_rows() if bucket.is_frozen else bucket.whole
-                shards = rt.shards[bucket.lanes]
-                shards.wait(shards.gather((rows,), bucket.begins))
+                shards = rt.shards[bucket.division.lanes]
+                shards.wait(shards.gather((rows,), bucket.division.begins))
         rt.buckets = ()
 
     @cached_property

@@ -293,8 +293,9 @@ class Runner(RankRunner):
         gathered: dict[str, torch.Tensor] = {}
         with process.watch.collective():
             for bucket in sharded_buckets(state, place_of(state)):
-                rows, shards = bucket.parameters or (bucket.own_rows(),), self.runtime.shards[bucket.lanes]
-                shards.wait(shards.gather(rows, bucket.begins))
+                rows, division = bucket.parameters or (bucket.own_rows(),), bucket.division
+                shards = self.runtime.shards[division.lanes]
+                shards.wait(shards.gather(rows, division.begins))
                 gathered |= {} if bucket.parameters else bucket.views(rows[0])
         state.refreshed()
         return gathered
