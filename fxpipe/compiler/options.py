@@ -148,7 +148,7 @@ class Options:
     or ``"auto"`` (docs/vocabulary.md)."""
     head_chunks: int | Literal["auto"] = 1
     """In how many parts of the tokens the output layer, its cross-entropy and their gradients are
-    computed, one after the other; for an output layer that is not split over ranks (docs/vocabulary.md).
+    computed, one after the other, also of a shard with ``vocab_parallel`` (docs/vocabulary.md).
     ``"auto"``: whole or in parts of at least 128 tokens, whichever gives the faster step within
     ``memory_limit``, as simulated."""
     recompute: Level | Literal["auto", False] = False

@@ -22,7 +22,8 @@ aten = torch.ops.aten
 
 
 class Softmax:
-    """Statistics per token have size one in the vocabulary's dimension.
+    """Statistics per token have size one in the vocabulary's dimension.  A loss is a log-softmax, or a
+    log-sum-exp beside it.
 
     ``maxima``, ``exponentials``: of the shard's logits, per loss.  ``logsums``: of all logits.
     """
@@ -35,6 +36,8 @@ class Softmax:
         self._entries: dict[fx.Node, fx.Node] = {}  # per pick, the log-probability of the label
         self._others: dict[fx.Node, fx.Node] = {}
         self._after = self._following()
+        self._losses = [*self.layers.logsumexps, *self.layers.losses]
+        shard.copy_of = lambda node: self.local_copy(node) if node in self._after else node
         # A part of a log-softmax stands for the logits: the missing term is the same for all entries.
         shard.makers[aten._log_softmax.default] = lambda node: shard.local(node_arg(node, 0))
 
@@ -72,8 +75,9 @@ class Softmax:
                 build.call(aten.amax.default, scores, [axis], True),
                 cast(build, row, scores.meta["val"].dtype),
             ]
-        for loss in layers.losses:  # last, so that the exponentials can take the memory of the logits
-            scores, axis = self.scores(loss), layers.axes[loss]
+        for loss in self._losses:  # last, so that the exponentials can take the memory of the logits
+            logits = loss if loss in layers.axes else node_arg(loss, 0)
+            scores, axis = self.scores(logits), layers.axes[logits]
             build = self.shard.at(Phase.F, loss.meta["origin"])
             least = torch.finfo(scores.meta["val"].dtype).min  # of a part that is all -inf
             top = build.call(
@@ -105,14 +109,18 @@ class Softmax:
         largest = {
             argmax: (take(node_arg(argmax, 0)), take(node_arg(argmax, 0))) for argmax in self.layers.argmaxes
         }
-        for loss in self.layers.losses:
-            tops, sums = take(loss), take(loss)
+        for loss in self._losses:
+            logits = loss if loss in self.layers.axes else node_arg(loss, 0)
+            tops, sums = take(logits), take(logits)
             top = build.call(aten.amax.default, tops, [0])
             # Each shard has subtracted its own maximum; this brings its sum to that of all.
             share = build.call(aten.exp.default, build.call(aten.sub.Tensor, tops, top))
             scaled = build.call(aten.mul.Tensor, sums, share)
             of_all = build.call(aten.sum.dim_IntList, scaled, [0])
             self.logsums[loss] = build.call(aten.add.Tensor, top, build.call(aten.log.default, of_all))
+            if loss is not logits:
+                value = build.call(aten.view.default, self.logsums[loss], list(loss.meta["val"].shape))
+                self._others[loss] = cast(build, value, loss.meta["val"].dtype)
         for pick, entries in picked.items():
             logs = node_arg(pick, 0)
             entry = build.call(aten.sum.dim_IntList, entries, [0])
@@ -187,7 +195,8 @@ class Softmax:
     def _following(self) -> dict[fx.Node, None]:
         """The values that follow from the losses and have no vocabulary dimension."""
         following: dict[fx.Node, None] = {}
-        todo = [*self.layers.label_gathers, *self.layers.vocab_sums, *self.layers.argmaxes]
+        layers = self.layers
+        todo = [*layers.label_gathers, *layers.vocab_sums, *layers.argmaxes, *layers.logsumexps]
         while todo:
             node = todo.pop()
             other = node.op == "output" or node in self.layers.axes or node in self.layers.products
