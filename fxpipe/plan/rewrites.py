@@ -17,6 +17,7 @@ Rule = Literal[
     "causal-masks",
     "empty-masks",
     "batch-masks",
+    "batch-branches",
     "joined-sums",
     "repeat-in-kernels",
     "compiled-weights",
@@ -31,6 +32,10 @@ RULES: Mapping[Rule, tuple[str, str]] = {
     "causal-masks": ("attention", "call the kernel that knows causality, as their masks are causal by value"),
     "empty-masks": ("attention", "have no mask, as theirs masks nothing"),
     "batch-masks": ("attention", "have programs of their own for batches without padding"),
+    "batch-branches": (
+        "question of the model's code",
+        "has programs of its own for each answer of a batch",
+    ),
     "joined-sums": ("sum over lanes", "with those that they are added to, as one"),
     "repeat-in-kernels": ("op", "of the forward, again in kernels of the backward instead of saved results"),
     "compiled-weights": ("op", "between additions to gradients, in fused kernels"),
