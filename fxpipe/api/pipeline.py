@@ -89,7 +89,7 @@ class Pipeline(Weights, Views):
         and those of the forward in eval mode."""
         pipe = self
         for artifact in artifacts:
-            is_assumed = bool(artifact.plan.assumed)
+            is_assumed = bool(artifact.plan.when)
             pipe = replace(pipe, assumed=artifact) if is_assumed else pipe._with_evaluation(artifact)
         return pipe
 

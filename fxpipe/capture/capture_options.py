@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from fxpipe.plan.branches import Branch
 from fxpipe.plan.rewrites import RULES, Mask, Rule
 
 
@@ -13,6 +14,7 @@ class CaptureOptions:
     """The options of a capture.  ``gradients``: False traces the loss alone.
     ``fixed``: names of the example's tensors whose values are part of the program.
     ``assumed``: leaf -> the number that all of its elements are in the steps that the program is run for.
+    ``branch``: the answer of the microbatches for which the program is.
     ``outputs``: names of values of the forward that the graph gives as well.
     ``over_batch``: whether the means of the loss are those of the batch (``batch_means.py``).
     ``rules``: those of ``plan/rewrites.py`` that may be applied.
@@ -27,6 +29,7 @@ class CaptureOptions:
     gradients: bool = True
     fixed: Sequence[str] = ()
     assumed: Mapping[str, float] = field(default_factory=dict)
+    branch: Branch | None = None
     outputs: Sequence[str] = ()
     over_batch: bool = True
     rules: Collection[Rule] = tuple(RULES)

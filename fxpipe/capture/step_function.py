@@ -88,6 +88,7 @@ class StepFunction:
         self.constants = Constants(model, kept)
         self.leaves, self.spec = pytree.tree_flatten(example)
         self.provenance = Provenance(model, [(x.input, local(x.real)) for x in traced_inputs], most_checks)
+        self.provenance.answers.taken = options.branch
         self.world = World(options.replicas, self.provenance)
         self.recorded = RecordedState()  # of the model, before the trace
         self.difference = ""  # of a second run from the traced one

@@ -43,6 +43,7 @@ from fxpipe.ir import compat
 from fxpipe.ir.graph import Kind, Origin
 from fxpipe.ir.size import Share
 from fxpipe.ir.storage import call_nodes, graph_outputs, storage_root
+from fxpipe.plan.branches import Branch
 from fxpipe.plan.dtensors import mesh_of
 from fxpipe.plan.lanes import NO_LANES, LanePlan
 from fxpipe.plan.step import ASKED_NOTHING, Asked
@@ -66,6 +67,7 @@ class Captured:
     ``means``: what the loss divides by.
     ``masks``: what became of those of attention.
     ``comparisons``: that the forward's Python makes with sizes, where they were asked for.
+    ``branches``: what it asks of the microbatch alone that has two answers.
     """
 
     graph: fx.Graph
@@ -79,6 +81,7 @@ class Captured:
     means: BatchMeans = NO_MEANS
     masks: Masks = field(default_factory=Masks)
     comparisons: tuple[Comparison, ...] = ()
+    branches: tuple[Branch, ...] = ()
 
     @property
     def checks(self) -> int:
@@ -222,6 +225,7 @@ def _traced(
             written=frozenset(written),
             masks=step.masks,
             comparisons=() if step.length_reads is None else tuple(step.length_reads.comparisons),
+            branches=(*step.provenance.answers.branches.values(),),
             unread=frozenset(n for n, _ in batch_leaves(example) if n.partition(".")[0] in step.unread),
         )
         _check_written(captured.graph, step.registered, replaced)

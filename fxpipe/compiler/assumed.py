@@ -1,7 +1,11 @@
-"""The step once more, for batches in which the leaves that masks are made from are one number.
+"""The step once more, for some batches: each step runs the programs of one or the other, as its batch is.
 
-A collator gives ``attention_mask`` to each batch, and most have no padding.  The programs for these call
-kernels that know causality; each step runs one or the other, as its batch is (``Runner``).
+- For those that answer a question of the model's code (``if (labels == -100).any():``) in the other way than
+  the example.
+- For those in which the leaves that masks are made from are one number.  A collator gives ``attention_mask``
+  to each batch, and most have no padding.  The programs for these call kernels that know causality.
+
+The first comes before the second, as it is not about time alone.
 """
 
 from __future__ import annotations
@@ -9,7 +13,8 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal
+from math import inf
+from typing import Any, Literal
 
 import torch
 from torch import fx
@@ -36,37 +41,84 @@ LEAST = 0.02
 def with_assumed(
     request: Compilation, phase: Phases, trained: Compiled, devices: Sequence[Sequence[Device]] = ()
 ) -> tuple[Compiled, list[Artifact]]:
-    """The compiled step, and its programs for batches without masks, on the same ranks, in the same order.
+    """The compiled step, and its programs for some batches, on the same ranks, in the same order.
 
-    None where they would save little by analytic costs, or where the step cannot be compiled for them.
+    None where the step cannot be compiled for them; for batches without masks also where they would save
+    little by analytic costs.
 
     devices: as for ``compile_model``.
     """
-    options, plan, masks = request.options, trained.artifact.plan, trained.masks
+    options, plan = request.options, trained.artifact.plan
+    if not options.gradients or options.on_ranks or plan.lanes.shared:
+        return trained, []
+    # Several questions have more than two answers together.
+    if "batch-branches" in options.rules and len(trained.branches) == 1:
+        (branch,) = trained.branches
+        branch = replace(branch, answer=not branch.answer)
+        other = _compiled(request, trained, phase, devices, branch=branch)
+        # Behind the other answer the code may ask more, which its programs check.
+        if other is not None and branch in other.branches:
+            trained = _with_rewrite(trained, Rewrite("batch-branches", 1))
+            return _with_peaks_of(trained, other.artifact.plan), [_for(other, branch=branch)]
+    return _without_masks(request, phase, trained, devices)
+
+
+def _without_masks(
+    request: Compilation, phase: Phases, trained: Compiled, devices: Sequence[Sequence[Device]]
+) -> tuple[Compiled, list[Artifact]]:
+    options, masks = request.options, trained.masks
     saved, share = _saved(trained.graph, trained.cluster)
-    is_able = options.gradients and not options.on_ranks and not plan.lanes.shared
-    if "batch-masks" not in options.rules or not masks.leaves or share < LEAST or not is_able:
+    if "batch-masks" not in options.rules or not masks.leaves or share < LEAST:
         return trained, []
     leaves = dict(batch_leaves(request.example))
     numbers = {name: _number(leaves[name]) for name in sorted(masks.leaves - {*options.fixed})}
     assumed = {name: number for name, number in numbers.items() if number is not None}
     if not assumed:
         return trained, []
-    request = replace(request, options=_like(options, trained, assumed))
+    other = _compiled(request, trained, phase, devices, assumed=assumed)
+    calls = 0 if other is None else masks.needed.count("dense") - other.masks.needed.count("dense")
+    if other is None or calls <= 0:
+        return trained, []
+    freed = sum(other.masks.freed(mask) - masks.freed(mask) for mask in ("causal", "none"))
+    trained = _with_rewrite(trained, Rewrite("batch-masks", calls, saved, max(freed, 0)))
+    return trained, [_for(other, assumed=assumed)]
+
+
+def _compiled(
+    request: Compilation,
+    trained: Compiled,
+    phase: Phases,
+    devices: Sequence[Sequence[Device]],
+    **batches: Any,
+) -> Compiled | None:
+    """The step for some batches; None where it cannot be compiled for them, or needs more than there is."""
+    request = replace(request, options=replace(_like(request.options, trained), **batches))
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # they were given of the same code
             other = compile_model(request, phase, devices)
     except (CaptureError, PartitionError, ScheduleError, VocabularyError):
-        return trained, []  # nothing is lost: the programs for all batches run these, too
-    calls = masks.needed.count("dense") - other.masks.needed.count("dense")
-    if calls <= 0 or not _fits(other.artifact.plan, plan, options):
-        return trained, []
-    freed = sum(other.masks.freed(mask) - masks.freed(mask) for mask in ("causal", "none"))
-    rewrites = *plan.rewrites, Rewrite("batch-masks", calls, saved, max(freed, 0))
-    trained = replace(trained, artifact=replace(trained.artifact, plan=replace(plan, rewrites=rewrites)))
-    plan = replace(other.artifact.plan, assumed=assumed)
-    return trained, [replace(other.artifact, plan=plan)]
+        return None  # nothing is lost: the others run these batches, too, or refuse them
+    return other if _fits(other.artifact.plan, trained.artifact.plan) else None
+
+
+def _with_rewrite(compiled: Compiled, rewrite: Rewrite) -> Compiled:
+    plan = compiled.artifact.plan
+    plan = replace(plan, rewrites=(*plan.rewrites, rewrite))
+    return replace(compiled, artifact=replace(compiled.artifact, plan=plan))
+
+
+def _with_peaks_of(compiled: Compiled, other: Plan) -> Compiled:
+    """The same, with the memory that ranks need for either programs."""
+    plan = compiled.artifact.plan
+    peaks = map(max, plan.prediction.peak_memory, other.prediction.peak_memory)
+    plan = replace(plan, prediction=replace(plan.prediction, peak_memory=(*peaks,)))
+    return replace(compiled, artifact=replace(compiled.artifact, plan=plan))
+
+
+def _for(compiled: Compiled, **batches: Any) -> Artifact:
+    """The programs, whose plan says for which batches they are."""
+    return replace(compiled.artifact, plan=replace(compiled.artifact.plan, **batches))
 
 
 def _saved(graph: fx.Graph, cluster: Cluster) -> tuple[float, float]:
@@ -89,15 +141,14 @@ def _number(leaf: torch.Tensor) -> float | None:
     return 1.0 if bool(((leaf == 0) | (leaf == 1)).all()) else None
 
 
-def _like(options: Settings, trained: Compiled, assumed: dict[str, float]) -> Settings:
-    """The settings with the decisions of the step that is compiled for all batches."""
+def _like(options: Settings, trained: Compiled) -> Settings:
+    """The settings with the decisions of the step that was compiled first."""
     plan = trained.artifact.plan
     levels: dict[str, Level | Literal[False]] = {"": False, "norms": "norms", "full": "full"}
     ways: dict[int | None, Literal["1-barrier", "2-barrier", False]]
     ways = {None: False, 1: "1-barrier", 2: "2-barrier"}
     return replace(
         options,
-        assumed=assumed,
         in_stages=tensors_in_stages(trained.sections, plan.ordered.model_stages),
         schedule=replace(plan.ordered, transfers=()),
         recompute=levels[plan.recompute],
@@ -112,8 +163,9 @@ def _like(options: Settings, trained: Compiled, assumed: dict[str, float]) -> Se
     )
 
 
-def _fits(other: Plan, plan: Plan, options: Settings) -> bool:
-    """Whether a plan trains as another one, and needs no more memory where that has a limit."""
-    peaks = zip(other.prediction.peak_memory, plan.prediction.peak_memory, strict=True)
-    is_within = options.memory_limit is None or all(a <= b for a, b in peaks)
+def _fits(other: Plan, plan: Plan) -> bool:
+    """Whether a plan trains as another one, and needs no more memory than that is allowed."""
+    peaks = other.prediction.peak_memory, plan.prediction.peak_memory
+    limits = plan.limits or [inf] * plan.ranks
+    is_within = all(a <= max(b, limit) for a, b, limit in zip(*peaks, limits, strict=True))
     return is_within and other.trains_as(plan)

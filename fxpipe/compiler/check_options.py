@@ -90,11 +90,6 @@ def _check_numbers(options: Settings) -> None:
             f"{MOST_FORWARDS:,} forwards a step. Take fewer, larger microbatches, or accumulate the "
             "gradients of several steps."
         )
-    if options.head_chunks not in (1, AUTO) and options.vocab_parallel not in (False, AUTO):
-        raise OptionError(
-            "head_chunks is for an output layer that one rank has, and vocab_parallel splits it over all: "
-            "leave one of them out."
-        )
     if options.head_chunks not in (1, AUTO) and options.dimensions is not None:
         raise OptionError("head_chunks does not go with dimensions: at other lengths parts have other sizes.")
     state = options.optimizer_bytes

@@ -48,6 +48,7 @@ from fxpipe.errors import SizeError
 from fxpipe.ir.graph import Section
 from fxpipe.ir.resized import ResizedTraces
 from fxpipe.plan.artifact import Artifact, Plan
+from fxpipe.plan.branches import Branch
 from fxpipe.plan.dtensors import mesh_of
 from fxpipe.plan.meshes import TriedMesh
 from fxpipe.plan.rewrites import Mask
@@ -58,14 +59,16 @@ from fxpipe.schedule.parts import Parts
 @dataclass(frozen=True, eq=False)
 class Compiled:
     """The artifact, with the colored graph and the sections that it was made from, and the devices that its
-    costs are of.  ``masks``: what became of those of attention.  ``constants``: the model's own tensors whose
-    values the programs hold.  ``parts``: of each of the model's stages, if they were cut into parts."""
+    costs are of.  ``masks``: what became of those of attention.  ``branches``: see ``Captured``.
+    ``constants``: the model's own tensors whose values the programs hold.  ``parts``: of each of the model's
+    stages, if they were cut into parts."""
 
     artifact: Artifact
     cluster: Cluster
     graph: fx.Graph
     sections: tuple[Section, ...]
     masks: Masks
+    branches: tuple[Branch, ...] = ()
     constants: tuple[weakref.ref[torch.Tensor], ...] = ()
     parts: Parts = ()
 
@@ -283,7 +286,8 @@ def compile_model(
         cut, artifact = generate(
             request, captured, cut, live, result.timeline, completed, phase, step.lengths
         )
-    return Compiled(artifact, cluster, cut.graph, cut.sections, captured.masks, captured.sources, cut.parts)
+    of_capture = captured.masks, captured.branches, captured.sources
+    return Compiled(artifact, cluster, cut.graph, cut.sections, *of_capture, cut.parts)
 
 
 def stages_and_costs(
@@ -313,6 +317,7 @@ def traced(
         gradients=options.gradients,
         fixed=options.fixed,
         assumed=options.assumed,
+        branch=options.branch,
         outputs=options.outputs,
         over_batch=options.mean == "batch",
         rules=options.rules,

@@ -271,12 +271,12 @@ def _captured_as_data(captured: Captured, cut: Cut) -> CapturedOps | None:
     """The captured graph as data, with its vocabulary layers split if those of the cut are; None, with a
     warning, where an argument of an op has no form as data."""
     graph, barriers, chunks = captured.graph, cut.options.barriers, cut.options.head_chunks
+    if barriers is not None or chunks > 1:
+        graph = copy_graph(graph)
     if barriers is not None:
-        graph = copy_graph(graph)
         split_vocabulary(graph, cut.options.ranks, barriers)
-    elif chunks > 1:
-        graph = copy_graph(graph)
-        chunk_head(graph, chunks)
+    if chunks > 1:
+        chunk_head(graph, chunks, split=barriers is not None)
     try:
         return captured_step(graph, captured.constants, split=barriers is not None)
     except TypeError as error:

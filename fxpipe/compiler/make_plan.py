@@ -107,7 +107,7 @@ def make_plan(
             timeline.seconds, timeline.span_bubble, timeline.makespan_bubble, timeline.peak_memory
         ),
         recompute=cut.recompute or "",
-        head_chunks=1 if cut.vocabulary is not None else cut.options.head_chunks,
+        head_chunks=cut.options.head_chunks,
         transfers=schedule.transfers,
         replicas=mesh.replicas,
         shard=mesh.shard,

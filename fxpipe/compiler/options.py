@@ -17,6 +17,7 @@ import torch
 from fxpipe.errors import OptionError, one_of
 from fxpipe.ir.compiled import compiled_phases
 from fxpipe.passes.level.recompute import Level
+from fxpipe.plan.branches import Branch
 from fxpipe.plan.meshes import Mesh
 from fxpipe.plan.rewrites import RULES, Rule
 from fxpipe.plan.step import Replay, Tier
@@ -148,7 +149,7 @@ class Options:
     or ``"auto"`` (docs/vocabulary.md)."""
     head_chunks: int | Literal["auto"] = 1
     """In how many parts of the tokens the output layer, its cross-entropy and their gradients are
-    computed, one after the other; for an output layer that is not split over ranks (docs/vocabulary.md).
+    computed, one after the other, also of a shard with ``vocab_parallel`` (docs/vocabulary.md).
     ``"auto"``: whole or in parts of at least 128 tokens, whichever gives the faster step within
     ``memory_limit``, as simulated."""
     recompute: Level | Literal["auto", False] = False
@@ -174,8 +175,8 @@ class Options:
     (``"untie"``; docs/architecture.md lists them, and so does the error for another name)."""
     without: Sequence[Rule] = ()
     """Names of rules that are not to be applied: ``"causal-masks"``, ``"empty-masks"``, ``"batch-masks"``,
-    ``"joined-sums"``, ``"repeat-in-kernels"`` and ``"compiled-weights"`` (docs/models.md); ``fxpipe
-    explain`` tells what they save."""
+    ``"batch-branches"``, ``"joined-sums"``, ``"repeat-in-kernels"`` and ``"compiled-weights"``
+    (docs/models.md); ``fxpipe explain`` tells what they save."""
     check: bool = True
     """Whether to prove that the programs are the captured step (docs/certificate.md). False leaves it to
     ``pipe.check()`` and ``fxpipe check``."""
@@ -187,9 +188,9 @@ class Settings(Options):
 
     ``limit_text``: the memory limit as the user wrote it.  ``per_use``: whether parameters that replicas
     divide are gathered for single ops, to keep the limit.  ``on_ranks``, ``has_on_ranks``: with ``like``, per
-    rank the tensors that may be used there, and the parameters that the other pipeline has.  ``assumed``: see
-    ``CaptureOptions``.  ``in_stages``: the tensors of each of the model's stages, where it is to be cut as it
-    was before.
+    rank the tensors that may be used there, and the parameters that the other pipeline has.  ``assumed``,
+    ``branch``: see ``CaptureOptions``.  ``in_stages``: the tensors of each of the model's stages, where it is
+    to be cut as it was before.
     """
 
     mesh: Mesh
@@ -207,6 +208,7 @@ class Settings(Options):
     on_ranks: tuple[tuple[str, ...], ...] = ()
     has_on_ranks: tuple[tuple[str, ...], ...] = ()
     assumed: Mapping[str, float] = field(default_factory=dict)
+    branch: Branch | None = None
     in_stages: tuple[frozenset[str], ...] = ()
 
     @property

@@ -234,8 +234,9 @@ def _split_vocabulary(step: StepGraphs, options: CutOptions) -> None:
 
 
 def _chunk_head(step: StepGraphs, options: CutOptions) -> None:
-    if options.head_chunks > 1 and options.barriers is None:
-        heads, *_ = (chunk_head(graph, options.head_chunks) for graph in step.graphs)
+    if options.head_chunks > 1:
+        split = step.vocabulary is not None
+        heads, *_ = (chunk_head(graph, options.head_chunks, split) for graph in step.graphs)
         step.rewrites += (Rewrite("head-chunks", *heads),)
 
 

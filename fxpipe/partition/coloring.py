@@ -7,7 +7,7 @@ op that it differentiates (autograd's sequence number), whatever its operands ar
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from functools import cache
 from itertools import accumulate, islice
 from typing import NamedTuple
@@ -118,7 +118,7 @@ def partition(
         stage_of_part = [*islice(beside, before), *stage_of_part, *beside]
         begin_where_operands_are(graph, stage_of_part)
     _check_buffers(graph)
-    _check_head(graph)
+    _check_head(graph, forward)
     return Partition(chain, cut_chain, of_stages)
 
 
@@ -136,10 +136,10 @@ def _check_buffers(graph: fx.Graph) -> None:
             )
 
 
-def _check_head(graph: fx.Graph) -> None:
+def _check_head(graph: fx.Graph, forward: Iterable[fx.Node]) -> None:
     """Check that a head in parts is in the stage of the loss: it gives that in the backward."""
     loss = graph_outputs(graph).loss
-    for node in call_nodes(graph):
+    for node in forward:
         if "chunk" in node.meta and loss is not None and node.meta["color"].stage != loss.meta["color"].stage:
             raise PartitionError(
                 "With head_chunks the output layer is in the stage of the loss, and the split points leave "

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import torch
 
 from fxpipe.errors import ArtifactError, number_of
+from fxpipe.plan.branches import Branch, When
 from fxpipe.plan.lanes import NO_LANES, LanePlan
 from fxpipe.plan.libraries import Libraries
 from fxpipe.plan.meshes import TriedMesh
@@ -211,7 +212,7 @@ class Plan:
     modules that register them. ``flops``: of the captured step of one microbatch by arithmetic
     (``bfloat16``), without recomputation; empty in plans of earlier versions. ``head_chunks``: the parts of
     the output layer. ``assumed``: leaf of the batch -> the number that all of its elements are, where the
-    programs are for such batches alone.
+    programs are for such batches alone; ``branch``: the answer of their microbatches, likewise.
     ``undivided``: parameters of which one replica owns all, with ``shard``.
     """
 
@@ -259,6 +260,12 @@ class Plan:
     assumed: dict[str, float] = field(default_factory=dict)
     undivided: tuple[str, ...] = ()
     slots: Annotated[tuple[OffloadSlot, ...], entries(0, MOST_STAGES)] = ()
+    branch: Branch | None = None
+
+    @property
+    def when(self) -> When:
+        """The batches that the programs are for, where they are for some alone."""
+        return When(self.assumed, self.branch)
 
     def __repr__(self) -> str:
         """Short: ``to_json`` has all of it."""

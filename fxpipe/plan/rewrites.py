@@ -17,6 +17,7 @@ Rule = Literal[
     "causal-masks",
     "empty-masks",
     "batch-masks",
+    "batch-branches",
     "joined-sums",
     "repeat-in-kernels",
     "compiled-weights",
@@ -25,15 +26,20 @@ Rule = Literal[
 #: What a call of attention needs of its mask: nothing, the rule of causality alone, or all of it.
 Mask = Literal["none", "causal", "dense"]
 
-#: What each rule is applied to, and what that does then, where ``{plan}`` is the plan.
+#: What each rule is applied to, and what that does then, where ``{plan}`` is the plan and ``{head}`` says how
+#: often its output layers compute their logits.
 RULES: Mapping[Rule, tuple[str, str]] = {
     "causal-masks": ("attention", "call the kernel that knows causality, as their masks are causal by value"),
     "empty-masks": ("attention", "have no mask, as theirs masks nothing"),
     "batch-masks": ("attention", "have programs of their own for batches without padding"),
+    "batch-branches": (
+        "question of the model's code",
+        "has programs of its own for each answer of a batch",
+    ),
     "joined-sums": ("sum over lanes", "with those that they are added to, as one"),
     "repeat-in-kernels": ("op", "of the forward, again in kernels of the backward instead of saved results"),
     "compiled-weights": ("op", "between additions to gradients, in fused kernels"),
-    "head-chunks": ("output layer", "in the backward, in {plan.head_chunks} parts of the tokens"),
+    "head-chunks": ("output layer", "in {plan.head_chunks} parts of the tokens, {head}"),
 }
 #: Rules that an option asks for, and its value that leaves them out.
 ASKED: Mapping[Rule, str] = {"head-chunks": "head_chunks=1"}

@@ -90,7 +90,8 @@ def _rewritten(rewrite: Rewrite, plan: Plan) -> str:
     less += [bytes_text(rewrite.bytes)] if rewrite.bytes else []
     saved = f": {' and '.join(less)} less for a microbatch" if less else ""
     noun, does = RULES[rewrite.rule]
-    return f"{rewrite.rule}: {number_of(rewrite.ops, noun)} {does.format(plan=plan)}{saved}."
+    head = "in the backward" if plan.vocabulary is None else "whose logits every rank computes twice"
+    return f"{rewrite.rule}: {number_of(rewrite.ops, noun)} {does.format(plan=plan, head=head)}{saved}."
 
 
 def _left_out(plan: Plan) -> Iterator[str]:
@@ -274,9 +275,10 @@ def reasons(tried: Sequence[TriedMesh]) -> list[str]:
 
 
 def _vocabulary(candidate: Tried) -> str:
-    if candidate.head_chunks > 1:
-        return f"in {candidate.head_chunks} parts"
-    return f"spread, {candidate.barriers}-barrier" if candidate.barriers else "whole"
+    chunks = f"in {candidate.head_chunks} parts" if candidate.head_chunks > 1 else ""
+    if not candidate.barriers:
+        return chunks or "whole"
+    return f"spread, {candidate.barriers}-barrier{f', {chunks}' if chunks else ''}"
 
 
 def _setting(candidate: Tried) -> str:

@@ -140,6 +140,13 @@ def is_argmax(node: fx.Node, axes: dict[fx.Node, int]) -> bool:
     return is_known and dims_of(node, logits.meta["val"].dim()) == {axes[logits]}
 
 
+def is_logsumexp(node: fx.Node, axes: dict[fx.Node, int]) -> bool:
+    """Whether the logarithm of the sum of exponentials over the vocabulary is asked for."""
+    logits: fx.Node = node.args[0]  # type: ignore[assignment]
+    is_known = node.target is aten.logsumexp.default and logits in axes
+    return is_known and dims_of(node, logits.meta["val"].dim()) == {axes[logits]}
+
+
 def whole(node: fx.Node) -> VocabularyError:
     """The error for an op that needs the whole vocabulary in one place."""
     origin = node.meta["origin"]
@@ -167,7 +174,9 @@ def _is_gradient_of_lookup(node: fx.Node, tables: set[fx.Node], size: int) -> bo
 
 def _axis(node: fx.Node, axes: dict[fx.Node, int]) -> int | None:
     """The vocabulary's dimension in the result of an op on values that have one; None if it is summed."""
-    if node.target in LOOKUPS or node.target in PICKS or is_total(node, axes) or is_argmax(node, axes):
+    if node.target in LOOKUPS or node.target in PICKS or is_total(node, axes):
+        return None
+    if is_argmax(node, axes) or is_logsumexp(node, axes):
         return None
     args: tuple[Any, ...] = node.args
     if node.target is aten.mm.default:

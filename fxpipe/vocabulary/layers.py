@@ -17,6 +17,7 @@ from fxpipe.vocabulary.axes import (
     RESHAPES,
     UNPICKS,
     is_argmax,
+    is_logsumexp,
     is_of_batch,
     is_total,
     vocabulary_axes,
@@ -40,7 +41,8 @@ class VocabularyLayers:
     ``vocab_sums``: sums of one over the vocabulary.  ``products``: matrix products over the vocabulary, which
     give the gradient of the projected values.  ``lookups``: embeddings.  ``totals``: sums of gradients over
     tokens and vocabulary, for what scales all logits.  ``argmaxes``: the largest of each token's logits.
-    ``padded``: the length of values that have got the vocabulary's.
+    ``logsumexps``: of each token's logits, beside those of losses.  ``padded``: the length of values that
+    have got the vocabulary's.
     """
 
     size: int
@@ -54,6 +56,7 @@ class VocabularyLayers:
     lookups: list[fx.Node] = field(default_factory=list)
     totals: list[fx.Node] = field(default_factory=list)
     argmaxes: list[fx.Node] = field(default_factory=list)
+    logsumexps: list[fx.Node] = field(default_factory=list)
 
     def entries(self, node: fx.Node) -> int:
         """The number of entries of the vocabulary that a value had before ``padding``."""
@@ -193,6 +196,8 @@ def _sort(graph: fx.Graph, layers: VocabularyLayers) -> None:
             layers.totals.append(node)
         elif is_argmax(node, axes):
             layers.argmaxes.append(node)
+        elif is_logsumexp(node, axes):
+            layers.logsumexps.append(node)
         elif node.target in LOOKUPS and is_of_batch(node_arg(node, 1)):
             layers.lookups.append(node)
         elif node.target in PICKS and node_arg(node, 0) in logs:

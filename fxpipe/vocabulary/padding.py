@@ -14,7 +14,15 @@ from torch import fx
 
 from fxpipe.ir.builder import Builder, in_order, node_arg
 from fxpipe.ir.dims import is_pointwise
-from fxpipe.vocabulary.axes import entries, is_argmax, is_of_batch, is_uniform, leaves_out_columns, whole
+from fxpipe.vocabulary.axes import (
+    entries,
+    is_argmax,
+    is_logsumexp,
+    is_of_batch,
+    is_uniform,
+    leaves_out_columns,
+    whole,
+)
 
 aten = torch.ops.aten
 
@@ -51,7 +59,9 @@ class _Padding:
             node: shorter[logits]
             for logits in shorter
             for node in logits.users
-            if node.target is aten._log_softmax.default or is_argmax(node, axes)
+            if node.target is aten._log_softmax.default
+            or is_argmax(node, axes)
+            or _is_of_logsumexp(node, axes)
         }
         #: Lengths of log-softmaxes that have a gradient in every entry, those of the padding too.
         self._smoothed = {
@@ -88,7 +98,7 @@ class _Padding:
         return self._build.call(aten.constant_pad_nd.default, n, ends, 0 if val.dtype == torch.bool else 1)
 
     def mask(self) -> None:
-        """Mask the padding where a log-softmax or an argmax reads it, and in a log-softmax's gradient."""
+        """Mask the padding where entries of several columns meet, and in a log-softmax's gradient."""
         masked: dict[tuple[fx.Node, int], fx.Node] = {}
         for node, length in self._readers.items():
             logits = node_arg(node, 0)
@@ -116,3 +126,12 @@ class _Padding:
         filled = self._build.call(aten.masked_fill.Scalar, value, mask, filler)
         self.axes[filled] = axis
         return filled
+
+
+def _is_of_logsumexp(node: fx.Node, axes: dict[fx.Node, int]) -> bool:
+    """Whether it is a log-sum-exp of logits, or makes their distances to one for its gradient."""
+    if node.target is not aten.sub.Tensor:
+        return is_logsumexp(node, axes)
+    origin, logits = node.meta["origin"], node_arg(node, 0)
+    of = {n.meta["origin"].seq for n in logits.users if is_logsumexp(n, axes)}
+    return bool(origin.backward and origin.seq in of)

@@ -9,19 +9,34 @@ import torch
 from torch import fx
 
 from fxpipe.ir.builder import Builder, node_arg
-from fxpipe.ir.dims import is_pointwise
+from fxpipe.ir.dims import dims_of, is_pointwise
+from fxpipe.schedule.ops import Color
 
 aten = torch.ops.aten
+_LIKE_AN_OPERAND = {aten._to_copy.default, aten.ones_like.default, aten.zeros_like.default}
 
 Shape = tuple[int, ...]
 
 
 class PartBuilder(Builder):
-    """Makes the ops of one part, of the tokens from ``begin`` to ``end``."""
+    """Makes the ops of one part, of the tokens from ``begin`` to ``end``.
 
-    def __init__(self, graph: fx.Graph, number: int, begin: int, end: int) -> None:
+    color: of its ops, if they have one.  with_gradient: whether the part has all that is to be computed of
+    its tokens, also gradients of parameters.
+    """
+
+    def __init__(
+        self,
+        graph: fx.Graph,
+        number: int,
+        begin: int,
+        end: int,
+        color: Color | None = None,
+        with_gradient: bool = True,
+    ) -> None:
         super().__init__(graph)
-        self.number, self.begin, self.end = number, begin, end
+        self.number, self.begin, self.end, self.color = number, begin, end, color
+        self._with_gradient = with_gradient
         self._rows: dict[tuple[fx.Node, int], fx.Node] = {}
 
     def like(self, node: fx.Node, *args: Any, op: Any = None, **kwargs: Any) -> fx.Node:
@@ -29,7 +44,8 @@ class PartBuilder(Builder):
         self.origin = node.meta["origin"]
         target: Any = op or node.target
         made = self.call(target, *args, **kwargs)
-        made.meta["chunk"] = self.number
+        if self._with_gradient:
+            made.meta["chunk"] = self.number
         return made
 
     def rows(self, x: fx.Node, dim: int) -> fx.Node:
@@ -54,6 +70,9 @@ class PartBuilder(Builder):
             arguments = x.args, dict(x.kwargs)
             args, kwargs = fx.map_arg(arguments, lambda y: self.operand(y, tokens, behind))
             return self.like(x, *args, **kwargs)
+        if before == tokens and x.target is aten.slice.Tensor and dims_of(x, len(shape)) == {len(shape) - 1}:
+            part = self.operand(node_arg(x, 0), tokens, behind)
+            return self.like(x, part, behind, *x.args[2:])
         if before == tokens and x.target is aten.expand.default:
             source = node_arg(x, 0)
             if source.meta["val"].dim() == len(shape):
@@ -67,5 +86,4 @@ class PartBuilder(Builder):
 
 
 def is_elementwise(node: fx.Node) -> bool:
-    is_cast = node.target is aten._to_copy.default
-    return is_cast or is_pointwise(node)
+    return node.target in _LIKE_AN_OPERAND or is_pointwise(node)

@@ -8,7 +8,7 @@ afterwards.  (2411.05288, section 4.)
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -55,47 +55,80 @@ class TwoBarriers:
 
 @dataclass(frozen=True)
 class _Unscaled:
-    """A product for every part of the gradient; ``all`` only with label smoothing."""
+    """The products for gradients of losses of which a token has one, one for each part: ``label_grad`` only
+    of cross-entropies, ``uniform_grad`` only with label smoothing."""
 
+    starts: tuple[fx.Node, ...]
     exponentials: fx.Node
-    label_grad: fx.Node
-    uniform_grad: fx.Node | None
+    label_grad: fx.Node | None = None
+    uniform_grad: fx.Node | None = None
 
 
 class OneBarrier:
+    """``starts``: the gradients of log-softmaxes, and of log-sum-exps, g · exp(logits - log-sum-exp), each
+    with its loss."""
+
     def __init__(self, shard: Shard, softmax: Softmax, gradients: Gradients) -> None:
         self.shard, self.softmax, self.gradients = shard, softmax, gradients
         self.axes = shard.layers.axes
+        self.starts = self._find_starts()
         self._way = self._find_way()
-        self._unscaled: dict[fx.Node, _Unscaled] = {}
+        self._unscaled: dict[fx.Node, list[_Unscaled]] = {}
+
+    def _find_starts(self) -> dict[fx.Node, fx.Node]:
+        starts = {node: node_arg(node, 1) for node in self.axes if node.target is _START}
+        of_seq = {each.meta["origin"].seq: each for each in self.shard.layers.logsumexps}
+        for node in self.axes:
+            origin = node.meta["origin"] if node.op == "call_function" else None
+            if node.target is aten.exp.default and origin and origin.backward and origin.seq in of_seq:
+                starts |= {n: of_seq[origin.seq] for n in node.users if n.target is aten.mul.Tensor}
+        return starts
 
     def _find_way(self) -> set[fx.Node]:
         """Gradients of log-softmaxes, and the values made of them that have a vocabulary dimension."""
         way: set[fx.Node] = set()
         for node in self.axes:
-            if node.target is _START or any(n in way for n in node.all_input_nodes):
+            if node in self.starts or any(n in way for n in node.all_input_nodes):
                 way.add(node)
         return way
 
     def before(self, product: fx.Node) -> None:
+        self.shard.phase = Phase.F  # of values that the gradient meets on its way: none is made of it
+        logits = node_arg(product, 0)
+        self._unscaled[product] = [self._product(product, starts) for starts in self._alone(logits)]
+
+    def _alone(self, logits: fx.Node) -> list[tuple[fx.Node, ...]]:
+        """The starts of a gradient, those apart that give a token several gradients, which are added."""
+        kinds = [[n for n in self._starts(logits) if (n.target is _START) == kind] for kind in (True, False)]
+        return [tuple(dict.fromkeys(starts)) for starts in kinds if starts]
+
+    def _product(self, product: fx.Node, starts: tuple[fx.Node, ...]) -> _Unscaled:
         shard, logits, rows = self.shard, node_arg(product, 0), self.shard.local(node_arg(product, 1))
-        shard.phase = Phase.F  # of values that the gradient meets on its way: none is made of it
-        exponentials, ones, labels, inside = {}, {}, {}, {}
-        for start in self._starts(logits):
-            parts = self.gradients.parts(start)
-            if parts.label is None:
-                raise whole(product)
-            build, dtype = shard.at(Phase.F, start.meta["origin"]), start.meta["val"].dtype
-            exponentials[start] = cast(build, self.softmax.exponentials[node_arg(start, 1)], dtype)
-            if parts.uniform_grad is not None:
-                ones[start] = build.call(aten.ones_like.default, exponentials[start])
-            labels[start], outside = shard.nearest_rows(parts.label, build)
-            # A factor: an infinite row makes the gradient of every projected value NaN without shards, too.
-            inside[start] = cast(build, build.call(aten.bitwise_not.default, outside), dtype)
 
         def multiplied(seeds: dict[fx.Node, fx.Node]) -> fx.Node:
             left = self._carried(logits, shard.size, seeds, lambda value, place, met: value)
             return shard.at(Phase.F, product.meta["origin"]).call(aten.mm.default, left, rows)
+
+        exponentials = {}
+        for start in starts:
+            build, dtype = shard.at(Phase.F, start.meta["origin"]), start.meta["val"].dtype
+            exponentials[start] = cast(build, self.softmax.exponentials[self.starts[start]], dtype)
+        of_softmax = multiplied(exponentials)
+        if starts[0].target is not _START:
+            return _Unscaled(starts, of_softmax)
+        ones, labels, inside = {}, {}, {}
+        for start in starts:
+            parts = self.gradients.parts(start)
+            if parts.label is None:
+                raise whole(product)
+            build = shard.at(Phase.F, start.meta["origin"])
+            if parts.uniform_grad is not None:
+                ones[start] = build.call(aten.ones_like.default, exponentials[start])
+            labels[start], outside = shard.nearest_rows(parts.label, build)
+            # A factor: an infinite row makes the gradient of every projected value NaN without shards, too.
+            inside[start] = cast(
+                build, build.call(aten.bitwise_not.default, outside), start.meta["val"].dtype
+            )
 
         def at_label(value: fx.Node, place: int, met: fx.Node) -> fx.Node:
             index = self._moved(met, labels, Phase.F)
@@ -112,41 +145,53 @@ class OneBarrier:
         pick = build.call(aten.mul.Tensor, label_rows, slope)
         if ones and len(ones) < len(inside):
             raise whole(product)
-        self._unscaled[product] = _Unscaled(
-            multiplied(exponentials), pick, multiplied(ones) if ones else None
-        )
+        return _Unscaled(starts, of_softmax, pick, multiplied(ones) if ones else None)
 
     def after(self, product: fx.Node) -> fx.Node:
-        unscaled, logits = self._unscaled[product], node_arg(product, 0)
-        softmax, pick, everywhere = {}, {}, {}
-        for start in self._starts(logits):
-            parts = self.gradients.parts(start)
-            softmax[start] = self.gradients.softmax_scale(start)
-            assert parts.label_grad is not None, "asked for before the barrier"
-            pick[start] = parts.label_grad
-            if parts.uniform_grad is not None:
-                everywhere[start] = parts.uniform_grad
-        pairs = [(unscaled.exponentials, softmax), (unscaled.label_grad, pick)]
-        if unscaled.uniform_grad is not None:
-            pairs.append((unscaled.uniform_grad, everywhere))
-        scaled = []
-        for part, factors in pairs:
-            factor = self._moved(logits, factors, Phase.B)
-            build = self.shard.at(Phase.B, product.meta["origin"])
-            # The factor first, as it leads to the statistics: they are made of the logits before the product.
-            scaled.append(build.call(aten.mul.Tensor, factor, part))
+        logits, scaled = node_arg(product, 0), list[fx.Node]()
+        for unscaled in self._unscaled[product]:
+            pairs = [(unscaled.exponentials, {start: self._scale(start) for start in unscaled.starts})]
+            parts = {start: self.gradients.parts(start) for start in unscaled.starts if unscaled.label_grad}
+            labels = {start: each.label_grad for start, each in parts.items() if each.label_grad is not None}
+            uniform = {k: each.uniform_grad for k, each in parts.items() if each.uniform_grad is not None}
+            if unscaled.label_grad is not None:
+                pairs.append((unscaled.label_grad, labels))
+            if unscaled.uniform_grad is not None:
+                pairs.append((unscaled.uniform_grad, uniform))
+            for part, factors in pairs:
+                factor = self._moved(logits, factors, Phase.B)
+                build = self.shard.at(Phase.B, product.meta["origin"])
+                # The factor first, as it leads to the statistics: they are made of the logits before the
+                # product.
+                scaled.append(build.call(aten.mul.Tensor, factor, part))
         build = self.shard.at(Phase.B, product.meta["origin"])
         total = scaled[0]
         for other in scaled[1:]:
             total = build.call(aten.add.Tensor, total, other)
         return cast(build, total, product.meta["val"].dtype)
 
+    def _scale(self, start: fx.Node) -> fx.Node:
+        """The factor of a token's exponentials: their product is the gradient, but for that of labels and of
+        smoothing."""
+        if start.target is _START:
+            return self.gradients.softmax_scale(start)
+        loss, softmax = self.starts[start], self.softmax
+        above = next(n for n in start.all_input_nodes if n not in self.axes)
+        above = softmax.local_copy(above)
+        build = self.shard.at(Phase.B, start.meta["origin"])
+        above = cast(build, above, softmax.maxima[loss].meta["val"].dtype)
+        below = build.call(aten.sub.Tensor, softmax.maxima[loss], softmax.logsums[loss])
+        return build.call(aten.mul.Tensor, build.call(aten.exp.default, below), above)
+
     def _before(self, node: fx.Node) -> list[fx.Node]:
         return [n for n in node.all_input_nodes if n in self._way]
 
+    def _towards(self, node: fx.Node, seeds: Mapping[fx.Node, object]) -> list[fx.Node]:
+        return [n for n in self._before(node) if not seeds.keys().isdisjoint(self._starts(n))]
+
     def _starts(self, node: fx.Node) -> list[fx.Node]:
-        """The gradients of log-softmaxes that a value is made from."""
-        if node.target is _START:
+        """The gradients that a value is made from."""
+        if node in self.starts:
             return [node]
         return [start for n in self._before(node) for start in self._starts(n)]
 
@@ -164,7 +209,11 @@ class OneBarrier:
         """
         if node in seeds:
             return seeds[node]
-        before = self._before(node)
+        before = self._towards(node, seeds)
+        # Where all that is added is on the way, the other summand is made of other starts.
+        is_sum = node.target is aten.add.Tensor and not node.kwargs
+        if is_sum and len(before) == 1 and len(self._before(node)) == len(node.args):
+            return self._carried(before[0], size, seeds, operand)
         if _scales(node) and not (len(before) == 1 and _is_linear(node, before[0])):
             raise _not_linear(node)
         ways = {n: self._carried(n, size, seeds, operand) for n in before}
@@ -182,7 +231,7 @@ class OneBarrier:
         """One number a token, in the order of the tokens that a value has."""
         if node in seeds:
             return seeds[node]
-        ways = {n: self._moved(n, seeds, phase) for n in self._before(node)}
+        ways = {n: self._moved(n, seeds, phase) for n in self._towards(node, seeds)}
         if _scales(node):
             (moved,) = ways.values()
             return moved

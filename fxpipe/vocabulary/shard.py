@@ -22,7 +22,8 @@ _WITH_SIZES = RESHAPES | {aten.expand.default, aten.slice_backward.default, aten
 
 class Shard:
     """One rank's part of the vocabulary layers.  ``makers``: how the part of a value is made that is not the
-    same op on parts, by the op's target.
+    same op on parts, by the op's target.  ``copy_of``: this rank's own copy of a number of each token that
+    follows from the losses.
 
     ``phase``: that of backward ops that are made from now on.
     """
@@ -35,6 +36,7 @@ class Shard:
         self.lookup_stage, self.head_stage = lookup, head
         self.phase = Phase.B
         self.makers: dict[object, Callable[[fx.Node], fx.Node]] = {}
+        self.copy_of: Callable[[fx.Node], fx.Node] = lambda node: node
         self._build = Builder(graph)
         self._tables: dict[fx.Node, fx.Node] = {}
         self._locals: dict[fx.Node, fx.Node] = {}
@@ -107,7 +109,7 @@ class Shard:
             if is_pointwise(node) and self._is_mask(n, place):
                 return masked(self._part_of_mask(n, node, place), place)
             # An op without inputs, such as an arange, costs less than a message.
-            return n if n.all_input_nodes else self._computed_here(n)
+            return self.copy_of(n) if n.all_input_nodes else self._computed_here(n)
 
         args, kwargs = list(fx.map_arg(node.args, part)), dict(fx.map_arg(node.kwargs, part))
         if node.target in _WITH_SIZES:

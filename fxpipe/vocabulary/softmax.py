@@ -12,17 +12,18 @@ import math
 import torch
 from torch import fx
 
-from fxpipe.ir.builder import cast, node_arg
+from fxpipe.ir.builder import Builder, cast, node_arg
 from fxpipe.plan.tensors import accum_dtype
 from fxpipe.schedule.ops import Phase
-from fxpipe.vocabulary.axes import whole
+from fxpipe.vocabulary.axes import RESHAPES, whole
 from fxpipe.vocabulary.shard import Shard
 
 aten = torch.ops.aten
 
 
 class Softmax:
-    """Statistics per token have size one in the vocabulary's dimension.
+    """Statistics per token have size one in the vocabulary's dimension.  A loss is a log-softmax, or a
+    log-sum-exp beside it.
 
     ``maxima``, ``exponentials``: of the shard's logits, per loss.  ``logsums``: of all logits.
     """
@@ -35,6 +36,10 @@ class Softmax:
         self._entries: dict[fx.Node, fx.Node] = {}  # per pick, the log-probability of the label
         self._others: dict[fx.Node, fx.Node] = {}
         self._after = self._following()
+        same = {each: self._with_statistics_of(each) for each in self.layers.logsumexps}
+        self._same = {each: loss for each, loss in same.items() if loss is not None}
+        self._losses = [each for each in (*same, *self.layers.losses) if each not in self._same]
+        shard.copy_of = lambda node: self.local_copy(node) if node in self._after else node
         # A part of a log-softmax stands for the logits: the missing term is the same for all entries.
         shard.makers[aten._log_softmax.default] = lambda node: shard.local(node_arg(node, 0))
 
@@ -72,8 +77,9 @@ class Softmax:
                 build.call(aten.amax.default, scores, [axis], True),
                 cast(build, row, scores.meta["val"].dtype),
             ]
-        for loss in layers.losses:  # last, so that the exponentials can take the memory of the logits
-            scores, axis = self.scores(loss), layers.axes[loss]
+        for loss in self._losses:  # last, so that the exponentials can take the memory of the logits
+            logits = loss if loss in layers.axes else node_arg(loss, 0)
+            scores, axis = self.scores(logits), layers.axes[logits]
             build = self.shard.at(Phase.F, loss.meta["origin"])
             least = torch.finfo(scores.meta["val"].dtype).min  # of a part that is all -inf
             top = build.call(
@@ -83,6 +89,10 @@ class Softmax:
             # The backward needs the exponentials again.  Op by op they are saved, not recomputed.
             self.maxima[loss], self.exponentials[loss] = top, each
             results += [top, build.call(aten.sum.dim_IntList, each, [axis], True)]
+        for each, loss in self._same.items():
+            build = self.shard.at(Phase.F, each.meta["origin"])
+            self.maxima[each] = self._viewed(build, self.maxima[loss], each, 1)
+            self.exponentials[each] = self._viewed(build, self.exponentials[loss], each, self.shard.size)
         build = self.shard.at(Phase.F, layers.losses[0].meta["origin"])
         # One tensor, and so one message at the barrier.
         return build.call(aten.cat.default, [build.call(aten.reshape.default, f, [-1]) for f in results])
@@ -105,14 +115,20 @@ class Softmax:
         largest = {
             argmax: (take(node_arg(argmax, 0)), take(node_arg(argmax, 0))) for argmax in self.layers.argmaxes
         }
-        for loss in self.layers.losses:
-            tops, sums = take(loss), take(loss)
+        for loss in self._losses:
+            logits = loss if loss in self.layers.axes else node_arg(loss, 0)
+            tops, sums = take(logits), take(logits)
             top = build.call(aten.amax.default, tops, [0])
             # Each shard has subtracted its own maximum; this brings its sum to that of all.
             share = build.call(aten.exp.default, build.call(aten.sub.Tensor, tops, top))
             scaled = build.call(aten.mul.Tensor, sums, share)
             of_all = build.call(aten.sum.dim_IntList, scaled, [0])
             self.logsums[loss] = build.call(aten.add.Tensor, top, build.call(aten.log.default, of_all))
+        for each, loss in self._same.items():
+            self.logsums[each] = self._viewed(build, self.logsums[loss], each, 1)
+        for each in self.layers.logsumexps:
+            value = build.call(aten.view.default, self.logsums[each], list(each.meta["val"].shape))
+            self._others[each] = cast(build, value, each.meta["val"].dtype)
         for pick, entries in picked.items():
             logs = node_arg(pick, 0)
             entry = build.call(aten.sum.dim_IntList, entries, [0])
@@ -129,6 +145,22 @@ class Softmax:
             value = build.call(aten.gather.default, rows, 0, first)
             value = build.call(aten.view.default, value, list(argmax.meta["val"].shape))
             self._others[argmax] = cast(build, value, torch.int64)
+
+    def _with_statistics_of(self, logsumexp: fx.Node) -> fx.Node | None:
+        """A log-softmax of the same logits in another shape."""
+
+        def root(node: fx.Node) -> fx.Node:
+            return root(node_arg(node, 0)) if node.target in RESHAPES else node
+
+        logits = root(node_arg(logsumexp, 0))
+        return next((loss for loss in self.layers.losses if root(node_arg(loss, 0)) is logits), None)
+
+    def _viewed(self, build: Builder, value: fx.Node, logsumexp: fx.Node, size: int) -> fx.Node:
+        """A value of the same tokens in the shape of a log-sum-exp's logits, with so many words."""
+        logits = node_arg(logsumexp, 0)
+        shape = list(logits.meta["val"].shape)
+        shape[self.layers.axes[logits]] = size
+        return build.call(aten.view.default, value, shape)
 
     def _logsum(self, logs: fx.Node) -> fx.Node:
         """The log-sum-exp of a loss, in the shape of a view of it."""
@@ -187,7 +219,8 @@ class Softmax:
     def _following(self) -> dict[fx.Node, None]:
         """The values that follow from the losses and have no vocabulary dimension."""
         following: dict[fx.Node, None] = {}
-        todo = [*self.layers.label_gathers, *self.layers.vocab_sums, *self.layers.argmaxes]
+        layers = self.layers
+        todo = [*layers.label_gathers, *layers.vocab_sums, *layers.argmaxes, *layers.logsumexps]
         while todo:
             node = todo.pop()
             other = node.op == "output" or node in self.layers.axes or node in self.layers.products

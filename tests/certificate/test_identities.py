@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fxpipe.certificate.programs.calls import op_term
+from fxpipe.certificate.programs.calls import keyed_term, op_term
 from fxpipe.certificate.terms.identities import RULES
 from fxpipe.certificate.terms.layouts import Unknown, layout_of
 from fxpipe.certificate.terms.schemas import schema_of
@@ -158,3 +158,26 @@ def test_a_factory_op_has_the_shape_that_it_is_given():
     arguments = {"dtype": FLOAT, "device": torch.device("cpu"), "pin_memory": False}
     term = op_term(terms, schema, schema.bind(([2, 3], 0.5), arguments))
     assert layout_of(terms, term) == Layout((2, 3), FLOAT)
+
+
+@pytest.mark.parametrize(
+    ("op", "between", "back", "holds"),
+    [
+        (aten.bernoulli.p, torch.bool, FLOAT, True),
+        (aten.bernoulli.p, torch.uint8, FLOAT, False),
+        (aten.bernoulli.p, torch.bool, torch.float64, False),
+        (aten.uniform.default, torch.bool, FLOAT, False),
+    ],
+)
+def test_random_zeros_and_ones_are_what_their_truth_values_say(op, between, back, holds):
+    terms = Terms(RULES)
+    x = terms.input("batch", "x", Layout((2, 3), FLOAT), True)
+    key, schema = terms.input("key", "key", Layout((), WHOLE), True), schema_of(op)
+    given = [x, 0.5] if op is aten.bernoulli.p else [x]
+    drawn = keyed_term(terms, key, 3, schema, schema.bind(given, {}))
+
+    def cast(term, dtype):
+        schema = schema_of(aten._to_copy.default)
+        return op_term(terms, schema, schema.bind([term], {"dtype": dtype}))
+
+    assert (cast(cast(drawn, between), back) is drawn) is holds

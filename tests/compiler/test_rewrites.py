@@ -6,6 +6,7 @@ import pytest
 import torch
 from rich.console import Console
 from torch import nn
+from torch.nn import functional as F
 
 import fxpipe
 import fxpipe.ir.compiled
@@ -138,3 +139,36 @@ def test_each_rule_can_be_left_out() -> None:
     """By its name, or by the option that asks for it."""
     assert ASKED.keys() < RULES.keys()
     assert compiled(without=[rule for rule in RULES if rule not in ASKED]).plan.rewrites == ()
+
+
+class Dropped(nn.Module):
+    """Attention with dropout, which a CPU computes by single ops, and dropout behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.first(x).tanh()[:, None]
+        y = F.scaled_dot_product_attention(y, y, y, dropout_p=0.25)[:, 0]
+        return F.dropout(self.last(y), 0.5).square().mean()
+
+
+def test_dropout_keeps_truth_values() -> None:
+    """A byte for each element instead of four; the numbers are those that are drawn without the rule."""
+    length = 128
+    batch = {"x": torch.randn(4, length, WIDTH)}
+    example = {"x": batch["x"][:2]}
+    options: dict[str, Any] = {"ranks": 1, "microbatches": 2, "schedule": "gpipe", "backend": "inductor"}
+    on, off = (
+        fxpipe.compile(Dropped(), example, **options, without=without)
+        for without in ((), ["repeat-in-kernels"])
+    )
+    results = [pipe.run_local(batch, measure_memory=True) for pipe in (on, off)]
+    for name, grad in results[0].grads.items():
+        torch.testing.assert_close(grad, results[1].grads[name])
+    drawn = 2 * length * (length + WIDTH)  # in a microbatch
+    assert kept_bytes(off.graph) - kept_bytes(on.graph) >= 3 * drawn
+    assert results[1].peak_saved[0] - results[0].peak_saved[0] >= 2 * 3 * drawn
+    assert on.check().holds

@@ -1,6 +1,7 @@
 """The head in parts of the tokens: gradients against eager, what is never there, and what is refused."""
 
 import copy
+from itertools import product
 
 import pytest
 import torch
@@ -100,6 +101,7 @@ def largest(pipe: fxpipe.Pipeline) -> int:
     return max(v.numel() for v in values if isinstance(v, torch.Tensor) and v.shape != (WORDS, WIDTH))
 
 
+PRODUCTS = [getattr(torch.ops.aten, op).default for op in ("mm", "addmm", "addmm_")]
 CASES = {
     "plain": ({}, plain),
     "shifted": ({}, shifted),
@@ -139,6 +141,51 @@ def test_gradients_are_those_of_the_whole_head(name):
     assert result.peak_saved[1] < whole.run_local(batch, measure_memory=True).peak_saved[1]
 
 
+WITH_SHARDS = ("1-barrier", "2-barrier")
+#: It takes the sum of all logits of a token.
+NOT_SHARDED = "summed in float32"
+SHARDED = [
+    pytest.param(
+        name,
+        barriers,
+        marks=[] if name in ("tied", "z-loss", "smoothed", "capped") else [pytest.mark.variation],
+    )
+    for name in CASES
+    for barriers in WITH_SHARDS
+    if name != NOT_SHARDED
+]
+
+
+@pytest.mark.parametrize(("name", "barriers"), SHARDED)
+def test_gradients_are_those_of_the_whole_head_with_shards(name, barriers):
+    """A shard has 25 words: no value of the step has them for all tokens."""
+    options, loss = CASES[name]
+    batch, model = data(), Words(**options)
+    theirs = copy.deepcopy(model)
+    pipe = compiled(model, loss, vocab_parallel=barriers, evaluation=True)
+    result, expected = pipe.run_local(batch, measure_memory=True), loss(theirs(batch["ids"]), batch)
+    if isinstance(expected, tuple):
+        expected = expected[0] / expected[1]
+    expected.backward()
+    limit = 1e-6 if "float32" in name else 1e-12
+    assert abs(result.loss - expected) <= limit * abs(expected)
+    for parameter, weight in theirs.named_parameters():
+        assert (result.grads[parameter] - weight.grad).abs().max() <= limit * weight.grad.abs().max()
+    assert abs(pipe.evaluation.run_local(batch).loss - expected) <= limit * abs(expected)
+    assert largest(pipe) <= TOKENS * WORDS // 3
+    whole = compiled(model, loss, chunks=1, vocab_parallel=barriers)
+    assert largest(whole) >= TOKENS * WORDS // 2
+    assert sum(result.peak_saved) < sum(whole.run_local(batch, measure_memory=True).peak_saved)
+    products = [
+        sum(n.target in PRODUCTS and n.meta["color"].stage >= 4 for n in call_nodes(each.graph))
+        for each in (pipe, whole)
+    ]
+    # Of each of three parts on two ranks: the logits twice, and two gradients; with one barrier the
+    # smoothing's is one more.
+    more = 6 if (name, barriers) == ("smoothed", "1-barrier") else 0
+    assert products == [24 + more, 6 + more // 3]
+
+
 def test_it_is_explained(capsys):
     pipe = compiled(Words(), plain)
     (rewrite,) = pipe.plan.rewrites
@@ -146,7 +193,12 @@ def test_it_is_explained(capsys):
     assert (rewrite.rule, rewrite.ops, rewrite.seconds) == ("head-chunks", 1, 0.0)
     assert logits <= rewrite.bytes <= 1.1 * logits  # their logarithmic softmax, which is kept once
     pipe.explain()
-    text = "head-chunks: 1 output layer in the backward, in 3 parts of the tokens: "
+    text = "head-chunks: 1 output layer in 3 parts of the tokens, in the backward: "
+    assert text in capsys.readouterr().out
+    split = compiled(Words(), plain, vocab_parallel=True)
+    assert [(each.rule, each.ops, each.bytes) for each in split.plan.rewrites] == [("head-chunks", 1, logits)]
+    split.explain()
+    text = "1 output layer in 3 parts of the tokens, whose logits every rank computes twice: "
     assert text in capsys.readouterr().out
     assert not compiled(Words(), plain, chunks=1).plan.rewrites
     with pytest.raises(OptionError, match="'head-chunks', which only an option asks for: head_chunks=1"):
@@ -207,7 +259,7 @@ REFUSED = {
     "too many": (plain, {"chunks": 16}, VocabularyError, f"head_chunks is 16, and the head has {TOKENS} "),
     "none": (plain, {"chunks": 0}, OptionError, "head_chunks is 0 and must be a whole number, at least 1"),
     "dimensions": (plain, {"dimensions": {"n": LENGTH}}, OptionError, "does not go with dimensions"),
-    "shards": (plain, {"vocab_parallel": True}, OptionError, "head_chunks.*vocab_parallel"),
+    "a norm of shards": (of_all_logits, {"vocab_parallel": True}, VocabularyError, "cannot split aten"),
 }  # fmt: skip
 
 
@@ -278,8 +330,13 @@ def test_the_planner_takes_parts_where_the_limit_asks_for_them(monkeypatch):
     found, expected = parts.run_local(batch), whole.run_local(batch)
     assert torch.allclose(found.loss, expected.loss, rtol=1e-12)
     assert all(torch.allclose(found.grads[n], g, rtol=1e-9) for n, g in expected.grads.items())
-    compared = chosen("1GiB", schedule="auto").plan.tried
-    assert {row.head_chunks for row in compared} == {1, 4}
+    split = chosen("1GiB", vocab_parallel="1-barrier")
+    assert split.plan.head_chunks == 1
+    parts = chosen(needed(split) - 1, vocab_parallel="1-barrier")
+    assert (parts.plan.head_chunks, parts.plan.vocabulary.barriers) == (4, 1)
+    assert needed(parts) < needed(split)
+    compared = chosen("1GiB", vocab_parallel="auto", schedule="auto").plan.tried
+    assert {(row.barriers, row.head_chunks) for row in compared} == {*product((0, 1, 2), (1, 4))}
     with pytest.raises(OptionError, match="head_chunks is 'many'"):
         chosen(head_chunks="many")
     assert chosen(loss_fn=of_all_logits).plan.head_chunks == 1

@@ -247,6 +247,18 @@ def test_forms_of_the_loss(form: str, barriers: str) -> None:
     agrees(case, spread(case, 2, "1f1b", barriers), 1e-10)
 
 
+def with_z_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """The squared log-sum-exp of each token, without the columns that are padding."""
+    logits = (5 * torch.tanh(logits / 5))[..., :NOT_PADDED]
+    return flat(logits, words_of(labels)) + 1e-2 * logits.logsumexp(-1).square().mean()
+
+
+@pytest.mark.parametrize("barriers", ["1-barrier", "2-barrier"])
+def test_z_loss(barriers: str) -> None:
+    case = words(with_z_loss)
+    agrees(case, spread(case, 2, "1f1b", barriers), 1e-10)
+
+
 @pytest.mark.parametrize(
     "options",
     [{"tied": True}, {"bias": False}, {"tied": True, "padding": 3}, {"scale": 2e4}, {"by_operator": True}],
@@ -572,8 +584,14 @@ def test_a_meta_model_gets_its_tables_by_a_state_dict() -> None:
 # -- what cannot be spread --------------------------------------------------------------------------------
 
 
-def returned_logits(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    return flat(logits, labels) + 1e-3 * logits.logsumexp(-1).square().mean()
+def with_two_more(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Beside the loss two functions of the log-sum-exp, whose gradients are added before the product."""
+    more = logits.logsumexp(-1).square().mean() + logits.logsumexp(-1).abs().mean()
+    return flat(logits, labels) + 1e-3 * more
+
+
+def with_square(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return flat(logits, labels) + 1e-3 * logits.square().sum(-1).mean()
 
 
 def weighted(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -585,7 +603,11 @@ def squared(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 BAD = {
-    "other use": (returned_logits, r"logsumexp.*uses the logits.*beside"),
+    "other use": (with_square, r"cannot split aten.sum.*uses the logits.*beside"),
+    "a sum of gradients": (
+        with_two_more,
+        r"with one barrier cannot scale.*Ask for vocab_parallel=\"2-barrier\"",
+    ),
     "class weights": (weighted, "class weights"),
     "no cross-entropy": (squared, r"no cross-entropy.*the model itself \(.*test_vocabulary.py:\d+\)"),
     "no projection": (

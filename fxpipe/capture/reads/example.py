@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from fxpipe.capture.functional import is_mutating, memory_of, overwritten
+from fxpipe.capture.reads.branches import question
 from fxpipe.errors import CaptureError
 from fxpipe.ir import compat
 from fxpipe.ir.graph import Input, Kind
@@ -45,6 +46,14 @@ class Example:
     def is_made_from_nothing(self, node: fx.Node) -> bool:
         """Whether the value is computed from literals and constants alone."""
         return all(n.op != "placeholder" and not draws_numbers(n) for n in _needed(node))
+
+    def question(self, node: fx.Node) -> tuple[str, tuple[str, ...]] | None:
+        """The leaf of the microbatch that a value is asked of, and the ops; None for other values."""
+        needed = _needed(node)
+        asked, inputs = question(node, needed), self._inputs_of(needed)
+        if asked is None or inputs[asked[0]][0].kind is not Kind.BATCH:
+            return None
+        return inputs[asked[0]][0].name, asked[1]
 
     def _inputs_of(self, needed: set[fx.Node]) -> dict[fx.Node, tuple[Input, torch.Tensor]]:
         graph = next(iter(needed)).graph

@@ -27,6 +27,7 @@ from fxpipe.errors import CaptureError
 from fxpipe.ir import compat
 from fxpipe.ir.compat import pytree
 from fxpipe.ir.graph import Input, Kind
+from fxpipe.plan.branches import Branch
 from fxpipe.runtime.program.checks import INSTEAD_OF_A_NUMBER, expect_op
 
 aten = torch.ops.aten
@@ -39,7 +40,10 @@ class Specialization:
     trace, and its real tensor.  place: returns the current place in the model's code.  most_checks: the trace
     ends with a CaptureError when it needs more.
 
-    ``refusals``: what the model's code gets instead of values."""
+    ``refusals``: what the model's code gets instead of values.  ``branches``: the questions with two answers
+    that it asks of the microbatch alone, each with the answer that it got.  ``taken``: one that gets another
+    answer than the example's.
+    """
 
     def __init__(
         self, inputs: Sequence[tuple[Input, torch.Tensor]], place: Callable[[], str], most_checks: float
@@ -54,6 +58,8 @@ class Specialization:
         }
         self.refusals = Refusals(place, self._known)
         self._asked: set[Input] = set()  # the inputs on which the last value depends
+        self.branches: dict[tuple[str, tuple[str, ...]], Branch] = {}
+        self.taken: Branch | None = None
 
     def count_again(self) -> None:
         """Count the checks of a new forward."""
@@ -75,8 +81,21 @@ class Specialization:
                 x.kind is Kind.PARAMETER for x in sources - self._lasting_inputs
             ):
                 self._warn_of_integers(numbers)
+            if tensor.dtype is torch.bool and len(numbers) == 1:
+                numbers = [self._answer(tensor, bool(numbers[0]))]
             self._expect(tensor.detach(), numbers)
         return numbers
+
+    def _answer(self, tensor: torch.Tensor, answer: bool) -> bool:
+        """The answer to a question with two: that of the example, or the one for which the trace is."""
+        node = compat.traced_node(tensor)
+        asked = None if node is None else self._example.question(node)
+        if asked is None:
+            return answer
+        if self.taken is not None and (self.taken.leaf, self.taken.ops) == asked:
+            answer = self.taken.answer
+        self.branches.setdefault(asked, Branch(*asked, answer, self._place()))
+        return answer
 
     def result(self, func: Any, args: Any, kwargs: Any) -> object:
         """The result of an op whose shape depends on values; None if other microbatches may have other

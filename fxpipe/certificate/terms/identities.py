@@ -4,7 +4,8 @@ Each gives the same bits on both sides, for every input; where that depends on a
 it.  Beside these, terms are equal only if the same ops are applied to equal operands.
 
     one value           clone, contiguous, alias, detach, lift_fresh, read_buffer of x = x
-                        a cast to x's own dtype = x;  _conj = conj_physical;  _neg_view = neg
+                        a cast to x's own dtype = x;  casts of bernoulli to bool and back = bernoulli
+                         _conj = conj_physical;  _neg_view = neg
                         _efficientzerotensor = zeros
     reshapes            view, _unsafe_view, reshape, squeeze, unsqueeze … = reshape to the shape of the result
                         reshape(reshape(x)) = reshape(x);  reshape to x's own shape = x
@@ -63,6 +64,13 @@ def _same(terms: Terms, op: str, args: dict[str, object]) -> Term | None:
     return first if isinstance(first, Term) else None
 
 
+def _drawn_truth(term: Any) -> Term | None:
+    """The random zeros and ones of which a term has the truth values."""
+    drawn = term["self"] if term.op == CAST and term["dtype"] == canonical(torch.bool) else None
+    is_random = isinstance(drawn, Term) and drawn.op == "keyed" and drawn["op"] == ("op", "aten.bernoulli")
+    return drawn if is_random else None
+
+
 def _cast(terms: Terms, op: str, args: Named) -> Term | None:
     source, dtype, device = args["self"], args.get("dtype"), args.get("device")
     if device is not None and terms.line() is None:
@@ -71,6 +79,8 @@ def _cast(terms: Terms, op: str, args: Named) -> Term | None:
         raise Unknown(f"moves {source} to the device {device[1]}: the captured step moves nothing there")
     if dtype is None or dtype == canonical(layout_of(terms, source).dtype):
         return source  # type: ignore[no-any-return]
+    if (drawn := _drawn_truth(source)) and dtype == canonical(layout_of(terms, drawn).dtype):
+        return drawn
     cast = terms.plain(CAST, {"self": source, "dtype": dtype})
     if cast.layout is None:
         cast.layout = Layout(layout_of(terms, source).shape, getattr(torch, dtype[1].removeprefix("torch.")))

@@ -30,7 +30,7 @@ BARRIERS: dict[str | bool, tuple[int | None, ...]] = {
 
 class Head(NamedTuple):
     """How the output layer is computed: split over all ranks with so many ``barriers`` a microbatch, or, if
-    these are None, on one rank in ``chunks`` of the tokens."""
+    these are None, on one rank; in ``chunks`` of the tokens."""
 
     barriers: int | None
     chunks: int = 1
@@ -71,12 +71,13 @@ def candidates(options: Settings, graph: fx.Graph) -> Candidates:
                 per_rank = 1
         for stages, name in stages_and_placements(schedule, per_rank, options.placement):
             placements.setdefault(ranks * stages, {})[name] = place(name, ranks, stages)
-    heads = [Head(barriers) for barriers in (BARRIERS[options.vocab_parallel] if ranks > 1 else (None,))]
-    whole = heads[0].barriers is None and options.dimensions is None
-    if not isinstance(options.head_chunks, str):
-        heads[0] = Head(heads[0].barriers, options.head_chunks)
-    elif whole and (chunks := chunks_for(graph)) > 1:
-        heads.insert(1, Head(None, chunks))
+    heads = dict[Head, None]()
+    for barriers in BARRIERS[options.vocab_parallel] if ranks > 1 else (None,):
+        chunks = options.head_chunks
+        if isinstance(chunks, str):
+            heads[Head(barriers)] = None
+            chunks = chunks_for(graph, ranks if barriers else 1) if options.dimensions is None else 1
+        heads[Head(barriers, chunks)] = None
     levels: tuple[Level | None, ...] = (None,)
     if options.gradients and options.recompute is not False:
         every = (None, *LEVELS)

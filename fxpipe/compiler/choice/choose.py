@@ -213,7 +213,7 @@ class Costing:
             recompute=cut.recompute or "",
             text=text,
             objective=options.objective,
-            head_chunks=1 if cut.vocabulary is not None else cut.options.head_chunks,
+            head_chunks=cut.options.head_chunks,
             parts=cut.parts,
         )
 

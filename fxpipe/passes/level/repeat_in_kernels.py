@@ -7,27 +7,36 @@ Such a kernel reads its inputs once, whatever it computes of them, so a repeated
 are the bytes that are saved.  They are a minimum cut between the forward and the elementwise ops of B.  Not
 repeated: what another op of B reads (a product, attention), as it would have to be written to memory, and
 what W reads, which is saved for it.
+
+Random zeros and ones, which dropout on a CPU draws as floating-point numbers, go through truth values, which
+are saved in a quarter of the bytes:  bernoulli(x)  becomes  to(to(bernoulli(x), bool), float32).
 """
 
 from __future__ import annotations
 
 from functools import cache
 
+import torch
 from torch import fx
 
+from fxpipe.ir.builder import Calls
 from fxpipe.ir.graph import read_buffer
 from fxpipe.ir.ops import is_elementwise
 from fxpipe.ir.storage import drop_dead, is_view, node_bytes
 from fxpipe.passes.level.mincut import to_repeat
 from fxpipe.passes.rewrite import by_stage, repeat_for
+from fxpipe.runtime.program.random import keyed
 from fxpipe.schedule.ops import Color, Phase
 
+aten = torch.ops.aten
+_ZERO_OR_ONE = {aten.bernoulli.default, aten.bernoulli.p}
 #: Of equally small cuts the one that repeats the least is taken: bytes count this much more than ops.
 _SCALE = 1000
 
 
 def repeat_in_kernels(graph: fx.Graph) -> int:
     """Returns the number of ops that are repeated."""
+    _draw_truth_values(graph)
     repeated = 0
     for stage, users in sorted(by_stage(graph, (Phase.B,)).items()):
         for clone in repeat_for(users, _to_repeat(users, Color(stage, Phase.F))):
@@ -35,6 +44,21 @@ def repeat_in_kernels(graph: fx.Graph) -> int:
             repeated += not is_view(clone)
     drop_dead(graph)
     return repeated
+
+
+def _draw_truth_values(graph: fx.Graph) -> None:
+    calls = Calls(graph)
+    for node in graph.find_nodes(op="call_function", target=keyed):
+        val = node.meta["val"]
+        if node.args[2] not in _ZERO_OR_ONE or not val.is_floating_point():
+            continue
+        meta = {"origin": node.meta["origin"], "color": node.meta["color"]}
+        with graph.inserting_before(node.next):
+            truth = calls(aten._to_copy.default, (node,), {"dtype": torch.bool}, **meta)
+        with graph.inserting_before(truth.next):
+            back = calls(aten._to_copy.default, (truth,), {"dtype": val.dtype}, **meta, val=val)
+        truth.meta["val"] = val.to(torch.bool)
+        node.replace_all_uses_with(back, lambda user, truth=truth: user is not truth)
 
 
 def _to_repeat(users: list[fx.Node], forward: Color) -> set[fx.Node]:

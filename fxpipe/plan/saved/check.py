@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fxpipe.errors import FxpipeError
+from fxpipe.plan.branches import Branch, parsed
 from fxpipe.plan.rows import ShardName
 from fxpipe.plan.step import Leaf
 from fxpipe.plan.tensors import IS_DTYPE, IS_FLOATING, MOST_DIMENSIONS, dtype_of, is_packed
@@ -52,6 +53,8 @@ def _step(plan: Plan) -> None:
         _distinct(f"step.leaves[{rank}]", names)
         _known(f"step.leaves[{rank}]", names, step.batch.tensors, "the name of a tensor in step.batch.leaves")
     _known("assumed", (*plan.assumed,), step.batch.tensors, "the name of a tensor in step.batch.leaves")
+    if plan.branch is not None:
+        _branch("branch", plan.branch, step.batch.tensors)
     _distinct("step.outputs", [output.name for output in step.outputs])
     _distinct("step.lengths", [each.name for each in step.lengths])
     rows = {n for leaf in step.batch.leaves for n in (leaf.shape or ())[:1]}
@@ -296,6 +299,15 @@ def _as_many(path: str, plan: Plan, number: int, of: str) -> None:
         value = getattr(value, name)
     if len(value) != number:
         raise Mismatch(f"has {len(value)} entries and must have {number}, one for each {of}", path)
+
+
+def _branch(path: str, branch: Branch, tensors: Collection[str]) -> None:
+    require(f"{path}.leaf", branch.leaf, branch.leaf in tensors, "the name of a tensor in step.batch.leaves")
+    for k, op in enumerate(branch.ops):
+        try:
+            parsed(op)
+        except ValueError as error:
+            raise Mismatch(f"is {shown(op)}: {error}", f"{path}.ops[{k}]") from None
 
 
 def _known(path: str, names: Sequence[str], allowed: Collection[str], wanted: str) -> None:

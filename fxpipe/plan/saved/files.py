@@ -146,7 +146,7 @@ ASSUMED, EVALUATION = "assumed", "evaluation"
 
 def directory_of(plan: Plan, directory: Path) -> Path:
     """The directory of other programs within a saved pipeline."""
-    return directory / (ASSUMED if plan.assumed else EVALUATION)
+    return directory / (ASSUMED if plan.when else EVALUATION)
 
 
 def directories(directory: Path) -> list[Path]:
@@ -161,9 +161,9 @@ def _check_other(plan: Plan, trained: Plan, directory: Path) -> None:
         raise ArtifactError(
             f"{directory} has {number_of(plan.ranks, 'rank')}, the pipeline {trained.ranks}. {AGAIN}"
         )
-    if bool(plan.assumed) != (directory.name == ASSUMED):
+    if bool(plan.when) != (directory.name == ASSUMED):
         raise ArtifactError(f"{directory} has the programs of another directory. {AGAIN}")
-    if plan.assumed and not plan.trains_as(trained):
+    if plan.when and not plan.trains_as(trained):
         raise ArtifactError(f"{directory} does not train the tensors of the pipeline. {AGAIN}")
     for rank, (tensors, theirs) in enumerate(zip(plan.tensors, trained.tensors, strict=True)):
         missing = {*tensors.parameters} - {*theirs.parameters} | {*tensors.buffers} - {*theirs.buffers}

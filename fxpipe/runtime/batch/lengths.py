@@ -14,7 +14,6 @@ from fxpipe.runtime.batch.microbatches import (
     batch_leaves,
     check_batch,
     given_leaves,
-    is_as_assumed,
     microbatches_of,
     rows_of_replica,
 )
@@ -118,13 +117,6 @@ def of_replica(spec: StepSpec, batch: object, replica: int, replicas: int) -> ob
         return batch[replica * number : (replica + 1) * number]
     lengths = or_example(spec, lengths_of(spec, batch, replicas))[0]
     return rows_of_replica(spec.batch_at(lengths), batch, spec.microbatches, replica, replicas)
-
-
-def are_as_assumed(spec: StepSpec, assumed: Mapping[str, float], batch: object) -> bool | None:
-    """``is_as_assumed``, of all microbatches of a list."""
-    microbatches = batch if are_listed(batch, spec) else [batch]
-    holds = [is_as_assumed(assumed, each) for each in microbatches]
-    return None if None in holds else all(holds)
 
 
 def _lengths_of(spec: StepSpec, batch: object, where: str, microbatches: int = 1) -> Lengths | None:

@@ -166,19 +166,6 @@ def given_leaves(spec: BatchSpec, batch: object) -> dict[str, object]:
     return {name: x for name, x in leaves.items() if x is not None or kinds[name] is None}
 
 
-def is_as_assumed(assumed: Mapping[str, float], batch: object) -> bool | None:
-    """Whether all elements of leaves are the numbers that programs assume; None for a batch without the
-    leaves, or that is refused."""
-    try:
-        leaves = dict(batch_leaves(batch))
-    except BatchError:
-        return None  # told by the step
-    tensors = {name: x for name in assumed if isinstance(x := leaves.get(name), torch.Tensor)}
-    if len(tensors) < len(assumed) or any(x.is_meta or not x.numel() for x in tensors.values()):
-        return None
-    return all(bool((x == assumed[name]).all()) for name, x in tensors.items())
-
-
 def as_dicts(batch: object) -> Any:
     """A batch with dicts for mappings of other classes, as tokenizers give them, and for a dataclass."""
 

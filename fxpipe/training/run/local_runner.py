@@ -18,9 +18,10 @@ from fxpipe.plan.rows import joined
 from fxpipe.plan.saved import files
 from fxpipe.plan.step import POSITIONS
 from fxpipe.runtime.batch.documents import has_several, shares_of
-from fxpipe.runtime.batch.lengths import are_as_assumed, are_listed, lengths_of, of_replica, or_example
+from fxpipe.runtime.batch.lengths import are_listed, lengths_of, of_replica, or_example
 from fxpipe.runtime.batch.microbatches import batch_leaves
 from fxpipe.runtime.batch.outputs import MOST_SHOWN, Collected, Listed, On, requested, shown
+from fxpipe.runtime.batch.which_programs import are_others, says
 from fxpipe.runtime.debug.finite import Check, Finite
 from fxpipe.runtime.debug.recording import Recording, check_ops
 from fxpipe.runtime.job.process import Process
@@ -153,13 +154,13 @@ class LocalRunner:
                 "run_local runs all ranks in this process, which under torchrun holds the tensors of one of "
                 "them. Call pipe.step(batch) on all ranks, or start the script as one process."
             )
-        if self._for_assumed is not None and are_as_assumed(
-            self.plan.step, self._for_assumed.plan.assumed, batch
-        ):
-            return self._for_assumed.run_local(batch, step, threads, measure_memory, replay, looks)
-        spec = self.plan.step
+        spec, other = self.plan.step, self._for_assumed
         at_least_one("threads", threads)
         lengths = or_example(spec, lengths_of(spec, batch, self.plan.replicas))
+        if other is not None:
+            when = other.plan.when
+            if are_others(when, [says(when, spec, batch, len(lengths))]):
+                return other.run_local(batch, step, threads, measure_memory, replay, looks)
         shares = shares_of(spec, batch, lengths, self.plan.replicas)
         number = len(lengths) // self.plan.replicas
         parts = [slice(k, k + number) for k in range(0, len(lengths), number)]

@@ -14,11 +14,11 @@ from fxpipe.errors import BatchError, FxpipeError, RunError, number_of
 from fxpipe.plan.artifact import Artifact
 from fxpipe.runtime.batch.lengths import (
     all_leaves,
-    are_as_assumed,
     are_listed,
     checked,
 )
 from fxpipe.runtime.batch.outputs import Collected, StepResult, requested
+from fxpipe.runtime.batch.which_programs import are_others, says
 from fxpipe.runtime.debug.finite import place_of_failure
 from fxpipe.runtime.program.comm import NoAnswer
 from fxpipe.runtime.program.load_program import Program
@@ -100,10 +100,10 @@ class Runner(RankRunner):
         if self.process is not None:
             self.process.watch.check()
         of_replicas = self._agreed(batch, is_checked=True)
-        self._last = self._for(batch)
+        lengths, _ = of_replicas[0 if self.process is None else self.process.replica]
+        self._last = self._for(batch, len(lengths))
         if self._last is not None:
             return self._step_of_other(self._last, batch, looks)
-        lengths, _ = of_replicas[0 if self.process is None else self.process.replica]
         rt, spec = self.runtime, self.plan.step.with_microbatches(len(lengths))
         program = self._own_program
         if spec.lengths:
@@ -171,20 +171,17 @@ class Runner(RankRunner):
             self.plan.step, batch, self.process, self._named(self.step_number), is_checked=is_checked
         )
 
-    def _for(self, batch: object) -> Runner | None:
+    def _for(self, batch: object, microbatches: int) -> Runner | None:
         """The runner of the programs for batches like this alone; the same on all ranks and replicas."""
         other, process = self._for_assumed, self.process
         if other is None:
             return None
-        holds = are_as_assumed(self.plan.step, other.plan.assumed, batch)
+        said = [says(other.plan.when, self.plan.step, batch, microbatches)]
         if process is not None:
             # A rank without the leaves has no say, and one alone may refuse the batch later.
-            say = torch.tensor([0 if holds is None else 1 + holds], device="cpu")
-            said = {
-                *process.begin_gather(say, f"the batch of {self._named(self.step_number)}")()[:, 0].tolist()
-            }
-            holds = said <= {0, 2} and 2 in said
-        return other if holds else None
+            say, of = torch.tensor(said, device="cpu"), f"the batch of {self._named(self.step_number)}"
+            said = process.begin_gather(say, of)()[:, 0].tolist()
+        return other if are_others(other.plan.when, said) else None
 
     def _step_of_other(self, other: Runner, batch: object, looks: Looks) -> StepResult:
         """A step by the programs of another runner, which goes on with this one's number of the step."""
