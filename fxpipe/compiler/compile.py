@@ -22,7 +22,7 @@ from fxpipe.capture.lanes.joint_graph import capture_lanes, lane_as_text
 from fxpipe.capture.lengths import LengthTraces, OtherMasks, agreed_masks, at_other_lengths
 from fxpipe.capture.resized import named_lengths, sample, with_other_rows
 from fxpipe.capture.rules.attention_masks import Masks
-from fxpipe.capture.rules.length_means import TracesOfMeans, weigh_means
+from fxpipe.capture.rules.length_means import TracesOfMeans, let_factors_be_whole, weigh_means
 from fxpipe.capture.scale import LATER
 from fxpipe.capture.trace import Captured, capture
 from fxpipe.capture.underflow import warn_of_float16
@@ -323,7 +323,10 @@ def traced(
     )
     scale = 1 / options.mesh.microbatches
     call = request.model, request.example, request.loss_fn
-    return capture(*call, scale, request.device, capture_options, buffers, request.walked)
+    captured = capture(*call, scale, request.device, capture_options, buffers, request.walked)
+    if options.dimensions:
+        let_factors_be_whole(captured.graph)
+    return captured
 
 
 @collector_paused()

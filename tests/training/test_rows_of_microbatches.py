@@ -186,6 +186,7 @@ LOSSES: dict[str, tuple[Callable[..., torch.Tensor], Callable[[torch.Tensor], fl
     "mean over rows, tokens first": (lambda x, mask: x.T.mean(1).mean(), elements),
     "mean of sums over rows": (lambda x, mask: x.sum(0).mean(), one),
     "divided by a number": (lambda x, mask: x.sum() / mask.numel(), elements),
+    "divided by a float": (lambda x, mask: x.sum() / float(mask.numel()), elements),
     "divided twice": (lambda x, mask: x.sum() / mask.shape[0] / mask.shape[1], elements),
     "divided by rows": (lambda x, mask: (x.sum(1) / x.shape[1]).sum() / len(x), rows_alone),
     "mean of a mask": (lambda x, mask: (x * mask).mean() / mask.mean(), lambda mask: float(mask.sum())),

@@ -43,6 +43,7 @@ aten = torch.ops.aten
 
 _MEAN = 1  # of the reductions of losses
 _FACTORS = {aten.mul, aten.div}
+_EXACT = 2.0**53  # whole numbers below are floats
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,6 +67,17 @@ class TracesOfMeans:
         size = sized(numbers, names, [tuple(each.values()) for each in self.lengths])
         # What is no expression of lengths the programs cannot compute, which is told later.
         return {*names} if size is None else size.used if isinstance(size, Size) else ()
+
+
+def let_factors_be_whole(graph: fx.Graph) -> None:
+    """Let values be multiplied and divided by 288, not 288.0: as that of ``float(x.numel())`` it may be an
+    expression of lengths, and the result has the same bits."""
+    for node in call_nodes(graph):
+        if getattr(node.target, "overloadpacket", None) in _FACTORS and not node.kwargs:
+            value, factor = node.args
+            is_whole = isinstance(factor, float) and factor.is_integer() and 0 < factor < _EXACT
+            if is_whole and node_arg(node, 0).meta["val"].dtype.is_floating_point:
+                node.args = value, int(factor)  # type: ignore[arg-type]
 
 
 def weigh_means(traces: TracesOfMeans) -> tuple[str, ...]:
