@@ -2,7 +2,8 @@
 
     PYTHONPATH=. python benchmarks/length_runs.py --output benchmarks/results/length_runs.txt
 
-Each setting of ``SETTINGS`` trains a tiny decoder of a family of transformers, drawn among all, with random
+Each setting of ``SETTINGS`` trains a tiny decoder of the next family of transformers, in an order that is
+drawn, that can be built in float64 and compiled, with random
 weights in float64 and with its sequence named: lists of 1 to 6 microbatches of lengths that are drawn, for
 each replica its own, with SGD with momentum and a clipped norm behind each.  The table has the largest error
 of losses and of the weights behind the last step against eager, relative to the largest value; of a model
@@ -54,22 +55,23 @@ def main() -> None:
     report = Report("Lists of microbatches of many lengths under torchrun")
     families = sorted(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items())
     random.Random(options.seed).shuffle(families)
-    wanted = [each for each in families if not options.families or each[0] in options.families]
+    drawn = iter([each for each in families if not options.families or each[0] in options.families])
     rows = []
     for number, (processes, setting) in enumerate(SETTINGS):
-        kind, names = wanted[number % len(wanted)]
-        name = names if isinstance(names, str) else names[0]
-        case = {"kind": kind, "name": name, "setting": setting, "lists": options.lists, "seed": number}
-        try:
-            result = run("length_runs_worker.py", processes, case, limit=240)
-        except Exception as error:  # noqa: BLE001 - a run that fails in any way is a row of the table
-            lines = [line for line in str(error).splitlines() if "Error" in line]
-            result = [f"fails: {(lines or [type(error).__name__])[-1][-90:]}", "", "", ""]
-        shown = ", ".join(
-            f"{value}" if key == "schedule" else f"{key} {value}" for key, value in setting.items()
-        )
-        rows.append([kind, str(processes), shown, *result])
-        print(*rows[-1], flush=True)
+        while (each := next(drawn, None)) is not None:
+            kind, names = each
+            name = names if isinstance(names, str) else names[0]
+            case = {"kind": kind, "name": name, "setting": setting, "lists": options.lists, "seed": number}
+            try:
+                result = run("length_runs_worker.py", processes, case, limit=240)
+            except Exception as error:  # noqa: BLE001 - a run that fails in any way is a row of the table
+                lines = [line for line in str(error).splitlines() if "Error: " in line]
+                result = [f"fails: {(lines or [type(error).__name__])[-1].strip()[:60]}", "", "", ""]
+            shown = ", ".join(f"{x}" if key == "schedule" else f"{key} {x}" for key, x in setting.items())
+            rows.append([kind, str(processes), shown, *result])
+            print(*rows[-1], flush=True)
+            if result[1] or setting.get("vocab_parallel"):  # which is refused
+                break
     report.table(["family", "processes", "setting", "lengths", "lists", "largest error", "resumed"], rows)
     report.save(options.output)
 

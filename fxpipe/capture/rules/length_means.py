@@ -111,6 +111,25 @@ def weigh_means(traces: TracesOfMeans) -> tuple[str, ...]:
     return tuple(dict.fromkeys(first.nodes[k].meta["origin"].source for k in sorted(apart)))
 
 
+def own_means(traces: TracesOfMeans) -> tuple[str, ...]:
+    """The source lines of means over rows with which the loss goes on by other ops than linear ones, as that
+    of an auxiliary loss of experts does: each microbatch has its own."""
+    if graph_outputs(traces.graphs[0]).loss is None:
+        return ()
+    means = []
+    for graph in traces.graphs:
+        loss = graph_outputs(graph).loss
+        leads, known = leading_to((loss,)), _Means.of(graph).leads
+        means.append([n for n in call_nodes(graph) if n in leads and n not in known and _number(n)])
+    lines = dict[str, None]()
+    for nodes in zip(*means, strict=True) if len({*map(len, means)}) == 1 else ():
+        used = traces.used([_number(node) for node in nodes])
+        is_varied = not {*used}.isdisjoint(traces.varied)
+        if is_varied and _kind(nodes[0], used, traces) is _Kind.ROWS:
+            lines[nodes[0].meta["origin"].source] = None
+    return tuple(lines)
+
+
 @dataclass(frozen=True, eq=False)
 class _Means:
     """What may be a mean in one trace.  ``nodes``: in order.  ``linear``: the ops of which the loss is a
