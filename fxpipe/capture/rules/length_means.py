@@ -118,8 +118,9 @@ def own_means(traces: TracesOfMeans) -> tuple[str, ...]:
         return ()
     means = []
     for graph in traces.graphs:
-        loss = graph_outputs(graph).loss
-        leads, known = leading_to((loss,)), _Means.of(graph).leads
+        loss, known = graph_outputs(graph).loss, _Means.of(graph).leads
+        assert loss is not None, "as in the first"
+        leads = leading_to([loss])
         means.append([n for n in call_nodes(graph) if n in leads and n not in known and _number(n)])
     lines = dict[str, None]()
     for nodes in zip(*means, strict=True) if len({*map(len, means)}) == 1 else ():
