@@ -18,11 +18,15 @@ Part run: 8 processes whose stages only sleep, 10 us a unit; "packed" and "order
 the steps' times, beside the time that was simulated; and the milliseconds that ``step`` waits for an order
 that ``prepare`` has begun to look for one step before.
 
+Part long: the orders of "order 2048" relative to the best that a search of 60 times the work finds (the best
+of two, in seconds each), and that relative to the bound; with the memory and without a limit.
+
 Part exact: the same on 4 ranks with 5 or 6 samples, each a microbatch, and memory for 3 of the longest; the
 shortest step of all orders by OR-tools, which need not let microbatches come in one order on all ranks,
 relative to the one that is found.
 
     python benchmarks/lengths.py --output benchmarks/results/lengths.txt
+    python benchmarks/lengths.py --part simulated --part long --output benchmarks/results/lengths_bound.txt
     python benchmarks/lengths.py --part exact --output benchmarks/results/lengths_exact.txt
 """
 
@@ -44,7 +48,7 @@ from fxpipe.schedule.exact.order import exact
 from fxpipe.schedule.ops import Color, Op, Schedule
 from fxpipe.schedule.placement import place
 from fxpipe.schedule.search.build import build
-from fxpipe.schedule.search.uneven import Uneven
+from fxpipe.schedule.search.uneven import WORK, Uneven
 
 RANKS, LONGEST, MEMORY, SAMPLES, UNIT = 8, 8192, 4, 64, 1e-5
 DISTRIBUTIONS = ("log-normal", "heavy tail", "short and long")
@@ -140,6 +144,26 @@ def simulated(report: Report, seeds: int) -> None:
     report.table([*heads, "packed / order 2048", "/ bound", "/ bound, any memory"], rows_shown)
 
 
+def beside_long(report: Report, seeds: int) -> None:
+    rows = []
+    for name in DISTRIBUTIONS:
+        ratios: list[list[float]] = []
+        for seed in range(seeds):
+            memory = uneven(packed(samples(name, seed), 2048))
+            ratios.append([])
+            for problem in (memory, replace(memory, limits=(inf,) * RANKS)):
+                short = problem.times(problem.best()).makespan
+                longs = [problem.times(problem.best(60 * WORK, seed)).makespan for seed in (0, 100)]
+                best = min(short, *longs)
+                ratios[-1] += [short / best, best / problem.bound]
+        columns = [sorted(column) for column in zip(*ratios, strict=True)]
+        shown = [f"{statistics.median(each):.3f} ({each[0]:.3f} … {each[-1]:.3f})" for each in columns]
+        rows.append([name, *shown])
+    heads = "found / best", "best / bound", "found / best, any memory", "best / bound, any memory"
+    report.line(f"\nPart long: medians of {seeds} steps of {SAMPLES} samples")
+    report.table(["", *heads], rows)
+
+
 def measured(report: Report, seeds: int) -> None:
     batches = []
     for name in DISTRIBUTIONS:
@@ -196,15 +220,19 @@ def shifted(color: Color, stages: int) -> Color:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--part", choices=("simulated", "run", "exact"), help="one of them (the first two)")
+    parts = "simulated", "run", "long", "exact"
+    parser.add_argument("--part", choices=parts, action="append", help="some of them (the first two)")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     report = Report("Steps of samples of many lengths")
-    if options.part in (None, "simulated"):
+    chosen = options.part or parts[:2]
+    if "simulated" in chosen:
         simulated(report, options.seeds)
-    if options.part in (None, "run"):
+    if "run" in chosen:
         measured(report, 1)
-    if options.part == "exact":
+    if "long" in chosen:
+        beside_long(report, options.seeds)
+    if "exact" in chosen:
         beside_exact(report, options.seeds)
     report.save(options.output)
 

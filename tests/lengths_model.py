@@ -123,7 +123,19 @@ def train(directory: Path) -> None:
         no_labels = [{"ids": each["ids"]} for each in batch]  # which rank 1 alone needs
         larger = [*batch[:-1], microbatch(LENGTH, 3)]
         other_rows = [*batch[:-1], microbatch(lengths[-1], rows + rank)]
-        for wrong in ([], longer, [*batch[:-1], last], one, batch[rank:], no_labels, larger, other_rows):
+        word = [*batch[:-1], {**batch[-1], "ids": torch.full_like(batch[-1]["ids"], WORDS)}]
+        refused_ones = (
+            [],
+            longer,
+            [*batch[:-1], last],
+            one,
+            batch[rank:],
+            no_labels,
+            larger,
+            other_rows,
+            word,
+        )
+        for wrong in refused_ones:
             try:
                 pipe.step(wrong)
                 refused.append("")

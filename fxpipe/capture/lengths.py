@@ -48,13 +48,14 @@ class LengthTraces:
     ``lengths``: those that a program may take.  ``captured``: the step at each point, the example's first.
     ``traces``: the graphs that the passes rewrite alike.  ``one_row``: where rows have a name, the steps of
     one, which may be made of other ops (a gradient that is broadcast is no sum then): programs take one row
-    if they are proved to be those.
+    if they are proved to be those.  ``fewer``: why they take no more lengths, where something is in the way.
     """
 
     lengths: tuple[NamedLength, ...]
     captured: tuple[Captured, ...]
     traces: ResizedTraces
     one_row: tuple[Captured, ...] = ()
+    fewer: str = ""
 
     @property
     def points(self) -> list[dict[str, int]]:
@@ -122,7 +123,8 @@ def at_other_lengths(
                 pass  # raises where a number is no expression
             steps = [captured, *others]
             _check_comparisons(steps, traces, lengths)
-            traced = LengthTraces(lengths, (captured, *others), traces)
+            fewer = "" if failure.__traceback__ is None else str(failure)
+            traced = LengthTraces(lengths, (captured, *others), traces, fewer=fewer)
         except (CaptureError, SizeError) as error:
             failure = error if failure.__traceback__ is None else failure
             continue

@@ -115,7 +115,8 @@ class _Compared:
 
 
 def _plan(options: argparse.Namespace) -> None:
-    hardware, length = device_named(options.device), _of_samples(options)  # before the model is made
+    hardware = device_named(options.device)  # before the model is made
+    _check_samples(options)
     _check_lanes(options)
     sizes = [{}, *({name: length} for name, length in options.size)]
     compared = [_Compared() for _ in sizes]
@@ -124,8 +125,8 @@ def _plan(options: argparse.Namespace) -> None:
         with local_lanes(lanes) if lanes > 1 else nullcontext() as mesh:
             planned = _planned(compared, options, lanes, way, mesh, sizes)
             name = type(planned.compilation.model).__name__
-            if length is not None:
-                drawn_ones, ways = _of_lengths(options, length, planned, compared[0])
+            if options.lengths is not None:
+                drawn_ones, ways = _of_lengths(options, planned, compared[0])
             planned.phase.finish("planned")
     of_lengths = options.lengths, options.seed, drawn_ones, ways
     if options.json:
@@ -201,6 +202,8 @@ def _planned(
         fused_attention=not is_cpu(options.device),
     )
     step = planned_step(compilation, phase)
+    if options.lengths is not None:
+        _of_samples(options, step)
     captured = step.captured.graph, step.resized, example, options.device
     for each, at, size in zip(compared, throughputs(*captured, sizes), sizes, strict=True):
         wanted = checked(settings, request.meshes(at.rows, lanes))
@@ -212,29 +215,35 @@ def _planned(
 
 
 def _of_lengths(
-    options: argparse.Namespace, length: NamedLength, planned: _Planned, compared: _Compared
+    options: argparse.Namespace, planned: _Planned, compared: _Compared
 ) -> tuple[list[list[int]], list[Way]]:
     """Samples of the lengths that were given, of some steps, and what these take on the fastest mesh."""
     mesh, at = fastest_mesh(compared.tried).mesh, compared.at[1]
     planner = planner_of(*planned[:2], mesh, planned.phase)
     number = mesh.microbatches * at.rows * mesh.replicas
+    length, leading = _of_samples(options, planned.step)
     steps = drawn(options.lengths, length.example, number, options.seed)
     tokens = () if options.tokens is None else (options.tokens,)
-    return steps, Packer(planner, length, at.rows, mesh.replicas).ways(steps, tokens)
+    return steps, Packer(planner, length, at.rows, mesh.replicas, leading).ways(steps, tokens)
 
 
-def _of_samples(options: argparse.Namespace) -> NamedLength | None:
-    """The dimension in which samples have the lengths that were given."""
+def _check_samples(options: argparse.Namespace) -> None:
     if options.lengths is None and options.tokens is not None:
         raise OptionError("--tokens needs --lengths")
-    if options.lengths is None:
-        return None
-    if len(options.dimension) != 1 or options.vocab_parallel or max(options.lanes) > 1:
+    if options.lengths is not None and (options.vocab_parallel or max(options.lanes) > 1):
+        raise OptionError("--lengths takes no --vocab-parallel and no --lanes.")
+
+
+def _of_samples(options: argparse.Namespace, step: CapturedStep) -> tuple[NamedLength, str | None]:
+    """The dimension in which samples have the lengths that were given, and the name of the rows, if any."""
+    rows = "" if step.resized is None else step.resized.leading
+    others = [each for each in options.dimension if each[0] != rows]
+    if len(others) != 1:
         raise OptionError(
-            "--lengths needs one --dimension NAME=N, of the example, and no --vocab-parallel and no --lanes."
+            "--lengths needs one --dimension NAME=N, of the example, and takes another one of its rows."
         )
-    name, example = options.dimension[0]
-    return NamedLength(name, example, 1, 1)
+    name, length = others[0]
+    return NamedLength(name, length, 1, 1), rows if rows in dict(options.dimension) else None
 
 
 def _check_lanes(options: argparse.Namespace) -> None:

@@ -22,7 +22,7 @@ from fxpipe.capture.lanes.joint_graph import capture_lanes, lane_as_text
 from fxpipe.capture.lengths import LengthTraces, OtherMasks, agreed_masks, at_other_lengths
 from fxpipe.capture.resized import named_lengths, sample, with_other_rows
 from fxpipe.capture.rules.attention_masks import Masks
-from fxpipe.capture.rules.length_means import TracesOfMeans, weigh_means
+from fxpipe.capture.rules.length_means import TracesOfMeans, let_factors_be_whole, own_means, weigh_means
 from fxpipe.capture.scale import LATER
 from fxpipe.capture.trace import Captured, capture
 from fxpipe.capture.underflow import warn_of_float16
@@ -154,20 +154,25 @@ def _with_weighted_means(
     points = [dict(zip(others.names, point, strict=True)) for point in others.points]
     here = [points[0] | dict(zip(names, point, strict=True)) for point in named.traces.points]
     graphs = [each.graph for each in named.captured]
-    lines = weigh_means(
-        TracesOfMeans(
-            (*graphs, *others.graphs),
-            (*here, *points[1:]),
-            others.leading,
-            names,
-            tuple(each.graph for each in captured),
-        )
+    traces = TracesOfMeans(
+        (*graphs, *others.graphs),
+        (*here, *points[1:]),
+        others.leading,
+        names,
+        tuple(each.graph for each in captured),
     )
-    for line in lines:
+    own = own_means(traces)
+    for line in weigh_means(traces):
         warnings.warn(
             f"The loss takes a mean over the elements of a microbatch in {line}, which fxpipe cannot take "
             "over those of all: the loss of microbatches of several lengths is the mean of their own means. "
             "Let loss_fn return (sum, count).",
+            stacklevel=2,
+        )
+    if own:
+        warnings.warn(
+            f"The loss goes on with means over the elements of a microbatch in {', '.join(own)}, as an "
+            "auxiliary loss of experts does: of several lengths that part is the mean of their own.",
             stacklevel=2,
         )
     return replace(named, traces=named.traces.after_rewrite(graphs[0], graphs[1:]), one_row=tuple(captured))
@@ -329,7 +334,10 @@ def traced(
     )
     scale = 1 / options.mesh.microbatches
     call = request.model, request.example, request.loss_fn
-    return capture(*call, scale, request.device, capture_options, buffers, request.walked)
+    captured = capture(*call, scale, request.device, capture_options, buffers, request.walked)
+    if options.dimensions:
+        let_factors_be_whole(captured.graph)
+    return captured
 
 
 @collector_paused()

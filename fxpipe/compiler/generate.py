@@ -14,6 +14,7 @@ from torch import fx
 
 from fxpipe.capture.lengths import LengthTraces
 from fxpipe.capture.reads.documents import documents_of
+from fxpipe.capture.reads.table_rows import tables_of
 from fxpipe.capture.trace import Captured
 from fxpipe.certificate.check import check
 from fxpipe.codegen.collectives import collectives
@@ -150,7 +151,8 @@ def _of_lengths(
     if not why and isinstance(lengths, LengthTraces) and cut.lengths is not None:
         crossing = {name for edge in cut.edges for name in edge.names}
         documents = documents_of(cut.graph) if prices_documents(plan) else None
-        named = replace(plan, step=replace(plan.step, lengths=lengths.lengths, documents=documents))
+        of_data = replace(plan.step, documents=documents, tables=tables_of(cut.graph))
+        named = replace(plan, step=replace(of_data, lengths=lengths.lengths, fewer=lengths.fewer))
         try:
             sizes = crossing_sizes(cut.graph, crossing, cut.lengths)
             variables = dict(zip(cut.lengths.names, (each.name for each in lengths.lengths), strict=True))

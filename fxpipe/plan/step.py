@@ -156,6 +156,14 @@ class Documents:
 
 
 @dataclass(frozen=True)
+class Table:
+    """A leaf of which each value is a row of a table that has so many, as words and positions are."""
+
+    leaf: str
+    rows: Annotated[int, between(1, MOST_LENGTH)]
+
+
+@dataclass(frozen=True)
 class OutputSpec:
     """An output that can be asked for; a part of plan.json.
 
@@ -188,8 +196,9 @@ class StepSpec:
     the batch that its program uses.  ``outputs``: those that a step can be asked for.  ``has_loss``: else the
     step is a forward for its outputs alone.
     ``lengths``: the dimensions of microbatches that may have other lengths than the example's.
-    ``one_length``: why there are none, where dimensions were named.
+    ``one_length``: why there are none, where dimensions were named.  ``fewer``: why programs take no others.
     ``has_total``: whether the loss divides by a number of the batch that is of all microbatches of a step.
+    ``tables``: of these microbatches, what leaves are rows of.
     ``documents``: where a microbatch's time depends on those that are packed in it.  ``mixes``: whether the
     step has positions by which it keeps none apart.
     """
@@ -210,6 +219,8 @@ class StepSpec:
     has_total: bool = False
     documents: Documents | None = None
     mixes: bool = False
+    tables: tuple[Table, ...] = ()
+    fewer: str = ""
 
     def batch_at(self, lengths: Mapping[str, int]) -> BatchSpec:
         """The leaves of a microbatch of these lengths, all of them named."""

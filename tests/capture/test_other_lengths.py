@@ -60,6 +60,11 @@ def test_lengths_that_a_step_takes(function, lengths):
     pipe = step_of(function)
     (length,) = pipe.lengths
     assert (length.name, length.least, length.example, length.step) == ("time", *lengths)
+    if length.least > 2:  # as they are not all, the line is told that is in the way
+        with pytest.raises(fxpipe.BatchError, match=r"Others would be .*test_other_lengths\.py:\d+"):
+            pipe.run_local([(torch.randn(2, 3, WIDTH),)])
+    with pytest.raises(fxpipe.BatchError, match=r"a longer one\.$"):
+        pipe.run_local([(torch.randn(2, LENGTH + 1, WIDTH),)])
 
 
 @pytest.mark.parametrize(

@@ -91,6 +91,13 @@ def test_steps_of_samples_of_a_distribution(capsys):
     # Samples that are padded take no longer than the example's length, and less where they are packed.
     assert full >= longest["seconds"] > buckets["seconds"] > min(way["seconds"] for way in packed)
     assert all(way["filled"] > buckets["filled"] > longest["filled"] for way in packed[:1])
+    rows = ["--dimension", f"rows={ROWS}", "--lengths", "lognormal:mean=40,sigma=1", "--seed", "5"]
+    (entry,) = planned(capsys, *given, *rows)
+    by_length = entry["ways"][2]
+    assert by_length["way"] == "rows by length"
+    assert longest["filled"] < by_length["filled"] < 1
+    assert by_length["microbatches"] < buckets["microbatches"]
+    assert by_length["seconds"] < buckets["seconds"]
     assert main([*GIVEN, *given, "--lengths", "40,41", "--tokens", "80"]) == 0
     assert "packed to 80 *" in capsys.readouterr().out
     assert main([*GIVEN, "--ranks", "2", "--microbatches", "8", "--lengths", "40"]) != 0

@@ -70,7 +70,7 @@ def test_long_microbatches_amidst_short_ones_no_longer_hold_up_the_others():
     uneven, before = problem(lengths, limit), static("zb", 12, limit)
     found = uneven.times(uneven.best()).makespan
     assert found < 0.7 * uneven.times(before.order).makespan
-    assert found < 1.12 * uneven.bound
+    assert found < 1.07 * uneven.bound  # by climbs alone 1.09
 
 
 def test_any_number_of_microbatches():

@@ -186,6 +186,7 @@ LOSSES: dict[str, tuple[Callable[..., torch.Tensor], Callable[[torch.Tensor], fl
     "mean over rows, tokens first": (lambda x, mask: x.T.mean(1).mean(), elements),
     "mean of sums over rows": (lambda x, mask: x.sum(0).mean(), one),
     "divided by a number": (lambda x, mask: x.sum() / mask.numel(), elements),
+    "divided by a float": (lambda x, mask: x.sum() / float(mask.numel()), elements),
     "divided twice": (lambda x, mask: x.sum() / mask.shape[0] / mask.shape[1], elements),
     "divided by rows": (lambda x, mask: (x.sum(1) / x.shape[1]).sum() / len(x), rows_alone),
     "mean of a mask": (lambda x, mask: (x * mask).mean() / mask.mean(), lambda mask: float(mask.sum())),
@@ -257,6 +258,21 @@ def test_a_mean_that_cannot_be_weighed():
     batch = [rated(1, 12), rated(3, 7)]
     own = torch.stack([model(**each) for each in batch]).mean()
     torch.testing.assert_close(pipe.run_local(batch).loss, own.detach())
+
+
+def test_a_product_of_means_is_each_microbatchs_own():
+    """As in an auxiliary loss of experts; a loss of labels is warned of nothing."""
+    model = Rated(lambda x, mask: x.mean() + (x.sum(0) / float(len(x))).square().sum())
+    with pytest.warns(UserWarning, match=r"goes on with means over .* in .*\.py:\d+.*, as an auxiliary loss"):
+        pipe = fxpipe.compile(
+            model, rated(3, 12), ranks=1, microbatches=2, dimensions={"rows": 3, "time": 12}
+        )
+    batch = [rated(2, 12), rated(3, 7)]
+    each = [(model.first(one["x"]).tanh(), one) for one in batch]
+    x = [(model.last(y) - one["y"]).square().mean(-1) for y, one in each]
+    own = [a.mean(0).square().sum() for a in x]
+    loss = torch.cat([a.flatten() for a in x]).mean() + torch.stack(own).mean()
+    torch.testing.assert_close(pipe.run_local(batch).loss, loss.detach())
 
 
 class OneRow(nn.Module):

@@ -43,6 +43,7 @@ aten = torch.ops.aten
 
 _MEAN = 1  # of the reductions of losses
 _FACTORS = {aten.mul, aten.div}
+_EXACT = 2.0**53  # whole numbers below are floats
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,6 +67,17 @@ class TracesOfMeans:
         size = sized(numbers, names, [tuple(each.values()) for each in self.lengths])
         # What is no expression of lengths the programs cannot compute, which is told later.
         return {*names} if size is None else size.used if isinstance(size, Size) else ()
+
+
+def let_factors_be_whole(graph: fx.Graph) -> None:
+    """Let values be multiplied and divided by 288, not 288.0: as that of ``float(x.numel())`` it may be an
+    expression of lengths, and the result has the same bits."""
+    for node in call_nodes(graph):
+        if getattr(node.target, "overloadpacket", None) in _FACTORS and not node.kwargs:
+            value, factor = node.args
+            is_whole = isinstance(factor, float) and factor.is_integer() and 0 < factor < _EXACT
+            if is_whole and node_arg(node, 0).meta["val"].dtype.is_floating_point:
+                node.args = value, int(factor)  # type: ignore[arg-type]
 
 
 def weigh_means(traces: TracesOfMeans) -> tuple[str, ...]:
@@ -97,6 +109,26 @@ def weigh_means(traces: TracesOfMeans) -> tuple[str, ...]:
             if k in first.of_loss and k not in apart:
                 _weigh(each.nodes[k], prod(here[f] for f in factors), each.linear)
     return tuple(dict.fromkeys(first.nodes[k].meta["origin"].source for k in sorted(apart)))
+
+
+def own_means(traces: TracesOfMeans) -> tuple[str, ...]:
+    """The source lines of means over rows with which the loss goes on by other ops than linear ones, as that
+    of an auxiliary loss of experts does: each microbatch has its own."""
+    if graph_outputs(traces.graphs[0]).loss is None:
+        return ()
+    means = []
+    for graph in traces.graphs:
+        loss, known = graph_outputs(graph).loss, _Means.of(graph).leads
+        assert loss is not None, "as in the first"
+        leads = leading_to([loss])
+        means.append([n for n in call_nodes(graph) if n in leads and n not in known and _number(n)])
+    lines = dict[str, None]()
+    for nodes in zip(*means, strict=True) if len({*map(len, means)}) == 1 else ():
+        used = traces.used([_number(node) for node in nodes])
+        is_varied = not {*used}.isdisjoint(traces.varied)
+        if is_varied and _kind(nodes[0], used, traces) is _Kind.ROWS:
+            lines[nodes[0].meta["origin"].source] = None
+    return tuple(lines)
 
 
 @dataclass(frozen=True, eq=False)

@@ -100,7 +100,7 @@ def agreed_lengths(spec: StepSpec, ranks: Mapping[int, Sequence[Lengths | None]]
     return or_example(spec, agreed)
 
 
-def _text(lengths: Lengths) -> str:
+def _text(lengths: Mapping[str, int]) -> str:
     return ", ".join(f"{name} {length}" for name, length in lengths.items())
 
 
@@ -151,7 +151,9 @@ def _lengths_of(spec: StepSpec, batch: object, where: str, microbatches: int = 1
         return None
     if (refusal := refused(spec.lengths, lengths)) is not None:
         name, text = refusal
-        raise BatchError(f"{where} has {name} {lengths[name]} in {leaf_of[name]!r}. {text}")
+        is_longer = any(each.name == name and each.example < lengths[name] for each in spec.lengths)
+        why = f" Others would be another step: {spec.fewer}" if spec.fewer and not is_longer else ""
+        raise BatchError(f"{where} has {name} {lengths[name]} in {leaf_of[name]!r}. {text}{why}")
     return {each.name: lengths[each.name] for each in spec.lengths}
 
 
@@ -160,6 +162,23 @@ def checked(
 ) -> None:
     """Raise BatchError, naming microbatch and leaf, if the batch is unlike the example at these lengths."""
     _of_each(spec, batch, lengths, partial(check_batch, needed=needed))
+
+
+def check_tables(spec: StepSpec, batch: object, lengths: Sequence[Mapping[str, int]]) -> None:
+    """Raise BatchError, naming microbatch, lengths and leaf, for values on the CPU that are no rows of their
+    table: no step waits for the queue of an accelerator."""
+    for m, (part, _) in enumerate(parts_of(spec, batch) if spec.tables else ()):
+        leaves = given_leaves(spec.batch, part)
+        for table in spec.tables:
+            value = leaves.get(table.leaf)
+            if isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.numel():
+                of_all = [int(x) for x in value.aminmax()]
+                if wrong := [x for x in of_all if not 0 <= x < table.rows]:
+                    where = "The batch" if part is batch else f"Microbatch {m}"
+                    raise BatchError(
+                        f"{where}, of {_text(lengths[m])}, has {wrong[-1]} in {table.leaf!r}, and the table "
+                        f"that it is a row of has {number_of(table.rows, 'row')}."
+                    )
 
 
 def cut(

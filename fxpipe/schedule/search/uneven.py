@@ -1,8 +1,9 @@
 """The order of a step whose microbatches have costs of their own, as where their lengths differ.
 
 Which microbatch comes when, and what each rank runs of it, is found together: list scheduling in simulated
-time for an order of the microbatches and a timetable, of which a climb moves one thing at a time.  The work
-is a number, and no time, so that the same lengths always give the same order.
+time for an order of the microbatches and a timetable, of which climbs move one thing at a time.  The best of
+their orders are annealed, op by op.  The work is a number, and no time, so that the same lengths always give
+the same order.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import numpy as np
 from fxpipe.errors import ScheduleError
 from fxpipe.schedule.bound_of_each import lower_bound_of_each
 from fxpipe.schedule.costs import Costs, StageCost
+from fxpipe.schedule.engine.annealing import anneal
 from fxpipe.schedule.engine.arrays import ScheduleArrays, joined_arrays, schedule_arrays
 from fxpipe.schedule.engine.order import Order, OrderTimes
 from fxpipe.schedule.ops import Op, OpKind, RankOps
@@ -23,9 +25,12 @@ from fxpipe.schedule.search.due_dates import start_alone
 from fxpipe.schedule.search.uneven_kernel import climb
 from fxpipe.schedule.units import bytes_text
 
-WORK, LOOKS_A_SECOND = 600_000, 2_400_000
-"""Ops that the climb looks at, at most, and in about a second."""
+WORK, LOOKS_A_SECOND = 600_000, 1_200_000
+"""Ops that the climbs look at, at most, and in about a second."""
 _LEAST = 60  # timetables, of steps with many ops
+_CLIMBS, _ROUNDS = 8, 150  # at most so many climbs, each of at least so many timetables
+_ANNEALED, _LOOKS = 4, 12  # the orders of so many climbs; looks at ops, for each of the climbs'
+_HOT, _COLD = 0.1, 0.05  # how much worse an order may be: at first, of the way to the bound; at last, of that
 _KINDS = {0: OpKind.F, 1: OpKind.B, 2: OpKind.W}
 _SECTIONS = {OpKind.F: (0,), OpKind.B: (1,), OpKind.W: (2,), OpKind.BW: (1, 2)}
 
@@ -91,6 +96,30 @@ class Uneven:
         keeps them.
         """
         self._check_largest()
+        rounds = max(_LEAST, work // self.arrays.sections)
+        climbs = max(1, min(_CLIMBS, rounds // _ROUNDS))
+        orders = list[Order]()
+        for k in range(climbs):
+            order = self._climbed(rounds // climbs, seed + k)
+            if order is not None:
+                orders.append(order)
+                if _makespan(order) <= self._good:
+                    break
+        if not orders:
+            raise ScheduleError("no order of these microbatches keeps the memory limit")
+        orders.sort(key=_makespan)
+        if not self.in_order:
+            best = orders[:_ANNEALED]
+            orders += [self._annealed(order, _LOOKS * work // len(best), seed) for order in best]
+        return self._decoded(min(orders, key=_makespan).op_ids)
+
+    @property
+    def _good(self) -> float:
+        """The makespan at which a search ends."""
+        return self.bound * (1 + 1e-9)
+
+    def _climbed(self, rounds: int, seed: int) -> Order | None:
+        """The fastest order of so many timetables; None where none is possible."""
         best = np.empty(self.arrays.sections, np.int64)
         first, period = self.each[0], np.array([arrays.period for arrays in self.each])
         time = climb(
@@ -102,14 +131,23 @@ class Uneven:
             self._starts(period),
             not self.in_order and len(self.costs) > 1,
             np.array(self.limits, np.float64),
-            self.bound * (1 + 1e-9),
-            max(_LEAST, work // len(best)),
+            self._good,
+            rounds,
             seed,
             best,
         )
-        if time == inf:
-            raise ScheduleError("no order of these microbatches keeps the memory limit")
-        return self._decoded(best)
+        return None if time == inf else Order(self.arrays, best)
+
+    def _annealed(self, order: Order, work: int, seed: int) -> Order:
+        """The best order that annealing meets: microbatches may come in another one on each rank."""
+        hot = _HOT * (_makespan(order) - self.bound)
+        if hot <= 0:
+            return order
+        limits, goal = np.array(self.limits, np.float64), (True, self._good)
+        return Order(
+            self.arrays,
+            anneal(self.arrays.tables, order.op_ids, 1, limits, *goal, work, seed, hot, _COLD * hot),
+        )
 
     def _check_largest(self) -> None:
         """A rank that cannot hold a microbatch in all its stages could block itself."""
@@ -120,9 +158,7 @@ class Uneven:
 
     def times(self, ops: RankOps) -> OrderTimes:
         """When the ops of an order end."""
-        done = Order(self.arrays, self._encoded(ops)).run()
-        assert done is not None, "an order that was built can progress"
-        return done
+        return _times(Order(self.arrays, self._encoded(ops)))
 
     def peaks(self, ops: RankOps) -> list[float]:
         """Per rank the most memory that activations take."""
@@ -172,3 +208,13 @@ class Uneven:
                 kind = OpKind.BW if kind is OpKind.B else kind
             order[self.placement[stage]].append(Op(kind, stage, microbatch))
         return tuple(map(tuple, order))
+
+
+def _times(order: Order) -> OrderTimes:
+    done = order.run()
+    assert done is not None, "an order that was built can progress"
+    return done
+
+
+def _makespan(order: Order) -> float:
+    return _times(order).makespan

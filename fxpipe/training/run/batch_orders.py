@@ -18,7 +18,14 @@ from fxpipe.errors import BatchError, FxpipeError
 from fxpipe.plan.artifact import Artifact
 from fxpipe.plan.step import SHARES, OrderedStep, StepSpec
 from fxpipe.runtime.batch.documents import agreed_shares, shares_of
-from fxpipe.runtime.batch.lengths import Lengths, agreed_lengths, checked, lengths_of, or_example
+from fxpipe.runtime.batch.lengths import (
+    Lengths,
+    agreed_lengths,
+    check_tables,
+    checked,
+    lengths_of,
+    or_example,
+)
 from fxpipe.runtime.job.process import Process
 from fxpipe.runtime.program.load_program import Program
 
@@ -175,7 +182,9 @@ def agreed_batch(
         shares = shares_of(spec, batch, known)
         if is_checked:
             rank = 0 if process is None else process.rank
-            checked(spec, batch, or_example(spec, known), spec.leaves[rank])
+            of_all = or_example(spec, known)
+            checked(spec, batch, of_all, spec.leaves[rank])
+            check_tables(spec, batch, of_all)
     except BatchError as refusal:
         if process is None:
             raise

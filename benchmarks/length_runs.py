@@ -1,0 +1,80 @@
+"""Lists of microbatches of many lengths under torchrun, on models that others wrote, beside eager.
+
+    PYTHONPATH=. python benchmarks/length_runs.py --output benchmarks/results/length_runs.txt
+
+Each setting of ``SETTINGS`` trains a tiny decoder of the next family of transformers, in an order that is
+drawn, that can be built in float64 and compiled, with random
+weights in float64 and with its sequence named: lists of 1 to 6 microbatches of lengths that are drawn, for
+each replica its own, with SGD with momentum and a clipped norm behind each.  The table has the largest error
+of losses and of the weights behind the last step against eager, relative to the largest value; of a model
+with dropout there is none.  Half-way all write a checkpoint; a second pipeline resumes from it, prepares
+each list one step before, and must end with the same bits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+from pathlib import Path
+from typing import Any
+
+from launch import run
+from report import Report
+from transformers.models.auto import modeling_auto
+
+POST = {"validation": "post"}
+SETTINGS: tuple[tuple[int, dict[str, Any]], ...] = (
+    (2, {"schedule": "zb-h1"}),
+    (2, {"schedule": "zb-v", "offload": True}),
+    (2, {"schedule": "interleaved", "microbatches": 4}),
+    (2, {"schedule": "zb", "recompute": "full"}),
+    (2, {"schedule": "zb", **POST}),
+    (2, {"schedule": "auto", "dropout": True}),
+    (2, {"schedule": "1f1b", "vocab_parallel": True}),
+    (2, {"ranks": 1, "schedule": "1f1b", "shard": "parameters"}),
+    (4, {"schedule": "zb-h1", "recompute": "norms"}),
+    (4, {"schedule": "auto"}),
+    (4, {"schedule": "zb-v", **POST}),
+    (4, {"ranks": 2, "schedule": "zb"}),
+    (4, {"ranks": 2, "schedule": "zb-h1", "shard": "optimizer"}),
+    (4, {"ranks": 2, "schedule": "zb-v", "shard": "gradients", "recompute": "full"}),
+    (4, {"ranks": 2, "schedule": "interleaved", "microbatches": 4, "shard": "parameters"}),
+    (4, {"ranks": 2, "schedule": "zb", "offload": True}),
+    (4, {"ranks": 2, "schedule": "1f1b", "dropout": True, "shard": "optimizer", **POST}),
+)
+
+
+def main() -> None:
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    parser.add_argument("--lists", type=int, default=8, help="lists of lengths for each model")
+    parser.add_argument("--seed", type=int, default=0, help="of families and lists")
+    parser.add_argument("--families", nargs="*", help="by default all causal ones, in an order that is drawn")
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+    report = Report("Lists of microbatches of many lengths under torchrun")
+    families = sorted(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items())
+    random.Random(options.seed).shuffle(families)
+    drawn = iter([each for each in families if not options.families or each[0] in options.families])
+    rows = []
+    for number, (processes, setting) in enumerate(SETTINGS):
+        while (each := next(drawn, None)) is not None:
+            kind, names = each
+            name = names if isinstance(names, str) else names[0]
+            case = {"kind": kind, "name": name, "setting": setting, "lists": options.lists, "seed": number}
+            try:
+                result = run("length_runs_worker.py", processes, case, limit=240)
+            except Exception as error:  # noqa: BLE001 - a run that fails in any way is a row of the table
+                lines = [line for line in str(error).splitlines() if "Error: " in line]
+                result = [f"fails: {(lines or [type(error).__name__])[-1].strip()[:60]}", "", "", ""]
+            shown = ", ".join(f"{x}" if key == "schedule" else f"{key} {x}" for key, x in setting.items())
+            rows.append([kind, str(processes), shown, *result])
+            print(*rows[-1], flush=True)
+            if result[1] or setting.get("vocab_parallel"):  # which is refused
+                break
+    report.table(["family", "processes", "setting", "lengths", "lists", "largest error", "resumed"], rows)
+    report.save(options.output)
+
+
+if __name__ == "__main__":
+    main()
