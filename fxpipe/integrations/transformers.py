@@ -54,7 +54,8 @@ _WHOLE_HEADS = {
     "mla_kv_a_proj": "replicate",
 }
 #: Modules that give the heads of keys, and those of queries.
-_OF_KEYS, _OF_QUERIES = ("k_proj", "qkv_proj", "kv_b_proj"), ("q_proj", "q_norm", "o_proj")
+_OF_KEYS = ("k_proj", "qkv_proj", "kv_b_proj", "query_key_value", "c_attn", "Wqkv", "wqkv", "qkv")
+_OF_QUERIES = ("q_proj", "q_norm", "o_proj")
 #: Words of modules of experts, of which lanes hold some each; their parameters have words of their own.
 _EXPERTS = ("moe_tp_experts", "ep_dispatch_experts")
 
@@ -91,7 +92,7 @@ def parallelize(
             f"{type(model).__name__} has no plan of tensor parallelism. Give one by modules: "
             'parallelize(model, mesh, plan={"*.up": "colwise", "*.down": "rowwise"}).'
         )
-    words, heads = _of_uneven_heads(model, mesh.size(-1), words)
+    words, heads = _of_uneven_heads(model, mesh.size(-1), _with_tied(model, words))
     if mesh.ndim > 1:
         _share_beside_context(model, mesh, words, context, experts)
         return model
@@ -188,6 +189,22 @@ def _plan(model: nn.Module, kind: str) -> Mapping[str, str]:
 def _pattern(path: str) -> str:
     """model.layers.0.mlp -> model.layers.*.mlp"""
     return re.sub(r"\.\d+(?=\.|$)", ".*", path)
+
+
+def _with_tied(model: nn.Module, words: Mapping[str, str]) -> dict[str, str]:
+    """A plan that cuts a table as the layer that it is tied to, where it names the layer alone."""
+    of_rows = {"colwise", "colwise_gather_output", "colwise_rep"}
+    cut = {
+        id(module.weight)
+        for path, module in model.named_modules()
+        if isinstance(module, nn.Linear) and words.get(_pattern(path)) in of_rows
+    }
+    tables = {
+        _pattern(path): "embedding_rowwise"
+        for path, module in model.named_modules()
+        if isinstance(module, nn.Embedding) and id(module.weight) in cut
+    }
+    return tables | dict(words)
 
 
 def _of_uneven_heads(
