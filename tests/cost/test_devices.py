@@ -251,7 +251,10 @@ def test_an_unknown_device_is_calibrated(monkeypatch, caplog):
         found = describe.describe("analytic", torch.device("cpu"), graph)
     assert found.name == "NVIDIA X1 (calibrated)"
     assert found.flops.keys() == {"float32", "float64"}
-    assert re.search(r"No description of NVIDIA X1: .*float32 [\d.e+-]+ TFLOP/s.*memory", caplog.text)
+    told = re.search(r"No description of NVIDIA X1: .*float32 (\S+) TFLOP/s.*memory (\S+) GB/s", caplog.text)
+    assert told is not None
+    rates = found.flops["float32"] / 1e12, found.memory_bandwidth / 1e9
+    assert [*map(float, told.groups())] == pytest.approx(rates, rel=0.01)
     assert 1e9 < found.flops["float64"] < found.flops["float32"] < 1e13
     assert 1e8 < found.memory_bandwidth < 1e12
     assert found.memory_size == 16 * GIB
