@@ -107,6 +107,25 @@ def test_a_plan_equals_eager(kind, lanes, tokens, limit):
         assert shards["model.layers.1.mlp.experts.gate_up_proj"] == 0
 
 
+def test_a_table_is_cut_as_the_head_that_it_is_tied_to():
+    config = transformers.Lfm2Config(
+        **SMALL, layer_types=["full_attention", "conv"], tie_word_embeddings=True
+    )
+    model = transformers.Lfm2ForCausalLM(config).double()
+    whole = {name: value.clone() for name, value in model.state_dict().items()}
+    forward, example = model.forward, batch(2)
+    loss = forward(**batch(2)).loss.detach()
+    assert "model.embed_tokens" not in model.tp_plan
+    with fxpipe.local_lanes(3) as mesh:
+        from fxpipe.integrations import transformers as integration
+
+        integration.parallelize(model, mesh)
+        pipe = fxpipe.compile(model, example, ranks=1, microbatches=1)
+    assert pipe.plan.lanes.lengths == {"model.embed_tokens.weight": SMALL["vocab_size"]}
+    pipe.load_state_dict(whole)
+    assert relative_error(pipe.run_local(example).loss, loss) <= 1e-6
+
+
 def test_what_has_no_plan():
     with pytest.raises(
         OptionError, match=r"'packed_colwise' for model\.layers\.0\.mlp\.up_proj, which has no"
