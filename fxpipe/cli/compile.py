@@ -12,7 +12,7 @@ import torch
 
 from fxpipe.api.compile import compile as compile_pipeline
 from fxpipe.cli.arguments import memory, positive, positive_int
-from fxpipe.cli.option_of_compile import add_option
+from fxpipe.cli.option_of_compile import add_dimension, add_option
 from fxpipe.cli.run.model_function import model_from
 from fxpipe.errors import OptionError, printable
 from fxpipe.plan.memory import rank_memory
@@ -53,6 +53,7 @@ def add_compile(parser: argparse.ArgumentParser) -> None:
     add_option(parser, "validation", choices=VALIDATIONS, default="barrier")
     add_option(parser, "costs", default="analytic", metavar="NAME")
     add_option(parser, "effort", type=positive, metavar="S")
+    add_dimension(parser)
     add("--evaluation", action="store_true", help="make the programs of an evaluation as well")
     add("--json", action="store_true", help="print one JSON object: the directory and what is predicted")
 
@@ -85,6 +86,7 @@ def _compile(options: argparse.Namespace) -> None:
         costs=options.costs,
         effort=options.effort,
         evaluation=options.evaluation,
+        dimensions=dict(options.dimension) or None,
     )
     pipe.save(options.output, overwrite=options.overwrite)
     if options.json:

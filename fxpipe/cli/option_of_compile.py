@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from fxpipe.api.arguments import DOCS
-from fxpipe.cli.arguments import flag
+from fxpipe.cli.arguments import flag, named_length
 
 
 def add_option(parser: argparse.ArgumentParser, name: str, **settings: Any) -> None:
@@ -14,3 +14,15 @@ def add_option(parser: argparse.ArgumentParser, name: str, **settings: Any) -> N
     text = DOCS.get(name, name).split(". ")[0].rstrip(".").replace("`", "").replace("%", "%%")
     default = f" ({settings['default']})" if "default" in settings else ""
     parser.add_argument(flag(name), help=f"{text[0].lower()}{text[1:]}{default}", **settings)
+
+
+def add_dimension(parser: argparse.ArgumentParser) -> None:
+    """Add ``--dimension``, for each item of ``dimensions`` one."""
+    parser.add_argument(
+        "--dimension",
+        type=named_length,
+        action="append",
+        default=[],
+        metavar="NAME=N",
+        help="a name for the dimensions of the example that are N long",
+    )
