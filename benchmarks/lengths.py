@@ -25,7 +25,7 @@ Part exact: the same on 4 ranks with 5 or 6 samples, each a microbatch, and memo
 shortest step of all orders by OR-tools, which need not let microbatches come in one order on all ranks,
 relative to the one that is found.
 
-    python benchmarks/lengths.py --output benchmarks/results/lengths.txt
+    python benchmarks/lengths.py --part run --output benchmarks/results/lengths.txt
     python benchmarks/lengths.py --part simulated --part long --output benchmarks/results/lengths_bound.txt
     python benchmarks/lengths.py --part exact --output benchmarks/results/lengths_exact.txt
 """
