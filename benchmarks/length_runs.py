@@ -66,13 +66,13 @@ def main() -> None:
                 result = run("length_runs_worker.py", processes, case, limit=240)
             except Exception as error:  # noqa: BLE001 - a run that fails in any way is a row of the table
                 lines = [line for line in str(error).splitlines() if "Error: " in line]
-                result = [f"fails: {(lines or [type(error).__name__])[-1].strip()[:60]}", "", "", ""]
+                result = [f"fails: {(lines or [type(error).__name__])[-1].strip()[:50]}", "", "", ""]
             shown = ", ".join(f"{x}" if key == "schedule" else f"{key} {x}" for key, x in setting.items())
-            rows.append([kind, str(processes), shown, *result])
+            rows.append([kind, f"{processes}: {shown}", *result])
             print(*rows[-1], flush=True)
             if result[1] or setting.get("vocab_parallel"):  # which is refused
                 break
-    report.table(["family", "processes", "setting", "lengths", "lists", "largest error", "resumed"], rows)
+    report.table(["family", "processes: setting", "lengths", "lists", "largest error", "resumed"], rows)
     report.save(options.output)
 
 

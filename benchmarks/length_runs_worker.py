@@ -101,9 +101,9 @@ def main() -> None:
     try:
         pipe, model = compiled()
     except (*ERRORS, StrictDataclassError) as error:
-        return worker.finish([f"not compiled: {type(error).__name__}: {str(error)[:60]}", "", "", ""])
+        return worker.finish([f"not compiled: {type(error).__name__}: {str(error)[:40]}", "", "", ""])
     if not pipe.lengths:
-        return worker.finish([f"the example's alone: {pipe.artifact.plan.step.one_length[:70]}", "", "", ""])
+        return worker.finish([f"the example's alone: {pipe.artifact.plan.step.one_length[:50]}", "", "", ""])
     (known,) = pipe.lengths
     able = range(known.least, known.example + 1, known.step)
     draw = random.Random(case["seed"])

@@ -18,14 +18,14 @@ Part run: 8 processes whose stages only sleep, 10 us a unit; "packed" and "order
 the steps' times, beside the time that was simulated; and the milliseconds that ``step`` waits for an order
 that ``prepare`` has begun to look for one step before.
 
-Part long: the orders of "order 2048" relative to the best that a search of 60 times the work finds (the best
-of two, in seconds each), and that relative to the bound; with the memory and without a limit.
+Part long: the orders of "order 2048" relative to the best that a search of 12 times the work finds (the best
+of two, in some seconds each), and that relative to the bound; with the memory and without a limit.
 
 Part exact: the same on 4 ranks with 5 or 6 samples, each a microbatch, and memory for 3 of the longest; the
 shortest step of all orders by OR-tools, which need not let microbatches come in one order on all ranks,
 relative to the one that is found.
 
-    python benchmarks/lengths.py --output benchmarks/results/lengths.txt
+    python benchmarks/lengths.py --part run --output benchmarks/results/lengths.txt
     python benchmarks/lengths.py --part simulated --part long --output benchmarks/results/lengths_bound.txt
     python benchmarks/lengths.py --part exact --output benchmarks/results/lengths_exact.txt
 """
@@ -153,7 +153,7 @@ def beside_long(report: Report, seeds: int) -> None:
             ratios.append([])
             for problem in (memory, replace(memory, limits=(inf,) * RANKS)):
                 short = problem.times(problem.best()).makespan
-                longs = [problem.times(problem.best(60 * WORK, seed)).makespan for seed in (0, 100)]
+                longs = [problem.times(problem.best(12 * WORK, seed)).makespan for seed in (0, 100)]
                 best = min(short, *longs)
                 ratios[-1] += [short / best, best / problem.bound]
         columns = [sorted(column) for column in zip(*ratios, strict=True)]

@@ -50,6 +50,13 @@ positive = _number(float, "a number", _FINITE, (lambda value: value > 0, "above 
 share = _number(float, "a number", _FINITE, (lambda value: value <= 1, "from 0 to 1"))
 
 
+def named_length(text: str) -> tuple[str, int]:
+    name, _, number = text.partition("=")
+    if not name or not number.isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=N, as sequence=4096 is")
+    return name, int(number)
+
+
 def flag(name: str) -> str:
     """``--memory-limit`` of ``memory_limit``."""
     return f"--{name.replace('_', '-')}"

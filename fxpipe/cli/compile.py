@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from fxpipe.api.compile import compile as compile_pipeline
 from fxpipe.cli.arguments import positive_int
-from fxpipe.cli.option_of_compile import add_option, add_options, options_of
+from fxpipe.cli.option_of_compile import add_dimension, add_option, add_options, options_of
 from fxpipe.cli.run.model_function import model_from
 from fxpipe.errors import OptionError, printable
 from fxpipe.plan.memory import rank_memory
@@ -41,6 +41,7 @@ def add_compile(parser: argparse.ArgumentParser) -> None:
     add_option(parser, "offload", choices=("auto", "all"))
     add_options(parser)
     add_option(parser, "costs", default="analytic", metavar="NAME")
+    add_dimension(parser)
     add("--evaluation", action="store_true", help="make the programs of an evaluation as well")
     add("--json", action="store_true", help="print one JSON object: the directory and what is predicted")
 
@@ -65,6 +66,7 @@ def _compile(options: argparse.Namespace) -> None:
         costs=options.costs,
         evaluation=options.evaluation,
         **options_of(options),
+        dimensions=dict(options.dimension) or None,
     )
     pipe.save(options.output, overwrite=options.overwrite)
     if options.json:

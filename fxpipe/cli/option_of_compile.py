@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fxpipe.api.arguments import DOCS
-from fxpipe.cli.arguments import flag, memory, positive
+from fxpipe.cli.arguments import flag, memory, named_length, positive
 from fxpipe.schedule.ops import VALIDATIONS
 
 _DTYPES = {"float32": torch.float32, "float64": torch.float64}
@@ -43,3 +43,15 @@ def options_of(given: argparse.Namespace) -> dict[str, Any]:
         "vocab_parallel": given.vocab_parallel or False,
         "grad_dtype": _DTYPES.get(given.grad_dtype),
     }
+
+
+def add_dimension(parser: argparse.ArgumentParser) -> None:
+    """Add ``--dimension``, for each item of ``dimensions`` one."""
+    parser.add_argument(
+        "--dimension",
+        type=named_length,
+        action="append",
+        default=[],
+        metavar="NAME=N",
+        help="a name for the dimensions of the example that are N long",
+    )

@@ -13,9 +13,9 @@ from typing import NamedTuple
 import torch
 from rich.console import Console
 
-from fxpipe.cli.arguments import non_negative, positive_int
+from fxpipe.cli.arguments import named_length, non_negative, positive_int
 from fxpipe.cli.lengths import add_lengths, drawn
-from fxpipe.cli.option_of_compile import add_option, add_options, options_of
+from fxpipe.cli.option_of_compile import add_dimension, add_option, add_options, options_of
 from fxpipe.cli.run.functions import called
 from fxpipe.cli.run.model_function import model_from
 from fxpipe.cli.ways import large, print_ways, ways_as_json
@@ -75,17 +75,10 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     add_option(parser, "optimizer_bytes", type=non_negative, default=8.0, metavar="X")
     add_option(parser, "shard", choices=("auto", "none", *SHARDS), default="auto")
     add_options(parser)
-    add(
-        "--dimension",
-        type=_length,
-        action="append",
-        default=[],
-        metavar="NAME=N",
-        help="a name for the dimensions of the example that are N long",
-    )
+    add_dimension(parser)
     add(
         "--size",
-        type=_length,
+        type=named_length,
         action="append",
         default=[],
         metavar="NAME=N",
@@ -327,10 +320,3 @@ def _numbers(text: str) -> list[int]:
     if min(numbers) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers, as 1,2,4 is")
     return list(dict.fromkeys(numbers))
-
-
-def _length(text: str) -> tuple[str, int]:
-    name, _, number = text.partition("=")
-    if not name or not number.isdigit():
-        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=N, as sequence=4096 is")
-    return name, int(number)

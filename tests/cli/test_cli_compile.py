@@ -24,6 +24,10 @@ def with_loss():
     return nn.Linear(8, 8), (torch.zeros(ROWS, 8),), lambda y, x: y.square().mean()
 
 
+def of_any_length():
+    return nn.Linear(8, 8), (torch.zeros(ROWS, 12, 8),), lambda y, x: y.square().mean()
+
+
 def only_a_model():
     return Chain(2)
 
@@ -52,6 +56,16 @@ def test_a_function_becomes_a_saved_pipeline(capsys, tmp_path):
     assert main([*again, "--overwrite", "--schedule", "gpipe"]) == 0
     assert "torchrun --nproc-per-node 1 -m fxpipe run " in capsys.readouterr().out
     assert fxpipe.load(directory).plan.step.microbatches == 3
+
+
+def test_a_pipeline_for_microbatches_of_several_lengths(capsys, tmp_path):
+    given = ["-o", str(tmp_path / "saved"), "--ranks", "1", "--microbatches", "2", "--dimension", "time=12"]
+    assert main(["compile", f"{__name__}:of_any_length", *given]) == 0
+    (length,) = fxpipe.load(tmp_path / "saved").lengths
+    assert (length.name, length.example) == ("time", 12)
+    capsys.readouterr()
+    assert main(["simulate", "--costs", str(tmp_path / "saved"), "--lengths", "3,12,7"]) == 0
+    assert "time" in capsys.readouterr().out
 
 
 def test_what_cannot_be_compiled_is_told_before_anything_long_begins(capsys, tmp_path, monkeypatch):
