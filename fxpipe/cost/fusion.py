@@ -13,6 +13,7 @@ again by each, unless it needs too many inputs for that; views cost nothing.
 from __future__ import annotations
 
 import operator
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from math import prod
 from typing import Any, NamedTuple, cast
@@ -115,11 +116,10 @@ class _Fusion:
         for node in nodes:
             if node in works:
                 self._take(node)
+        self._delay()
 
     def kernels(self) -> list[Kernel]:
-        groups: dict[fx.Node, list[fx.Node]] = {}
-        for node in self.loops:
-            groups.setdefault(self._group(node), []).append(node)
+        groups = self._groups()
         outside = {node for node in self.loops if any(map(self._is_apart, self._users(node)))}
         read = {
             source
@@ -164,6 +164,59 @@ class _Fusion:
         for x in reads:
             alike = self._alike.setdefault((x, level, size, loop.across), node)
             self._parent[self._group(alike)] = self._group(node)
+
+    def _groups(self) -> dict[fx.Node, list[fx.Node]]:
+        groups: dict[fx.Node, list[fx.Node]] = {}
+        for node in self.loops:
+            groups.setdefault(self._group(node), []).append(node)
+        return groups
+
+    def _delay(self) -> None:
+        """Let a kernel wait for one that reads what it computes, or the same as it: what B computes again of
+        the forward is in the kernel of the gradient, whatever that waits for."""
+        groups, read_by = self._groups(), defaultdict[fx.Node, list[fx.Node]](list)
+        for node in self.loops:
+            for x in self.reads[node]:
+                read_by[self._source(x)].append(node)
+        for first in sorted(groups, key=self.levels.__getitem__, reverse=True):
+            ops = groups[first]
+            near = [r for op in ops for r in self._readers(op) if r in self.loops]
+            near += [n for op in ops for x in self.reads[op] for n in read_by[self._source(x)]]
+            later: dict[fx.Node, int] = {}  # a kernel -> bytes that are not read twice
+            for other in dict.fromkeys(map(self._group, near)):
+                if self.levels[other] > self.levels[first] and self._may_join(ops, groups[other]):
+                    read = {self._source(x) for op in groups[other] for x in self.reads[op]}
+                    of_both = self._reads_of(ops).keys() & self._reads_of(groups[other]).keys()
+                    later[other] = sum(map(node_bytes, of_both | (read & {*ops})))
+            best = max(later, key=later.__getitem__, default=first)
+            if later.get(best):
+                self.levels |= dict.fromkeys(ops, self.levels[best])
+                self._parent[first] = best
+                groups[best] += groups.pop(first)
+
+    def _may_join(self, ops: Sequence[fx.Node], later: Sequence[fx.Node]) -> bool:
+        """Whether one kernel can compute both, with nothing in between that waits for the first."""
+        level = self.levels[later[0]]
+        for op in ops:
+            for reader in self._readers(op):
+                if reader in later:
+                    if not self.loops[op].goes_on(self.loops[reader]):
+                        return False
+                elif reader not in ops and self.levels.get(reader, level + 1) <= level:
+                    return False
+        one, two = self._shape(ops), self._shape(later)
+        return one == two or (1 in (one.length, two.length) and prod(one[:2]) == prod(two[:2]))
+
+    def _readers(self, node: fx.Node) -> list[fx.Node]:
+        """The ops that read the value, or what others compute of it for themselves."""
+        readers = list[fx.Node]()
+        for user in self._users(node):
+            is_computed_there = user in self.reads and user not in self.loops
+            readers += self._readers(user) if is_computed_there else [user]
+        return readers
+
+    def _shape(self, group: Sequence[fx.Node]) -> _Loop:
+        return max((self.loops[op] for op in group), key=lambda loop: loop.length)
 
     def _is_written(self, node: fx.Node) -> bool:
         users, count = self._users(node), len(self.reads[node])

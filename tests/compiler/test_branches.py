@@ -72,6 +72,17 @@ def test_microbatches_that_differ_are_refused() -> None:
         compiled(ignored).run_local(data)
 
 
+def test_batches_that_cannot_be_asked_are_refused_as_ever() -> None:
+    pipe = compiled(lambda x, labels, kind: (labels[:, LENGTH - 1] == -100).all())
+    assert pipe.assumed is not None
+    data = batch(False)
+    for wrong in (data["labels"][:, 1:], data["labels"][0], data["labels"][1:], data["labels"].float()):
+        with pytest.raises(BatchError, match="labels"):
+            pipe.run_local(data | {"labels": wrong})
+    with pytest.raises(BatchError, match="labels"):
+        pipe.run_local({"x": data["x"], "kind": data["kind"]})
+
+
 def test_the_plan_tells_it_and_has_the_memory_of_the_larger(capsys: pytest.CaptureFixture[str]) -> None:
     pipe, alone = compiled(ignored), compiled(ignored, without=["batch-branches"])
     assert [(each.rule, each.ops) for each in pipe.plan.rewrites] == [("batch-branches", 1)]

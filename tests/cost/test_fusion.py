@@ -59,6 +59,25 @@ def test_what_a_library_reads_is_written():
     assert sum(kernel.bytes_moved() for kernel in kernels) == 3 * FLOATS  # one kernel, as both read x
 
 
+def test_a_kernel_waits_for_a_later_one_that_reads_the_same():
+    """Unless something in between waits for it."""
+    w = torch.randn(WIDTH, WIDTH)
+    _, kernels = found(lambda x, d, w: (x.exp(), (d @ w) * x), rows(), rows(), w)
+    assert [kernel.bytes_moved() for kernel in kernels] == [4 * FLOATS]
+    _, kernels = found(lambda x, d, w: (x.exp() @ w) * x, rows(), rows(), w)
+    assert [kernel.bytes_moved() for kernel in kernels] == [2 * FLOATS, 3 * FLOATS]
+
+
+def test_a_norm_that_is_made_again_is_in_the_kernel_of_its_gradient():
+    def step(x, d, w):
+        above = d @ w
+        normed = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return normed, above - normed * (above * normed).mean(-1, keepdim=True)
+
+    _, kernels = found(step, rows(), rows(), torch.randn(WIDTH, WIDTH))
+    assert [kernel.bytes_moved() for kernel in kernels] == [4 * FLOATS]
+
+
 def test_what_the_results_need_is_written():
     def step(x):
         y = x.exp()

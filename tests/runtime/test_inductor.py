@@ -168,7 +168,8 @@ def test_ops_between_lanes_stay_in_the_order_of_the_program(interpreted):
     eager, compiled = found
     assert torch.equal(compiled.loss, eager.loss)
     assert too_far(compiled.grads, eager.grads, 0.0) == {}
-    assert compiled.peak_saved == eager.peak_saved
+    # What dropout draws is kept as truth values.
+    assert all(a <= b for a, b in zip(compiled.peak_saved, eager.peak_saved, strict=True))
     assert interpreted.number > sum(len(compiled_functions(p.step)) for p in pipe._runner._local_programs) > 0
     assert not any(is_between_lanes(n.target) for graph in interpreted.graphs for n in graph.nodes)
 

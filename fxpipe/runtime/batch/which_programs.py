@@ -67,12 +67,15 @@ def _is_as_assumed(assumed: Mapping[str, float], leaves: Mapping[str, object]) -
 
 
 def _answers(branch: Branch, spec: StepSpec, batch: object, microbatches: int) -> list[bool]:
-    """The answer of each microbatch; none where they cannot be asked."""
+    """The answer of each microbatch; none where the step will refuse the leaf, or where it is not there."""
     listed, answers = are_listed(batch, spec), list[torch.Tensor]()
+    shape = next(leaf.shape or () for leaf in spec.batch.leaves if leaf.name == branch.leaf)
     for leaves in _leaves(spec, batch):
         x = _values(leaves.get(branch.leaf))
         parts = 1 if listed or x is None or not x.dim() else microbatches
-        if x is None or (x.dim() and x.shape[0] % parts):
+        if x is None or x.dim() != len(shape) or (x.dim() and x.shape[0] % parts):
+            return []
+        if not spec.lengths and tuple(x.shape[1:]) != tuple(shape[1:]):
             return []
         answers += map(branch.of, x.tensor_split(parts) if x.dim() else [x])
     return torch.cat(answers).tolist() if answers else []
