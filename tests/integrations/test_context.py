@@ -18,7 +18,7 @@ from zoo import relative_error, too_far
 
 import fxpipe
 from fxpipe.errors import CaptureError, OptionError
-from fxpipe.integrations.divided_attention import _Heads
+from fxpipe.integrations import heads
 from fxpipe.integrations.transformers import parallelize
 
 pytestmark = [
@@ -191,7 +191,7 @@ def test_heads_that_lanes_do_not_divide(queries, keys, lanes, of_lane):
     ],
 )
 def test_as_few_heads_as_lanes_share(queries, keys, lanes, expected):
-    assert _Heads.over(queries, keys, lanes) == expected
+    assert heads.Heads.over(queries, keys, lanes) == expected
 
 
 def test_a_mixture_without_a_style_equals_eager():

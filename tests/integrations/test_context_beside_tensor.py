@@ -135,8 +135,12 @@ def test_models_of_transformers():
     [
         ((2, 2), None, r"one dimension, or of two with tensor=.*not \('cp', 'tp'\)"),
         ((2, 2), {"layers.*": COLUMNS}, r"names 'layers\.\*', and the model has no such module"),
-        ((2, 2), {"blocks.*.norm": SequenceParallel()}, r"SequenceParallel for blocks\.0\.norm, a RMSNorm"),
-        ((2, 2), {"blocks.*.norm": COLUMNS}, r"ColwiseParallel for blocks\.0\.norm, a RMSNorm"),
+        (
+            (2, 2),
+            {"blocks.*.norm": SequenceParallel()},
+            r"tensor= of blocks\.0\.norm has SequenceParallel for a RMSNorm",
+        ),
+        ((2, 2), {"blocks.*.norm": COLUMNS}, r"tensor= of blocks\.0\.norm has ColwiseParallel for a RMSNorm"),
         (
             (2, 2),
             {"words": COLUMNS, "head": COLUMNS},
