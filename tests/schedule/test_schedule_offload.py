@@ -54,8 +54,8 @@ def check(plan: OffloadPlan, before: Timeline) -> None:
     """Nothing waits, a link carries one transfer at a time each way, memory is freed and taken again."""
     found, placement = plan.timeline, before.schedule.placement
     assert found.seconds == pytest.approx(before.seconds)
-    # The planner allows a wait of 1e-9 of the step for each activation, and sums round.
-    assert max(found.stalled) <= 1.001e-9 * max(1, plan.moved) * found.seconds
+    # The planner allows a wait of 1e-9 of the step for each offload and each reload, and sums round.
+    assert max(found.stalled) <= 2.002e-9 * max(1, plan.moved) * found.seconds
     assert found.costs.link is not None
     sharing, ranks = found.costs.link.ranks, range(before.schedule.ranks)
     for first in ranks[::sharing]:
@@ -177,6 +177,7 @@ def test_the_search_offloads_where_the_limit_costs_time_otherwise():
 @settings(max_examples=30, deadline=None)
 @example("interleaved", 1, 1, 1e-9, 1.0, 0.0, 1)
 @example("interleaved", 1, 3, 1e-8, 1.0, 0.5, 1)
+@example("interleaved", 1, 5, 1e-8, 1.0, 0.0, 1)
 @given(
     st.sampled_from(["1f1b", "zb-h1", "interleaved", "gis", "staggered", "gpipe", "1f1b-v", "dualpipe-v"]),
     st.integers(1, 5),
