@@ -105,7 +105,7 @@ def measured(options: argparse.Namespace, report: Report, end: float) -> Iterato
 def text(error: BaseException) -> str:
     """Without paths of this machine."""
     lines = str(error).splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0].partition(' (/')[0][:160]}"
+    return f"{type(error).__name__}: {lines[0].partition(' (/')[0].partition(', /')[0][:160]}"
 
 
 def batch() -> dict[str, torch.Tensor]:
