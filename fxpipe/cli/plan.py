@@ -202,9 +202,17 @@ def _planned(
         wanted = checked(settings, request.meshes(at.rows, lanes))
         tried = compare_meshes(compilation, step, wanted, phase, size or None, each.best)
         each.at[lanes] = at
-        name = way.rpartition(":")[2] if len(options.parallelize) > 1 else ""
+        name = _named(way, options.parallelize)
         each.tried += (replace(one, mesh=replace(one.mesh, lanes=lanes, way=name)) for one in tried)
     return _Planned(compilation, step, phase)
+
+
+def _named(way: str, ways: Sequence[str]) -> str:
+    """The name of a function among several: without its module, where no other has that name."""
+    short = [each.rpartition(":")[2] for each in ways]
+    if len(ways) == 1 or not way:
+        return ""
+    return way.rpartition(":")[2] if len({*short}) == len(short) else way
 
 
 def _of_lengths(
