@@ -52,12 +52,12 @@ def with_zeros(part: torch.Tensor, spans: Spans, shape: Sequence[int]) -> torch.
     return part
 
 
-def without_zeros(held: torch.Tensor, spans: Spans) -> torch.Tensor:
-    """What a process holds of a tensor, or of an optimizer's state of it, without zeros: a view."""
+def without_zeros(share: torch.Tensor, spans: Spans) -> torch.Tensor:
+    """What a process has of a tensor, or of an optimizer's state of it, without zeros: a view."""
     for dim, (_, length, _, zeros) in spans.items():
-        if zeros and held.shape[dim : dim + 1] == (length + zeros,):
-            held = held.narrow(dim, 0, length)
-    return held
+        if zeros and share.shape[dim : dim + 1] == (length + zeros,):
+            share = share.narrow(dim, 0, length)
+    return share
 
 
 def slices_of(shape: Sequence[int], spans: Spans) -> tuple[slice, ...]:

@@ -53,10 +53,10 @@ class InMemory:
 @torch.no_grad()
 def copy_to(target: torch.Tensor, values: TensorSource, name: str, spans: Spans) -> None:
     """Overwrite a tensor, of whatever device and dtype, with this part of a given one."""
-    begin, held = 0, target
-    target = without_zeros(held, spans)
-    if target is not held:
-        held.zero_()
+    begin, share = 0, target
+    target = without_zeros(share, spans)
+    if target is not share:
+        share.zero_()
     for part in values.parts(name, spans):
         if target.dim():
             target[begin : begin + len(part)].copy_(part)
