@@ -52,12 +52,12 @@ def with_assumed(
     if not options.gradients or options.on_ranks or plan.lanes.shared:
         return trained, []
     # Several questions have more than two answers together.
-    if "batch-branches" in options.rules and len(trained.branches) == 1:
-        (branch,) = trained.branches
+    if "batch-branches" in options.rules and len(trained.captured.branches) == 1:
+        (branch,) = trained.captured.branches
         branch = replace(branch, answer=not branch.answer)
         other = _compiled(request, trained, phase, devices, branch=branch)
         # Behind the other answer the code may ask more, which its programs check.
-        if other is not None and branch in other.branches:
+        if other is not None and branch in other.captured.branches:
             trained = _with_rewrite(trained, Rewrite("batch-branches", 1))
             return _with_peaks_of(trained, other.artifact.plan), [_for(other, branch=branch)]
     return _without_masks(request, phase, trained, devices)
@@ -66,8 +66,8 @@ def with_assumed(
 def _without_masks(
     request: Compilation, phase: Phases, trained: Compiled, devices: Sequence[Sequence[Device]]
 ) -> tuple[Compiled, list[Artifact]]:
-    options, masks = request.options, trained.masks
-    saved, share = _saved(trained.graph, trained.cluster)
+    options, masks = request.options, trained.captured.masks
+    saved, share = _saved(trained.cut.graph, trained.cluster)
     if "batch-masks" not in options.rules or not masks.leaves or share < LEAST:
         return trained, []
     leaves = dict(batch_leaves(request.example))
@@ -76,10 +76,10 @@ def _without_masks(
     if not assumed:
         return trained, []
     other = _compiled(request, trained, phase, devices, assumed=assumed)
-    calls = 0 if other is None else masks.needed.count("dense") - other.masks.needed.count("dense")
+    calls = 0 if other is None else masks.needed.count("dense") - other.captured.masks.needed.count("dense")
     if other is None or calls <= 0:
         return trained, []
-    freed = sum(other.masks.freed(mask) - masks.freed(mask) for mask in ("causal", "none"))
+    freed = sum(other.captured.masks.freed(mask) - masks.freed(mask) for mask in ("causal", "none"))
     trained = _with_rewrite(trained, Rewrite("batch-masks", calls, saved, max(freed, 0)))
     return trained, [_for(other, assumed=assumed)]
 
@@ -149,7 +149,7 @@ def _like(options: Settings, trained: Compiled) -> Settings:
     ways = {None: False, 1: "1-barrier", 2: "2-barrier"}
     return replace(
         options,
-        in_stages=tensors_in_stages(trained.sections, plan.ordered.model_stages),
+        in_stages=tensors_in_stages(trained.cut.sections, plan.ordered.model_stages),
         schedule=replace(plan.ordered, transfers=()),
         recompute=levels[plan.recompute],
         vocab_parallel=ways[None if plan.vocabulary is None else plan.vocabulary.barriers],

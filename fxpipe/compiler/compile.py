@@ -9,19 +9,14 @@ level only where it may give the fastest step).
 from __future__ import annotations
 
 import warnings
-import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-
-import torch
-from torch import fx
 
 from fxpipe.capture.call import check_call
 from fxpipe.capture.capture_options import CaptureOptions
 from fxpipe.capture.lanes.joint_graph import capture_lanes, lane_as_text
 from fxpipe.capture.lengths import LengthTraces, OtherMasks, agreed_masks, at_other_lengths
 from fxpipe.capture.resized import named_lengths, sample, with_other_rows
-from fxpipe.capture.rules.attention_masks import Masks
 from fxpipe.capture.rules.length_means import TracesOfMeans, let_factors_be_whole, own_means, weigh_means
 from fxpipe.capture.scale import LATER
 from fxpipe.capture.trace import Captured, capture
@@ -29,7 +24,7 @@ from fxpipe.capture.underflow import warn_of_float16
 from fxpipe.codegen.expressions import length_variables
 from fxpipe.compiler.choice.candidates import Candidates, candidates
 from fxpipe.compiler.choice.choose import Chosen, Costing, choose, with_uses
-from fxpipe.compiler.choice.cut import Cuts, Stages
+from fxpipe.compiler.choice.cut import Cut, Cuts, Stages
 from fxpipe.compiler.choice.stage_counts import all_stages, cluster_of, offload_bandwidth
 from fxpipe.compiler.compilation import Compilation
 from fxpipe.compiler.garbage import collector_paused
@@ -45,32 +40,23 @@ from fxpipe.cost.profile import known_tensors
 from fxpipe.cost.rewrites import mask_rewrites, weight_rewrites
 from fxpipe.cost.throughput import step_flops
 from fxpipe.errors import SizeError
-from fxpipe.ir.graph import Section
 from fxpipe.ir.resized import ResizedTraces
 from fxpipe.plan.artifact import Artifact, Plan
-from fxpipe.plan.branches import Branch
 from fxpipe.plan.dtensors import mesh_of
 from fxpipe.plan.meshes import TriedMesh
 from fxpipe.plan.rewrites import Mask
 from fxpipe.runtime.batch.microbatches import batch_leaves, check_unshared
-from fxpipe.schedule.parts import Parts
 
 
 @dataclass(frozen=True, eq=False)
 class Compiled:
-    """The artifact, with the colored graph and the sections that it was made from, and the devices that its
-    costs are of.  ``masks``: what became of those of attention.  ``branches``: see ``Captured``.
-    ``constants``: the model's own tensors whose values the programs hold.  ``parts``: of each of the model's
-    stages, if they were cut into parts."""
+    """The artifact, the captured step and the cut that it was made from, and the devices that its costs are
+    of."""
 
     artifact: Artifact
+    captured: Captured
+    cut: Cut
     cluster: Cluster
-    graph: fx.Graph
-    sections: tuple[Section, ...]
-    masks: Masks
-    branches: tuple[Branch, ...] = ()
-    constants: tuple[weakref.ref[torch.Tensor], ...] = ()
-    parts: Parts = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -254,9 +240,9 @@ def compile_model(
         options, chosen = with_uses(options, step.captured.lanes.number, chosen_with)
         cut, live, result = chosen.placed.cut, chosen.placed.live, chosen.result
         work = None
-        if cut.resized is not None:
+        if cut.step.resized is not None:
             placement = result.schedule.placement
-            work = work_for_any_size(live, cut.graph, cut.resized, cluster, placement, options.compiled)
+            work = work_for_any_size(live, cut.graph, cut.step.resized, cluster, placement, options.compiled)
 
     def completed(plan: Plan) -> Plan:
         measured = ", sections measured" if options.costs == "measured" else ""
@@ -269,7 +255,7 @@ def compile_model(
         causal, without_mask = ((masks.needed.count(m), masks.freed(m)) for m in ("causal", "none"))
         rewrites = (
             *mask_rewrites(captured.graph, causal, without_mask, cluster.first),
-            *cut.rewrites,
+            *cut.step.rewrites,
             *weight_rewrites(cut.graph, cluster.node_seconds(), options.compiled),
         )
         plan = replace(
@@ -291,8 +277,7 @@ def compile_model(
         cut, artifact = generate(
             request, captured, cut, live, result.timeline, completed, phase, step.lengths
         )
-    of_capture = captured.masks, captured.branches, captured.sources
-    return Compiled(artifact, cluster, cut.graph, cut.sections, *of_capture, cut.parts)
+    return Compiled(artifact, captured, cut, cluster)
 
 
 def stages_and_costs(
@@ -309,8 +294,20 @@ def stages_and_costs(
     stages = all_stages(step.graphs, tried, options, cluster, step.cuts, phase)
     known = known_tensors(request.model, request.example, step.captured.constants)
     bandwidth = offload_bandwidth(options, cluster, device)
-    of_step = step.cuts, request.model, cluster, device, known, bandwidth, phase, step.captured.lanes
-    return stages, Costing(options, tried, *of_step, sizes)
+    costing = Costing(
+        options,
+        tried,
+        cuts=step.cuts,
+        model=request.model,
+        cluster=cluster,
+        device=device,
+        known=known,
+        bandwidth=bandwidth,
+        phase=phase,
+        lanes=step.captured.lanes,
+        sizes=sizes,
+    )
+    return stages, costing
 
 
 def traced(
@@ -332,9 +329,16 @@ def traced(
         replicas=None if options.mesh.microbatches == LATER else options.mesh.replicas,
         has_group=request.has_group,
     )
-    scale = 1 / options.mesh.microbatches
-    call = request.model, request.example, request.loss_fn
-    captured = capture(*call, scale, request.device, capture_options, buffers, request.walked)
+    captured = capture(
+        request.model,
+        request.example,
+        request.loss_fn,
+        1 / options.mesh.microbatches,
+        request.device,
+        capture_options,
+        buffers,
+        request.walked,
+    )
     if options.dimensions:
         let_factors_be_whole(captured.graph)
     return captured

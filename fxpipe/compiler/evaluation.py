@@ -54,12 +54,13 @@ def compile_evaluation(request: Compilation, phase: Phases, trained: Compiled) -
     )
     request, model = replace(request, options=options), request.model
     model_stages = plan.ordered.model_stages
-    tensors_of = tensors_in_stages(trained.sections, model_stages)
+    tensors_of = tensors_in_stages(trained.cut.sections, model_stages)
     placement = tuple(plan.placement[stage] for stage in model_stages)
-    if trained.parts:
+    parts = trained.cut.step.parts
+    if parts:
         # Whole stages: each part would need an op of this forward, in the order of training.
-        tensors_of = tuple(frozenset[str]().union(*each) for each in by_stage(tensors_of, trained.parts))
-        placement = tuple(rank for rank, *_ in by_stage(placement, trained.parts))
+        tensors_of = tuple(frozenset[str]().union(*each) for each in by_stage(tensors_of, parts))
+        placement = tuple(rank for rank, *_ in by_stage(placement, parts))
     cut_options = CutOptions(
         len(tensors_of),
         options.mesh.ranks,
@@ -85,7 +86,7 @@ def compile_evaluation(request: Compilation, phase: Phases, trained: Compiled) -
             f"In eval mode: {error} Or compile model.eval() by itself, with gradients=False."
         ) from error
     cut = cut_at_level(stages, None, phase)
-    ranks = placement if cut.vocabulary is None else cut.vocabulary.placement(placement)
+    ranks = placement if step.vocabulary is None else step.vocabulary.placement(placement)
     live = liveness(cut.graph, cut.sections, cut.edges, ranks)
     seconds = seconds_on(cluster, cut.graph, options.compiled)
     costs = section_costs(live, seconds, cluster, ranks, options.ranks_per_machine)

@@ -111,7 +111,7 @@ def _check_buffer_order(graph: fx.Graph, schedule: Schedule) -> None:
 
 
 def _collectives(cut: Cut, schedule: Schedule) -> tuple[Collective, ...]:
-    if cut.vocabulary is None:
+    if cut.step.vocabulary is None:
         return ()
     shards = frozenset(stage for stage in range(schedule.stages) if schedule.is_vocabulary(stage))
     return collectives(cut.edges, schedule.placement, shards)
@@ -147,15 +147,15 @@ def _of_lengths(
     """The programs, for microbatches of many lengths if possible, with their plan, what their steps are
     written from, and the step at other lengths.  Else the plan says why, and the cut's graphs compute in the
     example's lengths from then on."""
-    why = why_one_length(lengths, cut)
-    if not why and isinstance(lengths, LengthTraces) and cut.lengths is not None:
+    why, traces = why_one_length(lengths, cut), cut.step.lengths
+    if not why and isinstance(lengths, LengthTraces) and traces is not None:
         crossing = {name for edge in cut.edges for name in edge.names}
         documents = documents_of(cut.graph) if prices_documents(plan) else None
         of_data = replace(plan.step, documents=documents, tables=tables_of(cut.graph))
         named = replace(plan, step=replace(of_data, lengths=lengths.lengths, fewer=lengths.fewer))
         try:
-            sizes = crossing_sizes(cut.graph, crossing, cut.lengths)
-            variables = dict(zip(cut.lengths.names, (each.name for each in lengths.lengths), strict=True))
+            sizes = crossing_sizes(cut.graph, crossing, traces)
+            variables = dict(zip(traces.names, (each.name for each in lengths.lengths), strict=True))
             parts, programs = write(named, variables, sizes)
             points = zip(lengths.points[1:], lengths.captured[1:], strict=True)
             others = [_checked_at(named, programs, point, step, cut) for point, step in points]

@@ -23,9 +23,9 @@ def why_one_length(lengths: LengthTraces | str, cut: Cut) -> str:
     no dimension has a name."""
     if isinstance(lengths, str):
         return lengths
-    if cut.lengths is None:
+    if cut.step.lengths is None:
         return "a rewrite of the step computes with a number that is no polynomial of them"
-    if cut.vocabulary is not None:
+    if cut.step.vocabulary is not None:
         return "split vocabulary layers exchange parts of the example's lengths"
     return ""
 

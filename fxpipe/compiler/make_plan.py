@@ -90,7 +90,7 @@ def make_plan(
         stages=_stage_plans(cut.graph, cut.sections, placement),
         costs=timeline.costs,
         channels=in_rounds((a, b) for a, b in channels if a != b),
-        vocabulary=cut.vocabulary,
+        vocabulary=cut.step.vocabulary,
         collectives=max((1 + each.group for each in collectives), default=0),
         tensors=with_buckets(
             tensors,
@@ -106,7 +106,7 @@ def make_plan(
         prediction=Prediction(
             timeline.seconds, timeline.span_bubble, timeline.makespan_bubble, timeline.peak_memory
         ),
-        recompute=cut.recompute or "",
+        recompute=cut.recompute,
         head_chunks=cut.options.head_chunks,
         transfers=schedule.transfers,
         replicas=mesh.replicas,

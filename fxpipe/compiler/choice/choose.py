@@ -129,10 +129,10 @@ class Costing:
             seconds = seconds_on(cluster, cut.graph, options.compiled)
         for name in of.options.placements:
             ranks = self.tried.placements[of.options.stages][name]
-            if cut.parts:
-                ranks = placement_of_parts(ranks, cut.parts)
-            if cut.vocabulary is not None:
-                ranks = cut.vocabulary.placement(ranks)
+            if cut.step.parts:
+                ranks = placement_of_parts(ranks, cut.step.parts)
+            if cut.step.vocabulary is not None:
+                ranks = cut.step.vocabulary.placement(ranks)
             ownership = tensor_ownership(
                 model, cut.sections, ranks, options.mesh.ranks, options.on_ranks, options.has_on_ranks
             )
@@ -140,8 +140,8 @@ class Costing:
             # By placement, as what two stages of a rank share is in memory once.
             live = liveness(cut.graph, cut.sections, cut.edges, ranks)
             costs = section_costs(live, seconds, cluster, ranks, options.ranks_per_machine)
-            if self.sizes is not None and cut.resized is not None:
-                work = work_for_any_size(live, cut.graph, cut.resized, cluster, ranks, options.compiled)
+            if self.sizes is not None and cut.step.resized is not None:
+                work = work_for_any_size(live, cut.graph, cut.step.resized, cluster, ranks, options.compiled)
                 costs = work.costs(costs, self.sizes)
             yield Placed(
                 cut,
@@ -204,17 +204,17 @@ class Costing:
         return Problem(
             mesh.ranks,
             mesh.microbatches,
-            cut.stages // mesh.ranks,
+            cut.options.stages // mesh.ranks,
             placed.shape,
             costs,
             per_rank(limits, mesh.ranks),
-            cut.vocabulary,
+            cut.step.vocabulary,
             offload=options.offload.share,
-            recompute=cut.recompute or "",
+            recompute=cut.recompute,
             text=text,
             objective=options.objective,
             head_chunks=cut.options.head_chunks,
-            parts=cut.parts,
+            parts=cut.step.parts,
         )
 
 
@@ -233,7 +233,7 @@ class Chosen:
 
     def of_mesh(self, mesh: Mesh) -> TriedMesh:
         """What the mesh costs with it."""
-        result, recomputed = self.result, self.placed.cut.recompute or ""
+        result, recomputed = self.result, self.placed.cut.recompute
         name, stages = result.schedule.name, result.problem.stages_per_rank
         return TriedMesh(mesh, result.seconds, self.memory, name, stages, recomputed)
 
@@ -308,7 +308,7 @@ def _if_no_slower(
     searches: also where the same order is no slower there, for one that is faster yet.
     """
     result = chosen.result
-    for placed, problem in _problems(options, other, costing, chosen.placed.cut.recompute)[0]:
+    for placed, problem in _problems(options, other, costing, chosen.placed.cut.options.recompute)[0]:
         others = _on_other_costs(result, problem, options.effort)
         able = (one for one in others if keeps(one.timeline, problem.limits) and one.key < result.key)
         best = min(able, key=lambda one: one.key, default=None) if searches else next(able, None)

@@ -20,38 +20,30 @@ from fxpipe.ir.resized import ResizedTraces
 from fxpipe.ir.sections import SectionEdge, edges_between, extract
 from fxpipe.partition.parts import EXCHANGES
 from fxpipe.passes.level.recompute import Level
-from fxpipe.plan.rewrites import Rewrite
-from fxpipe.schedule.parts import Parts
-from fxpipe.schedule.stages import Vocabulary
 
 
 @dataclass(frozen=True, eq=False)
 class Cut:
-    """The step cut into stages; ``vocabulary``: the stages beside the model's own.
+    """The step cut into stages.
 
-    ``graph``, ``sections``: as the costs need them.  ``edges``: the values that sections of different stages
-    need of each other.  ``before_chosen``: the graph without the passes of the chosen cut.  ``rewrites``,
-    ``lengths``, ``parts``: as ``StepGraphs`` has them.
+    ``step``: its graph as the costs need it, in ``sections``.  ``edges``: the values that sections of
+    different stages need of each other.  ``before_chosen``: the graph without the passes of the chosen cut.
     """
 
     options: CutOptions
-    vocabulary: Vocabulary | None
-    graph: fx.Graph
+    step: StepGraphs
     sections: tuple[Section, ...]
     edges: tuple[SectionEdge, ...]
-    resized: ResizedTraces | None
     before_chosen: fx.Graph
-    rewrites: tuple[Rewrite, ...] = ()
-    lengths: ResizedTraces | None = None
-    parts: Parts = ()
 
     @property
-    def stages(self) -> int:
-        return self.options.stages
+    def graph(self) -> fx.Graph:
+        return self.step.graph
 
     @property
-    def recompute(self) -> Level | None:
-        return self.options.recompute
+    def recompute(self) -> str:
+        """The level of recomputation as a plan has it: "" for none."""
+        return self.options.recompute or ""
 
 
 def split(step: StepGraphs, options: CutOptions) -> StepGraphs:
@@ -126,18 +118,7 @@ def cut(stages: Stages, level: Level | None, phase: Phases, again: bool = True) 
     with phase("extract"):
         sections = extract(leveled.graph)
         edges = edges_between(sections)
-    return Cut(
-        options,
-        leveled.vocabulary,
-        leveled.graph,
-        sections,
-        edges,
-        leveled.resized,
-        before_chosen,
-        leveled.rewrites,
-        leveled.lengths,
-        leveled.parts,
-    )
+    return Cut(options, leveled, sections, edges, before_chosen)
 
 
 class Cuts:
@@ -188,10 +169,10 @@ def finished(cut: Cut, joined: frozenset[int], offloaded: Offloaded) -> Cut:
 
     joined: the stages whose B and W are one op.  offloaded: values of the cut's graph.
     """
-    step = StepGraphs(cut.before_chosen, cut.resized, cut.vocabulary, joined=joined, lengths=cut.lengths)
+    step = replace(cut.step, graph=cut.before_chosen, joined=joined)
     run_passes(PASSES.chosen, step, cut.options)
     # The passes rewrite a graph in place, so its nodes have the names that the schedule's values have.
     named = {node.name: node for node in step.graph.nodes}
     step.offloaded = {key: [named[root.name] for root in roots] for key, roots in offloaded.items()}
     run_passes(PASSES.scheduled, step, cut.options)
-    return replace(cut, graph=step.graph, sections=extract(step.graph))
+    return replace(cut, step=step, sections=extract(step.graph))

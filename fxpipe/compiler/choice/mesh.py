@@ -162,9 +162,9 @@ def planner_of(request: Compilation, step: CapturedStep, mesh: Mesh, phase: Phas
         raise ScheduleError(f"The mesh {mesh} does not fit: {tried.why or 'it needs more memory'}.")
     placed, problem = search.choices[0].placed, search.choices[0].result.problem
     timeline, options = search.choices[0].result.timeline, request.options
-    assert placed.cut.resized is not None, "dimensions have names"
+    assert placed.cut.step.resized is not None, "dimensions have names"
     cluster = cluster_of(replace(options, mesh=mesh), request.device, (), step.captured.graph)
-    sections = placed.live, placed.cut.graph, placed.cut.resized
+    sections = placed.live, placed.cut.graph, placed.cut.step.resized
     work = work_for_any_size(*sections, cluster, placed.ranks, options.compiled)
     limits: Sequence[float] = problem.limits
     if not problem.is_limited:
