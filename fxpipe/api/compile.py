@@ -115,8 +115,15 @@ def _compile(
     process = _joined(arguments, pipeline_ranks, device, mesh) if under_torchrun() else None
     with agreed(process, "compile"):
         world = None if process is None else process.world_size // lanes
-        per_step = arguments.microbatches, arguments.batch
-        request = request_of(arguments.devices, pipeline_ranks, replicas, *per_step, arguments.shard, world)
+        request = request_of(
+            arguments.devices,
+            pipeline_ranks,
+            replicas,
+            arguments.microbatches,
+            arguments.batch,
+            arguments.shard,
+            world,
+        )
         settings = _settled(arguments, pipeline_ranks, process, device)
         if like is not None:
             settings = settings_like(settings, like, model)

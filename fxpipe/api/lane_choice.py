@@ -209,8 +209,11 @@ class _Search:
         if isinstance(model, str):
             return [TriedMesh(any_mesh, why=model)]
         try:
-            numbers = self.devices // lanes, asked.ranks, asked.replicas, asked.microbatches, asked.batch
-            request = request_of(*numbers, asked.shard, None)  # type: ignore[arg-type]
+            assert not isinstance(asked.ranks, DeviceMesh), "checked with the numbers"
+            devices = self.devices // lanes
+            request = request_of(
+                devices, asked.ranks, asked.replicas, asked.microbatches, asked.batch, asked.shard, None
+            )
             assert request is not None, "a batch is given"
             settings = self.settled(asked, lanes)
             wanted = checked(settings, request.meshes(rows_of(self.example), lanes))

@@ -53,8 +53,17 @@ class Weights:
 
     @cached_property
     def model_state(self) -> ModelState:
-        parts = self.artifact.plan, self.parameters, self.buffers, self.device, self.process, self.of
-        return ModelState(*parts, self.then, rows=self.rows, updates=self.updates)
+        return ModelState(
+            self.artifact.plan,
+            self.parameters,
+            self.buffers,
+            self.device,
+            self.process,
+            self.of,
+            self.then,
+            rows=self.rows,
+            updates=self.updates,
+        )
 
     def parameter(self, name: str) -> torch.nn.Parameter:
         """A parameter by name, or the rows of one that a rank holds (``"lm_head.weight[0:128]"``)."""

@@ -165,7 +165,6 @@ def _like(options: Settings, trained: Compiled) -> Settings:
 
 def _fits(other: Plan, plan: Plan) -> bool:
     """Whether a plan trains as another one, and needs no more memory than that is allowed."""
-    peaks = other.prediction.peak_memory, plan.prediction.peak_memory
-    limits = plan.limits or [inf] * plan.ranks
-    is_within = all(a <= max(b, limit) for a, b, limit in zip(*peaks, limits, strict=True))
+    allowed = map(max, plan.prediction.peak_memory, plan.limits or [inf] * plan.ranks)
+    is_within = all(a <= b for a, b in zip(other.prediction.peak_memory, allowed, strict=True))
     return is_within and other.trains_as(plan)

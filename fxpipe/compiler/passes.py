@@ -228,9 +228,10 @@ def _sum_over_lanes_once(step: StepGraphs, options: CutOptions) -> None:
 def _split_vocabulary(step: StepGraphs, options: CutOptions) -> None:
     if options.barriers is not None:
         # The traces at other sizes are split alike, so all have the same stages.
-        how = options.ranks, options.barriers, step.lanes.shared
-        vocabularies = [split_vocabulary(graph, *how) for graph in step.graphs]
-        step.vocabulary = vocabularies[0]
+        step.vocabulary, *_ = [
+            split_vocabulary(graph, options.ranks, options.barriers, step.lanes.shared)
+            for graph in step.graphs
+        ]
 
 
 def _chunk_head(step: StepGraphs, options: CutOptions) -> None:

@@ -56,8 +56,7 @@ class BatchPlanner:
         limits = plan.limits or own_limits(plan.ordered, plan.costs, plan.prediction.peak_memory)
         if not plan.limits and plan.work is not None:
             limits = _with_most_rows(plan, plan.work, limits)
-        how = bool(plan.changed), plan.slots, plan.pools
-        return cls(plan.ordered, plan.costs, plan.work, limits, *how)
+        return cls(plan.ordered, plan.costs, plan.work, limits, bool(plan.changed), plan.slots, plan.pools)
 
     @cached_property
     def without_limits(self) -> BatchPlanner:

@@ -66,8 +66,16 @@ def _exchanges_on(plan: Plan, device: Device, ranks_per_machine: int | None) -> 
         )
     per_use = any(exchange.per_use for exchange in plan.costs.exchanges)
     cluster = Cluster((device,) * plan.ranks)
-    of_plan = plan.lanes.number, plan.replicas, plan.shard
-    return exchanges(cluster, plan.placement, sizes, *of_plan, per_use, ranks_per_machine)
+    return exchanges(
+        cluster,
+        plan.placement,
+        sizes,
+        plan.lanes.number,
+        plan.replicas,
+        plan.shard,
+        per_use,
+        ranks_per_machine,
+    )
 
 
 def _gradient_bytes(plan: Plan, names: Sequence[str]) -> int:

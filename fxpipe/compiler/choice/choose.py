@@ -170,8 +170,7 @@ class Costing:
         assert of.step.cut is not None, "it was cut by its costs"
         vocabulary = result.problem.vocabulary
         first = 0 if vocabulary is None else vocabulary.embedding_shards
-        scheduled = result.problem, result.schedule.order, self.cluster
-        cuts = LighterCuts(of.step.cut, first, *scheduled).moved()
+        cuts = LighterCuts(of.step.cut, first, result.problem, result.schedule.order, self.cluster).moved()
         if cuts is None:
             return None
         return self._cut_again(of, replace(of.options, placements=(result.problem.shape,), cuts=cuts))
@@ -196,8 +195,16 @@ class Costing:
         if options.gradients:
             costs = replace(costs, update=update_costs(self.cluster, placed.updated(mesh)))
         if mesh.replicas > 1 or self.lanes.summed or (mesh.shard and self.lanes.number > 1):
-            replicas = mesh.replicas, mesh.shard, options.per_use, options.ranks_per_machine
-            exchanged = exchanges(self.cluster, placed.ranks, placed.exchanged, self.lanes.number, *replicas)
+            exchanged = exchanges(
+                self.cluster,
+                placed.ranks,
+                placed.exchanged,
+                self.lanes.number,
+                mesh.replicas,
+                mesh.shard,
+                options.per_use,
+                options.ranks_per_machine,
+            )
             costs = replace(costs, exchanges=exchanged)
         if options.offload.share is not None:
             costs = replace(costs, link=Link(1 / self.bandwidth, options.offload.ranks_per_link))
@@ -241,8 +248,9 @@ class Chosen:
 def held_bytes(placed: Placed, options: Settings) -> tuple[HeldBytes, ...]:
     """Per rank the bytes that it holds throughout a step."""
     mesh, updated = options.mesh, placed.updated(options.mesh)
-    replicas = mesh.replicas, mesh.shard, options.per_use
-    weights = with_replicas(placed.weights, placed.exchanged, placed.ranks, *replicas)
+    weights = with_replicas(
+        placed.weights, placed.exchanged, placed.ranks, mesh.replicas, mesh.shard, options.per_use
+    )
     results = result_bytes(placed.cut.graph, placed.ranks, mesh.ranks, mesh.microbatches)
     states = [int(options.optimizer_bytes * sum(one.elements for one in each)) for each in updated]
     copies = copy_bytes(updated) if options.updates_ahead else [0] * mesh.ranks

@@ -164,8 +164,9 @@ def planner_of(request: Compilation, step: CapturedStep, mesh: Mesh, phase: Phas
     timeline, options = search.choices[0].result.timeline, request.options
     assert placed.cut.step.resized is not None, "dimensions have names"
     cluster = cluster_of(replace(options, mesh=mesh), request.device, (), step.captured.graph)
-    sections = placed.live, placed.cut.graph, placed.cut.step.resized
-    work = work_for_any_size(*sections, cluster, placed.ranks, options.compiled)
+    work = work_for_any_size(
+        placed.live, placed.cut.graph, placed.cut.step.resized, cluster, placed.ranks, options.compiled
+    )
     limits: Sequence[float] = problem.limits
     if not problem.is_limited:
         limits = own_limits(timeline.schedule, problem.costs, timeline.peak_memory)

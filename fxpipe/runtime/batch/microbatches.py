@@ -37,10 +37,18 @@ def batch_spec(
     for name, leaf in batch_leaves(example):
         if isinstance(leaf, torch.Tensor):
             dense = leaf if is_dense(leaf) else leaf.contiguous()
-            history = leaf.requires_grad if asked.requires_grad else None
-            shape, stride = tuple(leaf.shape), dense.stride()
-            more = history, name in written, asked.strides and dense is leaf, name in unread
-            leaves.append(Leaf(name, shape, stride, str(leaf.dtype), "", *more))
+            known = Leaf(
+                name,
+                tuple(leaf.shape),
+                dense.stride(),
+                str(leaf.dtype),
+                value="",
+                requires_grad=leaf.requires_grad if asked.requires_grad else None,
+                written=name in written,
+                strided=asked.strides and dense is leaf,
+                unread=name in unread,
+            )
+            leaves.append(known)
         else:
             leaves.append(Leaf(name, None, (), "", repr(leaf), unread=name in unread))
     return BatchSpec(tuple(leaves))

@@ -100,10 +100,16 @@ class StepRun:
         carried: list[list[TransferSpan]] = [[] for _ in self.spans]
         for span in (span for queue in self.carried for span in queue):
             carried[self.schedule.placement[span.transfer.stage]].append(span)
-        exchanges = tuple(tuple(exchange.spans) for exchange in self.exchanges)
-        lanes, transfers = tuple(map(tuple, self.lanes.spans)), tuple(map(tuple, carried))
-        of_step = transfers, tuple(self.stalled), exchanges, lanes, self.of_each
-        return Timeline(self.schedule, self.costs, spans, *of_step)
+        return Timeline(
+            self.schedule,
+            self.costs,
+            spans,
+            transfers=tuple(map(tuple, carried)),
+            stalled=tuple(self.stalled),
+            exchanges=tuple(tuple(exchange.spans) for exchange in self.exchanges),
+            lane_exchanges=tuple(map(tuple, self.lanes.spans)),
+            of_each=self.of_each,
+        )
 
     def _advance(self, actor: int) -> int | None:
         ranks = self.schedule.ranks

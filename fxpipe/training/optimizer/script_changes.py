@@ -222,8 +222,17 @@ class ScriptChanges:
             copied = event(self.state.device)  # compared when it has passed, so no rank waits for its device
             copied.record()
         has_communicated = collectives_begun() > self._collectives
-        causes = self._steps, self._knows_norm, has_communicated and self._steps == dist.get_world_size()
-        self._begun.append(_Comparison(gradients, values, written, *causes, self.resolution, copied))
+        begun = _Comparison(
+            gradients,
+            values,
+            written,
+            steps=self._steps,
+            norm_is_known=self._knows_norm,
+            is_averaged=has_communicated and self._steps == dist.get_world_size(),
+            resolution=self.resolution,
+            copied=copied,
+        )
+        self._begun.append(begun)
 
     def norm_asked(self) -> None:
         """The script gets the norm of all gradients: those of the step, unless it has changed them."""

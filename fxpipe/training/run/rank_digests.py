@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 
@@ -72,8 +72,21 @@ class RankDigests:
         self.changes.warn_of_unused()
         self.changes.compare(gradients_alone=True)  # of those to which the step adds
         changed = self.changes.change(at_once=False)
-        known = plan, stop, number(asked.encode()), *self._of_optimizer(), self._added(), order, changed
-        return Facts(*known, *self._known_digests(), written=self._written())
+        options, updates = self._of_optimizer()
+        names, digests = self._known_digests()
+        return Facts(
+            plan,
+            stop,
+            asked=number(asked.encode()),
+            options=options,
+            updates=updates,
+            added=self._added(),
+            calls=order,
+            changed=changed,
+            names=names,
+            digests=digests,
+            written=self._written(),
+        )
 
     def stepped(self) -> None:
         """A step has ended, of which ``facts`` were told."""
@@ -85,12 +98,19 @@ class RankDigests:
         call: the one for which they compare it, as text.
         """
         changed = self.changes.change(at_once=True)
+        options, updates = self._of_optimizer()
         for first in range(0, max(1, len(self._shared)), DIGESTS):
             names = tuple(self._shared[first : first + DIGESTS])
             digests = tuple(self._digest(names).tolist()) if names else ()
-            of_optimizer = self._of_optimizer()
-            facts = Facts(0, False, ABSENT, *of_optimizer, changed=changed, names=names, digests=digests)
-            facts = replace(facts, written=self._written())
+            facts = Facts(
+                plan=0,
+                options=options,
+                updates=updates,
+                changed=changed,
+                names=names,
+                digests=digests,
+                written=self._written(),
+            )
             table = process.begin_gather(words(facts, (), {}), call)()
             if problem := difference(table, (), call, names, resolution=self.changes.resolution):
                 raise RunError(problem)

@@ -33,8 +33,15 @@ class RankRunner(LocalRunner):
             offloader = self._offloader(self.process.rank)
             program, is_known = self._checked_program
             collectives = program.collectives() if is_known else []  # an edited program may not show them
-            groups = plan.lanes.groups, summing_lanes(plan)
-            comm = connect(self.process, self.device, plan.channels, plan.collectives, collectives, *groups)
+            comm = connect(
+                self.process,
+                self.device,
+                plan.channels,
+                plan.collectives,
+                collectives,
+                plan.lanes.groups,
+                summing_lanes(plan),
+            )
             rt = self._runtime_of(self.process.rank, comm, {}, offloader)
             rt.replicas, rt.lanes = comm.abreast, comm.lanes
             rt.summing_lanes = comm.summing_lanes

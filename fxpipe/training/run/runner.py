@@ -124,8 +124,14 @@ class Runner(RankRunner):
                     check_rows(self.state, rt.rank)
             self._warn_of_mixed(batch)
             try:
-                how = are_listed(batch, spec), bool(spec.lengths)
-                rt.collected = Collected.of(wanted, rt.rank, spec.microbatches, self.device, *how)
+                rt.collected = Collected.of(
+                    wanted,
+                    rt.rank,
+                    spec.microbatches,
+                    self.device,
+                    is_list=are_listed(batch, spec),
+                    any_length=bool(spec.lengths),
+                )
                 self.state.changed()
                 rt.params, rt.buffers = self.state.params_and_buffers(rt.rank)
                 self._warm_up.settle(rt, program, batch)
