@@ -8,6 +8,7 @@ import shlex
 from pathlib import Path
 from typing import Any, cast
 
+from fxpipe.api.arguments import Arguments
 from fxpipe.api.compile import compile as compile_pipeline
 from fxpipe.cli.arguments import positive_int
 from fxpipe.cli.option_of_compile import add_dimension, add_option, add_options, options_of
@@ -42,7 +43,7 @@ def add_compile(parser: argparse.ArgumentParser) -> None:
     add_options(parser)
     add_option(parser, "costs", default="analytic", metavar="NAME")
     add_dimension(parser)
-    add("--evaluation", action="store_true", help="make the programs of an evaluation as well")
+    add_option(parser, "evaluation", action="store_true")
     add("--json", action="store_true", help="print one JSON object: the directory and what is predicted")
 
 
@@ -56,17 +57,9 @@ def _compile(options: argparse.Namespace) -> None:
     pipe = compile_pipeline(
         model,
         cast(Any, example),  # compile looks at it
-        ranks=options.ranks,
-        replicas=options.replicas,
-        microbatches=options.microbatches,
         loss_fn=loss_fn,
-        stages_per_rank=options.stages_per_rank,
-        shard=options.shard,
-        offload=True if options.offload == "all" else options.offload or False,
-        costs=options.costs,
-        evaluation=options.evaluation,
-        **options_of(options),
         dimensions=dict(options.dimension) or None,
+        **options_of(options, Arguments),
     )
     pipe.save(options.output, overwrite=options.overwrite)
     if options.json:

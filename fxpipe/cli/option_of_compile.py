@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 import torch
 
 from fxpipe.api.arguments import DOCS
 from fxpipe.cli.arguments import flag, memory, named_length, positive
+from fxpipe.compiler.options import Options
 from fxpipe.schedule.ops import VALIDATIONS
 
 _DTYPES = {"float32": torch.float32, "float64": torch.float64}
+#: What ``compile`` takes for a value of the command line, where that is another one.
+_AS: dict[str, Callable[[Any], Any]] = {
+    "memory_limit": lambda limit: limit.unit or float(limit),
+    "grad_dtype": _DTYPES.__getitem__,
+    "offload": lambda share: True if share == "all" else share,
+}
 
 
 def add_option(parser: argparse.ArgumentParser, name: str, **settings: Any) -> None:
-    """Add one; its help is the first sentence of its documentation there."""
+    """Add one, for ``options_of`` as well; its help is the first sentence of its documentation there."""
     text = DOCS.get(name, name).split(". ")[0].rstrip(".").replace("`", "").replace("%", "%%")
     default = f" ({settings['default']})" if "default" in settings else ""
     parser.add_argument(flag(name), help=f"{text[0].lower()}{text[1:]}{default}", **settings)
+    parser.set_defaults(of_compile=(*(parser.get_default("of_compile") or ()), name))
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -33,16 +43,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_option(parser, "effort", type=positive, metavar="S")
 
 
-def options_of(given: argparse.Namespace) -> dict[str, Any]:
-    """These as ``fxpipe.compile`` takes them."""
-    limit = given.memory_limit
-    return {
-        **{name: getattr(given, name) for name in ("schedule", "backend", "validation", "effort")},
-        "memory_limit": None if limit is None else limit.unit or float(limit),
-        "recompute": given.recompute or False,
-        "vocab_parallel": given.vocab_parallel or False,
-        "grad_dtype": _DTYPES.get(given.grad_dtype),
-    }
+def options_of(given: argparse.Namespace, which: type[Options]) -> dict[str, Any]:
+    """Those that were given and are fields of ``which``, as ``fxpipe.compile`` takes them."""
+    names = {field.name for field in fields(which)}.intersection(given.of_compile)
+    values = {name: getattr(given, name) for name in names}
+    return {name: _AS.get(name, lambda x: x)(x) for name, x in values.items() if x is not None}
 
 
 def add_dimension(parser: argparse.ArgumentParser) -> None:

@@ -301,10 +301,9 @@ def _settings(options: argparse.Namespace, request: MeshRequest, lanes: int) -> 
         raise OptionError(f"{request.devices * lanes} devices are no multiple of {options.nodes} nodes.")
     asked = Options(
         costs=options.device,
-        optimizer_bytes=options.optimizer_bytes,
         dimensions=dict(options.dimension) if options.dimension or options.size else None,
         ranks_per_machine=request.devices // options.nodes,
-        **options_of(options),
+        **options_of(options, Options),
     )
     return settle(asked, Mesh(1, 1, 1), torch.device("cpu"))
 

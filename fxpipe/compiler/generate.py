@@ -297,6 +297,7 @@ def _check_programs(plan: Plan, programs: tuple[str, ...], captured: CapturedSte
         lines = "\n".join(f"  {problem}" for problem in certificate.problems[:MOST_SHOWN])
         raise VerifyError(
             "The programs are not the captured step. This is an error of fxpipe: please report it, with the "
-            "model (check=False compiles without this check); of a pass of your own, see docs/certificate.md."
+            "model (check=False compiles without this check). Of a pass of your own the certificate may need "
+            "an identity (CONTRIBUTING.md, A pass)."
             f"\n{lines}"
         )

@@ -314,6 +314,8 @@ def test_new_ops_are_named_after_modules():
             assert re.match("(d_|bwd_)?(model|first|last|head)_|[a-z]+_now$", name), (file.stem, name)
 
 
-def test_every_pass_has_its_golden():
+def test_every_pass_has_its_golden_and_its_place_on_the_page():
     assert set(CASES) == set(PASS_NAMES)
     assert {file.stem for file in GOLDEN.iterdir()} == set(PASS_NAMES)
+    _, page = (ROOT / "docs/architecture.md").read_text().split("\n### Passes", 1)
+    assert re.findall(r"\*\*(\w+)\*\*", page.split("\n### ", 1)[0]) == [*PASS_NAMES]

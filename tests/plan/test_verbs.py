@@ -13,6 +13,7 @@ from fxpipe.runtime.program.rank import Runtime
 
 def arguments(runtime: type, verb: str) -> list[str]:
     """The arguments of a method, with ``*`` for those of any number."""
+    assert hasattr(runtime, verb), f"add {verb} to {inspect.getsourcefile(runtime)}"
     signature = inspect.signature(getattr(runtime, verb))
     several = inspect.Parameter.VAR_POSITIONAL
     return ["*" if each.kind is several else each.name for each in signature.parameters.values()][1:]
@@ -45,7 +46,8 @@ def waiting_methods() -> set[str]:
 
 def test_what_may_wait_is_in_the_table():
     """``start`` forgets what the last step waited for."""
-    assert VERBS.keys() & waiting_methods() == {verb.name for verb in VERBS.values() if verb.waits_for}
+    waits, told = VERBS.keys() & waiting_methods(), {verb.name for verb in VERBS.values() if verb.waits_for}
+    assert waits == told, f"plan/program/verbs.py: waits_for of {waits - told}, none of {told - waits}"
 
 
 def test_the_other_rank_is_an_argument():

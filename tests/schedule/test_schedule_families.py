@@ -1,5 +1,8 @@
 """The named schedules: their orders, their bubbles against the papers, their memory."""
 
+import re
+from pathlib import Path
+
 import pytest
 from marks import slow_except
 
@@ -306,3 +309,9 @@ def test_auto_names_the_limit_of_a_joined_backward():
     with pytest.raises(LimitError, match="the smallest that one can keep is 8,"):
         search([problem])
     assert max(search([problem.limited((8.0, 8.0))], effort=0.01).timeline.peak_memory) == 8
+
+
+def test_the_table_of_the_page_has_each_family():
+    page = (Path(__file__).parents[2] / "docs/schedules.md").read_text()
+    rows = "".join(re.findall(r"^\| .*", page, re.MULTILINE))
+    assert [name for name in FAMILIES if f"`{name}`" not in rows] == []

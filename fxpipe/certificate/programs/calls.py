@@ -22,7 +22,7 @@ from fxpipe.certificate.programs.values import (
 from fxpipe.certificate.terms.identities import overlaps, permuted, rows_added
 from fxpipe.certificate.terms.layouts import Unknown, layout_of, results_of
 from fxpipe.certificate.terms.schemas import Schema, arguments_of, draws, schema_of
-from fxpipe.certificate.terms.terms import NUMBER, Layout, Named, Term, Terms, canonical, operands
+from fxpipe.certificate.terms.terms import Layout, Named, Term, Terms, canonical, operands
 
 
 @dataclass(frozen=True)
@@ -243,10 +243,9 @@ def op_term(terms: Terms, schema: Schema, arguments: Named) -> Term:
     """The term of an op on terms and plain arguments.  Raises Unknown where it cannot be."""
 
     def as_tensor(value: object, dtype: torch.dtype, is_alone: bool) -> Term:
-        if is_alone:
-            term = terms.plain("aten.scalar_tensor", {"s": canonical(value), "dtype": canonical(dtype)})
-        else:
-            term = terms.plain(NUMBER, {"s": canonical(value)})
+        if not is_alone:
+            return terms.number(value, dtype)
+        term = terms.plain("aten.scalar_tensor", {"s": canonical(value), "dtype": canonical(dtype)})
         term.layout = term.layout or Layout((), dtype)
         return term
 

@@ -164,6 +164,12 @@ class Terms:
             self.known[key] = term
         return term
 
+    def number(self, value: object, dtype: torch.dtype) -> Term:
+        """The term of a number in the place of a tensor, beside another tensor.  dtype: of its kind."""
+        term = self.plain(NUMBER, {"s": canonical(value)})
+        term.layout = term.layout or Layout((), dtype)
+        return term
+
     def forget_programs(self) -> None:
         """Drop the terms of programs that were checked before, which have their lines."""
         for key in [*self.known][self.captured :]:

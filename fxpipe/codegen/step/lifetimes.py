@@ -7,11 +7,13 @@ microbatch, each of them takes one of two references: ``h[m].pop()``.
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from fxpipe.codegen.step.instruction_text import Hole, Line, Use
+from fxpipe.plan.program.verbs import VERBS
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,7 +75,8 @@ class Lifetimes:
 
 def _takes_memory(line: Line) -> bool:
     """Not a line that hands on what is there; the function's end frees its variables soon enough."""
-    return not str(line[0]).startswith(("rt.send(", "rt.add_"))
+    called = re.match(r"rt\.(\w+)\(", str(line[0]))
+    return called is None or VERBS[called[1]].takes_memory
 
 
 def lifetimes(orders: Iterable[tuple[OpFunction, ...]]) -> Lifetimes:

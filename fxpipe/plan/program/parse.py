@@ -379,8 +379,10 @@ def _attribute(node: ast.Attribute) -> ast.expr:
             value = getattr(torch, name, None)
             if isinstance(value, torch.dtype | torch.layout | torch.memory_format | float):
                 return _constant(value, node)
-    is_known = isinstance(node.value, ast.Name) and node.value.id in ("rt", "torch")
-    _refuse(f"a use of {_dotted(node)}" if is_known else f"the attribute .{node.attr}", node)
+    owner = node.value.id if isinstance(node.value, ast.Name) else ""
+    if owner == "rt":
+        _refuse(f"a use of {_dotted(node)}, which is no verb of plan/program/verbs.py", node)
+    _refuse(f"a use of {_dotted(node)}" if owner == "torch" else f"the attribute .{node.attr}", node)
 
 
 def _check_top(statement: ast.stmt) -> None:

@@ -17,12 +17,14 @@ class Verb:
     arguments: their names, as programs and both runtimes have them; ``*made`` takes any number.
     waits_for: what a rank may wait for within the call; "" where it never waits.
     peer: the argument that is the number of the other rank, or of the root of a collective; "" if none is.
+    takes_memory: False where it hands on tensors that are there.
     """
 
     name: str
     arguments: tuple[str, ...] = ()
     waits_for: str = ""
     peer: str = ""
+    takes_memory: bool = True
 
     @property
     def is_collective(self) -> bool:
@@ -42,11 +44,11 @@ VERBS = {
         Verb("lane_key", ("microbatch", "n", "stride")),
         Verb("once", ("compute", "*tensors"), waits_for="rows of other replicas"),
         Verb("batch_means", ("counts", "batches", "*constants"), waits_for="the sums over the replicas"),
-        Verb("add_loss", ("loss", "count")),
-        Verb("add_output", ("name", "value", "microbatch")),
+        Verb("add_loss", ("loss", "count"), takes_memory=False),
+        Verb("add_output", ("name", "value", "microbatch"), takes_memory=False),
         # Messages: a receive and a collective return what has yet to arrive.
         Verb("receive", ("layouts", "source"), peer="source"),
-        Verb("send", ("values", "layouts", "to"), peer="to"),
+        Verb("send", ("values", "layouts", "to"), peer="to", takes_memory=False),
         Verb("wait", ("pending",), waits_for="a message"),
         Verb("wait_all", ("pending",), waits_for="messages"),
         Verb("broadcast", ("tensor", "layout", "source", "group"), peer="source"),

@@ -31,7 +31,9 @@ class Family:
     the default.  ``limit``: of the search, in M_B, given the number of ranks; ``default_limit``: the same,
     where the problem has no limit.  ``for_offload``: it has no advantage unless activations are offloaded.
     ``joins``: all its B and W are one op, and nothing is held between them.  ``by_stage``: it runs all
-    microbatches on one stage after the other, so that on one rank parts can be its stages.
+    microbatches on one stage after the other, so that on one rank parts can be its stages.  ``most``: of a
+    family with a function, what a rank (second argument) holds at most, in activations of one stage and
+    microbatch.
     """
 
     name: str
@@ -44,6 +46,11 @@ class Family:
     for_offload: bool = False
     joins: bool = False
     by_stage: bool = False
+    most: Callable[[Problem, int], float] | None = None
+
+    def __post_init__(self) -> None:
+        if (self.function is None) != (self.most is None):
+            raise TypeError(f"{self.name}: a family with a function, and no other, says what is its most=")
 
     @property
     def is_searched(self) -> bool:
@@ -88,9 +95,16 @@ def gpipe(problem: Problem) -> RankOps:
 def one_f_one_b(problem: Problem) -> RankOps:
     if problem.is_v:
         return _v_fb_order(problem, OpKind.BW)
+    return fb_orders.interleaved(
+        problem.placement, problem.microbatches, OpKind.BW, lambda rank: _most_of_1f1b(problem, rank)
+    )
+
+
+def _most_of_1f1b(problem: Problem, rank: int) -> int:
     p, v = problem.ranks, problem.stages_per_rank
-    in_flight = [p - rank if v == 1 else p * (v - 1) + 2 * (p - rank) - 1 for rank in range(p)]
-    return fb_orders.interleaved(problem.placement, problem.microbatches, OpKind.BW, in_flight.__getitem__)
+    if problem.is_v:
+        return p * v
+    return p - rank if v == 1 else p * (v - 1) + 2 * (p - rank) - 1
 
 
 def gis(problem: Problem) -> RankOps:
@@ -144,6 +158,14 @@ def _check_two_in_v(problem: Problem) -> None:
         raise ScheduleError(f"in V placement it has 2 stages per rank, not {problem.stages_per_rank}")
 
 
+def _p_microbatches(problem: Problem, rank: int) -> int:
+    return problem.ranks * problem.stages_per_rank
+
+
+def _all_microbatches(problem: Problem, rank: int) -> int:
+    return problem.microbatches * problem.stages_per_rank
+
+
 _CHUNKS = (range(2, 1024), ("plain",))
 _TWO_IN_V = ((2,), ("v",))
 
@@ -159,19 +181,48 @@ FAMILIES: dict[str, Family] = {
             "all forwards, then all backwards (1811.06965): peak memory m · M_B",
             joins=True,
             by_stage=True,
+            most=_all_microbatches,
         ),
-        Family("1f1b", one_f_one_b, "one forward, one backward (2104.04473): at most p · M_B", joins=True),
-        Family("interleaved", one_f_one_b, "1F1B over chunks (2104.04473)", *_CHUNKS, joins=True),
-        Family("gis", gis, "interleaved, short warm-up, small groups (2503.01328)", *_CHUNKS),
+        Family(
+            "1f1b",
+            one_f_one_b,
+            "one forward, one backward (2104.04473): at most p · M_B",
+            joins=True,
+            most=_most_of_1f1b,
+        ),
+        Family(
+            "interleaved",
+            one_f_one_b,
+            "1F1B over chunks (2104.04473)",
+            *_CHUNKS,
+            joins=True,
+            most=_most_of_1f1b,
+        ),
+        Family(
+            "gis",
+            gis,
+            "interleaved, short warm-up, small groups (2503.01328)",
+            *_CHUNKS,
+            most=_p_microbatches,
+        ),
         Family(
             "staggered",
             staggered,
             "interleaved, microbatches one after the other, for offload of one half (after 2503.01328)",
             *_CHUNKS,
             for_offload=True,
+            most=_all_microbatches,
         ),
-        Family("zb-h1", zb_h1, "backward split, W delayed (2401.10241): at most p · M_B"),
-        Family("zb-h2", zb_h2, "W delayed further, to 2p - 1 M_B (2401.10241)", (1,)),
+        Family(
+            "zb-h1", zb_h1, "backward split, W delayed (2401.10241): at most p · M_B", most=_p_microbatches
+        ),
+        Family(
+            "zb-h2",
+            zb_h2,
+            "W delayed further, to 2p - 1 M_B (2401.10241)",
+            (1,),
+            most=lambda problem, rank: 2 * problem.ranks - 1,
+        ),
         Family("zb", None, "searched under any memory limit (after 2401.10241)"),
         Family("zb-1p", None, "zb under p · M_B", limit=lambda p: p),
         Family("zb-2p", None, "zb under 2p · M_B", limit=lambda p: 2 * p),
@@ -190,8 +241,21 @@ FAMILIES: dict[str, Family] = {
             *_TWO_IN_V,
             default_limit=lambda p: (p + 4) // 3,
         ),
-        Family("1f1b-v", one_f_one_b, "ZB-V's order, B and W as one (2405.15362)", *_TWO_IN_V, joins=True),
-        Family("dualpipe-v", dual_pipe_v, "DualPipeV without overlap, one model copy", *_TWO_IN_V),
+        Family(
+            "1f1b-v",
+            one_f_one_b,
+            "ZB-V's order, B and W as one (2405.15362)",
+            *_TWO_IN_V,
+            joins=True,
+            most=_most_of_1f1b,
+        ),
+        Family(
+            "dualpipe-v",
+            dual_pipe_v,
+            "DualPipeV without overlap, one model copy",
+            *_TWO_IN_V,
+            most=lambda problem, rank: 2 * problem.ranks + 1,
+        ),
     )
 }
 
