@@ -7,7 +7,6 @@ microbatch, each of them takes one of two references: ``h[m].pop()``.
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -75,8 +74,8 @@ class Lifetimes:
 
 def _takes_memory(line: Line) -> bool:
     """Not a line that hands on what is there; the function's end frees its variables soon enough."""
-    called = re.match(r"rt\.(\w+)\(", str(line[0]))
-    return called is None or VERBS[called[1]].takes_memory
+    called = str(line[0]).partition("(")[0]
+    return not called.startswith("rt.") or VERBS[called.removeprefix("rt.")].takes_memory
 
 
 def lifetimes(orders: Iterable[tuple[OpFunction, ...]]) -> Lifetimes:
