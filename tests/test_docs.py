@@ -69,6 +69,15 @@ def test_every_block_runs_or_says_why_not():
     assert len(reasons) <= 12, reasons
 
 
+def test_the_diffs_of_contributing_begin_with_what_is_there():
+    files = [path.read_text() for folder in ("fxpipe", "tests") for path in (ROOT / folder).rglob("*.py")]
+    diffs = [block.text for block in docs_worker.blocks("CONTRIBUTING.md") if block.language == "diff"]
+    assert len(diffs) >= 7
+    for diff in diffs:
+        before = "".join(line[1:] + "\n" for line in diff.splitlines() if not line.startswith("+"))
+        assert any(before in file for file in files), diff
+
+
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory) -> Path:
     """What the commands of pages take for granted."""
