@@ -191,76 +191,94 @@ class HeldBytes:
 class Plan:
     """All decisions and predictions; plan.json is this and nothing else.
 
-    ``order``: the schedule as text, a line a rank.  ``vocabulary``: which stages are not the model's own.
-    ``channels``: the ordered pairs of ranks that talk; ``collectives``: how many communicators all ranks
-    share.  ``layouts`` are those of parameters (and of the rows that ranks hold), buffers and constants.
-    ``state``: the names of a state dict in the model's order, each with the name of its tensor (two for a
-    tensor with two names, none for a buffer that is not persistent).  ``work``: the costs for other sizes,
-    where dimensions were named.  ``tried``: the candidates of ``auto``.  ``transfers``: offloads and reloads,
-    ``tier``: the offload store, ``pools``: the bytes of each rank in it; ``slots``: what it moves there.
-    ``device``: the device whose description the costs are from, as text.  ``replicas``: for so many the
-    schedule was made, and ``run_local`` runs them; other numbers can run the programs. ``shard``: what
-    replicas divide between them. ``grad_dtype``: the dtype of gradients, as text; empty for that of each
-    parameter. ``lanes``: where the model has DTensors; then ``layouts`` are those of one lane.
-    ``validation``: the schedule was made for steps with it. ``replay``: whether ranks replay captured steps.
-    ``meshes``: those that were compared to choose ranks and replicas. ``own_hooks``: the functions of hooks
-    that the forward registers by itself. ``changed``: the buffers to which a step gives new values.
-    ``memory_limit``: as it was given, empty for none; ``limits``: what it leaves to the activations of each
-    rank, beside what it holds, ``held`` (empty in plans of earlier versions). ``batch_means``: what the loss
-    divides by, as text, of which all microbatches take the mean over the batch; ``own_means``: of which each
-    has its own. ``rewrites``: rules that gave the step other kernels. ``libraries``: ops of others, with the
-    modules that register them. ``flops``: of the captured step of one microbatch by arithmetic
-    (``bfloat16``), without recomputation; empty in plans of earlier versions. ``head_chunks``: the parts of
-    the output layer. ``assumed``: leaf of the batch -> the number that all of its elements are, where the
-    programs are for such batches alone; ``branch``: the answer of their microbatches, likewise.
-    ``undivided``: parameters of which one replica owns all, with ``shard``.
+    Fields that plans of earlier versions have not come last, and are empty there.
     """
 
     format: int
     version: str
     model: str
+    """The name of its class."""
     schedule: str
+    """The name of its family, or that of the user's own."""
     placement: Annotated[tuple[int, ...], entries(1, MOST_STAGES)]
+    """The rank of each stage."""
     order: tuple[str, ...]
+    """The schedule as text, a line a rank."""
     step: StepSpec
     stages: tuple[StagePlan, ...]
     costs: Costs
     channels: tuple[tuple[int, int], ...]
+    """The ordered pairs of ranks that send each other messages."""
     tensors: tuple[RankTensors, ...]
     layouts: dict[str, TensorLayout]
+    """Those of parameters (and of the rows that ranks hold), buffers and constants: of one lane."""
     prediction: Prediction
     vocabulary: Vocabulary | None = None
+    """The stages that are not the model's own."""
     collectives: int = 0
+    """The number of communicators that all ranks share."""
     work: PlanWork | None = None
+    """The costs for other sizes, where dimensions were named."""
     tried: Annotated[tuple[Tried, ...], entries(0, MOST_TRIED)] = ()
+    """The candidates of ``auto``."""
     recompute: Recompute = ""
     transfers: tuple[Transfer, ...] = ()
+    """Offloads and reloads."""
     tier: Tier | None = None
+    """The offload store."""
     pools: tuple[Size, ...] = ()
+    """The bytes of each rank in the offload store."""
     state: tuple[tuple[str, str], ...] = ()
+    """The names of a state dict in the model's order, each with the name of its tensor: two for a tensor with
+    two names, none for a buffer that is not persistent."""
     device: str = ""
+    """The device whose description the costs are from, as text."""
     grad_dtype: GradDtype = ""
+    """The dtype of gradients; "" for that of each parameter."""
     replicas: Annotated[int, between(1, MOST_RANKS)] = 1
+    """For so many the schedule was made, and ``run_local`` runs them; other numbers can run the programs."""
     shard: Shard = ""
+    """What replicas divide between them."""
     lanes: LanePlan = NO_LANES
+    """Those of each rank, where the model has DTensors."""
     validation: Validation = "barrier"
+    """The schedule was made for steps with it."""
     replay: Replay = ""
+    """Whether ranks replay captured steps."""
     meshes: Annotated[tuple[TriedMesh, ...], entries(0, MOST_TRIED)] = ()
+    """Those that were compared to choose ranks and replicas."""
     own_hooks: tuple[str, ...] = ()
+    """The functions of hooks that the forward registers by itself."""
     changed: tuple[str, ...] = ()
+    """The buffers to which a step gives new values."""
     memory_limit: str = ""
+    """As it was given; "" for none."""
     limits: Annotated[tuple[NonNegative, ...], entries(0, MOST_RANKS)] = ()
+    """What the limit leaves to the activations of each rank, beside what it holds."""
     held: Annotated[tuple[HeldBytes, ...], entries(0, MOST_RANKS)] = ()
+    """What each rank holds throughout a step."""
     batch_means: tuple[str, ...] = ()
+    """What the loss divides by, as text, where all microbatches take its mean over the batch."""
     own_means: tuple[str, ...] = ()
+    """The same, where each microbatch has its own."""
     rewrites: tuple[Rewrite, ...] = ()
+    """The rules that gave the step other kernels."""
     libraries: Libraries = field(default_factory=dict)
+    """The ops of others than torch, with the modules that register them."""
     flops: dict[str, NonNegative] = field(default_factory=dict)
+    """Of the captured step of one microbatch by arithmetic (``bfloat16``), without recomputation."""
     head_chunks: Annotated[int, at_least(1)] = 1
+    """The parts of the output layer."""
     assumed: dict[str, float] = field(default_factory=dict)
+    """A leaf of the batch -> the number that all of its elements are, where the programs are for such batches
+    alone."""
     undivided: tuple[str, ...] = ()
+    """The parameters of which one replica owns all, with ``shard``."""
     slots: Annotated[tuple[OffloadSlot, ...], entries(0, MOST_STAGES)] = ()
+    """What ranks move to the offload store."""
     branch: Branch | None = None
+    """The answer of the microbatches to a question of the model's code, where the programs are for these
+    alone."""
 
     @property
     def when(self) -> When:
