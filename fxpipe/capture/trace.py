@@ -56,32 +56,32 @@ from fxpipe.runtime.program.checks import is_assert
 class Captured:
     """The training step of one microbatch.
 
-    ``graph``'s placeholders carry an ``Input``; its output is an ``Outputs``.
-    ``constants`` are the tensors that the model made from nothing or held outside parameters and buffers.
-    ``lanes``: where the model has DTensors.
-    ``own_hooks``: the functions of hooks that the forward registered by itself.
-    ``sources``: the model's own tensors that constants are copies of.
-    ``asked``: what the forward asks of tensors.
-    ``written``: the leaves of the microbatch that it writes to.
-    ``unread``: the leaves of which nothing reads anything.
-    ``means``: what the loss divides by.
-    ``masks``: what became of those of attention.
-    ``comparisons``: that the forward's Python makes with sizes, where they were asked for.
-    ``branches``: what it asks of the microbatch alone that has two answers.
+    ``graph``'s placeholders carry an ``Input``; its output is an ``Outputs``.  ``constants`` are the tensors
+    that the model made from nothing or held outside parameters and buffers.
     """
 
     graph: fx.Graph
     constants: dict[str, torch.Tensor]
     lanes: LanePlan = NO_LANES
+    """Those of a model with DTensors."""
     own_hooks: tuple[str, ...] = ()
+    """The functions of hooks that the forward registered by itself."""
     sources: tuple[weakref.ref[torch.Tensor], ...] = ()
+    """The model's own tensors that constants are copies of."""
     asked: Asked = ASKED_NOTHING
+    """What the forward asks of tensors."""
     written: frozenset[str] = frozenset()
+    """The leaves of the microbatch that it writes to."""
     unread: frozenset[str] = frozenset()
+    """The leaves of which nothing reads anything."""
     means: BatchMeans = NO_MEANS
+    """What the loss divides by."""
     masks: Masks = field(default_factory=Masks)
+    """What became of the masks of attention."""
     comparisons: tuple[Comparison, ...] = ()
+    """Those that the forward's Python makes with sizes, where they were asked for."""
     branches: tuple[Branch, ...] = ()
+    """What the model's code asks of the microbatch alone, with two answers."""
 
     @property
     def checks(self) -> int:

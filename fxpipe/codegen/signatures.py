@@ -38,25 +38,26 @@ class Result:
 class Signature:
     """The signature of a section's function, as data: a saved pipeline keeps it.
 
-    ``containers``: the dicts that it reads (``params``, …), keys, and lengths of the microbatch.
     ``lists_in``, ``lists_out``: the lists from and to other phases of its own stage, with the values in each.
     ``values_in``, ``values_out``: the values from and to other stages, with those that the user asks for.
-    ``results``: loss, count and buffers.
-    ``parameters``: the names of those that it reads.  ``behind_once``: of those from which it is computed
-    once a step what it reads.  ``gradients``: of those to which it adds.
     """
 
     color: Color
     name: str
     containers: tuple[str, ...]
+    """The dicts that it reads (``params``, …), keys, and lengths of the microbatch."""
     lists_in: dict[str, tuple[str, ...]]
     values_in: tuple[str, ...]
     values_out: tuple[str, ...]
     results: tuple[Result, ...]
+    """Loss, count and buffers."""
     lists_out: dict[str, tuple[str, ...]]
     parameters: tuple[str, ...]
+    """The names of the parameters that it reads."""
     behind_once: tuple[str, ...]
+    """The names of those from which is computed, once a step, what it reads."""
     gradients: tuple[str, ...]
+    """The names of those to whose gradients it adds."""
 
 
 def signatures(sections: tuple[Section, ...]) -> dict[Color, Signature]:

@@ -186,11 +186,8 @@ class Options:
 class Settings(Options):
     """Options as the compiler reads them: numbers for texts, what they leave to the device, and the mesh.
 
-    ``limit_text``: the memory limit as the user wrote it.  ``per_use``: whether parameters that replicas
-    divide are gathered for single ops, to keep the limit.  ``on_ranks``, ``has_on_ranks``: with ``like``, per
-    rank the tensors that may be used there, and the parameters that the other pipeline has.  ``assumed``,
-    ``branch``: see ``CaptureOptions``.  ``in_stages``: the tensors of each of the model's stages, where it is
-    to be cut as it was before.
+    ``on_ranks``, ``has_on_ranks``: with ``like``, per rank the tensors that may be used there, and the
+    parameters that the other pipeline has.
     """
 
     mesh: Mesh
@@ -203,13 +200,17 @@ class Settings(Options):
     costs: str | tuple[str, ...] = "analytic"
     memory_limit: float | None = None
     limit_text: str = ""
+    """The memory limit as the user wrote it."""
     offload: Offload = Offload(share=None)
     per_use: bool = False
+    """Whether parameters that replicas divide are gathered for single ops, to keep the limit."""
     on_ranks: tuple[tuple[str, ...], ...] = ()
     has_on_ranks: tuple[tuple[str, ...], ...] = ()
     assumed: Mapping[str, float] = field(default_factory=dict)
     branch: Branch | None = None
+    """The answer of the microbatches, as ``assumed`` for those programs alone: see ``CaptureOptions``."""
     in_stages: tuple[frozenset[str], ...] = ()
+    """The tensors of each of the model's stages, where it is to be cut as it was before."""
 
     @property
     def tier(self) -> Tier:

@@ -70,33 +70,38 @@ Offloaded = Mapping[tuple[int, Phase], Sequence[fx.Node]]
 class CutOptions:
     """The decisions on which a cut depends.
 
-    ``stages``: the number of the model's own stages.  ``split_points``: see ``partition``.  ``barriers``: per
-    microbatch, of split vocabulary layers; None if they are not split.  ``runnable``: the sections will be
-    run for their costs.  ``recompute``: the level of recomputation.  ``tensors_of``, ``slowness``: see
-    ``partition``.  ``balanced``: the rank of each stage, where ranks are balanced.  ``cuts``: where to cut,
-    instead of by costs.  ``placements``: the names of those that the cut is for.  ``grad_dtype``,
-    ``print_after``, ``head_chunks``, ``parts``: see ``fxpipe.compile``.  ``compiled``: the phases of which
-    sections are compiled.  ``rules``: that may be applied.
+    ``tensors_of``, ``slowness``: see ``partition``.  ``grad_dtype``, ``print_after``, ``head_chunks``,
+    ``parts``: see ``fxpipe.compile``.
     """
 
     stages: int
+    """The number of the model's own stages."""
     ranks: int
     seconds: NodeSeconds
     split_points: Sequence[str] | None
+    """See ``partition``."""
     barriers: int | None
+    """Those of split vocabulary layers, per microbatch; None if these are not split."""
     runnable: bool = False
+    """Whether the sections will be run for their costs."""
     recompute: Level | None = None
+    """The level of recomputation."""
     tensors_of: tuple[Set[str], ...] | None = None
     slowness: tuple[float, ...] = ()
     balanced: tuple[int, ...] = ()
+    """The rank of each stage, where ranks are balanced."""
     cuts: tuple[int, ...] = ()
+    """Where to cut, instead of by costs."""
     placements: tuple[str, ...] = ()
+    """The names of those that the cut is for."""
     grad_dtype: torch.dtype | None = None
     compiled: frozenset[Phase] = frozenset()
+    """The phases of which sections are compiled."""
     print_after: str | None = None
     head_chunks: int = 1
     parts: PartsOfStage = 1
     rules: tuple[Rule, ...] = tuple(RULES)
+    """Those that may be applied."""
 
 
 class Uncut:
@@ -133,24 +138,26 @@ def _names(nodes: Set[fx.Node]) -> frozenset[str]:
 class StepGraphs:
     """The graph that the passes rewrite, its traces at other sizes, and the stages that were added to it.
 
-    ``lengths``: its traces at lengths that a program may take, where dimensions have names.
-    ``uncut``: what it has in common with all copies that are cut.  ``cut``: the forward, if it was cut by its
-    costs.  ``offloaded``, ``joined``: known for the chosen cut alone: see ``Offloaded`` and
-    ``join_backward``.  ``rewrites``: rules that gave it other kernels.  ``parts``: of each of the model's
-    stages, if they were cut into parts.  ``lanes``: of each rank.
+    ``offloaded``, ``joined``: known for the chosen cut alone: see ``Offloaded`` and ``join_backward``.
     """
 
     graph: fx.Graph
     resized: ResizedTraces | None
     vocabulary: Vocabulary | None = None
     uncut: Uncut = field(default_factory=Uncut)
+    """What it has in common with all copies that are cut."""
     cut: CutChain | None = None
+    """The forward, if it was cut by its costs."""
     offloaded: Offloaded = field(default_factory=dict)
     joined: frozenset[int] = frozenset()
     rewrites: tuple[Rewrite, ...] = ()
+    """Rules that gave it other kernels."""
     lengths: ResizedTraces | None = None
+    """Its traces at lengths that a program may take, where dimensions have names."""
     parts: Parts = ()
+    """Those of each of the model's stages, if they were cut into parts."""
     lanes: LanePlan = NO_LANES
+    """Those of each rank."""
 
     @property
     def graphs(self) -> tuple[fx.Graph, ...]:

@@ -38,12 +38,7 @@ ASKED_NOTHING = Asked()
 
 @dataclass(frozen=True)
 class Leaf:
-    """One leaf of the example microbatch.  ``shape`` and ``dtype`` for a tensor, else ``value`` as text.
-
-    ``requires_grad``: of the example's tensor, if the forward asks for it.  ``written``: whether the forward
-    writes to its memory.  ``strided``: whether it asks for the strides.  ``unread``: whether neither forward
-    nor loss_fn reads it.
-    """
+    """One leaf of the example microbatch.  ``shape`` and ``dtype`` for a tensor, else ``value`` as text."""
 
     name: str
     shape: Shape | None
@@ -51,9 +46,13 @@ class Leaf:
     dtype: str
     value: str
     requires_grad: bool | None = None
+    """That of the example's tensor, if the forward asks for it."""
     written: bool = False
+    """Whether the forward writes to its memory."""
     strided: bool = False
+    """Whether it asks for the strides."""
     unread: bool = False
+    """Whether neither forward nor loss_fn reads it."""
 
 
 @dataclass(frozen=True)
@@ -189,38 +188,39 @@ class OrderedStep:
 
 @dataclass(frozen=True)
 class StepSpec:
-    """The data that every rank's runtime needs beside its program; a part of plan.json.
-
-    ``has_count``: whether the loss is a (sum, count).  ``loss_dtype``: as text, "torch.float32".
-    ``default_dtype``: torch's default dtype in the trace.  ``leaves``: per rank the names of the leaves of
-    the batch that its program uses.  ``outputs``: those that a step can be asked for.  ``has_loss``: else the
-    step is a forward for its outputs alone.
-    ``lengths``: the dimensions of microbatches that may have other lengths than the example's.
-    ``one_length``: why there are none, where dimensions were named.  ``fewer``: why programs take no others.
-    ``has_total``: whether the loss divides by a number of the batch that is of all microbatches of a step.
-    ``tables``: of these microbatches, what leaves are rows of.
-    ``documents``: where a microbatch's time depends on those that are packed in it.  ``mixes``: whether the
-    step has positions by which it keeps none apart.
-    """
+    """The data that every rank's runtime needs beside its program; a part of plan.json."""
 
     ranks: Annotated[int, between(1, MOST_RANKS)]
     microbatches: int
     batch: BatchSpec
     loss_rank: int
     loss_dtype: FloatingDtype
+    """Its dtype as text: "torch.float32"."""
     has_count: bool
+    """Whether the loss is a (sum, count)."""
     seed: int
     default_dtype: FloatingDtype
+    """The default dtype of torch in the trace."""
     leaves: tuple[tuple[str, ...], ...]
+    """The names of the leaves of the batch that the program of each rank uses."""
     outputs: tuple[OutputSpec, ...] = ()
+    """Those that a step can be asked for."""
     has_loss: bool = True
+    """Without it the step is a forward for its outputs alone."""
     lengths: tuple[NamedLength, ...] = ()
+    """The dimensions of microbatches that may have other lengths than the example's."""
     one_length: str = ""
+    """Why there are none, where dimensions were named."""
     has_total: bool = False
+    """Whether the loss divides by a number of the batch that is of all microbatches of a step."""
     documents: Documents | None = None
+    """Where a microbatch's time depends on those that are packed in it."""
     mixes: bool = False
+    """Whether the step has positions by which it keeps none apart."""
     tables: tuple[Table, ...] = ()
+    """The tables of which leaves of the batch are rows."""
     fewer: str = ""
+    """Why programs take no other lengths."""
 
     def batch_at(self, lengths: Mapping[str, int]) -> BatchSpec:
         """The leaves of a microbatch of these lengths, all of them named."""

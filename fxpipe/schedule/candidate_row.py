@@ -16,11 +16,7 @@ class Tried:
     """A schedule that was tried: its simulated costs, or the reason (``why``) that it was left out.
 
     ``seconds`` a step; ``peak_memory``: of the rank that needs the most; of one that was left out because it
-    does not fit, the smallest limit that it would keep.  ``stages_per_rank`` are the model's
-    own.  ``barriers``: a microbatch, of vocabulary layers split over the ranks, 0 if they are not.
-    ``recompute``: the level of recomputation, empty for none.  ``offloaded``: memory offloaded in a step.
-    ``head_chunks``: the parts of the output layer.  ``parts``: the most parts of a stage.
-    ``period``: seconds a step of many with post-validation, where schedules are compared by it.
+    does not fit, the smallest limit that it would keep.  ``stages_per_rank`` are the model's own.
     Memory is in the unit of the costs: bytes for a compiled model.
     """
 
@@ -32,11 +28,17 @@ class Tried:
     peak_memory: NonNegative | None = None
     why: str = ""
     barriers: Annotated[int, between(0, 2)] = 0
+    """Those of a microbatch where vocabulary layers are split over the ranks, else 0."""
     recompute: Recompute = ""
+    """The level of recomputation; "" for none."""
     offloaded: NonNegative = 0.0
+    """The memory that is offloaded in a step."""
     period: NonNegative | None = None
+    """Seconds a step of many with post-validation, where schedules are compared by it."""
     head_chunks: Annotated[int, at_least(1)] = 1
+    """The parts of the output layer."""
     parts: Annotated[int, at_least(1)] = 1
+    """The most parts of a stage."""
 
     @property
     def compared(self) -> float | None:

@@ -44,13 +44,7 @@ class Problem:
     """Stages on ranks, their costs there, and the memory for activations.
 
     ``stages_per_rank`` are the model's own, in the placement called ``shape``; with ``vocabulary`` the costs
-    are of its stages as well.  ``limits``: per rank, infinite for no limit.
-    ``offload``: the share to offload over the costs' link.  ``slack``: before it is offloaded, an order may
-    take so many times the limits.
-    ``recompute``: the level of recomputation in the costs.
-    ``group``: the number of microbatches in a group, for a family with groups; None leaves it to the family.
-    ``text``: for messages about memory.  ``head_chunks``: the parts of the output layer in the costs.
-    ``parts``: of each of the model's stages, where the costs are those of parts.
+    are of its stages as well.
     """
 
     ranks: int
@@ -59,15 +53,23 @@ class Problem:
     shape: str
     costs: Costs
     limits: tuple[float, ...]
+    """Those of each rank, infinite for no limit."""
     vocabulary: Vocabulary | None = None
     offload: Share = None
+    """The share to offload over the costs' link."""
     slack: float = 1.0
+    """How many times the limits an order may take before it is offloaded."""
     recompute: str = ""
+    """The level of recomputation in the costs."""
     objective: Objective = "makespan"
     group: int | None = None
+    """The number of microbatches in a group, for a family with groups; None leaves it to the family."""
     text: MemoryText = ANY_UNIT
+    """The units of messages about memory."""
     head_chunks: int = 1
+    """The parts of the output layer in the costs."""
     parts: Parts = ()
+    """Those of each of the model's stages, where the costs are those of parts."""
 
     @property
     def setting(self) -> Setting:

@@ -34,29 +34,30 @@ _OF_TABLES |= {aten.slice.Tensor}
 
 @dataclass(eq=False)
 class VocabularyLayers:
-    """The vocabulary layers of a step.  ``axes``: which dimension of a value is the vocabulary, ``size`` its
-    length.
-
-    ``losses``: the log-softmaxes.  ``label_gathers``: the ops that take the labels' entries of one.
-    ``vocab_sums``: sums of one over the vocabulary.  ``products``: matrix products over the vocabulary, which
-    give the gradient of the projected values.  ``lookups``: embeddings.  ``totals``: sums of gradients over
-    tokens and vocabulary, for what scales all logits.  ``argmaxes``: the largest of each token's logits.
-    ``logsumexps``: of each token's logits, beside those of losses.  ``padded``: the length of values that
-    have got the vocabulary's.
-    """
+    """The vocabulary layers of a step."""
 
     size: int
     tables: tuple[fx.Node, ...]
     axes: dict[fx.Node, int]
+    """The dimension of a value that is the vocabulary."""
     padded: dict[fx.Node, int]
+    """The former length of values that have got that of the vocabulary."""
     losses: list[fx.Node] = field(default_factory=list)
+    """The log-softmaxes."""
     label_gathers: list[fx.Node] = field(default_factory=list)
+    """The ops that take the labels' entries of a log-softmax."""
     vocab_sums: list[fx.Node] = field(default_factory=list)
+    """The sums of a log-softmax over the vocabulary."""
     products: list[fx.Node] = field(default_factory=list)
+    """The matrix products over the vocabulary, which give the gradient of the projected values."""
     lookups: list[fx.Node] = field(default_factory=list)
+    """The embeddings."""
     totals: list[fx.Node] = field(default_factory=list)
+    """The sums of gradients over tokens and vocabulary, for what scales all logits."""
     argmaxes: list[fx.Node] = field(default_factory=list)
+    """The largest of each token's logits."""
     logsumexps: list[fx.Node] = field(default_factory=list)
+    """Those of each token's logits, beside those of losses."""
 
     def entries(self, node: fx.Node) -> int:
         """The number of entries of the vocabulary that a value had before ``padding``."""

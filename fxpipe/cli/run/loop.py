@@ -40,37 +40,37 @@ DECAYS: dict[str, Callable[[float], float]] = {
 
 @dataclass(frozen=True)
 class LoopSettings:
-    """``steps``: in all, those of earlier runs included; None takes every whole batch once.
-
-    ``clip_grad_norm``, ``master_weights``, ``validation``: see ``Pipeline.optimizer``.
-    ``warmup``: steps in which the learning rate grows.
-    ``decay``: its course after that, to zero at the last step; one of ``DECAYS``.
-    ``checkpoints``: a directory; the run goes on from the newest one in it, and writes one at its end.
-    ``every``, ``keep``: see Checkpointer.
-    ``log_every``: steps from one line of the log to the next.
-    ``evaluate_every``: steps from one evaluation to the next; None for one at the end.
-    ``record``: the directory for the times of the last step; see :mod:`fxpipe.plan.saved.recorded`.
-    ``save``: the directory for the trained pipeline.  ``tensorboard``: for the figures of the log.
-    ``log_file``: to which they are appended, one JSON object a line.  ``json_lines``: prints such lines.
-    """
+    """What a run of ``fxpipe run`` does; ``clip_grad_norm``, ``master_weights``, ``validation``: see
+    ``Pipeline.optimizer``; ``every``, ``keep``: see Checkpointer."""
 
     steps: int | None
+    """All steps, those of earlier runs included; None takes every whole batch once."""
     lr: float
     clip_grad_norm: float | None = None
     master_weights: bool = False
     validation: Validation | None = None
     warmup: int = 0
+    """Steps in which the learning rate grows."""
     decay: str = "constant"
+    """The course of the learning rate after that, to zero at the last step; one of ``DECAYS``."""
     checkpoints: Path | None = None
+    """A directory; the run goes on from the newest one in it, and writes one at its end."""
     every: int | None = None
     keep: int = 3
     log_every: int = 1
+    """Steps from one line of the log to the next."""
     evaluate_every: int | None = None
+    """Steps from one evaluation to the next; None for one at the end."""
     record: Path | None = None
+    """The directory for the times of the last step; see :mod:`fxpipe.plan.saved.recorded`."""
     save: Path | None = None
+    """The directory for the trained pipeline."""
     tensorboard: Path | None = None
+    """The directory for the figures of the log."""
     log_file: Path | None = None
+    """The file to which these are appended, one JSON object a line."""
     json_lines: bool = False
+    """Whether such lines are printed."""
 
 
 def train(pipe: Pipeline, data: Data, settings: LoopSettings, evaluated: Data | None = None) -> None:

@@ -28,12 +28,7 @@ class Family:
     """A named schedule: built by ``function``, or searched under a memory limit.
 
     ``chunks`` and ``shapes``: the stages per rank and the placements that it supports; the first of each is
-    the default.  ``limit``: of the search, in M_B, given the number of ranks; ``default_limit``: the same,
-    where the problem has no limit.  ``for_offload``: it has no advantage unless activations are offloaded.
-    ``joins``: all its B and W are one op, and nothing is held between them.  ``by_stage``: it runs all
-    microbatches on one stage after the other, so that on one rank parts can be its stages.  ``most``: of a
-    family with a function, what a rank (second argument) holds at most, in activations of one stage and
-    microbatch.
+    the default.
     """
 
     name: str
@@ -42,11 +37,18 @@ class Family:
     chunks: tuple[int, ...] | range = range(1, 1024)
     shapes: tuple[str, ...] = ("plain", "v")
     limit: Callable[[int], float] | None = None
+    """The limit of the search, in M_B, given the number of ranks."""
     default_limit: Callable[[int], float] | None = None
+    """The same, where the problem has no limit."""
     for_offload: bool = False
+    """Whether it has no advantage unless activations are offloaded."""
     joins: bool = False
+    """Whether all its B and W are one op, and nothing is held between them."""
     by_stage: bool = False
+    """Whether it runs all microbatches on one stage after the other: parts can be its stages on one rank."""
     most: Callable[[Problem, int], float] | None = None
+    """What a rank (the second argument) holds at most, in activations of one stage and microbatch; None for a
+    family that is searched."""
 
     def __post_init__(self) -> None:
         if (self.function is None) != (self.most is None):
