@@ -99,6 +99,7 @@ def _compiled(
             other = compile_model(request, phase, devices)
     except (CaptureError, PartitionError, ScheduleError, VocabularyError):
         return None  # nothing is lost: the others run these batches, too, or refuse them
+    other = _with_buffers_of(other, trained.artifact.plan)
     return other if _fits(other.artifact.plan, trained.artifact.plan) else None
 
 
@@ -106,6 +107,16 @@ def _with_rewrite(compiled: Compiled, rewrite: Rewrite) -> Compiled:
     plan = compiled.artifact.plan
     plan = replace(plan, rewrites=(*plan.rewrites, rewrite))
     return replace(compiled, artifact=replace(compiled.artifact, plan=plan))
+
+
+def _with_buffers_of(compiled: Compiled, other: Plan) -> Compiled:
+    """The same, on ranks that also hold the buffers that other programs alone read there."""
+    plan = compiled.artifact.plan
+    tensors = [
+        replace(ours, buffers=theirs.buffers) if {*ours.buffers} < {*theirs.buffers} else ours
+        for ours, theirs in zip(plan.tensors, other.tensors, strict=True)
+    ]
+    return replace(compiled, artifact=replace(compiled.artifact, plan=replace(plan, tensors=(*tensors,))))
 
 
 def _with_peaks_of(compiled: Compiled, other: Plan) -> Compiled:
