@@ -8,9 +8,12 @@ from typing import Any
 import torch
 
 from fxpipe.api.arguments import DOCS
-from fxpipe.cli.arguments import flag, memory, named_length, positive
+from fxpipe.cli.arguments import flag, memory, named_length, positive, positive_int
+from fxpipe.plan.rewrites import ASKED, RULES
 from fxpipe.schedule.ops import VALIDATIONS
 
+_RULES = [rule for rule in RULES if rule not in ASKED]
+_AS_THEY_ARE = ("schedule", "head_chunks", "backend", "validation", "effort")
 _DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 
@@ -27,6 +30,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_option(parser, "memory_limit", type=memory, metavar="BYTES")
     add_option(parser, "recompute", choices=("norms", "full", "auto"))
     add_option(parser, "vocab_parallel", choices=("1-barrier", "2-barrier", "auto"))
+    add_option(parser, "head_chunks", type=_number_or_auto, default=1, metavar="N")
+    add_option(parser, "without", action="append", choices=_RULES, metavar="RULE")
     add_option(parser, "grad_dtype", choices=_DTYPES)
     add_option(parser, "backend", choices=("eager", "inductor"), default="eager")
     add_option(parser, "validation", choices=VALIDATIONS, default="barrier")
@@ -37,12 +42,17 @@ def options_of(given: argparse.Namespace) -> dict[str, Any]:
     """These as ``fxpipe.compile`` takes them."""
     limit = given.memory_limit
     return {
-        **{name: getattr(given, name) for name in ("schedule", "backend", "validation", "effort")},
+        **{name: getattr(given, name) for name in _AS_THEY_ARE},
         "memory_limit": None if limit is None else limit.unit or float(limit),
         "recompute": given.recompute or False,
         "vocab_parallel": given.vocab_parallel or False,
         "grad_dtype": _DTYPES.get(given.grad_dtype),
+        "without": given.without or (),
     }
+
+
+def _number_or_auto(text: str) -> int | str:
+    return text if text == "auto" else positive_int(text)
 
 
 def add_dimension(parser: argparse.ArgumentParser) -> None:
