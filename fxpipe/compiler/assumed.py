@@ -58,7 +58,8 @@ def with_assumed(
         other = _compiled(request, trained, phase, devices, branch=branch)
         # Behind the other answer the code may ask more, which its programs check.
         if other is not None and branch in other.branches:
-            trained = _with_rewrite(trained, Rewrite("batch-branches", 1))
+            apart = abs(_seconds(trained.graph, trained.cluster) - _seconds(other.graph, trained.cluster))
+            trained = _with_rewrite(trained, Rewrite("batch-branches", 1, apart))
             return _with_peaks_of(trained, other.artifact.plan), [_for(other, branch=branch)]
     return _without_masks(request, phase, trained, devices)
 
@@ -136,9 +137,13 @@ def _saved(graph: fx.Graph, cluster: Cluster) -> tuple[float, float]:
     """The seconds that a microbatch takes less where its attentions need no masks, and their share: a kernel
     that knows causality does half of the work."""
     seconds = cluster.node_seconds()
-    of_each = {node: seconds(node) for node in call_nodes(graph)}
-    saved = sum(time for node, time in of_each.items() if is_masked(node)) / 2
-    return saved, saved / max(sum(of_each.values()), 1e-30)
+    saved = sum(seconds(node) for node in call_nodes(graph) if is_masked(node)) / 2
+    return saved, saved / max(_seconds(graph, cluster), 1e-30)
+
+
+def _seconds(graph: fx.Graph, cluster: Cluster) -> float:
+    """The seconds of a microbatch, op by op."""
+    return sum(map(cluster.node_seconds(), call_nodes(graph)))
 
 
 def _number(leaf: torch.Tensor) -> float | None:
