@@ -34,11 +34,14 @@ class Decoder(nn.Module):
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         length = x.shape[1]
-        seen = torch.ones(length, length, dtype=torch.bool).tril() & mask[:, None, None, :].bool()
+        seen = self.lower(length) & mask[:, None, None, :].bool()
         for layer in self.layers:
             q, k, v = layer(x).view(len(x), length, 3, 2, WIDTH // 2).permute(2, 0, 3, 1, 4)
             x = x + F.scaled_dot_product_attention(q, k, v, seen).transpose(1, 2).flatten(2)
         return (self.head(x).square().mean(-1) * mask).mean()
+
+    def lower(self, length: int) -> torch.Tensor:
+        return torch.ones(length, length, dtype=torch.bool).tril()
 
 
 def batch_of(step: int, replica: int, padded: bool, rows: int = 2 * MICROBATCHES) -> dict[str, torch.Tensor]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import io
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -77,6 +77,7 @@ class StepFunction:
         options: CaptureOptions,
         most_checks: float,
         kept: Mapping[str, bool],
+        changing: Collection[str] = (),
     ):
         self.model, self.loss_fn, self.scale, self.inputs = model, loss_fn, scale, traced_inputs
         self.hooks = Hooks(model, options.gradients)
@@ -99,9 +100,10 @@ class StepFunction:
         self.unread: set[str] = set()  # keys of the example that neither forward nor loss_fn reads
         self.asked = ASKED_NOTHING  # see ``TensorReads``
         self.attention = AttentionMasks(
-            self.provenance.answers, options.rules, options.masks, options.fused_attention
+            self.provenance.answers, options.rules, options.masks, options.fused_attention, changing
         )
         self.masks = self.attention.masks
+        self.replaced: set[str] = set()  # buffers that the forward gives other tensors
         self.length_reads = LengthReads() if options.lengths else None
         self.aliases: list[tuple[str, str]] = []  # of buffers
 
@@ -117,7 +119,7 @@ class StepFunction:
         lengths = self.length_reads or contextlib.nullcontext()
         with self.hooks, self.provenance, reads, self.attention, lengths:
             first = self._step(wanted, self.gradients, reads)
-        self.masks = self.attention.masks
+        self.masks, self.replaced = self.attention.masks, {*first.buffers}
         check_made(self.model, self.registered, self.provenance.answers)
         declare_writes(compat.traced_graph())
         check_unwritten(compat.traced_graph(), compat.traced_constants())

@@ -128,6 +128,14 @@ def capture(
     return first
 
 
+class _MasksChange(Exception):
+    """The step changes buffers that masks of attention are made from, which must not be checked then."""
+
+    def __init__(self, buffers: frozenset[str]) -> None:
+        super().__init__()
+        self.buffers = buffers
+
+
 def _attempt(
     trace: Callable[..., Captured],
     kept: Mapping[str, bool],
@@ -135,10 +143,12 @@ def _attempt(
     most_checks: float,
 ) -> Captured:
     """A trace; while state is found among its constants, another one with that among its buffers."""
-    refused = ""
+    refused, changing = "", frozenset[str]()
     while True:
         try:  # what the forward gives to context variables is of this trace alone
-            return contextvars.copy_context().run(trace, flag, most_checks, kept, refused)
+            return contextvars.copy_context().run(trace, flag, most_checks, kept, refused, changing)
+        except _MasksChange as error:
+            changing |= error.buffers
         except KeepsState as error:
             if not error.names:
                 raise
@@ -157,12 +167,14 @@ def _traced(
     most_checks: float,
     kept: Mapping[str, bool],
     refused: str,
+    changing: frozenset[str],
 ) -> Captured:
     """Trace the step once.  most_checks: of the data, besides those of ``fixed`` inputs; with more the trace
-    is given up.  kept: as for ``inputs``.  refused: what was wrong with them as constants."""
+    is given up.  kept: as for ``inputs``.  refused: what was wrong with them as constants.  changing: as for
+    ``AttentionMasks``."""
     mode = compat.FakeMode()
     traced_inputs = inputs(model, example, mode, device, options.fixed, kept)
-    step = StepFunction(model, example, loss_fn, scale, traced_inputs, options, most_checks, kept)
+    step = StepFunction(model, example, loss_fn, scale, traced_inputs, options, most_checks, kept, changing)
     mode.source = step.provenance.source
     fakes = {id(r.tensor): x.fake for r, x in step.pairs}
     values = [x.local for x in traced_inputs]
@@ -199,15 +211,19 @@ def _traced(
         if mode.elsewhere:
             raise in_another_thread(mode.elsewhere)
         mode.source = str  # the other one leads to the model, and the graph's tensors to the mode
+        memory = {storage_root(x) for node in call_nodes(module.graph) for x in overwritten(node)}
+        leaves = zip(module.graph.find_nodes(op="placeholder"), traced_inputs, strict=True)
+        in_place = [x.input for node, x in leaves if node in memory]
+        written = {x.name for x in in_place if x.kind is Kind.BATCH}
+        changed = step.replaced | {x.name for x in in_place if x.kind is not Kind.BATCH}
+        if not changed.isdisjoint(step.masks.checked):
+            raise _MasksChange(frozenset(changed))
         replaced = unwritten(module.graph, step.registered)
         check_constants(module, [r for r in step.registered if r.name not in replaced], model, loss_fn)
         if refused and step.difference:  # a state that the first batch alone sets, for example
             raise CaptureError(f"{refused} {step.difference}.")
         files = {node.meta.get("origin", Origin()).source.rpartition(":")[0] for node in module.graph.nodes}
         step.hooks.warn(module.graph)
-        memory = {storage_root(x) for node in call_nodes(module.graph) for x in overwritten(node)}
-        leaves = zip(module.graph.find_nodes(op="placeholder"), traced_inputs, strict=True)
-        written = {x.input.name for node, x in leaves if x.input.kind is Kind.BATCH and node in memory}
         with compat.plain_kernels(), compat.modules_without_code(), mode:
             module = functionalize(module, values)
         frozen = {r.name for r in step.registered if not r.tensor.requires_grad}

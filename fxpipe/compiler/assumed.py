@@ -17,14 +17,12 @@ from math import inf
 from typing import Any, Literal
 
 import torch
-from torch import fx
 
 from fxpipe.compiler.compilation import Compilation
 from fxpipe.compiler.compile import Compiled, compile_model
 from fxpipe.compiler.options import Settings
 from fxpipe.compiler.progress import Phases
 from fxpipe.compiler.tensor_ownership import tensors_in_stages
-from fxpipe.cost.devices.cluster import Cluster
 from fxpipe.cost.devices.device import Device
 from fxpipe.errors import CaptureError, PartitionError, ScheduleError, VocabularyError
 from fxpipe.ir.ops import is_masked
@@ -58,7 +56,8 @@ def with_assumed(
         other = _compiled(request, trained, phase, devices, branch=branch)
         # Behind the other answer the code may ask more, which its programs check.
         if other is not None and branch in other.captured.branches:
-            trained = _with_rewrite(trained, Rewrite("batch-branches", 1))
+            apart = abs(_seconds(trained) - _seconds(other))
+            trained = _with_rewrite(trained, Rewrite("batch-branches", 1, apart))
             return _with_peaks_of(trained, other.artifact.plan), [_for(other, branch=branch)]
     return _without_masks(request, phase, trained, devices)
 
@@ -67,7 +66,7 @@ def _without_masks(
     request: Compilation, phase: Phases, trained: Compiled, devices: Sequence[Sequence[Device]]
 ) -> tuple[Compiled, list[Artifact]]:
     options, masks = request.options, trained.captured.masks
-    saved, share = _saved(trained.cut.graph, trained.cluster)
+    saved, share = _saved(trained)
     if "batch-masks" not in options.rules or not masks.leaves or share < LEAST:
         return trained, []
     leaves = dict(batch_leaves(request.example))
@@ -99,6 +98,7 @@ def _compiled(
             other = compile_model(request, phase, devices)
     except (CaptureError, PartitionError, ScheduleError, VocabularyError):
         return None  # nothing is lost: the others run these batches, too, or refuse them
+    other = _with_buffers_of(other, trained.artifact.plan)
     return other if _fits(other.artifact.plan, trained.artifact.plan) else None
 
 
@@ -106,6 +106,16 @@ def _with_rewrite(compiled: Compiled, rewrite: Rewrite) -> Compiled:
     plan = compiled.artifact.plan
     plan = replace(plan, rewrites=(*plan.rewrites, rewrite))
     return replace(compiled, artifact=replace(compiled.artifact, plan=plan))
+
+
+def _with_buffers_of(compiled: Compiled, other: Plan) -> Compiled:
+    """The same, on ranks that also hold the buffers that other programs alone read there."""
+    plan = compiled.artifact.plan
+    tensors = [
+        replace(ours, buffers=theirs.buffers) if {*ours.buffers} < {*theirs.buffers} else ours
+        for ours, theirs in zip(plan.tensors, other.tensors, strict=True)
+    ]
+    return replace(compiled, artifact=replace(compiled.artifact, plan=replace(plan, tensors=(*tensors,))))
 
 
 def _with_peaks_of(compiled: Compiled, other: Plan) -> Compiled:
@@ -121,13 +131,17 @@ def _for(compiled: Compiled, **batches: Any) -> Artifact:
     return replace(compiled.artifact, plan=replace(compiled.artifact.plan, **batches))
 
 
-def _saved(graph: fx.Graph, cluster: Cluster) -> tuple[float, float]:
+def _saved(compiled: Compiled) -> tuple[float, float]:
     """The seconds that a microbatch takes less where its attentions need no masks, and their share: a kernel
     that knows causality does half of the work."""
-    seconds = cluster.node_seconds()
-    of_each = {node: seconds(node) for node in call_nodes(graph)}
-    saved = sum(time for node, time in of_each.items() if is_masked(node)) / 2
-    return saved, saved / max(sum(of_each.values()), 1e-30)
+    seconds = compiled.cluster.node_seconds()
+    saved = sum(seconds(node) for node in call_nodes(compiled.cut.graph) if is_masked(node)) / 2
+    return saved, saved / max(_seconds(compiled), 1e-30)
+
+
+def _seconds(compiled: Compiled) -> float:
+    """The seconds of a microbatch, op by op."""
+    return sum(map(compiled.cluster.node_seconds(), call_nodes(compiled.cut.graph)))
 
 
 def _number(leaf: torch.Tensor) -> float | None:

@@ -1,7 +1,8 @@
 """Measured times of sections on this device: each section is run and timed.
 
 A section reads the tensors of the model and of the example, whose indices decide how long lookups and sums of
-rows take, and synthetic values where other sections would have computed them.  What lanes exchange does not
+rows take, and synthetic values where other sections would have computed them, but for what these make of such
+integers alone: which labels are ignored goes with the labels.  What lanes exchange does not
 travel here: its time is that of the link.
 """
 
@@ -29,7 +30,8 @@ from fxpipe.ir.graph import Input, Kind, Section
 from fxpipe.ir.nodes import copy_graph
 from fxpipe.ir.ops import is_between_lanes, lane_group
 from fxpipe.ir.size import size_names, without_names
-from fxpipe.ir.storage import call_nodes, storage_root, written_arguments
+from fxpipe.ir.step_invariants import copied
+from fxpipe.ir.storage import call_nodes, leading_to, storage_root, written_arguments
 from fxpipe.plan.attribute_state import kept_slots, kept_tensors
 from fxpipe.plan.dtensors import local
 from fxpipe.plan.step import Tier
@@ -70,6 +72,7 @@ def known_tensors(model: nn.Module, example: object, constants: Mapping[str, tor
 
 def measured_seconds(
     sections: tuple[Section, ...],
+    graph: fx.Graph,
     device: torch.device,
     described: Device,
     known: Known,
@@ -79,8 +82,9 @@ def measured_seconds(
     """The median seconds of some runs of each section, plus its overhead in a program, and the time of the
     link for what lanes exchange.
 
-    The sections of a stage run in turns, as those of a step do.  compiled: the phases of which sections are
-    compiled.  ranks: that share this machine, whose other cores compute meanwhile.
+    The sections of a stage run in turns, as those of a step do.  graph: that they are cut from.  compiled:
+    the phases of which sections are compiled.  ranks: that share this machine, whose other cores compute
+    meanwhile.
     Raises ScheduleError for an op that fails on synthetic inputs.
     """
     between = {
@@ -92,11 +96,14 @@ def measured_seconds(
     for section in sections:
         of_stage[section.stage].append(section)
     medians_of = dict[Color, float]()
+    values = _Values(graph, device, known)
     # The other ranks of this machine compute as well, which slows caches and memory down.
     with running(AloneLane(0, lanes)), torch.no_grad(), busy_threads(_others(ranks, device)):
         for each in of_stage.values():
             # Their inputs are freed before those of the next stage are made.
-            medians = medians_in_turns([_timed(section, device, known, compiled) for section in each], device)
+            medians = medians_in_turns(
+                [_timed(section, device, values, compiled) for section in each], device
+            )
             medians_of |= zip((section.color for section in each), medians, strict=True)
     return {
         color: described.stage_overhead
@@ -115,7 +122,7 @@ def _others(ranks: int, device: torch.device) -> int:
     return max(1, min(ranks, len(os.sched_getaffinity(0)) // torch.get_num_threads())) - 1
 
 
-def _timed(section: Section, device: torch.device, known: Known, compiled: Collection[Phase]) -> Timed:
+def _timed(section: Section, device: torch.device, values: _Values, compiled: Collection[Phase]) -> Timed:
     # The checks of data would fail on values that are made up.
     graph = _without_checks(section.graph)
     function = _function(graph, section.phase) if is_compiled(section, compiled) else _by_op(graph)
@@ -125,7 +132,7 @@ def _timed(section: Section, device: torch.device, known: Known, compiled: Colle
     for node in graph.find_nodes(op="placeholder"):
         step_input = node.meta.get("input")
         kind = step_input.kind if isinstance(step_input, Input) else None
-        value: object = 0 if kind is Kind.KEY else _known_input(node, device, known)
+        value: object = 0 if kind is Kind.KEY else values.of(node)
         if value is None:
             flat, value = _made_up(node, generator)
             if node in written and kind is not Kind.GRADIENT:  # gradients are only added to
@@ -218,14 +225,40 @@ def with_seconds(costs: Costs, seconds: Mapping[Color, float]) -> Costs:
     return replace(costs, stages=tuple(stages))
 
 
-def _known_input(node: fx.Node, device: torch.device, known: Known) -> torch.Tensor | None:
-    """The tensor of the model or the example that an input stands for.  Sections do not change those."""
-    step_input = node.meta.get("input")
-    tensor = known.get((step_input.kind, step_input.name)) if isinstance(step_input, Input) else None
-    like = node.meta["val"]
-    if tensor is None or (tensor.shape, tensor.dtype) != (like.shape, like.dtype):
-        return None
-    return in_strides(tensor.to(device), like.stride())
+class _Values:
+    """The values of the inputs of sections that are known.  Sections do not change them."""
+
+    def __init__(self, graph: fx.Graph, device: torch.device, known: Known) -> None:
+        self._nodes = {node.name: node for node in graph.nodes}
+        self._device, self._known = device, known
+
+    def of(self, placeholder: fx.Node) -> torch.Tensor | None:
+        """The tensor of the model or the example, or what ops make of integers of these alone."""
+        step_input, like = placeholder.meta.get("input"), placeholder.meta["val"]
+        if not isinstance(step_input, Input):
+            return self._of_integers(self._nodes[placeholder.name])
+        if step_input.computed is not None:
+            return self._of_integers(step_input.computed)
+        tensor = self._known.get((step_input.kind, step_input.name))
+        if tensor is None or (tensor.shape, tensor.dtype) != (like.shape, like.dtype):
+            return None
+        return in_strides(tensor.to(self._device), like.stride())
+
+    def _of_integers(self, node: fx.Node) -> torch.Tensor | None:
+        needed = leading_to([node], _has_integers)
+        if any(x not in needed for n in needed for x in n.all_input_nodes) or not _has_integers(node):
+            return None
+        graph = fx.Graph()
+        copies = copied(needed, graph, None)
+        graph.output(copies[node])
+        inputs = [self.of(x) for x in graph.find_nodes(op="placeholder")]
+        value = None if any(x is None for x in inputs) else _by_op(graph)(*inputs)
+        return value if isinstance(value, torch.Tensor) else None
+
+
+def _has_integers(node: fx.Node) -> bool:
+    val = node.meta.get("val")
+    return isinstance(val, torch.Tensor) and not (val.is_floating_point() or val.is_complex())
 
 
 def _made_up(node: fx.Node, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:

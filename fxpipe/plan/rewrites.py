@@ -34,7 +34,7 @@ RULES: Mapping[Rule, tuple[str, str]] = {
     "batch-masks": ("attention", "have programs of their own for batches without padding"),
     "batch-branches": (
         "question of the model's code",
-        "has programs of its own for each answer of a batch",
+        "has programs of its own for each answer of a batch, without the ops of the other",
     ),
     "joined-sums": ("sum over lanes", "with those that they are added to, as one"),
     "repeat-in-kernels": ("op", "of the forward, again in kernels of the backward instead of saved results"),

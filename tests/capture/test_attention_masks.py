@@ -1,6 +1,7 @@
 """Masks of attention by value: dropped where they say what the kernel knows, and only there."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ import fxpipe
 from fxpipe.capture.reads import example
 from fxpipe.capture.rules import attention_masks
 from fxpipe.capture.trace import capture
-from fxpipe.errors import OptionError, SizeError
+from fxpipe.errors import OptionError, RunError, SizeError
 from fxpipe.ir.ops import is_causal, node_flops
 from fxpipe.viz.explanation import explain
 
@@ -32,6 +33,7 @@ class Attentions(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(WIDTH, 3 * WIDTH) for _ in range(3))
         self.register_buffer("triangle", torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril())
         self.bias = nn.Parameter(torch.zeros(LENGTH, LENGTH))
+        self.frozen = nn.Parameter(lower(), requires_grad=False)
         self.attribute = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -73,7 +75,11 @@ CASES: dict[str, tuple[Make, str]] = {
     "written later": (lambda m, x: opened(lower()), "dense"),
     "the other triangle": (lambda m, x: lower().T, "dense"),
     "from the batch": (lambda m, x: lower() & (x[:, None, :, :1] > -torch.inf), "dense"),
-    "a buffer": (lambda m, x: m.triangle, "dense"),
+    "a buffer": (lambda m, x: m.triangle, "causal"),
+    "a part of a buffer": (lambda m, x: infinite(m.triangle[None, None, :LENGTH, :LENGTH]), "causal"),
+    "the rest of a buffer": (lambda m, x: m.triangle ^ m.triangle.T, "dense"),
+    "a buffer and the batch": (lambda m, x: m.triangle & (x[:, None, :, :1] > -torch.inf), "dense"),
+    "a frozen parameter": (lambda m, x: m.frozen, "causal"),
     "an attribute": (lambda m, x: m.attribute, "causal"),
     "a part of an attribute": (lambda m, x: m.attribute[:LENGTH, :LENGTH], "causal"),
     "trained": (lambda m, x: m.bias, "dense"),
@@ -91,10 +97,12 @@ def test_a_mask_is_dropped_by_its_value(case: str) -> None:
 
 @pytest.mark.parametrize("block", [1, LENGTH, 2 * LENGTH, 4 * LENGTH])
 @pytest.mark.parametrize("case", ["causal", "infinite", "of each row of the batch", "a window over all",
-                                  "nothing masked", "a window", "written later"])  # fmt: skip
+                                  "nothing masked", "a window", "written later", "an attribute",
+                                  "a part of a buffer"])  # fmt: skip
 def test_a_large_mask_is_read_in_blocks_of_its_rows(case: str, block: int, monkeypatch) -> None:
     """With the same result; an op that needs more than its rows is computed as a whole."""
     monkeypatch.setattr(example, "BLOCK", block)
+    monkeypatch.setattr(attention_masks, "BLOCK", block)
     sizes: list[int] = []
     monkeypatch.setattr(attention_masks, "_said_by", lambda blocks: SAID_BY(map(noted(sizes), blocks)))
     test_a_mask_is_dropped_by_its_value(case)
@@ -115,13 +123,75 @@ def noted(sizes: list[int]) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def test_numbers_stay_those_of_the_model_with_masks() -> None:
-    for case in ("infinite", "nothing masked", "a window", "written later"):
+    for case in ("infinite", "nothing masked", "a window", "written later", "a part of a buffer"):
         assert_equals_eager(
             lambda: Attentions(CASES[case][0]),  # noqa: B023 - called in this round
             lambda rows: (torch.randn(rows, LENGTH, WIDTH),),
             ranks=2,
             schedule="1f1b",
         )
+
+
+@pytest.mark.parametrize("case", ["a part of a buffer", "a frozen parameter"])
+def test_a_mask_of_buffers_is_checked_in_each_step(case: str, tmp_path: Path) -> None:
+    model, batch = Attentions(CASES[case][0]), (torch.randn(4, LENGTH, WIDTH),)
+    compiled = fxpipe.compile(model, (batch[0][:2],), ranks=2, microbatches=2, schedule="zb-h1")
+    compiled.save(tmp_path / "saved")
+    name = "frozen" if case == "a frozen parameter" else "triangle"
+    with torch.no_grad():
+        for pipe in (compiled, fxpipe.load(tmp_path / "saved")):
+            mask = (pipe.buffers | dict(pipe.parameters))[name]
+            loss = pipe.run_local(batch).loss
+            pipe.load_state_dict(pipe.state_dict())  # the same values
+            assert torch.equal(pipe.run_local(batch).loss, loss)
+            mask[0, 1] = True  # a query looks ahead
+            with pytest.raises(RunError, match=f"made from {name} was causal .* is another one now"):
+                pipe.run_local(batch)
+            mask[0, 1] = False
+            assert torch.equal(pipe.run_local(batch).loss, loss)
+
+
+def test_layers_with_masks_of_their_own_have_one_function_and_one_triangle() -> None:
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+            self.register_buffer("mask", lower(), persistent=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            q, k, v = self.qkv(x)[:, None].chunk(3, -1)
+            return x + F.scaled_dot_product_attention(q, k, v, self.mask)[:, 0]
+
+    class Layers(nn.Sequential):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x).square().mean()
+
+    def layers() -> nn.Module:
+        return Layers(*(Layer() for _ in range(4)))
+
+    x = torch.randn(2, LENGTH, WIDTH)
+    (program,) = fxpipe.compile(layers(), (x,), ranks=1, microbatches=1).artifact.programs
+    assert [program.count(word) for word in (" expect(", "made from *.mask was", "= tril(")] == [1, 1, 1]
+    assert_equals_eager(layers, lambda rows: (torch.randn(rows, LENGTH, WIDTH),), ranks=2)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_mask_in_a_buffer_that_the_step_changes_stays(in_place: bool) -> None:
+    class Changing(Attentions):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            loss = super().forward(x)
+            if in_place:
+                self.triangle.copy_(self.triangle.T.clone())
+            else:
+                self.triangle = self.triangle.T.contiguous()
+            return loss
+
+    def model() -> Attentions:
+        return Changing(CASES["a buffer"][0])
+
+    x = torch.randn(2, LENGTH, WIDTH)
+    assert capture(model(), (x,), None, 1.0, torch.device("cpu")).masks.needed == ["dense"] * 3
+    assert_equals_eager(model, lambda rows: (torch.randn(rows, LENGTH, WIDTH),), microbatches=1, ranks=2)
 
 
 def test_a_mask_that_the_forward_writes_to_stays() -> None:

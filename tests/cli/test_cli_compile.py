@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from torch.nn import functional as F
 from zoo import Chain, numbers, relative_error
 
 import fxpipe
@@ -32,6 +33,22 @@ def only_a_model():
     return Chain(2)
 
 
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x):
+        x = self.layer(x)[:, None]
+        for mask in (torch.ones(6, 6, dtype=torch.bool), torch.ones(6, 6, dtype=torch.bool).tril()):
+            x = F.scaled_dot_product_attention(x, x, x, mask)
+        return x.square().mean()
+
+
+def masked():
+    return Masked(), {"x": torch.randn(2, 6, 8)}
+
+
 def refused(capsys, *arguments) -> str:
     assert main([*map(str, arguments)]) == 2
     line = capsys.readouterr().err
@@ -56,6 +73,16 @@ def test_a_function_becomes_a_saved_pipeline(capsys, tmp_path):
     assert main([*again, "--overwrite", "--schedule", "gpipe"]) == 0
     assert "torchrun --nproc-per-node 1 -m fxpipe run " in capsys.readouterr().out
     assert fxpipe.load(directory).plan.step.microbatches == 3
+
+
+def test_rules_that_are_left_out(tmp_path):
+    out = ["-o", str(tmp_path / "saved"), "--ranks", "1", "--microbatches", "2"]
+    assert main(["compile", f"{__name__}:masked", *out]) == 0
+    rules = [each.rule for each in fxpipe.load(tmp_path / "saved").plan.rewrites]
+    assert rules == ["causal-masks", "empty-masks"]
+    without = [word for rule in rules for word in ("--without", rule)]
+    assert main(["compile", f"{__name__}:masked", *out, "--overwrite", *without]) == 0
+    assert not fxpipe.load(tmp_path / "saved").plan.rewrites
 
 
 def test_a_pipeline_for_microbatches_of_several_lengths(capsys, tmp_path):

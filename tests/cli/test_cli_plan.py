@@ -126,11 +126,12 @@ def test_throughput_and_utilization(capsys):
         assert row["mfu"] == pytest.approx(utilization)
 
 
-def test_fused_kernels_and_post_validation(capsys):
+def test_fused_kernels_post_validation_and_a_head_in_parts(capsys):
     where = ["--ranks", "2", "--replicas", "1", "--microbatches", "4"]
-    ways = [], ["--backend", "inductor"], ["--validation", "post"]
-    plain, fused, ahead = (planned(capsys, *where, *way)[0]["meshes"][0] for way in ways)
+    ways = [], ["--backend", "inductor"], ["--validation", "post"], ["--head-chunks", "8"]
+    plain, fused, ahead, parts = (planned(capsys, *where, *way)[0]["meshes"][0] for way in ways)
     assert fused["seconds"] < plain["seconds"]
+    assert parts["seconds"] > plain["seconds"]  # smaller products, and the logits twice
     # A step of many has its update, and the copies that undo it.
     assert ahead["seconds"] > plain["seconds"]
     assert ahead["memory"] > plain["memory"]
@@ -237,6 +238,7 @@ def test_samples_where_the_example_has_no_tokens(capsys):
             "3 lanes share a machine: 4 devices on 1 node are no multiple of them",
         ),
         (["--devices", "4", "--batch", "32", "--schedule", "2f2b"], "Unknown schedule '2f2b'"),
+        (["--devices", "4", "--batch", "32", "--without", "head-chunks"], "invalid choice: 'head-chunks'"),
         (["--devices", "4", "--batch", "32", "--size", "length=8"], "No dimension is called 'length'"),
         (["--devices", "4", "--batch", "32", "--model", f"{__name__}:none"], "There is no function"),
         (

@@ -16,7 +16,7 @@ from zoo import relative_error, too_far
 
 import fxpipe
 from fxpipe.cli.command import main as command
-from fxpipe.errors import ArtifactError, BatchError
+from fxpipe.errors import ArtifactError, BatchError, RunError
 from fxpipe.training.run.local_runner import LocalRunner
 
 pytestmark = pytest.mark.usefixtures("double")
@@ -80,6 +80,28 @@ def test_the_plan_tells_it_and_the_rule_can_be_left_out() -> None:
     alone = compiled(Decoder(), ranks=1, without=["batch-masks"])
     assert (alone.assumed, alone.plan.rewrites) == (None, ())
     assert alone.artifact.programs == pipe.artifact.programs
+
+
+class InBuffer(Decoder):
+    """It keeps the mask that that of the batch is joined with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("triangle", super().lower(LENGTH + 2), persistent=False)
+
+    def lower(self, length: int) -> torch.Tensor:
+        return self.triangle[:length, :length]
+
+
+def test_a_part_of_the_mask_may_lie_in_a_buffer(ran: list[bool]) -> None:
+    pipe = compiled(InBuffer(), ranks=2, schedule="zb-h1")
+    for padded in (False, True):
+        assert_as_eager(pipe, padded)
+    assert ran == [True, False]
+    pipe.buffers["triangle"][0, 1] = True
+    with pytest.raises(RunError, match="made from triangle was causal"):
+        pipe.run_local(batch_of(0, 0, False))
+    pipe.run_local(batch_of(0, 0, True))  # whose programs read the mask
 
 
 class FromData(Decoder):

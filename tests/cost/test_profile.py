@@ -120,6 +120,18 @@ def test_sections_read_the_indices_of_the_example(timed):
     assert all(read), "an index that is none of the example's or the model's"
 
 
+def test_what_other_sections_make_of_the_labels_goes_with_them(timed):
+    """W of a shard reads the labels, and from F which of them are ignored: with zeros for these, an ignored
+    label would be an index."""
+    torch.manual_seed(0)
+    example = sentences()
+    example["labels"][0, :3] = -100
+    measured(Words(), example, vocab_parallel="1-barrier")
+    ignored = (example["labels"] == -100).flatten()
+    masks = [x for section in timed for x in section.given if x.dtype is torch.bool]
+    assert any(torch.equal(x.flatten(), ignored) for x in masks)
+
+
 def test_the_model_stays_as_it_is():
     """Sections overwrite buffers: the batch norm's."""
     torch.manual_seed(0)

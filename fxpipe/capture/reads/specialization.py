@@ -40,6 +40,7 @@ class Specialization:
     trace, and its real tensor.  place: returns the current place in the model's code.  most_checks: the trace
     ends with a CaptureError when it needs more.
 
+    ``lasting``: the inputs that no microbatch changes.
     ``refusals``: what the model's code gets instead of values.  ``branches``: the questions with two answers
     that it asks of the microbatch alone, each with the answer that it got.  ``taken``: one that gets another
     answer than the example's.
@@ -51,7 +52,7 @@ class Specialization:
         self._example, self._place = Example(inputs), place
         self._most_checks = self._checks_left = most_checks
         # Those that the step changes are refused later.
-        self._lasting_inputs = {
+        self.lasting = {
             x
             for x, tensor in inputs
             if x.kind is Kind.BUFFER or (x.kind is Kind.PARAMETER and not tensor.requires_grad)
@@ -77,9 +78,7 @@ class Specialization:
         if sources and numbers:
             if not self._lasting(sources) and (value.is_floating_point() or value.is_complex()):
                 raise self._read(numbers[0], sources)
-            if tensor.dtype != torch.bool and any(
-                x.kind is Kind.PARAMETER for x in sources - self._lasting_inputs
-            ):
+            if tensor.dtype != torch.bool and any(x.kind is Kind.PARAMETER for x in sources - self.lasting):
                 self._warn_of_integers(numbers)
             if tensor.dtype is torch.bool and len(numbers) == 1:
                 numbers = [self._answer(tensor, bool(numbers[0]))]
@@ -158,16 +157,21 @@ class Specialization:
             return None
         return self._example.blocks(node, compat.traced_constants(), self._place())
 
+    def between_steps(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The value of a tensor that buffers and frozen parameters alone lead to, which may change between
+        steps; None for others, and for those without values."""
+        return self._known(tensor) if self.is_lasting(tensor) else None
+
     def is_lasting(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor of the trace is the same for all microbatches."""
         return self._lasting(self.sources(tensor))
 
     def _lasting(self, sources: Sources) -> bool:
         """Whether a value with these inputs is the same for all microbatches."""
-        return sources <= self._lasting_inputs
+        return sources <= self.lasting
 
     def _read(self, number: object, sources: Sources) -> CaptureError:
-        changing = sorted(sources - self._lasting_inputs, key=lambda x: x.name)
+        changing = sorted(sources - self.lasting, key=lambda x: x.name)
         source, known = "the data", "the data is known"
         if all(x.kind is Kind.PARAMETER for x in changing):
             source, known = f"the parameter {changing[0].name!r}, which is trained", "it is trained"

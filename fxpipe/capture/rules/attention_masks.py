@@ -2,6 +2,7 @@
 
     a mask of no input, equal to the causal one  ──►  is_causal=True, without a mask
     ... that leaves everything in                 ──►  without a mask
+    ... of buffers                                ──►  likewise, and an ``expect`` that it is so in each step
 
 A pass of the graph would come too late: kernel, saved values and backward are fixed by then.  Models that ask
 whether they are traced build a dense mask where in eager they call attention with ``is_causal``.
@@ -9,7 +10,8 @@ whether they are traced build a dense mask where in eager they call attention wi
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+import re
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -19,10 +21,12 @@ from torch import fx
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from fxpipe.capture.reads.example import BLOCK
 from fxpipe.capture.reads.specialization import Specialization
 from fxpipe.ir import compat
 from fxpipe.ir.graph import Kind
 from fxpipe.plan.rewrites import Mask, Rule
+from fxpipe.runtime.program.checks import expect_op
 from fxpipe.runtime.torch_private import writes_to
 
 #: The rule that drops a mask which says this.
@@ -39,11 +43,13 @@ Known = fx.Node | torch.Tensor
 class Masks:
     """The masks of a forward: what each call with one needs, in order, and the bytes that no call needs.
 
-    ``leaves``: those of the microbatch alone that dense masks are made from.
+    ``leaves``: those of the microbatch that masks are made from, perhaps with buffers, and with nothing else.
+    ``checked``: the buffers and frozen parameters that the step checks to lead to such masks.
     """
 
     needed: list[Mask] = field(default_factory=list)
     leaves: set[str] = field(default_factory=set)
+    checked: set[str] = field(default_factory=set)
     dropped: dict[Known, tuple[Mask, int]] = field(default_factory=dict)
     dense: set[Known] = field(default_factory=set)
 
@@ -59,6 +65,7 @@ class AttentionMasks(TorchFunctionMode):
     allowed: the rules that may be applied.
     agreed: what the calls with a mask may need at least, in order; None to go by the values alone.
     is_fused: whether attention is without dropout.
+    changing: the names of buffers that the step changes, as far as they are known.
     ``masks``: of the last run.
     """
 
@@ -68,11 +75,13 @@ class AttentionMasks(TorchFunctionMode):
         allowed: Collection[Rule],
         agreed: Sequence[Mask] | None,
         is_fused: bool = False,
+        changing: Collection[str] = (),
     ) -> None:
         super().__init__()
-        self._is_fused = is_fused
+        self._is_fused, self._changing = is_fused, changing
         self._answers, self._allowed, self._agreed = answers, allowed, agreed
-        self._said: dict[tuple[Known, int], Mask] = {}
+        self._said: dict[tuple[Known, int], tuple[Mask, frozenset[str]]] = {}
+        self._expected: set[tuple[Known, int]] = set()
         self.masks = Masks()
 
     def begin(self) -> None:
@@ -110,27 +119,68 @@ class AttentionMasks(TorchFunctionMode):
         which kernels differ in what is causal."""
         is_fake = isinstance(tensor, compat.FakeTensor)
         node: Known | None = compat.traced_node(tensor) if is_fake else tensor
-        says: Mask = "dense"
-        if node is not None and not tensor.requires_grad:
-            # Layers share a mask, which an op in place may have changed in between.
-            at = node, writes_to(tensor)
-            if at not in self._said:
-                constant = self._answers.constant(tensor) if is_fake else [tensor]
-                self._said[at] = "dense" if constant is None else _said_by(constant)
-                sources = self._answers.sources(tensor)
-                if all(x.kind is Kind.BATCH for x in sources):
-                    self.masks.leaves.update(x.name for x in sources)
-            says = self._said[at]
+        if node is None or tensor.requires_grad:
+            return self._noted(node, tensor, "dense")
+        at = node, writes_to(tensor)  # layers share a mask, which an op in place may have changed in between
+        if at not in self._said:
+            self._said[at] = self._read(tensor, is_fake)
+        says, inputs = self._said[at]
         call = len(self.masks.needed)
         is_agreed = self._agreed is None or self._agreed[call : call + 1] == (says,)
         if RULES.get(says) not in self._allowed or not is_agreed or (says == "causal" and not square):
             says = "dense"
+        if inputs and says != "dense" and at not in self._expected:
+            self._expected.add(at)
+            self.masks.checked |= inputs
+            _expect(tensor, says, inputs)
+        return self._noted(node, tensor, says)
+
+    def _noted(self, node: Known | None, tensor: torch.Tensor, says: Mask) -> Mask:
         if node is not None and says == "dense":
             self.masks.dense.add(node)
         elif node is not None:
             self.masks.dropped[node] = says, tensor.numel() * tensor.itemsize
         self.masks.needed.append(says)
         return says
+
+    def _read(self, tensor: torch.Tensor, is_fake: bool) -> tuple[Mask, frozenset[str]]:
+        """What a mask says, and the buffers and frozen parameters that it is made from."""
+        sources = self._answers.sources(tensor)
+        lasting = frozenset(x.name for x in sources & self._answers.lasting)
+        of_batch = {x.name for x in sources if x.kind is Kind.BATCH}
+        if len(of_batch) + len(lasting) == len(sources):
+            self.masks.leaves |= of_batch
+        if not sources:
+            blocks = self._answers.constant(tensor) if is_fake else _blocks(tensor)
+            return "dense" if blocks is None else _said_by(blocks), frozenset()
+        value = self._answers.between_steps(tensor)
+        if value is None or not lasting.isdisjoint(self._changing):
+            return "dense", frozenset()
+        return _said_by(_blocks(value)), lasting
+
+
+def _expect(mask: torch.Tensor, says: Mask, inputs: Iterable[str]) -> None:
+    """Let each step check that a mask says what it said to the trace.  inputs: the names of what it is made
+    from."""
+    expected = torch.ones(mask.shape[-2:], dtype=torch.bool, device=mask.device)
+    if says == "causal":
+        expected = expected.tril()
+    if mask.dtype is not torch.bool:
+        expected = torch.zeros_like(mask).masked_fill(~expected, -torch.inf)
+    # Of any layer, as the code of all layers is one function.
+    names = ", ".join(sorted({re.sub("[0-9]+", "*", name) for name in inputs}))
+    was = "was causal" if says == "causal" else "masked nothing"
+    text = (
+        f"The mask of attention made from {names} {was} when the model was compiled, and is another one now. "
+        f"Compile the model again, or with without=[{RULES[says]!r}]."
+    )
+    expect_op((mask == expected).all(), [True], text)
+
+
+def _blocks(mask: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Split a mask by its queries, as a comparison takes as much memory again."""
+    rows = mask.shape[-2] if mask.dim() > 1 else 0
+    yield from mask.split(max(1, rows * BLOCK // mask.numel()), -2) if rows else [mask]
 
 
 def _said_by(blocks: Iterable[torch.Tensor]) -> Mask:

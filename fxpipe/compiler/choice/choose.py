@@ -118,6 +118,7 @@ class Costing:
             # On this device alone: the others are taken to be as fast.
             measured = measured_seconds(
                 cut.sections,
+                cut.graph,
                 self.device,
                 cluster.first,
                 self.known,

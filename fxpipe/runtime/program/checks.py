@@ -8,13 +8,15 @@ tensor in the model's code (``torch._assert_async``) is such an op as well.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from fxpipe.errors import RunError
 from fxpipe.runtime.program.captured import captured
+from fxpipe.runtime.torch_private import writes_to
 
 _library = torch.library.Library("fxpipe", "DEF")
 _library.define("expect(Tensor value, Scalar[] expected, str where) -> ()")
@@ -27,6 +29,10 @@ INSTEAD_OF_A_NUMBER = (
 """The beginning of a remedy."""
 
 _off = False  # whether values are synthetic
+
+#: Of tensors that were checked, how often they had been written to, and their elements: for a value of the
+#: whole step, a device is not waited for in each microbatch.
+_checked: MutableMapping[torch.Tensor, tuple[object, ...]] = WeakTensorKeyDictionary()
 
 
 @contextlib.contextmanager
@@ -59,7 +65,11 @@ def _check(value: torch.Tensor, expected: list[bool | int], where: str) -> None:
     if (capture := captured.get()) is not None:
         capture.expect(value, expected, where)
         return
-    check_values(value.reshape(-1).tolist(), expected, where)
+    says = None if value.is_inference() else (writes_to(value), *expected)
+    if says is None or _checked.get(value) != says:
+        check_values(value.reshape(-1).tolist(), expected, where)
+        if says is not None:
+            _checked[value] = says
 
 
 def check_values(values: list[object], expected: list[bool | int], where: str) -> None:
