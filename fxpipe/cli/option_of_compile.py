@@ -15,10 +15,10 @@ _DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 
 def add_option(parser: argparse.ArgumentParser, name: str, **settings: Any) -> None:
-    """Add one; its help is the first sentence of its documentation there."""
+    """Add one; its help is the first sentence of its documentation there, or a ``help`` of its own."""
     text = DOCS.get(name, name).split(". ")[0].rstrip(".").replace("`", "").replace("%", "%%")
     default = f" ({settings['default']})" if "default" in settings else ""
-    parser.add_argument(flag(name), help=f"{text[0].lower()}{text[1:]}{default}", **settings)
+    parser.add_argument(flag(name), **{"help": f"{text[0].lower()}{text[1:]}{default}", **settings})
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
