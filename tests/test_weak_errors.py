@@ -68,6 +68,27 @@ def test_what_the_loss_alone_needs_is_named():
         compiled(nn.Linear(WIDTH, WIDTH), (ROWS, ROWS))
 
 
+def test_what_goes_to_the_loss_alone_is_named_where_the_forward_lacks_something():
+    with pytest.raises(CaptureError, match=r"'input'.*the example gives nothing for it, and z for loss_fn"):
+        compiled(nn.Linear(WIDTH, WIDTH), {"z": ROWS}, loss_fn=lambda o, b: o.sum())
+
+
+@pytest.mark.usefixtures("double")
+def test_what_torch_compile_has_wrapped_gets_the_arguments_of_its_forward():
+    model = torch.compile(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)))
+    batch = {"input": torch.randn(4, WIDTH), "y": torch.randn(4, WIDTH)}
+    example = {name: x[:2] for name, x in batch.items()}
+    result = compiled(model, example, loss_fn=lambda o, b: (o - b["y"]).square().mean()).run_local(batch)
+    expected = (model._orig_mod(batch["input"]) - batch["y"]).square().mean()
+    torch.testing.assert_close(result.loss, expected.detach())
+
+
+@pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
+def test_a_compilation_without_gradients_says_why_there_are_none(off):
+    with off(), pytest.raises(CaptureError, match=r"Gradients are off, by torch\.no_grad\(\) or"):
+        compiled()
+
+
 def test_a_model_that_takes_anything_is_not_bound():
     class Hooked(Chain):
         pass

@@ -122,7 +122,10 @@ class Checkpointer:
         self._process = pipe.process
         self._number = 0 if self._process is None else self._process.world_rank
         if self._process is None and pipe.artifact.plan.ranks * pipe.lanes > 1:
-            raise RunError("Checkpoints are of a run under torchrun, or of a pipeline of one rank.")
+            raise RunError(
+                "Checkpoints are of a run under torchrun, or of a pipeline of one rank. Start the script "
+                f"with torchrun --nproc-per-node {pipe.artifact.plan.ranks * pipe.lanes}."
+            )
         # Of its own, as the background thread uses it while the main thread uses the others.
         self._group: dist.ProcessGroup | None = None
         if self._process is not None:

@@ -264,7 +264,7 @@ class Views:
         from fxpipe.viz.pictures import draw
 
         directory = files.as_path(path, "pipe.draw")
-        if directory.suffix in (".svg", ".png", ".pdf", ".jpg"):
+        if directory.suffix in (".svg", ".png", ".pdf", ".jpg", ".jpeg"):
             raise OptionError(
                 f"pipe.draw writes several pictures into a directory, and {directory} is the name of one. "
                 "Give a directory; `fxpipe draw` writes the schedule of a saved pipeline as one file."

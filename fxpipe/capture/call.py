@@ -31,13 +31,16 @@ def check_call(model: nn.Module, example: object, loss_fn: Callable[..., object]
     if not isinstance(example, Mapping | tuple | list):
         return  # that is no microbatch at all: ``batch_leaves`` says so
     args, kwargs = arguments(example) if loss_fn is None else arguments_of_forward(model, example)
+    model = _module_of(model)
     problem = mismatch(model.forward, args, kwargs) if _calls_forward(model) else None
     if problem is not None:
         text = (
             f"The example does not fit the model: {problem}. The forward is "
             f"{type(model).__name__}.forward{_parameters(model.forward)}, and the example gives "
-            f"{described(args, kwargs)}."
+            f"{described(args, kwargs)}"
         )
+        others = [name for name in arguments(example)[1] if name not in kwargs]
+        text += f" for it, and {', '.join(others)} for loss_fn alone." if others else "."
         if loss_fn is None:
             text += (
                 " All of it goes to the forward. With a loss_fn, what the forward does not take is for that."
@@ -53,6 +56,7 @@ def arguments(example: Any) -> tuple[tuple[object, ...], dict[str, object]]:
 def arguments_of_forward(model: nn.Module, example: object) -> tuple[tuple[object, ...], dict[str, object]]:
     """The arguments that ``forward`` has parameters for, of a microbatch whose others are for loss_fn."""
     args, kwargs = arguments(example)
+    model = _module_of(model)
     if not _calls_forward(model):
         return args, kwargs
     try:
@@ -68,7 +72,7 @@ def arguments_of_forward(model: nn.Module, example: object) -> tuple[tuple[objec
     return args, kwargs
 
 
-class Read(dict[str, object]):
+class Microbatch(dict[str, object]):
     """The microbatch that loss_fn gets.  ``names``: what it reads of it."""
 
     def __init__(self, example: Mapping[str, object]) -> None:
@@ -102,7 +106,7 @@ class Read(dict[str, object]):
 def warn_of_unread(names: Iterable[str], model: nn.Module) -> None:
     """Warn of a leaf that nothing reads, and whose name is almost that of a parameter of forward."""
     for name in sorted(names):
-        if meant := suggested(name, inspect.signature(model.forward).parameters):
+        if meant := suggested(name, inspect.signature(_module_of(model).forward).parameters):
             warnings.warn(
                 f"Nothing reads {name!r} of the example: the forward has no such parameter, nor does loss_fn "
                 f"look at it.{meant}",
@@ -164,6 +168,12 @@ def _parameters(function: Callable[..., object]) -> str:
         return "(…)"
     plain = [p.replace(annotation=inspect.Parameter.empty) for p in known]
     return str(inspect.Signature(plain))
+
+
+def _module_of(model: nn.Module) -> nn.Module:
+    """The module that takes the arguments: what ``torch.compile`` has wrapped, else the model."""
+    wrapped = getattr(model, "_orig_mod", None)
+    return wrapped if isinstance(wrapped, nn.Module) else model
 
 
 def _calls_forward(model: nn.Module) -> bool:

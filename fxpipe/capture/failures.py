@@ -125,7 +125,8 @@ def _of_a_known_cause(error: Exception, provenance: Provenance, where: str) -> C
         return CaptureError(
             f"The model's control flow or shapes depend on data, in {where}: {_first_line(error)}\n"
             "A pipeline program is fixed before the data is known. Replace the Python branch, .item() or "
-            "boolean indexing there by tensor operations (torch.where, masks), or move it out of the model"
+            "boolean indexing there by tensor operations (torch.where, masks; for experts see "
+            "docs/howto.md#mixtures-of-experts-moe), or move it out of the model"
             f"{provenance.answers.remedy()}.",
             provenance.answers.fixable(),
         )

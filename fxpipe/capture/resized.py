@@ -72,7 +72,8 @@ def named_lengths(example: object, dimensions: Mapping[str, int]) -> dict[str, i
             raise SizeError(f"{MICROBATCH!r} is always the leading dimension. {example_has}")
         if name != leading and length not in lengths:
             raise SizeError(
-                f"{name!r} is to be {length!r} long, and no dimension is, or it is one. {example_has}"
+                f"{name!r} is to be {length!r} long, and no dimension behind the rows is, or that is 1. "
+                f"{example_has}"
             )
     if len(set(dimensions.values())) < len(dimensions):
         raise SizeError(

@@ -156,6 +156,11 @@ def _checked(loss: torch.Tensor, source: str, gradients: bool) -> torch.Tensor:
         )
     if loss.is_complex():
         raise CaptureError(f"The loss is complex: {source} {loss.dtype}. Take its .real or its .abs().")
+    if gradients and not torch.is_grad_enabled():
+        raise CaptureError(
+            "Gradients are off, by torch.no_grad() or torch.inference_mode() around fxpipe.compile. Compile "
+            "outside of it, or give gradients=False for the forward alone."
+        )
     if gradients and not loss.requires_grad:
         raise CaptureError(
             f"The loss needs no gradient: what {source} does not depend on any parameter with "

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from fxpipe.capture.activations import Activations
-from fxpipe.capture.call import Read, arguments, arguments_of_forward, described
+from fxpipe.capture.call import Microbatch, arguments, arguments_of_forward, described
 from fxpipe.capture.capture_options import CaptureOptions
 from fxpipe.capture.functional import KeepsState, check_unwritten, declare_writes
 from fxpipe.capture.hooks import Hooks
@@ -226,10 +226,10 @@ class StepFunction:
                 f"{described([example])}: take the labels out of it, as in "
                 "loss_fn=lambda output, batch: cross_entropy(output, batch[…])."
             )
-            example = Read(example) if isinstance(example, dict) else example
+            example = Microbatch(example) if isinstance(example, dict) else example
         results = find_results(output, example, self.loss_fn, self.gradients, self.activations)
         self.of_loss = ""
-        if isinstance(example, Read):
+        if isinstance(example, Microbatch):
             self.unread = {*[*example]} - self.taken_names - example.names
         for name, value in wanted.items():
             if value.grad is not None:

@@ -15,7 +15,7 @@ from fxpipe.cli.option_of_compile import add_dimension, add_option, add_options,
 from fxpipe.cli.run.model_function import model_from
 from fxpipe.errors import OptionError, printable
 from fxpipe.plan.memory import rank_memory
-from fxpipe.plan.saved.files import check_free
+from fxpipe.plan.saved.files import check_free, check_writable
 from fxpipe.runtime.job.process import under_torchrun
 
 
@@ -36,10 +36,14 @@ def add_compile(parser: argparse.ArgumentParser) -> None:
     add("--overwrite", action="store_true", help="take the place of a pipeline that was saved there")
     add_option(parser, "ranks", type=positive_int, required=True, metavar="P")
     add_option(parser, "replicas", type=positive_int, metavar="D")
-    add_option(parser, "microbatches", type=positive_int, required=True, metavar="M")
+    number = "the number of microbatches of each replica"
+    add_option(parser, "microbatches", type=positive_int, required=True, metavar="M", help=number)
     add_option(parser, "stages_per_rank", type=positive_int, metavar="V")
-    add_option(parser, "shard", choices=("optimizer", "gradients", "parameters"))
-    add_option(parser, "offload", choices=("auto", "all"))
+    add_option(parser, "shard", choices=("optimizer", "gradients", "parameters", "auto"))
+    offload = (
+        "move saved activations out until the backward needs them: as many as --memory-limit requires, or all"
+    )
+    add_option(parser, "offload", choices=("auto", "all"), help=offload)
     add_options(parser)
     add_option(parser, "costs", default="analytic", metavar="NAME")
     add_dimension(parser)
@@ -52,7 +56,8 @@ def _compile(options: argparse.Namespace) -> None:
         raise OptionError(
             "fxpipe compile runs in one process; torchrun -m fxpipe run trains what it has saved."
         )
-    check_free(options.output, options.overwrite)  # before anything long begins
+    check_free(options.output, options.overwrite, "--overwrite")  # before anything long begins
+    check_writable(options.output)
     model, example, loss_fn = model_from(options.model)
     pipe = compile_pipeline(
         model,
@@ -79,7 +84,7 @@ def _compile(options: argparse.Namespace) -> None:
         }
         print(json.dumps(record))
         return
-    print(printable(repr(pipe)))
+    print(*map(printable, repr(pipe).splitlines()), sep="\n")
     directory = shlex.quote(str(options.output))
     processes = pipe.plan.ranks * pipe.plan.replicas
     print(printable(f"saved: {options.output}"))

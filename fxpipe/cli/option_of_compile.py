@@ -26,10 +26,11 @@ _AS: dict[str, Callable[[Any], Any]] = {
 
 
 def add_option(parser: argparse.ArgumentParser, name: str, **settings: Any) -> None:
-    """Add one, for ``options_of`` as well; its help is the first sentence of its documentation there."""
+    """Add one, for ``options_of`` as well; its help is the first sentence of its documentation there, or a
+    ``help`` of its own."""
     text = DOCS.get(name, name).split(". ")[0].rstrip(".").replace("`", "").replace("%", "%%")
     default = f" ({settings['default']})" if "default" in settings else ""
-    parser.add_argument(flag(name), help=f"{text[0].lower()}{text[1:]}{default}", **settings)
+    parser.add_argument(flag(name), **{"help": f"{text[0].lower()}{text[1:]}{default}", **settings})
     parser.set_defaults(of_compile=(*(parser.get_default("of_compile") or ()), name))
 
 

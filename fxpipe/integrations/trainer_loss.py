@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from fxpipe.errors import CaptureError
+
 COUNT = "num_items_in_batch"
 
 
@@ -44,6 +46,11 @@ def counted(microbatch: Mapping[str, Any], count: Any) -> dict[str, Any]:
 
 
 def _of_model(output: Any, microbatch: Mapping[str, Any]) -> torch.Tensor:
+    if isinstance(output, dict) and output.get("loss") is None:
+        raise CaptureError(
+            f"The model gives no loss for {', '.join(microbatch)}, only {', '.join(output)}: put labels into "
+            "the rows of the dataset, or give compute_loss_func."
+        )
     loss: torch.Tensor = output["loss"] if isinstance(output, dict) else output[0]
     return loss
 

@@ -30,7 +30,9 @@ from torch._subclasses.fake_tensor import (
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
+from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils import checkpoint
+from torch.utils.checkpoint import _StopRecomputationError as StopRecomputation
 
 from fxpipe.ir.nodes import new_node
 from fxpipe.runtime.torch_private import TorchDispatchMode, no_modes, pytree
@@ -40,6 +42,7 @@ __all__ = [
     "Argument",
     "FakeTensor",
     "OpOverload",
+    "StopRecomputation",
     "TorchDispatchMode",
     "no_function_modes",
     "no_modes",
@@ -381,15 +384,17 @@ def selective_checkpoints() -> Iterator[None]:
 
 @contextlib.contextmanager
 def checkpoints_that_end() -> Iterator[None]:
-    """End the activation checkpointing in which an error occurs.
+    """Run the functions of activation checkpointing again as they ran, and end it where an error occurs.
 
-    While the error is alive, torch 2.11 leaves its hooks for saved tensors to later traces and to eager.
+    In a backward no mode sees torch's functions: what the trace replaces there, such as masks of attention,
+    would be replaced in the first run alone.  While an error is alive, torch 2.11 leaves its hooks for saved
+    tensors to later traces and to eager.
     """
     generators: list[Generator[object]] = []
     generator = checkpoint._checkpoint_without_reentrant_generator
 
-    def noted(*args: Any, **kwargs: Any) -> Generator[object]:
-        generators.append(generator(*args, **kwargs))
+    def noted(fn: Any, *args: Any, **kwargs: Any) -> Generator[object]:
+        generators.append(generator(_under_these_modes(fn), *args, **kwargs))
         return generators[-1]
 
     checkpoint._checkpoint_without_reentrant_generator = noted
@@ -399,6 +404,22 @@ def checkpoints_that_end() -> Iterator[None]:
         checkpoint._checkpoint_without_reentrant_generator = generator
         for each in reversed(generators):
             each.close()
+
+
+def _under_these_modes(function: Callable[..., object]) -> Callable[..., object]:
+    """A function that runs under the modes of torch's functions that are active now."""
+    modes = _get_current_function_mode_stack()
+
+    def run(*args: Any, **kwargs: Any) -> object:
+        active = [*map(id, _get_current_function_mode_stack())]
+        with contextlib.ExitStack() as pushed:
+            for mode in modes:
+                if id(mode) not in active:
+                    _push_mode(mode)
+                    pushed.callback(_pop_mode)
+            return function(*args, **kwargs)
+
+    return run
 
 
 @contextlib.contextmanager

@@ -95,7 +95,8 @@ def picked_losses(graph: fx.Graph) -> list[fx.Node]:
         place = "There is no loss." if loss is None else f"The loss comes from {_place(loss)}."
         raise VocabularyError(
             "There is no cross-entropy in the training step: no log-softmax whose entries the labels pick "
-            f"(F.cross_entropy, nn.CrossEntropyLoss, or F.nll_loss of F.log_softmax). {place}"
+            f"(F.cross_entropy, nn.CrossEntropyLoss, or F.nll_loss of F.log_softmax). {place} Leave out "
+            "what splits it, or compute the loss by one of these."
         )
     return heads
 

@@ -9,6 +9,7 @@ from equality import assert_equals_eager
 from rich.console import Console
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import fxpipe
 from fxpipe.capture.reads import example
@@ -192,6 +193,38 @@ def test_a_mask_in_a_buffer_that_the_step_changes_stays(in_place: bool) -> None:
     x = torch.randn(2, LENGTH, WIDTH)
     assert capture(model(), (x,), None, 1.0, torch.device("cpu")).masks.needed == ["dense"] * 3
     assert_equals_eager(model, lambda rows: (torch.randn(rows, LENGTH, WIDTH),), microbatches=1, ranks=2)
+
+
+class Checkpointed(Attentions):
+    """Each attention is run again in the backward."""
+
+    def __init__(self, use_reentrant: bool) -> None:
+        super().__init__(lambda m, x: infinite(lower())[None, None])
+        self.use_reentrant = use_reentrant
+
+    def attend(self, x: torch.Tensor, layer: nn.Module, mask: torch.Tensor) -> torch.Tensor:
+        q, k, v = layer(x).view(len(x), LENGTH, 3, 2, WIDTH // 2).permute(2, 0, 3, 1, 4)
+        return x + F.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2).flatten(2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mask = self.make(self, x)
+        x = x + self.bias.sum()  # a gradient, without which reentrant checkpointing has none
+        for layer in self.layers:
+            x = checkpoint(self.attend, x, layer, mask, use_reentrant=self.use_reentrant)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_an_attention_that_runs_again_in_the_backward_drops_its_mask_again(use_reentrant: bool) -> None:
+    model, x = Checkpointed(use_reentrant), torch.randn(2, LENGTH, WIDTH)
+    masks = capture(model, (x,), None, 1.0, torch.device("cpu")).masks
+    assert {*masks.needed} == {"causal"}
+    assert_equals_eager(
+        lambda: Checkpointed(use_reentrant),
+        lambda rows: (torch.randn(rows, LENGTH, WIDTH),),
+        ranks=2,
+        schedule="zb-h1",
+    )
 
 
 def test_a_mask_that_the_forward_writes_to_stays() -> None:

@@ -69,9 +69,12 @@ def test_a_function_becomes_a_saved_pipeline(capsys, tmp_path):
 
     assert "--overwrite" not in refused(capsys, "compile", f"{__name__}:chain", "-o", tmp_path, *OPTIONS)
     again = ["compile", f"{__name__}:with_loss", "-o", str(directory), "--ranks", "1", "--microbatches", "3"]
-    assert "is not empty" in refused(capsys, *again)
+    assert "or give --overwrite" in refused(capsys, *again)
     assert main([*again, "--overwrite", "--schedule", "gpipe"]) == 0
-    assert "torchrun --nproc-per-node 1 -m fxpipe run " in capsys.readouterr().out
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].endswith("schedule gpipe")
+    assert lines[1].startswith("  predicted: step ")
+    assert "torchrun --nproc-per-node 1 -m fxpipe run " in lines[-1]
     assert fxpipe.load(directory).plan.step.microbatches == 3
 
 

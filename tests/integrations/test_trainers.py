@@ -273,6 +273,12 @@ def test_rows_of_several_shapes_have_a_remedy(small):
         small(data_collator=worker.trimmed, more={"train_sampling_strategy": "sequential"}).train()
 
 
+def test_rows_without_labels_have_a_remedy(small):
+    unlabeled = [{"input_ids": row["input_ids"]} for row in worker.Rows()]
+    with pytest.raises(CaptureError, match=r"no loss for input_ids.*, only logits: put labels into the rows"):
+        small(train_dataset=unlabeled).train()
+
+
 class OwnLoss(Trainer):
     def compute_loss(self, *args, **kwargs):
         return super().compute_loss(*args, **kwargs)

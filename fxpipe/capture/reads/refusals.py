@@ -47,6 +47,8 @@ class Refusals:
         """Judge the errors of a block that runs an op, or answers a question, for the model's code."""
         try:
             yield
+        except compat.StopRecomputation:  # ends the second run of a checkpointed function
+            raise
         except Exception as error:  # of any kind, as the model's code may catch any
             # What an op itself runs is judged with the op.
             if self.error is None and compat.is_tracing() and not self._raises_in_eager(func, args, kwargs):

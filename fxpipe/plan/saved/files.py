@@ -15,6 +15,7 @@ import errno
 import hashlib
 import os
 import re
+import tempfile
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -77,10 +78,10 @@ def as_path(path: object, what: str, kind: str = "a directory") -> Path:
     return Path(path)
 
 
-def check_free(path: Path, overwrite: bool = False) -> None:
+def check_free(path: Path, overwrite: bool = False, option: str = "overwrite=True") -> None:
     """Raise ArtifactError if there is something at ``path`` that a new directory would replace.
 
-    overwrite: a saved pipeline may be replaced, if nothing else is there.
+    overwrite: a saved pipeline may be replaced, if nothing else is there.  option: how one asks for that.
     """
     if path.exists() and not path.is_dir():
         raise ArtifactError(f"{path} is a file. Name a new directory.")
@@ -89,15 +90,22 @@ def check_free(path: Path, overwrite: bool = False) -> None:
         return
     is_saved = "plan.json" in entries
     if not overwrite:
-        remedy = ", remove it first, or give overwrite=True" if is_saved else ", or remove it first"
+        remedy = f", remove it first, or give {option}" if is_saved else ", or remove it first"
         raise ArtifactError(f"{path} is not empty. Name a new directory{remedy}.")
     # A directory that is not a saved pipeline may have files of the same names.
     others = [name for name in entries if not (is_saved and _SAVED.fullmatch(name))]
     if others:
         raise ArtifactError(
-            f"{path} holds {shown(others[0])}, which is not of a saved pipeline: overwrite=True would remove "
+            f"{path} holds {shown(others[0])}, which is not of a saved pipeline: {option} would remove "
             "it. Name another directory, or move the file."
         )
+
+
+def check_writable(path: Path) -> None:
+    """Raise ArtifactError where no directory can be made at ``path``."""
+    above = next(each for each in path.absolute().parents if each.exists())
+    with writing(path), tempfile.TemporaryDirectory(prefix=".fxpipe.", dir=above):
+        pass
 
 
 def write_programs(artifact: Artifact, directory: Path) -> None:

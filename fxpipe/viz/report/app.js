@@ -119,17 +119,17 @@ class App {
       el(
         "span",
         { class: "soft" },
-        "forward, input gradients, weight gradients; a number is stage.microbatch, or the microbatch",
+        "forward, input gradients, weight gradients; a number is stage.microbatch, or the microbatch" +
+          (this.model.head.placement.length > this.model.ranks ? "; muted: a later stage of its rank" : ""),
       ),
-      this.model.head.placement.length > this.model.ranks
-        ? el("span", { class: "soft" }, "muted: a later stage of its rank")
-        : null,
       this.model.vocabulary.size
-        ? [
+        ? el(
+            "span",
+            { class: "key" },
             el("span", { class: "box S" }, "S"),
             el("span", { class: "box T" }, "T"),
             el("span", { class: "soft" }, "vocabulary, before and after its barrier"),
-          ]
+          )
         : null,
       this.model.predicted.data.transfers.some((x) => x.length)
         ? [
@@ -160,6 +160,7 @@ class App {
       byId(id).hidden = id !== name;
       byId(`tab-${id}`).setAttribute("aria-selected", id === name);
     }
+    byId(`tab-${name}`).scrollIntoView({ block: "nearest", inline: "nearest" }); // on a narrow screen tabs scroll
     if (name === "graph") {
       this.graph ||= new GraphView(this.model, byId("graph-tools"), byId("graph-view"), this.events);
       if (this.graph.drawing) this.graph.fit();

@@ -22,7 +22,7 @@ class Inspector extends GapInspector {
       el("h3", {}, "Questions"),
       el("p", {}, ask(`Why is rank ${this.idlest()} idle?`, () => events.idle(this.idlest())), " or a click on a rank's name"),
       el("p", {}, ask("What is live at the peak?", () => events.live(this.fullest(), null)), " or a click on the memory"),
-      el("p", {}, ask("Where does measured differ?", () => events.tab("measured"))),
+      el("p", {}, ask("Where do measured times differ?", () => events.tab("measured"))),
       el(
         "p",
         {},
