@@ -40,6 +40,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from harmless import HARMLESS, harmless
 from mutations import edited_lines, exchange_mutated, mutated
 from report import ROOT, Report
 
@@ -415,6 +416,35 @@ def _place(problem: str, rank: int, lines: set[int], done: str) -> str:
     return "names it" if is_named else "elsewhere"
 
 
+# -- harmless edits ---------------------------------------------------------------------------------------
+
+
+def try_harmless(report: Report, count: int, each: int, seed: int, has_lanes: bool) -> None:
+    """``count`` edits that change nothing: each is to be accepted as the plan's program."""
+    generator = random.Random(seed)
+    outcomes: Counter[tuple[str, str]] = Counter()
+    made, left, number = pipelines(seed, (2, 3), has_lanes), count, 0
+    while left > 0:
+        setting, pipe = next(made)
+        number += 1
+        step = reference_of(CapturedStep.from_json(pipe.artifact.captured, "captured.json"), Terms(RULES))
+        for _ in range(min(each, left)):
+            left -= 1
+            rank = generator.randrange(pipe.plan.ranks)
+            programs = [*pipe.artifact.programs]
+            kind, done, programs[rank] = harmless(programs[rank], generator)
+            found = check_against(step, pipe.plan, programs)
+            outcome = "refused" if not found.holds else "told" if found.otherwise else "accepted"
+            outcomes[kind, outcome] += 1
+            if outcome != "accepted":
+                report.line(f"{outcome}: {kind}, rank {rank} of {setting}: {done}\n  {found}")
+    columns = ("accepted", "told", "refused")
+    rows = [[kind, *(str(outcomes[kind, c]) for c in columns)] for kind in HARMLESS]
+    report.table(["harmless edit", *columns], rows)
+    sums = ", ".join(f"{sum(outcomes[kind, c] for kind in HARMLESS)} {c}" for c in columns)
+    report.line(f"{count} harmless edits of {number} pipelines, seed {seed}: {sums}")
+
+
 # -- a large step -----------------------------------------------------------------------------------------
 
 
@@ -457,6 +487,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=inf, help="of wall time, for a piece of mutations")
     parser.add_argument("--tally", type=Path, help="a file with the edits of earlier pieces, to add to")
     parser.add_argument("--attribution", type=int, default=0, help="edits that are rejected")
+    parser.add_argument("--harmless", type=int, default=0, help="edits that change nothing")
     parser.add_argument("--lanes", action="store_true", help="settings and mutations of models with DTensors")
     parser.add_argument("--shards", action="store_true", help="mutations of what replicas and lanes divide")
     parser.add_argument("--large", action="store_true")
@@ -480,6 +511,8 @@ def main() -> None:
             tally.save(options.tally)
     if options.attribution:
         try_attribution(report, options.attribution, options.seed)
+    if options.harmless:
+        try_harmless(report, options.harmless, options.each, options.seed, options.lanes)
     if options.large:
         try_large(report, *options.size)
     report.save(options.output)

@@ -17,10 +17,9 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from report import ROOT, Report
-
 from fxpipe.compiler import passes
 
+ROOT = Path(__file__).parents[1]
 WITHOUT = "FXPIPE_TESTS_WITHOUT_PASS"
 
 
@@ -36,7 +35,7 @@ def pytest_configure() -> None:
 
 def first_failure(name: str) -> str:
     """The first fast test that fails without the pass; "" if none does."""
-    folders = (ROOT, ROOT / "tests", ROOT / "benchmarks")
+    folders = (ROOT, ROOT / "tests")
     environment = os.environ | {WITHOUT: name, "PYTHONPATH": os.pathsep.join(map(str, folders))}
     for tests in (f"tests/passes/test_each_pass.py::test_a_pass_changes[{name}]", "tests"):
         command = [
@@ -48,7 +47,7 @@ def first_failure(name: str) -> str:
             "--fast",
             "--tb=no",
             "-p",
-            "silent_passes",
+            "benchmarks.silent_passes",
             tests,
         ]
         run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
@@ -60,6 +59,8 @@ def first_failure(name: str) -> str:
 
 
 def main() -> int:
+    from report import Report
+
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -94,6 +94,18 @@ class Labeled(Net):
         return {"loss": super().forward(x), "labels": x}
 
 
+class Residual(Net):
+    """Layers on three dimensions compute in two; the gradient of a sum is one of three, which both have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, WIDTH, False)
+
+    def forward(self, x):
+        x = self.first(x.view(1, 2, WIDTH)).tanh()
+        return self.head(x + self.last(x)).sum()
+
+
 class Early(Net):
     """The loss is the first stage's; the second computes an output."""
 
@@ -221,7 +233,7 @@ CASES = {
     "make_contiguous": Case(lambda: Net(lambda x: x[:1].expand(2, -1)), stages=2),
     "fuse_accumulation": Case(lambda: Net(bias=True)),
     "join_backward": Case(lambda: Net(F.gelu), joined=frozenset({0})),
-    "simplify_views": Case(lambda: Net(lambda x: x.view(1, 2, WIDTH))),
+    "simplify_views": Case(Residual),
     "accept_any_strides": Case(lambda: Net(lambda x: F.gelu(x.view(4, 2)).view(2, 4))),
     "use_inplace_ops": Case(),
     "accumulate_together": Case(lambda: Net(bias=True)),
@@ -258,10 +270,11 @@ def changed(name: str, case: Case) -> str:
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_pass_changes(name, request):
-    found, file = changed(name, CASES[name]), GOLDEN / f"{name}.txt"
+    lines, file = changed(name, CASES[name]), GOLDEN / f"{name}.txt"
+    assert lines, "the pass leaves the model of its case as it is"
     if request.config.getoption("--update-golden"):
-        file.write_text(found)
-    assert found == file.read_text()
+        file.write_text(lines)
+    assert lines == file.read_text()
 
 
 UNASKED = (
