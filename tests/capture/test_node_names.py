@@ -6,7 +6,7 @@ from torch import nn
 
 from fxpipe.capture.trace import capture
 from fxpipe.ir.node_names import short_paths
-from fxpipe.ir.nodes import copy_graph, copy_node
+from fxpipe.ir.nodes import copy_graph, copy_node, new_node
 from fxpipe.ir.storage import call_nodes
 
 
@@ -121,6 +121,17 @@ def test_a_copy_of_a_graph_is_that_of_its_nodes():
     copy.erase_node(found[0][1])
     assert found[0][1] not in source.users
     assert found[0][0] in source.users
+
+
+def test_a_name_of_an_erased_node_is_not_given_again():
+    """The certificate knows messages by the names of captured values."""
+    graph = torch.fx.Graph()
+    for name in ("clone", "clone_1"):
+        graph.create_node("call_function", torch.clone, name=name)
+    graph.erase_node(next(iter(graph.nodes)))
+    copies = copy_graph(graph), copy_graph(copy_graph(graph))
+    for each in (graph, *copies):
+        assert new_node(each, "call_function", torch.clone, (), {}, "clone").name == "clone_2"
 
 
 class Crossing(nn.Module):
