@@ -115,6 +115,8 @@ def train(directory: Path) -> None:
         optimizer.zero_grad()
         pipe.prepare([some(length) for length in NUMBERS[(number + 1) % len(NUMBERS)]])
         differences.append(float(loss - eager(reference, batch)))
+        named = [{"rows": rows_of(length), "sequence": length} for length in lengths]
+        differences.append(pipe.figures()["predicted"] - pipe.simulate(lengths=named).span_bubble)
         theirs.step()
         rows = rows_of(lengths[-1])
         last = microbatch(lengths[-1] - 1 if rank else lengths[-1], rows)
@@ -124,6 +126,7 @@ def train(directory: Path) -> None:
         larger = [*batch[:-1], microbatch(LENGTH, 3)]
         other_rows = [*batch[:-1], microbatch(lengths[-1], rows + rank)]
         word = [*batch[:-1], {**batch[-1], "ids": torch.full_like(batch[-1]["ids"], WORDS)}]
+        label = [*batch[:-1], {**batch[-1], "labels": torch.full_like(batch[-1]["labels"], -1)}]
         refused_ones = (
             [],
             longer,
@@ -134,6 +137,7 @@ def train(directory: Path) -> None:
             larger,
             other_rows,
             word,
+            label,
         )
         for wrong in refused_ones:
             try:

@@ -56,10 +56,12 @@ def figures_of(
     replicas: int,
     device: torch.device,
     share: float = 1.0,
+    bubble: float | None = None,
 ) -> dict[str, float]:
     """See ``Pipeline.figures``.  spans: (op, start, end) of the last step, none where it was replayed.
 
-    share: the tokens of steps relative to those of the plan's.
+    share: the tokens of steps relative to those of the plan's.  bubble: as simulated of the last step, where
+    it is not the plan's.
     """
     spec, (done, unit) = plan.step, plan.per_second(seconds, replicas)
     figures = {"step": step, "seconds": seconds, f"{unit}/s": done * share}
@@ -72,4 +74,4 @@ def figures_of(
     if spans:
         busy = sum(end - start for _, start, end in spans)
         figures["bubble"] = 1 - busy / (spans[-1][2] - spans[0][1])
-    return figures | {"predicted": plan.prediction.span_bubble}
+    return figures | {"predicted": plan.prediction.span_bubble if bubble is None else bubble}

@@ -282,15 +282,24 @@ class Pipeline(Weights, Views):
         recomputation, relative to the peak of all devices; of microbatches as long as the example, where the
         data sheet of this device is known.  ``memory``: the most bytes that torch has had on an accelerator.
         ``bubble``: this rank's idle share from its first op to its last, of steps that are not replayed, and
-        ``predicted``, that of the plan.
+        ``predicted``, that of the plan or of the order of a list of microbatches.
         ``norm``: of the gradients of the last update, where the optimizer has computed it.
         Raises RunError before the first step.
         """
         seconds, share = self._clock.take()
         if math.isnan(seconds):
             raise RunError("No step has run yet: figures are those of steps.")
-        spans, number = self._runner.last.runtime.record.spans, self.step_number - 1
-        figures = figures_of(self.plan, number, seconds, spans, self.replicas, self.device, share)
+        last = self._runner.last
+        figures = figures_of(
+            self.plan,
+            self.step_number - 1,
+            seconds,
+            last.runtime.record.spans,
+            self.replicas,
+            self.device,
+            share,
+            last.bubble,
+        )
         optimizer = self.last_optimizer
         if optimizer is not None and (norm := optimizer.known_norm) is not None:
             figures["norm"] = float(norm)

@@ -151,7 +151,9 @@ def _of_lengths(
     if not why and isinstance(lengths, LengthTraces) and traces is not None:
         crossing = {name for edge in cut.edges for name in edge.names}
         documents = documents_of(cut.graph) if prices_documents(plan) else None
-        of_data = replace(plan.step, documents=documents, tables=tables_of(cut.graph))
+        of_data = replace(
+            plan.step, documents=documents, tables=tables_of([each.graph for each in lengths.captured])
+        )
         named = replace(plan, step=replace(of_data, lengths=lengths.lengths, fewer=lengths.fewer))
         try:
             sizes = crossing_sizes(cut.graph, crossing, traces)

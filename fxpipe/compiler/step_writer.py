@@ -29,9 +29,8 @@ STEPS_FORMAT = 1
 
 @dataclass(frozen=True, eq=False)
 class StepWriter:
-    """Writes ``step`` in the order that is the fastest for the lengths of the microbatches.
-
-    None for the plan's own order, which the programs have.
+    """Writes ``step`` in the order that is the fastest for the lengths of the microbatches; no text for the
+    plan's own order, which the programs have.
     """
 
     plan: Plan
@@ -43,12 +42,12 @@ class StepWriter:
         lengths: Sequence[Mapping[str, int]],
         shares: Sequence[float] = (),
         others: Sequence[OfReplica] = (),
-    ) -> OrderedStep | None:
+    ) -> OrderedStep:
         """others: lengths and shares of other replicas, which run the same order."""
         timeline, own = self.orders.timeline(lengths, shares, others), self.plan.ordered
         schedule = timeline.schedule
         if (schedule.order, schedule.transfers) == (own.order, own.transfers):
-            return None
+            return OrderedStep((), (), timeline.span_bubble)
         pools = self.orders.pools_of(timeline)
         programs = instructions(self.plan, self.parts, schedule, lower(schedule, self.plan.costs.edges))
         texts, ops = [], []
@@ -64,7 +63,7 @@ class StepWriter:
             calls = step_calls(step)
             texts.append(step_source(step, calls))
             ops.append(tuple(called_ops(step, calls)))
-        return OrderedStep(tuple(texts), tuple(ops))
+        return OrderedStep(tuple(texts), tuple(ops), timeline.span_bubble)
 
 
 def writer(plan: Plan, parts: StepParts) -> StepWriter:

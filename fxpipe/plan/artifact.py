@@ -399,7 +399,7 @@ class Artifact:
     ask: Callable[[], Plan] | None = None
     captured: str = ""
     steps: str = ""
-    write_step: Callable[..., OrderedStep | None] | None = None
+    write_step: Callable[..., OrderedStep] | None = None
 
     @cached_property
     def whole_plan(self) -> Plan:

@@ -156,10 +156,18 @@ class Documents:
 
 @dataclass(frozen=True)
 class Table:
-    """A leaf of which each value is a row of a table that has so many, as words and positions are."""
+    """A leaf whose values are rows of a table that has so many, as words and positions are, or labels of so
+    many classes.
+
+    ``least``: the least value, as -``rows`` where -1 is the last row; None for any.  ``ignored``: a value
+    that is none.  ``margins``: of each dimension how many values at its begin and at its end are not read.
+    """
 
     leaf: str
     rows: Annotated[int, between(1, MOST_LENGTH)]
+    least: int | None = 0
+    ignored: int | None = None
+    margins: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -179,11 +187,13 @@ class OutputSpec:
 class OrderedStep:
     """The function ``step`` of each rank's program for the microbatches of one batch, as text.
 
-    ``ops``: those that it calls, by rank.
+    ``ops``: those that it calls, by rank.  Without texts it is the program's own.  ``bubble``: the largest
+    idle share of a rank from its first op to its last, as simulated; None where that is not known.
     """
 
     texts: tuple[str, ...]
     ops: tuple[tuple[str, ...], ...]
+    bubble: float | None
 
 
 @dataclass(frozen=True)

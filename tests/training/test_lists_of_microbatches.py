@@ -4,7 +4,7 @@ import base64
 import json
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from operator import le
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from launch import forked
-from lengths_model import LENGTH, LISTS, NUMBERS, Words, counted, eager, microbatch, train, words
+from lengths_model import LENGTH, LISTS, NUMBERS, WORDS, Words, counted, eager, microbatch, train, words
 from torch import nn
 from torch.nn import functional as F
 
@@ -166,7 +166,7 @@ def test_a_microbatch_that_does_not_fit(pipe):
     writer = pipe.artifact.write_step
     small = replace(writer, orders=replace(writer.orders, limits=(1e4, 1e6)))
     orders = BatchOrders(replace(pipe.artifact, write_step=small), None)
-    message = "With sequence 15, microbatch 1 alone needs 13.6 KiB .* on rank 0, and the limit is 9.77 KiB"
+    message = "With sequence 15, microbatch 1 alone needs 11.8 KiB .* on rank 0, and the limit is 9.77 KiB"
     with pytest.raises(fxpipe.BatchError, match=message):
         orders.of([([{"sequence": 2}, {"sequence": 15}], [16, 16])], pipe._runner._local_programs)
     assert orders.of([([{"sequence": 2}, {"sequence": 5}], [16, 16])], pipe._runner._local_programs)
@@ -510,8 +510,8 @@ def test_ranks_agree_on_lengths_before_a_step(tmp_path):
     )
     assert max(map(abs, [*differences, *others])) < 1e-12
     for ours in (refused, theirs):
-        assert len(ours) == 9 * len(NUMBERS)
-        none, longer, another, one, fewer, no_labels, larger, other_rows, word = ours[9:18]
+        assert len(ours) == 10 * len(NUMBERS)
+        none, longer, another, one, fewer, no_labels, larger, other_rows, word, label = ours[10:20]
         assert none.startswith("The list has 0 microbatches")
         assert longer.startswith("Microbatch 4 has sequence 17")
         assert another.startswith("Rank 1 has rows 1, sequence 3 in microbatch 4, and rank 0 has rows 1, ")
@@ -521,7 +521,67 @@ def test_ranks_agree_on_lengths_before_a_step(tmp_path):
         assert "Microbatch 4 has rows 3 in 'ids'. The programs take rows from 1 to 2 with seq" in larger
         assert other_rows.startswith("Rank 1 has rows 2, sequence 4 in microbatch 4")
         assert word.startswith(
-            "Microbatch 4, of rows 1, sequence 4, has 16 in 'ids', and the table that it is"
+            "Microbatch 4, of rows 1, sequence 4, has 16 in 'ids', which is read as one of 16 rows or classes"
         )
+        assert label.startswith("Microbatch 4, of rows 1, sequence 4, has -1 in 'labels'")
     assert max(outputs[0]) < 1e-12
-    assert refused[12].startswith("Rank 1 refuses the batch of step 2")
+    assert refused[13].startswith("Rank 1 refuses the batch of step 2")
+
+
+class NextWords(nn.Module):
+    """Reads words as rows and, by one place later, as labels, one of which has no class."""
+
+    def __init__(self, function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.embed, self.head, self.function = nn.Embedding(WORDS, 4), nn.Linear(4, WORDS), function
+
+    def forward(self, words: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return self.function(self.head(self.embed(words[:, :-1])), labels)
+
+
+def padded(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    following = F.pad(labels, (0, 1), value=3)[:, 1:-1].contiguous()
+    return F.cross_entropy(logits.reshape(-1, WORDS), following.view(-1), ignore_index=3 - WORDS)
+
+
+def taken(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return -logits.log_softmax(-1).gather(-1, labels[:, 1:, None]).mean()
+
+
+def raised(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return -logits.log_softmax(-1).gather(-1, labels[:, 1:].clamp(min=0)[..., None]).mean()
+
+
+def indexed(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return -logits[:, :, :2].square().mean() + torch.linspace(0, 1, WORDS)[labels[:, 1:]].mean()
+
+
+@pytest.mark.parametrize(
+    ("function", "accepted", "refused"),
+    [
+        (padded, 3 - WORDS, -1),
+        (taken, WORDS - 1, -1),
+        (raised, -WORDS, WORDS + 1),
+        (indexed, -WORDS, -WORDS - 1),
+    ],
+)
+def test_words_and_labels_that_no_table_has(function, accepted, refused):
+    """Those that the model does not read may be anything."""
+    words = torch.randint(0, WORDS, (2, LENGTH))
+    pipe = fxpipe.compile(
+        NextWords(function), (words, words), ranks=1, microbatches=2, dimensions={"time": LENGTH}
+    )
+    first, last = words[:, :7].clone(), words[:, :7].clone()
+    first[:, 0], last[:, -1] = 10 * WORDS, -10 * WORDS
+    first[0, 3] = accepted
+    assert pipe.step([(last, first), (words, words)]).isfinite()
+    for wrong in (refused, WORDS):
+        other = first.clone()
+        other[1, -1] = wrong
+        with pytest.raises(fxpipe.BatchError, match=rf"^Microbatch 1, of time 7, has {wrong} in '1', "):
+            pipe.step([(words, words), (last, other)])
+    other = last.clone()
+    other[1, 0] = -1
+    with pytest.raises(fxpipe.BatchError, match=r"^Microbatch 1, of time 7, has -1 in '0', which is"):
+        pipe.step([(words, words), (other, first)])
+    assert pipe.step([(last, first)]).isfinite()

@@ -6,6 +6,8 @@ A trace looks at shapes alone, so a table that is too short would fail in a step
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 import torch
 from torch import fx
 
@@ -13,10 +15,15 @@ from fxpipe.capture.reads.example import Example
 from fxpipe.errors import CaptureError, number_of
 from fxpipe.ir.builder import node_arg
 from fxpipe.ir.graph import Kind, Origin
-from fxpipe.ir.storage import call_nodes, is_view
+from fxpipe.ir.storage import argument, call_nodes, is_view
 from fxpipe.plan.step import Table
 
-_CASTS = torch.ops.aten._to_copy.default, torch.ops.aten.clone.default
+aten = torch.ops.aten
+
+_CASTS, _PAD = (aten._to_copy.default, aten.clone.default), aten.constant_pad_nd.default
+_LOSSES = aten.nll_loss_forward.default, aten.nll_loss2d_forward.default
+_RAISES = aten.clamp.default, aten.clamp_min.default
+_WHOLE = torch.int64, torch.int32
 
 
 def check_table_rows(graph: fx.Graph, root: torch.nn.Module) -> None:
@@ -41,18 +48,74 @@ def check_table_rows(graph: fx.Graph, root: torch.nn.Module) -> None:
                 )
 
 
-def tables_of(graph: fx.Graph) -> tuple[Table, ...]:
-    """The leaves of the batch whose every value is a row of a table, with the rows of the shortest."""
-    rows_of: dict[str, int] = {}
+def tables_of(graphs: Sequence[fx.Graph]) -> tuple[Table, ...]:
+    """What leaves of the batch are rows or classes of, as the step at each of several lengths reads them."""
+    first, *others = (dict.fromkeys(_tables(graph)) for graph in graphs)
+    return tuple(table for table in first if all(table in other for other in others))
+
+
+def _tables(graph: fx.Graph) -> Iterator[Table]:
     for node in call_nodes(graph):
-        if node.target is not torch.ops.aten.embedding.default:
-            continue
-        table, rows = node_arg(node, 0), node_arg(node, 1)
-        taken = rows.meta["val"].numel()
-        while rows.op == "call_function" and (is_view(rows) or rows.target in _CASTS):
-            rows = node_arg(rows, 0)
-        is_leaf = rows.op == "placeholder" and rows.meta["input"].kind is Kind.BATCH
-        if is_leaf and taken >= rows.meta["val"].numel():
-            name, most = rows.meta["input"].name, table.meta["val"].shape[0]
-            rows_of[name] = min(most, rows_of.get(name, most))
-    return tuple(Table(name, most) for name, most in rows_of.items())
+        for rows, taken, least, ignored in _reads(node):
+            way = _way(taken)
+            if way and (margins := _margins(way)) is not None:
+                is_raised = any(each.target in _RAISES for each in way)
+                yield Table(way[0].meta["input"].name, rows, None if is_raised else least, ignored, margins)
+
+
+def _reads(node: fx.Node) -> Iterator[tuple[int, fx.Node, int, int | None]]:
+    """The whole numbers by which an op takes rows or classes: how many there are, the least one, and which
+    value is none."""
+    if node.target is aten.embedding.default:
+        yield node_arg(node, 0).meta["val"].shape[0], node_arg(node, 1), 0, None
+    elif node.target in _LOSSES:
+        shape = node_arg(node, 0).meta["val"].shape
+        ignored = argument(node, "ignore_index")
+        assert isinstance(ignored, int), "a number of the trace"
+        yield shape[min(1, len(shape) - 1)], node_arg(node, 1), 0, ignored
+    elif node.target is aten.gather.default:
+        yield node_arg(node, 0).meta["val"].shape[node.args[1]], node_arg(node, 2), 0, None
+    elif node.target is aten.index.Tensor:
+        indices = node.args[1]
+        assert isinstance(indices, Sequence), "one for each dimension"
+        for rows, taken in zip(node_arg(node, 0).meta["val"].shape, indices, strict=False):
+            if isinstance(taken, fx.Node) and taken.meta["val"].dtype in _WHOLE:
+                yield rows, taken, -rows, None
+
+
+def _way(taken: fx.Node) -> list[fx.Node]:
+    """The nodes from a leaf of whole numbers to what an op reads of it: views, copies, what it pads, and
+    negative numbers as 0; none from elsewhere."""
+    way = [taken]
+    while way[-1].op == "call_function":
+        node = way[-1]
+        is_zero_at_least = node.target in _RAISES and argument(node, "min") == 0
+        is_known = is_view(node) or is_zero_at_least or node.target in (*_CASTS, _PAD)
+        if not is_known or node.target is aten.as_strided.default:  # of a layout that is not known here
+            return []
+        way.append(node_arg(node, 0))
+    leaf = way[-1]
+    is_leaf = leaf.op == "placeholder" and leaf.meta["input"].kind is Kind.BATCH
+    return way[::-1] if is_leaf and leaf.meta["val"].dtype in _WHOLE else []
+
+
+def _margins(way: Sequence[fx.Node]) -> tuple[tuple[int, int], ...] | None:
+    """What of a leaf is not read, as of labels without their first column; None of another part."""
+    leaf, *others = way
+    shape = leaf.meta["val"].shape
+    places = torch.arange(leaf.meta["val"].numel()).reshape(shape)
+    for node in others:
+        if node.target is _PAD:
+            places = _PAD(places, node.args[1], -1)
+        elif is_view(node):
+            places = node.target(places, *node.args[1:], **node.kwargs)  # type: ignore[operator]
+        else:
+            places = places.contiguous()
+    read = torch.zeros(shape, dtype=torch.bool)
+    read.view(-1)[places[places >= 0]] = True
+    if not read.any():
+        return None
+    at = read.nonzero()
+    ends = [(int(a), n - 1 - int(b)) for a, b, n in zip(at.amin(0), at.amax(0), shape, strict=True)]
+    inside = read[tuple(slice(a, n - b) for (a, b), n in zip(ends, shape, strict=True))]
+    return tuple(ends) if bool(inside.all()) else None

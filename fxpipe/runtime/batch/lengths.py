@@ -9,7 +9,7 @@ from typing import Any, TypeGuard, TypeVar
 import torch
 
 from fxpipe.errors import BatchError, number_of
-from fxpipe.plan.step import BatchSpec, StepSpec, refused
+from fxpipe.plan.step import BatchSpec, StepSpec, Table, refused
 from fxpipe.runtime.batch.microbatches import (
     batch_leaves,
     check_batch,
@@ -171,14 +171,25 @@ def check_tables(spec: StepSpec, batch: object, lengths: Sequence[Mapping[str, i
         leaves = given_leaves(spec.batch, part)
         for table in spec.tables:
             value = leaves.get(table.leaf)
-            if isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.numel():
-                of_all = [int(x) for x in value.aminmax()]
-                if wrong := [x for x in of_all if not 0 <= x < table.rows]:
-                    where = "The batch" if part is batch else f"Microbatch {m}"
-                    raise BatchError(
-                        f"{where}, of {_text(lengths[m])}, has {wrong[-1]} in {table.leaf!r}, and the table "
-                        f"that it is a row of has {number_of(table.rows, 'row')}."
-                    )
+            if not isinstance(value, torch.Tensor) or value.device.type != "cpu":
+                continue
+            if (wrong := _no_row(table, value)) is not None:
+                where = "The batch" if part is batch else f"Microbatch {m}"
+                raise BatchError(
+                    f"{where}, of {_text(lengths[m])}, has {wrong} in {table.leaf!r}, which is read as one "
+                    f"of {number_of(table.rows, 'row')} or classes."
+                )
+
+
+def _no_row(table: Table, value: torch.Tensor) -> int | None:
+    """A value of a leaf that is no row of its table; None if all are."""
+    part = (slice(a, n - b) for (a, b), n in zip(table.margins, value.shape, strict=True))
+    inside = value[tuple(part)]
+    read = inside if table.ignored is None else inside[inside != table.ignored]
+    least, most = (int(x) for x in read.aminmax()) if read.numel() else (0, 0)
+    if most >= table.rows:
+        return most
+    return least if table.least is not None and least < table.least else None
 
 
 def cut(

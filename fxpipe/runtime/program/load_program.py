@@ -32,7 +32,8 @@ class CollectiveCall:
 class Program:
     """The function ``step(rt, batch)``, the messages that it sends and receives with their layouts, and its
     ops in order.  ``has_warm_up``: whether it asks itself for the verdict on the last update.  ``text``: of a
-    step that stands in the place of the program's own; ``traffic`` is that of its own."""
+    step that stands in the place of the program's own; ``traffic`` is that of its own.  ``bubble``: see
+    OrderedStep; None of the plan's step."""
 
     step: Callable[[object, object], Any]
     traffic: ProgramTraffic
@@ -40,6 +41,7 @@ class Program:
     ops: tuple[str, ...]
     has_warm_up: bool
     text: str = ""
+    bubble: float | None = None
 
     def with_step(self, text: str, ops: tuple[str, ...]) -> Program:
         """The program with another function ``step`` of its sections, which calls these ops."""
@@ -52,7 +54,8 @@ class Program:
 
     def forget(self) -> None:
         """Let the text of a step go that does not run again."""
-        linecache.cache.pop(self.step.__code__.co_filename, None)
+        if self.text:
+            linecache.cache.pop(self.step.__code__.co_filename, None)
 
     def collectives(self) -> list[CollectiveCall]:
         """The collectives of its step, each once, in the same order on all ranks; its traffic is known."""

@@ -1,8 +1,8 @@
 """The order of a step whose microbatches have costs of their own, as where their lengths differ.
 
 Which microbatch comes when, and what each rank runs of it, is found together: list scheduling in simulated
-time for an order of the microbatches and a timetable, of which climbs move one thing at a time.  The best of
-their orders are annealed, op by op.  The work is a number, and no time, so that the same lengths always give
+time for an order of the microbatches and a timetable, of which climbs move one thing at a time.  Their
+orders are annealed, op by op.  The work is a number, and no time, so that the same lengths always give
 the same order.
 """
 
@@ -25,12 +25,12 @@ from fxpipe.schedule.search.due_dates import start_alone
 from fxpipe.schedule.search.uneven_kernel import climb
 from fxpipe.schedule.units import bytes_text
 
-WORK, LOOKS_A_SECOND = 600_000, 1_200_000
-"""Ops that the climbs look at, at most, and in about a second."""
+WORK, LOOKS_A_SECOND = 2_400_000, 4_800_000
+"""Ops that the climbs look at, at most, and in about a second, with what follows."""
 _LEAST = 60  # timetables, of steps with many ops
-_CLIMBS, _ROUNDS = 8, 150  # at most so many climbs, each of at least so many timetables
-_ANNEALED, _LOOKS = 4, 12  # the orders of so many climbs; looks at ops, for each of the climbs'
-_HOT, _COLD = 0.1, 0.05  # how much worse an order may be: at first, of the way to the bound; at last, of that
+_CLIMBS, _ROUNDS = 4, 150  # at most so many climbs, each of at least so many timetables
+_LOOKS = 4  # of annealing at ops, for each of the climbs'
+_HOT, _COLD = 0.007, 0.05  # how much longer an order may be: at first, of its time; at last, of that
 _KINDS = {0: OpKind.F, 1: OpKind.B, 2: OpKind.W}
 _SECTIONS = {OpKind.F: (0,), OpKind.B: (1,), OpKind.W: (2,), OpKind.BW: (1, 2)}
 
@@ -107,10 +107,8 @@ class Uneven:
                     break
         if not orders:
             raise ScheduleError("no order of these microbatches keeps the memory limit")
-        orders.sort(key=_makespan)
-        if not self.in_order:
-            best = orders[:_ANNEALED]
-            orders += [self._annealed(order, _LOOKS * work // len(best), seed) for order in best]
+        if not self.in_order and _makespan(orders[-1]) > self._good:
+            orders += [self._annealed(order, _LOOKS * work // len(orders), seed) for order in orders]
         return self._decoded(min(orders, key=_makespan).op_ids)
 
     @property
@@ -140,14 +138,10 @@ class Uneven:
 
     def _annealed(self, order: Order, work: int, seed: int) -> Order:
         """The best order that annealing meets: microbatches may come in another one on each rank."""
-        hot = _HOT * (_makespan(order) - self.bound)
-        if hot <= 0:
-            return order
+        hot, tables = _HOT * _makespan(order), self.arrays.tables_between_stages
         limits, goal = np.array(self.limits, np.float64), (True, self._good)
-        return Order(
-            self.arrays,
-            anneal(self.arrays.tables, order.op_ids, 1, limits, *goal, work, seed, hot, _COLD * hot),
-        )
+        op_ids = anneal(tables, order.op_ids, 1, limits, *goal, work, seed, hot, _COLD * hot)
+        return Order(self.arrays, op_ids)
 
     def _check_largest(self) -> None:
         """A rank that cannot hold a microbatch in all its stages could block itself."""

@@ -15,11 +15,13 @@ from fxpipe.schedule.engine.compiled import compiled
 from fxpipe.schedule.engine.dispatch_kernel import list_ops
 
 #: The numbers of a timetable: how far F, B and W look ahead, how long W is put off, the pace of the
-#: microbatches, and how many of the last W stand behind all else.
+#: microbatches, and how many of the last W stand behind all else; behind these, of each microbatch, what it
+#: adds to the pace, and of each to how long its W is put off.
 F, B, W, LATE, PACE, LAST = range(6)
 NUMBERS = LAST + 1
 _DRAWN = 40  # timetables that are drawn before the best one is moved
 _OFF = 4.0  # periods by which a W is put off at most
+_WORSE = 0.01  # how much longer the order of the next timetable may be, at first; at last not at all
 
 
 @compiled
@@ -33,15 +35,15 @@ def climb(t, stages, m, alone, period, starts, moves, limits, good, rounds, seed
     good: the makespan at which the search ends.
     """
     random.seed(seed)
-    ops, value = len(t.seconds), inf
+    ops, numbers, value, least = len(t.seconds), NUMBERS + 2 * m, inf, inf
     due, order = np.empty(ops), np.empty(ops, np.int64)
-    x, y, perm, other = np.empty(NUMBERS), np.empty(NUMBERS), starts[0].copy(), starts[0].copy()
-    for k in range(NUMBERS):
+    x, y, perm, other = np.empty(numbers), np.empty(numbers), starts[0].copy(), starts[0].copy()
+    for k in range(numbers):
         x[k] = 0.5
     for i in range(rounds):
-        if value <= good:
+        if least <= good:
             break
-        for k in range(NUMBERS):
+        for k in range(numbers):
             y[k] = x[k]
         for k in range(m):
             other[k] = perm[k]
@@ -52,23 +54,28 @@ def climb(t, stages, m, alone, period, starts, moves, limits, good, rounds, seed
             if i >= len(starts):
                 for k in range(NUMBERS):
                     y[k] = random.random()
+        elif random.random() < 0.1:
+            y[random.randrange(NUMBERS, numbers)] = random.random()
         elif not moves or random.random() < 0.3:
             y[random.randrange(NUMBERS)] = random.random()
         else:
             _move(other, m)
         _write_due_dates(stages, m, alone, period, other, y, len(limits), due)
         time = _list_in(t, stages, other, due, limits, y, order)
-        # Equals are taken too, as a way on; the order is kept where it is faster by more than rounding.
-        if time <= value:
-            if time < value * (1 - 1e-9):
+        # Equals are taken too, as a way on, and of moved ones some that are worse; the order is kept where it
+        # is faster by more than rounding.
+        worse = _WORSE * (1 - i / rounds) * random.random() if i >= _DRAWN else 0.0
+        if time <= value * (1 + worse):
+            if time < least * (1 - 1e-9):
+                least = time
                 for k in range(ops):
                     best[k] = order[k]
             value = time
-            for k in range(NUMBERS):
+            for k in range(numbers):
                 x[k] = y[k]
             for k in range(m):
                 perm[k] = other[k]
-    return value
+    return least
 
 
 @compiled
@@ -87,7 +94,7 @@ def _move(perm, m):
 
 @compiled
 def _write_due_dates(stages, m, alone, period, perm, y, ranks, due):
-    """The times of each microbatch alone, one after the other at a pace between .4 and 1.6 of its work."""
+    """The times of each microbatch alone, one after the other at a pace of about .4 to 1.6 of its work."""
     begin, last = 0.0, int(2 * max(0.0, 2 * y[LAST] - 1) * ranks)
     for place in range(m):
         microbatch = perm[place]
@@ -95,11 +102,12 @@ def _write_due_dates(stages, m, alone, period, perm, y, ranks, due):
             op = 3 * stages * microbatch + section
             due[op] = begin + alone[op]
             if section % 3 == 2:
-                due[op] += _OFF * max(0.0, 2 * y[LATE] - 1) * period[microbatch]
+                late = y[LATE] + y[NUMBERS + m + microbatch] - 0.5
+                due[op] += _OFF * max(0.0, 2 * late - 1) * period[microbatch]
                 # Of the last ones no F needs the memory any more.
                 if place >= m - last:
                     due[op] += 1e6 * period[microbatch]
-        begin += (0.4 + 1.2 * y[PACE]) * period[microbatch]
+        begin += (0.4 + 1.2 * (y[PACE] + y[NUMBERS + microbatch] - 0.5)) * period[microbatch]
 
 
 @compiled

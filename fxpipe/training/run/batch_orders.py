@@ -11,7 +11,7 @@ import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from fxpipe.errors import BatchError, FxpipeError
@@ -49,7 +49,7 @@ class BatchOrders:
     artifact: Artifact
     process: Process | None
     _programs: OrderedDict[Key, tuple[Program, ...]] = field(default_factory=OrderedDict)
-    _begun: dict[Key, Future[OrderedStep | None]] = field(default_factory=dict)
+    _begun: dict[Key, Future[OrderedStep]] = field(default_factory=dict)
 
     def prepare(self, replicas: Batch) -> None:
         """Begin to look for the order of a batch that comes later."""
@@ -69,12 +69,11 @@ class BatchOrders:
         if key is None:
             return programs
         if key not in self._programs:
-            if (step := self._step(key)) is None:
-                return programs
-            self._programs[key] = tuple(
-                program.with_step(text, ops)
-                for program, text, ops in zip(programs, step.texts, step.ops, strict=True)
-            )
+            step = self._step(key)
+            if step.texts:
+                each = zip(programs, step.texts, step.ops, strict=True)
+                programs = [program.with_step(text, ops) for program, text, ops in each]
+            self._programs[key] = tuple(replace(program, bubble=step.bubble) for program in programs)
             if len(self._programs) > MOST_KEPT:
                 for program in self._programs.popitem(last=False)[1]:
                     program.forget()
@@ -100,7 +99,7 @@ class BatchOrders:
         key = tuple(sorted({*each_replica}))
         return None if key == ((example,) * spec.microbatches,) else key
 
-    def _written_for(self, write: Callable[..., OrderedStep | None], key: Key) -> OrderedStep | None:
+    def _written_for(self, write: Callable[..., OrderedStep], key: Key) -> OrderedStep:
         names = [each.name for each in self.artifact.plan.step.lengths]
         (lengths, shares), *others = (
             ([dict(zip(names, each, strict=False)) for each in one], [each[-1] / SHARES for each in one])
@@ -108,8 +107,8 @@ class BatchOrders:
         )
         return write(lengths, shares, others)
 
-    def _step(self, key: Key) -> OrderedStep | None:
-        """The step of this process, or those of all ranks; None for the program's own."""
+    def _step(self, key: Key) -> OrderedStep:
+        """The step of this process, or those of all ranks."""
         if self.process is not None and not self.process.leads:
             return _received(self.process.scatter(None))
         try:
@@ -120,17 +119,18 @@ class BatchOrders:
             raise BatchError(f"{NO_ORDER}: {error}") from error
         if self.process is None:
             return step
-        if step is None:
-            return _received(self._send([_packed({})] * self.process.world_size))
+        says = {"texts": (), "ops": (), "bubble": step.bubble}
+        if not step.texts:
+            return _received(self._send([_packed(says)] * self.process.world_size))
         pairs = zip(step.texts, step.ops, strict=True)
-        parts = [_packed({"text": text, "ops": ops}) for text, ops in pairs]
+        parts = [_packed(says | {"texts": (text,), "ops": (ops,)}) for text, ops in pairs]
         return _received(self._send(self.process.of_each(parts)))
 
     def _send(self, parts: Sequence[bytes]) -> bytes:
         assert self.process is not None
         return self.process.scatter(parts)
 
-    def _written(self, key: Key) -> OrderedStep | None:
+    def _written(self, key: Key) -> OrderedStep:
         write, number = self.artifact.write_step, self.artifact.plan.step.microbatches
         begun = self._begun.pop(key, None)
         if begun is not None:
@@ -138,7 +138,7 @@ class BatchOrders:
         if write is not None:
             return self._written_for(write, key)
         if len(key[0]) == number:
-            return None
+            return OrderedStep((), (), None)
         raise BatchError(
             f"The batch has {len(key[0])} microbatches, and the programs were written for {number}: a "
             "pipeline that an earlier version saved, or whose step was edited, takes no other one. Compile "
@@ -154,12 +154,12 @@ def _packed(data: object) -> bytes:
     return zlib.compress(json.dumps(data).encode(), 1)
 
 
-def _received(data: bytes) -> OrderedStep | None:
+def _received(data: bytes) -> OrderedStep:
     """Raises BatchError where rank 0 has none."""
     message = json.loads(zlib.decompress(data))
     if "error" in message:
         raise BatchError(f"{NO_ORDER}: {message['error']}")
-    return OrderedStep((message["text"],), (tuple(message["ops"]),)) if message else None
+    return OrderedStep(tuple(message["texts"]), tuple(map(tuple, message["ops"])), message["bubble"])
 
 
 def agreed_batch(

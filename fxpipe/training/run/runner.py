@@ -64,6 +64,7 @@ class Runner(RankRunner):
     stops: bool = False
     is_evaluation: bool = False
     like: Runner | None = None
+    bubble: float | None = None
     _last: Runner | None = None  # not itself, which would keep the model alive in a circle
 
     @property
@@ -108,7 +109,7 @@ class Runner(RankRunner):
         program = self._own_program
         if spec.lengths:
             (program,) = self._orders.of(of_replicas, [program])
-        rt.spec = spec
+        rt.spec, self.bubble = spec, program.bubble
         self._warm_up.run(rt, program, batch, lambda: self._words(Facts(self.artifact.number), batch))
         rt.start()
         rt.sizes = lengths
