@@ -185,7 +185,7 @@ def _traced(
 
         as_written = compat.plain_kernels(), compat.modules_without_code(), compat.uncompiled()
         checkpoints = (
-            compat.checkpoints_that_end(),
+            compat.checkpoints_that_end(step.attention),
             compat.selective_checkpoints(),
             recorded_checkpoints(step.provenance),
         )

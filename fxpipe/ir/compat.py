@@ -380,16 +380,22 @@ def selective_checkpoints() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def checkpoints_that_end() -> Iterator[None]:
+def checkpoints_that_end(again: contextlib.AbstractContextManager[object]) -> Iterator[None]:
     """End the activation checkpointing in which an error occurs.
 
     While the error is alive, torch 2.11 leaves its hooks for saved tensors to later traces and to eager.
+
+    again: entered while a checkpoint computes a second time, within a backward, which passes no mode.
     """
     generators: list[Generator[object]] = []
     generator = checkpoint._checkpoint_without_reentrant_generator
 
-    def noted(*args: Any, **kwargs: Any) -> Generator[object]:
-        generators.append(generator(*args, **kwargs))
+    def noted(function: Any, *args: Any, **kwargs: Any) -> Generator[object]:
+        def recomputed(*args: Any, **kwargs: Any) -> object:
+            with again:
+                return function(*args, **kwargs)
+
+        generators.append(generator(recomputed, *args, **kwargs))
         return generators[-1]
 
     checkpoint._checkpoint_without_reentrant_generator = noted

@@ -9,6 +9,7 @@ from equality import assert_equals_eager
 from rich.console import Console
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import fxpipe
 from fxpipe.capture.reads import example
@@ -209,6 +210,26 @@ def test_with_other_keys_than_queries_kernels_differ_in_what_is_causal() -> None
     model = Attentions(lambda m, x: lower(LENGTH - 1), keys=LENGTH - 1)
     masks = capture(model, (torch.randn(2, LENGTH, WIDTH),), None, 1.0, torch.device("cpu")).masks
     assert masks.needed == ["dense"] * 3
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("case", ["infinite", "a part of a buffer"])
+def test_a_checkpoint_drops_a_mask_again(case: str, reentrant: bool) -> None:
+    """What it computes a second time has to keep the same values."""
+
+    class Checkpointed(Attentions):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = x + 0 * self.bias[0, 0]  # reentrant ones need an input with a gradient
+            return checkpoint(super().forward, x, use_reentrant=reentrant)
+
+    def batch(rows: int) -> tuple[torch.Tensor]:
+        return (torch.randn(rows, LENGTH, WIDTH),)
+
+    def model() -> Attentions:
+        return Checkpointed(CASES[case][0])
+
+    assert {*capture(model(), batch(2), None, 1.0, torch.device("cpu")).masks.needed} == {"causal"}
+    assert_equals_eager(model, batch, ranks=2)
 
 
 def test_a_mask_that_changes_between_layers() -> None:
