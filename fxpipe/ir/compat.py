@@ -390,12 +390,12 @@ def checkpoints_that_end(again: contextlib.AbstractContextManager[object]) -> It
     generators: list[Generator[object]] = []
     generator = checkpoint._checkpoint_without_reentrant_generator
 
-    def noted(function: Any, *args: Any, **kwargs: Any) -> Generator[object]:
-        def recomputed(*args: Any, **kwargs: Any) -> object:
+    def noted(*args: Any, **kwargs: Any) -> Generator[object]:
+        def recomputed(*of_call: Any, **named: Any) -> object:
             with again:
-                return function(*args, **kwargs)
+                return args[0](*of_call, **named)
 
-        generators.append(generator(recomputed, *args, **kwargs))
+        generators.append(generator(recomputed, *args[1:], **kwargs))
         return generators[-1]
 
     checkpoint._checkpoint_without_reentrant_generator = noted
