@@ -104,12 +104,24 @@ def test_a_large_mask_is_read_in_blocks_of_its_rows(case: str, block: int, monke
     """With the same result; an op that needs more than its rows is computed as a whole."""
     monkeypatch.setattr(example, "BLOCK", block)
     monkeypatch.setattr(attention_masks, "BLOCK", block)
+    monkeypatch.setattr(attention_masks, "_SAID", {})
     sizes: list[int] = []
     monkeypatch.setattr(attention_masks, "_said_by", lambda blocks: SAID_BY(map(noted(sizes), blocks)))
     test_a_mask_is_dropped_by_its_value(case)
     if case.startswith("a window") and block > 1:  # else the positions themselves are larger
         rows = max(1, block // LENGTH)
         assert {*sizes} <= {rows, LENGTH % rows}, sizes
+
+
+def test_a_mask_is_read_once_for_all_traces(monkeypatch) -> None:
+    sizes: list[int] = []
+    monkeypatch.setattr(attention_masks, "_said_by", lambda blocks: SAID_BY(map(noted(sizes), blocks)))
+    monkeypatch.setattr(attention_masks, "_SAID", {})
+    for window in (LENGTH, LENGTH, LENGTH - 1, LENGTH):  # each by three layers
+        model, x = Attentions(lambda m, x: by_index(window)), torch.randn(2, LENGTH, WIDTH)  # noqa: B023
+        masks = capture(model, (x,), None, 1.0, torch.device("cpu")).masks
+        assert masks.needed == ["causal" if window == LENGTH else "dense"] * 3
+    assert len(sizes) == 2
 
 
 SAID_BY = attention_masks._said_by

@@ -47,6 +47,16 @@ class Example:
         """Whether the value is computed from literals and constants alone."""
         return all(n.op != "placeholder" and not draws_numbers(n) for n in _needed(node))
 
+    def recipe(self, node: fx.Node) -> str:
+        """The ops that make a value from literals alone: equal texts, equal values.  "" where a tensor of the
+        model leads to it."""
+        needed = sorted(_needed(node))
+        if any(n.op != "call_function" for n in needed):
+            return ""
+        names = {n: f"%{number}" for number, n in enumerate(needed)}
+        ops = [(str(n.target), *fx.map_arg((n.args, n.kwargs), names.get)) for n in needed]
+        return repr((names[node], torch.get_default_dtype(), ops))
+
     def question(self, node: fx.Node) -> tuple[str, tuple[str, ...]] | None:
         """The leaf of the microbatch that a value is asked of, and the ops; None for other values."""
         needed = _needed(node)

@@ -149,13 +149,14 @@ class Specialization:
         subject = f"{', '.join(map(repr, names))} {'is' if len(names) == 1 else 'are'}"
         return f", or, if {subject} the same in all batches, compile with fixed={list(names)}"
 
-    def constant(self, tensor: torch.Tensor) -> Iterator[torch.Tensor] | None:
-        """The value of a tensor that is the same in all steps, in blocks of rows: from no input and no random
-        number.  None for others."""
+    def constant(self, tensor: torch.Tensor) -> tuple[str, Iterator[torch.Tensor]] | None:
+        """The value of a tensor that is the same in all steps, from no input and no random number, in blocks
+        of rows; and the ops that make it, as ``Example.recipe`` tells them.  None for others."""
         node = compat.traced_node(tensor)
         if node is None or not self._example.is_made_from_nothing(node):
             return None
-        return self._example.blocks(node, compat.traced_constants(), self._place())
+        blocks = self._example.blocks(node, compat.traced_constants(), self._place())
+        return self._example.recipe(node), blocks
 
     def between_steps(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The value of a tensor that buffers and frozen parameters alone lead to, which may change between

@@ -32,6 +32,9 @@ from fxpipe.runtime.torch_private import writes_to
 #: The rule that drops a mask which says this.
 RULES: dict[Mask, Rule] = {"none": "empty-masks", "causal": "causal-masks"}
 
+#: What masks say that ops make from literals alone, by the text of these ops.
+_SAID: dict[str, Mask] = {}
+
 _attention = F.scaled_dot_product_attention
 
 
@@ -151,8 +154,8 @@ class AttentionMasks(TorchFunctionMode):
         if len(of_batch) + len(lasting) == len(sources):
             self.masks.leaves |= of_batch
         if not sources:
-            blocks = self._answers.constant(tensor) if is_fake else _blocks(tensor)
-            return "dense" if blocks is None else _said_by(blocks), frozenset()
+            constant = self._answers.constant(tensor) if is_fake else ("", _blocks(tensor))
+            return "dense" if constant is None else _said_before(*constant), frozenset()
         value = self._answers.between_steps(tensor)
         if value is None or not lasting.isdisjoint(self._changing):
             return "dense", frozenset()
@@ -181,6 +184,16 @@ def _blocks(mask: torch.Tensor) -> Iterator[torch.Tensor]:
     """Split a mask by its queries, as a comparison takes as much memory again."""
     rows = mask.shape[-2] if mask.dim() > 1 else 0
     yield from mask.split(max(1, rows * BLOCK // mask.numel()), -2) if rows else [mask]
+
+
+def _said_before(recipe: str, blocks: Iterable[torch.Tensor]) -> Mask:
+    """Read a mask, or know it from another trace: of 65,536 tokens a reading takes many seconds."""
+    if recipe not in _SAID:
+        says = _said_by(blocks)
+        if not recipe:
+            return says
+        _SAID[recipe] = says
+    return _SAID[recipe]
 
 
 def _said_by(blocks: Iterable[torch.Tensor]) -> Mask:
