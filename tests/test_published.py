@@ -1,6 +1,7 @@
 """What ``benchmarks/published.py`` computes itself, and the form of its file of runs."""
 
 import importlib
+import re
 import tomllib
 from pathlib import Path
 
@@ -54,3 +55,14 @@ def test_every_run_has_a_source_and_one_figure():
             assert ("rate" in whole) != ("mfu" in whole)
             assert "model" not in whole or whole["model"] in file["model"]
             assert run.get("against", names[0]) in names
+
+
+def test_the_page_has_the_counts_of_the_results():
+    results = (BENCHMARKS / "results/published.txt").read_text()
+    page = (BENCHMARKS.parent / "docs/predictions.md").read_text()
+    (runs,) = re.findall(r"^MFU: (\d+ of \d+) within 20%", results, re.MULTILINE)
+    ((signs, gains),) = re.findall(
+        r"^Gains: (\d+ of \d+) signs right, (\d+ of \d+) within", results, re.MULTILINE
+    )
+    assert f"{runs} runs are within 20%" in page
+    assert f"{signs} signs are right, {gains} gains within 15%" in page

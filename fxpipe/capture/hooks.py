@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.overrides import TorchFunctionMode
 
 from fxpipe.capture.functional import is_mutating
 from fxpipe.capture.state.registered import Registered
@@ -26,11 +27,22 @@ from fxpipe.runtime.torch_private import hooks_of, hooks_of_all_modules, state_h
 _TORCH = str(Path(torch.__file__).parent)
 
 
+class _Requests(TorchFunctionMode):
+    """Notes whether a hook asks for gradients of a value, which may have some already."""
+
+    gradients = False
+
+    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
+        self.gradients |= func is torch.Tensor.requires_grad_
+        return func(*args, **(kwargs or {}))
+
+
 @dataclass(eq=False)
 class _Hook:
     """A hook, called in its place.  ``owner``: what it is registered on, as text.
 
-    ``nodes``: of its ops.  ``returned``: whether it gave another value for what it was called with.
+    ``nodes``: of its ops.  ``returned``: whether it gave another value for what it was called with, or asked
+    for gradients of that, as transformers' does for activation checkpointing.
     """
 
     kind: str
@@ -43,10 +55,11 @@ class _Hook:
     def __call__(self, *args: object, **kwargs: object) -> object:
         self.times += 1
         last = last_node() if compat.is_tracing() else None
-        result = self.function(*args, **kwargs)
+        with _Requests() as requests:
+            result = self.function(*args, **kwargs)
         if last is not None:
             self.nodes += nodes_after(last)
-        self.returned |= result is not None
+        self.returned |= result is not None or requests.gradients
         return result
 
     def __deepcopy__(self, memo: object) -> _Hook:

@@ -54,7 +54,13 @@ class TracedStep(nn.Module):
         parameters = inspect.signature(getattr(module, name)).parameters
         if "dataloader_iter" in parameters:
             raise OptionError(f"{name} takes dataloader_iter: let it take a batch.")
-        self.numbers = [number for number in ("batch_idx", "dataloader_idx") if number in parameters]
+        # Lightning passes the numbers of batch and loader by place, under whatever names.
+        self.numbers = [
+            each.name
+            for each in [*parameters.values()][1:]
+            if each.name in ("batch_idx", "dataloader_idx")
+            or (each.kind is each.POSITIONAL_OR_KEYWORD and each.default is each.empty)
+        ]
         self.module: Any = _apart(module)
         # A compilation puts attributes back as they were, but for queues.
         self._told: SimpleQueue[Logged] = SimpleQueue()

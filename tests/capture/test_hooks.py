@@ -94,11 +94,16 @@ def keep_largest(module, args, result):
     module.largest.copy_(result.detach().max())
 
 
+def ask_for_gradients(module, args, result):
+    result.requires_grad_()
+
+
 #: Hooks that change a value in each step: by what they return, set and write.
 CAPTURED = {
     "returns": lambda net: net.a.register_forward_hook(lambda module, args, result: 2 * result),
     "writes": lambda net: net.register_forward_hook(keep_largest),
     "weight norm": lambda net: nn.utils.weight_norm(net.a),
+    "asks for gradients": lambda net: net.a.register_forward_hook(ask_for_gradients),
     "gradient": lambda net: net.a.weight.register_hook(lambda grad: 3 * grad),
     "backward": lambda net: net.b.register_full_backward_hook(lambda module, given, _: (2 * given[0],)),
 }

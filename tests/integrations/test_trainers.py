@@ -408,10 +408,10 @@ def test_plain_lightning_opens_a_checkpoint_of_ranks(plain_lightning, directory,
 
 
 class Indexed(lightning_worker.Net):
-    def training_step(self, batch, batch_idx):
-        if batch_idx % 2:
+    def training_step(self, batch, number):  # Lightning passes it by place
+        if number % 2:
             self.log("odd", 1.0)
-        return super().training_step(batch, batch_idx)
+        return super().training_step(batch, number)
 
 
 class Epochs(lightning_worker.Net):
@@ -438,7 +438,7 @@ class Several(lightning_worker.Net):
 
 
 RUNS: dict[str, tuple[Any, dict[str, Any], int]] = {
-    "The step uses batch_idx": (Indexed, {}, 8),
+    "The step uses number": (Indexed, {}, 8),
     "A step of Epochs uses self.current_epoch": (Epochs, {}, 8),
     "self.log('metric', …) in training_step takes a tensor or a number": (Modules, {}, 8),
     "automatic_optimization=False": (ByHand, {}, 8),
