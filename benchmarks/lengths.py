@@ -11,7 +11,8 @@ Part simulated, in microseconds a token:
   packed         microbatches of up to 8,192 tokens, in the order for equal microbatches
   packed, order  the same microbatches in the order for their lengths
   order 2048     microbatches of up to 2,048 tokens, a longer sample alone, in the order for their lengths
-  bound          of the latter within the memory (``lower_bound_of_each``)
+  static / order the latter microbatches in the order for equal ones, relative to theirs
+  bound          of order 2048 within the memory (``lower_bound_of_each``)
   / bound        order 2048 relative to it; and without a limit of memory, relative to the bound of that
 
 Part run: 8 processes whose stages only sleep, 10 us a unit; "packed" and "order 2048" in turns, medians of
@@ -133,15 +134,18 @@ def simulated(report: Report, seeds: int) -> None:
                 uneven(small).bound,
                 in_own_order(small, has_limit=False),
                 replace(uneven(small), limits=(inf,) * RANKS).bound,
+                in_fixed_order(small),
             )
             rows.append([1e6 * s / sum(lengths) for s in seconds])
         medians = [statistics.median(column) for column in zip(*rows, strict=True)]
         shown = [f"{value:.1f}" for value in medians[:6]]
-        ratios = ([row[a] / row[b] for row in rows] for a, b in ((2, 4), (4, 5), (6, 7)))
+        ratios = ([row[a] / row[b] for row in rows] for a, b in ((2, 4), (8, 4), (4, 5), (6, 7)))
         shown += [f"{statistics.median(each):.2f} ({min(each):.2f} … {max(each):.2f})" for each in ratios]
         rows_shown.append([name, *shown])
     report.line(f"\nPart simulated: medians of {seeds} steps of {SAMPLES} samples")
-    report.table([*heads, "packed / order 2048", "/ bound", "/ bound, any memory"], rows_shown)
+    report.table(
+        [*heads, "packed / order 2048", "static / order", "/ bound", "/ bound, any memory"], rows_shown
+    )
 
 
 def beside_long(report: Report, seeds: int) -> None:
