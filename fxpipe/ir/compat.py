@@ -393,7 +393,7 @@ def checkpoints_that_end() -> Iterator[None]:
     generators: list[Generator[object]] = []
     generator = checkpoint._checkpoint_without_reentrant_generator
 
-    def noted(fn: Any, /, *args: Any, **kwargs: Any) -> Generator[object]:
+    def noted(fn: Any, *args: Any, **kwargs: Any) -> Generator[object]:
         generators.append(generator(_under_these_modes(fn), *args, **kwargs))
         return generators[-1]
 
