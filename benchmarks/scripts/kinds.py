@@ -14,6 +14,8 @@ KINDS = (
     "adversaries",
     "teachers",
     "reinforce",
+    "habits",
+    "watched",
     "world",
     "resume",
     "generative",

@@ -213,6 +213,8 @@ class Pipeline(Weights, Views):
         RunError with its message, and their processes end soon after, whether or not the error is caught.
         """
         self._check_asked(outputs)
+        if self.artifact.plan.trains and self.then is not None:
+            self.then.warn_before_step(self.of(), batch)
         looks = Looks(outputs or (), outputs_on, checked(check), checked_record(record))
         with self._clock.step(self._share), self._runner.as_traced():
             result = self._runner.step(batch, looks)

@@ -247,7 +247,8 @@ def _traced(
         _check_written(captured.graph, step.registered, replaced)
         check_table_rows(captured.graph, module)
         warn_of_unread(step.unread, model)
-        watch.warn_of_changes(step.difference, files)  # last: an error says more than they
+        carried = {id(x) for r in step.registered for x in (r.tensor, r.local, *r.now())}
+        watch.warn_of_changes(step.difference, files, carried)  # last: an error says more than they
     return captured
 
 

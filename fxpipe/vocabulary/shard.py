@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxpipe.errors import VocabularyError
 from fxpipe.ir.builder import Builder
 from fxpipe.ir.dims import is_pointwise
 from fxpipe.ir.graph import Input, Kind, Origin
@@ -100,6 +101,12 @@ class Shard:
         ``masked``: what to take of the shard's part of a mask, which every rank has as a whole; its dimension
         is counted from the last.
         """
+        if node not in self.layers.axes:
+            raise VocabularyError(
+                f"vocab_parallel cannot split {node.target} in {node.meta['origin']}: it is not known along "
+                "which of its dimensions the vocabulary is (build an embedding without sparse=True). Compile "
+                "without vocab_parallel."
+            )
         axis = self.layers.axes[node]
         place = axis - node.meta["val"].dim() if is_pointwise(node) else 0
 

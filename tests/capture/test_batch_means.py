@@ -237,6 +237,44 @@ def hardest(logits, y, more):
     return per_token(logits, y).mean(1).topk(1).values.mean()
 
 
+def relative(logits, y, more):
+    losses = per_token(logits, y).mean(1)
+    return (losses.detach().softmax(0) * losses).sum()
+
+
+def running(logits, y, more):
+    return per_token(logits, y).mean(1).cumsum(0).mean()
+
+
+def mirrored(logits, y, more):
+    return F.cross_entropy(logits.flatten(0, 1), y.flip(0).clamp(min=0).flatten())
+
+
+def geometric(logits, y, more):
+    return (mean(logits, y, more) * more[0].square().mean()).sqrt()
+
+
+def by_frequency(logits, y, more):
+    """Cross-entropy with the weights of the batch's classes."""
+    labels = y.clamp(min=0)
+    counts = F.one_hot(labels.flatten(), logits.shape[-1]).sum(0)
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), weight=1 / (counts + 1).to(logits.dtype))
+
+
+def positives(logits, y, more):
+    wanted = (y > 2).to(logits.dtype)
+    share = wanted.mean(0)
+    return F.binary_cross_entropy_with_logits(logits[..., 0], wanted, pos_weight=(1 - share) / (share + 1))
+
+
+def balanced_by_turns(logits, y, more):
+    """The product of two numbers of each class."""
+    shares = logits.softmax(-1).flatten(0, 1)
+    chosen = shares.argmax(-1)
+    terms = [(chosen == i).to(shares.dtype).mean() * shares[:, i].mean() for i in range(3)]
+    return mean(logits, y, more) + sum(terms)
+
+
 OTHER_FUNCTIONS = {
     **{
         flooded: r"abs\(",
@@ -245,11 +283,15 @@ OTHER_FUNCTIONS = {
         norm: r"linalg_vector_norm\(",
         without_nan: "by ",
     },
-    **{advantages: r"sub\(", hardest: r"topk\("},
+    **{advantages: r"sub\(", hardest: r"topk\(", relative: r"softmax\(", running: r"cumsum\("},
+    **{mirrored: r"flip\(", geometric: r"mul\(", by_frequency: "the weights of labels"},
+    **{positives: r"binary_cross_entropy_with_logits\("},
 }
 
 
-@pytest.mark.parametrize("loss", [*OTHER_FUNCTIONS, balanced, centered, even], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "loss", [*OTHER_FUNCTIONS, balanced, balanced_by_turns, centered, even], ids=lambda f: f.__name__
+)
 def test_other_functions_of_the_rows_are_told(loss):
     """With a warning, where they are of the loss; what balances the rows is in ``explain``."""
     example = tuple(t[:ROWS] for t in batch_of(6))
@@ -265,6 +307,45 @@ def test_other_functions_of_the_rows_are_told(loss):
         assert re.search(
             rf"{OTHER_FUNCTIONS[loss]}.* \(test_batch_means.py:\d+\), of which fxpipe cannot", told[0]
         )
+
+
+def summed(logits, y, more):
+    return 0.5 * F.mse_loss(more[0], torch.zeros_like(more[0]), reduction="sum")
+
+
+def summed_labels(logits, y, more):
+    return F.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="sum") + mean(logits, y, more)
+
+
+def of_another_number(logits, y, more):
+    """As if divided by the rows of a batch of 14."""
+    return per_token(logits, y).mean(1).sum() / 14
+
+
+def by_rows(logits, y, more):
+    return -per_token(logits, y).sum() / len(y) + more[0].square().sum() * (1 / y.numel())
+
+
+@pytest.mark.parametrize("loss", [summed, summed_labels, of_another_number])
+def test_a_sum_without_a_divisor_is_told(loss):
+    """Its mean over microbatches is a part of the whole batch's sum."""
+    example = tuple(t[:ROWS] for t in batch_of(6))
+    options = {"ranks": 1, "schedule": "1f1b", "check": False}
+    with pytest.warns(UserWarning, match=r"sum over rows that nothing divides .*\(test_batch_means.py:\d+\)"):
+        fxpipe.compile(Model(loss), example, microbatches=3, **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fxpipe.compile(Model(loss), example, microbatches=3, mean="microbatch", **options)
+        fxpipe.compile(Model(loss), example, microbatches=1, **options)
+        fxpipe.compile(Model(by_rows), example, microbatches=3, **options)
+
+
+def test_gradients_by_frequency_are_told():
+    """A word's is divided by how often the microbatch has it, not the batch."""
+    model = Model(even)
+    model.embed.scale_grad_by_freq = True
+    with pytest.warns(UserWarning, match=r"embedding\(.*how often the rows have each word"):
+        fxpipe.compile(model, tuple(t[:ROWS] for t in batch_of(6)), ranks=1, microbatches=3, schedule="1f1b")
 
 
 def test_means_of_microbatches_are_an_option():

@@ -813,6 +813,26 @@ def test_a_result_that_later_steps_read():
     assert "test_capture_state.py:" in message
 
 
+@pytest.mark.parametrize("first", [0.0, torch.zeros(()), []], ids=["number", "tensor", "list"])
+def test_a_result_that_a_script_would_read_after_a_step(first):
+    """It would see what is there before the first one."""
+
+    class Leaves(Layers):
+        def prepare(self):
+            self.penalty = first
+
+        def between(self, x, i):
+            if isinstance(first, list):
+                self.penalty.append(x.detach().mean())
+            else:
+                self.penalty = x.square().mean()
+            return x
+
+    message = warned(Leaves)
+    assert "leaves a tensor in the model's penalty" in message
+    assert 'outputs=["name"]' in message
+
+
 def test_records_and_tables_are_no_state():
     class Records(Layers):
         def prepare(self):

@@ -646,3 +646,33 @@ def test_a_cache_in_a_default_is_no_setting():
     settings = PythonGuards(model)
     cached(1.0)
     assert settings.changes(model) == []
+
+
+def test_a_step_where_a_script_validates_is_told():
+    """It trains: its gradients would come to those of the next update."""
+    torch.manual_seed(0)
+    model, batch = Chain(), torch.randn(6, WIDTH)
+    told = pytest.warns(UserWarning, match="trains as ever.*call pipe.evaluate")
+    pipe = compiled(model, batch, ranks=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pipe.step((batch,))
+    with told, torch.no_grad():
+        pipe.step((batch,))
+    pipe = compiled(model, batch, ranks=1)
+    model.eval()
+    with told:
+        pipe.step((batch,))
+    pipe = compiled(model, batch, ranks=1)  # as it trains without dropout
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pipe.step((batch,))
+
+
+def test_a_batch_that_is_to_get_gradients_is_told():
+    model, batch = Chain(), torch.randn(6, WIDTH)
+    pipe = compiled(model, batch, ranks=1)
+    with pytest.warns(
+        UserWarning, match="tensor of the batch requires a gradient, and pipe.step computes none"
+    ):
+        pipe.step((batch.requires_grad_(),))

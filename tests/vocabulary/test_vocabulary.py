@@ -636,6 +636,27 @@ def test_what_cannot_be_split_is_named(name: str) -> None:
         spread(words(loss), 2, "1f1b", "1-barrier")
 
 
+class SparseTable(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(WORDS, 4, sparse=True), nn.Linear(4, WORDS)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return flat(self.head(self.words(x)), x)
+
+
+def test_a_table_with_sparse_gradients_is_named() -> None:
+    with pytest.raises(VocabularyError, match=r"cannot split aten._sparse.*without sparse=True"):
+        fxpipe.compile(
+            SparseTable(),
+            (torch.zeros(2, 3, dtype=torch.long),),
+            ranks=2,
+            microbatches=2,
+            schedule="1f1b",
+            vocab_parallel="1-barrier",
+        )
+
+
 def test_fewer_words_than_ranks() -> None:
     case = Case(lambda: Chain(3), lambda rows: {"x": torch.randn(rows, WIDTH), "y": torch.arange(rows) % 3})
     with pytest.raises(VocabularyError, match="3 entries for 4 ranks"):

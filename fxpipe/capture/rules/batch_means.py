@@ -29,7 +29,7 @@ import torch
 from torch import fx
 
 from fxpipe.capture.reads.row_sums import Rows, is_sum_of_lanes, rows_in
-from fxpipe.capture.rules.joined_rows import joining_ops
+from fxpipe.capture.rules.joined_rows import joins_of
 from fxpipe.ir.builder import Calls, node_arg
 from fxpipe.ir.dims import dims_of
 from fxpipe.ir.graph import Kind, batch_mean
@@ -79,7 +79,8 @@ def divide_by_batch_means(graph: fx.Graph, share: float) -> BatchMeans:
         return NO_MEANS
     tail = Tail(graph, named.loss)
     divides = {*tail.apart}
-    joins = joining_ops(graph, named.loss, {each.node for each in tail.divisions}, tail.rows)
+    joined = joins_of(graph, named.loss, {each.node for each in tail.divisions}, tail.rows)
+    joins, place = joined.ops, _place(joined.sums[0]) if joined.sums else ""
     tail.apart |= {node: _function(node) for node in joins if node not in divides}
     odd = next((node for node in tail.apart if node in tail.odd or joins.get(node)), None)
     if tail.divisions:
@@ -98,6 +99,14 @@ def divide_by_batch_means(graph: fx.Graph, share: float) -> BatchMeans:
             "microbatch has its own (NaN, of a mean over labels of which it has none), and the mean of their "
             "losses is another one than the whole batch's. Take a loss that is a sum over rows, or let "
             'loss_fn return (sum, count); mean="microbatch" of compile says that it is meant.',
+            stacklevel=2,
+        )
+    elif place and share != 1:
+        warnings.warn(
+            f"The loss is a sum over rows that nothing divides by their number ({place}). A step has the "
+            "mean of what its microbatches have: the sum over the whole batch, divided by the number of "
+            "microbatches; so are its gradients. Divide by the rows that the loss gets, or let loss_fn "
+            'return (sum, count); mean="microbatch" of compile says that it is meant.',
             stacklevel=2,
         )
     exact = dict.fromkeys(each.text for each in tail.divisions)
@@ -241,6 +250,8 @@ class Tail:
             self.divisions.append(_Division(item, backward, text))
         else:
             self.apart[item] = text
+            if weight is not None and self.rows.get(weight) not in (None, Rows.NONE):  # type: ignore[arg-type]
+                self.odd.append(item)
 
     def _trains(self, node: fx.Node) -> bool:
         """Whether the step has to differentiate a division."""

@@ -6,6 +6,8 @@
     mul(mean(a, 0), mean(b, 0))     a product of two means
     sub(x, mean(x))                 a number of all rows for each of them
     mean(topk(losses, 8))           a choice among the rows
+    sum(softmax(losses, 0))         each row relative to the others
+    sum(square(x - y))              a sum that nothing divides by the number of rows
 
 The mean of what the microbatches have of these is not what the whole batch has.  Batch norm and products of
 all pairs of rows are not looked for.
@@ -13,7 +15,8 @@ all pairs of rows are not looked for.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Mapping
+from collections.abc import Container, Iterator, Mapping, Set
+from dataclasses import dataclass
 from enum import Enum
 
 import torch
@@ -22,9 +25,10 @@ from torch import fx
 from fxpipe.capture.reads.row_sums import is_sum_of_lanes
 from fxpipe.ir.builder import node_arg
 from fxpipe.ir.compat import OpOverload
-from fxpipe.ir.dims import RESHAPES, TRANSPOSES, dims_of, order_behind
+from fxpipe.ir.dims import RESHAPES, TRANSPOSES, dims_of, is_pointwise, order_behind
 from fxpipe.ir.graph import Kind
 from fxpipe.ir.nodes import input_nodes
+from fxpipe.ir.storage import argument
 
 aten = torch.ops.aten
 
@@ -43,6 +47,11 @@ _NO_SUMS = _CHOICES | {
     aten.nuclear_norm, aten.prod, aten.std, aten.std_mean, aten.var, aten.var_mean,
 }  # fmt: skip
 _SUMS = {aten.mean, aten.nansum, aten.sum}
+#: Ops along dimensions that they name, whose results have as many rows, each made of several.
+_BETWEEN = {
+    aten._log_softmax, aten._softmax, aten.cummax, aten.cummin, aten.cumprod, aten.cumsum, aten.flip,
+    aten.logcumsumexp, aten.roll,
+}  # fmt: skip
 #: Ops whose results are no numbers that an operand has.
 _NO_NUMBERS = {
     aten.empty_like, aten.full_like, aten.isfinite, aten.isinf, aten.isnan, aten.new_full, aten.new_ones,
@@ -56,19 +65,37 @@ _LINEAR = _SUMS | {
     aten.transpose, aten.unbind, aten.unsqueeze, aten.view, aten.where,
 }  # fmt: skip
 _PRODUCTS = {aten.bmm, aten.dot, aten.mm, aten.mul, aten.mv}
+#: Losses with a reduction of their own, and the number of that which adds up.
+_LOSSES, _SUM = {aten.nll_loss_forward, aten.nll_loss2d_forward}, 2
+#: Ops that take some of the numbers of a value, and others that put them elsewhere.
+_PARTS = {aten.gather, aten.index, aten.select, aten.slice, aten.split, aten.unbind}
+_PLACED = _PARTS | {
+    aten.binary_cross_entropy, aten.binary_cross_entropy_with_logits, aten.huber_loss, aten.index_add,
+    aten.index_put, aten.l1_loss, aten.mse_loss, aten.scatter_add, aten.scatter_reduce, aten.smooth_l1_loss,
+    aten.soft_margin_loss,
+}  # fmt: skip
 
 
 #: The reasons for warnings, as text.
 FUNCTION = "it is another function of a sum over rows"
 _CHOICE = "it chooses among the rows"
 _STATISTIC = "it takes a number of all rows for each of them"
+_RELATIVE = "it makes each row of several"
+_FREQUENCY = "its gradient is divided by how often the rows have each word"
 
 
-def joining_ops(
-    graph: fx.Graph, loss: fx.Node, exact: Collection[fx.Node], data: Container[fx.Node]
-) -> dict[fx.Node, str]:
-    """The ops of a captured step by which its loss is no sum over rows; and why that is to be said with a
-    warning, "" if it is not: terms that balance or contrast the rows of a microbatch mean to.
+@dataclass(frozen=True)
+class Joins:
+    """``ops``: by which a loss is no sum over rows; and why that is to be said with a warning, "" if it is
+    not: terms that balance or contrast the rows of a microbatch mean to.  ``sums``: over rows, that nothing
+    divides by their number."""
+
+    ops: dict[fx.Node, str]
+    sums: tuple[fx.Node, ...]
+
+
+def joins_of(graph: fx.Graph, loss: fx.Node, exact: Set[fx.Node], data: Container[fx.Node]) -> Joins:
+    """What joins the rows of a microbatch in the loss of a captured step.
 
     exact: divisions that are made by a count of the whole batch.  data: what follows from the batch alone.
     """
@@ -80,6 +107,8 @@ def joining_ops(
             rows[node] = _Rows.FIRST if is_batch else _Rows.NONE
         elif node.op == "call_function" and not node.meta["origin"].backward:
             rows[node] = rows[node_arg(node, 0)] if node in exact else _rows_of(node, rows)
+            if node.target is aten.embedding.default and argument(node, "scale_grad_by_freq"):
+                joins[node] = _FREQUENCY
             states, of_all = _states(node, rows), {_Rows.SUMMED, _Rows.JOINED}
             if node in exact:
                 continue
@@ -87,7 +116,9 @@ def joining_ops(
                 packet = getattr(node.target, "overloadpacket", None)
                 is_one = _is_one_number(node, rows)
                 joins[node] = _CHOICE if packet in _CHOICES else FUNCTION if is_one else ""
-            elif rows[node] in (_Rows.FIRST, _Rows.OTHER) and states & of_all:
+            elif _is_between(node, rows):
+                joins[node] = _RELATIVE if node in data or node.meta["val"].dim() == 1 else ""
+            elif states & {_Rows.FIRST, _Rows.OTHER} and states & of_all:
                 numbers = [x for x in input_nodes(node) if rows.get(x) in of_all]
                 if all(x.meta["val"].is_floating_point() for x in numbers):  # no length or position
                     joins[node] = _STATISTIC if all(x in data for x in numbers) else ""
@@ -97,14 +128,97 @@ def joining_ops(
         if node not in behind:
             behind.add(node)
             todo += [node_arg(node, 0)] if node in exact else node.all_input_nodes
-    return {node: why for node, why in joins.items() if node in behind}
+    ops = {node: why for node, why in joins.items() if node in behind}
+    return Joins(ops, tuple(_undivided_sums(loss, rows, exact)))
+
+
+def _undivided_sums(loss: fx.Node, rows: Mapping[fx.Node, _Rows], exact: Set[fx.Node]) -> Iterator[fx.Node]:
+    """The sums over rows that the loss adds as they are, or times a number that is no part of a count."""
+    todo, seen = [loss], set[fx.Node]()
+    while todo:
+        node = todo.pop()
+        if node in exact or node in seen or rows.get(node) is not _Rows.SUMMED:
+            continue
+        seen.add(node)
+        packet = getattr(node.target, "overloadpacket", None)
+        operands = [*input_nodes(node)]
+        states = {rows.get(x) for x in operands}
+        if packet is None:  # an item: what a cross-entropy gives
+            if argument(operands[0], "reduction") == _SUM:
+                yield node
+        elif states & {_Rows.FIRST, _Rows.OTHER}:
+            is_sum = packet is aten.sum or argument(node, "reduction") == _SUM
+            if is_sum and _Rows.FIRST in states and exact.isdisjoint(_summed(node)):
+                yield node
+        elif packet in (aten.div, aten.mul):
+            numbers = [x for x in node.args if x not in operands]
+            of_rows = [x for x in operands if rows.get(x) is _Rows.SUMMED]
+            is_number = len(operands) == 1 and all(isinstance(x, int | float) for x in numbers)
+            if is_number and not _is_part_of_a_count(packet, float(numbers[0]), of_rows[0]):  # type: ignore
+                todo += of_rows
+        elif packet in _LINEAR:
+            todo += operands
+
+
+def _is_part_of_a_count(packet: object, number: float, node: fx.Node) -> bool:
+    """Whether a number divides what is summed by how many these are: 1 / 6 or 1 / 12, of 6 rows of 2; a half
+    is that of a squared error."""
+    if number == 0:
+        return True  # nothing is left of the sum
+    count = number if packet is aten.div else 1 / number
+    if number == 0.5 or count < 1 or abs(count - round(count)) > 1e-6 * count:
+        return False
+    values = (x.meta["val"] for x in _summed(node))
+    shapes = [x.shape for x in values if isinstance(x, torch.Tensor) and x.dim()]
+    return any(s.numel() % round(count) == 0 and round(count) % s[0] == 0 for s in shapes)
+
+
+def _summed(node: fx.Node) -> set[fx.Node]:
+    """What is summed: the values from which a sum is made entry by entry."""
+    todo, seen = [node], set[fx.Node]()
+    while todo:
+        node = todo.pop()
+        if node not in seen:
+            seen.add(node)
+            packet = getattr(node.target, "overloadpacket", None)
+            if is_pointwise(node) or packet is None or packet in _LINEAR | _LOSSES | _PLACED:
+                todo += node.all_input_nodes
+    return seen
+
+
+def _is_between(node: fx.Node, rows: Mapping[fx.Node, _Rows]) -> bool:
+    """Whether an op makes each row of several; of integers, an order or a place."""
+    packet = getattr(node.target, "overloadpacket", None)
+    if packet not in _BETWEEN or rows[node_arg(node, 0)] is not _Rows.FIRST:
+        return False
+    is_order = packet not in (aten.flip, aten.roll) and not node_arg(node, 0).meta["val"].is_floating_point()
+    dims = dims_of(node, node_arg(node, 0).meta["val"].dim())
+    return not is_order and (dims is None or 0 in dims)
 
 
 def _is_one_number(node: fx.Node, rows: Mapping[fx.Node, _Rows]) -> bool:
     """Whether an op takes one number, as a loss is, or all rows, and gives one."""
-    values = [node.meta["val"], *(x.meta["val"] for x in input_nodes(node) if rows.get(x) is _Rows.SUMMED)]
-    is_one = all(isinstance(x, torch.Tensor) and x.numel() == 1 for x in values)
-    return is_one and getattr(node.target, "overloadpacket", None) not in _PRODUCTS
+    operands = [x for x in input_nodes(node) if rows.get(x) is _Rows.SUMMED]
+    is_one = all(
+        isinstance(x, torch.Tensor) and x.numel() == 1 for x in (y.meta["val"] for y in [node, *operands])
+    )
+    is_product = getattr(node.target, "overloadpacket", None) in _PRODUCTS
+    return is_one and not (is_product and any(map(_is_share, operands)))
+
+
+def _is_share(node: fx.Node) -> bool:
+    """Whether a number is one of several, or how many rows are chosen, as those of one expert."""
+    while node.op == "call_function" and not node.meta["origin"].backward:
+        packet = getattr(node.target, "overloadpacket", None)
+        operand = next(iter(node.all_input_nodes), None)
+        if operand is None or packet in _PRODUCTS or packet in (aten.add, aten.sub):
+            return False
+        if packet is None:
+            return getattr(operand.target, "overloadpacket", None) not in _LOSSES
+        if packet in _PARTS or not operand.meta["val"].is_floating_point():
+            return True
+        node = operand
+    return False
 
 
 def _states(node: fx.Node, rows: Mapping[fx.Node, _Rows]) -> set[_Rows]:

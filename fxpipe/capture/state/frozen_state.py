@@ -21,12 +21,13 @@ from itertools import zip_longest
 from typing import Any, TypeVar
 
 import numpy as np
+import torch
 from torch import nn
 
 from fxpipe.capture.reads.data_scalar import NumberOfData
 from fxpipe.capture.state.recorded_state import RecordedState
 from fxpipe.capture.state.state_slots import State
-from fxpipe.python_state.objects import PLAIN
+from fxpipe.python_state.objects import PLAIN, is_users
 from fxpipe.runtime.functions import names_in
 
 _CLASSES = ("Tensor", "Parameter")
@@ -41,9 +42,9 @@ class StateWatch:
         self._recorded = recorded
         self._python, self._numpy = random.getstate(), _numpy_state()
 
-    def warn_of_changes(self, difference: str, files: Collection[str]) -> None:
+    def warn_of_changes(self, difference: str, files: Collection[str], carried: Collection[int]) -> None:
         """difference: of a second run of the forward from the first, as a sentence.  files: with the lines
-        that run the ops of the trace."""
+        that run the ops of the trace.  carried: the ids of tensors that programs put in their places."""
         warned = set()
         states = self._recorded.states
         for state, between in zip_longest(states, self._recorded.between):
@@ -52,6 +53,18 @@ class StateWatch:
                 if called not in warned:
                     warned.add(called)
                     _warn(f"The forward changes {called}{_line(*state.attribute(key))}.")
+        for state in states:
+            for key in _left(state, carried):
+                called = state.called(key)
+                if called not in warned:
+                    warned.add(called)
+                    place = _line(*state.attribute(key))
+                    warnings.warn(
+                        f"The forward leaves a tensor in {called}{place}. A program runs no Python of the "
+                        "model: after a step it is what it was before. Let loss_fn return a metric as well, "
+                        '(loss, {"name": tensor}), which pipe.step gives with outputs=["name"].',
+                        stacklevel=2,
+                    )
         if random.getstate() != self._python:
             _warn("The forward draws from Python's random numbers.")
         if _numpy_state() != self._numpy:
@@ -104,6 +117,30 @@ def _changed(state: State, between: Any) -> list[str]:
         ):
             changed.append(str(key))
     return changed
+
+
+def _left(state: State, carried: Collection[int]) -> list[str]:
+    """The keys of places in which a script that looks there later would see a number, another tensor, or a
+    shorter list, where eager PyTorch leaves tensors.
+
+    None and a missing entry are left out: what a script does with these fails.
+    """
+    before, now = state.before, state.now()
+    if isinstance(state.owner.thing, nn.Module) and not is_users(type(state.owner.thing)):
+        return []  # the weight that torch's hooks of norms make of others
+
+    def is_new(value: object) -> bool:
+        return isinstance(value, torch.Tensor) and id(value) not in carried
+
+    if isinstance(before, list):
+        return [""] if any(map(is_new, now[len(before) :])) else []
+    if not isinstance(before, dict):
+        return []
+    values = ((key, old, now.get(key)) for key, old in before.items())
+    numbers = (int, float, torch.Tensor)
+    return [
+        str(key) for key, old, new in values if new is not old and isinstance(old, numbers) and is_new(new)
+    ]
 
 
 def _line(module: nn.Module | None, attribute: str) -> str:

@@ -15,7 +15,13 @@ from torch import nn
 
 from fxpipe.errors import RunError
 from fxpipe.runtime.functions import function_name
-from fxpipe.runtime.torch_private import gradient_hooks, hooks_of, hooks_of_all_modules, hooks_registered
+from fxpipe.runtime.torch_private import (
+    gradient_hooks,
+    hooks_of,
+    hooks_of_all_modules,
+    hooks_registered,
+    pytree,
+)
 from fxpipe.training.guards.python_guards import PythonGuards
 
 Hooks = dict[str, tuple[int, ...]]
@@ -47,6 +53,7 @@ class Traced:
         self._registered = hooks_registered()
         self._forward, self._backward = _hooks(named, model, self._of_forward)
         self._has_model = model is not None
+        self._in_training = model is not None and model.training
         self._python = python
         self._told: set[str] = set()
 
@@ -93,6 +100,30 @@ class Traced:
         self._forward = hooks[0]
         if trains:  # else those of the backward are still to be checked
             self._registered, self._backward = registered, hooks[1]
+
+    def warn_before_step(self, model: nn.Module | None, batch: object) -> None:
+        """Warn, once, of a step that trains where a script asks for no gradients, or has set the model to
+        eval mode since it was compiled: its gradients would come to those of the next update.  Also of a
+        batch that is to get gradients."""
+        has_gradients = torch.is_grad_enabled()
+        if not has_gradients or (self._in_training and model is not None and not model.training):
+            where = "of a model in eval mode" if has_gradients else "under torch.no_grad()"
+            remedy = "before it call model.train()" if has_gradients else "leave no_grad out"
+            self._warn_once(
+                f"pipe.step {where} trains as ever: its backward adds to the gradients of the next update. "
+                "For a validation compile with evaluation=True and call pipe.evaluate; if the step is to "
+                f"train, {remedy}."
+            )
+        if any(isinstance(x, torch.Tensor) and x.requires_grad for x in pytree.tree_leaves(batch)):
+            self._warn_once(
+                "A tensor of the batch requires a gradient, and pipe.step computes none for it: its .grad "
+                "stays as it is. Let the forward compute it, with torch.autograd.grad, or detach the tensor."
+            )
+
+    def _warn_once(self, text: str) -> None:
+        if text not in self._told:
+            self._told.add(text)
+            warnings.warn(text, stacklevel=5)
 
     def _check_tied(self, model: nn.Module) -> None:
         """Raise RunError where one parameter under several names is another one under some of them now."""
