@@ -254,6 +254,15 @@ def geometric(logits, y, more):
     return (mean(logits, y, more) * more[0].square().mean()).sqrt()
 
 
+def smooth_largest(logits, y, more):
+    return torch.stack([mean(logits, y, more), more[0].square().mean()]).logsumexp(0)
+
+
+def weights_of_two(logits, y, more):
+    losses = torch.stack([mean(logits, y, more), more[0].square().mean()])
+    return (losses.detach().softmax(0) * losses).sum()
+
+
 def by_frequency(logits, y, more):
     """Cross-entropy with the weights of the batch's classes."""
     labels = y.clamp(min=0)
@@ -285,6 +294,7 @@ OTHER_FUNCTIONS = {
     },
     **{advantages: r"sub\(", hardest: r"topk\(", relative: r"softmax\(", running: r"cumsum\("},
     **{mirrored: r"flip\(", geometric: r"mul\(", by_frequency: "the weights of labels"},
+    **{smooth_largest: r"logsumexp\(", weights_of_two: r"softmax\("},
     **{positives: r"binary_cross_entropy_with_logits\("},
 }
 

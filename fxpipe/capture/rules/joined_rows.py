@@ -197,13 +197,20 @@ def _is_between(node: fx.Node, rows: Mapping[fx.Node, _Rows]) -> bool:
 
 
 def _is_one_number(node: fx.Node, rows: Mapping[fx.Node, _Rows]) -> bool:
-    """Whether an op takes one number, as a loss is, or all rows, and gives one."""
+    """Whether an op takes one number, as a loss is, a stack of some, or all rows, and gives one."""
     operands = [x for x in input_nodes(node) if rows.get(x) is _Rows.SUMMED]
-    is_one = all(
-        isinstance(x, torch.Tensor) and x.numel() == 1 for x in (y.meta["val"] for y in [node, *operands])
-    )
+    of_losses = any(map(_is_stack_of_losses, operands))
+    values = [x.meta["val"] for x in operands if not _is_stack_of_losses(x)]
+    values += [] if of_losses else [node.meta["val"]]
+    is_one = all(isinstance(x, torch.Tensor) and x.numel() == 1 for x in values)
     is_product = getattr(node.target, "overloadpacket", None) in _PRODUCTS
     return is_one and not (is_product and any(map(_is_share, operands)))
+
+
+def _is_stack_of_losses(node: fx.Node) -> bool:
+    losses = node.all_input_nodes
+    is_stack = getattr(node.target, "overloadpacket", None) in (aten.cat, aten.stack)
+    return is_stack and not any(x.meta["val"].numel() > 1 or _is_share(x) for x in losses)
 
 
 def _is_share(node: fx.Node) -> bool:
