@@ -70,7 +70,8 @@ def partition(
     forward = [n for n in without_color(graph) if not n.meta["origin"].backward]
     differentiated: dict[int, fx.Node] = {}
     for node in forward:  # as they ran: an op that autograd does not record has the number of one before it
-        differentiated.setdefault(node.meta["origin"].seq, node)
+        if node.meta["origin"].seq is not None:  # as of a view of labels, which a pass made
+            differentiated.setdefault(node.meta["origin"].seq, node)
     if tensors_of is not None:
         forward, cuts = following_cuts(graph, forward, free.in_stage | free.anywhere, tensors_of)
     position = {n: i for i, n in enumerate(forward)}
