@@ -112,7 +112,7 @@ def test_costs_do_not_depend_on_the_passes_that_only_the_chosen_cut_goes_through
     stages = run.stages_of(run.split(StepGraphs(captured.graph, None), asked), asked, Phases(""))
     for level in (None, "norms", "full"):
         cut = run.cut(stages, level, Phases(""))
-        ranks = (0, 1) if cut.vocabulary is None else cut.vocabulary.placement((0, 1))
+        ranks = (0, 1) if cut.step.vocabulary is None else cut.step.vocabulary.placement((0, 1))
 
         def costs(cut, ranks=ranks):
             live = liveness(cut.graph, cut.sections, cut.edges, ranks)
