@@ -64,7 +64,7 @@ class Steps:
         bound on the period."""
         last = self.steps[-1]
         spans = zip(last.timeline.spans, last.updates, strict=True)
-        return max((row[-1].end - row[0].start if row else 0.0) + end - start for row, (start, end) in spans)
+        return max(row[-1].end - row[0].start + end - start for row, (start, end) in spans if row)
 
     def last(self, number: int) -> Steps:
         """The last steps alone."""
