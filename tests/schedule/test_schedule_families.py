@@ -17,6 +17,7 @@ from fxpipe.schedule.search.auto import search
 from fxpipe.schedule.search.build import build
 from fxpipe.schedule.simulation.simulator import simulate
 from fxpipe.schedule.simulation.timeline import Timeline
+from fxpipe.schedule.vocabulary_costs import with_output_shards
 
 
 def even(ranks: int, stages_per_rank: int = 1, times=(1.0, 1.0, 1.0), comm: float = 0.0) -> Costs:
@@ -315,3 +316,10 @@ def test_the_table_of_the_page_has_each_family():
     page = (Path(__file__).parents[2] / "docs/schedules.md").read_text()
     rows = "".join(re.findall(r"^\| .*", page, re.MULTILINE))
     assert [name for name in FAMILIES if f"`{name}`" not in rows] == []
+
+
+@pytest.mark.parametrize(("barriers", "times"), [(1, (4.0, 0.0, 2.0)), (2, (2.0, 2.0, 2.0))])
+def test_a_shard_of_the_output_layer_spends_its_time_in_thirds(barriers, times):
+    """Logits, and the gradients of x and of the table: with one barrier the second is made with the first."""
+    costs = with_output_shards(even(2), 2, 6.0, barriers, 0.0)
+    assert [(c.forward, c.backward, c.weight) for c in costs.stages[2:]] == [times] * 2
