@@ -434,3 +434,18 @@ def test_a_number_of_all_labels(loss, options):
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(result.grads[name], parameter.grad, rtol=1e-9, atol=1e-12)
     assert bool(pipe.plan.batch_means) == (loss[1] is not torch.mean)
+
+
+@pytest.mark.parametrize(
+    "loss_fn",
+    [
+        lambda y, _: torch.cat([y[:0], y]).square().sum() / 6,
+        lambda y, _: y.square().sum() + y.sum() / float("inf"),
+        lambda y, _: y.square().sum() * y.square().sum().square(),
+    ],
+    ids=["of no rows as well", "divided by infinity", "a product"],
+)
+@pytest.mark.filterwarnings("ignore:The loss")
+def test_a_sum_of_any_form_compiles(loss_fn):
+    options = {"ranks": 1, "microbatches": 2, "schedule": "1f1b", "loss_fn": loss_fn}
+    fxpipe.compile(torch.nn.Linear(4, 4), (torch.ones(2, 4),), **options)

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterator, Mapping, Set
 from dataclasses import dataclass
 from enum import Enum
+from math import inf
 
 import torch
 from torch import fx
@@ -153,7 +154,7 @@ def _undivided_sums(loss: fx.Node, rows: Mapping[fx.Node, _Rows], exact: Set[fx.
         elif packet in (aten.div, aten.mul):
             numbers = [x for x in node.args if x not in operands]
             of_rows = [x for x in operands if rows.get(x) is _Rows.SUMMED]
-            is_number = len(operands) == 1 and all(isinstance(x, int | float) for x in numbers)
+            is_number = len(operands) == len(numbers) == 1 and isinstance(numbers[0], int | float)
             if is_number and not _is_part_of_a_count(packet, float(numbers[0]), of_rows[0]):  # type: ignore
                 todo += of_rows
         elif packet in _LINEAR:
@@ -166,10 +167,10 @@ def _is_part_of_a_count(packet: object, number: float, node: fx.Node) -> bool:
     if number == 0:
         return True  # nothing is left of the sum
     count = number if packet is aten.div else 1 / number
-    if number == 0.5 or count < 1 or abs(count - round(count)) > 1e-6 * count:
+    if number == 0.5 or not 1 <= count < inf or abs(count - round(count)) > 1e-6 * count:
         return False
     values = (x.meta["val"] for x in _summed(node))
-    shapes = [x.shape for x in values if isinstance(x, torch.Tensor) and x.dim()]
+    shapes = [x.shape for x in values if isinstance(x, torch.Tensor) and x.dim() and x.numel()]
     return any(s.numel() % round(count) == 0 and round(count) % s[0] == 0 for s in shapes)
 
 
