@@ -103,7 +103,7 @@ def _margins(way: Sequence[fx.Node]) -> tuple[tuple[int, int], ...] | None:
     """What of a leaf is not read, as of labels without their first column; None of another part."""
     leaf, *others = way
     shape = leaf.meta["val"].shape
-    places = torch.arange(leaf.meta["val"].numel()).reshape(shape)
+    places = torch.arange(leaf.meta["val"].numel(), device="cpu").reshape(shape)
     for node in others:
         if node.target is _PAD:
             places = _PAD(places, node.args[1], -1)
@@ -111,7 +111,7 @@ def _margins(way: Sequence[fx.Node]) -> tuple[tuple[int, int], ...] | None:
             places = node.target(places, *node.args[1:], **node.kwargs)  # type: ignore[operator]
         else:
             places = places.contiguous()
-    read = torch.zeros(shape, dtype=torch.bool)
+    read = torch.zeros(shape, dtype=torch.bool, device="cpu")
     read.view(-1)[places[places >= 0]] = True
     if not read.any():
         return None
