@@ -21,12 +21,14 @@ pytestmark = pytest.mark.usefixtures("double")
 class Words(nn.Module):
     """``bias``, ``tied``: of the output layer.  ``cap``: of its logits."""
 
-    def __init__(self, bias: bool = False, tied: bool = False, cap: float | None = None) -> None:
+    def __init__(
+        self, bias: bool = False, tied: bool = False, cap: float | None = None, width: int = WIDTH
+    ) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.table, self.cap = nn.Embedding(WORDS, WIDTH), cap
-        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(4)])
-        self.head = nn.Linear(WIDTH, WORDS, bias=bias)
+        self.table, self.cap = nn.Embedding(WORDS, width), cap
+        self.layers = nn.ModuleList([nn.Linear(width, width) for _ in range(4)])
+        self.head = nn.Linear(width, WORDS, bias=bias)
         if tied:
             self.head.weight = self.table.weight
 
@@ -239,6 +241,14 @@ def test_in_other_settings(options):
     result, whole = (compiled(Words(), plain, chunks, **options).run_local(batch) for chunks in (3, 1))
     for name, grad in whole.grads.items():
         torch.testing.assert_close(result.grads[name], grad, rtol=1e-10, atol=1e-14)
+
+
+def test_a_shard_of_as_many_words_as_hidden_states_are_wide():
+    model, batch = Words(width=WORDS // 2), data()
+    result = compiled(model, plain, vocab_parallel="1-barrier").run_local(batch)
+    plain(model(batch["ids"]), batch).backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(result.grads[name], parameter.grad, rtol=1e-10, atol=1e-14)
 
 
 def by_the_sum(logits, batch):
