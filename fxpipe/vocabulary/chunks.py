@@ -32,6 +32,7 @@ from fxpipe.ir.storage import call_nodes, drop_dead, graph_outputs, node_bytes, 
 from fxpipe.schedule.ops import Color, Phase
 from fxpipe.vocabulary.layers import picked_losses, projection_of
 from fxpipe.vocabulary.part_builder import PartBuilder
+from fxpipe.vocabulary.picks import picks_as_losses
 from fxpipe.vocabulary.row_ops import RowOps, joined, refused
 
 aten = torch.ops.aten
@@ -72,6 +73,8 @@ def chunk_head(graph: fx.Graph, chunks: int, split: bool = False) -> tuple[int, 
     Raises VocabularyError where there is no projection into a cross-entropy, or where an op, which it names,
     needs the logits of all tokens.
     """
+    if not split:
+        picks_as_losses(graph)
     whole = [] if split else [*dict.fromkeys(map(projection_of, picked_losses(graph)))]
     projections, saved = whole or _of_shards(graph), 0
     for projection in projections:

@@ -25,6 +25,7 @@ from fxpipe.vocabulary.axes import (
 )
 from fxpipe.vocabulary.fills import mask_filled_columns
 from fxpipe.vocabulary.padding import pad
+from fxpipe.vocabulary.picks import picks_as_losses
 
 aten = torch.ops.aten
 _PROJECTIONS = {aten.mm.default: 1, aten.addmm.default: 2}  # where the table is among the arguments
@@ -67,6 +68,7 @@ class VocabularyLayers:
 def find_layers(graph: fx.Graph) -> VocabularyLayers:
     """Find the layers.  Raises VocabularyError, naming the failed condition and its place, if there are
     none."""
+    picks_as_losses(graph)
     heads = picked_losses(graph)
     projections = [_projection(head) for head in heads]
     size = max(table.meta["val"].shape[0] for table, _ in projections)
@@ -95,8 +97,8 @@ def picked_losses(graph: fx.Graph) -> list[fx.Node]:
         place = "There is no loss." if loss is None else f"The loss comes from {_place(loss)}."
         raise VocabularyError(
             "There is no cross-entropy in the training step: no log-softmax whose entries the labels pick "
-            f"(F.cross_entropy, nn.CrossEntropyLoss, or F.nll_loss of F.log_softmax). {place} Leave out "
-            "what splits it, or compute the loss by one of these."
+            f"(F.cross_entropy, nn.CrossEntropyLoss, F.nll_loss or .gather of F.log_softmax). {place} Leave "
+            "out what splits it, or compute the loss by one of these."
         )
     return heads
 

@@ -115,7 +115,7 @@ class RowOps:
             return self._with(node, tail, lambda build, here: build.like(node, here[source], *args[1:]))
         if tail is None:
             return None
-        if target in _SHAPES:
+        if target in _SHAPES or (target is aten.select.int and source.meta["val"].shape[args[1]] == 1):
             return self._shaped(node)
         if target in _AT_INDEX:
             return self._at_index(node)
