@@ -169,7 +169,7 @@ def _of_lengths(
             return named, parts, programs, tuple(others)
         except SizeError as error:
             why = str(error)
-    for graph in _graphs(cut):
+    for graph in _graphs(cut) if why else ():  # else no dimension has a name
         without_names(graph)
     plan = replace(plan, step=replace(plan.step, one_length=why))
     return plan, *write(plan), ()
