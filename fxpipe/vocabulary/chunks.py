@@ -31,8 +31,8 @@ from fxpipe.ir.nodes import input_nodes, rename, take_name
 from fxpipe.ir.storage import call_nodes, drop_dead, graph_outputs, node_bytes, set_outputs, storage_root
 from fxpipe.schedule.ops import Color, Phase
 from fxpipe.vocabulary.layers import picked_losses, projection_of
+from fxpipe.vocabulary.losses import means_as_sums, picks_as_losses
 from fxpipe.vocabulary.part_builder import PartBuilder
-from fxpipe.vocabulary.picks import picks_as_losses
 from fxpipe.vocabulary.row_ops import RowOps, joined, refused
 
 aten = torch.ops.aten
@@ -75,6 +75,7 @@ def chunk_head(graph: fx.Graph, chunks: int, split: bool = False) -> tuple[int, 
     """
     if not split:
         picks_as_losses(graph)
+        means_as_sums(graph)
     whole = [] if split else [*dict.fromkeys(map(projection_of, picked_losses(graph)))]
     projections, saved = whole or _of_shards(graph), 0
     for projection in projections:

@@ -24,8 +24,8 @@ from fxpipe.vocabulary.axes import (
     whole,
 )
 from fxpipe.vocabulary.fills import mask_filled_columns
+from fxpipe.vocabulary.losses import picks_as_losses
 from fxpipe.vocabulary.padding import pad
-from fxpipe.vocabulary.picks import picks_as_losses
 
 aten = torch.ops.aten
 _PROJECTIONS = {aten.mm.default: 1, aten.addmm.default: 2}  # where the table is among the arguments

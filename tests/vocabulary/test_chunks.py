@@ -261,17 +261,21 @@ def by_the_mean(logits, batch):
     return (1 - torch.exp(-loss)) ** 2 * loss
 
 
+def of_classes(logits, batch):
+    return F.cross_entropy(*flat(logits, batch), weight=torch.arange(1.0, 1.0 + WORDS))
+
+
 def of_all_logits(logits, batch):
     return plain(logits, batch) + torch.linalg.matrix_norm(logits.reshape(-1, WORDS))
 
 
 REFUSED = {
     "the loss of all": (by_the_sum, {}, VocabularyError, "depends on the loss of all tokens"),
-    "a mean": (by_the_mean, {}, VocabularyError, "divides by the number of labels of all tokens"),
+    "a mean": (by_the_mean, {}, VocabularyError, "depends on the loss of all tokens"),
     "shifted logits": (with_shifted_logits, {}, VocabularyError, "or shift the labels instead of the logits"),
     "a norm": (of_all_logits, {}, VocabularyError, r"takes the logits of all tokens.*without head_chunks"),
     "no cross-entropy": (lambda x, batch: x.mean(), {}, VocabularyError, "There is no cross-entropy"),
-    "own means": (plain, {"mean": "microbatch"}, VocabularyError, "divides by the number of labels"),
+    "own means": (of_classes, {"mean": "microbatch"}, VocabularyError, "by the weights of the labels"),
     "too many": (plain, {"chunks": 16}, VocabularyError, f"head_chunks is 16, and the head has {TOKENS} "),
     "none": (plain, {"chunks": 0}, OptionError, "head_chunks is 0 and must be a whole number, at least 1"),
     "dimensions": (plain, {"dimensions": {"n": LENGTH}}, OptionError, "does not go with dimensions"),

@@ -1,14 +1,13 @@
-"""Labels' entries of a log-softmax that a loss takes by index."""
+"""Losses that are written in another form where a head is split."""
 
 import pytest
 import torch
 import torch.nn.functional as F
-from test_chunks import LENGTH, MICROBATCHES, ROWS, WORDS, Words, compiled, data
+from test_chunks import MICROBATCHES, ROWS, WORDS, Words, compiled, data, plain, smoothed
 
 from fxpipe.errors import FxpipeError
 
 pytestmark = pytest.mark.usefixtures("double")
-TOKENS = ROWS * LENGTH
 
 
 def gathered(logits, batch):
@@ -55,6 +54,20 @@ def test_gradients_are_those_of_eager(loss, settings):
     result, expected = pipe.run_local(batch), loss(model(batch["ids"]), batch)
     expected.backward()
     assert abs(result.loss - expected) <= 1e-12 * abs(expected)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(result.grads[name], parameter.grad, rtol=1e-10, atol=1e-14)
+
+
+@pytest.mark.parametrize("loss", [plain, smoothed])
+def test_the_mean_of_a_microbatch_has_parts(loss):
+    batch, model = data(), Words()
+    result = compiled(model, loss, mean="microbatch").run_local(batch)
+    rows = zip(*(leaf.split(ROWS) for leaf in batch.values()), strict=True)
+    each = [dict(zip(batch, leaves, strict=True)) for leaves in rows]
+    assert len({int((part["labels"] >= 0).sum()) for part in each}) > 1
+    expected = torch.stack([loss(model(part["ids"]), part) for part in each]).mean()
+    expected.backward()
+    assert abs(result.loss - expected) <= 1e-12
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(result.grads[name], parameter.grad, rtol=1e-10, atol=1e-14)
 

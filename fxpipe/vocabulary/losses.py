@@ -1,10 +1,16 @@
-"""Writes the labels' entries of a log-softmax, where a model takes them by index, as a loss of each token.
+"""Writes the losses of tokens in forms that a head is split by, with their backwards.
 
+The labels' entries of a log-softmax, where a model takes them by index, are a loss of each token.
 before: gather(logs, -1, labels[…, None])         scatter_add(zeros, -1, labels[…, None], d_picked)
         index(logs, [arange, labels])             index_put(zeros, [arange, labels], d_picked, True)
 after:  -nll_loss_forward(logs, labels, none)     nll_loss_backward(-d_picked, logs, labels, none)
 
 The numbers are the same, bit for bit.  Losses of preferences and of policies are made of such entries.
+
+A mean, where parts of the tokens have sums, is a sum divided by the labels that count.
+before: nll_loss_forward(logs, labels, mean)      nll_loss_backward(d_loss, logs, labels, mean)
+after:  nll_loss_forward(logs, labels, sum) / n   nll_loss_backward(d_loss / n, logs, labels, sum)
+        where n = sum(ne(labels, -100))
 """
 
 from __future__ import annotations
@@ -23,7 +29,7 @@ from fxpipe.ir.storage import argument, call_nodes
 from fxpipe.vocabulary.axes import RESHAPES, entries, is_of_batch
 
 aten = torch.ops.aten
-_EACH = 0  # the reduction of a loss
+_EACH, _MEAN, _SUM = 0, 1, 2  # reductions of a loss
 #: No label: each of them is to be an index, as in the op that is replaced.
 _IGNORED = -(1 << 62)
 
@@ -74,6 +80,28 @@ def picks_as_losses(graph: fx.Graph) -> None:
                     todo.append(user)
                 elif user.args[0] is logs and (labels := labels_of(user)) is not None:
                     _write(user, logs, labels)
+    in_order(graph)
+
+
+def means_as_sums(graph: fx.Graph) -> None:
+    """Write all means of tokens' losses, without weights of classes, as sums."""
+    for loss in graph.find_nodes(op="call_function", target=aten.nll_loss_forward.default):
+        _, labels, weights, reduction, ignored = loss.args
+        if reduction != _MEAN or weights is not None:
+            continue
+        build = Builder(graph)
+        build.origin = loss.meta["origin"]
+        counted = build.call(aten.sum.default, build.call(aten.ne.Scalar, labels, ignored))
+        number = build.call(aten._to_copy.default, counted, dtype=loss.meta["val"][0].dtype)
+        (mean,) = (user for user in loss.users if user.args[1] == 0)
+        loss.args = (*loss.args[:3], _SUM, ignored)
+        divided = build.call(aten.div.Tensor, mean, number)
+        mean.replace_all_uses_with(divided, delete_user_cb=lambda user, divided=divided: user is not divided)
+        for below in graph.find_nodes(op="call_function", target=aten.nll_loss_backward.default):
+            if below.args[2:6] == (labels, weights, _MEAN, ignored) and below.args[6] in loss.users:
+                build.origin = below.meta["origin"]
+                above = build.call(aten.div.Tensor, below.args[0], number)
+                below.args = (above, *below.args[1:4], _SUM, *below.args[5:])
     in_order(graph)
 
 
