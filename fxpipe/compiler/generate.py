@@ -47,6 +47,7 @@ from fxpipe.schedule.offload.memory_pool import pools as make_pools
 from fxpipe.schedule.ops import PHASES, Phase, Schedule
 from fxpipe.schedule.simulation.timeline import Timeline
 from fxpipe.vocabulary.chunks import chunk_head
+from fxpipe.vocabulary.prepare import prepare_head
 from fxpipe.vocabulary.split import split_vocabulary
 
 #: Problems of the certificate that an error shows.
@@ -277,6 +278,7 @@ def _captured_as_data(captured: Captured, cut: Cut) -> CapturedOps | None:
     graph, barriers, chunks = captured.graph, cut.options.barriers, cut.options.head_chunks
     if barriers is not None or chunks > 1:
         graph = copy_graph(graph)
+        prepare_head(graph, chunks > 1)
     if barriers is not None:
         split_vocabulary(graph, cut.options.ranks, barriers)
     if chunks > 1:

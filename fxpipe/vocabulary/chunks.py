@@ -31,7 +31,6 @@ from fxpipe.ir.nodes import input_nodes, rename, take_name
 from fxpipe.ir.storage import call_nodes, drop_dead, graph_outputs, node_bytes, set_outputs, storage_root
 from fxpipe.schedule.ops import Color, Phase
 from fxpipe.vocabulary.layers import picked_losses, projection_of
-from fxpipe.vocabulary.losses import means_as_sums, picks_as_losses
 from fxpipe.vocabulary.part_builder import PartBuilder
 from fxpipe.vocabulary.row_ops import RowOps, joined, refused
 
@@ -63,7 +62,8 @@ def chunks_for(graph: fx.Graph, shards: int = 1) -> int:
 
 
 def chunk_head(graph: fx.Graph, chunks: int, split: bool = False) -> tuple[int, float, int]:
-    """Rewrite a captured step.  The ops of part k have ``meta["chunk"] = k`` where they belong to B.
+    """Rewrite a step behind ``prepare_head``.  The ops of part k have ``meta["chunk"] = k`` where they belong
+    to B.
 
     split: whether ``split_vocabulary`` has rewritten it.
 
@@ -73,9 +73,6 @@ def chunk_head(graph: fx.Graph, chunks: int, split: bool = False) -> tuple[int, 
     Raises VocabularyError where there is no projection into a cross-entropy, or where an op, which it names,
     needs the logits of all tokens.
     """
-    if not split:
-        picks_as_losses(graph)
-        means_as_sums(graph)
     whole = [] if split else [*dict.fromkeys(map(projection_of, picked_losses(graph)))]
     projections, saved = whole or _of_shards(graph), 0
     for projection in projections:

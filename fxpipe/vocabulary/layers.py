@@ -24,7 +24,7 @@ from fxpipe.vocabulary.axes import (
     whole,
 )
 from fxpipe.vocabulary.fills import mask_filled_columns
-from fxpipe.vocabulary.losses import picks_as_losses
+from fxpipe.vocabulary.losses import labels_of
 from fxpipe.vocabulary.padding import pad
 
 aten = torch.ops.aten
@@ -68,7 +68,6 @@ class VocabularyLayers:
 def find_layers(graph: fx.Graph) -> VocabularyLayers:
     """Find the layers.  Raises VocabularyError, naming the failed condition and its place, if there are
     none."""
-    picks_as_losses(graph)
     heads = picked_losses(graph)
     projections = [_projection(head) for head in heads]
     size = max(table.meta["val"].shape[0] for table, _ in projections)
@@ -108,7 +107,7 @@ def _is_picked(loss: fx.Node) -> bool:
     todo = [loss]
     while todo:
         users = list(todo.pop().users)
-        if any(user.target in PICKS for user in users):
+        if any(user.target in PICKS or labels_of(user) is not None for user in users):
             return True
         todo += [user for user in users if user.target in RESHAPES]
     return False

@@ -57,6 +57,19 @@ def with_shifted_logits(logits, batch):
     return F.cross_entropy(logits[:, :-1].reshape(-1, WORDS), batch["labels"][:, 1:].reshape(-1))
 
 
+def without_the_first(logits, batch):
+    """Of casts and a scale, as logits in half precision have; with the log-sum-exp of the same rows."""
+    rows = 0.5 * logits.to(torch.float64)[:, 1:]
+    loss = F.cross_entropy(rows.reshape(-1, WORDS), batch["labels"][:, 1:].reshape(-1))
+    return loss + 0.01 * rows.logsumexp(-1).square().mean()
+
+
+def by_two(logits, batch):
+    """Two losses of the same logits, each of other rows."""
+    pairs = (logits[:, :-1], batch["labels"][:, 1:]), (logits[:, :-2], batch["labels"][:, 2:])
+    return sum(F.cross_entropy(x.reshape(-1, WORDS), y.reshape(-1)) for x, y in pairs)
+
+
 def smoothed(logits, batch):
     return F.cross_entropy(*flat(logits, batch), label_smoothing=0.1)
 
@@ -112,6 +125,8 @@ PRODUCTS = [getattr(torch.ops.aten, op).default for op in ("mm", "addmm", "addmm
 CASES = {
     "plain": ({}, plain),
     "shifted": ({}, shifted),
+    "shifted logits": ({"bias": True, "tied": True, "cap": 3.0}, with_shifted_logits),
+    "all but the first logits": ({}, without_the_first),
     "bias": ({"bias": True}, plain),
     "tied": ({"tied": True}, plain),
     "capped": ({"cap": 3.0}, plain),
@@ -272,7 +287,7 @@ def of_all_logits(logits, batch):
 REFUSED = {
     "the loss of all": (by_the_sum, {}, VocabularyError, "depends on the loss of all tokens"),
     "a mean": (by_the_mean, {}, VocabularyError, "depends on the loss of all tokens"),
-    "shifted logits": (with_shifted_logits, {}, VocabularyError, "or shift the labels instead of the logits"),
+    "two shifts": (by_two, {}, VocabularyError, "or shift the labels instead of the logits"),
     "a norm": (of_all_logits, {}, VocabularyError, r"takes the logits of all tokens.*without head_chunks"),
     "no cross-entropy": (lambda x, batch: x.mean(), {}, VocabularyError, "There is no cross-entropy"),
     "own means": (of_classes, {"mean": "microbatch"}, VocabularyError, "by the weights of the labels"),

@@ -30,12 +30,18 @@ def clipped(logits, batch):
     return -torch.min(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).mean()
 
 
+def shifted(logits, batch):
+    labels = batch["labels"][:, 1:]
+    logs = logits[:, :-1].log_softmax(-1).gather(-1, labels[..., None])[..., 0]
+    return -(logs * (labels % 3)).mean()
+
+
 def indexed(logits, batch):
     logs, labels = logits.reshape(-1, WORDS).log_softmax(-1), batch["labels"].reshape(-1)
     return -(logs[torch.arange(len(labels)), labels] * (labels % 3)).mean()
 
 
-LOSSES = (gathered, masked, clipped, indexed)
+LOSSES = (gathered, masked, clipped, shifted, indexed)
 SETTINGS = [{"vocab_parallel": "1-barrier"}, {"vocab_parallel": "2-barrier"}, {"chunks": 3}]
 
 
