@@ -3,6 +3,7 @@
     python benchmarks/certificate.py --settings 100 --output benchmarks/results/certificate_settings.txt
     python benchmarks/certificate.py --mutations 10000 --output benchmarks/results/certificate_mutations.txt
     python benchmarks/certificate.py --mutations 900 --lanes --output benchmarks/results/certificate_lanes.txt
+    python benchmarks/certificate.py --mutations 2000 --chunks --output certificate_chunks.txt
     python benchmarks/certificate.py --attribution 200 --output benchmarks/results/certificate_attribution.txt
     python benchmarks/certificate.py --large --output benchmarks/results/certificate_large.txt
 
@@ -12,6 +13,8 @@ pieces with ``--tally``.  An edit that is accepted is run, and must give the sam
 outputs and the same messages; where it holds more memory between two ops, sends two values in each other's
 place, or adds to a gradient in another order, which rounds differently, the certificate must say that it runs
 otherwise than the plan ("told").
+``--chunks``: of language models whose output layer is in parts of the tokens, with several losses, in the
+lines that compute it.
 ``--attribution``: edits of programs of small pipelines that are rejected: whether the first problem is at the
 line that was edited, or names it or what was edited, and how many problems one edit has.
 ``--large``: GPT-2 of 96 layers, 64 ranks and 256 microbatches on the meta device.
@@ -40,8 +43,9 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.nn.functional as F
 from harmless import HARMLESS, harmless
-from mutations import edited_lines, exchange_mutated, mutated
+from mutations import edited_lines, exchange_mutated, mutated, part_mutated
 from report import ROOT, Report
 
 import fxpipe
@@ -63,6 +67,42 @@ import fxpipe.ir.liveness
 #: Models with a vocabulary layer.
 FAMILIES = ("gpt2", "llama", "qwen3", "gemma2", "gpt_neox", "opt", "mixtral")
 ROUNDING = 1e-5  # of single precision, in sums
+
+
+def logits_and_labels(output: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of a language model, with its labels shifted instead of its logits."""
+    return output.logits, F.pad(batch["labels"], (0, 1), value=-100)[:, 1:]
+
+
+def entropy(output: Any, batch: Any, **options: Any) -> torch.Tensor:
+    logits, labels = logits_and_labels(output, batch)
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), **options)
+
+
+def with_z_loss(output: Any, batch: Any) -> torch.Tensor:
+    return entropy(output, batch) + 1e-2 * torch.logsumexp(output.logits, -1).square().mean()
+
+
+def sum_and_count(output: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    _, labels = logits_and_labels(output, batch)
+    return entropy(output, batch, reduction="sum"), (labels != -100).sum()
+
+
+def of_tokens(output: Any, batch: Any) -> torch.Tensor:
+    """Each token by a number of the batch, at a temperature."""
+    logits, labels = logits_and_labels(output, batch)
+    losses = F.cross_entropy((logits / 0.7).flatten(0, 1), labels.flatten(), reduction="none")
+    return (losses * (1.0 + batch["input_ids"].flatten() % 3)).mean()
+
+
+#: Losses of an output layer in parts of the tokens.
+LOSSES = {
+    "mean": entropy,
+    "smoothed": partial(entropy, label_smoothing=0.1),
+    "z-loss": with_z_loss,
+    "sum and count": sum_and_count,
+    "of tokens": of_tokens,
+}
 SCHEDULES = ("gpipe", "1f1b", "zb-h1", "zb-v", "v-half", "interleaved")
 
 
@@ -71,20 +111,41 @@ class Setting:
     name: str
     microbatches: int
     options: dict[str, Any]
+    loss: str = ""
 
     def __str__(self) -> str:
         options = {key: value for key, value in self.options.items() if value not in (None, False)}
         given = ", ".join(f"{key}={value}" for key, value in options.items())
-        return f"{self.name}: m={self.microbatches}, {given}"
+        return f"{self.name}{f' ({self.loss})' * bool(self.loss)}: m={self.microbatches}, {given}"
 
 
-def drawn(
-    generator: random.Random, microbatches: tuple[int, ...], has_lanes: bool, has_shards: bool
-) -> Setting:
-    """A model, an order, and how memory is saved.  has_lanes: whether its parameters are DTensors.
-    has_shards: whether replicas, or lanes, divide what they have alike."""
+@dataclass(frozen=True)
+class Kind:
+    """Of pipelines: ``lanes``: whether parameters are DTensors; ``shards``: whether replicas, or lanes,
+    divide what they have alike; ``chunks``: whether output layers are in parts of the tokens."""
+
+    lanes: bool = False
+    shards: bool = False
+    chunks: bool = False
+
+    def __str__(self) -> str:
+        return "".join(f" with {name}" for name, has in vars(self).items() if has)
+
+    @property
+    def rounds(self) -> bool:
+        """Whether an edit may change the order in which the same numbers are added."""
+        return self.shards or self.chunks
+
+    def mutated(self, program: str, generator: random.Random) -> tuple[str, str, str]:
+        edit = exchange_mutated if self.shards else part_mutated if self.chunks else mutated
+        return edit(program, generator)
+
+
+def drawn(generator: random.Random, microbatches: tuple[int, ...], kind: Kind) -> Setting:
+    """A model, an order, and how memory is saved."""
     plans = sorted(tensor_parallel.PLANS)
-    name = generator.choice(plans if has_lanes else (*FAMILIES, "tied_head", "tied_thrice", *CASES))
+    models = (*FAMILIES, "tied_head", "tied_thrice", *CASES)
+    name = generator.choice(FAMILIES if kind.chunks else plans if kind.lanes else models)
     words = name in (*FAMILIES, "tied_head")
     share = generator.choice((False, False, 0.5, True))
     options = {
@@ -95,11 +156,15 @@ def drawn(
         "offload": fxpipe.Offload(share, bandwidth=1e12) if share else False,
         "grad_dtype": generator.choice((None, None, torch.float64)),
     }
-    if has_shards:
-        options["replicas"] = generator.choice((1, 2) if has_lanes else (2, 3))
+    if kind.shards:
+        options["replicas"] = generator.choice((1, 2) if kind.lanes else (2, 3))
         options["shard"] = generator.choice(("optimizer", "gradients", "parameters", "parameters"))
         options["each_use"] = options["shard"] == "parameters" and generator.random() < 0.6
-    return Setting(name, generator.choice(microbatches), options)
+    number = generator.choice(microbatches)
+    if not kind.chunks:
+        return Setting(name, number, options)
+    options["head_chunks"] = generator.choice((2, 3, 3, 7))
+    return Setting(name, number, options, generator.choice(sorted(LOSSES)))
 
 
 def case_of(setting: Setting) -> Case:
@@ -108,7 +173,7 @@ def case_of(setting: Setting) -> Case:
     if setting.name in CASES:
         return CASES[setting.name]
     case = MODELS[setting.name]
-    return Case(case.model, case.batch, next_word_loss, case.rows)
+    return Case(case.model, case.batch, LOSSES.get(setting.loss, next_word_loss), case.rows)
 
 
 def pipeline(setting: Setting) -> fxpipe.Pipeline | None:
@@ -124,7 +189,7 @@ def pipeline(setting: Setting) -> fxpipe.Pipeline | None:
             mesh = stack.enter_context(fxpipe.local_lanes(2))
             stack.enter_context(tensor_parallel.parallelized(model, mesh, setting.name))
         else:
-            stack.enter_context(captured_once(setting.name, setting.microbatches))
+            stack.enter_context(captured_once(setting.name, setting.loss, setting.microbatches))
         compile_it = partial(
             fxpipe.compile,
             model,
@@ -150,28 +215,29 @@ def pipeline(setting: Setting) -> fxpipe.Pipeline | None:
 def pipelines(
     seed: int,
     microbatches: tuple[int, ...] = (2, 3, 6),
-    has_lanes: bool = False,
-    has_shards: bool = False,
+    kind: Kind = Kind(),
 ) -> Iterator[tuple[Setting, fxpipe.Pipeline]]:
     generator = random.Random(seed)
     while True:
-        setting = drawn(generator, microbatches, has_lanes, has_shards)
+        setting = drawn(generator, microbatches, kind)
         pipe = pipeline(setting)
         if pipe is not None:
             yield setting, pipe
 
 
-def try_settings(report: Report, count: int, seed: int, has_lanes: bool) -> None:
+def try_settings(report: Report, count: int, seed: int, kind: Kind) -> None:
     rejected = 0
     seconds = []
-    for _, (setting, pipe) in zip(range(count), pipelines(seed, has_lanes=has_lanes), strict=False):
+    for _, (setting, pipe) in zip(range(count), pipelines(seed, kind=kind), strict=False):
         before = time.perf_counter()
         found = check_artifact(pipe.artifact)
         seconds.append(time.perf_counter() - before)
         if not found.holds or found.otherwise:
             rejected += 1
             report.line(f"rejected: {setting}\n{found}")
-    report.line(f"{count} settings, {rejected} rejected; a check takes {1e3 * sum(seconds) / count:.0f} ms")
+    report.line(
+        f"{count} settings{kind}, {rejected} rejected; a check takes {1e3 * sum(seconds) / count:.0f} ms"
+    )
 
 
 # -- mutations --------------------------------------------------------------------------------------------
@@ -278,14 +344,13 @@ def try_mutations(
     each: int,
     seconds: float,
     path: Path | None,
-    has_lanes: bool,
-    has_shards: bool,
+    pipelines_kind: Kind,
 ) -> None:
     """``each`` edits of every pipeline, for at most so many seconds; with shards of what it exchanges."""
     checking.parse = lru_cache(8)(checking.parse)  # of several programs one has changed
     signal.signal(signal.SIGALRM, _endless)
     generator = random.Random(seed)
-    made, left, end = pipelines(seed, (2, 3), has_lanes, has_shards), count, time.monotonic() + seconds
+    made, left, end = pipelines(seed, (2, 3), pipelines_kind), count, time.monotonic() + seconds
     while left and time.monotonic() < end:
         setting, pipe = next(made)
         step = reference_of(CapturedStep.from_json(pipe.artifact.captured, "captured.json"), Terms(RULES))
@@ -301,8 +366,7 @@ def try_mutations(
             left -= 1
             rank = generator.randrange(pipe.plan.ranks)
             programs = [*pipe.artifact.programs]
-            edit = exchange_mutated if has_shards else mutated
-            kind, done, programs[rank] = edit(programs[rank], generator)
+            kind, done, programs[rank] = pipelines_kind.mutated(programs[rank], generator)
             before = time.process_time()
             signal.alarm(60)
             found = check_against(step, pipe.plan, programs)
@@ -314,7 +378,7 @@ def try_mutations(
             # Parts of a sum over replicas may be added in another order, which rounds otherwise.
             is_told = bool(found.otherwise)
             done_with = run(edited(pipe, tuple(programs)), batch)
-            difference = _difference(done_with, expected, is_told, rounds=is_told or has_shards)
+            difference = _difference(done_with, expected, is_told, rounds=is_told or pipelines_kind.rounds)
             column = "escaped" if difference else "told" if found.otherwise else "equal"
             tally.counts[kind, column] += 1
             if difference:
@@ -323,8 +387,7 @@ def try_mutations(
                 tally.escaped.append(text)
         if path:
             tally.save(path)
-    kinds = " with lanes" * has_lanes + " with shards" * has_shards
-    tally.pieces.append(f"{count - left} of seed {seed}{kinds}")
+    tally.pieces.append(f"{count - left} of seed {seed}{pipelines_kind}")
 
 
 def _endless(*_: object) -> None:
@@ -419,11 +482,11 @@ def _place(problem: str, rank: int, lines: set[int], done: str) -> str:
 # -- harmless edits ---------------------------------------------------------------------------------------
 
 
-def try_harmless(report: Report, count: int, each: int, seed: int, has_lanes: bool) -> None:
+def try_harmless(report: Report, count: int, each: int, seed: int, pipelines_kind: Kind) -> None:
     """``count`` edits that change nothing: each is to be accepted as the plan's program."""
     generator = random.Random(seed)
     outcomes: Counter[tuple[str, str]] = Counter()
-    made, left, number = pipelines(seed, (2, 3), has_lanes), count, 0
+    made, left, number = pipelines(seed, (2, 3), pipelines_kind), count, 0
     while left > 0:
         setting, pipe = next(made)
         number += 1
@@ -442,7 +505,7 @@ def try_harmless(report: Report, count: int, each: int, seed: int, has_lanes: bo
     rows = [[kind, *(str(outcomes[kind, c]) for c in columns)] for kind in HARMLESS]
     report.table(["harmless edit", *columns], rows)
     sums = ", ".join(f"{sum(outcomes[kind, c] for kind in HARMLESS)} {c}" for c in columns)
-    report.line(f"{count} harmless edits of {number} pipelines, seed {seed}: {sums}")
+    report.line(f"{count} harmless edits of {number} pipelines{pipelines_kind}, seed {seed}: {sums}")
 
 
 # -- a large step -----------------------------------------------------------------------------------------
@@ -490,6 +553,7 @@ def main() -> None:
     parser.add_argument("--harmless", type=int, default=0, help="edits that change nothing")
     parser.add_argument("--lanes", action="store_true", help="settings and mutations of models with DTensors")
     parser.add_argument("--shards", action="store_true", help="mutations of what replicas and lanes divide")
+    parser.add_argument("--chunks", action="store_true", help="of output layers in parts of the tokens")
     parser.add_argument("--large", action="store_true")
     parser.add_argument(
         "--size", type=int, nargs=3, default=(96, 64, 256), help="layers, ranks, microbatches"
@@ -500,19 +564,20 @@ def main() -> None:
     torch.set_num_threads(1)
     fxpipe.ir.liveness.SMALLEST = 1  # small values are offloaded, too
     report = Report("The certificate")
+    kind = Kind(options.lanes, options.shards, options.chunks)
     if options.settings:
-        try_settings(report, options.settings, options.seed, options.lanes)
+        try_settings(report, options.settings, options.seed, kind)
     if options.mutations:
         tally = Tally.of(options.tally)
         asked = options.mutations, options.seed, options.each, options.seconds
-        try_mutations(tally, *asked, options.tally, options.lanes, options.shards)
+        try_mutations(tally, *asked, options.tally, kind)
         tally.print(report)
         if options.tally:
             tally.save(options.tally)
     if options.attribution:
         try_attribution(report, options.attribution, options.seed)
     if options.harmless:
-        try_harmless(report, options.harmless, options.each, options.seed, options.lanes)
+        try_harmless(report, options.harmless, options.each, options.seed, kind)
     if options.large:
         try_large(report, *options.size)
     report.save(options.output)

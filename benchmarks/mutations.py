@@ -58,6 +58,76 @@ def exchange_mutated(source: str, random: Random) -> tuple[str, str, str]:
             return kind, done, text
 
 
+def part_mutated(source: str, random: Random) -> tuple[str, str, str]:
+    """The same, of a function that computes an output layer in parts of the tokens: also the rows of another
+    part, or another part's value.  Of a program without such a function, of any line."""
+    whole = ast.parse(source)
+    if not any(map(_has_parts, whole.body)):
+        return mutated(source, random)
+    while True:
+        tree = ast.parse(source)
+        head = [node for node in tree.body if _has_parts(node) or isinstance(node, ast.Assign)]
+        kinds = {name: MUTATIONS[name] for name in OF_PARTS} | {
+            "other rows": other_rows,
+            "other part": other_part,
+        }
+        kind = random.choice(tuple(kinds))
+        done = kinds[kind](ast.Module(head, []), random)
+        if done is not None and (text := ast.unparse(tree)) != _normal(source):
+            return kind, done, text
+
+
+#: Edits of one function.
+OF_PARTS = (
+    "drop line",
+    "swap lines",
+    "twice",
+    "swap literals",
+    "other literal",
+    "swap operands",
+    "other row",
+    "other operand",
+    "other op",
+    "drop out",
+)
+
+
+def _has_parts(node: ast.AST) -> bool:
+    return isinstance(node, ast.FunctionDef) and node.name != "step" and len(_slices(node)) > 1
+
+
+def _slices(tree: ast.AST) -> list[ast.Call]:
+    """The calls that take rows a … b of a value."""
+    return [c for c in _calls(tree) if getattr(c.func, "id", "") == "slice" and _text(c.args[1]) == "0"]
+
+
+def other_rows(tree: ast.Module, random: Random) -> str | None:
+    """The rows of another part, or one row more or less."""
+    call, other = random.sample(_slices(tree), 2)
+    before = _text(call)
+    if random.random() < 0.5:
+        call.args[2:] = copy.deepcopy(other.args[2:])
+    else:
+        bound: Any = random.choice(call.args[2:])
+        bound.value = max(0, bound.value + random.choice((-1, 1)))
+    return f"{before} becomes {_text(call)}"
+
+
+def other_part(tree: ast.Module, random: Random) -> str | None:
+    """The same value of another part: ``head_mm_1`` for ``head_mm_2``."""
+    names = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)]
+    node = random.choice(names)
+    others = {each.id for each in names if _stem(each.id) == _stem(node.id)} - {node.id}
+    if not others:
+        return None
+    before, node.id = node.id, random.choice(sorted(others))
+    return f"{before} becomes {node.id} (line {node.lineno})"
+
+
+def _stem(name: str) -> str:
+    return re.sub(r"_\d+$", "", name)
+
+
 def _place(body: list[ast.stmt], random: Random) -> int:
     """Where a line may come, before a return."""
     return random.randrange(len(body) + (not isinstance(body[-1], ast.Return)))

@@ -35,10 +35,11 @@ from fxpipe.certificate.ranks.world import World
 from fxpipe.certificate.reference import Reference, reference_of
 from fxpipe.certificate.terms.identities import RULES
 from fxpipe.certificate.terms.layouts import Unknown
+from fxpipe.certificate.terms.parts import Parts
 from fxpipe.certificate.terms.terms import Term, Terms
 from fxpipe.errors import ArtifactError, RunError
 from fxpipe.plan.artifact import Artifact, Plan
-from fxpipe.plan.captured import CapturedStep, digest
+from fxpipe.plan.captured import CapturedOps, CapturedStep, digest
 from fxpipe.plan.libraries import imported
 from fxpipe.plan.program.parse import parse
 from fxpipe.plan.program.records import Program
@@ -52,7 +53,7 @@ def check(plan: Plan, programs: Sequence[str], captured: CapturedStep) -> Certif
     Of programs that take microbatches of several lengths, at all those at which the step was captured.
     Raises ArtifactError if the captured step names ops that do not exist, or lengths that the plan has not.
     """
-    certificate = check_against(reference_of(captured, Terms(RULES)), plan, programs)
+    certificate = _check(captured, plan, programs)
     names = [each.name for each in plan.step.lengths]
     if names:
         example = {each.name: each.example for each in plan.step.lengths}
@@ -62,8 +63,17 @@ def check(plan: Plan, programs: Sequence[str], captured: CapturedStep) -> Certif
             raise ArtifactError(f"The step was captured at {other.lengths}, and the plan has {names}.")
         if certificate.holds:
             there = replace(plan, step=plan.step.at(other.lengths))
-            proved = check_against(reference_of(other.step, Terms(RULES)), there, programs)
-            certificate = certificate.at_lengths(other.lengths, proved)
+            certificate = certificate.at_lengths(other.lengths, _check(other.step, there, programs))
+    return certificate
+
+
+def _check(step: CapturedOps, plan: Plan, programs: Sequence[str]) -> Certificate:
+    reference = reference_of(step, Terms(RULES))
+    certificate = check_against(reference, plan, programs)
+    rows = [] if reference.parts is None else reference.parts.rows_of_equal_values()
+    if rows and not certificate.holds:
+        again = check_against(reference_of(step, Terms(RULES), rows), plan, programs)
+        return again if again.holds else certificate
     return certificate
 
 
@@ -74,6 +84,8 @@ def check_against(reference: Reference, plan: Plan, programs: Sequence[str]) -> 
     stacks = [Stack(rank) for rank in range(plan.ranks)]
     ranks = [_rank(stack, plan, reference, world) for stack in stacks]
     reference.terms.forget_programs()
+    reference.parts = parts = Parts(reference.terms) if plan.head_chunks > 1 else None
+    reference.terms.whole = None if parts is None else parts.whole
     reference.terms.line, reference.causes = lambda: stacks[world.running](), {}
     # What a program means whose lines are not all known, nobody can say.
     world.problems += [
@@ -189,5 +201,6 @@ def _certificate(
         ),
         problems=tuple(problems[:MOST_PROBLEMS]),
         split=reference.split,
+        parts=plan.head_chunks,
         otherwise=tuple(dict.fromkeys(sorted(unlike_plan(plan, ranks))))[:MOST_PROBLEMS],
     )

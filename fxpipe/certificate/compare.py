@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from fxpipe.certificate.problems import ORDER, Line, Problem, differs_at
+from fxpipe.certificate.problems import ORDER, Line, Problem, differs_at, named
 from fxpipe.certificate.programs.values import Value
 from fxpipe.certificate.ranks.memory import Ranks, out_of_order, planned_ops
 from fxpipe.certificate.ranks.runtime import TermRuntime
@@ -41,12 +41,6 @@ def _times(microbatches: Iterable[int], count: int) -> tuple[list[int], list[int
     """The microbatches that are missing, and those that are there twice."""
     counts = Counter(microbatches)
     return [m for m in range(count) if not counts[m]], [m for m, times in counts.items() if times > 1]
-
-
-def named(microbatches: Sequence[int]) -> str:
-    """For messages: "microbatch 3", "microbatches 1, 2"."""
-    shown = ", ".join(map(str, microbatches[:8])) + (", …" if len(microbatches) > 8 else "")
-    return f"microbatch{'es' if len(microbatches) > 1 else ''} {shown}"
 
 
 def _once(

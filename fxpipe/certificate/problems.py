@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -29,6 +29,12 @@ class Line(NamedTuple):
 def differs_at(line: Line) -> str:
     """The cause of what follows from a value that the captured step does not have."""
     return f"differs at {line}"
+
+
+def named(microbatches: Sequence[int]) -> str:
+    """For messages: "microbatch 3", "microbatches 1, 2"."""
+    shown = ", ".join(map(str, microbatches[:8])) + (", …" if len(microbatches) > 8 else "")
+    return f"microbatch{'es' if len(microbatches) > 1 else ''} {shown}"
 
 
 @dataclass(frozen=True, order=True)
@@ -66,6 +72,7 @@ class Certificate:
     where they hold more memory than the plan has, or run in another order, which changes no result.
 
     ``split``: whether the step was taken with its vocabulary layers split, which is not proved here.
+    ``parts``: in how many parts of the tokens output layers are, which is equal for real numbers.
     ``lengths``: of microbatches, as text, at which the programs were checked, where they take several.
     """
 
@@ -77,6 +84,7 @@ class Certificate:
     ranks: tuple[RankProof, ...]
     problems: tuple[Problem, ...]
     split: bool = False
+    parts: int = 1
     otherwise: tuple[Problem, ...] = ()
     lengths: tuple[str, ...] = ()
 
@@ -131,6 +139,9 @@ def _lines(certificate: Certificate) -> list[str]:
     if certificate.otherwise:
         lines.append("Otherwise than the plan; sums in another order may round differently:")
         lines += map(str, certificate.otherwise)
+    if certificate.parts > 1:
+        parts = f"Output layers are computed in {certificate.parts} parts of the tokens"
+        lines.append(f"{parts}: equal for real numbers, sums over the tokens may round differently.")
     if certificate.split:
         lines.append("Taken as given: the split of the vocabulary layers (docs/certificate.md).")
     return lines

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +12,7 @@ from fxpipe.certificate.problems import ORDER, Line, Problem, differs_at
 from fxpipe.certificate.programs.calls import keyed_term, op_term
 from fxpipe.certificate.terms.difference import Difference, difference
 from fxpipe.certificate.terms.layouts import Unknown
+from fxpipe.certificate.terms.parts import EqualValues, Parts
 from fxpipe.certificate.terms.schemas import draws, schema_of
 from fxpipe.certificate.terms.terms import BATCH_MEAN, Layout, Named, Term, Terms, canonical
 from fxpipe.errors import ArtifactError, number_of
@@ -25,7 +26,8 @@ _TORCH = (torch.dtype, torch.layout, torch.memory_format)
 class Reference:
     """``loss`` … ``checks``: terms, as ``Outputs`` in ``ir/graph.py`` says.  ``named``: those of all ops.
     ``causes``: of the results that differ.
-    ``split``: whether its vocabulary layers are split.  ``inputs``: those that it has, by kind and name."""
+    ``split``: whether its vocabulary layers are split.  ``inputs``: those that it has, by kind and name.
+    ``parts``: of its values, where the programs may make these in parts."""
 
     terms: Terms
     loss: Term | None = None
@@ -38,6 +40,7 @@ class Reference:
     named: dict[str, Term] = field(default_factory=dict)
     split: bool = False
     inputs: dict[tuple[str, str], Layout | None] = field(default_factory=dict)
+    parts: Parts | None = None
 
     def input(self, kind: str, name: str) -> Term:
         """The term of an input, also of one that the captured step does not have."""
@@ -49,7 +52,12 @@ class Reference:
 
         line: where the result is given.
         """
-        cause = difference(self.terms.captured, actual, expected)
+        foreign = None if self.parts is None else self.parts.first_foreign(actual)
+        if foreign is None or foreign.line is None:
+            cause = difference(self.terms.captured, actual, expected)
+        else:
+            text = f"computes {foreign.written()} in parts, which the captured step does not have"
+            cause = Difference(foreign.line, text, False)
         self.causes.setdefault(cause, []).append((what, line))
 
     def problems(self) -> Iterator[Problem]:
@@ -66,8 +74,12 @@ class Reference:
             yield Problem(line.rank, line.number, f"{first.text}: changes {so}", cause)
 
 
-def reference_of(step: CapturedOps, terms: Terms) -> Reference:
-    """Raises ArtifactError where an op does not exist, or does not fit its arguments."""
+def reference_of(step: CapturedOps, terms: Terms, rows: Sequence[int] = ()) -> Reference:
+    """Raises ArtifactError where an op does not exist, or does not fit its arguments.
+
+    rows: numbers of rows in which values that are equal are one value.
+    """
+    terms.whole = EqualValues(terms, rows) if rows else None
     reference = Reference(terms, buffers=dict.fromkeys(step.buffers))  # type: ignore[arg-type]
     values: list[Any] = [_input(reference, one) for one in step.inputs]
     checks: dict[int, tuple[Term, Any]] = {}

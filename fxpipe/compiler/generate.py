@@ -46,7 +46,6 @@ from fxpipe.schedule.offload.memory_pool import Pool
 from fxpipe.schedule.offload.memory_pool import pools as make_pools
 from fxpipe.schedule.ops import PHASES, Phase, Schedule
 from fxpipe.schedule.simulation.timeline import Timeline
-from fxpipe.vocabulary.chunks import chunk_head
 from fxpipe.vocabulary.prepare import prepare_head
 from fxpipe.vocabulary.split import split_vocabulary
 
@@ -275,14 +274,12 @@ def _about_lengths(plan: Plan) -> list[str]:
 def _captured_as_data(captured: Captured, cut: Cut) -> CapturedOps | None:
     """The captured graph as data, with its vocabulary layers split if those of the cut are; None, with a
     warning, where an argument of an op has no form as data."""
-    graph, barriers, chunks = captured.graph, cut.options.barriers, cut.options.head_chunks
-    if barriers is not None or chunks > 1:
+    graph, barriers, in_parts = captured.graph, cut.options.barriers, cut.options.head_chunks > 1
+    if barriers is not None or in_parts:
         graph = copy_graph(graph)
-        prepare_head(graph, chunks > 1)
+        prepare_head(graph, in_parts)
     if barriers is not None:
         split_vocabulary(graph, cut.options.ranks, barriers)
-    if chunks > 1:
-        chunk_head(graph, chunks, split=barriers is not None)
     try:
         return captured_step(graph, captured.constants, split=barriers is not None)
     except TypeError as error:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from test_chunks import MICROBATCHES, ROWS, WORDS, Words, compiled, data, plain, smoothed
+from word_losses import MICROBATCHES, ROWS, WORDS, Words, compiled, data, plain, smoothed
 
 from fxpipe.errors import FxpipeError
 

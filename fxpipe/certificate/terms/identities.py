@@ -1,7 +1,8 @@
 """The identities on terms that the certificate trusts: all of them, one function an op.
 
 Each gives the same bits on both sides, for every input; where that depends on a dtype or a shape, it looks at
-it.  Beside these, terms are equal only if the same ops are applied to equal operands.
+it.  Beside these, terms are equal only if the same ops are applied to equal operands.  Those of values that
+are made in parts, which hold for real numbers, are in ``parts.py``.
 
     one value           clone, contiguous, alias, detach, lift_fresh, read_buffer of x = x
                         a cast to x's own dtype = x;  casts of bernoulli to bool and back = bernoulli

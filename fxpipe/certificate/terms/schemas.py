@@ -108,6 +108,22 @@ def schema_of(op: Any) -> Schema:
     )
 
 
+@cache
+def is_elementwise(name: str, arguments: frozenset[str]) -> bool:
+    """Whether an op of a functional name makes each element of its result, with these arguments, of those at
+    the same place, to which it broadcasts its operands.  (``max`` has a form that does, and one that does
+    not.)"""
+    namespace, _, bare = name.partition(".")
+    packet = getattr(getattr(torch.ops, namespace), bare, None) if bare else None
+    for overload in packet.overloads() if packet is not None else ():
+        op = getattr(packet, overload)
+        takes = {a.name for a in op._schema.arguments}
+        needs = {a.name for a in op._schema.arguments if not a.has_default_value() and not a.kwarg_only}
+        if torch.Tag.pointwise in op.tags and needs <= arguments <= takes:
+            return True
+    return False
+
+
 def _viewed(schema: Any, name: str) -> str | None:
     """The argument whose memory the results have, where the op does not write to it."""
     read = [r.alias_info for r in schema.returns if r.alias_info is not None and not r.alias_info.is_write]

@@ -9,16 +9,19 @@ least as many bits: the accumulator rounds later.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate, pairwise, repeat
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from fxpipe.certificate.problems import Line, Problem
+from fxpipe.certificate.problems import Line, Problem, named
 from fxpipe.certificate.terms.difference import likeness
 from fxpipe.certificate.terms.identities import CAST, PERMUTE, ROWS, of_lanes, permuted, rows_added
+from fxpipe.certificate.terms.layouts import layout_of
+from fxpipe.certificate.terms.parts import Parts, Span
 from fxpipe.certificate.terms.terms import Term, Terms, canonical
 
 if TYPE_CHECKING:
@@ -114,6 +117,9 @@ class GradientSum:
         for term, calls in total.items():
             for leaf in leaves(reference.terms, term):
                 added.setdefault(known.get(leaf, leaf), []).extend(calls)
+        shares = {} if reference.parts is None else _shares(reference.parts, known, added)
+        for term, of_rows in shares.items():
+            added.setdefault(term, []).extend(of_rows.wholes())
         foreign = {term: calls for term, calls in added.items() if term not in self.times}
         counts = {term: len(added.get(term, ())) for term in self.times}
         short = [term for term, times in self.times.items() if counts[term] < times * microbatches]
@@ -130,7 +136,68 @@ class GradientSum:
             else:
                 yield Foreign(name, term, calls[0].line)
         for term in self.times.keys() - {*instead.values()}:
-            yield from _uneven(name, term, self.times[term], added.get(term, []), microbatches, end)
+            uneven = [*shares[term].uneven(name, term, self.times[term])] if term in shares else []
+            yield from uneven or _uneven(name, term, self.times[term], added.get(term, []), microbatches, end)
+
+
+@dataclass(frozen=True)
+class _Shares:
+    """What is added of a summand in shares of its ``rows`` rows: each addition with its rows."""
+
+    rows: int
+    additions: list[tuple[Addition, tuple[Span, ...]]] = field(default_factory=list)
+
+    def _times(self) -> dict[int | None, list[tuple[Span, int]]]:
+        """Microbatch -> how often each of its rows is added, in spans in which that is the same."""
+        changes: dict[int | None, Counter[int]] = {}
+        for addition, spans in self.additions:
+            change = changes.setdefault(addition.microbatch, Counter({0: 0, self.rows: 0}))
+            for begin, end in spans:
+                change[begin] += 1
+                change[end] -= 1
+        times: dict[int | None, list[tuple[Span, int]]] = {}
+        for m, change in changes.items():
+            places = sorted(change)
+            times[m] = [*zip(pairwise(places), accumulate(map(change.__getitem__, places)), strict=False)]
+        return times
+
+    def wholes(self) -> Iterator[Addition]:
+        """The additions of all rows: as many as each row has at least."""
+        last = {addition.microbatch: addition for addition, _ in self.additions}
+        for m, times in self._times().items():
+            yield from repeat(last[m], min(count for _, count in times))
+
+    def uneven(self, name: str, term: Term, due: int) -> Iterator[Problem]:
+        """Rows that are added more or less often than others of their microbatch."""
+        uneven: dict[tuple[Span, int], list[int]] = {}
+        for m, times in self._times().items():
+            for span, count in times if len({count for _, count in times}) > 1 else ():
+                if count != due:
+                    uneven.setdefault((span, count), []).append(m or 0)
+        for ((begin, end), count), microbatches in uneven.items():
+            lines = [each.line for each, spans in self.additions if (begin, end) in spans]
+            line = lines[-1] if lines else self.additions[-1][0].line
+            rows = f"the rows {begin} … {end - 1} of {term} of {named(microbatches)} {count} times, not {due}"
+            yield _at(line, f"the gradient of {name} has {rows}")
+
+
+def _shares(parts: Parts, known: Mapping[Term, Term], added: Summands) -> dict[Term, _Shares]:
+    """Take what is added in shares of rows out of what is added, by the summand that it is a share of."""
+    shares: dict[Term, _Shares] = {}
+    by_form: dict[int, dict[Term | None, Term]] = {}
+    for leaf in [*added]:
+        share = None if leaf in known else parts.share(leaf)
+        if share is not None:
+            forms = by_form.get(share.rows) or {parts.sum_form(each, share.rows): each for each in known}
+            by_form[share.rows] = forms
+            whole = forms.get(share.form)
+            if (
+                whole is not None
+                and layout_of(parts.terms, whole).shape == layout_of(parts.terms, leaf).shape
+            ):
+                of_rows = shares.setdefault(known[whole], _Shares(share.rows))
+                of_rows.additions.extend((addition, share.spans) for addition in added.pop(leaf))
+    return shares
 
 
 def _at(line: Line | None, text: str) -> Problem:

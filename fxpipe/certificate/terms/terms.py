@@ -139,7 +139,8 @@ class Terms:
     simpler term for arguments, or None.  ``line``: gives the line of the program that runs, None for the
     captured step.  ``views``: the first term of each view, by what it is a view of, and where its elements
     are.  ``devices``: to which the captured step moves values.  ``captured``: the number of its terms, which
-    come first; all others are a program's alone."""
+    come first; all others are a program's alone.  ``whole``: gives the captured term that one equals that is
+    made of parts, or None; None where parts are not looked for (``parts.py``)."""
 
     rules: dict[str, Callable[[Terms, str, dict[str, object]], Term | None]]
     line: Callable[[], object] = lambda: None
@@ -147,12 +148,14 @@ class Terms:
     views: dict[object, Term] = field(default_factory=dict)
     devices: set[object] = field(default_factory=set)
     captured: int = 0
+    whole: Callable[[Term], Term | None] | None = None
 
     def make(self, op: str, arguments: dict[str, object]) -> Term:
         """The term of an op with canonical arguments, after the identities."""
         rule = self.rules.get(op)
         equal = None if rule is None else rule(self, op, arguments)
-        return equal if equal is not None else self.plain(op, arguments)
+        term = equal if equal is not None else self.plain(op, arguments)
+        return term if self.whole is None else self.whole(term) or term
 
     def plain(self, op: str, arguments: dict[str, object], line: object = None) -> Term:
         """The term as it is written.  line: that makes it, if it is not the one that runs."""
