@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions, ErrorType
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map_only
 
 NAME = "blocking"
 
@@ -32,18 +33,18 @@ LATE = 0.002
 
 
 class All(dist.Work):
-    """Complete when all of ``works`` are."""
+    """Complete when all of ``works`` are.  Keeps ``kept`` until it is waited for."""
 
-    def __init__(self, works: list[Any]) -> None:
+    def __init__(self, works: list[Any], kept: object = None) -> None:
         super().__init__()
-        self._works = works
+        self._works, self._kept = works, kept
         self._done = False
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         if not self._done:
             for work in self._works:
                 work.wait()
-            self._done = True
+            self._done, self._kept = True, None
         return True
 
     def is_completed(self) -> bool:
@@ -54,6 +55,18 @@ class All(dist.Work):
         self.wait()
         future.set_result([])
         return future
+
+
+def _at(address: int, size: int) -> torch.Tensor:
+    """The bytes at an address, which the tensor does not keep."""
+    memory = (ctypes.c_char * size).from_address(address) if size else bytearray(1)
+    return torch.frombuffer(memory, dtype=torch.uint8)[:size]
+
+
+def _borrowed(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor's memory for gloo, whose threads let a tensor go some time after its wait ends."""
+    with _disable_current_modes():  # what they see is memory of the device
+        return _at(tensor.data_ptr(), tensor.nbytes).view(tensor.dtype).view(tensor.shape)
 
 
 class _Sent(dist.Work):
@@ -69,8 +82,7 @@ class _Sent(dist.Work):
             posted = torch.empty(1, dtype=torch.uint8)
             gloo.recv([posted], peer, 2).wait()
             time.sleep(LATE)
-            memory = (ctypes.c_char * max(size, 1)).from_address(address) if size else bytearray(1)
-            gloo.send([torch.frombuffer(memory, dtype=torch.uint8)[:size]], peer, 1).wait()
+            gloo.send([_at(address, size)], peer, 1).wait()
         except Exception as error:  # noqa: BLE001 - raised where it is waited for
             self._errors.append(error)
         self._over.set()
@@ -167,7 +179,7 @@ class Blocking(dist.ProcessGroup):
     def _collective(self, kind: str, root: int, start: Callable[..., Any], *arguments: Any) -> All:
         sizes = [tensor.nbytes for tensor in arguments[-2]]
         self._first_use(f"{kind} {root} {sizes}")
-        work = All([start(*arguments)])
+        work = All([start(*tree_map_only(torch.Tensor, _borrowed, arguments))], arguments)
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work
@@ -187,7 +199,7 @@ class Blocking(dist.ProcessGroup):
 
     def all_to_all_single(self, into: torch.Tensor, tensor: torch.Tensor, *others: Any) -> All:
         self._first_use("alltoall")  # by sends, as a gather: connects all pairs
-        return All([self._gloo.alltoall_base(into, tensor, *others)])
+        return All([self._gloo.alltoall_base(_borrowed(into), _borrowed(tensor), *others)], (into, tensor))
 
     alltoall_base = all_to_all_single  # of torch before 2.13
 

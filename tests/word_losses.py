@@ -15,12 +15,14 @@ TOKENS = ROWS * LENGTH
 class Words(nn.Module):
     """``bias``, ``tied``: of the output layer.  ``cap``: of its logits."""
 
-    def __init__(self, bias: bool = False, tied: bool = False, cap: float | None = None) -> None:
+    def __init__(
+        self, bias: bool = False, tied: bool = False, cap: float | None = None, width: int = WIDTH
+    ) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.table, self.cap = nn.Embedding(WORDS, WIDTH), cap
-        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(4)])
-        self.head = nn.Linear(WIDTH, WORDS, bias=bias)
+        self.table, self.cap = nn.Embedding(WORDS, width), cap
+        self.layers = nn.ModuleList([nn.Linear(width, width) for _ in range(4)])
+        self.head = nn.Linear(width, WORDS, bias=bias)
         if tied:
             self.head.weight = self.table.weight
 
@@ -47,6 +49,19 @@ def shifted(logits, batch):
 
 def with_shifted_logits(logits, batch):
     return F.cross_entropy(logits[:, :-1].reshape(-1, WORDS), batch["labels"][:, 1:].reshape(-1))
+
+
+def without_the_first(logits, batch):
+    """Of casts and a scale, as logits in half precision have; with the log-sum-exp of the same rows."""
+    rows = 0.5 * logits.to(torch.float64)[:, 1:]
+    loss = F.cross_entropy(rows.reshape(-1, WORDS), batch["labels"][:, 1:].reshape(-1))
+    return loss + 0.01 * rows.logsumexp(-1).square().mean()
+
+
+def by_two(logits, batch):
+    """Two losses of the same logits, each of other rows."""
+    pairs = (logits[:, :-1], batch["labels"][:, 1:]), (logits[:, :-2], batch["labels"][:, 2:])
+    return sum(F.cross_entropy(x.reshape(-1, WORDS), y.reshape(-1)) for x, y in pairs)
 
 
 def smoothed(logits, batch):
@@ -96,6 +111,8 @@ def compiled(model: nn.Module, loss, chunks: int = 3, **options) -> fxpipe.Pipel
 CASES = {
     "plain": ({}, plain),
     "shifted": ({}, shifted),
+    "shifted logits": ({"bias": True, "tied": True, "cap": 3.0}, with_shifted_logits),
+    "all but the first logits": ({}, without_the_first),
     "bias": ({"bias": True}, plain),
     "tied": ({"tied": True}, plain),
     "capped": ({"cap": 3.0}, plain),

@@ -11,7 +11,7 @@ from fxpipe.codegen.expressions import variable
 from fxpipe.ir.compat import OpOverload
 from fxpipe.ir.graph import Kind, Section
 from fxpipe.ir.names import text_literal
-from fxpipe.ir.ops import node_flops
+from fxpipe.ir.ops import has_flops
 from fxpipe.ir.text import shape_text
 
 
@@ -22,7 +22,7 @@ def shape_of(node: fx.Node) -> str:
     if isinstance(value, (tuple, list)):
         value = next((part for part in value if part is not None), None)
     gives_several = isinstance(node.target, OpOverload) and len(node.target._schema.returns) > 1
-    is_shown = isinstance(value, torch.Tensor) and (gives_several or node_flops(node))
+    is_shown = isinstance(value, torch.Tensor) and (gives_several or has_flops(node))
     return shape_text(value) if is_shown else ""
 
 

@@ -19,7 +19,7 @@ from fxpipe.codegen.statements import Statement
 from fxpipe.codegen.wrapping import WIDTH
 from fxpipe.ir.graph import Origin, offload, read_buffer, reload
 from fxpipe.ir.names import comment
-from fxpipe.ir.ops import begins_backward, node_flops
+from fxpipe.ir.ops import begins_backward, has_flops
 from fxpipe.ir.size import Share
 from fxpipe.ir.storage import is_view, written_arguments
 
@@ -113,7 +113,7 @@ def _computing(node: fx.Node, scope: Scope) -> fx.Node:
 def _allocates(node: fx.Node, scope: Scope) -> bool:
     """Whether the line of an op may need new memory: it is no view of what is there, and does not write its
     result over an operand.  Products may need some to compute."""
-    if _computing(node, scope) is not node or node_flops(node):
+    if _computing(node, scope) is not node or has_flops(node):
         return True
     return not is_view(node) and not any(written_arguments(node.target, node.args, node.kwargs))
 

@@ -46,6 +46,7 @@ from fxpipe.schedule.offload.memory_pool import Pool
 from fxpipe.schedule.offload.memory_pool import pools as make_pools
 from fxpipe.schedule.ops import PHASES, Phase, Schedule
 from fxpipe.schedule.simulation.timeline import Timeline
+from fxpipe.vocabulary.prepare import prepare_head
 from fxpipe.vocabulary.split import split_vocabulary
 
 #: Problems of the certificate that an error shows.
@@ -168,7 +169,7 @@ def _of_lengths(
             return named, parts, programs, tuple(others)
         except SizeError as error:
             why = str(error)
-    for graph in _graphs(cut):
+    for graph in _graphs(cut) if why else ():  # else no dimension has a name
         without_names(graph)
     plan = replace(plan, step=replace(plan.step, one_length=why))
     return plan, *write(plan), ()
@@ -273,9 +274,11 @@ def _about_lengths(plan: Plan) -> list[str]:
 def _captured_as_data(captured: Captured, cut: Cut) -> CapturedOps | None:
     """The captured graph as data, with its vocabulary layers split if those of the cut are; None, with a
     warning, where an argument of an op has no form as data."""
-    graph, barriers = captured.graph, cut.options.barriers
-    if barriers is not None:
+    graph, barriers, in_parts = captured.graph, cut.options.barriers, cut.options.head_chunks > 1
+    if barriers is not None or in_parts:
         graph = copy_graph(graph)
+        prepare_head(graph, in_parts)
+    if barriers is not None:
         split_vocabulary(graph, cut.options.ranks, barriers)
     try:
         return captured_step(graph, captured.constants, split=barriers is not None)

@@ -60,6 +60,7 @@ from fxpipe.schedule.ops import Phase
 from fxpipe.schedule.parts import Parts
 from fxpipe.schedule.stages import Vocabulary
 from fxpipe.vocabulary.chunks import chunk_head
+from fxpipe.vocabulary.prepare import prepare_head
 from fxpipe.vocabulary.split import split_vocabulary
 
 Offloaded = Mapping[tuple[int, Phase], Sequence[fx.Node]]
@@ -232,6 +233,12 @@ def _sum_over_lanes_once(step: StepGraphs, options: CutOptions) -> None:
             sum_over_lanes_once(graph, step.lanes.summed)
 
 
+def _prepare_head(step: StepGraphs, options: CutOptions) -> None:
+    in_parts = options.head_chunks > 1
+    for graph in step.graphs if in_parts or options.barriers is not None else ():
+        prepare_head(graph, in_parts)
+
+
 def _split_vocabulary(step: StepGraphs, options: CutOptions) -> None:
     if options.barriers is not None:
         # The traces at other sizes are split alike, so all have the same stages.
@@ -334,6 +341,7 @@ PASSES = Passes(
         Pass("simplify", lambda step, options: simplify(step.graphs)),
         Pass("join_sums_over_lanes", _join_sums_over_lanes),
         Pass("sum_over_lanes_once", _sum_over_lanes_once),
+        Pass("prepare_head", _prepare_head),
         Pass("split_vocabulary", _split_vocabulary),
         Pass("chunk_head", _chunk_head),
         Pass("begin_exchanges", _begin_exchanges),

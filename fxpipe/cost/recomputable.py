@@ -9,7 +9,7 @@ from torch import fx
 from fxpipe.cost.nodes import NodeSeconds
 from fxpipe.ir.graph import Free, Kind
 from fxpipe.ir.nodes import input_nodes
-from fxpipe.ir.ops import is_between_lanes, node_flops
+from fxpipe.ir.ops import has_flops, is_between_lanes
 from fxpipe.ir.step_invariants import inputs_behind
 from fxpipe.ir.storage import call_nodes, graph_outputs, node_bytes
 from fxpipe.runtime.program.random import keyed
@@ -57,7 +57,7 @@ def _repeatable(
                 continue
             read = frozenset().union(*(kinds[n] for n in inputs))
             # A stage would need parameters of another one, or repeat a matrix product.
-            if Kind.PARAMETER in read and (Kind.BATCH in read or node_flops(node)):
+            if Kind.PARAMETER in read and (Kind.BATCH in read or has_flops(node)):
                 continue
             way = frozenset([node]).union(*(leads[n] for n in inputs))
             if sum(cost[n] for n in way) <= most(node):

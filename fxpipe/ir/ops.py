@@ -46,7 +46,7 @@ def node_flops(node: fx.Node, value: Callable[[fx.Node], Any] = lambda n: n.meta
     """
     packet = _packet(node.target)
     documents = _OF_DOCUMENTS.get(packet)
-    formula = next(filter(None, map(flop_registry.get, _counted_as(node.target))), None)
+    formula = _formula(node.target)
     if formula is None and documents is None:
         return 0
     args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), value)
@@ -74,13 +74,19 @@ def _flops_of_one_document(args: Sequence[Any], first: int, of_queries: int, of_
 
 
 @cache
-def _counted_as(target: fx.node.Target) -> tuple[Any, ...]:
-    """The ops whose formula counts an op's FLOPs, the first one that has a formula."""
+def _formula(target: fx.node.Target) -> Callable[..., Any] | None:
+    """What counts an op's FLOPs in torch's table; None for one that is not there."""
     packet = getattr(target, "overloadpacket", None)
     packet = _COUNTED_AS.get(packet, packet)
     if packet is None:
-        return ()
-    return packet, getattr(aten, packet.__name__.removesuffix("_"), packet)  # addmm_ counts as addmm
+        return None
+    in_place = getattr(aten, packet.__name__.removesuffix("_"), packet)  # addmm_ counts as addmm
+    return flop_registry.get(packet) or flop_registry.get(in_place)
+
+
+def has_flops(node: fx.Node) -> bool:
+    """Whether the op is a matrix product, a convolution or attention."""
+    return _formula(node.target) is not None or _packet(node.target) in _OF_DOCUMENTS
 
 
 def begins_backward(node: fx.Node) -> bool:

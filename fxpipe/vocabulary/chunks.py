@@ -36,6 +36,7 @@ from fxpipe.vocabulary.row_ops import RowOps, joined, refused
 
 aten = torch.ops.aten
 _MEAN = 1  # the reduction of a loss
+_PRODUCTS = (aten.mm.default, aten.addmm.default)
 
 #: The fewest tokens of a part that the planner takes: products of fewer rows run far below full rate.
 FEWEST = 128
@@ -61,7 +62,8 @@ def chunks_for(graph: fx.Graph, shards: int = 1) -> int:
 
 
 def chunk_head(graph: fx.Graph, chunks: int, split: bool = False) -> tuple[int, float, int]:
-    """Rewrite a captured step.  The ops of part k have ``meta["chunk"] = k`` where they belong to B.
+    """Rewrite a step behind ``prepare_head``.  The ops of part k have ``meta["chunk"] = k`` where they belong
+    to B.
 
     split: whether ``split_vocabulary`` has rewritten it.
 
@@ -91,7 +93,7 @@ def _of_shards(graph: fx.Graph) -> list[fx.Node]:
     forward = [
         node
         for node in call_nodes(graph)
-        if node.target in (aten.mm.default, aten.addmm.default)
+        if node.target in _PRODUCTS
         and (color := node.meta.get("color")) is not None
         and color.phase is Phase.F
     ]
@@ -139,16 +141,22 @@ class _Head:
     def _phases_of_rounds(self, projection: fx.Node) -> tuple[tuple[Phase, ...], ...]:
         if self.color is None:
             return ((*Phase,),)
-        logits = projection.meta["val"]
-        of_words = any(
-            node.meta.get("color") == Color(self.color.stage, Phase.B)
-            and isinstance(val := node.meta["val"], torch.Tensor)
-            and val.shape[-1:] == logits.shape[-1:]
-            and val.numel() == logits.numel()
-            for node in call_nodes(self.graph)
-        )
+        of_words = any(node.meta["color"].phase is Phase.B for node in self._with_words(projection))
         # What B makes of all words W would have to make again.
         return ((Phase.F,), (Phase.B, Phase.W)) if of_words else ((Phase.F,), (Phase.B,), (Phase.W,))
+
+    def _with_words(self, projection: fx.Node) -> set[fx.Node]:
+        """The values of this rank that have an entry for each token and each word.  A product with the table
+        may be as wide as a row of logits, and has none."""
+        assert self.color is not None, "of a shard"
+        size, found = projection.meta["val"].numel(), {projection}
+        for node in call_nodes(self.graph):
+            color, val = node.meta.get("color"), node.meta["val"]
+            if color is None or color.stage != self.color.stage or node.target in _PRODUCTS:
+                continue
+            if isinstance(val, torch.Tensor) and val.numel() == size and found.intersection(_read(node)):
+                found.add(node)
+        return found
 
     def _round_of(self, node: fx.Node) -> int | None:
         """The round of an op; None for one of another rank."""

@@ -24,6 +24,7 @@ from fxpipe.vocabulary.axes import (
     whole,
 )
 from fxpipe.vocabulary.fills import mask_filled_columns
+from fxpipe.vocabulary.losses import labels_of
 from fxpipe.vocabulary.padding import pad
 
 aten = torch.ops.aten
@@ -95,8 +96,8 @@ def picked_losses(graph: fx.Graph) -> list[fx.Node]:
         place = "There is no loss." if loss is None else f"The loss comes from {_place(loss)}."
         raise VocabularyError(
             "There is no cross-entropy in the training step: no log-softmax whose entries the labels pick "
-            f"(F.cross_entropy, nn.CrossEntropyLoss, or F.nll_loss of F.log_softmax). {place} Leave out "
-            "what splits it, or compute the loss by one of these."
+            f"(F.cross_entropy, nn.CrossEntropyLoss, F.nll_loss or .gather of F.log_softmax). {place} Leave "
+            "out what splits it, or compute the loss by one of these."
         )
     return heads
 
@@ -106,7 +107,7 @@ def _is_picked(loss: fx.Node) -> bool:
     todo = [loss]
     while todo:
         users = list(todo.pop().users)
-        if any(user.target in PICKS for user in users):
+        if any(user.target in PICKS or labels_of(user) is not None for user in users):
             return True
         todo += [user for user in users if user.target in RESHAPES]
     return False

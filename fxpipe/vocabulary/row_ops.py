@@ -97,7 +97,7 @@ class RowOps:
                 node, (), lambda build, here: build.like(node, here[logs], build.rows(labels, 0), *others)
             )
         if target is aten.nll_loss_forward.default and args[3] == _MEAN:
-            raise refused(node, "divides by the number of labels of all tokens")
+            raise refused(node, "divides by the weights of the labels of all tokens")
         if target is aten.nll_loss_backward.default and args[1] in self.tails:
             return self._unpicked(node)
         if is_elementwise(node):
@@ -115,7 +115,7 @@ class RowOps:
             return self._with(node, tail, lambda build, here: build.like(node, here[source], *args[1:]))
         if tail is None:
             return None
-        if target in _SHAPES:
+        if target in _SHAPES or (target is aten.select.int and source.meta["val"].shape[args[1]] == 1):
             return self._shaped(node)
         if target in _AT_INDEX:
             return self._at_index(node)

@@ -42,8 +42,8 @@ _EVEN = 0.01  # by how much a shard may be larger than the mean
 def split_vocabulary(
     graph: fx.Graph, ranks: int, barriers: int, shares: Set[str] = frozenset()
 ) -> Vocabulary:
-    """Rewrite a captured step.  The colors of output shards have negative stages, counted from the last one,
-    which ``partition`` replaces.
+    """Rewrite a step behind ``prepare_head``.  The colors of output shards have negative stages, counted from
+    the last one, which ``partition`` replaces.
 
     shares: the tensors of which each lane of a rank has a share.
     Raises VocabularyError if there is no vocabulary layer, or one that cannot be split.

@@ -16,11 +16,11 @@ from word_losses import (
     WIDTH,
     WORDS,
     Words,
+    by_two,
     compiled,
     data,
     flat,
     plain,
-    with_shifted_logits,
 )
 
 import fxpipe
@@ -158,6 +158,14 @@ def test_in_other_settings(options):
         torch.testing.assert_close(result.grads[name], grad, rtol=1e-10, atol=1e-14)
 
 
+def test_a_shard_of_as_many_words_as_hidden_states_are_wide():
+    model, batch = Words(width=WORDS // 2), data()
+    result = compiled(model, plain, vocab_parallel="1-barrier").run_local(batch)
+    plain(model(batch["ids"]), batch).backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(result.grads[name], parameter.grad, rtol=1e-10, atol=1e-14)
+
+
 def by_the_sum(logits, batch):
     return F.cross_entropy(*flat(logits, batch), reduction="sum").square(), torch.tensor(3.0)
 
@@ -168,17 +176,21 @@ def by_the_mean(logits, batch):
     return (1 - torch.exp(-loss)) ** 2 * loss
 
 
+def of_classes(logits, batch):
+    return F.cross_entropy(*flat(logits, batch), weight=torch.arange(1.0, 1.0 + WORDS))
+
+
 def of_all_logits(logits, batch):
     return plain(logits, batch) + torch.linalg.matrix_norm(logits.reshape(-1, WORDS))
 
 
 REFUSED = {
     "the loss of all": (by_the_sum, {}, VocabularyError, "depends on the loss of all tokens"),
-    "a mean": (by_the_mean, {}, VocabularyError, "divides by the number of labels of all tokens"),
-    "shifted logits": (with_shifted_logits, {}, VocabularyError, "or shift the labels instead of the logits"),
+    "a mean": (by_the_mean, {}, VocabularyError, "depends on the loss of all tokens"),
+    "two shifts": (by_two, {}, VocabularyError, "or shift the labels instead of the logits"),
     "a norm": (of_all_logits, {}, VocabularyError, r"takes the logits of all tokens.*without head_chunks"),
     "no cross-entropy": (lambda x, batch: x.mean(), {}, VocabularyError, "There is no cross-entropy"),
-    "own means": (plain, {"mean": "microbatch"}, VocabularyError, "divides by the number of labels"),
+    "own means": (of_classes, {"mean": "microbatch"}, VocabularyError, "by the weights of the labels"),
     "too many": (plain, {"chunks": 16}, VocabularyError, f"head_chunks is 16, and the head has {TOKENS} "),
     "none": (plain, {"chunks": 0}, OptionError, "head_chunks is 0 and must be a whole number, at least 1"),
     "dimensions": (plain, {"dimensions": {"n": LENGTH}}, OptionError, "does not go with dimensions"),

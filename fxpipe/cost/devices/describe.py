@@ -13,7 +13,7 @@ from fxpipe.cost.arithmetic import arithmetic_of
 from fxpipe.cost.calibration.calibrate import calibrated
 from fxpipe.cost.devices.device import Device
 from fxpipe.cost.devices.known_devices import CPU, device_named, is_device_name, reported_device
-from fxpipe.ir.ops import node_flops
+from fxpipe.ir.ops import has_flops
 from fxpipe.ir.storage import call_nodes
 from fxpipe.runtime.program.accelerator import identity, is_accelerator, memory_size
 from fxpipe.strict import structure, unstructure
@@ -53,7 +53,7 @@ def _measured(device: torch.device, name: str, memory: int, arithmetic: Iterable
 
 def arithmetic_used(graph: fx.Graph) -> set[str]:
     """The arithmetic of a graph's matrix products, convolutions and attention."""
-    return {arithmetic_of(node) for node in call_nodes(graph) if node_flops(node)}
+    return {arithmetic_of(node) for node in call_nodes(graph) if has_flops(node)}
 
 
 def described_everywhere(

@@ -18,6 +18,8 @@ from fxpipe.ir.graph import Kind
 from fxpipe.ir.storage import is_view, node_bytes, storage_root
 
 aten = torch.ops.aten
+#: What torch raises of strides that have no such view; its predictions raise the second.
+_NO_VIEW = RuntimeError, ValueError
 
 Instead = fx.Node | tuple[Any, ...] | None
 """A node: use it instead of the result.  A tuple: the arguments to use instead.  None: leave the op."""
@@ -54,7 +56,7 @@ def _moves_nothing(views: list[fx.Node], source: fx.Node) -> bool:
     try:
         for view in reversed(views):
             value = view.target(value, *view.args[1:], **view.kwargs)  # type: ignore[operator]
-    except RuntimeError:  # a view of other strides alone
+    except _NO_VIEW:  # a view of other strides alone
         return False
     return _strides(value) == _strides(dense)
 
@@ -91,7 +93,7 @@ def _has_strides(source: fx.Node, inner: fx.Node, val: torch.Tensor) -> bool:
         return val.is_contiguous()
     try:
         return _strides(outer.view(val.shape)) == _strides(val)
-    except RuntimeError:  # the strides of the first view are those of a copy
+    except _NO_VIEW:  # the strides of the first view are those of a copy
         return False
 
 

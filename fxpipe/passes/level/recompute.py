@@ -22,7 +22,7 @@ from typing import Literal
 from torch import fx
 
 from fxpipe.ir.graph import read_buffer
-from fxpipe.ir.ops import is_between_lanes, is_elementwise, node_flops
+from fxpipe.ir.ops import has_flops, is_between_lanes, is_elementwise
 from fxpipe.ir.storage import call_nodes, drop_dead, is_view, leading_to, node_bytes
 from fxpipe.passes.level.mincut import to_repeat_for
 from fxpipe.passes.rewrite import by_stage, repeat_for
@@ -75,7 +75,7 @@ def _made_again(backward: list[fx.Node], stage: int, level: Repeats) -> set[fx.N
         if level == "elementwise":
             return is_elementwise(node)
         # What is no matrix product takes little time.
-        return level == "full" or not node_flops(node)
+        return level == "full" or not has_flops(node)
 
     def keep(node: fx.Node) -> int | None:
         is_tuple = isinstance(node.meta["val"], (tuple, list))

@@ -61,11 +61,16 @@ class InThread:
     def _run(self) -> None:
         while (task := self._tasks.get()) is not None:
             function, over = task
+            del task
             try:
-                over.set_result(function())
+                function()
             except BaseException as error:  # noqa: BLE001 - raised where it is waited for
+                del function
                 over.set_exception(error)
-            del task, function, over  # and the tensors with them
+            else:
+                del function  # and its tensors: who waits finds their memory free
+                over.set_result(None)
+            del over
 
 
 @cache
