@@ -9,6 +9,7 @@ are made in parts, which hold for real numbers, are in ``parts.py``.
                          _conj = conj_physical;  _neg_view = neg
                         _efficientzerotensor = zeros
     reshapes            view, _unsafe_view, reshape, squeeze, unsqueeze … = reshape to the shape of the result
+                        so is select of a dimension of one element
                         reshape(reshape(x)) = reshape(x);  reshape to x's own shape = x
     permutations        t, transpose = permute;  permute(permute(x)) = one;  one that moves none = x
     views               of the same elements of x, in one order = one;  of all of x, in its order = x
@@ -189,6 +190,14 @@ def _squeeze(terms: Terms, op: str, args: Named) -> Term | None:
     dropped = {_dimension(d, len(shape)) for d in (dims if isinstance(dims, tuple) else (dims,))}
     lengths = tuple(n for d, n in enumerate(shape) if n != 1 or d not in dropped)
     return reshaped(terms, args["self"], lengths)
+
+
+def _select(terms: Terms, op: str, args: Named) -> Term | None:
+    shape = layout_of(terms, args["self"]).shape
+    dim = _dimension(args["dim"], len(shape))
+    if shape[dim] != 1:
+        return _view(terms, op, args)
+    return reshaped(terms, args["self"], shape[:dim] + shape[dim + 1 :])
 
 
 def permuted(terms: Terms, source: Term, dims: tuple[int, ...]) -> Term:
@@ -453,6 +462,7 @@ RULES: dict[str, Rule] = {
     "aten.slice": _slice,
     "aten.sum": _sum,
     **dict.fromkeys(("item", *(f"aten.{name}" for name in _PARTS)), _view),
+    "aten.select": _select,
     "aten.cat": _cat,
     "aten.mul": _mul,
     "aten.div": _div,
