@@ -139,7 +139,7 @@ class _MasksChange(Exception):
 def _attempt(
     trace: Callable[..., Captured],
     kept: Mapping[str, bool],
-    flag: Callable[[], contextlib.AbstractContextManager[None]],
+    flag: Callable[[], contextlib.AbstractContextManager[object]],
     most_checks: float,
 ) -> Captured:
     """A trace; while state is found among its constants, another one with that among its buffers."""
@@ -163,7 +163,7 @@ def _traced(
     device: torch.device,
     options: CaptureOptions,
     walked: PythonState,
-    flag: Callable[[], contextlib.AbstractContextManager[None]],
+    flag: Callable[[], contextlib.AbstractContextManager[object]],
     most_checks: float,
     kept: Mapping[str, bool],
     refused: str,

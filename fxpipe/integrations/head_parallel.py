@@ -7,7 +7,7 @@ after:  each lane computes some of the heads, copied or zeros where there are to
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
 
@@ -59,13 +59,7 @@ class _ByHeads(TorchFunctionMode):
         super().__init__()
         self.mesh, self.is_divided = mesh, is_divided
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         if func is sdpa:
             return _attention(self.mesh, self.is_divided, *args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Generator, Iterator, MutableMapping, Sequence
 from functools import cache
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -105,20 +106,13 @@ def make_fx(function: Callable[..., Any]) -> Callable[..., torch.fx.GraphModule]
     )
 
 
-@contextlib.contextmanager
-def compiling_flag() -> Iterator[None]:
+def compiling_flag() -> contextlib.AbstractContextManager[object]:
     """Let the model see ``torch.compiler.is_compiling()`` as true.
 
     Models query it before they branch on data (attention masks, expert routing).  ``is_exporting()`` stays
     false: models query it before they rely on the example's shapes, which a program may do.
     """
-    module: Any = torch.compiler
-    before = module._is_compiling_flag
-    module._is_compiling_flag = True
-    try:
-        yield
-    finally:
-        module._is_compiling_flag = before
+    return mock.patch.object(torch.compiler, "_is_compiling_flag", True)
 
 
 def current_sequence_number() -> int:
@@ -347,39 +341,29 @@ def apply_pending_writes(tensor: torch.Tensor) -> None:
     torch._sync(tensor)  # type: ignore[attr-defined, no-untyped-call]
 
 
-@contextlib.contextmanager
-def uncompiled() -> Iterator[None]:
+def uncompiled() -> contextlib.AbstractContextManager[object]:
     """Run what is ``torch.compile``d as it is written, in a trace by make_fx."""
     from torch._dynamo import config
 
-    with config.patch(error_on_nested_fx_trace=False):  # then the function is called
-        yield
+    patch: contextlib.AbstractContextManager[object] = config.patch(error_on_nested_fx_trace=False)
+    return patch  # then the function is called
 
 
-@contextlib.contextmanager
-def without_log() -> Iterator[None]:
+def without_log() -> contextlib.AbstractContextManager[object]:
     """Let fake tensors raise an error without logging its traceback first."""
-    log = logging.getLogger(FakeTensor.__module__)
-    before = log.disabled
-    log.disabled = True
-    try:
-        yield
-    finally:
-        log.disabled = before
+    return mock.patch.object(logging.getLogger(FakeTensor.__module__), "disabled", True)
 
 
-@contextlib.contextmanager
-def selective_checkpoints() -> Iterator[None]:
+def selective_checkpoints() -> contextlib.AbstractContextManager[object]:
     """Let the policy of a selective activation checkpointing decide what is saved, as in eager.
 
     In a trace torch saves all and marks the nodes, for a compiler that recomputes by marks.
     """
-    before = checkpoint._is_compiling
-    checkpoint._is_compiling = lambda *_: False
-    try:
-        yield
-    finally:
-        checkpoint._is_compiling = before
+
+    def is_compiling(*_: object) -> bool:
+        return False
+
+    return mock.patch.object(checkpoint, "_is_compiling", is_compiling)
 
 
 @contextlib.contextmanager
@@ -397,11 +381,10 @@ def checkpoints_that_end() -> Iterator[None]:
         generators.append(generator(_under_these_modes(fn), *args, **kwargs))
         return generators[-1]
 
-    checkpoint._checkpoint_without_reentrant_generator = noted
     try:
-        yield
+        with mock.patch.object(checkpoint, generator.__name__, noted):
+            yield
     finally:
-        checkpoint._checkpoint_without_reentrant_generator = generator
         for each in reversed(generators):
             each.close()
 
