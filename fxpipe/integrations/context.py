@@ -26,8 +26,8 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.overrides import TorchFunctionMode
 
 from fxpipe.errors import OptionError
-from fxpipe.integrations.divided_attention import distributed
 from fxpipe.integrations.divided_functions import RULES, check_written
+from fxpipe.integrations.lane_values import distributed
 from fxpipe.integrations.summed_gradients import parameters_of
 from fxpipe.integrations.tensor_plan import share_out
 from fxpipe.runtime.torch_private import pytree

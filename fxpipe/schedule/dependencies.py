@@ -36,6 +36,14 @@ def sections_of(stage: int) -> range:
     return range(SECTIONS_PER_STAGE * stage, SECTIONS_PER_STAGE * (stage + 1))
 
 
+def sections_by_rank(placement: tuple[int, ...]) -> list[list[int]]:
+    """Per rank the sections of its stages."""
+    by_rank: list[list[int]] = [[] for _ in range(max(placement) + 1)]
+    for stage, rank in enumerate(placement):
+        by_rank[rank] += sections_of(stage)
+    return by_rank
+
+
 def op_of_value(value: int, microbatches: int) -> Op:
     """The F, B or W that computes a value."""
     section, microbatch = divmod(value, microbatches)
