@@ -23,7 +23,8 @@ from fxpipe.capture.trace import Captured, capture
 from fxpipe.capture.underflow import warn_of_float16
 from fxpipe.codegen.expressions import length_variables
 from fxpipe.compiler.choice.candidates import Candidates, candidates
-from fxpipe.compiler.choice.choose import Chosen, Costing, choose, with_uses
+from fxpipe.compiler.choice.choose import choose, with_uses
+from fxpipe.compiler.choice.costing import Chosen, Costing
 from fxpipe.compiler.choice.cut import Cut, Cuts, Stages
 from fxpipe.compiler.choice.stage_counts import all_stages, cluster_of, offload_bandwidth
 from fxpipe.compiler.compilation import Compilation

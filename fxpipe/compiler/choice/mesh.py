@@ -14,7 +14,8 @@ from math import inf
 from fxpipe.capture.scale import LATER, choose_microbatches
 from fxpipe.compiler.check_options import check
 from fxpipe.compiler.choice.candidates import candidates
-from fxpipe.compiler.choice.choose import Chosen, Costing, choose_below, held_bytes, with_uses
+from fxpipe.compiler.choice.choose import choose_below, with_uses
+from fxpipe.compiler.choice.costing import Chosen, Costing, held_bytes
 from fxpipe.compiler.choice.cut import Cuts, Stages
 from fxpipe.compiler.choice.stage_counts import cluster_of
 from fxpipe.compiler.compilation import Compilation
