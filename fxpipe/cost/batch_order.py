@@ -82,7 +82,7 @@ class BatchPlanner:
         if len(lengths) == self.schedule.microbatches:
             # Of more rows than the example's, microbatches may be larger.
             own = simulate(self.schedule, self.example, costs)
-            timelines = [own] if _keeps(own.peak_memory, self.limits) else []
+            timelines = [own] if own.fits(self.limits) else []
         try:
             timelines.append(self._searched(costs))
         except ScheduleError as error:
@@ -189,10 +189,6 @@ def _of_documents(plan: Plan) -> tuple[float, float]:
     )
     short, one = map(max, of_ranks)
     return short, one
-
-
-def _keeps(peaks: Sequence[float], limits: Sequence[float]) -> bool:
-    return all(peak <= limit * (1 + 1e-9) for peak, limit in zip(peaks, limits, strict=True))
 
 
 def own_limits(schedule: Schedule, costs: Costs, peaks: Sequence[float]) -> tuple[float, ...]:

@@ -16,7 +16,6 @@ from fxpipe.errors import DeadlockError, LimitError, PartitionError, ScheduleErr
 from fxpipe.passes.level.recompute import Level
 from fxpipe.schedule.bound import lower_bound
 from fxpipe.schedule.candidate import SearchResult
-from fxpipe.schedule.offload.planner import keeps
 from fxpipe.schedule.ops import Schedule
 from fxpipe.schedule.problem import Problem, Setting
 from fxpipe.schedule.search.comparison import row_of
@@ -86,7 +85,7 @@ def _if_no_slower(
     result = chosen.result
     for placed, problem in _problems(options, other, costing, chosen.placed.cut.options.recompute)[0]:
         others = _on_other_costs(result, problem, options.effort)
-        able = (one for one in others if keeps(one.timeline, problem.limits) and one.key < result.key)
+        able = (one for one in others if one.timeline.fits(problem.limits) and one.key < result.key)
         best = min(able, key=lambda one: one.key, default=None) if searches else next(able, None)
         if best is not None:
             # The table of candidates shows what is run, not what it was found with.

@@ -42,7 +42,6 @@ from fxpipe.plan.meshes import Mesh, TriedMesh
 from fxpipe.plan.step import SHARDS
 from fxpipe.plan.tensors import gradient_dtype
 from fxpipe.schedule.candidate import SearchResult
-from fxpipe.schedule.offload.planner import keeps
 from fxpipe.schedule.search.fastest import AUTO
 from fxpipe.schedule.simulation.simulator import simulate
 from fxpipe.schedule.units import bytes_text
@@ -263,7 +262,7 @@ class _Search:
                 continue
             had, least = before.result.problem.limits, problem.arrays.smallest_limits
             fits = all(a >= b >= c for a, b, c in zip(had, problem.limits, least, strict=True))
-            if fits and not problem.is_extended and keeps(before.result.timeline, problem.limits):
+            if fits and not problem.is_extended and before.result.timeline.fits(problem.limits):
                 timeline = simulate(before.result.timeline.schedule, problem.costs)
                 result = SearchResult(problem, timeline)
                 return Chosen(before.placed, result, held_bytes(before.placed, options))

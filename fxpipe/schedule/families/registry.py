@@ -21,6 +21,7 @@ from fxpipe.schedule.families.weights import delay_weights
 from fxpipe.schedule.ops import OpKind, RankOps
 from fxpipe.schedule.parts import ops_of_parts
 from fxpipe.schedule.problem import Problem
+from fxpipe.schedule.simulation.memory import rank_over
 
 
 @dataclass(frozen=True)
@@ -302,10 +303,10 @@ def _check_memory(name: str, problem: Problem, order: Order) -> None:
 
 def _check_limits(what: str, keeps: str, problem: Problem, memory: Sequence[float]) -> None:
     """Raise LimitError if the memory of a rank exceeds its limit by more than rounding."""
-    for rank, (most, limit) in enumerate(zip(memory, problem.limits, strict=True)):
-        if most > limit * (1 + 1e-9):
-            raise LimitError(
-                f"schedule {what} needs {problem.text.needs(most, rank, limit)}; the smallest limit that "
-                f"{keeps} is {problem.text.enough(memory)}",
-                problem.text.whole(memory),
-            )
+    rank, text = rank_over(memory, problem.limits), problem.text
+    if rank is not None:
+        raise LimitError(
+            f"schedule {what} needs {text.needs(memory[rank], rank, problem.limits[rank])}; the smallest "
+            f"limit that {keeps} is {text.enough(memory)}",
+            text.whole(memory),
+        )
