@@ -7,7 +7,7 @@ microbatch, has the number section · microbatches + microbatch.
 from __future__ import annotations
 
 from fxpipe.errors import ScheduleError, number_of
-from fxpipe.schedule.costs import Costs
+from fxpipe.schedule.costs import TIMES, Costs
 from fxpipe.schedule.ops import PHASES, Color, Op, OpKind, Phase, arrival
 
 Needs = tuple[tuple[int, float], ...]
@@ -16,7 +16,6 @@ Needs = tuple[tuple[int, float], ...]
 SECTION_KINDS = (OpKind.F, OpKind.B, OpKind.W)
 SECTIONS_PER_STAGE = len(SECTION_KINDS)
 _OFFSET = {Phase.F: 0, Phase.B: 1, Phase.W: 2}
-_TIMES = {Phase.F: "forward", Phase.B: "backward", Phase.W: "weight"}  # in a StageCost
 
 
 def index(color: Color) -> int:
@@ -64,7 +63,7 @@ def between_lanes(costs: Costs) -> dict[int, float]:
 def durations(costs: Costs) -> dict[OpKind, tuple[float, ...]]:
     """Per kind and stage, the seconds of an op."""
     return {
-        kind: tuple(sum(getattr(cost, _TIMES[phase]) for phase in phases) for cost in costs.stages)
+        kind: tuple(sum(getattr(cost, TIMES[phase]) for phase in phases) for cost in costs.stages)
         for kind, phases in PHASES.items()
     }
 

@@ -16,9 +16,9 @@ from fxpipe.plan.branches import Branch, parsed
 from fxpipe.plan.rows import ShardName
 from fxpipe.plan.step import Leaf
 from fxpipe.plan.tensors import IS_DTYPE, IS_FLOATING, MOST_DIMENSIONS, dtype_of, is_packed
-from fxpipe.plan.work import PHASE_FIELDS, PlanWork, Terms
+from fxpipe.plan.work import PlanWork, Terms
 from fxpipe.schedule.check import check_costs, check_whole
-from fxpipe.schedule.costs import Costs, StageBytes
+from fxpipe.schedule.costs import TIMES, Costs, StageBytes
 from fxpipe.schedule.ops import Phase
 from fxpipe.strict import Mismatch, between, require, shown, structure, unstructure
 
@@ -270,7 +270,7 @@ def _terms(work: PlanWork) -> Iterator[tuple[str, Terms]]:
     for k, stage in enumerate(work.stages):
         for name in StageBytes._fields:
             yield f"stages[{k}].{name}", getattr(stage, name)
-        for phase in PHASE_FIELDS:
+        for phase in TIMES.values():
             for i, op in enumerate(getattr(stage, phase)):
                 yield f"stages[{k}].{phase}[{i}].flops", op.flops
                 yield f"stages[{k}].{phase}[{i}].bytes", op.bytes
