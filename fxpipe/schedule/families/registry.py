@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from math import ceil
 
 from fxpipe.errors import LimitError, ScheduleError
@@ -15,7 +16,7 @@ from fxpipe.schedule.engine.order import Order
 from fxpipe.schedule.families import fb_orders
 from fxpipe.schedule.families.staggered import staggered
 from fxpipe.schedule.families.starts import gis as gis_orders
-from fxpipe.schedule.families.starts import groups
+from fxpipe.schedule.families.starts import groups, most_of_1f1b
 from fxpipe.schedule.families.starts import zb_v as zb_v_orders
 from fxpipe.schedule.families.weights import delay_weights
 from fxpipe.schedule.ops import OpKind, RankOps
@@ -98,16 +99,8 @@ def gpipe(problem: Problem) -> RankOps:
 def one_f_one_b(problem: Problem) -> RankOps:
     if problem.is_v:
         return _v_fb_order(problem, OpKind.BW)
-    return fb_orders.interleaved(
-        problem.placement, problem.microbatches, OpKind.BW, lambda rank: _most_of_1f1b(problem, rank)
-    )
-
-
-def _most_of_1f1b(problem: Problem, rank: int) -> int:
-    p, v = problem.ranks, problem.stages_per_rank
-    if problem.is_v:
-        return p * v
-    return p - rank if v == 1 else p * (v - 1) + 2 * (p - rank) - 1
+    most = partial(most_of_1f1b, problem)
+    return fb_orders.interleaved(problem.placement, problem.microbatches, OpKind.BW, most)
 
 
 def gis(problem: Problem) -> RankOps:
@@ -191,7 +184,7 @@ FAMILIES: dict[str, Family] = {
             one_f_one_b,
             "one forward, one backward (2104.04473): at most p · M_B",
             joins=True,
-            most=_most_of_1f1b,
+            most=most_of_1f1b,
         ),
         Family(
             "interleaved",
@@ -199,7 +192,7 @@ FAMILIES: dict[str, Family] = {
             "1F1B over chunks (2104.04473)",
             *_CHUNKS,
             joins=True,
-            most=_most_of_1f1b,
+            most=most_of_1f1b,
         ),
         Family(
             "gis",
@@ -250,7 +243,7 @@ FAMILIES: dict[str, Family] = {
             "ZB-V's order, B and W as one (2405.15362)",
             *_TWO_IN_V,
             joins=True,
-            most=_most_of_1f1b,
+            most=most_of_1f1b,
         ),
         Family(
             "dualpipe-v",
