@@ -39,7 +39,7 @@ from fxpipe.capture.state.registered import Registered, overlapping
 from fxpipe.capture.state.replaced_buffers import put_back
 from fxpipe.capture.step_function import StepFunction
 from fxpipe.errors import CaptureError
-from fxpipe.ir import compat
+from fxpipe.ir import compat, patches
 from fxpipe.ir.graph import Kind, Origin
 from fxpipe.ir.size import Share
 from fxpipe.ir.storage import call_nodes, graph_outputs, storage_root
@@ -118,12 +118,12 @@ def capture(
         first = attempt(contextlib.nullcontext, inf)
     except CaptureError:
         with contextlib.suppress(CaptureError):
-            return attempt(compat.compiling_flag, inf)
+            return attempt(patches.compiling_flag, inf)
         raise
     checks = first.checks - len(options.fixed)  # those of fixed inputs are in any trace
     if checks > 0:  # the model's branch for compilers may depend less on data
         with contextlib.suppress(CaptureError):
-            other = attempt(compat.compiling_flag, checks - 1)
+            other = attempt(patches.compiling_flag, checks - 1)
             return min(first, other, key=lambda captured: captured.checks)
     return first
 
@@ -139,7 +139,7 @@ class _MasksChange(Exception):
 def _attempt(
     trace: Callable[..., Captured],
     kept: Mapping[str, bool],
-    flag: Callable[[], contextlib.AbstractContextManager[None]],
+    flag: Callable[[], contextlib.AbstractContextManager[object]],
     most_checks: float,
 ) -> Captured:
     """A trace; while state is found among its constants, another one with that among its buffers."""
@@ -163,7 +163,7 @@ def _traced(
     device: torch.device,
     options: CaptureOptions,
     walked: PythonState,
-    flag: Callable[[], contextlib.AbstractContextManager[None]],
+    flag: Callable[[], contextlib.AbstractContextManager[object]],
     most_checks: float,
     kept: Mapping[str, bool],
     refused: str,
@@ -183,19 +183,19 @@ def _traced(
         step.recorded = recorded
         put_back(step.pairs)
 
-        as_written = compat.plain_kernels(), compat.modules_without_code(), compat.uncompiled()
+        as_written = patches.plain_kernels(), patches.modules_without_code(), patches.uncompiled()
         checkpoints = (
-            compat.checkpoints_that_end(),
-            compat.selective_checkpoints(),
+            patches.checkpoints_that_end(),
+            patches.selective_checkpoints(),
             recorded_checkpoints(step.provenance),
         )
         with contextlib.ExitStack() as stack:
             stack.callback(step.constants.detach)
-            for context in (flag(), *checkpoints, *as_written, compat.without_log(), mode):
+            for context in (flag(), *checkpoints, *as_written, patches.without_log(), mode):
                 stack.enter_context(context)
             if mesh_of(model) is None:  # whose code speaks of lanes
                 stack.enter_context(
-                    compat.default_group(step.world, options.has_group or options.replicas != 1)
+                    patches.default_group(step.world, options.has_group or options.replicas != 1)
                 )
                 stack.enter_context(step.world.environment())
                 step.provenance.communicates = step.world.refuse_to_communicate
@@ -224,7 +224,7 @@ def _traced(
             raise CaptureError(f"{refused} {step.difference}.")
         files = {node.meta.get("origin", Origin()).source.rpartition(":")[0] for node in module.graph.nodes}
         step.hooks.warn(module.graph)
-        with compat.plain_kernels(), compat.modules_without_code(), mode:
+        with patches.plain_kernels(), patches.modules_without_code(), mode:
             module = functionalize(module, values)
         frozen = {r.name for r in step.registered if not r.tensor.requires_grad}
         constants = (getattr(module, node.target) for node in module.graph.find_nodes(op="get_attr"))
