@@ -37,7 +37,7 @@ def results_of(terms: Terms, term: Term) -> int:
 def _compute(terms: Terms, term: Term) -> None:
     try:
         value = _run(terms, term["of"])[term["index"]] if term.op == "item" else _run(terms, term)
-    except (RuntimeError, TypeError, ValueError, IndexError) as error:
+    except (RuntimeError, TypeError, ValueError, IndexError, AssertionError) as error:
         unknown = Unknown(f"{term.written()} has no shape: {str(error).partition(chr(10))[0]}")
         unknown.of = (term,)
         raise unknown from error

@@ -132,7 +132,7 @@ class RowForms:
                 form = self._picked(term, (EACH,), rows) if term["index"] == 0 else None
             case op if op in _ALONG:
                 form = self._along(term, lead, rows)
-            case op if op in (CAST, *_LIKE) or is_elementwise(op, frozenset(dict(term.arguments))):
+            case op if op in (CAST, *_LIKE) or is_elementwise(op):
                 form = self._elementwise(term, lead, len(tail), rows)
         if form is not None and form.layout is None:
             form.layout = Layout((self.rows, *tail), layout_of(self.terms, term).dtype)

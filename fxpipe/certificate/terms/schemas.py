@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -104,24 +104,18 @@ def schema_of(op: Any) -> Schema:
         _viewed(schema, name),
         2 if returns_list else len(schema.returns),
         torch.Tag.nondeterministic_seeded in op.tags,
-        any(torch.Tag.pointwise in getattr(packet, each).tags for each in packet.overloads()),
+        is_elementwise(f"{namespace}.{packet.__name__}"),
     )
 
 
 @cache
-def is_elementwise(name: str, arguments: frozenset[str]) -> bool:
-    """Whether an op of a functional name makes each element of its result, with these arguments, of those at
-    the same place, to which it broadcasts its operands.  (``max`` has a form that does, and one that does
-    not.)"""
+def is_elementwise(name: str) -> bool:
+    """Whether an op, by its functional name, has a form that makes each element of its result of those at the
+    same place, to which it broadcasts its operands."""
     namespace, _, bare = name.partition(".")
     packet = getattr(getattr(torch.ops, namespace), bare, None) if bare else None
-    for overload in packet.overloads() if packet is not None else ():
-        op = getattr(packet, overload)
-        takes = {a.name for a in op._schema.arguments}
-        needs = {a.name for a in op._schema.arguments if not a.has_default_value() and not a.kwarg_only}
-        if torch.Tag.pointwise in op.tags and needs <= arguments <= takes:
-            return True
-    return False
+    overloads = () if packet is None else map(partial(getattr, packet), packet.overloads())
+    return any(torch.Tag.pointwise in overload.tags for overload in overloads)
 
 
 def _viewed(schema: Any, name: str) -> str | None:
