@@ -32,6 +32,7 @@ from fxpipe.capture.reads.table_rows import check_table_rows
 from fxpipe.capture.rules.attention_masks import Masks
 from fxpipe.capture.rules.batch_means import NO_MEANS, BatchMeans, divide_by_batch_means
 from fxpipe.capture.rules.buffer_updates import warn_of_updates
+from fxpipe.capture.rules.gradient_hooks import warn_of_gradients
 from fxpipe.capture.state.attribute_state import unwritten
 from fxpipe.capture.state.constants import check_constants
 from fxpipe.capture.state.fake_model import borrowed
@@ -235,6 +236,7 @@ def _traced(
         means = divide_by_batch_means(cleaned[0], share) if options.over_batch else NO_MEANS
         if options.over_batch and share != 1:
             warn_of_updates(cleaned[0])
+            warn_of_gradients(cleaned[0])
         captured = Captured(
             *cleaned,
             means=means,

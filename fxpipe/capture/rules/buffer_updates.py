@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from fxpipe.capture.rules.row_places import RowPlaces
+from fxpipe.errors import printable
 from fxpipe.ir.storage import argument, graph_outputs
 
 _MEANT = 'mean="microbatch" of compile says that it is meant.'
@@ -35,7 +36,9 @@ def warn_of_updates(graph: fx.Graph) -> None:
     for name, value in named.buffers.items():
         before = inputs[name]
         if value is not before and before in _read_by(value) and not of_loss.isdisjoint((before, value)):
-            (by_rows if value in places.of else by_turns).append(f"{name} ({value.meta['origin']})")
+            (by_rows if value in places.of else by_turns).append(
+                f"{printable(name)} ({value.meta['origin']})"
+            )
     if by_rows:
         warnings.warn(
             f"The forward keeps a part for each row in {_all(by_rows)}. The rows of a microbatch continue "
