@@ -625,6 +625,36 @@ def test_a_number_of_all_labels(loss, options):
 
 
 @pytest.mark.parametrize(
+    "loss", [F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.binary_cross_entropy_with_logits]
+)
+def test_a_sum_of_errors_by_a_number_of_all(loss):
+    torch.manual_seed(0)
+    model = nn.Linear(WIDTH, 3).double()
+    batch = {"input": torch.randn(6, WIDTH).double(), "y": torch.rand(6, 3).double(), "n": torch.tensor(18)}
+    few = {name: x[:ROWS] if x.dim() else x for name, x in batch.items()}
+
+    def loss_fn(output, rows):
+        return loss(output, rows["y"], reduction="sum") / rows["n"]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pipe = fxpipe.compile(model, few, loss_fn=loss_fn, ranks=1, microbatches=3, schedule="1f1b")
+    torch.testing.assert_close(pipe.run_local(batch).loss, loss_fn(model(batch["input"]), batch).detach())
+
+
+@pytest.mark.parametrize("factor", ["leaf", "parameter"])
+def test_a_sum_times_a_number_is_told(factor):
+    example = {"x": torch.ones(ROWS, WIDTH), "n": torch.tensor(0.1)}
+
+    class Scaled(nn.Linear):
+        def forward(self, x, n):
+            return super().forward(x).square().sum() * (n if factor == "leaf" else self.bias[0].reshape(()))
+
+    with pytest.warns(UserWarning, match="sum over rows that nothing divides"):
+        fxpipe.compile(Scaled(WIDTH, 1), example, ranks=1, microbatches=3, schedule="1f1b", check=False)
+
+
+@pytest.mark.parametrize(
     "loss_fn",
     [
         lambda y, _: torch.cat([y[:0], y]).square().sum() / 6,

@@ -34,7 +34,15 @@ from fxpipe.ir.builder import Calls, node_arg
 from fxpipe.ir.dims import dims_of
 from fxpipe.ir.graph import Kind, batch_mean
 from fxpipe.ir.nodes import copy_node, input_nodes
-from fxpipe.ir.storage import call_nodes, drop_dead, graph_outputs, leading_to, may_draw_numbers, set_outputs
+from fxpipe.ir.storage import (
+    argument,
+    call_nodes,
+    drop_dead,
+    graph_outputs,
+    leading_to,
+    may_draw_numbers,
+    set_outputs,
+)
 from fxpipe.plan.tensors import accum_dtype
 
 aten = torch.ops.aten
@@ -216,6 +224,8 @@ class Tail:
                 return node not in self.rows and (dims is None or 0 in dims)
             if _is_loss(node):
                 return bool(node_arg(node, 0).args[3] == _SUM)
+            if node.op == "call_function" and argument(node, "reduction") == _SUM:
+                return node not in self.rows
             if packet not in _OF_ONE_NUMBER | {aten.neg, aten.mul}:
                 return False
             node = node.args[0]

@@ -31,7 +31,7 @@ from fxpipe.ir.compat import OpOverload
 from fxpipe.ir.dims import COPIES, RESHAPES, TRANSPOSES, dims_of, is_pointwise, order_behind
 from fxpipe.ir.graph import Kind
 from fxpipe.ir.nodes import input_nodes
-from fxpipe.ir.storage import argument
+from fxpipe.ir.storage import argument, leading_to
 
 aten = torch.ops.aten
 
@@ -210,15 +210,16 @@ def _undivided_sums(
             of_rows = [x for x in operands if rows.get(x) is _Rows.SUMMED]
             is_number = len(operands) == len(numbers) == 1 and isinstance(numbers[0], int | float)
             is_count = is_number and _is_part_of_a_count(packet, float(numbers[0]), of_rows[0])  # type: ignore
-            is_factor = is_number or any(_is_parameter(x) or _is_leaf(x) for x in operands)
+            is_factor = is_number or any(_is_factor(x) for x in operands if rows.get(x) is _Rows.NONE)
             todo += of_rows if is_factor and not is_count else []
         elif packet in _LINEAR:
             todo += operands
 
 
-def _is_leaf(node: fx.Node) -> bool:
-    """Whether a value is a number of the batch, the same for all of its rows."""
-    return node.op == "placeholder" and node.meta["input"].kind is Kind.BATCH
+def _is_factor(node: fx.Node) -> bool:
+    """Whether a number comes from parameters or from the batch, and is no count that the model computes."""
+    inputs = (x.meta["input"].kind for x in leading_to([node]) if x.op == "placeholder")
+    return any(kind in (Kind.PARAMETER, Kind.BATCH) for kind in inputs)
 
 
 def _is_part_of_a_count(packet: object, number: float, node: fx.Node) -> bool:
