@@ -139,6 +139,22 @@ def _inner_step(net: Net, x: Tensor, y: Tensor) -> Tensor:
     return F.mse_loss(F.linear(hidden, last.weight - 0.5 * slope, last.bias), y)
 
 
+def _moved(net: Net, x: Tensor, y: Tensor) -> Tensor:
+    """Along the gradient of the mean, whose size follows the number of rows."""
+    x = x.detach().requires_grad_()
+    slope, *_ = torch.autograd.grad(F.mse_loss(net.body(x), y), x)
+    return F.mse_loss(net.body((x + 5 * slope).detach()), y)
+
+
+def _by_labels(net: Net, x: Tensor, labels: Tensor) -> Tensor:
+    """As adversarial training: along the sign of such a gradient."""
+    x = x.detach().requires_grad_()
+    slope, *_ = torch.autograd.grad(F.cross_entropy(net.body(x), labels), x)
+    return F.cross_entropy(net.body((x + 0.1 * slope.sign()).detach()), labels)
+
+
+rows("moved by gradients", of(_moved), lambda: numbers(3), "gradient of a mean over the rows")
+rows("moved by signs", of(_by_labels), lambda: classes(3))
 rows("labelled half", of(_labelled_half), lambda: classes(3), BY_PLACE)
 rows("two views in a batch", of(_two_views), lambda: numbers(3), BY_PLACE)
 rows("two views of each row", of(_views_of_rows), lambda: numbers(3))

@@ -478,6 +478,68 @@ def test_an_update_within_the_forward_is_told():
         fxpipe.compile(InnerStep(), example, ranks=1, microbatches=3, schedule="1f1b", check=False)
 
 
+def _slope(model, x, y, loss, reduction="mean"):
+    x = x.detach().requires_grad_()
+    return torch.autograd.grad(loss(model(x), y, reduction=reduction), x, create_graph=True)[0]
+
+
+def _labels(y):
+    return y.argmax(-1)
+
+
+#: What a forward computes with the gradient of its inputs -> whether that is another number in a microbatch.
+OF_SLOPES = {
+    "a step": (lambda m, x, y: m(x + _slope(m, x, y, F.mse_loss)).square().mean(), True),
+    "a penalty": (lambda m, x, y: _slope(m, x, y, F.mse_loss).square().sum(1).mean(), True),
+    "of a mean of outputs": (
+        lambda m, x, y: (
+            (torch.autograd.grad(m(x.requires_grad_()).mean(), x, create_graph=True)[0].norm(dim=1) - 1)
+            .square()
+            .mean()
+        ),
+        True,
+    ),
+    "of labels": (
+        lambda m, x, y: m(x + _slope(m, x, _labels(y), F.cross_entropy)).square().mean(),
+        True,
+    ),
+    "of a sum": (lambda m, x, y: m(x + _slope(m, x, y, F.mse_loss, "sum")).square().mean(), False),
+    "of a sum of labels": (
+        lambda m, x, y: m(x + _slope(m, x, _labels(y), F.cross_entropy, "sum")).square().mean(),
+        False,
+    ),
+    "a sign": (
+        lambda m, x, y: m(x + _slope(m, x, _labels(y), F.cross_entropy).sign()).square().mean(),
+        False,
+    ),
+    "a direction": (
+        lambda m, x, y: m(x + F.normalize(_slope(m, x, y, F.mse_loss))).square().mean(),
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OF_SLOPES)
+def test_a_gradient_of_a_mean_within_the_forward_is_told(name):
+    """If it is used as it is: its sign and its direction are the same in a microbatch and a batch."""
+    function, is_told = OF_SLOPES[name]
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Linear(WIDTH, 3)
+
+        def forward(self, x, y):
+            return function(self.body, x, y)
+
+    example = torch.randn(ROWS, WIDTH), torch.randn(ROWS, 3)
+    with warnings.catch_warnings(record=True) as given:
+        warnings.simplefilter("always")
+        fxpipe.compile(Net(), example, ranks=1, microbatches=3, schedule="1f1b", check=False)
+    told = [x for x in given if "gradient of a mean over the rows" in str(x.message)]
+    assert len(told) == is_told
+
+
 class Changing(nn.Module):
     """A forward with a buffer that a function changes; ``reads``: whether the loss depends on it."""
 

@@ -25,6 +25,7 @@ import torch
 from torch import fx
 
 from fxpipe.capture.reads.row_sums import is_sum_of_lanes
+from fxpipe.capture.rules.inner_gradients import uses_of_means
 from fxpipe.capture.rules.row_places import RELATIVE, RowPlaces
 from fxpipe.ir.builder import node_arg
 from fxpipe.ir.compat import OpOverload
@@ -72,6 +73,8 @@ _PRODUCTS = {aten.bmm, aten.dot, aten.mm, aten.mul, aten.mv}
 _COUNTS = {aten.bincount, aten.histc, aten.index_add, aten.index_put, aten.scatter_add}
 #: Losses with a reduction of their own, and the number of that which adds up.
 _LOSSES, _SUM = {aten.nll_loss_forward, aten.nll_loss2d_forward}, 2
+#: The gradients of those, which take the number of labels for a mean alone (``inner_gradients.py``).
+_OF_LABELS = {aten.nll_loss_backward, aten.nll_loss2d_backward}
 #: Ops that take some of the numbers of a value, and others that put them elsewhere.
 _PARTS = {aten.gather, aten.index, aten.select, aten.slice, aten.split, aten.unbind}
 _PLACED = _PARTS | {
@@ -106,6 +109,7 @@ def joins_of(graph: fx.Graph, loss: fx.Node, exact: Set[fx.Node], data: Containe
     rows: dict[fx.Node, _Rows] = {}
     joins: dict[fx.Node, str] = {}
     places, moved = RowPlaces(graph), set[fx.Node]()
+    told = places.joins | uses_of_means(graph, places)
     for node in graph.nodes:
         if node.op == "placeholder":
             is_batch = node.meta["input"].kind is Kind.BATCH and node.meta["val"].dim()
@@ -120,8 +124,8 @@ def joins_of(graph: fx.Graph, loss: fx.Node, exact: Set[fx.Node], data: Containe
                 moved.add(node)
             if node.target is aten.embedding.default and argument(node, "scale_grad_by_freq"):
                 joins[node] = _FREQUENCY
-            elif node in places.joins:
-                joins[node] = places.joins[node]
+            elif node in told:
+                joins[node] = told[node]
             elif node in exact:
                 continue
             elif rows[node] is _Rows.JOINED and _Rows.JOINED not in states:
@@ -129,7 +133,7 @@ def joins_of(graph: fx.Graph, loss: fx.Node, exact: Set[fx.Node], data: Containe
                 joins[node] = _CHOICE if packet in _CHOICES else FUNCTION if is_function else ""
             elif _is_between(node, rows):
                 joins[node] = RELATIVE if node in data or node.meta["val"].dim() == 1 else ""
-            elif states & {_Rows.FIRST, _Rows.OTHER} and states & of_all:
+            elif states & {_Rows.FIRST, _Rows.OTHER} and states & of_all and packet not in _OF_LABELS:
                 numbers = [x for x in input_nodes(node) if rows.get(x) in of_all]
                 if all(x.meta["val"].is_floating_point() for x in numbers):  # no length or position
                     is_told = all(x in data or x in moved or _is_mean(x) for x in numbers)

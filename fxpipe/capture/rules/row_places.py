@@ -53,7 +53,8 @@ _PARTS = {
 #: Ops along dimensions that they name, and those of them whose results have all entries of these.
 _ALL = {aten._log_softmax, aten._safe_softmax, aten._softmax, aten.cumsum, aten.flip}
 _ALONG = _ALL | {
-    aten.amax, aten.amin, aten.argmax, aten.argmin, aten.gather, aten.logsumexp, aten.max, aten.mean,
+    aten.amax, aten.amin, aten.argmax, aten.argmin, aten.gather, aten.linalg_vector_norm, aten.logsumexp,
+    aten.max, aten.mean, aten.norm,
     aten.min, aten.prod, aten.sort, aten.std, aten.sum, aten.topk, aten.var,
 }  # fmt: skip
 #: Ops that put values side by side, and those that are linear in each row.
@@ -86,6 +87,9 @@ class RowPlaces:
         self.of: dict[fx.Node, tuple[Place, ...]] = {}
         self.sums: set[fx.Node] = set()
         self.joins: dict[fx.Node, str] = {}
+        self._summed: dict[
+            tuple[int, ...], tuple[Place, ...]
+        ] = {}  # by shape, of what is summed to one number
         self._single: dict[fx.Node, frozenset[int]] = {}  # the places of the rows that a value is made of
         self._taken: dict[fx.Node, list[tuple[fx.Node, int]]] = {}  # of a value, what takes a row by itself
         leaves = [n for n in graph.find_nodes(op="placeholder") if n.meta["input"].kind is Kind.BATCH]
@@ -130,9 +134,13 @@ class RowPlaces:
 
     def _places(self, node: fx.Node) -> Iterable[Place]:
         operands = [x for x in input_nodes(node) if x in self.of]
+        packet = getattr(node.target, "overloadpacket", None)
+        if packet is aten.expand and node_arg(node, 0).meta["val"].numel() == 1:  # a gradient of such a sum
+            return self._summed.get(tuple(_shape(node)), ())
         if not operands:
             return ()
-        packet = getattr(node.target, "overloadpacket", None)
+        if packet in (aten.mean, aten.sum) and node.meta["val"].numel() == 1:
+            self._summed[tuple(_shape(operands[0]))] = self.of[operands[0]]
         if packet in _PRODUCTS:
             return self._product(node, _PRODUCTS[packet])
         if packet in _ATTENTION:
@@ -142,6 +150,8 @@ class RowPlaces:
         if is_pointwise(node) or packet in COPIES or packet in (aten.copy, aten.expand):
             dims = len(_shape(node))  # they are aligned at the last one
             return (p._replace(dim=p.dim + dims - len(_shape(x))) for x in operands for p in self.of[x])
+        if packet is not None and "_backward" in packet.__name__:
+            return (p for x in operands if _shape(x) == _shape(node) for p in self.of[x])
         first = operands[0]
         places = self.of[first]
         if packet is None:  # one of several results, of which a part may have the rows more than once
