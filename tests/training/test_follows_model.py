@@ -725,3 +725,30 @@ def test_a_number_that_is_read_of_a_tensor_changes():
     factor.fill_(3.0)
     with pytest.warns(UserWarning, match="factor in .* has other values than when it was compiled"):
         assert pipe.run_local(batch).loss == before
+
+
+class Cooling(nn.Linear):
+    """Reads a property that a script sets."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self._heat = 1.0
+
+    @property
+    def heat(self) -> float:
+        return self._heat
+
+    @heat.setter
+    def heat(self, value: float) -> None:
+        self._heat = value
+
+    def forward(self, x):
+        return (super().forward(x) / self.heat).square().mean()
+
+
+def test_a_property_that_a_script_sets_is_told():
+    model, batch = Cooling(), torch.randn(6, WIDTH)
+    pipe = compiled(model, batch, ranks=1)
+    model.heat = 0.5
+    with pytest.warns(UserWarning, match="_heat was 1.0 when it was compiled, and is 0.5"):
+        pipe.run_local((batch,))
