@@ -19,7 +19,7 @@ from math import inf
 import torch
 from torch import fx, nn
 
-from fxpipe.capture.call import warn_of_unread
+from fxpipe.capture.call import warn_of_added, warn_of_unread
 from fxpipe.capture.capture_options import CAPTURE_ALL, CaptureOptions
 from fxpipe.capture.clean import clean
 from fxpipe.capture.failures import explained, in_another_thread
@@ -31,6 +31,8 @@ from fxpipe.capture.reads.length_reads import Comparison
 from fxpipe.capture.reads.table_rows import check_table_rows
 from fxpipe.capture.rules.attention_masks import Masks
 from fxpipe.capture.rules.batch_means import NO_MEANS, BatchMeans, divide_by_batch_means
+from fxpipe.capture.rules.buffer_updates import warn_of_updates
+from fxpipe.capture.rules.gradient_hooks import warn_of_gradients
 from fxpipe.capture.state.attribute_state import unwritten
 from fxpipe.capture.state.constants import check_constants
 from fxpipe.capture.state.fake_model import borrowed
@@ -228,10 +230,13 @@ def _traced(
             module = functionalize(module, values)
         frozen = {r.name for r in step.registered if not r.tensor.requires_grad}
         constants = (getattr(module, node.target) for node in module.graph.find_nodes(op="get_attr"))
-        sources = tuple(map(weakref.ref, constants))
+        sources = (*map(weakref.ref, constants), *step.provenance.read.values())
         cleaned = clean(module, [x.input for x in traced_inputs], step.aliases, frozen)
         share = Share(scale) if options.lengths else scale  # of any number of microbatches
         means = divide_by_batch_means(cleaned[0], share) if options.over_batch else NO_MEANS
+        if options.over_batch and share != 1:
+            warn_of_updates(cleaned[0])
+            warn_of_gradients(cleaned[0])
         captured = Captured(
             *cleaned,
             means=means,
@@ -247,6 +252,7 @@ def _traced(
         _check_written(captured.graph, step.registered, replaced)
         check_table_rows(captured.graph, module)
         warn_of_unread(step.unread, model)
+        warn_of_added(step.added)
         carried = {id(x) for r in step.registered for x in (r.tensor, r.local, *r.now())}
         watch.warn_of_changes(step.difference, files, carried)  # last: an error says more than they
     return captured
