@@ -26,7 +26,7 @@ from report import ROOT, Report
 from torch import nn
 
 import fxpipe
-from fxpipe.compiler.choice.choose import Costing
+from fxpipe.compiler.choice.costing import Costing
 from fxpipe.ir.graph import Kind, Phase
 
 sys.path.insert(0, str(ROOT / "tests"))

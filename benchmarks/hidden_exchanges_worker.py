@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from worker import Worker
 
 import fxpipe
-from fxpipe.compiler.choice import choose
+from fxpipe.compiler.choice import costing
 from fxpipe.cost import analytic, nodes
 from fxpipe.cost.devices.known_devices import CPU
 from fxpipe.runtime.ranks.lanes import DistributedLanes
@@ -131,7 +131,7 @@ def main() -> None:
 
     link = CPU.intra
     nodes.sent_between_lanes = analytic.sent_between_lanes = sent  # type: ignore
-    choose.measured_seconds = known_seconds(exchange)  # type: ignore
+    costing.measured_seconds = known_seconds(exchange)  # type: ignore
     slow = SlowLink(exchange)
     slow.install()
     results = []

@@ -53,7 +53,7 @@ def mesh_of(sizes: tuple[int, int, int]) -> DeviceMesh:
 
 
 _api = importlib.import_module("fxpipe.api.compile")
-_captured: dict[tuple[int, int, int], Captured] = {}
+_captured: dict[tuple[tuple[int, int, int], bool], Captured] = {}
 _last_lane: dict[tuple[int, int, int], str] = {}
 
 
@@ -63,10 +63,11 @@ def captured_once(sizes: tuple[int, int, int]) -> Iterator[None]:
     ``zoo.captured_once`` has the traces, which lanes change."""
     whole, as_text = compiler.capture_lanes, _api.last_lane_as_text
 
-    def captured(*given: Any) -> Captured:
-        if sizes not in _captured:
-            _captured[sizes] = whole(*given)
-        return _captured[sizes]
+    def captured(model: torch.nn.Module, *given: Any) -> Captured:
+        kind = sizes, model.training  # that of an evaluation is another one
+        if kind not in _captured:
+            _captured[kind] = whole(model, *given)
+        return _captured[kind]
 
     def last_lane(*given: Any) -> str:
         if sizes not in _last_lane:

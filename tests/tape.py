@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fxpipe.runtime.program.lanes import _OPS
 from fxpipe.runtime.ranks import lanes, local
 
-_OF_LANES = {schema.partition("(")[0]: run for schema, (run, _) in _OPS.items()}
+_OF_LANES = {run.__name__.removeprefix("_"): run for run, *_ in _OPS}
 
 
 class Tape(TorchDispatchMode):

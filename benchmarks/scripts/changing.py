@@ -300,6 +300,12 @@ def _():
     return lambda output, batch: weighted(output, batch, number), lambda: number.fill_(AFTER) and None
 
 
+@place("a tensor of a closure, read as a number")
+def _():
+    number = torch.tensor(BEFORE)
+    return lambda output, batch: weighted(output, batch, number.item()), lambda: number.fill_(AFTER)
+
+
 @place("a tensor of a list, replaced")
 def _():
     values = [torch.tensor(BEFORE)]

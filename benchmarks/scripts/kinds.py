@@ -16,6 +16,7 @@ KINDS = (
     "reinforce",
     "habits",
     "watched",
+    "rows",
     "world",
     "resume",
     "generative",

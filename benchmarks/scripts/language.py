@@ -14,7 +14,6 @@ from benchmarks.scripts.models import WIDTH, WORDS, Block, LanguageModel, Output
 from benchmarks.scripts.script import (
     BATCH,
     EVERYWHERE,
-    MICROBATCHES,
     Run,
     few,
     piped,
@@ -80,9 +79,8 @@ def items_in_batch(run: Run) -> None:
 def _(run: Run) -> None:
     data = prompts(3)
     data[1]["labels"][:3] = -100
-    for batch in data:  # a microbatch's loss counts as one of so many
-        count = (batch["labels"][:, 1:] != -100).sum()
-        batch["num_items_in_batch"] = count.double() / MICROBATCHES
+    for batch in data:
+        batch["num_items_in_batch"] = (batch["labels"][:, 1:] != -100).sum()
     pipe = fxpipe.compile(Items(), few(data[0]), **run.options)
     opt = pipe.optimizer(torch.optim.AdamW, lr=0.05)
     for batch in data:
@@ -97,7 +95,7 @@ def _(run: Run) -> None:
     data = prompts(3)
     data[1]["labels"][:3] = -100
     for batch in data:
-        batch["num_items_in_batch"] = int((batch["labels"][:, 1:] != -100).sum()) / MICROBATCHES
+        batch["num_items_in_batch"] = int((batch["labels"][:, 1:] != -100).sum())
     pipe = fxpipe.compile(Items(), few(data[0]), **run.options)
     opt = pipe.optimizer(torch.optim.AdamW, lr=0.05)
     for batch in data:

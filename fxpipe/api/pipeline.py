@@ -214,7 +214,8 @@ class Pipeline(Weights, Views):
         """
         self._check_asked(outputs)
         if self.artifact.plan.trains and self.then is not None:
-            self.then.warn_before_step(self.of(), batch)
+            written = {leaf.name for leaf in self.artifact.plan.step.batch.leaves if leaf.written}
+            self.then.warn_before_step(self.of(), batch, written)
         looks = Looks(outputs or (), outputs_on, checked(check), checked_record(record))
         with self._clock.step(self._share), self._runner.as_traced():
             result = self._runner.step(batch, looks)

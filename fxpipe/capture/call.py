@@ -73,11 +73,13 @@ def arguments_of_forward(model: nn.Module, example: object) -> tuple[tuple[objec
 
 
 class Microbatch(dict[str, object]):
-    """The microbatch that loss_fn gets.  ``names``: what it reads of it."""
+    """The microbatch that loss_fn gets.  ``names``: what it reads of it.  ``example``: the leaves that it has
+    at first."""
 
     def __init__(self, example: Mapping[str, object]) -> None:
         super().__init__(example)
         self.names: set[str] = set()
+        self.example = frozenset(example)
 
     def __getitem__(self, name: str) -> object:
         self.names.add(name)
@@ -101,6 +103,17 @@ class Microbatch(dict[str, object]):
     def items(self) -> Any:
         self.names.update(self)
         return super().items()
+
+
+def warn_of_added(names: Iterable[str]) -> None:
+    """Warn of what loss_fn puts into the microbatch, which is another object than the loop's batch."""
+    if names := sorted(names):
+        warnings.warn(
+            f"loss_fn puts {', '.join(map(repr, names))} into its microbatch. The batch of the loop does not "
+            "get that: let loss_fn return it behind the loss, as a metric, and ask for it with outputs=; or "
+            "keep it in a variable of loss_fn.",
+            stacklevel=2,
+        )
 
 
 def warn_of_unread(names: Iterable[str], model: nn.Module) -> None:

@@ -75,6 +75,7 @@ class Provenance(compat.TorchDispatchMode):
         self._seen: fx.Node | None = None
         self.calls: list[RunOp] = []  # the ops of this run of the forward
         self.compares = True  # whether it adds to them
+        self.read: dict[int, weakref.ref[torch.Tensor]] = {}  # what it reads that is no input, by id
         self._replay: Replay | None = None
         self._layouts = SameLayouts()
         self._model = model

@@ -98,6 +98,7 @@ class StepFunction:
         args, kwargs = arguments(example) if loss_fn is None else arguments_of_forward(model, example)
         self.taken, self.taken_names = len(args), {*kwargs}
         self.unread: set[str] = set()  # keys of the example that neither forward nor loss_fn reads
+        self.added: set[str] = set()  # those that loss_fn puts there
         self.asked = ASKED_NOTHING  # see ``TensorReads``
         self.attention = AttentionMasks(
             self.provenance.answers, options.rules, options.masks, options.fused_attention, changing
@@ -231,6 +232,7 @@ class StepFunction:
         self.of_loss = ""
         if isinstance(example, Microbatch):
             self.unread = {*[*example]} - self.taken_names - example.names
+            self.added = {*[*example]} - example.example
         for name, value in wanted.items():
             if value.grad is not None:
                 raise CaptureError(

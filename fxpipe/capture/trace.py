@@ -19,7 +19,7 @@ from math import inf
 import torch
 from torch import fx, nn
 
-from fxpipe.capture.call import warn_of_unread
+from fxpipe.capture.call import warn_of_added, warn_of_unread
 from fxpipe.capture.capture_options import CAPTURE_ALL, CaptureOptions
 from fxpipe.capture.clean import clean
 from fxpipe.capture.failures import explained, in_another_thread
@@ -31,6 +31,8 @@ from fxpipe.capture.reads.length_reads import Comparison
 from fxpipe.capture.reads.table_rows import check_table_rows
 from fxpipe.capture.rules.attention_masks import Masks
 from fxpipe.capture.rules.batch_means import NO_MEANS, BatchMeans, divide_by_batch_means
+from fxpipe.capture.rules.buffer_updates import warn_of_updates
+from fxpipe.capture.rules.gradient_hooks import warn_of_gradients
 from fxpipe.capture.state.attribute_state import unwritten
 from fxpipe.capture.state.constants import check_constants
 from fxpipe.capture.state.fake_model import borrowed
@@ -39,7 +41,7 @@ from fxpipe.capture.state.registered import Registered, overlapping
 from fxpipe.capture.state.replaced_buffers import put_back
 from fxpipe.capture.step_function import StepFunction
 from fxpipe.errors import CaptureError
-from fxpipe.ir import compat
+from fxpipe.ir import compat, patches
 from fxpipe.ir.graph import Kind, Origin
 from fxpipe.ir.size import Share
 from fxpipe.ir.storage import call_nodes, graph_outputs, storage_root
@@ -118,12 +120,12 @@ def capture(
         first = attempt(contextlib.nullcontext, inf)
     except CaptureError:
         with contextlib.suppress(CaptureError):
-            return attempt(compat.compiling_flag, inf)
+            return attempt(patches.compiling_flag, inf)
         raise
     checks = first.checks - len(options.fixed)  # those of fixed inputs are in any trace
     if checks > 0:  # the model's branch for compilers may depend less on data
         with contextlib.suppress(CaptureError):
-            other = attempt(compat.compiling_flag, checks - 1)
+            other = attempt(patches.compiling_flag, checks - 1)
             return min(first, other, key=lambda captured: captured.checks)
     return first
 
@@ -139,7 +141,7 @@ class _MasksChange(Exception):
 def _attempt(
     trace: Callable[..., Captured],
     kept: Mapping[str, bool],
-    flag: Callable[[], contextlib.AbstractContextManager[None]],
+    flag: Callable[[], contextlib.AbstractContextManager[object]],
     most_checks: float,
 ) -> Captured:
     """A trace; while state is found among its constants, another one with that among its buffers."""
@@ -163,7 +165,7 @@ def _traced(
     device: torch.device,
     options: CaptureOptions,
     walked: PythonState,
-    flag: Callable[[], contextlib.AbstractContextManager[None]],
+    flag: Callable[[], contextlib.AbstractContextManager[object]],
     most_checks: float,
     kept: Mapping[str, bool],
     refused: str,
@@ -183,19 +185,19 @@ def _traced(
         step.recorded = recorded
         put_back(step.pairs)
 
-        as_written = compat.plain_kernels(), compat.modules_without_code(), compat.uncompiled()
+        as_written = patches.plain_kernels(), patches.modules_without_code(), patches.uncompiled()
         checkpoints = (
-            compat.checkpoints_that_end(),
-            compat.selective_checkpoints(),
+            patches.checkpoints_that_end(),
+            patches.selective_checkpoints(),
             recorded_checkpoints(step.provenance),
         )
         with contextlib.ExitStack() as stack:
             stack.callback(step.constants.detach)
-            for context in (flag(), *checkpoints, *as_written, compat.without_log(), mode):
+            for context in (flag(), *checkpoints, *as_written, patches.without_log(), mode):
                 stack.enter_context(context)
             if mesh_of(model) is None:  # whose code speaks of lanes
                 stack.enter_context(
-                    compat.default_group(step.world, options.has_group or options.replicas != 1)
+                    patches.default_group(step.world, options.has_group or options.replicas != 1)
                 )
                 stack.enter_context(step.world.environment())
                 step.provenance.communicates = step.world.refuse_to_communicate
@@ -224,14 +226,17 @@ def _traced(
             raise CaptureError(f"{refused} {step.difference}.")
         files = {node.meta.get("origin", Origin()).source.rpartition(":")[0] for node in module.graph.nodes}
         step.hooks.warn(module.graph)
-        with compat.plain_kernels(), compat.modules_without_code(), mode:
+        with patches.plain_kernels(), patches.modules_without_code(), mode:
             module = functionalize(module, values)
         frozen = {r.name for r in step.registered if not r.tensor.requires_grad}
         constants = (getattr(module, node.target) for node in module.graph.find_nodes(op="get_attr"))
-        sources = tuple(map(weakref.ref, constants))
+        sources = (*map(weakref.ref, constants), *step.provenance.read.values())
         cleaned = clean(module, [x.input for x in traced_inputs], step.aliases, frozen)
         share = Share(scale) if options.lengths else scale  # of any number of microbatches
         means = divide_by_batch_means(cleaned[0], share) if options.over_batch else NO_MEANS
+        if options.over_batch and share != 1:
+            warn_of_updates(cleaned[0])
+            warn_of_gradients(cleaned[0])
         captured = Captured(
             *cleaned,
             means=means,
@@ -247,6 +252,7 @@ def _traced(
         _check_written(captured.graph, step.registered, replaced)
         check_table_rows(captured.graph, module)
         warn_of_unread(step.unread, model)
+        warn_of_added(step.added)
         carried = {id(x) for r in step.registered for x in (r.tensor, r.local, *r.now())}
         watch.warn_of_changes(step.difference, files, carried)  # last: an error says more than they
     return captured

@@ -23,7 +23,8 @@ from fxpipe.capture.trace import Captured, capture
 from fxpipe.capture.underflow import warn_of_float16
 from fxpipe.codegen.expressions import length_variables
 from fxpipe.compiler.choice.candidates import Candidates, candidates
-from fxpipe.compiler.choice.choose import Chosen, Costing, choose, with_uses
+from fxpipe.compiler.choice.choose import choose, with_uses
+from fxpipe.compiler.choice.costing import Chosen, Costing
 from fxpipe.compiler.choice.cut import Cut, Cuts, Stages
 from fxpipe.compiler.choice.stage_counts import all_stages, cluster_of, offload_bandwidth
 from fxpipe.compiler.compilation import Compilation
@@ -85,27 +86,28 @@ def capture_step(request: Compilation, phase: Phases) -> CapturedStep:
     check_names(model)
     phase.expect(1)
     with phase("capture"):
-        if options.dimensions is None:
-            step = CapturedStep(_captured(request), None)
-        else:
-            step = _captured_at_sizes(request, named_lengths(example, options.dimensions))
+        lengths = None if options.dimensions is None else named_lengths(example, options.dimensions)
+        step = captured_at_lengths(request, lengths)
         check_unshared(dict(batch_leaves(example)), step.captured.written, options.mesh.microbatches)
         warn_of_float16(step.captured.graph)
     return step
 
 
-def _captured(request: Compilation, masks: tuple[Mask, ...] | None = None) -> Captured:
-    return capture_lanes(request.model, lambda: traced(request, masks=masks))
+def captured_at_lengths(
+    request: Compilation, lengths: Mapping[str, int] | None, buffers: Collection[str] = ()
+) -> CapturedStep:
+    """The step, and its traces at lengths that programs may take; what a mask is by value, it has to be in
+    all of them.
 
-
-def _captured_at_sizes(request: Compilation, lengths: Mapping[str, int]) -> CapturedStep:
-    """The step, and its traces at other sizes; what a mask is by value, it has to be in all of them."""
+    lengths: of the example, for traces at other sizes as well.  buffers: ``kept`` of ``capture``.
+    """
     agreed: tuple[Mask, ...] | None = None
     while True:
         masks: list[tuple[Mask, ...]] = []
 
         def capture(example: object) -> Captured:
-            return _captured(replace(request, example=example), agreed)  # noqa: B023 - called in this round
+            of_example = replace(request, example=example)  # this is called in the same round
+            return capture_lanes(request.model, lambda: traced(of_example, buffers, agreed))  # noqa: B023
 
         def trace(example: object) -> Captured:
             captured = capture(example)
@@ -113,11 +115,15 @@ def _captured_at_sizes(request: Compilation, lengths: Mapping[str, int]) -> Capt
             return captured
 
         captured = trace(request.example)
+        resized: ResizedTraces | None = None
         named: LengthTraces | str = ""
         try:
-            resized = sample(captured.graph, request.example, lengths, lambda example: trace(example).graph)
+            if lengths is not None:
+                resized = sample(
+                    captured.graph, request.example, lengths, lambda example: trace(example).graph
+                )
             if request.has_programs and len({*masks}) == 1:
-                named = at_lengths_of_programs(request, captured, capture, resized)
+                named = _at_lengths_of_programs(request, captured, capture, resized)
         except OtherMasks as error:
             if agreed is not None:
                 return CapturedStep(captured, resized, str(error))
@@ -128,7 +134,8 @@ def _captured_at_sizes(request: Compilation, lengths: Mapping[str, int]) -> Capt
                 raise
         if len({*masks}) == 1:
             # After the means of the step have factors, it has more values.
-            return CapturedStep(captured, resized.after_rewrite(captured.graph, resized.graphs), named)
+            whole = None if resized is None else resized.after_rewrite(captured.graph, resized.graphs)
+            return CapturedStep(captured, whole, named)
         agreed = agreed_masks(masks)
 
 
@@ -164,11 +171,11 @@ def _with_weighted_means(
     return replace(named, traces=named.traces.after_rewrite(graphs[0], graphs[1:]), one_row=tuple(captured))
 
 
-def at_lengths_of_programs(
+def _at_lengths_of_programs(
     request: Compilation,
     captured: Captured,
     trace: Callable[[object], Captured],
-    others: ResizedTraces | None = None,
+    others: ResizedTraces | None,
 ) -> LengthTraces | str:
     """The step at the lengths that a program may take, or why it takes the example's alone.
 

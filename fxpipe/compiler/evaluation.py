@@ -3,30 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 from torch import nn
 
-from fxpipe.capture.lanes.joint_graph import capture_lanes
-from fxpipe.capture.lengths import LengthTraces, OtherMasks, agreed_masks
-from fxpipe.capture.trace import Captured
 from fxpipe.compiler.choice.cut import cut as cut_at_level
 from fxpipe.compiler.choice.cut import split, stages_of
 from fxpipe.compiler.compilation import Compilation
-from fxpipe.compiler.compile import Compiled, at_lengths_of_programs, traced
+from fxpipe.compiler.compile import Compiled, captured_at_lengths
 from fxpipe.compiler.garbage import collector_paused
 from fxpipe.compiler.generate import generate
 from fxpipe.compiler.make_plan import with_tensors_of
 from fxpipe.compiler.options import Offload
-from fxpipe.compiler.passes import CutOptions, StepGraphs
+from fxpipe.compiler.passes import CutOptions
 from fxpipe.compiler.progress import Phases
 from fxpipe.compiler.tensor_ownership import tensors_in_stages
 from fxpipe.cost.analytic import seconds_on, section_costs
 from fxpipe.errors import PartitionError
 from fxpipe.ir.liveness import liveness
 from fxpipe.plan.artifact import Artifact, Plan
-from fxpipe.plan.rewrites import Mask
 from fxpipe.schedule.costs import Costs
 from fxpipe.schedule.ops import Schedule
 from fxpipe.schedule.parts import by_stage
@@ -76,10 +72,9 @@ def compile_evaluation(request: Compilation, phase: Phases, trained: Compiled) -
     phase.expect(6)
     with phase("evaluation"), _in_eval_mode(model):
         buffers = {name for rank_tensors in plan.tensors for name in rank_tensors.buffers}
-        captured, lengths = _captured_at_lengths(request, buffers)
-    traces = lengths.traces if isinstance(lengths, LengthTraces) else None
+        forward = captured_at_lengths(request, None, buffers)
     try:
-        step = split(StepGraphs(captured.graph, None, lengths=traces, lanes=captured.lanes), cut_options)
+        step = split(forward.graphs, cut_options)
         stages = stages_of(step, cut_options, phase)
     except PartitionError as error:
         raise PartitionError(
@@ -98,27 +93,7 @@ def compile_evaluation(request: Compilation, phase: Phases, trained: Compiled) -
         plan_made = replace(plan_made, model=f"{plan_made.model}, evaluation", device=cluster.name)
         return with_tensors_of(plan_made, cut.sections, plan)
 
-    return generate(request, captured, cut, live, timeline, of_training, phase, lengths)[1]
-
-
-def _captured_at_lengths(
-    request: Compilation, buffers: Collection[str]
-) -> tuple[Captured, LengthTraces | str]:
-    """The forward, and its traces at other lengths or why there are none."""
-    agreed: tuple[Mask, ...] | None = None
-    while True:
-
-        def capture(example: object) -> Captured:
-            of_example = replace(request, example=example)
-            return capture_lanes(request.model, lambda: traced(of_example, buffers, agreed))  # noqa: B023
-
-        captured = capture(request.example)
-        try:
-            return captured, at_lengths_of_programs(request, captured, capture)
-        except OtherMasks as error:
-            if agreed is not None:
-                return captured, str(error)
-            agreed = agreed_masks(error.masks)
+    return generate(request, forward.captured, cut, live, timeline, of_training, phase, forward.lengths)[1]
 
 
 def _schedules(trained: Schedule, placement: tuple[int, ...], costs: Costs) -> Iterator[Schedule]:

@@ -22,6 +22,7 @@ from fxpipe.codegen.program import program_source
 from fxpipe.codegen.rank_plan import OnceNodes, RankPlan, Sizes
 from fxpipe.codegen.signatures import Result, signatures
 from fxpipe.codegen.step.step_plan import StepParts
+from fxpipe.compiler.captured import captured_step
 from fxpipe.compiler.choice.cut import Cut, finished
 from fxpipe.compiler.compilation import Compilation
 from fxpipe.compiler.lengths import crossing_sizes, why_one_length
@@ -30,7 +31,6 @@ from fxpipe.compiler.progress import Phases
 from fxpipe.compiler.step_writer import as_text, instructions, writer
 from fxpipe.cost.batch_order import prices_documents
 from fxpipe.errors import ArtifactError, ScheduleError, SizeError, VerifyError, number_of
-from fxpipe.ir.captured import captured_step
 from fxpipe.ir.compiled import is_compiled
 from fxpipe.ir.liveness import Liveness
 from fxpipe.ir.nodes import copy_graph

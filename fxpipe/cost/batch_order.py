@@ -14,7 +14,7 @@ from fxpipe.plan.artifact import OffloadSlot, Plan
 from fxpipe.plan.step import NamedLength, refused
 from fxpipe.plan.work import PlanWork
 from fxpipe.runtime.program.offload import ALIGNMENT, aligned
-from fxpipe.schedule.costs import Costs, StageCost, most_of
+from fxpipe.schedule.costs import Costs, most_of
 from fxpipe.schedule.offload.memory_pool import Pool, pools
 from fxpipe.schedule.offload.planner import offload_within
 from fxpipe.schedule.ops import Schedule, Transfer
@@ -82,7 +82,7 @@ class BatchPlanner:
         if len(lengths) == self.schedule.microbatches:
             # Of more rows than the example's, microbatches may be larger.
             own = simulate(self.schedule, self.example, costs)
-            timelines = [own] if _keeps(own.peak_memory, self.limits) else []
+            timelines = [own] if own.fits(self.limits) else []
         try:
             timelines.append(self._searched(costs))
         except ScheduleError as error:
@@ -185,19 +185,10 @@ def _of_documents(plan: Plan) -> tuple[float, float]:
     planner, lengths = BatchPlanner.of(plan), {} if plan.work is None else plan.work.lengths
     of_stages = (planner.costs(lengths, share).stages for share in (0.0, 1.0))
     of_ranks = (
-        [sum(map(_seconds, (stages[s] for s in placed))) for placed in stages_of(plan.placement)]
-        for stages in of_stages
+        [sum(stages[s].total for s in placed) for placed in stages_of(plan.placement)] for stages in of_stages
     )
     short, one = map(max, of_ranks)
     return short, one
-
-
-def _seconds(stage: StageCost) -> float:
-    return stage.forward + stage.backward + stage.weight
-
-
-def _keeps(peaks: Sequence[float], limits: Sequence[float]) -> bool:
-    return all(peak <= limit * (1 + 1e-9) for peak, limit in zip(peaks, limits, strict=True))
 
 
 def own_limits(schedule: Schedule, costs: Costs, peaks: Sequence[float]) -> tuple[float, ...]:

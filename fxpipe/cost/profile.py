@@ -43,14 +43,13 @@ from fxpipe.runtime.program.checks import expect
 from fxpipe.runtime.program.inductor import inductor
 from fxpipe.runtime.program.lanes import AloneLane, running
 from fxpipe.runtime.program.offload import open_store
-from fxpipe.schedule.costs import Costs
+from fxpipe.schedule.costs import TIMES, Costs
 from fxpipe.schedule.ops import Color, Phase
 
 Known = Mapping[tuple[Kind, str], torch.Tensor]
 """The tensors of the model and of the example, by the kind and name of the input."""
 
 SAMPLE = 1 << 27  # bytes
-_FIELDS = {Phase.F: "forward", Phase.B: "backward", Phase.W: "weight"}
 
 
 def known_tensors(model: nn.Module, example: object, constants: Mapping[str, torch.Tensor]) -> Known:
@@ -220,7 +219,7 @@ def with_seconds(costs: Costs, seconds: Mapping[Color, float]) -> Costs:
     """The costs with measured times of sections; bytes and edges stay."""
     stages = list(costs.stages)
     for color, time in seconds.items():
-        times = {_FIELDS[color.phase]: time}
+        times = {TIMES[color.phase]: time}
         stages[color.stage] = replace(stages[color.stage], **times)
     return replace(costs, stages=tuple(stages))
 

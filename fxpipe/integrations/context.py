@@ -14,9 +14,9 @@ The ops are torch's: the style also runs in eager, a process for each lane.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,8 +26,8 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.overrides import TorchFunctionMode
 
 from fxpipe.errors import OptionError
-from fxpipe.integrations.divided_attention import distributed
 from fxpipe.integrations.divided_functions import RULES, check_written
+from fxpipe.integrations.lane_values import distributed
 from fxpipe.integrations.summed_gradients import parameters_of
 from fxpipe.integrations.tensor_plan import share_out
 from fxpipe.runtime.torch_private import pytree
@@ -138,13 +138,7 @@ class _OnDTensors(TorchFunctionMode):
         super().__init__()
         self.mesh = mesh
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         leaves, structure = pytree.tree_flatten((args, kwargs or {}))
         if any(isinstance(x, DTensor) for x in leaves):
             if func in RULES:
@@ -152,7 +146,7 @@ class _OnDTensors(TorchFunctionMode):
             check_written(func, args, kwargs or {})
             leaves = [distributed(x, self.mesh) if isinstance(x, torch.Tensor) else x for x in leaves]
         args, kwargs = pytree.tree_unflatten(leaves, structure)
-        result = func(*args, **cast(dict[str, Any], kwargs))
+        result = func(*args, **kwargs)
         return pytree.tree_map_only(DTensor, _summed, result)
 
 

@@ -15,21 +15,14 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed._functional_collectives as functional
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.nn import functional as F
 
 from fxpipe.integrations.heads import Heads
+from fxpipe.integrations.lane_values import distributed, exchanged, in_layout
 
 sdpa: Callable[..., torch.Tensor] = F.scaled_dot_product_attention
-
-
-def distributed(value: torch.Tensor, mesh: DeviceMesh) -> Any:
-    """A DTensor as it is; another tensor is one that all lanes have whole."""
-    if isinstance(value, DTensor):
-        return value
-    return DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
 def attention(
@@ -134,43 +127,13 @@ def _all_tokens(parts: Sequence[torch.Tensor], mesh: DeviceMesh) -> list[torch.T
     by_lane = [x.unflatten(1, (mesh.size(0), -1)).transpose(0, 1) for x in parts]
     heads = [x.shape[2] for x in by_lane]
     if len({x.shape[-1] for x in parts}) == 1:  # one exchange instead of three
-        received = _exchanged(torch.cat(by_lane, 2), mesh).split(heads, 2)
+        received = exchanged(torch.cat(by_lane, 2), mesh).split(heads, 2)
     else:
-        received = [_exchanged(x, mesh) for x in by_lane]
+        received = [exchanged(x, mesh) for x in by_lane]
     return [x.permute(1, 2, 0, 3, 4).flatten(2, 3) for x in received]
 
 
 def _all_heads(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     """The reverse of ``_all_tokens``."""
     by_lane = x.unflatten(2, (mesh.size(0), -1)).permute(2, 0, 1, 3, 4)
-    return _exchanged(by_lane, mesh).transpose(0, 1).flatten(1, 2)
-
-
-def _exchanged(shares: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """A share from each lane, for one of the first dimension to each."""
-    each = [1] * mesh.size(0)
-    received: torch.Tensor = functional.all_to_all_single_autograd(
-        shares.contiguous(), each, each, mesh.get_group(0)
-    )
-    return received
-
-
-def in_layout(part: torch.Tensor) -> torch.Tensor:
-    """A part of a DTensor, whose gradient has its strides, which torch's DTensors take for granted."""
-    result: torch.Tensor = _InLayout.apply(part)  # type: ignore[no-untyped-call]
-    return result
-
-
-class _InLayout(torch.autograd.Function):
-    """The value itself; its gradient gets its strides."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        ctx.strides = x.stride()
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        if grad.stride() == ctx.strides:
-            return grad
-        return torch.empty_strided(grad.shape, ctx.strides, dtype=grad.dtype, device=grad.device).copy_(grad)
+    return exchanged(by_lane, mesh).transpose(0, 1).flatten(1, 2)

@@ -3,6 +3,7 @@
 cross-entropy   of a mean, the sum and the count of all lanes (torch takes the mean of the lanes' means)
 other means     an op of its own (torch's gradient of the op is that of the lane's own mean)
 pieces          the gradient of one that nobody reads is zero
+linear          on the part of each lane as it is
 topk, scatter_, cat
 """
 
@@ -17,11 +18,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, zeros
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, zeros
 
 from fxpipe.errors import CaptureError
-from fxpipe.integrations.divided_attention import attention, distributed, in_layout, sdpa
-from fxpipe.integrations.divided_linear import linear
+from fxpipe.integrations.divided_attention import attention, sdpa
+from fxpipe.integrations.lane_values import distributed, in_layout
 from fxpipe.runtime.torch_private import pytree
 
 _F = nn.functional
@@ -166,6 +167,58 @@ def _pair(results: Iterable[torch.Tensor]) -> torch.return_types.topk:
     return torch.return_types.topk((values, indices))
 
 
+def _linear(
+    mesh: DeviceMesh, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """``F.linear``, where each dimension of the mesh divides rows or tokens, or the weight, or neither; on
+    the part of each lane as it is.
+
+    torch's rule flattens rows and tokens before it multiplies; where lanes divide the tokens of several rows,
+    and others the columns, it gathers them first.
+    """
+    x, w = distributed(input, mesh), distributed(weight, mesh)
+    last = Shard(x.dim() - 1)
+    of_input = [_input_of_linear(px, pw, last) for px, pw in zip(x.placements, w.placements, strict=True)]
+    x = x.redistribute(placements=of_input)
+    each = [_along_linear(px, pw, last) for px, pw in zip(of_input, w.placements, strict=True)]
+    results, of_x, of_w = (list(column) for column in zip(*each, strict=True))
+    parts = in_layout(x.to_local(grad_placements=of_x)), in_layout(w.to_local(grad_placements=of_w))
+    b = None if bias is None else distributed(bias, mesh)
+    is_sum = any(each.is_partial() for each in results)
+    if b is not None and not is_sum:
+        b = b.redistribute(placements=[p if p == Shard(0) else Replicate() for p in w.placements])
+        b = b.to_local(
+            grad_placements=[p if p == Shard(0) else of for p, of in zip(w.placements, of_w, strict=True)]
+        )
+    product: Any = DTensor.from_local(
+        _F.linear(*parts, None if is_sum else b), mesh, results, run_check=False
+    )
+    if not is_sum or b is None:
+        return product  # type: ignore[no-any-return]
+    whole = [Replicate() if each.is_partial() else each for each in results]
+    total: torch.Tensor = product.redistribute(placements=whole) + b
+    return total
+
+
+def _input_of_linear(of_input: Placement, of_weight: Placement, last: Shard) -> Placement:
+    """How an input must be distributed along a dimension of the mesh."""
+    if of_weight == Shard(1):
+        return last
+    is_whole = of_weight == Shard(0) or of_input == last or of_input.is_partial()
+    return Replicate() if is_whole else of_input
+
+
+def _along_linear(
+    of_input: Placement, of_weight: Placement, last: Shard
+) -> tuple[Placement, Placement, Placement]:
+    """Along a dimension of the mesh: the result, and the gradients of input and weight."""
+    if of_weight == Shard(0):
+        return last, Partial(), of_weight
+    if of_weight == Shard(1):
+        return Partial(), of_input, of_weight
+    return of_input, of_input, Replicate() if of_input.is_replicate() else Partial()
+
+
 #: Losses that are a mean over all of their elements.
 _MEANS = (
     _F.binary_cross_entropy, _F.binary_cross_entropy_with_logits, _F.gaussian_nll_loss, _F.huber_loss,
@@ -177,7 +230,7 @@ _CUTS = [getattr(x, name) for x in (torch, torch.Tensor) for name in _PIECES]
 RULES: dict[object, Callable[..., Any]] = {
     **{cut: partial(_in_pieces, cut) for cut in _CUTS},
     sdpa: attention,
-    _F.linear: linear,
+    _F.linear: _linear,
     torch.cat: _concatenated,
     torch.Tensor.scatter_: _scattered,
     **{loss: partial(_mean_of_elements, loss) for loss in _MEANS},

@@ -16,17 +16,16 @@ import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
 from math import ceil
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-import torch.distributed._functional_collectives as functional
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from fxpipe.errors import OptionError
-from fxpipe.integrations.divided_attention import distributed
+from fxpipe.integrations.lane_values import distributed, exchanged, joined, share, with_summed_gradient
 from fxpipe.integrations.summed_gradients import local_parameters, parameters_of
 from fxpipe.plan.dtensors import note_length
 from fxpipe.plan.lanes import padded
@@ -82,13 +81,13 @@ class ExpertParallel(ParallelStyle):
         for owner, name, parameter in parameters_of(module):
             if experts % device_mesh.size():
                 note_length(owner, name, experts)
-            share = distribute_tensor(
+            shared = distribute_tensor(
                 padded(parameter.data, 0, each * device_mesh.size()),
                 device_mesh,
                 [Shard(0)] * device_mesh.ndim,
                 src_data_rank=self.src_data_rank,
             )
-            owner.register_parameter(name, nn.Parameter(share, parameter.requires_grad))
+            owner.register_parameter(name, nn.Parameter(shared, parameter.requires_grad))
         if self.counts:
             counts = torch.zeros(experts, dtype=torch.int64, device=next(module.parameters()).device)
             module.register_buffer("expert_loads", counts)
@@ -151,10 +150,10 @@ class ExpertParallel(ParallelStyle):
         tokens, more = len(given[0]), -len(given[0]) % alike.size()
         of_none = (0, each * lanes.size(), 0)
         padded = [_padded(x, more, value) if more else x for x, value in zip(given, of_none, strict=True)]
-        shares = [distributed(x, alike).redistribute(placements=[Shard(0)]).to_local() for x in padded]
+        shares = [share(x, alike, 0) for x in padded]
         of_all = padded[1] if alike is lanes else None
         result = run(self._room(module, lanes, each, shares[1], of_all), *shares)
-        return _joined(result, alike, Shard(0))[:tokens]
+        return joined(result, alike, Shard(0))[:tokens]
 
     def _room(
         self,
@@ -174,7 +173,7 @@ class ExpertParallel(ParallelStyle):
             return room
         room = min(room, ceil(self.capacity * index.numel() / mesh.size()))
         with torch.no_grad():
-            of_all = _joined(index, mesh, Shard(0)) if of_all is None else of_all
+            of_all = joined(index, mesh, Shard(0)) if of_all is None else of_all
             owners = of_all.reshape(mesh.size(), -1, 1) // each
             rows = (owners == torch.arange(mesh.size(), device=index.device)).sum(1)
             drops = (rows - room).clamp(min=0).sum()
@@ -238,11 +237,11 @@ def _whole(
     weights: torch.Tensor,
 ) -> torch.Tensor:
     """All tokens through the experts of each lane, and the sum of what these give."""
-    x, weights = (_alike(value, mesh) for value in (x, weights))
+    x, weights = (with_summed_gradient(value, mesh) for value in (x, weights))
     index = index - mesh.get_local_rank() * each
     here = (index >= 0) & (index < each)
     result = local(x, torch.where(here, index, absent), torch.where(here, weights, 0))
-    return _joined(result, mesh, Partial())
+    return joined(result, mesh, Partial())
 
 
 def _divided(
@@ -270,20 +269,13 @@ def _divided(
     # Places that no row takes get the first one, for an expert that skips it or whose result nobody reads.
     sources = pairs.new_zeros(lanes * room + 1).scatter(0, places, rows)[:-1]
     experts = pairs.new_full((lanes * room + 1,), absent).scatter(0, places, pairs % each)[:-1]
-    received = _exchanged(x[sources // top_k], mesh)
-    numbers = _exchanged(experts, mesh).unsqueeze(1)
-    back = _exchanged(local(received, numbers, received.new_ones(numbers.shape)), mesh)
+    received = exchanged(x[sources // top_k], mesh)
+    numbers = exchanged(experts, mesh).unsqueeze(1)
+    back = exchanged(local(received, numbers, received.new_ones(numbers.shape)), mesh)
     of_rows = back[torch.where(kept, places, 0)].view(tokens, top_k, -1)
     counted = torch.where(kept.view(tokens, top_k), weights, 0)
     result = (of_rows * counted.unsqueeze(-1)).sum(1)
     return result.to(x.dtype)
-
-
-def _alike(value: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """A tensor that all lanes have, whose gradient is the sum of theirs."""
-    distributed: Any = DTensor.from_local(value, mesh, [Replicate()], run_check=False)
-    part: torch.Tensor = distributed.to_local(grad_placements=[Partial()])
-    return part
 
 
 def _all_rows(value: torch.Tensor) -> torch.Tensor:
@@ -293,18 +285,3 @@ def _all_rows(value: torch.Tensor) -> torch.Tensor:
 
 def _padded(value: torch.Tensor, rows: int, with_value: int) -> torch.Tensor:
     return nn.functional.pad(value, (0, 0, 0, rows), value=with_value)
-
-
-def _joined(part: torch.Tensor, mesh: DeviceMesh, placement: Any) -> torch.Tensor:
-    """The sum, or the rows, of all lanes."""
-    distributed: Any = DTensor.from_local(part, mesh, [placement], run_check=False)
-    whole: torch.Tensor = distributed.redistribute(placements=[Replicate()]).to_local()
-    return whole
-
-
-def _exchanged(rows: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """A share of the rows from each lane, in their order, for one to each."""
-    group = mesh.get_group()
-    shares = [len(rows) // mesh.size()] * mesh.size()
-    received: torch.Tensor = functional.all_to_all_single_autograd(rows.contiguous(), shares, shares, group)
-    return received

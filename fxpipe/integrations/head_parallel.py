@@ -7,20 +7,21 @@ after:  each lane computes some of the heads, copied or zeros where there are to
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.overrides import TorchFunctionMode
 
 from fxpipe.errors import OptionError
 from fxpipe.integrations.divided_attention import sdpa
 from fxpipe.integrations.heads import Heads
+from fxpipe.integrations.lane_values import joined, share, with_summed_gradient
 
 
 class HeadParallel(ParallelStyle):
@@ -59,13 +60,7 @@ class _ByHeads(TorchFunctionMode):
         super().__init__()
         self.mesh, self.is_divided = mesh, is_divided
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         if func is sdpa:
             return _attention(self.mesh, self.is_divided, *args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
@@ -97,20 +92,11 @@ def _attention(
         return attend(query, key, value, mask)
     heads, each = Heads.over(queries, keys, lanes), queries // keys
     if mask is not None and mask.dim() == 4 and mask.shape[1] == queries > 1:
-        mask = _share(heads.padded(mask, each), mesh)
+        mask = share(heads.padded(mask, each), mesh, 1)
     elif mask is not None and mask.requires_grad:
-        alike = DTensor.from_local(mask, mesh, [Replicate()], run_check=False)
-        mask = alike.to_local(grad_placements=[Partial()])  # of the heads of a lane
-    k, v = (_share(heads.copied(x), mesh) for x in (key, value))
+        mask = with_summed_gradient(mask, mesh)  # of the heads of a lane
+    k, v = (share(heads.copied(x), mesh, 1) for x in (key, value))
     if is_divided:
         return attend(query, k, v, mask)
-    result = attend(_share(heads.padded(query, each), mesh), k, v, mask)
-    part = DTensor.from_local(result, mesh, [Shard(1)], run_check=False)
-    return heads.real(part.redistribute(placements=[Replicate()]).to_local(), keys, each)
-
-
-def _share(whole: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """The heads of this lane."""
-    alike = DTensor.from_local(whole, mesh, [Replicate()], run_check=False)
-    part: torch.Tensor = alike.redistribute(placements=[Shard(1)]).to_local()
-    return part
+    result = attend(share(heads.padded(query, each), mesh, 1), k, v, mask)
+    return heads.real(joined(result, mesh, Shard(1)), keys, each)

@@ -106,6 +106,8 @@ class PipelineStrategy(SingleDeviceStrategy):
 
     def _refusal(self, trainer: Any) -> str:
         """Why a run is refused; empty if it is not."""
+        if type(self._module).backward is not LightningModule.backward:
+            return "backward of the module would not run: a step of a pipeline has its backward in it"
         if not self._module.automatic_optimization:
             return "automatic_optimization=False: a step of a pipeline has its backward in it"
         if trainer.accumulate_grad_batches != 1:
@@ -133,22 +135,25 @@ class PipelineStrategy(SingleDeviceStrategy):
         pipe, _, logged = self._step_of("training_step", batch, self.microbatches)
         if self._norms is None:
             self._begin(pipe)
-        self._norms.zero_grad()  # Lightning does so later, when there are none
+        held = [p for group in self.optimizers[0].param_groups for p in group["params"]]
+        # A module may zero them by itself, which comes between both; a step writes to what it gave before.
+        zeroes = type(self._module).optimizer_zero_grad is not LightningModule.optimizer_zero_grad
+        before = [p.grad.clone() if zeroes and p.grad is not None else None for p in held]
+        self._norms.zero_grad()
         result = pipe.step((batch,), outputs=["logged"], outputs_on="all")
         assert result.loss is not None, "training_step has one"
         loss = result.loss.as_subclass(torch.Tensor)
         logged.give(self._module, result.outputs["logged"], loss)
-        # Lightning zeroes gradients between the forward and the backward, which brings them back.
-        held = [p for group in self.optimizers[0].param_groups for p in group["params"]]
+        # Lightning zeroes gradients between the forward and the backward, which adds those of this step.
         self._gradients = [(p, p.grad) for p in held if p.grad is not None]
-        for parameter, _ in self._gradients:
-            parameter.grad = None
+        for parameter, gradient in zip(held, before, strict=True):
+            parameter.grad = gradient
         return loss
 
     def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         loss = self.precision_plugin.pre_backward(closure_loss, self._module)
         for parameter, gradient in self._gradients:
-            parameter.grad = gradient
+            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
         self._gradients = []
         return self.precision_plugin.post_backward(loss, self._module)
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from math import prod
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -61,15 +62,9 @@ def together(pipe: fxpipe.Pipeline, what: str) -> AbstractContextManager[None]:
     return nullcontext() if pipe.process is None else pipe.process.agreed(what)
 
 
-@contextmanager
-def as_first(args: Any) -> Iterator[None]:
+def as_first(args: Any) -> AbstractContextManager[object]:
     """Give what is made in the block the number of the first process."""
-    state = args.distributed_state
-    number, state.process_index = state.process_index, 0
-    try:
-        yield
-    finally:
-        state.process_index = number
+    return mock.patch.object(args.distributed_state, "process_index", 0)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -27,6 +27,7 @@ from fxpipe.errors import OptionError
 from fxpipe.integrations.context import ContextParallel
 from fxpipe.integrations.experts import ExpertParallel
 from fxpipe.integrations.head_parallel import HeadParallel
+from fxpipe.integrations.lane_values import with_summed_gradient
 from fxpipe.integrations.padded_parallel import PaddedParallel
 from fxpipe.integrations.summed_gradients import SummedGradients, local_parameters
 from fxpipe.integrations.tensor_plan import dims_of
@@ -264,7 +265,6 @@ def _sum_rotary_gradient(module: nn.Module, width: int, mesh: DeviceMesh) -> Non
     def summed(*args: Any, **kwargs: Any) -> torch.Tensor:
         result: torch.Tensor = forward(*args, **kwargs)
         first, last = result.split([result.shape[-1] - width, width], -1)
-        alike: Any = DTensor.from_local(last, mesh, [Replicate()], run_check=False)
-        return torch.cat([first, alike.to_local(grad_placements=[Partial()])], -1)
+        return torch.cat([first, with_summed_gradient(last, mesh)], -1)
 
     module.forward = summed

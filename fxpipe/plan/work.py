@@ -13,10 +13,9 @@ from typing import Annotated
 
 from fxpipe.errors import SizeError
 from fxpipe.plan.curve import Amount, Curve
-from fxpipe.schedule.costs import Costs, Edge, StageBytes
+from fxpipe.schedule.costs import TIMES, Costs, Edge, StageBytes
 from fxpipe.strict import Fits, NonNegative, at_least, between, entries
 
-PHASE_FIELDS = ("forward", "backward", "weight")
 MOST_LENGTH, MOST_POWER, MOST_TERMS, MOST_CURVES = 1 << 31, 16, 1024, 256
 #: The kind of an op that only returns memory of its argument, and of one that lanes run together.
 VIEW, BETWEEN_LANES = "view", "between lanes"
@@ -182,7 +181,7 @@ class PlanWork:
         stages = []
         for stage, (cost, work) in enumerate(zip(costs.stages, self.stages, strict=True)):
             seconds = self.stage(stage, lengths, max)
-            times = {phase: float(getattr(seconds, phase)) for phase in PHASE_FIELDS}
+            times = {phase: float(getattr(seconds, phase)) for phase in TIMES.values()}
             stages.append(replace(cost, **times, **_held(work, lengths)))
         return replace(costs, stages=tuple(stages), edges=self._edges(costs, lengths))
 
@@ -207,7 +206,7 @@ class PlanWork:
             before, after = self.stage(stage, old, max), self.stage(stage, new, max, share)
             times = {
                 phase: getattr(cost, phase) * (getattr(after, phase) / getattr(before, phase))
-                for phase in PHASE_FIELDS
+                for phase in TIMES.values()
                 # A phase without ops takes no time at any size.
                 if getattr(before, phase)
             }

@@ -325,24 +325,33 @@ class PythonState:
             self._stored_by.setdefault(cls, set()).update(names.stored)
         read = names.attributes | names.texts | names.globals | {*function.__code__.co_freevars}
         self.reads |= read
-        self._followed |= read | names.stored
+        used = read | names.stored | {_setter(name) for name in names.stored}
+        self._followed |= used
         if read & {"environ", "getenv"}:
             self._todo.append(Owner("os.environ", os.environ, True))
         package = function.__globals__.get("__package__") or ""
         for path in {x for name in names.modules for x in (name, joined(package, name))} & sys.modules.keys():
             if not _is_installed(path):
                 self._follow(Owner(path, sys.modules[path], True))
-        for name in (read | names.stored) & self._waiting.keys():
+        for name in used & self._waiting.keys():
             for entry in self._waiting.pop(name):
                 self._follow(entry)
 
 
 def _methods(cls: type) -> Iterator[tuple[str, object]]:
-    """The functions of a class, by the names of their methods and properties."""
+    """The functions of a class, by the names of their methods and properties; that which sets a property by
+    another one, as code that reads it does not run that."""
     for name, x in vars(cls).items():
-        for function in (x.fget, x.fset) if isinstance(x, property) else (function_of(x),):
+        functions = {name: function_of(x)}
+        if isinstance(x, property):
+            functions = {name: x.fget, _setter(name): x.fset}
+        for each, function in functions.items():
             if isinstance(function, types.FunctionType | _CACHED):
-                yield name, function
+                yield each, function
+
+
+def _setter(name: str) -> str:
+    return f"{name} ="
 
 
 def _may_be_set(cls: type) -> bool:

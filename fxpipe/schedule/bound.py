@@ -14,6 +14,7 @@ from fxpipe.schedule.dependencies import (
     durations,
     needs,
     op_of_value,
+    sections_by_rank,
 )
 from fxpipe.schedule.ops import OpKind
 
@@ -36,10 +37,7 @@ def lower_bound(costs: Costs, placement: tuple[int, ...], microbatches: int) -> 
     behind = [exchanges[stage].sum * (kind is OpKind.W) for stage in stages for kind in SECTION_KINDS]
     head, tail = distances(waits, lasts, first, behind)
     bounds = [h + last + t for h, last, t in zip(head, lasts, tail, strict=True)]
-    sections_of: dict[int, list[int]] = {}
-    for section in range(len(lasts)):
-        sections_of.setdefault(placement[section // SECTIONS_PER_STAGE], []).append(section)
-    for mine in sections_of.values():
+    for mine in filter(None, sections_by_rank(placement)):
         work = microbatches * sum(lasts[i] for i in mine)
         bounds.append(
             min(head[i] for i in mine) + work + min(tail[i] for i in mine if i % SECTIONS_PER_STAGE == _W)

@@ -29,8 +29,8 @@ from math import inf
 
 from fxpipe.schedule.bound import distances, work_and_waits
 from fxpipe.schedule.costs import Costs
-from fxpipe.schedule.dependencies import SECTIONS_PER_STAGE, sections_of
-from fxpipe.schedule.memory_bound import StepPaths, held_on_rank
+from fxpipe.schedule.dependencies import SECTIONS_PER_STAGE, sections_by_rank
+from fxpipe.schedule.memory_bound import StepPaths, by_area
 
 
 def lower_bound_of_each(
@@ -43,19 +43,12 @@ def lower_bound_of_each(
     known = {id(costs): costs for costs in each}
     numbers = Counter(map(id, each))
     steps = [(_Way.of(costs, placement), numbers[key]) for key, costs in known.items()]
-    bounds = [_one_rank(steps, mine) for mine in _sections_by_rank(placement)]
+    bounds = [_one_rank(steps, mine) for mine in sections_by_rank(placement)]
     if all(way.is_chain for way, _ in steps):
         bounds += (_behind_one(way, steps) for way, _ in steps)
     if limits and min(limits) < inf:
-        bounds.append(_by_area([(known[key], numbers[key]) for key in known], placement, limits))
+        bounds.append(by_area([(StepPaths.of(known[key], placement), numbers[key]) for key in known], limits))
     return max(bounds)
-
-
-def _sections_by_rank(placement: tuple[int, ...]) -> list[list[int]]:
-    by_rank: list[list[int]] = [[] for _ in range(max(placement) + 1)]
-    for stage, rank in enumerate(placement):
-        by_rank[rank] += sections_of(stage)
-    return by_rank
 
 
 @dataclass(frozen=True)
@@ -134,21 +127,4 @@ def _one_rank(steps: Iterable[tuple[_Way, int]], sections: Sequence[int]) -> flo
             bound = max(bound, until - longest[0])
             heapq.heappop(able)
         now = until
-    return bound
-
-
-def _by_area(
-    steps: Sequence[tuple[Costs, int]], placement: tuple[int, ...], limits: Sequence[float]
-) -> float:
-    """Rule 3."""
-    paths = [(StepPaths.of(costs, placement), number) for costs, number in steps]
-    bound = 0.0
-    for rank, (limit, sections) in enumerate(zip(limits, _sections_by_rank(placement), strict=True)):
-        area = sum(
-            size * seconds * number for step, number in paths for size, seconds in held_on_rank(step)[rank]
-        )
-        head = min(step.head[s] for step, _ in paths for s in sections)
-        tail = min(step.tail[s] for step, _ in paths for s in sections)
-        if area:
-            bound = max(bound, head + area / limit + tail if limit else inf)
     return bound

@@ -10,6 +10,8 @@ from fxpipe.schedule.ops import Color, Phase, Validation
 from fxpipe.strict import NonNegative, at_least, entries
 
 MOST_STAGES = 1 << 31
+#: The times of a ``StageCost``, by phase.
+TIMES = {Phase.F: "forward", Phase.B: "backward", Phase.W: "weight"}
 
 _T = TypeVar("_T")
 

@@ -7,7 +7,7 @@ microbatch, has the number section · microbatches + microbatch.
 from __future__ import annotations
 
 from fxpipe.errors import ScheduleError, number_of
-from fxpipe.schedule.costs import Costs
+from fxpipe.schedule.costs import TIMES, Costs
 from fxpipe.schedule.ops import PHASES, Color, Op, OpKind, Phase, arrival
 
 Needs = tuple[tuple[int, float], ...]
@@ -16,7 +16,6 @@ Needs = tuple[tuple[int, float], ...]
 SECTION_KINDS = (OpKind.F, OpKind.B, OpKind.W)
 SECTIONS_PER_STAGE = len(SECTION_KINDS)
 _OFFSET = {Phase.F: 0, Phase.B: 1, Phase.W: 2}
-_TIMES = {Phase.F: "forward", Phase.B: "backward", Phase.W: "weight"}  # in a StageCost
 
 
 def index(color: Color) -> int:
@@ -34,6 +33,14 @@ def sections(stages: int) -> dict[OpKind, tuple[tuple[int, ...], ...]]:
 def sections_of(stage: int) -> range:
     """A stage's F, B and W."""
     return range(SECTIONS_PER_STAGE * stage, SECTIONS_PER_STAGE * (stage + 1))
+
+
+def sections_by_rank(placement: tuple[int, ...]) -> list[list[int]]:
+    """Per rank the sections of its stages."""
+    by_rank: list[list[int]] = [[] for _ in range(max(placement) + 1)]
+    for stage, rank in enumerate(placement):
+        by_rank[rank] += sections_of(stage)
+    return by_rank
 
 
 def op_of_value(value: int, microbatches: int) -> Op:
@@ -56,7 +63,7 @@ def between_lanes(costs: Costs) -> dict[int, float]:
 def durations(costs: Costs) -> dict[OpKind, tuple[float, ...]]:
     """Per kind and stage, the seconds of an op."""
     return {
-        kind: tuple(sum(getattr(cost, _TIMES[phase]) for phase in phases) for cost in costs.stages)
+        kind: tuple(sum(getattr(cost, TIMES[phase]) for phase in phases) for cost in costs.stages)
         for kind, phases in PHASES.items()
     }
 

@@ -54,7 +54,7 @@ def lower_bound_within(
     if min(limits) == inf:
         return bound
     step = StepPaths.of(costs, placement)
-    return max(bound, _by_starts(step, microbatches, limits), _by_area(step, microbatches, limits))
+    return max(bound, _by_starts(step, microbatches, limits), by_area([(step, microbatches)], limits))
 
 
 @dataclass(frozen=True)
@@ -74,8 +74,7 @@ class StepPaths:
     @staticmethod
     def of(costs: Costs, placement: tuple[int, ...]) -> StepPaths:
         seconds, waits = work_and_waits(costs, placement)
-        none = [0.0] * len(seconds)
-        head, tail = distances(waits, seconds, none, none)
+        head, tail = distances(waits, seconds)
         ranks = tuple(placement[section // SECTIONS_PER_STAGE] for section in range(len(seconds)))
         return StepPaths(ranks, seconds, waits, in_order(waits), head, tail, _staying(costs), costs)
 
@@ -202,7 +201,7 @@ def _reached(order: Sequence[int], along: Sequence[Sequence[int]]) -> list[set[i
     return reached
 
 
-def held_on_rank(step: StepPaths) -> list[list[tuple[float, float]]]:
+def _held_on_rank(step: StepPaths) -> list[list[tuple[float, float]]]:
     """Per rank the bytes that a microbatch holds, and for how many seconds at least."""
     amounts_of: list[list[tuple[float, float]]] = [[] for _ in range(1 + max(step.rank))]
     ways: dict[int, dict[int, float]] = {}  # from a section's start to that of others
@@ -223,17 +222,20 @@ def held_on_rank(step: StepPaths) -> list[list[tuple[float, float]]]:
     return amounts_of
 
 
-def _by_area(step: StepPaths, microbatches: int, limits: Sequence[float]) -> float:
-    """Rule 6."""
-    longest = 0.0
-    for rank, amounts in enumerate(held_on_rank(step)):
-        area = sum(size * seconds for size, seconds in amounts)
-        sections = [s for s in range(len(step.rank)) if step.rank[s] == rank]
-        if not area or limits[rank] == inf:
+def by_area(steps: Sequence[tuple[StepPaths, int]], limits: Sequence[float]) -> float:
+    """Rule 6, for microbatches of several kinds, so many of each."""
+    paths, longest = [step for step, _ in steps], 0.0
+    held = [(_held_on_rank(step), number) for step, number in steps]
+    for rank, limit in enumerate(limits):
+        amounts = [each for amounts_of, _ in held for each in amounts_of[rank]]
+        area = sum(n * sum(size * seconds for size, seconds in amounts_of[rank]) for amounts_of, n in held)
+        if not area or limit == inf:
             continue
-        head, tail = min(step.head[s] for s in sections), min(step.tail[s] for s in sections)
-        most = _multiple(limits[rank], [size for size, _ in amounts])
-        longest = max(longest, inf if not most else head + microbatches * area / most + tail)
+        sections = [s for s, home in enumerate(paths[0].rank) if home == rank]
+        head = min(step.head[s] for step in paths for s in sections)
+        tail = min(step.tail[s] for step in paths for s in sections)
+        most = _multiple(limit, [size for size, _ in amounts])
+        longest = max(longest, head + area / most + tail if most else inf)
     return longest
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from fxpipe.errors import ScheduleError, number_of
 from fxpipe.schedule.bound import lower_bound
-from fxpipe.schedule.costs import Costs
+from fxpipe.schedule.costs import TIMES, Costs
 from fxpipe.schedule.engine.arrays import ScheduleArrays, least_period, schedule_arrays
 from fxpipe.schedule.engine.kernel import TIE_BREAK, score
 from fxpipe.schedule.engine.order import Order, OrderTimes
@@ -166,8 +166,7 @@ class Problem:
     def with_mean_costs(self) -> Problem:
         """This problem with the mean times for all stages; memory stays."""
         stages = self.costs.stages
-        names = ("forward", "backward", "weight")
-        mean = {name: sum(getattr(stage, name) for stage in stages) / len(stages) for name in names}
+        mean = {name: sum(getattr(stage, name) for stage in stages) / len(stages) for name in TIMES.values()}
         return replace(self, costs=replace(self.costs, stages=tuple(replace(s, **mean) for s in stages)))
 
     def order(self, ops: RankOps) -> Order:

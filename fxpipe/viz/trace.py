@@ -6,7 +6,7 @@
       counters "memory of rank r"                bytes by kind
     flows from an op to the ops that take its messages, with the names and bytes of their tensors
 
-Times are in microseconds, from the begin of the step on.
+Times are in microseconds, from 0, the begin of the step, on.
 """
 
 from __future__ import annotations
@@ -45,16 +45,15 @@ def trace_events(source: ReportSource) -> list[Event]:
     """All events: names of processes and threads, ops, idle spans, links, counters, flows."""
     plan, measured = source.plan, source.measured
     timeline = simulate(plan.ordered, plan.costs)
-    begin = timeline.begin
     events = [
         *_names(PREDICTED, f"predicted: {plan.model}, {plan.schedule}", plan.ranks),
-        *_step(PREDICTED, timeline, timeline.spans, waits(timeline), begin, source.graph),
-        *_links(timeline, begin),
-        *_memory(source, timeline, begin),
+        *_step(PREDICTED, timeline, timeline.spans, waits(timeline), source.graph),
+        *_links(timeline),
+        *_memory(source, timeline),
     ]
     if measured is not None:
         events += _names(MEASURED, f"measured: {plan.model}, {plan.schedule}", plan.ranks)
-        events += _step(MEASURED, timeline, measured, measured_waits(timeline, measured), 0.0, source.graph)
+        events += _step(MEASURED, timeline, measured, measured_waits(timeline, measured), source.graph)
     return events
 
 
@@ -85,22 +84,19 @@ def _step(
     timeline: Timeline,
     spans: Sequence[Sequence[Span]],
     causes: Sequence[Sequence[IdleWait]],
-    begin: float,
     graph: GraphRecord | None,
 ) -> Iterator[Event]:
     for rank, rank_spans in enumerate(spans):
-        free = begin
+        free = 0.0
         for (op, start, end), wait in zip(rank_spans, causes[rank], strict=True):
             # Shorter gaps are rounding, and would be most of the events.
             if _micro(start - free) > _LEAST:
                 name = _waiting(wait, spans)
-                yield _span(
-                    process, rank + 1, name, free - begin, start - begin, "idle", cause=str(wait.cause)
-                )
+                yield _span(process, rank + 1, name, free, start, "idle", cause=str(wait.cause))
             args = {"stage": op.stage, "microbatch": op.microbatch, "does": MEANING[op.kind]}
-            yield _span(process, rank + 1, str(op), start - begin, end - begin, str(op.kind), **args)
+            yield _span(process, rank + 1, str(op), start, end, str(op.kind), **args)
             free = end
-    yield from _flows(process, timeline, spans, begin, graph)
+    yield from _flows(process, timeline, spans, graph)
 
 
 def _waiting(wait: IdleWait, spans: Sequence[Sequence[Span]]) -> str:
@@ -115,11 +111,7 @@ def _waiting(wait: IdleWait, spans: Sequence[Sequence[Span]]) -> str:
 
 
 def _flows(
-    process: int,
-    timeline: Timeline,
-    spans: Sequence[Sequence[Span]],
-    begin: float,
-    graph: GraphRecord | None,
+    process: int, timeline: Timeline, spans: Sequence[Sequence[Span]], graph: GraphRecord | None
 ) -> Iterator[Event]:
     """The arrows from the end of the op that sends to the begin of the one that takes the message."""
     ran = runs(spans)
@@ -140,23 +132,23 @@ def _flows(
             args = {"bytes": int(edge.bytes), "tensors": ", ".join(named) or "not known"}
             flow = {"cat": "message", "name": name, "pid": process, "id": process * 10**9 + number,
                     "args": args}  # fmt: skip
-            yield {"ph": "s", **flow, "tid": home + 1, "ts": _inside(source, begin, last=True)}
-            yield {"ph": "f", "bp": "e", **flow, "tid": rank + 1, "ts": _inside(target, begin, last=False)}
+            yield {"ph": "s", **flow, "tid": home + 1, "ts": _inside(source, last=True)}
+            yield {"ph": "f", "bp": "e", **flow, "tid": rank + 1, "ts": _inside(target, last=False)}
 
 
 def _text(color: Color) -> str:
     return f"{color.phase}{color.stage}"
 
 
-def _inside(span: Span, begin: float, last: bool) -> float:
+def _inside(span: Span, last: bool) -> float:
     """A time within a span, near its end or its begin: a flow belongs to the span around its time."""
-    start, end = _micro(span.start - begin), _micro(span.end - begin)
+    start, end = _micro(span.start), _micro(span.end)
     # A thousandth, so that it is inside after rounding, too.
     near = (end - start) / 1000
     return round(end - near if last else start + near, 3)
 
 
-def _links(timeline: Timeline, begin: float) -> Iterator[Event]:
+def _links(timeline: Timeline) -> Iterator[Event]:
     """Transfers and exchanges, in a thread for each rank and kind that has any."""
     ranks = timeline.schedule.ranks
     for rank in range(ranks):
@@ -172,10 +164,10 @@ def _links(timeline: Timeline, begin: float) -> Iterator[Event]:
             if spans:
                 yield from _thread(PREDICTED, thread, f"rank {rank}, {kind}", rank)
             for name, start, end in spans:
-                yield _span(PREDICTED, thread, name, start - begin, end - begin, kind)
+                yield _span(PREDICTED, thread, name, start, end, kind)
 
 
-def _memory(source: ReportSource, timeline: Timeline, begin: float) -> Iterator[Event]:
+def _memory(source: ReportSource, timeline: Timeline) -> Iterator[Event]:
     """A counter for each rank, with a series for each kind of memory."""
     for rank, (fixed, rank_changes) in enumerate(zip(standing(source.plan), changes(timeline), strict=True)):
         levels: dict[str, float] = {
@@ -187,7 +179,7 @@ def _memory(source: ReportSource, timeline: Timeline, begin: float) -> Iterator[
         for time, kind, _, size in rank_changes:
             levels[str(kind)] += size
             # Of several changes at one moment the last level counts.
-            at[_micro(time - begin)] = dict(levels)
+            at[_micro(time)] = dict(levels)
         for time, sizes in at.items():
             args = {kind: round(size) for kind, size in sizes.items()}
             yield {"ph": "C", "name": name, "pid": PREDICTED, "ts": time, "args": args}

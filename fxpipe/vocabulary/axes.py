@@ -135,16 +135,18 @@ def is_total(node: fx.Node, axes: dict[fx.Node, int]) -> bool:
 
 def is_argmax(node: fx.Node, axes: dict[fx.Node, int]) -> bool:
     """Whether the largest entry over the vocabulary is asked for."""
-    logits: fx.Node = node.args[0]  # type: ignore[assignment]
-    is_known = node.target is aten.argmax.default and logits in axes
-    return is_known and dims_of(node, logits.meta["val"].dim()) == {axes[logits]}
+    return node.target is aten.argmax.default and _is_of_logits(node, axes)
 
 
 def is_logsumexp(node: fx.Node, axes: dict[fx.Node, int]) -> bool:
     """Whether the logarithm of the sum of exponentials over the vocabulary is asked for."""
+    return node.target is aten.logsumexp.default and _is_of_logits(node, axes)
+
+
+def _is_of_logits(node: fx.Node, axes: dict[fx.Node, int]) -> bool:
+    """Whether an op goes along the vocabulary alone."""
     logits: fx.Node = node.args[0]  # type: ignore[assignment]
-    is_known = node.target is aten.logsumexp.default and logits in axes
-    return is_known and dims_of(node, logits.meta["val"].dim()) == {axes[logits]}
+    return logits in axes and dims_of(node, logits.meta["val"].dim()) == {axes[logits]}
 
 
 def whole(node: fx.Node) -> VocabularyError:

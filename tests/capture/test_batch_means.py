@@ -284,6 +284,100 @@ def balanced_by_turns(logits, y, more):
     return mean(logits, y, more) + sum(terms)
 
 
+def error_of_each_feature(logits, y, more):
+    wanted = F.one_hot(y.clamp(min=0), WORDS).to(logits.dtype)
+    return (logits - wanted).square().flatten(0, 1).mean(0).sqrt().mean()
+
+
+def dice(logits, y, more):
+    """Of each class."""
+    shares = logits.softmax(-1).flatten(0, 1)
+    wanted = F.one_hot(y.clamp(min=0), WORDS).to(logits.dtype).flatten(0, 1)
+    return 1 - (2 * (shares * wanted).sum(0) / (shares.sum(0) + wanted.sum(0) + 1)).mean()
+
+
+def with_prior(logits, y, more):
+    counts = torch.bincount(y.clamp(min=0).flatten(), minlength=WORDS)
+    return mean(logits + (counts + 1).to(logits.dtype).log(), y, more)
+
+
+def correlation(logits, y, more):
+    return torch.corrcoef(torch.stack([more[0][:, 0, 0], y[:, 0].to(logits.dtype)]))[0, 1]
+
+
+def distance(logits, y, more):
+    return torch.dist(more[0], torch.zeros_like(more[0]))
+
+
+def relativistic(logits, y, more):
+    return F.softplus(logits[..., 0] - more[0].mean()).mean()
+
+
+def halves(logits, y, more):
+    """Labels for the first half, and another loss of the others."""
+    half = len(y) // 2
+    return per_token(logits[:half], y[:half]).mean() + logits[half:].softmax(-1).square().mean()
+
+
+def one_of_all(logits, y, more):
+    return mean(logits, y, more) + more[0][-1].square().mean()
+
+
+def views(logits, y, more):
+    """As where the loop puts two views of each picture into one batch."""
+    one, other = more[0].mean(1).chunk(2)
+    return -(one * other).sum(-1).mean()
+
+
+def over_the_rows(logits, y, more):
+    """Attention along the leading dimension, as if it were that of the words."""
+    h = more[0].transpose(0, 1)
+    return F.scaled_dot_product_attention(h, h, h).square().mean()
+
+
+def graph(logits, y, more):
+    h = more[0].mean(1)
+    return ((h @ h.T).softmax(-1) @ h).square().mean()
+
+
+def recurrent(logits, y, more):
+    state = torch.zeros_like(more[0][0])
+    for row in more[0]:
+        state = torch.tanh(state + row)
+    return state.square().mean()
+
+
+def convolved(logits, y, more):
+    return F.conv1d(more[0][..., 0].T[None], torch.ones(1, LENGTH, 2)).square().mean()
+
+
+def each_row(logits, y, more):
+    return sum(
+        per_token(row[None], labels[None]).mean() for row, labels in zip(logits, y, strict=True)
+    ) / len(y)
+
+
+def pairs_of_neighbours(logits, y, more):
+    scores = logits[:, 0, 0]
+    return -F.logsigmoid(scores[0::2] - scores[1::2]).mean()
+
+
+def views_of_each(logits, y, more):
+    """Both are made of the rows of a microbatch."""
+    one, other = torch.cat([more[0], more[0].sin()]).flatten(1).chunk(2)
+    return -F.cosine_similarity(one, other).mean()
+
+
+def along_the_words(logits, y, more):
+    """Attention and a recurrence along another dimension than that of the rows, which is the second."""
+    h = more[0].transpose(0, 1)
+    state = torch.zeros_like(h[0])
+    for word in h:
+        state = torch.tanh(state + word)
+    h = F.scaled_dot_product_attention(more[0], more[0], more[0])
+    return state.square().mean() + h.square().mean() + per_token(logits[:, :3].flip(1), y[:, 1:4]).mean()
+
+
 OTHER_FUNCTIONS = {
     **{
         flooded: r"abs\(",
@@ -296,11 +390,18 @@ OTHER_FUNCTIONS = {
     **{mirrored: r"flip\(", geometric: r"mul\(", by_frequency: "the weights of labels"},
     **{smooth_largest: r"logsumexp\(", weights_of_two: r"softmax\("},
     **{positives: r"binary_cross_entropy_with_logits\("},
+    **{error_of_each_feature: r"sqrt\(", dice: r"div\(", with_prior: r"add\(", distance: r"dist\("},
+    **{correlation: "", relativistic: r"sub\(", halves: r"slice\(", one_of_all: r"select\("},
+    **{views: r"mul\(", over_the_rows: r"bmm\(", graph: r"mm\(", recurrent: r"select\("},
+    **{convolved: r"convolution\("},
 }
+SUMS_OVER_ROWS = [even, each_row, pairs_of_neighbours, views_of_each, along_the_words]
 
 
 @pytest.mark.parametrize(
-    "loss", [*OTHER_FUNCTIONS, balanced, balanced_by_turns, centered, even], ids=lambda f: f.__name__
+    "loss",
+    [*OTHER_FUNCTIONS, balanced, balanced_by_turns, centered, *SUMS_OVER_ROWS],
+    ids=lambda f: f.__name__,
 )
 def test_other_functions_of_the_rows_are_told(loss):
     """With a warning, where they are of the loss; what balances the rows is in ``explain``."""
@@ -312,7 +413,7 @@ def test_other_functions_of_the_rows_are_told(loss):
         ).plan
     told = [str(x.message) for x in given if "the mean of their losses is another one" in str(x.message)]
     assert len(told) == (loss in OTHER_FUNCTIONS)
-    assert bool(plan.own_means) == (loss is not even)
+    assert bool(plan.own_means) == (loss not in SUMS_OVER_ROWS)
     if told:
         assert re.search(
             rf"{OTHER_FUNCTIONS[loss]}.* \(test_batch_means.py:\d+\), of which fxpipe cannot", told[0]
@@ -327,6 +428,14 @@ def summed_labels(logits, y, more):
     return F.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="sum") + mean(logits, y, more)
 
 
+def by_a_product(logits, y, more):
+    return torch.dot(more[0].flatten(), more[0].flatten()) + mean(logits, y, more)
+
+
+def by_two_matrices(logits, y, more):
+    return (torch.ones(len(y)) @ more[0][:, 0].square()).mean()
+
+
 def of_another_number(logits, y, more):
     """As if divided by the rows of a batch of 14."""
     return per_token(logits, y).mean(1).sum() / 14
@@ -336,7 +445,7 @@ def by_rows(logits, y, more):
     return -per_token(logits, y).sum() / len(y) + more[0].square().sum() * (1 / y.numel())
 
 
-@pytest.mark.parametrize("loss", [summed, summed_labels, of_another_number])
+@pytest.mark.parametrize("loss", [summed, summed_labels, of_another_number, by_a_product, by_two_matrices])
 def test_a_sum_without_a_divisor_is_told(loss):
     """Its mean over microbatches is a part of the whole batch's sum."""
     example = tuple(t[:ROWS] for t in batch_of(6))
@@ -348,6 +457,144 @@ def test_a_sum_without_a_divisor_is_told(loss):
         fxpipe.compile(Model(loss), example, microbatches=3, mean="microbatch", **options)
         fxpipe.compile(Model(loss), example, microbatches=1, **options)
         fxpipe.compile(Model(by_rows), example, microbatches=3, **options)
+
+
+class InnerStep(nn.Module):
+    """Updates its weights within the forward, by the rows that it gets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
+
+    def forward(self, x, y):
+        h = self.first(x).tanh()
+        slope, *_ = torch.autograd.grad(F.mse_loss(self.last(h), y), self.last.weight, create_graph=True)
+        return F.mse_loss(F.linear(h, self.last.weight - 0.1 * slope, self.last.bias), y)
+
+
+def test_an_update_within_the_forward_is_told():
+    example = torch.ones(ROWS, WIDTH), torch.ones(ROWS, 1)
+    with pytest.warns(UserWarning, match=r"takes addmm\(.*a number of all rows for each of them"):
+        fxpipe.compile(InnerStep(), example, ranks=1, microbatches=3, schedule="1f1b", check=False)
+
+
+def _slope(model, x, y, loss, reduction="mean"):
+    x = x.detach().requires_grad_()
+    return torch.autograd.grad(loss(model(x), y, reduction=reduction), x, create_graph=True)[0]
+
+
+def _labels(y):
+    return y.argmax(-1)
+
+
+#: What a forward computes with the gradient of its inputs -> whether that is another number in a microbatch.
+OF_SLOPES = {
+    "a step": (lambda m, x, y: m(x + _slope(m, x, y, F.mse_loss)).square().mean(), True),
+    "a penalty": (lambda m, x, y: _slope(m, x, y, F.mse_loss).square().sum(1).mean(), True),
+    "of a mean of outputs": (
+        lambda m, x, y: (
+            (torch.autograd.grad(m(x.requires_grad_()).mean(), x, create_graph=True)[0].norm(dim=1) - 1)
+            .square()
+            .mean()
+        ),
+        True,
+    ),
+    "of labels": (
+        lambda m, x, y: m(x + _slope(m, x, _labels(y), F.cross_entropy)).square().mean(),
+        True,
+    ),
+    "of a sum": (lambda m, x, y: m(x + _slope(m, x, y, F.mse_loss, "sum")).square().mean(), False),
+    "of a sum of labels": (
+        lambda m, x, y: m(x + _slope(m, x, _labels(y), F.cross_entropy, "sum")).square().mean(),
+        False,
+    ),
+    "a sign": (
+        lambda m, x, y: m(x + _slope(m, x, _labels(y), F.cross_entropy).sign()).square().mean(),
+        False,
+    ),
+    "a direction": (
+        lambda m, x, y: m(x + F.normalize(_slope(m, x, y, F.mse_loss))).square().mean(),
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OF_SLOPES)
+def test_a_gradient_of_a_mean_within_the_forward_is_told(name):
+    """If it is used as it is: its sign and its direction are the same in a microbatch and a batch."""
+    function, is_told = OF_SLOPES[name]
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Linear(WIDTH, 3)
+
+        def forward(self, x, y):
+            return function(self.body, x, y)
+
+    example = torch.randn(ROWS, WIDTH), torch.randn(ROWS, 3)
+    with warnings.catch_warnings(record=True) as given:
+        warnings.simplefilter("always")
+        fxpipe.compile(Net(), example, ranks=1, microbatches=3, schedule="1f1b", check=False)
+    told = [x for x in given if "gradient of a mean over the rows" in str(x.message)]
+    assert len(told) == is_told
+
+
+class Changing(nn.Module):
+    """A forward with a buffer that a function changes; ``reads``: whether the loss depends on it."""
+
+    def __init__(self, start: torch.Tensor, change: Callable[..., torch.Tensor], reads: bool = True) -> None:
+        super().__init__()
+        self.layer, self.change, self.reads = nn.Linear(WIDTH, WIDTH), change, reads
+        self.register_buffer("kept", start)
+
+    def forward(self, x):
+        h = self.layer(x)
+        with torch.no_grad():
+            self.kept.copy_(self.change(self.kept, h, self.layer))
+        return (h + self.kept if self.reads else h).square().mean()
+
+
+CALLS = torch.zeros(()), lambda kept, h, layer: kept + 1
+AVERAGE = torch.zeros(WIDTH), lambda kept, h, layer: 0.9 * kept + 0.1 * layer.bias
+CENTER = torch.zeros(WIDTH), lambda kept, h, layer: 0.9 * kept + 0.1 * h.mean(0)
+HIDDEN = torch.zeros(ROWS, WIDTH), lambda kept, h, layer: (kept + h).tanh()
+NEWEST = torch.zeros(ROWS, WIDTH), lambda kept, h, layer: h
+
+
+@pytest.mark.parametrize(
+    ("model", "told"),
+    [
+        (lambda: Changing(*CALLS), "loss depends on kept .*, which the forward changes"),
+        (lambda: Changing(*AVERAGE), "loss depends on kept .*, which the forward changes"),
+        (lambda: Changing(*CENTER), "loss depends on kept .*, which the forward changes"),
+        (lambda: Changing(*HIDDEN), "keeps a part for each row in kept"),
+        (lambda: Changing(*NEWEST), ""),
+        (lambda: Changing(*CALLS, reads=False), ""),
+        (lambda: Changing(*HIDDEN, reads=False), ""),
+        (lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Flatten(0), Mean()), ""),
+    ],
+    ids=["calls", "average", "center", "hidden", "newest", "unread calls", "unread rows", "norm"],
+)
+def test_what_a_forward_of_the_whole_batch_changes_once_is_told(model, told):
+    """If the loss depends on it; and what it keeps for each row."""
+    options = {"ranks": 1, "schedule": "1f1b", "check": False}
+    example = (torch.ones(ROWS, WIDTH),)
+    with warnings.catch_warnings(record=True) as given:
+        warnings.simplefilter("always")
+        fxpipe.compile(model(), example, microbatches=3, **options)
+    texts = [str(x.message) for x in given if "microbatch" in str(x.message)]
+    assert len(texts) == bool(told)
+    assert not told or re.search(told, texts[0])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fxpipe.compile(model(), example, microbatches=3, mean="microbatch", **options)
+        fxpipe.compile(model(), example, microbatches=1, **options)
+
+
+class Mean(nn.Module):
+    def forward(self, x):
+        return x.square().mean()
 
 
 def test_gradients_by_frequency_are_told():
@@ -415,16 +662,19 @@ class Counted(Model):
         (("sum", lambda x: x), {"ranks": 2, "vocab_parallel": "1-barrier"}),
         (("none", torch.sum), {}),
         (("none", torch.mean), {}),
+        (("sum", lambda x: x), {"number": float}),
     ],
-    ids=["sum", "vocabulary", "sum of all", "mean"],
+    ids=["sum", "vocabulary", "sum of all", "mean", "no integer"],
 )
 def test_a_number_of_all_labels(loss, options):
     """A sum over rows has to be divided by each microbatch's share of it, a mean by all of it."""
+    options, number = dict(options), options.get("number", int)
+    options.pop("number", None)
     torch.manual_seed(0)
     model = Counted(loss).double()
     x, y = torch.randint(WORDS, (6, LENGTH)), torch.randint(WORDS, (6, LENGTH))
     y[0], y[3, 1:] = -100, -100
-    batch = {"x": x, "y": y, "number": (y != -100).sum()}
+    batch = {"x": x, "y": y, "number": torch.tensor(number((y != -100).sum()))}
     expected = model(**batch)
     expected.backward()
     example = {name: value[:ROWS] if value.dim() else value for name, value in batch.items()}
@@ -434,6 +684,36 @@ def test_a_number_of_all_labels(loss, options):
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(result.grads[name], parameter.grad, rtol=1e-9, atol=1e-12)
     assert bool(pipe.plan.batch_means) == (loss[1] is not torch.mean)
+
+
+@pytest.mark.parametrize(
+    "loss", [F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.binary_cross_entropy_with_logits]
+)
+def test_a_sum_of_errors_by_a_number_of_all(loss):
+    torch.manual_seed(0)
+    model = nn.Linear(WIDTH, 3).double()
+    batch = {"input": torch.randn(6, WIDTH).double(), "y": torch.rand(6, 3).double(), "n": torch.tensor(18)}
+    few = {name: x[:ROWS] if x.dim() else x for name, x in batch.items()}
+
+    def loss_fn(output, rows):
+        return loss(output, rows["y"], reduction="sum") / rows["n"]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pipe = fxpipe.compile(model, few, loss_fn=loss_fn, ranks=1, microbatches=3, schedule="1f1b")
+    torch.testing.assert_close(pipe.run_local(batch).loss, loss_fn(model(batch["input"]), batch).detach())
+
+
+@pytest.mark.parametrize("factor", ["leaf", "parameter"])
+def test_a_sum_times_a_number_is_told(factor):
+    example = {"x": torch.ones(ROWS, WIDTH), "n": torch.tensor(0.1)}
+
+    class Scaled(nn.Linear):
+        def forward(self, x, n):
+            return super().forward(x).square().sum() * (n if factor == "leaf" else self.bias[0].reshape(()))
+
+    with pytest.warns(UserWarning, match="sum over rows that nothing divides"):
+        fxpipe.compile(Scaled(WIDTH, 1), example, ranks=1, microbatches=3, schedule="1f1b", check=False)
 
 
 @pytest.mark.parametrize(

@@ -90,3 +90,38 @@ def test_messages_say_what_to_give():
         BatchError, match=r"\(4, 7\); 2 microbatches of \(2, 4\) make \(4, 4\).* is for one shape"
     ):
         pipe.run_local({"x": torch.zeros(4, 7), "y": y, "scale": 2})
+
+
+def test_what_loss_fn_puts_into_the_batch_is_told():
+    """The loop would look for it there."""
+
+    def keeps(output, batch):
+        batch["output"] = output.detach()
+        return loss_fn(output, batch)
+
+    example = {"input": torch.ones(2, 4), "y": torch.ones(2, 4)}
+    with pytest.warns(UserWarning, match="loss_fn puts 'output' into its microbatch"):
+        compiled(Net(), example, loss_fn=keeps)
+
+
+@pytest.mark.parametrize(
+    ("leaf", "example", "remedy"),
+    [
+        (torch.ones(4), torch.ones(4), "If all rows share this tensor, make it a buffer"),
+        ([0.5] * 4, [0.5] * 2, "Give 'scale' as one tensor of all rows"),
+    ],
+    ids=["shared", "a list"],
+)
+def test_a_leaf_without_rows_is_refused(leaf, example, remedy):
+    """A vector that all rows share, and a list that has a number for each row."""
+
+    def scaled(output, batch):
+        return torch.as_tensor(batch["scale"]).mean() * (output - batch["y"]).square().mean()
+
+    rows = {"input": torch.ones(4, 4), "y": torch.ones(4, 4)}
+    few = {name: x[:2] for name, x in rows.items()}
+    pipe = fxpipe.compile(
+        Net(), few | {"scale": example}, ranks=1, microbatches=2, schedule="1f1b", loss_fn=scaled
+    )
+    with pytest.raises(BatchError, match=remedy):
+        pipe.step(rows | {"scale": leaf})

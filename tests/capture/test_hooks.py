@@ -124,3 +124,52 @@ def test_a_hook_that_changes_a_value_is_captured(name):
     for key, parameter in net.named_parameters():
         if parameter.grad is not None:
             torch.testing.assert_close(found.grads[key], parameter.grad)
+
+
+MASK = torch.arange(4) % 2
+
+#: Hooks of a gradient -> how the warning names the op; "" for what is the same for the sum of microbatches.
+OF_PARAMETERS = {
+    r"weight .*: clamp ": lambda grad: grad.clamp(-1e-3, 1e-3),
+    r"weight .*: div ": lambda grad: grad / (grad.norm() + 1),
+    r"weight .*: sign ": lambda grad: 0.1 * grad.sign(),
+    r"weight .*: add ": lambda grad: grad + torch.ones(4, 4),
+    r"weight .*: where ": lambda grad: torch.where(grad.abs() > 1e-2, grad, 0),
+    "": lambda grad: torch.where(MASK > 0, 0.5 * grad * MASK - grad.mean(1, keepdim=True), 0),
+}
+
+
+def _told_of(net, **options):
+    with warnings.catch_warnings(record=True) as given:
+        warnings.simplefilter("always")
+        fxpipe.compile(net, (torch.randn(2, 4),), ranks=1, schedule="1f1b", check=False, **options)
+    return [str(x.message) for x in given if "microbatch" in str(x.message)]
+
+
+@pytest.mark.parametrize("says", OF_PARAMETERS)
+def test_a_hook_of_a_parameter_that_is_not_linear_is_told(says):
+    """Each microbatch's summand goes through it, not their sum."""
+    net = Net()
+    net.a.weight.register_hook(OF_PARAMETERS[says])
+    told = _told_of(net, microbatches=2)
+    assert len(told) == bool(says)
+    assert not told or re.search(rf"hook of the gradient of a.{says}\(.*test_hooks.py:\d+\)", told[0])
+    assert not _told_of(net, microbatches=1)
+    assert not _told_of(net, microbatches=2, mean="microbatch")
+
+
+@pytest.mark.parametrize(
+    ("hook", "says"),
+    [
+        (lambda grad: grad / grad.norm(), "number of the gradients of all rows: linalg_vector_norm"),
+        (lambda grad: grad * (grad.abs() < grad.abs().max()), "number of the gradients of all rows: max"),
+        (lambda grad: grad.clamp(-1, 1) / (1 + grad.norm(dim=1, keepdim=True)), ""),
+    ],
+    ids=["norm", "largest", "of each row"],
+)
+def test_a_hook_that_joins_rows_is_told(hook, says):
+    net = Net()
+    net.of_tensor = hook
+    told = _told_of(net, microbatches=2)
+    assert len(told) == bool(says)
+    assert not told or says in told[0]

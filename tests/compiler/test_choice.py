@@ -21,7 +21,7 @@ from zoo import (
 
 import fxpipe
 from fxpipe.cli import main
-from fxpipe.compiler.choice.choose import Costing
+from fxpipe.compiler.choice.costing import Costing
 from fxpipe.cost.devices.known_devices import CPU
 from fxpipe.errors import LimitError, OptionError, ScheduleError
 from fxpipe.ir.graph import Kind, Phase

@@ -16,6 +16,7 @@ import torch
 from launch import forked
 from safetensors.torch import load_file
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 from zoo import in_double_precision
 
 transformers = pytest.importorskip("transformers")
@@ -429,6 +430,16 @@ class ByHand(lightning_worker.Net):
     automatic_optimization = False
 
 
+class Backward(lightning_worker.Net):
+    def backward(self, loss):
+        (0.1 * loss).backward()
+
+
+class NeverZeroes(lightning_worker.Net):
+    def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
+        pass
+
+
 class Several(lightning_worker.Net):
     def configure_optimizers(self):
         return [torch.optim.SGD(self.parameters(), lr=0.1) for _ in range(2)]
@@ -442,6 +453,7 @@ RUNS: dict[str, tuple[Any, dict[str, Any], int]] = {
     "A step of Epochs uses self.current_epoch": (Epochs, {}, 8),
     "self.log('metric', …) in training_step takes a tensor or a number": (Modules, {}, 8),
     "automatic_optimization=False": (ByHand, {}, 8),
+    "backward of the module would not run": (Backward, {}, 8),
     "accumulate_grad_batches: give larger batches": (lightning_worker.Net, {"accumulate_grad_batches": 2}, 8),
     "clips by the norm of all gradients": (
         lightning_worker.Net,
@@ -460,6 +472,20 @@ def test_what_a_strategy_does_not_do_is_refused(text):
     trainer = pl.Trainer(devices=1, strategy=strategy, **quiet, **options)
     with pytest.raises((OptionError, CaptureError), match=re.escape(text)):
         trainer.fit(module(), *lightning_worker.loaders(rows))
+
+
+def test_a_module_zeroes_its_gradients_itself():
+    """Or lets them add up."""
+    states = []
+    for options in ({}, {"strategy": PipelineStrategy(microbatches=4, schedule="1f1b")}):
+        quiet = {"logger": False, "enable_checkpointing": False, "max_epochs": 1} | lightning_worker.QUIET
+        module = NeverZeroes().double()
+        x, y = lightning_worker.loaders()[0].dataset.tensors
+        data = DataLoader(TensorDataset(x.double(), y), batch_size=8)
+        pl.Trainer(devices=1, precision="64-true", **quiet, **options).fit(module, data)
+        states.append(module.state_dict())
+    for name, tensor in states[0].items():
+        torch.testing.assert_close(states[1][name], tensor, rtol=1e-9, atol=1e-12)
 
 
 def assert_accelerated(directory: Path, rel: float) -> None:

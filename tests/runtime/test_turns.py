@@ -4,6 +4,7 @@ import gc
 import re
 import threading
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fxpipe
 from fxpipe.errors import DeadlockError, RunError
 from fxpipe.runtime.program import losses
-from fxpipe.runtime.ranks.local import LocalWorld
+from fxpipe.runtime.ranks.local import LocalComm, LocalWorld, layout_of
 from fxpipe.runtime.ranks.turns import run_all
 
 RANKS, MICROBATCHES, LAYERS = 2, 3, 4
@@ -155,6 +156,21 @@ def test_with_blocks_of_a_rank_hold_in_its_turns():
     assert found == [(False, True, torch.float16), before]
     assert (seen.names, other.names) == (["aten::ones", "aten::cos"], ["aten::ones", "aten::sin"])
     assert state() == before == (True, False, torch.bfloat16)
+
+
+def test_a_rank_may_write_to_what_all_ranks_get():
+    """As a program does, where an op is the last one to read a value."""
+    world, given = LocalWorld(2), [torch.zeros(2, 3), torch.ones(2, 3)]
+
+    def take_and_write(rank):
+        comm = LocalComm(world, rank)
+        pending = comm.collective("all_gather", given[rank], layout_of(given[rank]), -1, group=0)
+        parts = comm.wait(pending)
+        return [part.clone() for part in parts], [part.fill_(7) for part in parts]
+
+    mains = [partial(take_and_write, rank) for rank in range(2)]
+    for parts, _ in run_all(world, mains, lambda rank: f"F{rank}.0", 1, torch.device("cpu")):
+        assert all(map(torch.equal, parts, given))
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import combinations, repeat
 
 import numpy as np
+from on_device import OnDevice
 
-from fxpipe.schedule.lowering.execution import DEVICES, Execution, Rank, execution
+from fxpipe.schedule.lowering.execution import Execution, execution
 from fxpipe.schedule.lowering.instructions import (
     AllReduceGradient,
     Collective,
@@ -31,9 +32,6 @@ from fxpipe.schedule.lowering.instructions import (
     WaitTransfer,
 )
 from fxpipe.schedule.ops import PHASES, Activation, Color, Direction, Op, Phase, arrival
-
-#: With nothing but what streams and events promise.
-FREE = replace(DEVICES, run_ahead=None)
 
 Places = Sequence[Mapping[Activation, Iterable[Hashable]]]
 """Per rank the parts of the offload pool that an activation takes."""
@@ -54,11 +52,13 @@ class Access:
     what: Instruction | str
 
 
-class Recorded(Rank):
+class Recorded(OnDevice):
     """A rank that adds the accesses of its kernels to ``found``.
 
     ``coming``: of the kernels that the instruction is about to start.
     """
+
+    run_ahead = None  # nothing but what streams and events promise
 
     def __init__(self, *arguments, found: list[Access], places: Places | None) -> None:
         super().__init__(*arguments)
@@ -162,7 +162,7 @@ def races(
 ) -> list[tuple[Access, Access]]:
     """The pairs of accesses that nothing orders, in programs that end."""
     accesses: list[Access] = []
-    graph = execution(programs, placement, FREE, rank=partial(rank, found=accesses, places=places))
+    graph = execution(programs, placement, rank=partial(rank, found=accesses, places=places))
     clocks = _clocks(graph)
     found: defaultdict[tuple[int, Hashable], list[Access]] = defaultdict(list)
     for access in accesses:

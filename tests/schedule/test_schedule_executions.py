@@ -7,6 +7,7 @@ from itertools import pairwise, product
 
 import pytest
 from executions_campaign import SHARES, VOCABULARIES, cases, check
+from on_device import OnDevice
 from races import DividesAtOnce, last_gradients, races
 from test_schedule_lowering import HEADS, hand, head_edges
 
@@ -15,7 +16,7 @@ from fxpipe.schedule.costs import StageCost, chain
 from fxpipe.schedule.families.registry import FAMILIES
 from fxpipe.schedule.lowering.channels import in_rounds
 from fxpipe.schedule.lowering.deadlock import connections_of, prove, stuck_at
-from fxpipe.schedule.lowering.execution import DEVICES, HOSTS, Rank
+from fxpipe.schedule.lowering.execution import Rank
 from fxpipe.schedule.lowering.instructions import (
     AllReduceGradient,
     Compute,
@@ -90,7 +91,7 @@ def test_what_ends_on_cpus_ends_on_devices():
             for own in edited:
                 for _ in range(draw.randint(0, 2)):
                     own.insert(draw.randrange(len(own)), own.pop(draw.randrange(len(own))))
-            ends = [stuck_at(edited, placement, machine, connections) is None for machine in (HOSTS, DEVICES)]
+            ends = [stuck_at(edited, placement, connections, rank) is None for rank in (Rank, OnDevice)]
             found[tuple(ends)] += 1
     assert found[True, False] == 0
     assert min(found[True, True], found[False, False]) > 5, found
@@ -103,8 +104,8 @@ def test_what_ends_on_cpus_ends_on_devices():
 @pytest.mark.parametrize("ranks", RANKS)
 def test_channels_that_connect_at_their_first_use_block_gpipe(ranks, microbatches):
     programs, placement = programs_of("gpipe", ranks, microbatches)
-    assert stuck_at(programs, placement, DEVICES, [[]] * ranks) is not None
-    assert stuck_at(programs, placement, DEVICES, connections_of(programs, placement)) is None
+    assert stuck_at(programs, placement, [[]] * ranks, OnDevice) is not None
+    assert stuck_at(programs, placement, connections_of(programs, placement), OnDevice) is None
 
 
 def test_collectives_that_connect_at_their_first_use_block():
@@ -112,18 +113,18 @@ def test_collectives_that_connect_at_their_first_use_block():
     programs = lower(schedule, *head_edges())
     connections = connections_of(programs, schedule.placement)
     channels = [[what for what in own if isinstance(what, tuple)] for own in connections]
-    assert stuck_at(programs, schedule.placement, DEVICES, channels) is not None
-    assert stuck_at(programs, schedule.placement, DEVICES, connections) is None
+    assert stuck_at(programs, schedule.placement, channels, OnDevice) is not None
+    assert stuck_at(programs, schedule.placement, connections, OnDevice) is None
 
 
 def test_ranks_that_connect_in_different_orders_block():
     programs, placement = programs_of("1f1b", 3, 2)
     connections = [list(own) for own in connections_of(programs, placement)]
     connections[1].reverse()
-    assert stuck_at(programs, placement, DEVICES, connections) is not None
+    assert stuck_at(programs, placement, connections, OnDevice) is not None
 
 
-class SendsWait(Rank):
+class SendsWait(OnDevice):
     """Ops wait for the sends before them."""
 
     def message(self, channel, sends, number=1):
@@ -136,11 +137,11 @@ class SendsWait(Rank):
 def test_ops_that_wait_for_the_sends_before_them_block():
     """What a thread that waits for sends does on a GPU, whose compute stream is that of all threads."""
     programs, placement = programs_of("zb-v", 4, 8)
-    assert stuck_at(programs, placement, DEVICES, rank=SendsWait) is not None
-    assert stuck_at(programs, placement, DEVICES) is None
+    assert stuck_at(programs, placement, rank=SendsWait) is not None
+    assert stuck_at(programs, placement, rank=OnDevice) is None
 
 
-class Loads(Rank):
+class Loads(OnDevice):
     """The kernels of a section are loaded when it first runs, for which the driver waits until all that was
     started on the device is over."""
 
@@ -162,11 +163,11 @@ class Loads(Rank):
 def test_kernels_that_are_loaded_in_the_step_block(name, ranks, microbatches):
     """The driver waits for the receives that are posted ahead; a dry run loads them before."""
     programs, placement = programs_of(name, ranks, microbatches)
-    assert stuck_at(programs, placement, DEVICES, rank=Loads) is not None
-    assert stuck_at(programs, placement, DEVICES) is None
+    assert stuck_at(programs, placement, rank=Loads) is not None
+    assert stuck_at(programs, placement, rank=OnDevice) is None
 
 
-class OneQueue(Rank):
+class OneQueue(OnDevice):
     """The streams of a rank share one queue of the device, in the order in which its host started kernels;
     the first that may not begin holds up those behind it."""
 
@@ -189,8 +190,8 @@ class TwoKernels(OneQueue):
 
 def test_two_kernels_a_message_block_in_one_queue():
     programs, placement = programs_of("1f1b", 4, 8)
-    assert stuck_at(programs, placement, DEVICES, rank=OneQueue) is None
-    assert stuck_at(programs, placement, DEVICES, rank=TwoKernels) is not None
+    assert stuck_at(programs, placement, rank=OneQueue) is None
+    assert stuck_at(programs, placement, rank=TwoKernels) is not None
 
 
 def test_gradients_that_are_divided_while_they_are_sent_race():

@@ -262,7 +262,8 @@ def test_lag():
 
 def filled(fb_order: RankOps, costs: Costs, chunks: int, gap: Gap) -> list[str]:
     """Per rank, for two microbatches in two stages."""
-    (order,) = fill_bubbles(fb_order, schedule_arrays(costs, (0, 1), 2), chunks, [gap])
+    orders = fill_bubbles(fb_order, schedule_arrays(costs, (0, 1), 2), chunks)
+    order = dict(zip(Gap, orders, strict=True))[gap]
     return order_text(order.ops).splitlines()
 
 

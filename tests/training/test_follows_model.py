@@ -676,3 +676,79 @@ def test_a_batch_that_is_to_get_gradients_is_told():
         UserWarning, match="tensor of the batch requires a gradient, and pipe.step computes none"
     ):
         pipe.step((batch.requires_grad_(),))
+
+
+def test_autocast_around_a_step_is_told():
+    """The programs have no casts, unless they were compiled under it."""
+    batch = torch.randn(6, WIDTH)
+    pipe = compiled(Chain(), batch, ranks=1)
+    with torch.autocast("cpu", torch.bfloat16):
+        with pytest.warns(UserWarning, match="runs as it was compiled, without casts to torch.bfloat16"):
+            pipe.step((batch,))
+        pipe = compiled(Chain(), batch, ranks=1)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            pipe.step((batch,))
+
+
+class Writes(Chain):
+    def forward(self, x):
+        x *= 2
+        return super().forward(x)
+
+
+def test_a_batch_that_plain_torch_would_have_changed_is_told():
+    """Where it comes again as it was."""
+    batch, other = torch.randn(6, WIDTH), torch.randn(6, WIDTH)
+    pipe = compiled(Writes(), batch, ranks=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pipe.step((batch,))
+        pipe.step((other,))
+        batch.copy_(other)  # the loop's own buffer
+        pipe.step((batch,))
+    with pytest.warns(UserWarning, match="forward writes to '0' of the batch, which stays as it was"):
+        pipe.step((other,))
+
+
+def test_a_number_that_is_read_of_a_tensor_changes():
+    factor, batch = torch.tensor(2.0), (torch.randn(4, WIDTH),)
+    pipe = fxpipe.compile(
+        nn.Linear(WIDTH, WIDTH),
+        (batch[0][:2],),
+        loss_fn=lambda y, _: factor.item() * y.square().mean(),
+        ranks=1,
+        microbatches=2,
+        schedule="1f1b",
+    )
+    before = pipe.run_local(batch).loss
+    factor.fill_(3.0)
+    with pytest.warns(UserWarning, match="factor in .* has other values than when it was compiled"):
+        assert pipe.run_local(batch).loss == before
+
+
+class Cooling(nn.Linear):
+    """Reads a property that a script sets."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self._heat = 1.0
+
+    @property
+    def heat(self) -> float:
+        return self._heat
+
+    @heat.setter
+    def heat(self, value: float) -> None:
+        self._heat = value
+
+    def forward(self, x):
+        return (super().forward(x) / self.heat).square().mean()
+
+
+def test_a_property_that_a_script_sets_is_told():
+    model, batch = Cooling(), torch.randn(6, WIDTH)
+    pipe = compiled(model, batch, ranks=1)
+    model.heat = 0.5
+    with pytest.warns(UserWarning, match="_heat was 1.0 when it was compiled, and is 0.5"):
+        pipe.run_local((batch,))

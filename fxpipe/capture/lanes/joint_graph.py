@@ -26,7 +26,7 @@ from fxpipe.capture.lanes.varying import check_means, check_results, key_by_lane
 from fxpipe.capture.reads.varying_values import FEW
 from fxpipe.capture.trace import Captured
 from fxpipe.errors import CaptureError
-from fxpipe.ir import compat
+from fxpipe.ir import compat, patches
 from fxpipe.ir.compat import pytree
 from fxpipe.ir.graph import origin_of
 from fxpipe.ir.ops import SUM_OF_LANES, lane_group
@@ -92,7 +92,7 @@ def _as_lane(mesh: Any, groups: _Groups, number: int, lane: int, capture: Callab
         group = groups.get(tuple(members_of(name)))
         return None if group is None else group.index(lane)
 
-    with compat.as_lane(type(mesh), number, lane, place), functional_collectives():
+    with patches.as_lane(type(mesh), number, lane, place), functional_collectives():
         trace = capture()
     _use_lanes(trace.graph, groups)
     return trace

@@ -6,11 +6,12 @@ cannot record.  Non-reentrant checkpointing runs the same ops and lets autograd 
 
 from __future__ import annotations
 
-import contextlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from types import FrameType
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -20,18 +21,12 @@ from fxpipe.capture.provenance import Provenance
 from fxpipe.ir.compat import pytree
 
 
-@contextlib.contextmanager
-def recorded_checkpoints(provenance: Provenance) -> Iterator[None]:
+def recorded_checkpoints(provenance: Provenance) -> AbstractContextManager[object]:
     """While entered, ``checkpoint(…, use_reentrant=True)`` is recorded op by op.
 
     provenance: of the trace.
     """
-    before = checkpoint.CheckpointFunction
-    checkpoint.CheckpointFunction = _Recorded(provenance)  # type: ignore[misc, assignment]
-    try:
-        yield
-    finally:
-        checkpoint.CheckpointFunction = before  # type: ignore[misc]
+    return mock.patch.object(checkpoint, "CheckpointFunction", _Recorded(provenance))
 
 
 #: What tells whether a tensor was computed with gradients.

@@ -6,6 +6,7 @@ import itertools
 import operator
 import os
 import sys
+import weakref
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -68,6 +69,7 @@ class TensorReads(TorchFunctionMode):
             return self._answered(func, args, kwargs, _reader(sys._getframe(1)))
 
     def _answered(self, func: Any, args: Any, kwargs: Any, reader: FrameType) -> Any:
+        self._provenance.read |= {id(x): weakref.ref(x) for x in args if compat.is_real(x)}
         if func in _TRUTH and args[0].dtype != torch.bool:
             return bool(args[0] != 0)
         if func is torch.Tensor.__int__ and args[0].is_floating_point():

@@ -10,8 +10,8 @@ batch: (a / n + b / n) / 2 with n = (count of a + count of b) / 2.  The mean of 
 another loss wherever microbatches have different counts.
 
 A divisor must be a sum or a mean over rows of the data (``row_sums.py``), and the loss a linear function of
-what it divides; each term of a sum may have its own.  Where a sum over rows is divided by an integer of the
-batch, that is the count of all microbatches, of which each has its share.  ``BatchMeans`` names those, and
+what it divides; each term of a sum may have its own.  Where a sum over rows is divided by a number of the
+batch, that is one of all microbatches, of which each has its share.  ``BatchMeans`` names those, and
 those that stay, as do other functions of a sum over rows (``joined_rows.py``).
 """
 
@@ -34,7 +34,15 @@ from fxpipe.ir.builder import Calls, node_arg
 from fxpipe.ir.dims import dims_of
 from fxpipe.ir.graph import Kind, batch_mean
 from fxpipe.ir.nodes import copy_node, input_nodes
-from fxpipe.ir.storage import call_nodes, drop_dead, graph_outputs, leading_to, may_draw_numbers, set_outputs
+from fxpipe.ir.storage import (
+    argument,
+    call_nodes,
+    drop_dead,
+    graph_outputs,
+    leading_to,
+    may_draw_numbers,
+    set_outputs,
+)
 from fxpipe.plan.tensors import accum_dtype
 
 aten = torch.ops.aten
@@ -197,14 +205,14 @@ class Tail:
                 self.odd.append(node)
 
     def is_total(self, node: fx.Node) -> bool:
-        """Whether a value is an integer of the batch, without rows: the number of labels of all microbatches,
-        where a sum over rows is divided by it."""
+        """Whether a value is a number of the batch, without rows: that of the labels of all microbatches, or
+        any other, where a sum over rows is divided by it."""
         while getattr(node.target, "overloadpacket", None) in _OF_ONE_NUMBER:
             node = node_arg(node, 0)
         if node.op != "placeholder" or node.meta["input"].kind is not Kind.BATCH:
             return False
         value: torch.Tensor = node.meta["val"]
-        return not (value.dim() or value.is_floating_point() or value.dtype is torch.bool)
+        return not value.dim() and value.dtype is not torch.bool
 
     def _sums_rows(self, division: fx.Node) -> bool:
         """Whether what is divided is a sum over rows, as of the losses of all labels."""
@@ -216,6 +224,8 @@ class Tail:
                 return node not in self.rows and (dims is None or 0 in dims)
             if _is_loss(node):
                 return bool(node_arg(node, 0).args[3] == _SUM)
+            if node.op == "call_function" and argument(node, "reduction") == _SUM:
+                return node not in self.rows
             if packet not in _OF_ONE_NUMBER | {aten.neg, aten.mul}:
                 return False
             node = node.args[0]

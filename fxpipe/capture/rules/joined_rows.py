@@ -7,6 +7,7 @@
     sub(x, mean(x))                 a number of all rows for each of them
     mean(topk(losses, 8))           a choice among the rows
     sum(softmax(losses, 0))         each row relative to the others
+    x[: len(x) // 2]                some rows by their place (``row_places.py``)
     sum(square(x - y))              a sum that nothing divides by the number of rows
 
 The mean of what the microbatches have of these is not what the whole batch has.  Batch norm and products of
@@ -24,12 +25,14 @@ import torch
 from torch import fx
 
 from fxpipe.capture.reads.row_sums import is_sum_of_lanes
+from fxpipe.capture.rules.inner_gradients import uses_of_means
+from fxpipe.capture.rules.row_places import RELATIVE, RowPlaces
 from fxpipe.ir.builder import node_arg
 from fxpipe.ir.compat import OpOverload
-from fxpipe.ir.dims import RESHAPES, TRANSPOSES, dims_of, is_pointwise, order_behind
+from fxpipe.ir.dims import COPIES, RESHAPES, TRANSPOSES, dims_of, is_pointwise, order_behind
 from fxpipe.ir.graph import Kind
 from fxpipe.ir.nodes import input_nodes
-from fxpipe.ir.storage import argument
+from fxpipe.ir.storage import argument, leading_to
 
 aten = torch.ops.aten
 
@@ -44,7 +47,7 @@ class _Rows(Enum):
 #: Ops that choose some of the rows, and others that are no sums over rows.
 _CHOICES = {aten.kthvalue, aten.max, aten.median, aten.min, aten.mode, aten.nanmedian, aten.sort, aten.topk}
 _NO_SUMS = _CHOICES | {
-    aten.amax, aten.amin, aten.frobenius_norm, aten.linalg_vector_norm, aten.logsumexp, aten.norm,
+    aten.amax, aten.amin, aten.dist, aten.frobenius_norm, aten.linalg_vector_norm, aten.logsumexp, aten.norm,
     aten.nuclear_norm, aten.prod, aten.std, aten.std_mean, aten.var, aten.var_mean,
 }  # fmt: skip
 _SUMS = {aten.mean, aten.nansum, aten.sum}
@@ -66,8 +69,12 @@ _LINEAR = _SUMS | {
     aten.transpose, aten.unbind, aten.unsqueeze, aten.view, aten.where,
 }  # fmt: skip
 _PRODUCTS = {aten.bmm, aten.dot, aten.mm, aten.mul, aten.mv}
+#: Ops that count how often the rows have each number.
+_COUNTS = {aten.bincount, aten.histc, aten.index_add, aten.index_put, aten.scatter_add}
 #: Losses with a reduction of their own, and the number of that which adds up.
 _LOSSES, _SUM = {aten.nll_loss_forward, aten.nll_loss2d_forward}, 2
+#: The gradients of those, which take the number of labels for a mean alone (``inner_gradients.py``).
+_OF_LABELS = {aten.nll_loss_backward, aten.nll_loss2d_backward}
 #: Ops that take some of the numbers of a value, and others that put them elsewhere.
 _PARTS = {aten.gather, aten.index, aten.select, aten.slice, aten.split, aten.unbind}
 _PLACED = _PARTS | {
@@ -81,7 +88,6 @@ _PLACED = _PARTS | {
 FUNCTION = "it is another function of a sum over rows"
 _CHOICE = "it chooses among the rows"
 _STATISTIC = "it takes a number of all rows for each of them"
-_RELATIVE = "it makes each row of several"
 _FREQUENCY = "its gradient is divided by how often the rows have each word"
 
 
@@ -102,27 +108,36 @@ def joins_of(graph: fx.Graph, loss: fx.Node, exact: Set[fx.Node], data: Containe
     """
     rows: dict[fx.Node, _Rows] = {}
     joins: dict[fx.Node, str] = {}
+    places, moved = RowPlaces(graph), set[fx.Node]()
+    told = places.joins | uses_of_means(graph, places)
     for node in graph.nodes:
         if node.op == "placeholder":
             is_batch = node.meta["input"].kind is Kind.BATCH and node.meta["val"].dim()
             rows[node] = _Rows.FIRST if is_batch else _Rows.NONE
         elif node.op == "call_function" and not node.meta["origin"].backward:
             rows[node] = rows[node_arg(node, 0)] if node in exact else _rows_of(node, rows)
+            packet = getattr(node.target, "overloadpacket", None)
+            states, of_all = _states(node, rows), {_Rows.SUMMED, _Rows.JOINED}
+            if _Rows.JOINED not in states and (node in places.sums or (packet in _COUNTS and node in data)):
+                rows[node] = _Rows.SUMMED
+            if _is_moved(node, rows, moved):
+                moved.add(node)
             if node.target is aten.embedding.default and argument(node, "scale_grad_by_freq"):
                 joins[node] = _FREQUENCY
-            states, of_all = _states(node, rows), {_Rows.SUMMED, _Rows.JOINED}
-            if node in exact:
+            elif node in told:
+                joins[node] = told[node]
+            elif node in exact:
                 continue
-            if rows[node] is _Rows.JOINED and _Rows.JOINED not in states:
-                packet = getattr(node.target, "overloadpacket", None)
-                is_one = _is_one_number(node, rows)
-                joins[node] = _CHOICE if packet in _CHOICES else FUNCTION if is_one else ""
+            elif rows[node] is _Rows.JOINED and _Rows.JOINED not in states:
+                is_function = _is_one_number(node, rows) or _compares(node, rows, data, places.sums)
+                joins[node] = _CHOICE if packet in _CHOICES else FUNCTION if is_function else ""
             elif _is_between(node, rows):
-                joins[node] = _RELATIVE if node in data or node.meta["val"].dim() == 1 else ""
-            elif states & {_Rows.FIRST, _Rows.OTHER} and states & of_all:
+                joins[node] = RELATIVE if node in data or node.meta["val"].dim() == 1 else ""
+            elif states & {_Rows.FIRST, _Rows.OTHER} and states & of_all and packet not in _OF_LABELS:
                 numbers = [x for x in input_nodes(node) if rows.get(x) in of_all]
                 if all(x.meta["val"].is_floating_point() for x in numbers):  # no length or position
-                    joins[node] = _STATISTIC if all(x in data for x in numbers) else ""
+                    is_told = all(x in data or x in moved or _is_mean(x) for x in numbers)
+                    joins[node] = _STATISTIC if is_told else ""
     behind, todo = set[fx.Node](), [loss]
     while todo:
         node = todo.pop()
@@ -130,11 +145,53 @@ def joins_of(graph: fx.Graph, loss: fx.Node, exact: Set[fx.Node], data: Containe
             behind.add(node)
             todo += [node_arg(node, 0)] if node in exact else node.all_input_nodes
     ops = {node: why for node, why in joins.items() if node in behind}
-    return Joins(ops, tuple(_undivided_sums(loss, rows, exact)))
+    return Joins(ops, tuple(_undivided_sums(loss, rows, exact, places.sums)))
 
 
-def _undivided_sums(loss: fx.Node, rows: Mapping[fx.Node, _Rows], exact: Set[fx.Node]) -> Iterator[fx.Node]:
-    """The sums over rows that the loss adds as they are, or times a number that is no part of a count."""
+def _is_moved(node: fx.Node, rows: Mapping[fx.Node, _Rows], moved: Container[fx.Node]) -> bool:
+    """Whether a value is a parameter plus a number of all rows, as an update within the forward makes it."""
+    packet = getattr(node.target, "overloadpacket", None)
+    operands = [*input_nodes(node)]
+    if packet in TRANSPOSES | RESHAPES | COPIES:
+        return operands[0] in moved
+    is_parameter = [x in moved or _is_parameter(x) for x in operands]
+    is_sum = packet in (aten.add, aten.addcdiv, aten.addcmul, aten.lerp, aten.sub)
+    return is_sum and any(is_parameter) and rows[node] in (_Rows.SUMMED, _Rows.JOINED)
+
+
+def _is_parameter(node: fx.Node) -> bool:
+    return node.op == "placeholder" and node.meta["input"].kind is Kind.PARAMETER
+
+
+def _is_mean(node: fx.Node) -> bool:
+    """Whether a number is one of all rows, such as their mean, and no part of a vector of several."""
+    while getattr(node.target, "overloadpacket", None) in COPIES | RESHAPES | {aten.expand}:
+        node = node_arg(node, 0)
+    return node.meta["val"].numel() == 1 and not _is_share(node)
+
+
+def _compares(
+    node: fx.Node, rows: Mapping[fx.Node, _Rows], data: Container[fx.Node], products: Container[fx.Node]
+) -> bool:
+    """Whether an op takes numbers of all rows in which the model's output meets the data other than by a
+    factor, as an error of each feature does and what balances the rows does not.  products: as below."""
+    for item in (i for x in input_nodes(node) if rows.get(x) is _Rows.SUMMED for i in _summed(x, products)):
+        packet = getattr(item.target, "overloadpacket", None)
+        is_factor = packet in _PRODUCTS or packet in (aten.div, aten.where, aten.masked_fill)
+        if item.op == "call_function" and not is_factor:
+            operands = [x for x in input_nodes(item) if rows.get(x) is not _Rows.NONE]
+            if len({x in data for x in operands}) == 2:
+                return True
+    return False
+
+
+def _undivided_sums(
+    loss: fx.Node, rows: Mapping[fx.Node, _Rows], exact: Set[fx.Node], products: Container[fx.Node]
+) -> Iterator[fx.Node]:
+    """The sums over rows that the loss adds as they are, or times a number that is no part of a count.
+
+    products: of matrices that are sums over rows.
+    """
     todo, seen = [loss], set[fx.Node]()
     while todo:
         node = todo.pop()
@@ -148,17 +205,25 @@ def _undivided_sums(loss: fx.Node, rows: Mapping[fx.Node, _Rows], exact: Set[fx.
             if argument(operands[0], "reduction") == _SUM:
                 yield node
         elif states & {_Rows.FIRST, _Rows.OTHER}:
-            is_sum = packet is aten.sum or argument(node, "reduction") == _SUM
-            if is_sum and _Rows.FIRST in states and exact.isdisjoint(_summed(node)):
+            is_sum = packet in (aten.dot, aten.sum) or argument(node, "reduction") == _SUM
+            is_sum = (is_sum and _Rows.FIRST in states) or node in products
+            if is_sum and exact.isdisjoint(_summed(node)):
                 yield node
         elif packet in (aten.div, aten.mul):
             numbers = [x for x in node.args if x not in operands]
             of_rows = [x for x in operands if rows.get(x) is _Rows.SUMMED]
             is_number = len(operands) == len(numbers) == 1 and isinstance(numbers[0], int | float)
-            if is_number and not _is_part_of_a_count(packet, float(numbers[0]), of_rows[0]):  # type: ignore
-                todo += of_rows
+            is_count = is_number and _is_part_of_a_count(packet, float(numbers[0]), of_rows[0])  # type: ignore
+            is_factor = is_number or any(_is_factor(x) for x in operands if rows.get(x) is _Rows.NONE)
+            todo += of_rows if is_factor and not is_count else []
         elif packet in _LINEAR:
             todo += operands
+
+
+def _is_factor(node: fx.Node) -> bool:
+    """Whether a number comes from parameters or from the batch, and is no count that the model computes."""
+    inputs = (x.meta["input"].kind for x in leading_to([node]) if x.op == "placeholder")
+    return any(kind in (Kind.PARAMETER, Kind.BATCH) for kind in inputs)
 
 
 def _is_part_of_a_count(packet: object, number: float, node: fx.Node) -> bool:
@@ -174,15 +239,16 @@ def _is_part_of_a_count(packet: object, number: float, node: fx.Node) -> bool:
     return any(s.numel() % round(count) == 0 and round(count) % s[0] == 0 for s in shapes)
 
 
-def _summed(node: fx.Node) -> set[fx.Node]:
-    """What is summed: the values from which a sum is made entry by entry."""
+def _summed(node: fx.Node, products: Container[fx.Node] = ()) -> set[fx.Node]:
+    """What is summed: the values from which a sum, or a product that is one, is made entry by entry."""
     todo, seen = [node], set[fx.Node]()
     while todo:
         node = todo.pop()
         if node not in seen:
             seen.add(node)
             packet = getattr(node.target, "overloadpacket", None)
-            if is_pointwise(node) or packet is None or packet in _LINEAR | _LOSSES | _PLACED:
+            is_sum = packet in _LINEAR | _LOSSES | _PLACED or node in products
+            if is_pointwise(node) or packet is None or is_sum:
                 todo += node.all_input_nodes
     return seen
 
@@ -223,7 +289,8 @@ def _is_share(node: fx.Node) -> bool:
             return False
         if packet is None:
             return getattr(operand.target, "overloadpacket", None) not in _LOSSES
-        if packet in _PARTS or not operand.meta["val"].is_floating_point():
+        is_part = packet in _PARTS and operand.meta["val"].numel() > node.meta["val"].numel()
+        if is_part or not operand.meta["val"].is_floating_point():
             return True
         node = operand
     return False

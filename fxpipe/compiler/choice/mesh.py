@@ -14,7 +14,8 @@ from math import inf
 from fxpipe.capture.scale import LATER, choose_microbatches
 from fxpipe.compiler.check_options import check
 from fxpipe.compiler.choice.candidates import candidates
-from fxpipe.compiler.choice.choose import Chosen, Costing, choose_below, held_bytes, with_uses
+from fxpipe.compiler.choice.choose import choose_below, with_uses
+from fxpipe.compiler.choice.costing import Chosen, Costing, held_bytes
 from fxpipe.compiler.choice.cut import Cuts, Stages
 from fxpipe.compiler.choice.stage_counts import cluster_of
 from fxpipe.compiler.compilation import Compilation
@@ -41,7 +42,6 @@ from fxpipe.plan.meshes import Mesh, TriedMesh
 from fxpipe.plan.step import SHARDS
 from fxpipe.plan.tensors import gradient_dtype
 from fxpipe.schedule.candidate import SearchResult
-from fxpipe.schedule.offload.planner import keeps
 from fxpipe.schedule.search.fastest import AUTO
 from fxpipe.schedule.simulation.simulator import simulate
 from fxpipe.schedule.units import bytes_text
@@ -262,7 +262,7 @@ class _Search:
                 continue
             had, least = before.result.problem.limits, problem.arrays.smallest_limits
             fits = all(a >= b >= c for a, b, c in zip(had, problem.limits, least, strict=True))
-            if fits and not problem.is_extended and keeps(before.result.timeline, problem.limits):
+            if fits and not problem.is_extended and before.result.timeline.fits(problem.limits):
                 timeline = simulate(before.result.timeline.schedule, problem.costs)
                 result = SearchResult(problem, timeline)
                 return Chosen(before.placed, result, held_bytes(before.placed, options))

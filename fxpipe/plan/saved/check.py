@@ -16,9 +16,9 @@ from fxpipe.plan.branches import Branch, parsed
 from fxpipe.plan.rows import ShardName
 from fxpipe.plan.step import Leaf
 from fxpipe.plan.tensors import IS_DTYPE, IS_FLOATING, MOST_DIMENSIONS, dtype_of, is_packed
-from fxpipe.plan.work import PHASE_FIELDS, PlanWork, Terms
+from fxpipe.plan.work import PlanWork, Terms
 from fxpipe.schedule.check import check_costs, check_whole
-from fxpipe.schedule.costs import Costs, StageBytes
+from fxpipe.schedule.costs import TIMES, Costs, StageBytes
 from fxpipe.schedule.ops import Phase
 from fxpipe.strict import Mismatch, between, require, shown, structure, unstructure
 
@@ -123,7 +123,7 @@ def _schedule(plan: Plan) -> None:
 def _tensors(plan: Plan) -> None:
     for name, layout in plan.layouts.items():
         _fills(f"layouts[{name!r}]", layout.shape, layout.stride)
-    tables = dict[str, set[ShardName]]()
+    tables, ops = dict[str, set[ShardName]](), set(" ".join(plan.order).split())
     for rank, tensors in enumerate(plan.tensors):
         path = f"tensors[{rank}]"
         _distinct(path, tensors.names)
@@ -131,6 +131,11 @@ def _tensors(plan: Plan) -> None:
         for kind in ("parameters", "buffers", "constants"):
             _known(f"{path}.{kind}", getattr(tensors, kind), plan.layouts, "a name in layouts")
         _known(f"{path}.gradients", tensors.gradients, set(tensors.parameters), f"a parameter of rank {rank}")
+        for kind in ("buckets", "frozen"):
+            for k, bucket in enumerate(getattr(tensors, kind)):
+                for end in ("before", "after"):
+                    op = getattr(bucket, end)
+                    require(f"{path}.{kind}[{k}].{end}", op, op in ops, "an op in order")
         _buckets(f"{path}.buckets", tensors, plan)
         _frozen(f"{path}.frozen", tensors, plan)
         for name in tensors.gradients:
@@ -174,16 +179,10 @@ def _lanes(plan: Plan) -> None:
 
 def _buckets(path: str, tensors: RankTensors, plan: Plan) -> None:
     """Check that the buckets of a rank have each of its gradients once."""
-    ops = set(" ".join(plan.order).split())
     names = [name for bucket in tensors.buckets for name in bucket.gradients]
     for k, bucket in enumerate(tensors.buckets):
-        dtypes = {
-            plan.gradient_dtype(dtype_of(plan.layouts[n].dtype))
-            for n in bucket.gradients
-            if n in tensors.gradients
-        }
-        require(f"{path}[{k}].before", bucket.before, bucket.before in ops, "an op in order")
-        require(f"{path}[{k}].after", bucket.after, bucket.after in ops, "an op in order")
+        own = [name for name in bucket.gradients if name in tensors.gradients]
+        dtypes = {plan.gradient_dtype(dtype_of(plan.layouts[name].dtype)) for name in own}
         require(f"{path}[{k}].gradients", bucket.gradients, len(dtypes) == 1, "gradients of one dtype")
     # A gradient in no bucket would not be summed over the replicas.
     fits = not tensors.buckets or sorted(names) == sorted(tensors.gradients)
@@ -192,14 +191,12 @@ def _buckets(path: str, tensors: RankTensors, plan: Plan) -> None:
 
 def _frozen(path: str, tensors: RankTensors, plan: Plan) -> None:
     """Check that these buckets have each name once, of parameters without gradients."""
-    ops, spare = set(" ".join(plan.order).split()), {*tensors.parameters} - {*tensors.gradients}
+    spare = {*tensors.parameters} - {*tensors.gradients}
     _distinct(path, [name for bucket in tensors.frozen for name in bucket.gradients])
     for k, bucket in enumerate(tensors.frozen):
         _known(f"{path}[{k}].gradients", bucket.gradients, spare, "a parameter without a gradient")
         dtypes = {plan.layouts[name].dtype for name in bucket.gradients}
         require(f"{path}[{k}].gradients", bucket.gradients, len(dtypes) == 1, "parameters of one dtype")
-        for op in (bucket.before, bucket.after):
-            require(f"{path}[{k}]", op, op in ops, "between ops in order")
 
 
 def _rows(table: str, parts: Sequence[ShardName], layouts: dict[str, TensorLayout]) -> None:
@@ -273,7 +270,7 @@ def _terms(work: PlanWork) -> Iterator[tuple[str, Terms]]:
     for k, stage in enumerate(work.stages):
         for name in StageBytes._fields:
             yield f"stages[{k}].{name}", getattr(stage, name)
-        for phase in PHASE_FIELDS:
+        for phase in TIMES.values():
             for i, op in enumerate(getattr(stage, phase)):
                 yield f"stages[{k}].{phase}[{i}].flops", op.flops
                 yield f"stages[{k}].{phase}[{i}].bytes", op.bytes

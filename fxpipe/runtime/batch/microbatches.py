@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from numbers import Number
@@ -165,13 +165,23 @@ def given_leaves(spec: BatchSpec, batch: object) -> dict[str, object]:
     leaves = dict(batch_leaves(batch))
     if not leaves.keys() <= kinds.keys():
         has = _names(leaves)
-        raise BatchError(f"The batch has {has}, but the pipeline was compiled for {_names(kinds)}.")
+        raise BatchError(
+            f"The batch has {has}, but the pipeline was compiled for {_names(kinds)}."
+            f"{_of_list({*leaves} - {*kinds}, kinds)}"
+        )
     for name, x in leaves.items():
         if isinstance(x, torch.Tensor) and x.is_meta:
             raise BatchError(
                 f"{name!r} is a tensor on the meta device, without values. Give a dense tensor with values."
             )
     return {name: x for name, x in leaves.items() if x is not None or kinds[name] is None}
+
+
+def _of_list(others: Iterable[str], known: Iterable[str]) -> str:
+    """What to do with a list that has an item for each row; nothing if the other leaves are none of one."""
+    lists = {name.rpartition(".")[0] for name in known if name.rpartition(".")[2].isdigit()} - {""}
+    longer = sorted(lists & {name.rpartition(".")[0] for name in others})
+    return f" Give {longer[0]!r} as one tensor of all rows, torch.stack of the list." if longer else ""
 
 
 def as_dicts(batch: object) -> Any:
@@ -243,7 +253,13 @@ def _check(leaf: Leaf, value: object, microbatches: int) -> None:
     rows = leaf.shape[0] * microbatches
     if value.dim() == len(leaf.shape) and tuple(value.shape[1:]) == leaf.shape[1:] and value.shape[0] != rows:
         there, remedy = value.shape[0], _REMEDY
-        if there and there % microbatches == 0:
+        if there == leaf.shape[0]:
+            remedy = (
+                "If all rows share this tensor, make it a buffer of the model, which may get other values "
+                "between steps, or repeat it for each row, here and in the example. Else the batch is as "
+                "short as the example, a microbatch."
+            )
+        elif there and there % microbatches == 0:
             example = f"an example of {there // microbatches}"
             others = f"{remedy[0].lower()}{remedy[1:]}"
             remedy = f"If all batches have {there} rows, compile with {example}; else {others}"

@@ -203,67 +203,53 @@ def _resized(x: torch.Tensor, dim: int, length: int) -> torch.Tensor:
     return x.new_empty([*x.shape[:dim], length, *x.shape[dim + 1 :]])
 
 
+def _like(x: torch.Tensor, *_: object) -> torch.Tensor:
+    return x.new_empty(x.shape)
+
+
+def _of_all(x: torch.Tensor, n: int, stride: int = 1) -> torch.Tensor:
+    return _resized(x, 0, len(x) * n)
+
+
+def _of_one(x: torch.Tensor, op: str, n: int, stride: int = 1) -> torch.Tensor:
+    return _resized(x, 0, len(x) // n)
+
+
+def _of_part(x: torch.Tensor, dim: int, n: int, stride: int = 1) -> torch.Tensor:
+    return _resized(x, dim % x.dim(), x.shape[dim] // n)
+
+
+def _of_number(*_: object, device: torch.device) -> torch.Tensor:
+    return torch.empty((), dtype=torch.int64, device=device)
+
+
+#: The ops, with their parameters and the layouts of their results; those without _ are functions of programs.
+_OPS: tuple[tuple[Callable[..., torch.Tensor], str, Callable[..., torch.Tensor]], ...] = (
+    (all_reduce, "Tensor x, str op, int n, int stride=1", _like),
+    (all_gather, "Tensor x, int n, int stride=1", _of_all),
+    (reduce_scatter, "Tensor x, str op, int n, int stride=1", _of_one),
+    (all_to_all, "Tensor x, int n, int stride=1", _like),
+    (begin_all_to_all, "Tensor x, int n, int stride=1", _like),
+    (begin_all_gather, "Tensor x, int n, int stride=1", _of_all),
+    (end, "Tensor x, int n, int stride=1", _like),
+    (_sum_shares, "Tensor x, str op, int n", _of_one),
+    (_part, "Tensor x, int dim, int n, int stride=1", _of_part),
+    (_number, "int first, int step, int n=0, int stride=1, *, Device device", _of_number),
+)
+
+#: Of the ops that all lanes run together, the functions that programs call.
+FUNCTIONS: dict[object, Callable[..., torch.Tensor]] = {}
+
 _library = torch.library.Library("lanes", "DEF")
-
-#: schema -> the op, and the layout of its result
-_OPS: dict[str, tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]]] = {
-    "all_reduce(Tensor x, str op, int n, int stride=1) -> Tensor": (
-        all_reduce,
-        lambda x, op, n, stride=1: x.new_empty(x.shape),
-    ),
-    "all_gather(Tensor x, int n, int stride=1) -> Tensor": (
-        all_gather,
-        lambda x, n, stride=1: _resized(x, 0, len(x) * n),
-    ),
-    "reduce_scatter(Tensor x, str op, int n, int stride=1) -> Tensor": (
-        reduce_scatter,
-        lambda x, op, n, stride=1: _resized(x, 0, len(x) // n),
-    ),
-    "all_to_all(Tensor x, int n, int stride=1) -> Tensor": (
-        all_to_all,
-        lambda x, n, stride=1: x.new_empty(x.shape),
-    ),
-    "begin_all_to_all(Tensor x, int n, int stride=1) -> Tensor": (
-        begin_all_to_all,
-        lambda x, n, stride=1: x.new_empty(x.shape),
-    ),
-    "begin_all_gather(Tensor x, int n, int stride=1) -> Tensor": (
-        begin_all_gather,
-        lambda x, n, stride=1: _resized(x, 0, len(x) * n),
-    ),
-    "end(Tensor x, int n, int stride=1) -> Tensor": (end, lambda x, n, stride=1: x.new_empty(x.shape)),
-    "sum_shares(Tensor x, str op, int n) -> Tensor": (
-        _sum_shares,
-        lambda x, op, n: _resized(x, 0, len(x) // n),
-    ),
-    "part(Tensor x, int dim, int n, int stride=1) -> Tensor": (
-        _part,
-        lambda x, dim, n, stride=1: _resized(x, dim % x.dim(), x.shape[dim] // n),
-    ),
-    "number(int first, int step, int n=0, int stride=1, *, Device device) -> Tensor": (
-        _number,
-        lambda first, step, n=0, stride=1, *, device: torch.empty((), dtype=torch.int64, device=device),
-    ),
-}
-
-for _schema, (_run, _layout) in _OPS.items():
-    _name = _schema.partition("(")[0]
-    _library.define(_schema)
+for _run, _parameters, _layout in _OPS:
+    _name = _run.__name__.removeprefix("_")
+    _library.define(f"{_name}({_parameters}) -> Tensor")
     _library.impl(_name, _run, "CompositeExplicitAutograd")
     _library.impl(_name, _layout, "Meta")
+    if _name == _run.__name__:
+        FUNCTIONS[getattr(torch.ops.lanes, _name).default] = _run
 
 #: What begins an exchange, and gives a value that its end alone may read.
 BEGIN_EXCHANGES = (torch.ops.lanes.begin_all_to_all.default, torch.ops.lanes.begin_all_gather.default)
 ENDS_EXCHANGE = torch.ops.lanes.end.default
 SUM_OF_LANES = torch.ops.lanes.all_reduce.default
-
-#: Of the ops that all lanes run together, the functions that programs call.
-FUNCTIONS: dict[object, Callable[..., torch.Tensor]] = {
-    torch.ops.lanes.all_reduce.default: all_reduce,
-    torch.ops.lanes.all_gather.default: all_gather,
-    torch.ops.lanes.reduce_scatter.default: reduce_scatter,
-    torch.ops.lanes.all_to_all.default: all_to_all,
-    torch.ops.lanes.begin_all_to_all.default: begin_all_to_all,
-    torch.ops.lanes.begin_all_gather.default: begin_all_gather,
-    torch.ops.lanes.end.default: end,
-}

@@ -38,7 +38,10 @@ from fxpipe.runtime.program.rank import Runtime
 from fxpipe.runtime.program.record import Record
 from fxpipe.runtime.ranks.send_buffers import Sent, SentOnStreams
 from fxpipe.runtime.ranks.send_release import Event, Key, Releases
-from fxpipe.runtime.ranks.side_stream import beside
+from fxpipe.runtime.ranks.side_stream import Begun, beside
+
+#: The send of a message to nobody.
+_OVER = Begun(lambda: None, lambda: True)
 
 
 def dry_run(
@@ -89,13 +92,6 @@ def dry_run(
         )
         return None
     return comm.events
-
-
-class _Over:
-    """The send of a message to nobody."""
-
-    def wait(self) -> None:
-        pass
 
 
 @dataclass(eq=False)
@@ -159,7 +155,7 @@ class _Alone:
     def _keep(self, tensors: Sequence[torch.Tensor], keys: tuple[Key, ...]) -> None:
         self.events.append(("keep", keys))
         if self.sent is not None:
-            self.sent.add(_Over(), tensors)
+            self.sent.add(_OVER, tensors)
 
     def _key(self, *which: int) -> Key:
         """The next tensor from a rank to another one, or the next collective of a group."""

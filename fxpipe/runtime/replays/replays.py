@@ -160,11 +160,7 @@ class Replays:
         if not reason:
             return
         self.reason, self._captured = reason, None  # and its memory
-        text = f"Steps run op by op, and are not replayed: {reason}."
-        if self.wanted == "always":
-            warnings.warn(text, stacklevel=2)
-        else:
-            log.info(text)
+        tell("Steps", reason, self.wanted)
 
 
 @dataclass(frozen=True, eq=False)
@@ -237,6 +233,15 @@ def _difference(losses: Losses, again: Losses, runtimes: Sequence[Runtime], afte
                 if not same_bits(ours[name], theirs[name]):
                     return f"a replay gives another {kind} of {name} than the ops"
     return ""
+
+
+def tell(what: str, reason: str, wanted: Replay) -> None:
+    """Say why steps, or updates, are not replayed."""
+    text = f"{what} run op by op, and are not replayed: {reason}."
+    if wanted == "always":
+        warnings.warn(text, stacklevel=3)
+    else:
+        log.info(text)
 
 
 def timed(device: torch.device, run: Callable[[], T]) -> tuple[float, T]:

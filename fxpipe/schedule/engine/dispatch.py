@@ -21,6 +21,7 @@ from fxpipe.schedule.engine.dispatch_kernel import dispatch_ops
 from fxpipe.schedule.engine.order import Order
 from fxpipe.schedule.engine.tables import Floats
 from fxpipe.schedule.memory_text import ANY_UNIT, MemoryText
+from fxpipe.schedule.simulation.memory import rank_over
 
 #: Some that differ, to take the best of.
 LOOKAHEADS = ((0.0, 0.0, 0.0), (0.3, 0.3, 0.3), (1.0, 1.0, 0.5), (1.001, 0.3, 0.7))
@@ -51,6 +52,7 @@ def check_one_microbatch_fits(
     arrays: ScheduleArrays, limits: Sequence[float], text: MemoryText = ANY_UNIT
 ) -> None:
     """Raise ScheduleError if a limit is below the memory of one microbatch on the rank."""
-    for rank, (limit, least) in enumerate(zip(limits, arrays.smallest_limits, strict=True)):
-        if limit * (1 + 1e-9) < least:
-            raise ScheduleError(f"one microbatch needs {text.needs(least, rank, limit)}")
+    rank = rank_over(arrays.smallest_limits, limits)
+    if rank is not None:
+        needed = text.needs(arrays.smallest_limits[rank], rank, limits[rank])
+        raise ScheduleError(f"one microbatch needs {needed}")

@@ -13,6 +13,7 @@ from fxpipe.schedule.engine.arrays import ScheduleArrays
 from fxpipe.schedule.engine.kernel import run_ops
 from fxpipe.schedule.engine.tables import Floats, Ints
 from fxpipe.schedule.ops import PHASES, Op, OpKind, Phase, RankOps
+from fxpipe.schedule.simulation.memory import rank_over
 
 OpIds = Ints
 """The ops of rank 0 in order, then those of rank 1, …; an op's id is section · microbatches + microbatch."""
@@ -109,7 +110,7 @@ class Order:
 
     def fits(self, limits: Sequence[float]) -> bool:
         """Whether all ranks are within their limits, up to rounding."""
-        return all(peak <= limit * (1 + 1e-9) for peak, limit in zip(self.peaks(), limits, strict=True))
+        return rank_over(self.peaks(), limits) is None
 
 
 def encode(ops: RankOps, microbatches: int) -> OpIds:

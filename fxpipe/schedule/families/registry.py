@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from math import ceil
 
 from fxpipe.errors import LimitError, ScheduleError
@@ -15,12 +16,13 @@ from fxpipe.schedule.engine.order import Order
 from fxpipe.schedule.families import fb_orders
 from fxpipe.schedule.families.staggered import staggered
 from fxpipe.schedule.families.starts import gis as gis_orders
-from fxpipe.schedule.families.starts import groups
+from fxpipe.schedule.families.starts import groups, most_of_1f1b
 from fxpipe.schedule.families.starts import zb_v as zb_v_orders
 from fxpipe.schedule.families.weights import delay_weights
 from fxpipe.schedule.ops import OpKind, RankOps
 from fxpipe.schedule.parts import ops_of_parts
 from fxpipe.schedule.problem import Problem
+from fxpipe.schedule.simulation.memory import rank_over
 
 
 @dataclass(frozen=True)
@@ -97,16 +99,8 @@ def gpipe(problem: Problem) -> RankOps:
 def one_f_one_b(problem: Problem) -> RankOps:
     if problem.is_v:
         return _v_fb_order(problem, OpKind.BW)
-    return fb_orders.interleaved(
-        problem.placement, problem.microbatches, OpKind.BW, lambda rank: _most_of_1f1b(problem, rank)
-    )
-
-
-def _most_of_1f1b(problem: Problem, rank: int) -> int:
-    p, v = problem.ranks, problem.stages_per_rank
-    if problem.is_v:
-        return p * v
-    return p - rank if v == 1 else p * (v - 1) + 2 * (p - rank) - 1
+    most = partial(most_of_1f1b, problem)
+    return fb_orders.interleaved(problem.placement, problem.microbatches, OpKind.BW, most)
 
 
 def gis(problem: Problem) -> RankOps:
@@ -190,7 +184,7 @@ FAMILIES: dict[str, Family] = {
             one_f_one_b,
             "one forward, one backward (2104.04473): at most p · M_B",
             joins=True,
-            most=_most_of_1f1b,
+            most=most_of_1f1b,
         ),
         Family(
             "interleaved",
@@ -198,7 +192,7 @@ FAMILIES: dict[str, Family] = {
             "1F1B over chunks (2104.04473)",
             *_CHUNKS,
             joins=True,
-            most=_most_of_1f1b,
+            most=most_of_1f1b,
         ),
         Family(
             "gis",
@@ -249,7 +243,7 @@ FAMILIES: dict[str, Family] = {
             "ZB-V's order, B and W as one (2405.15362)",
             *_TWO_IN_V,
             joins=True,
-            most=_most_of_1f1b,
+            most=most_of_1f1b,
         ),
         Family(
             "dualpipe-v",
@@ -302,10 +296,10 @@ def _check_memory(name: str, problem: Problem, order: Order) -> None:
 
 def _check_limits(what: str, keeps: str, problem: Problem, memory: Sequence[float]) -> None:
     """Raise LimitError if the memory of a rank exceeds its limit by more than rounding."""
-    for rank, (most, limit) in enumerate(zip(memory, problem.limits, strict=True)):
-        if most > limit * (1 + 1e-9):
-            raise LimitError(
-                f"schedule {what} needs {problem.text.needs(most, rank, limit)}; the smallest limit that "
-                f"{keeps} is {problem.text.enough(memory)}",
-                problem.text.whole(memory),
-            )
+    rank, text = rank_over(memory, problem.limits), problem.text
+    if rank is not None:
+        raise LimitError(
+            f"schedule {what} needs {text.needs(memory[rank], rank, problem.limits[rank])}; the smallest "
+            f"limit that {keeps} is {text.enough(memory)}",
+            text.whole(memory),
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from math import ceil
 
 import numpy as np
@@ -41,13 +42,19 @@ def one_a_rank(problem: Problem) -> Iterator[Order]:
 
 def interleaved(problem: Problem) -> Iterator[Order]:
     """Interleaved 1F1B, and GIS in groups of p to p/2."""
-    p, m, v = problem.ranks, problem.microbatches, problem.stages_per_rank
-    order = fb_orders.interleaved(
-        problem.placement, m, OpKind.B, lambda rank: p * (v - 1) + 2 * (p - rank) - 1
-    )
+    most = partial(most_of_1f1b, problem)
+    order = fb_orders.interleaved(problem.placement, problem.microbatches, OpKind.B, most)
     yield problem.order(delay_weights(order, lambda rank: 0))
-    for group in groups(p):
+    for group in groups(problem.ranks):
         yield from gis(group, problem)
+
+
+def most_of_1f1b(problem: Problem, rank: int) -> int:
+    """The most microbatches without their backward that a rank of 1F1B has, over any number of chunks."""
+    p, v = problem.ranks, problem.stages_per_rank
+    if problem.is_v:
+        return p * v
+    return p - rank if v == 1 else p * (v - 1) + 2 * (p - rank) - 1
 
 
 def groups(ranks: int) -> list[int]:

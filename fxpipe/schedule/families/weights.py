@@ -7,7 +7,7 @@ anywhere after its B: into a bubble, or before an F that needs its memory.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from enum import StrEnum
 
 import numpy as np
@@ -43,9 +43,7 @@ def _delay_weights(ops: Sequence[Op], behind: int) -> tuple[Op, ...]:
     return (*out, *pending)
 
 
-def fill_bubbles(
-    fb_order: RankOps, arrays: ScheduleArrays, chunks: int, gaps: Iterable[Gap] = Gap
-) -> list[Order]:
+def fill_bubbles(fb_order: RankOps, arrays: ScheduleArrays, chunks: int) -> list[Order]:
     """Insert W ops into the bubbles of an fb_order (the heuristic of 2401.10241): an order by each rule.
 
     A rank holds at most ``chunks`` between F and W: then a W runs before the next F.
@@ -53,8 +51,8 @@ def fill_bubbles(
     m, op_ids = arrays.microbatches, encode(fb_order, arrays.microbatches)
     starts = np.cumsum([0, *map(len, fb_order)])
     orders = []
-    for gap in gaps:
-        order, whole = fill_ops(arrays.tables, m, op_ids, starts, chunks, list(Gap).index(gap))
+    for gap in range(len(Gap)):
+        order, whole = fill_ops(arrays.tables, m, op_ids, starts, chunks, gap)
         # In such an order a W is never waited for, so nothing can block.
         assert whole, "an order of F and B within the chunks can progress"
         orders.append(Order(arrays, order))

@@ -15,7 +15,7 @@ from itertools import zip_longest
 from fxpipe.errors import DeadlockError
 from fxpipe.schedule.lowering import instructions as ins
 from fxpipe.schedule.lowering.channels import Channel, channel_of, channels_of
-from fxpipe.schedule.lowering.execution import HOSTS, Connections, Machine, Rank, execution
+from fxpipe.schedule.lowering.execution import Connections, Rank, execution
 
 
 def prove(programs: ins.Programs, placement: tuple[int, ...]) -> None:
@@ -26,7 +26,7 @@ def prove(programs: ins.Programs, placement: tuple[int, ...]) -> None:
     """
     _check_channels(programs, placement)
     _check_collectives(programs)
-    stuck = stuck_at(programs, placement, HOSTS, connections_of(programs, placement))
+    stuck = stuck_at(programs, placement, connections_of(programs, placement))
     if stuck is not None:
         raise DeadlockError(_stuck(programs, placement, stuck))
 
@@ -43,13 +43,12 @@ def connections_of(programs: ins.Programs, placement: Sequence[int]) -> Connecti
 def stuck_at(
     programs: ins.Programs,
     placement: Sequence[int],
-    machine: Machine,
     connections: Connections | None = None,
     rank: Callable[..., Rank] = Rank,
 ) -> list[int] | None:
     """Per rank the position of the first instruction that is never over (its length, if all are); None if all
     programs end."""
-    graph = execution(programs, placement, machine, connections, rank)
+    graph = execution(programs, placement, connections, rank)
     done = set(graph.order())
     if len(done) == len(graph.before):
         return None

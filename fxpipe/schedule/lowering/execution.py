@@ -1,9 +1,10 @@
-"""An execution of lowered programs on hosts and devices, as a graph: each node comes behind others.
+"""An execution of lowered programs on CPUs, as a graph: each node comes behind others.
 
-A host runs a rank's instructions in order and starts kernels on streams of its device: one stream for the
-ops, one for each channel, each communicator of all ranks, and each direction of transfers. A kernel begins
-behind the one before it on its stream, and behind all ops that were started before it. A message is carried
-by a kernel on both ranks, which can end when both have begun; a collective by one on every rank.
+A host runs a rank's instructions in order and starts kernels on streams: one for the ops, one for each
+channel, each communicator of all ranks, and each direction of transfers. A kernel begins behind the one
+before it on its stream, and behind all ops that were started before. A message is carried by a kernel on both
+ranks, which can end when both have begun; a collective by one on every rank. A wait blocks the host, which
+runs the ops itself.
 
 The programs end if and only if the graph has no cycle.
 """
@@ -20,24 +21,6 @@ from fxpipe.schedule.ops import Activation, Direction
 
 Connections = Sequence[Sequence[Channel | ins.Collective]]
 """Per rank the channels and collectives that it connects before its program, in its order."""
-
-
-@dataclass(frozen=True)
-class Machine:
-    """A machine, by how its ranks wait.
-
-    ``hosts_wait``: a wait blocks the host, which runs the ops itself, as on a CPU; else it holds up the
-    stream of the ops.  ``run_ahead``: the host waits until at most that many ops are started and not over.
-    """
-
-    name: str
-    hosts_wait: bool = False
-    run_ahead: int | None = None
-
-
-HOSTS = Machine("CPUs", hosts_wait=True)
-#: Each stream has a queue of its own, which the runtime makes sure of.
-DEVICES = Machine("devices", run_ahead=4)
 
 
 @dataclass(eq=False)
@@ -88,18 +71,16 @@ class Rank:
         self,
         number: int,
         placement: Sequence[int],
-        machine: Machine,
         graph: Execution,
         meetings: _Meetings,
         program: Sequence[ins.Instruction],
     ) -> None:
-        self.number, self.placement, self.machine = number, placement, machine
+        self.number, self.placement = number, placement
         self.graph, self.meetings, self.program = graph, meetings, program
         self.position = -1
         self.host = self.host_node([])
         self.ops: list[int] = []
         self.tails: dict[Hashable, int] = {}
-        self.ended: list[int] = []
         self.sent: list[int] = []
         self.sums: list[int] = []
         self.gathers: dict[int, int] = {}
@@ -206,21 +187,13 @@ class Rank:
         return over
 
     def op(self) -> None:
-        """Start a kernel on the stream of the ops."""
-        ahead = self.machine.run_ahead
-        if ahead is not None and len(self.ended) >= ahead:
-            self.host = self.host_node([self.host, self.ended[-ahead]])
+        """Run an op."""
         over = self.kernel("ops")
         self.ops = [over]
-        self.ended.append(over)
-        if self.machine.hosts_wait:
-            self.host = self.host_node([over])
+        self.host = self.host_node([over])
 
     def wait(self, over: int) -> None:
-        if self.machine.hosts_wait:
-            self.host = self.host_node([self.host, over])
-        else:
-            self.ops = [*self.ops, over]
+        self.host = self.host_node([self.host, over])
 
     def _wait_for(self, key: Hashable) -> None:
         """Wait for messages or a collective; for ever, if they were not posted or joined."""
@@ -253,7 +226,6 @@ class Rank:
 def execution(
     programs: ins.Programs,
     placement: Sequence[int],
-    machine: Machine,
     connections: Connections | None = None,
     rank: Callable[..., Rank] = Rank,
 ) -> Execution:
@@ -265,7 +237,7 @@ def execution(
     """
     graph, meetings = Execution(), _Meetings()
     for number, program in enumerate(programs):
-        member = rank(number, placement, machine, graph, meetings, program)
+        member = rank(number, placement, graph, meetings, program)
         if connections is not None:
             member.connect(connections[number])
         for position, instruction in enumerate(program):

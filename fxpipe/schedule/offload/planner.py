@@ -84,7 +84,7 @@ def offload_within(
     """
     planner, ranks = _Planner(timeline, able), range(timeline.schedule.ranks)
     most = planner.plan([FULL] * len(ranks))
-    if not keeps(most.timeline, limits):
+    if not most.timeline.fits(limits):
         peaks = most.timeline.peak_memory
         raise LimitError(
             f"schedule {timeline.schedule.name} cannot be offloaded into the memory limit of "
@@ -121,7 +121,7 @@ def with_offload(
     if isinstance(share, str):
         return offload_within(timeline, limits, text).timeline
     offloaded = offload(timeline, share).timeline
-    if not keeps(offloaded, limits):
+    if not offloaded.fits(limits):
         peaks = offloaded.peak_memory
         raise LimitError(
             f"schedule {timeline.schedule.name} with {share:.0%} to offload takes {text.enough(peaks)}, "
@@ -130,11 +130,6 @@ def with_offload(
             text.whole(peaks),
         )
     return offloaded
-
-
-def keeps(timeline: Timeline, limits: Sequence[float]) -> bool:
-    peaks = zip(timeline.peak_memory, limits, strict=True)
-    return all(peak <= limit * (1 + 1e-9) for peak, limit in peaks)
 
 
 class _Planner:

@@ -10,7 +10,6 @@ from fxpipe.errors import LimitError, ScheduleError, number_of
 from fxpipe.schedule.candidate import Candidate, SearchResult
 from fxpipe.schedule.engine.order import Order
 from fxpipe.schedule.families.registry import SEARCHED, order_of
-from fxpipe.schedule.offload.planner import keeps
 from fxpipe.schedule.problem import Limit, Problem, per_rank
 from fxpipe.schedule.search.comparison import Comparison
 from fxpipe.schedule.search.less_memory import with_less_memory
@@ -89,7 +88,7 @@ def frontier(
     for outcome, limit in zip(under, memory_limits, strict=True):
         if isinstance(outcome, SearchResult):
             # Whatever limit it was found under: only its peak counts.
-            fitting = [one for one in best if keeps(one.timeline, per_rank(limit, one.problem.ranks))]
+            fitting = [one for one in best if one.timeline.fits(per_rank(limit, one.problem.ranks))]
             outcome = replace(min((outcome, *fitting), key=lambda result: result.key), tried=outcome.tried)
         choices.append(outcome)
     return choices

@@ -23,6 +23,7 @@ from fxpipe.schedule.engine.order import Order, OrderTimes
 from fxpipe.schedule.ops import Op, OpKind, RankOps
 from fxpipe.schedule.search.due_dates import start_alone
 from fxpipe.schedule.search.uneven_kernel import climb
+from fxpipe.schedule.simulation.memory import rank_over
 from fxpipe.schedule.units import bytes_text
 
 WORK, LOOKS_A_SECOND = 2_400_000, 4_800_000
@@ -145,10 +146,10 @@ class Uneven:
 
     def _check_largest(self) -> None:
         """A rank that cannot hold a microbatch in all its stages could block itself."""
-        for rank, (least, limit) in enumerate(zip(self.least, self.limits, strict=True)):
-            if least > limit * (1 + 1e-9):
-                needs = [arrays.smallest_limits[rank] for arrays in self.each]
-                raise TooLarge(needs.index(least), rank, least, limit)
+        rank = rank_over(self.least, self.limits)
+        if rank is not None:
+            needs, least = [arrays.smallest_limits[rank] for arrays in self.each], self.least[rank]
+            raise TooLarge(needs.index(least), rank, least, self.limits[rank])
 
     def times(self, ops: RankOps) -> OrderTimes:
         """When the ops of an order end."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from fxpipe.schedule.costs import Costs
 from fxpipe.schedule.dependencies import index, sections_of
 
@@ -25,3 +27,9 @@ def memory_changes(costs: Costs, placement: tuple[int, ...]) -> tuple[list[float
             at_end[index(edge.source)] += edge.bytes
             at_start[index(edge.target)] -= edge.bytes
     return at_start, at_end
+
+
+def rank_over(memory: Sequence[float], limits: Sequence[float]) -> int | None:
+    """The first rank whose memory exceeds its limit by more than rounding."""
+    pairs = enumerate(zip(memory, limits, strict=True))
+    return next((rank for rank, (most, limit) in pairs if most > limit * (1 + 1e-9)), None)

@@ -13,7 +13,7 @@ from fxpipe.schedule.bound_of_each import lower_bound_of_each
 from fxpipe.schedule.costs import Costs
 from fxpipe.schedule.dependencies import SECTIONS_PER_STAGE, Needs, needs, sections
 from fxpipe.schedule.ops import Direction, Op, OpKind, Schedule, Transfer
-from fxpipe.schedule.simulation.memory import memory_changes
+from fxpipe.schedule.simulation.memory import memory_changes, rank_over
 from fxpipe.schedule.simulation.transfers import offload_bytes
 
 _Of = TypeVar("_Of")
@@ -260,6 +260,10 @@ class Timeline:
     def peak_memory(self) -> tuple[float, ...]:
         """Per rank the maximum live memory."""
         return tuple(max((live for _, live in steps), default=0.0) for steps in self.memory)
+
+    def fits(self, limits: Sequence[float]) -> bool:
+        """Whether all ranks are within their limits, up to rounding."""
+        return rank_over(self.peak_memory, limits) is None
 
     @cached_property
     def lower_bound(self) -> float:

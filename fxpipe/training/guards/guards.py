@@ -12,8 +12,10 @@ from collections.abc import Collection, Container, Mapping
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from fxpipe.errors import RunError
+from fxpipe.runtime.batch.microbatches import batch_leaves
 from fxpipe.runtime.functions import function_name
 from fxpipe.runtime.torch_private import (
     gradient_hooks,
@@ -56,6 +58,8 @@ class Traced:
         self._in_training = model is not None and model.training
         self._python = python
         self._told: set[str] = set()
+        self._autocast = _autocast()
+        self._written = WeakIdKeyDictionary()  # leaves that a step had -> how often they had been written to
 
     def check(
         self,
@@ -101,10 +105,13 @@ class Traced:
         if trains:  # else those of the backward are still to be checked
             self._registered, self._backward = registered, hooks[1]
 
-    def warn_before_step(self, model: nn.Module | None, batch: object) -> None:
+    def warn_before_step(self, model: nn.Module | None, batch: object, written: Collection[str]) -> None:
         """Warn, once, of a step that trains where a script asks for no gradients, or has set the model to
-        eval mode since it was compiled: its gradients would come to those of the next update.  Also of a
-        batch that is to get gradients."""
+        eval mode since it was compiled: its gradients would come to those of the next update.  Also of
+        autocast, of a batch that is to get gradients, and of one that the forward would have changed.
+
+        written: the leaves that the forward writes to.
+        """
         has_gradients = torch.is_grad_enabled()
         if not has_gradients or (self._in_training and model is not None and not model.training):
             where = "of a model in eval mode" if has_gradients else "under torch.no_grad()"
@@ -119,6 +126,22 @@ class Traced:
                 "A tensor of the batch requires a gradient, and pipe.step computes none for it: its .grad "
                 "stays as it is. Let the forward compute it, with torch.autograd.grad, or detach the tensor."
             )
+
+        if cast := _autocast() - self._autocast:
+            dtype = next(iter(cast))[1]
+            self._warn_once(
+                f"pipe.step under torch.autocast runs as it was compiled, without casts to {dtype}: call "
+                "fxpipe.compile under autocast, too, or enter it in the forward and leave it out here."
+            )
+        for name, leaf in batch_leaves(batch) if written else ():
+            if name in written and isinstance(leaf, torch.Tensor) and not leaf.is_inference():
+                if self._written.get(leaf) == leaf._version:
+                    self._warn_once(
+                        f"The forward writes to {name!r} of the batch, which stays as it was: a step writes "
+                        "to its own copy. The same tensor comes again, without what plain torch would have "
+                        "written: write to it in the loop, or to a copy in the forward (.clone())."
+                    )
+                self._written[leaf] = leaf._version
 
     def _warn_once(self, text: str) -> None:
         if text not in self._told:
@@ -146,6 +169,12 @@ class Traced:
                 self._told.add(change.name)
                 remedy = _REMEDIES.get(change.name, "make it a buffer of the model, which each step reads")
                 warnings.warn(f"{change} Compile the model again, or {remedy}.", stacklevel=2)
+
+
+def _autocast() -> set[tuple[str, torch.dtype]]:
+    """The types of devices on which torch casts, with the dtypes."""
+    on = (kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind))
+    return {(kind, torch.get_autocast_dtype(kind)) for kind in on}
 
 
 def _parameter(model: nn.Module, name: str) -> object:

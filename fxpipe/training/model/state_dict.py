@@ -112,9 +112,9 @@ def share_values(
     Ranks that build their model without a seed begin with different values, and each trains its own copy: a
     tied weight has the same gradient on all of its ranks, and would stay different for ever.
 
-    tensors: the names by process.  own: the tensors of this one, overwritten in place.  Those without values
-    on one of them (on the meta device) are left out.  lanes: of a tensor that they share out each lane gets
-    the values of the first that holds the same share.
+    tensors: the names by process.  tensors_here: those of this one, overwritten in place.  Those without
+    values on one of them (on the meta device) are left out.  lanes: of a tensor that they share out each lane
+    gets the values of the first that holds the same share.
     """
     empty = process.gather(json.dumps([name for name, t in tensors_here.items() if t.is_meta]).encode())
     without = {name for names in empty for name in json.loads(names)}

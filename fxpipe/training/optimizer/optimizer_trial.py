@@ -410,9 +410,7 @@ class _CommunicatesError(RunError):
 class _NoCommunication(TorchDispatchMode):
     """Raises before anything is sent."""
 
-    def __torch_dispatch__(
-        self, op: Any, types: object, args: Sequence[object] = (), kwargs: Mapping[str, object] | None = None
-    ) -> object:
+    def __torch_dispatch__(self, op: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
         if op.namespace in ("c10d", "_c10d_functional"):
             raise _CommunicatesError(op.name().partition("::")[2].rstrip("_"))
         return op(*args, **(kwargs or {}))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,13 +14,7 @@ class StepLoss(torch.Tensor):
     """A 0-d tensor; ``backward``, of it and of what is computed from it alone, raises RunError."""
 
     @classmethod
-    def __torch_function__(
-        cls,
-        function: Callable[..., object],
-        types: Sequence[type],
-        args: Sequence[object] = (),
-        kwargs: Mapping[str, object] | None = None,
-    ) -> object:
+    def __torch_function__(cls, function: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
         plain = pytree.tree_map_only(StepLoss, as_plain, (tuple(args), dict(kwargs or {})))
         if function is torch.Tensor.backward and not plain[0][0].requires_grad:
             raise RunError(HAS_RUN)

@@ -8,8 +8,6 @@ the same bits.
 
 from __future__ import annotations
 
-import logging
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,11 +18,9 @@ from torch.optim import Optimizer
 
 from fxpipe.plan.step import Replay
 from fxpipe.runtime.replays.recorder import DeviceGraph, recorder_of
-from fxpipe.runtime.replays.replays import TRIALS, WORTH, same_bits, timed
+from fxpipe.runtime.replays.replays import TRIALS, WORTH, same_bits, tell, timed
 from fxpipe.runtime.torch_private import copy_each, has_step_hooks
 from fxpipe.training.optimizer.several_optimizers import optimizers_in
-
-log = logging.getLogger("fxpipe")
 
 Update = Callable[[torch.Tensor | None], None]
 """Clips by a norm, if there is one, and updates."""
@@ -136,11 +132,7 @@ class UpdateReplays:
         if not reason or self.reason:
             return
         self.reason, self._recorder, self._at = reason, None, None
-        text = f"Updates run op by op, and are not replayed: {reason}."
-        if self.wanted == "always":
-            warnings.warn(text, stacklevel=2)
-        else:
-            log.info(text)
+        tell("Updates", reason, self.wanted)
 
     def _now(self) -> tuple[dict[str, object], dict[str, object]]:
         """The addresses of tensors, and the numbers of the host, by what they are."""
