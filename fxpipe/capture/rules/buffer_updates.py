@@ -34,8 +34,13 @@ def warn_of_updates(graph: fx.Graph) -> None:
     by_rows: list[str] = []
     by_turns: list[str] = []
     for name, value in named.buffers.items():
-        before = inputs[name]
-        if value is not before and before in _read_by(value) and not of_loss.isdisjoint((before, value)):
+        before = inputs.get(name)  # none where nothing reads it
+        if (
+            before is not None
+            and value is not before
+            and before in _read_by(value)
+            and not of_loss.isdisjoint((before, value))
+        ):
             (by_rows if value in places.of else by_turns).append(
                 f"{printable(name)} ({value.meta['origin']})"
             )
