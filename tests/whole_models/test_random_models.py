@@ -173,6 +173,7 @@ def test_equals_eager(steps, shared, frozen, options):
     assume(_trains(build))
     try:
         offload = fxpipe.Offload(options.get("offload", False), bandwidth=1e12)
-        assert_equals_eager(build, rows, **{**options, "offload": offload})
+        # Steps of the models take numbers of all rows, of each microbatch as is meant here.
+        assert_equals_eager(build, rows, **{**options, "offload": offload, "mean": "microbatch"})
     except fxpipe.PartitionError:
         event("a buffer that is read early and written late leaves too few places to cut")

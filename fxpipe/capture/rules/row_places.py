@@ -9,7 +9,8 @@
     mm(x.T, y)                     a sum over rows
 
 Every second row, ``x[0::2]``, is every second one of the batch, too.  The dimension of the rows is not known
-behind ops that are not listed here, nor of microbatches of one row, where all is its own.
+behind ops that are not listed here, nor of microbatches of one row, where all is its own, nor on lanes, which
+take shares of the rows and exchange them.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from fxpipe.ir.builder import node_arg
 from fxpipe.ir.dims import COPIES, RESHAPES, TRANSPOSES, dims_of, is_pointwise, order_behind
 from fxpipe.ir.graph import Kind
 from fxpipe.ir.nodes import input_nodes
-from fxpipe.ir.storage import argument
+from fxpipe.ir.storage import argument, call_nodes
 
 aten = torch.ops.aten
 
@@ -95,7 +96,7 @@ class RowPlaces:
         leaves = [n for n in graph.find_nodes(op="placeholder") if n.meta["input"].kind is Kind.BATCH]
         lengths = {n: n.meta["val"].shape[0] for n in leaves if n.meta["val"].dim()}
         self.rows = min(lengths.values(), default=1)
-        if self.rows < 2:
+        if self.rows < 2 or any("c10d" in getattr(n.target, "namespace", "") for n in call_nodes(graph)):
             return
         self.of = {n: (Place(0, 1, k // self.rows),) for n, k in lengths.items() if k % self.rows == 0}
         for node in graph.nodes:
