@@ -230,7 +230,9 @@ def _traced(
             module = functionalize(module, values)
         frozen = {r.name for r in step.registered if not r.tensor.requires_grad}
         constants = (getattr(module, node.target) for node in module.graph.find_nodes(op="get_attr"))
-        sources = (*map(weakref.ref, constants), *step.provenance.read.values())
+        of_model = {id(r.tensor) for r in step.registered}
+        read = (tensor for key, tensor in step.provenance.read.items() if key not in of_model)
+        sources = (*map(weakref.ref, constants), *read)
         cleaned = clean(module, [x.input for x in traced_inputs], step.aliases, frozen)
         share = Share(scale) if options.lengths else scale  # of any number of microbatches
         means = divide_by_batch_means(cleaned[0], share) if options.over_batch else NO_MEANS

@@ -164,6 +164,15 @@ def test_a_mask_of_buffers_is_checked_in_each_step(case: str, tmp_path: Path) ->
             assert torch.equal(pipe.run_local(batch).loss, loss)
 
 
+@pytest.mark.parametrize("case", ["a part of a buffer", "a frozen parameter"])
+def test_a_mask_of_buffers_is_no_constant_of_the_program(case: str) -> None:
+    """Of a rank that does not hold it there is nothing to compare."""
+    model = Attentions(CASES[case][0])
+    captured = capture(model, (torch.randn(2, LENGTH, WIDTH),), None, 1.0, torch.device("cpu"))
+    held = [*model.buffers(), *model.parameters()]
+    assert not [ref for ref in captured.sources if any(ref() is x for x in held)]
+
+
 def test_layers_with_masks_of_their_own_have_one_function_and_one_triangle() -> None:
     class Layer(nn.Module):
         def __init__(self) -> None:
