@@ -12,6 +12,7 @@ from fxpipe.ir.nodes import input_nodes
 from fxpipe.ir.ops import has_flops, is_between_lanes
 from fxpipe.ir.step_invariants import inputs_behind
 from fxpipe.ir.storage import call_nodes, graph_outputs, node_bytes
+from fxpipe.runtime.program.checks import expect
 from fxpipe.runtime.program.random import keyed
 
 #: A value is free if all ops that lead to it take at most this share of the whole step, or no longer than
@@ -53,7 +54,8 @@ def _repeatable(
         elif node.op != "call_function" or node.meta["origin"].backward:
             continue
         elif all(map(leads.__contains__, inputs := input_nodes(node))):
-            if node.target is keyed or is_between_lanes(node.target):
+            # Nothing uses a check, which has to be where what it reads is.
+            if node.target in (keyed, expect) or is_between_lanes(node.target):
                 continue
             read = frozenset().union(*(kinds[n] for n in inputs))
             # A stage would need parameters of another one, or repeat a matrix product.

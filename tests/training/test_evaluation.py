@@ -298,3 +298,33 @@ def test_evaluation_under_torchrun(tmp_path):
         held = load_file(tmp_path / "constants again" / part / "rank1.safetensors")
         values = [float(t[0]) for name, t in sorted(held.items()) if "constant" in name]
         assert values[-2:] == [1.25, 1.375]
+
+
+class Core(nn.Module):
+    """Attention with a mask that is causal by its value, as programs check."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.ones(5, 5, dtype=torch.bool).tril())
+
+    def forward(self, q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask)
+
+
+class Attends(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.core, self.last = nn.Linear(4, 12), Core(), nn.Linear(4, 4)
+
+    def forward(self, x):
+        q, k, v = self.first(x)[:, None].chunk(3, -1)
+        return self.last(self.core(q, k, v)).square().mean()
+
+
+def test_a_mask_is_checked_on_the_rank_that_has_it():
+    """The forward alone would send less if the first rank computed the attention too."""
+    model, x = Attends(), torch.randn(4, 5, 4)
+    pipe = fxpipe.compile(
+        model, {"x": x[:2]}, ranks=2, microbatches=2, split_points=["core"], schedule="1f1b", evaluation=True
+    )
+    torch.testing.assert_close(pipe.evaluation.run_local({"x": x}).loss, model(x).detach())
