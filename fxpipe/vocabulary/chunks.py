@@ -149,14 +149,14 @@ class _Head:
         """The values of this rank that have an entry for each token and each word.  A product with the table
         may be as wide as a row of logits, and has none."""
         assert self.color is not None, "of a shard"
-        size, found = projection.meta["val"].numel(), {projection}
+        size, wide = projection.meta["val"].numel(), {projection}
         for node in call_nodes(self.graph):
             color, val = node.meta.get("color"), node.meta["val"]
             if color is None or color.stage != self.color.stage or node.target in _PRODUCTS:
                 continue
-            if isinstance(val, torch.Tensor) and val.numel() == size and found.intersection(_read(node)):
-                found.add(node)
-        return found
+            if isinstance(val, torch.Tensor) and val.numel() == size and wide.intersection(_read(node)):
+                wide.add(node)
+        return wide
 
     def _round_of(self, node: fx.Node) -> int | None:
         """The round of an op; None for one of another rank."""

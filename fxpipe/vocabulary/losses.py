@@ -93,10 +93,10 @@ def means_as_sums(graph: fx.Graph) -> None:
         build.origin = loss.meta["origin"]
         counted = build.call(aten.sum.default, build.call(aten.ne.Scalar, labels, ignored))
         number = build.call(aten._to_copy.default, counted, dtype=loss.meta["val"][0].dtype)
-        (mean,) = (user for user in loss.users if user.args[1] == 0)
         loss.args = (*loss.args[:3], _SUM, ignored)
-        divided = build.call(aten.div.Tensor, mean, number)
-        mean.replace_all_uses_with(divided, delete_user_cb=lambda user, divided=divided: user is not divided)
+        for total in [user for user in loss.users if user.args[1] == 0]:
+            mean = build.call(aten.div.Tensor, total, number)
+            total.replace_all_uses_with(mean, delete_user_cb=lambda user, mean=mean: user is not mean)
         for below in graph.find_nodes(op="call_function", target=aten.nll_loss_backward.default):
             if below.args[2:6] == (labels, weights, _MEAN, ignored) and below.args[6] in loss.users:
                 build.origin = below.meta["origin"]

@@ -37,12 +37,13 @@ def shift_hidden_states(graph: fx.Graph) -> None:
 class _Shifted:
     """A projection, the ops on rows of logits behind it, and a slice of these rows.
 
-    ``forward``: from the projection to what is sliced.  ``backward``: from the gradient of that to the
-    gradient of the projection's result, of which parameters and hidden states get theirs; empty without one.
+    ``x``: what is projected.  ``forward``: from the projection to what is sliced.  ``backward``: from the
+    gradient of that to the gradient of the projection's result, of which parameters and hidden states get
+    theirs; empty without one.
     """
 
-    def __init__(self, choice: fx.Node, forward: list[fx.Node], backward: list[fx.Node]) -> None:
-        self.choice, self.forward, self.backward = choice, forward, backward
+    def __init__(self, choice: fx.Node, x: fx.Node, forward: list[fx.Node], backward: list[fx.Node]) -> None:
+        self.choice, self.x, self.forward, self.backward = choice, x, forward, backward
         self.build = Builder(choice.graph)
         self.new: dict[fx.Node, fx.Node] = {}
         """What takes the place of a value, on the chosen rows alone."""
@@ -70,11 +71,10 @@ class _Shifted:
         is_alone = readers <= {choice, *forward, *backward}
         x = node_arg(forward[0], _PROJECTIONS[forward[0].target])
         is_alone &= all(_gives_gradient(user, value, x) for value in backward[-1:] for user in value.users)
-        return _Shifted(choice, forward, backward) if is_alone else None
+        return _Shifted(choice, x, forward, backward) if is_alone else None
 
     def rewrite(self) -> None:
-        projection, call = self.forward[0], self.build.call
-        x = node_arg(projection, _PROJECTIONS[projection.target])  # type: ignore[index]
+        x, call = self.x, self.build.call
         batch, length, _ = node_arg(self.choice, 0).meta["val"].shape
         self.build.origin = self.choice.meta["origin"]
         of_all = call(aten.view.default, x, [batch, length, -1])

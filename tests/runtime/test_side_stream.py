@@ -19,9 +19,9 @@ def test_a_wait_ends_when_the_memory_of_the_function_is_free(monkeypatch):
             super().set_result(result)
 
     monkeypatch.setattr(side_stream, "Future", Watched)
-    given = torch.zeros(3)
-    tensor, function = weakref.ref(given), partial(torch.Tensor.numel, given)
-    del given
+    operand = torch.zeros(3)
+    tensor, function = weakref.ref(operand), partial(torch.Tensor.numel, operand)
+    del operand
     begun = side_stream.InThread("tested").run(function)
     del function
     begun.wait()

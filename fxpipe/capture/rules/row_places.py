@@ -88,9 +88,7 @@ class RowPlaces:
         self.of: dict[fx.Node, tuple[Place, ...]] = {}
         self.sums: set[fx.Node] = set()
         self.joins: dict[fx.Node, str] = {}
-        self._summed: dict[
-            tuple[int, ...], tuple[Place, ...]
-        ] = {}  # by shape, of what is summed to one number
+        self._summed: dict[tuple[int, ...], tuple[Place, ...]] = {}  # by shape, of what becomes one number
         self._single: dict[fx.Node, frozenset[int]] = {}  # the places of the rows that a value is made of
         self._taken: dict[fx.Node, list[tuple[fx.Node, int]]] = {}  # of a value, what takes a row by itself
         leaves = [n for n in graph.find_nodes(op="placeholder") if n.meta["input"].kind is Kind.BATCH]
