@@ -426,7 +426,7 @@ def _contrast(run: Run) -> None:
     run.weights(pipe.full_state_dict())
 
 
-@piped(contrast_in_the_batch, differs="docs/training.md: a loss sees the rows of a microbatch")
+@piped(contrast_in_the_batch, warning="makes each row of several")
 def _(run: Run) -> None:
     _contrast(run)
 

@@ -29,6 +29,7 @@ from fxpipe.capture.inputs import inputs
 from fxpipe.capture.reads.checkpoint import recorded_checkpoints
 from fxpipe.capture.reads.length_reads import Comparison
 from fxpipe.capture.reads.table_rows import check_table_rows
+from fxpipe.capture.rows.analysis import RowAnalysis
 from fxpipe.capture.rules.attention_masks import Masks
 from fxpipe.capture.rules.batch_means import NO_MEANS, BatchMeans, divide_by_batch_means
 from fxpipe.capture.rules.buffer_updates import warn_of_updates
@@ -235,10 +236,12 @@ def _traced(
         sources = (*map(weakref.ref, constants), *read)
         cleaned = clean(module, [x.input for x in traced_inputs], step.aliases, frozen)
         share = Share(scale) if options.lengths else scale  # of any number of microbatches
-        means = divide_by_batch_means(cleaned[0], share) if options.over_batch else NO_MEANS
-        if options.over_batch and share != 1:
-            warn_of_updates(cleaned[0])
-            warn_of_gradients(cleaned[0])
+        means, analysis = NO_MEANS, RowAnalysis(*cleaned)
+        if options.over_batch:
+            means = divide_by_batch_means(cleaned[0], analysis, share)
+            if share != 1:
+                warn_of_updates(cleaned[0], analysis)
+                warn_of_gradients(cleaned[0])
         captured = Captured(
             *cleaned,
             means=means,

@@ -9,10 +9,10 @@ So the mean over microbatches, which is what a step takes of losses and of gradi
 batch: (a / n + b / n) / 2 with n = (count of a + count of b) / 2.  The mean of each microbatch's own mean is
 another loss wherever microbatches have different counts.
 
-A divisor must be a sum or a mean over rows of the data (``row_sums.py``), and the loss a linear function of
-what it divides; each term of a sum may have its own.  Where a sum over rows is divided by a number of the
+A divisor must be a sum or a mean over rows of the data (``rows/analysis.py``), and the loss a linear function
+of what it divides; each term of a sum may have its own.  Where a sum over rows is divided by a number of the
 batch, that is one of all microbatches, of which each has its share.  ``BatchMeans`` names those, and
-those that stay, as do other functions of a sum over rows (``joined_rows.py``).
+those that stay, as do other functions of a sum over rows (``rows/joins.py``).
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpipe.capture.reads.row_sums import Rows, is_sum_of_lanes, rows_in
-from fxpipe.capture.rules.joined_rows import joins_of
+from fxpipe.capture.rows.analysis import RowAnalysis, is_sum_of_lanes
+from fxpipe.capture.rows.forms import SUMMED, Form
+from fxpipe.capture.rows.joins import joins_of
 from fxpipe.ir.builder import Calls, node_arg
 from fxpipe.ir.dims import dims_of
 from fxpipe.ir.graph import Kind, batch_mean
@@ -77,17 +78,17 @@ class BatchMeans:
 NO_MEANS = BatchMeans()
 
 
-def divide_by_batch_means(graph: fx.Graph, share: float) -> BatchMeans:
+def divide_by_batch_means(graph: fx.Graph, analysis: RowAnalysis, share: float) -> BatchMeans:
     """Rewrite a captured step, forward and backward, whose loss is no (sum, count).
 
-    share: of a microbatch in the batch, 1 / microbatches.
+    analysis: of that step.  share: of a microbatch in the batch, 1 / microbatches.
     """
     named = graph_outputs(graph)
     if named.loss is None or named.count is not None:
         return NO_MEANS
-    tail = Tail(graph, named.loss)
+    tail = Tail(graph, named.loss, analysis)
     divides = {*tail.apart}
-    joined = joins_of(graph, named.loss, {each.node for each in tail.divisions}, tail.rows)
+    joined = joins_of(analysis, graph, named.loss, {each.node for each in tail.divisions})
     joins, place = joined.ops, _place(joined.sums[0]) if joined.sums else ""
     tail.apart |= {node: _function(node) for node in joins if node not in divides}
     odd = next((node for node in tail.apart if node in tail.odd or joins.get(node)), None)
@@ -97,7 +98,7 @@ def divide_by_batch_means(graph: fx.Graph, share: float) -> BatchMeans:
         for each in divisions:
             _divide_by_mean(tail, each, share)
         drop_dead(graph)
-    if odd is not None:
+    if odd is not None and share != 1:
         verb, why = "takes", joins.get(odd, "")
         if odd in divides:
             verb = "divides by"
@@ -140,9 +141,10 @@ class Tail:
     whose divisor comes from data alone.  ``has_total``: see ``BatchMeans``.
     """
 
-    def __init__(self, graph: fx.Graph, loss: fx.Node) -> None:
+    def __init__(self, graph: fx.Graph, loss: fx.Node, analysis: RowAnalysis) -> None:
         self.graph, self.calls = graph, Calls(graph)
-        self.rows, self._same = rows_in(graph), _same_for_all(graph)
+        self.rows = {node: rows for node, rows in analysis.of.items() if rows.is_data}
+        self._same = _same_for_all(graph)
         self.linear: dict[fx.Node, None] = {}
         self.divisions: list[_Division] = []
         self.apart: dict[fx.Node, str] = {}
@@ -187,7 +189,9 @@ class Tail:
     def _is_factor(self, node: fx.Node) -> bool:
         """Whether a mean over microbatches may have such a factor: one that each row has for itself, or that
         is the same for all."""
-        return self.rows.get(node) in (Rows.FIRST, Rows.NONE) or node in self._same
+        rows = self.rows.get(node)
+        is_each = rows is not None and rows.is_whole and rows.form in (Form.EACH, Form.SAME)
+        return is_each or node in self._same
 
     def _divided(self, node: fx.Node) -> Iterator[fx.Node]:
         divisor = node.args[-1]
@@ -231,16 +235,25 @@ class Tail:
             node = node.args[0]
         return False
 
+    def _has(self, node: object, form: Form) -> bool:
+        """Whether a value of data has this form."""
+        rows = self.rows.get(node)  # type: ignore[call-overload]
+        return rows is not None and rows.is_whole and rows.form is form
+
+    def is_sum(self, node: fx.Node) -> bool:
+        """Whether a value is a sum or a mean over rows of the data, and nothing more."""
+        return self._has(node, Form.SUMMED) and self.rows[node].is_count
+
     def _is_count(self, node: fx.Node) -> bool:
         """Whether a value is a count of data, or one that is kept from being zero."""
-        if node not in self.rows or self.rows[node] is Rows.SUMMED:
+        if node not in self.rows or self.is_sum(node):
             return node in self.rows
         packet = getattr(node.target, "overloadpacket", None)
         first, *others = [*node.args, None]
         if packet in _GUARDS and isinstance(first, fx.Node):
             least = others[0]
             is_fixed = isinstance(least, int | float) or (
-                isinstance(least, fx.Node) and self.rows.get(least) is Rows.NONE
+                isinstance(least, fx.Node) and self._has(least, Form.SAME)
             )
             return is_fixed and others[1:] in ([], [None]) and self._is_count(first)
         return packet in _OF_ONE_NUMBER and isinstance(first, fx.Node) and self._is_count(first)
@@ -254,13 +267,12 @@ class Tail:
         if weight is not None:
             text = f"the weights of labels that count ({_place(loss)})"
         backward = self._backward(loss, _BACKWARDS, 6)
-        is_count = self.rows.get(labels) is Rows.FIRST
-        is_count &= weight is None or self.rows.get(weight) is Rows.NONE  # type: ignore[arg-type]
+        is_count = self._has(labels, Form.EACH) and (weight is None or self._has(weight, Form.SAME))
         if is_count and (backward or not self._trains(item)):
             self.divisions.append(_Division(item, backward, text))
         else:
             self.apart[item] = text
-            if weight is not None and self.rows.get(weight) not in (None, Rows.NONE):  # type: ignore[arg-type]
+            if weight in self.rows and not self._has(weight, Form.SAME):
                 self.odd.append(item)
 
     def _trains(self, node: fx.Node) -> bool:
@@ -298,7 +310,7 @@ def _as_division(tail: Tail, division: _Division) -> _Division:
             weights = call(aten.index.Tensor, weight, [call(aten.mul.Tensor, labels, counts)])
             count = call(aten.mul.Tensor, weights, counts)
         count = call(aten.sum.default, count)
-    tail.rows[count] = Rows.SUMMED
+    tail.rows[count] = SUMMED
     with tail.graph.inserting_after(item):
         mean = call(aten.div.Tensor, item, count)
     for user in before:
@@ -347,7 +359,7 @@ def _divide_by_mean(tail: Tail, division: _Division, share: float) -> None:
         return value if value.meta["val"].dtype == dtype else call(aten._to_copy.default, value, dtype=dtype)
 
     def mean_of(count: fx.Node) -> fx.Node:
-        if tail.rows[count] is Rows.SUMMED:
+        if tail.is_sum(count):
             return call(batch_mean, cast(count, accum_dtype(dtype)))
         if tail.is_total(count):
             tail.has_total = True
@@ -402,6 +414,8 @@ def _same_for_all(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _function(node: fx.Node) -> str:
+    if node.target is operator.getitem:
+        node = node_arg(node, 0)
     operands = ", ".join(x.name for x in node.all_input_nodes)
     return f"{node.target.overloadpacket.__name__}({operands}) ({_place(node)})"  # type: ignore[union-attr]
 

@@ -15,7 +15,8 @@ import warnings
 import torch
 from torch import fx
 
-from fxpipe.capture.rules.row_places import RowPlaces
+from fxpipe.capture.rows.analysis import RowAnalysis
+from fxpipe.capture.rows.forms import Form
 from fxpipe.errors import printable
 from fxpipe.ir.storage import argument, graph_outputs
 
@@ -24,12 +25,13 @@ _MEANT = 'mean="microbatch" of compile says that it is meant.'
 _KEPT = "running_mean", "running_var"
 
 
-def warn_of_updates(graph: fx.Graph) -> None:
+def warn_of_updates(graph: fx.Graph, analysis: RowAnalysis) -> None:
     """Warn of such buffers of a captured step, and of such states in attributes."""
     named = graph_outputs(graph)
     if named.loss is None or not named.buffers:
         return
-    of_loss, places = _read_by(named.loss), RowPlaces(graph)
+    analysis.follow()
+    of_loss = _read_by(named.loss)
     inputs = {n.meta["input"].name: n for n in graph.find_nodes(op="placeholder")}
     by_rows: list[str] = []
     by_turns: list[str] = []
@@ -41,7 +43,7 @@ def warn_of_updates(graph: fx.Graph) -> None:
             and before in _read_by(value)
             and not of_loss.isdisjoint((before, value))
         ):
-            (by_rows if value in places.of else by_turns).append(
+            (by_rows if analysis.of[value].form is Form.EACH else by_turns).append(
                 f"{printable(name)} ({value.meta['origin']})"
             )
     if by_rows:

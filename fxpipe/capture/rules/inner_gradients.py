@@ -12,7 +12,8 @@ from collections.abc import Mapping
 import torch
 from torch import fx
 
-from fxpipe.capture.rules.row_places import RowPlaces
+from fxpipe.capture.rows.analysis import RowAnalysis
+from fxpipe.capture.rows.forms import Form
 from fxpipe.ir.builder import node_arg
 from fxpipe.ir.dims import COPIES, RESHAPES, TRANSPOSES
 from fxpipe.ir.nodes import input_nodes
@@ -39,7 +40,7 @@ _KEPT = COPIES | RESHAPES | TRANSPOSES | {
 _POWERS = {aten.reciprocal: -1.0, aten.rsqrt: -0.5, aten.sqrt: 0.5}
 
 
-def uses_of_means(graph: fx.Graph, places: RowPlaces) -> dict[fx.Node, str]:
+def uses_of_means(graph: fx.Graph, analysis: RowAnalysis) -> dict[fx.Node, str]:
     """The ops that make of such gradients what is another number for each number of rows, with the reason."""
     powers: dict[fx.Node, float] = {}  # of the number of rows, in values with a part for each row
     uses: dict[fx.Node, str] = {}
@@ -50,9 +51,10 @@ def uses_of_means(graph: fx.Graph, places: RowPlaces) -> dict[fx.Node, str]:
             powers[node] = -1.0
         elif any(powers.get(x) for x in input_nodes(node)):
             power = _power(node, powers)
-            if power is None or (node not in places.of and power not in (0.0, -1.0)):
+            is_sum = analysis.of[node].form is Form.SUMMED
+            if power is None or (is_sum and power not in (0.0, -1.0)):
                 uses[node] = OF_MEAN
-            elif node in places.of:  # else it is a sum over rows: the mean that the gradient is of
+            elif not is_sum:  # else it is the mean that the gradient is of
                 powers[node] = power
     return uses
 

@@ -1,0 +1,165 @@
+"""The rows behind ops that give entries other places: parts, shapes, values side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpipe.capture.rows import families
+from fxpipe.capture.rows.flow import Flow
+from fxpipe.capture.rows.forms import (
+    BY_PLACE,
+    LOST,
+    SAME,
+    STATISTIC,
+    SUMMED,
+    UNKNOWN,
+    Form,
+    Rows,
+    each,
+    is_float,
+    packet_of,
+    shape_of,
+    value_of,
+)
+from fxpipe.capture.rows.place import without
+from fxpipe.ir.builder import node_arg
+from fxpipe.ir.dims import dims_of, order_behind
+from fxpipe.ir.storage import argument
+
+aten = torch.ops.aten
+
+
+def reshaped(flow: Flow, node: fx.Node) -> Rows:
+    before, after = shape_of(node_arg(node, 0)), shape_of(node)
+    return flow.moved(node, lambda p: p.reshaped(flow.rows, before, after))
+
+
+def transposed(flow: Flow, node: fx.Node) -> Rows:
+    order = order_behind(node)
+    return flow.moved(node, lambda p: p.at(order.index(p.dim)))
+
+
+def item(flow: Flow, node: fx.Node) -> Rows:
+    """Of one of several results, which has the rows where the first one has them, or none."""
+    x = node_arg(node, 0)
+    rows, shape = flow.of[x], shape_of(node)
+    if rows.form is not Form.EACH:
+        return Rows(rows.form)
+    if packet_of(x) in families.PARTS:
+        return part(flow, x, node)
+    places = [p for p in rows.places if p.dim < len(shape) and shape[p.dim] == flow.size(p)]
+    return each(places) if places else SUMMED if "_backward" in packet_of(x).__name__ else SAME
+
+
+def part(flow: Flow, node: fx.Node, one_of: fx.Node | None = None) -> Rows:
+    """Of an op that takes some of the entries along a dimension; ``one_of`` several results that it has."""
+    x = node_arg(node, 0)
+    rows, packet = flow.of[x], packet_of(node)
+    if rows.form is not Form.EACH:
+        return Rows(rows.form)
+    dim = next(iter(dims_of(node, len(shape_of(x))) or {0}))
+    is_one = packet in (aten.select, aten.unbind)
+    along = next((p for p in rows.places if p.dim == dim), None)
+    others = [p.at(p.dim - (is_one and p.dim > dim)) for p in rows.places if p.dim != dim]
+    if along is None:
+        return each(others)
+    length, step, start = flow.size(along), 1, 0
+    if packet is aten.slice:
+        start = (argument(node, "start") or 0) % length  # type: ignore[operator]
+        step = argument(node, "step", 1)  # type: ignore[assignment]
+        size = shape_of(node)[dim]
+    elif packet is aten.select:
+        start, size = argument(node, "index") % length, 1  # type: ignore[operator]
+    elif one_of is None:
+        return rows  # of all: each is looked at by itself
+    else:
+        number: Any = one_of.args[1]
+        sizes = [1 if is_one else each_part.shape[dim] for each_part in node.meta["val"]]
+        start, size = sum(sizes[:number]), sizes[number]
+    behind = along.part(flow.rows, start, size, step)
+    if behind is not None and not is_one:
+        return each((*others, behind))
+    is_each = step > 1 and along.outer == 1 and length % step == 0 and size * step == length
+    if flow.rows == 1 or is_each or others or flow.on_lanes or not is_float(x):
+        return each(others)
+    taker = one_of or node
+    if along.inner == size == 1:
+        row = start % flow.rows
+        flow.taken.setdefault(x, []).append((taker, row))
+        flow.single[taker] = frozenset({row})
+        return LOST
+    return flow.tell(taker, BY_PLACE, LOST)
+
+
+def joined(flow: Flow, node: fx.Node) -> Rows:
+    """Of tensors behind each other."""
+    tensors: Sequence[fx.Node] = node.args[0]  # type: ignore[assignment]
+    tensors = [x for x in tensors if value_of(x).numel()] or tensors  # type: ignore[union-attr]
+    of_rows = [x for x in tensors if flow.has(x, Form.EACH)]
+    if any(map(flow.is_sum, tensors)):
+        return flow.tell(node, STATISTIC, LOST)
+    if not of_rows or any(flow.has(x, Form.LOST) for x in tensors):
+        return LOST
+    dim = next(iter(dims_of(node, len(shape_of(tensors[0]))) or {0}))
+    units = [{p._replace(outer=1) for p in flow.of[x].places} for x in of_rows]
+    places = [p for p in flow.of[of_rows[0]].places if all(p._replace(outer=1) in unit for unit in units)]
+    if packet_of(node) is aten.stack:
+        places = [p.at(p.dim + (p.dim >= dim)) for p in places]
+    elif len(of_rows) < len(tensors):
+        places = [p for p in places if p.dim != dim]
+    else:
+        outer = sum(p.outer for x in of_rows for p in flow.of[x].places if p.dim == dim)
+        places = [p._replace(outer=outer) if p.dim == dim else p for p in places]
+    return each(places) if places else flow.lost(node)
+
+
+def inserted(flow: Flow, node: fx.Node) -> Rows:
+    """Of a part that is put into a value."""
+    base, source = node_arg(node, 0), node_arg(node, 1)
+    dim = next(iter(dims_of(node, len(shape_of(base))) or {0}))
+    is_one = len(shape_of(source)) < len(shape_of(base))
+    places = [
+        *flow.of[base].places,
+        *(p.at(p.dim + (is_one and p.dim >= dim)) for p in flow.of[source].places),
+    ]
+    if any(p.dim == dim for p in places) and flow.rows > 1:
+        places = [p for p in places if p.dim != dim]
+        return each(places) if places else flow.lost(node, BY_PLACE)
+    return each(places)
+
+
+def repeated(flow: Flow, node: fx.Node) -> Rows:
+    x = node_arg(node, 0)
+    more = len(shape_of(node)) - len(shape_of(x))
+    times: Sequence[int] = node.args[1]  # type: ignore[assignment]
+    moved = (p.at(p.dim + more) for p in flow.of[x].places)
+    return each(p._replace(outer=p.outer * times[p.dim]) for p in moved)
+
+
+def padded(flow: Flow, node: fx.Node) -> Rows:
+    last = len(shape_of(node)) - len(node.args[1]) // 2  # type: ignore[arg-type]
+    return flow.kept(node, node_arg(node, 0), lambda p: p.dim < last, BY_PLACE)
+
+
+def strided(flow: Flow, node: fx.Node) -> Rows:
+    """Of other strides, which may keep those of the first dimension."""
+    x = node_arg(node, 0)
+    strides: Any = node.args[2]
+    before: torch.Tensor = x.meta["val"]
+    stays = shape_of(node)[:1] == before.shape[:1] and strides[0] == before.stride(0) and not node.args[3:]
+    return flow.kept(node, x, lambda p: stays and p.dim == 0, UNKNOWN)
+
+
+def diagonal(flow: Flow, node: fx.Node) -> Rows:
+    """Of pairs of rows the diagonal has each with itself."""
+    x = node_arg(node, 0)
+    dims: Any = {argument(node, name) % len(shape_of(x)) for name in ("dim1", "dim2")}  # type: ignore[operator]
+    along = [p for p in flow.of[x].places if p.dim in dims]
+    places = [p.at(without(p.dim, dims)) for p in flow.of[x].places if p.dim not in dims]
+    if len(along) == 2 and along[0].at(0) == along[1].at(0):
+        places.append(along[0].at(len(shape_of(node)) - 1))
+    return each(places) if places else flow.lost(node)

@@ -1,0 +1,46 @@
+"""Where the rows of a microbatch lie in a value, and where ops that keep its numbers put them.
+
+view(x, [14, 6])               of [2, 7, 6]: the rows are in the first dimension still, 7 entries each
+cat([x, x])                    twice, one after the other, in that dimension
+transpose(x, 0, 1)             in the second one
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import NamedTuple
+
+
+class Place(NamedTuple):
+    """The rows of a microbatch in a dimension, which is ``outer`` × rows × ``inner`` entries long."""
+
+    dim: int
+    outer: int = 1
+    inner: int = 1
+
+    def at(self, dim: int) -> Place:
+        return self._replace(dim=dim)
+
+    def reshaped(self, rows: int, before: Sequence[int], after: Sequence[int]) -> Place | None:
+        """The place behind a change of shape; None where the border of two rows lies within a dimension."""
+        outer = prod(before[: self.dim]) * self.outer
+        for dim, size in enumerate(after):
+            left = prod(after[:dim])
+            if left and left * size >= outer * rows:
+                inner, rest = divmod(left * size, outer * rows)
+                return None if rest or outer % left else Place(dim, outer // left, inner)
+        return None
+
+    def part(self, rows: int, start: int, size: int, step: int = 1) -> Place | None:
+        """The place in some of the entries of its dimension; None where they have not all rows alike."""
+        unit = rows * self.inner
+        if step == 1 and not start % unit and not size % unit and size:
+            return self._replace(outer=size // unit)
+        is_within = self.inner > 1 and step > 1 and not self.inner % step and size * step == self.outer * unit
+        return self._replace(inner=self.inner // step) if is_within else None
+
+
+def without(dim: int, gone: Sequence[int] | set[int]) -> int:
+    """A dimension's number when others are gone."""
+    return dim - sum(other < dim for other in gone)

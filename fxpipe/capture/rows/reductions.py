@@ -1,0 +1,191 @@
+"""The rows behind ops on entries at the same place, along dimensions, and over them."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from fxpipe.capture.rows import families
+from fxpipe.capture.rows.flow import Flow, is_number
+from fxpipe.capture.rows.forms import (
+    BY_PLACE,
+    CHOICE,
+    FUNCTION,
+    LOST,
+    RELATIVE,
+    STATISTIC,
+    SUMMED,
+    Form,
+    Rows,
+    each,
+    is_float,
+    packet_of,
+    shape_of,
+)
+from fxpipe.capture.rows.place import without
+from fxpipe.ir.builder import node_arg
+from fxpipe.ir.dims import SUMS, TRANSPOSES, dims_of
+from fxpipe.ir.nodes import input_nodes
+from fxpipe.ir.storage import argument
+
+aten = torch.ops.aten
+
+#: A number that is added to a count, so that nothing is divided by zero, is at most this.
+LARGEST_EPSILON = 1e-3
+#: The reductions of losses.
+_SUMMING = 1, 2
+_OF_SUMS = families.SHAPES | TRANSPOSES | families.PARTS | families.JOINED | SUMS | families.LINEAR | {
+    aten.constant_pad_nd, aten.diagonal, aten.flip, aten.repeat, aten.roll, aten.unfold,
+}  # fmt: skip
+#: Of ops whose other operands have no entries at the same place.
+_OPERANDS = {aten.copy: slice(1, 2), aten.masked_scatter: slice(2)}
+_ADDITIONS = {aten.add, aten.rsub, aten.sub}
+
+
+def of_sums(flow: Flow, node: fx.Node) -> Rows:
+    """Of an op on sums over rows, and on values that are the same for all."""
+    packet = packet_of(node)
+    summed = [flow.has(x, Form.SUMMED) for x in node.args]
+    first, second = [*summed, False, False][:2]
+    is_count = all(flow.of[x].is_count for x in input_nodes(node) if flow.has(x, Form.SUMMED))
+    is_linear = packet in _OF_SUMS
+    match packet:
+        case aten.add | aten.sub | aten.rsub:
+            numbers = [x for x in node.args[:2] if isinstance(x, int | float)]
+            is_small = len(numbers) == 1 and abs(numbers[0]) <= LARGEST_EPSILON
+            is_rest = packet is not aten.add and (second if packet is aten.rsub else first)
+            is_count &= (first and second) or (first and is_small) or is_rest
+        case aten.mul:
+            is_linear = first != second
+        case aten.div:
+            is_linear = first and not second and not node.kwargs
+        case aten.where | aten.masked_fill:
+            is_linear = not (first if packet is aten.where else second)
+        case aten.index | aten.gather | aten.index_select:
+            others = [x for x in input_nodes(node) if x is not node.args[0]]
+            is_linear = first and not any(flow.has(x, Form.SUMMED) for x in others)
+        case aten._to_copy:
+            is_linear = is_float(node) or not is_float(node_arg(node, 0))
+        case _ if packet in families.PRODUCTS:
+            start = families.PRODUCTS[packet]
+            is_linear = sum(summed[start : start + 2]) <= 1
+    if is_linear:
+        return Rows(Form.SUMMED, is_count=is_count)
+    if not is_float(node):
+        return LOST
+    return flow.tell(node, CHOICE if packet in families.CHOICES | families.ORDERS else FUNCTION, SUMMED)
+
+
+def pointwise(flow: Flow, node: fx.Node) -> Rows:
+    """Of entries at the same place; and of a loss of these, which may add them up."""
+    packet = packet_of(node)
+    operands = [*input_nodes(node)]
+    if packet in _OPERANDS:
+        operands = [x for x in node.args[_OPERANDS[packet]] if isinstance(x, fx.Node)]
+    is_sum = argument(node, "reduction") in _SUMMING
+    dims = max(len(shape_of(x)) for x in operands) if is_sum else len(shape_of(node))
+    has_lost = any(flow.has(x, Form.LOST) and is_float(x) for x in operands)
+    rows = LOST if has_lost else each(flow.aligned(operands, dims))
+    if is_float(node):
+        if any(map(flow.is_sum, operands)):
+            if packet in _ADDITIONS and rows.form is Form.EACH:
+                return rows._replace(plus=node)
+            return flow.tell(node, STATISTIC, SUMMED if is_sum else rows)
+        same = [(x, dims - len(shape_of(x))) for x in operands if flow.has(x, Form.SAME)]
+        if any(flow.differs(x, p.dim - shift) for x, shift in same for p in rows.places):
+            return flow.tell(node, BY_PLACE, SUMMED if is_sum else rows)
+    return SUMMED if is_sum else rows
+
+
+def is_affine(flow: Flow, node: fx.Node) -> bool:
+    """Whether an op that takes each row by itself, or their mean, takes a number that was added to all of
+    them to one that is added to all of its results."""
+    packet = packet_of(node)
+    if packet in (aten.div, aten.mul):
+        others = [x for x in node.args[:2] if isinstance(x, fx.Node) and not flow.has(x, Form.SAME)]
+        return len(others) == 1 and (packet is aten.mul or others[0] is node.args[0])
+    is_mean = packet is aten.mean or argument(node, "reduction") == 1
+    return is_mean or packet in families.LINEAR | families.SHAPES | TRANSPOSES
+
+
+def reduced(flow: Flow, node: fx.Node) -> Rows:
+    x, packet = node_arg(node, 0), packet_of(node)
+    rows, named = flow.of[x], dims_of(node, len(shape_of(x)))
+    stay = []
+    if rows.form is Form.EACH:
+        gone = [p for p in rows.places if named is None or p.dim in named]
+        keeps = named is None or len(shape_of(node)) == len(shape_of(x))
+        stay = [p.at(without(p.dim, () if keeps else named)) for p in rows.places if p not in gone]  # type: ignore
+        if not gone:
+            return each(stay)
+    elif not is_number(node) or x in flow.single:
+        return LOST
+    if packet not in SUMS and not is_float(node):
+        return flow.tell(node, CHOICE, LOST) if packet in families.CHOICES and is_float(x) else LOST
+    if stay:
+        return flow.tell(node, RELATIVE, each(stay))
+    if len(rows.places) > 1:  # pairs of rows
+        return flow.tell(node, RELATIVE, SUMMED)
+    if packet in SUMS:
+        return SUMMED
+    return flow.tell(node, CHOICE if packet in families.CHOICES else FUNCTION, SUMMED)
+
+
+def along(flow: Flow, node: fx.Node) -> Rows:
+    """Of an op that makes the entries along some dimensions of each other."""
+    x, packet = node_arg(node, 0), packet_of(node)
+    named = dims_of(node, len(shape_of(x)))
+    if packet is aten.unfold:
+        named = {argument(node, "dimension") % len(shape_of(x))}  # type: ignore[operator]
+    is_of_rows = any(named is None or p.dim in named for p in flow.of[x].places)
+    if is_of_rows and not is_float(x) and packet not in families.MOVES:
+        return LOST  # an order, or places
+    if is_of_rows and packet in families.ORDERS:
+        return flow.lost(node, CHOICE)
+    return flow.kept(node, x, lambda p: named is not None and p.dim not in named)
+
+
+def leading(flow: Flow, node: fx.Node) -> Rows:
+    """Of an op that takes each entry of the first dimension by itself."""
+    return flow.kept(node, node_arg(node, 0), lambda p: p.dim == 0)
+
+
+def batch_norm(flow: Flow, node: fx.Node) -> Rows:
+    """Of a norm of each channel by all rows, in training."""
+    if argument(node, "training", True) is False:
+        return leading(flow, node)
+    return flow.kept(node, node_arg(node, 0), lambda p: p.dim == 1, STATISTIC)
+
+
+def norm(flow: Flow, node: fx.Node) -> Rows:
+    """Of a norm along the last dimensions."""
+    last = len(shape_of(node)) - len(node.args[1])  # type: ignore[arg-type]
+    return flow.kept(node, node_arg(node, 0), lambda p: p.dim < last)
+
+
+def of_matrices(flow: Flow, node: fx.Node) -> Rows:
+    """Of the matrices in the last two dimensions."""
+    x = node_arg(node, 0)
+    return flow.kept(node, x, lambda p: p.dim < len(shape_of(x)) - 2)
+
+
+def cross_entropy(flow: Flow, node: fx.Node) -> Rows:
+    """Of logs [rows, words, …]."""
+    logs, labels = node_arg(node, 0), node_arg(node, 1)
+    is_sum = argument(node, "reduction") in _SUMMING
+    rows = flow.of[logs] if flow.has(labels, Form.SAME) else flow.of[labels]
+    rows = SUMMED if is_sum else Rows(rows.form, rows.places)
+    return flow.tell(node, STATISTIC, rows) if flow.has(node.args[2], Form.SUMMED) else rows
+
+
+def alignments(flow: Flow, node: fx.Node) -> Rows:
+    """Of a loss of each row, from logs [length, rows, words]."""
+    rows = flow.kept(node, node_arg(node, 0), lambda p: p.dim == 1)
+    return rows._replace(places=tuple(p.at(0) for p in rows.places))
+
+
+def gradient(flow: Flow, node: fx.Node) -> Rows:
+    """Of an op's gradient within the forward: of an operand with rows, or of a parameter."""
+    shape = shape_of(node)
+    places = [p for x in input_nodes(node) if shape_of(x) == shape for p in flow.of[x].places]
+    return each(places) if places else SUMMED
