@@ -140,13 +140,14 @@ class RowAnalysis(Flow):
             )
             rows = rows if rows.places else LOST
         plus = rows.plus or next((x.plus for x in operands if x.plus), None)
-        if plus is not None and (rows.form is Form.LOST or not reductions.is_affine(self, node)):
+        is_plus_told = plus is not None and (rows.form is Form.LOST or not reductions.is_affine(self, node))
+        if plus is not None and is_plus_told:
             self.told[plus], plus = STATISTIC, None
         if rows.form is Form.LOST:
             rows = self._follow_taken(node)
         self.of[node] = rows._replace(
             is_data=self._is_data(node),
-            is_whole=node not in self.told and all(x.is_whole for x in operands),
+            is_whole=node not in self.told and not is_plus_told and all(x.is_whole for x in operands),
             is_told=node in self.told or any(x.form is Form.SUMMED and x.is_told for x in operands),
             plus=plus if rows.form is Form.EACH else None,
         )

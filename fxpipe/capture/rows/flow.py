@@ -11,6 +11,7 @@ from fxpipe.capture.rows import families
 from fxpipe.capture.rows.forms import (
     LOST,
     RELATIVE,
+    SUMMED,
     UNKNOWN,
     Form,
     Rows,
@@ -80,7 +81,11 @@ class Flow:
         if rows.form is not Form.EACH:
             return Rows(rows.form)
         places = [again for p in rows.places if (again := move(p)) is not None]
-        return each(places) if places else self.lost(node)
+        return each(places) if places or self.rows == 1 else self.lost(node)
+
+    def total(self, operands: Iterable[fx.Node]) -> Rows:
+        """Of a number that adds up entries; of rows that were taken one by one it is their own."""
+        return LOST if any(x in self.single for x in operands) else SUMMED
 
     def differs(self, x: fx.Node, dim: int) -> bool:
         """Whether a value that is the same for all rows has other numbers along a dimension, as weights by

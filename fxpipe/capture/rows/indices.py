@@ -19,6 +19,7 @@ from fxpipe.capture.rows.forms import (
     Form,
     Rows,
     each,
+    is_float,
     packet_of,
     shape_of,
     value_of,
@@ -71,15 +72,22 @@ def indexed(flow: Flow, node: fx.Node) -> Rows:
             return LOST
         elif not flow.counts_rows(indices[p.dim]) and flow.rows > 1:
             return flow.lost(node, BY_PLACE)
-    return flow.tell(node, STATISTIC, each(places)) if flow.is_sum(x) else each(places)
+    if flow.has(x, Form.SUMMED):
+        return _of_sums(flow, node, each(places))
+    return each(places)
+
+
+def _of_sums(flow: Flow, node: fx.Node, rows: Rows) -> Rows:
+    """Of what rows take of sums: told, but of counts, which are followed no more."""
+    return flow.tell(node, STATISTIC, rows) if is_float(node) else LOST
 
 
 def gathered(flow: Flow, node: fx.Node) -> Rows:
     """Of entries along one dimension, each by a number of its own."""
     x, index = node_arg(node, 0), node_arg(node, 2)
     rows, of_index = flow.of[x], flow.of[index]
-    if flow.is_sum(x):
-        return flow.tell(node, STATISTIC, Rows(*of_index[:2]))
+    if flow.has(x, Form.SUMMED):
+        return _of_sums(flow, node, Rows(*of_index[:2]))
     if Form.LOST in (rows.form, of_index.form):
         return LOST
     if any(p.dim == _dim(node) for p in rows.places) and flow.rows > 1:
@@ -98,12 +106,12 @@ def placed(flow: Flow, node: fx.Node) -> Rows:
     own = [p for i in indices.values() for p in flow.of[i].places]
     places = [p for p in flow.of[base].places if p.dim not in indices]
     is_added = packet in families.ADDED or argument(node, "reduce") in ("sum", "add")
+    for dim, index in indices.items():
+        inner, rest = divmod(shape_of(base)[dim], flow.rows)
+        if flow.counts_rows(index) and not rest:
+            places.append(Place(dim, 1, inner))
     if packet is aten.index_put:
         is_added = bool(argument(node, "accumulate"))
-        for dim, index in indices.items():
-            inner, rest = divmod(shape_of(base)[dim], flow.rows)
-            if flow.counts_rows(index) and not rest:
-                places.append(Place(dim, 1, inner))
     else:
         source = node.args[3]
         of_source = flow.of[source].places if isinstance(source, fx.Node) else ()

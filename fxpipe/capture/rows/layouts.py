@@ -34,7 +34,11 @@ aten = torch.ops.aten
 
 
 def reshaped(flow: Flow, node: fx.Node) -> Rows:
-    before, after = shape_of(node_arg(node, 0)), shape_of(node)
+    x = node_arg(node, 0)
+    before, after = shape_of(x), shape_of(node)
+    places = flow.of[x].places
+    if len(places) == 1 and places[0].is_split(flow.rows, before, after):
+        return LOST  # into neighbours, which are together in a batch as well
     return flow.moved(node, lambda p: p.reshaped(flow.rows, before, after))
 
 

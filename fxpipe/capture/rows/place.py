@@ -25,12 +25,29 @@ class Place(NamedTuple):
     def reshaped(self, rows: int, before: Sequence[int], after: Sequence[int]) -> Place | None:
         """The place behind a change of shape; None where the border of two rows lies within a dimension."""
         outer = prod(before[: self.dim]) * self.outer
+        if rows == 1:
+            return self._of_one(before, after)
         for dim, size in enumerate(after):
             left = prod(after[:dim])
             if left and left * size >= outer * rows:
                 inner, rest = divmod(left * size, outer * rows)
                 return None if rest or outer % left else Place(dim, outer // left, inner)
         return None
+
+    def is_split(self, rows: int, before: Sequence[int], after: Sequence[int]) -> bool:
+        """Whether a change of shape makes groups of as many neighbours of the rows."""
+        groups = [prod(after[:dim]) for dim in range(len(after)) if after[dim] > 1]
+        if self.outer > 1 or prod(before[: self.dim]) > 1:
+            return False
+        return any(1 < n < rows and rows % n == 0 for n in groups)
+
+    def _of_one(self, before: Sequence[int], after: Sequence[int]) -> Place | None:
+        """Of one row, which may lie anywhere behind other dimensions: [4, 1, 6] is [4, 6] of 4 times [6]
+        or of [4, 6] once."""
+        if self.outer * prod(before[: self.dim]) == 1:
+            return Place(0, 1, after[0]) if after else None
+        stays = [*before[: self.dim + 1]] == [*after[: self.dim + 1]]
+        return self if stays else None
 
     def part(self, rows: int, start: int, size: int, step: int = 1) -> Place | None:
         """The place in some of the entries of its dimension; None where they have not all rows alike."""

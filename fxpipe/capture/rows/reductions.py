@@ -71,8 +71,8 @@ def of_sums(flow: Flow, node: fx.Node) -> Rows:
             is_linear = sum(summed[start : start + 2]) <= 1
     if is_linear:
         return Rows(Form.SUMMED, is_count=is_count)
-    if not is_float(node):
-        return LOST
+    if not any(map(flow.is_sum, input_nodes(node))):
+        return LOST  # of counts
     return flow.tell(node, CHOICE if packet in families.CHOICES | families.ORDERS else FUNCTION, SUMMED)
 
 
@@ -86,15 +86,24 @@ def pointwise(flow: Flow, node: fx.Node) -> Rows:
     dims = max(len(shape_of(x)) for x in operands) if is_sum else len(shape_of(node))
     has_lost = any(flow.has(x, Form.LOST) and is_float(x) for x in operands)
     rows = LOST if has_lost else each(flow.aligned(operands, dims))
-    if is_float(node):
-        if any(map(flow.is_sum, operands)):
-            if packet in _ADDITIONS and rows.form is Form.EACH:
-                return rows._replace(plus=node)
-            return flow.tell(node, STATISTIC, SUMMED if is_sum else rows)
-        same = [(x, dims - len(shape_of(x))) for x in operands if flow.has(x, Form.SAME)]
-        if any(flow.differs(x, p.dim - shift) for x, shift in same for p in rows.places):
-            return flow.tell(node, BY_PLACE, SUMMED if is_sum else rows)
-    return SUMMED if is_sum else rows
+    result = flow.total(operands) if is_sum else rows
+    if any(map(flow.is_sum, operands)):
+        if packet in _ADDITIONS and rows.form is Form.EACH:
+            return rows._replace(plus=node)
+        return flow.tell(node, STATISTIC, result)
+    of_several = [x for x in operands if flow.has(x, Form.SUMMED) or flow.has(x, Form.LOST)]
+    if not is_float(node):
+        return LOST if of_several else result
+    if any(_is_integer(x) for x in of_several):
+        return flow.tell(node, STATISTIC, result)
+    same = [(x, dims - len(shape_of(x))) for x in operands if flow.has(x, Form.SAME)]
+    if any(flow.differs(x, p.dim - shift) for x, shift in same for p in rows.places):
+        return flow.tell(node, BY_PLACE, result)
+    return result
+
+
+def _is_integer(x: fx.Node) -> bool:
+    return not is_float(x) and x.meta["val"].dtype is not torch.bool
 
 
 def is_affine(flow: Flow, node: fx.Node) -> bool:
@@ -174,7 +183,7 @@ def cross_entropy(flow: Flow, node: fx.Node) -> Rows:
     logs, labels = node_arg(node, 0), node_arg(node, 1)
     is_sum = argument(node, "reduction") in _SUMMING
     rows = flow.of[logs] if flow.has(labels, Form.SAME) else flow.of[labels]
-    rows = SUMMED if is_sum else Rows(rows.form, rows.places)
+    rows = flow.total([logs, labels]) if is_sum else Rows(rows.form, rows.places)
     return flow.tell(node, STATISTIC, rows) if flow.has(node.args[2], Form.SUMMED) else rows
 
 
