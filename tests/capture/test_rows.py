@@ -1,0 +1,308 @@
+"""Losses as people write them: one that is not the mean of its microbatches is told, and no other one.
+
+What is one is measured: each loss and its gradient of a batch beside the means over its microbatches.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fxpipe
+
+ROWS, MICROBATCHES = 4, 3
+WIDTH, WORDS, LENGTH = 6, 5, 4
+LOSSES: dict[str, Callable[..., torch.Tensor]] = {}
+
+
+class Net(nn.Module):
+    def __init__(self, loss: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WORDS)
+        self.conv, self.lstm = nn.Conv1d(WIDTH, WIDTH, 3, padding=1), nn.LSTM(WIDTH, WIDTH, batch_first=True)
+        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+        self.codes, self.scale = nn.Parameter(torch.randn(8, WIDTH)), nn.Parameter(torch.tensor(2.0))
+        self.register_buffer("bank", torch.randn(7, WIDTH))
+        self.loss = loss
+
+    def forward(self, x, z, y, w, mask):
+        """x: [rows, length, width].  z: [rows, width].  y: a class of each row, w a number.  mask: of x."""
+        return self.loss(self, x, z, y, w, mask)
+
+
+def loss(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    LOSSES[function.__name__] = function
+    return function
+
+
+def each_loss(net, z, y):
+    return F.cross_entropy(net.head(z), y, reduction="none")
+
+
+@loss
+def weighted_by_the_largest(net, x, z, y, w, mask):
+    return (each_loss(net, z, y) * (w / w.max())).mean()
+
+
+@loss
+def weighted_by_the_sum(net, x, z, y, w, mask):
+    return (each_loss(net, z, y) * (w / w.sum())).sum()
+
+
+@loss
+def contrast(net, x, z, y, w, mask):
+    one, other = F.normalize(net.body(x).mean(1), dim=-1), F.normalize(net.body(z), dim=-1)
+    return F.cross_entropy(one @ other.T * net.scale, torch.arange(len(one)))
+
+
+@loss
+def signs_of_pairs(net, x, z, y, w, mask):
+    logits = net.body(x).mean(1) @ net.body(z).T
+    return -F.logsigmoid((2 * torch.eye(len(z)) - 1) * logits).sum() / len(z)
+
+
+@loss
+def queue(net, x, z, y, w, mask):
+    own = (net.body(z) * x[:, 0]).sum(-1, keepdim=True)
+    logits = torch.cat([own, net.body(z) @ net.bank.T], 1)
+    return F.cross_entropy(logits, torch.zeros(len(z), dtype=torch.long))
+
+
+@loss
+def cross_correlation(net, x, z, y, w, mask):
+    one, other = ((h - h.mean(0)) / h.std(0) for h in (net.body(z), net.body(x[:, 0])))
+    return (one.T @ other / len(z) - torch.eye(WIDTH)).square().sum()
+
+
+@loss
+def hardest_of_the_batch(net, x, z, y, w, mask):
+    far, same = torch.cdist(net.body(z), net.body(z)), y[:, None] == y[None]
+    return F.relu((far * same).max(1).values - (far + 1e3 * same).min(1).values + 1).mean()
+
+
+@loss
+def ranks_of_pairs(net, x, z, y, w, mask):
+    score = net.head(z)[:, 0]
+    return F.softplus((score[None] - score[:, None]) * torch.sign(w[:, None] - w[None])).mean()
+
+
+@loss
+def share_of_variance(net, x, z, y, w, mask):
+    return (net.head(z)[:, 0] - w).square().sum() / (w - w.mean()).square().sum()
+
+
+@loss
+def root_of_each(net, x, z, y, w, mask):
+    return (net.body(x) - x).square().mean((1, 2)).sqrt().mean()
+
+
+@loss
+def overlap(net, x, z, y, w, mask):
+    p = net.head(x)[..., 0].sigmoid()
+    return 1 - (2 * (p * mask).sum() + 1) / (p.sum() + mask.sum() + 1)
+
+
+@loss
+def overlap_of_each(net, x, z, y, w, mask):
+    p = net.head(x)[..., 0].sigmoid()
+    return (1 - (2 * (p * mask).sum(1) + 1) / (p.sum(1) + mask.sum(1) + 1)).mean()
+
+
+@loss
+def seen_tokens(net, x, z, y, w, mask):
+    return ((net.body(x) - x).square().mean(-1) * mask).sum() / mask.sum().clamp(min=1)
+
+
+@loss
+def balance(net, x, z, y, w, mask):
+    shares = net.head(x).softmax(-1).flatten(0, 1)
+    chosen = F.one_hot(shares.argmax(-1), WORDS).to(shares.dtype).mean(0)
+    return net.body(x).square().mean() + (chosen * shares.mean(0)).sum()
+
+
+@loss
+def batch_norm(net, x, z, y, w, mask):
+    return F.batch_norm(net.body(z), None, None, training=True).sin().sum(1).square().mean()
+
+
+@loss
+def group_norm(net, x, z, y, w, mask):
+    return F.group_norm(net.body(z), 2).sin().mean()
+
+
+@loss
+def over_time(net, x, z, y, w, mask):
+    h = net.lstm(x)[0] + net.conv(x.transpose(1, 2)).transpose(1, 2) + net.attention(x, x, x)[0]
+    return h.cumsum(1).square().mean()
+
+
+@loss
+def over_rows(net, x, z, y, w, mask):
+    return net.lstm(x.transpose(0, 1))[0].square().mean()
+
+
+@loss
+def last_token(net, x, z, y, w, mask):
+    place = mask.sum(1).clamp(min=1) - 1
+    h = net.body(x)
+    one, other = h[torch.arange(len(x)), place], h.flatten(0, 1)[torch.arange(len(x)) * LENGTH + place]
+    third = h.gather(1, place[:, None, None].expand(-1, 1, WIDTH)).squeeze(1)
+    return F.cross_entropy(net.head(one + 2 * other - third), y)
+
+
+@loss
+def mixed_rows(net, x, z, y, w, mask):
+    return each_loss(net, 0.7 * z + 0.3 * z.flip(0), y).mean()
+
+
+@loss
+def hardest(net, x, z, y, w, mask):
+    losses = each_loss(net, z, y)
+    return losses[losses.argmax()]
+
+
+@loss
+def above_the_mean(net, x, z, y, w, mask):
+    losses = each_loss(net, z, y)
+    return torch.where(losses > losses.mean().detach(), losses, losses * 0.5).mean()
+
+
+@loss
+def by_counts_of_bins(net, x, z, y, w, mask):
+    counts = F.one_hot(y, WORDS).sum(0)
+    return (each_loss(net, z, y) / counts[y]).mean()
+
+
+@loss
+def means_of_groups(net, x, z, y, w, mask):
+    sums = torch.zeros(WORDS).index_add(0, y, each_loss(net, z, y))
+    return (sums / (1e-9 + torch.zeros(WORDS).index_add(0, y, torch.ones_like(w)))).mean()
+
+
+@loss
+def sums_by_steps(net, x, z, y, w, mask):
+    place = (x[..., 0] * 3).long().abs() % 3
+    sums = torch.zeros(len(x), 3, WIDTH).scatter_add(1, place[..., None].expand(-1, -1, WIDTH), net.body(x))
+    return sums.square().mean()
+
+
+@loss
+def sums_by_rows(net, x, z, y, w, mask):
+    rows = torch.arange(len(x)).repeat_interleave(LENGTH)
+    return torch.zeros(len(x), WIDTH).index_add(0, rows, net.body(x).flatten(0, 1)).square().mean()
+
+
+@loss
+def survival(net, x, z, y, w, mask):
+    risk = net.head(z)[:, 0][w.argsort(descending=True)]
+    return -(risk - risk.logcumsumexp(0)).mean()
+
+
+@loss
+def codebook(net, x, z, y, w, mask):
+    h = net.body(z)
+    return (h - net.codes[torch.cdist(h, net.codes).argmin(1)]).square().mean()
+
+
+@loss
+def kernels(net, x, z, y, w, mask):
+    h = net.body(z)
+    return torch.exp(-torch.cdist(h, h).square()).mean()
+
+
+@loss
+def slopes(net, x, z, y, w, mask):
+    z = z.detach().requires_grad_()
+    (slope,) = torch.autograd.grad(net.head(net.body(z).tanh()).sum(), z, create_graph=True)
+    return (slope.norm(dim=1) - 1).square().mean()
+
+
+@loss
+def against_the_mean(net, x, z, y, w, mask):
+    return F.softplus(net.head(x[:, 0])[:, 0].mean() - net.head(z)[:, 0]).mean()
+
+
+@loss
+def added_to_all(net, x, z, y, w, mask):
+    return (each_loss(net, z, y) + 0.1 * net.body(x).square().mean()).mean()
+
+
+@loss
+def added_and_squared(net, x, z, y, w, mask):
+    return (each_loss(net, z, y) + 0.1 * net.body(x).square().mean()).square().mean()
+
+
+@loss
+def row_by_row(net, x, z, y, w, mask):
+    return sum(F.mse_loss(net.body(row), row) for row in x) / len(x)
+
+
+@loss
+def row_by_row_undivided(net, x, z, y, w, mask):
+    return sum(F.mse_loss(net.body(row), row) for row in x)
+
+
+@loss
+def neighbours(net, x, z, y, w, mask):
+    h = net.body(z).view(-1, 2, WIDTH)
+    return (h[:, 0] - h[:, 1]).square().mean()
+
+
+@loss
+def two_terms(net, x, z, y, w, mask):
+    one, other = F.mse_loss(net.body(z), z), each_loss(net, z, y).mean()
+    return one + other * (one / other).detach()
+
+
+@loss
+def of_matrices(net, x, z, y, w, mask):
+    return (
+        torch.linalg.matrix_norm(net.body(x), "nuc").mean() + torch.fft.rfft(net.body(x), dim=1).abs().mean()
+    )
+
+
+@loss
+def volume(net, x, z, y, w, mask):
+    return torch.logdet(net.body(z).T @ net.body(z) + torch.eye(WIDTH))
+
+
+def batch_of(rows: int) -> tuple[torch.Tensor, ...]:
+    x, z, w = torch.randn(rows, LENGTH, WIDTH), torch.randn(rows, WIDTH), torch.rand(rows)
+    return x, z, torch.randint(WORDS, (rows,)), w, torch.rand(rows, LENGTH) > 0.4
+
+
+@pytest.fixture
+def _in_double():
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.usefixtures("_in_double")
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_that_is_no_mean_of_microbatches_is_told(name):
+    torch.manual_seed(0)
+    net, batch = Net(LOSSES[name]), batch_of(ROWS * MICROBATCHES)
+    with warnings.catch_warnings(record=True) as given:
+        warnings.simplefilter("always")
+        pipe = fxpipe.compile(
+            net,
+            tuple(t[:ROWS] for t in batch),
+            ranks=1,
+            microbatches=MICROBATCHES,
+            schedule="1f1b",
+            check=False,
+        )
+    result, expected = pipe.run_local(batch), net(*batch)
+    expected.backward()
+    off = [(result.loss - expected).abs() / expected.abs()]
+    for key, value in net.named_parameters():
+        if value.grad is not None:
+            off.append((result.grads[key] - value.grad).abs().max() / (1e-3 + value.grad.abs().max()))
+    is_told = any("whole batch" in str(x.message) for x in given)
+    assert (max(off) > 1e-8) == is_told
