@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import ast
-import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from itertools import pairwise
 from pathlib import Path
-from textwrap import dedent
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -267,20 +263,6 @@ def settle(options: Options, mesh: Mesh, device: torch.device) -> Settings:
         "offload": (offload if isinstance(offload, Offload) else Offload(offload)).on(device),
     }
     return Settings(mesh=mesh, **settled)
-
-
-def docs_of(record: type) -> dict[str, str]:
-    """The texts below the fields of a record, in its source, by field; none where there is no source."""
-    try:
-        tree = ast.parse(dedent(inspect.getsource(record)))
-    except OSError:
-        return {}
-    assert isinstance(tree.body[0], ast.ClassDef)
-    docs = {}
-    for option, text in pairwise(tree.body[0].body):
-        if isinstance(option, ast.AnnAssign) and isinstance(text, ast.Expr):
-            docs[ast.unparse(option.target)] = " ".join(ast.literal_eval(text.value).split())
-    return docs
 
 
 def check_choices(options: Options) -> None:
