@@ -107,9 +107,15 @@ class PipelineStrategy(SingleDeviceStrategy):
     def _refusal(self, trainer: Any) -> str:
         """Why a run is refused; empty if it is not."""
         if type(self._module).backward is not LightningModule.backward:
-            return "backward of the module would not run: a step of a pipeline has its backward in it"
+            return (
+                "backward of the module would not run: a step of a pipeline has its backward in it. Remove it; "
+                "what it changes of the loss belongs to training_step"
+            )
         if not self._module.automatic_optimization:
-            return "automatic_optimization=False: a step of a pipeline has its backward in it"
+            return (
+                "automatic_optimization=False: a step of a pipeline has its backward in it. Remove it; "
+                "training_step returns the loss"
+            )
         if trainer.accumulate_grad_batches != 1:
             return "accumulate_grad_batches: give larger batches, and PipelineStrategy more microbatches"
         if trainer.gradient_clip_algorithm not in (None, "norm"):

@@ -317,6 +317,13 @@ def test_what_has_no_meaning_is_refused(text, small):
         REFUSED[text](small)
 
 
+def test_an_optimizer_of_the_whole_model_is_refused_before_anything_is_compiled(small):
+    trainer = small(optimizer_cls_and_kwargs=(torch.optim.SGD, {"model": None}))
+    with pytest.raises(OptionError, match="is made of the whole model"):
+        trainer.train()
+    assert trainer.pipe is None
+
+
 def test_processes_that_the_arguments_do_not_know(monkeypatch, small):
     """Each would train a copy of the model: accelerate joins processes on a CPU only if it is told to."""
     args = small().args
@@ -470,8 +477,9 @@ def test_what_a_strategy_does_not_do_is_refused(text):
     strategy = PipelineStrategy(microbatches=4, schedule="1f1b")
     quiet = {"logger": False, "enable_checkpointing": False, "max_epochs": 1} | lightning_worker.QUIET
     trainer = pl.Trainer(devices=1, strategy=strategy, **quiet, **options)
-    with pytest.raises((OptionError, CaptureError), match=re.escape(text)):
+    with pytest.raises((OptionError, CaptureError), match=re.escape(text)) as raised:
         trainer.fit(module(), *lightning_worker.loaders(rows))
+    assert "runs on the example without fxpipe" not in str(raised.value)  # it does, and that helps nobody
 
 
 def test_a_module_zeroes_its_gradients_itself():
