@@ -42,7 +42,7 @@ from fxpipe.runtime.job.mesh import ranks_and_replicas
 from fxpipe.runtime.job.process import Process, agreed, as_timeout, under_torchrun
 from fxpipe.runtime.job.tracebacks import brief
 from fxpipe.runtime.program.accelerator import check_supported, default_device
-from fxpipe.runtime.program.offload import check_tier
+from fxpipe.runtime.program.offload import check_tier, default_tier
 from fxpipe.training.guards.guards import Traced
 from fxpipe.training.guards.python_guards import PythonGuards
 from fxpipe.training.model import parts
@@ -134,7 +134,9 @@ def _compile(
             meshes = checked(settings, request.meshes(rows_of(example), lanes))
             settings = replace(settings, mesh=meshes[0].mesh)
         if settings.offload.share is not None:
-            check_tier(settings.tier, device, settings.offload_directory)
+            of_another = settings.costs not in ("analytic", "measured")  # processes use the tier of their own
+            tier = default_tier(device) if of_another else settings.tier
+            check_tier(tier, device, settings.offload_directory)
         alike = {} if process is None else arguments_of(model, example, loss_fn, settings)
         alike |= {name: repr(getattr(arguments, name)) for name in _MESH}
     if process is not None:

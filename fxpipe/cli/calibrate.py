@@ -18,7 +18,7 @@ from fxpipe.cost.calibration.background_load import busy_threads
 from fxpipe.cost.calibration.calibrate import with_curves
 from fxpipe.cost.devices.describe import described_here
 from fxpipe.cost.devices.device import Device, Interconnect
-from fxpipe.cost.devices.device_file import write_device
+from fxpipe.cost.devices.device_file import CALIBRATED, write_device
 from fxpipe.cost.kinds import COMPUTING, MOVING
 from fxpipe.cost.profile import measured_bandwidth
 from fxpipe.errors import OptionError
@@ -71,7 +71,7 @@ def _measured(
     device: torch.device, arithmetic: Sequence[str], phase: Phases, process: Process | None
 ) -> Device:
     base = described_here(device)
-    measured = with_curves(replace(base, name=f"{base.name} (calibrated)"), device, arithmetic, phase)
+    measured = with_curves(replace(base, name=f"{base.name}{CALIBRATED}"), device, arithmetic, phase)
     with phase("copies"):
         tier: Tier = "host" if is_accelerator(device) else "disk"
         measured = replace(measured, offload_bandwidth=measured_bandwidth(tier, None, device))

@@ -108,8 +108,8 @@ class PipelineStrategy(SingleDeviceStrategy):
         """Why a run is refused; empty if it is not."""
         if type(self._module).backward is not LightningModule.backward:
             return (
-                "backward of the module would not run: a step of a pipeline has its backward in it. Remove it; "
-                "what it changes of the loss belongs to training_step"
+                "backward of the module would not run: a step of a pipeline has its backward in it. Remove "
+                "it; what it changes of the loss belongs to training_step"
             )
         if not self._module.automatic_optimization:
             return (
