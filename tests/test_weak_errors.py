@@ -284,6 +284,17 @@ PIPE = {
         BatchError,
         "'x' is a tensor on the meta device, without values",
     ),
+    "a batch as long as the example": (
+        lambda pipe, _: pipe.run_local(numbers(2)),
+        BatchError,
+        r"as long as the example, 2 rows of 'x'.*2 microbatches, which have 4\. Give the batch of a whole "
+        "step; or compile with an example of 1 row, if this is one",
+    ),
+    "one leaf as long as the example": (
+        lambda pipe, _: pipe.run_local({**numbers(4), "y": numbers(2)["y"]}),
+        BatchError,
+        "'y' has 2 rows, .*If all rows share this tensor, make it a buffer",
+    ),
     "a sparse batch": (
         lambda pipe, _: pipe.run_local({name: x.to_sparse() for name, x in numbers(4).items()}),
         BatchError,
