@@ -269,9 +269,11 @@ def test_weights_alone_are_resumed(small):
         small().train(resume_from_checkpoint=str(path))
 
 
-def test_rows_of_several_shapes_have_a_remedy(small):
+@pytest.mark.parametrize("more", [{}, {"gradient_accumulation_steps": 1, "max_steps": 4}])
+def test_rows_of_several_shapes_have_a_remedy(small, more):
+    """Also where each step has one shape."""
     with pytest.raises(OptionError, match=r"rows of 'input_ids' of the shapes \(2,\) and .*dimensions"):
-        small(data_collator=worker.trimmed, more={"train_sampling_strategy": "sequential"}).train()
+        small(data_collator=worker.trimmed, more={"train_sampling_strategy": "sequential", **more}).train()
 
 
 def test_rows_without_labels_have_a_remedy(small):
