@@ -470,6 +470,11 @@ RUNS: dict[str, tuple[Any, dict[str, Any], int]] = {
         8,
     ),
     "4 microbatches cannot share a batch of 6 rows": (lightning_worker.Net, {}, 6),
+    "a batch of [8, 8] rows, and its first one had [12, 12]: give it drop_last": (
+        lightning_worker.Net,
+        {},
+        12,
+    ),
 }
 
 
