@@ -31,7 +31,7 @@ from fxpipe.compiler.options import Settings, settle
 from fxpipe.compiler.progress import Phases
 from fxpipe.cost.devices.describe import described_everywhere
 from fxpipe.cost.devices.device import Device
-from fxpipe.errors import CaptureError, FxpipeError
+from fxpipe.errors import CaptureError, FxpipeError, OptionError
 from fxpipe.plan.artifact import Artifact, Plan
 from fxpipe.plan.dtensors import mesh_of
 from fxpipe.plan.meshes import Mesh, TriedMesh
@@ -82,6 +82,11 @@ def compile(
     check_supported(device)
     example = as_dicts(tuple(example) if isinstance(example, list) else example)  # as DataLoaders give them
     if arguments.parallelize is None:
+        if arguments.lanes != Arguments.lanes:
+            raise OptionError(
+                f"lanes={arguments.lanes!r} needs parallelize, which distributes the model over them. Leave "
+                "it out for a model of DTensors, whose mesh says how many there are."
+            )
         return _compile(model, example, arguments, device)
 
     def settled(asked: Arguments, lanes: int) -> Settings:
