@@ -14,6 +14,7 @@ import fxpipe
 CONTRACT = {
     "fxpipe",
     "fxpipe.errors",
+    "fxpipe.plan.field_types",
     "fxpipe.plan.program.parse",
     "fxpipe.plan.program.performed",
     "fxpipe.plan.program.records",
@@ -47,6 +48,18 @@ def test_help_needs_no_torch(argument):
         argument,
     )
     assert not modules & {"torch", *HEAVY}
+
+
+def test_the_help_of_each_command_needs_no_torch():
+    """Nor what refuses an option that a command does not have; all of them in one process."""
+    modules = loaded(
+        "import contextlib\nfrom fxpipe.cli.command import SUBCOMMANDS, main\n"
+        "for name in SUBCOMMANDS:\n"
+        "    with contextlib.suppress(SystemExit): main([name, '--help'])\n"
+        "    assert main([name, '--nope']) == 2\n"
+        "main(['help', 'schedules'])"
+    )
+    assert not modules & {"torch", "safetensors", *HEAVY}
 
 
 def test_the_package_by_itself_loads_nothing():
@@ -115,7 +128,7 @@ def test_a_program_runs_on_the_runtime_alone(saved):
     modules = loaded(RUN, saved)
     own = {name for name in modules if name.split(".")[0] == "fxpipe"}
     assert {name for name in own if not name.startswith("fxpipe.runtime")} <= CONTRACT
-    assert len(own) <= 29, "\n".join(sorted(own))
+    assert len(own) <= 30, "\n".join(sorted(own))
     assert not modules & {*HEAVY, "torch._inductor"}
 
 
@@ -137,7 +150,7 @@ def test_a_compiled_program_runs_on_the_runtime_alone(tmp_path):
     modules = loaded(INTERPRETED + RUN, tmp_path / "saved")
     own = {name for name in modules if name.split(".")[0] == "fxpipe"}
     assert {name for name in own if not name.startswith("fxpipe.runtime")} <= CONTRACT
-    assert len(own) <= 29, "\n".join(sorted(own))
+    assert len(own) <= 30, "\n".join(sorted(own))
     assert not modules & (HEAVY - {"sympy"})  # torch's traces use it
 
 

@@ -100,9 +100,9 @@ def test_parts_of_torch(rooms, part, exceptions):
 
 #: The readers of Python's text: the parser of programs, and what reads the model's code and the user's.
 READERS = {
+    "api/option_docs.py": {"ast.parse", "ast.literal_eval"},
     "capture/state/frozen_state.py": {"ast.parse"},
     "cli/run/data.py": {"ast.literal_eval"},
-    "compiler/options.py": {"ast.parse", "ast.literal_eval"},
     "plan/program/parse.py": {"ast.parse", "compile"},
     "runtime/functions.py": {"dis"},
     "schedule/engine/compiled.py": {"compile"},

@@ -235,6 +235,11 @@ def test_an_option_without_its_name():
     wanted = "takes model, example in this order, and options by name. Write the name of cross_entropy"
     with pytest.raises(OptionError, match=wanted):
         fxpipe.compile(nn.Linear(4, 4), torch.ones(4, 4), torch.nn.functional.cross_entropy, ranks=2)
+    wanted = (
+        r"takes pipe, directory in this order, and options by name \(optimizer=, .*\)\. Write the name of"
+    )
+    with pytest.raises(OptionError, match=wanted):
+        fxpipe.Checkpointer(None, None, "checkpoints")
 
 
 @pytest.fixture(scope="module")
@@ -283,6 +288,17 @@ PIPE = {
         lambda pipe, _: pipe.run_local({name: x.to("meta") for name, x in numbers(4).items()}),
         BatchError,
         "'x' is a tensor on the meta device, without values",
+    ),
+    "a batch as long as the example": (
+        lambda pipe, _: pipe.run_local(numbers(2)),
+        BatchError,
+        r"as long as the example, 2 rows of 'x'.*2 microbatches, which have 4\. Give the batch of a whole "
+        "step; or compile with an example of 1 row, if this is one",
+    ),
+    "one leaf as long as the example": (
+        lambda pipe, _: pipe.run_local({**numbers(4), "y": numbers(2)["y"]}),
+        BatchError,
+        "'y' has 2 rows, .*If all rows share this tensor, make it a buffer",
     ),
     "a sparse batch": (
         lambda pipe, _: pipe.run_local({name: x.to_sparse() for name, x in numbers(4).items()}),
@@ -438,7 +454,10 @@ def test_a_pipeline_that_is_used_wrongly(pipe, name, tmp_path):
 
 
 OPTIMIZERS = {
-    "an unknown option": ({"learning_rate": 3e-4}, r"AdamW has no option 'learning_rate'\. It has lr, betas"),
+    "an unknown option": (
+        {"learning_rate": 3e-4},
+        r"AdamW has no option 'learning_rate'\. It has lr, betas.*itself groups, clip",
+    ),
     "an option that is nearly one": ({"wieght_decay": 0.1}, r"Did you mean 'weight_decay'\?"),
     "a value": ({"lr": -1.0}, r"AdamW cannot be made with lr=-1\.0: Invalid learning rate"),
     "a type": ({"lr": "a"}, "AdamW cannot be made with lr='a'"),

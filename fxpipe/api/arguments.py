@@ -13,8 +13,9 @@ from typing import Concatenate, Literal, ParamSpec, TypeVar
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from fxpipe.api.option_docs import DOCS
 from fxpipe.api.pipeline import Pipeline
-from fxpipe.compiler.options import Options, docs_of
+from fxpipe.compiler.options import Options
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -63,10 +64,6 @@ class Arguments(Options):
     """The longest time that a rank waits for another one under torchrun, in seconds or as a timedelta; 10
     minutes by default, without the time that rank 0 takes to compile. A process group that exists keeps
     its own (docs/training.md)."""
-
-
-DOCS = docs_of(Arguments) | docs_of(Options)
-"""The documentation of each option."""
 
 
 def takes(

@@ -31,7 +31,7 @@ from fxpipe.compiler.options import Settings, settle
 from fxpipe.compiler.progress import Phases
 from fxpipe.cost.devices.describe import described_everywhere
 from fxpipe.cost.devices.device import Device
-from fxpipe.errors import CaptureError, FxpipeError
+from fxpipe.errors import CaptureError, FxpipeError, OptionError
 from fxpipe.plan.artifact import Artifact, Plan
 from fxpipe.plan.dtensors import mesh_of
 from fxpipe.plan.meshes import Mesh, TriedMesh
@@ -42,7 +42,7 @@ from fxpipe.runtime.job.mesh import ranks_and_replicas
 from fxpipe.runtime.job.process import Process, agreed, as_timeout, under_torchrun
 from fxpipe.runtime.job.tracebacks import brief
 from fxpipe.runtime.program.accelerator import check_supported, default_device
-from fxpipe.runtime.program.offload import check_tier
+from fxpipe.runtime.program.offload import check_tier, default_tier
 from fxpipe.training.guards.guards import Traced
 from fxpipe.training.guards.python_guards import PythonGuards
 from fxpipe.training.model import parts
@@ -82,6 +82,11 @@ def compile(
     check_supported(device)
     example = as_dicts(tuple(example) if isinstance(example, list) else example)  # as DataLoaders give them
     if arguments.parallelize is None:
+        if arguments.lanes != Arguments.lanes:
+            raise OptionError(
+                f"lanes={arguments.lanes!r} needs parallelize, which distributes the model over them. Leave "
+                "it out for a model of DTensors, whose mesh says how many there are."
+            )
         return _compile(model, example, arguments, device)
 
     def settled(asked: Arguments, lanes: int) -> Settings:
@@ -134,7 +139,9 @@ def _compile(
             meshes = checked(settings, request.meshes(rows_of(example), lanes))
             settings = replace(settings, mesh=meshes[0].mesh)
         if settings.offload.share is not None:
-            check_tier(settings.tier, device, settings.offload_directory)
+            of_another = settings.costs not in ("analytic", "measured")  # processes use the tier of their own
+            tier = default_tier(device) if of_another else settings.tier
+            check_tier(tier, device, settings.offload_directory)
         alike = {} if process is None else arguments_of(model, example, loss_fn, settings)
         alike |= {name: repr(getattr(arguments, name)) for name in _MESH}
     if process is not None:

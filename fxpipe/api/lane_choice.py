@@ -116,6 +116,8 @@ def _numbers(arguments: Arguments, devices: int | None) -> list[int]:
     if isinstance(arguments.ranks, DeviceMesh):
         raise OptionError("With parallelize ranks is a number, or None: the compiler makes the mesh.")
     at_least_one("devices", devices)
+    if not isinstance(arguments.lanes, Sequence):
+        raise OptionError(f"lanes is {arguments.lanes!r} and must be a list of the numbers to compare.")
     for number in arguments.lanes:
         at_least_one("Each of lanes", number)
     machine = int(os.environ.get("LOCAL_WORLD_SIZE", devices)) if under_torchrun() else devices

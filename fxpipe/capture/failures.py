@@ -7,7 +7,7 @@ import traceback
 import torch
 
 from fxpipe.capture.provenance import Provenance
-from fxpipe.errors import CaptureError
+from fxpipe.errors import CaptureError, FxpipeError
 from fxpipe.ir import compat
 
 _DENSE = "Add up over the indices of what is not zero instead (index_add, scatter_add), or keep it dense."
@@ -95,6 +95,8 @@ def explained(error: Exception, provenance: Provenance, of_loss: str) -> Capture
     line = Provenance.users_line(frames) or origin.source
     where = "loss_fn" if of_loss else origin.module
     where += f" ({line})" if line else ""
+    if isinstance(error, FxpipeError):  # of what models call of fxpipe, which says what to do
+        return CaptureError(f"The model cannot be traced, in {where}: {error}")
     if (known := _of_a_known_cause(error, provenance, where)) is not None:
         return known
     if of_loss:

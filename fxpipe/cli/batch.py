@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
 
-from fxpipe.cli.arguments import flag, positive_int
-from fxpipe.cli.lengths import Listed, add_lengths, drawn
+from fxpipe.cli.arguments import flag
+from fxpipe.cli.lengths import Listed, drawn
 from fxpipe.cli.sources import CostSource, source_of
 from fxpipe.cost.batch_order import BatchPlanner, named_lengths
 from fxpipe.cost.samples import Packer, Way
@@ -19,24 +19,6 @@ from fxpipe.plan.saved.files import read_plan
 from fxpipe.schedule.simulation.timeline import Timeline
 
 _OTHERS = ("schedule", "schedule_file", "exact", "offload_time", "memory_limit", "device")
-
-
-def add_batch(parser: argparse.ArgumentParser) -> None:
-    add_samples(
-        parser,
-        "of the microbatches of a batch, with --costs of a saved pipeline whose dimension has a name: the "
-        "order that pipe.step runs for them; of samples with --tokens or --samples, or of a distribution",
-    )
-
-
-def add_samples(parser: argparse.ArgumentParser, help: str) -> None:
-    add_lengths(parser, help)
-    parser.add_argument(
-        "--samples",
-        type=positive_int,
-        metavar="N",
-        help="draw so many for each of some steps (of a distribution as many as the plan has rows)",
-    )
 
 
 @dataclass(frozen=True)

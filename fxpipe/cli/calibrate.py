@@ -7,20 +7,18 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from statistics import mean
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
-from fxpipe.cli.arguments import output, positive_int, whole_number
 from fxpipe.compiler.progress import Phases
 from fxpipe.cost.calibration.background_load import busy_threads
 from fxpipe.cost.calibration.calibrate import with_curves
 from fxpipe.cost.devices.describe import described_here
 from fxpipe.cost.devices.device import Device, Interconnect
-from fxpipe.cost.devices.device_file import SUFFIX, write_device
+from fxpipe.cost.devices.device_file import CALIBRATED, write_device
 from fxpipe.cost.kinds import COMPUTING, MOVING
 from fxpipe.cost.profile import measured_bandwidth
 from fxpipe.errors import OptionError
@@ -32,46 +30,8 @@ from fxpipe.runtime.program.accelerator import default_device, is_accelerator
 from fxpipe.runtime.ranks.message_rates import message_rates
 from fxpipe.strict import structure, unstructure
 
-ARITHMETIC = ("float64", "float32", "tf32", "bfloat16", "float16")
 
-
-def add_calibrate(parser: argparse.ArgumentParser) -> None:
-    parser.description = (
-        "Measures the device at hand: the seconds of each kind of op by its size, and the copies to the "
-        "offload store; under torchrun also the messages between ranks, with all ranks busy. The file "
-        'stands for a device\'s name: fxpipe.compile(…, costs="FILE.json"), fxpipe plan --device FILE.json.'
-    )
-    parser.set_defaults(command=_calibrate)
-    add = parser.add_argument
-    add("file", type=_device_file, metavar="FILE.json", help="is written when all is measured")
-    add("--name", help="of the device in plans (that which torch reports)")
-    add(
-        "--arithmetic",
-        nargs="+",
-        choices=ARITHMETIC,
-        metavar="DTYPE",
-        help=f"that products are measured in, of {', '.join(ARITHMETIC)} (a CPU: float32; a GPU: tf32 and "
-        "bfloat16 too)",
-    )
-    add("--threads", type=positive_int, default=1, metavar="N", help="of a rank on a CPU (1, as of torchrun)")
-    add(
-        "--busy",
-        type=whole_number,
-        default=0,
-        metavar="N",
-        help="compute in so many other threads meanwhile, as ranks share memory; not under torchrun, where "
-        "all ranks measure at once (0)",
-    )
-    add("--json", action="store_true", help="print one JSON object: the file and what it says")
-
-
-def _device_file(text: str) -> Path:
-    if not text.endswith(SUFFIX):
-        raise argparse.ArgumentTypeError(f"{text} must end with {SUFFIX}")
-    return output(text)
-
-
-def _calibrate(options: argparse.Namespace) -> None:
+def calibrate(options: argparse.Namespace) -> None:
     device = default_device()
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     if ranks > 1 and options.busy:
@@ -111,7 +71,7 @@ def _measured(
     device: torch.device, arithmetic: Sequence[str], phase: Phases, process: Process | None
 ) -> Device:
     base = described_here(device)
-    measured = with_curves(replace(base, name=f"{base.name} (calibrated)"), device, arithmetic, phase)
+    measured = with_curves(replace(base, name=f"{base.name}{CALIBRATED}"), device, arithmetic, phase)
     with phase("copies"):
         tier: Tier = "host" if is_accelerator(device) else "disk"
         measured = replace(measured, offload_bandwidth=measured_bandwidth(tier, None, device))

@@ -1,6 +1,6 @@
 """The entry point.  An FxpipeError becomes one line on stderr and exit code 2; Ctrl-C one line and 130.
 
-Only the module of the subcommand that runs is imported, so that ``fxpipe --help`` does not load torch.
+Only the command that runs is imported: the help needs the modules of ``options/``, which load no torch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from fxpipe.cli.arguments import Parser, flag
 from fxpipe.errors import FxpipeError, printable, suggested
 from fxpipe.plan.version import __version__
 
-#: Name -> the module with its ``add_<name>``, and its line in the help.
+#: Name -> the module of ``options/`` with its ``add_<name>``, and its line in the help.
 SUBCOMMANDS = {
     "simulate": ("simulate", "predict bubble and memory of a schedule"),
     "compare": ("compare", "simulate all schedules and compare them"),
@@ -28,7 +28,7 @@ SUBCOMMANDS = {
     "trace": ("saved", "write a saved pipeline's step as a trace for Perfetto"),
     "draw": ("saved", "draw the schedule of a saved pipeline"),
     "diff": ("diff", "compare the decisions of two saved pipelines"),
-    "run": ("run.run_command", "train a saved pipeline (under torchrun)"),
+    "run": ("run", "train a saved pipeline (under torchrun)"),
     "export": ("export", "write a checkpoint's weights for from_pretrained"),
     "replay": ("replay", "run one op of a recorded step alone, in a debugger if asked"),
     "completion": ("completion", "print the completion of these commands for a shell"),
@@ -78,7 +78,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise FxpipeError(
                 f"fxpipe {chosen or ''} has no {unknown[0]!r}.{other} See fxpipe {chosen or ''} --help"
             )
-        options.command(options)
+        module, function = options.command.split(":")
+        getattr(import_module(f"fxpipe.cli.{module}"), function)(options)
         sys.stdout.flush()
     except BrokenPipeError:  # of ``| head``, which has read enough; nothing more is flushed at the end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -139,5 +140,5 @@ def parser(complete: Sequence[str]) -> argparse.ArgumentParser:
     for name, (module, line) in SUBCOMMANDS.items():
         subparser = commands.add_parser(name, help=line)
         if name in complete:
-            getattr(import_module(f"fxpipe.cli.{module}"), f"add_{name}")(subparser)
+            getattr(import_module(f"fxpipe.cli.options.{module}"), f"add_{name}")(subparser)
     return made

@@ -11,12 +11,12 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from fxpipe.cli.arguments import MemoryLimit, memory, picture, write_picture
+from fxpipe.cli.arguments import MemoryLimit, write_picture
 from fxpipe.cli.planning import plan, problems
-from fxpipe.cli.sources import CostSource, add_cost_arguments, source_of
+from fxpipe.cli.sources import CostSource, source_of
 from fxpipe.errors import FxpipeError, ScheduleError, number_of
 from fxpipe.schedule.families.registry import FAMILIES
-from fxpipe.schedule.ops import VALIDATIONS, Objective, Validation
+from fxpipe.schedule.ops import Objective, Validation
 from fxpipe.schedule.placement import PLACEMENTS
 from fxpipe.schedule.search.auto import frontier as within_limits
 from fxpipe.schedule.search.fastest import AUTO
@@ -30,35 +30,7 @@ Outcome = Timeline | ScheduleError
 """The simulated schedule, or the reason why there is none."""
 
 
-def add_compare(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Simulates every schedule on the same costs: bubbles, memory and time."
-    parser.set_defaults(command=_compare)
-    add_cost_arguments(parser)
-    add = parser.add_argument
-    add(
-        "--objective",
-        choices=("makespan", "span"),
-        default="makespan",
-        help=f"objective of {AUTO}, and the bubble in the picture",
-    )
-    add(
-        "--validation",
-        choices=VALIDATIONS,
-        help=f"also show the time of a step of many; with post, it is the objective of {AUTO}",
-    )
-    add(
-        "--limits",
-        type=memory,
-        nargs="+",
-        default=(),
-        metavar="X",
-        help=f"also search with {AUTO} under each of these memory limits",
-    )
-    add("--draw", type=picture, metavar="FILE", help="draw bubble against memory, as .svg or .png")
-    add("--json", action="store_true", help="print one JSON object")
-
-
-def _compare(options: argparse.Namespace) -> None:
+def compare_schedules(options: argparse.Namespace) -> None:
     source = source_of(options)
     validation: Validation | None = options.validation
     shown: Objective = "span" if validation == "post" else options.objective

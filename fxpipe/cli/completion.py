@@ -9,19 +9,8 @@ from fxpipe.cli.arguments import output, picture
 from fxpipe.cli.command import SUBCOMMANDS, parser
 from fxpipe.errors import FxpipeError
 
-SHELLS = ("bash", "fish", "zsh", "tcsh")
 
-
-def add_completion(parser: argparse.ArgumentParser) -> None:
-    parser.description = (
-        "Prints a script: fxpipe completion bash > ~/.local/share/bash-completion/completions/fxpipe, or "
-        "fxpipe completion fish > ~/.config/fish/completions/fxpipe.fish"
-    )
-    parser.set_defaults(command=_completion)
-    parser.add_argument("shell", choices=SHELLS)
-
-
-def _completion(options: argparse.Namespace) -> None:
+def completion(options: argparse.Namespace) -> None:
     try:
         import shtab
     except ImportError as error:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator
-from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
@@ -20,17 +19,7 @@ from fxpipe.viz.terminal import say, terminal
 MOST = 8
 
 
-def add_diff(parser: argparse.ArgumentParser) -> None:
-    parser.description = (
-        "Compares model, schedule, stages, orders of ops and predictions of two saved pipelines."
-    )
-    parser.set_defaults(command=_diff)
-    parser.add_argument("first", type=Path, help="a saved pipeline")
-    parser.add_argument("second", type=Path, help="another one")
-    parser.add_argument("--json", action="store_true", help="print a JSON list of what differs")
-
-
-def _diff(options: argparse.Namespace) -> None:
+def diff(options: argparse.Namespace) -> None:
     first, second = read_plan(options.first), read_plan(options.second)
     rows = [*differences(first, second)]
     if options.json:

@@ -9,14 +9,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import log
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import numpy as np
-
-from fxpipe.cli.arguments import positive_int, whole_number
+if TYPE_CHECKING:
+    import numpy as np
 
 #: Steps that are drawn of a distribution.
 STEPS = 4
-_HELP = "731,64,2048, a file with one a line (or JSON lines), or lognormal:mean=600,sigma=1,max=8192"
+#: What lengths are written as.
+HELP = "731,64,2048, a file with one a line (or JSON lines), or lognormal:mean=600,sigma=1,max=8192"
 
 
 @dataclass(frozen=True)
@@ -51,25 +52,16 @@ class LogNormal:
 
     def draw(self, random: np.random.Generator, number: int) -> list[int]:
         drawn = random.lognormal(log(self.mean) - self.sigma**2 / 2, self.sigma, number)
-        return [int(n) for n in np.clip(drawn.round(), self.min, self.max)]
+        return [int(n) for n in drawn.round().clip(self.min, self.max)]
 
 
 Lengths = Listed | LogNormal
 
 
-def add_lengths(parser: argparse.ArgumentParser, help: str) -> None:
-    parser.add_argument("--lengths", type=lengths, metavar="L", help=f"{help}: {_HELP}")
-    parser.add_argument(
-        "--tokens",
-        type=positive_int,
-        metavar="N",
-        help="pack samples into rows of up to N tokens (a quarter, a half and all of the example's)",
-    )
-    parser.add_argument("--seed", type=whole_number, default=0, metavar="N", help="of drawn lengths (0)")
-
-
 def drawn(lengths: Lengths, most: int, samples: int, seed: int) -> list[list[int]]:
     """The samples of some steps.  most: tokens of the example."""
+    import numpy as np  # the help does not need it
+
     random, source = np.random.default_rng(seed), lengths.within(most)
     return [source.draw(random, samples) for _ in range(STEPS)]
 
@@ -91,7 +83,7 @@ def lengths(text: str) -> Lengths:
 def _numbers(text: str) -> Iterator[int]:
     for word in text.split(","):
         if not re.fullmatch(r"\s*\d+\s*", word) or not int(word):
-            raise argparse.ArgumentTypeError(f"{text!r} is no list of lengths, and no file: {_HELP}")
+            raise argparse.ArgumentTypeError(f"{text!r} is no list of lengths, and no file: {HELP}")
         yield int(word)
 
 

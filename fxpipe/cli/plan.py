@@ -13,9 +13,8 @@ from typing import NamedTuple
 import torch
 from rich.console import Console
 
-from fxpipe.cli.arguments import named_length, non_negative, positive_int
-from fxpipe.cli.lengths import add_lengths, drawn
-from fxpipe.cli.option_of_compile import add_dimension, add_option, add_options, options_of
+from fxpipe.cli.lengths import drawn
+from fxpipe.cli.option_of_compile import options_of
 from fxpipe.cli.run.functions import called
 from fxpipe.cli.run.model_function import model_from
 from fxpipe.cli.ways import large, print_ways, ways_as_json
@@ -25,68 +24,16 @@ from fxpipe.compiler.compilation import Compilation
 from fxpipe.compiler.compile import CapturedStep
 from fxpipe.compiler.options import Options, Settings, settle
 from fxpipe.compiler.progress import Phases
-from fxpipe.cost.devices.known_devices import device_named, device_names, is_cpu
+from fxpipe.cost.devices.known_devices import device_named, is_cpu
 from fxpipe.cost.samples import Packer, Way
 from fxpipe.cost.throughput import Throughput, throughputs
 from fxpipe.errors import OptionError, number_of
 from fxpipe.plan.meshes import Mesh, TriedMesh
-from fxpipe.plan.step import SHARDS, NamedLength
+from fxpipe.plan.step import NamedLength
 from fxpipe.runtime.ranks.local_mesh import local_lanes
 from fxpipe.schedule.units import PHYSICAL, bytes_text, number_text
 from fxpipe.viz.explanation import mesh_table, reasons
 from fxpipe.viz.terminal import say, terminal
-
-
-def add_plan(parser: argparse.ArgumentParser) -> None:
-    parser.description = (
-        "Compares meshes of ranks, replicas and lanes for a model on devices that need not be here. Nothing "
-        "is allocated: the function runs with tensors on the meta device."
-    )
-    parser.set_defaults(command=_plan)
-    add = parser.add_argument
-    add(
-        "--model",
-        required=True,
-        metavar="MODULE:FUNCTION",
-        help="a Python function that returns (model, example), or (model, example, loss_fn)",
-    )
-    add("--device", required=True, metavar="NAME", help=f"one of: {', '.join(device_names())}")
-    add_option(parser, "devices", type=positive_int, metavar="N")
-    add_option(parser, "ranks", type=positive_int, metavar="P")
-    add_option(parser, "replicas", type=positive_int, metavar="D")
-    add("--nodes", type=positive_int, default=1, metavar="N", help="machines that have the devices (1)")
-    add(
-        "--lanes",
-        type=_numbers,
-        default=[1],
-        metavar="N,…",
-        help="numbers of lanes to compare, processes that share each rank's ops, as in 1,2,4,8 (1)",
-    )
-    add(
-        "--parallelize",
-        action="append",
-        default=[],
-        metavar="MODULE:FUNCTION",
-        help="with --lanes: a function of (model, mesh) that distributes the model over the lanes, as "
-        "fxpipe.integrations.transformers:parallelize does; several are compared",
-    )
-    add_option(parser, "batch", type=positive_int, metavar="ROWS")
-    add_option(parser, "microbatches", type=positive_int, metavar="M")
-    add_option(parser, "optimizer_bytes", type=non_negative, default=8.0, metavar="X")
-    add_option(parser, "shard", choices=("auto", "none", *SHARDS), default="auto")
-    add_options(parser)
-    add_dimension(parser)
-    add(
-        "--size",
-        type=named_length,
-        action="append",
-        default=[],
-        metavar="NAME=N",
-        help="also plan for this length of a named dimension, or for so many rows (microbatch=N), without "
-        "tracing again",
-    )
-    add_lengths(parser, "of samples, of which steps are drawn for the fastest mesh: padded, and packed")
-    add("--json", action="store_true", help="print one JSON object")
 
 
 @dataclass(eq=False)
@@ -107,7 +54,7 @@ class _Compared:
         return self.at[one.mesh.lanes].utilization(one)
 
 
-def _plan(options: argparse.Namespace) -> None:
+def plan_meshes(options: argparse.Namespace) -> None:
     hardware = device_named(options.device)  # before the model is made
     _check_samples(options)
     _check_lanes(options)
@@ -320,10 +267,3 @@ def _batch(request: MeshRequest) -> str:
         return f"batch of {number_of(request.rows, 'row')}"
     assert request.microbatches is not None, "one of both is given"
     return f"{number_of(request.microbatches, 'microbatch')} a replica"
-
-
-def _numbers(text: str) -> list[int]:
-    numbers = [int(part) if part.isdigit() else 0 for part in text.split(",")]
-    if min(numbers) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers, as 1,2,4 is")
-    return list(dict.fromkeys(numbers))

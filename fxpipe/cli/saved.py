@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -12,8 +12,8 @@ from rich.console import Console
 
 from fxpipe.certificate.check import check_artifact
 from fxpipe.certificate.problems import Certificate, Problem
-from fxpipe.cli.arguments import output, picture, working, write_picture
-from fxpipe.cli.batch import add_samples, needs_lengths, ways_of
+from fxpipe.cli.arguments import working, write_picture
+from fxpipe.cli.batch import needs_lengths, ways_of
 from fxpipe.cli.ways import print_ways, ways_as_json, ways_as_page
 from fxpipe.cost.batch_order import BatchPlanner
 from fxpipe.cost.plan_costs import costs_of
@@ -30,24 +30,7 @@ from fxpipe.viz.timeline_picture import timeline_svg
 from fxpipe.viz.trace import write_trace
 
 
-def _add(
-    parser: argparse.ArgumentParser, command: Callable[[argparse.Namespace], None], description: str
-) -> None:
-    parser.description = description
-    parser.set_defaults(command=command)
-    parser.add_argument("directory", type=Path, help="a saved pipeline")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-
-
-def add_check(parser: argparse.ArgumentParser) -> None:
-    description = (
-        "Runs the programs of all ranks on terms in the place of tensors, and compares the loss, each "
-        "gradient, buffer and output with the captured step, for every microbatch."
-    )
-    _add(parser, _check, description)
-
-
-def _check(options: argparse.Namespace) -> None:
+def check(options: argparse.Namespace) -> None:
     certificates: dict[Path, Certificate] = {}
     for directory in directories(options.directory):
         with working("check"):
@@ -81,12 +64,7 @@ def _certificate(directory: Path) -> Certificate:
     return check_artifact(artifact, str(directory / CAPTURED))
 
 
-def add_explain(parser: argparse.ArgumentParser) -> None:
-    _add(parser, _explain, "Lists the candidates of schedule='auto' for a saved pipeline, fastest first.")
-    add_samples(parser, "of samples: what steps of them take, padded or packed")
-
-
-def _explain(options: argparse.Namespace) -> None:
+def explain_choice(options: argparse.Namespace) -> None:
     plan = read_plan(options.directory)
     needs_lengths(options)
     ways = None if options.lengths is None else ways_of(options, plan, BatchPlanner.of(plan))
@@ -109,13 +87,7 @@ def _explain(options: argparse.Namespace) -> None:
     print(json.dumps(record))
 
 
-def add_draw(parser: argparse.ArgumentParser) -> None:
-    description = "Draws the simulated step of a saved pipeline: its ops, transfers and memory by rank."
-    _add(parser, _draw, description)
-    parser.add_argument("file", type=picture, help="the picture, .svg or .png")
-
-
-def _draw(options: argparse.Namespace) -> None:
+def draw(options: argparse.Namespace) -> None:
     plan = read_plan(options.directory)
     write_picture(options.file, timeline_svg(simulate(plan.ordered, costs_of(plan)), plan.model))
     _written(options, options.file, f"drawn: {options.file}")
@@ -125,18 +97,7 @@ def _written(options: argparse.Namespace, file: Path, text: str) -> None:
     print(json.dumps({"file": str(file)}) if options.json else printable(text))
 
 
-def add_report(parser: argparse.ArgumentParser) -> None:
-    description = (
-        "Writes the timeline of all ranks with what each waits for, memory by kind, the graph, stages, "
-        "links and candidates of a saved pipeline as one HTML file that needs no network; with the "
-        "measured step, if one was recorded there (fxpipe run --record)."
-    )
-    _add(parser, _report, description)
-    add_samples(parser, "of samples, whose distribution the page has: what steps of them take")
-    parser.add_argument("-o", "--output", type=output, metavar="FILE.html", help="DIRECTORY/report.html")
-
-
-def _report(options: argparse.Namespace) -> None:
+def report(options: argparse.Namespace) -> None:
     path, lengths = options.output or options.directory / "report.html", None
     needs_lengths(options)
     with working("report"):
@@ -148,16 +109,7 @@ def _report(options: argparse.Namespace) -> None:
     _written(options, path, str(path))
 
 
-def add_trace(parser: argparse.ArgumentParser) -> None:
-    description = (
-        "Writes the predicted step of a saved pipeline, and the measured one if a run was recorded there "
-        "(fxpipe run --record), as trace events, which ui.perfetto.dev and chrome://tracing open."
-    )
-    _add(parser, _trace, description)
-    parser.add_argument("-o", "--output", type=output, metavar="FILE.json", help="DIRECTORY/trace.json")
-
-
-def _trace(options: argparse.Namespace) -> None:
+def trace(options: argparse.Namespace) -> None:
     path = options.output or options.directory / "trace.json"
     with working("trace"):
         write_trace(saved_source(options.directory), path)

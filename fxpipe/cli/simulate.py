@@ -9,19 +9,18 @@ from pathlib import Path
 
 from rich.console import Console
 
-from fxpipe.cli.arguments import non_negative, picture, positive, positive_int, share, working, write_picture
-from fxpipe.cli.batch import add_batch, batch_of
+from fxpipe.cli.arguments import working, write_picture
+from fxpipe.cli.batch import batch_of
 from fxpipe.cli.figures import figures, print_timeline
 from fxpipe.cli.planning import plan
-from fxpipe.cli.sources import CostSource, add_cost_arguments, source_of
+from fxpipe.cli.sources import CostSource, source_of
 from fxpipe.cli.ways import print_ways, ways_as_json
 from fxpipe.errors import FxpipeError, ScheduleError, number_of
 from fxpipe.schedule.exact.order import Exact, cp_sat, exact
-from fxpipe.schedule.families.registry import FAMILIES
 from fxpipe.schedule.formats.handwritten import is_file_name, read_schedule
 from fxpipe.schedule.memory_text import MemoryText
-from fxpipe.schedule.offload.planner import FULL, HALF, OffloadPlan, offload, offload_within, with_link
-from fxpipe.schedule.ops import VALIDATIONS, Objective, Schedule
+from fxpipe.schedule.offload.planner import FULL, OffloadPlan, offload, offload_within, with_link
+from fxpipe.schedule.ops import Objective, Schedule
 from fxpipe.schedule.search.fastest import AUTO
 from fxpipe.schedule.simulation.simulator import simulate
 from fxpipe.schedule.simulation.steps import Steps, simulate_steps
@@ -31,62 +30,7 @@ from fxpipe.viz.terminal import say
 from fxpipe.viz.timeline_picture import timeline_svg
 
 
-def add_simulate(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Predicts times, bubbles and memory of a schedule."
-    parser.set_defaults(command=_simulate)
-    add = parser.add_argument
-    add(
-        "--schedule",
-        metavar="NAME",
-        help=f"one of: {', '.join((*FAMILIES, AUTO))}; or a file, as for --schedule-file",
-    )
-    add("--schedule-file", type=Path, metavar="FILE", help="a schedule as text or as torch's CSV")
-    add_cost_arguments(parser)
-    add(
-        "--objective",
-        choices=("makespan", "span"),
-        default="makespan",
-        help=f"objective of {AUTO} and --exact",
-    )
-    add(
-        "--validation",
-        choices=VALIDATIONS,
-        default="barrier",
-        help="when the ranks update: with post, searches are for the shortest time a step of many",
-    )
-    add(
-        "--exact",
-        type=positive,
-        nargs="?",
-        const=60.0,
-        metavar="SECONDS",
-        help="also search for the optimal schedule within the same memory, for at most SECONDS (default 60)",
-    )
-    add(
-        "--offload-time",
-        type=non_negative,
-        metavar="K",
-        help="activations can be offloaded; one microbatch's take K times TF + TB + TW, one way",
-    )
-    add(
-        "--offload",
-        type=_share,
-        metavar="HOW",
-        help="po-h (half of them), po-f (all; the default), a share, or auto (as the memory limit requires)",
-    )
-    add(
-        "--ranks-per-link",
-        type=positive_int,
-        metavar="N",
-        help="number of neighboring ranks that share a link (default 1)",
-    )
-    add_batch(parser)
-    add("--draw", type=picture, metavar="FILE", help="write the timeline as a picture, .svg or .png")
-    add("--steps", type=positive_int, default=1, metavar="N", help="that the picture shows (1)")
-    add("--json", action="store_true", help="print one JSON object")
-
-
-def _simulate(options: argparse.Namespace) -> None:
+def simulate_schedule(options: argparse.Namespace) -> None:
     if options.exact is not None:
         cp_sat()  # before the search, which may take minutes
     batch = batch_of(options)
@@ -169,11 +113,6 @@ def _simulate_written(schedule: Schedule, source: CostSource, options: argparse.
             f"the memory limit of {source.units.memory(limit)}: raise the limit, or offload"
         )
     return timeline
-
-
-def _share(text: str) -> float | str:
-    named: dict[str, float | str] = {"po-h": HALF, "po-f": FULL, AUTO: AUTO}
-    return named[text] if text in named else share(text)
 
 
 def _offload(options: argparse.Namespace, timeline: Timeline, units: Units) -> OffloadPlan | None:

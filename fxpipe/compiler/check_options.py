@@ -10,9 +10,10 @@ from fxpipe.compiler.passes import PASS_NAMES
 from fxpipe.cost.devices.known_devices import device_names, is_device_name
 from fxpipe.errors import OptionError, at_least_one, number_of, one_of, suggested
 from fxpipe.partition.parts import EXCHANGES
+from fxpipe.plan.field_types import GRAD_DTYPES
 from fxpipe.plan.rewrites import ASKED, RULES
 from fxpipe.plan.step import Tier
-from fxpipe.plan.tensors import GRAD_DTYPES
+from fxpipe.plan.tensors import dtype_of
 from fxpipe.schedule.families.registry import FAMILIES
 from fxpipe.schedule.ops import MOST_FORWARDS, Schedule
 from fxpipe.schedule.placement import name_of
@@ -45,7 +46,7 @@ def check(options: Settings) -> None:
         )
     if options.evaluation and not options.gradients:
         raise OptionError("Without gradients the step is an evaluation itself: leave out evaluation.")
-    if options.grad_dtype not in (None, *GRAD_DTYPES):
+    if options.grad_dtype not in (None, *map(dtype_of, GRAD_DTYPES)):
         raise OptionError(
             f"grad_dtype is {options.grad_dtype!r} and must be None (the parameters' own), torch.float32 or "
             "torch.float64: sums in fewer bits lose what small gradients add."

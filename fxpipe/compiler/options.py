@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import ast
-import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from itertools import pairwise
 from pathlib import Path
-from textwrap import dedent
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import torch
 
+from fxpipe.cost.devices.known_devices import tier_of
 from fxpipe.errors import OptionError, one_of
 from fxpipe.ir.compiled import compiled_phases
 from fxpipe.passes.level.recompute import Level
@@ -36,8 +33,8 @@ class Offload:
     share: of the saved bytes, from 0 to 1 (True: all, False or None: nothing), or ``"auto"``, as much as
         needed to keep ``memory_limit``.  The values that are needed last go first, and no more than can
         come back in time.
-    tier: ``"host"``, pinned memory beside a GPU, or ``"disk"``, beside the CPU; by default the one that goes
-        with the device.
+    tier: that the plan is for, ``"host"``, pinned memory beside a GPU, or ``"disk"``, beside the CPU; by
+        default the one that goes with the device of ``costs``.  Processes use that of their own device.
     directory: of the disk tier, on a fast disk (by default the system's directory for temporary files).  Its
         files have no names and are gone with the process.
     bandwidth: bytes a second, one way, for the plan; by default measured if ``costs`` are, else that of the
@@ -51,10 +48,13 @@ class Offload:
     bandwidth: float | None = None
     ranks_per_link: int = 1
 
-    def on(self, device: torch.device) -> Offload:
-        """The same with the share as a number, ``"auto"`` or None, and the tier of the device."""
+    def on(self, device: torch.device, costs: object) -> Offload:
+        """The same with the share as a number, ``"auto"`` or None, and the tier of the device that costs
+        name, or else of the device at hand."""
+        first = costs[0] if isinstance(costs, tuple) and costs else costs
+        tier = self.tier or (tier_of(first) if isinstance(first, str) else None) or default_tier(device)
         share = None if self.share is False else FULL if self.share is True else self.share
-        return replace(self, share=share, tier=self.tier or default_tier(device))
+        return replace(self, share=share, tier=tier)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -264,23 +264,11 @@ def settle(options: Options, mesh: Mesh, device: torch.device) -> Settings:
         "costs": tuple(costs) if isinstance(costs, list | tuple) else costs,
         "memory_limit": None if limit is None else limit_of(limit),
         "limit_text": "" if limit is None else str(limit),
-        "offload": (offload if isinstance(offload, Offload) else Offload(offload)).on(device),
     }
+    settled["offload"] = (offload if isinstance(offload, Offload) else Offload(offload)).on(
+        device, settled["costs"]
+    )
     return Settings(mesh=mesh, **settled)
-
-
-def docs_of(record: type) -> dict[str, str]:
-    """The texts below the fields of a record, in its source, by field; none where there is no source."""
-    try:
-        tree = ast.parse(dedent(inspect.getsource(record)))
-    except OSError:
-        return {}
-    assert isinstance(tree.body[0], ast.ClassDef)
-    docs = {}
-    for option, text in pairwise(tree.body[0].body):
-        if isinstance(option, ast.AnnAssign) and isinstance(text, ast.Expr):
-            docs[ast.unparse(option.target)] = " ".join(ast.literal_eval(text.value).split())
-    return docs
 
 
 def check_choices(options: Options) -> None:

@@ -59,6 +59,8 @@ class PipelineStrategy(SingleDeviceStrategy):
         self._norms: Any = None
         self._compiled: LightningModule | None = None
         self._step_number = 0
+        self._rows: list[int] = []
+        """Of the tensors of the first batch."""
 
     @property
     def _module(self) -> LightningModule:
@@ -107,9 +109,15 @@ class PipelineStrategy(SingleDeviceStrategy):
     def _refusal(self, trainer: Any) -> str:
         """Why a run is refused; empty if it is not."""
         if type(self._module).backward is not LightningModule.backward:
-            return "backward of the module would not run: a step of a pipeline has its backward in it"
+            return (
+                "backward of the module would not run: a step of a pipeline has its backward in it. Remove "
+                "it; what it changes of the loss belongs to training_step"
+            )
         if not self._module.automatic_optimization:
-            return "automatic_optimization=False: a step of a pipeline has its backward in it"
+            return (
+                "automatic_optimization=False: a step of a pipeline has its backward in it. Remove it; "
+                "training_step returns the loss"
+            )
         if trainer.accumulate_grad_batches != 1:
             return "accumulate_grad_batches: give larger batches, and PipelineStrategy more microbatches"
         if trainer.gradient_clip_algorithm not in (None, "norm"):
@@ -184,9 +192,17 @@ class PipelineStrategy(SingleDeviceStrategy):
         self, name: str, batch: Any, microbatches: int
     ) -> tuple[fxpipe.Pipeline, TracedStep, Logged]:
         """The pipeline of a step of the module; one for each shape of batches that are evaluated."""
-        trains, shapes = name == "training_step", list[object]()
+        trains, shapes = name == "training_step", list[tuple[int, ...]]()
         apply_to_collection(batch, torch.Tensor, lambda x: shapes.append(tuple(x.shape)))
         key = (name, () if trains else tuple(shapes))
+        if trains and "dimensions" not in self.options:
+            rows = [shape[0] for shape in shapes if shape]
+            self._rows = self._rows or rows
+            if rows != self._rows:
+                raise OptionError(
+                    f"The train loader gives a batch of {rows} rows, and its first one had {self._rows}: "
+                    "give it drop_last=True."
+                )
         if key not in self._steps:
             step, options = TracedStep(self._module, name), dict(self.options)
             if self.pipe is None:

@@ -119,11 +119,17 @@ class Sizes:
         if self._has_names:
             return [dict(each) for each in microbatches]
         names = [name for name, x in microbatches[0].items() if _shape(x)]
+        assert self.first is not None, "it is compiled before the first step"
+        of_first = {leaf.name: leaf.shape for leaf in self.first.plan.step.batch.leaves if leaf.shape}
         for name in names:
-            shapes = sorted({_shape(each[name])[1:] for each in microbatches})
+            sizes = [
+                *([of_first[name]] if name in of_first else []),
+                *(_shape(m[name]) for m in microbatches),
+            ]
+            shapes = sorted({size[1:] for size in sizes})
             if len(shapes) > 1:
                 raise OptionError(
-                    f"The microbatches of a step have rows of {name!r} of the shapes {shapes[0]} and "
+                    f"Microbatches have rows of {name!r} of the shapes {shapes[0]} and "
                     f"{shapes[-1]}. Pad all to one length, or name the length: pipeline="
                     '{"dimensions": {"sequence": the longest}, "example": a microbatch of that}.'
                 )

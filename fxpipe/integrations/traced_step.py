@@ -80,7 +80,8 @@ class TracedStep(nn.Module):
             if more or not isinstance(value, torch.Tensor | int | float):
                 raise OptionError(
                     f"self.log({name!r}, …) in {self.name} takes a tensor or a number, and options by name; "
-                    f"it gets a {type(value).__name__}."
+                    f"it gets a {type(value).__name__}. Log what else there is in a hook, such as "
+                    "on_train_batch_end."
                 )
             calls.append((name, {key: x for key, x in options.items() if key != "sync_dist"}))
             values.append(value)

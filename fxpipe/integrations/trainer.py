@@ -184,10 +184,11 @@ class Trainer(transformers.Trainer):
     def create_optimizer(self, model: nn.Module | None = None) -> Any:
         """Compile the pipeline, and make the optimizer of this rank's parameters."""
         if self.optimizer is None:
-            pipe, args = self._compile(), self.args
+            args = self.args
             of_args = self.get_optimizer_cls_and_kwargs(args, self.model)
             kind, options = self.optimizer_cls_and_kwargs or of_args
             check_optimizer(kind, options, args.optim)
+            pipe = self._compile()
             decayed = {*self.get_decay_parameter_names(self.model)}
             trained = [name for name, p in self.model.named_parameters() if p.requires_grad]
             parts = [name for name in trained if name in decayed], [n for n in trained if n not in decayed]

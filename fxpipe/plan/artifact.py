@@ -13,6 +13,7 @@ import torch
 
 from fxpipe.errors import ArtifactError, number_of
 from fxpipe.plan.branches import Branch, When
+from fxpipe.plan.field_types import Dtype, GradDtype, Shape, Size
 from fxpipe.plan.lanes import NO_LANES, LanePlan
 from fxpipe.plan.libraries import Libraries
 from fxpipe.plan.meshes import TriedMesh
@@ -21,7 +22,7 @@ from fxpipe.plan.rewrites import Rewrite
 from fxpipe.plan.rows import ShardName
 from fxpipe.plan.saved.check import check_plan
 from fxpipe.plan.step import MOST_RANKS, OrderedStep, Replay, Shard, StepSpec, Tier, counted
-from fxpipe.plan.tensors import Dtype, GradDtype, Shape, Size, dtype_of, gradient_dtype, is_dense
+from fxpipe.plan.tensors import dtype_of, gradient_dtype, is_dense
 from fxpipe.plan.version import __version__
 from fxpipe.plan.work import PlanWork
 from fxpipe.schedule.candidate_row import Recompute, Tried

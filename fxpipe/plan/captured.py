@@ -15,8 +15,8 @@ from typing import Annotated, Any
 import torch
 
 from fxpipe.errors import ArtifactError
+from fxpipe.plan.field_types import Dtype, Shape
 from fxpipe.plan.step import MOST_LENGTH
-from fxpipe.plan.tensors import Dtype, Shape
 from fxpipe.strict import Fits, Mismatch, between, entries, parse_json, refused, structure
 
 CAPTURED_FORMAT = 1

@@ -15,9 +15,9 @@ from typing import Annotated
 
 import torch
 
+from fxpipe.plan.field_types import MOST_DIMENSIONS
 from fxpipe.plan.rows import ShardName
 from fxpipe.plan.step import MOST_RANKS
-from fxpipe.plan.tensors import MOST_DIMENSIONS
 from fxpipe.strict import at_least, between, entries
 
 #: Dimensions of a mesh of lanes.

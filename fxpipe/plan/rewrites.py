@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from fxpipe.plan.tensors import Size
+from fxpipe.plan.field_types import Size
 from fxpipe.strict import at_least
 
 Rule = Literal[

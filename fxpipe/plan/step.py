@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Annotated, Literal, NamedTuple
 
-from fxpipe.plan.tensors import Dtype, FloatingDtype, Shape, Size
+from fxpipe.plan.field_types import Dtype, FloatingDtype, Shape, Size
 from fxpipe.strict import between
 
 MOST_RANKS, MOST_LENGTH = 1 << 16, 1 << 31

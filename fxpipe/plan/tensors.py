@@ -5,42 +5,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-
-from fxpipe.strict import Fits, between
-
-GRAD_DTYPES = (torch.float32, torch.float64)
-"""The dtypes in which gradients of parameters with fewer bits can be accumulated."""
-
-
-MOST_BYTES, MOST_DIMENSIONS = 1 << 48, 64
-
-
-def _is_shape(sizes: tuple[int, ...]) -> bool:
-    return len(sizes) <= MOST_DIMENSIONS and math.prod(sizes) <= MOST_BYTES
-
-
-def _is_floating(name: str) -> bool:
-    dtype = dtype_of(name)
-    return dtype is not None and (dtype.is_floating_point or dtype.is_complex)
-
-
-IS_DTYPE = Fits(lambda name: dtype_of(name) is not None, "a dtype such as 'torch.float32'")
-IS_FLOATING = Fits(_is_floating, "a floating-point dtype such as 'torch.float32'")
-
-# Types of fields, with their bounds.
-Size = Annotated[int, between(0, MOST_BYTES)]
-Shape = Annotated[
-    tuple[Size, ...],
-    Fits(_is_shape, f"of at most {MOST_DIMENSIONS} dimensions and {MOST_BYTES} elements"),
-]
-Dtype = Annotated[str, IS_DTYPE]
-FloatingDtype = Annotated[str, IS_FLOATING]
-GradDtype = Annotated[
-    str, Fits(("", *map(str, GRAD_DTYPES)).__contains__, "empty, 'torch.float32' or 'torch.float64'")
-]
 
 
 def storage_bytes(tensor: torch.Tensor) -> int:

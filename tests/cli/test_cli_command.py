@@ -111,7 +111,7 @@ def test_ctrl_c_is_one_line(capsys, monkeypatch):
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("fxpipe.cli.simulate._simulate", interrupted)
+    monkeypatch.setattr("fxpipe.cli.simulate.simulate_schedule", interrupted)
     assert main(["simulate", "--schedule", "1f1b", *TIMES]) == 130
     assert capsys.readouterr().err == "fxpipe: interrupted\n"
 

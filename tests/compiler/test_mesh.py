@@ -245,6 +245,8 @@ def test_lanes_are_chosen_with_the_values_of_the_model():
         ({"devices": None}, "without torchrun devices"),
         ({"lanes": [3]}, r"lanes=\[3\]: none of these divides 4 devices of a machine"),
         ({"lanes": [0]}, "Each of lanes is 0 and must be"),
+        ({"lanes": 2}, "lanes is 2 and must be a list of the numbers to compare"),
+        ({"lanes": [2], "parallelize": None}, r"lanes=\[2\] needs parallelize"),
         (
             {"lanes": [2], "parallelize": lambda model, mesh: nn.Linear(2, 2)},
             "1 x 2 x 2: .*distributes the model in",

@@ -17,7 +17,7 @@ from fxpipe.cli.calibrate import mean_of
 from fxpipe.cost.calibration import samples
 from fxpipe.cost.calibration.background_load import busy_threads
 from fxpipe.cost.devices.device_file import read_device, write_device
-from fxpipe.cost.devices.known_devices import CPU, device_named
+from fxpipe.cost.devices.known_devices import CPU, device_named, is_cpu, tier_of
 from fxpipe.cost.kinds import COMPUTING, MOVING, kind_of
 from fxpipe.cost.nodes import node_cost
 from fxpipe.errors import OptionError, ScheduleError
@@ -193,3 +193,14 @@ def test_the_name_of_the_file():
     assert main(["calibrate", "cpu.toml"]) == 2
     with pytest.raises(OptionError, match=r"'cpu.toml'"):
         fxpipe.compile(Net(), {"x": torch.randn(4, 64)}, ranks=2, microbatches=2, costs="cpu.toml")
+
+
+@pytest.mark.parametrize(("name", "tier"), [("cpu", "disk"), ("H100", "host")])
+def test_what_was_calibrated_offloads_as_the_device_does(tmp_path, name, tier):
+    device = device_named(name)
+    path = tmp_path / "measured.json"
+    write_device(path, replace(device, name=f"{device.name} (calibrated)"), {})
+    assert tier_of(name) == tier_of(str(path)) == tier
+    assert is_cpu(str(path)) == (tier == "disk")
+    write_device(path, replace(device, name="mine"), {})
+    assert tier_of(str(path)) is None

@@ -269,9 +269,11 @@ def test_weights_alone_are_resumed(small):
         small().train(resume_from_checkpoint=str(path))
 
 
-def test_rows_of_several_shapes_have_a_remedy(small):
+@pytest.mark.parametrize("more", [{}, {"gradient_accumulation_steps": 1, "max_steps": 4}])
+def test_rows_of_several_shapes_have_a_remedy(small, more):
+    """Also where each step has one shape."""
     with pytest.raises(OptionError, match=r"rows of 'input_ids' of the shapes \(2,\) and .*dimensions"):
-        small(data_collator=worker.trimmed, more={"train_sampling_strategy": "sequential"}).train()
+        small(data_collator=worker.trimmed, more={"train_sampling_strategy": "sequential", **more}).train()
 
 
 def test_rows_without_labels_have_a_remedy(small):
@@ -315,6 +317,13 @@ REFUSED = {
 def test_what_has_no_meaning_is_refused(text, small):
     with pytest.raises(OptionError, match=re.escape(text)):
         REFUSED[text](small)
+
+
+def test_an_optimizer_of_the_whole_model_is_refused_before_anything_is_compiled(small):
+    trainer = small(optimizer_cls_and_kwargs=(torch.optim.SGD, {"model": None}))
+    with pytest.raises(OptionError, match="is made of the whole model"):
+        trainer.train()
+    assert trainer.pipe is None
 
 
 def test_processes_that_the_arguments_do_not_know(monkeypatch, small):
@@ -461,6 +470,11 @@ RUNS: dict[str, tuple[Any, dict[str, Any], int]] = {
         8,
     ),
     "4 microbatches cannot share a batch of 6 rows": (lightning_worker.Net, {}, 6),
+    "a batch of [8, 8] rows, and its first one had [12, 12]: give it drop_last": (
+        lightning_worker.Net,
+        {},
+        12,
+    ),
 }
 
 
@@ -470,8 +484,9 @@ def test_what_a_strategy_does_not_do_is_refused(text):
     strategy = PipelineStrategy(microbatches=4, schedule="1f1b")
     quiet = {"logger": False, "enable_checkpointing": False, "max_epochs": 1} | lightning_worker.QUIET
     trainer = pl.Trainer(devices=1, strategy=strategy, **quiet, **options)
-    with pytest.raises((OptionError, CaptureError), match=re.escape(text)):
+    with pytest.raises((OptionError, CaptureError), match=re.escape(text)) as raised:
         trainer.fit(module(), *lightning_worker.loaders(rows))
+    assert "runs on the example without fxpipe" not in str(raised.value)  # it does, and that helps nobody
 
 
 def test_a_module_zeroes_its_gradients_itself():

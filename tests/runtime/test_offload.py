@@ -279,6 +279,17 @@ def test_places_that_activations_cannot_go_to(tmp_path):
         compiled("gpt2", offload=Offload(directory=tmp_path / "nowhere"))
 
 
+def test_a_plan_for_another_device_has_its_tier_and_runs_here():
+    batch = MODELS["gpt2"].data(MICROBATCHES)
+    here = compiled("gpt2", offload=True)
+    there = compiled("gpt2", offload=True, costs="H100")
+    assert (here.plan.tier, there.plan.tier) == ("disk", "host")
+    assert there.plan.transfers
+    results = [pipe.run_local(batch) for pipe in (here, there)]
+    torch.testing.assert_close(results[0].loss, results[1].loss)
+    assert compiled("gpt2", offload=True, costs=["EPYC 9654"] * 2).plan.tier == "disk"
+
+
 def test_a_directory_in_memory(monkeypatch):
     pipe = compiled("gpt2", offload=True)
     monkeypatch.setattr(fxpipe.runtime.program.offload, "filesystem", lambda directory: "tmpfs")

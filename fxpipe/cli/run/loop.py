@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from fxpipe.api.checkpointer import Checkpointer
+from fxpipe.cli.options.run import DECAYS
 from fxpipe.cli.run.data import Data
 from fxpipe.errors import RunError
 from fxpipe.plan.saved.files import writing
@@ -29,13 +30,6 @@ if TYPE_CHECKING:
     from fxpipe.plan.artifact import Validation
 
 logger = logging.getLogger("fxpipe.run")
-
-#: The learning rate, as a factor, where ``done`` of the steps after the warm-up have been made, from 0 to 1.
-DECAYS: dict[str, Callable[[float], float]] = {
-    "constant": lambda done: 1.0,
-    "linear": lambda done: 1.0 - done,
-    "cosine": lambda done: 0.5 * (1.0 + math.cos(math.pi * done)),
-}
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from torch import fx
 from fxpipe.cost.arithmetic import arithmetic_of
 from fxpipe.cost.calibration.calibrate import calibrated
 from fxpipe.cost.devices.device import Device
+from fxpipe.cost.devices.device_file import CALIBRATED
 from fxpipe.cost.devices.known_devices import CPU, device_named, is_device_name, reported_device
 from fxpipe.ir.ops import has_flops
 from fxpipe.ir.storage import call_nodes
@@ -39,7 +40,7 @@ def described_here(device: torch.device, arithmetic: Iterable[str] = ("tf32", "b
 
 
 def _measured(device: torch.device, name: str, memory: int, arithmetic: Iterable[str]) -> Device:
-    measured = calibrated(device, f"{name} (calibrated)", memory, arithmetic)
+    measured = calibrated(device, f"{name}{CALIBRATED}", memory, arithmetic)
     rates = ", ".join(f"{kind} {rate / 1e12:.3g} TFLOP/s" for kind, rate in measured.flops.items())
     log.warning(
         "No description of %s: its rates were measured (%s, memory %.3g GB/s); its links count as PCIe. "

@@ -13,6 +13,8 @@ from fxpipe.plan.version import __version__
 from fxpipe.strict import MEBIBYTE, Mismatch, parse_json, read_text, refused, shown, structure, unstructure
 
 FORMAT = 1
+#: Behind the name of a device that was measured.
+CALIBRATED = " (calibrated)"
 SUFFIX = ".json"
 MOST_BYTES = MEBIBYTE
 

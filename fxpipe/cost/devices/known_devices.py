@@ -10,8 +10,9 @@ from importlib.resources import files
 from pathlib import Path
 
 from fxpipe.cost.devices.device import Device, Interconnect
-from fxpipe.cost.devices.device_file import is_device_file, read_device
+from fxpipe.cost.devices.device_file import CALIBRATED, is_device_file, read_device
 from fxpipe.errors import ScheduleError, suggested
+from fxpipe.plan.step import Tier
 from fxpipe.strict import structure
 
 #: Memory that torch reports, relative to that of the data sheet, which counts in GB or in GiB.
@@ -94,10 +95,17 @@ def peak_rate(name: str, arithmetic: str) -> float:
     return peak.get(arithmetic, peak["float32"])
 
 
+def tier_of(name: str) -> Tier | None:
+    """The offload store of a device, named as for ``device_named``; None if no data sheet has the name."""
+    if is_device_file(name):
+        name = read_device(Path(name)).device.name.removesuffix(CALIBRATED)
+    sheet = _sheet_named(name)
+    return None if sheet is None else "disk" if sheet.host == "disk" else "host"
+
+
 def is_cpu(name: str) -> bool:
-    """Whether a device, named as for ``device_named``, is a CPU: its offload store is a disk."""
-    sheet = _sheet_named(read_device(Path(name)).device.name if is_device_file(name) else name)
-    return sheet is not None and sheet.host == "disk"
+    """Whether a device, named as for ``device_named``, is a CPU."""
+    return tier_of(name) == "disk"
 
 
 def is_device_name(name: str) -> bool:

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from fxpipe.errors import FxpipeError
 from fxpipe.plan.branches import Branch, parsed
+from fxpipe.plan.field_types import IS_DTYPE, IS_FLOATING, MOST_DIMENSIONS
 from fxpipe.plan.rows import ShardName
 from fxpipe.plan.step import Leaf
-from fxpipe.plan.tensors import IS_DTYPE, IS_FLOATING, MOST_DIMENSIONS, dtype_of, is_packed
+from fxpipe.plan.tensors import dtype_of, is_packed
 from fxpipe.plan.work import PlanWork, Terms
 from fxpipe.schedule.check import check_costs, check_whole
 from fxpipe.schedule.costs import TIMES, Costs, StageBytes

@@ -67,6 +67,7 @@ def check_batch(spec: BatchSpec, batch: object, microbatches: int, needed: Colle
             f"this rank needs {_names(needed)}."
         )
     check_unshared(leaves, {leaf.name for leaf in spec.leaves if leaf.written}, microbatches)
+    _check_is_whole(spec, leaves, microbatches)
     for leaf in spec.leaves:
         if leaf.unread or leaf.name not in leaves:
             continue
@@ -231,6 +232,25 @@ _REMEDY = (
 )
 
 
+def _check_is_whole(spec: BatchSpec, leaves: Mapping[str, object], microbatches: int) -> None:
+    """Raise BatchError for a batch of the size of the example, which is often the batch of a whole step."""
+    rows = [(leaf, leaves.get(leaf.name)) for leaf in spec.leaves if leaf.shape and not leaf.unread]
+    if microbatches == 1 or not all(
+        isinstance(x, torch.Tensor) and x.shape == leaf.shape for leaf, x in rows
+    ):
+        return
+    for leaf, _ in rows[:1]:
+        assert leaf.shape is not None
+        number, rest = divmod(leaf.shape[0], microbatches)
+        smaller = f"with an example of {number_of(number, 'row')}" if not rest else "with a smaller example"
+        raise BatchError(
+            f"The batch is as long as the example, {number_of(leaf.shape[0], 'row')} of {leaf.name!r}, and "
+            f"the example is one of {number_of(microbatches, 'microbatch')}, which have "
+            f"{leaf.shape[0] * microbatches}. Give the batch of a whole step; or compile {smaller}, if this "
+            "is one."
+        )
+
+
 def _check(leaf: Leaf, value: object, microbatches: int) -> None:
     assert leaf.shape is not None
     if not isinstance(value, torch.Tensor):
@@ -256,8 +276,7 @@ def _check(leaf: Leaf, value: object, microbatches: int) -> None:
         if there == leaf.shape[0]:
             remedy = (
                 "If all rows share this tensor, make it a buffer of the model, which may get other values "
-                "between steps, or repeat it for each row, here and in the example. Else the batch is as "
-                "short as the example, a microbatch."
+                "between steps, or repeat it for each row, here and in the example."
             )
         elif there and there % microbatches == 0:
             example = f"an example of {there // microbatches}"

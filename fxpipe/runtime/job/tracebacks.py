@@ -24,6 +24,8 @@ T = TypeVar("T")
 _FXPIPE = f"{Path(__file__).parents[2]}{os.sep}"
 #: With this variable set, errors keep all frames.
 WHOLE = "FXPIPE_TRACEBACKS"
+#: Options that a message lists.
+_FEW = 8
 
 
 def brief(function: Callable[P, T]) -> Callable[P, T]:
@@ -45,8 +47,10 @@ def brief(function: Callable[P, T]) -> Callable[P, T]:
             if len(args) > most:
                 first = ", ".join(name for name in places if name != "self")
                 takes = f"{first} in this order" if first else "nothing by position"
+                options = [f"{name}=" for name, each in names.items() if each.kind is each.KEYWORD_ONLY]
+                listed = f" ({', '.join(options)})" if len(options) <= _FEW else ""
                 raise OptionError(
-                    f"{_name(function, args)} takes {takes}, and options by name. Write the name of "
+                    f"{_name(function, args)} takes {takes}, and options by name{listed}. Write the name of "
                     f"{_shown(args[most])}."
                 )
             return function(*args, **kwargs)

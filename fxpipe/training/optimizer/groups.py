@@ -155,7 +155,10 @@ def _check_options(
     in_groups = {name for name in others if suggested(name, names)}
     for name in (defaults.keys() - known.keys()) | in_groups:
         meant = suggested(name, (*names, *_OWN))
-        raise OptionError(f"{name_of(cls)} has no option {name!r}.{meant} It has {', '.join(names)}.")
+        raise OptionError(
+            f"{name_of(cls)} has no option {name!r}.{meant} It has {', '.join(names)}; and pipe.optimizer "
+            f"itself {', '.join(_OWN)}."
+        )
 
 
 def name_of(cls: MakesOptimizer) -> str:

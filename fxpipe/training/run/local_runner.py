@@ -30,7 +30,7 @@ from fxpipe.runtime.program.ambient import as_traced
 from fxpipe.runtime.program.comm import Comm
 from fxpipe.runtime.program.lanes import running
 from fxpipe.runtime.program.load_program import Program, load_program
-from fxpipe.runtime.program.offload import TIMEOUT, Offloader, check_tier, open_store
+from fxpipe.runtime.program.offload import TIMEOUT, Offloader, default_tier, open_store
 from fxpipe.runtime.program.rank import Runtime
 from fxpipe.runtime.program.record import Clock, DeviceClock, Record
 from fxpipe.runtime.ranks.agreement import check_agreement
@@ -388,10 +388,9 @@ class LocalRunner:
         )
 
     def _offloader(self, rank: int) -> Offloader | None:
-        tier = self.plan.tier
-        if tier is None or not self.plan.pools[rank]:
+        if self.plan.tier is None or not self.plan.pools[rank]:
             return None
-        check_tier(tier, self.device, self.offload_directory)
+        tier = default_tier(self.device)  # the plan may be made on another machine
         timeout = TIMEOUT if self.process is None else self.process.timeout
         store = open_store(tier, self.plan.pools[rank], self.offload_directory, self.device, timeout)
         return Offloader(store, self.device)

@@ -9,6 +9,7 @@ import torch
 from fxpipe.errors import RunError, number_of
 from fxpipe.plan.lanes import ONE_LANE, LaneGroup
 from fxpipe.runtime.program.load_program import Program
+from fxpipe.runtime.program.offload import default_tier
 from fxpipe.runtime.program.rank import Runtime
 from fxpipe.runtime.ranks.agreement import check_agreement, check_programs
 from fxpipe.runtime.ranks.connect import connect
@@ -27,7 +28,7 @@ class RankRunner(LocalRunner):
     def runtime(self) -> Runtime:
         """The runtime of this process's rank."""
         plan = self.plan
-        if plan.tier == "disk":
+        if plan.tier is not None and default_tier(self.device) == "disk":
             give_back_large_tensors()
         if self.process is not None:
             offloader = self._offloader(self.process.rank)

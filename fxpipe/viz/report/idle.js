@@ -119,7 +119,7 @@ class GapInspector {
       el(
         "ol",
         { class: "course" },
-        gaps.slice(0, 8).map(([ticks, k]) => el("li", {}, gapLink(k), ` ${model.time(ticks)}`)),
+        gaps.slice(0, 8).map(([ticks, k]) => el("li", {}, gapLink(k), " ", el("span", { class: "n" }, model.time(ticks)))),
       ),
       el("button", { onclick: () => this.events.live(rank, null) }, "What is live at its peak?"),
     );
