@@ -95,6 +95,30 @@ def of_tokens(output: Any, batch: Any) -> torch.Tensor:
     return (losses * (1.0 + batch["input_ids"].flatten() % 3)).mean()
 
 
+def turned(output: Any, batch: Any) -> torch.Tensor:
+    logits, labels = logits_and_labels(output, batch)
+    return F.cross_entropy(logits.transpose(1, 2), labels)
+
+
+def of_a_policy(output: Any, batch: Any, by_rows: bool) -> torch.Tensor:
+    """As TRL has it: of logits beside their log-sum-exp, or of the log-softmax of one row after the other."""
+    logits, labels = output.logits[:, :-1] / 0.7, batch["input_ids"][:, 1:].unsqueeze(-1)
+    if by_rows:
+        rows = zip(logits, labels, strict=True)
+        logs = torch.stack([F.log_softmax(row, -1).gather(-1, words) for row, words in rows])
+    else:
+        logsum = torch.stack([torch.logsumexp(row, dim=-1) for row in logits])
+        logs = logits.gather(-1, labels) - logsum.unsqueeze(-1)
+    ratio = (logs - 0.9 * logs.detach()).exp()
+    return -torch.min(ratio * labels, ratio.clamp(0.8, 1.2) * labels).mean()
+
+
+def of_two_slices(output: Any, batch: Any) -> torch.Tensor:
+    logits, labels = output.logits, batch["labels"]
+    pairs = (logits[:, :-1], labels[:, 1:]), (logits[:, :-2], labels[:, 2:])
+    return sum(F.cross_entropy(x.flatten(0, 1), y.flatten()) for x, y in pairs)
+
+
 #: Losses of an output layer in parts of the tokens.
 LOSSES = {
     "mean": entropy,
@@ -102,6 +126,10 @@ LOSSES = {
     "z-loss": with_z_loss,
     "sum and count": sum_and_count,
     "of tokens": of_tokens,
+    "turned": turned,
+    "of a policy": partial(of_a_policy, by_rows=False),
+    "of a policy, by rows": partial(of_a_policy, by_rows=True),
+    "of two slices": of_two_slices,
 }
 SCHEDULES = ("gpipe", "1f1b", "zb-h1", "zb-v", "v-half", "interleaved")
 

@@ -64,6 +64,10 @@ def by_two(logits, batch):
     return sum(F.cross_entropy(x.reshape(-1, WORDS), y.reshape(-1)) for x, y in pairs)
 
 
+def by_all_and_some(logits, batch):
+    return plain(logits, batch) + with_shifted_logits(logits, batch)
+
+
 def smoothed(logits, batch):
     return F.cross_entropy(*flat(logits, batch), label_smoothing=0.1)
 

@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from rich.console import Console
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -28,7 +27,7 @@ from fxpipe.compiler.compilation import Compilation
 from fxpipe.compiler.compile import Compiled, compile_model, last_lane_as_text
 from fxpipe.compiler.evaluation import compile_evaluation
 from fxpipe.compiler.options import Settings, settle
-from fxpipe.compiler.progress import Phases
+from fxpipe.compiler.progress import Phases, terminal
 from fxpipe.cost.devices.describe import described_everywhere
 from fxpipe.cost.devices.device import Device
 from fxpipe.errors import CaptureError, FxpipeError, OptionError
@@ -48,7 +47,6 @@ from fxpipe.training.guards.python_guards import PythonGuards
 from fxpipe.training.model import parts
 from fxpipe.training.model.partial_model import updates_of
 from fxpipe.training.model.state_dict import make_whole
-from fxpipe.viz.explanation import explain
 
 
 @brief
@@ -279,8 +277,10 @@ def _torchrun_ranks(lanes: int = 1) -> int | None:
 
 
 def _explain_on_terminal(plan: Plan) -> None:
-    console = Console(stderr=True, markup=False, emoji=False)
-    if console.is_terminal:
+    console = terminal()
+    if console is not None:
+        from fxpipe.viz.explanation import explain
+
         explain(plan, console)
 
 

@@ -8,13 +8,11 @@ number.  (Operands cannot identify it: a weight gradient uses values of any stag
 from __future__ import annotations
 
 import functools
-import itertools
 import os
 import sys
 import sysconfig
-import traceback
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import inf
 from pathlib import Path
 from types import FrameType
@@ -122,10 +120,13 @@ class Provenance(compat.TorchDispatchMode):
     def source(self) -> str:
         """The innermost frame that belongs neither to torch nor to fxpipe, nor to Python's library if there
         is another one, as ``file:line``; "" for an op that fxpipe itself adds."""
-        frames = itertools.takewhile(
-            lambda at: at[0] is not self._entered, traceback.walk_stack(sys._getframe(1))
-        )
-        return self.users_line(frames)
+        return self.users_line(self._frames(sys._getframe(1)))
+
+    def _frames(self, frame: FrameType | None) -> Iterator[tuple[FrameType, int]]:
+        """A frame and those around it, each with its line, up to what entered this."""
+        while frame is not None and frame is not self._entered:
+            yield frame, frame.f_lineno
+            frame = frame.f_back
 
     @classmethod
     def users_line(cls, frames: Iterable[tuple[FrameType, int]]) -> str:
@@ -180,11 +181,12 @@ class Provenance(compat.TorchDispatchMode):
         if func is torch.ops.prim.device.default and isinstance(args[0], compat.FakeTensor):
             return args[0].device  # it knows, and is asked about twice an op
         kwargs = kwargs or {}
-        if compat.is_tracing() and not self._backward:
+        is_traced = compat.is_tracing()
+        if is_traced and not self._backward:
             mark_results((args, kwargs))
         if any(map(is_dtensor_type, types)):
             return NotImplemented  # it comes back with ops on the parts
-        if not compat.is_tracing():
+        if not is_traced:
             return func(*args, **kwargs)
         with self.answers.refusals.of(func, args, kwargs):
             return self._run(func, args, kwargs)

@@ -186,7 +186,7 @@ def _traced(
         step.recorded = recorded
         put_back(step.pairs)
 
-        as_written = patches.plain_kernels(), patches.modules_without_code(), patches.uncompiled()
+        as_written = patches.plain_kernels(), patches.graphs_alone(), patches.uncompiled()
         checkpoints = (
             patches.checkpoints_that_end(),
             patches.selective_checkpoints(),
@@ -227,7 +227,7 @@ def _traced(
             raise CaptureError(f"{refused} {step.difference}.")
         files = {node.meta.get("origin", Origin()).source.rpartition(":")[0] for node in module.graph.nodes}
         step.hooks.warn(module.graph)
-        with patches.plain_kernels(), patches.modules_without_code(), mode:
+        with patches.plain_kernels(), patches.graphs_alone(), mode:
             module = functionalize(module, values)
         frozen = {r.name for r in step.registered if not r.tensor.requires_grad}
         constants = (getattr(module, node.target) for node in module.graph.find_nodes(op="get_attr"))

@@ -28,8 +28,8 @@ from fxpipe.compiler.choice.costing import Chosen, Costing
 from fxpipe.compiler.choice.cut import Cut, Cuts, Stages
 from fxpipe.compiler.choice.stage_counts import all_stages, cluster_of, offload_bandwidth
 from fxpipe.compiler.compilation import Compilation
-from fxpipe.compiler.garbage import collector_paused
 from fxpipe.compiler.generate import generate
+from fxpipe.compiler.interpreter import for_graphs
 from fxpipe.compiler.options import Settings
 from fxpipe.compiler.passes import StepGraphs
 from fxpipe.compiler.progress import Phases
@@ -207,7 +207,7 @@ def _at_lengths_of_programs(
         return str(error)
 
 
-@collector_paused()
+@for_graphs
 def compile_model(
     request: Compilation,
     phase: Phases,
@@ -351,7 +351,7 @@ def traced(
     return captured
 
 
-@collector_paused()
+@for_graphs
 def last_lane_as_text(request: Compilation) -> str:
     """What the last lane runs of a model with DTensors, on this process."""
     number = mesh_of(request.model).size()

@@ -12,8 +12,8 @@ from fxpipe.compiler.choice.cut import cut as cut_at_level
 from fxpipe.compiler.choice.cut import split, stages_of
 from fxpipe.compiler.compilation import Compilation
 from fxpipe.compiler.compile import Compiled, captured_at_lengths
-from fxpipe.compiler.garbage import collector_paused
 from fxpipe.compiler.generate import generate
+from fxpipe.compiler.interpreter import for_graphs
 from fxpipe.compiler.make_plan import with_tensors_of
 from fxpipe.compiler.options import Offload
 from fxpipe.compiler.passes import CutOptions
@@ -31,7 +31,7 @@ from fxpipe.schedule.search.build import build
 from fxpipe.schedule.simulation.simulator import simulate
 
 
-@collector_paused()
+@for_graphs
 def compile_evaluation(request: Compilation, phase: Phases, trained: Compiled) -> Artifact:
     """The forward in eval mode for the ranks of a training pipeline: each tensor is used where that has it.
 

@@ -46,8 +46,6 @@ from fxpipe.schedule.offload.memory_pool import Pool
 from fxpipe.schedule.offload.memory_pool import pools as make_pools
 from fxpipe.schedule.ops import PHASES, Phase, Schedule
 from fxpipe.schedule.simulation.timeline import Timeline
-from fxpipe.vocabulary.prepare import prepare_head
-from fxpipe.vocabulary.split import split_vocabulary
 
 #: Problems of the certificate that an error shows.
 MOST_SHOWN = 8
@@ -276,9 +274,13 @@ def _captured_as_data(captured: Captured, cut: Cut) -> CapturedOps | None:
     warning, where an argument of an op has no form as data."""
     graph, barriers, in_parts = captured.graph, cut.options.barriers, cut.options.head_chunks > 1
     if barriers is not None or in_parts:
+        from fxpipe.vocabulary.prepare import prepare_head  # imported here, as few models split a head
+
         graph = copy_graph(graph)
         prepare_head(graph, in_parts)
     if barriers is not None:
+        from fxpipe.vocabulary.split import split_vocabulary
+
         split_vocabulary(graph, cut.options.ranks, barriers)
     try:
         return captured_step(graph, captured.constants, split=barriers is not None)

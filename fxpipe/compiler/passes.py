@@ -59,9 +59,6 @@ from fxpipe.plan.rewrites import RULES, Rewrite, Rule
 from fxpipe.schedule.ops import Phase
 from fxpipe.schedule.parts import Parts
 from fxpipe.schedule.stages import Vocabulary
-from fxpipe.vocabulary.chunks import chunk_head
-from fxpipe.vocabulary.prepare import prepare_head
-from fxpipe.vocabulary.split import split_vocabulary
 
 Offloaded = Mapping[tuple[int, Phase], Sequence[fx.Node]]
 """(stage, B or W) -> the saved values that are reloaded there."""
@@ -235,12 +232,17 @@ def _sum_over_lanes_once(step: StepGraphs, options: CutOptions) -> None:
 
 def _prepare_head(step: StepGraphs, options: CutOptions) -> None:
     in_parts = options.head_chunks > 1
-    for graph in step.graphs if in_parts or options.barriers is not None else ():
-        prepare_head(graph, in_parts)
+    if in_parts or options.barriers is not None:
+        from fxpipe.vocabulary.prepare import prepare_head  # imported here, as few models split a head
+
+        for graph in step.graphs:
+            prepare_head(graph, in_parts)
 
 
 def _split_vocabulary(step: StepGraphs, options: CutOptions) -> None:
     if options.barriers is not None:
+        from fxpipe.vocabulary.split import split_vocabulary
+
         # The traces at other sizes are split alike, so all have the same stages.
         step.vocabulary, *_ = [
             split_vocabulary(graph, options.ranks, options.barriers, step.lanes.shared)
@@ -250,6 +252,8 @@ def _split_vocabulary(step: StepGraphs, options: CutOptions) -> None:
 
 def _chunk_head(step: StepGraphs, options: CutOptions) -> None:
     if options.head_chunks > 1:
+        from fxpipe.vocabulary.chunks import chunk_head
+
         split = step.vocabulary is not None
         heads, *_ = (chunk_head(graph, options.head_chunks, split) for graph in step.graphs)
         step.rewrites += (Rewrite("head-chunks", *heads),)

@@ -158,9 +158,10 @@ def traced_constants() -> torch.nn.Module:
 
 def traced_node(tensor: torch.Tensor) -> torch.fx.Node | None:
     """The node of a tensor in the running trace; None if the trace has not seen the tensor."""
-    if not is_tracing():  # as where torch makes a part of a mesh, of real tensors
+    mode = get_proxy_mode()
+    if mode is None:  # as where torch makes a part of a mesh, of real tensors
         return None
-    slot = get_proxy_slot(tensor, _tracer(), None)
+    slot = get_proxy_slot(tensor, mode.tracer, None)
     return None if slot is None else slot.proxy.node
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch import fx
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils import checkpoint
@@ -30,9 +31,18 @@ def compiling_flag() -> contextlib.AbstractContextManager[object]:
     return mock.patch.object(torch.compiler, "_is_compiling_flag", True)
 
 
-def modules_without_code() -> contextlib.AbstractContextManager[None]:
-    """Defer the Python code of traced graphs until it is called."""
-    return _use_lazy_graph_module(True)
+@contextlib.contextmanager
+def graphs_alone() -> Iterator[None]:
+    """Give the graphs of traces as they are, with the Python code of their modules when it is called.
+
+    Torch looks for dead numbers among their nodes, a twentieth of the time of a trace: here all are tensors.
+    """
+    with _use_lazy_graph_module(True), mock.patch.object(fx.Graph, "eliminate_dead_code", _remove_nothing):
+        yield
+
+
+def _remove_nothing(graph: fx.Graph, is_impure: object = None) -> bool:
+    return False
 
 
 def uncompiled() -> contextlib.AbstractContextManager[object]:

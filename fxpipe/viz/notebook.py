@@ -20,7 +20,6 @@ from fxpipe.schedule.simulation.timeline import Timeline
 from fxpipe.schedule.units import bytes_text, seconds_text, units_of
 from fxpipe.training.run.local_runner import LocalResult
 from fxpipe.viz.summary import memory_rows, summary
-from fxpipe.viz.timeline_picture import timeline_svg
 
 #: The most ops of a timeline that is drawn, and the most rows of a table: a notebook keeps what it shows.
 MOST_OPS, MOST_ROWS = 8_000, 32
@@ -93,6 +92,8 @@ def picture_html(shown: Timeline | Steps, title: str) -> str:
     ops = sum(len(spans) for each in timelines for spans in each.spans)
     if ops > MOST_OPS:
         return lines_html([f"{number_of(ops, 'op')}, too many to show here: pipe.draw(directory) draws them"])
+    from fxpipe.viz.timeline_picture import timeline_svg  # imported here, as few scripts draw
+
     source = base64.b64encode(timeline_svg(shown, title).encode()).decode()
     name = escape(f"timeline of {printable(title)}")
     return f'<img alt="{name}" style="max-width:100%" src="data:image/svg+xml;base64,{source}">'

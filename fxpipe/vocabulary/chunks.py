@@ -27,11 +27,12 @@ from torch import fx
 
 from fxpipe.errors import VocabularyError
 from fxpipe.ir.builder import Builder, node_arg
-from fxpipe.ir.nodes import input_nodes, rename, take_name
+from fxpipe.ir.nodes import copy_graph, input_nodes, rename, take_name
 from fxpipe.ir.storage import call_nodes, drop_dead, graph_outputs, node_bytes, set_outputs, storage_root
 from fxpipe.schedule.ops import Color, Phase
 from fxpipe.vocabulary.layers import picked_losses, projection_of
 from fxpipe.vocabulary.part_builder import PartBuilder
+from fxpipe.vocabulary.prepare import prepare_head
 from fxpipe.vocabulary.row_ops import RowOps, joined, refused
 
 aten = torch.ops.aten
@@ -48,6 +49,8 @@ def chunks_for(graph: fx.Graph, shards: int = 1) -> int:
 
     shards: among which the words are split.
     """
+    graph = copy_graph(graph)
+    prepare_head(graph, in_parts=True)
     try:
         products = [projection_of(loss) for loss in picked_losses(graph)]
     except VocabularyError:

@@ -7,6 +7,10 @@ after:  -nll_loss_forward(logs, labels, none)     nll_loss_backward(-d_picked, l
 
 The numbers are the same, bit for bit.  Losses of preferences and of policies are made of such entries.
 
+So are those of the logits themselves beside their log-sum-exp, whose difference is that of a log-softmax.
+before: gather(logits, -1, labels) - logsumexp(logits)     scatter_add(zeros, -1, labels, d) - d * softmax
+after:  gather(log_softmax(logits), -1, labels)            log_softmax_backward(scatter_add(…), …)
+
 A mean, where parts of the tokens have sums, is a sum divided by the labels that count.
 before: nll_loss_forward(logs, labels, mean)      nll_loss_backward(d_loss, logs, labels, mean)
 after:  nll_loss_forward(logs, labels, sum) / n   nll_loss_backward(d_loss / n, logs, labels, sum)
@@ -25,10 +29,16 @@ from torch import fx
 
 from fxpipe.ir.builder import Builder, in_order, node_arg
 from fxpipe.ir.nodes import take_name
-from fxpipe.ir.storage import argument, call_nodes
+from fxpipe.ir.storage import argument, call_nodes, drop_dead
 from fxpipe.vocabulary.axes import RESHAPES, entries, is_of_batch
 
 aten = torch.ops.aten
+_SAME_ELEMENTS = RESHAPES | {
+    aten.unsqueeze.default,
+    aten.squeeze.dim,
+    aten.alias.default,
+    aten.detach.default,
+}
 _EACH, _MEAN, _SUM = 0, 1, 2  # reductions of a loss
 #: No label: each of them is to be an index, as in the op that is replaced.
 _IGNORED = -(1 << 62)
@@ -83,6 +93,22 @@ def picks_as_losses(graph: fx.Graph) -> None:
     in_order(graph)
 
 
+def logits_as_logs(graph: fx.Graph) -> None:
+    """Write labels' entries of logits, whose log-sum-exp is taken as well, as those of a log-softmax."""
+    logsums = [*graph.find_nodes(op="call_function", target=aten.logsumexp.default)]
+    for pick in graph.find_nodes(op="call_function", target=aten.gather.default):
+        if pick.meta["origin"].backward or labels_of(pick) is None:
+            continue
+        logits = viewed(node_arg(pick, 0))
+        for logsum in logsums:
+            whole = node_arg(logsum, 0)
+            if viewed(whole) is logits and logsum.args[1] in ([-1], [whole.meta["val"].dim() - 1]):
+                _of_softmax(pick, logsum)
+                break
+    in_order(graph)
+    drop_dead(graph)
+
+
 def means_as_sums(graph: fx.Graph) -> None:
     """Write all means of tokens' losses, without weights of classes, as sums."""
     for loss in graph.find_nodes(op="call_function", target=aten.nll_loss_forward.default):
@@ -125,6 +151,99 @@ def _write(pick: fx.Node, logs: fx.Node, labels: fx.Node) -> None:
         _replace(put, viewed(build.call(aten.nll_loss_backward.default, above, *settings, count), shape))
     build.origin = pick.meta["origin"]
     _replace(pick, viewed(build.call(aten.neg.default, each), pick.meta["val"].shape))
+
+
+def _of_softmax(pick: fx.Node, logsum: fx.Node) -> None:
+    """Let a pick of logits be one of their log-softmax, and its sum with the log-sum-exp what it was.
+
+    The gradient of that goes to the log-sum-exp as well, and most of it cancels.
+    """
+    nodes, build = call_nodes(pick.graph), Builder(pick.graph)
+    puts = [node for node in nodes if _is_backward(node, pick)]
+    slopes = [node for node in nodes if _is_slope(node, logsum)]
+    if len(puts) != len(slopes):
+        return  # the gradient of one of them alone
+    shape, build.origin = [*pick.meta["val"].shape], pick.meta["origin"]
+    logs = build.call(aten._log_softmax.default, pick.args[0], len(shape) - 1, False)
+    total = build.call(aten.add.Tensor, pick, build.call(aten.reshape.default, logsum, shape))
+    pick.replace_all_uses_with(total, delete_user_cb=lambda user: user is not total)
+    pick.replace_input_with(node_arg(pick, 0), logs)
+    for node in nodes:
+        if node.target is not aten.sub.Tensor or node.kwargs or isinstance(node.args[1], float):
+            continue
+        sides = [viewed(x) if isinstance(x, fx.Node) else x for x in node.args]
+        if {*sides} == {total, logsum} and node.meta["val"].numel() == prod(shape):
+            build.origin = node.meta["origin"]
+            each = pick if sides[0] is total else build.call(aten.neg.default, pick)
+            _replace(node, build.call(aten.reshape.default, each, [*node.meta["val"].shape]))
+    for put, slope in zip(puts, slopes, strict=True):
+        _give_gradients(build, put, slope, logs)
+
+
+def _give_gradients(build: Builder, put: fx.Node, slope: fx.Node, logs: fx.Node) -> None:
+    """Let the gradient of a pick go to a log-softmax, and to the log-sum-exp, whose gradient of logits is
+    ``slope``."""
+
+    def like(value: fx.Node, other: fx.Node) -> fx.Node:
+        return build.call(aten.reshape.default, value, [*other.meta["val"].shape])
+
+    build.origin, val = put.meta["origin"], logs.meta["val"]
+    below = build.call(aten._log_softmax_backward_data.default, put, logs, val.dim() - 1, val.dtype)
+    put.replace_all_uses_with(below, delete_user_cb=lambda user: user is not below)
+    take_name(below, put)
+    build.origin = slope.meta["origin"]
+    gradient, picked = node_arg(slope, 0), node_arg(put, 3)
+    left = _without(gradient, picked)
+    if left is None:
+        left = [gradient, picked]
+    if not left and _take_out(slope):
+        return
+    rest = like(left[0], gradient) if left else build.call(aten.zeros_like.default, gradient)
+    for other in left[1:]:
+        rest = build.call(aten.add.Tensor, rest, like(other, gradient))
+    slope.replace_input_with(gradient, rest)
+
+
+def viewed(node: fx.Node) -> fx.Node:
+    """The value whose elements a node has, in their order."""
+    while node.target in _SAME_ELEMENTS:
+        node = node_arg(node, 0)
+    return node
+
+
+def _is_slope(node: fx.Node, logsum: fx.Node) -> bool:
+    """Whether an op is the gradient of logits that their log-sum-exp gives: its own times their softmax."""
+    origin = node.meta["origin"]
+    if node.target is not aten.mul.Tensor or not origin.backward or origin.seq != logsum.meta["origin"].seq:
+        return False
+    return isinstance(node.args[1], fx.Node) and node.args[1].target is aten.exp.default
+
+
+def _without(gradient: fx.Node, other: fx.Node) -> list[fx.Node] | None:
+    """The summands of a gradient but for the negative of another one; None if that is not among them."""
+    gradient, other = viewed(gradient), viewed(other)
+    for one, two in ((gradient, other), (other, gradient)):
+        if one.target is aten.neg.default and viewed(node_arg(one, 0)) is two:
+            return []
+    if gradient.target is not aten.add.Tensor or gradient.kwargs:
+        return None
+    summands = [node_arg(gradient, k) for k in (0, 1)]
+    for one, two in (summands, reversed(summands)):
+        left = _without(one, other)
+        if left is not None:
+            return [*left, two]
+    return None
+
+
+def _take_out(summand: fx.Node) -> bool:
+    """Take a value out of all sums that it is in; False, and nothing done, where it is in something else."""
+    sums = [user for user in summand.users if user.target is aten.add.Tensor and not user.kwargs]
+    if len(sums) < len(summand.users):
+        return False
+    for total in sums:
+        (other,) = (x for x in total.all_input_nodes if x is not summand)
+        _replace(total, other)
+    return True
 
 
 def _replace(old: fx.Node, new: fx.Node) -> None:

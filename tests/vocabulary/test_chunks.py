@@ -16,7 +16,7 @@ from word_losses import (
     WIDTH,
     WORDS,
     Words,
-    by_two,
+    by_all_and_some,
     compiled,
     data,
     flat,
@@ -187,7 +187,7 @@ def of_all_logits(logits, batch):
 REFUSED = {
     "the loss of all": (by_the_sum, {}, VocabularyError, "depends on the loss of all tokens"),
     "a mean": (by_the_mean, {}, VocabularyError, "depends on the loss of all tokens"),
-    "two shifts": (by_two, {}, VocabularyError, "or shift the labels instead of the logits"),
+    "some and all": (by_all_and_some, {}, VocabularyError, "or shift the labels instead of the logits"),
     "a norm": (of_all_logits, {}, VocabularyError, r"takes the logits of all tokens.*without head_chunks"),
     "no cross-entropy": (lambda x, batch: x.mean(), {}, VocabularyError, "There is no cross-entropy"),
     "own means": (of_classes, {"mean": "microbatch"}, VocabularyError, "by the weights of the labels"),

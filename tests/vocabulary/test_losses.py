@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from word_losses import MICROBATCHES, ROWS, WORDS, Words, compiled, data, plain, smoothed
+from word_losses import MICROBATCHES, ROWS, WORDS, Words, by_two, compiled, data, plain, smoothed
 
 from fxpipe.errors import FxpipeError
 
@@ -41,8 +41,66 @@ def indexed(logits, batch):
     return -(logs[torch.arange(len(labels)), labels] * (labels % 3)).mean()
 
 
-LOSSES = (gathered, masked, clipped, shifted, indexed)
-SETTINGS = [{"vocab_parallel": "1-barrier"}, {"vocab_parallel": "2-barrier"}, {"chunks": 3}]
+def beside_logsumexp(logits, batch):
+    """Of the logits themselves: their labels' entries are in the loss alone, too."""
+    labels = batch["labels"]
+    logsum = logits.logsumexp(-1)
+    entries = logits.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+    return ((logsum - entries) * (labels % 3)).mean() + (0.1 * logsum.square() + entries.tanh()).mean()
+
+
+def of_policy(logs, batch):
+    ratio, advantage = (logs - 0.9 * logs.detach()).exp(), (batch["ids"][:, 1:] - 20).to(logs.dtype)
+    return -torch.min(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).mean()
+
+
+def in_float32(logits, batch):
+    """As TRL has log-probabilities in float32, the log-sum-exp of one row after the other."""
+    logits, index = logits[:, :-1] / 0.7, batch["labels"][:, 1:].unsqueeze(-1)
+    logsum = torch.stack([torch.logsumexp(row, dim=-1) for row in logits])
+    return of_policy((torch.gather(logits, -1, index) - logsum.unsqueeze(-1)).squeeze(-1), batch)
+
+
+def in_bfloat16(logits, batch):
+    """As TRL has log-probabilities in half precision, one row after the other."""
+    rows = zip(logits[:, :-1] / 0.7, batch["labels"][:, 1:].unsqueeze(-1), strict=True)
+    logs = [F.log_softmax(row, dim=-1).gather(dim=-1, index=labels) for row, labels in rows]
+    return of_policy(torch.stack(logs).squeeze(-1), batch)
+
+
+def along(logits, batch):
+    labels = batch["labels"].unsqueeze(-1)
+    return -torch.take_along_dim(logits.log_softmax(-1), labels, dim=-1).mean()
+
+
+def turned(logits, batch):
+    """As torch wants the dimensions of a cross-entropy, of logits that are shifted, and capped behind it."""
+    turned = 3 * torch.tanh(logits[:, :-1].transpose(1, 2) / 3)
+    each = F.cross_entropy(turned, batch["labels"][:, 1:], reduction="none")
+    return (each * (1 + batch["ids"][:, 1:] % 3)).mean()
+
+
+def turned_and_smoothed(logits, batch):
+    return F.cross_entropy(logits.permute(0, 2, 1), batch["labels"], label_smoothing=0.1)
+
+
+def alike(logits, batch):
+    """Two slices of the same rows."""
+    loss = F.cross_entropy(logits[:, :-1].reshape(-1, WORDS), batch["labels"][:, 1:].reshape(-1))
+    return loss + 0.01 * logits[:, :-1].logsumexp(-1).square().mean()
+
+
+SPELLINGS = (beside_logsumexp, in_float32, in_bfloat16, along, turned, turned_and_smoothed, by_two, alike)
+LOSSES = (gathered, masked, clipped, shifted, indexed, *SPELLINGS)
+ONE_BARRIER = {"vocab_parallel": "1-barrier"}
+SETTINGS = [ONE_BARRIER, {"vocab_parallel": "2-barrier"}, {"chunks": 3}]
+BOTH = [
+    pytest.param(loss, {"chunks": 3} | s, marks=pytest.mark.variation)
+    for loss in SPELLINGS
+    for s in SETTINGS[:2]
+]
+#: A loss of whole sequences has no parts, and one barrier one gradient of a token's logits.
+NOT = ((masked, SETTINGS[2]), (by_two, ONE_BARRIER))
 
 
 def batch_of_labels(rows: int = ROWS * MICROBATCHES):
@@ -52,7 +110,7 @@ def batch_of_labels(rows: int = ROWS * MICROBATCHES):
 
 @pytest.mark.parametrize(
     ("loss", "settings"),
-    [(loss, s) for loss in LOSSES for s in SETTINGS if (loss, s) != (masked, SETTINGS[2])],
+    [*((loss, s) for loss in LOSSES for s in SETTINGS if (loss, s) not in NOT), *BOTH],
 )
 def test_gradients_are_those_of_eager(loss, settings):
     batch, model = batch_of_labels(), Words(tied=True)
@@ -62,6 +120,17 @@ def test_gradients_are_those_of_eager(loss, settings):
     assert abs(result.loss - expected) <= 1e-12 * abs(expected)
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(result.grads[name], parameter.grad, rtol=1e-10, atol=1e-14)
+
+
+def test_the_gradient_of_one_alone_is_refused():
+    """Of a log-sum-exp without a gradient no loss of tokens is made."""
+
+    def loss(logits, batch):
+        entries = logits.gather(-1, batch["labels"].unsqueeze(-1)).squeeze(-1)
+        return (logits.logsumexp(-1).detach() - entries).mean()
+
+    with pytest.raises(FxpipeError, match="There is no cross-entropy in the training step"):
+        compiled(Words(), loss)
 
 
 @pytest.mark.parametrize("loss", [plain, smoothed])

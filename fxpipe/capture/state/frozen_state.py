@@ -28,7 +28,6 @@ from fxpipe.capture.reads.data_scalar import NumberOfData
 from fxpipe.capture.state.recorded_state import RecordedState
 from fxpipe.capture.state.state_slots import State
 from fxpipe.python_state.objects import PLAIN, is_users
-from fxpipe.runtime.functions import names_in
 
 _CLASSES = ("Tensor", "Parameter")
 _Expr = TypeVar("_Expr", bound=ast.expr)
@@ -46,15 +45,15 @@ class StateWatch:
         """difference: of a second run of the forward from the first, as a sentence.  files: with the lines
         that run the ops of the trace.  carried: the ids of tensors that programs put in their places."""
         warned = set()
-        states = self._recorded.states
-        for state, between in zip_longest(states, self._recorded.between):
-            for key in _changed(state, between):
+        states = [(state, state.now()) for state in self._recorded.states]
+        for (state, now), between in zip_longest(states, self._recorded.between):
+            for key in _changed(state.before, between, now):
                 called = state.called(key)
                 if called not in warned:
                     warned.add(called)
                     _warn(f"The forward changes {called}{_line(*state.attribute(key))}.")
-        for state in states:
-            for key in _left(state, carried):
+        for state, now in states:
+            for key in _left(state, now, carried):
                 called = state.called(key)
                 if called not in warned:
                     warned.add(called)
@@ -97,12 +96,11 @@ def _warn(what: str) -> None:
     )
 
 
-def _changed(state: State, between: Any) -> list[str]:
+def _changed(before: Any, between: Any, now: Any) -> list[str]:
     """The keys of plain values that changed; between: the contents before a second run, None without one.
 
     A key that the first run made has changed if the second run gave it another value.
     """
-    before, now = state.before, state.now()
     if isinstance(before, bytes):
         return [""] if now != before else []
     if not isinstance(before, dict):
@@ -119,13 +117,13 @@ def _changed(state: State, between: Any) -> list[str]:
     return changed
 
 
-def _left(state: State, carried: Collection[int]) -> list[str]:
+def _left(state: State, now: Any, carried: Collection[int]) -> list[str]:
     """The keys of places in which a script that looks there later would see a number, another tensor, or a
     shorter list, where eager PyTorch leaves tensors.
 
     None and a missing entry are left out: what a script does with these fails.
     """
-    before, now = state.before, state.now()
+    before = state.before
     if isinstance(state.owner.thing, nn.Module) and not is_users(type(state.owner.thing)):
         return []  # the weight that torch's hooks of norms make of others
 
@@ -181,14 +179,28 @@ def _compared_classes(reached: Iterable[object], files: Collection[str]) -> list
 
 
 def _comparisons(function: types.FunctionType) -> Iterator[str]:
-    # Most functions name neither: their source is not read.
-    names = names_in(function.__code__)
-    if "type" not in names.globals and "__class__" not in names.attributes:
+    # Most functions do not name both: their source is not read.
+    names = {*_names(function.__code__)}
+    if names.isdisjoint(_CLASSES) or names.isdisjoint(("type", "__class__")):
         return
     for node, place in _located(function, ast.Compare):
         sides = node.left, *node.comparators
         if any(map(_is_class, sides)) and any(map(_names_a_tensor, sides)):
             yield place
+
+
+def _names(code: types.CodeType) -> Iterator[str]:
+    """The names and the texts in a function, and in those within it."""
+    yield from (*code.co_names, *code.co_varnames, *code.co_cellvars, *code.co_freevars)
+    todo = [*code.co_consts]
+    while todo:
+        constant = todo.pop()
+        if isinstance(constant, types.CodeType):
+            yield from _names(constant)
+        elif isinstance(constant, tuple | frozenset):
+            todo += constant
+        elif isinstance(constant, str):
+            yield constant
 
 
 def _is_class(node: ast.expr) -> bool:

@@ -148,6 +148,8 @@ def _bytes(contents: object) -> bytes:
 
 
 def read_place(place: Any) -> Any:
+    if type(place) is dict:  # most of them: attributes
+        return place.copy()
     # A subclass of dict or list may have a constructor and methods of its own: only its contents are kept.
     match place:
         case NamedPlaces() | Opaque():

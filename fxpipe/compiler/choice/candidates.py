@@ -17,7 +17,6 @@ from fxpipe.passes.level.recompute import LEVELS, Level
 from fxpipe.schedule.ops import Schedule
 from fxpipe.schedule.placement import name_of, place
 from fxpipe.schedule.search.fastest import AUTO, stages_and_placements
-from fxpipe.vocabulary.chunks import chunks_for
 
 BARRIERS: dict[str | bool, tuple[int | None, ...]] = {
     False: (None,),
@@ -75,6 +74,8 @@ def candidates(options: Settings, graph: fx.Graph) -> Candidates:
     for barriers in BARRIERS[options.vocab_parallel] if ranks > 1 else (None,):
         chunks = options.head_chunks
         if isinstance(chunks, str):
+            from fxpipe.vocabulary.chunks import chunks_for  # imported here, as few models split a head
+
             heads[Head(barriers)] = None
             chunks = chunks_for(graph, ranks if barriers else 1) if options.dimensions is None else 1
         heads[Head(barriers, chunks)] = None

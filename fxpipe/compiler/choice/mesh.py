@@ -20,7 +20,7 @@ from fxpipe.compiler.choice.cut import Cuts, Stages
 from fxpipe.compiler.choice.stage_counts import cluster_of
 from fxpipe.compiler.compilation import Compilation
 from fxpipe.compiler.compile import CapturedStep, capture_step, stages_and_costs
-from fxpipe.compiler.garbage import collector_paused
+from fxpipe.compiler.interpreter import for_graphs
 from fxpipe.compiler.options import Settings
 from fxpipe.compiler.progress import Phases
 from fxpipe.compiler.tensor_ownership import check_state_of_replicas
@@ -89,7 +89,7 @@ def planned_step(request: Compilation, phase: Phases) -> CapturedStep:
     return capture_step(later, phase)
 
 
-@collector_paused()
+@for_graphs
 def choose_mesh(request: Compilation, wanted: Sequence[TriedMesh], phase: Phases) -> MeshChoice:
     """The fastest of the meshes.  Raises ScheduleError, with the reason against each, where none fits."""
     step = planned_step(request, phase)
@@ -101,7 +101,7 @@ def choose_mesh(request: Compilation, wanted: Sequence[TriedMesh], phase: Phases
     return MeshChoice(mesh, replace(step, cuts=Cuts()), tried)
 
 
-@collector_paused()
+@for_graphs
 def compare_meshes(
     request: Compilation,
     step: CapturedStep,
