@@ -97,10 +97,11 @@ class BatchPlanner:
         """limits: by default those for activations."""
         own = self.schedule
         limits = self.limits if limits is None else tuple(limits)
-        problem = Uneven(costs, own.placement, limits, own.joined, in_order=self.in_order)
+        lookups = 0 if own.vocabulary is None else own.vocabulary.embedding_shards
+        problem = Uneven(costs, own.placement, limits, own.joined, self.in_order, lookups)
         # The search takes no longer than the step: of short ones little can be gained.
         order = problem.best(int(min(WORK, problem.bound * LOOKS_A_SECOND)))
-        schedule = Schedule(f"{own.name} by lengths", own.placement, len(costs), order)
+        schedule = Schedule(f"{own.name} by lengths", own.placement, len(costs), order, own.vocabulary)
         return simulate(schedule, self.example, costs)
 
     def _offloading(self, costs: tuple[Costs, ...]) -> Iterator[Timeline]:
