@@ -224,14 +224,16 @@ def named_lengths(
             "The programs take microbatches of the example's lengths alone: name a dimension of it when you "
             'compile, for example dimensions={"sequence": 512}.'
         )
-    if not given:
-        raise SizeError("lengths is empty: give those of each microbatch.")
+    if not isinstance(given, Sequence) or not given:
+        raise SizeError(f"lengths is {given!r} and must give those of each microbatch.")
     each = []
     for m, lengths in enumerate(given):
-        named = {names[0].name: lengths} if isinstance(lengths, int) and len(names) == 1 else lengths
+        named = {names[0].name: lengths} if type(lengths) is int and len(names) == 1 else lengths
+        known = ", ".join(one.name for one in names)
         if not isinstance(named, Mapping) or {*named} != {one.name for one in names}:
-            known = ", ".join(one.name for one in names)
             raise SizeError(f"lengths[{m}] is {lengths!r} and must give {known}.")
+        if any(type(n) is not int for n in named.values()):
+            raise SizeError(f"lengths[{m}] is {lengths!r} and must give {known}, as whole numbers.")
         if (refusal := refused(names, named)) is not None:
             name, text = refusal
             raise SizeError(f"lengths[{m}] has {name} {named[name]}. {text}")

@@ -70,7 +70,9 @@ def test_a_list_of_microbatches(pipe, lengths):
 
 @pytest.mark.parametrize("number", [1, 2, 5, 8])
 def test_any_number_of_microbatches(pipe, number):
-    check_step(pipe, [microbatch(2 + 5 * k % 14) for k in range(number)])
+    microbatches = [microbatch(2 + 5 * k % 14) for k in range(number)]
+    check_step(pipe, microbatches)
+    check_step(pipe, microbatches, tuple(microbatches))  # as zip gives them
 
 
 def test_one_batch_of_another_length(pipe):
@@ -241,8 +243,15 @@ def test_a_positional_table_that_is_too_short():
 def test_simulated_lengths_that_are_no_lengths(pipe):
     with pytest.raises(fxpipe.SizeError, match=r"lengths\[1\] is {'time': 3} and must give sequence"):
         pipe.simulate(lengths=[5, {"time": 3}])
-    with pytest.raises(fxpipe.SizeError, match="lengths is empty"):
-        pipe.simulate(lengths=[])
+    for wrong in ([], 5):
+        with pytest.raises(fxpipe.SizeError, match="must give those of each microbatch"):
+            pipe.simulate(lengths=wrong)
+    with pytest.raises(fxpipe.SizeError, match=r"documents\[1\] is \[30, 3\], in a microbatch of 32 tokens"):
+        pipe.simulate(lengths=[5, 16], documents=[[5], [30, 3]])
+    with pytest.raises(fxpipe.SizeError, match="documents are of microbatches: give their lengths"):
+        pipe.simulate(documents=[[5]])
+    with pytest.raises(fxpipe.SizeError, match="leave out sizes and device"):
+        pipe.simulate({"sequence": 8}, lengths=[5])
     with pytest.raises(fxpipe.SizeError, match=r"lengths\[0\] has sequence 17. .* from 2 to 16"):
         pipe.simulate(lengths=[17])
 
@@ -282,10 +291,15 @@ def test_random_numbers_are_those_of_the_place_in_the_list():
             lambda: [{**microbatch(5), "labels": microbatch(6)["labels"]}, microbatch(5), microbatch(5)],
             "Microbatch 0 has sequence 5 in 'ids' and 6 in 'labels'",
         ),
-        (lambda: [microbatch(5, rows=3), microbatch(5), microbatch(5)], "Microbatch 0: 'ids' has 3 rows"),
+        (
+            lambda: [microbatch(5, rows=3), microbatch(5), microbatch(5)],
+            "Microbatch 0 has 3 rows in 'ids', and programs take 2. .* name the rows in dimensions=",
+        ),
+        (lambda: [microbatch(5), None], "Microbatch 1: A batch, or an example, is a mapping"),
+        (lambda: [microbatch(5), {"x": torch.zeros(2, 5)}], "Microbatch 1: The batch has leaves x, but"),
         (lambda: microbatch(17, rows=6), "The batch has sequence 17"),
     ],
-    ids=["empty", "longer", "one", "leaves", "rows", "longer batch"],
+    ids=["empty", "longer", "one", "leaves", "rows", "none", "another leaf", "longer batch"],
 )
 def test_a_list_that_is_refused(pipe, batch, message):
     with pytest.raises(fxpipe.BatchError, match=message):
