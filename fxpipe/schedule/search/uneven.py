@@ -147,7 +147,8 @@ class Uneven:
         return Order(self.arrays, op_ids)
 
     def _with_late_lookups(self, order: Order) -> np.ndarray:
-        """The order in which no rank looks up words more than a microbatch's time before their sum is needed.
+        """The order in which no rank looks up words more than the longest microbatch's time before their sum
+        is needed: in that time each rank can come to it.
 
         Nothing keeps a rank from looking up all at the start, and no limit counts what the ranks give to a
         sum before all have.
@@ -156,12 +157,13 @@ class Uneven:
             return order.op_ids
         arrays, stages = self.arrays, self.each[0].stages
         begin, is_lookup = _times(order).end - np.array(arrays.seconds), np.zeros(arrays.sections, bool)
-        for m, each in enumerate(self.each):
+        ahead = max(each.period for each in self.each)
+        for m in range(len(self.costs)):
             first = 3 * stages * m
             for lookup in range(first, first + 3 * self.lookups, 3):
                 users = [op for op, _ in arrays.feeds[lookup] if op >= first + 3 * self.lookups]
                 # Its user begins later still: the ranks' orders cannot block each other.
-                begin[lookup] = max(begin[lookup], begin[users].min(initial=inf) - each.period)
+                begin[lookup] = max(begin[lookup], begin[users].min(initial=inf) - ahead)
                 is_lookup[lookup] = True
         moved = []
         for rank in range(arrays.ranks):
