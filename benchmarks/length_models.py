@@ -6,7 +6,7 @@ Each model is a tiny decoder of a family of transformers with random weights, in
 compiled with its rows and its sequence named, on 2 or 4 ranks under a schedule that is drawn.  Lists of 1 to
 6 microbatches, whose lengths and rows are drawn too, are run with an update by the gradients after each; the
 table has the largest error of loss, gradients and updated weights against eager, relative to the largest
-gradient.
+gradient.  ``--vocabulary`` splits the output layer of every other model by one barrier, of the rest by two.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from benchmarks.model_coverage.case import without_dropout
 from benchmarks.model_coverage.sources.hugging_face import build
 
 ROWS, LONGEST, RATE = 2, 24, 1e-3
-DRAWN = (
+BARRIERS = "1-barrier", "2-barrier"
+DRAWN: tuple[dict[str, object], ...] = (
     {"ranks": 2, "schedule": "1f1b"},
     {"ranks": 2, "schedule": "zb"},
     {"ranks": 4, "schedule": "auto"},
@@ -51,6 +52,7 @@ def main() -> None:
     parser.add_argument("--lists", type=int, default=30, help="lists of lengths for each model")
     parser.add_argument("--seed", type=int, default=0, help="of families, settings and lists")
     parser.add_argument("--seconds", type=int, default=180, help="the most for a model")
+    parser.add_argument("--vocabulary", action="store_true", help="split the vocabularies over the ranks")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -60,9 +62,11 @@ def main() -> None:
     draw = random.Random(options.seed)
     draw.shuffle(families)
     rows = []
-    for kind, names in families[: options.number]:
+    for number, (kind, names) in enumerate(families[: options.number]):
         name = names if isinstance(names, str) else names[0]
-        rows.append(row(kind, name, draw.choice(DRAWN), options.lists, draw, options.seconds))
+        split = {"vocab_parallel": BARRIERS[number % 2]} if options.vocabulary else {}
+        setting = draw.choice(DRAWN) | split
+        rows.append(row(kind, name, setting, options.lists, draw, options.seconds))
         print(*rows[-1], flush=True)
     report.table(["family", "setting", "lengths, rows from", "lists", "largest error", "seconds"], rows)
     report.save(options.output)

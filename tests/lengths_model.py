@@ -159,3 +159,26 @@ def train(directory: Path) -> None:
     differences.append(float(loaded.step(numbers) - eager(reference, numbers)))
     differences.append(float(loaded.evaluate(numbers) - eager(reference, numbers)))
     (directory / f"{rank}.json").write_text(json.dumps([differences, refused, apart]))
+
+
+def train_split(directory: Path) -> None:
+    """Three updates with a vocabulary that the ranks share, beside eager PyTorch, and an evaluation."""
+    pipe = words(vocab_parallel="2-barrier", schedule="zb-h1", evaluation=True, dimensions=ROWS)
+    torch.manual_seed(0)
+    reference = Words()
+    ours = pipe.optimizer(torch.optim.SGD, lr=LEARNING_RATE)
+    theirs = torch.optim.SGD(reference.parameters(), lr=LEARNING_RATE)
+    differences = []
+    for lengths in NUMBERS[:3]:
+        batch = [microbatch(length, rows_of(length)) for length in lengths]
+        differences.append(float(pipe.step(batch) - eager(reference, batch)))
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+    batch = [microbatch(length, rows_of(length)) for length in NUMBERS[3]]
+    differences.append(float(pipe.evaluate(batch) - eager(reference, batch)))
+    model = Words()
+    pipe.synchronize(model)
+    weights = zip(model.parameters(), reference.parameters(), strict=True)
+    differences += [float((mine - those).detach().abs().max()) for mine, those in weights]
+    (directory / f"{pipe._runner.runtime.rank}.json").write_text(json.dumps(differences))

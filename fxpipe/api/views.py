@@ -175,14 +175,24 @@ class Views:
             enough).
         Raises SizeError for an unknown name and for a length below one, ScheduleError for an unknown device.
         """
+        if lengths is None and documents is not None:
+            raise SizeError("documents are of microbatches: give their lengths, too.")
         if lengths is not None:
+            if sizes is not None or device is not None:
+                raise SizeError(
+                    "lengths are those of a batch on the plan's device: leave out sizes and device."
+                )
             named, spec = named_lengths(self.lengths, lengths), self.plan.step
             if documents is not None and len(documents) != len(named):
                 raise SizeError(
                     f"documents are of {len(documents)} microbatches, and lengths of {len(named)}."
                 )
-            of_each = zip(documents or (), named, strict=False)
-            shares = [share_of(packed, spec.tokens([each])) / SHARES for packed, each in of_each]
+            shares = []
+            for m, packed in enumerate(documents or ()):
+                tokens = spec.tokens([named[m]])
+                if min(packed, default=1) < 1 or sum(packed) > tokens:
+                    raise SizeError(f"documents[{m}] is {packed!r}, in a microbatch of {tokens} tokens.")
+                shares.append(share_of(packed, tokens) / SHARES)
             timeline = BatchPlanner.of(self.plan).timeline(named, shares)
         else:
             timeline = simulate(self.schedule, costs_of(self.plan, sizes, device))

@@ -18,7 +18,7 @@ from fxpipe.plan.artifact import Plan
 from fxpipe.plan.saved.files import read_plan
 from fxpipe.schedule.simulation.timeline import Timeline
 
-_OTHERS = ("schedule", "schedule_file", "exact", "offload_time", "memory_limit", "device")
+_OTHERS = "schedule", "schedule_file", "exact", "offload_time", "memory_limit", "device", "microbatches"
 
 
 @dataclass(frozen=True)

@@ -178,8 +178,8 @@ def _of_lengths(
 def _check_samples(options: argparse.Namespace) -> None:
     if options.lengths is None and options.tokens is not None:
         raise OptionError("--tokens needs --lengths")
-    if options.lengths is not None and (options.vocab_parallel or max(options.lanes) > 1):
-        raise OptionError("--lengths takes no --vocab-parallel and no --lanes.")
+    if options.lengths is not None and max(options.lanes) > 1:
+        raise OptionError("--lengths takes no --lanes.")
 
 
 def _of_samples(options: argparse.Namespace, step: CapturedStep) -> tuple[NamedLength, str | None]:

@@ -7,18 +7,19 @@ from itertools import count, groupby
 
 from fxpipe.ir.sections import SectionEdge
 from fxpipe.schedule.lowering.instructions import Collective, CollectiveKind
-from fxpipe.schedule.ops import Color
+from fxpipe.schedule.ops import Color, Schedule
 
 
-def collectives(
-    edges: tuple[SectionEdge, ...], placement: tuple[int, ...], vocabulary: frozenset[int]
-) -> tuple[Collective, ...]:
-    """The collectives: edges to a vocabulary stage on every rank, from one on every rank, or both.  The
-    values of other edges are messages of their own."""
+def collectives(edges: tuple[SectionEdge, ...], schedule: Schedule) -> tuple[Collective, ...]:
+    """The collectives of a schedule: edges to a vocabulary stage on every rank, from one on every rank, or
+    both.  The values of other edges are messages of their own."""
+    if schedule.vocabulary is None:
+        return ()
+    vocabulary = frozenset(stage for stage in range(schedule.stages) if schedule.is_vocabulary(stage))
     numbers = count()
     return tuple(
         Collective(kind, next(numbers), sources, targets)
-        for kind, sources, targets in _found(edges, placement, vocabulary)
+        for kind, sources, targets in _found(edges, schedule.placement, vocabulary)
     )
 
 

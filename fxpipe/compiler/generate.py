@@ -25,7 +25,7 @@ from fxpipe.codegen.step.step_plan import StepParts
 from fxpipe.compiler.captured import captured_step
 from fxpipe.compiler.choice.cut import Cut, finished
 from fxpipe.compiler.compilation import Compilation
-from fxpipe.compiler.lengths import crossing_sizes, why_one_length
+from fxpipe.compiler.lengths import crossing_sizes
 from fxpipe.compiler.make_plan import make_plan
 from fxpipe.compiler.progress import Phases
 from fxpipe.compiler.step_writer import as_text, instructions, writer
@@ -34,13 +34,14 @@ from fxpipe.errors import ArtifactError, ScheduleError, SizeError, VerifyError, 
 from fxpipe.ir.compiled import is_compiled
 from fxpipe.ir.liveness import Liveness
 from fxpipe.ir.nodes import copy_graph
+from fxpipe.ir.resized import ResizedTraces
 from fxpipe.ir.sections import requested_outputs
 from fxpipe.ir.size import without_names
 from fxpipe.ir.storage import call_nodes, graph_outputs, node_bytes
 from fxpipe.plan.artifact import Artifact, OffloadSlot, Plan
 from fxpipe.plan.captured import AtLengths, CapturedOps, CapturedStep
 from fxpipe.runtime.program.offload import aligned
-from fxpipe.schedule.lowering.instructions import Collective, Programs
+from fxpipe.schedule.lowering.instructions import Programs
 from fxpipe.schedule.lowering.lower import lower
 from fxpipe.schedule.offload.memory_pool import Pool
 from fxpipe.schedule.offload.memory_pool import pools as make_pools
@@ -71,7 +72,7 @@ def generate(
     schedule, options = timeline.schedule, request.options
     # Before the passes: an error of the schedule needs no program.
     _check_buffer_order(cut.graph, schedule)
-    joint = _collectives(cut, schedule)
+    joint = collectives(cut.edges, schedule)
     cut, pools, slots = _finished(cut, live, schedule)
     plan = completed(make_plan(request, captured, cut, timeline, joint))
     if pools:
@@ -108,13 +109,6 @@ def _check_buffer_order(graph: fx.Graph, schedule: Schedule) -> None:
                 )
 
 
-def _collectives(cut: Cut, schedule: Schedule) -> tuple[Collective, ...]:
-    if cut.step.vocabulary is None:
-        return ()
-    shards = frozenset(stage for stage in range(schedule.stages) if schedule.is_vocabulary(stage))
-    return collectives(cut.edges, schedule.placement, shards)
-
-
 def _finished(
     cut: Cut, live: Liveness, schedule: Schedule
 ) -> tuple[Cut, tuple[Pool, ...], tuple[OffloadSlot, ...]]:
@@ -145,8 +139,9 @@ def _of_lengths(
     """The programs, for microbatches of many lengths if possible, with their plan, what their steps are
     written from, and the step at other lengths.  Else the plan says why, and the cut's graphs compute in the
     example's lengths from then on."""
-    why, traces = why_one_length(lengths, cut), cut.step.lengths
-    if not why and isinstance(lengths, LengthTraces) and traces is not None:
+    traces = cut.step.lengths
+    why = next((each for each in (lengths, traces) if isinstance(each, str)), "")
+    if isinstance(lengths, LengthTraces) and isinstance(traces, ResizedTraces):
         crossing = {name for edge in cut.edges for name in edge.names}
         documents = documents_of(cut.graph) if prices_documents(plan) else None
         of_data = replace(

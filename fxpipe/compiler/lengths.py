@@ -1,4 +1,4 @@
-"""Programs that take microbatches of many lengths: whether a cut has them, and what crosses between ranks."""
+"""The sizes of what crosses between ranks, in programs that take microbatches of many lengths."""
 
 from __future__ import annotations
 
@@ -8,26 +8,12 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import fx
 
-from fxpipe.capture.lengths import LengthTraces
 from fxpipe.codegen.rank_plan import Sizes
-from fxpipe.compiler.choice.cut import Cut
 from fxpipe.errors import SizeError
 from fxpipe.ir.graph import Origin
 from fxpipe.ir.resized import ResizedTraces
 from fxpipe.ir.size import sized
 from fxpipe.ir.storage import call_nodes
-
-
-def why_one_length(lengths: LengthTraces | str, cut: Cut) -> str:
-    """Why the programs of a cut take microbatches of the example's lengths alone; "" if they take others, or
-    no dimension has a name."""
-    if isinstance(lengths, str):
-        return lengths
-    if cut.step.lengths is None:
-        return "a rewrite of the step computes with a number that is no polynomial of them"
-    if cut.step.vocabulary is not None:
-        return "split vocabulary layers exchange parts of the example's lengths"
-    return ""
 
 
 def crossing_sizes(graph: fx.Graph, names: Collection[str], traces: ResizedTraces) -> dict[str, Sizes]:

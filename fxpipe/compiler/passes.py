@@ -150,8 +150,8 @@ class StepGraphs:
     joined: frozenset[int] = frozenset()
     rewrites: tuple[Rewrite, ...] = ()
     """Rules that gave it other kernels."""
-    lengths: ResizedTraces | None = None
-    """Its traces at lengths that a program may take, where dimensions have names."""
+    lengths: ResizedTraces | str | None = None
+    """Its traces at lengths that a program may take, where dimensions have names, or why there are none."""
     parts: Parts = ()
     """Those of each of the model's stages, if they were cut into parts."""
     lanes: LanePlan = NO_LANES
@@ -160,7 +160,7 @@ class StepGraphs:
     @property
     def graphs(self) -> tuple[fx.Graph, ...]:
         """The graph and its traces at other sizes."""
-        traces = (each for each in (self.resized, self.lengths) if each is not None)
+        traces = (each for each in (self.resized, self.lengths) if isinstance(each, ResizedTraces))
         return self.graph, *(graph for each in traces for graph in each.graphs)
 
 

@@ -9,6 +9,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from fxpipe.codegen.collectives import collectives
 from fxpipe.codegen.step.step import called_ops, step_calls, step_source
 from fxpipe.codegen.step.step_plan import StepParts, StepPlan
 from fxpipe.compiler.buckets import bucket_uses
@@ -49,7 +50,9 @@ class StepWriter:
         if (schedule.order, schedule.transfers) == (own.order, own.transfers):
             return OrderedStep((), (), timeline.span_bubble)
         pools = self.orders.pools_of(timeline)
-        programs = instructions(self.plan, self.parts, schedule, lower(schedule, self.plan.costs.edges))
+        joint = collectives(self.parts.edges, schedule)
+        lowered = lower(schedule, self.plan.costs.edges, joint, timeline.spans)
+        programs = instructions(self.plan, self.parts, schedule, lowered)
         texts, ops = [], []
         for rank, of_rank in enumerate(programs):
             step = StepPlan(

@@ -97,10 +97,11 @@ class BatchPlanner:
         """limits: by default those for activations."""
         own = self.schedule
         limits = self.limits if limits is None else tuple(limits)
-        problem = Uneven(costs, own.placement, limits, own.joined, in_order=self.in_order)
+        lookups = 0 if own.vocabulary is None else own.vocabulary.embedding_shards
+        problem = Uneven(costs, own.placement, limits, own.joined, self.in_order, lookups)
         # The search takes no longer than the step: of short ones little can be gained.
         order = problem.best(int(min(WORK, problem.bound * LOOKS_A_SECOND)))
-        schedule = Schedule(f"{own.name} by lengths", own.placement, len(costs), order)
+        schedule = Schedule(f"{own.name} by lengths", own.placement, len(costs), order, own.vocabulary)
         return simulate(schedule, self.example, costs)
 
     def _offloading(self, costs: tuple[Costs, ...]) -> Iterator[Timeline]:
@@ -223,14 +224,16 @@ def named_lengths(
             "The programs take microbatches of the example's lengths alone: name a dimension of it when you "
             'compile, for example dimensions={"sequence": 512}.'
         )
-    if not given:
-        raise SizeError("lengths is empty: give those of each microbatch.")
+    if not isinstance(given, Sequence) or not given:
+        raise SizeError(f"lengths is {given!r} and must give those of each microbatch.")
     each = []
     for m, lengths in enumerate(given):
-        named = {names[0].name: lengths} if isinstance(lengths, int) and len(names) == 1 else lengths
+        named = {names[0].name: lengths} if type(lengths) is int and len(names) == 1 else lengths
+        known = ", ".join(one.name for one in names)
         if not isinstance(named, Mapping) or {*named} != {one.name for one in names}:
-            known = ", ".join(one.name for one in names)
             raise SizeError(f"lengths[{m}] is {lengths!r} and must give {known}.")
+        if any(type(n) is not int for n in named.values()):
+            raise SizeError(f"lengths[{m}] is {lengths!r} and must give {known}, as whole numbers.")
         if (refusal := refused(names, named)) is not None:
             name, text = refusal
             raise SizeError(f"lengths[{m}] has {name} {named[name]}. {text}")

@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import Sampler
 
 from fxpipe.cost.batch_order import filled
-from fxpipe.errors import OptionError, number_of
+from fxpipe.errors import OptionError, at_least_one, number_of
 
 Sample = Mapping[str, torch.Tensor | Sequence[int]]
 
@@ -49,6 +49,7 @@ def pack(
     Returns mappings of ``input_ids``, ``position_ids``, ``labels`` and the other leaves, each [1, tokens].
     Raises OptionError for samples that do not fit, and for fewer of them than microbatches.
     """
+    _check_numbers(tokens=tokens, multiple=multiple, microbatches=microbatches)
     rows = [_leaves(sample) for sample in samples]
     lengths, most = [len(row["input_ids"]) for row in rows], tokens - tokens % multiple
     places = filled(lengths, most) if microbatches is None else assigned(lengths, most, microbatches, cost)
@@ -72,6 +73,7 @@ def pad(
     multiple: of which the lengths of microbatches are, by ``padding`` at the end of rows, whose labels are
         ignored.  mask: the name of a leaf that is 1 at tokens and 0 at padding; None for none.
     """
+    _check_numbers(tokens=tokens, multiple=multiple)
     rows = [_leaves(sample) for sample in samples]
     rows.sort(key=lambda row: -len(row["input_ids"]))
     microbatches = []
@@ -138,9 +140,18 @@ def assigned(
     return [sorted(place) for place in places]
 
 
+def _check_numbers(**numbers: int | None) -> None:
+    """Raise OptionError for one that is no whole number from 1 on."""
+    for name, number in numbers.items():
+        if number is not None:
+            at_least_one(name, number)
+
+
 def _leaves(sample: Sample | torch.Tensor) -> dict[str, torch.Tensor]:
     given = {"input_ids": sample} if isinstance(sample, torch.Tensor) else sample
-    leaves = {name: torch.as_tensor(x) for name, x in given.items()}  # also of a dataset's lists
+    leaves: dict[str, torch.Tensor] = {}
+    if isinstance(given, Mapping):
+        leaves = {name: torch.as_tensor(x) for name, x in given.items()}  # also of a dataset's lists
     if "input_ids" not in leaves or any(x.dim() < 1 for x in leaves.values()):
         raise OptionError("A sample is a tensor of tokens, or a mapping that has them as 'input_ids'.")
     lengths = {name: len(x) for name, x in leaves.items()}
@@ -200,6 +211,11 @@ class PackedSteps(Sampler[list[int]]):
         replicas: int = 1,
         seed: int = 0,
     ):
+        _check_numbers(tokens=tokens, multiple=multiple, microbatches=microbatches, replicas=replicas)
+        if not 0 <= replica < replicas:
+            raise OptionError(f"replica is {replica} and must be one of {number_of(replicas, 'replica')}.")
+        if min(lengths, default=1) < 1:
+            raise OptionError("A sample has at least one token, and lengths has fewer.")
         longest, most = max(lengths, default=0), tokens - tokens % multiple
         if (microbatches is None) == (step_tokens is None):
             raise OptionError(

@@ -238,6 +238,16 @@ class StepSpec:
         rows = next((lengths[each.name] for each in self.lengths if each.leading), None)
         return self.batch.with_lengths(others, rows)
 
+    @property
+    def halved_lengths(self) -> list[dict[str, int]]:
+        """The lengths of the example, half of them, a quarter, down to the least."""
+        all_lengths, shorter = list[dict[str, int]](), {each.name: each.example for each in self.lengths}
+        while shorter not in all_lengths:
+            all_lengths.append(shorter)
+            halves = {each.name: shorter[each.name] // 2 // each.step * each.step for each in self.lengths}
+            shorter = {each.name: max(each.least, halves[each.name]) for each in self.lengths}
+        return all_lengths
+
     def tokens(self, lengths: Iterable[Mapping[str, int]]) -> int:
         """The number of what ``counted`` counts in microbatches of these lengths."""
         numbers = Counter(tuple(each.items()) for each in lengths)

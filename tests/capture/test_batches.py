@@ -87,7 +87,7 @@ def test_messages_say_what_to_give():
     ):
         pipe.run_local({"x": x, "y": y, "scale": 3})
     with pytest.raises(
-        BatchError, match=r"\(4, 7\); 2 microbatches of \(2, 4\) make \(4, 4\).* is for one shape"
+        BatchError, match=r"\(4, 7\); 2 microbatches of \(2, 4\) make \(4, 4\).* has one length"
     ):
         pipe.run_local({"x": torch.zeros(4, 7), "y": y, "scale": 2})
 

@@ -98,7 +98,8 @@ def test_steps_of_samples_of_a_distribution(capsys):
     assert longest["filled"] < by_length["filled"] < 1
     assert by_length["microbatches"] < buckets["microbatches"]
     assert by_length["seconds"] < buckets["seconds"]
-    assert main([*GIVEN, *given, "--lengths", "40,41", "--tokens", "80"]) == 0
+    split = ["--vocab-parallel", "2-barrier"]
+    assert main([*GIVEN, *given, *split, "--lengths", "40,41", "--tokens", "80"]) == 0
     assert "packed to 80 *" in capsys.readouterr().out
     assert main([*GIVEN, "--ranks", "2", "--microbatches", "8", "--lengths", "40"]) != 0
     assert "--lengths needs one --dimension NAME=N" in capsys.readouterr().err

@@ -100,6 +100,17 @@ def test_what_does_not_fit():
         OptionError, match=r"equally long and not empty; they have \{'input_ids': 2, 'labels': 3\}"
     ):
         fxpipe.pack([{"input_ids": torch.ones(2), "labels": torch.ones(3)}], tokens=8, microbatches=1)
+    with pytest.raises(OptionError, match="A sample is a tensor of tokens, or a mapping"):
+        fxpipe.pack([[5, 6, 7]], tokens=8)
+    for function in (fxpipe.pack, fxpipe.pad):
+        with pytest.raises(OptionError, match="tokens is 0 and must be a whole number, at least 1"):
+            function(samples(), tokens=0)
+        with pytest.raises(OptionError, match="multiple is 0 and must be"):
+            function(samples(), tokens=20, multiple=0)
+    with pytest.raises(OptionError, match="replica is 2 and must be one of 2 replicas"):
+        fxpipe.PackedSteps(LENGTHS, tokens=20, microbatches=2, replica=2, replicas=2)
+    with pytest.raises(OptionError, match="A sample has at least one token"):
+        fxpipe.PackedSteps([5, 0], tokens=20, microbatches=2)
     with pytest.raises(OptionError, match="A sample of 20 tokens does not fit into a microbatch of 16"):
         fxpipe.PackedSteps(LENGTHS, tokens=16, microbatches=2)
 

@@ -142,8 +142,7 @@ def lowered(case: Case) -> tuple[Programs, Schedule, Places] | None:
         schedule = offload(timeline, case.share).timeline.schedule
         places = pool_parts(schedule, timeline.costs)
     edges = tuple(SectionEdge(e.source, e.target, (f"{e.source}",)) for e in costs.edges)
-    shards = frozenset(stage for stage in range(schedule.stages) if schedule.is_vocabulary(stage))
-    programs = lower(schedule, costs.edges, collectives(edges, schedule.placement, shards))
+    programs = lower(schedule, costs.edges, collectives(edges, schedule))
     tied = [AllReduceGradient("tied", tuple(range(case.ranks)))] if case.ranks > 1 else []
     if case.ranks > 2:
         tied.append(AllReduceGradient("ends", (0, case.ranks - 1)))

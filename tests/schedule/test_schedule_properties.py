@@ -229,8 +229,7 @@ def test_vocabulary_stages_are_inserted_into_every_family(problem):
         sections.SectionEdge(e.source, e.target, (f"{e.source}",), {f"{e.source}": "sum"})
         for e in costs.edges
     )
-    special = frozenset(stage for stage in range(schedule.stages) if schedule.is_vocabulary(stage))
-    joint = collectives(edges, schedule.placement, special)
+    joint = collectives(edges, schedule)
     prove(lower(schedule, costs.edges, joint), schedule.placement)
     if schedule.ranks > 1:
         assert len(joint) == (5 if schedule.vocabulary.embedding_shards else 3)

@@ -108,8 +108,7 @@ def in_programs(schedule: Schedule, costs: Costs) -> tuple[int, ...]:
     """The number of ops before the programs wait for the verdict; programs that repeat them end, too."""
     named = [(e.source, e.target, f"{e.source}") for e in costs.edges]
     edges = tuple(SectionEdge(a, b, (name,), {name: "sum"}) for a, b, name in named)
-    special = frozenset(stage for stage in range(schedule.stages) if schedule.is_vocabulary(stage))
-    joint = collectives(edges, schedule.placement, special)
+    joint = collectives(edges, schedule)
     programs = lower(schedule, costs.edges, joint, simulate(schedule, costs).spans)
     programs = with_validation(programs, schedule.placement)
     prove(programs, schedule.placement)

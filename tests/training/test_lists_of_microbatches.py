@@ -12,7 +12,19 @@ from typing import Any
 import pytest
 import torch
 from launch import forked
-from lengths_model import LENGTH, LISTS, NUMBERS, WORDS, Words, counted, eager, microbatch, train, words
+from lengths_model import (
+    LENGTH,
+    LISTS,
+    NUMBERS,
+    WORDS,
+    Words,
+    counted,
+    eager,
+    microbatch,
+    train,
+    train_split,
+    words,
+)
 from torch import nn
 from torch.nn import functional as F
 
@@ -21,7 +33,7 @@ from fxpipe.certificate.check import check
 from fxpipe.cli import main
 from fxpipe.compiler.step_writer import with_writer
 from fxpipe.plan.captured import CapturedStep
-from fxpipe.schedule.ops import order_text
+from fxpipe.schedule.ops import OpKind, order_text
 from fxpipe.training.run.batch_orders import BatchOrders
 
 
@@ -58,7 +70,9 @@ def test_a_list_of_microbatches(pipe, lengths):
 
 @pytest.mark.parametrize("number", [1, 2, 5, 8])
 def test_any_number_of_microbatches(pipe, number):
-    check_step(pipe, [microbatch(2 + 5 * k % 14) for k in range(number)])
+    microbatches = [microbatch(2 + 5 * k % 14) for k in range(number)]
+    check_step(pipe, microbatches)
+    check_step(pipe, microbatches, tuple(microbatches))  # as zip gives them
 
 
 def test_one_batch_of_another_length(pipe):
@@ -84,8 +98,10 @@ def test_programs_hold_the_length_as_a_name(pipe):
         {"schedule": "zb-h1", "microbatches": 4, "offload": True},
         {"replicas": 2, "shard": "gradients"},
         {"schedule": "zb", "validation": "post"},
+        {"schedule": "zb-v", "ranks": 4, "vocab_parallel": "1-barrier"},
+        {"replicas": 2, "vocab_parallel": "2-barrier", "recompute": "full"},
     ],
-    ids=["V", "offload", "replicas", "post"],
+    ids=["V", "offload", "replicas", "post", "vocabulary", "vocabulary, recompute"],
 )
 def test_schedules_memory_and_replicas(options):
     pipe = words(**options)
@@ -94,13 +110,16 @@ def test_schedules_memory_and_replicas(options):
         check_step(pipe, [microbatch(2 + 5 * k % 14) for k in range(each * replicas)])
 
 
-def test_the_order_of_a_batch_is_the_captured_step(pipe):
+@pytest.mark.parametrize("options", [{}, {"vocab_parallel": True, "schedule": "zb-h1"}])
+def test_the_order_of_a_batch_is_the_captured_step(options):
     """The certificate of the programs with the step that is written for a batch, at the example's lengths."""
-    lengths = [{"sequence": n} for n in (16, 2, 9)]
+    lengths, pipe = [{"sequence": n} for n in (16, 2, 9)], words(**options)
     artifact = pipe.artifact
     step, timeline = artifact.write_step(lengths), pipe.simulate(lengths=lengths)
-    assert timeline.schedule.name == "1f1b by lengths"
-    assert step.ops[0] == tuple(str(op) for op in timeline.schedule.order[0])
+    assert timeline.schedule.name == f"{pipe.plan.schedule} by lengths"
+    ops = map(str, timeline.schedule.order[0])
+    # The B of a lookup is no section.
+    assert [*step.ops[0]] == [op for op in ops if op in step.ops[0]]
     programs = [
         program[: program.index("def step(rt, batch):")] + text + "\n"
         for program, text in zip(artifact.programs, step.texts, strict=True)
@@ -110,7 +129,7 @@ def test_the_order_of_a_batch_is_the_captured_step(pipe):
     plan = replace(plan, prediction=replace(plan.prediction, peak_memory=(1e9, 1e9)))
     certificate = check(plan, programs, CapturedStep.from_json(artifact.captured, "captured"))
     assert certificate.holds, certificate.problems
-    swapped = programs[1].replace("F1(1)", "F1(2)", 1)
+    swapped = re.sub(r"F(\d)\(1\)", r"F\1(2)", programs[1], count=1)
     assert not check(plan, [programs[0], swapped], CapturedStep.from_json(artifact.captured, "x")).holds
 
 
@@ -122,6 +141,23 @@ def test_a_step_holds_no_more_than_the_plan_predicts(pipe):
         for measured, expected, limit in zip(result.peak_saved, simulated, most, strict=True):
             assert measured == pytest.approx(expected, rel=0.05)
             assert expected <= limit * (1 + 1e-9)
+
+
+def test_communicators_connect_for_short_microbatches_as_well():
+    """What nccl does of a collective depends on its size."""
+    pipe = words(vocab_parallel=True)
+    (program, _), sizes = pipe._runner._local_programs, pipe.plan.step.halved_lengths
+    gathered = [x.layout[0] for x in program.collectives(sizes) if x.verb == "all_gather"]
+    assert sorted(gathered) == [(6 * n,) for n in (2, 4, 8, 16)]
+
+
+def test_words_are_looked_up_when_their_sum_is_needed():
+    """And not all at the start, where a rank would hold its parts of sums until the others have theirs."""
+    pipe = words(vocab_parallel=True, schedule="zb-h1", ranks=4)
+    for lengths in ([16, 9] * 6, [15, 8, 14, 16, 8, 2]):
+        spans = pipe.simulate(lengths=lengths).spans[3]
+        assert [span.op.stage for span in spans].index(7) <= 4
+        assert sum((span.op.kind, span.op.stage) == (OpKind.F, 3) for span in spans) == len(lengths)
 
 
 def test_a_pipeline_that_offloads(tmp_path):
@@ -207,8 +243,15 @@ def test_a_positional_table_that_is_too_short():
 def test_simulated_lengths_that_are_no_lengths(pipe):
     with pytest.raises(fxpipe.SizeError, match=r"lengths\[1\] is {'time': 3} and must give sequence"):
         pipe.simulate(lengths=[5, {"time": 3}])
-    with pytest.raises(fxpipe.SizeError, match="lengths is empty"):
-        pipe.simulate(lengths=[])
+    for wrong in ([], 5):
+        with pytest.raises(fxpipe.SizeError, match="must give those of each microbatch"):
+            pipe.simulate(lengths=wrong)
+    with pytest.raises(fxpipe.SizeError, match=r"documents\[1\] is \[30, 3\], in a microbatch of 32 tokens"):
+        pipe.simulate(lengths=[5, 16], documents=[[5], [30, 3]])
+    with pytest.raises(fxpipe.SizeError, match="documents are of microbatches: give their lengths"):
+        pipe.simulate(documents=[[5]])
+    with pytest.raises(fxpipe.SizeError, match="leave out sizes and device"):
+        pipe.simulate({"sequence": 8}, lengths=[5])
     with pytest.raises(fxpipe.SizeError, match=r"lengths\[0\] has sequence 17. .* from 2 to 16"):
         pipe.simulate(lengths=[17])
 
@@ -248,10 +291,15 @@ def test_random_numbers_are_those_of_the_place_in_the_list():
             lambda: [{**microbatch(5), "labels": microbatch(6)["labels"]}, microbatch(5), microbatch(5)],
             "Microbatch 0 has sequence 5 in 'ids' and 6 in 'labels'",
         ),
-        (lambda: [microbatch(5, rows=3), microbatch(5), microbatch(5)], "Microbatch 0: 'ids' has 3 rows"),
+        (
+            lambda: [microbatch(5, rows=3), microbatch(5), microbatch(5)],
+            "Microbatch 0 has 3 rows in 'ids', and programs take 2. .* name the rows in dimensions=",
+        ),
+        (lambda: [microbatch(5), None], "Microbatch 1: A batch, or an example, is a mapping"),
+        (lambda: [microbatch(5), {"x": torch.zeros(2, 5)}], "Microbatch 1: The batch has leaves x, but"),
         (lambda: microbatch(17, rows=6), "The batch has sequence 17"),
     ],
-    ids=["empty", "longer", "one", "leaves", "rows", "longer batch"],
+    ids=["empty", "longer", "one", "leaves", "rows", "none", "another leaf", "longer batch"],
 )
 def test_a_list_that_is_refused(pipe, batch, message):
     with pytest.raises(fxpipe.BatchError, match=message):
@@ -499,6 +547,14 @@ def test_the_mean_over_elements_of_all_microbatches(mean):
     result = pipe.run_local(batch)
     torch.testing.assert_close(result.loss, loss.detach())
     torch.testing.assert_close(result.grads, grads)
+
+
+@pytest.mark.slow
+def test_ranks_share_a_vocabulary_at_any_length(tmp_path):
+    run = forked(2, train_split, tmp_path, dtype=torch.float64, logs=tmp_path / "logs")
+    assert run.code == 0, run
+    for rank in range(2):
+        assert max(map(abs, json.loads((tmp_path / f"{rank}.json").read_text()))) < 1e-12
 
 
 @pytest.mark.slow

@@ -57,18 +57,19 @@ def split(step: StepGraphs, options: CutOptions) -> StepGraphs:
         graph=copy_graph(step.graph),
         uncut=Uncut(),
         resized=None if step.resized is None else _copied(step.resized),
-        lengths=None if step.lengths is None else _copied(step.lengths),
+        lengths=_copied(step.lengths) if isinstance(step.lengths, ResizedTraces) else step.lengths,
     )
     run_passes(PASSES.captured, whole, options)
     if whole.resized is not None:
         whole.resized = whole.resized.after_rewrite(whole.graph, whole.resized.graphs)
-    if whole.lengths is not None:
-        whole.lengths = whole.lengths.after_rewrite(whole.graph, whole.lengths.graphs)
+    if isinstance(whole.lengths, ResizedTraces):
         # From here on one graph is rewritten, in which each number is a length, or one at all lengths.
         try:
-            name_sizes(whole.graph, whole.lengths, {*whole.lengths.names, *OF_LENGTHS})
-        except SizeError:
-            whole.lengths = None
+            traces = whole.lengths.after_rewrite(whole.graph, whole.lengths.graphs)
+            name_sizes(whole.graph, traces, {*traces.names, *OF_LENGTHS})
+            whole.lengths = traces
+        except SizeError as error:
+            whole.lengths = f"a rewrite of the step fits the example's lengths alone: {error}"
     return whole
 
 

@@ -46,9 +46,10 @@ def parts_of(spec: StepSpec, batch: object, replicas: int = 1) -> list[tuple[obj
     return [(microbatch, 1) for microbatch in batch]
 
 
-def are_listed(batch: object, spec: StepSpec) -> TypeGuard[list[object]]:
+def are_listed(batch: object, spec: StepSpec) -> TypeGuard[list[object] | tuple[object, ...]]:
     """Whether a batch is a list of microbatches, and none of arguments."""
-    if not isinstance(batch, list):
+    # Without names a tuple has arguments, whatever they are.
+    if not isinstance(batch, list | tuple if spec.lengths else list):
         return False
     names = {leaf.name for leaf in spec.batch.leaves}
     if not batch:
@@ -66,8 +67,15 @@ def lengths_of(spec: StepSpec, batch: object, replicas: int = 1) -> list[Lengths
     """
     lengths: list[Lengths | None] = []
     for m, (part, number) in enumerate(parts_of(spec, batch, replicas)):
-        where = "The batch" if part is batch else f"Microbatch {m}"
-        lengths += [_lengths_of(spec, part, where, number)] * number
+        if not spec.lengths:
+            lengths += [{}] * number
+            continue
+        where = "" if part is batch else f"Microbatch {m}"
+        try:
+            leaves = given_leaves(spec.batch, part)
+        except BatchError as error:
+            raise BatchError(f"{where}: {error}" if where else str(error)) from error
+        lengths += [_lengths_of(spec, leaves, where, number)] * number
     return lengths
 
 
@@ -119,11 +127,12 @@ def of_replica(spec: StepSpec, batch: object, replica: int, replicas: int) -> ob
     return rows_of_replica(spec.batch_at(lengths), batch, spec.microbatches, replica, replicas)
 
 
-def _lengths_of(spec: StepSpec, batch: object, where: str, microbatches: int = 1) -> Lengths | None:
-    """The lengths of each of so many microbatches in a batch."""
-    if not spec.lengths:
-        return {}
-    leaves = given_leaves(spec.batch, batch)
+def _lengths_of(
+    spec: StepSpec, leaves: Mapping[str, object], listed: str, microbatches: int
+) -> Lengths | None:
+    """The lengths of each of so many microbatches with these leaves.  listed: which one of a list it is, as
+    text; empty for a batch of all."""
+    where = listed or "The batch"
     named = {each.example: each for each in spec.lengths if not each.leading}
     leading = next((each for each in spec.lengths if each.leading), None)
     lengths: Lengths = {}
@@ -135,6 +144,11 @@ def _lengths_of(spec: StepSpec, batch: object, where: str, microbatches: int = 1
         given: tuple[int, ...] = ()
         if isinstance(value, torch.Tensor) and not value.is_nested and value.dim() == len(shape):
             given = value.shape
+        if listed and leading is None and len(given) > 1 and given[0] != shape[0]:
+            raise BatchError(
+                f"{where} has {number_of(given[0], 'row')} in {leaf.name!r}, and programs take {shape[0]}. "
+                "For microbatches of other numbers name the rows in dimensions= of fxpipe.compile, too."
+            )
         actual_of = [(named.get(n), actual) for n, actual in zip(shape[1:], given[1:], strict=False)]
         if given and leading is not None:
             rows, rest = divmod(given[0], microbatches)

@@ -289,8 +289,8 @@ def _check(leaf: Leaf, value: object, microbatches: int) -> None:
     if tuple(value.shape) != (rows, *leaf.shape[1:]):
         raise BatchError(
             f"{leaf.name!r} has shape {tuple(value.shape)}; {number_of(microbatches, 'microbatch')} of "
-            f"{leaf.shape} make {(rows, *leaf.shape[1:])}. Without dimensions= of fxpipe.compile a program "
-            "is for one shape: pad the batch to it."
+            f"{leaf.shape} make {(rows, *leaf.shape[1:])}. What has no name in dimensions= of fxpipe.compile "
+            "has one length: pad the batch to it."
         )
 
 

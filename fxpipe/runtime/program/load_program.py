@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import linecache
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,14 +30,14 @@ class CollectiveCall:
 
 @dataclass(frozen=True)
 class Program:
-    """The function ``step(rt, batch)``, the messages that it sends and receives with their layouts, and its
-    ops in order.  ``has_warm_up``: whether it asks itself for the verdict on the last update.  ``text``: of a
-    step that stands in the place of the program's own; ``traffic`` is that of its own.  ``bubble``: see
-    OrderedStep; None of the plan's step."""
+    """The function ``step(rt, batch)``, the messages that it sends and receives with their layouts at any
+    lengths, and its ops in order.  ``has_warm_up``: whether it asks itself for the verdict on the last
+    update.  ``text``: of a step that stands in the place of the program's own; ``traffic`` is that of its
+    own.  ``bubble``: see OrderedStep; None of the plan's step."""
 
     step: Callable[[object, object], Any]
     traffic: ProgramTraffic
-    layouts: Mapping[str, Layout]
+    layouts: Callable[..., Mapping[str, Layout]]
     ops: tuple[str, ...]
     has_warm_up: bool
     text: str = ""
@@ -57,11 +57,13 @@ class Program:
         if self.text:
             linecache.cache.pop(self.step.__code__.co_filename, None)
 
-    def collectives(self) -> list[CollectiveCall]:
-        """The collectives of its step, each once, in the same order on all ranks; its traffic is known."""
+    def collectives(self, lengths: Sequence[Mapping[str, int]]) -> list[CollectiveCall]:
+        """The collectives of its step for microbatches of each of these lengths, each once, in the same order
+        on all ranks; its traffic is known."""
         calls = [call for call in self.traffic.calls or () if call.group >= 0]
+        known = [self.layouts(*each.values()) for each in lengths]
         # Only these verbs have a group.
-        found = {CollectiveCall(c.group, c.verb, c.peer, self.layouts[c.names[0]]) for c in calls}  # type: ignore[arg-type]
+        found = {CollectiveCall(c.group, c.verb, c.peer, each[c.names[0]]) for each in known for c in calls}  # type: ignore[arg-type]
         return sorted(found, key=str)
 
 
@@ -92,5 +94,7 @@ def load_program(source: str, filename: str) -> Program:
             f"{filename} fails before its step: {type(error).__name__}: {error}. {remedy}."
         ) from error
     performed, messages = Performed(step), namespace.get("MESSAGES", {})
-    known = traffic(performed, layouts_of_lengths(program) or messages)
-    return Program(namespace["step"], known, messages, performed.ops, performed.has_warm_up)
+    of_lengths = layouts_of_lengths(program)
+    known = traffic(performed, of_lengths or messages)
+    layouts = namespace["messages"] if of_lengths else lambda: messages
+    return Program(namespace["step"], known, layouts, performed.ops, performed.has_warm_up)

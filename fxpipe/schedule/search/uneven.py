@@ -53,7 +53,8 @@ class Uneven:
 
     ``costs``: of each microbatch.  ``limits``: per rank the memory for activations, infinite for none.
     ``joined``: the stages that run B and W as one op.  ``in_order``: whether microbatches must come in
-    theirs, as where they change buffers.
+    theirs, as where they change buffers.  ``lookups``: the first stages that are shards of an embedding, one
+    a rank.
     """
 
     costs: tuple[Costs, ...]
@@ -61,6 +62,7 @@ class Uneven:
     limits: tuple[float, ...]
     joined: frozenset[int] = frozenset()
     in_order: bool = False
+    lookups: int = 0
 
     @cached_property
     def of_ops(self) -> list[Costs]:
@@ -110,7 +112,7 @@ class Uneven:
             raise ScheduleError("no order of these microbatches keeps the memory limit")
         if not self.in_order and _makespan(orders[-1]) > self._good:
             orders += [self._annealed(order, _LOOKS * work // len(orders), seed) for order in orders]
-        return self._decoded(min(orders, key=_makespan).op_ids)
+        return self._decoded(self._with_late_lookups(min(orders, key=_makespan)))
 
     @property
     def _good(self) -> float:
@@ -143,6 +145,33 @@ class Uneven:
         limits, goal = np.array(self.limits, np.float64), (True, self._good)
         op_ids = anneal(tables, order.op_ids, 1, limits, *goal, work, seed, hot, _COLD * hot)
         return Order(self.arrays, op_ids)
+
+    def _with_late_lookups(self, order: Order) -> np.ndarray:
+        """The order in which no rank looks up words more than the longest microbatch's time before their sum
+        is needed: in that time each rank can come to it.
+
+        Nothing keeps a rank from looking up all at the start, and no limit counts what the ranks give to a
+        sum before all have.
+        """
+        if not self.lookups:
+            return order.op_ids
+        arrays, stages = self.arrays, self.each[0].stages
+        begin, is_lookup = _times(order).end - np.array(arrays.seconds), np.zeros(arrays.sections, bool)
+        ahead = max(each.period for each in self.each)
+        for m in range(len(self.costs)):
+            first = 3 * stages * m
+            for lookup in range(first, first + 3 * self.lookups, 3):
+                users = [op for op, _ in arrays.feeds[lookup] if op >= first + 3 * self.lookups]
+                # Its user begins later still: the ranks' orders cannot block each other.
+                begin[lookup] = max(begin[lookup], begin[users].min(initial=inf) - ahead)
+                is_lookup[lookup] = True
+        moved = []
+        for rank in range(arrays.ranks):
+            ops = order.of_rank(rank)
+            others = ops[~is_lookup[ops]]
+            begin[others] = np.maximum.accumulate(begin[others])  # rounded, an op may begin before the last
+            moved.append(ops[np.argsort(begin[ops], kind="stable")])
+        return np.concatenate(moved)
 
     def _check_largest(self) -> None:
         """A rank that cannot hold a microbatch in all its stages could block itself."""

@@ -33,7 +33,10 @@ class RankRunner(LocalRunner):
         if self.process is not None:
             offloader = self._offloader(self.process.rank)
             program, is_known = self._checked_program
-            collectives = program.collectives() if is_known else []  # an edited program may not show them
+            sizes = plan.step.halved_lengths
+            collectives = (
+                program.collectives(sizes) if is_known else []
+            )  # an edited program may not show them
             comm = connect(
                 self.process,
                 self.device,
