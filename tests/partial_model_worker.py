@@ -185,6 +185,18 @@ def changed_on_one_rank(rank: Rank) -> None:
     rank.text("changed on all ranks", script.synchronized())
 
 
+def changed_in_place_on_one_rank(rank: Rank) -> None:
+    """Weights of a whole model that rank 0 alone scales before a step."""
+    script = Script()
+    script.step()
+    script.synchronized()
+    if rank.number == 0:
+        with torch.no_grad():
+            for parameter in script.model.parameters():
+                parameter.mul_(0.5)
+    rank.error("weights scaled on one rank", lambda: script.pipe.step(script.batch))
+
+
 def own_optimizer(rank: Rank) -> None:
     """Made of the model's parameters: it trains what the rank holds, and copies of the rest are gone then."""
     script = Script()
@@ -488,3 +500,4 @@ def main(directory: Path) -> None:
     trained_inside(rank)
     teacher(rank, "apart")
     teacher(rank, "divided", **REPLICAS, shard="parameters")
+    changed_in_place_on_one_rank(rank)

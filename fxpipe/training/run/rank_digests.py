@@ -65,9 +65,9 @@ class RankDigests:
         self._optimizer, self._counts = weakref.ref(optimizer), optimizer.counts
         self._zeroed = optimizer.counts.zeroed
 
-    def facts(self, plan: int, stop: bool, asked: str) -> Facts:
+    def facts(self, plan: int, stop: bool, asked: str, written: int) -> Facts:
         """The facts of the step that begins.  plan: its number.  stop: whether the rank was asked to end the
-        run.  asked: outputs that all ranks must ask for alike, as text."""
+        run.  asked: outputs that all ranks must ask for alike, as text.  written: as before it."""
         order = ABSENT if self._counts is None else self._counts.order
         self.changes.warn_of_unused()
         self.changes.compare(gradients_alone=True)  # of those to which the step adds
@@ -85,7 +85,7 @@ class RankDigests:
             changed=changed,
             names=names,
             digests=digests,
-            written=self._written(),
+            written=written,
         )
 
     def stepped(self) -> None:
@@ -109,7 +109,7 @@ class RankDigests:
                 changed=changed,
                 names=names,
                 digests=digests,
-                written=self._written(),
+                written=self.written(),
             )
             table = process.begin_gather(words(facts, (), {}), call)()
             if problem := difference(table, (), call, names, resolution=self.changes.resolution):
@@ -121,7 +121,7 @@ class RankDigests:
         options = ABSENT if optimizer is None else number(json.dumps(optimizer.options()).encode())
         return options, ABSENT if counts is None else 1 + counts.updates
 
-    def _written(self) -> int:
+    def written(self) -> int:
         """The number of the tensors that the script has changed in a model that is whole; else ABSENT."""
         if self.state.whole is None:
             return ABSENT

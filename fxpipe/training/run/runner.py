@@ -34,6 +34,7 @@ from fxpipe.training.model.accumulators import (
     sharded_buckets,
 )
 from fxpipe.training.optimizer.batch_digest import (
+    ABSENT,
     SAME_OPTIONS,
     Facts,
     all_alike,
@@ -133,14 +134,15 @@ class Runner(RankRunner):
                     is_list=are_listed(batch, spec),
                     any_length=bool(spec.lengths),
                 )
-                self.state.changed()
+                written = ABSENT if self.process is None else self.rank_digests.written()
+                self.state.changed()  # the copies of others' tensors are gone behind it
                 rt.params, rt.buffers = self.state.params_and_buffers(rt.rank)
                 self._warm_up.settle(rt, program, batch)
                 self._warm_up.follow(rt, program)
                 on = looks.outputs_on
                 asked = "" if on is None else f"{sorted(rt.collected.wanted)} on {on}"
                 # Sent before the program and read behind it, so that the words travel while it computes.
-                compare = self._begin_comparison(batch, number, asked)
+                compare = self._begin_comparison(batch, number, asked, written)
                 begin_buckets(self.state, rt)
                 finish: list[Finish] = []
                 rt.validate = partial(self._validate, rt, finish)
@@ -342,16 +344,16 @@ class Runner(RankRunner):
                 raise self._failure(error, rt, number) from error
             raise
 
-    def _begin_comparison(self, batch: object, number: int, asked: str) -> Callable[[], None]:
+    def _begin_comparison(self, batch: object, number: int, asked: str, written: int) -> Callable[[], None]:
         """Start to compare batch and training with the other ranks; return the function that ends it.
 
         That raises RunError if the ranks differ.  All ranks have sent their words long before it waits.
-        number: of the step.  asked: see ``RankDigests.facts``.
+        number: of the step.  asked, written: see ``RankDigests.facts``.
         """
         process, leaves = self.process, self.plan.step.batch.tensors
         if process is None:
             return lambda: None
-        facts = self.rank_digests.facts(self.artifact.number, self.stop_asked, asked)
+        facts = self.rank_digests.facts(self.artifact.number, self.stop_asked, asked, written)
         step, ours = self._named(number), self._words(facts, batch)
         gathered = process.begin_gather(ours, f"step {number}")
 
