@@ -12,12 +12,14 @@ aten = torch.ops.aten
 SHAPES = RESHAPES | {aten.squeeze, aten.unsqueeze, aten.view_as_complex, aten.view_as_real}
 #: Ops without a tag that compute each entry from those at the same place; the losses among them may add up.
 POINTWISE = COPIES | {
-    aten._conj, aten.bernoulli, aten.binary_cross_entropy, aten.binary_cross_entropy_with_logits,
-    aten.bucketize, aten.copy, aten.dropout, aten.expand, aten.fill, aten.floor_divide, aten.huber_loss,
-    aten.l1_loss, aten.lift_fresh_copy, aten.log_sigmoid_forward, aten.masked_scatter, aten.mse_loss,
-    aten.native_dropout, aten.poisson, aten.polar, aten.rand_like, aten.randint_like, aten.randn_like,
-    aten.resolve_conj, aten.rrelu_with_noise_functional, aten.rsub, aten.smooth_l1_loss,
-    aten.soft_margin_loss, aten.tril, aten.triu,
+    aten._conj, aten._fake_quantize_per_tensor_affine_cachemask_tensor_qparams, aten.bernoulli,
+    aten.binary_cross_entropy, aten.binary_cross_entropy_with_logits, aten.bucketize, aten.complex,
+    aten.copy, aten.dropout, aten.expand, aten.fake_quantize_per_tensor_affine_cachemask, aten.fill,
+    aten.floor_divide, aten.hardswish, aten.huber_loss, aten.l1_loss, aten.lift_fresh_copy,
+    aten.log_sigmoid_forward, aten.masked_scatter, aten.mse_loss, aten.native_dropout, aten.poisson,
+    aten.polar, aten.rand_like, aten.randint_like, aten.randn_like, aten.resolve_conj,
+    aten.rrelu_with_noise_functional, aten.rsub, aten.smooth_l1_loss, aten.soft_margin_loss, aten.tril,
+    aten.triu,
 }  # fmt: skip
 #: Ops whose results have the shape of an operand and none of its numbers.
 NO_NUMBERS = {

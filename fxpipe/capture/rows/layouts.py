@@ -145,8 +145,9 @@ def repeated(flow: Flow, node: fx.Node) -> Rows:
 
 
 def padded(flow: Flow, node: fx.Node) -> Rows:
-    last = len(shape_of(node)) - len(node.args[1]) // 2  # type: ignore[arg-type]
-    return flow.kept(node, node_arg(node, 0), lambda p: p.dim < last, BY_PLACE)
+    dims, pads = len(shape_of(node)), argument(node, "pad")
+    longer = {dims - 1 - k // 2 for k, pad in enumerate(pads) if pad}  # type: ignore[arg-type]
+    return flow.kept(node, node_arg(node, 0), lambda p: p.dim not in longer, BY_PLACE)
 
 
 def strided(flow: Flow, node: fx.Node) -> Rows:
