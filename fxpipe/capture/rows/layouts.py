@@ -145,8 +145,8 @@ def repeated(flow: Flow, node: fx.Node) -> Rows:
 
 
 def padded(flow: Flow, node: fx.Node) -> Rows:
-    dims, pads = len(shape_of(node)), argument(node, "pad")
-    longer = {dims - 1 - k // 2 for k, pad in enumerate(pads) if pad}  # type: ignore[arg-type]
+    pads: Any = argument(node, "pad")
+    longer = {len(shape_of(node)) - 1 - k // 2 for k, pad in enumerate(pads) if pad}
     return flow.kept(node, node_arg(node, 0), lambda p: p.dim not in longer, BY_PLACE)
 
 

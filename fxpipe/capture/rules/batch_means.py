@@ -99,15 +99,17 @@ def divide_by_batch_means(graph: fx.Graph, analysis: RowAnalysis, share: float) 
             _divide_by_mean(tail, each, share)
         drop_dead(graph)
     if odd is not None and share != 1:
-        verb, why = "takes", joins.get(odd, "")
+        verb, why, own = "takes", joins.get(odd, ""), ""
+        remedy, others = "", sum(node in tail.odd or node in joins for node in tail.apart) - 1
         if odd in divides:
-            verb = "divides by"
+            verb, own = "divides by", " (NaN, of a mean over labels of which it has none)"
             why = "it is no sum over rows of the data, or divides inside a custom autograd.Function"
+            remedy = "Take a loss that is a sum over rows, or let loss_fn return (sum, count); "
+        more = f" So do {others} more ops, which pipe.explain() lists." if others else ""
         warnings.warn(
             f"The loss {verb} {tail.apart[odd]}, of which fxpipe cannot take the whole batch's: {why}. Each "
-            "microbatch has its own (NaN, of a mean over labels of which it has none), and the mean of their "
-            "losses is another one than the whole batch's. Take a loss that is a sum over rows, or let "
-            'loss_fn return (sum, count); mean="microbatch" of compile says that it is meant.',
+            f"microbatch has its own{own}, and the mean of their losses is another one than the whole "
+            f'batch\'s.{more} {remedy}mean="microbatch" of compile says that it is meant.',
             stacklevel=2,
         )
     elif place and share != 1:
