@@ -31,6 +31,7 @@ from torch import fx
 from fxpipe.capture.rows.analysis import RowAnalysis, is_sum_of_lanes
 from fxpipe.capture.rows.forms import SUMMED, Form
 from fxpipe.capture.rows.joins import joins_of
+from fxpipe.errors import number_of
 from fxpipe.ir.builder import Calls, node_arg
 from fxpipe.ir.dims import dims_of
 from fxpipe.ir.graph import Kind, batch_mean
@@ -61,6 +62,7 @@ _LINEAR = {
 _OF_ONE_NUMBER = {aten._to_copy, aten._unsafe_view, aten.expand, aten.reshape, aten.unsqueeze, aten.view}
 #: Of a count, what keeps it from being zero.
 _GUARDS = {aten.clamp, aten.clamp_min, aten.maximum}
+_MOST_NAMED = 3  # operands of an op in a warning
 _LEAST = 2.0**-16  # of a guard, so that it is below each batch's mean of counts, and above zero in float16
 
 
@@ -105,7 +107,7 @@ def divide_by_batch_means(graph: fx.Graph, analysis: RowAnalysis, share: float) 
             verb, own = "divides by", " (NaN, of a mean over labels of which it has none)"
             why = "it is no sum over rows of the data, or divides inside a custom autograd.Function"
             remedy = "Take a loss that is a sum over rows, or let loss_fn return (sum, count); "
-        more = f" So do {others} more ops, which pipe.explain() lists." if others else ""
+        more = f" {number_of(others, 'other op')} too: pipe.explain() lists them." if others else ""
         warnings.warn(
             f"The loss {verb} {tail.apart[odd]}, of which fxpipe cannot take the whole batch's: {why}. Each "
             f"microbatch has its own{own}, and the mean of their losses is another one than the whole "
@@ -418,7 +420,8 @@ def _same_for_all(graph: fx.Graph) -> set[fx.Node]:
 def _function(node: fx.Node) -> str:
     if node.target is operator.getitem:
         node = node_arg(node, 0)
-    operands = ", ".join(x.name for x in node.all_input_nodes)
+    first, *others = [x.name for x in node.all_input_nodes]
+    operands = ", ".join([first, *(others if len(others) < _MOST_NAMED else ["…"])])
     return f"{node.target.overloadpacket.__name__}({operands}) ({_place(node)})"  # type: ignore[union-attr]
 
 
