@@ -140,6 +140,11 @@ def reduced(flow: Flow, node: fx.Node) -> Rows:
     return flow.tell(node, CHOICE if packet in families.CHOICES else FUNCTION, SUMMED)
 
 
+def counts(flow: Flow, node: fx.Node) -> Rows:
+    """Of how often entries have each number, or of sums by these."""
+    return flow.total(input_nodes(node))
+
+
 def along(flow: Flow, node: fx.Node) -> Rows:
     """Of an op that makes the entries along some dimensions of each other."""
     x, packet = node_arg(node, 0), packet_of(node)
