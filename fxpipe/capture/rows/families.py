@@ -16,8 +16,8 @@ POINTWISE = COPIES | {
     aten.binary_cross_entropy, aten.binary_cross_entropy_with_logits, aten.bucketize, aten.complex,
     aten.copy, aten.dropout, aten.expand, aten.fake_quantize_per_tensor_affine_cachemask, aten.fill,
     aten.floor_divide, aten.hardswish, aten.huber_loss, aten.l1_loss, aten.lift_fresh_copy,
-    aten.log_sigmoid_forward, aten.masked_scatter, aten.mse_loss, aten.native_dropout, aten.poisson,
-    aten.polar, aten.rand_like, aten.randint_like, aten.randn_like, aten.resolve_conj,
+    aten.log_sigmoid_forward, aten.masked_fill, aten.masked_scatter, aten.mse_loss, aten.native_dropout,
+    aten.poisson, aten.polar, aten.rand_like, aten.randint_like, aten.randn_like, aten.resolve_conj,
     aten.rrelu_with_noise_functional, aten.rsub, aten.smooth_l1_loss, aten.soft_margin_loss, aten.tril,
     aten.triu,
 }  # fmt: skip
