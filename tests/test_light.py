@@ -66,6 +66,11 @@ def test_the_package_by_itself_loads_nothing():
     assert not loaded("import fxpipe") & {"torch", *HEAVY}
 
 
+def test_a_compilation_without_a_terminal_loads_no_pictures():
+    code = "import fxpipe, sys\nfxpipe.compile\nfrom fxpipe.compiler.progress import Phases\nPhases('')"
+    assert not loaded(code) & {"rich", "fxpipe.viz.timeline_picture", "fxpipe.vocabulary.split"}
+
+
 @pytest.mark.slow
 def test_a_script_called_cuda_may_import_torch_and_the_package(tmp_path):
     """Torch imports a module of that name, and finds the script first."""

@@ -188,8 +188,7 @@ class Provenance(compat.TorchDispatchMode):
             return NotImplemented  # it comes back with ops on the parts
         if not is_traced:
             return func(*args, **kwargs)
-        with self.answers.refusals.of(func, args, kwargs):
-            return self._run(func, args, kwargs)
+        return self.answers.refusals.judged(self._run, func, args, kwargs)
 
     def _run(self, func: Any, args: Any, kwargs: object) -> object:
         if real := [x for x in written_arguments(func, args, kwargs) if compat.is_real(x)]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 from torch import fx
 
 from fxpipe.ir.compat import traced_graph
@@ -16,6 +14,9 @@ def last_node() -> fx.Node:
 
 def nodes_after(last: fx.Node | None, graph: fx.Graph | None = None) -> list[fx.Node]:
     """The nodes that were appended after ``last``, in order, to the graph or the running trace."""
-    graph = traced_graph() if graph is None else graph
-    new = itertools.takewhile(lambda node: node is not last, reversed(graph.nodes))
-    return list(new)[::-1]
+    new = []
+    for node in reversed((traced_graph() if graph is None else graph).nodes):
+        if node is last:
+            break
+        new.append(node)
+    return new[::-1]

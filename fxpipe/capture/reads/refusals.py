@@ -9,9 +9,8 @@ The first refused one ends the trace, also if the model's code goes on (``except
 
 from __future__ import annotations
 
-import contextlib
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -42,11 +41,12 @@ class Refusals:
         """Refuse what the model's code does now.  does, remedy: as text, the latter a sentence."""
         self.refuse(CaptureError(f"The model's code {does}, at {self._place()}. {remedy}"))
 
-    @contextlib.contextmanager
-    def of(self, func: object, args: object, kwargs: object) -> Iterator[None]:
-        """Judge the errors of a block that runs an op, or answers a question, for the model's code."""
+    def judged(
+        self, run: Callable[..., object], func: object, args: object, kwargs: object, *others: object
+    ) -> object:
+        """Run an op, or answer a question, for the model's code, and judge the error."""
         try:
-            yield
+            return run(func, args, kwargs, *others)
         except compat.StopRecomputation:  # ends the second run of a checkpointed function
             raise
         except Exception as error:  # of any kind, as the model's code may catch any

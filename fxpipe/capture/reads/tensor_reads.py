@@ -64,9 +64,8 @@ class TensorReads(TorchFunctionMode):
     def __torch_function__(
         self, func: object, types: object, args: object = (), kwargs: object = None
     ) -> object:
-        kwargs = kwargs or {}
-        with self._answers.refusals.of(func, args, kwargs):
-            return self._answered(func, args, kwargs, _reader(sys._getframe(1)))
+        reader = _reader(sys._getframe(1))
+        return self._answers.refusals.judged(self._answered, func, args, kwargs or {}, reader)
 
     def _answered(self, func: Any, args: Any, kwargs: Any, reader: FrameType) -> Any:
         self._provenance.read |= {id(x): weakref.ref(x) for x in args if compat.is_real(x)}
