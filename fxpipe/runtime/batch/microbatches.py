@@ -235,9 +235,8 @@ _REMEDY = (
 def _check_is_whole(spec: BatchSpec, leaves: Mapping[str, object], microbatches: int) -> None:
     """Raise BatchError for a batch of the size of the example, which is often the batch of a whole step."""
     rows = [(leaf, leaves.get(leaf.name)) for leaf in spec.leaves if leaf.shape and not leaf.unread]
-    if microbatches == 1 or not all(
-        isinstance(x, torch.Tensor) and x.shape == leaf.shape for leaf, x in rows
-    ):
+    shapes = [x.shape if isinstance(x, torch.Tensor) and not x.is_nested else None for _, x in rows]
+    if microbatches == 1 or shapes != [leaf.shape for leaf, _ in rows]:
         return
     for leaf, _ in rows[:1]:
         assert leaf.shape is not None
