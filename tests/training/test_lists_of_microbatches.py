@@ -149,6 +149,8 @@ def test_communicators_connect_for_short_microbatches_as_well():
     (program, _), sizes = pipe._runner._local_programs, pipe.plan.step.halved_lengths
     gathered = [x.layout[0] for x in program.collectives(sizes) if x.verb == "all_gather"]
     assert sorted(gathered) == [(6 * n,) for n in (2, 4, 8, 16)]
+    (alone,) = words(ranks=1)._runner._local_programs
+    assert alone.collectives(sizes) == []
 
 
 def test_words_are_looked_up_when_their_sum_is_needed():

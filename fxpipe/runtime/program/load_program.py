@@ -96,5 +96,5 @@ def load_program(source: str, filename: str) -> Program:
     performed, messages = Performed(step), namespace.get("MESSAGES", {})
     of_lengths = layouts_of_lengths(program)
     known = traffic(performed, of_lengths or messages)
-    layouts = namespace["messages"] if of_lengths else lambda: messages
+    layouts = namespace["messages"] if of_lengths else lambda *_: messages
     return Program(namespace["step"], known, layouts, performed.ops, performed.has_warm_up)

@@ -33,10 +33,8 @@ class RankRunner(LocalRunner):
         if self.process is not None:
             offloader = self._offloader(self.process.rank)
             program, is_known = self._checked_program
-            sizes = plan.step.halved_lengths
-            collectives = (
-                program.collectives(sizes) if is_known else []
-            )  # an edited program may not show them
+            # An edited program may not show them.
+            collectives = program.collectives(plan.step.halved_lengths) if is_known else []
             comm = connect(
                 self.process,
                 self.device,
