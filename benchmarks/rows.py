@@ -142,6 +142,7 @@ class Drawn(nn.Module):
             value = step.apply(values)
             if value is not None and value.numel() < 5_000:
                 values.append(value)
+        self.dims = [value.dim() for value in values]
         return values[-1].square().mean() + values[-2].mean()
 
 
@@ -196,6 +197,10 @@ def of_drawn(first: int, number: int, rows: int) -> Iterator[tuple[str, float, s
         try:
             batch = subject.batch(rows * MICROBATCHES)
             off = off_by(subject, batch, MICROBATCHES)
+            dims = subject.model.dims
+            loss_of(subject, subject.batch(rows))
+            if subject.model.dims != dims:
+                continue  # where as many rows as columns broadcast, other ops apply
             text = told(subject, subject.batch(rows))
         except (RuntimeError, IndexError, fxpipe.FxpipeError):
             continue  # eager or capture refuses it
