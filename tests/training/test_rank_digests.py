@@ -24,7 +24,7 @@ def one_rank():
 
 
 def counts(course):
-    facts = course.facts(1, False, "")
+    facts = course.facts(1, False, "", ABSENT)
     assert course.optimizer is None or facts.calls == course.optimizer.counts.order
     return facts.updates, facts.added
 
@@ -87,13 +87,13 @@ def test_options_of_now(one_rank):
         torch.optim.AdamW, lr=torch.tensor(0.5), groups=[{"params": "*.bias", "lr": 0.1}]
     )
     course.optimizer = optimizer
-    first = course.facts(1, False, "").options
-    assert course.facts(1, False, "").options == first
+    first = course.facts(1, False, "", ABSENT).options
+    assert course.facts(1, False, "", ABSENT).options == first
     assert optimizer.options() | {"groups[0].lr": "0.1", "class": "AdamW"} == optimizer.options()
     optimizer.param_groups[1]["lr"].fill_(0.25)
-    second = course.facts(1, False, "").options
+    second = course.facts(1, False, "", ABSENT).options
     torch.optim.lr_scheduler.StepLR(optimizer, 5)
-    assert len({first, second, course.facts(1, False, "").options}) == 3
+    assert len({first, second, course.facts(1, False, "", ABSENT).options}) == 3
 
 
 def test_digests_are_those_of_tensors_that_several_ranks_hold():
@@ -103,7 +103,7 @@ def test_digests_are_those_of_tensors_that_several_ranks_hold():
     tied = {name for name, held in pipe.plan.layouts.items() if name in dict(model.named_parameters())}
 
     def facts(rank):
-        found = rank.facts(1, False, "")
+        found = rank.facts(1, False, "", ABSENT)
         rank.begin_digests()
         return found
 
