@@ -238,6 +238,11 @@ def added_and_squared(net, x, z, y, w, mask):
 
 
 @loss
+def added_and_masked(net, x, z, y, w, mask):
+    return torch.where(mask[:, 0], each_loss(net, z, y) + net.body(x).square().mean(), 0.0).mean()
+
+
+@loss
 def row_by_row(net, x, z, y, w, mask):
     return sum(F.mse_loss(net.body(row), row) for row in x) / len(x)
 

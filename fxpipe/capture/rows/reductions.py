@@ -24,7 +24,7 @@ from fxpipe.capture.rows.forms import (
 )
 from fxpipe.capture.rows.place import without
 from fxpipe.ir.builder import node_arg
-from fxpipe.ir.dims import SUMS, TRANSPOSES, dims_of
+from fxpipe.ir.dims import COPIES, SUMS, TRANSPOSES, dims_of
 from fxpipe.ir.nodes import input_nodes
 from fxpipe.ir.storage import argument
 
@@ -40,6 +40,7 @@ _OF_SUMS = families.SHAPES | TRANSPOSES | families.PARTS | families.JOINED | SUM
 #: Of ops whose other operands have no entries at the same place.
 _OPERANDS = {aten.copy: slice(1, 2), aten.masked_scatter: slice(2)}
 _ADDITIONS = {aten.add, aten.rsub, aten.sub}
+_AFFINE = _ADDITIONS | COPIES | families.SHAPES | TRANSPOSES | {aten.expand, aten.neg}
 
 
 def of_sums(flow: Flow, node: fx.Node) -> Rows:
@@ -114,7 +115,7 @@ def is_affine(flow: Flow, node: fx.Node) -> bool:
         others = [x for x in node.args[:2] if isinstance(x, fx.Node) and not flow.has(x, Form.SAME)]
         return len(others) == 1 and (packet is aten.mul or others[0] is node.args[0])
     is_mean = packet is aten.mean or argument(node, "reduction") == 1
-    return is_mean or packet in families.LINEAR | families.SHAPES | TRANSPOSES
+    return is_mean or packet in _AFFINE
 
 
 def reduced(flow: Flow, node: fx.Node) -> Rows:
