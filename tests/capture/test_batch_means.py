@@ -298,7 +298,7 @@ def dice(logits, y, more):
 
 def with_prior(logits, y, more):
     counts = torch.bincount(y.clamp(min=0).flatten(), minlength=WORDS)
-    return mean(logits + (counts + 1).to(logits.dtype).log(), y, more)
+    return mean(logits + (counts + 1).log(), y, more)
 
 
 def correlation(logits, y, more):

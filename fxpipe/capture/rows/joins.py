@@ -94,12 +94,8 @@ def _undivided_sums(loss: fx.Node, analysis: RowAnalysis, exact: Set[fx.Node]) -
             is_count = is_number and _is_part_of_a_count(packet, float(numbers[0]), of_rows[0], analysis)  # type: ignore
             is_factor = is_number or any(_is_factor(x) for x in operands if forms[x] is Form.SAME)
             todo += of_rows if is_factor and not is_count else []
-        elif Form.LOST not in states and (packet in _LINEAR or packet in of.LINEAR):
+        elif Form.LOST not in states and node not in analysis.told:  # it is linear
             todo += operands
-
-
-#: Ops of sums over rows that are linear, but products.
-_LINEAR = of.SHAPES | of.JOINED | of.PARTS | {aten.mean, aten.permute, aten.sum, aten.t, aten.transpose}
 
 
 def _is_factor(node: fx.Node) -> bool:

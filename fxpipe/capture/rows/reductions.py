@@ -72,8 +72,8 @@ def of_sums(flow: Flow, node: fx.Node) -> Rows:
             is_linear = sum(summed[start : start + 2]) <= 1
     if is_linear:
         return Rows(Form.SUMMED, is_count=is_count)
-    if not any(map(flow.is_sum, input_nodes(node))):
-        return LOST  # of counts
+    if not is_float(node) and not any(map(flow.is_sum, input_nodes(node))):
+        return LOST  # integers of counts
     return flow.tell(node, CHOICE if packet in families.CHOICES | families.ORDERS else FUNCTION, SUMMED)
 
 
