@@ -166,11 +166,11 @@ def off_by(subject: Subject, batch: Any, microbatches: int) -> float:
         p.grad = None
     loss = loss_of(subject, batch).reshape(())
     loss.backward()
-    errors = [(mean.loss - loss.detach()).abs() / loss.detach().abs().clamp_min(1e-12)]
+    errors = [(mean.loss - loss.detach()).abs() / loss.detach().abs().clamp_min(1e-6)]
     largest = max((p.grad.abs().max() for p in parameters if p.grad is not None), default=torch.tensor(1.0))
     for p, grad in zip(parameters, grads, strict=True):
         if p.grad is not None and grad is not None:
-            errors.append((p.grad - grad).abs().max() / largest.clamp_min(1e-12))
+            errors.append((p.grad - grad).abs().max() / largest.clamp_min(1e-6))
     return float(max(errors))
 
 
