@@ -103,7 +103,7 @@ def placed(flow: Flow, node: fx.Node) -> Rows:
     indices = _indices(node)
     if any(flow.has(i, Form.LOST) for i in indices.values()):
         return LOST
-    own = [p for i in indices.values() for p in flow.of[i].places]
+    of_indices = [p for i in indices.values() for p in flow.of[i].places]
     places = [p for p in flow.of[base].places if p.dim not in indices]
     is_added = packet in families.ADDED or argument(node, "reduce") in ("sum", "add")
     for dim, index in indices.items():
@@ -116,11 +116,11 @@ def placed(flow: Flow, node: fx.Node) -> Rows:
         source = node.args[3]
         of_source = flow.of[source].places if isinstance(source, fx.Node) else ()
         is_aligned = packet not in (aten.index_add, aten.index_copy)
-        places += [p for p in (*(own if is_aligned else ()), *of_source) if p.dim not in indices]
-        own += of_source
+        places += [p for p in (*(of_indices if is_aligned else ()), *of_source) if p.dim not in indices]
+        of_indices += of_source
     if any(p.dim in indices and p not in places for p in flow.of[base].places) and flow.rows > 1:
         return flow.lost(node, BY_PLACE)
-    if not places and is_added and own and flow.has(base, Form.SAME):
+    if not places and is_added and of_indices and flow.has(base, Form.SAME):
         return SUMMED
     return each(places) if places else flow.lost(node, BY_PLACE)
 

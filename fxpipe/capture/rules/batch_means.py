@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import operator
 import warnings
-from collections.abc import Collection, Iterator, Set
+from collections.abc import Collection, Iterator, Mapping, Set
 from dataclasses import dataclass
 from functools import partial
 from pathlib import PurePath
@@ -101,19 +101,7 @@ def divide_by_batch_means(graph: fx.Graph, analysis: RowAnalysis, share: float) 
             _divide_by_mean(tail, each, share)
         drop_dead(graph)
     if odd is not None and share != 1:
-        verb, why, own = "takes", joins.get(odd, ""), ""
-        remedy, others = "", sum(node in tail.odd or node in joins for node in tail.apart) - 1
-        if odd in divides:
-            verb, own = "divides by", " (NaN, of a mean over labels of which it has none)"
-            why = "it is no sum over rows of the data, or divides inside a custom autograd.Function"
-            remedy = "Take a loss that is a sum over rows, or let loss_fn return (sum, count); "
-        more = f" {number_of(others, 'other op')} too: pipe.explain() lists them." if others else ""
-        warnings.warn(
-            f"The loss {verb} {tail.apart[odd]}, of which fxpipe cannot take the whole batch's: {why}. Each "
-            f"microbatch has its own{own}, and the mean of their losses is another one than the whole "
-            f'batch\'s.{more} {remedy}mean="microbatch" of compile says that it is meant.',
-            stacklevel=2,
-        )
+        _warn_of_join(tail, odd, joins, is_divisor=odd in divides)
     elif place and share != 1:
         warnings.warn(
             f"The loss is a sum over rows that nothing divides by their number ({place}). A step has the "
@@ -124,6 +112,23 @@ def divide_by_batch_means(graph: fx.Graph, analysis: RowAnalysis, share: float) 
         )
     exact = dict.fromkeys(each.text for each in tail.divisions)
     return BatchMeans(tuple(exact), tuple(dict.fromkeys(tail.apart.values())), tail.has_total)
+
+
+def _warn_of_join(tail: Tail, node: fx.Node, joins: Mapping[fx.Node, str], is_divisor: bool) -> None:
+    """Warn of an op by which the loss is no mean of microbatches, and of how many others."""
+    others = sum(x in tail.odd or x in joins for x in tail.apart) - 1
+    verb, why, values, remedy = "takes", joins.get(node, ""), "has its own", ""
+    if is_divisor:
+        verb, values = "divides by", "has its own (NaN, of a mean over labels of which it has none)"
+        why = "it is no sum over rows of the data, or divides inside a custom autograd.Function"
+        remedy = "Take a loss that is a sum over rows, or let loss_fn return (sum, count); "
+    more = f" {number_of(others, 'other op')} too: pipe.explain() lists them." if others else ""
+    warnings.warn(
+        f"The loss {verb} {tail.apart[node]}, of which fxpipe cannot take the whole batch's: {why}. Each "
+        f"microbatch {values}, and the mean of their losses is another one than the whole batch's.{more} "
+        f'{remedy}mean="microbatch" of compile says that it is meant.',
+        stacklevel=3,
+    )
 
 
 @dataclass(frozen=True, eq=False)
