@@ -12,7 +12,7 @@ another loss wherever microbatches have different counts.
 A divisor must be a sum or a mean over rows of the data (``rows/analysis.py``), and the loss a linear function
 of what it divides; each term of a sum may have its own.  Where a sum over rows is divided by a number of the
 batch, that is one of all microbatches, of which each has its share.  ``BatchMeans`` names those, and
-those that stay, as do other functions of a sum over rows (``rows/joins.py``).
+those that stay, as do other functions of a sum over rows (``joins.py``).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch import fx
 
 from fxpipe.capture.rows.analysis import RowAnalysis, is_sum_of_lanes
 from fxpipe.capture.rows.forms import SUMMED, Form
-from fxpipe.capture.rows.joins import joins_of
+from fxpipe.capture.rules.joins import joins_of
 from fxpipe.errors import number_of
 from fxpipe.ir.builder import Calls, node_arg
 from fxpipe.ir.dims import dims_of

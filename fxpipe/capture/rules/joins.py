@@ -20,20 +20,20 @@ from math import inf
 import torch
 from torch import fx
 
-from fxpipe.capture.rows import families as of
+from fxpipe.capture.rows import families
 from fxpipe.capture.rows.analysis import RowAnalysis
-from fxpipe.capture.rows.forms import Form
+from fxpipe.capture.rows.forms import Form, packet_of
 from fxpipe.capture.rules.inner_gradients import uses_of_means
 from fxpipe.ir.builder import node_arg
-from fxpipe.ir.dims import is_pointwise
+from fxpipe.ir.dims import TRANSPOSES, is_pointwise
 from fxpipe.ir.graph import Kind
 from fxpipe.ir.nodes import input_nodes
 from fxpipe.ir.storage import argument, leading_to
 
 aten = torch.ops.aten
 
-#: The reductions of losses.
-_MEAN, _SUM = 1, 2
+_SUM = 2  # of the reductions of losses
+_SUMS = aten.sum, aten.nansum
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def _undivided_sums(loss: fx.Node, analysis: RowAnalysis, exact: Set[fx.Node]) -
         if node in exact or node in seen or forms.get(node) is not Form.SUMMED:
             continue
         seen.add(node)
-        packet = getattr(node.target, "overloadpacket", None)
+        packet = packet_of(node)
         operands = [*input_nodes(node)]
         states = {forms[x] for x in operands}
         if packet is None:  # an item: what a cross-entropy gives
@@ -80,7 +80,7 @@ def _undivided_sums(loss: fx.Node, analysis: RowAnalysis, exact: Set[fx.Node]) -
         elif node in analysis.single:  # the sum of a loop over the rows
             yield node
         elif Form.EACH in states:
-            is_sum = packet in of.PRODUCTS or packet in of.PLACED or packet in (aten.sum, aten.nansum)
+            is_sum = packet in _SUMS or packet in families.PRODUCTS or packet in families.PLACED
             is_sum |= argument(node, "reduction") == _SUM
             if is_sum and exact.isdisjoint(_summed(node, analysis)):
                 yield node
@@ -126,15 +126,15 @@ def _summed(node: fx.Node, analysis: RowAnalysis) -> set[fx.Node]:
         node = todo.pop()
         if node not in seen:
             seen.add(node)
-            packet = getattr(node.target, "overloadpacket", None)
-            is_sum = packet in of.PRODUCTS and analysis.has(node, Form.SUMMED)
+            packet = packet_of(node)
+            is_sum = packet in families.PRODUCTS and analysis.has(node, Form.SUMMED)
             if is_sum or packet is None or is_pointwise(node) or packet in _ENTRYWISE:
                 todo += node.all_input_nodes
     return seen
 
 
 _ENTRYWISE = (
-    of.POINTWISE | of.PARTS | of.PLACED | of.SHAPES | of.JOINED | of.LINEAR
-    | {aten.gather, aten.index, aten.mean, aten.nll_loss2d_forward, aten.nll_loss_forward, aten.permute}
-    | {aten.sum, aten.t, aten.transpose}
+    families.POINTWISE | families.PARTS | families.PLACED | families.SHAPES | families.JOINED
+    | families.LINEAR | TRANSPOSES
+    | {aten.gather, aten.index, aten.mean, aten.nll_loss2d_forward, aten.nll_loss_forward, aten.sum}
 )  # fmt: skip
