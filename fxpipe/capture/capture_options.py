@@ -25,6 +25,8 @@ class CaptureOptions:
     """The names of values of the forward that the graph gives as well."""
     over_batch: bool = True
     """Whether the means of the loss are those of the batch (``batch_means.py``)."""
+    judged: bool = True
+    """Whether to look for what joins the rows of a microbatch, and to warn of it (``joins.py``)."""
     rules: Collection[Rule] = tuple(RULES)
     """The rules of ``plan/rewrites.py`` that may be applied."""
     masks: tuple[Mask, ...] | None = None

@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import io
+import warnings
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import inf
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -34,6 +37,8 @@ from fxpipe.capture.rules.attention_masks import Masks
 from fxpipe.capture.rules.batch_means import NO_MEANS, BatchMeans, divide_by_batch_means
 from fxpipe.capture.rules.buffer_updates import warn_of_updates
 from fxpipe.capture.rules.gradient_hooks import warn_of_gradients
+from fxpipe.capture.rules.joins import warn_of_joins
+from fxpipe.capture.rules.loss_tail import Tail
 from fxpipe.capture.state.attribute_state import unwritten
 from fxpipe.capture.state.constants import check_constants
 from fxpipe.capture.state.fake_model import borrowed
@@ -117,14 +122,47 @@ def capture(
     walked = PythonState.of(model, loss_fn) if walked is None else walked
     trace = partial(_traced, model, example, loss_fn, scale, device, options, walked)
     attempt = partial(_attempt, trace, dict.fromkeys(kept, False))
+    captured = _of_fewest_checks(attempt, len(options.fixed))
+    if not options.over_batch:
+        return captured
+
+    share = Share(scale) if options.lengths else scale  # of any number of microbatches
+
+    def forward(microbatch: Any) -> tuple[fx.Graph, Mapping[str, torch.Tensor]] | None:
+        alone = replace(options, gradients=False, over_batch=False)
+        shown = contextlib.redirect_stdout(io.StringIO())
+        with warnings.catch_warnings(), shown, contextlib.suppress(CaptureError):
+            warnings.simplefilter("ignore")  # they were given
+            other = capture(model, microbatch, loss_fn, scale, device, alone, kept, walked)
+            return other.graph, other.constants
+        return None
+
+    analysis, named = RowAnalysis(captured.graph, captured.constants), graph_outputs(captured.graph)
+    is_judged, means = options.judged and share != 1, NO_MEANS
+    if named.loss is not None and named.count is None:
+        tail = Tail(captured.graph, analysis)
+        if is_judged:
+            warn_of_joins(tail, analysis, example, forward)
+        means = divide_by_batch_means(tail, share)
+    if is_judged:
+        warn_of_updates(captured.graph, analysis)
+        warn_of_gradients(captured.graph)
+    return replace(captured, means=means)
+
+
+def _of_fewest_checks(attempt: Callable[..., Captured], fixed: int) -> Captured:
+    """The trace of the model as it is, or of its branch for compilers, where that depends less on data.
+
+    fixed: the number of checks that are in any trace.
+    """
     try:
         first = attempt(contextlib.nullcontext, inf)
     except CaptureError:
         with contextlib.suppress(CaptureError):
             return attempt(patches.compiling_flag, inf)
         raise
-    checks = first.checks - len(options.fixed)  # those of fixed inputs are in any trace
-    if checks > 0:  # the model's branch for compilers may depend less on data
+    checks = first.checks - fixed
+    if checks > 0:
         with contextlib.suppress(CaptureError):
             other = attempt(patches.compiling_flag, checks - 1)
             return min(first, other, key=lambda captured: captured.checks)
@@ -234,17 +272,8 @@ def _traced(
         of_model = {id(r.tensor) for r in step.registered}
         read = (tensor for key, tensor in step.provenance.read.items() if key not in of_model)
         sources = (*map(weakref.ref, constants), *read)
-        cleaned = clean(module, [x.input for x in traced_inputs], step.aliases, frozen)
-        share = Share(scale) if options.lengths else scale  # of any number of microbatches
-        means, analysis = NO_MEANS, RowAnalysis(*cleaned)
-        if options.over_batch:
-            means = divide_by_batch_means(cleaned[0], analysis, share)
-            if share != 1:
-                warn_of_updates(cleaned[0], analysis)
-                warn_of_gradients(cleaned[0])
         captured = Captured(
-            *cleaned,
-            means=means,
+            *clean(module, [x.input for x in traced_inputs], step.aliases, frozen),
             own_hooks=tuple(sorted(after - before)),
             sources=sources,
             asked=step.asked,

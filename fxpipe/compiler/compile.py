@@ -107,7 +107,11 @@ def captured_at_lengths(
 
         def capture(example: object) -> Captured:
             of_example = replace(request, example=example)  # this is called in the same round
-            return capture_lanes(request.model, lambda: traced(of_example, buffers, agreed))  # noqa: B023
+            judged = example is request.example
+            return capture_lanes(
+                request.model,
+                lambda: traced(of_example, buffers, agreed, judged),  # noqa: B023
+            )
 
         def trace(example: object) -> Captured:
             captured = capture(example)
@@ -318,9 +322,13 @@ def stages_and_costs(
 
 
 def traced(
-    request: Compilation, buffers: Collection[str] = (), masks: tuple[Mask, ...] | None = None
+    request: Compilation,
+    buffers: Collection[str] = (),
+    masks: tuple[Mask, ...] | None = None,
+    judged: bool = True,
 ) -> Captured:
-    """Capture the step in this process.  buffers: ``kept`` of ``capture``.  masks: see ``CaptureOptions``."""
+    """Capture the step in this process.  buffers: ``kept`` of ``capture``.  masks, judged: see
+    ``CaptureOptions``."""
     options = request.options
     capture_options = CaptureOptions(
         gradients=options.gradients,
@@ -329,6 +337,7 @@ def traced(
         branch=options.branch,
         outputs=options.outputs,
         over_batch=options.mean == "batch",
+        judged=judged,
         rules=options.rules,
         masks=masks,
         lengths=bool(options.dimensions),

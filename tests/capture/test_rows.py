@@ -5,6 +5,7 @@ What is one is measured: each loss and its gradient of a batch beside the means 
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
 
@@ -42,6 +43,10 @@ def loss(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 
 def each_loss(net, z, y):
     return F.cross_entropy(net.head(z), y, reduction="none")
+
+
+def each_by_itself(net, z, y):
+    return [F.cross_entropy(net.head(row), label) for row, label in zip(z, y, strict=True)]
 
 
 @loss
@@ -276,6 +281,146 @@ def volume(net, x, z, y, w, mask):
     return torch.logdet(net.body(z).T @ net.body(z) + torch.eye(WIDTH))
 
 
+@loss
+def times_the_rows(net, x, z, y, w, mask):
+    return each_loss(net, z, y).mean() * len(z)
+
+
+@loss
+def times_their_root(net, x, z, y, w, mask):
+    return each_loss(net, z, y).sum() / z.shape[0] ** 0.5
+
+
+@loss
+def times_a_tensor_of_rows(net, x, z, y, w, mask):
+    return each_loss(net, z, y).mean() * torch.tensor(float(len(z)))
+
+
+@loss
+def by_a_tensor_of_rows(net, x, z, y, w, mask):
+    return each_loss(net, z, y).sum() / torch.tensor(len(z))
+
+
+@loss
+def by_ones(net, x, z, y, w, mask):
+    return each_loss(net, z, y).sum() / torch.ones(len(z)).sum()
+
+
+@loss
+def weights_that_add_up_to_one(net, x, z, y, w, mask):
+    return (each_loss(net, z, y) * torch.full((len(z),), 1 / len(z))).sum()
+
+
+@loss
+def some_part_of_the_mean(net, x, z, y, w, mask):
+    return (net.body(x) - x).square().sum() / (4 * len(x))
+
+
+@loss
+def by_the_rows_of_today(net, x, z, y, w, mask):
+    return each_loss(net, z, y).sum() / ROWS
+
+
+@loss
+def plus_their_logarithm(net, x, z, y, w, mask):
+    return each_loss(net, z, y).mean() - math.log(len(z))
+
+
+@loss
+def within_a_function(net, x, z, y, w, mask):
+    return (net.body(z) / len(z)).tanh().square().mean()
+
+
+@loss
+def a_norm_by_the_rows(net, x, z, y, w, mask):
+    return F.normalize(net.body(z) / len(z), dim=1).sin().mean()
+
+
+@loss
+def smoothed_by_the_rows(net, x, z, y, w, mask):
+    return (each_loss(net, z, y) * (1 - 1 / len(z)) + net.head(z).square().mean(1) / len(z)).mean()
+
+
+@loss
+def in_a_loop_by_the_rows(net, x, z, y, w, mask):
+    total = 0.0
+    for row, label in zip(z, y, strict=True):
+        total = total + F.cross_entropy(net.head(row), label) / len(z)
+    return total
+
+
+@loss
+def in_a_loop_with_weights(net, x, z, y, w, mask):
+    return sum(F.cross_entropy(net.head(z[i]), y[i]) * 0.5**i for i in range(len(z))) / len(z)
+
+
+@loss
+def a_share_of_each(net, x, z, y, w, mask):
+    return each_loss(net, z, y).div(y.numel()).sum() + 0.1 * net.codes.square().sum()
+
+
+@loss
+def a_term_times_the_rows(net, x, z, y, w, mask):
+    return each_loss(net, z, y).mean() + 0.1 * net.codes.square().sum() * len(z)
+
+
+@loss
+def a_term_by_the_rows(net, x, z, y, w, mask):
+    return each_loss(net, z, y).mean() + net.codes.square().sum() / len(z)
+
+
+@loss
+def a_sum_of_two(net, x, z, y, w, mask):
+    return each_loss(net, z, y).sum() + net.body(x).square().mean()
+
+
+@loss
+def slope_of_a_mean(net, x, z, y, w, mask):
+    z = z.detach().requires_grad_()
+    (slope,) = torch.autograd.grad(net.head(net.body(z).tanh()).mean(), z, create_graph=True)
+    return (slope.norm(dim=1) * len(z) - 1).square().mean()
+
+
+@loss
+def with_a_mask_of_its_own(net, x, z, y, w, mask):
+    weights = torch.where(mask, 1.0, torch.zeros(())).masked_fill(mask, 0.5)
+    return ((net.body(x) - x).square().mean(-1) * weights / len(x)).sum()
+
+
+@loss
+def put_together_again(net, x, z, y, w, mask):
+    return torch.stack(
+        [F.cross_entropy(net.head(row), label) for row, label in zip(z, y, strict=True)]
+    ).mean()
+
+
+@loss
+def put_together_and_summed(net, x, z, y, w, mask):
+    return torch.cat(
+        [F.cross_entropy(net.head(row), label)[None] for row, label in zip(z, y, strict=True)]
+    ).sum()
+
+
+@loss
+def the_largest_of_a_list(net, x, z, y, w, mask):
+    return torch.stack(each_by_itself(net, z, y)).max()
+
+
+@loss
+def the_first_alone(net, x, z, y, w, mask):
+    return each_loss(net, z, y)[0]
+
+
+@loss
+def each_by_its_place(net, x, z, y, w, mask):
+    return (each_loss(net, z, y) * torch.arange(len(z))).mean()
+
+
+@loss
+def rising_weights(net, x, z, y, w, mask):
+    return (each_loss(net, z, y) * torch.linspace(0, 1, len(z) + 1)[1:]).mean()
+
+
 def batch_of(rows: int) -> tuple[torch.Tensor, ...]:
     x, z, w = torch.randn(rows, LENGTH, WIDTH), torch.randn(rows, WIDTH), torch.rand(rows)
     return x, z, torch.randint(WORDS, (rows,)), w, torch.rand(rows, LENGTH) > 0.4
@@ -288,16 +433,24 @@ def _in_double():
     torch.set_default_dtype(torch.float32)
 
 
+#: Where a microbatch is one row, and the rows could lie in any dimension of one entry.
+OF_ONE_ROW = [
+    "balance", "each_by_its_place", "in_a_loop_by_the_rows", "last_token", "over_rows", "overlap_of_each",
+    "put_together_and_summed", "put_together_again", "rising_weights", "row_by_row", "row_by_row_undivided",
+    "some_part_of_the_mean", "sums_by_rows", "the_first_alone", "times_the_rows", "within_a_function",
+]  # fmt: skip
+
+
 @pytest.mark.usefixtures("_in_double")
-@pytest.mark.parametrize("name", LOSSES)
-def test_a_loss_that_is_no_mean_of_microbatches_is_told(name):
+@pytest.mark.parametrize(("rows", "name"), [*((ROWS, x) for x in LOSSES), *((1, x) for x in OF_ONE_ROW)])
+def test_a_loss_that_is_no_mean_of_microbatches_is_told(rows, name):
     torch.manual_seed(0)
-    net, batch = Net(LOSSES[name]), batch_of(ROWS * MICROBATCHES)
+    net, batch = Net(LOSSES[name]), batch_of(rows * MICROBATCHES)
     with warnings.catch_warnings(record=True) as given:
         warnings.simplefilter("always")
         pipe = fxpipe.compile(
             net,
-            tuple(t[:ROWS] for t in batch),
+            tuple(t[:rows] for t in batch),
             ranks=1,
             microbatches=MICROBATCHES,
             schedule="1f1b",

@@ -106,6 +106,8 @@ class Flow:
                 before = shape_of(operand)
                 if is_pointwise(x) or packet in families.POINTWISE:
                     todo.append((operand, dim + len(before) - len(shape)))
+                elif packet is aten.slice:  # other numbers, if those that it takes some of are others
+                    todo.append((operand, dim))
                 elif packet not in families.NO_NUMBERS:
                     todo += [(operand, d) for d in range(len(before)) if through(x, operand, d) == dim]
         return False

@@ -25,7 +25,7 @@ from fxpipe.capture.rows.forms import (
     shape_of,
     value_of,
 )
-from fxpipe.capture.rows.place import without
+from fxpipe.capture.rows.place import Place, without
 from fxpipe.ir.builder import node_arg
 from fxpipe.ir.dims import dims_of, order_behind
 from fxpipe.ir.storage import argument
@@ -103,12 +103,15 @@ def joined(flow: Flow, node: fx.Node) -> Rows:
     """Of tensors behind each other."""
     tensors: Sequence[fx.Node] = node.args[0]  # type: ignore[assignment]
     tensors = [x for x in tensors if value_of(x).numel()] or tensors  # type: ignore[union-attr]
+    dim = next(iter(dims_of(node, len(shape_of(tensors[0]))) or {0}))
+    if [flow.single.get(x) for x in tensors] == [frozenset({row}) for row in range(flow.rows)]:
+        inner, rest = divmod(shape_of(node)[dim], flow.rows)  # what a loop has made of each row
+        return LOST if rest else each([Place(dim, 1, inner)])
     of_rows = [x for x in tensors if flow.has(x, Form.EACH)]
     if any(map(flow.is_sum, tensors)):
         return flow.tell(node, STATISTIC, LOST)
     if not of_rows or any(flow.has(x, Form.LOST) for x in tensors):
         return LOST
-    dim = next(iter(dims_of(node, len(shape_of(tensors[0]))) or {0}))
     units = [{p._replace(outer=1) for p in flow.of[x].places} for x in of_rows]
     places = [p for p in flow.of[of_rows[0]].places if all(p._replace(outer=1) in unit for unit in units)]
     if packet_of(node) is aten.stack:

@@ -7,33 +7,38 @@
     mean(topk(losses, 8))           a choice among the rows
     x[: len(x) // 2]                some rows by their place
     sum(square(x - y))              a sum that nothing divides by the number of rows
+    mean(square(x - y)) * len(x)    a mean times the number of rows
 
 The mean of what the microbatches have of these is not what the whole batch has.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Set
+import operator
+import warnings
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from math import inf
+from typing import Any
 
 import torch
 from torch import fx
 
-from fxpipe.capture.rows import families
 from fxpipe.capture.rows.analysis import RowAnalysis
-from fxpipe.capture.rows.forms import Form, packet_of
-from fxpipe.capture.rules.inner_gradients import uses_of_means
+from fxpipe.capture.rows.numbers import RowNumbers, twice_the_rows
+from fxpipe.capture.rows.powers import RowPowers, has_numbers, is_gradient_of_mean
+from fxpipe.capture.rules.loss_tail import Tail, line_of
+from fxpipe.errors import number_of
 from fxpipe.ir.builder import node_arg
-from fxpipe.ir.dims import TRANSPOSES, is_pointwise
-from fxpipe.ir.graph import Kind
-from fxpipe.ir.nodes import input_nodes
-from fxpipe.ir.storage import argument, leading_to
+from fxpipe.ir.storage import graph_outputs
 
-aten = torch.ops.aten
-
-_SUM = 2  # of the reductions of losses
-_SUMS = aten.sum, aten.nansum
+NUMBER = "it computes with a number that follows from how many rows there are"
+OF_MEAN = (
+    "the forward takes the gradient of a mean over the rows, which is divided by their number: take that of "
+    "the sum"
+)
+#: A microbatch -> the graph of its forward with its constants; None of one that the model does not take.
+Forward = Callable[[Any], tuple[fx.Graph, Mapping[str, torch.Tensor]] | None]
+_MOST_NAMED = 3  # operands of an op in a warning
 
 
 @dataclass(frozen=True)
@@ -45,96 +50,88 @@ class Joins:
     sums: tuple[fx.Node, ...]
 
 
-def joins_of(analysis: RowAnalysis, graph: fx.Graph, loss: fx.Node, exact: Set[fx.Node]) -> Joins:
+def joins_of(tail: Tail, analysis: RowAnalysis, numbers: Callable[[], RowNumbers | None]) -> Joins:
     """What joins the rows of a microbatch in the loss of a captured step.
 
-    exact: divisions that are made by a count of the whole batch.
+    numbers: those of the forward, for which it is traced once more; None of a model that takes no other
+    number of rows.
     """
+    graph, exact = tail.graph, {each.node for each in tail.divisions}
+    loss = graph_outputs(graph).loss
+    assert loss is not None, "that of the tail"
     analysis.follow(exact)
-    told = analysis.told | uses_of_means(graph, analysis)
     behind, todo = set[fx.Node](), [loss]
     while todo:
         node = todo.pop()
         if node not in behind:
             behind.add(node)
             todo += [node_arg(node, 0)] if node in exact else node.all_input_nodes
+    told, sums = {**analysis.told}, list[fx.Node]()
+    known = numbers() if has_numbers(graph, loss, analysis) else RowNumbers(graph, {})
+    if known is not None:
+        powers = RowPowers(graph, loss, analysis, exact, known)
+        for node in powers.odd:
+            cause = powers.cause(node)
+            if powers.is_sum(cause):
+                sums += [cause] if node in behind else []
+            elif is_gradient_of_mean(cause):
+                told.setdefault(node, OF_MEAN)
+            else:
+                told.setdefault(cause, NUMBER)
     ops = {node: told[node] for node in graph.nodes if node in told and node in behind and node not in exact}
-    return Joins(ops, tuple(_undivided_sums(loss, analysis, exact)))
+    return Joins(ops, tuple(sums))
 
 
-def _undivided_sums(loss: fx.Node, analysis: RowAnalysis, exact: Set[fx.Node]) -> Iterator[fx.Node]:
-    """The sums over rows that the loss adds as they are, or times a number that is no part of a count."""
-    forms = {node: rows.form for node, rows in analysis.of.items()}
-    todo, seen = [loss], set[fx.Node]()
-    while todo:
-        node = todo.pop()
-        if node in exact or node in seen or forms.get(node) is not Form.SUMMED:
-            continue
-        seen.add(node)
-        packet = packet_of(node)
-        operands = [*input_nodes(node)]
-        states = {forms[x] for x in operands}
-        if packet is None:  # an item: what a cross-entropy gives
-            if argument(operands[0], "reduction") == _SUM:
-                yield node
-        elif node in analysis.single:  # the sum of a loop over the rows
-            yield node
-        elif Form.EACH in states:
-            is_sum = packet in _SUMS or packet in families.PRODUCTS or packet in families.PLACED
-            is_sum |= argument(node, "reduction") == _SUM
-            if is_sum and exact.isdisjoint(_summed(node, analysis)):
-                yield node
-            todo += (
-                x for operand in operands if (plus := analysis.of[operand].plus) for x in input_nodes(plus)
-            )
-        elif packet in (aten.div, aten.mul):
-            numbers = [x for x in node.args if x not in operands]
-            of_rows = [x for x in operands if forms[x] is Form.SUMMED]
-            is_number = len(operands) == len(numbers) == 1 and isinstance(numbers[0], int | float)
-            is_count = is_number and _is_part_of_a_count(packet, float(numbers[0]), of_rows[0], analysis)  # type: ignore
-            is_factor = is_number or any(_is_factor(x) for x in operands if forms[x] is Form.SAME)
-            todo += of_rows if is_factor and not is_count else []
-        elif Form.LOST not in states and node not in analysis.told:  # it is linear
-            todo += operands
+def warn_of_joins(tail: Tail, analysis: RowAnalysis, example: Any, forward: Forward) -> None:
+    """Warn of what makes the loss of a captured step no mean of microbatches, and let ``tail`` have it apart.
+
+    example: the microbatch of the step.  forward: traces that of another one.
+    """
+    judged = tail
+    if analysis.rows == 1 and (two := forward(twice_the_rows(example))):
+        # In which dimension the rows lie is seen with two of them.
+        example, analysis = twice_the_rows(example), RowAnalysis(*two)
+        judged = Tail(two[0], analysis)
+
+    def numbers() -> RowNumbers | None:
+        twice = forward(twice_the_rows(example))
+        return None if twice is None else RowNumbers(judged.graph, analysis.constants, twice)
+
+    joins, divides = joins_of(judged, analysis, numbers), {*judged.apart}
+    judged.apart |= {node: _function(node) for node in joins.ops if node not in divides}
+    odd = [node for node in judged.apart if node in judged.odd or joins.ops.get(node)] or tail.odd
+    tail.apart |= judged.apart
+    if odd:
+        is_divisor = odd[0] in divides or odd is tail.odd
+        _warn_of_op(tail.apart[odd[0]], joins.ops.get(odd[0], ""), len(odd) - 1, is_divisor)
+    elif joins.sums:
+        warnings.warn(
+            f"The loss is a sum over rows that nothing divides by their number ({line_of(joins.sums[0])}). A "
+            "step has the mean of what its microbatches have: the sum over the whole batch, divided by the "
+            "number of microbatches; so are its gradients. Divide by the rows that the loss gets, or let "
+            'loss_fn return (sum, count); mean="microbatch" of compile says that it is meant.',
+            stacklevel=2,
+        )
 
 
-def _is_factor(node: fx.Node) -> bool:
-    """Whether a number comes from parameters or from the batch, and is no count that the model computes."""
-    inputs = (x.meta["input"].kind for x in leading_to([node]) if x.op == "placeholder")
-    return any(kind in (Kind.PARAMETER, Kind.BATCH) for kind in inputs)
+def _warn_of_op(text: str, why: str, others: int, is_divisor: bool) -> None:
+    verb, values, remedy = "takes", "has its own", ""
+    if is_divisor:
+        verb, values = "divides by", "has its own (NaN, of a mean over labels of which it has none)"
+        why = "it is no sum over rows of the data, or divides inside a custom autograd.Function"
+        remedy = "Take a loss that is a sum over rows, or let loss_fn return (sum, count); "
+    more = f" {number_of(others, 'other op')} too: pipe.explain() lists them." if others else ""
+    warnings.warn(
+        f"The loss {verb} {text}, of which fxpipe cannot take the whole batch's: {why}. Each microbatch "
+        f"{values}, and the mean of their losses is another one than the whole batch's.{more} {remedy}"
+        'mean="microbatch" of compile says that it is meant.',
+        stacklevel=3,
+    )
 
 
-def _is_part_of_a_count(packet: object, number: float, node: fx.Node, analysis: RowAnalysis) -> bool:
-    """Whether a number divides what is summed by how many these are: 1 / 6 or 1 / 12, of 6 rows of 2; a half
-    is that of a squared error."""
-    if number == 0:
-        return True  # nothing is left of the sum
-    count = number if packet is aten.div else 1 / number
-    if number == 0.5 or not 1 <= count < inf or abs(count - round(count)) > 1e-6 * count:
-        return False
-    if node in analysis.single:
-        return round(count) % analysis.rows == 0
-    values = (x.meta["val"] for x in _summed(node, analysis))
-    shapes = [x.shape for x in values if isinstance(x, torch.Tensor) and x.dim() and x.numel()]
-    return any(s.numel() % round(count) == 0 and round(count) % s[0] == 0 for s in shapes)
-
-
-def _summed(node: fx.Node, analysis: RowAnalysis) -> set[fx.Node]:
-    """What is summed: the values from which a sum, or a product that is one, is made entry by entry."""
-    todo, seen = [node], set[fx.Node]()
-    while todo:
-        node = todo.pop()
-        if node not in seen:
-            seen.add(node)
-            packet = packet_of(node)
-            is_sum = packet in families.PRODUCTS and analysis.has(node, Form.SUMMED)
-            if is_sum or packet is None or is_pointwise(node) or packet in _ENTRYWISE:
-                todo += node.all_input_nodes
-    return seen
-
-
-_ENTRYWISE = (
-    families.POINTWISE | families.PARTS | families.PLACED | families.SHAPES | families.JOINED
-    | families.LINEAR | TRANSPOSES
-    | {aten.gather, aten.index, aten.mean, aten.nll_loss2d_forward, aten.nll_loss_forward, aten.sum}
-)  # fmt: skip
+def _function(node: fx.Node) -> str:
+    if node.target is operator.getitem:
+        node = node_arg(node, 0)
+    first, *others = [x.name for x in node.all_input_nodes] or ["…"]
+    operands = ", ".join([first, *(others if len(others) < _MOST_NAMED else ["…"])])
+    return f"{node.target.overloadpacket.__name__}({operands}) ({line_of(node)})"  # type: ignore[union-attr]

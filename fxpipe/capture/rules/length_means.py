@@ -30,7 +30,8 @@ import torch
 from torch import fx
 
 from fxpipe.capture.rows.analysis import RowAnalysis
-from fxpipe.capture.rules.batch_means import Tail, called
+from fxpipe.capture.rules.batch_means import called
+from fxpipe.capture.rules.loss_tail import Tail
 from fxpipe.errors import SizeError
 from fxpipe.ir.builder import Calls, node_arg
 from fxpipe.ir.compat import OpOverload
@@ -148,7 +149,7 @@ class _Means:
     def of(graph: fx.Graph) -> _Means:
         loss = graph_outputs(graph).loss
         assert loss is not None
-        linear = Tail(graph, loss, RowAnalysis(graph)).linear
+        linear = Tail(graph, RowAnalysis(graph)).linear
         counts = tuple(graph.find_nodes(op="call_function", target=batch_mean))
         leads = {*linear, *leading_to(counts)}
         nodes = [n for n in call_nodes(graph) if n in leads and _number(n)]

@@ -1,0 +1,238 @@
+"""The end of a forward: what the loss is a linear function of, and where it divides by counts of the data."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from pathlib import PurePath
+
+import torch
+from torch import fx
+
+from fxpipe.capture.rows.analysis import RowAnalysis, is_sum_of_lanes
+from fxpipe.capture.rows.forms import Form
+from fxpipe.ir.builder import Calls, node_arg
+from fxpipe.ir.dims import dims_of
+from fxpipe.ir.graph import Kind, batch_mean
+from fxpipe.ir.nodes import input_nodes
+from fxpipe.ir.storage import argument, call_nodes, graph_outputs, may_draw_numbers
+
+aten = torch.ops.aten
+
+LOSSES = {aten.nll_loss_forward.default, aten.nll_loss2d_forward.default}
+BACKWARDS = {aten.nll_loss_backward.default, aten.nll_loss2d_backward.default}
+MEAN, SUM = 1, 2  # reductions
+#: Ops that are linear in their first operand, where that is a number.
+_LINEAR = {
+    aten._to_copy, aten._unsafe_view, aten.alias, aten.clone, aten.expand, aten.mean, aten.nan_to_num,
+    aten.neg, aten.permute, aten.reshape, aten.rsub, aten.select, aten.slice, aten.squeeze, aten.sum,
+    aten.transpose, aten.unsqueeze, aten.view,
+}  # fmt: skip
+#: Ops that leave one number as it is.
+_OF_ONE_NUMBER = {aten._to_copy, aten._unsafe_view, aten.expand, aten.reshape, aten.unsqueeze, aten.view}
+#: Of a count, what keeps it from being zero.
+GUARDS = {aten.clamp, aten.clamp_min, aten.maximum}
+
+
+@dataclass(frozen=True, eq=False)
+class Division:
+    """A division of the loss.  ``node``: an op that divides by a count, or a mean cross-entropy, which does.
+    ``backward``: the ops that differentiate it, each with the place of the count among its arguments.
+    ``text``: the count."""
+
+    node: fx.Node
+    backward: tuple[tuple[fx.Node, int], ...]
+    text: str
+
+
+class Tail:
+    """The end of the forward: what the loss is a linear function of.
+
+    ``linear``: its ops.  ``divisions``: the ops that divide by a count of data, which ends the way up.
+    ``apart``: the texts of divisors that stay as they are, by the ops that divide.  ``odd``: those of them
+    whose divisor comes from data alone.  ``has_total``: see ``BatchMeans``.
+    """
+
+    def __init__(self, graph: fx.Graph, analysis: RowAnalysis) -> None:
+        self.graph, self.calls = graph, Calls(graph)
+        self.rows = {node: rows for node, rows in analysis.of.items() if rows.is_data}
+        self._same = _same_for_all(graph)
+        self.linear: dict[fx.Node, None] = {}
+        self.divisions: list[Division] = []
+        self.apart: dict[fx.Node, str] = {}
+        self.odd: list[fx.Node] = []
+        self.has_total = False
+        loss = graph_outputs(graph).loss
+        todo = [] if loss is None else [loss]
+        while todo:
+            node = todo.pop()
+            if node.op == "call_function" and node not in self.linear:
+                self.linear[node] = None
+                todo += self._operands(node)
+        for item in (node for node in call_nodes(graph) if is_loss(node) and node not in self.linear):
+            if node_arg(item, 0).args[3] == MEAN and self._backward(node_arg(item, 0), BACKWARDS, 6):
+                self.apart[item] = f"the number of labels that count ({line_of(item)})"
+
+    def _operands(self, node: fx.Node) -> Iterator[fx.Node]:
+        """The operands in which an op is linear, but for those of a division by a count."""
+        packet = getattr(node.target, "overloadpacket", None)
+        operands = [x for x in node.args if isinstance(x, fx.Node)]
+        match packet:
+            case None if is_loss(node):
+                self._add_cross_entropy(node)
+            case aten.div | aten.reciprocal:
+                yield from self._divided(node)
+            case aten.add | aten.sub:
+                yield from operands
+            case aten.mul:
+                a, b = (*operands, None, None)[:2]
+                yield from (x for x, other in ((a, b), (b, a)) if x is not None and self._scales(other, x))
+            case aten.where if operands[0] in self.rows:
+                yield from operands[1:]
+            case aten.stack | aten.cat:
+                yield from node.all_input_nodes
+            case _ if packet in _LINEAR or is_sum_of_lanes(node):
+                yield from operands[:1]
+
+    def _scales(self, factor: fx.Node | None, node: fx.Node) -> bool:
+        """Whether the product is linear in ``node``: of data also where the other one is not of data."""
+        is_of_data = node in self.rows and factor not in self.rows
+        return factor is None or is_of_data or self._is_factor(factor)
+
+    def _is_factor(self, node: fx.Node) -> bool:
+        """Whether a mean over microbatches may have such a factor: one that each row has for itself, or that
+        is the same for all."""
+        rows = self.rows.get(node)
+        is_each = rows is not None and rows.is_whole and rows.form in (Form.EACH, Form.SAME)
+        return is_each or node in self._same
+
+    def _divided(self, node: fx.Node) -> Iterator[fx.Node]:
+        divisor = node.args[-1]
+        is_total = isinstance(divisor, fx.Node) and self.is_total(divisor) and self._sums_rows(node)
+        if not isinstance(divisor, fx.Node) or (not is_total and self._is_factor(divisor)):
+            yield from (x for x in node.args[:1] if isinstance(x, fx.Node) and x is not divisor)
+            return
+        backward = self._backward(node, (aten.div.Tensor,), 1)
+        is_count = is_total or self._is_count(divisor)
+        if is_count and not node.kwargs and (backward or not self._trains(node)):
+            self.divisions.append(Division(node, backward, f"{divisor.name} ({line_of(node)})"))
+        elif divisor.meta["val"].numel() == 1:
+            self.apart[node] = f"{divisor.name} ({line_of(node)})"
+            if divisor in self.rows:
+                self.odd.append(node)
+
+    def is_total(self, node: fx.Node) -> bool:
+        """Whether a value is a number of the batch, without rows: that of the labels of all microbatches, or
+        any other, where a sum over rows is divided by it."""
+        while getattr(node.target, "overloadpacket", None) in _OF_ONE_NUMBER:
+            node = node_arg(node, 0)
+        if node.op != "placeholder" or node.meta["input"].kind is not Kind.BATCH:
+            return False
+        value: torch.Tensor = node.meta["val"]
+        return not value.dim() and value.dtype is not torch.bool
+
+    def _sums_rows(self, division: fx.Node) -> bool:
+        """Whether what is divided is a sum over rows, as of the losses of all labels."""
+        node = division.args[0]
+        while isinstance(node, fx.Node):
+            packet = getattr(node.target, "overloadpacket", None)
+            if packet is aten.sum:
+                dims = dims_of(node, node_arg(node, 0).meta["val"].dim())
+                return node not in self.rows and (dims is None or 0 in dims)
+            if is_loss(node):
+                return bool(node_arg(node, 0).args[3] == SUM)
+            if node.op == "call_function" and argument(node, "reduction") == SUM:
+                return node not in self.rows
+            if packet not in _OF_ONE_NUMBER | {aten.neg, aten.mul}:
+                return False
+            node = node.args[0]
+        return False
+
+    def _has(self, node: object, form: Form) -> bool:
+        """Whether a value of data has this form."""
+        rows = self.rows.get(node)  # type: ignore[call-overload]
+        return rows is not None and rows.is_whole and rows.form is form
+
+    def is_sum(self, node: fx.Node) -> bool:
+        """Whether a value is a sum or a mean over rows of the data, and nothing more."""
+        return self._has(node, Form.SUMMED) and self.rows[node].is_count
+
+    def _is_count(self, node: fx.Node) -> bool:
+        """Whether a value is a count of data, or one that is kept from being zero."""
+        if node not in self.rows or self.is_sum(node):
+            return node in self.rows
+        packet = getattr(node.target, "overloadpacket", None)
+        first, *others = [*node.args, None]
+        if packet in GUARDS and isinstance(first, fx.Node):
+            least = others[0]
+            is_fixed = isinstance(least, int | float) or (
+                isinstance(least, fx.Node) and self._has(least, Form.SAME)
+            )
+            return is_fixed and others[1:] in ([], [None]) and self._is_count(first)
+        return packet in _OF_ONE_NUMBER and isinstance(first, fx.Node) and self._is_count(first)
+
+    def _add_cross_entropy(self, item: fx.Node) -> None:
+        loss = node_arg(item, 0)
+        labels, weight = node_arg(loss, 1), loss.args[2]
+        if loss.args[3] != MEAN:
+            return
+        text = f"the number of labels that count ({line_of(loss)})"
+        if weight is not None:
+            text = f"the weights of labels that count ({line_of(loss)})"
+        backward = self._backward(loss, BACKWARDS, 6)
+        is_count = self._has(labels, Form.EACH) and (weight is None or self._has(weight, Form.SAME))
+        if is_count and (backward or not self._trains(item)):
+            self.divisions.append(Division(item, backward, text))
+        else:
+            self.apart[item] = text
+            if weight in self.rows and not self._has(weight, Form.SAME):
+                self.odd.append(item)
+
+    def _trains(self, node: fx.Node) -> bool:
+        """Whether the step has to differentiate a division."""
+        return node not in self.rows and bool(graph_outputs(self.graph).grads)
+
+    def _backward(
+        self, node: fx.Node, targets: Collection[object], place: int
+    ) -> tuple[tuple[fx.Node, int], ...]:
+        """The ops that differentiate another one, and read data at this place."""
+        seq = node.meta["origin"].seq
+        return tuple(
+            (other, place)
+            for other in call_nodes(self.graph)
+            if seq is not None
+            and other.target in targets
+            and other.meta["origin"].backward
+            and other.meta["origin"].seq == seq
+            and (targets is BACKWARDS or other.args[place] in self.rows)
+        )
+
+
+def is_loss(node: fx.Node) -> bool:
+    """Whether a value is the loss that a cross-entropy gives, beside its count."""
+    is_item = node.target is operator.getitem and node_arg(node, 0).target in LOSSES
+    return bool(is_item and node.args[1] == 0)
+
+
+def _same_for_all(graph: fx.Graph) -> set[fx.Node]:
+    """The values of parameters, constants, means over the batch, and numbers of the batch that all of its
+    microbatches share."""
+    changed = graph_outputs(graph).buffers
+    same: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            source = node.meta["input"]
+            has_rows = source.kind is Kind.BATCH and node.meta["val"].dim() > 0
+            if not has_rows and source.kind is not Kind.KEY and source.name not in changed:
+                same.add(node)
+        elif node.target is batch_mean or (
+            same.issuperset(input_nodes(node)) and not may_draw_numbers(node.target)
+        ):
+            same.add(node)
+    return same
+
+
+def line_of(node: fx.Node) -> str:
+    file, _, line = node.meta["origin"].source.rpartition(":")
+    return f"{PurePath(file).name}:{line}" if line else node.meta["origin"].module
