@@ -297,6 +297,11 @@ def times_a_tensor_of_rows(net, x, z, y, w, mask):
 
 
 @loss
+def times_a_tensor_of_their_logarithm(net, x, z, y, w, mask):
+    return each_loss(net, z, y).mean() * torch.tensor(1 + math.log(len(z)))
+
+
+@loss
 def by_a_tensor_of_rows(net, x, z, y, w, mask):
     return each_loss(net, z, y).sum() / torch.tensor(len(z))
 

@@ -1,9 +1,11 @@
 """Which numbers in a forward follow from how many rows it gets: they are others in a trace of twice as many.
 
-mul(loss, 4)       and  mul(loss, 8)          len(x): the first power of the rows
-div(total, 12)     and  div(total, 24)        x.numel(), likewise
-full([], 0.25)     and  full([], 0.125)       1 / len(x): the power -1
-mul(x, 0.5)        and  mul(x, 0.5)           none
+    mul(loss, 4)       and  mul(loss, 8)          len(x): the first power of the rows
+    div(total, 12)     and  div(total, 24)        x.numel(), likewise
+    full([], 0.25)     and  full([], 0.125)       1 / len(x): the power -1
+    mul(x, 0.5)        and  mul(x, 0.5)           none
+
+Only what is told to users depends on it: a model that takes no other number of rows has no other trace.
 """
 
 from __future__ import annotations
@@ -125,7 +127,8 @@ def _power(here: float, there: float | None) -> float:
 
 def _power_of_tensor(here: torch.Tensor, there: torch.Tensor) -> float:
     """The same of all entries of a constant; 0 of one of other sizes, which has a part for each row."""
-    if here.shape != there.shape or torch.equal(here, there):
+    is_same = here.shape == there.shape and (here == there) | ((here != here) & (there != there))
+    if isinstance(is_same, bool) or is_same.all():
         return 0.0
     is_zero = (here == 0) & (there == 0)
     ratios = (there.double() / here.double())[~is_zero].unique()

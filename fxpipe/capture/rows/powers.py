@@ -1,15 +1,18 @@
 """The powers of the number of rows in the values of a forward: of which a step's mean has none.
 
-mean(x), sum(x) / len(x)            0: the mean of what microbatches have is what the batch has
-sum(x), mean(x) * len(x)            1: the batch has as many times more as it has microbatches
-autograd.grad(mean(f(x)), x)        -1 in each row: the gradient of a mean is divided by their number
-g.sign(), g / g.norm(dim=1)         0 again
-x + 0.1 * g                         none: told, as what is another function of a power
+    mean(x), sum(x) / len(x)            0: the mean of what microbatches have is what the batch has
+    sum(x), mean(x) * len(x)            1: the batch has as many times more as it has microbatches
+    autograd.grad(mean(f(x)), x)        -1 in each row: the gradient of a mean is divided by their number
+    g.sign(), g / g.norm(dim=1)         0 again
+    x + 0.1 * g                         none: told, as what is another function of a power
+
+The powers in numbers and constants come from a trace of twice the rows (``numbers.py``).
 """
 
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Container, Iterable
 
 import torch
@@ -17,7 +20,7 @@ from torch import fx
 
 from fxpipe.capture.rows import families
 from fxpipe.capture.rows.flow import Flow
-from fxpipe.capture.rows.forms import Form, is_float, packet_of, shape_of
+from fxpipe.capture.rows.forms import Form, is_float, packet_of, shape_of, value_of
 from fxpipe.capture.rows.numbers import RowNumbers, numbers_of
 from fxpipe.ir.builder import node_arg
 from fxpipe.ir.dims import COPIES, SUMS
@@ -48,13 +51,8 @@ _ALIKE = (
     }
 )  # fmt: skip
 _ADDING = families.ADDED | {
-    aten._embedding_bag,
-    aten.bincount,
-    aten.count_nonzero,
-    aten.histc,
-    aten.nansum,
-    aten.sum,
-}
+    aten._embedding_bag, aten.bincount, aten.count_nonzero, aten.histc, aten.nansum, aten.sum,
+}  # fmt: skip
 
 
 class RowPowers:
@@ -75,9 +73,9 @@ class RowPowers:
             if node not in before:
                 continue
             if node.op == "placeholder":
-                power = sum(numbers.of(node).values())
-            else:
-                power = self._power(node) + self._rows_summed(node)
+                self.of[node] = sum(numbers.of(node).values())
+                continue
+            power = self._power(node) + self._rows_summed(node)
             if math.isnan(power):
                 self.odd.append(node)
                 power = 0.0
@@ -112,10 +110,9 @@ class RowPowers:
         numbers = [x for x in node.args[1:] if isinstance(x, int | float)]
         is_guarded = not of_numbers and all(abs(x) <= _LEAST for x in numbers)
         match packet:
-            case None:  # of several results; the weight of all labels is a sum, also beside a mean
-                is_weight = argument(node_arg(node, 0), "reduction") == _MEAN and node.args[1] == 1
-                return powers[0] + float(is_weight)
-            case _ if packet in _SIGNS or node.meta["val"].dtype is torch.bool:
+            case None:
+                return self._of_item(node)
+            case _ if packet in _SIGNS or _is_bool(node):
                 return 0.0
             case _ if packet in _FILLS:
                 return sum(of_numbers.values())
@@ -130,7 +127,7 @@ class RowPowers:
             case _ if packet in _PRODUCTS:
                 first = _PRODUCTS[packet]
                 return _alike([powers[first] + powers[first + 1], *powers[:first]])
-            case aten.add | aten.sub | aten.rsub if not node.kwargs or "alpha" not in of_numbers:
+            case aten.add | aten.sub | aten.rsub if "alpha" not in of_numbers:
                 return _alike(self._terms(node) if is_guarded else powers[:2])
             case _ if packet in _GUARDS:
                 is_count = self.flow.has(node.args[0], Form.SUMMED) and not of_numbers
@@ -141,6 +138,13 @@ class RowPowers:
             case _ if packet in _ALIKE and not of_numbers:
                 return _alike(self._terms(node))
         return math.nan
+
+    def _of_item(self, node: fx.Node) -> float:
+        """Of one of several results; the weight of all labels is a sum, also beside a mean."""
+        if node.target is not operator.getitem:
+            return math.nan
+        of = node_arg(node, 0)
+        return self.of[of] + float(argument(of, "reduction") == _MEAN and node.args[1] == 1)
 
     def _is_zero(self, node: fx.Node) -> bool:
         """Whether all entries are known to be zero, which is any power times nothing."""
@@ -186,6 +190,11 @@ def is_gradient_of_mean(node: fx.Node) -> bool:
     return is_backward and argument(node, "reduction") == _MEAN
 
 
+def _is_bool(node: fx.Node) -> bool:
+    value = value_of(node)
+    return value is not None and value.dtype is torch.bool
+
+
 def _alike(powers: Iterable[float]) -> float:
     """The power that all have; NaN where they differ."""
     one = {*powers}
@@ -207,12 +216,15 @@ def has_numbers(graph: fx.Graph, loss: fx.Node, flow: Flow) -> bool:
             continue
         if is_weight and shape_of(node):
             weights.add(node)
-    behind = before - leading_to(readers)
-    return any(
-        node.meta["input"].kind is Kind.CONSTANT if node.op == "placeholder"
-        else numbers_of(node) or (_counts(node, flow) and weights.isdisjoint(node.all_input_nodes))
-        for node in behind
-    )  # fmt: skip
+
+    def may_follow(node: fx.Node) -> bool:
+        if node.op == "placeholder":
+            return bool(node.meta["input"].kind is Kind.CONSTANT)
+        if _counts(node, flow):
+            return weights.isdisjoint(node.all_input_nodes)
+        return is_float(node) and bool(numbers_of(node))
+
+    return any(map(may_follow, before - leading_to(readers)))
 
 
 def _counts(node: fx.Node, flow: Flow) -> bool:
