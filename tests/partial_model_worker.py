@@ -197,6 +197,20 @@ def changed_in_place_on_one_rank(rank: Rank) -> None:
     rank.error("weights scaled on one rank", lambda: script.pipe.step(script.batch))
 
 
+def drawn_on_each_rank(rank: Rank) -> None:
+    """Weights of a whole model that each rank draws by a seed of its own, and then by the same one."""
+    script = Script()
+    script.step()
+    script.synchronized()
+    for how, seed in (("by own seeds", rank.number), ("alike", 7)):
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            for parameter in script.model.parameters():
+                parameter.normal_()
+        rank.error(f"weights drawn {how}", script.pipe.check_alike)
+    rank.error("a step of weights drawn alike", lambda: script.pipe.step(script.batch))
+
+
 def own_optimizer(rank: Rank) -> None:
     """Made of the model's parameters: it trains what the rank holds, and copies of the rest are gone then."""
     script = Script()
@@ -500,4 +514,5 @@ def main(directory: Path) -> None:
     trained_inside(rank)
     teacher(rank, "apart")
     teacher(rank, "divided", **REPLICAS, shard="parameters")
+    drawn_on_each_rank(rank)
     changed_in_place_on_one_rank(rank)

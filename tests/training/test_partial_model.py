@@ -64,10 +64,13 @@ def test_a_state_dict_is_no_mixture_of_old_and_new_values(ranks, when):
 
 
 def test_weights_of_a_whole_model_are_changed_on_all_ranks(ranks):
-    for message in text(ranks, "weights changed on one rank") + text(ranks, "weights scaled on one rank"):
+    told = "weights changed on one rank", "weights scaled on one rank", "weights drawn by own seeds"
+    for message in (message for name in told for message in text(ranks, name)):
         assert "Rank 1 has changed other weights of the model than rank 0 since pipe.synchronize()" in message
     for on in ("no rank", "all ranks"):
         assert text(ranks, f"weights changed on {on}") == ["no error", "no error"]
+    for alike in ("weights drawn alike", "a step of weights drawn alike"):
+        assert text(ranks, alike) == ["no error", "no error"]
 
 
 @pytest.mark.parametrize("use", ["use average by hand", "use average in the model"])

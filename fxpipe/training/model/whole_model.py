@@ -20,10 +20,10 @@ class WholeModel:
     def __init__(self, tensors: Mapping[str, torch.Tensor]):
         self._then = _digests(tensors)
 
-    def changed(self, tensors: Mapping[str, torch.Tensor]) -> list[str]:
-        """The names of those that have other values now."""
+    def changed(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
+        """The digests of those that have other values now, by name."""
         now = _digests({name: tensor for name, tensor in tensors.items() if name in self._then})
-        return sorted(name for name, value in now.items() if value != self._then[name])
+        return {name: value for name, value in sorted(now.items()) if value != self._then[name]}
 
 
 def _digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:

@@ -36,7 +36,7 @@ class Facts:
     one.  ``calls``: the number of the order of the optimizer's calls.  ``changed``: what the script has
     changed between the last step and its update.
     ``names``: of tensors that several ranks hold, the same on all ranks, and their ``digests``.
-    ``written``: the number of the tensors that the script has changed in a model that is whole.
+    ``written``: the number of the tensors that the script has changed in a model that is whole, with values.
     ``refuses``: whether it does not run the step, as the batch, or what is asked for, is wrong.
     """
 
@@ -152,8 +152,9 @@ _OPTIMIZER = {
     OPTIONS: "The optimizer of rank {rank} has other options than that of rank {first} in {step}. "
     + SAME_OPTIONS,
     WRITTEN: "Rank {rank} has changed other weights of the model than rank {first} since pipe.synchronize(), "
-    "before {step}. Each rank trains a part of them, and what one rank alone changes is lost on the others: "
-    "change them on all ranks, or call pipe.load_state_dict(state) on all.",
+    "or given them other values, before {step}. Each rank trains a part of them, and what one rank alone "
+    "changes is lost on the others: change them alike on all ranks, or call pipe.load_state_dict(state) on "
+    "all.",
 }
 _VALUES = (
     "Rank {rank} has other values of {name} than rank {first}, before {step} began: code that ran on one of "

@@ -122,11 +122,16 @@ class RankDigests:
         return options, ABSENT if counts is None else 1 + counts.updates
 
     def written(self) -> int:
-        """The number of the tensors that the script has changed in a model that is whole; else ABSENT."""
+        """The number of the tensors that the script has changed in a model that is whole, and of their values
+        where all ranks must have the same; else ABSENT."""
         if self.state.whole is None:
             return ABSENT
-        names = self.state.whole.changed(trained_tensors(self.state))
-        return number(json.dumps(names).encode())
+        changed = self.state.whole.changed(trained_tensors(self.state))
+        shards = self.state.plan.lanes.shared  # of which each lane has other values
+        alike = {
+            name: value if self.compares and name not in shards else 0 for name, value in changed.items()
+        }
+        return number(json.dumps(alike).encode())
 
     def _added(self) -> int:
         """The steps whose gradients the next one adds to, and one; ABSENT without gradients."""
