@@ -196,6 +196,11 @@ def assert_excerpt(text: str, whole: str) -> None:
             rest = rest[rest.index(lines) + len(lines) :]
 
 
+def test_the_excerpt_of_the_first_page_is_of_what_its_code_saves(here):
+    (block,) = (block for block in docs_worker.blocks("README.md") if block.title)
+    assert_excerpt(block.text, (here / block.title).read_text())
+
+
 @pytest.mark.parametrize(("page", "number"), [("docs/concepts.md", 4), ("docs/inductor.md", 1)])
 def test_excerpts_of_programs_are_those_of_the_goldens(page, number):
     excerpts = [(block.title, block.text) for block in docs_worker.blocks(page) if block.title]

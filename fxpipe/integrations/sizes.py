@@ -90,24 +90,44 @@ class Sizes:
         return self._others[key].evaluate([*map(dict, microbatches)])
 
     def evaluate(
-        self, batch: Microbatch, rows: int, most: int, outputs: Sequence[str], *, has_loss: bool
+        self,
+        batch: Microbatch,
+        rows: int,
+        most: int,
+        outputs: Sequence[str],
+        *,
+        has_loss: bool,
+        divisor: str | None = None,
     ) -> fxpipe.StepResult:
         """Run the forward in eval mode; all ranks get the result.
 
-        rows: of a microbatch.  most: the largest number of rows of a batch.
+        rows: of a microbatch.  most: the largest number of rows of a batch.  divisor: the leaf, if there is
+        one, with a number of the batch by which a loss may divide.
         """
         number, rows = rows_of(batch), min(rows, most)
         if number > most:
             raise OptionError(f"A batch of the evaluation has {number} rows, and {most} were announced.")
+        pipe = self._evaluates(batch, rows, most, outputs, has_loss)
+        step = pipe.plan.step
+        divides = any(divisor in names for names in step.leaves)
+        if divides and not (step.has_total and number == step.microbatches * rows):
+            # The number is of these rows: they are one microbatch.
+            pipe = self._evaluates(batch, number, number, outputs, has_loss)
+        return pipe.evaluate(dict(batch), outputs=outputs, outputs_on="all")
+
+    def _evaluates(
+        self, batch: Microbatch, rows: int, most: int, outputs: Sequence[str], has_loss: bool
+    ) -> fxpipe.Pipeline:
+        """The pipeline that evaluates batches like this one, of at most so many rows."""
         shapes = () if self._has_names else tuple((name, *_shape(x)[1:]) for name, x in batch.items())
         key = (tuple(batch), tuple(outputs), has_loss, shapes, rows, most)
         if key not in self._others:
             given = self.options.get("example")
-            example = {n: _repeated(x, number, rows) for n, x in batch.items()}
+            example = {n: _repeated(x, rows_of(batch), rows) for n, x in batch.items()}
             example |= {n: x for n, x in (given or {}).items() if n in batch}
             others = {"gradients": False, "outputs": (*outputs,), "loss_fn": self.loss if has_loss else None}
             self._others[key] = self._compiled(example, -(-most // rows), others)
-        return self._others[key].evaluate(dict(batch), outputs=outputs, outputs_on="all")
+        return self._others[key]
 
     @property
     def _has_names(self) -> bool:

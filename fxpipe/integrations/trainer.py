@@ -35,7 +35,7 @@ import fxpipe
 from fxpipe.errors import ArtifactError, OptionError
 from fxpipe.integrations.sizes import Microbatch, Sizes, rows_of
 from fxpipe.integrations.trainer_arguments import check_arguments, check_given, check_optimizer
-from fxpipe.integrations.trainer_loss import counted, is_mean, loss_of
+from fxpipe.integrations.trainer_loss import COUNT, counted, is_mean, loss_of
 from fxpipe.integrations.trainer_process import (
     as_first,
     as_only_process,
@@ -234,11 +234,12 @@ class Trainer(transformers.Trainer):
         names = [] if prediction_loss_only else [n for n in self._outputs if n not in (ignore_keys or ())]
         if not has_loss and not names:
             return None, None, None
-        sizes, count = (self.args.per_device_train_batch_size, self.args.eval_batch_size), None
-        if has_loss and self.compute_loss_func is not None:  # it may divide by the number of the batch
+        sizes = self.args.per_device_train_batch_size, self.args.eval_batch_size
+        if has_loss and self.compute_loss_func is not None:  # it may divide by the rows of the batch
             sizes = (rows_of(inputs),) * 2
-            count = self._get_num_items_in_batch([inputs], self.args.device)
-        result = self._sizes.evaluate(counted(inputs, count), *sizes, names, has_loss=has_loss)
+        count = self._divisor([inputs]) if has_loss else None
+        batch = counted(inputs, count)
+        result = self._sizes.evaluate(batch, *sizes, names, has_loss=has_loss, divisor=COUNT)
         loss = None if result.loss is None else result.loss.to(self.args.device)
         if prediction_loss_only:
             return loss, None, None
@@ -252,10 +253,15 @@ class Trainer(transformers.Trainer):
                 "The collator makes lists of microbatches, which have no rows to predict: leave out "
                 "compute_metrics, or give evaluation a collator of its own by get_eval_dataloader."
             )
-        count, parts = None, self._microbatches(inputs)
-        if self.compute_loss_func is not None:
-            count = self._get_num_items_in_batch(parts, self.args.device)
+        parts = self._microbatches(inputs)
+        count = self._divisor(parts)
         return self._sizes.evaluate_list([counted(each, count) for each in parts]).to(self.args.device)
+
+    def _divisor(self, microbatches: list[Any]) -> Any:
+        """The number of labels by which the loss of an evaluation divides; None: by its own."""
+        if getattr(self, "_loss_shifts_labels", True) and self.compute_loss_func is None:
+            return None
+        return self._get_num_items_in_batch(microbatches, self.args.device)
 
     # Saving, and going on
 
