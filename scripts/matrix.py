@@ -94,6 +94,7 @@ def installed(python: str, torch: str, home: Path, package: str) -> str:
     pip = [home / "bin/python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     steps: list[list[object]] = [
         [python, "-m", "venv", home],
+        [*pip, "--constraint", ROOT / "constraints.txt", "pip"],  # that of Python 3.11 takes twice as long
         [*pip, what],
         [*pip, "--force-reinstall", "--no-deps", package.removesuffix("[dev]")],
         [*pip, package],

@@ -6,8 +6,10 @@ What is one is measured: each loss and its gradient of a batch beside the means 
 from __future__ import annotations
 
 import math
+import re
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fxpipe
+from fxpipe.capture.rows import families
 
 ROWS, MICROBATCHES = 4, 3
 WIDTH, WORDS, LENGTH = 6, 5, 4
@@ -469,3 +472,13 @@ def test_a_loss_that_is_no_mean_of_microbatches_is_told(rows, name):
             off.append((result.grads[key] - value.grad).abs().max() / (1e-3 + value.grad.abs().max()))
     is_told = any("whole batch" in str(x.message) for x in given)
     assert (max(off) > 1e-8) == is_told
+
+
+def test_families_of_a_torch_without_one_of_their_ops():
+    """torch 2.14 has no ``aten.cholesky``; each other name is that of an op."""
+    text = Path(families.__file__).read_text()
+    names = set(re.findall(r"\baten\.(\w+)", text.partition("aten = _Ops()")[2]))
+    assert len(names) > 150
+    assert {name for name in names if families.aten.__getattr__(name) == name} <= {"cholesky"}
+    assert families.aten.mm is torch.ops.aten.mm
+    assert families.aten.no_such_op == "no_such_op"

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from fxpipe.ir.dims import COPIES, RESHAPES, SUMS
 
-aten = torch.ops.aten
+
+class _Ops:
+    """Those of torch; the name of one that this torch does not have, as versions drop some."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.ops.aten, name, name)
+
+
+aten = _Ops()
 
 #: Ops that give the same entries, in order, another shape.
 SHAPES = RESHAPES | {aten.squeeze, aten.unsqueeze, aten.view_as_complex, aten.view_as_real}
