@@ -2,30 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from fxpipe.certificate.problems import ORDER, Line, Rejected
 from fxpipe.certificate.programs.sections import Called
 from fxpipe.certificate.programs.values import Container, Leaves, Memory, Offloaded, Once, Value
 from fxpipe.certificate.ranks.traffic import Traffic
 from fxpipe.certificate.ranks.world import Key, Message
-from fxpipe.certificate.terms.sums import sum_over_lanes
+from fxpipe.certificate.terms.sums import Addition, Summands, joined, sum_over_lanes
 from fxpipe.certificate.terms.terms import BATCH_MEAN, Term
 from fxpipe.plan.lanes import LaneGroup
-
-
-class Addition(NamedTuple):
-    """Of a summand of a microbatch, or of all alike (None): the line that calls the section, and the line of
-    the section that adds."""
-
-    microbatch: int | None
-    call: Line
-    line: Line
-
-
-Summands = dict[Term, list[Addition]]
 
 
 @dataclass(eq=False, repr=False)
@@ -253,12 +241,3 @@ def _memories(values: object) -> Iterator[Memory]:
                 yield from _memories(each)
         case dict():
             yield from _memories([*values.values()])
-
-
-def joined(parts: Iterable[Summands]) -> Summands:
-    """Summands of several ranks."""
-    sums: Summands = {}
-    for part in parts:
-        for term, times in part.items():
-            sums.setdefault(term, []).extend(times)
-    return sums

@@ -9,7 +9,7 @@ least as many bits: the accumulator rounds later.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, pairwise, repeat
@@ -25,8 +25,28 @@ from fxpipe.certificate.terms.parts import Parts, Span
 from fxpipe.certificate.terms.terms import Term, Terms, canonical
 
 if TYPE_CHECKING:
-    from fxpipe.certificate.ranks.runtime import Addition, Summands
     from fxpipe.certificate.reference import Reference
+
+
+class Addition(NamedTuple):
+    """Of a summand of a microbatch, or of all alike (None): the line that calls the section, and the line of
+    the section that adds."""
+
+    microbatch: int | None
+    call: Line
+    line: Line
+
+
+Summands = dict[Term, list[Addition]]
+
+
+def joined(parts: Iterable[Summands]) -> Summands:
+    """Summands of several ranks."""
+    sums: Summands = {}
+    for part in parts:
+        for term, times in part.items():
+            sums.setdefault(term, []).extend(times)
+    return sums
 
 
 def leaves(terms: Terms, term: Term) -> Iterator[Term]:
