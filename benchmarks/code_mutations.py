@@ -94,11 +94,13 @@ def _leave_out(node: ast.AST, name: str, k: int) -> None:
 
 
 def tests_of(room: str, root: Path, words: list[str]) -> list[list[str]]:
-    """The test files of a room: those that have one of the words, and the others."""
+    """The test files of a room: those that have some of the words, the first of them the module, with those
+    first that have most, and the others."""
     paths = [root / "tests" / each for each in TESTS.get(room, (room,))]
     files = [f for p in paths for f in (sorted(p.rglob("test_*.py")) if p.is_dir() else [p]) if f.exists()]
-    near = [f for f in files if any(word in f.read_text() for word in words)]
-    return [[str(f) for f in part] for part in (near, [f for f in files if f not in near]) if part]
+    counts = {file: [*map(file.read_text().count, words)] for file in files}
+    near = sorted((f for f in files if any(counts[f])), key=lambda f: (counts[f][0], sum(counts[f])))
+    return [[str(f) for f in part] for part in (near[::-1], [f for f in files if f not in near]) if part]
 
 
 def first_failure(files: list[str], root: Path, limit: float) -> str:
@@ -118,6 +120,7 @@ def first_failure(files: list[str], root: Path, limit: float) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--number", type=int, default=60)
+    parser.add_argument("--first", type=int, default=0, help="the number of the first, for a run in pieces")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=inf, help="of wall time, behind which none begins")
     parser.add_argument("--limit", type=float, default=1800.0, help="seconds for the tests of one fault")
@@ -142,6 +145,8 @@ def main() -> None:
                 continue
             k, what, change = chosen.choice(possible)
             node: Any = next(x for j, x in enumerate(ast.walk(tree)) if j == k)
+            if number < arguments.first:
+                continue
             change(node)
             line = getattr(node, "lineno", 0)
             module = path.relative_to(root / "fxpipe")
