@@ -132,10 +132,10 @@ def _missing(
 ) -> Problem:
     """The summands that gradients lack of a microbatch, with the ops of it that do not run."""
     first = summands[0]
-    ops = [op for op in planned if op not in rt.held.ops and op.endswith(f".{microbatch}")]
+    ops = [op for op in planned if op not in rt.log.ops and op.endswith(f".{microbatch}")]
     at = first.line
     if ops and (number := out_of_order(rt, planned)) is not None:
-        at = rt.held.calls[number]
+        at = rt.log.calls[number]
     text = f"{gradients([each.name for each in summands])} missing "
     text += str(first.term) if len(summands) == 1 else f"summands, as {first.term}"
     if microbatch is not None:

@@ -47,17 +47,17 @@ class TermRuntime(Traffic):
         self.ahead, line = True, self.line
         yield
         self.ahead = False
-        freed = sum({memory: memory.bytes for memory in _memories(made) if memory.held}.values())
-        if self.held.now > freed:
-            text = f"has a warm-up that makes {self.held.now - freed} bytes more than it would free"
-            self.held.otherwise[text] = line.number
+        freed = sum({memory: memory.bytes for memory in _memories(made) if memory.log}.values())
+        if self.log.now > freed:
+            text = f"has a warm-up that makes {self.log.now - freed} bytes more than it would free"
+            self.log.otherwise[text] = line.number
 
     # -- what it does between its sections -----------------------------------------------------------------
 
     def op(self, name: str) -> None:
         if type(name) is not str:
             raise Rejected(self.line, "begins an op whose name the certificate does not know")
-        self.held.begin(name, self.line, self.calls.step_line())
+        self.log.begin(name, self.line, self.calls.step_line())
 
     def once(self, compute: Callable[..., object], *tensors: object) -> Once:
         """What ``compute`` gives must be the same for all microbatches."""
@@ -159,7 +159,7 @@ class TermRuntime(Traffic):
         again = {name for name in numbers if name in self.summed}
         if self.plan.shard == "parameters":  # what is added from then on is summed apart
             if all(self.summed.get(name, (line, 0))[1] == number for name, number in numbers.items()):
-                self.held.otherwise[f"sums bucket {bucket}, to which nothing was added"] = line.number
+                self.log.otherwise[f"sums bucket {bucket}, to which nothing was added"] = line.number
         elif again:
             self.calls.note(f"sums the gradient of {min(again)} over the replicas again")
         for name, number in numbers.items():
@@ -199,7 +199,7 @@ class TermRuntime(Traffic):
             return
         if [*ranks] != sorted(ranks):
             text = f"adds up the gradient of {name} over ranks in another order than theirs"
-            self.held.otherwise[text] = line.number
+            self.log.otherwise[text] = line.number
         parts = [mine]
         for rank in ranks[1:]:
             parts.append(self._sum_of(name, self.world.next_key("to", rank, self.rank), rank))
@@ -226,7 +226,7 @@ class TermRuntime(Traffic):
         """A program returns what this gives."""
         self.ended = True
         self.last = self.line
-        self.held.begin("the end", self.last, self.last)
+        self.log.begin("the end", self.last, self.last)
         return self
 
 
