@@ -198,7 +198,7 @@ class _Shares:
             lines = [each.line for each, spans in self.additions if (begin, end) in spans]
             line = lines[-1] if lines else self.additions[-1][0].line
             rows = f"the rows {begin} … {end - 1} of {term} of {named(microbatches)} {count} times, not {due}"
-            yield _at(line, f"the gradient of {name} has {rows}")
+            yield Problem.at(line, f"the gradient of {name} has {rows}")
 
 
 def _shares(parts: Parts, known: Mapping[Term, Term], added: Summands) -> dict[Term, _Shares]:
@@ -220,10 +220,6 @@ def _shares(parts: Parts, known: Mapping[Term, Term], added: Summands) -> dict[T
     return shares
 
 
-def _at(line: Line | None, text: str) -> Problem:
-    return Problem(0, 0, text) if line is None else Problem(line.rank, line.number, text)
-
-
 def _uneven(
     name: str,
     term: Term,
@@ -234,7 +230,7 @@ def _uneven(
 ) -> Iterator[Problem | Missing]:
     """Microbatches of which a summand was added too seldom or too often."""
     last = calls[-1].call if calls else end
-    at = partial(_at, last)
+    at = partial(Problem.at, last)
     if not calls:
         yield Missing(name, term, last, None)
         return
@@ -250,6 +246,6 @@ def _uneven(
             yield Missing(name, term, last, m)
         elif count[m] > times:
             line = [each.call for each in calls if each.microbatch == m][-1]
-            yield _at(
+            yield Problem.at(
                 line, f"the gradient of {name} has {term} of microbatch {m} {count[m]} times, not {times}"
             )
