@@ -124,6 +124,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=inf, help="of wall time, behind which none begins")
     parser.add_argument("--limit", type=float, default=1800.0, help="seconds for the tests of one fault")
+    parser.add_argument("--tests", nargs="+", help="run these alone, for faults whose tests are known")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     chosen, seen, tried = random.Random(arguments.seed), Counter[str](), list[str]()
@@ -158,7 +159,7 @@ def main() -> None:
             ]
             path.write_text(ast.unparse(tree))
             begun = time.monotonic()
-            parts = tests_of(module.parts[0], root, words)
+            parts = [arguments.tests] if arguments.tests else tests_of(module.parts[0], root, words)
             failed = next((x for x in (first_failure(p, root, arguments.limit) for p in parts) if x), "")
             path.write_text(source)
             text = source.splitlines()[line - 1].strip() if line else ""
