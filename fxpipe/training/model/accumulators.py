@@ -185,8 +185,8 @@ def _sharded(state: ModelState, rt: Runtime) -> Finish:
             elif parameter.grad is not None and level == "optimizer":  # it is a part of what is zeroed here
                 set_grad(parameter, parameter.grad.clone())
         if level == "optimizer":
-            given = (grad() for grad in state.handed_out.pop(bucket.names, ()))
-            if all(grad is None for grad in given):
+            handed = (grad() for grad in state.handed_out.pop(bucket.names, ()))
+            if all(grad is None for grad in handed):
                 bucket.flat = state.accumulators.get(bucket.names)
             # Else the script has a gradient of the last step, which stays as it is.
             state.accumulators[bucket.names] = bucket.whole.zero_()
