@@ -36,6 +36,7 @@ TESTS = {
     "strict.py": ("plan",),
     "errors.py": ("test_bad_input.py", "test_weak_errors.py", "test_text.py"),
 }
+ENDLESS = "no end"
 Change = Callable[[Any], None]
 """Changes a node."""
 SWAPPED: dict[type, type] = {
@@ -93,15 +94,17 @@ def _leave_out(node: ast.AST, name: str, k: int) -> None:
 
 
 def tests_of(room: str, root: Path, words: list[str]) -> list[list[str]]:
-    """The test files of a room: those that have one of the words, and the others."""
+    """The test files of a room: those that have some of the words, the first of them the module, with those
+    first that have most, and the others."""
     paths = [root / "tests" / each for each in TESTS.get(room, (room,))]
     files = [f for p in paths for f in (sorted(p.rglob("test_*.py")) if p.is_dir() else [p]) if f.exists()]
-    near = [f for f in files if any(word in f.read_text() for word in words)]
-    return [[str(f) for f in part] for part in (near, [f for f in files if f not in near]) if part]
+    counts = {file: [*map(file.read_text().count, words)] for file in files}
+    near = sorted((f for f in files if any(counts[f])), key=lambda f: (counts[f][0], sum(counts[f])))
+    return [[str(f) for f in part] for part in (near[::-1], [f for f in files if f not in near]) if part]
 
 
 def first_failure(files: list[str], root: Path, limit: float) -> str:
-    """The first test that fails; "" if all pass, "no end" if they do not end in time."""
+    """The first test that fails; "" if all pass, ENDLESS if they do not end in time."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *files]
     environment = os.environ | {"PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1"}
     try:
@@ -109,7 +112,7 @@ def first_failure(files: list[str], root: Path, limit: float) -> str:
             command, cwd=root, env=environment, capture_output=True, text=True, timeout=limit, check=False
         )
     except subprocess.TimeoutExpired:
-        return "no end"
+        return ENDLESS
     lines = [x for x in run.stdout.splitlines() if x.startswith(("FAILED", "ERROR"))]
     return "" if run.returncode == 0 else (lines or ["no test is collected"])[0]
 
@@ -117,9 +120,11 @@ def first_failure(files: list[str], root: Path, limit: float) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--number", type=int, default=60)
+    parser.add_argument("--first", type=int, default=0, help="the number of the first, for a run in pieces")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=inf, help="of wall time, behind which none begins")
     parser.add_argument("--limit", type=float, default=1800.0, help="seconds for the tests of one fault")
+    parser.add_argument("--tests", nargs="+", help="run these alone, for faults whose tests are known")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     chosen, seen, tried = random.Random(arguments.seed), Counter[str](), list[str]()
@@ -141,6 +146,8 @@ def main() -> None:
                 continue
             k, what, change = chosen.choice(possible)
             node: Any = next(x for j, x in enumerate(ast.walk(tree)) if j == k)
+            if number < arguments.first:
+                continue
             change(node)
             line = getattr(node, "lineno", 0)
             module = path.relative_to(root / "fxpipe")
@@ -152,14 +159,14 @@ def main() -> None:
             ]
             path.write_text(ast.unparse(tree))
             begun = time.monotonic()
-            parts = tests_of(module.parts[0], root, words)
+            parts = [arguments.tests] if arguments.tests else tests_of(module.parts[0], root, words)
             failed = next((x for x in (first_failure(p, root, arguments.limit) for p in parts) if x), "")
             path.write_text(source)
             text = source.splitlines()[line - 1].strip() if line else ""
             taken = f"{time.monotonic() - begun:.0f} s"
             tried.append(f"{module}:{line} {what}: {text}  ->  {failed or 'SURVIVES'} ({taken})")
             print(number, tried[-1], file=sys.stderr, flush=True)
-            seen["found" if failed else "survives"] += 1
+            seen[failed if failed == ENDLESS else "seen by a test" if failed else "survives"] += 1
     report = Report("Faults in fxpipe's own code, each against the tests of its room")
     report.line(f"{seen.total()} faults of seed {arguments.seed}: {dict(seen)}")
     for each in tried:

@@ -211,13 +211,13 @@ def rank_alone(plan_file: str, directory: str, rank: str, way: str) -> None:
     import torch
 
     from fxpipe.api.rank_tensors import held_of
-    from fxpipe.plan.artifact import Plan
+    from fxpipe.plan.saved.check import plan_of
     from fxpipe.training.model.initialize import initialize_model
     from fxpipe.training.model.model_state import ModelState
     from fxpipe.training.model.state_dict import load_state_dict
     from fxpipe.training.weights.pretrained import Pretrained
 
-    model, plan = _llama(LARGE), Plan.from_json(Path(plan_file).read_text(), plan_file)
+    model, plan = _llama(LARGE), plan_of(Path(plan_file).read_text(), plan_file)
     alone = {"world_rank": int(rank), "lane": 0, "lanes": 1, "replica": 0, "replicas": 1}
     process = SimpleNamespace(rank=int(rank), ranks=plan.ranks, **alone)
     held = held_of(model, plan, int(rank))

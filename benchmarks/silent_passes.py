@@ -1,7 +1,7 @@
 """Whether a pass is silent: with any one of them replaced by nothing, a fast test must fail.
 
 For each pass pytest runs until the first failure: the golden of the pass, and where that holds, all fast
-tests.  This file is also the pytest plugin that takes the pass off the list.
+tests.  Each run is a process that begins with torch and transformers imported.
 
     python benchmarks/silent_passes.py [pass ...]
 """
@@ -9,58 +9,54 @@ tests.  This file is also the pytest plugin that takes the pass off the list.
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import os
-import re
-import subprocess
 import sys
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+
+import pytest
+import transformers  # noqa: F401 - once for all runs
+from report import ROOT, Report
 
 from fxpipe.compiler import passes
 
-ROOT = Path(__file__).parents[1]
-WITHOUT = "FXPIPE_TESTS_WITHOUT_PASS"
 
+@dataclass
+class Without:
+    """A pytest plugin that takes a pass off the list.  ``failed``: the first test that fails."""
 
-def pytest_configure() -> None:
-    """Before any test imports the list."""
-    name = os.environ[WITHOUT]
-    groups = (
-        tuple(replace(each, run=lambda *_: None) if each.name == name else each for each in group)
-        for group in passes.PASSES
-    )
-    passes.PASSES = passes.Passes(*groups)
+    name: str
+    failed: str = ""
+
+    def pytest_configure(self) -> None:
+        """Before any test imports the list."""
+        groups = (
+            tuple(replace(each, run=lambda *_: None) if each.name == self.name else each for each in group)
+            for group in passes.PASSES
+        )
+        passes.PASSES = passes.Passes(*groups)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self.failed = self.failed or report.nodeid
 
 
 def first_failure(name: str) -> str:
     """The first fast test that fails without the pass; "" if none does."""
-    folders = (ROOT, ROOT / "tests")
-    environment = os.environ | {WITHOUT: name, "PYTHONPATH": os.pathsep.join(map(str, folders))}
+    plugin = Without(name)
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 1)
     for tests in (f"tests/passes/test_each_pass.py::test_a_pass_changes[{name}]", "tests"):
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-x",
-            "--fast",
-            "--tb=no",
-            "-p",
-            "benchmarks.silent_passes",
-            tests,
-        ]
-        run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-        if run.returncode:
-            found = re.search(r"^(?:FAILED|ERROR) (\S+)", run.stdout, re.MULTILINE)
-            assert found is not None, run.stdout + run.stderr
-            return found[1]
+        ended = pytest.main(["-q", "-x", "--fast", "--tb=no", "-p", "no:cacheprovider", tests], [plugin])
+        if ended != pytest.ExitCode.OK:
+            assert plugin.failed, f"pytest ends with {ended!r}, and no test failed"
+            return plugin.failed
     return ""
 
 
 def main() -> int:
-    from report import Report
-
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -68,10 +64,13 @@ def main() -> int:
     parser.add_argument("--output", type=Path, help="keep what is printed in this file")
     options = parser.parse_args()
     report = Report("Passes replaced by nothing (bar: for each a fast test fails)")
+    os.chdir(ROOT)
+    sys.path.append(str(ROOT / "tests"))
     rows = []
     for name in options.passes or passes.PASS_NAMES:
         start = time.perf_counter()
-        failure = first_failure(name)
+        with multiprocessing.get_context("fork").Pool(1) as pool:
+            failure = pool.apply(first_failure, [name])
         rows.append([name, failure or "none: SILENT", f"{time.perf_counter() - start:.0f}"])
         print(*rows[-1], flush=True)
     report.table(["pass", "first test that fails", "seconds"], rows)

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import fxpipe
 from fxpipe.cost.devices import describe
 from fxpipe.cost.devices.known_devices import device_named
-from fxpipe.plan.artifact import Plan
+from fxpipe.plan.saved.check import plan_of
 from fxpipe.runtime.job.mesh import ranks_and_replicas
 from fxpipe.runtime.job.process import Process
 
@@ -78,7 +78,7 @@ def edited(directory: Path, number: int) -> fxpipe.Pipeline:
 def without_buckets(directory: Path) -> None:
     """Write the plan as versions wrote it that knew no replicas."""
     path = directory / "plan.json"
-    plan = Plan.from_json(path.read_text(), "")
+    plan = plan_of(path.read_text(), "")
     tensors = tuple(replace(held, buckets=()) for held in plan.tensors)
     path.write_text(replace(plan, tensors=tensors).to_json())
     accept(directory)

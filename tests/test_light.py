@@ -103,7 +103,8 @@ example = {"x": torch.ones(2, 4), "y": torch.ones(2, 3)}
 params = load_file(directory / "rank0.safetensors")
 grads = {name: torch.zeros_like(p) for name, p in params.items()}
 spec = StepSpec(1, 2, batch_spec(example), 0, "torch.float32", False, 0, "torch.float32", (("x", "y"),))
-rt = Runtime(0, spec, LocalComm(LocalWorld(1), 0), params, grads, {}, {})
+comm = LocalComm(LocalWorld(1), 0)
+rt = Runtime(rank=0, spec=spec, comm=comm, params=params, grads=grads, buffers={}, constants={})
 program = load_program((directory / "rank0.py").read_text(), "rank0.py")
 rt.start()
 loss = program.step(rt, {name: x.repeat(2, 1) for name, x in example.items()})

@@ -219,6 +219,10 @@ OPTIONS = {
     "limit of a list": ({"memory_limit": [1, 2]}, r"The memory limit is \[1, 2\]"),
     "evaluation of a forward": ({"gradients": False, "evaluation": True}, "leave out evaluation"),
     "more microbatches than a plan can have": ({"microbatches": 10**9}, "more than 1,000,000 forwards"),
+    "more stages than a plan can have": (
+        {"microbatches": 10**5, "stages_per_rank": 100},
+        "more than 1,000,000 forwards",
+    ),
     "a name": ({"microbatch": 4}, r"compile has no option 'microbatch'\. Did you mean 'microbatches'\?"),
     "print_after": ({"print_after": "unties"}, r"Did you mean 'untie'\?"),
 }

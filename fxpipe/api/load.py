@@ -81,11 +81,11 @@ def load(
             for path, each in zip([*texts][1:], others, strict=True)
         ]
     pipe = Pipeline(
-        replace(artifact, constants=constants),
-        parameters,
-        buffers,
-        device,
-        None if process is None else process.for_pipeline(plan.model),
+        artifact=replace(artifact, constants=constants),
+        parameters=parameters,
+        buffers=buffers,
+        device=device,
+        process=None if process is None else process.for_pipeline(plan.model),
         directory=directory,
         offload_directory=None if offload_directory is None else Path(offload_directory),
         first_step=step_number,

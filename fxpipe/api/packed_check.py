@@ -25,8 +25,8 @@ def check_positions(model: nn.Module) -> None:
     positions = torch.arange(_TOKENS, device=_ids(model).device)[None]
     with _tried(model), torch.no_grad():
         first = _ids(model)[:, :_TOKENS]
-        given, own = (_outputs(model, first, **more) for more in ({"position_ids": positions}, {}))
-    if not (given.is_meta or torch.equal(given, own)):
+        placed, alone = (_outputs(model, first, **more) for more in ({"position_ids": positions}, {}))
+    if not (placed.is_meta or torch.equal(placed, alone)):
         raise OptionError(
             f"{type(model).__name__} does not count positions from 0, as fxpipe.pack does: train it on "
             "samples one by one."

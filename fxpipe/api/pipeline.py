@@ -12,26 +12,22 @@ from pathlib import Path
 from typing import TypeVar, overload
 
 import torch
-from torch import fx
 
 from fxpipe.api.figures import StepClock, figures_of
 from fxpipe.api.hints import Named
 from fxpipe.api.views import Views
 from fxpipe.api.weights import Weights
 from fxpipe.errors import OptionError, RunError
-from fxpipe.ir.graph import Section
 from fxpipe.plan.artifact import Artifact, Validation
 from fxpipe.plan.libraries import not_imported
 from fxpipe.plan.saved import files
 from fxpipe.runtime.batch.outputs import On, StepResult
 from fxpipe.runtime.debug.finite import Check, checked
 from fxpipe.runtime.debug.recording import checked_record
-from fxpipe.runtime.job.process import Process
 from fxpipe.runtime.job.tracebacks import brief_methods
 from fxpipe.runtime.program.rank import Runtime
 from fxpipe.training.guards.guards import Traced
 from fxpipe.training.model.partial_model import register, share_model
-from fxpipe.training.model.pending_update import PendingUpdate
 from fxpipe.training.model.save import save
 from fxpipe.training.optimizer.make_optimizer import make_optimizer
 from fxpipe.training.optimizer.optimizer import PipelineOptimizer
@@ -44,38 +40,24 @@ T = TypeVar("T")
 
 
 @brief_methods
-@dataclass(eq=False, repr=False)
+@dataclass(eq=False, repr=False, kw_only=True)
 class Pipeline(Weights, Views):
     """The result of ``fxpipe.compile`` and ``fxpipe.load``.
 
     ``parameters`` and ``buffers`` are the model's own tensors: training the pipeline trains the model (under
     torchrun, the part that this rank holds; the rest of the model is freed).  If the tensors of the model
-    are replaced, the next step uses the new ones.  ``of``: gives the model, None if there is none; under
-    torchrun a pipeline does not keep it alive.  ``then``: what the programs have taken from it once.
+    are replaced, the next step uses the new ones.
     ``evaluation``: the forward in eval mode alone on the same tensors, if it was compiled, which has
-    ``is_evaluation``.  ``assumed``: the programs for batches that are as their plan assumes.  ``rows``: of
-    tables of which this rank holds some, as parameters.  ``like``: the pipeline whose steps this one goes on
-    with.
+    ``is_evaluation``.  ``assumed``: the programs for batches that are as their plan assumes.  ``like``: the
+    pipeline whose steps this one goes on with.
     """
 
-    artifact: Artifact
-    parameters: dict[str, torch.nn.Parameter]
-    buffers: dict[str, torch.Tensor]
-    device: torch.device
-    process: Process | None
-    of: Callable[[], torch.nn.Module | None] = lambda: None
-    then: Traced | None = None
-    graph: fx.Graph | None = None
-    sections: tuple[Section, ...] = ()
-    directory: Path | None = None
     offload_directory: Path | None = None
     first_step: int = 0
     assumed: Artifact | None = None
     evaluation: Pipeline | None = None
     is_evaluation: bool = False
-    updates: PendingUpdate = field(default_factory=PendingUpdate)
     like: Pipeline | None = None
-    rows: dict[str, torch.nn.Parameter] = field(default_factory=dict)
     _clock: StepClock = field(default_factory=StepClock, init=False)
     _optimizer: weakref.ref[PipelineOptimizer] | None = field(default=None, init=False)
 

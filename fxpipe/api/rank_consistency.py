@@ -22,7 +22,7 @@ def arguments_of(
     model: nn.Module, example: object, loss_fn: Callable[..., object] | None, options: Settings
 ) -> dict[str, str]:
     """The arguments of ``compile`` that must be alike on all ranks, all but values, as texts by name."""
-    texts = {f.name: repr(getattr(options, f.name)) for f in fields(options) if f.name not in _OWN}
+    texts = {f.name: repr(getattr(options, f.name)) for f in fields(options) if f.name not in _OF_MACHINE}
     texts["offload"] = repr(replace(options.offload, directory=None))
     texts["loss_fn"] = getattr(loss_fn, "__qualname__", type(loss_fn).__name__)
     for name, value in batch_leaves(example):
@@ -38,7 +38,7 @@ def arguments_of(
 
 
 #: Options that differ between machines.
-_OWN = ("ranks_per_machine", "offload", "mesh")
+_OF_MACHINE = ("ranks_per_machine", "offload", "mesh")
 
 
 def check_lanes(process: Process, traced: Callable[[], str]) -> None:

@@ -15,8 +15,8 @@ def untried(version: str) -> str:
     version: ``torch.__version__``, such as "2.13.0+cpu"; nothing is known of one without numbers, somebody's
         own build.
     """
-    found = re.match(r"(\d+)\.(\d+)", version)
-    if found is None or OLDEST <= (int(found[1]), int(found[2])) <= NEWEST:
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    if numbers is None or OLDEST <= (int(numbers[1]), int(numbers[2])) <= NEWEST:
         return ""
     oldest, newest = (".".join(map(str, each)) for each in (OLDEST, NEWEST))
     below = f"{NEWEST[0]}.{NEWEST[1] + 1}"

@@ -75,14 +75,15 @@ class Stage:
 
 
 @brief_methods
+@dataclass(eq=False, repr=False, kw_only=True)
 class Views:
     """The properties by which a pipeline shows itself.  ``graph``, ``sections``: of the captured step; none
     if the pipeline was loaded, or compiled by another rank."""
 
     artifact: Artifact
-    graph: fx.Graph | None
-    sections: tuple[Section, ...]
-    directory: Path | None
+    graph: fx.Graph | None = None
+    sections: tuple[Section, ...] = ()
+    directory: Path | None = None
     process: Process | None
 
     def __repr__(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
@@ -33,18 +34,24 @@ from fxpipe.training.weights.tensor_values import InMemory
 
 
 @brief_methods
+@dataclass(eq=False, repr=False, kw_only=True)
 class Weights:
-    """What a pipeline does with parameters and buffers, beside its steps."""
+    """What a pipeline does with parameters and buffers, beside its steps.
+
+    ``rows``: of tables of which this rank holds some, as parameters.  ``of``: gives the model, None if there
+    is none; under torchrun a pipeline does not keep it alive.  ``then``: what the programs have taken from it
+    once.
+    """
 
     artifact: Artifact
     parameters: dict[str, torch.nn.Parameter]
     buffers: dict[str, torch.Tensor]
-    rows: dict[str, torch.nn.Parameter]
+    rows: dict[str, torch.nn.Parameter] = field(default_factory=dict)
     device: torch.device
     process: Process | None
-    of: Callable[[], torch.nn.Module | None]
-    then: Traced | None
-    updates: PendingUpdate
+    of: Callable[[], torch.nn.Module | None] = lambda: None
+    then: Traced | None = None
+    updates: PendingUpdate = field(default_factory=PendingUpdate)
 
     @property
     def _runner(self) -> Runner:

@@ -46,8 +46,6 @@ def clean(
     gradients = GradientNames(module.graph, results["grads"], short)
     _place_sums(module.graph)
     graph = fx.Graph()
-    constants: dict[str, torch.Tensor] = {}
-    names = {source.name for source in inputs}
     new: dict[fx.Node, fx.Node] = {}
     written: dict[str, fx.Node] = {}  # buffer name -> its last value
     checks: list[fx.Node] = []
@@ -63,17 +61,7 @@ def clean(
                 source = Input(Kind.BUFFER, source.name)
             by_placeholder[node] = source
             new[node] = _placeholder(graph, source, node.meta.get("val"))
-    known: dict[int, fx.Node] = {}
-    for node in module.graph.find_nodes(op="get_attr"):
-        constant = getattr(module, node.target)
-        if id(constant) not in known:
-            name = f"constant_{len(constants)}"
-            while name in names:  # a file of weights has one place for each name
-                name += "_"
-            constants[name] = constant.detach().clone()  # the model may go on to write to its own
-            known[id(constant)] = _placeholder(graph, Input(Kind.CONSTANT, name), constants[name])
-        new[node] = known[id(constant)]
-
+    constants = _constants(module, graph, {source.name for source in inputs}, new)
     for node in module.graph.nodes:
         if node.op != "call_function" or node.target is aten._assert_tensor_metadata.default:
             continue
@@ -117,6 +105,27 @@ def clean(
     drop_dead(graph)
     check_buffers(graph)
     return graph, constants
+
+
+def _constants(
+    module: fx.GraphModule, graph: fx.Graph, names: Set[str], new: dict[fx.Node, fx.Node]
+) -> dict[str, torch.Tensor]:
+    """Give the graph a placeholder for each constant of a trace; return their values, by name.
+
+    names: of the other inputs.  new: gets the placeholders, by the nodes of the trace.
+    """
+    constants: dict[str, torch.Tensor] = {}
+    known: dict[int, fx.Node] = {}
+    for node in module.graph.find_nodes(op="get_attr"):
+        constant = getattr(module, node.target)
+        if id(constant) not in known:
+            name = f"constant_{len(constants)}"
+            while name in names:  # a file of weights has one place for each name
+                name += "_"
+            constants[name] = constant.detach().clone()  # the model may go on to write to its own
+            known[id(constant)] = _placeholder(graph, Input(Kind.CONSTANT, name), constants[name])
+        new[node] = known[id(constant)]
+    return constants
 
 
 def _placeholder(graph: fx.Graph, source: Input, val: object) -> fx.Node:

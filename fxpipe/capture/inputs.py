@@ -1,6 +1,6 @@
 """The inputs of a trace: a fake tensor for each parameter, buffer and tensor of the example.
 
-model, example  ──►  one ``Given`` for each placeholder of the traced graph, in its order
+model, example  ──►  one ``TracedInput`` for each placeholder of the traced graph, in its order
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LARGEST_FIXED = 4096
 
 
 @dataclass(frozen=True, eq=False)
-class Given:
+class TracedInput:
     """A placeholder of the trace, with its tensor.
 
     ``fake``: the tensor in the model's hands, a DTensor where the model has one.  ``local``: the one of the
@@ -48,7 +48,7 @@ def inputs(
     device: torch.device,
     fixed: Sequence[str],
     kept: Mapping[str, bool],
-) -> list[Given]:
+) -> list[TracedInput]:
     """Parameters, buffers, kept tensors and those of the microbatch, in this order.
 
     kept: names of tensors in plain attributes -> whether the forward keeps them with a gradient's history.
@@ -76,14 +76,14 @@ def inputs(
                 return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
         return mode.from_tensor(tensor.detach() if is_dense(tensor) else tensor.detach().contiguous())
 
-    traced: list[Given] = []
+    traced: list[TracedInput] = []
 
     def add(kind: Kind, name: str, real: torch.Tensor, stand_in: torch.Tensor) -> None:
         fix = kind is Kind.BATCH and name in fixed
         for attribute, value in vars(real).items():  # set by the model on the tensor
             setattr(stand_in, attribute, value)
         part = local(stand_in)
-        traced.append(Given(Input(kind, name), real, stand_in, part, storage_number(part), fix))
+        traced.append(TracedInput(Input(kind, name), real, stand_in, part, storage_number(part), fix))
 
     for entry in registered(model, kept):
         stand_in = like(entry.tensor, fake(entry.name, entry.local))

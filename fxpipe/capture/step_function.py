@@ -21,7 +21,7 @@ from fxpipe.capture.call import Microbatch, arguments, arguments_of_forward, des
 from fxpipe.capture.capture_options import CaptureOptions
 from fxpipe.capture.functional import KeepsState, check_unwritten, declare_writes
 from fxpipe.capture.hooks import Hooks
-from fxpipe.capture.inputs import Given
+from fxpipe.capture.inputs import TracedInput
 from fxpipe.capture.lanes.dtensors import local_gradient
 from fxpipe.capture.provenance import Provenance
 from fxpipe.capture.reads.data_assignment import DataAssignments
@@ -73,7 +73,7 @@ class StepFunction:
         example: object,
         loss_fn: Any,
         scale: float,
-        traced_inputs: list[Given],
+        traced_inputs: list[TracedInput],
         options: CaptureOptions,
         most_checks: float,
         kept: Mapping[str, bool],

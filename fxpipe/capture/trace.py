@@ -223,31 +223,7 @@ def _traced(
         watch, before = StateWatch(recorded), hook_functions(model)
         step.recorded = recorded
         put_back(step.pairs)
-
-        as_written = patches.plain_kernels(), patches.graphs_alone(), patches.uncompiled()
-        checkpoints = (
-            patches.checkpoints_that_end(),
-            patches.selective_checkpoints(),
-            recorded_checkpoints(step.provenance),
-        )
-        with contextlib.ExitStack() as stack:
-            stack.callback(step.constants.detach)
-            for context in (flag(), *checkpoints, *as_written, patches.without_log(), mode):
-                stack.enter_context(context)
-            if mesh_of(model) is None:  # whose code speaks of lanes
-                stack.enter_context(
-                    patches.default_group(step.world, options.has_group or options.replicas != 1)
-                )
-                stack.enter_context(step.world.environment())
-                step.provenance.communicates = step.world.refuse_to_communicate
-            try:
-                module = compat.make_fx(step)(*values)
-            except Exception as error:  # the model's own code may raise anything
-                if mode.elsewhere:
-                    raise in_another_thread(mode.elsewhere) from error
-                if isinstance(error, KeepsState) and error.tensor is not None:
-                    error.names = step.constants.like(error.tensor)
-                raise explained(error, step.provenance, step.of_loss) from error
+        module = _run(step, model, mode, flag, options)
         after = hook_functions(model)
         if mode.elsewhere:
             raise in_another_thread(mode.elsewhere)
@@ -290,6 +266,38 @@ def _traced(
         carried = {id(x) for r in step.registered for x in (r.tensor, r.local, *r.now())}
         watch.warn_of_changes(step.difference, files, carried)  # last: an error says more than they
     return captured
+
+
+def _run(
+    step: StepFunction,
+    model: nn.Module,
+    mode: compat.FakeMode,
+    flag: Callable[[], contextlib.AbstractContextManager[object]],
+    options: CaptureOptions,
+) -> fx.GraphModule:
+    """The ops that the step runs on fake tensors, with torch as a program has it."""
+    as_written = patches.plain_kernels(), patches.graphs_alone(), patches.uncompiled()
+    checkpoints = (
+        patches.checkpoints_that_end(),
+        patches.selective_checkpoints(),
+        recorded_checkpoints(step.provenance),
+    )
+    with contextlib.ExitStack() as stack:
+        stack.callback(step.constants.detach)
+        for context in (flag(), *checkpoints, *as_written, patches.without_log(), mode):
+            stack.enter_context(context)
+        if mesh_of(model) is None:  # whose code speaks of lanes
+            stack.enter_context(patches.default_group(step.world, options.has_group or options.replicas != 1))
+            stack.enter_context(step.world.environment())
+            step.provenance.communicates = step.world.refuse_to_communicate
+        try:
+            return compat.make_fx(step)(*(x.local for x in step.inputs))
+        except Exception as error:  # the model's own code may raise anything
+            if mode.elsewhere:
+                raise in_another_thread(mode.elsewhere) from error
+            if isinstance(error, KeepsState) and error.tensor is not None:
+                error.names = step.constants.like(error.tensor)
+            raise explained(error, step.provenance, step.of_loss) from error
 
 
 def _check_written(graph: fx.Graph, tensors: Sequence[Registered], replaced: set[str]) -> None:

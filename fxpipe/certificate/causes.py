@@ -47,10 +47,10 @@ def _of_order(plan: Plan, ranks: Ranks, problems: Sequence[Problem]) -> Iterator
         planned = planned_ops(plan, rt.rank)
         number = out_of_order(rt, planned)
         if number is not None and began is None:
-            line = rt.held.calls[number]
+            line = rt.log.calls[number]
             began = Problem(rt.rank, line.number, unlike_order(rt, planned, number), ORDER)
     if began is None:
-        ran = {str(op) for rt in ranks for op in rt.held.ops}
+        ran = {str(op) for rt in ranks for op in rt.log.ops}
         stuck = {rt.rank for rt in ranks if not rt.ended and _is_ready(rt, planned_ops(plan, rt.rank), ran)}
         problems = sorted(problems, key=lambda each: each.text.startswith(WAITS) and each.rank not in stuck)
     for problem in problems:
@@ -65,9 +65,9 @@ def _of_order(plan: Plan, ranks: Ranks, problems: Sequence[Problem]) -> Iterator
 def _is_ready(rt: TermRuntime, planned: Sequence[str], ran: Set[str]) -> bool:
     """Whether the ops have run that a rank's next op needs of other stages: what it waits for should be
     there."""
-    if len(rt.held.ops) >= len(planned):
+    if len(rt.log.ops) >= len(planned):
         return False
-    kind, stage, microbatch = re.findall(r"\d+|[A-Z]+", planned[len(rt.held.ops)])
+    kind, stage, microbatch = re.findall(r"\d+|[A-Z]+", planned[len(rt.log.ops)])
     before = int(stage) - 1 if kind == "F" else int(stage) + 1
     kinds = ("F",) if kind == "F" else ("B", "BW")
     return any(f"{each}{before}.{microbatch}" in ran for each in kinds)

@@ -28,7 +28,7 @@ from fxpipe.certificate.programs.calls import Calls
 from fxpipe.certificate.programs.evaluate import Evaluator
 from fxpipe.certificate.programs.frames import Stack, Unbound
 from fxpipe.certificate.programs.sections import Sections
-from fxpipe.certificate.programs.values import Held
+from fxpipe.certificate.programs.values import OpLog
 from fxpipe.certificate.ranks.memory import unlike_plan
 from fxpipe.certificate.ranks.runtime import TermRuntime
 from fxpipe.certificate.ranks.world import World
@@ -122,7 +122,7 @@ def check_artifact(artifact: Artifact, where: str = "captured.json") -> Certific
 
 
 def _rank(stack: Stack, plan: Plan, reference: Reference, world: World) -> TermRuntime:
-    held = Held()
+    log = OpLog()
 
     def note(text: str, cause: str = "", *, of: Sequence[Term] = ()) -> None:
         world.problems.append(_blamed(reference, of, stack(), text, cause).problem)
@@ -131,8 +131,8 @@ def _rank(stack: Stack, plan: Plan, reference: Reference, world: World) -> TermR
         name: plan.layouts[name].shape for name in plan.tensors[stack.rank].gradients
     }
     calls = Calls(reference.terms, stack, stack.of_step, note, shapes)
-    sections = Sections(calls, lambda name: rt.buffer(name), lambda names: rt.rows.read(names), held=held)
-    rt = TermRuntime(stack.rank, plan, reference, world, calls, sections, held)
+    sections = Sections(calls, lambda name: rt.buffer(name), lambda names: rt.rows.read(names), log=log)
+    rt = TermRuntime(stack.rank, plan, reference, world, calls, sections, log)
     return rt
 
 
@@ -196,7 +196,7 @@ def _certificate(
         buffers=len(reference.buffers),
         outputs=len(reference.outputs),
         ranks=tuple(
-            RankProof(rt.calls.count, rt.sections.number, rt.sent, rt.held.peak[0], int(predicted[rt.rank]))
+            RankProof(rt.calls.count, rt.sections.number, rt.sent, rt.log.peak[0], int(predicted[rt.rank]))
             for rt in ranks
         ),
         problems=tuple(problems[:MOST_PROBLEMS]),

@@ -33,10 +33,6 @@ def compared(plan: Plan, reference: Reference, world: World, ranks: Ranks) -> li
     return [*reference.problems(), *others]
 
 
-def _at(line: Line | None, text: str, cause: str = "") -> Problem:
-    return Problem(*(line or Line(0, 0)), text, cause)
-
-
 def _times(microbatches: Iterable[int], count: int) -> tuple[list[int], list[int]]:
     """The microbatches that are missing, and those that are there twice."""
     counts = Counter(microbatches)
@@ -50,13 +46,15 @@ def _once(
     count = plan.step.microbatches
     if any(m is None for m, _ in places):
         if len(places) != count:
-            yield _at(places[-1][1], f"gives {what} {len(places)} times for {count} microbatches")
+            yield Problem.at(places[-1][1], f"gives {what} {len(places)} times for {count} microbatches")
         return
     missing, twice = _times((m for m, _ in places if m is not None), count)
     if missing:
-        yield _at(places[-1][1] if places else end, f"{what} is missing for {named(missing)}")
+        yield Problem.at(places[-1][1] if places else end, f"{what} is missing for {named(missing)}")
     for m in twice:
-        yield _at([line for other, line in places if other == m][-1], f"gives {what} of microbatch {m} again")
+        yield Problem.at(
+            [line for other, line in places if other == m][-1], f"gives {what} of microbatch {m} again"
+        )
 
 
 def _losses(plan: Plan, reference: Reference, ranks: Ranks) -> Iterator[Problem]:
@@ -64,7 +62,7 @@ def _losses(plan: Plan, reference: Reference, ranks: Ranks) -> Iterator[Problem]
         has_loss = rt.rank == plan.step.loss_rank and reference.loss is not None
         if not has_loss:
             for _, _, line in rt.losses:
-                yield _at(line, "adds a loss, which is another rank's")
+                yield Problem.at(line, "adds a loss, which is another rank's")
             continue
         assert reference.loss is not None
         for loss, count, line in rt.losses:
@@ -72,9 +70,9 @@ def _losses(plan: Plan, reference: Reference, ranks: Ranks) -> Iterator[Problem]
             if reference.count is not None and count is not None:
                 _result(reference, "the count", count, reference.count, line)
                 if count.microbatch not in (None, loss.microbatch):
-                    yield _at(line, "adds the loss and the count of different microbatches")
+                    yield Problem.at(line, "adds the loss and the count of different microbatches")
             elif (count is None) != (reference.count is None):
-                yield _at(line, "adds a loss without its count" if count is None else "adds a count")
+                yield Problem.at(line, "adds a loss without its count" if count is None else "adds a count")
         yield from _once("the loss", [(loss.microbatch, line) for loss, _, line in rt.losses], plan, rt.last)
 
 
@@ -88,18 +86,18 @@ def _gradients(plan: Plan, reference: Reference, ranks: Ranks) -> Iterator[Probl
     known = {name.tensor for name in owners}
     for name in reference.grads:
         if name not in owners and ShardName(name).tensor not in known:
-            yield _at(None, f"no rank has the gradient of {name}")
+            yield Problem.at(None, f"no rank has the gradient of {name}")
     if plan.step.has_count != (reference.count is not None):
         has = "a" if plan.step.has_count else "no"
-        yield _at(
+        yield Problem.at(
             None, f"the plan has {has} count beside the loss (step.has_count), unlike the captured step"
         )
     divides = reference.count is not None and bool(reference.grads)
     for rt in ranks:
         if rt.divided is None and divides:
-            yield _at(rt.last, "the gradients are not divided by the count")
+            yield Problem.at(rt.last, "the gradients are not divided by the count")
         elif rt.divided is not None and not divides:
-            yield _at(rt.divided, "divides the gradients, and the loss has no count")
+            yield Problem.at(rt.divided, "divides the gradients, and the loss has no count")
         yield from _sums_over_replicas(plan, rt)
     missing: dict[tuple[int, int | None], list[Missing]] = {}
     foreign: list[Foreign] = []
@@ -109,7 +107,7 @@ def _gradients(plan: Plan, reference: Reference, ranks: Ranks) -> Iterator[Probl
         for rank in sharing:
             rt = ranks[rank]
             if len(sharing) > 1 and name not in rt.totals:
-                yield _at(rt.last, f"the gradient of {name} is not summed over the ranks {sharing}")
+                yield Problem.at(rt.last, f"the gradient of {name} is not summed over the ranks {sharing}")
                 continue
             total = rt.totals[name] if name in rt.totals else rt.summands(name)
             for problem in expected.problems(reference, plan.step.microbatches, name, total, rt.last):
@@ -132,17 +130,17 @@ def _missing(
 ) -> Problem:
     """The summands that gradients lack of a microbatch, with the ops of it that do not run."""
     first = summands[0]
-    ops = [op for op in planned if op not in rt.held.ops and op.endswith(f".{microbatch}")]
+    ops = [op for op in planned if op not in rt.log.ops and op.endswith(f".{microbatch}")]
     at = first.line
     if ops and (number := out_of_order(rt, planned)) is not None:
-        at = rt.held.calls[number]
+        at = rt.log.calls[number]
     text = f"{gradients([each.name for each in summands])} missing "
     text += str(first.term) if len(summands) == 1 else f"summands, as {first.term}"
     if microbatch is not None:
         text += f" of microbatch {microbatch}"
     if ops:
         text = f"{', '.join(ops)} {'do' if len(ops) > 1 else 'does'} not run: {text}"
-    return _at(at, text, ORDER if ops else "")
+    return Problem.at(at, text, ORDER if ops else "")
 
 
 def _foreign(summand: Foreign, missing: Mapping[tuple[int, int | None], list[Missing]]) -> Problem:
@@ -151,11 +149,11 @@ def _foreign(summand: Foreign, missing: Mapping[tuple[int, int | None], list[Mis
         if likeness(summand.term, each.term):
             missing[summand.line.rank, None].remove(each)
             text = f"adds {each.term} to the gradient of {summand.name}, where the captured step adds it to "
-            return _at(summand.line, f"{text}that of {each.name}", differs_at(summand.line))
+            return Problem.at(summand.line, f"{text}that of {each.name}", differs_at(summand.line))
     text = (
         f"the gradient of {summand.name} has {summand.term.written()}, which the captured step does not add"
     )
-    return _at(summand.line, text, differs_at(summand.line))
+    return Problem.at(summand.line, text, differs_at(summand.line))
 
 
 def gradients(names: Sequence[str]) -> str:
@@ -171,16 +169,16 @@ def _sums_over_replicas(plan: Plan, rt: TermRuntime) -> Iterator[Problem]:
     """Each gradient must be summed over the replicas once, behind all that is added to it."""
     names = [name for bucket in plan.tensors[rt.rank].buckets for name in bucket.gradients]
     if left := [name for name in names if name not in rt.summed]:
-        yield _at(rt.last, f"{gradients(left)} not summed over the replicas")
+        yield Problem.at(rt.last, f"{gradients(left)} not summed over the replicas")
     for name in (name for name in names if name in rt.summed):
         line, number = rt.summed[name]
         if number < rt.number_of_summands(name):
-            yield _at(line, f"sums the gradient of {name} over the replicas before all is added to it")
+            yield Problem.at(line, f"sums the gradient of {name} over the replicas before all is added to it")
     for each, (line, number, _) in rt.of_lanes.items():
         if number < rt.number_of_summands(each):
-            yield _at(line, f"sums the gradient of {each} over the lanes before all is added to it")
+            yield Problem.at(line, f"sums the gradient of {each} over the lanes before all is added to it")
     if names and rt.waited is None:
-        yield _at(rt.last, "does not wait for the sums over the replicas")
+        yield Problem.at(rt.last, "does not wait for the sums over the replicas")
     yield from rt.rows.left()
 
 
@@ -192,9 +190,9 @@ def _buffers(plan: Plan, reference: Reference, ranks: Ranks) -> Iterator[Problem
                 text = (
                     f"gives the buffer {name!r} {times} new values for {plan.step.microbatches} microbatches"
                 )
-                yield _at(rt.last, text)
+                yield Problem.at(rt.last, text)
         if not any(name in each.buffers for each in plan.tensors):
-            yield _at(None, f"no rank has the buffer {name!r}")
+            yield Problem.at(None, f"no rank has the buffer {name!r}")
 
 
 def _outputs(plan: Plan, reference: Reference, ranks: Ranks) -> Iterator[Problem]:
@@ -202,11 +200,11 @@ def _outputs(plan: Plan, reference: Reference, ranks: Ranks) -> Iterator[Problem
         names = {output.name for output in plan.step.outputs if output.rank == rt.rank}
         for name, value, microbatch, line in rt.outputs:
             if name not in names:
-                yield _at(line, f"gives the output {name!r}, which is not this rank's")
+                yield Problem.at(line, f"gives the output {name!r}, which is not this rank's")
                 continue
             _result(reference, f"the output {name!r}", value, reference.outputs[name], line)
             if value.microbatch not in (None, microbatch):
-                yield _at(
+                yield Problem.at(
                     line, f"gives the output {name!r} of microbatch {value.microbatch} for {microbatch}"
                 )
         for name in sorted(names):
@@ -226,19 +224,21 @@ def _checks(plan: Plan, reference: Reference, ranks: Ranks) -> Iterator[Problem]
         missing = _times((m for m, _ in calls if m is not None), plan.step.microbatches)[0]
         if missing and not (calls and not term.varies):
             line = calls[-1][1] if calls else ranks[0].last
-            yield _at(line, f"the check of {term} is missing for {named(missing)}")
+            yield Problem.at(line, f"the check of {term} is missing for {named(missing)}")
     for calls in calls_by_check.values():
-        yield _at(calls[-1][1], "makes a check that the captured step does not have")
+        yield Problem.at(calls[-1][1], "makes a check that the captured step does not have")
 
 
 def _messages(world: World, ranks: Ranks) -> Iterator[Problem]:
     for key, message in world.sent.items():
         if key[0] != COLLECTIVE:
             text = f"sends message {key[2]} to rank {key[1]}, which does not take it"
-            yield _at(message.line, text, ORDER)
+            yield Problem.at(message.line, text, ORDER)
     for rt in ranks:
         for pending in rt.pending:
-            yield _at(pending.line, "posts a message that it never waits for", ORDER)
+            yield Problem.at(pending.line, "posts a message that it never waits for", ORDER)
     for (group, number), joined in world.joined.items():
         if len(joined) != len(ranks):
-            yield _at(joined[0][2], f"{len(joined)} ranks take part in collective {number} of group {group}")
+            yield Problem.at(
+                joined[0][2], f"{len(joined)} ranks take part in collective {number} of group {group}"
+            )

@@ -47,6 +47,10 @@ class Problem:
     text: str
     cause: str = field(default="", compare=False)
 
+    @staticmethod
+    def at(line: Line | None, text: str, cause: str = "") -> Problem:
+        return Problem(*(line or Line(0, 0)), text, cause)
+
     def __str__(self) -> str:
         return f"{Line(self.rank, self.line)}: {self.text}"
 

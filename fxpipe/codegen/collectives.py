@@ -19,11 +19,11 @@ def collectives(edges: tuple[SectionEdge, ...], schedule: Schedule) -> tuple[Col
     numbers = count()
     return tuple(
         Collective(kind, next(numbers), sources, targets)
-        for kind, sources, targets in _found(edges, schedule.placement, vocabulary)
+        for kind, sources, targets in _between(edges, schedule.placement, vocabulary)
     )
 
 
-def _found(
+def _between(
     edges: tuple[SectionEdge, ...], placement: tuple[int, ...], vocabulary: frozenset[int]
 ) -> Iterator[tuple[CollectiveKind, tuple[Color, ...], tuple[Color, ...]]]:
     everyone = list(range(max(placement) + 1))

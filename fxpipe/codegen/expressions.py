@@ -44,14 +44,14 @@ OF_LENGTHS = ("layouts", "messages", "microbatches")
 END = 2**63 - 1  # the end of a slice that has none
 
 #: Names that a program uses itself: imports, definitions, arguments and variables.
-_OWN = re.compile(
+_OF_PROGRAM = re.compile(
     r"rt|step|torch|lanes|keyed|expect|inductor|float|complex|MESSAGES|params|once|once_a_step|buffers|constants"
     rf"|counts|means|batch|batches|grads|{KEY.pattern}|m|i|at|carry|collected|within|range"
     r"|loss|count|from_[A-Z]\d+_to_[A-Z]\d+"
     r"|(saved|saved_for_weight|offloaded|offloaded_for_weight|gradients)\d*|collective\d+_\d+"
     r"|stage\d+_(forward|backward|weight)"
 )
-_TAKEN = re.compile(rf"({_OWN.pattern}|.*_s\d+|)_*")
+_TAKEN = re.compile(rf"({_OF_PROGRAM.pattern}|.*_s\d+|)_*")
 
 
 def variable(name: str) -> str:
@@ -119,7 +119,7 @@ class Aliases:
 
     def _is_free(self, alias: str) -> bool:
         is_name = alias.isidentifier() and not keyword.iskeyword(alias)
-        return is_name and alias not in self._variables and not _OWN.fullmatch(alias)
+        return is_name and alias not in self._variables and not _OF_PROGRAM.fullmatch(alias)
 
 
 def _alias(op: str, overload: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import groupby
 
 import torch
@@ -60,49 +61,42 @@ def with_buckets(
     def dtype(name: str) -> torch.dtype:
         return gradient_dtype(dtype_of(layouts[name].dtype), grad_dtype)
 
-    def nbytes(name: str) -> int:
-        return torch.Size(layouts[name].shape).numel() * dtype(name).itemsize
+    def nbytes(name: str, is_frozen: bool) -> int:
+        layout = layouts[name]
+        return layout.nbytes if is_frozen else torch.Size(layout.shape).numel() * dtype(name).itemsize
 
-    def buckets(rank_tensors: RankTensors, ops: Sequence[Op]) -> Iterator[Bucket]:
-        # Another rank makes what is not made here: a parameter that is used on this one alone.
-        last = dict.fromkeys(rank_tensors.gradients, len(ops) - 1) | _positions(ops, accumulated)
+    def buckets(
+        ops: Sequence[Op], places: dict[str, int], last: dict[str, int], *, is_frozen: bool
+    ) -> Iterator[Bucket]:
+        """Those of these names, in the order of their places.  last: of each the op that ends its use."""
         first = _positions(ops[::-1], used)  # from the end
 
         def together(name: str) -> tuple[int, str, str, str, tuple[int, ...], LaneGroup, LaneGroup]:
             alone = name if name in shared else ""
-            of_lanes = lanes.sums(ShardName(name)) or LaneGroup(0), dividing(name)
-            return last[name], str(dtype(name)), layouts[name].dtype, alone, stages.get(name, ()), *of_lanes
+            sums = None if is_frozen else lanes.sums(ShardName(name))
+            of_lanes = sums or LaneGroup(0), dividing(name)
+            of_gradient = "" if is_frozen else str(dtype(name))
+            return places[name], of_gradient, layouts[name].dtype, alone, stages.get(name, ()), *of_lanes
 
-        for (position, *_), names in groupby(sorted(last, key=together), together):
-            for members in _cut(names, nbytes):
-                before = max(
-                    (first[name] for name in members if name in first), default=len(ops) - 1 - position
-                )
-                yield Bucket(str(ops[-1 - before]), str(ops[position]), tuple(map(ShardName, members)))
-
-    def frozen(rank_tensors: RankTensors, ops: Sequence[Op]) -> Iterator[Bucket]:
-        first, last = _positions(ops[::-1], used), _positions(ops, used)
-        wanted = (
-            name for name in rank_tensors.parameters if name in last and name not in rank_tensors.gradients
-        )
-
-        def together(name: str) -> tuple[int, str, str, tuple[int, ...], LaneGroup]:
-            alone = name if name in shared else ""
-            return -first[name], layouts[name].dtype, alone, stages.get(name, ()), dividing(name)
-
-        for (before, *_), names in groupby(sorted(wanted, key=together), together):
-            for members in _cut(names, lambda name: layouts[name].nbytes):
+        for _, names in groupby(sorted(places, key=together), together):
+            for members in _cut(names, partial(nbytes, is_frozen=is_frozen)):
                 end = max(last[name] for name in members)
-                yield Bucket(str(ops[before - 1]), str(ops[end]), tuple(map(ShardName, members)))
+                before = max((first[name] for name in members if name in first), default=len(ops) - 1 - end)
+                yield Bucket(str(ops[-1 - before]), str(ops[end]), tuple(map(ShardName, members)))
 
-    return tuple(
-        replace(
+    def of_rank(rank_tensors: RankTensors, ops: Sequence[Op]) -> RankTensors:
+        # Another rank makes what is not made here: a parameter that is used on this one alone.
+        made = dict[str, int].fromkeys(rank_tensors.gradients, len(ops) - 1) | _positions(ops, accumulated)
+        first, last = _positions(ops[::-1], used), _positions(ops, used)
+        names = [name for name in rank_tensors.parameters if name in last] if shard == "parameters" else []
+        frozen: dict[str, int] = {n: -first[n] for n in names if n not in rank_tensors.gradients}
+        return replace(
             rank_tensors,
-            buckets=tuple(buckets(rank_tensors, ops)),
-            frozen=tuple(frozen(rank_tensors, ops)) if shard == "parameters" else (),
+            buckets=tuple(buckets(ops, made, made, is_frozen=False)),
+            frozen=tuple(buckets(ops, frozen, last, is_frozen=True)),
         )
-        for rank_tensors, ops in zip(tensors, schedule.order, strict=True)
-    )
+
+    return tuple(map(of_rank, tensors, schedule.order))
 
 
 def bucket_uses(

@@ -26,8 +26,8 @@ def captured_step(
     inputs, ops = [], []
     for node in sorted(graph.nodes, key=lambda node: node.op != "placeholder"):
         if node.op == "placeholder":
-            given: Input = node.meta["input"]
-            inputs.append(CapturedInput(str(given.kind), given.name, *_layout(node.meta.get("val"))))
+            entry: Input = node.meta["input"]
+            inputs.append(CapturedInput(str(entry.kind), entry.name, *_layout(node.meta.get("val"))))
         elif node.op == "call_function":
             ops.append(_op(node, numbers))
         numbers[node] = len(numbers)

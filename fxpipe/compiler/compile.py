@@ -158,7 +158,7 @@ def _with_weighted_means(
         names,
         tuple(each.graph for each in captured),
     )
-    own = own_means(traces)
+    means = own_means(traces)
     for line in weigh_means(traces):
         warnings.warn(
             f"The loss takes a mean over the elements of a microbatch in {line}, which fxpipe cannot take "
@@ -166,9 +166,9 @@ def _with_weighted_means(
             "Let loss_fn return (sum, count).",
             stacklevel=2,
         )
-    if own:
+    if means:
         warnings.warn(
-            f"The loss goes on with means over the elements of a microbatch in {', '.join(own)}, as an "
+            f"The loss goes on with means over the elements of a microbatch in {', '.join(means)}, as an "
             "auxiliary loss of experts does: of several lengths that part is the mean of their own.",
             stacklevel=2,
         )

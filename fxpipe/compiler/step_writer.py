@@ -45,9 +45,9 @@ class StepWriter:
         others: Sequence[OfReplica] = (),
     ) -> OrderedStep:
         """others: lengths and shares of other replicas, which run the same order."""
-        timeline, own = self.orders.timeline(lengths, shares, others), self.plan.ordered
+        timeline, planned = self.orders.timeline(lengths, shares, others), self.plan.ordered
         schedule = timeline.schedule
-        if (schedule.order, schedule.transfers) == (own.order, own.transfers):
+        if (schedule.order, schedule.transfers) == (planned.order, planned.transfers):
             return OrderedStep((), (), timeline.span_bubble)
         pools = self.orders.pools_of(timeline)
         joint = collectives(self.parts.edges, schedule)
@@ -60,7 +60,7 @@ class StepWriter:
                 parts=self.parts,
                 placement=self.plan.placement,
                 instructions=of_rank,
-                joined=own.joined,
+                joined=planned.joined,
                 places=pools[rank].offsets if pools else {},
             )
             calls = step_calls(step)

@@ -8,19 +8,17 @@ from typing import TypeVar
 
 from torch import fx
 
-from fxpipe.cost.arithmetic import arithmetic_of
 from fxpipe.cost.devices.cluster import Cluster
 from fxpipe.cost.devices.device import Device
 from fxpipe.cost.fusion import kernels_of
-from fxpipe.cost.kinds import kind_of
-from fxpipe.cost.nodes import NodeSeconds, bytes_moved, is_free, sent_between_lanes
+from fxpipe.cost.nodes import NodeSeconds, is_free, sent_between_lanes, work_of
 from fxpipe.cost.polynomials import Polynomial, Sizes
 from fxpipe.ir.builder import node_arg
 from fxpipe.ir.liveness import Liveness
-from fxpipe.ir.ops import BEGIN_EXCHANGES, is_of_documents, node_flops
+from fxpipe.ir.ops import BEGIN_EXCHANGES, is_of_documents
 from fxpipe.ir.resized import ResizedTraces
 from fxpipe.ir.storage import call_nodes, node_bytes
-from fxpipe.plan.work import BETWEEN_LANES, VIEW, PlanWork, Rates, StageWork, Terms, Work
+from fxpipe.plan.work import PlanWork, Rates, StageWork, Terms, Work
 from fxpipe.schedule.costs import Costs, Edge, StageBytes, StageCost
 from fxpipe.schedule.ops import Color, Phase
 
@@ -118,14 +116,8 @@ def work_for_any_size(
         for kernel in fused:
             alike[0, kernel.bytes_moved(sizes.bytes), "float32", "move", False] += 1
         for node in ops:
-            kind = kind_of(node)
-            if kind == VIEW and not is_free(node):
-                alike[0, 0, "float32", kind, False] += 1
-            elif kind == BETWEEN_LANES:
-                alike[0, sent_between_lanes(node, sizes.bytes), "float32", kind, False] += 1
-            elif not is_free(node):
-                flops, moved = node_flops(node, sizes.shapes), bytes_moved(node, sizes.bytes)
-                alike[flops, moved, arithmetic_of(node), kind, is_of_documents(node)] += 1
+            if not is_free(node):
+                alike[*work_of(node, sizes.bytes, sizes.shapes), is_of_documents(node)] += 1
         return tuple(
             Work(
                 count=n,

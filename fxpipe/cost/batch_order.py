@@ -81,10 +81,10 @@ class BatchPlanner:
         timelines = []
         if len(lengths) == self.schedule.microbatches:
             # Of more rows than the example's, microbatches may be larger.
-            own = simulate(self.schedule, self.example, costs)
+            planned = simulate(self.schedule, self.example, costs)
             if all(map(self._is_example, *replicas[0])) and len(replicas) == 1:
-                return own  # which runs the programs as they are
-            timelines = [own] if own.fits(self.limits) else []
+                return planned  # which runs the programs as they are
+            timelines = [planned] if planned.fits(self.limits) else []
         try:
             timelines.append(self._searched(costs))
         except ScheduleError as error:
@@ -97,13 +97,15 @@ class BatchPlanner:
 
     def _searched(self, costs: tuple[Costs, ...], limits: Sequence[float] | None = None) -> Timeline:
         """limits: by default those for activations."""
-        own = self.schedule
+        planned = self.schedule
         limits = self.limits if limits is None else tuple(limits)
-        lookups = 0 if own.vocabulary is None else own.vocabulary.embedding_shards
-        problem = Uneven(costs, own.placement, limits, own.joined, self.in_order, lookups)
+        lookups = 0 if planned.vocabulary is None else planned.vocabulary.embedding_shards
+        problem = Uneven(costs, planned.placement, limits, planned.joined, self.in_order, lookups)
         # The search takes no longer than the step: of short ones little can be gained.
         order = problem.best(int(min(WORK, problem.bound * LOOKS_A_SECOND)))
-        schedule = Schedule(f"{own.name} by lengths", own.placement, len(costs), order, own.vocabulary)
+        schedule = Schedule(
+            f"{planned.name} by lengths", planned.placement, len(costs), order, planned.vocabulary
+        )
         return simulate(schedule, self.example, costs)
 
     def _offloading(self, costs: tuple[Costs, ...]) -> Iterator[Timeline]:

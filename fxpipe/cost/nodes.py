@@ -44,18 +44,33 @@ def node_cost(node: fx.Node, device: Device) -> NodeCost:
     is divided the begin, its copies alone."""
     if is_free(node):
         return _FREE
-    kind = kind_of(node)
-    # Nothing moves, but Python and the dispatcher take time, which a calibration has measured.
-    if kind == VIEW:
-        return NodeCost(0, 0, device.seconds(0, 0, "float32", kind))
     if node.target is aten._foreach_add_.List:  # as apart: plans do not depend on what is added together
         sizes = [3 * node_bytes(part) for part in cast(list[fx.Node], node.args[1])]
         seconds = [device.seconds(0, moved, "float32", "move") for moved in sizes]
         return NodeCost(0, sum(sizes), sum(seconds))
+    flops, moved, arithmetic, kind = work_of(node)
     if kind == BETWEEN_LANES:
-        return NodeCost(0, bytes_moved(node), device.intra.seconds(sent_between_lanes(node)))
-    flops, moved = node_flops(node), bytes_moved(node)
-    return NodeCost(flops, moved, device.seconds(flops, moved, arithmetic_of(node), kind))
+        return NodeCost(0, bytes_moved(node), device.intra.seconds(moved))
+    return NodeCost(flops, moved, device.seconds(flops, moved, arithmetic, kind))
+
+
+def work_of(
+    node: fx.Node,
+    size: Callable[[fx.Node], Any] = node_bytes,
+    value: Callable[[fx.Node], Any] = lambda node: node.meta.get("val"),
+) -> tuple[Any, Any, str, str]:
+    """The FLOPs of an op that is not free, the bytes that it moves, of one between lanes those that it sends,
+    its arithmetic and its kind.
+
+    size, value: of a node, as for ``bytes_moved`` and ``node_flops``.
+    """
+    kind = kind_of(node)
+    # Nothing moves, but Python and the dispatcher take time, which a calibration has measured.
+    if kind == VIEW:
+        return 0, 0, "float32", kind
+    if kind == BETWEEN_LANES:
+        return 0, sent_between_lanes(node, size), "float32", kind
+    return node_flops(node, value), bytes_moved(node, size), arithmetic_of(node), kind
 
 
 class NodeSeconds:

@@ -65,25 +65,25 @@ def _balanced(
         for first, behind in pairwise(turns):
             bounds = [-1, *cuts, len(ends) - 1]
             begin, end = bounds[first], bounds[behind]
-            own = ends[begin + 1 : end + 1] - (ends[begin] if begin >= 0 else 0.0)
+            work = ends[begin + 1 : end + 1] - (ends[begin] if begin >= 0 else 0.0)
             costs = np.diff([0.0, *ends[bounds[1:]]]) / speeds
             loads = np.bincount(ranks, costs)
             others = (loads[ranks] - costs)[first:behind]
             scale = speeds[first:behind]
-            least = _least(own, scale, others, float(loads.max()))
+            least = _least(work, scale, others, float(loads.max()))
             limits = (least * (1 + SLACK) - others) * scale
-            inner = _lightest(own, [*weights[begin + 1 : end], 0.0], limits.tolist())
+            inner = _lightest(work, [*weights[begin + 1 : end], 0.0], limits.tolist())
             cuts[first : behind - 1] = [begin + 1 + k for k in inner]
     return cuts
 
 
 def _turns(ranks: np.ndarray) -> list[int]:
     """Number the turn of each stage: a stage begins another one if it comes to a rank again."""
-    found, seen = [0], {ranks[0]}
+    numbers, seen = [0], {ranks[0]}
     for rank in ranks[1:]:
-        found.append(found[-1] + (rank in seen))
+        numbers.append(numbers[-1] + (rank in seen))
         seen = {rank} if rank in seen else seen | {rank}
-    return found
+    return numbers
 
 
 def _least(ends: np.ndarray, speeds: np.ndarray, others: np.ndarray, enough: float) -> float:

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from math import prod
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 
-from fxpipe.errors import ArtifactError, number_of
+from fxpipe.errors import number_of
 from fxpipe.plan.branches import Branch, When
 from fxpipe.plan.field_types import Dtype, GradDtype, Shape, Size
 from fxpipe.plan.lanes import NO_LANES, LanePlan
@@ -20,29 +20,15 @@ from fxpipe.plan.meshes import TriedMesh
 from fxpipe.plan.number import number
 from fxpipe.plan.rewrites import Rewrite
 from fxpipe.plan.rows import ShardName
-from fxpipe.plan.saved.check import check_plan
 from fxpipe.plan.step import MOST_RANKS, OrderedStep, Replay, Shard, StepSpec, Tier, counted
 from fxpipe.plan.tensors import dtype_of, gradient_dtype, is_dense
-from fxpipe.plan.version import __version__
 from fxpipe.plan.work import PlanWork
 from fxpipe.schedule.candidate_row import Recompute, Tried
 from fxpipe.schedule.costs import MOST_STAGES, Costs
 from fxpipe.schedule.ops import Phase, Schedule, Transfer, parse_ops
 from fxpipe.schedule.ops import Validation as Validation
 from fxpipe.schedule.stages import Vocabulary
-from fxpipe.strict import (
-    Fits,
-    NonNegative,
-    Share,
-    at_least,
-    between,
-    entries,
-    parse_json,
-    refused,
-    shown,
-    structure,
-    unstructure,
-)
+from fxpipe.strict import Fits, NonNegative, Share, at_least, between, entries, unstructure
 
 FORMAT = 2
 MOST_TRIED = 4096
@@ -352,30 +338,6 @@ class Plan:
 
     def to_json(self) -> str:
         return json.dumps(unstructure(self), indent=1)
-
-    @staticmethod
-    def from_json(text: str, where: str) -> Plan:
-        """Raises ArtifactError, naming ``where`` and the field, for a text that is no plan of this format."""
-        with refused(ArtifactError, f"{where} is damaged:", "Undo the edit, or save the pipeline again."):
-            data = parse_json(text)
-            version = data.get("format") if isinstance(data, dict) else None
-            # Before the fields: those of another format may be others.
-            if type(version) is not int or version != FORMAT:
-                raise ArtifactError(
-                    f"{where} has format {shown(version)} and fxpipe {__version__} reads format {FORMAT}. "
-                    "Compile and save the pipeline again with this version."
-                )
-            plan = structure(_with_axes(data), Plan)
-            check_plan(plan)
-        return plan
-
-
-def _with_axes(data: dict[str, Any]) -> dict[str, Any]:
-    """The data of a plan; those of earlier versions have lanes of one dimension alone."""
-    match data.get("lanes"):
-        case {"number": number} as axis:
-            return {**data, "lanes": {"axes": [axis] if number != 1 else []}}
-    return data
 
 
 @dataclass(frozen=True, eq=False)

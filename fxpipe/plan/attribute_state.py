@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 #: What modules keep otherwise.
-_OWN = {"_parameters", "_buffers", "_modules"}
+_TABLES = {"_parameters", "_buffers", "_modules"}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -48,7 +48,7 @@ def kept_slots(model: nn.Module) -> dict[str, KeptSlot]:
     slots: dict[str, KeptSlot] = {}
     seen: set[int] = set()
     for path, module in model.named_modules():
-        attributes = ((key, x) for key, x in vars(module).items() if key not in _OWN)
+        attributes = ((key, x) for key, x in vars(module).items() if key not in _TABLES)
         for keys in (keys for key, x in attributes for keys in _keys(x, (key,), seen)):
             name = ".".join([path, *map(str, keys)] if path else map(str, keys))
             # An attribute can be called like a path: ``a.b`` of the model, ``b`` of ``a``.

@@ -63,11 +63,11 @@ def held_bytes(plan: Plan) -> tuple[HeldBytes, ...]:
 def adamw_bytes(plan: Plan, rank: int) -> int:
     """The state of AdamW on a rank: two values for each trained element, in the parameter's dtype."""
 
-    def own(name: ShardName) -> float:
+    def gradient_bytes(name: ShardName) -> float:
         layout = plan.layouts[name]
         # With shards each process has the state of its rows.
         owners = plan.replicas * plan.lanes.divisor(name) if plan.shard else 1
         itemsize: int = dtype_of(layout.dtype).itemsize
         return prod(layout.shape) * itemsize / owners
 
-    return int(2 * sum(map(own, plan.tensors[rank].gradients)))
+    return int(2 * sum(map(gradient_bytes, plan.tensors[rank].gradients)))

@@ -71,8 +71,8 @@ class _Way:
         stages = len(placement)
         ways = [(3 * s, 3 * (s - 1)) for s in range(1, stages)]
         ways += [(3 * s + 1, 3 * (s + 1) + 1) for s in range(stages - 1)]
-        found = {target: dict(waits[target]).get(source) for target, source in ways}
-        delays = {target: delay for target, delay in found.items() if delay is not None}
+        waits_of = {target: dict(waits[target]).get(source) for target, source in ways}
+        delays = {target: delay for target, delay in waits_of.items() if delay is not None}
         return _Way(seconds, *distances(waits, seconds), delays, len(delays) == len(ways))
 
     @property

@@ -145,7 +145,7 @@ def _earliest(
 
 #: By section F, for stages on their way there: B of the stage, and how many starts of F before a start B and
 #: W have ended at the latest; several such pairs, one of which holds.
-_Held = dict[int, list[tuple[int, list[tuple[int, int]]]]]
+_Exclusions = dict[int, list[tuple[int, list[tuple[int, int]]]]]
 
 
 def _ways_to_hold(cost: StageCost, room: float, microbatches: int) -> list[tuple[int, int]] | None:
@@ -168,7 +168,7 @@ def _fit(room: float, size: float, most: int) -> int:
 
 def _on_own_rank(
     step: StepPaths, limits: Sequence[float], microbatches: int
-) -> tuple[list[tuple[float, float]], list[tuple[float, float]], _Held]:
+) -> tuple[list[tuple[float, float]], list[tuple[float, float]], _Exclusions]:
     """The (head, before) of rule 4 and (after, tail) of rule 5 by section, and what rule 3 compares by F."""
     leads = _reached(step.order, [[s for s, _ in sources] for sources in step.waits])
     follows: list[list[int]] = [[] for _ in step.waits]
@@ -177,7 +177,7 @@ def _on_own_rank(
             follows[source].append(section)
     later = _reached(tuple(reversed(step.order)), follows)
     before, after = [], []
-    exclusions: _Held = {}
+    exclusions: _Exclusions = {}
     for s, rank in enumerate(step.rank):
         beside = [q for q in leads[s] if step.rank[q] == rank]
         before.append((min(step.head[q] for q in beside), sum(step.seconds[q] for q in beside)))
@@ -225,10 +225,10 @@ def _held_on_rank(step: StepPaths) -> list[list[tuple[float, float]]]:
 def by_area(steps: Sequence[tuple[StepPaths, int]], limits: Sequence[float]) -> float:
     """Rule 6, for microbatches of several kinds, so many of each."""
     paths, longest = [step for step, _ in steps], 0.0
-    held = [(_held_on_rank(step), number) for step, number in steps]
+    by_step = [(_held_on_rank(step), number) for step, number in steps]
     for rank, limit in enumerate(limits):
-        amounts = [each for amounts_of, _ in held for each in amounts_of[rank]]
-        area = sum(n * sum(size * seconds for size, seconds in amounts_of[rank]) for amounts_of, n in held)
+        amounts = [each for amounts_of, _ in by_step for each in amounts_of[rank]]
+        area = sum(n * sum(size * seconds for size, seconds in amounts_of[rank]) for amounts_of, n in by_step)
         if not area or limit == inf:
             continue
         sections = [s for s, home in enumerate(paths[0].rank) if home == rank]

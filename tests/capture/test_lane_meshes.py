@@ -16,9 +16,9 @@ from zoo import relative_error
 import fxpipe
 from fxpipe.certificate.check import check_artifact
 from fxpipe.errors import CaptureError, OptionError
-from fxpipe.plan.artifact import Plan
 from fxpipe.plan.lanes import LaneAxis, LaneGroup, LanePlan
 from fxpipe.plan.rows import ShardName
+from fxpipe.plan.saved.check import plan_of
 from fxpipe.plan.spans import place_of, spans_of
 
 NAMES = ("ep", "tp")
@@ -247,4 +247,4 @@ def test_a_plan_of_an_earlier_version_has_lanes_of_one_dimension():
     (axis,) = data["lanes"]["axes"]
     assert axis == {"number": 2, "shards": plan.lanes.axes[0].shards, "summed": []}
     data["lanes"] = axis
-    assert Plan.from_json(json.dumps(data), "plan.json") == plan
+    assert plan_of(json.dumps(data), "plan.json") == plan

@@ -18,12 +18,11 @@ import fxpipe.ir.liveness
 from fxpipe.certificate.check import check, check_artifact
 from fxpipe.certificate.problems import Certificate, Line
 from fxpipe.certificate.programs import evaluate
-from fxpipe.certificate.ranks.runtime import Addition
 from fxpipe.certificate.reference import Reference, reference_of
 from fxpipe.certificate.terms.difference import difference
 from fxpipe.certificate.terms.identities import RULES
 from fxpipe.certificate.terms.schemas import schema_of
-from fxpipe.certificate.terms.sums import GradientSum
+from fxpipe.certificate.terms.sums import Addition, GradientSum
 from fxpipe.certificate.terms.terms import Layout, Terms, canonical
 from fxpipe.errors import ArtifactError, RunError
 from fxpipe.plan.captured import CapturedStep

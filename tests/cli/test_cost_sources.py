@@ -156,6 +156,14 @@ def test_medians_of_the_recorded_ops(saved):
         recorded_costs(plan, spans[::-1])
 
 
+def test_a_recorded_backward_that_the_plan_has_without_costs_is_that_of_the_inputs(saved):
+    plan = read_plan(saved)
+    stages = tuple(replace(cost, backward=0.0, weight=0.0) for cost in plan.costs.stages)
+    plan = replace(plan, costs=replace(plan.costs, stages=stages))
+    _, last = recorded_costs(plan, [[("F0.0", 0, 1)], [("BW1.0", 1, 9)]]).stages
+    assert (last.backward, last.weight) == (8, 0)
+
+
 def test_a_recorded_run_is_used(capsys, saved, tmp_path):
     recorded = tmp_path / "recorded"
     recorded.mkdir()

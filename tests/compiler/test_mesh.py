@@ -14,8 +14,8 @@ import fxpipe
 from fxpipe.capture.scale import LATER
 from fxpipe.compiler.choice import mesh
 from fxpipe.errors import FxpipeError, OptionError, ScheduleError
-from fxpipe.plan.artifact import Plan
 from fxpipe.plan.meshes import Mesh
+from fxpipe.plan.saved.check import plan_of
 
 pytestmark = pytest.mark.slow
 
@@ -154,7 +154,7 @@ def test_a_bound_is_no_longer_than_the_step():
 def test_a_plan_with_meshes_is_saved(capsys):
     plan = compiled(shard="auto", memory_limit=3 * LAYERS * LAYER).plan
     assert plan.meshes
-    assert Plan.from_json(plan.to_json(), "a plan") == plan
+    assert plan_of(plan.to_json(), "a plan") == plan
 
 
 def test_explain_shows_the_meshes(monkeypatch, capsys):

@@ -13,7 +13,7 @@ from fxpipe.cost.devices.cluster import Cluster, slowest_of_each
 from fxpipe.cost.devices.describe import described_everywhere
 from fxpipe.cost.devices.known_devices import device_named
 from fxpipe.cost.plan_costs import costs_of
-from fxpipe.plan.artifact import Plan
+from fxpipe.plan.saved.check import plan_of
 from fxpipe.strict import unstructure
 
 pytestmark = pytest.mark.slow
@@ -76,7 +76,7 @@ def test_costs_at_other_sizes_are_those_of_a_compilation():
     """Also of a plan that was saved."""
     options = {"split_points": ["layers.3"]}
     made, half = (compiled(["A100", "H100"], rows=rows, **options).plan for rows in (ROWS, ROWS // 2))
-    plan = Plan.from_json(made.to_json(), "a plan")
+    plan = plan_of(made.to_json(), "a plan")
     assert plan == made
     found = costs_of(plan, {"microbatch": ROWS // 2})
     assert found.edges == half.costs.edges

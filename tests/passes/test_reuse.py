@@ -10,7 +10,7 @@ from torch import fx, nn
 import fxpipe
 from fxpipe.compiler import passes
 from fxpipe.errors import VerifyError
-from fxpipe.ir.graph import Input, Kind, Origin, Outputs
+from fxpipe.ir.graph import Input, Kind, Origin, Outputs, reload
 from fxpipe.ir.storage import call_nodes
 from fxpipe.ir.verify import verify
 from fxpipe.passes.captured.compute_marked_values import compute_marked_values
@@ -199,6 +199,16 @@ def test_verify_finds_a_value_that_is_used_before_it_is_made():
     step.reused(step.op(aten.sum.default, second))
     second.append(first)
     message = f"After a mistake: {second.name} uses {first.name}, which does not come before it"
+    with pytest.raises(VerifyError, match=message):
+        verify(step.graph, "a mistake")
+
+
+def test_verify_finds_a_value_that_comes_back_and_has_not_left():
+    step = Step()
+    first = step.op(aten.exp.default, step.input)
+    back = step.op(reload, first)
+    step.graph.output(Outputs(step.op(aten.sum.default, back), None, {}, {}, {}))
+    message = f"After a mistake: {back.name} reloads {first.name}, which was not offloaded"
     with pytest.raises(VerifyError, match=message):
         verify(step.graph, "a mistake")
 

@@ -8,6 +8,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 import fxpipe
 from fxpipe.runtime.ranks.dry_run import dry_run
 from fxpipe.runtime.ranks.local import LocalComm, LocalWorld
+from fxpipe.training.model.accumulators import zero_gradients
 
 WIDTH, RANKS = 8, 2
 
@@ -51,7 +52,7 @@ def test_a_dry_run_leaves_no_trace(offload):
     generator, runner, gradients = torch.get_rng_state(), pipe._runner, 0.0
     for rank in range(RANKS):
         rt = runner._runtime_of(rank, LocalComm(LocalWorld(RANKS), rank), {}, runner._offloader(rank))
-        grads = runner.state.zero_gradients(rank)
+        grads = zero_gradients(runner.state, rank)
         dry_run(rt, runner._local_programs[rank].step, batch, grads)
         gradients += sum(float(grad.abs().sum()) for grad in grads.values())
         assert (rt.step_number, rt.current_op, rt.grads, rt.losses.values) == (0, "", {}, [])
@@ -113,6 +114,6 @@ def test_a_program_that_sums_over_lanes():
     runner, world = pipe._runner, LocalWorld(1, 1, 2)
     assert "rt.sum_over_lanes(0)" in pipe.artifact.programs[0]
     rt = runner._local_runtime(world, 0, 0, 1)
-    grads = runner.state.of_lane(1).zero_gradients(0)
+    grads = zero_gradients(runner.state.of_lane(1), 0)
     assert dry_run(rt, runner._local_programs[0].step, (torch.ones(4, 4, WIDTH),), grads) is not None
     assert grads["weight"].abs().sum() > 0

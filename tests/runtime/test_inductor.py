@@ -58,6 +58,7 @@ from fxpipe.runtime.ranks.local import LocalComm, LocalWorld
 from fxpipe.runtime.ranks.tracked_memory import SavedBytes
 from fxpipe.runtime.torch_private import decompositions, fake_tensors
 from fxpipe.schedule.ops import Color, Phase
+from fxpipe.training.model.accumulators import zero_gradients
 
 aten = torch.ops.aten
 
@@ -399,7 +400,7 @@ def test_a_dry_run_compiles_every_function(interpreted):
     batch, runner = case.data(MICROBATCHES), pipe._runner
     for rank in range(2):
         rt = runner._runtime_of(rank, LocalComm(LocalWorld(2), rank), {}, None)
-        dry_run(rt, runner._local_programs[rank].step, batch, runner.state.zero_gradients(rank))
+        dry_run(rt, runner._local_programs[rank].step, batch, zero_gradients(runner.state, rank))
     assert interpreted.number == 5
     pipe.run_local(batch)
     assert interpreted.number == 5

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 import fxpipe
+from fxpipe.errors import RunError
 from fxpipe.runtime.job import watch as watches
 from fxpipe.runtime.job.failure import BEAT, ENDED, Failures, record
 from fxpipe.runtime.job.last_works import lasting
@@ -130,6 +131,17 @@ def test_a_rank_that_has_ended_sends_no_more_though_its_process_runs(watch):
     ended = dict.fromkeys((1, 2), f"{ENDED}, after 3 steps")
     assert beats_until_it_ends(watch, ended) * BEAT == pytest.approx(ALONE, abs=2 * BEAT)
     assert "has ended, after 3 steps" in watch.ends[0]
+
+
+def test_what_ends_a_rank_is_said_unless_the_script_was_interrupted(watch, monkeypatch, capsys):
+    codes = list[int]()
+    monkeypatch.setattr(watches, "record", lambda error: None)
+    monkeypatch.setattr(Watch, "_keep_store", lambda self: None)
+    monkeypatch.setattr(watches.os, "_exit", codes.append)
+    for text in ("rank 1 has failed", f"rank 1 {watches.INTERRUPTED}"):
+        Watch._end(watch, RunError(text), 0.0)
+    assert capsys.readouterr().err == "fxpipe: rank 0 ends: rank 1 has failed\n"
+    assert codes == [1, 1]
 
 
 def test_only_who_waits_ends(watch):

@@ -18,8 +18,8 @@ from safetensors.torch import load_file
 from zoo import Shape, compiled
 
 import fxpipe
-from fxpipe.plan.artifact import Plan
 from fxpipe.plan.rows import ShardName
+from fxpipe.plan.saved.check import plan_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.waits]
 
@@ -129,7 +129,7 @@ def test_a_rank_has_its_own_program_and_asks_for_the_schedule_of_all(agree, name
     ]
     saved = fxpipe.load(directory / "saved")
     for plan, seconds in text(directory, f"{name} plan"):
-        assert (Plan.from_json(plan, name), seconds) == (saved.plan, saved.simulate().seconds)
+        assert (plan_of(plan, name), seconds) == (saved.plan, saved.simulate().seconds)
 
 
 def test_a_rank_cannot_run_the_programs_of_all(agree):

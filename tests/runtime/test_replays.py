@@ -416,6 +416,18 @@ def test_a_parameter_that_the_script_replaces_is_named():
         pipe.step(batch(STEPS))
 
 
+def test_a_batch_that_lies_otherwise_is_named():
+    """Its ops would be others than the captured ones."""
+    model = words()
+    pipe = compiled(model, ranks=1, schedule="1f1b", replay=True)
+    for step in range(STEPS):
+        pipe.step(batch(step))
+        model.zero_grad(set_to_none=True)
+    turned = {name: x.t().contiguous().t() for name, x in batch(STEPS).items()}
+    with pytest.warns(UserWarning, match="the leaf 'ids' has another layout"):
+        pipe.step(turned)
+
+
 def test_a_step_that_is_asked_for_more_runs_op_by_op_between_replays():
     model = words()
     pipe = compiled(model, ranks=1, schedule="1f1b", replay=True, outputs=["head"])

@@ -12,7 +12,7 @@ from zoo import LENGTH, WIDTH, WORDS, Case, Shape, captured_once, compiled, cut,
 
 import fxpipe
 from fxpipe.errors import ArtifactError, LimitError, OptionError
-from fxpipe.plan.artifact import Plan
+from fxpipe.plan.saved.check import plan_of
 
 pytestmark = pytest.mark.slow
 
@@ -329,7 +329,7 @@ def test_a_saved_pipeline_keeps_it(tmp_path):
     for other in ("torch.bfloat16", "torch.int64", "float32"):
         text = replace(pipe.plan, grad_dtype=other).to_json()
         with pytest.raises(ArtifactError, match="grad_dtype"):
-            Plan.from_json(text, "a plan")
+            plan_of(text, "a plan")
 
 
 def test_the_memory_limit_counts_the_wider_gradients():

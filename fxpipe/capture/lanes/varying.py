@@ -95,8 +95,8 @@ def _read(node: fx.Node) -> Sequence[fx.Node]:
     joined: Any = node.args[0] if node.target is aten.slice.Tensor else None
     if joined is None or joined.target is not aten.cat.default:
         return node.all_input_nodes
-    given: Any = (*node.args[1:], *(0, None, None)[len(node.args) - 1 :])
-    dim, first, last = given[:3]
+    arguments: Any = (*node.args[1:], *(0, None, None)[len(node.args) - 1 :])
+    dim, first, last = arguments[:3]
     parts, *of = joined.args
     dims = len(joined.meta["val"].shape)
     if dim % dims != (of[0] if of else 0) % dims:

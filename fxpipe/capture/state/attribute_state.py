@@ -13,7 +13,7 @@ import torch
 from torch import fx, nn
 
 from fxpipe.capture.functional import memory_roots, overwritten
-from fxpipe.capture.inputs import Given
+from fxpipe.capture.inputs import TracedInput
 from fxpipe.capture.state.registered import Registered
 from fxpipe.capture.state.replaced_buffers import kind_of
 from fxpipe.errors import CaptureError
@@ -89,7 +89,7 @@ def unwritten(graph: fx.Graph, tensors: Sequence[Registered]) -> set[str]:
     return left
 
 
-def with_history(pairs: Sequence[tuple[Registered, Given]]) -> list[tuple[Registered, torch.Tensor]]:
+def with_history(pairs: Sequence[tuple[Registered, TracedInput]]) -> list[tuple[Registered, torch.Tensor]]:
     """Find the kept tensors that come with a gradient's history from the step before."""
     carried = [(r, x.fake) for r, x in pairs if r.is_kept and x.fake.requires_grad]
     for r, fake in carried:

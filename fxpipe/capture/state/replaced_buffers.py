@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from fxpipe.capture.functional import writes_to_a_parameter
-from fxpipe.capture.inputs import Given
+from fxpipe.capture.inputs import TracedInput
 from fxpipe.capture.reads.data_assignment import DataAssignments
 from fxpipe.capture.state.registered import Registered
 from fxpipe.errors import CaptureError
@@ -16,7 +16,7 @@ from fxpipe.plan.dtensors import local
 
 
 def replaced_buffers(
-    pairs: Sequence[tuple[Registered, Given]], assigned: DataAssignments
+    pairs: Sequence[tuple[Registered, TracedInput]], assigned: DataAssignments
 ) -> dict[str, torch.Tensor]:
     """The buffers that the forward replaced.  Raises CaptureError for a change that is not supported.
 
@@ -57,7 +57,9 @@ def replaced_buffers(
 
 
 def aliases(
-    pairs: Sequence[tuple[Registered, Given]], replaced: dict[str, torch.Tensor], assigned: DataAssignments
+    pairs: Sequence[tuple[Registered, TracedInput]],
+    replaced: dict[str, torch.Tensor],
+    assigned: DataAssignments,
 ) -> list[tuple[str, str]]:
     """Pairs of names: the forward gave the second, a buffer, the memory of the first.
 
@@ -80,7 +82,7 @@ def aliases(
     return shared
 
 
-def put_back(pairs: Sequence[tuple[Registered, Given]]) -> None:
+def put_back(pairs: Sequence[tuple[Registered, TracedInput]]) -> None:
     """Let the model hold the tensors of the trace's inputs again, under all of their names."""
     for r, x in pairs:
         for slot in r.slots:

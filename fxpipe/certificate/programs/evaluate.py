@@ -75,7 +75,7 @@ class Section:
             return self.run(*args, **named)
         sections.number += 1
         result = sections.call(self, [*args, *named.values()], tuple(named))
-        sections.held.runs(self.name, sections.own, self.evaluator.stack())
+        sections.log.runs(self.name, sections.microbatch, self.evaluator.stack())
         return result
 
     def run(self, *args: object, **named: object) -> object:

@@ -54,4 +54,5 @@ class Stack:
         return Line(self.rank, self.frames[0].line if self.frames else 0)
 
     def lines(self) -> list[Line]:
-        return [Line(self.rank, frame.line) for frame in self.frames] or [Line(self.rank, 0)]
+        """The line of each function that runs."""
+        return [Line(self.rank, frame.line) for frame in self.frames]

@@ -13,14 +13,14 @@ from typing import Any, Protocol
 
 from fxpipe.certificate.problems import Line, Rejected
 from fxpipe.certificate.programs.calls import Calls, Effects
-from fxpipe.certificate.programs.summaries import AsLeaves, Given, Rebuilt, Summary, plain_form
+from fxpipe.certificate.programs.summaries import AsLeaves, CallInputs, Rebuilt, Summary, plain_form
 from fxpipe.certificate.programs.values import (
     Container,
-    Held,
     Leaves,
     Length,
     Memory,
     Offloaded,
+    OpLog,
     Pending,
     Sum,
     Value,
@@ -42,55 +42,60 @@ class Called(Protocol):
 @dataclass(eq=False, repr=False)
 class Sections:
     """The summaries of one rank.  ``buffer``: gives the value that a buffer has by now.  ``reads``: is
-    told of the parameters that a call reads that is not run again.  ``own``, ``at``: the
+    told of the parameters that a call reads that is not run again.  ``microbatch``, ``at``: the
     microbatch of the last call, and its line."""
 
     calls: Calls
     buffer: Callable[[str], Value]
     reads: Callable[[Iterable[str]], None]
     known: dict[object, Summary] = field(default_factory=dict)
-    held: Held = field(default_factory=Held)
+    log: OpLog = field(default_factory=OpLog)
     running: bool = False
-    own: int | None = None
+    microbatch: int | None = None
     at: Line | None = None
     number: int = 0
     read_buffers: dict[object, set[str]] = field(default_factory=dict)
 
     def call(self, function: Called, args: Sequence[object], names: tuple[str, ...] = ()) -> Any:
         """Call a function, the last arguments by their names."""
-        inputs = Given(_microbatch(args))
-        self.own, self.at = inputs.own, self.calls.line()
+        inputs = CallInputs(_microbatch(args))
+        self.microbatch, self.at = inputs.microbatch, self.calls.line()
         form = function, names, tuple(self._form(inputs, each) for each in args)
         key = self._with_buffers(form, inputs)
         summary = self.known.get(key)
         if summary is None:
             summary = self._run(function, args, names, inputs, form)
             # A buffer that the function was not known to read is a part of the key of later calls.
-            inputs = Given(inputs.own)
+            inputs = CallInputs(inputs.microbatch)
             form = function, names, tuple(self._form(inputs, each) for each in args)
             self.known[self._with_buffers(form, inputs)] = summary
         else:
             self.reads(summary.effects.read)
-        summary.calls.append((inputs.own, self.at))
+        summary.calls.append((inputs.microbatch, self.at))
         return self._applied(summary, inputs)
 
-    def _with_buffers(self, form: object, inputs: Given) -> object:
+    def _with_buffers(self, form: object, inputs: CallInputs) -> object:
         changed = sorted(self.read_buffers.get(form, ()))
         return form, tuple(self._form(inputs, self.buffer(name)) for name in changed)
 
-    def _form(self, inputs: Given, argument: object) -> object:
-        """An argument for comparison; its values, memories and lists are entered into ``given``."""
+    def _form(self, inputs: CallInputs, argument: object) -> object:
+        """An argument for comparison; its values, memories and lists are entered into ``inputs``."""
         match argument:
             case Value():
                 memory = argument.memory
                 number, version = inputs.memories.setdefault(memory, len(inputs.memories)), memory.version
-                term = self._own_term(argument, inputs.own)
+                term = self._own_term(argument, inputs.microbatch)
                 return term, number, argument.version - version, memory.keeper, memory.root
             case Leaves():
-                return "leaves", None if inputs.own is None else argument.microbatch - inputs.own
+                return (
+                    "leaves",
+                    None if inputs.microbatch is None else argument.microbatch - inputs.microbatch,
+                )
             case Length():
-                if inputs.own is not None and argument.microbatch != inputs.own:
-                    text = f"gives a section of microbatch {inputs.own} a length of {argument.microbatch}"
+                if inputs.microbatch is not None and argument.microbatch != inputs.microbatch:
+                    text = (
+                        f"gives a section of microbatch {inputs.microbatch} a length of {argument.microbatch}"
+                    )
                     raise Rejected(self.calls.line(), text)
                 return int(argument)
             case Container():
@@ -106,7 +111,7 @@ class Sections:
             case tuple():
                 return (tuple, *(self._form(inputs, each) for each in argument))
             case Offloaded():
-                return "offloaded", self._own_term(argument.value, inputs.own)
+                return "offloaded", self._own_term(argument.value, inputs.microbatch)
             case Sum():
                 return "sum", argument.name, argument.transposed
             case Pending():
@@ -114,7 +119,7 @@ class Sections:
         return plain_form(self.calls, argument, "gives a section")
 
     def _own_term(self, value: Value, microbatch: int | None) -> Term:
-        """The term of a value, marked if it is of another microbatch than ``own``."""
+        """The term of a value, marked if it is of another microbatch."""
         if value.microbatch is None or value.microbatch == microbatch or microbatch is None:
             return value.term
         by = value.microbatch - microbatch
@@ -123,7 +128,12 @@ class Sections:
         return term
 
     def _run(
-        self, function: Called, args: Sequence[object], names: tuple[str, ...], inputs: Given, form: object
+        self,
+        function: Called,
+        args: Sequence[object],
+        names: tuple[str, ...],
+        inputs: CallInputs,
+        form: object,
     ) -> Summary:
         """Run the function on copies of its arguments."""
         memories = {memory: Memory(memory.keeper, root=memory.root) for memory in inputs.memories}
@@ -148,18 +158,18 @@ class Sections:
             self.calls.effects,
         )
 
-    def _applied(self, summary: Summary, inputs: Given) -> object:
+    def _applied(self, summary: Summary, inputs: CallInputs) -> object:
         """The results for the microbatch of this call, and what it does to its arguments."""
         line = str(self.calls.line()) if summary.writes else ""
         memories = [*inputs.memories]
         before = [memory.version for memory in memories]
         for memory in memories:
-            memory.count(self.held)
+            memory.count(self.log)
         for k, times in summary.writes.items():
             if k >= 0:
                 memories[k].version += times
                 memories[k].written = f"{summary.name} at {line}"
-        new = Rebuilt(inputs, memories, before, self.held)
+        new = Rebuilt(inputs, memories, before, self.log)
         for values, after in zip(inputs.lists, summary.lists, strict=True):
             values[:] = [new.of(each) for each in after]
         return new.of(summary.result)
@@ -196,11 +206,11 @@ class _Copies:
     def __init__(
         self,
         sections: Sections,
-        inputs: Given,
+        inputs: CallInputs,
         memories: dict[Memory, Memory],
         read: set[str],
     ) -> None:
-        self._sections, self._given, self._memories, self._read = sections, inputs, memories, read
+        self._sections, self._inputs, self._memories, self._read = sections, inputs, memories, read
         self._lists: list[list[object]] = []
         self.lists: list[list[object]] = []
 
@@ -231,7 +241,7 @@ class _Copies:
         return copy
 
     def _value(self, value: Value) -> Value:
-        term = self._sections._own_term(value, self._given.own)
+        term = self._sections._own_term(value, self._inputs.microbatch)
         memory = self._memories.setdefault(value.memory, Memory(value.memory.keeper, root=value.memory.root))
         copy = Value(term, 0, memory)
         copy.version = memory.version + value.version - value.memory.version

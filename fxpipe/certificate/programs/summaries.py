@@ -11,9 +11,9 @@ from fxpipe.certificate.programs.calls import Calls, Effects
 from fxpipe.certificate.programs.values import (
     FOLLOWS,
     ON_ITS_WAY,
-    Held,
     Memory,
     Offloaded,
+    OpLog,
     Printed,
     Sum,
     Value,
@@ -42,7 +42,7 @@ class ListLeaf:
     """A list that a section gives: that of an argument, by its number, or a new one with these items, which
     may stand in several places."""
 
-    given: int | None
+    argument: int | None
     items: list[object] = field(default_factory=list)
 
 
@@ -61,11 +61,11 @@ class Summary:
 
 
 @dataclass(eq=False, repr=False)
-class Given:
+class CallInputs:
     """The arguments of a call, in a form that is equal for calls of other microbatches.  ``memories``: with
     their numbers."""
 
-    own: int | None
+    microbatch: int | None
     memories: dict[Memory, int] = field(default_factory=dict)
     lists: list[list[object]] = field(default_factory=list)
 
@@ -106,8 +106,8 @@ class AsLeaves:
                     place = self._places[memory] = self._new
                 is_new, made_for = place < 0 and memory.keeper in ("", ON_ITS_WAY), memory.root or result.term
                 # What is on its way is there with what this lane gives.
-                held = (made_for, made_for["x"]) if memory.keeper == ON_ITS_WAY else (made_for,)
-                size = sum(layout_of(self._calls.terms, each).bytes for each in held) if is_new else 0
+                values = (made_for, made_for["x"]) if memory.keeper == ON_ITS_WAY else (made_for,)
+                size = sum(layout_of(self._calls.terms, each).bytes for each in values) if is_new else 0
                 return Leaf(result.term, place, memory.root, size, memory.keeper, result.version)
             case list():
                 if id(result) not in self._lists:
@@ -132,10 +132,10 @@ class Rebuilt:
     """Results of a summary as values of the microbatch of the call.  ``known``: the memories of the
     arguments, ``before``: how often they had been written to."""
 
-    given: Given
+    inputs: CallInputs
     known: list[Memory]
     before: list[int]
-    held: Held
+    log: OpLog
     memories: dict[int, Memory] = field(default_factory=dict)
     lists: dict[ListLeaf, list[object]] = field(default_factory=dict)
 
@@ -143,13 +143,13 @@ class Rebuilt:
         if type(part) is Leaf:  # almost all are
             return self._value(part)
         match part:
-            case ListLeaf(given=None):
+            case ListLeaf(argument=None):
                 if part not in self.lists:
                     made = self.lists[part] = list[object]()
                     made += [self.of(each) for each in part.items]
                 return self.lists[part]
-            case ListLeaf(given=int(number)):
-                return self.given.lists[number]
+            case ListLeaf(argument=int(number)):
+                return self.inputs.lists[number]
             case tuple():
                 return tuple(self.of(each) for each in part)
             case dict():
@@ -158,11 +158,11 @@ class Rebuilt:
 
     def _value(self, leaf: Leaf) -> Value:
         if leaf.memory >= 0:
-            value = Value(leaf.term, self.given.own, self.known[leaf.memory])
+            value = Value(leaf.term, self.inputs.microbatch, self.known[leaf.memory])
             value.version = self.before[leaf.memory] + leaf.versions
             return value
         memory = self.memories.get(leaf.memory)
         if memory is None:
             memory = self.memories[leaf.memory] = Memory(leaf.keeper, root=leaf.root, bytes=leaf.bytes)
-            memory.count(self.held)
-        return Value(leaf.term, self.given.own, memory)
+            memory.count(self.log)
+        return Value(leaf.term, self.inputs.microbatch, memory)

@@ -22,43 +22,43 @@ class Memory:
 
     ``root``: the value that it was made for.
 
-    It counts in ``held`` from ``count`` on until nothing of the program refers to it.  ``since``, ``used``:
+    It counts in ``log`` from ``count`` on until nothing of the program refers to it.  ``since``, ``used``:
     how many ops had begun then, and when it was last read.
     """
 
-    __slots__ = ("__weakref__", "bytes", "held", "keeper", "root", "since", "used", "version", "written")
+    __slots__ = ("__weakref__", "bytes", "keeper", "log", "root", "since", "used", "version", "written")
 
     def __init__(self, keeper: str = "", *, root: Term | None = None, bytes: int = 0) -> None:
         self.bytes, self.keeper, self.root = bytes, keeper, root
-        self.held: Held | None = None
+        self.log: OpLog | None = None
         self.version, self.written = 0, ""
 
-    def count(self, held: Held) -> None:
-        if self.held is None:
-            self.held, self.since = held, len(held.ops)
-            held.changes[self.since] += self.bytes
-        self.used = len(held.ops)
+    def count(self, log: OpLog) -> None:
+        if self.log is None:
+            self.log, self.since = log, len(log.ops)
+            log.changes[self.since] += self.bytes
+        self.used = len(log.ops)
 
     def use(self) -> None:
-        if self.held is not None:
-            self.used = len(self.held.ops)
+        if self.log is not None:
+            self.used = len(self.log.ops)
 
     def count_from_now(self) -> None:
         """Not before: until now it was a part of a collective that had not begun."""
-        if self.held is not None:
-            self.held.changes[self.since] -= self.bytes
-            self.since = len(self.held.ops)
-            self.held.changes[self.since] += self.bytes
+        if self.log is not None:
+            self.log.changes[self.since] -= self.bytes
+            self.since = len(self.log.ops)
+            self.log.changes[self.since] += self.bytes
 
     def __del__(self) -> None:
-        if self.held is not None:
-            self.held.changes[len(self.held.ops)] -= self.bytes
-            if self.bytes and self.used < len(self.held.ops):
-                self.held.dead.append((self.root, self.used, len(self.held.ops)))
+        if self.log is not None:
+            self.log.changes[len(self.log.ops)] -= self.bytes
+            if self.bytes and self.used < len(self.log.ops):
+                self.log.dead.append((self.root, self.used, len(self.log.ops)))
 
 
 @dataclass(eq=False, repr=False)
-class Held:
+class OpLog:
     """The bytes that a rank's program holds between its ops.  ``changes``: behind so many ``ops``.
 
     As in the plan, a message counts from the first section on that uses it, and a part of a collective not
@@ -97,7 +97,7 @@ class Held:
 
     @property
     def peak(self) -> tuple[int, str]:
-        """The most bytes, and the op before which they are held."""
+        """The most bytes, and the op before which they are log."""
         now, most = 0, (0, "")
         for number, op in enumerate(self.ops):
             now += self.changes[number]

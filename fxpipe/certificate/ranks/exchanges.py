@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from fxpipe.certificate.problems import Line, Problem, Rejected
 from fxpipe.certificate.programs.calls import Calls
-from fxpipe.certificate.programs.values import Held
+from fxpipe.certificate.programs.values import OpLog
 from fxpipe.plan.artifact import Plan
 
 AWAY, COMING, HERE = "away", "coming", "here"
@@ -31,7 +31,7 @@ class ParameterRows:
     rank: int
     plan: Plan
     calls: Calls
-    held: Held
+    log: OpLog
     states: dict[int, str] = field(init=False)
     lines: dict[int, Line] = field(default_factory=dict, init=False)
     frees: bool = field(default=False, init=False)
@@ -95,7 +95,7 @@ class ParameterRows:
                 yield Problem(*self.lines[bucket], text)
             elif state == HERE and self.frees:
                 text = f"gathers the parameters of bucket {bucket} and does not free them"
-                self.held.otherwise.setdefault(text, self.lines[bucket].number)
+                self.log.otherwise.setdefault(text, self.lines[bucket].number)
 
     def _state(self, bucket: int, verb: str) -> str:
         if bucket not in self.states:
@@ -121,4 +121,4 @@ class ParameterRows:
             self._otherwise(f"has {whole + rows + gathered} bytes of parameters, and the plan has {planned}")
 
     def _otherwise(self, text: str) -> None:
-        self.held.otherwise.setdefault(text, self.calls.line().number)
+        self.log.otherwise.setdefault(text, self.calls.line().number)

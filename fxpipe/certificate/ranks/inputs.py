@@ -9,7 +9,7 @@ from functools import cached_property
 from fxpipe.certificate.problems import Line, Rejected
 from fxpipe.certificate.programs.calls import Calls
 from fxpipe.certificate.programs.sections import Called, Sections
-from fxpipe.certificate.programs.values import Announced, Container, Held, Leaves, Length, Memory, Sum, Value
+from fxpipe.certificate.programs.values import Announced, Container, Leaves, Length, Memory, OpLog, Sum, Value
 from fxpipe.certificate.ranks.exchanges import ParameterRows
 from fxpipe.certificate.ranks.world import World
 from fxpipe.certificate.reference import Reference
@@ -27,7 +27,7 @@ class Inputs:
     world: World
     calls: Calls
     sections: Sections
-    held: Held
+    log: OpLog
     versions: Counter[str] = field(default_factory=Counter)
     batch: object = field(default_factory=object)
     reads_parameters: bool = False
@@ -140,4 +140,4 @@ class Inputs:
     @cached_property
     def rows(self) -> ParameterRows:
         """The rows of parameters that replicas divide."""
-        return ParameterRows(self.rank, self.plan, self.calls, self.held)
+        return ParameterRows(self.rank, self.plan, self.calls, self.log)

@@ -27,13 +27,13 @@ def unlike_plan(plan: Plan, ranks: Ranks) -> Iterator[Problem]:
     for rt in ranks:
         planned = planned_ops(plan, rt.rank)
         if (first := out_of_order(rt, planned)) is not None:
-            yield Problem(rt.rank, rt.held.calls[first].number, unlike_order(rt, planned, first))
+            yield Problem(rt.rank, rt.log.calls[first].number, unlike_order(rt, planned, first))
         yield from _transfers(rt, plan)
         yield from _dead(rt)
-        most, op = rt.held.peak
+        most, op = rt.log.peak
         predicted = plan.prediction.peak_memory[rt.rank]
         if most > ACCURACY * predicted:
-            number = rt.held.lines[rt.held.ops.index(op)].number
+            number = rt.log.lines[rt.log.ops.index(op)].number
             yield Problem(
                 rt.rank, number, f"holds {most} bytes before {op}, and the plan has {predicted:.0f}"
             )
@@ -54,14 +54,14 @@ def _takes_time(plan: Plan, op: Op) -> bool:
 def out_of_order(rt: TermRuntime, planned: Sequence[str]) -> int | None:
     """The number of the first op that is not the plan's, of what a program has run so far; at the end that
     of its end, if ops are missing."""
-    ops = rt.held.ops if rt.ended else [*rt.held.ops, *planned[len(rt.held.ops) :]]
+    ops = rt.log.ops if rt.ended else [*rt.log.ops, *planned[len(rt.log.ops) :]]
     due = [*planned, THE_END] if rt.ended else planned
     return next((k for k, (op, other) in enumerate(zip_longest(ops, due)) if op != other), None)
 
 
 def unlike_order(rt: TermRuntime, planned: Sequence[str], number: int) -> str:
     due = planned[number] if number < len(planned) else "nothing"
-    op = rt.held.ops[number]
+    op = rt.log.ops[number]
     return f"runs {'nothing' if op == THE_END else op} where the plan has {due}"
 
 
@@ -75,22 +75,22 @@ def _transfers(rt: TermRuntime, plan: Plan) -> Iterator[Problem]:
             verb = "offload" if transfer.direction is Direction.OUT else "reload"
             due[verb, number_of[transfer.begin]] += 1
             due[f"wait_{verb}", number_of[transfer.end]] += 1
-    for more, unlike in (("more", rt.held.transfers - due), ("fewer", due - rt.held.transfers)):
+    for more, unlike in (("more", rt.log.transfers - due), ("fewer", due - rt.log.transfers)):
         for verb in dict.fromkeys(verb for verb, _ in sorted(unlike)):
             times = {number: times for (of, number), times in unlike.items() if of == verb}
-            first, total = min(min(times), len(rt.held.ops) - 1), sum(times.values())
-            text = f"calls rt.{verb} {total} times {more} than the plan, first before {rt.held.ops[first]}"
-            yield Problem(rt.rank, rt.held.lines[first].number, text)
+            first, total = min(min(times), len(rt.log.ops) - 1), sum(times.values())
+            text = f"calls rt.{verb} {total} times {more} than the plan, first before {rt.log.ops[first]}"
+            yield Problem(rt.rank, rt.log.lines[first].number, text)
 
 
 def _dead(rt: TermRuntime) -> Iterator[Problem]:
-    """Values that the program held through an op though it did not read them again."""
-    held = rt.held
-    for term, used, freed in held.dead:
-        last, until = held.ops[max(used - 1, 0)], held.ops[freed - 1]
-        line = held.lines[max(used - 1, 0)].number
+    """Values that the program log through an op though it did not read them again."""
+    log = rt.log
+    for term, used, freed in log.dead:
+        last, until = log.ops[max(used - 1, 0)], log.ops[freed - 1]
+        line = log.lines[max(used - 1, 0)].number
         yield Problem(rt.rank, line, f"keeps {term}, which {last} is the last to read, until {until}")
-    yield from (Problem(rt.rank, line, text) for text, line in held.otherwise.items())
-    for op in held.ops[:-1]:
-        if op in held.idle:
-            yield Problem(rt.rank, held.idle[op], f"runs no section in {op}")
+    yield from (Problem(rt.rank, line, text) for text, line in log.otherwise.items())
+    for op in log.ops[:-1]:
+        if op in log.idle:
+            yield Problem(rt.rank, log.idle[op], f"runs no section in {op}")

@@ -2,30 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from fxpipe.certificate.problems import ORDER, Line, Rejected
 from fxpipe.certificate.programs.sections import Called
 from fxpipe.certificate.programs.values import Container, Leaves, Memory, Offloaded, Once, Value
 from fxpipe.certificate.ranks.traffic import Traffic
 from fxpipe.certificate.ranks.world import Key, Message
-from fxpipe.certificate.terms.sums import sum_over_lanes
+from fxpipe.certificate.terms.sums import Addition, Summands, joined, sum_over_lanes
 from fxpipe.certificate.terms.terms import BATCH_MEAN, Term
 from fxpipe.plan.lanes import LaneGroup
-
-
-class Addition(NamedTuple):
-    """Of a summand of a microbatch, or of all alike (None): the line that calls the section, and the line of
-    the section that adds."""
-
-    microbatch: int | None
-    call: Line
-    line: Line
-
-
-Summands = dict[Term, list[Addition]]
 
 
 @dataclass(eq=False, repr=False)
@@ -59,17 +47,17 @@ class TermRuntime(Traffic):
         self.ahead, line = True, self.line
         yield
         self.ahead = False
-        freed = sum({memory: memory.bytes for memory in _memories(made) if memory.held}.values())
-        if self.held.now > freed:
-            text = f"has a warm-up that makes {self.held.now - freed} bytes more than it would free"
-            self.held.otherwise[text] = line.number
+        freed = sum({memory: memory.bytes for memory in _memories(made) if memory.log}.values())
+        if self.log.now > freed:
+            text = f"has a warm-up that makes {self.log.now - freed} bytes more than it would free"
+            self.log.otherwise[text] = line.number
 
     # -- what it does between its sections -----------------------------------------------------------------
 
     def op(self, name: str) -> None:
         if type(name) is not str:
             raise Rejected(self.line, "begins an op whose name the certificate does not know")
-        self.held.begin(name, self.line, self.calls.step_line())
+        self.log.begin(name, self.line, self.calls.step_line())
 
     def once(self, compute: Callable[..., object], *tensors: object) -> Once:
         """What ``compute`` gives must be the same for all microbatches."""
@@ -171,7 +159,7 @@ class TermRuntime(Traffic):
         again = {name for name in numbers if name in self.summed}
         if self.plan.shard == "parameters":  # what is added from then on is summed apart
             if all(self.summed.get(name, (line, 0))[1] == number for name, number in numbers.items()):
-                self.held.otherwise[f"sums bucket {bucket}, to which nothing was added"] = line.number
+                self.log.otherwise[f"sums bucket {bucket}, to which nothing was added"] = line.number
         elif again:
             self.calls.note(f"sums the gradient of {min(again)} over the replicas again")
         for name, number in numbers.items():
@@ -211,7 +199,7 @@ class TermRuntime(Traffic):
             return
         if [*ranks] != sorted(ranks):
             text = f"adds up the gradient of {name} over ranks in another order than theirs"
-            self.held.otherwise[text] = line.number
+            self.log.otherwise[text] = line.number
         parts = [mine]
         for rank in ranks[1:]:
             parts.append(self._sum_of(name, self.world.next_key("to", rank, self.rank), rank))
@@ -238,7 +226,7 @@ class TermRuntime(Traffic):
         """A program returns what this gives."""
         self.ended = True
         self.last = self.line
-        self.held.begin("the end", self.last, self.last)
+        self.log.begin("the end", self.last, self.last)
         return self
 
 
@@ -253,12 +241,3 @@ def _memories(values: object) -> Iterator[Memory]:
                 yield from _memories(each)
         case dict():
             yield from _memories([*values.values()])
-
-
-def joined(parts: Iterable[Summands]) -> Summands:
-    """Summands of several ranks."""
-    sums: Summands = {}
-    for part in parts:
-        for term, times in part.items():
-            sums.setdefault(term, []).extend(times)
-    return sums

@@ -64,7 +64,7 @@ class Traffic(Inputs):
         self._check_lengths(sent, layout)
         due = self.reference.named.get(_name(layout), sent.term)
         if due is not sent.term:  # its reader may do the same to both
-            self.held.otherwise[f"sends {sent.term} as {due}"] = self.line.number
+            self.log.otherwise[f"sends {sent.term} as {due}"] = self.line.number
         value.memory.keeper = value.memory.keeper or "a message on its way"
         self.sent += 1
         self.world.send(key, Message(sent, layout, self.line, self.ahead))
@@ -199,7 +199,7 @@ class Traffic(Inputs):
             values[k], at = handle, handle.end
 
     def _moved(self, verb: str) -> None:
-        self.held.transfers[verb, len(self.held.ops)] += 1
+        self.log.transfers[verb, len(self.log.ops)] += 1
 
     def _place(self, handle: Offloaded) -> None:
         """Note a problem if the bytes are not there, or are another value's."""
@@ -226,7 +226,7 @@ class Traffic(Inputs):
         self._moved("reload")
         for handle in self._handles(values, "out"):
             handle.value = Value(handle.value.term, handle.value.microbatch, self._new_memory(handle.value))
-            handle.value.memory.count(self.held)
+            handle.value.memory.count(self.log)
             handle.state = "coming"
 
     def wait_reload(self, values: list[object]) -> None:

@@ -9,7 +9,7 @@ least as many bits: the accumulator rounds later.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, pairwise, repeat
@@ -25,8 +25,28 @@ from fxpipe.certificate.terms.parts import Parts, Span
 from fxpipe.certificate.terms.terms import Term, Terms, canonical
 
 if TYPE_CHECKING:
-    from fxpipe.certificate.ranks.runtime import Addition, Summands
     from fxpipe.certificate.reference import Reference
+
+
+class Addition(NamedTuple):
+    """Of a summand of a microbatch, or of all alike (None): the line that calls the section, and the line of
+    the section that adds."""
+
+    microbatch: int | None
+    call: Line
+    line: Line
+
+
+Summands = dict[Term, list[Addition]]
+
+
+def joined(parts: Iterable[Summands]) -> Summands:
+    """Summands of several ranks."""
+    sums: Summands = {}
+    for part in parts:
+        for term, times in part.items():
+            sums.setdefault(term, []).extend(times)
+    return sums
 
 
 def leaves(terms: Terms, term: Term) -> Iterator[Term]:
@@ -178,7 +198,7 @@ class _Shares:
             lines = [each.line for each, spans in self.additions if (begin, end) in spans]
             line = lines[-1] if lines else self.additions[-1][0].line
             rows = f"the rows {begin} … {end - 1} of {term} of {named(microbatches)} {count} times, not {due}"
-            yield _at(line, f"the gradient of {name} has {rows}")
+            yield Problem.at(line, f"the gradient of {name} has {rows}")
 
 
 def _shares(parts: Parts, known: Mapping[Term, Term], added: Summands) -> dict[Term, _Shares]:
@@ -200,10 +220,6 @@ def _shares(parts: Parts, known: Mapping[Term, Term], added: Summands) -> dict[T
     return shares
 
 
-def _at(line: Line | None, text: str) -> Problem:
-    return Problem(0, 0, text) if line is None else Problem(line.rank, line.number, text)
-
-
 def _uneven(
     name: str,
     term: Term,
@@ -214,7 +230,7 @@ def _uneven(
 ) -> Iterator[Problem | Missing]:
     """Microbatches of which a summand was added too seldom or too often."""
     last = calls[-1].call if calls else end
-    at = partial(_at, last)
+    at = partial(Problem.at, last)
     if not calls:
         yield Missing(name, term, last, None)
         return
@@ -230,6 +246,6 @@ def _uneven(
             yield Missing(name, term, last, m)
         elif count[m] > times:
             line = [each.call for each in calls if each.microbatch == m][-1]
-            yield _at(
+            yield Problem.at(
                 line, f"the gradient of {name} has {term} of microbatch {m} {count[m]} times, not {times}"
             )

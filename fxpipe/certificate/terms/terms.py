@@ -71,8 +71,8 @@ class Term:
         values = [value for _, value in self.arguments]
         if self.op == "keyed":
             values = [*values[:3], *(value for _, value in values[3])]
-        given = ", ".join(shown(value, depth - 1) for value in values)
-        return f"{self.op.removeprefix('aten.')}({given})"
+        arguments = ", ".join(shown(value, depth - 1) for value in values)
+        return f"{self.op.removeprefix('aten.')}({arguments})"
 
 
 #: A number in the place of a tensor.  A tensor of it may give a result another dtype.

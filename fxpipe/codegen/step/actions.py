@@ -12,7 +12,7 @@ from fxpipe.codegen.step.instruction_text import Line, OfMicrobatch, lines_of, p
 from fxpipe.codegen.step.step_plan import StepPlan
 from fxpipe.ir.names import unused
 from fxpipe.schedule.lowering import instructions as ins
-from fxpipe.schedule.ops import Color, Direction, Op, arrival
+from fxpipe.schedule.ops import Color, Direction, arrival
 
 
 class ActionPlace(Enum):
@@ -139,9 +139,10 @@ def _arguments(plan: StepPlan, together: Sequence[OfMicrobatch]) -> tuple[int, .
 
 def _action(plan: StepPlan, together: Sequence[OfMicrobatch], used: set[str]) -> Action:
     offloads = [i.transfer for i in together if isinstance(i, ins.StartTransfer)]
+    name, doc = _told(plan, together)
     return Action(
-        unused(_name(plan, together), used.__contains__),
-        _doc(plan, together),
+        unused(name, used.__contains__),
+        doc,
         _role(together[0]),
         tuple(line for i in together for line in lines_of(plan, i)),
         tuple(place(t) for t in offloads if t.direction is Direction.OUT),
@@ -161,63 +162,36 @@ def _role(instruction: OfMicrobatch) -> ActionPlace:
     return ActionPlace.APART
 
 
-def _name(plan: StepPlan, together: Sequence[OfMicrobatch]) -> str:
-    """A name with an upper-case letter, as no variable has."""
-    match together[0]:
-        case ins.Compute(Op(kind, stage)):
-            return f"{kind}{stage}"
-        case ins.PostRecv((message, *_)):
-            return f"receive_{plan.op_name(arrival(message.edge.target))}"
-        case ins.Wait((message, *_)):
-            return f"wait_{plan.op_name(arrival(message.edge.target))}"
-        case ins.Send((message, *_)):
-            return f"send_{plan.op_name(message.edge.source)}"
-        case ins.StartCollective(collective):
-            return f"start_{_named(plan, collective)}"
-        case ins.WaitCollective(collective):
-            return f"wait_{_named(plan, collective)}"
-        case ins.StartTransfer(transfer):
-            verb = str(transfer.direction)
-        case ins.WaitTransfer(transfer):
-            verb = f"wait_{transfer.direction}"
-    users = _users(together)
-    return f"{verb}_{users[0].stage if len(users) > 1 else plan.op_name(users[0])}"
-
-
-def _users(together: Sequence[OfMicrobatch]) -> list[Color]:
-    """The sections for which transfers move what F saved."""
-    transfers = (i.transfer for i in together if isinstance(i, ins.StartTransfer | ins.WaitTransfer))
-    return [Color(t.stage, t.user) for t in transfers]
-
-
-def _named(plan: StepPlan, collective: ins.Collective) -> str:
-    """The kind of a collective with its source, of several sources that of this rank."""
-    return f"{collective.kind.replace('-', '_')}_{plan.op_name(plan.own_end(collective.sources))}"
-
-
-def _doc(plan: StepPlan, together: Sequence[OfMicrobatch]) -> str:
-    """What an action does, as a docstring."""
+def _told(plan: StepPlan, together: Sequence[OfMicrobatch]) -> tuple[str, str]:
+    """The name of an action, with an upper-case letter, as no variable has, and what it does, as a
+    docstring."""
     first = together[0]
     match first:
-        case ins.Compute():
-            return ""
+        case ins.Compute(op):
+            return f"{op.kind}{op.stage}", ""
         case ins.PostRecv(messages) | ins.Wait(messages):
+            verb, does = ("receive", "Start to receive") if isinstance(first, ins.PostRecv) else _WAIT
             sources = " and ".join(dict.fromkeys(plan.op_name(m.edge.source) for m in messages))
-            rank = plan.placement[messages[0].edge.source.stage]
-            verb = "Start to receive" if isinstance(first, ins.PostRecv) else "Wait for"
-            return f"{verb} what {sources} on rank {rank} sends."
+            edge = messages[0].edge
+            name, rank = plan.op_name(arrival(edge.target)), plan.placement[edge.source.stage]
+            return f"{verb}_{name}", f"{does} what {sources} on rank {rank} sends."
         case ins.Send(messages):
-            return f"Send to rank {plan.placement[messages[0].edge.target.stage]}."
-        case ins.StartCollective(collective):
-            return f"Join the {collective.kind} of {plan.op_name(plan.own_end(collective.sources))}."
-        case ins.WaitCollective(collective):
-            return f"Wait for the {collective.kind} of {plan.op_name(plan.own_end(collective.sources))}."
-    users = _users(together)
-    saved = f"what F{users[0].stage} saved for {' and '.join(dict.fromkeys(map(plan.op_name, users)))}"
-    match first:
-        case ins.StartTransfer(transfer):
-            return f"Start to {transfer.direction} {saved}."
-        case ins.WaitTransfer(transfer) if transfer.direction is Direction.OUT:
-            return f"Wait until {saved} is offloaded, and free its memory."
-        case _:
-            return f"Wait until {saved} is reloaded."
+            edge = messages[0].edge
+            return f"send_{plan.op_name(edge.source)}", f"Send to rank {plan.placement[edge.target.stage]}."
+        case ins.StartCollective(collective) | ins.WaitCollective(collective):
+            verb, does = ("start", "Join") if isinstance(first, ins.StartCollective) else _WAIT
+            source, kind = plan.op_name(plan.own_end(collective.sources)), collective.kind
+            return f"{verb}_{kind.replace('-', '_')}_{source}", f"{does} the {kind} of {source}."
+        case ins.StartTransfer(transfer) | ins.WaitTransfer(transfer):
+            transfers = (i.transfer for i in together if isinstance(i, ins.StartTransfer | ins.WaitTransfer))
+            users = [plan.op_name(Color(t.stage, t.user)) for t in transfers]
+            saved = f"what F{transfer.stage} saved for {' and '.join(dict.fromkeys(users))}"
+            name = f"{transfer.direction}_{transfer.stage if len(users) > 1 else users[0]}"
+            if isinstance(first, ins.StartTransfer):
+                return name, f"Start to {transfer.direction} {saved}."
+            if transfer.direction is Direction.OUT:
+                return f"wait_{name}", f"Wait until {saved} is offloaded, and free its memory."
+            return f"wait_{name}", f"Wait until {saved} is reloaded."
+
+
+_WAIT = "wait", "Wait for"

@@ -235,14 +235,14 @@ def _regular(slots: Sequence[_Slot]) -> dict[Action, tuple[tuple[Action, ...], t
     after: dict[Action, list[Action]] = {}
     for slot in slots:
         kind = slot.op.action
-        actions = [d.action for d in _own(reversed(slot.before), slot.op, ActionPlace.BEFORE)]
+        actions = [d.action for d in _of_microbatch(reversed(slot.before), slot.op, ActionPlace.BEFORE)]
         before[kind] = _common(before.get(kind, actions), actions)
-        actions = [d.action for d in _own(slot.after, slot.op, ActionPlace.AFTER)]
+        actions = [d.action for d in _of_microbatch(slot.after, slot.op, ActionPlace.AFTER)]
         after[kind] = _common(after.get(kind, actions), actions)
     return {kind: (tuple(reversed(before[kind])), tuple(after[kind])) for kind in before}
 
 
-def _own(done: Iterable[Done], op: Done, role: ActionPlace) -> Iterator[Done]:
+def _of_microbatch(done: Iterable[Done], op: Done, role: ActionPlace) -> Iterator[Done]:
     return takewhile(lambda d: d.action.role is role and d.microbatch == op.microbatch, done)
 
 

@@ -29,7 +29,7 @@ from fxpipe.schedule.search.fastest import AUTO
 WORTH_HIDING = 0.05
 """Of the step's time: if exchanges between lanes take less, stages are not cut at them unless asked to."""
 
-Held = tuple[frozenset[str], ...] | None
+UsableTensors = tuple[frozenset[str], ...] | None
 """The tensors that may be used in each stage, if other pipelines have them on their ranks."""
 
 
@@ -75,7 +75,7 @@ def all_stages(
     steps: dict[tuple[Head, PartsOfStage], StepGraphs] = {}  # for any number of stages
     for stages, placements in tried.placements.items():
         cuts_here: list[Stages] = []
-        alike: defaultdict[tuple[tuple[float, ...], Held], list[str]] = defaultdict(list)
+        alike: defaultdict[tuple[tuple[float, ...], UsableTensors], list[str]] = defaultdict(list)
         for name, placement in placements.items():
             tensors_of = options.in_stages or None
             if options.on_ranks:

@@ -48,7 +48,7 @@ def parse(source: str) -> r.Program:
     except _NOT_PYTHON as error:
         line = getattr(error, "lineno", None) or 0
         outside = r.Outside(f"no Python program ({error})", line)
-        return r.Program((), (outside,), is_python=False)
+        return r.Program((), (outside,))
 
 
 def compiled(source: str, filename: str) -> tuple[CodeType, r.Program]:
@@ -57,8 +57,6 @@ def compiled(source: str, filename: str) -> tuple[CodeType, r.Program]:
     Raises what Python does where it cannot read the text.
     """
     program = parse(source)
-    if not program.is_python:
-        _program(source, filename)  # raises
     if not any(name in source for name in _EARLIER):
         return compile(source, filename, "exec"), program
     tree = ast.parse(source, filename)

@@ -127,13 +127,12 @@ class Comment:
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """``body``: its top level.  ``outside``: its lines, in any function, that the grammar does not have.
-    ``is_python``: False for a text that Python cannot read; ``outside`` says why."""
+    """``body``: its top level.  ``outside``: its lines, in any function, that the grammar does not have, or
+    why Python cannot read the text."""
 
     body: tuple[ast.stmt, ...]
     outside: tuple[Outside, ...]
     comments: tuple[Comment, ...] = ()
-    is_python: bool = True
 
     def nodes(self) -> Iterator[ast.AST]:
         return (node for each in self.body for node in parts(each))

@@ -1,4 +1,5 @@
-"""Checks that the fields of a plan from a file are consistent; ``structure`` checked their types and bounds.
+"""Reads the text of a plan, and checks that its fields are consistent; ``structure`` checks their types and
+bounds.
 
 Every number on which memory or time depends is bounded by the contents of the file itself, so that a small
 file cannot ask for much of either.
@@ -9,22 +10,48 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from fxpipe.errors import FxpipeError
+from fxpipe.errors import ArtifactError, FxpipeError
+from fxpipe.plan.artifact import FORMAT, Plan, RankTensors, TensorLayout
 from fxpipe.plan.branches import Branch, parsed
 from fxpipe.plan.field_types import IS_DTYPE, IS_FLOATING, MOST_DIMENSIONS
 from fxpipe.plan.rows import ShardName
 from fxpipe.plan.step import Leaf
 from fxpipe.plan.tensors import dtype_of, is_packed
+from fxpipe.plan.version import __version__
 from fxpipe.plan.work import PlanWork, Terms
 from fxpipe.schedule.check import check_costs, check_whole
 from fxpipe.schedule.costs import TIMES, Costs, StageBytes
 from fxpipe.schedule.ops import Phase
-from fxpipe.strict import Mismatch, between, require, shown, structure, unstructure
+from fxpipe.strict import Mismatch, between, parse_json, refused, require, shown, structure, unstructure
 
-if TYPE_CHECKING:
-    from fxpipe.plan.artifact import Plan, RankTensors, TensorLayout
+
+def plan_of(text: str, where: str) -> Plan:
+    """The plan that a text in JSON is.
+
+    Raises ArtifactError, naming ``where`` and the field, for a text that is no plan of this format.
+    """
+    with refused(ArtifactError, f"{where} is damaged:", "Undo the edit, or save the pipeline again."):
+        data = parse_json(text)
+        version = data.get("format") if isinstance(data, dict) else None
+        # Before the fields: those of another format may be others.
+        if type(version) is not int or version != FORMAT:
+            raise ArtifactError(
+                f"{where} has format {shown(version)} and fxpipe {__version__} reads format {FORMAT}. "
+                "Compile and save the pipeline again with this version."
+            )
+        plan = structure(_with_axes(data), Plan)
+        check_plan(plan)
+    return plan
+
+
+def _with_axes(data: dict[str, Any]) -> dict[str, Any]:
+    """The data of a plan; those of earlier versions have lanes of one dimension alone."""
+    match data.get("lanes"):
+        case {"number": number} as axis:
+            return {**data, "lanes": {"axes": [axis] if number != 1 else []}}
+    return data
 
 
 def check_plan(plan: Plan) -> None:

@@ -29,6 +29,7 @@ from fxpipe.errors import ArtifactError, OptionError, number_of
 from fxpipe.plan.artifact import Artifact, Plan
 from fxpipe.plan.program.parse import parse
 from fxpipe.plan.rows import ShardName
+from fxpipe.plan.saved.check import plan_of
 from fxpipe.plan.spans import slices_of, spans_of, with_zeros
 from fxpipe.plan.tensors import dtype_of
 from fxpipe.strict import MEBIBYTE, Mismatch, open_regular, read_text, refused, shown
@@ -216,7 +217,7 @@ def laid_out(
 
 def read_plan(directory: Path) -> Plan:
     """Read the plan of a saved pipeline.  Raises ArtifactError if it is missing or invalid."""
-    return Plan.from_json(_plan_text(directory), str(directory / "plan.json"))
+    return plan_of(_plan_text(directory), str(directory / "plan.json"))
 
 
 def plan_texts(directory: Path) -> dict[Path, str]:
@@ -226,7 +227,7 @@ def plan_texts(directory: Path) -> dict[Path, str]:
 
 def checked_plans(texts: Mapping[Path, str]) -> list[Plan]:
     """The plans of ``plan_texts``.  Raises ArtifactError if they are invalid or do not fit each other."""
-    plans = [Plan.from_json(text, str(directory / "plan.json")) for directory, text in texts.items()]
+    plans = [plan_of(text, str(directory / "plan.json")) for directory, text in texts.items()]
     # The first is that of training, whose tensors the others use.
     for plan, directory in [*zip(plans, texts, strict=True)][1:]:
         _check_other(plan, plans[0], directory)

@@ -141,17 +141,17 @@ def _lengths_of(
         value = leaves.get(leaf.name)
         shape = () if leaf.unread or leaf.shape is None else leaf.shape
         # What else a leaf may be, the check of the batch tells.
-        given: tuple[int, ...] = ()
+        sizes: tuple[int, ...] = ()
         if isinstance(value, torch.Tensor) and not value.is_nested and value.dim() == len(shape):
-            given = value.shape
-        if listed and leading is None and len(given) > 1 and given[0] != shape[0]:
+            sizes = value.shape
+        if listed and leading is None and len(sizes) > 1 and sizes[0] != shape[0]:
             raise BatchError(
-                f"{where} has {number_of(given[0], 'row')} in {leaf.name!r}, and programs take {shape[0]}. "
+                f"{where} has {number_of(sizes[0], 'row')} in {leaf.name!r}, and programs take {shape[0]}. "
                 "For microbatches of other numbers name the rows in dimensions= of fxpipe.compile, too."
             )
-        actual_of = [(named.get(n), actual) for n, actual in zip(shape[1:], given[1:], strict=False)]
-        if given and leading is not None:
-            rows, rest = divmod(given[0], microbatches)
+        actual_of = [(named.get(n), actual) for n, actual in zip(shape[1:], sizes[1:], strict=False)]
+        if sizes and leading is not None:
+            rows, rest = divmod(sizes[0], microbatches)
             # Rows that make no whole microbatches the check of the batch tells.
             actual_of.append((leading, leading.example if rest else rows))
         for each, actual in actual_of:

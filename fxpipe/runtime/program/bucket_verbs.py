@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -20,21 +21,30 @@ if TYPE_CHECKING:  # most programs run without them
     from fxpipe.runtime.program.replicas import Bucket, Replicas, Shards
 
 
+@dataclass(eq=False, kw_only=True)
 class BucketVerbs:
-    """A part of ``Runtime``, which has these fields.  Sums and gathers that it starts run beside the ops."""
+    """A part of ``Runtime``.  Sums and gathers that it starts run beside the ops.
+
+    ``params`` and ``grads`` (accumulators) by parameter name.  ``replicas``: this rank of all replicas, where
+    there are several.  ``buckets``: the accumulators, as they are summed over replicas and lanes; ``shards``:
+    the processes that own rows of their parameters, by the lanes that divide a bucket.  ``lanes``: those that
+    share each op with this process, where there are several; ``summing_lanes``: groups of them that have
+    gradients of the same parameters; None where the program runs without them.  ``waiting``: what the rank
+    waits for, if it does.
+    """
 
     spec: StepSpec
     params: dict[str, torch.Tensor]
     grads: dict[str, torch.Tensor]
-    record: Record
-    waiting: Wait | None
-    lanes: Lanes | None
-    replicas: Replicas | None
-    buckets: Sequence[Bucket]
-    shards: Mapping[LaneGroup, Shards]
-    summing_lanes: Mapping[LaneGroup, Replicas] | None
-    _sums: list[Callable[[], None]]
-    _gathers: dict[int, Any]
+    record: Record = field(default_factory=Record)
+    waiting: Wait | None = None
+    lanes: Lanes | None = None
+    replicas: Replicas | None = None
+    shards: Mapping[LaneGroup, Shards] = field(default_factory=dict)
+    summing_lanes: Mapping[LaneGroup, Replicas] | None = None
+    buckets: Sequence[Bucket] = ()
+    _sums: list[Callable[[], None]] = field(default_factory=list)
+    _gathers: dict[int, Any] = field(default_factory=dict)
 
     def sum_over_lanes(self, bucket: int, n: int = 0, stride: int = 1) -> None:
         """Start to sum a bucket of gradients over the lanes, or n that are ``stride`` behind each other,

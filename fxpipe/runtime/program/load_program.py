@@ -63,8 +63,8 @@ class Program:
         calls = [call for call in self.traffic.calls or () if call.group >= 0]
         known = [self.layouts(*each.values()) for each in lengths]
         # Only these verbs have a group.
-        found = {CollectiveCall(c.group, c.verb, c.peer, each[c.names[0]]) for each in known for c in calls}  # type: ignore[arg-type]
-        return sorted(found, key=str)
+        once = {CollectiveCall(c.group, c.verb, c.peer, each[c.names[0]]) for each in known for c in calls}  # type: ignore[arg-type]
+        return sorted(once, key=str)
 
 
 def load_program(source: str, filename: str) -> Program:

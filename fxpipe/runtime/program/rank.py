@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fxpipe.errors import RunError
-from fxpipe.plan.step import StepSpec
 from fxpipe.plan.tensors import dtype_of
 from fxpipe.runtime.batch.lengths import Lengths, cut
 from fxpipe.runtime.batch.outputs import Collected
@@ -20,52 +18,31 @@ from fxpipe.runtime.program.comm import Collective, Comm, Layout, Numbers, Pendi
 from fxpipe.runtime.program.losses import Losses
 from fxpipe.runtime.program.offload import Offloader
 from fxpipe.runtime.program.random import fold
-from fxpipe.runtime.program.record import Record
 from fxpipe.runtime.torch_private import multiply_each
 
-if TYPE_CHECKING:  # most programs run without them
-    from fxpipe.plan.lanes import LaneGroup
-    from fxpipe.runtime.program.lanes import Lanes
-    from fxpipe.runtime.program.replicas import Bucket, Replicas, Shards
 
-
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class Runtime(BucketVerbs):
     """The tensors of one rank, and its communication with other ranks.
 
-    ``params`` and ``grads`` (accumulators) by parameter name; ``buffers``, ``constants`` by name.
-    Gradients accumulate; zero them before the step if needed.  ``replicas``: this rank of all replicas, where
-    there are several.  ``buckets``: the accumulators, as they are summed over replicas and lanes; ``shards``:
-    the processes that own rows of their parameters, by the lanes that divide a bucket.  ``lanes``: those that
-    share each op with this process, where there are several; ``summing_lanes``: groups of them that have
-    gradients of the same parameters; None where the program runs without them.  ``weighted``: the batches of
-    the steps that are one evaluation, each with what its microbatches count for.  ``sizes``: the lengths of
-    each microbatch of the step, in the plan's order; those of the example before the first.  ``kept_total``:
-    None, or what gets the total of the losses while a step is captured, to be shared behind each replay.
-    ``device``: where the program runs; None if the batch is always there.  ``waiting``: what the rank waits
-    for, if it does.  ``validate``: waits for the verdict of all ranks on the last update, undoes it if it
-    does not stand, and tells whether it does.
+    ``buffers``, ``constants`` by name.  Gradients accumulate; zero them before the step if needed.
+    ``weighted``: the batches of the steps that are one evaluation, each with what its microbatches count for.
+    ``sizes``: the lengths of each microbatch of the step, in the plan's order; those of the example before
+    the first.  ``kept_total``: None, or what gets the total of the losses while a step is captured, to be
+    shared behind each replay.  ``device``: where the program runs; None if the batch is always there.
+    ``validate``: waits for the verdict of all ranks on the last update, undoes it if it does not stand, and
+    tells whether it does.
     """
 
     rank: int
-    spec: StepSpec
     comm: Comm
-    params: dict[str, torch.Tensor]
-    grads: dict[str, torch.Tensor]
     buffers: dict[str, torch.Tensor]
     constants: Mapping[str, torch.Tensor]
     offloader: Offloader | None = None
-    lanes: Lanes | None = None
-    record: Record = field(default_factory=Record)
     step_number: int = 0
     current_op: str = ""
     device: torch.device | None = None
-    waiting: Wait | None = None
     collected: Collected = field(default_factory=Collected)
-    replicas: Replicas | None = None
-    shards: Mapping[LaneGroup, Shards] = field(default_factory=dict)
-    summing_lanes: Mapping[LaneGroup, Replicas] | None = None
-    buckets: Sequence[Bucket] = ()
     validate: Callable[[], bool] | None = None
     weighted: Sequence[tuple[object, Sequence[float]]] = ()
     losses: Losses = field(default_factory=Losses)
@@ -74,8 +51,6 @@ class Runtime(BucketVerbs):
     _sharing: Numbers | None = None
     _shared: list[float] | None = None
     _ahead: dict[int, Pending] | None = None
-    _sums: list[Callable[[], None]] = field(default_factory=list)
-    _gathers: dict[int, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.sizes:

@@ -118,28 +118,37 @@ def connect(
             process.replica, process.replicas, comm.wire, joint(REPLICAS), abreast, comm.on_streams
         )
     if process.lanes > 1:
-        each = {
-            group: DistributedLanes(group.index(process.lane), group.number, comm.wire, joint(group))
-            for group in along
-        }
-        comm.lanes = replace(each[all_lanes], groups=each)
-        comm.summing_lanes = {
-            group: DistributedReplicas(
-                group.index(process.lane),
-                group.number,
-                comm.wire,
-                joint(Summing(group)),
-                None,
-                comm.on_streams,
-            )
-            for group in summing
-        }
+        _connect_lanes(comm, process.lane, all_lanes, along, summing, joint)
     process.drop_with(comm, made)
     if backend != "gloo" and collectives:
         with process.watch.collective():
             _run_once(comm, collectives)
             _wait_for_all(process, device)
     return comm
+
+
+def _connect_lanes(
+    comm: DistributedComm,
+    lane: int,
+    all_lanes: LaneGroup,
+    along: Sequence[LaneGroup],
+    summing: Sequence[LaneGroup],
+    joint: Callable[[Connection], dist.ProcessGroup],
+) -> None:
+    """Give a rank its lanes: all, those along each dimension of their mesh, and those that sum.
+
+    joint: the process group of a connection.
+    """
+    each = {
+        group: DistributedLanes(group.index(lane), group.number, comm.wire, joint(group)) for group in along
+    }
+    comm.lanes = replace(each[all_lanes], groups=each)
+    comm.summing_lanes = {
+        group: DistributedReplicas(
+            group.index(lane), group.number, comm.wire, joint(Summing(group)), None, comm.on_streams
+        )
+        for group in summing
+    }
 
 
 @contextmanager

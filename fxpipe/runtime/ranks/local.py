@@ -61,33 +61,33 @@ class LocalWorld:
         self.shared: dict[int, Numbers] = {}  # of the loss ranks
         # What each member of a group has given to an operation of all, by the number of that, and how many
         # have taken it.
-        self._given: defaultdict[Joint, dict[int, Any]] = defaultdict(dict)
+        self._contributed: defaultdict[Joint, dict[int, Any]] = defaultdict(dict)
         self._taken: Counter[Joint] = Counter()
         self._joined: Counter[tuple[Hashable, int]] = Counter()
 
     def number(self, rank: int, replica: int, lane: int) -> int:
         return (replica * self.ranks + rank) * self.lanes + lane
 
-    def join(self, group: Hashable, member: int, given: object) -> Joint:
+    def join(self, group: Hashable, member: int, contribution: object) -> Joint:
         """Join an operation: the n-th of a group on one member is the n-th of that group on all of them.
 
-        given: to it; None for a member that only takes.
+        contribution: to it; None for a member that only takes.
         """
         joint = group, self._joined[group, member]
         self._joined[group, member] += 1
-        if given is not None:
-            self._given[joint][member] = given
+        if contribution is not None:
+            self._contributed[joint][member] = contribution
         return joint
 
     def take(self, joint: Joint, members: Sequence[int], takers: int, rank: int, what: str) -> list[Any]:
         """What these members have given to an operation.  takers: the number of those that take something.
         rank, what: see ``WaitUntil``."""
-        given = self._given[joint]
-        self.wait_until(lambda: given.keys() >= {*members}, rank, what)
+        contributions = self._contributed[joint]
+        self.wait_until(lambda: contributions.keys() >= {*members}, rank, what)
         self._taken[joint] += 1
         if self._taken[joint] == takers:  # the last one frees it
-            del self._given[joint], self._taken[joint]
-        return [given[member] for member in members]
+            del self._contributed[joint], self._taken[joint]
+        return [contributions[member] for member in members]
 
 
 def _expected(layout: Layout) -> torch.Tensor:
@@ -152,8 +152,8 @@ class LocalComm:
     def collective(
         self, verb: Collective, tensor: torch.Tensor | None, layout: Layout, root: int, group: int
     ) -> Pending | None:
-        given = None if tensor is None else FlatMessage.of(tensor)
-        joint = self._world.join((self._numbers[0], group), self._rank, given)
+        contribution = None if tensor is None else FlatMessage.of(tensor)
+        joint = self._world.join((self._numbers[0], group), self._rank, contribution)
         if not gets_values(verb, tensor, root, self._rank):
             return None
         ranks, source = range(self._world.ranks), root if verb == "broadcast" else -1

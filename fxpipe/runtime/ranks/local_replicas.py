@@ -43,10 +43,10 @@ class LocalReplicas:
                     parts = [shard_of(each, begins, index) for each in buckets]  # noqa: B023 - called at once
                     torch.cat(parts, out=slices)
 
-                own = shard_of(bucket, begins, index)
-                add_shard(bucket, begins, index, exchange, own, mean=mean)
+                shard = shard_of(bucket, begins, index)
+                add_shard(bucket, begins, index, exchange, shard, mean=mean)
                 if adds:
-                    into.add_(own)
+                    into.add_(shard)
 
         if self._is_last:
             return reduced
@@ -93,8 +93,8 @@ class LocalShards:
     def gather(
         self, tensors: Sequence[torch.Tensor], begins: Sequence[int]
     ) -> tuple[Joint, Sequence[torch.Tensor]]:
-        own = shard_of(in_bucket(tensors), begins, self._owner)
-        return self._world.join(self._group, self._owner, own.clone()), tensors
+        shard = shard_of(in_bucket(tensors), begins, self._owner)
+        return self._world.join(self._group, self._owner, shard.clone()), tensors
 
     def wait(self, work: tuple[Joint, Sequence[torch.Tensor]]) -> None:
         joint, tensors = work

@@ -72,9 +72,9 @@ class StagedBatch:
 
     def take(self, batch: object) -> None:
         """Copy the values of a batch.  Raises NotReplayed for tensors of another layout."""
-        mine, given = dict(batch_leaves(self.whole)), dict(batch_leaves(batch))
+        mine, theirs = dict(batch_leaves(self.whole)), dict(batch_leaves(batch))
         for name in self.names:
-            target, value = mine[name], given[name]
+            target, value = mine[name], theirs[name]
             if (target.shape, target.stride(), target.dtype) != (value.shape, value.stride(), value.dtype):
                 raise NotReplayed(f"the leaf {name!r} has another layout than in the step that was captured")
             target.copy_(value, non_blocking=True)

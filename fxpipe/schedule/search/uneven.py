@@ -190,11 +190,11 @@ class Uneven:
 
     def _starts(self, period: np.ndarray) -> np.ndarray:
         """Orders of the microbatches: as given, the shortest first, the longest first, the longest amidst."""
-        given = np.arange(len(period))
+        listed = np.arange(len(period))
         if self.in_order:
-            return given[None]
+            return listed[None]
         rising = np.argsort(period, kind="stable")
-        return np.stack([given, rising, rising[::-1], np.concatenate([rising[::2], rising[1::2][::-1]])])
+        return np.stack([listed, rising, rising[::-1], np.concatenate([rising[::2], rising[1::2][::-1]])])
 
     def _with_joined(self, costs: Costs) -> Costs:
         """Of stages that run B and W as one op, the costs with all of it in B."""

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -21,11 +21,9 @@ from fxpipe.plan.tensors import dtype_of
 from fxpipe.runtime.program.rank import Runtime
 from fxpipe.runtime.program.replicas import Accumulators, Bucket, Division, even
 from fxpipe.runtime.torch_private import writes_to, zero_each
+from fxpipe.training.model.model_state import ModelState
 from fxpipe.training.model.shards import divisions
 from fxpipe.training.model.speculative_update import set_grad
-
-if TYPE_CHECKING:
-    from fxpipe.training.model.model_state import ModelState
 
 Finish = Callable[[], None]
 NOTHING: Mapping[ShardName, torch.Tensor] = MappingProxyType({})
@@ -76,7 +74,12 @@ def check_rows(state: ModelState, rank: int) -> None:
         )
 
 
-def zeros(state: ModelState, name: ShardName) -> torch.Tensor:
+def zero_gradients(state: ModelState, rank: int) -> dict[str, torch.Tensor]:
+    """New accumulators of a rank, each in memory of its own."""
+    return {name: _zeros(state, name) for name in state.plan.tensors[rank].gradients}
+
+
+def _zeros(state: ModelState, name: ShardName) -> torch.Tensor:
     """A new accumulator."""
     layout = state.layout(name)
     dtype = state.plan.gradient_dtype(dtype_of(layout.dtype))
@@ -113,7 +116,7 @@ def _apart(state: ModelState, rt: Runtime, memory: Mapping[ShardName, torch.Tens
             accumulator = memory[name]
             used_again.append(accumulator)
         else:
-            accumulator = zeros(state, name) if grad is None else grad.to(dtype)
+            accumulator = _zeros(state, name) if grad is None else grad.to(dtype)
         if accumulator is not grad:
             set_grad(parameter, accumulator)
         rt.grads[name] = accumulator
@@ -121,7 +124,7 @@ def _apart(state: ModelState, rt: Runtime, memory: Mapping[ShardName, torch.Tens
             continue
         if state.plan.step.has_count:
             earlier[name] = accumulator
-            rt.grads[name] = zeros(state, name)
+            rt.grads[name] = _zeros(state, name)
         elif rt.rank != trained[name][0]:  # which has the same one
             accumulator.zero_()
     if used_again:
@@ -182,8 +185,8 @@ def _sharded(state: ModelState, rt: Runtime) -> Finish:
             elif parameter.grad is not None and level == "optimizer":  # it is a part of what is zeroed here
                 set_grad(parameter, parameter.grad.clone())
         if level == "optimizer":
-            given = (grad() for grad in state.handed_out.pop(bucket.names, ()))
-            if all(grad is None for grad in given):
+            handed = (grad() for grad in state.handed_out.pop(bucket.names, ()))
+            if all(grad is None for grad in handed):
                 bucket.flat = state.accumulators.get(bucket.names)
             # Else the script has a gradient of the last step, which stays as it is.
             state.accumulators[bucket.names] = bucket.whole.zero_()

@@ -28,7 +28,7 @@ class Aliases:
 
     def __init__(self, explain: Explain):
         self.number, self._explain = explain.number, explain
-        self._found: list[tuple[weakref.ref[torch.Tensor], str]] = []
+        self._named: list[tuple[weakref.ref[torch.Tensor], str]] = []
         self._classes = Classes(self)
 
     def add(self, leaving: Mapping[str, torch.Tensor], others: Set[int]) -> None:
@@ -36,17 +36,17 @@ class Aliases:
 
         others: the ids of tensors that are none, as they are the model's.
         """
-        self._found += [(weakref.ref(tensor), name) for tensor, name in _aliases(leaving, others)]
+        self._named += [(weakref.ref(tensor), name) for tensor, name in _aliases(leaving, others)]
 
     def hide(self) -> None:
         """Make each use of them an error."""
-        for reference, _ in self._found:
+        for reference, _ in self._named:
             tensor = reference()
             if tensor is not None and not is_elsewhere(tensor):
                 hide(tensor, self._classes.of(tensor))
 
     def __call__(self, tensor: torch.Tensor) -> str:
-        name = next((name for reference, name in self._found if reference() is tensor), "a tensor")
+        name = next((name for reference, name in self._named if reference() is tensor), "a tensor")
         return (
             f"This tensor had the memory of {name} before a step, as the tensors of a state dict have, and "
             "would keep old values, as another rank trains it. Take a copy while the model is whole "

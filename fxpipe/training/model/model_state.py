@@ -21,7 +21,6 @@ from fxpipe.runtime.job.process import Process, own_ranks
 from fxpipe.runtime.program.rank import Runtime
 from fxpipe.runtime.torch_private import memory_of
 from fxpipe.training.guards.guards import Traced
-from fxpipe.training.model.accumulators import zeros
 from fxpipe.training.model.aliases import Aliases
 from fxpipe.training.model.elsewhere import Classes
 from fxpipe.training.model.follow_model import follow
@@ -231,10 +230,6 @@ class ModelState:
             elif name not in gathered:
                 params[name] = self.value(name)
         return params, {name: self.buffers[name] for name in tensors.buffers}
-
-    def zero_gradients(self, rank: int) -> dict[str, torch.Tensor]:
-        """New gradient accumulators for a rank."""
-        return {n: zeros(self, n) for n in self.plan.tensors[rank].gradients}
 
     def store_buffers(self, runtime: Runtime) -> None:
         """Give the model's buffers the values that a step gave them."""

@@ -21,6 +21,7 @@ from fxpipe.errors import RunError
 from fxpipe.plan.artifact import Artifact, Plan
 from fxpipe.plan.meshes import Mesh
 from fxpipe.plan.saved import files
+from fxpipe.plan.saved.check import plan_of
 from fxpipe.runtime.job.failure import in_short
 from fxpipe.runtime.job.process import Process
 from fxpipe.strict import structure, unstructure
@@ -121,4 +122,4 @@ def received_artifacts(process: Process) -> list[Artifact]:
 
 
 def _ask(process: Process, key: str) -> Plan:
-    return Plan.from_json(process.kept(key), "rank 0's plan")
+    return plan_of(process.kept(key), "rank 0's plan")

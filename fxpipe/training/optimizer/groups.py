@@ -16,7 +16,7 @@ from fxpipe.plan.rows import ShardName
 from fxpipe.training.optimizer.several_optimizers import SeveralOptimizers
 
 #: The options that ``Pipeline.optimizer`` takes by itself.
-_OWN = (
+_OF_OPTIMIZER = (
     "groups", "clip_grad_norm", "norm_type", "skip_nonfinite", "master_weights", "validation",
     "changes_gradients",
 )  # fmt: skip
@@ -154,10 +154,10 @@ def _check_options(
     others = {name for group in groups for name in group.keys() - {"params"} - known.keys()}
     in_groups = {name for name in others if suggested(name, names)}
     for name in (defaults.keys() - known.keys()) | in_groups:
-        meant = suggested(name, (*names, *_OWN))
+        meant = suggested(name, (*names, *_OF_OPTIMIZER))
         raise OptionError(
             f"{name_of(cls)} has no option {name!r}.{meant} It has {', '.join(names)}; and pipe.optimizer "
-            f"itself {', '.join(_OWN)}."
+            f"itself {', '.join(_OF_OPTIMIZER)}."
         )
 
 

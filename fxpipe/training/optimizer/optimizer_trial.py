@@ -148,8 +148,8 @@ def _extremes(tables: Iterable[Table], elements: int, length: int | None = None)
         lambda table: table.shape[-1] if table.shape else 1,
         lambda table: min(table.shape, default=1),
     ]
-    found = [end(same, key=side) for side in sides for same in alike.values() for end in (min, max)]
-    return [*reversed(dict.fromkeys(reversed(found)))]
+    chosen = [end(same, key=side) for side in sides for same in alike.values() for end in (min, max)]
+    return [*reversed(dict.fromkeys(reversed(chosen)))]
 
 
 def _cut(shape: Sequence[int], elements: int, length: int | None) -> Shape:
@@ -243,8 +243,8 @@ def check_undoable(trial: _Trial) -> None:
         optimizer.step()
 
     if name := trial.differing(step=twice, exactly=True):
-        found = ", ".join(sorted(outside.get(name, ())))
-        where = f" (in {found})" if found else ", or draws random numbers"
+        attributes = ", ".join(sorted(outside.get(name, ())))
+        where = f" (in {attributes})" if attributes else ", or draws random numbers"
         raise RunError(
             f'validation="post" takes an update back and makes it again, and {name} gives another result '
             "then: it keeps what is not taken back, outside of its state_dict or in options of its groups"
@@ -383,9 +383,9 @@ def _drawn(
 def _attributes(optimizer: Optimizer) -> dict[str, str]:
     """The optimizer's own attributes, and options of its groups, as text."""
     known = {"state", "param_groups", "defaults"}
-    own = {k: repr(x) for k, x in vars(optimizer).items() if k not in known and not k.startswith("_")}
+    attributes = {k: repr(x) for k, x in vars(optimizer).items() if k not in known and not k.startswith("_")}
     groups = [group.items() for group in optimizer.param_groups]
-    return own | {k: repr(x) for options in groups for k, x in options if k != "params"}
+    return attributes | {k: repr(x) for options in groups for k, x in options if k != "params"}
 
 
 def _made(groups: Sequence[Group], tables: Sequence[Sequence[Parameter]]) -> Any:

@@ -41,7 +41,7 @@ from fxpipe.runtime.ranks.tracked_memory import SavedBytes
 from fxpipe.runtime.ranks.turns import run_all
 from fxpipe.runtime.replays.replays import Replays
 from fxpipe.runtime.torch_private import zero_each
-from fxpipe.training.model.accumulators import zero_buckets
+from fxpipe.training.model.accumulators import zero_buckets, zero_gradients
 from fxpipe.training.model.model_state import ModelState
 from fxpipe.training.model.pending_update import PendingUpdate
 from fxpipe.training.model.shards import are_divided
@@ -302,7 +302,7 @@ class LocalRunner:
             rt = self._runtime_of(rank, comm, {}, offloader, state)
             divide(rt, state, world, replica, lane)
         elif world.replicas == 1 and not self.plan.lanes.summed:
-            rt = self._runtime_of(rank, comm, state.zero_gradients(rank), offloader, state)
+            rt = self._runtime_of(rank, comm, zero_gradients(state, rank), offloader, state)
         else:
             grads, buckets = zero_buckets(state, rank, world.replicas)
             rt = self._runtime_of(rank, comm, grads, offloader, state)

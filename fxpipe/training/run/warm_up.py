@@ -16,6 +16,7 @@ from fxpipe.runtime.ranks.dry_run import dry_run
 from fxpipe.runtime.ranks.send_buffers import SentOnStreams
 from fxpipe.runtime.ranks.send_release import Releases, as_bytes, events_from, releases
 from fxpipe.runtime.ranks.step_memory import step_memory
+from fxpipe.training.model.accumulators import zero_gradients
 from fxpipe.training.model.model_state import ModelState
 
 log = logging.getLogger("fxpipe")
@@ -52,7 +53,7 @@ class WarmUp:
             rt.params, rt.buffers = self.state.params_and_buffers(rt.rank)
             with process.agreed(RUN_ALONE), process.unhurried():
                 before()
-                grads = self.state.zero_gradients(rt.rank)
+                grads = zero_gradients(self.state, rt.rank)
                 rt.params |= self.state.stand_ins(rt.rank)
                 with step_memory(device).use() if on_streams else contextlib.nullcontext():
                     events = dry_run(rt, program.step, batch, grads)
@@ -76,7 +77,7 @@ class WarmUp:
         memory = step_memory(self.state.device)
         if self._settled_at == memory.grown:
             return
-        grads = self.state.zero_gradients(rt.rank)
+        grads = zero_gradients(self.state, rt.rank)
         rt.params, _ = self.state.params_and_buffers(rt.rank)
         rt.params |= self.state.stand_ins(rt.rank)
         for _ in range(MOST_RUNS):
