@@ -6,7 +6,9 @@ Each model is a tiny decoder of a family of transformers with random weights, in
 compiled with its rows and its sequence named, on 2 or 4 ranks under a schedule that is drawn.  Lists of 1 to
 6 microbatches, whose lengths and rows are drawn too, are run with an update by the gradients after each; the
 table has the largest error of loss, gradients and updated weights against eager, relative to the largest
-gradient.  ``--vocabulary`` splits the output layer of every other model by one barrier, of the rest by two.
+gradient, and, without replicas, the memory that ranks held at most, relative to the simulated one (the least
+and the most of all ranks and lists).  ``--vocabulary`` splits the output layer of every other model by one
+barrier, of the rest by two.
 """
 
 from __future__ import annotations
@@ -68,7 +70,8 @@ def main() -> None:
         setting = draw.choice(DRAWN) | split
         rows.append(row(kind, name, setting, options.lists, draw, options.seconds))
         print(*rows[-1], flush=True)
-    report.table(["family", "setting", "lengths, rows from", "lists", "largest error", "seconds"], rows)
+    heads = "family", "setting", "lengths, rows from", "lists", "largest error", "memory", "seconds"
+    report.table([*heads], rows)
     report.save(options.output)
 
 
@@ -107,14 +110,14 @@ def row(
             if str(error)
             else "time"
         )
-        return kind, shown, f"not compiled: {text[:60]}", "", "", ""
+        return kind, shown, f"not compiled: {text[:60]}", "", "", "", ""
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
     if not pipe.lengths:
-        return kind, shown, f"the example's alone: {pipe.artifact.plan.step.one_length[:60]}", "", "", ""
+        return kind, shown, f"the example's alone: {pipe.artifact.plan.step.one_length[:60]}", "", "", "", ""
     rows, known = pipe.lengths
     able = range(known.least, known.example + 1, known.step)
-    worst, done = 0.0, 0
+    worst, done, held = 0.0, 0, list[float]()
     signal.setitimer(signal.ITIMER_REAL, seconds, 1)
     try:
         for _ in range(lists):
@@ -122,18 +125,19 @@ def row(
             lengths = [draw.choice(able) for _ in range(number)]
             most = [rows.most(pipe.lengths, {known.name: n}) for n in lengths]
             batch = [microbatch(draw.randint(rows.least, m), n) for m, n in zip(most, lengths, strict=True)]
-            worst = max(worst, step(pipe, model, reference, batch))
+            worst = max(worst, step(pipe, model, reference, batch, held))
             done += 1
     except OutOfTime:
         pass
     except ERRORS as error:  # of the model's own kernels in float64, or of fxpipe
         text = f"{type(error).__name__}: {str(error).splitlines()[0].partition(' (/')[0]}"
-        return kind, shown, f"list {done} raises {text[:60]}", "", "", ""
+        return kind, shown, f"list {done} raises {text[:60]}", "", "", "", ""
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
     text = f"{able[0]} to {able[-1]}" + (f" by {known.step}" if known.step > 1 else "")
     text += f", {rows.least} row" + ("s" if rows.least > 1 else "")
-    return kind, shown, text, str(done), f"{worst:.1e}", f"{time.process_time() - begin:.0f}"
+    memory = f"{min(held):.3f} to {max(held):.3f}" if held else ""
+    return kind, shown, text, str(done), f"{worst:.1e}", memory, f"{time.process_time() - begin:.0f}"
 
 
 def microbatch(rows: int, length: int) -> dict[str, torch.Tensor]:
@@ -144,10 +148,21 @@ def microbatch(rows: int, length: int) -> dict[str, torch.Tensor]:
 
 
 def step(
-    pipe: fxpipe.Pipeline, model: nn.Module, reference: nn.Module, batch: list[dict[str, torch.Tensor]]
+    pipe: fxpipe.Pipeline,
+    model: nn.Module,
+    reference: nn.Module,
+    batch: list[dict[str, torch.Tensor]],
+    held: list[float],
 ) -> float:
-    """The largest error of a step with its update, relative to the largest gradient."""
-    result = pipe.run_local(batch)
+    """The largest error of a step with its update, relative to the largest gradient.
+
+    held: gets of each rank the memory relative to the simulated one.
+    """
+    result = pipe.run_local(batch, measure_memory=True)
+    if pipe.plan.replicas == 1:
+        lengths = [dict(zip(("rows", "sequence"), one["labels"].shape, strict=True)) for one in batch]
+        pairs = zip(result.peak_saved, pipe.simulate(lengths=lengths).peak_memory, strict=True)
+        held += (measured / simulated for measured, simulated in pairs)
     reference.zero_grad()
     count = sum(int((one["labels"][:, 1:] != -100).sum()) for one in batch)
     loss = torch.zeros(())
