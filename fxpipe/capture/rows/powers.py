@@ -222,7 +222,7 @@ def has_numbers(graph: fx.Graph, loss: fx.Node, flow: Flow) -> bool:
             return bool(node.meta["input"].kind is Kind.CONSTANT)
         if _counts(node, flow):
             return weights.isdisjoint(node.all_input_nodes)
-        return is_float(node) and bool(numbers_of(node))
+        return is_float(node) and packet_of(node) is not aten.pow and bool(numbers_of(node))
 
     return any(map(may_follow, before - leading_to(readers)))
 
