@@ -175,7 +175,8 @@ OTHERS = {
     ),
     "weights": (
         *(Facts(1, written=k) for k in (0, 5, 6)),
-        "Rank 2 has changed other weights of the model than rank 1 since pipe.synchronize(), before step 0",
+        "Rank 2 has changed other weights of the model than rank 1 since pipe.synchronize(), or given them "
+        "other values, before step 0",
     ),
     "values": (
         *(Facts(1, names=("mask", "weight"), digests=d) for d in ((3, 4), (0, 4), (3, 5))),
