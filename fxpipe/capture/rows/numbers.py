@@ -33,7 +33,7 @@ _FILLS = {aten.fill: 1, aten.full: 1, aten.full_like: 1, aten.new_full: 2, aten.
 class RowNumbers:
     """The powers of the number of rows in the numbers of a captured step and in its constants.
 
-    ``is_known``: whether there is a trace of twice the rows; without one no number has a power.
+    twice: the trace of twice the rows; without one no number has a power.
     """
 
     def __init__(
@@ -42,7 +42,6 @@ class RowNumbers:
         constants: Mapping[str, torch.Tensor],
         twice: tuple[fx.Graph, Mapping[str, torch.Tensor]] | None = None,
     ) -> None:
-        self.is_known = twice is not None
         self._of: dict[fx.Node, dict[int | str, float]] = {}
         self._others: dict[fx.Node, fx.Node] = {}
         if twice is None:

@@ -42,7 +42,7 @@ _GUARDS = {aten.clamp, aten.clamp_max, aten.clamp_min, aten.maximum, aten.minimu
 #: Ops whose result has the power of their operands, if these have the same one.
 _ALIKE = (
     COPIES | families.SHAPES | families.PARTS | families.JOINED | families.INSERTED | families.PLACED
-    | families.LINEAR | families.CHOICES | families.ORDERS | families.MOVES | SUMS | _GUARDS
+    | families.LINEAR | families.CHOICES | families.ORDERS | families.MOVES | SUMS
     | {
         aten._log_softmax_backward_data, aten.abs, aten.amax, aten.amin, aten.constant_pad_nd, aten.cumsum,
         aten.diagonal, aten.gather, aten.index, aten.index_select, aten.l1_loss, aten.linalg_vector_norm,
