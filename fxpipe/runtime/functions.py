@@ -40,7 +40,8 @@ def names_in(code: types.CodeType) -> CodeNames:
     while todo:
         code = todo.pop()
         todo += [x for x in code.co_consts if isinstance(x, types.CodeType)]
-        names.texts.update(x for x in code.co_consts if isinstance(x, str))
+        for text in (x for x in code.co_consts if isinstance(x, str)):
+            names.texts.update((text, *text.split(".")))  # dotted as for operator.attrgetter
         for op, name in set(_named(code)) if code.co_names else ():
             kinds = {"STORE_ATTR": names.stored, "IMPORT_NAME": names.modules}
             (names.globals if op in _GLOBAL else kinds.get(op, names.attributes)).add(name)
@@ -48,6 +49,8 @@ def names_in(code: types.CodeType) -> CodeNames:
                 names.rebound.add(name)
         if code.co_freevars:
             names.rebound.update(x.argval for x in dis.get_instructions(code) if x.opname == "STORE_DEREF")
+    if "globals" in names.globals:
+        names.globals.update(names.texts)
     return names
 
 

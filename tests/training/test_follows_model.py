@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import gc
+import operator
 import os
 import random
 import sys
@@ -251,6 +252,7 @@ def test_no_result_over_an_operand_that_is_read_twice():
 class Config:
     scale: float = 1.0
     norm: str = "none"
+    deep: float = 1.0
 
 
 class Mixer(nn.Module):
@@ -422,6 +424,7 @@ ALONE = Alone()
 LAYERED = collections.ChainMap({"scale": 1.0})
 SETTINGS = types.ModuleType("settings_of_reader")
 SETTINGS.scale = 1.0
+WRITTEN = 1.0
 
 
 class Reader(nn.Module):
@@ -452,6 +455,7 @@ class Reader(nn.Module):
         x = doubled(x * float(self.half) * len(self.bytes) * self.proxy["scale"])
         x = x * len(self.names) * int(self.number) * self.table * torch.as_tensor(self.array)
         x = x * float(os.environ.get("SCALE_OF_READER", "1")) * scale * self.other().scale * LAYERED["scale"]
+        x = x * globals()["WRITTEN"] * operator.attrgetter("config.norm.deep")(self)
         x = self.act(x if self.mask is None else x * self.mask)
         return x * self.extra if hasattr(self, "extra") else x
 
@@ -484,6 +488,8 @@ def loss_of(model):
         r"table.0 was 1.0 .* and is 2.0": lambda: Gain.__call__.__defaults__[0].__setitem__(0, 2.0),
         r"FACTOR.of.loss was 1.0 .* and is 2.0": lambda: FACTOR["of"].update(loss=2.0),
         r"config.norm.scale was 1.0 .* and is 2.0": lambda: setattr(model.config.norm, "scale", 2.0),
+        r"model's WRITTEN in .* was 1.0 .* and is 2.0": lambda: globals().update(WRITTEN=2.0),
+        r"config.norm.deep was 1.0 .* and is 2.0": lambda: setattr(model.config.norm, "deep", 2.0),
         r"slots.scale was 1.0 .* and is 2.0": lambda: setattr(model.slots, "scale", 2.0),
         r"linear.weight.scale was 1.0 .* and is 2.0": lambda: setattr(model.linear.weight, "scale", 2.0),
         r"tuples.0 was \(1.0, 2.0\)": lambda: setattr(model, "tuples", ((5.0, 2.0), [3.0])),
