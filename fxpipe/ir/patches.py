@@ -79,14 +79,16 @@ def checkpoints_that_end() -> Iterator[None]:
     tensors to later traces and to eager.
     """
     generators: list[Generator[object]] = []
-    generator = checkpoint._checkpoint_without_reentrant_generator
+    name = "_checkpoint_without_reentrant_generator"
+    name = f"{name}_impl" if hasattr(checkpoint, f"{name}_impl") else name  # since torch 2.14
+    generator = getattr(checkpoint, name)
 
     def noted(fn: Any, *args: Any, **kwargs: Any) -> Generator[object]:
         generators.append(generator(_under_these_modes(fn), *args, **kwargs))
         return generators[-1]
 
     try:
-        with mock.patch.object(checkpoint, generator.__name__, noted):
+        with mock.patch.object(checkpoint, name, noted):
             yield
     finally:
         for each in reversed(generators):
