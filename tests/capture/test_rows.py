@@ -154,6 +154,28 @@ def over_rows(net, x, z, y, w, mask):
     return net.lstm(x.transpose(0, 1))[0].square().mean()
 
 
+def one_sequence(x):
+    """All rows behind each other, and a mask that lets each see itself."""
+    q = x.reshape(1, 1, -1, WIDTH)
+    mask = torch.full((q.shape[2], q.shape[2]), torch.finfo(x.dtype).min)
+    for row in range(len(x)):
+        mask[row * LENGTH : (row + 1) * LENGTH, row * LENGTH : (row + 1) * LENGTH] = 0
+    return q, mask
+
+
+@loss
+def rows_in_one_sequence(net, x, z, y, w, mask):
+    q, of_blocks = one_sequence(net.body(x))
+    h = F.scaled_dot_product_attention(q, q, q, attn_mask=of_blocks)[0, 0]
+    return torch.cat([net.head(row).cumsum(0) for row in h.split([LENGTH] * len(x))]).square().mean()
+
+
+@loss
+def rows_that_look_at_the_next(net, x, z, y, w, mask):
+    q, of_blocks = one_sequence(net.body(x))
+    return F.scaled_dot_product_attention(q, q, q, attn_mask=of_blocks.roll(1, 1)).square().mean()
+
+
 @loss
 def last_token(net, x, z, y, w, mask):
     place = mask.sum(1).clamp(min=1) - 1

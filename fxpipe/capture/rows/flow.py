@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from math import prod
+from typing import Any
 
 import torch
 from torch import fx
@@ -26,8 +28,11 @@ from fxpipe.ir.builder import node_arg
 from fxpipe.ir.dims import is_pointwise, through
 from fxpipe.ir.graph import Kind
 from fxpipe.ir.nodes import input_nodes
+from fxpipe.ir.storage import leading_to, may_draw_numbers
 
 aten = torch.ops.aten
+
+_LARGE = 2**26  # elements of a value that is computed
 
 
 class Flow:
@@ -112,6 +117,23 @@ class Flow:
                     todo += [(operand, d) for d in range(len(before)) if through(x, operand, d) == dim]
         return False
 
+    def value_of_constants(self, node: fx.Node) -> torch.Tensor | None:
+        """Compute a value on the CPU, if ops of torch make it of constants alone, and it is not large."""
+        before, values = leading_to([node]), dict[fx.Node, Any]()
+        for x in (n for n in node.graph.nodes if n in before):
+            if x.op == "placeholder":
+                known = self.constants.get(x.meta["input"].name)
+                if known is None or known.is_meta:
+                    return None
+                values[x] = known.cpu()
+            elif may_draw_numbers(x.target) or prod(shape_of(x)) > _LARGE or not _is_torchs(x):
+                return None
+            else:
+                args, kwargs = fx.map_arg((x.args, dict(x.kwargs)), values.__getitem__)
+                on_cpu = {"device": "cpu"} if "device" in kwargs else {}
+                values[x] = x.target(*args, **{**kwargs, **on_cpu})
+        return values[node]  # type: ignore[no-any-return]
+
     def counts_rows(self, index: fx.Node) -> bool:
         """Whether an index is made of ``arange(rows)``: it has the number of each row."""
         todo, seen = [index], set[fx.Node]()
@@ -133,6 +155,10 @@ class Flow:
     def aligned(self, operands: Iterable[fx.Node], dims: int) -> list[Place]:
         """The places of operands that are aligned at the last of so many dimensions."""
         return [p.at(p.dim + dims - len(shape_of(x))) for x in operands for p in self.of[x].places]
+
+
+def _is_torchs(node: fx.Node) -> bool:
+    return getattr(node.target, "namespace", "aten") == "aten"
 
 
 def is_number(node: fx.Node) -> bool:

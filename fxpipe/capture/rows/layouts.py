@@ -91,8 +91,9 @@ def part(flow: Flow, node: fx.Node, one_of: fx.Node | None = None) -> Rows:
     if flow.rows == 1 or is_each or others or flow.on_lanes or not is_float(x):
         return each(others)
     taker = one_of or node
-    if along.inner == size == 1:
-        row = start % flow.rows
+    row, rest = divmod(start, along.inner)
+    if size == along.inner and not rest:  # of one row, all that lies there
+        row %= flow.rows
         flow.taken.setdefault(x, []).append((taker, row))
         flow.single[taker] = frozenset({row})
         return LOST

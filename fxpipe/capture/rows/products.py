@@ -19,9 +19,13 @@ from fxpipe.capture.rows.forms import (
     packet_of,
     shape_of,
 )
+from fxpipe.capture.rows.place import Place
 from fxpipe.ir.builder import node_arg
+from fxpipe.ir.storage import argument
 
 aten = torch.ops.aten
+
+_MASKS = "attn_mask", "attn_bias"
 
 
 def product(flow: Flow, node: fx.Node) -> Rows:
@@ -55,8 +59,27 @@ def distances(flow: Flow, node: fx.Node) -> Rows:
 
 
 def attention(flow: Flow, node: fx.Node) -> Rows:
+    """Of rows in a dimension of their own, or behind each other where a mask keeps them apart."""
     query, key, value = (node_arg(node, i) for i in range(3))
     rows, length = Rows(*flow.of[query][:2]), len(shape_of(key)) - 2
-    if any(p.dim == length for x in (key, value) for p in flow.of[x].places) and not flow.on_lanes:
+    among = {p for x in (key, value) for p in flow.of[x].places if p.dim == length}
+    if among and not flow.on_lanes and not (len(among) == 1 and _is_apart(flow, node, *among)):
         return flow.tell(node, RELATIVE, rows)
     return rows
+
+
+def _is_apart(flow: Flow, node: fx.Node, keys: Place) -> bool:
+    """Whether the mask of an attention is known to let the queries of each row look at its own keys alone, as
+    where the images of a batch are one sequence."""
+    query = node_arg(node, 0)
+    queries = next((p for p in flow.of[query].places if p.dim == len(shape_of(query)) - 2), None)
+    mask = next((m for name in _MASKS if isinstance(m := argument(node, name), fx.Node)), None)
+    if queries is None or mask is None or (keys.outer, queries.outer) != (1, 1):
+        return False
+    value = flow.value_of_constants(mask)
+    if value is None or value.shape[-2:] != (flow.size(queries), flow.size(keys)):
+        return False
+    may_look = value if value.dtype is torch.bool else value > torch.finfo(value.dtype).min
+    of_rows = may_look.unflatten(-1, (flow.rows, -1)).any(-1).unflatten(-2, (flow.rows, -1))
+    # [..., rows, the queries of each, rows]: each of them looks at its own row, and at no other
+    return bool((of_rows == torch.eye(flow.rows, dtype=torch.bool).unsqueeze(1)).all())
