@@ -218,6 +218,7 @@ class PipelineStrategy(SingleDeviceStrategy):
             step.train(was)
             self._steps[key] = pipe, step, self.broadcast(step.logged())
             self.pipe, self._compiled = self.pipe or pipe, self._module
+        self._steps[key][1].follow(self._module)
         return self._steps[key]
 
     def _begin(self, pipe: fxpipe.Pipeline) -> None:

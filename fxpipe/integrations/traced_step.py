@@ -62,8 +62,15 @@ class TracedStep(nn.Module):
             or (each.kind is each.POSITIONAL_OR_KEYWORD and each.default is each.empty)
         ]
         self.module: Any = _apart(module)
+        self._of_lightning = {"log", "log_dict", *vars(LightningModule())}
         # A compilation puts attributes back as they were, but for queues.
         self._told: SimpleQueue[Logged] = SimpleQueue()
+
+    def follow(self, module: LightningModule) -> None:
+        """Give the module's copy what hooks or a script have set since: a step compares its attributes with
+        those that were compiled."""
+        now = ((name, x) for name, x in vars(module).items() if name not in self._of_lightning)
+        vars(self.module).update(now)
 
     def logged(self) -> Logged | None:
         """What the step has logged when it was traced; None on a rank that did not trace it."""

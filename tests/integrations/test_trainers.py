@@ -492,6 +492,23 @@ def test_what_a_strategy_does_not_do_is_refused(text):
     assert "runs on the example without fxpipe" not in str(raised.value)  # it does, and that helps nobody
 
 
+class Annealed(lightning_worker.Net):
+    weight = 1.0
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.weight = 1.0 + batch_idx
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) * self.weight
+
+
+def test_a_number_that_a_hook_sets_is_told():
+    quiet = {"logger": False, "enable_checkpointing": False, "max_steps": 2} | lightning_worker.QUIET
+    trainer = pl.Trainer(devices=1, strategy=PipelineStrategy(microbatches=4, schedule="1f1b"), **quiet)
+    with pytest.warns(UserWarning, match=r"module.weight was 1.0 .* and is 2.0.* make it a buffer"):
+        trainer.fit(Annealed(), lightning_worker.loaders()[0])
+
+
 def test_a_module_zeroes_its_gradients_itself():
     """Or lets them add up."""
     states = []
