@@ -432,7 +432,7 @@ OTHER_FUNCTIONS = {
     **{positives: r"div\(", balanced: r"log\(", balanced_by_turns: r"mul\(", centered: r"sub\("},
     **{error_of_each_feature: r"sqrt\(", dice: r"div\(", with_prior: r"log\(", distance: r"dist\("},
     **{correlation: "", relativistic: r"sub\(", halves: r"slice\(", one_of_all: r"select\("},
-    **{views: r"mul\(", over_the_rows: r"softmax\(", graph: r"softmax\(", recurrent: r"select\("},
+    **{views: r"mul\(", over_the_rows: r"softmax\(|attention", graph: r"softmax\(", recurrent: r"select\("},
     **{convolved: r"convolution\(", pairs: r"mean\(", regression_of_ranks: r"mul\("},
     **{groups: r"gather\(|index\(", another_order: r"index\("},
 }
