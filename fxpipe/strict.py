@@ -36,7 +36,7 @@ class Mismatch(ValueError):
         self.wrong, self.path = wrong, path
 
     def within(self, path: str) -> Mismatch:
-        """The same of a value that is at ``path`` in a larger one."""
+        """The error of a value that is at ``path`` in a larger one."""
         joint = "." if path and self.path and not self.path.startswith("[") else ""
         return Mismatch(self.wrong, f"{path}{joint}{self.path}")
 

@@ -60,8 +60,8 @@ def varlen_attn(
     window_size: tuple[int, int] = (-1, -1),
     enable_gqa: bool = False,
 ) -> Tensor:
-    """As ``torch.nn.attention.varlen.varlen_attn``: [tokens, heads, size].  Repeats of the last boundary make
-    no documents."""
+    """Attend within documents, called as ``torch.nn.attention.varlen.varlen_attn``: [tokens, heads, size].
+    Repeats of the last boundary make no documents."""
     heads, of_keys = query.shape[1], key.shape[1]
     if heads % of_keys or (heads != of_keys and not enable_gqa):
         remedy = "give enable_gqa=True" if heads % of_keys == 0 else "make the one a multiple of the other"
@@ -88,7 +88,7 @@ def flash_attn_varlen_func(
     causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
 ) -> Tensor:
-    """As the function of flash_attn, without dropout."""
+    """Attend within documents, called as the function of flash_attn; there is no dropout."""
     if dropout_p:
         raise OptionError(f"dropout_p is {dropout_p}, and attention of packed documents has no dropout.")
     window = window_size[0], 0 if causal else window_size[1]

@@ -64,7 +64,7 @@ class LengthTraces:
 
     @property
     def points_of_one_row(self) -> list[dict[str, int]]:
-        """Of one row that is as long as the example, and as short as possible."""
+        """Lengths of one row that is as long as the example, and as short as possible."""
         longest = {each.name: 1 if each.leading else each.example for each in self.lengths}
         shortest = {each.name: 1 if each.leading else each.least for each in self.lengths}
         return [longest] if shortest == longest else [longest, shortest]
@@ -313,8 +313,8 @@ def _compared(steps: Sequence[Captured], traces: ResizedTraces) -> Iterator[tupl
 def _outcomes(
     sign: str, size: Size, variables: Sequence[str], lengths: Sequence[NamedLength]
 ) -> Iterator[tuple[dict[str, int], bool]]:
-    """Of a comparison of a size with 0, at lengths that programs may take.  Of several names a part of all
-    lengths is tried, the ends among them."""
+    """Evaluate a comparison of a size with 0, at lengths that programs may take.  Of several names a part of
+    all lengths is tried, the ends among them."""
     for point in _tried(lengths):
         at = {variable: point[each.name] for variable, each in zip(variables, lengths, strict=True)}
         yield point, bool(SIGNS[sign](size.at(at), 0))
@@ -410,7 +410,7 @@ def _beside(length: NamedLength, share: Fraction) -> list[int]:
 
 
 def _rows_beside(rows: NamedLength, share: Fraction) -> list[int]:
-    """Also more rows than the example has."""
+    """Other numbers of rows than the example's, larger ones among them."""
     least, example = rows.least, rows.example
     some = [least, example + 1, least + 1, 2 * example + 1, example + 3, least + 3, example + 5, example + 6]
     return [n for n in dict.fromkeys(some) if n != example][:5]

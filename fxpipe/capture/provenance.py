@@ -130,7 +130,7 @@ class Provenance(compat.TorchDispatchMode):
 
     @classmethod
     def users_line(cls, frames: Iterable[tuple[FrameType, int]]) -> str:
-        """The same of these frames, the innermost first, each with its line."""
+        """Find the user's line among these frames, the innermost first, each with its line."""
         of_python = ""
         for frame, line in frames:
             file = frame.f_code.co_filename

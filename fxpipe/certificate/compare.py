@@ -157,7 +157,7 @@ def _foreign(summand: Foreign, missing: Mapping[tuple[int, int | None], list[Mis
 
 
 def gradients(names: Sequence[str]) -> str:
-    """For messages: "the gradient of a is", "the gradients of a, b and 3 others are"."""
+    """Name gradients in messages: "the gradient of a is", "the gradients of a, b and 3 others are"."""
     names = list(dict.fromkeys(names))
     if len(names) == 1:
         return f"the gradient of {names[0]} is"

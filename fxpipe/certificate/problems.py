@@ -32,7 +32,7 @@ def differs_at(line: Line) -> str:
 
 
 def named(microbatches: Sequence[int]) -> str:
-    """For messages: "microbatch 3", "microbatches 1, 2"."""
+    """Name microbatches in messages: "microbatch 3", "microbatches 1, 2"."""
     shown = ", ".join(map(str, microbatches[:8])) + (", …" if len(microbatches) > 8 else "")
     return f"microbatch{'es' if len(microbatches) > 1 else ''} {shown}"
 

@@ -21,7 +21,7 @@ _AS: dict[str, Callable[[Any], Any]] = {
 
 
 def options_of(given: argparse.Namespace, which: type[Options]) -> dict[str, Any]:
-    """Those that were given and are fields of ``which``, as ``fxpipe.compile`` takes them."""
+    """Collect the options that were given and are fields of ``which``, as ``fxpipe.compile`` takes them."""
     names = {field.name for field in fields(which)}.intersection(given.of_compile)
     values = {name: getattr(given, name) for name in names}
     return {name: _AS.get(name, lambda x: x)(x) for name, x in values.items() if x is not None}

@@ -43,7 +43,7 @@ def wrapped(line: str) -> str:
 
 
 def _blank(text: str) -> str:
-    """The same columns without strings."""
+    """A text with a letter in the place of each character of its strings."""
     return _STRING.sub(lambda string: "s" * len(string.group()), text)
 
 

@@ -109,7 +109,7 @@ def _with_rewrite(compiled: Compiled, rewrite: Rewrite) -> Compiled:
 
 
 def _with_buffers_of(compiled: Compiled, other: Plan) -> Compiled:
-    """The same, on ranks that also hold the buffers that other programs alone read there."""
+    """The compilation, on ranks that also hold the buffers that other programs alone read there."""
     plan = compiled.artifact.plan
     tensors = [
         replace(ours, buffers=theirs.buffers) if {*ours.buffers} < {*theirs.buffers} else ours
@@ -119,7 +119,7 @@ def _with_buffers_of(compiled: Compiled, other: Plan) -> Compiled:
 
 
 def _with_peaks_of(compiled: Compiled, other: Plan) -> Compiled:
-    """The same, with the memory that ranks need for either programs."""
+    """The compilation, with the memory that ranks need for either programs."""
     plan = compiled.artifact.plan
     peaks = map(max, plan.prediction.peak_memory, other.prediction.peak_memory)
     plan = replace(plan, prediction=replace(plan.prediction, peak_memory=(*peaks,)))

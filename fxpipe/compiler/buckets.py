@@ -68,7 +68,7 @@ def with_buckets(
     def buckets(
         ops: Sequence[Op], places: dict[str, int], last: dict[str, int], *, is_frozen: bool
     ) -> Iterator[Bucket]:
-        """Those of these names, in the order of their places.  last: of each the op that ends its use."""
+        """Make buckets of these names, in the order of places.  last: of each the op that ends its use."""
         first = _positions(ops[::-1], used)  # from the end
 
         def together(name: str) -> tuple[int, str, str, str, tuple[int, ...], LaneGroup, LaneGroup]:

@@ -135,6 +135,6 @@ class Packer:
         return planner.timeline([*map(self.lengths, step)], [each.share for each in step])
 
     def lengths(self, microbatch: Microbatch) -> dict[str, int]:
-        """By name."""
+        """The lengths of the sample, by name."""
         rows = {} if self.leading is None else {self.leading: microbatch.rows}
         return {**rows, self.length.name: microbatch.length}

@@ -123,7 +123,7 @@ def _whole(value: DTensor, shared: Sequence[Placement], gradients: Sequence[Plac
 
 
 def _all_tokens(parts: Sequence[torch.Tensor], mesh: DeviceMesh) -> list[torch.Tensor]:
-    """Of some tokens with all heads, [rows, heads, tokens / lanes, width]: all tokens of some heads."""
+    """Make all tokens of some heads from some tokens with all, [rows, heads, tokens / lanes, width]."""
     by_lane = [x.unflatten(1, (mesh.size(0), -1)).transpose(0, 1) for x in parts]
     heads = [x.shape[2] for x in by_lane]
     if len({x.shape[-1] for x in parts}) == 1:  # one exchange instead of three

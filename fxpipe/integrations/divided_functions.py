@@ -94,7 +94,7 @@ def _mean_of_elements(
 def _concatenated(
     mesh: DeviceMesh, tensors: Sequence[torch.Tensor], *args: Any, **kwargs: Any
 ) -> torch.Tensor:
-    """Without empty tensors of one dimension, as caches begin with, which are nothing to torch."""
+    """Concatenate without empty tensors of one dimension, as caches begin with: they are nothing to torch."""
     parts = [x for x in tensors if x.shape != (0,)] or tensors[:1]
     first, *others = (distributed(x, mesh) for x in parts)
     return torch.cat([first, *others], *args, **kwargs) if others else first.clone()

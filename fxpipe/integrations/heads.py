@@ -23,7 +23,7 @@ class Heads(NamedTuple):
     @staticmethod
     @cache
     def over(queries: int, keys: int, lanes: int) -> Heads:
-        """As few heads as lanes share evenly, of these with as few copies."""
+        """The fewest heads that lanes share evenly, and among these those with the fewest copies."""
         of_each = queries // keys
         options = (
             Heads(more, each, copies)
@@ -36,7 +36,7 @@ class Heads(NamedTuple):
 
     @property
     def number(self) -> int:
-        """Of queries."""
+        """The number of heads of queries."""
         return self.keys * self.each
 
     def padded(self, x: torch.Tensor, each: int) -> torch.Tensor:
@@ -53,7 +53,7 @@ class Heads(NamedTuple):
         return whole.repeat_interleave(self.copies, 1) if self.copies > 1 else whole
 
     def real(self, x: torch.Tensor, keys: int, each: int) -> torch.Tensor:
-        """Those of all heads that the model has."""
+        """The heads that the model has, among all."""
         if (keys, each) == (self.keys, self.each):
             return x
         groups: torch.Tensor = x.unflatten(1, (self.keys, self.each))

@@ -241,7 +241,7 @@ class PipelineStrategy(SingleDeviceStrategy):
         return {n.removeprefix(TracedStep.PREFIX): x for n, x in self.pipe.full_state_dict().items()}
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """That of all ranks, as torch's optimizer of the whole model has it; on the first rank."""
+        """The state of all ranks, as torch's optimizer of the whole model has it; on the first rank."""
         state: dict[str, Any] = super().optimizer_state(optimizer)
         if self.pipe is None or not dist.is_initialized():
             return state

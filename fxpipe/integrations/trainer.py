@@ -139,7 +139,7 @@ class Trainer(transformers.Trainer):
             return example
 
     def _microbatches(self, inputs: Any) -> list[dict[str, Any]]:
-        """Those of what a collator has made.  Raises OptionError for a list that was not announced."""
+        """Make microbatches of a collator's result.  Raises OptionError for a list that was not announced."""
         if isinstance(inputs, list) and not self._sizes.takes_lists:
             raise OptionError(
                 "The collator makes lists of microbatches: give pipeline={'dimensions': {'sequence': the "

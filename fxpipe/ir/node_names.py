@@ -66,7 +66,7 @@ def node_name(node: fx.Node, origin: Origin, short: Mapping[str, str]) -> str:
 
 
 def op_name(target: object, origin: Origin, short: Mapping[str, str]) -> str:
-    """The same of a new op with one result."""
+    """The name of a new op with one result."""
     return _name(_op(target), origin, short)
 
 

@@ -46,12 +46,12 @@ class LaneGroup:
 
     @property
     def arguments(self) -> tuple[int, ...]:
-        """Those that name the group in an op between lanes: a stride of 1 is left out."""
+        """The arguments that name the group in an op between lanes: a stride of 1 is left out."""
         return (self.number,) if self.stride == 1 else (self.number, self.stride)
 
     @property
     def named(self) -> dict[str, int]:
-        """The same by name."""
+        """The group as ops between lanes name it."""
         return dict(zip(("n", "stride"), self.arguments, strict=False))
 
 
@@ -85,7 +85,7 @@ class LanePlan:
 
     @cached_property
     def groups(self) -> tuple[LaneGroup, ...]:
-        """Of each dimension the lanes along it."""
+        """The lanes along each dimension."""
         numbers = [axis.number for axis in self.axes]
         strides = [*accumulate(reversed(numbers), mul, initial=1)][-2::-1]
         return tuple(map(LaneGroup, numbers, strides))
@@ -120,8 +120,8 @@ class LanePlan:
         return lane
 
     def firsts(self, name: str, processes: Sequence[int]) -> dict[int, int]:
-        """For each lane the first of these processes that holds the same share of a tensor as it does, where
-        one does; lanes are the last digits of the processes' numbers."""
+        """Find for each lane the first of these processes that holds the same share of a tensor as it does,
+        where one does; lanes are the last digits of the processes' numbers."""
         first: dict[int, int] = {}
         for process in processes:
             first.setdefault(self.holder(name, process % self.number), process)
@@ -148,7 +148,7 @@ class LanePlan:
         return max(whole, key=lambda group: group.number, default=ONE_LANE)
 
     def arguments(self, group: LaneGroup) -> tuple[int, ...]:
-        """Those that name a group in a call of ``rt``: none for all lanes."""
+        """The arguments that name a group in a call of ``rt``: none for all lanes."""
         return () if group.number == self.number else (group.number, group.stride)
 
     def whole_shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -97,7 +97,7 @@ class Values:
         return id(value)
 
     def number(self, value: fx.Node) -> int | None:
-        """The same for the results of equal computations that do not vary; None for others."""
+        """Give equal computations that do not vary the same number; None to others."""
         return self._numbers.get(value)
 
     def root(self, value: fx.Node) -> fx.Node:

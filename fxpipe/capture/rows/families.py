@@ -10,7 +10,7 @@ from fxpipe.ir.dims import COPIES, RESHAPES, SUMS
 
 
 class _Ops:
-    """Those of torch; the name of one that this torch does not have, as versions drop some."""
+    """Torch's ops; the name of one that this torch does not have, as versions drop some."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch.ops.aten, name, name)

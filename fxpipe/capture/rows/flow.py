@@ -67,11 +67,11 @@ class Flow:
         return rows
 
     def lost(self, node: fx.Node, why: str = UNKNOWN) -> Rows:
-        """Of an op behind which the rows are not followed: told, but of integers and on lanes."""
+        """Follow the rows no further than this op: it is told, but of integers and on lanes."""
         return LOST if self.on_lanes or not is_float(node) else self.tell(node, why, LOST)
 
     def kept(self, node: fx.Node, x: fx.Node, is_kept: Callable[[Place], bool], why: str = RELATIVE) -> Rows:
-        """Of an op that keeps the shape of an operand, and mixes the entries along some dimensions."""
+        """Follow an op that keeps the shape of an operand, and mixes the entries along some dimensions."""
         rows = self.of[x]
         if rows.form is not Form.EACH:
             return LOST
@@ -81,7 +81,7 @@ class Flow:
         return each(stay)
 
     def moved(self, node: fx.Node, move: Callable[[Place], Place | None]) -> Rows:
-        """Of an op that has the entries of its operand in another shape."""
+        """Follow an op that has the entries of its operand in another shape."""
         rows = self.of[node_arg(node, 0)]
         if rows.form is not Form.EACH:
             return Rows(rows.form)
@@ -89,7 +89,7 @@ class Flow:
         return each(places) if places or self.rows == 1 else self.lost(node)
 
     def total(self, operands: Iterable[fx.Node]) -> Rows:
-        """Of a number that adds up entries; of rows that were taken one by one it is their own."""
+        """Follow a number that adds up entries; of rows that were taken one by one it is their own."""
         return LOST if any(x in self.single for x in operands) else SUMMED
 
     def differs(self, x: fx.Node, dim: int) -> bool:

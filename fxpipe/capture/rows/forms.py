@@ -52,7 +52,7 @@ SAME, SUMMED, LOST = map(Rows, (Form.SAME, Form.SUMMED, Form.LOST))
 
 
 def each(places: Iterable[Place]) -> Rows:
-    """With a part for each row at these places; lost, if there is none."""
+    """A value with a part for each row at these places; lost, if there is none."""
     unique = tuple(dict.fromkeys(places))
     return Rows(Form.EACH, unique) if unique else LOST
 

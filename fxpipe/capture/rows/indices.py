@@ -33,7 +33,7 @@ aten = torch.ops.aten
 
 
 def looked_up(flow: Flow, node: fx.Node) -> Rows:
-    """Of entries of a table."""
+    """A lookup has the rows of its words."""
     table, index = node_arg(node, 0), node_arg(node, 1)
     rows = Rows(*flow.of[index][:2])
     if argument(node, "scale_grad_by_freq") and rows.form is not Form.SAME:
@@ -44,7 +44,7 @@ def looked_up(flow: Flow, node: fx.Node) -> Rows:
 
 
 def bags(flow: Flow, node: fx.Node) -> Rows:
-    """Of a mean of such entries for each bag, which begins at an offset."""
+    """A mean of a table's entries for each bag, which begins at an offset, has the rows of the offsets."""
     if flow.counts_rows(node_arg(node, 2)):
         return each([Place(0, 1, shape_of(node)[0] // flow.rows)])
     return flow.lost(node)
@@ -78,12 +78,12 @@ def indexed(flow: Flow, node: fx.Node) -> Rows:
 
 
 def _of_sums(flow: Flow, node: fx.Node, rows: Rows) -> Rows:
-    """Of what rows take of sums: told, but of counts, which are followed no more."""
+    """What rows take of sums is told, but of counts, which are followed no more."""
     return flow.tell(node, STATISTIC, rows) if is_float(node) else LOST
 
 
 def gathered(flow: Flow, node: fx.Node) -> Rows:
-    """Of entries along one dimension, each by a number of its own."""
+    """Entries along one dimension, each by a number of its own, have the rows of value and numbers."""
     x, index = node_arg(node, 0), node_arg(node, 2)
     rows, of_index = flow.of[x], flow.of[index]
     if flow.has(x, Form.SUMMED):
@@ -96,7 +96,7 @@ def gathered(flow: Flow, node: fx.Node) -> Rows:
 
 
 def placed(flow: Flow, node: fx.Node) -> Rows:
-    """Of numbers that are put at places which others name."""
+    """Numbers that are put at places which others name keep rows along the other dimensions."""
     base, packet = node_arg(node, 0), packet_of(node)
     if any(flow.has(x, Form.SUMMED) for x in input_nodes(node)):
         return flow.lost(node, STATISTIC)

@@ -48,7 +48,7 @@ def transposed(flow: Flow, node: fx.Node) -> Rows:
 
 
 def item(flow: Flow, node: fx.Node) -> Rows:
-    """Of one of several results, which has the rows where the first one has them, or none."""
+    """One of several results has the rows where the first one has them, or none."""
     x = node_arg(node, 0)
     rows, shape = flow.of[x], shape_of(node)
     if rows.form is not Form.EACH:
@@ -60,7 +60,7 @@ def item(flow: Flow, node: fx.Node) -> Rows:
 
 
 def part(flow: Flow, node: fx.Node, one_of: fx.Node | None = None) -> Rows:
-    """Of an op that takes some of the entries along a dimension; ``one_of`` several results that it has."""
+    """Some of the entries along a dimension; ``one_of`` the several results that an op has."""
     x = node_arg(node, 0)
     rows, packet = flow.of[x], packet_of(node)
     if rows.form is not Form.EACH:
@@ -101,7 +101,7 @@ def part(flow: Flow, node: fx.Node, one_of: fx.Node | None = None) -> Rows:
 
 
 def joined(flow: Flow, node: fx.Node) -> Rows:
-    """Of tensors behind each other."""
+    """Tensors behind each other have the rows that all of them have."""
     tensors: Sequence[fx.Node] = node.args[0]  # type: ignore[assignment]
     tensors = [x for x in tensors if value_of(x).numel()] or tensors  # type: ignore[union-attr]
     dim = next(iter(dims_of(node, len(shape_of(tensors[0]))) or {0}))
@@ -126,7 +126,7 @@ def joined(flow: Flow, node: fx.Node) -> Rows:
 
 
 def inserted(flow: Flow, node: fx.Node) -> Rows:
-    """Of a part that is put into a value."""
+    """A part that is put into a value takes no rows of it away."""
     base, source = node_arg(node, 0), node_arg(node, 1)
     dim = next(iter(dims_of(node, len(shape_of(base))) or {0}))
     is_one = len(shape_of(source)) < len(shape_of(base))
@@ -155,7 +155,7 @@ def padded(flow: Flow, node: fx.Node) -> Rows:
 
 
 def strided(flow: Flow, node: fx.Node) -> Rows:
-    """Of other strides, which may keep those of the first dimension."""
+    """Other strides may keep those of the first dimension."""
     x = node_arg(node, 0)
     strides: Any = node.args[2]
     before: torch.Tensor = x.meta["val"]
@@ -164,7 +164,7 @@ def strided(flow: Flow, node: fx.Node) -> Rows:
 
 
 def diagonal(flow: Flow, node: fx.Node) -> Rows:
-    """Of pairs of rows the diagonal has each with itself."""
+    """The diagonal of pairs of rows has each with itself."""
     x = node_arg(node, 0)
     dims: Any = {argument(node, name) % len(shape_of(x)) for name in ("dim1", "dim2")}  # type: ignore[operator]
     along = [p for p in flow.of[x].places if p.dim in dims]

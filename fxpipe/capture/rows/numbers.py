@@ -107,8 +107,8 @@ def _by_line(graph: fx.Graph) -> dict[Hashable, list[fx.Node]]:
 
 
 def _counterparts(nodes: list[fx.Node], others: list[fx.Node]) -> Sequence[fx.Node | None]:
-    """For each op of a line that of the other trace.  In a loop over the rows, which runs more often there,
-    one with the number that stands in its place; none where there are other numbers in each turn."""
+    """Match each op of a line with that of the other trace.  In a loop over the rows, which runs more often
+    there, it is one with the number that stands in its place; none where each turn has other numbers."""
     if len(nodes) == len(others):
         return others
     here, there = ({repr(numbers_of(x)): x for x in each} for each in (nodes, others))
@@ -125,7 +125,7 @@ def _power(here: float, there: float | None) -> float:
 
 
 def _power_of_tensor(here: torch.Tensor, there: torch.Tensor) -> float:
-    """The same of all entries of a constant; 0 of one of other sizes, which has a part for each row."""
+    """The power that all entries of a constant have; 0 of one of other sizes, with a part for each row."""
     is_same = here.shape == there.shape and (here == there) | ((here != here) & (there != there))
     if isinstance(is_same, bool) or is_same.all():
         return 0.0

@@ -42,7 +42,7 @@ class Place(NamedTuple):
         return any(1 < n < rows and rows % n == 0 for n in groups)
 
     def _of_one(self, before: Sequence[int], after: Sequence[int]) -> Place | None:
-        """Of one row, which may lie anywhere behind other dimensions: [4, 1, 6] is [4, 6] of 4 times [6]
+        """One row may lie anywhere behind other dimensions: [4, 1, 6] is [4, 6] of 4 times [6]
         or of [4, 6] once."""
         if self.outer * prod(before[: self.dim]) == 1:
             return Place(0, 1, after[0]) if after else None

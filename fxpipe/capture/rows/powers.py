@@ -140,7 +140,7 @@ class RowPowers:
         return math.nan
 
     def _of_item(self, node: fx.Node) -> float:
-        """Of one of several results; the weight of all labels is a sum, also beside a mean."""
+        """The power in one of several results; the weight of all labels is a sum, also beside a mean."""
         if node.target is not operator.getitem:
             return math.nan
         of = node_arg(node, 0)

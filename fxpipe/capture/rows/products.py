@@ -29,7 +29,7 @@ _MASKS = "attn_mask", "attn_bias"
 
 
 def product(flow: Flow, node: fx.Node) -> Rows:
-    """Of matrices: a sum over the last dimension of one and the last but one of the other."""
+    """A product of matrices sums over the last dimension of one and the last but one of the other."""
     start = families.PRODUCTS[packet_of(node)]
     a, b = node_arg(node, start), node_arg(node, start + 1)
     in_a, in_b = len(shape_of(a)) - 1, max(len(shape_of(b)) - 2, 0)
@@ -50,7 +50,7 @@ def product(flow: Flow, node: fx.Node) -> Rows:
 
 
 def distances(flow: Flow, node: fx.Node) -> Rows:
-    """Of each row of one matrix to each of another one."""
+    """Distances of each row of one matrix to each of another one are pairs of both."""
     last = len(shape_of(node)) - 1
     one, other = (flow.of[node_arg(node, i)].places for i in range(2))
     places = [p for p in one if p.dim < last]
@@ -59,7 +59,7 @@ def distances(flow: Flow, node: fx.Node) -> Rows:
 
 
 def attention(flow: Flow, node: fx.Node) -> Rows:
-    """Of rows in a dimension of their own, or behind each other where a mask keeps them apart."""
+    """Attention keeps rows in a dimension of their own, or behind each other where a mask parts them."""
     query, key, value = (node_arg(node, i) for i in range(3))
     rows, length = Rows(*flow.of[query][:2]), len(shape_of(key)) - 2
     among = {p for x in (key, value) for p in flow.of[x].places if p.dim == length}

@@ -44,7 +44,7 @@ _AFFINE = _ADDITIONS | COPIES | families.SHAPES | TRANSPOSES | {aten.expand, ate
 
 
 def of_sums(flow: Flow, node: fx.Node) -> Rows:
-    """Of an op on sums over rows, and on values that are the same for all."""
+    """An op on sums over rows, and on values that are the same for all, is told unless it is linear."""
     packet = packet_of(node)
     summed = [flow.has(x, Form.SUMMED) for x in node.args]
     first, second = [*summed, False, False][:2]
@@ -78,7 +78,7 @@ def of_sums(flow: Flow, node: fx.Node) -> Rows:
 
 
 def pointwise(flow: Flow, node: fx.Node) -> Rows:
-    """Of entries at the same place; and of a loss of these, which may add them up."""
+    """Ops on entries at the same place keep the rows; a loss of these may add them up."""
     packet = packet_of(node)
     operands = [*input_nodes(node)]
     if packet in _OPERANDS:
@@ -142,12 +142,12 @@ def reduced(flow: Flow, node: fx.Node) -> Rows:
 
 
 def counts(flow: Flow, node: fx.Node) -> Rows:
-    """Of how often entries have each number, or of sums by these."""
+    """How often entries have each number, or a sum by these, is a sum over rows."""
     return flow.total(input_nodes(node))
 
 
 def along(flow: Flow, node: fx.Node) -> Rows:
-    """Of an op that makes the entries along some dimensions of each other."""
+    """An op that makes the entries along some dimensions of each other keeps rows along the others."""
     x, packet = node_arg(node, 0), packet_of(node)
     named = dims_of(node, len(shape_of(x)))
     if packet is aten.unfold:
@@ -161,31 +161,31 @@ def along(flow: Flow, node: fx.Node) -> Rows:
 
 
 def leading(flow: Flow, node: fx.Node) -> Rows:
-    """Of an op that takes each entry of the first dimension by itself."""
+    """An op that takes each entry of the first dimension by itself keeps rows there."""
     return flow.kept(node, node_arg(node, 0), lambda p: p.dim == 0)
 
 
 def batch_norm(flow: Flow, node: fx.Node) -> Rows:
-    """Of a norm of each channel by all rows, in training."""
+    """A batch norm takes numbers of all rows for each channel, in training."""
     if argument(node, "training", True) is False:
         return leading(flow, node)
     return flow.kept(node, node_arg(node, 0), lambda p: p.dim == 1, STATISTIC)
 
 
 def norm(flow: Flow, node: fx.Node) -> Rows:
-    """Of a norm along the last dimensions."""
+    """A norm along the last dimensions keeps rows before these."""
     last = len(shape_of(node)) - len(node.args[1])  # type: ignore[arg-type]
     return flow.kept(node, node_arg(node, 0), lambda p: p.dim < last)
 
 
 def of_matrices(flow: Flow, node: fx.Node) -> Rows:
-    """Of the matrices in the last two dimensions."""
+    """An op on the matrices in the last two dimensions keeps rows before these."""
     x = node_arg(node, 0)
     return flow.kept(node, x, lambda p: p.dim < len(shape_of(x)) - 2)
 
 
 def cross_entropy(flow: Flow, node: fx.Node) -> Rows:
-    """Of logs [rows, words, …]."""
+    """A cross-entropy of logs [rows, words, …] has a loss for each label, or their sum."""
     logs, labels = node_arg(node, 0), node_arg(node, 1)
     is_sum = argument(node, "reduction") in _SUMMING
     rows = flow.of[logs] if flow.has(labels, Form.SAME) else flow.of[labels]
@@ -194,13 +194,13 @@ def cross_entropy(flow: Flow, node: fx.Node) -> Rows:
 
 
 def alignments(flow: Flow, node: fx.Node) -> Rows:
-    """Of a loss of each row, from logs [length, rows, words]."""
+    """Alignments have a loss of each row, from logs [length, rows, words]."""
     rows = flow.kept(node, node_arg(node, 0), lambda p: p.dim == 1)
     return rows._replace(places=tuple(p.at(0) for p in rows.places))
 
 
 def gradient(flow: Flow, node: fx.Node) -> Rows:
-    """Of an op's gradient within the forward: of an operand with rows, or of a parameter."""
+    """An op's gradient within the forward has the rows of its operand; a parameter's is a sum over rows."""
     shape = shape_of(node)
     places = [p for x in input_nodes(node) if shape_of(x) == shape for p in flow.of[x].places]
     return each(places) if places else SUMMED

@@ -329,7 +329,7 @@ def _weigh(node: fx.Node, number: int, users: Collection[fx.Node]) -> None:
 
 
 def _weigh_count(mean: fx.Node, number: int) -> None:
-    """Of a mean over the batch."""
+    """Weigh the count of a mean over the batch."""
     graph, value, users = mean.graph, mean.meta["val"], [*mean.users]
     call = partial(called, Calls(graph))
     with graph.inserting_before(mean), value.fake_mode:

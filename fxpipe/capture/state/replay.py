@@ -129,7 +129,7 @@ def _alike(a: list[object], b: list[object]) -> bool:
 
 
 def _equal(a: Any, b: Any) -> bool:
-    """Of arguments: numbers, or tensors that the trace holds as constants."""
+    """Compare arguments: numbers, or tensors that the trace holds as constants."""
     if type(a) is not type(b):
         return False
     if not isinstance(a, torch.Tensor):

@@ -260,7 +260,7 @@ class Parts:
         return self._viewed(term, shape) if term.op in (RESHAPE, PERMUTE) else self._computed(term, shape)
 
     def _share(self, term: object) -> Share | None:
-        """Of a sum over rows, of which a single row is a share."""
+        """The share of a sum over rows that a single row is."""
         of = self._known.get(term) if isinstance(term, Term) else None
         if not isinstance(of, Part) or of.is_transposed or of.end - of.begin != 1:
             return of if isinstance(of, Share) else None

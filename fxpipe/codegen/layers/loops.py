@@ -315,7 +315,7 @@ class Loop:
         )
 
     def _local_value(self, values: Sequence[Named]) -> str:
-        """The same of a value of the forward."""
+        """The local name of a value of the forward."""
         if (names := tuple(value.name for value in values)) in self.inputs:
             return self.inputs[names]
         texts = {self.forward.results.get(name, "") for name in names} - {""}

@@ -67,8 +67,8 @@ def to_repeat(needed: Iterable[fx.Node], keep: Price, repeat: Price) -> set[fx.N
 
 
 def to_repeat_for(users: Sequence[fx.Node], may: Callable[[fx.Node], bool], keep: Price) -> set[fx.Node]:
-    """The same of what these ops take from others, where ``may`` says which to recompute: a view for nothing,
-    another op for the bytes that it moves."""
+    """The ops to repeat for what these ops take from others; ``may`` says which can be repeated: a view for
+    nothing, another op for the bytes that it moves."""
     size, inside = cache(node_bytes), {*users}
 
     def repeat(node: fx.Node) -> int | None:

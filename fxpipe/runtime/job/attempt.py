@@ -41,7 +41,7 @@ def agree_on_attempt(
     version: str = VERSION,
     when_joined: Callable[[], None] = lambda: None,
 ) -> str:
-    """The same new name on all ranks, which all call this.
+    """Agree on a new name, the same on all ranks, which all call this.
 
     Every other rank leaves a word of its own, with its versions, and rank 0 answers to that word, which no
     earlier attempt has used.

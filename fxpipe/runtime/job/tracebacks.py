@@ -64,7 +64,7 @@ def brief(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def _name(function: Callable[..., object], args: Sequence[object]) -> str:
-    """Of a method, by the class of the object, whose base may have it."""
+    """Name a method by the class of the object, whose base may have it."""
     of, _, name = function.__qualname__.removesuffix(".__init__").rpartition(".")
     if function.__name__ == "__init__" or not of:
         return name
@@ -78,7 +78,7 @@ def _shown(argument: object) -> str:
 
 
 def brief_methods(cls: type[T]) -> type[T]:
-    """The same class, with ``brief`` public methods and constructor."""
+    """Make public methods and the constructor of a class ``brief``."""
     for name, method in list(vars(cls).items()):
         if isinstance(method, FunctionType) and (name == "__init__" or not name.startswith("_")):
             setattr(cls, name, brief(method))

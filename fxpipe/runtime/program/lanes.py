@@ -69,7 +69,7 @@ class Lanes(Protocol):
         ...
 
     def along(self, group: LaneGroup) -> Lanes:
-        """Those of a group that has this one among its members, from among all lanes of the rank."""
+        """The lanes of a group that has this one among its members, from among all lanes of the rank."""
         ...
 
 

@@ -38,7 +38,7 @@ class DistributedReplicas:
 
     @staticmethod
     def alone(wire: torch.device) -> DistributedReplicas:
-        """That of a process that is the only replica."""
+        """The replicas of a process that is the only one."""
         return DistributedReplicas(0, 1, wire, None, None, wire.type != "cpu")
 
     def reduce(self, bucket: torch.Tensor, begins: Sequence[int], into: torch.Tensor, *, mean: bool) -> Begun:

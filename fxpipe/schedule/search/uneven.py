@@ -197,7 +197,7 @@ class Uneven:
         return np.stack([listed, rising, rising[::-1], np.concatenate([rising[::2], rising[1::2][::-1]])])
 
     def _with_joined(self, costs: Costs) -> Costs:
-        """Of stages that run B and W as one op, the costs with all of it in B."""
+        """The costs of stages that run B and W as one op, with all of it in B."""
 
         def joined(cost: StageCost) -> StageCost:
             both = cost.backward + cost.weight

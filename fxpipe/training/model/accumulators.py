@@ -228,7 +228,7 @@ class Place(NamedTuple):
 
 
 def place_of(state: ModelState) -> Place:
-    """That of this process."""
+    """The place of this process."""
     process = state.process
     assert process is not None, "processes own rows"
     return Place(process.replicas, process.replica, process.rank, process.lane)

@@ -31,7 +31,7 @@ class Area:
         return Area.of(place) if all(s.start < s.stop for s in place) else None
 
     def within(self, origin: Sequence[int]) -> tuple[slice, ...]:
-        """Its place, counted from a corner on."""
+        """The place of the area, counted from a corner on."""
         return tuple(slice(b - o, b - o + n) for b, n, o in zip(self.begin, self.shape, origin, strict=True))
 
 

@@ -25,7 +25,7 @@ class Beyond:
 
 
 def beyond_limit(plan: Plan) -> dict[int, Beyond]:
-    """By their places in ``plan.tried``, those that need more memory and would then run.
+    """Candidates that need more memory and would then run, by their places in ``plan.tried``.
 
     Of the plan's own stages, whose costs are known: families that are not searched, with the placement,
     recomputation and vocabulary stages of the plan, and as large a share to offload.
