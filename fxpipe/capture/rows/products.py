@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import fx
 
 from fxpipe.capture.rows import families
@@ -20,8 +19,6 @@ from fxpipe.capture.rows.forms import (
     shape_of,
 )
 from fxpipe.ir.builder import node_arg
-
-aten = torch.ops.aten
 
 
 def product(flow: Flow, node: fx.Node) -> Rows:
