@@ -50,8 +50,12 @@ SWAPPED: dict[type, type] = {
 
 
 def places(tree: ast.Module) -> list[tuple[int, str, Change]]:
-    """Every change of one place: the number of its node, what it is, and how it is made."""
-    return [(k, what, change) for k, node in enumerate(ast.walk(tree)) for what, change in _changes(node)]
+    """Every change of one place: the number of its node, what it is, and how it is made.  Annotations, which
+    do not run, stay as they are."""
+    notes = (getattr(node, name, None) for node in ast.walk(tree) for name in ("annotation", "returns"))
+    types = {node for note in notes if note is not None for node in ast.walk(note)}
+    nodes = [(k, node) for k, node in enumerate(ast.walk(tree)) if node not in types]
+    return [(k, what, change) for k, node in nodes for what, change in _changes(node)]
 
 
 def _changes(node: ast.AST) -> Iterator[tuple[str, Change]]:
