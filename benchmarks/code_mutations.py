@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from difflib import unified_diff
 from functools import partial
 from math import inf
 from pathlib import Path
@@ -49,8 +50,12 @@ SWAPPED: dict[type, type] = {
 
 
 def places(tree: ast.Module) -> list[tuple[int, str, Change]]:
-    """Every change of one place: the number of its node, what it is, and how it is made."""
-    return [(k, what, change) for k, node in enumerate(ast.walk(tree)) for what, change in _changes(node)]
+    """Every change of one place: the number of its node, what it is, and how it is made.  Annotations, which
+    do not run, stay as they are."""
+    notes = (getattr(node, name, None) for node in ast.walk(tree) for name in ("annotation", "returns"))
+    types = {node for note in notes if note is not None for node in ast.walk(note)}
+    nodes = [(k, node) for k, node in enumerate(ast.walk(tree)) if node not in types]
+    return [(k, what, change) for k, node in nodes for what, change in _changes(node)]
 
 
 def _changes(node: ast.AST) -> Iterator[tuple[str, Change]]:
@@ -125,14 +130,15 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=inf, help="of wall time, behind which none begins")
     parser.add_argument("--limit", type=float, default=1800.0, help="seconds for the tests of one fault")
     parser.add_argument("--tests", nargs="+", help="run these alone, for faults whose tests are known")
+    parser.add_argument(
+        "--list", action="store_true", help="name the faults and their changed lines, run nothing"
+    )
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     chosen, seen, tried = random.Random(arguments.seed), Counter[str](), list[str]()
     with tempfile.TemporaryDirectory() as directory:
         root = Path(directory) / "fxpipe"
-        shutil.copytree(
-            ROOT, root, ignore=shutil.ignore_patterns(".git", ".venv*", "build", "site", "__pycache__")
-        )
+        shutil.copytree(ROOT, root, ignore=shutil.ignore_patterns(".git", ".venv*", "build", "site"))
         files = [f for f in sorted((root / "fxpipe").rglob("*.py")) if "__init__" not in f.name]
         sizes = [len(f.read_text().splitlines()) for f in files]
         end = time.monotonic() + arguments.seconds
@@ -148,9 +154,14 @@ def main() -> None:
             node: Any = next(x for j, x in enumerate(ast.walk(tree)) if j == k)
             if number < arguments.first:
                 continue
+            before = ast.unparse(tree)
             change(node)
             line = getattr(node, "lineno", 0)
             module = path.relative_to(root / "fxpipe")
+            if arguments.list:
+                lines = unified_diff(before.splitlines(), ast.unparse(tree).splitlines(), n=0, lineterm="")
+                print(f"{number} {module}:{line} {what}", *list(lines)[3:], sep="\n  ")
+                continue
             functions = [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.FunctionDef)]
             around = [f.name for f in functions if f.lineno <= line <= (f.end_lineno or 0)]
             words = [
@@ -167,6 +178,8 @@ def main() -> None:
             tried.append(f"{module}:{line} {what}: {text}  ->  {failed or 'SURVIVES'} ({taken})")
             print(number, tried[-1], file=sys.stderr, flush=True)
             seen[failed if failed == ENDLESS else "seen by a test" if failed else "survives"] += 1
+    if arguments.list:
+        return
     report = Report("Faults in fxpipe's own code, each against the tests of its room")
     report.line(f"{seen.total()} faults of seed {arguments.seed}: {dict(seen)}")
     for each in tried:

@@ -12,7 +12,6 @@ from functools import cache
 from itertools import accumulate, islice
 from typing import NamedTuple
 
-import torch
 from torch import fx
 
 from fxpipe.errors import PartitionError, number_of
@@ -24,7 +23,6 @@ from fxpipe.partition.exchanges import begin_where_operands_are
 from fxpipe.partition.following import following_cuts
 from fxpipe.partition.parts import PartsOfStage, inner_cuts, parts_of
 
-aten = torch.ops.aten
 _MODULE = 2.0**-10  # bytes
 
 

@@ -34,6 +34,7 @@ width, relu = Unread(), Unread()
 counts, lazy = [0], Lazy(a=1)
 settings = types.ModuleType("settings")
 settings.counts, settings.unread = [0], Unread()
+settings.least, settings.none = float("nan"), float("nan")
 
 
 class Net(nn.Module):
@@ -48,6 +49,7 @@ class Net(nn.Module):
 
         count()
         settings.counts[0] += 1
+        settings.least, settings.none = 0.5, settings.none + 1
         lazy["b"] = 2
         return self.linear(x).relu().mean() / self.width
 
@@ -61,7 +63,7 @@ def test_globals_are_told_from_attributes():
     messages = [str(each.message).partition(". A program")[0] for each in warned]
     assert messages == [
         f"The forward changes {name}"
-        for name in ("settings.counts", "the global counts of test_search_of_state")
+        for name in ("settings.least", "settings.counts", "the global counts of test_search_of_state")
     ]
     assert pipe.run_local((batch,)).loss.isfinite()
 

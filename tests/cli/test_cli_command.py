@@ -97,6 +97,12 @@ def test_each_command_has_a_topic():
     assert all((ROOT / page).exists() for _, page in command.TOPICS.values())
 
 
+def test_each_option_has_help():
+    commands = next(x for x in command.parser(command.SUBCOMMANDS)._actions if x.choices).choices
+    assert [*commands] == [*command.SUBCOMMANDS]
+    assert [(name, x.dest) for name, each in commands.items() for x in each._actions if not x.help] == []
+
+
 def test_an_option_without_a_command(capsys):
     assert refused(capsys, "--nope") == "fxpipe: error: fxpipe has no option '--nope'. See fxpipe --help\n"
 

@@ -15,7 +15,7 @@ import fxpipe.runtime.job.process as joined
 from fxpipe.codegen.expressions import Aliases, Scope
 from fxpipe.runtime.job.backend import Choice, RankPlace, choose
 from fxpipe.runtime.job.process import Process
-from fxpipe.runtime.program.accelerator import check_supported, communicator_settings, queues
+from fxpipe.runtime.program.accelerator import check_supported, communicator_settings, current, queues
 from fxpipe.runtime.program.comm import answered, new_buffers, on_wire
 from fxpipe.runtime.ranks.connect import _check_streams, _failure, _warn_of_few_queues
 from fxpipe.runtime.ranks.distributed import DistributedComm
@@ -125,6 +125,10 @@ def test_other_kinds_of_devices_are_refused():
     with pytest.raises(fxpipe.RunError, match="lies on mps, and programs run on cpu, cuda, xpu"):
         check_supported(torch.device("mps"))
     check_supported(next(nn.Linear(1, 1).parameters()).device)
+
+
+def test_the_device_of_a_program_is_current():
+    assert [current(torch.device(name)).idx for name in ("cpu", "cuda:1")] == [None, 1]
 
 
 def test_a_late_message_is_named_with_the_limit():

@@ -1,6 +1,8 @@
 """How ranks see that they make different calls, and the network interface by which they connect."""
 
 import os
+import re
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +12,7 @@ import fxpipe
 from fxpipe.runtime.job import interface
 from fxpipe.runtime.job.calls import CALL, SPACE, different_calls, with_call
 from fxpipe.runtime.job.interface import connecting, matching, set_interface
-from fxpipe.runtime.job.user_line import called_function
+from fxpipe.runtime.job.user_line import called_function, place_of_main_thread
 from fxpipe.runtime.ranks.connect import _unbound
 
 
@@ -45,6 +47,12 @@ def test_the_function_that_the_user_has_called(monkeypatch):
         fxpipe.compile(model, (torch.ones(2, 2),), ranks=0, microbatches=1)
     assert called == ["compile"]
     assert called_function() == ""
+
+
+def test_the_line_of_the_main_thread():
+    with ThreadPoolExecutor(1) as other:
+        place = other.submit(place_of_main_thread).result()
+    assert re.match(r"test_calls\.py:\d+ \((place|with) ", place), place
 
 
 @pytest.mark.parametrize(

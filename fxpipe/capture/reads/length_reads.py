@@ -30,10 +30,6 @@ class Comparison(NamedTuple):
     difference: Fraction
     source: str
 
-    @property
-    def outcome(self) -> bool:
-        return bool(SIGNS[self.sign](self.difference, 0))
-
 
 SIGNS: dict[str, Callable[[Any, Any], object]] = {
     "==": operator.eq,

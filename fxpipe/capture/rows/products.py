@@ -23,8 +23,6 @@ from fxpipe.capture.rows.place import Place
 from fxpipe.ir.builder import node_arg
 from fxpipe.ir.storage import argument
 
-aten = torch.ops.aten
-
 _MASKS = "attn_mask", "attn_bias"
 
 

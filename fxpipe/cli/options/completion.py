@@ -13,4 +13,4 @@ def add_completion(parser: argparse.ArgumentParser) -> None:
         "fxpipe completion fish > ~/.config/fish/completions/fxpipe.fish"
     )
     parser.set_defaults(command="completion:completion")
-    parser.add_argument("shell", choices=SHELLS)
+    parser.add_argument("shell", choices=SHELLS, help="that reads the script")

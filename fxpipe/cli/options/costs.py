@@ -18,11 +18,11 @@ _EPILOG = (
 def add_cost_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EPILOG
     add = parser.add_argument
-    add("--ranks", type=positive_int, metavar="P")
-    add("--microbatches", type=positive_int, metavar="M")
+    add("--ranks", type=positive_int, metavar="P", help="that a step runs on")
+    add("--microbatches", type=positive_int, metavar="M", help="of a step")
     add("--forward", type=positive, metavar="TF", help="seconds, or any unit of time")
-    add("--backward-input", type=positive, metavar="TB")
-    add("--backward-weight", type=positive, metavar="TW")
+    add("--backward-input", type=positive, metavar="TB", help="the same of the gradients of activations")
+    add("--backward-weight", type=positive, metavar="TW", help="and of those of weights")
     add("--comm", type=non_negative, metavar="TC", help="one transfer between two ranks (0)")
     add("--inter-comm", type=non_negative, metavar="TC", help="one transfer between two machines (as --comm)")
     add(

@@ -68,7 +68,7 @@ def _best(
             times = check(rotated)
             if times is None:
                 return
-            if times > 1 and (times - 1) * run.period >= FEWEST:
+            if (times - 1) * run.period >= FEWEST:
                 best = rotated._replace(times=times)
                 yield best
                 yield from _best(nodes, tokens, Run(within.begin, best.begin - within.begin, 1), check)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import inf
 
 from torch import fx
 
@@ -73,7 +74,7 @@ class Cluster:
         """The link over which a rank of all replicas exchanges: between machines, if they are on several."""
         # Replicas are outermost: the same rank of the next replica is a whole pipeline further on.
         last = rank + (replicas - 1) * len(self.devices)
-        size = ranks_per_machine or last + 1
+        size = ranks_per_machine or inf
         device = self.devices[rank]
         # If the last replica is on the machine of the first, so are those between.
         return device.intra if rank // size == last // size else device.inter

@@ -83,8 +83,8 @@ def _refuse(what: str, node: ast.AST) -> NoReturn:
     raise _Unlike(what, node)
 
 
-def _program(source: str, filename: str = "<unknown>") -> r.Program:
-    tree, bound = ast.parse(source, filename), set[str]()
+def _program(source: str) -> r.Program:
+    tree, bound = ast.parse(source), set[str]()
     for node in r.parts(tree):
         match node:
             case ast.Name(id=name, ctx=ast.Store() | ast.Del()):

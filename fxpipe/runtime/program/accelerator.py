@@ -72,9 +72,7 @@ def select(device: torch.device) -> None:
 
 def current(device: torch.device) -> contextlib.AbstractContextManager[object]:
     """``select`` for a block."""
-    if not is_accelerator(device):
-        return contextlib.nullcontext()
-    return torch.accelerator.device_index(device.index)
+    return torch.accelerator.device_index(device.index if is_accelerator(device) else None)
 
 
 def identity(device: torch.device) -> tuple[str, str]:
