@@ -10,6 +10,7 @@ import re
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fxpipe
+from fxpipe.capture import trace
 from fxpipe.capture.rows import families
 
 ROWS, MICROBATCHES = 4, 3
@@ -494,6 +496,16 @@ def test_a_loss_that_is_no_mean_of_microbatches_is_told(rows, name):
             off.append((result.grads[key] - value.grad).abs().max() / (1e-3 + value.grad.abs().max()))
     is_told = any("whole batch" in str(x.message) for x in given)
     assert (max(off) > 1e-8) == is_told
+
+
+@pytest.mark.parametrize(("name", "traces"), [("over_time", 0), ("the_first_alone", 1)])
+def test_one_row_is_traced_again_where_an_op_may_do_another_thing_with_two(name, traces):
+    """Another trace takes a third of a compilation of one-row microbatches."""
+    example = tuple(t[:1] for t in batch_of(1))
+    with mock.patch.object(trace, "capture", wraps=trace.capture) as again, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trace.capture(Net(LOSSES[name]), example, None, 0.5, torch.device("cpu"))
+    assert again.call_count == 1 + traces
 
 
 def test_families_of_a_torch_without_one_of_their_ops():

@@ -137,10 +137,10 @@ class RowAnalysis(Flow):
         rows = self._rows(node, {x.form for x in operands})
         if rows.form is Form.EACH and not isinstance(node.meta["val"], list):  # a list is of parts
             shape = shape_of(node)
-            rows = rows._replace(
-                places=tuple(p for p in rows.places if p.dim < len(shape) and shape[p.dim] == self.size(p))
-            )
-            rows = rows if rows.places else LOST
+            places = tuple(p for p in rows.places if p.dim < len(shape) and shape[p.dim] == self.size(p))
+            if places != rows.places:
+                self.is_single()  # which broadcasts
+            rows = rows._replace(places=places) if places else LOST
         plus = rows.plus or next((x.plus for x in operands if x.plus), None)
         is_plus_told = plus is not None and (rows.form is Form.LOST or not reductions.is_affine(self, node))
         if plus is not None and is_plus_told:

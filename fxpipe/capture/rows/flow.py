@@ -40,13 +40,13 @@ class Flow:
     microbatch has.  ``on_lanes``: whether lanes exchange values.  ``constants``: by name.  ``changing``:
     inputs that are other ones in each microbatch without being of the batch.  ``taken``: of a value, the ops
     that take one row of it by its number, each with that.  ``single``: the numbers of the rows of which such
-    values are made."""
+    values are made.  ``is_unsure``: whether an op on a single row may do another thing with several."""
 
     def __init__(self, rows: int, on_lanes: bool, constants: Mapping[str, torch.Tensor]) -> None:
         self.of: dict[fx.Node, Rows] = {}
         self.told: dict[fx.Node, str] = {}
         self.rows, self.on_lanes, self.constants = rows, on_lanes, constants
-        self.changing = set[fx.Node]()
+        self.changing, self.is_unsure = set[fx.Node](), False
         self.taken: dict[fx.Node, list[tuple[fx.Node, int]]] = {}
         self.single: dict[fx.Node, frozenset[int]] = {}
 
@@ -86,7 +86,12 @@ class Flow:
         if rows.form is not Form.EACH:
             return Rows(rows.form)
         places = [again for p in rows.places if (again := move(p)) is not None]
-        return each(places) if places or self.rows == 1 else self.lost(node)
+        return each(places) if places or self.is_single() else self.lost(node)
+
+    def is_single(self) -> bool:
+        """Whether there is one row alone, of which it is not seen what an op would do with several."""
+        self.is_unsure |= self.rows == 1
+        return self.rows == 1
 
     def total(self, operands: Iterable[fx.Node]) -> Rows:
         """Follow a number that adds up entries; of rows that were taken one by one it is their own."""
@@ -99,13 +104,14 @@ class Flow:
         while todo:
             x, dim = todo.pop()
             shape = shape_of(x)
-            if dim < 0 or shape[dim] == 1 or (x, dim) in seen:
+            if dim < 0 or (shape[dim] == 1 and self.rows > 1) or (x, dim) in seen:
                 continue
             seen.add((x, dim))
             packet = packet_of(x)
             if x.op == "placeholder" or packet in (aten.arange, aten.linspace):
-                if x not in self.changing:
-                    return True
+                is_of_model = x.op == "placeholder" and x.meta["input"].kind is not Kind.CONSTANT
+                if x not in self.changing and not (shape[dim] == 1 and is_of_model):
+                    return not self.is_single()
                 continue
             for operand in input_nodes(x):
                 before = shape_of(operand)

@@ -70,7 +70,7 @@ def indexed(flow: Flow, node: fx.Node) -> Rows:
             places.append(p.at(p.dim - gone + more))
         elif flow.has(indices[p.dim], Form.LOST):
             return LOST
-        elif not flow.counts_rows(indices[p.dim]) and flow.rows > 1:
+        elif not flow.counts_rows(indices[p.dim]) and not flow.is_single():
             return flow.lost(node, BY_PLACE)
     if flow.has(x, Form.SUMMED):
         return _of_sums(flow, node, each(places))
@@ -90,7 +90,7 @@ def gathered(flow: Flow, node: fx.Node) -> Rows:
         return _of_sums(flow, node, Rows(*of_index[:2]))
     if Form.LOST in (rows.form, of_index.form):
         return LOST
-    if any(p.dim == _dim(node) for p in rows.places) and flow.rows > 1:
+    if any(p.dim == _dim(node) for p in rows.places) and not flow.is_single():
         return flow.lost(node, BY_PLACE)
     return each((*rows.places, *of_index.places))
 
@@ -118,7 +118,7 @@ def placed(flow: Flow, node: fx.Node) -> Rows:
         is_aligned = packet not in (aten.index_add, aten.index_copy)
         places += [p for p in (*(of_indices if is_aligned else ()), *of_source) if p.dim not in indices]
         of_indices += of_source
-    if any(p.dim in indices and p not in places for p in flow.of[base].places) and flow.rows > 1:
+    if any(p.dim in indices and p not in places for p in flow.of[base].places) and not flow.is_single():
         return flow.lost(node, BY_PLACE)
     if not places and is_added and of_indices and flow.has(base, Form.SAME):
         return SUMMED

@@ -36,9 +36,11 @@ aten = torch.ops.aten
 def reshaped(flow: Flow, node: fx.Node) -> Rows:
     x = node_arg(node, 0)
     before, after = shape_of(x), shape_of(node)
-    places = flow.of[x].places
+    places, gone = flow.of[x].places, dims_of(node, len(before)) or {*range(len(before))}
     if len(places) == 1 and places[0].is_split(flow.rows, before, after):
         return LOST  # into neighbours, which are together in a batch as well
+    if packet_of(node) is aten.squeeze and any(p.dim in gone for p in places):
+        flow.is_single()
     return flow.moved(node, lambda p: p.reshaped(flow.rows, before, after))
 
 
@@ -88,7 +90,7 @@ def part(flow: Flow, node: fx.Node, one_of: fx.Node | None = None) -> Rows:
     if behind is not None and not is_one:
         return each((*others, behind))
     is_each = step > 1 and along.outer == 1 and length % step == 0 and size * step == length
-    if flow.rows == 1 or is_each or others or flow.on_lanes or not is_float(x):
+    if is_each or others or flow.on_lanes or not is_float(x) or flow.is_single():
         return each(others)
     taker = one_of or node
     row, rest = divmod(start, along.inner)
@@ -134,7 +136,7 @@ def inserted(flow: Flow, node: fx.Node) -> Rows:
         *flow.of[base].places,
         *(p.at(p.dim + (is_one and p.dim >= dim)) for p in flow.of[source].places),
     ]
-    if any(p.dim == dim for p in places) and flow.rows > 1:
+    if any(p.dim == dim for p in places) and not flow.is_single():
         places = [p for p in places if p.dim != dim]
         return each(places) if places else flow.lost(node, BY_PLACE)
     return each(places)

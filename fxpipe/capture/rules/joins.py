@@ -88,16 +88,17 @@ def warn_of_joins(tail: Tail, analysis: RowAnalysis, example: Any, forward: Forw
     example: the microbatch of the step.  forward: traces that of another one.
     """
     judged = tail
-    if analysis.rows == 1 and (two := forward(twice_the_rows(example))):
-        # In which dimension the rows lie is seen with two of them.
-        example, analysis = twice_the_rows(example), RowAnalysis(*two)
-        judged = Tail(two[0], analysis)
 
     def numbers() -> RowNumbers | None:
         twice = forward(twice_the_rows(example))
         return None if twice is None else RowNumbers(judged.graph, analysis.constants, twice)
 
-    joins, divides = joins_of(judged, analysis, numbers), {*judged.apart}
+    joins = joins_of(tail, analysis, numbers)
+    if analysis.is_unsure and (two := forward(twice_the_rows(example))):
+        example, analysis = twice_the_rows(example), RowAnalysis(*two)
+        judged = Tail(two[0], analysis)
+        joins = joins_of(judged, analysis, numbers)
+    divides = {*judged.apart}
     judged.apart |= {node: _function(node) for node in joins.ops if node not in divides}
     odd = [node for node in judged.apart if node in judged.odd or joins.ops.get(node)] or tail.odd
     tail.apart |= judged.apart
