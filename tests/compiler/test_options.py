@@ -37,7 +37,9 @@ def test_the_table_of_options_is_that_of_their_docs(request):
 
 
 def test_each_option_is_documented():
-    assert [*DOCS] == [*inspect.signature(fxpipe.compile).parameters][2:]
+    parameters = inspect.signature(fxpipe.compile).parameters
+    assert [*DOCS] == [*parameters][2:]
+    assert [name for name, each in parameters.items() if each.annotation is each.empty] == []
     assert all((text[0] == "`" or text[0].isupper()) and text.endswith((".", ")")) for text in DOCS.values())
     for name, text in DOCS.items():
         shown = re.search(rf"^{name}: (.*?)(?=\n\S|\n\n)", fxpipe.compile.__doc__, re.DOTALL | re.MULTILINE)
