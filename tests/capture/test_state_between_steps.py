@@ -77,6 +77,13 @@ def keeps_in_a_tuple(self, x):
     return y
 
 
+def keeps_in_an_object(self, x):
+    y = x if self.state is None else x + self.state.last
+    self.state = OfAClass()
+    self.state.last = x.detach()
+    return y
+
+
 def keeps_under_a_new_key(self, x):
     self.state[len(self.state)] = x.detach()
     return x + sum(self.state.values())
@@ -118,6 +125,7 @@ CARRIED = {
     reads_the_first_of_its_results: lambda: None,
     keeps_in_a_list: list,
     keeps_in_a_tuple: lambda: None,
+    keeps_in_an_object: lambda: None,
     keeps_under_a_new_key: dict,
     keeps_in_a_global: lambda: None,
     keeps_random_numbers: lambda: None,

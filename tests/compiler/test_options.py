@@ -4,12 +4,13 @@ import inspect
 import re
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 
 from docs_worker import ROOT
 
 import fxpipe
 from fxpipe.api.arguments import DOCS
-from fxpipe.compiler.options import Options
+from fxpipe.compiler.options import Options, Settings
 from fxpipe.plan.meshes import Mesh
 from scripts.site_docstrings import as_markdown
 
@@ -37,7 +38,9 @@ def test_the_table_of_options_is_that_of_their_docs(request):
 
 
 def test_each_option_is_documented():
-    assert [*DOCS] == [*inspect.signature(fxpipe.compile).parameters][2:]
+    parameters = inspect.signature(fxpipe.compile).parameters
+    assert [*DOCS] == [*parameters][2:]
+    assert [name for name, each in parameters.items() if each.annotation is each.empty] == []
     assert all((text[0] == "`" or text[0].isupper()) and text.endswith((".", ")")) for text in DOCS.values())
     for name, text in DOCS.items():
         shown = re.search(rf"^{name}: (.*?)(?=\n\S|\n\n)", fxpipe.compile.__doc__, re.DOTALL | re.MULTILINE)
@@ -51,6 +54,11 @@ def test_each_option_is_read():
     read = {name for path in files for name in re.findall(r"\.([a-z_]+)\b", path.read_text())}
     settled = {"costs", "offload", "replay", "without"}  # ``Settings`` has what they stand for
     assert {field.name for field in fields(Options)} - read <= settled
+
+
+def test_what_a_plan_has_of_replay():
+    given = [SimpleNamespace(replay=replay) for replay in ("auto", True, False)]
+    assert [*map(Settings.replays.fget, given)] == ["auto", "always", ""]
 
 
 def test_each_option_of_plan_is_read():

@@ -250,20 +250,23 @@ def test_an_output_that_is_a_table_is_given():
     assert torch.equal(found, torch.ones(2, zoo.WIDTH).tril().exp().repeat(2, 1))
 
 
-def test_casts_of_layers_are_a_loop():
+def test_casts_of_three_layers_and_more_are_a_loop():
     class Deep(nn.Module):
         def __init__(self):
             super().__init__()
             self.layers = nn.ModuleList([nn.Linear(zoo.WIDTH, zoo.WIDTH) for _ in range(12)])
+            self.last = nn.ModuleList([nn.Linear(zoo.WIDTH, zoo.WIDTH) for _ in range(2)])
 
         def forward(self, x, y):
             with torch.autocast("cpu", torch.bfloat16):
-                for layer in self.layers:
+                for layer in (*self.layers, *self.last):
                     x = layer(x)
             return (x - y).square().mean()
 
     _, pipe = built_and_compiled(Case(Deep, numbers), MICROBATCHES, Shape(2))
-    *_, head, weight, bias, _ = once_of(pipe)[1].splitlines()
+    own = once_of(pipe)[1]
+    assert own.count("for i in") == 1 < own.count('"last.1.')
+    head, weight, bias = re.search(r"^ +for i in.*\n.*\n.*", own, re.MULTILINE)[0].splitlines()
     assert re.fullmatch(r" +for i in range\(\d, 12\):", head)
     for line, name in (bias, "bias"), (weight, "weight"):
         cast = f'to_copy(params[f"layers.{{i}}.{name}"], dtype=torch.bfloat16)'

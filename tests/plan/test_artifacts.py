@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,7 +30,9 @@ from fxpipe.cli import main
 from fxpipe.cli.run.data import FileData
 from fxpipe.cli.sources import recorded_costs
 from fxpipe.errors import ArtifactError, BatchError, FxpipeError, RunError, ScheduleError
-from fxpipe.plan.artifact import FORMAT
+from fxpipe.plan.artifact import FORMAT, RankTensors, TensorLayout
+from fxpipe.plan.rows import ShardName
+from fxpipe.plan.saved import check as of_plan
 from fxpipe.plan.saved.files import read_plan
 from fxpipe.plan.saved.recorded import read_spans
 from fxpipe.plan.step import BatchSpec, Leaf
@@ -588,6 +591,15 @@ def test_any_edit_of_a_plan(originals, data):
     write_plan(directory, plan)
     with contextlib.suppress(FxpipeError):  # any other error fails
         used(directory)
+
+
+def test_rows_of_a_table_follow_each_other_by_their_numbers():
+    """As texts ``"a[10:12]"`` comes before ``"a[2:10]"``."""
+    parts = [ShardName.of_rows("a", *rows) for rows in ((0, 2), (2, 10), (10, 12))]
+    lengths = {"a": 12} | {part: part.end - part.begin for part in parts}
+    layouts = {name: TensorLayout((rows, 4), (4, 1), "torch.float32") for name, rows in lengths.items()}
+    tensors = [RankTensors((part,), (), (), ()) for part in parts]
+    of_plan._tensors(SimpleNamespace(layouts=layouts, tensors=tensors, order=[]))
 
 
 # -- data to train on ---------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from fxpipe.schedule.families.registry import FAMILIES
 from fxpipe.schedule.placement import place
 from fxpipe.schedule.problem import Limit, Problem, Setting, per_rank
 from fxpipe.schedule.search.auto import search
-from fxpipe.schedule.search.fastest import fastest
+from fxpipe.schedule.search.fastest import fastest, stages_and_placements
 from fxpipe.schedule.stages import Vocabulary
 from fxpipe.schedule.vocabulary_costs import with_output_shards
 
@@ -28,6 +28,12 @@ def problems(ranks: int, microbatches: int, limit: Limit = None, **options) -> l
     kinds = ((1, "plain"), (2, "plain"), (2, "v"))
     limits = per_rank(limit, ranks)
     return [Problem(ranks, microbatches, v, shape, costs(ranks, v, **options), limits) for v, shape in kinds]
+
+
+def test_the_stages_and_placements_of_auto():
+    assert stages_and_placements("auto", 1) == ((1, "plain"),)
+    assert stages_and_placements("auto", 2) == ((2, "plain"), (2, "v"))
+    assert stages_and_placements("auto", placement="v") == ((1, "v"), (2, "v"), (4, "v"))
 
 
 def test_the_fastest_of_what_was_tried_or_better():
