@@ -498,9 +498,9 @@ def test_a_loss_that_is_no_mean_of_microbatches_is_told(rows, name):
     assert (max(off) > 1e-8) == is_told
 
 
-@pytest.mark.parametrize(("name", "traces"), [("over_time", 0), ("the_first_alone", 1)])
+@pytest.mark.parametrize(("name", "traces"), [("weighted_by_the_sum", 0), ("the_first_alone", 1)])
 def test_one_row_is_traced_again_where_an_op_may_do_another_thing_with_two(name, traces):
-    """Another trace takes a third of a compilation of one-row microbatches."""
+    """And where numbers may follow from how many rows there are; it takes a quarter of a compilation."""
     example = tuple(t[:1] for t in batch_of(1))
     with mock.patch.object(trace, "capture", wraps=trace.capture) as again, warnings.catch_warnings():
         warnings.simplefilter("ignore")
