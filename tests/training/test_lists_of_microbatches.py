@@ -113,7 +113,7 @@ def test_schedules_memory_and_replicas(options):
 @pytest.mark.parametrize("options", [{}, {"vocab_parallel": True, "schedule": "zb-h1"}])
 def test_the_order_of_a_batch_is_the_captured_step(options):
     """The certificate of the programs with the step that is written for a batch, at the example's lengths."""
-    lengths, pipe = [{"sequence": n} for n in (16, 2, 9)], words(**options)
+    lengths, pipe = [{"sequence": n} for n in (3, 2, 16)], words(**options)
     artifact = pipe.artifact
     step, timeline = artifact.write_step(lengths), pipe.simulate(lengths=lengths)
     assert timeline.schedule.name == f"{pipe.plan.schedule} by lengths"
@@ -133,9 +133,18 @@ def test_the_order_of_a_batch_is_the_captured_step(options):
     assert not check(plan, [programs[0], swapped], CapturedStep.from_json(artifact.captured, "x")).holds
 
 
-@pytest.mark.parametrize("options", [{}, {"schedule": "zb-h1", "ranks": 4}], ids=["1f1b", "zb-h1"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"schedule": "zb-h1", "ranks": 4},
+        {"schedule": "zb-h1", "ranks": 4, "vocab_parallel": "1-barrier"},
+        {"schedule": "zb-v", "vocab_parallel": "1-barrier"},
+    ],
+    ids=["1f1b", "zb-h1", "vocabulary", "vocabulary, V"],
+)
 def test_a_step_holds_no_more_than_the_plan_predicts(options):
-    """Also of microbatches as the example, which run the plan's own order."""
+    """Also of shards of a vocabulary, and of microbatches as the example, which run the plan's own order."""
     pipe = words(microbatches=4, **options)
     most = pipe.plan.prediction.peak_memory
     for lengths in ((16,) * 4, (16, 2, 16, 3, 16, 16, 2), (2, 2, 16, 9), (15, 8, 14, 16, 8, 2)):
