@@ -217,9 +217,18 @@ def test_a_microbatch_that_does_not_fit(pipe):
     small = replace(writer, orders=replace(writer.orders, limits=(1e4, 1e6)))
     orders = BatchOrders(replace(pipe.artifact, write_step=small), None)
     message = "With sequence 15, microbatch 1 alone needs 11.8 KiB .* on rank 0, and the limit is 9.77 KiB"
-    with pytest.raises(fxpipe.BatchError, match=message):
+    remedy = ": give at most sequence 12, or compile with more memory_limit"
+    with pytest.raises(fxpipe.BatchError, match=message + remedy):
         orders.of([([{"sequence": 2}, {"sequence": 15}], [16, 16])], pipe._runner._local_programs)
     assert orders.of([([{"sequence": 2}, {"sequence": 5}], [16, 16])], pipe._runner._local_programs)
+
+
+def test_a_word_without_a_row(pipe):
+    """In one process too it is found before anything runs."""
+    batch = [microbatch(5), microbatch(3)]
+    batch[1]["ids"][0, 2] = WORDS
+    with pytest.raises(fxpipe.BatchError, match="Microbatch 1, of sequence 3, has 16 in 'ids', which"):
+        pipe.run_local(batch)
 
 
 def test_masks_that_are_causal_at_some_lengths_alone():
