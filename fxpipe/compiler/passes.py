@@ -158,6 +158,11 @@ class StepGraphs:
     """Those of each rank."""
 
     @property
+    def lookups(self) -> int:
+        """The number of its first stages that are shards of an embedding."""
+        return 0 if self.vocabulary is None else self.vocabulary.embedding_shards
+
+    @property
     def graphs(self) -> tuple[fx.Graph, ...]:
         """The graph and its traces at other sizes."""
         traces = (each for each in (self.resized, self.lengths) if isinstance(each, ResizedTraces))
@@ -355,7 +360,7 @@ PASSES = Passes(
         _of_graph(copy_given_results),
         _of_graph(count_beside_loss),
         _of_graph(untie),
-        _of_graph(split_backward),
+        Pass("split_backward", lambda step, options: split_backward(step.graph, step.lookups)),
         _of_graph(join_exchanges),
         Pass("compute_once", lambda step, options: compute_once(step.graph, step.resized)),
         Pass("sink_cheap_values", _sink_cheap_values),
@@ -367,7 +372,10 @@ PASSES = Passes(
         Pass("repeat_in_kernels", _repeat_in_kernels),
         _of_graph(mincut_saved_for_weight),
         _of_graph(make_contiguous),
-        Pass("fuse_accumulation", lambda step, options: fuse_accumulation(step.graph, options.grad_dtype)),
+        Pass(
+            "fuse_accumulation",
+            lambda step, options: fuse_accumulation(step.graph, options.grad_dtype, step.lookups),
+        ),
     ),
     chosen=(
         Pass("join_backward", lambda step, options: join_backward(step.graph, step.joined)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -20,6 +21,7 @@ from fxpipe.schedule.offload.planner import offload_within
 from fxpipe.schedule.ops import Schedule, Transfer
 from fxpipe.schedule.placement import stages_of
 from fxpipe.schedule.search.uneven import LOOKS_A_SECOND, WORK, TooLarge, Uneven
+from fxpipe.schedule.simulation.memory import rank_over
 from fxpipe.schedule.simulation.simulator import simulate
 from fxpipe.schedule.simulation.timeline import Timeline
 from fxpipe.schedule.simulation.transfers import offload_bytes
@@ -39,7 +41,7 @@ class BatchPlanner:
     ``schedule``: for microbatches as the example, of which ``example`` has the costs.  ``work``: those at
     other lengths; without it they are those of the example, as of an evaluation.  ``limits``: of each rank.
     ``in_order``: whether microbatches must come in theirs.  ``slots``: what can be offloaded, within
-    ``pools``, the bytes of each rank.
+    ``pools``, the bytes of each rank.  ``names``: the dimensions with other lengths than the example's.
     """
 
     schedule: Schedule
@@ -49,6 +51,7 @@ class BatchPlanner:
     in_order: bool = False
     slots: tuple[OffloadSlot, ...] = ()
     pools: tuple[int, ...] = ()
+    names: tuple[NamedLength, ...] = ()
     _costs: dict[tuple[_Lengths, float], Costs] = field(default_factory=dict)
 
     @classmethod
@@ -56,7 +59,8 @@ class BatchPlanner:
         limits = plan.limits or own_limits(plan.ordered, plan.costs, plan.prediction.peak_memory)
         if not plan.limits and plan.work is not None:
             limits = _with_most_rows(plan, plan.work, limits)
-        return cls(plan.ordered, plan.costs, plan.work, limits, bool(plan.changed), plan.slots, plan.pools)
+        changes, names = bool(plan.changed), plan.step.lengths
+        return cls(plan.ordered, plan.costs, plan.work, limits, changes, plan.slots, plan.pools, names)
 
     @cached_property
     def without_limits(self) -> BatchPlanner:
@@ -142,11 +146,25 @@ class BatchPlanner:
         alike = [lengths[error.microbatch] for lengths in replicas]
         largest = max(alike, key=lambda each: self._alone(each)[rank])
         named = ", ".join(f"{name} {length}" for name, length in largest.items())
-        remedy = "shorten it, or compile with more memory_limit"
+        less = [f"{each.name} {n}" for each in self.names if (n := self._most(largest, each)) is not None]
+        remedy = f"give at most {' or '.join(less)}, or " if less else ""
+        remedy += "compile with more memory_limit"
         if self.schedule.transfers:
             number = self.schedule.microbatches
             remedy = f"give {number} microbatches, for which the plan offloads most, or {remedy}"
         return ScheduleError(f"With {named}, {error}: {remedy}.")
+
+    def _most(self, lengths: Mapping[str, int], one: NamedLength) -> int | None:
+        """The most of one length with which a microbatch fits the limits, the others as they are; None if it
+        has none."""
+
+        def is_over(n: int) -> bool:
+            alone = self._alone({**lengths, one.name: n})
+            return rank_over(alone, self.limits) is not None
+
+        able = range(one.least, lengths[one.name], one.step)
+        fits = bisect_left(able, x=True, key=is_over)
+        return able[fits - 1] if fits else None
 
     def _alone(self, lengths: Mapping[str, int]) -> tuple[float, ...]:
         """Per rank the memory for a microbatch alone."""

@@ -94,8 +94,11 @@ def liveness(
             # Of two stages of a rank the first holds longest: from before the other's F until after its B.
             outer = min(edge.source.stage, edge.target.stage)
             values = {_owner(value, rank, placement) for value in values}
-            # What the first stage saves anyway is in memory all that time, and counts there.
+            # What the first stage saves anyway is in memory all that time, and counts there; and a gradient
+            # that W needs as well where its own stage keeps it, mostly for longer.
             values = {owner for owner in values if saves_activation.get(owner, outer + 1) > outer}
+            if edge.source.phase is Phase.B:
+                values -= saved_for_weight[edge.source.stage]
         sent.append(values)
     offloadable = offload_candidates(saved_activations, placement)
     return Liveness(ops, tuple(saved_activations), tuple(saved_for_weight), tuple(sent), offloadable, edges)

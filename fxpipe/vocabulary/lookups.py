@@ -33,8 +33,8 @@ class Lookups:
                 "vocab_parallel cannot split an embedding whose gradient is scaled by frequency "
                 f"({node.meta['origin'].path}). Build it without scale_grad_by_freq."
             )
-        index = self._index(node_arg(node, 1), Phase.W)
-        build = self.shard.at(Phase.W, node.meta["origin"], self.shard.lookup_stage)
+        index = self._index(node_arg(node, 1), Phase.B)
+        build = self.shard.at(Phase.B, node.meta["origin"], self.shard.lookup_stage)
         row, left_out = self.shard.nearest_rows(index, build)
         if padding != -1:
             padded = build.call(aten.eq.Scalar, index, padding)

@@ -113,7 +113,7 @@ def test_schedules_memory_and_replicas(options):
 @pytest.mark.parametrize("options", [{}, {"vocab_parallel": True, "schedule": "zb-h1"}])
 def test_the_order_of_a_batch_is_the_captured_step(options):
     """The certificate of the programs with the step that is written for a batch, at the example's lengths."""
-    lengths, pipe = [{"sequence": n} for n in (16, 2, 9)], words(**options)
+    lengths, pipe = [{"sequence": n} for n in (3, 2, 16)], words(**options)
     artifact = pipe.artifact
     step, timeline = artifact.write_step(lengths), pipe.simulate(lengths=lengths)
     assert timeline.schedule.name == f"{pipe.plan.schedule} by lengths"
@@ -133,9 +133,18 @@ def test_the_order_of_a_batch_is_the_captured_step(options):
     assert not check(plan, [programs[0], swapped], CapturedStep.from_json(artifact.captured, "x")).holds
 
 
-@pytest.mark.parametrize("options", [{}, {"schedule": "zb-h1", "ranks": 4}], ids=["1f1b", "zb-h1"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"schedule": "zb-h1", "ranks": 4},
+        {"schedule": "zb-h1", "ranks": 4, "vocab_parallel": "1-barrier"},
+        {"schedule": "zb-v", "vocab_parallel": "1-barrier"},
+    ],
+    ids=["1f1b", "zb-h1", "vocabulary", "vocabulary, V"],
+)
 def test_a_step_holds_no_more_than_the_plan_predicts(options):
-    """Also of microbatches as the example, which run the plan's own order."""
+    """Also of shards of a vocabulary, and of microbatches as the example, which run the plan's own order."""
     pipe = words(microbatches=4, **options)
     most = pipe.plan.prediction.peak_memory
     for lengths in ((16,) * 4, (16, 2, 16, 3, 16, 16, 2), (2, 2, 16, 9), (15, 8, 14, 16, 8, 2)):
@@ -208,9 +217,18 @@ def test_a_microbatch_that_does_not_fit(pipe):
     small = replace(writer, orders=replace(writer.orders, limits=(1e4, 1e6)))
     orders = BatchOrders(replace(pipe.artifact, write_step=small), None)
     message = "With sequence 15, microbatch 1 alone needs 11.8 KiB .* on rank 0, and the limit is 9.77 KiB"
-    with pytest.raises(fxpipe.BatchError, match=message):
+    remedy = ": give at most sequence 12, or compile with more memory_limit"
+    with pytest.raises(fxpipe.BatchError, match=message + remedy):
         orders.of([([{"sequence": 2}, {"sequence": 15}], [16, 16])], pipe._runner._local_programs)
     assert orders.of([([{"sequence": 2}, {"sequence": 5}], [16, 16])], pipe._runner._local_programs)
+
+
+def test_a_word_without_a_row(pipe):
+    """In one process too it is found before anything runs."""
+    batch = [microbatch(5), microbatch(3)]
+    batch[1]["ids"][0, 2] = WORDS
+    with pytest.raises(fxpipe.BatchError, match="Microbatch 1, of sequence 3, has 16 in 'ids', which"):
+        pipe.run_local(batch)
 
 
 def test_masks_that_are_causal_at_some_lengths_alone():

@@ -6,7 +6,8 @@ after:  W holds exactly the backward nodes that no gradient of an activation nee
 B runs back to the first activation of every stage, the first stage included: a gradient that enters
 the backward of an op on activations is B's, even if all that comes after it are weight gradients.
 Ops that work on parameters alone (a cast, a norm of a weight, a learned position table) are no
-activations: their backward is W's.  (Zero bubble pipeline parallelism, arXiv 2401.10241.)
+activations: their backward is W's.  (Zero bubble pipeline parallelism, arXiv 2401.10241.)  Shards of an
+embedding have no other gradient, which B computes as soon as it arrives, so that no rank holds it for a W.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from fxpipe.schedule.ops import Color, Phase
 aten = torch.ops.aten
 
 
-def split_backward(graph: fx.Graph) -> None:
+def split_backward(graph: fx.Graph, lookups: int = 0) -> None:
+    """lookups: the first stages, which are shards of an embedding."""
     _split_convolutions(graph)
     on_data = _ops_on_data(graph)
     items = graph.find_nodes(op="call_function", target=operator.getitem)
@@ -36,7 +38,7 @@ def split_backward(graph: fx.Graph) -> None:
     # Users first: an op belongs to B if anything of B needs it, and to W else.
     for node in reversed(call_nodes(graph)):
         stage, phase = node.meta["color"].stage, node.meta["color"].phase
-        if phase is Phase.F:
+        if phase is Phase.F or stage < lookups:
             continue
         seq = node.meta["origin"].seq
         if node in in_b:

@@ -31,7 +31,8 @@ aten = torch.ops.aten
 _ADDMM = aten.addmm.dtype_out
 
 
-def fuse_accumulation(graph: fx.Graph, grad_dtype: torch.dtype | None = None) -> None:
+def fuse_accumulation(graph: fx.Graph, grad_dtype: torch.dtype | None = None, lookups: int = 0) -> None:
+    """lookups: the first stages, which are shards of an embedding."""
     first = next(n for n in graph.nodes if n.op != "placeholder")
     calls, fused = Calls(graph), dict[str, tuple[fx.Node, ...]]()
     # A gradient of two parameters is needed twice, so it cannot be a part of one addition.
@@ -45,24 +46,24 @@ def fuse_accumulation(graph: fx.Graph, grad_dtype: torch.dtype | None = None) ->
         into.meta.update(input=Input(Kind.GRADIENT, name), val=val, origin=Origin())
         last: dict[Color, fx.Node] = {}
         for part in parts:
-            color = _color(part)
+            color = _color(part, lookups)
             # In the order of the summands, as sums of floats depend on it.
             with graph.inserting_before(max(part, last.get(color, part)).next):
-                last[color] = _accumulated(calls, into, part, times[part] == 1)
+                last[color] = _accumulated(calls, into, part, color, times[part] == 1)
             fused[name] = (*fused.get(name, ()), last[color])
     set_outputs(graph, grads=fused)
     drop_dead(graph)
 
 
-def _color(part: fx.Node) -> Color:
-    """The color of the addition of a part: W, but B where it is of a head in parts, whose backward is B."""
+def _color(part: fx.Node, lookups: int) -> Color:
+    """The color of the addition of a part: W, but B where it is of a head in parts or of a lookup, whose
+    backward is B."""
     color: Color = part.meta["color"]
-    return color if "chunk" in part.meta else Color(color.stage, Phase.W)
+    return color if "chunk" in part.meta or color.stage < lookups else Color(color.stage, Phase.W)
 
 
-def _accumulated(calls: Calls, into: fx.Node, part: fx.Node, once: bool) -> fx.Node:
+def _accumulated(calls: Calls, into: fx.Node, part: fx.Node, color: Color, once: bool) -> fx.Node:
     """Add ``part`` to ``into``; a part that is added only ``once`` is fused with the addition."""
-    color = _color(part)
     total = into.meta["val"]
 
     def call(target: object, *args: object, **kwargs: object) -> fx.Node:

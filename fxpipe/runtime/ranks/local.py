@@ -160,7 +160,7 @@ class LocalComm:
         senders = ranks if source < 0 else [source]
         takers = {"broadcast": len(ranks) - 1, "all_gather": len(ranks)}.get(verb, 1)
         buffers = [_expected(layout)] * len(senders)
-        return Pending(buffers, source, (joint, senders, takers), adds=verb == "reduce")
+        return Pending(buffers, source, (joint, senders, takers), tensor, adds=verb == "reduce")
 
     def _wait_for_collective(self, pending: Pending) -> list[torch.Tensor]:
         joint, senders, takers = pending.work

@@ -157,24 +157,15 @@ def _with_embedding_shards(arrays: ScheduleArrays, order: Order, embedding_shard
 
 
 def fused(ops: RankOps, embedding_shards: int) -> RankOps:
-    """The order in which an embedding shard's B, which is empty, and W are one op if each of its W follows at
-    once: all backwards of a shard are ops of one kind."""
-    orders = []
-    for rank_ops in ops:
-        joined: list[Op] = []
-        for op in rank_ops:
-            if op.stage < embedding_shards and joined and joined[-1] == replace(op, kind=OpKind.B):
-                joined[-1] = replace(op, kind=OpKind.BW)
-            else:
-                joined.append(op)
-        mixed = {op.stage for op in joined if op.kind is OpKind.W and op.stage < embedding_shards}
-        orders.append(tuple(part for op in joined for part in (_parts(op) if op.stage in mixed else [op])))
-    return tuple(orders)
+    """The order in which B and W of an embedding shard, of which W is empty, are one op."""
 
+    def joined(op: Op) -> Op:
+        return replace(op, kind=OpKind.BW) if op.kind is OpKind.B and op.stage < embedding_shards else op
 
-def _parts(op: Op) -> list[Op]:
-    """B and W of a BW."""
-    return [replace(op, kind=kind) for kind in (OpKind.B, OpKind.W)] if op.kind is OpKind.BW else [op]
+    def has_code(op: Op) -> bool:
+        return op.kind is not OpKind.W or op.stage >= embedding_shards
+
+    return tuple(tuple(map(joined, filter(has_code, rank_ops))) for rank_ops in ops)
 
 
 def _caps(
