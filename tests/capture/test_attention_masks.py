@@ -233,6 +233,7 @@ def test_with_other_keys_than_queries_kernels_differ_in_what_is_causal() -> None
     assert masks.needed == ["dense"] * 3
 
 
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="fake attention has its sums in float32")
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("case", ["infinite", "a part of a buffer"])
 def test_a_checkpoint_drops_a_mask_again(case: str, reentrant: bool) -> None:
