@@ -20,7 +20,7 @@ import torch
 from torch import fx
 
 from fxpipe.capture.reads.length_reads import SIGNS
-from fxpipe.capture.resized import leading_name
+from fxpipe.capture.resized import leading_name, traced_at
 from fxpipe.capture.trace import Captured
 from fxpipe.errors import CaptureError, SizeError
 from fxpipe.ir.compat import pytree
@@ -107,7 +107,8 @@ def at_other_lengths(
 
     @cache
     def captured_at(*point: int) -> Captured:
-        return capture(resized(example, dimensions, dict(zip(dimensions, point, strict=True)), leading))
+        at = dict(zip(dimensions, point, strict=True))
+        return traced_at(at, resized(example, dimensions, at, leading), capture)
 
     for lengths in _ranges(dimensions, leading):
         points = _points(lengths)

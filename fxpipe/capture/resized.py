@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -27,6 +28,7 @@ from fxpipe.runtime.batch.microbatches import batch_leaves
 MICROBATCH = "microbatch"
 #: Minimum determinant of three terms at the points, each relative to its value in the example.
 INDEPENDENT = 1e-7
+T = TypeVar("T")
 
 
 def leading_name(example: object, dimensions: Mapping[str, int]) -> str | None:
@@ -107,7 +109,7 @@ def sample(
         try:
             others = _points(lengths, leading, smaller)
             points = [dict(zip(lengths, point, strict=True)) for point in others]
-            graphs = tuple(capture(_resized(example, lengths, leading, point)) for point in points)
+            graphs = tuple(traced_at(at, _resized(example, lengths, leading, at), capture) for at in points)
             return ResizedTraces(tuple(lengths), (first, *others), {}, (), leading).after_rewrite(
                 graph, graphs
             )
@@ -127,6 +129,15 @@ def sample(
                 f"other rows, or call it {MICROBATCH!r}."
             )
     raise SizeError(f"Costs for other sizes than the example's are unknown. {failure} {remedy}") from failure
+
+
+def traced_at(sizes: Mapping[str, int], example: object, capture: Callable[[object], T]) -> T:
+    """Capture an example of other sizes, which an error names."""
+    try:
+        return capture(example)
+    except CaptureError as error:
+        where = ", ".join(f"{name} {n}" for name, n in sizes.items())
+        raise CaptureError(f"At {where}, traced beside the example: {error}", error.fixable) from error
 
 
 def with_other_rows(

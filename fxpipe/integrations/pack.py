@@ -9,7 +9,9 @@ the one before would predict.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
+from hashlib import sha256
 from typing import Any
 
 import torch
@@ -283,8 +285,19 @@ class PackedSteps(Sampler[list[int]]):
             return len(filled(lengths, self.tokens))
         return len(assigned(lengths, self.tokens, self.microbatches, self.cost))
 
-    def state_dict(self) -> dict[str, int]:
-        return {"epoch": self.epoch, "step": self.step, "seed": self.seed}
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": self.epoch, "step": self.step, "seed": self.seed, "of": self._digest()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raises OptionError for the state of other samples or options, by which it would say other steps."""
+        if state.get("of", self._digest()) != self._digest():
+            raise OptionError(
+                "The state is that of other samples, or of other tokens, microbatches, step_tokens, cost or "
+                "replicas: make PackedSteps as it was, or begin without the state."
+            )
         self.epoch, self.step, self.seed = (int(state[name]) for name in ("epoch", "step", "seed"))
+
+    def _digest(self) -> str:
+        """What the steps follow from, beside the seed, in a few letters."""
+        options = self.tokens, self.microbatches, self.step_tokens, self.cost, self.replicas
+        return sha256(array("q", self.lengths).tobytes() + repr(options).encode()).hexdigest()[:16]

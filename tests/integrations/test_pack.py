@@ -168,6 +168,15 @@ def test_steps_have_each_sample_once_and_go_on_as_before():
     assert [*resumed] == second
 
 
+@pytest.mark.parametrize("change", [{"lengths": [3, 5, 7]}, {"cost": (1.0, 0.5)}, {"replicas": 2}])
+def test_the_state_of_other_steps_is_refused(change):
+    options = {"lengths": [3, 5, 6], "tokens": 16, "microbatches": 2}
+    state = fxpipe.PackedSteps(**options).state_dict()
+    fxpipe.PackedSteps(**options).load_state_dict({k: x for k, x in state.items() if k != "of"})  # of before
+    with pytest.raises(fxpipe.OptionError, match="state is that of other samples"):
+        fxpipe.PackedSteps(**options | change).load_state_dict(state)
+
+
 def test_replicas_have_as_many_steps_and_other_samples():
     (one, lengths), (other, _) = steps(replica=0, replicas=2), steps(replica=1, replicas=2)
     pairs = [*zip(one, other, strict=True)]

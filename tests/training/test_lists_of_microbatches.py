@@ -263,6 +263,17 @@ def test_a_positional_table_that_is_too_short():
         fxpipe.compile(model, microbatch(LENGTH), ranks=1, microbatches=1, dimensions={"sequence": LENGTH})
 
 
+def test_lengths_at_which_a_model_fails_are_named():
+    class Windows(torch.nn.Linear):
+        def forward(self, x):
+            return super().forward(x).unflatten(1, (-1, 8)).square().mean()
+
+    with pytest.raises(fxpipe.SizeError, match="At microbatch 3, time 20, traced beside the example:"):
+        fxpipe.compile(
+            Windows(4, 4), (torch.randn(2, 24, 4),), ranks=1, microbatches=1, dimensions={"time": 24}
+        )
+
+
 def test_simulated_lengths_that_are_no_lengths(pipe):
     with pytest.raises(fxpipe.SizeError, match=r"lengths\[1\] is {'time': 3} and must give sequence"):
         pipe.simulate(lengths=[5, {"time": 3}])
