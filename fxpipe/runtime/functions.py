@@ -41,7 +41,8 @@ def names_in(code: types.CodeType) -> CodeNames:
         code = todo.pop()
         todo += [x for x in code.co_consts if isinstance(x, types.CodeType)]
         for text in (x for x in code.co_consts if isinstance(x, str)):
-            names.texts.update((text, *text.split(".")))  # dotted as for operator.attrgetter
+            parts = text.split(".")  # as for operator.attrgetter
+            names.texts.update((text, *parts) if all(map(str.isidentifier, parts)) else (text,))
         for op, name in set(_named(code)) if code.co_names else ():
             kinds = {"STORE_ATTR": names.stored, "IMPORT_NAME": names.modules}
             (names.globals if op in _GLOBAL else kinds.get(op, names.attributes)).add(name)
