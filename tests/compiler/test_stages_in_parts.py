@@ -128,8 +128,8 @@ def test_as_many_parts_as_the_limit_of_divided_parameters_needs():
         return len(pipe.schedule.placement)
 
     assert [stages(limit) for limit in (5.0, 3.0, 2.1)] == [1, 4, 8]
-    # Of 4 parts not even the parameters fit, of 8 these and no activations.
-    assert stages(1.9) == 16
+    # Of 4 parts not even the parameters fit, of 8 these and not the activations.
+    assert stages(1.8) == 16
     assert stages(2.5, "zb") == 8
     with pytest.raises(LimitError, match="Raise the limit"):
         stages(0.4)
