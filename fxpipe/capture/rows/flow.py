@@ -89,7 +89,7 @@ class Flow:
         return each(places) if places or self.is_single() else self.lost(node)
 
     def is_single(self) -> bool:
-        """Whether there is one row alone, of which it is not seen what an op would do with several."""
+        """Whether there is one row alone, which an op passes; notes that with several it may not."""
         self.is_unsure |= self.rows == 1
         return self.rows == 1
 

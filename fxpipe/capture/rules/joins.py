@@ -95,6 +95,7 @@ def warn_of_joins(tail: Tail, analysis: RowAnalysis, example: Any, forward: Forw
 
     joins = joins_of(tail, analysis, numbers)
     if analysis.is_unsure and (two := forward(twice_the_rows(example))):
+        # What these ops do with several rows is seen with two.
         example, analysis = twice_the_rows(example), RowAnalysis(*two)
         judged = Tail(two[0], analysis)
         joins = joins_of(judged, analysis, numbers)
